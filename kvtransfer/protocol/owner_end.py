@@ -5,7 +5,7 @@ no pages; HandoffDropped tells the engine when it may let them go. A late or unk
 creates state, and no tombstones are kept: an id that is not on the books is answered as such.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -63,7 +63,6 @@ class _Handoff:
     kind: Kind
     state: KVPoll = KVPoll.BOOTSTRAPPING
     ranges: Ranges | None = None  # from Grant on
-    ungranted: list[Admit | Publish] = field(default_factory=list)
     admitted: bool = False
 
 
@@ -139,14 +138,17 @@ class OwnerEnd:
         way to the engine. A new one of the same id has another serial.
 
         Raises:
-            EngineFault: the engine published what cannot follow, or admitted twice.
+            EngineFault: the engine published what cannot follow, admitted twice, or did either
+                before the grant.
         """
         id = self._ids.get(command.serial)
         if id is not None:
             handoff = self._handoffs[id]
             match command:
-                case Admit() | Publish():
-                    self._tell_or_keep(handoff, command)
+                case Admit():
+                    self._admit(handoff, command)
+                case Publish():
+                    self._publish(handoff, command)
                 case FailHandoff():
                     self._fail(
                         handoff,
@@ -249,9 +251,6 @@ class OwnerEnd:
         )
         handoff.state = advance(handoff.state, KVPoll.WAITING_FOR_INPUT)
         self._actions.append(Granted(handoff.serial, prefix, room, message.gib_per_s))
-        for command in handoff.ungranted:
-            self._tell(handoff, handoff.ranges, command)
-        handoff.ungranted.clear()
 
     def _finish(self, stream: int, message: Done) -> None:
         handoff = self._known(stream, message.id)
@@ -272,29 +271,26 @@ class OwnerEnd:
 
     # Commands -----------------------------------------------------------------------------------
 
-    def _tell_or_keep(self, handoff: _Handoff, command: Admit | Publish) -> None:
+    def _granted(self, handoff: _Handoff) -> Ranges:
+        """Return its ranges. Nothing is sent before the grant (rule 8): the reader has no pages."""
         if handoff.ranges is None:
-            # Never Ready before Grant (rule 8): the reader has no pages for it yet.
-            handoff.ungranted.append(command)
-        else:
-            self._tell(handoff, handoff.ranges, command)
+            raise EngineFault(f"{handoff.id} was admitted or published before its grant")
+        return handoff.ranges
 
-    def _tell(self, handoff: _Handoff, ranges: Ranges, command: Admit | Publish) -> None:
-        match command:
-            case Admit():
-                if handoff.admitted:
-                    raise EngineFault(f"{handoff.id} was admitted twice")
-                handoff.admitted = True
-                told = Admitted(handoff.id, command.compute_tokens, command.queued_tokens)
-                self._actions.append(Send(handoff.stream, told))
-            case Publish():
-                try:
-                    ranges.follow(command.start, command.end, len(command.pages), last=command.last)
-                except ProtocolViolation as error:
-                    raise EngineFault(f"cannot publish {handoff.id}: {error}") from error
-                self._publish(handoff, command)
+    def _admit(self, handoff: _Handoff, command: Admit) -> None:
+        self._granted(handoff)
+        if handoff.admitted:
+            raise EngineFault(f"{handoff.id} was admitted twice")
+        handoff.admitted = True
+        told = Admitted(handoff.id, command.compute_tokens, command.queued_tokens)
+        self._actions.append(Send(handoff.stream, told))
 
     def _publish(self, handoff: _Handoff, command: Publish) -> None:
+        ranges = self._granted(handoff)
+        try:
+            ranges.follow(command.start, command.end, len(command.pages), last=command.last)
+        except ProtocolViolation as error:
+            raise EngineFault(f"cannot publish {handoff.id}: {error}") from error
         handoff.state = advance(handoff.state, KVPoll.TRANSFERRING)
         if len(command.pages):
             self._actions.append(Expose(handoff.id, handoff.stream, command.pages))

@@ -312,7 +312,8 @@ class ReaderSide(Side[ReaderEnd]):
                 case Send():
                     outputs.append(("send", action.stream, action.message))
                 case EndStream():
-                    outputs.append(("end", action.stream))
+                    violation = action.reason if action.refused else ""
+                    outputs.append(("end", action.stream, violation))
                 case OpenLink():
                     outputs.append(("open link", action.stream))
                 case CloseLink():
@@ -607,7 +608,8 @@ class OwnerSide(Side[OwnerEnd]):
                 case Send():
                     outputs.append(("send", action.stream, action.message))
                 case EndStream():
-                    outputs.append(("end", action.stream))
+                    violation = action.reason if action.refused else ""
+                    outputs.append(("end", action.stream, violation))
                 case Expose():
                     before = self.exposed.get(action.id, ())
                     self.exposed[action.id] = before + tuple(action.pages.tolist())

@@ -22,7 +22,15 @@ from kvtransfer.messages import (
     Ready,
     Released,
 )
-from kvtransfer.ports import Admit, FailHandoff, Granted, HandoffDropped, Opened, Publish
+from kvtransfer.ports import (
+    Admit,
+    FailHandoff,
+    Granted,
+    HandoffDropped,
+    Opened,
+    OwnerCommand,
+    Publish,
+)
 from kvtransfer.protocol.actions import EndStream, Expose, Send, Withdraw
 from kvtransfer.protocol.owner_end import POLL_S, OwnerEnd
 
@@ -96,14 +104,16 @@ def test_a_handoff_of_no_pages_is_held(end: OwnerEnd) -> None:
     assert sent(end.received(STREAM, Done(ID), 0.0)) == [Released(ID, True)]
 
 
-# Rule 8. Seen failing with the look at `ranges` in _tell_or_keep removed.
-def test_nothing_is_ready_before_the_grant(end: OwnerEnd) -> None:
+# Rule 8. Seen failing, each, without the call of _granted.
+@pytest.mark.parametrize(
+    "command", [Admit(SERIAL, 3, 0), publish(0, 4, [5])], ids=["admit", "ready"]
+)
+def test_an_engine_that_computes_before_the_grant_is_at_fault(
+    end: OwnerEnd, command: OwnerCommand
+) -> None:
     end.received(STREAM, opening(), 0.0)
-    assert end.command(Admit(SERIAL, 3, 0)) == []
-    assert end.command(publish(4, 7, [5], last=True)) == []
-    granted = end.received(STREAM, Grant(ID, 4), 0.0)
-    assert kinds(granted) == [Granted, Send, Expose, Send]
-    assert sent(granted) == [Admitted(ID, 3, 0), Ready(ID, 4, 7, (5,), True, 42)]
+    with pytest.raises(EngineFault, match="before its grant"):
+        end.command(command)
 
 
 # Rule 3. Seen failing, each, with the answer removed.

@@ -22,7 +22,8 @@ Done before the last read has ended: the first, "I1: joined with torn".
 What windows reach before the prefix does not come with the first range: the ones with windows, I1.
 The state comes with the first range, or not with an empty last one: those with states, I1.
 A link that outlives its stream: the first, I3.
-Rules 3, 7 and 10 and the checks of violations have tests of their own.
+Rules 7 and 10 and the checks of violations have tests of their own. test_protocol_breaks.py has
+rules 3, 5 and 8, with each break as a test.
 """
 
 import pytest

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from kvtransfer.messages import HandoffId
 from tests.kvtransfer.node import Node
-from tests.kvtransfer.sides import TORN, Input, Output
+from tests.kvtransfer.sides import TORN, Input, Output, require
 
 HELLO = "hello"
 Pages = tuple[int, ...]
@@ -24,6 +24,7 @@ class Wire(NamedTuple):
     owner_sees: bool = True
     reader_sees: bool = True
     cut: bool = False
+    half_open: bool = False  # cut, and its owner never sees the end
     to_owner: tuple[Any, ...] = ()
     to_reader: tuple[Any, ...] = ()
 
@@ -108,7 +109,8 @@ class Draft:
             match output:
                 case ("send", stream, message):
                     self._send(node, self.wires[stream], message)
-                case ("end", stream):
+                case ("end", stream, violation):
+                    require(not violation, f"an end that keeps the protocol broke it: {violation}")
                     seen = "reader_sees" if self.wires[stream].reader == node else "owner_sees"
                     self.wire(stream, cut=True, **{seen: False})
                 case ("open link", stream):
@@ -238,7 +240,7 @@ class Simulation:
                 steps.append(("owner gets", wire.stream, wire.to_owner[0]))
             if wire.reader_sees and wire.to_reader:
                 steps.append(("reader gets", wire.stream, wire.to_reader[0]))
-            if wire.cut and wire.owner_sees:
+            if wire.cut and wire.owner_sees and not wire.half_open:
                 steps.append(("owner sees the end", wire.stream))
             if wire.cut and wire.reader_sees:
                 steps.append(("reader sees the end", wire.stream))
@@ -274,6 +276,8 @@ class Simulation:
         for wire in world.wires:
             if not wire.cut:
                 yield "cut", wire.stream
+                if "half-open" in self._only_faults:  # it multiplies the states
+                    yield "half-open", wire.stream
         for link in world.links:
             if link.state != "closing":
                 yield "link breaks", link.stream
@@ -307,8 +311,8 @@ class Simulation:
             case ("reader sees the end", stream):
                 draft.wire(stream, reader_sees=False)
                 draft.react(draft.wires[stream].reader, "reader", "down", stream)
-            case ("cut", stream):
-                draft.wire(stream, cut=True)
+            case ("cut" | "half-open" as how, stream):
+                draft.wire(stream, cut=True, half_open=how == "half-open")
             case ("link is up", stream):
                 draft.link(stream, state="up")
                 draft.of_reader(stream, "link up", stream)
