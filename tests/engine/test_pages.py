@@ -1,4 +1,5 @@
 import random
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -71,6 +72,12 @@ def test_evictable_are_the_pages_that_the_cache_alone_holds():
     assert (pages.num_evictable, pages.num_free) == (2, 2)
     pages.hold(taken[:1], Holder.PUBLICATION)
     assert pages.num_evictable == 1
+    assert pages.held_only_by(ints([0, 1, 2, 3]), Holder.CACHE).tolist() == [
+        False,
+        True,
+        False,
+        False,
+    ]
     pages.drop(taken[1:2], Holder.CACHE)
     assert (pages.num_evictable, pages.num_free) == (0, 3)
     pages.check()
@@ -150,7 +157,7 @@ def test_the_books_agree_with_a_plain_count_over_random_holds(lifo):
     holds: list[tuple[int, Holder]] = []
     for _ in range(3000):
         holder = rng.choice(list(Holder))
-        match rng.randrange(3):
+        match rng.randrange(4):
             case 0:
                 taken = pages.allocate(rng.randrange(5), holder)
                 if taken is not None:
@@ -163,6 +170,13 @@ def test_the_books_agree_with_a_plain_count_over_random_holds(lifo):
             case 2 if holds:
                 page, holder = holds.pop(rng.randrange(len(holds)))
                 pages.drop(ints([page]), holder)
+            case 3 if len(holds) < 40:
+                some = set(rng.sample(range(32), 3))
+                pages.hold_even_free(ints(sorted(some)), holder)
+                holds += [(page, holder) for page in some]
         held = {page for page, _ in holds}
         assert pages.num_free == 32 - len(held)
+        for each in Holder:
+            counted = Counter(page for page, by in holds if by is each)
+            assert pages.holds(each).tolist() == [counted[page] for page in range(32)]
         pages.check()

@@ -203,6 +203,42 @@ def test_of_all_namespaces_what_was_used_longest_ago_goes_first():
     assert left == [8, 0, 4]
 
 
+# Seen failing with a view of the caller's tokens in the tree.
+def test_the_tree_keeps_no_array_of_its_caller():
+    books = Books()
+    tokens = ints([*range(8)])
+    pages = books.begin([*range(8)])
+    holding = Holding.of(pages.copy())
+    books.cache.insert(tokens, holding)
+    tokens[:], holding.tables[:] = 9, 0
+    match = books.cache.match(ints([*range(8)]))
+    assert (match.num_tokens, match.pages.tolist()) == (8, pages.tolist())
+    books.pages.drop(pages, Holder.REQUEST)
+    books.check()
+
+
+# Seen failing without the use noted by `insert`.
+def test_a_prefix_that_is_learnt_again_is_in_use_and_others_go_first():
+    books = Books()
+    one, other = books.learn([1] * 8), books.learn([2] * 8)
+    books.cache.insert(ints([1] * 8), Holding.of(one))
+    assert books.cache.evict(2) == 2
+    cached = books.pages.holds(Holder.CACHE)
+    assert cached[one].all() and not cached[other].any()
+
+
+# Seen failing without the use noted by an eviction that leaves it alone.
+def test_a_prefix_that_was_held_during_an_eviction_outlives_those_that_were_not():
+    books = Books()
+    held, first, second = (books.learn([n] * 8) for n in range(3))
+    books.pages.hold(held, Holder.REQUEST)
+    assert books.cache.evict(2) == 2
+    books.pages.drop(held, Holder.REQUEST)
+    assert books.cache.evict(2) == 2
+    cached = books.pages.holds(Holder.CACHE)
+    assert cached[held].all() and not cached[[*first, *second]].any()
+
+
 def test_of_a_namespace_without_pages_nothing_stays():
     """Whoever makes a namespace of every request gets no memory for it but the pages'."""
     books = Books(num_pages=4)

@@ -157,6 +157,21 @@ def test_all_is_saved_in_the_end_though_little_at_once():
     assert rig.copier.num_copies > 5
 
 
+# Seen failing with the saved pages of a split node counted for both parts: the last four are lost.
+def test_a_prompt_whose_node_is_split_while_it_is_saved_is_saved_whole():
+    rig = Rig(num_pages=32, tier_pages=100)
+    prompt = drawn(1, 12 * SIZE)
+    rig.copier.delays.append(60)  # of the first eight pages: others are learnt meanwhile
+    first = rig.request(prompt, 2)
+    rig.come(first)
+    rig.run_until(lambda: first.key in rig.finished)
+    assert rig.tiers.busy
+    ask(rig, [*prompt[: 4 * SIZE], *drawn(2, SIZE)])
+    fill_the_pool(rig)
+    assert in_tree(rig, prompt) == 0
+    assert ask(rig, [*prompt, 1, 2, 3]).cached_tokens == len(prompt)
+
+
 # Seen failing with the rest of the prompt saved too: it took the place of the beginning, which was
 # saved anew then, and pages were held for copies for ever.
 @pytest.mark.parametrize("windows", [(None,), (None, 40)], ids=["full", "window"])
