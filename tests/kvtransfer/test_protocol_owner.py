@@ -184,6 +184,7 @@ def test_a_second_hello_of_a_reader_ends_its_first_stream(published: OwnerEnd) -
         Grant(ID, 0),
         Done(ID),
         Done(HandoffId(READER + 1, 1, 1)),
+        opening(HandoffId(READER + 1, 9, 1)),
         Released(ID, True),
         Grant(OTHER, 3),
         Grant(OTHER, 8),
@@ -193,6 +194,7 @@ def test_a_second_hello_of_a_reader_ends_its_first_stream(published: OwnerEnd) -
         "second-grant",
         "done-before-the-last-ready",
         "of-another-reader",
+        "opened-in-the-name-of-another-reader",
         "an-owner's-message",
         "prefix-not-at-a-page's-edge",
         "prefix-longer-than-the-prompt",
@@ -278,3 +280,45 @@ def test_an_owner_polls_while_a_reader_connects(end: OwnerEnd) -> None:
     assert end.polls(2.0)
     end.received(STREAM, Beat(3, 0, connecting=False), 3.0)
     assert not end.polls(3.0)
+
+
+# Seen failing with a reader's first word on it as the only one, and with every one as the first.
+def test_an_owner_polls_for_a_limited_time_each_time_that_a_reader_connects(end: OwnerEnd) -> None:
+    end.received(STREAM, Beat(1, 0, connecting=False), 1.0)
+    end.received(STREAM, Beat(2, 0, connecting=True), 100.0)
+    end.received(STREAM, Beat(3, 0, connecting=True), 101.0)
+    assert end.polls(99.0 + POLL_S) and not end.polls(100.0 + POLL_S)
+
+
+# Seen failing with `admitted` never set.
+def test_an_engine_that_admits_twice_is_at_fault(granted: OwnerEnd) -> None:
+    granted.command(Admit(SERIAL, 7, 0))
+    with pytest.raises(EngineFault, match="admitted twice"):
+        granted.command(Admit(SERIAL, 7, 0))
+
+
+# Seen failing with all hand-offs counted for each stream.
+def test_a_beat_counts_the_handoffs_of_its_own_stream(granted: OwnerEnd) -> None:
+    granted.stream_up(2, READER + 1, 0.0)
+    beats = {action.stream: action.message for action in granted.tick(1.0)}
+    assert beats == {STREAM: Beat(1, 1), 2: Beat(1, 0)}
+
+
+# Seen failing with the first stream ended alone.
+def test_all_streams_can_be_ended_at_once(granted: OwnerEnd) -> None:
+    granted.stream_up(2, READER + 1, 0.0)
+    granted.received(2, opening(HandoffId(READER + 1, 1, 1)), 0.0)
+    actions = granted.end_streams("other weights")
+    assert kinds(actions) == [EndStream, Withdraw, HandoffDropped] * 2
+    assert not any(action.refused for action in actions if isinstance(action, EndStream))
+    assert granted.num_open == 0
+
+
+# Seen failing, with a KeyError, with a budget that outlives its hand-off, and beats their stream.
+def test_nothing_is_due_for_what_has_ended(end: OwnerEnd) -> None:
+    end.received(STREAM, opening(budget_s=0.5), 0.0)
+    end.received(STREAM, Cancel(ID, "client"), 0.1)
+    assert end.tick(0.5) == []
+    end.stream_down(STREAM, "reset")
+    assert end.next_deadline() is None
+    assert end.tick(1e6) == []

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -18,6 +19,7 @@ from kvtransfer.messages import (
     Failed,
     Grant,
     HandoffId,
+    Kind,
     Ready,
     Released,
 )
@@ -33,7 +35,15 @@ from kvtransfer.ports import (
     OwnerUp,
     ReadsEnded,
 )
-from kvtransfer.protocol.actions import CloseLink, EndStream, OpenLink, Send, StartRead
+from kvtransfer.protocol.actions import (
+    CloseLink,
+    Confirm,
+    EndStream,
+    Expect,
+    OpenLink,
+    Send,
+    StartRead,
+)
 from kvtransfer.protocol.reader_end import ReaderEnd
 from kvtransfer.protocol.reader_links import LINK_S
 
@@ -183,6 +193,59 @@ def test_an_attempt_given_up_takes_its_waiting_reads_along(end: ReaderEnd) -> No
     assert reads(end.received(STREAM, Ready(OTHER, 0, 4, (2,), False, None), 0.0)) == []
     assert end.command(CancelHandoff(OTHER, ""), 0.0)[-1] == ReadsEnded(OTHER)
     assert end.read_ended(STREAM, "", 0.0) == []
+
+
+# Seen failing with an owner announced once for each link, and with a closing link closed again.
+def test_a_link_that_is_opened_again_is_no_new_owner(end: ReaderEnd) -> None:
+    assert end.distrust(STREAM, "a page has another checksum", 1.0) == [
+        CloseLink(STREAM, "a page has another checksum")
+    ]
+    assert end.distrust(STREAM, "twice", 1.0) == []
+    assert told(end.link_closed(STREAM, "closed", 2.0)) == [OpenLink(STREAM)]
+    assert told(end.link_up(STREAM, "tcp", 3.0)) == []
+
+
+# Seen failing with the reads in the opposite order, and with a link that is up while it closes.
+def test_reads_of_a_closed_link_go_to_its_successor_in_their_order(granted: ReaderEnd) -> None:
+    granted.received(STREAM, FIRST, 0.0)
+    granted.received(STREAM, LAST, 0.0)
+    granted.distrust(STREAM, "a page has another checksum", 1.0)
+    assert granted.link_up(STREAM, "tcp", 3.0) == []  # the proof of the link that closes
+    granted.link_closed(STREAM, "closed", 2.0)
+    again = reads(granted.link_up(STREAM, "tcp", 3.0))
+    assert again == [(ID, [9], [30]), (ID, [5], [31])]
+
+
+# Seen failing with the moment of the last range.
+def test_a_first_token_comes_with_the_moment_of_the_first_range(granted: ReaderEnd) -> None:
+    granted.received(STREAM, FIRST, 1.0)
+    assert granted.received(STREAM, LAST, 2.0)[0] == FirstToken(ID, 42, first_ready=1.0)
+
+
+# Seen failing without the rate of the link, and with all of the granted pages expected.
+def test_the_grant_of_a_running_request_names_the_rate_and_expects_what_it_may_soon_have(
+    end: ReaderEnd,
+) -> None:
+    running = opening()
+    end.command(msgspec.structs.replace(running, kind=Kind.LIVE, ticket=5), 0.0)
+    pages = np.arange(30, 40, dtype=np.int32)
+    said, expected = end.command(GrantHandoff(ID, 0, pages, room_tokens=40), 0.0)
+    assert said == Send(STREAM, Grant(ID, 0, 40, 3.0))
+    assert isinstance(expected, Expect) and expected.stream == STREAM
+    assert expected.destination_pages.tolist() == [30, 31, 32, 33]  # of 7 tokens, and two more
+
+
+# Seen failing without the `post` in read_ended, and with one for attempts under way alone.
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_a_waiting_read_starts_when_one_ends(granted: ReaderEnd, cancelled: bool) -> None:
+    granted.command(opening(OTHER), 0.0)
+    granted.command(grant(OTHER), 0.0)
+    granted.received(STREAM, FIRST, 0.0)
+    granted.received(STREAM, LAST, 0.0)
+    assert reads(granted.received(STREAM, Ready(OTHER, 0, 4, (2,), False, None), 0.0)) == []
+    if cancelled:
+        granted.command(CancelHandoff(ID, "client"), 0.0)
+    assert reads(granted.read_ended(STREAM, "", 0.0)) == [(OTHER, [2], [30])]
 
 
 # Rule 1: the attempt is over before its link is closed, its pages are not.
@@ -336,6 +399,8 @@ def test_messages_of_an_attempt_that_is_over_are_dropped(
         Ready(ID, 0, 3, (9,), False, None),
         Ready(ID, 0, 4, (9, 5), False, None),
         Ready(ID, 0, 4, (POOL,), False, None),
+        Ready(ID, 0, 4, (-1,), False, None),
+        Ready(ID, 0, 4, (9,), False, None, token_ids=(7,)),
         Ready(ID, 0, 4, (9,), True, 42),
         Ready(ID, 0, 8, (9, 5), False, None),
         Ready(ID, 0, 7, (9, 5), True, None),
@@ -350,6 +415,8 @@ def test_messages_of_an_attempt_that_is_over_are_dropped(
         "not-at-a-page's-edge",
         "pages-that-do-not-match",
         "page-out-of-range",
+        "page-below-zero",
+        "tokens-of-no-running-request",
         "last-but-not-the-end",
         "past-the-end",
         "last-without-its-token",
@@ -443,6 +510,13 @@ class TestDeadlines:
         assert sent(actions) == [Cancel(ID, "the request's time is used up")]
         assert Lost(ID, "the request's time is used up", False) in actions
 
+    # Seen failing without the deadline of a link that is told to close.
+    def test_a_link_that_does_not_close_ends_the_stream(self, end: ReaderEnd) -> None:
+        end.received(STREAM, FIRST, 0.0)
+        end.read_late(STREAM, 5.0)
+        assert end.next_deadline() == 5.0 + LINK_S
+        assert isinstance(end.tick(5.0 + LINK_S)[0], EndStream)
+
     def test_a_link_that_does_not_come_up_again_ends_the_stream(self, end: ReaderEnd) -> None:
         end.received(STREAM, FIRST, 0.0)
         end.read_late(STREAM, 5.0)
@@ -472,6 +546,30 @@ def test_beats_stop_while_the_engine_does_not_move(end: ReaderEnd) -> None:
     assert sent(end.tick(2.0)) == [Beat(3, 0)]
     end.engine_moves(False)
     assert sent(end.link_closed(STREAM, "reset", 2.0)) == []
+
+
+# Seen failing with the first stream ended alone.
+def test_all_streams_can_be_ended_at_once(granted: ReaderEnd) -> None:
+    granted.stream_up(2, OWNER + 1, "host:2", POOL, 0.0)
+    granted.link_up(2, "tcp", 3.0)
+    granted.command(opening(OTHER, OWNER + 1), 0.0)
+    actions = granted.end_streams("other weights")
+    assert [action.stream for action in actions if isinstance(action, EndStream)] == [STREAM, 2]
+    assert [a.may_return for a in actions if isinstance(a, Lost)] == [True, True]
+    assert granted.num_open == 0
+
+
+# Seen failing with sums ignored, and with those of the last range in place of all.
+def test_pages_that_came_with_checksums_are_compared_before_they_are_held(
+    granted: ReaderEnd,
+) -> None:
+    granted.received(STREAM, Ready(ID, 0, 4, (9,), False, None, sums=((0, 111),)), 0.0)
+    granted.received(STREAM, Ready(ID, 4, 7, (5,), True, 42, sums=((0, 222),)), 0.0)
+    granted.read_ended(STREAM, "", 0.0)
+    granted.read_ended(STREAM, "", 0.0)
+    (confirm, ended) = granted.received(STREAM, Released(ID, True), 0.0)
+    assert confirm == Confirm(STREAM, Held(ID, num_tokens=7), ((30, 111), (31, 222)))
+    assert ended == ReadsEnded(ID)
 
 
 def test_a_link_that_cannot_be_opened_ends_the_stream() -> None:

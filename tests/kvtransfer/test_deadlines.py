@@ -1,0 +1,27 @@
+"""Deadlines against the plainest account of them: a dictionary."""
+
+import random
+
+from kvtransfer.protocol.deadlines import Deadlines
+
+
+# Seen failing with a heap that is empty after it is rebuilt, and with a moved deadline due at its
+# old time.
+def test_deadlines_are_due_once_in_order_however_often_they_move() -> None:
+    rng = random.Random(3)
+    deadlines, plain = Deadlines[int](), dict[int, float]()
+    for now in range(500):
+        for _ in range(10):
+            key = rng.randrange(12)
+            if rng.random() < 0.1:
+                deadlines.drop(key)
+                plain.pop(key, None)
+            else:
+                plain[key] = now + rng.randrange(1, 200)
+                deadlines.set(key, plain[key])
+        assert deadlines.next() == min(plain.values(), default=None)
+        due = sorted((when, key) for key, when in plain.items() if when <= now)
+        assert deadlines.take_due(now) == [key for _, key in due]
+        for _, key in due:
+            del plain[key]
+    assert len(deadlines._heap) < 200  # entries that were moved do not pile up
