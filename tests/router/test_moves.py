@@ -47,9 +47,11 @@ async def test_what_comes_twice_is_told_once_and_the_first_node_is_left(model: P
         call, first, second = await _leaves(client, d0, d1)
         d0.say({first.request: [21, 22]}, cached_tokens=2)
         assert list((await call.read()).token_ids) == [21, 22]
-        d1.say({second.request: [21, 22, 23]})
-        assert list((await call.read()).token_ids) == [23]
+        d1.say({second.request: [21]})
         assert await d0.cancelled() == first.request
+        d1.say({second.request: [22]})  # seen failing with an empty message for it
+        d1.say({second.request: [23]})
+        assert list((await call.read()).token_ids) == [23]
         d0.say({first.request: [99]})  # it is not heard any more
         d1.say({second.request: [24]}, ended={second.request: FINISH_REASON_LENGTH})
         _, tokens, last = await collect(call)

@@ -13,7 +13,7 @@ from common.requests.namespace import namespace_of
 from protos import decode_pb2
 from protos.decode_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH, FINISH_REASON_STOP
 from protos.router_pb2 import TokenIds
-from protos.sampling_pb2 import Sampling
+from protos.sampling_pb2 import Logprobs, Sampling
 from router.cluster import cluster
 from router.process.assembly import Running
 from tests.router.rig import (
@@ -119,6 +119,25 @@ async def test_what_is_expected_of_an_answer_goes_with_it_and_counts_on_every_no
         d1.say({again.request: [22]}, ended=ended, predicted={again.request: (1, 0)})
         usage = (await collect(call))[2].usage
         assert (usage.accepted_prediction_tokens, usage.rejected_prediction_tokens) == (2, 3)
+
+
+# Seen failing with the same sampling: the second node computes the whole prompt for them.
+async def test_a_replay_asks_for_no_logprobs_of_the_prompt_that_the_client_has(model: Path) -> None:
+    async with two_nodes(model) as (client, _, d0, d1):
+        call = ask(client, max_tokens=9, prompt_logprobs=0)
+        first = await d0.submitted()
+        assert first.sampling.HasField("prompt_logprobs")
+        told = decode_pb2.RowLogprobs(
+            request=first.request, logprobs=Logprobs(logprob=[-0.5, -1.5])
+        )
+        step = decode_pb2.Step(request=[first.request], token=[20], prompt_logprobs=[told])
+        d0.send(decode_pb2.FromNode(step=step))
+        assert list((await call.read()).prompt_logprobs.logprob) == [-0.5, -1.5]
+        await d0.die()
+        again = await d1.submitted()
+        assert not again.sampling.HasField("prompt_logprobs")
+        d1.say({again.request: [21]}, ended={again.request: FINISH_REASON_STOP})
+        assert (await collect(call))[1] == [21]
 
 
 async def test_a_node_that_is_lost_twice_over_has_told_its_tokens_once(model: Path) -> None:

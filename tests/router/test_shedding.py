@@ -26,12 +26,14 @@ def _retry_after(error: Any) -> str:
 
 async def test_a_request_that_cannot_be_begun_in_time_reaches_no_node(model: Path) -> None:
     async with StubDecodeNode() as node:
-        node.status.prompts.CopyFrom(Backlog(queued_s=20.0, token_s=0.001))
-        async with router_for(model, decode=[node.address], queue_share=0.5) as (client, _):
+        node.status.prompts.CopyFrom(Backlog(queued_s=10.0, token_s=0.001))
+        async with router_for(model, decode=[node.address], queue_share=0.25) as (client, _):
             await client.wait_until_serving()
             call = client.generate("x", timeout_s=60.0)
             submit = await node.submitted()
-            assert 30.0 < submit.queue_s <= 60.0  # a node may be more patient than the router
+            # Twice the share: a node may be more patient than the router. Seen failing with all of
+            # the budget.
+            assert 15.0 < submit.queue_s <= 30.0
             node.say(ended={submit.request: FINISH_REASON_STOP})
             await collect(call)
             error = await failure(client.generate("x", timeout_s=10.0))

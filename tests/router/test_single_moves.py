@@ -83,6 +83,36 @@ async def test_what_cannot_be_moved_stays_and_the_operator_hears_why(model: Path
         assert (await collect(call))[1] == [21]
 
 
+# Seen failing without the look at engine deaths: a third node would compute it beside others.
+async def test_a_request_that_may_have_ended_an_engine_is_not_moved(model: Path) -> None:
+    async with two_nodes(model) as (client, _, d0, d1):
+        call, _, _ = await _runs(client, d0)
+        d0.lose_engine()
+        again = await d1.submitted()
+        assert again.engine_deaths == 1
+        d1.say({again.request: [21]})
+        assert list((await call.read()).token_ids) == [21]
+        error = await failure(_move(client, source=d1.address))
+        assert "no request that could be moved" in (error.details() or "")
+        call.cancel()
+
+
+# Seen failing with its successor taken: no node learns that it may have ended an engine.
+async def test_a_request_on_its_way_whose_engine_ends_is_replayed_as_a_suspect(model: Path) -> None:
+    async with two_nodes(model) as (client, _, d0, d1):
+        call, _, name = await _runs(client, d0)
+        moving = asyncio.ensure_future(_move(client, request_id=name))
+        moved = await d1.submitted()
+        d0.lose_engine()
+        again = await d1.submitted()
+        cancelled = [number for message in d1.received for number in message.cancels]
+        assert cancelled == [moved.request]
+        assert (again.engine_deaths, again.move_from.ticket) == (1, 0)
+        await failure(moving)
+        d1.say({again.request: [21]}, ended={again.request: FINISH_REASON_LENGTH})
+        assert (await collect(call))[1] == [21]
+
+
 async def test_a_target_that_refuses_is_told_of(model: Path) -> None:
     async with two_nodes(model) as (client, _, d0, d1):
         call, first, name = await _runs(client, d0)
