@@ -44,6 +44,16 @@ def test_a_request_that_its_first_token_ends_is_cancelled_and_never_joins(known,
         rig.faults[0].release()
 
 
+# Rule 4 of the hand-off. Seen failing without the abort: all twenty chunks are computed.
+def test_the_prompt_of_a_cancelled_hand_off_is_computed_no_further(known):
+    with PairRig(known.loaded, chunk_tokens=16) as rig:
+        asked = rig.ask([n % 300 for n in range(320)])
+        rig.until(lambda: _said(rig, Ready), "its first chunk is published")
+        rig.cancel(asked)
+        rig.until_free()
+        assert rig.prefill[0].count("steps") < 20
+
+
 def test_a_prompt_that_is_cached_whole_moves_no_page(known):
     prompt = PROMPT[:48]
     with PairRig(known.loaded) as rig:

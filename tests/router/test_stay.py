@@ -87,9 +87,11 @@ async def test_a_target_that_refuses_is_left_and_the_move_tried_again_after_a_se
     rig.target = stay_at("b")
     with rig.moving() as moving:
         task = moving.move()
+        await _until(lambda: not moving.movable)
         full = Overloaded("it is full")
-        rig.target.tokens.end(full)
         rig.now += 60.0
+        rig.target.tokens.end(full)
+        rig.target.tokens.tell()
         assert (await task).because == "it is full"
         assert ends_of(rig.target) == (1, 1)
         assert rig.stayed == [("b", full)]
@@ -107,7 +109,7 @@ async def test_a_request_that_ends_while_it_moves_leaves_nothing_behind(rig: Rig
     with rig.stay, rig.moving() as moving:
         assert guests == {moving}
         task = moving.move()
-        await _until(lambda: moving._successor is not None)
+        await _until(lambda: not moving.movable)
     assert guests == set()
     await _until(task.done)
     assert task.cancelled()
