@@ -164,6 +164,11 @@ class RouterConfig(Record):
         description="how hidden states become an embedding; auto: as the checkpoint's "
         "1_Pooling/config.json says, else that of the last token",
     )
+    tool_arguments: Literal["free", "json", "schema"] = Field(
+        "json",
+        description="grammar of the arguments of a tool call that the model chooses to make; json: "
+        "any JSON object, schema: the tool's schema (strict tools always), free: none",
+    )
     tool_parser: Literal[
         "auto",
         "none",

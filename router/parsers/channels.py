@@ -5,12 +5,10 @@ and each stands where it must."""
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from router.parsers.forms import ANYTHING, Format, Forms, one_of, optional, star
 from router.parsers.harmony import CHANNEL, CONSTRAIN, END, MESSAGE, START, THINKING, can_call
 
 _FREE_CHANNELS = (THINKING, "commentary", "final")
-_ANYTHING = {"type": "regex", "pattern": r"[\s\S]*"}
-
-Format = dict[str, Any]
 
 
 class Channels:
@@ -21,9 +19,9 @@ class Channels:
         Args:
             tokens: that its markers are.
         """
-        self._tokens = tokens
+        self._sequence = Forms(tokens).sequence
 
-    def final(self, form: Mapping[str, Any]) -> Format:
+    def final(self, form: Format) -> Format:
         """Of an answer that is of a form, once it is thought over."""
         return self._sequence(self._thought(), CHANNEL, "final", MESSAGE, form)
 
@@ -34,8 +32,26 @@ class Channels:
             tools: by name, with the schema that arguments are held to.
             parallel: False: behind a call there is nothing more.
         """
-        call = _one_of(*(self._call(*tool) for tool in tools))
-        return self._sequence(self._thought(), call, *([self._more(call)] if parallel else []))
+        return self._sequence(self._thought(), self._calls(tools, parallel))
+
+    def calls_or(
+        self,
+        form: Format,
+        tools: Sequence[tuple[str, Mapping[str, Any]]],
+        *,
+        parallel: bool,
+    ) -> Format:
+        """Return the format of an answer that is either calls or of a form, once it is thought
+        over.
+
+        Args:
+            form: of the message in the channel `final`.
+            tools, parallel: as of `calls`; tools that no header has a place for are left out.
+        """
+        final = self._sequence(CHANNEL, "final", MESSAGE, form)
+        callable_tools = [tool for tool in tools if can_call(tool[0])]
+        calls = [self._calls(callable_tools, parallel)] if callable_tools else []
+        return self._sequence(self._thought(), one_of(final, *calls))
 
     def free(self, tools: Sequence[tuple[str, Mapping[str, Any]]], *, parallel: bool) -> Format:
         """Of an answer that is whatever the model likes, but each call in it is whole. It may begin
@@ -45,45 +61,34 @@ class Channels:
             tools, parallel: as of `calls`; of those that no header has a place for there are none.
         """
         calls = [self._call(*tool) for tool in tools if can_call(tool[0])]
-        channels = _one_of(*({"type": "const_string", "value": each} for each in _FREE_CHANNELS))
-        said = self._sequence(CHANNEL, channels, MESSAGE, _ANYTHING)
+        channels = one_of(*({"type": "const_string", "value": each} for each in _FREE_CHANNELS))
+        said = self._sequence(CHANNEL, channels, MESSAGE, ANYTHING)
         if parallel or not calls:
-            message = _one_of(said, *calls)
-            return self._sequence(_one_of(_ANYTHING, message), self._more(message))
-        call = _one_of(*calls)
-        last = {"type": "optional", "content": self._next(call)}
-        return _one_of(self._sequence(_one_of(_ANYTHING, said), self._more(said), last), call)
+            message = one_of(said, *calls)
+            return self._sequence(one_of(ANYTHING, message), self._more(message))
+        call = one_of(*calls)
+        last = optional(self._next(call))
+        return one_of(self._sequence(one_of(ANYTHING, said), self._more(said), last), call)
 
     def _more(self, message: Format) -> Format:
         """Any number of messages."""
-        return {"type": "star", "content": self._next(message)}
+        return star(self._next(message))
+
+    def _calls(self, tools: Sequence[tuple[str, Mapping[str, Any]]], parallel: bool) -> Format:
+        call = one_of(*(self._call(*tool) for tool in tools))
+        return self._sequence(call, *([self._more(call)] if parallel else []))
 
     def _next(self, message: Format) -> Format:
         return self._sequence(END, START, "assistant", message)
 
     def _thought(self) -> Format:
-        thought = self._sequence(CHANNEL, THINKING, MESSAGE, _ANYTHING, END, START, "assistant")
-        return {"type": "optional", "content": thought}
+        thought = self._sequence(CHANNEL, THINKING, MESSAGE, ANYTHING, END, START, "assistant")
+        return optional(thought)
 
     def _call(self, name: str, schema: Mapping[str, Any]) -> Format:
         to = f" to=functions.{name}"
-        header = _one_of(
+        header = one_of(
             self._sequence(CHANNEL, f"commentary{to} "), self._sequence(to, CHANNEL, "commentary ")
         )
         arguments = {"type": "json_schema", "json_schema": schema}
         return self._sequence(header, CONSTRAIN, "json", MESSAGE, arguments)
-
-    def _sequence(self, *elements: str | Mapping[str, Any]) -> Format:
-        """Of markers, other texts and formats."""
-        return {"type": "sequence", "elements": [self._element(each) for each in elements]}
-
-    def _element(self, element: str | Mapping[str, Any]) -> Mapping[str, Any]:
-        if not isinstance(element, str):
-            return element
-        if element in self._tokens:
-            return {"type": "token", "token": self._tokens[element]}
-        return {"type": "const_string", "value": element}
-
-
-def _one_of(*elements: Mapping[str, Any]) -> Format:
-    return {"type": "or", "elements": elements}

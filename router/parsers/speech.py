@@ -11,6 +11,7 @@ import msgspec
 from router.parsers import formats, harmony, marked, tags, think
 from router.parsers.channels import Channels
 from router.parsers.formats import Grammar
+from router.parsers.forms import one_of
 from router.parsers.said import Parser
 from router.parsers.source import GrammarParser, PlainParser, Source, Steps
 
@@ -18,6 +19,8 @@ from router.parsers.source import GrammarParser, PlainParser, Source, Steps
 Tools = Mapping[str, Any]
 
 NONE = "none"
+# Grammars of arguments of calls that need not be made: none, any JSON object, the tool's schema.
+FREE, JSON, SCHEMA = "free", "json", "schema"
 _HARMONY = "harmony"
 _GRAMMARS: Mapping[str, tuple[Grammar, Sequence[str]]] = {
     "hermes": (formats.hermes, formats.HERMES),
@@ -54,12 +57,14 @@ class Speech(msgspec.Struct, frozen=True):
 
     tokens: of its markers those that are special tokens, and are none where they are spelt with
         others.
+    arguments: FREE, JSON or SCHEMA: the grammar of arguments where no other is asked for.
     """
 
     reasoning: str = NONE  # | "deepseek-r1" | "qwen3" | "harmony"
     tools: str = NONE  # | "hermes" | "llama3" | "mistral" | "deepseek" | "qwen3-coder" | "glm45" |
     # "harmony"
     tokens: Mapping[str, int] = {}
+    arguments: str = JSON
 
     def markers(self, *, calls: bool) -> frozenset[str]:
         """Texts that must not be left out of an answer, though they may be special tokens.
@@ -76,18 +81,38 @@ class Speech(msgspec.Struct, frozen=True):
 
     def form_of_calls(
         self, tools: Sequence[tuple[str, Mapping[str, Any]]], *, parallel: bool
-    ) -> dict[str, Any] | None:
-        """A structural tag's format: of text in which each call is whole, once it has begun. None:
-        there is none of this model's calls.
+    ) -> Mapping[str, Any] | None:
+        """Return a structural tag's format: free text in which each call is whole, once it has
+        begun. None: no grammar can write this model's calls.
 
         Args:
-            tools, parallel: as of `format_of_calls`.
+            tools: names, with the schema that arguments are held to.
+            parallel: False: nothing follows a call.
         """
         if self.tools == _HARMONY and self.channels is not None:
             return self.channels.free(tools, parallel=parallel)
-        if self.tools not in tags.FORMATS or self.tokens.keys() & {*_GRAMMARS[self.tools][1]}:
+        calls = tags.call_forms(self.tools, self.tokens)
+        return None if calls is None else calls.in_text(tags.grouped(tools), parallel=parallel)
+
+    def form_of_calls_or(
+        self,
+        form: Mapping[str, Any],
+        tools: Sequence[tuple[str, Mapping[str, Any]]],
+        *,
+        parallel: bool,
+    ) -> Mapping[str, Any] | None:
+        """Return a structural tag's format: an answer of that form, or calls alone. None: no
+        grammar can write this model's calls.
+
+        Args:
+            tools, parallel: as of `form_of_calls`.
+        """
+        if self.tools == _HARMONY and self.channels is not None:
+            return self.channels.calls_or(form, tools, parallel=parallel)
+        calls = tags.call_forms(self.tools, self.tokens)
+        if calls is None:
             return None
-        return tags.format_of_calls(self.tools, tools, parallel=parallel)
+        return one_of(form, calls.alone(tags.grouped(tools), parallel=parallel))
 
     @property
     def channels(self) -> Channels | None:

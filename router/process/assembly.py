@@ -141,7 +141,13 @@ async def running(
     """
     place = place or alone()
     changed = asyncio.Event()  # something that readiness depends on
-    served = served_model(model, config.reasoning_parser, config.tool_parser, config.images)
+    served = served_model(
+        model,
+        config.reasoning_parser,
+        config.tool_parser,
+        config.images,
+        config.tool_arguments,
+    )
     counts = RouterMetrics()
     certificates = tls.certificates(config.front.tls, "--front.tls")
     for_nodes = tls.certificates(config.tls_to_nodes, "--nodes-tls")

@@ -35,10 +35,11 @@ def served_model(
     reasoning_parser: str = "auto",
     tool_parser: str = "auto",
     images: ImagesConfig | None = None,
+    tool_arguments: str = "json",
 ) -> ServedModel:
     """
     Args:
-        reasoning_parser, tool_parser, images: as of RouterConfig.
+        reasoning_parser, tool_parser, images, tool_arguments: as of RouterConfig.
     Raises:
         ConfigError: the tokenizer or chat template cannot be used.
     """
@@ -53,7 +54,8 @@ def served_model(
         sees_images=files.vision is not None,
     )
     speech = speech_of(files.chat_template or "", reasoning_parser, tool_parser)
-    speech = replace(speech, tokens=tokenizer.special(speech.markers(calls=True)))
+    tokens = tokenizer.special(speech.markers(calls=True))
+    speech = replace(speech, tokens=tokens, arguments=tool_arguments)
     pictures = None if files.vision is None else Pictures(files.vision, images or ImagesConfig())
     prompts = Prompts(tokenizer, template, limits, speech, pictures)
     return ServedModel(files, tokenizer, limits, prompts, speech)

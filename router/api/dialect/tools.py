@@ -1,18 +1,19 @@
 """Tools that a chat offers, in whatever form it is written, and how calls of them are heard."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
-from common.requests.guide import Guide, tag
+from common.requests.guide import MAX_GUIDE_CHARACTERS, Guide, as_form, tag
 from common.requests.sampling import SamplingParams
 from router.api.dialect.forced import guide_of_calls
 from router.api.dialect.messages import Tool, shown
 from router.api.dialect.problems import Refusal
 from router.parsers.harmony import can_call
 from router.parsers.listener import Listener
-from router.parsers.speech import NONE, Speech, Tools
+from router.parsers.speech import FREE, NONE, SCHEMA, Speech, Tools
 from router.requests.wanted import SharedPrompt
 
 
@@ -77,21 +78,29 @@ def offered(
 def guided(
     samplings: Sequence[SamplingParams], offer: Offer, speech: Speech
 ) -> Sequence[SamplingParams]:
-    """The same, with a grammar where a tool must be called, or tools are strict.
+    """Return the same samplings, with the grammar that tools need.
+
+    An answer that must call a tool is calls alone: another form that was asked for is that of a
+    later turn. An answer that may call one has that form, or is calls. Without another form it is
+    text, in which a call that has begun is whole.
 
     Args:
         speech: how the model calls tools.
     Raises:
-        Refusal: the answer is to have another form besides; or the model cannot write that name.
+        Refusal: no grammar can write what was asked for.
     """
-    if not offer.must:
-        strict = _strict_guide(offer, speech) if samplings[0].guide is None else None
-        return [replace(each, guide=strict) for each in samplings] if strict else samplings
-    if samplings[0].guide is not None:
-        sentence = "tool_choice asks for calls, and another field for another form of the answer"
-        raise Refusal(400, sentence, param="tool_choice")
-    guide = _must_guide(offer, speech)
+    if not offer.tools:
+        return samplings
+    guide = _guide(samplings[0].guide, offer, speech)
     return [replace(each, guide=guide) for each in samplings]
+
+
+def _guide(form: Guide | None, offer: Offer, speech: Speech) -> Guide | None:
+    if offer.must:
+        return _must_guide(offer, speech)
+    if form is None:
+        return _guide_of_text(offer, speech)
+    return _guide_of_form(form, offer, speech)
 
 
 def _must_guide(offer: Offer, speech: Speech) -> Guide:
@@ -106,17 +115,47 @@ def _must_guide(offer: Offer, speech: Speech) -> Guide:
     return tag(speech.channels.calls(tools, parallel=offer.parallel))
 
 
-def _strict_guide(offer: Offer, speech: Speech) -> Guide | None:
-    """Of an answer that need not call: a strict tool's arguments are of its schema, and those of
-    the others beside it are JSON. None: there is none that is strict, or no grammar of calls."""
-    functions = [tool.function for tool in offer.tools]
-    if not any(function.strict for function in functions):
+def _guide_of_text(offer: Offer, speech: Speech) -> Guide | None:
+    """Return the grammar of an answer that is text, or calls beside it. None: all of it is free."""
+    strict = any(tool.function.strict for tool in offer.tools)
+    if not strict and speech.arguments == FREE:
         return None
-    tools = [
-        (each.name, (each.strict and each.parameters) or {"type": "object"}) for each in functions
+    form = speech.form_of_calls(_held(offer, speech), parallel=offer.parallel)
+    if form is None:
+        return None
+    guide = tag(form)
+    # Only strict tools were promised a grammar: others do without one that is too large.
+    return guide if strict or len(guide.text) <= MAX_GUIDE_CHARACTERS else None
+
+
+def _guide_of_form(form: Guide, offer: Offer, speech: Speech) -> Guide:
+    """Return the grammar of an answer that has this form, or is calls. A structural tag says itself
+    where calls are."""
+    inner = as_form(form)
+    if inner is None:
+        return form
+    either = speech.form_of_calls_or(inner, _held(offer, speech), parallel=offer.parallel)
+    if either is None:
+        raise Refusal(
+            400,
+            "response_format: no grammar can write this model's tool calls; send tools or a form "
+            "of the answer, or set tool_choice to none or required",
+            param="response_format",
+            code="unsupported",
+        )
+    return tag(either)
+
+
+def _held(offer: Offer, speech: Speech) -> Sequence[tuple[str, Mapping[str, Any]]]:
+    """Return the tools, with the schemas that arguments are held to: a strict tool's own, and that
+    of any object otherwise, unless the router holds all arguments to their schemas."""
+    return [
+        (
+            each.name,
+            ((each.strict or speech.arguments == SCHEMA) and each.parameters) or {"type": "object"},
+        )
+        for each in (tool.function for tool in offer.tools)
     ]
-    form = speech.form_of_calls(tools, parallel=offer.parallel)
-    return None if form is None else tag(form)
 
 
 def listening(
