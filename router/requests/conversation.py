@@ -5,7 +5,7 @@ an object where its client sent text, and what was thought under the name that t
 it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from difflib import get_close_matches
 from typing import Any
 
@@ -14,8 +14,9 @@ import msgspec
 from common.errors import InvalidRequest
 from router.images.picture import Picture
 from router.requests.wanted import Ending, Messages, ToolCall, Turn
+from router.text.call_arguments import call_arguments
 from router.text.chat_template import ChatTemplate
-from router.text.limits import MAX_MESSAGES, MAX_SETTINGS_BYTES, MAX_VALUES
+from router.text.limits import MAX_MESSAGES, MAX_SETTINGS_BYTES
 from router.text.tokenizer import num_bytes
 
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")  # as templates have it
@@ -67,7 +68,7 @@ def rendered(messages: Messages, template: ChatTemplate, max_characters: int) ->
         InvalidRequest: the template refuses it, or makes too much of it.
     """
     reasoning = next((name for name in _REASONING_NAMES if name in template.source), "")
-    turns = [_as_templates_know_it(turn, n, reasoning) for n, turn in enumerate(messages.turns)]
+    turns = [_as_templates_know_it(turn, reasoning) for turn in messages.turns]
     settings = dict(messages.settings)
     if messages.reasoning_effort is not None:
         settings["reasoning_effort"] = messages.reasoning_effort
@@ -91,25 +92,7 @@ def rendered(messages: Messages, template: ChatTemplate, max_characters: int) ->
     return before
 
 
-class Arguments(dict[str, Any]):
-    """Of a call. Some templates print them as they print any object, others join them to text:
-    there they are the JSON that was sent."""
-
-    def __init__(self, text: str, values: Mapping[str, Any]) -> None:
-        super().__init__(values)
-        self._text = text
-
-    def __str__(self) -> str:
-        return self._text
-
-    def __add__(self, text: str) -> str:
-        return self._text + text
-
-    def __radd__(self, text: str) -> str:
-        return text + self._text
-
-
-def _as_templates_know_it(turn: Turn, number: int, reasoning: str) -> dict[str, Any]:
+def _as_templates_know_it(turn: Turn, reasoning: str) -> dict[str, Any]:
     told: dict[str, Any] = {"role": turn.role, "content": turn.content}
     if turn.parts:
         told["content"] = [_part(part) for part in turn.parts]
@@ -122,36 +105,22 @@ def _as_templates_know_it(turn: Turn, number: int, reasoning: str) -> dict[str, 
     if turn.reasoning and reasoning:
         told[reasoning] = turn.reasoning
     if turn.tool_calls:
-        where = f"messages[{number}].tool_calls"
         told["tool_calls"] = [
             {
                 "id": call.id,
                 "type": "function",
                 "function": {
                     "name": call.name,
-                    "arguments": _arguments(call.arguments, f"{where}[{place}]"),
+                    "arguments": call_arguments(call.arguments),
                 },
             }
-            for place, call in enumerate(turn.tool_calls)
+            for call in turn.tool_calls
         ]
     return told
 
 
 def _part(part: str | Picture) -> dict[str, str]:
     return {"type": "image"} if isinstance(part, Picture) else {"type": "text", "text": part}
-
-
-def _arguments(text: str, where: str) -> Arguments:
-    # Its values cost more than its bytes, and what is in a text nobody has counted yet.
-    if sum(map(text.count, "[{,")) > MAX_VALUES:
-        raise InvalidRequest(f"{where}: the arguments have more than {MAX_VALUES} values")
-    try:
-        values = msgspec.json.decode(text or "{}")
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{where}: the arguments are not JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise InvalidRequest(f"{where}: the arguments are no JSON object")
-    return Arguments(text or "{}", values)
 
 
 def _texts(turn: Turn) -> Iterator[str]:

@@ -37,7 +37,7 @@ class ToolCall(msgspec.Struct, frozen=True):
     """Made in an earlier turn."""
 
     name: str
-    arguments: str  # a JSON object; "": without any
+    arguments: str  # a JSON object, or whatever a model wrote for one; "": none
     id: str = ""
 
 

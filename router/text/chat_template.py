@@ -17,6 +17,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from common.errors import ConfigError, InvalidRequest
+from router.text.call_arguments import CallArguments
 
 # What a template can raise about messages that it was not written for.
 _TEMPLATE_ERRORS = (
@@ -115,6 +116,8 @@ def _joined(pieces: Iterable[str], max_characters: int) -> str:
 
 
 def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
+    if isinstance(value, CallArguments) and value.verbatim is not None:
+        return value.verbatim
     # jinja2's own filter escapes HTML, which would change the prompt.
     return json.dumps(value, ensure_ascii=False, indent=indent, **options)
 
