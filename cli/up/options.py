@@ -20,6 +20,7 @@ from router.text import model_files
 
 PROGRAM = "baton up"
 DEMO_NAME = "baton-demo"
+_ROUTER_FLAGS = "--router-flags"
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -64,7 +65,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         help="auto: CUDA devices if there are any",
     )
     parser.add_argument(
-        "--router-flags",
+        _ROUTER_FLAGS,
         type=shlex.split,
         default=[],
         metavar="FLAGS",
@@ -93,11 +94,23 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--stop-timeout", type=float, default=60.0, metavar="S", help="for each to end (60)"
     )
-    options, node_flags = parser.parse_known_args(arguments)
+    options, node_flags = parser.parse_known_args(_with_router_flags(arguments))
     parser.refuse_strangers(node_flags, PrefillConfig, DecodeConfig)
     if min(options.prefill, options.decode) < 0 or not options.prefill + options.decode:
         settings.wrong(PROGRAM, "--prefill and --decode must be at least 0, and one of them 1")
     return options, node_flags
+
+
+def _with_router_flags(arguments: Sequence[str]) -> list[str]:
+    """Join the flags for the router to the option before them: argparse takes a single word that
+    begins with dashes for an option of its own."""
+    joined: list[str] = []
+    for word in arguments:
+        if joined and joined[-1] == _ROUTER_FLAGS:
+            joined[-1] = f"{_ROUTER_FLAGS}={word}"
+        else:
+            joined.append(word)
+    return joined
 
 
 def wish(options: argparse.Namespace, node_flags: list[str], screen: Screen) -> plan.Wish:

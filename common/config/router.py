@@ -148,8 +148,8 @@ class RouterConfig(Record):
     )
     ignore_unknown_fields: bool = Field(
         False,
-        description="take HTTP requests with fields that are unknown here as if they had none; "
-        "what is known to change an answer, and not supported, is refused all the same",
+        description="ignore fields of HTTP requests that are unknown or not supported, also those "
+        "that would change the answer; the header baton-ignored-fields of the answer names them",
     )
     reasoning_parser: Literal["auto", "none", "deepseek-r1", "qwen3", "harmony"] = Field(
         "auto", description="how the model marks what it thinks; auto: as its chat template shows"

@@ -46,12 +46,20 @@ def _ignored() -> Iterator[str]:
 
 
 def _unsupported() -> Iterator[str]:
-    yield "\n## Fields that are not supported\n\nBeside each the values that are taken.\n\n"
+    yield (
+        "\n## Fields that are not supported\n\nBeside each are the values that change nothing. "
+        "Other values of a *hint* are ignored, and named in the header `baton-ignored-fields`. "
+        "Other values of any other field are rejected.\n\n"
+    )
     yield "| field | completions | chat |\n|---|---|---|\n"
     tables = (harmless.OF_COMPLETIONS, harmless.OF_CHATS)
     for name in sorted(set().union(*tables)):
-        said = (table[name].said if name in table else "" for table in tables)
+        said = (_values(table[name]) if name in table else "" for table in tables)
         yield f"| `{name}` | {' | '.join(said)} |\n"
+
+
+def _values(field: harmless.Harmless) -> str:
+    return " ".join(filter(None, ("*hint*" if field.hint else "", field.said)))
 
 
 def _operation(title: str, operation: Mapping[str, Any]) -> Iterator[str]:

@@ -11,7 +11,7 @@ from common.errors import RateLimited, ServingError
 from common.metrics import RouterMetrics
 from router.api.access import of_path
 from router.api.dialect import problems
-from router.api.dialect.problems import Refusal
+from router.api.dialect.problems import ANTHROPIC, OPENAI, Refusal
 from router.api.http.answers import whole
 from router.api.http.request import Check, Request
 from router.api.http.shared import Peer
@@ -20,6 +20,8 @@ from router.clients.client import Client
 from router.clients.cors import Cors, Headers
 from router.clients.guard import Guard
 from router.clients.hosts import HostCheck
+
+_ANTHROPIC_BELOW = "/v1/messages"
 
 
 class HttpChecks:
@@ -77,7 +79,8 @@ class HttpChecks:
             if request.method == "POST":
                 self._guard.begin(client, 0)
         except ServingError as error:
-            return problems.of_error(error, frozenset()).response()
+            words = ANTHROPIC if request.route.startswith(_ANTHROPIC_BELOW) else OPENAI
+            return problems.of_error(error, {}).in_words(words).response()
         if access is None:
             return Refusal(404, f"there is nothing at {request.route}").response()
         return None

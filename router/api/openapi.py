@@ -65,7 +65,10 @@ FIELDS: Mapping[str, str] = {
     "echo": "The answer begins with its prompt, and so do its log-probabilities. With `max_tokens` "
     "0 it is all there is.",
     "response_format": "`json_object`, or `json_schema` with a `schema`: the answer is such JSON "
-    "and nothing else.",
+    "and nothing else. With `tools` it may be calls instead.",
+    "output_config": "`format`: the answer is JSON of its `schema`, or with `tools` calls. "
+    "`effort` is `reasoning_effort`.",
+    "output_format": "The older name of `output_config.format`.",
     "structured_outputs": "vLLM's: `json`, `regex`, `choice`, `grammar` or `json_object`.",
     "guided_json": "A JSON schema.",
     "guided_regex": "An expression that all of the answer matches.",
@@ -81,7 +84,7 @@ FIELDS: Mapping[str, str] = {
     "so set. How urgent it may be, its operator says.",
     "chat_template_kwargs": "Variables of the model's chat template, such as `enable_thinking`; "
     "one that it does not have is refused.",
-    "reasoning_effort": "The same for this variable, where the template has it.",
+    "reasoning_effort": "The same for this variable. Ignored where the template does not have it.",
     "add_generation_prompt": "false: the prompt ends with the last message, and no new one begins.",
     "continue_final_message": "The answer continues the last message, and is only what it adds.",
     "text": "Of `/generate` a text, or a list of them; of a response its form, which is text.",
@@ -90,8 +93,8 @@ FIELDS: Mapping[str, str] = {
     "tools": "Functions that the model may call, in OpenAI's form.",
     "system": "Goes before the conversation, as the system's message.",
     "stop_sequences": "`stop`, by the name that Anthropic has for it.",
-    "thinking": "enabled: the model thinks `budget_tokens` at most; disabled: what it thinks is "
-    "not told.",
+    "thinking": "enabled: the model thinks `budget_tokens` at most (ignored where it does not "
+    "think); disabled: what it thinks is not told.",
     "thinking_token_budget": "Tokens of thought after which it is ended; -1: any number.",
     "thinking_budget": "As `thinking_token_budget`.",
     "input": "A text, or what was said, thought and called so far, each as its item.",

@@ -58,6 +58,8 @@ class Speech(msgspec.Struct, frozen=True):
     tokens: of its markers those that are special tokens, and are none where they are spelt with
         others.
     arguments: FREE, JSON or SCHEMA: the grammar of arguments where no other is asked for.
+    takes_effort: whether the chat template has a place for a reasoning effort.
+    takes_budget: whether nodes can end what is thought after a number of tokens.
     """
 
     reasoning: str = NONE  # | "deepseek-r1" | "qwen3" | "harmony"
@@ -65,6 +67,8 @@ class Speech(msgspec.Struct, frozen=True):
     # "harmony"
     tokens: Mapping[str, int] = {}
     arguments: str = JSON
+    takes_effort: bool = False
+    takes_budget: bool = False
 
     def markers(self, *, calls: bool) -> frozenset[str]:
         """Texts that must not be left out of an answer, though they may be special tokens.

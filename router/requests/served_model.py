@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from common.config import ImagesConfig
 from router.images.pictures import Pictures
+from router.parsers import think
 from router.parsers.speech import Speech, speech_of
 from router.requests.prompts import Prompts
 from router.text.chat_template import ChatTemplate
@@ -55,7 +56,14 @@ def served_model(
     )
     speech = speech_of(files.chat_template or "", reasoning_parser, tool_parser)
     tokens = tokenizer.special(speech.markers(calls=True))
-    speech = replace(speech, tokens=tokens, arguments=tool_arguments)
+    marked = None not in (tokenizer.token_of(think.OPEN), tokenizer.token_of(think.CLOSE))
+    speech = replace(
+        speech,
+        tokens=tokens,
+        arguments=tool_arguments,
+        takes_effort=template is not None and "reasoning_effort" in template.settings,
+        takes_budget=speech.marks_thought and marked,
+    )
     pictures = None if files.vision is None else Pictures(files.vision, images or ImagesConfig())
     prompts = Prompts(tokenizer, template, limits, speech, pictures)
     return ServedModel(files, tokenizer, limits, prompts, speech)

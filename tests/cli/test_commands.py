@@ -95,6 +95,7 @@ def test_arguments_reach_the_program():
         (["--prefill=x"], "--prefill"),
         (["--port=65536"], "--port: a port is from 1 to 65535, got '65536'"),
         (["--router-flags=--policy=fastest"], "--policy"),
+        (["--router-flags", "--policy=slowest"], "slowest"),
     ],
 )
 def test_up_refuses_wrong_flags_before_it_starts_anything(flags, words):

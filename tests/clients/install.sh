@@ -16,7 +16,9 @@ for name in ${*:-$every}; do
   "${PYTHON:-python3}" -m venv --clear "$place"
   install() { "$place/bin/pip" install --quiet "$@"; }
   case $name in
-    agents) install 'pydantic-ai-slim[openai]' langchain-openai litellm anthropic ;;
+    agents)
+      install 'pydantic-ai-slim[openai]' langchain-openai litellm anthropic openai-agents
+      ;;
     instructor | llm | locust | guidellm | aiperf) install "$name" ;;
     lm_eval) install 'lm_eval[api,hf]' torch ;;
     vllm) # its bench needs no GPU, and so not what vllm computes with

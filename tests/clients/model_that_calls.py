@@ -1,6 +1,8 @@
 """A router before a node that plays a model which calls tools: for clients that run elsewhere.
 
-It adds: offered tools it thinks and calls `add`, told the result it says it, else it says hello.
+It adds. With tools it thinks and calls `add`. With a result it says the result, as JSON where a
+form is asked for. It follows grammars: where no call is allowed, it invents a sum. Otherwise it says
+hello.
 """
 
 import asyncio
@@ -9,6 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from protos.decode_pb2 import FINISH_REASON_STOP
+from protos.sampling_pb2 import Guide
 from tests.router.talk import CALL, Talk, calling_model, talk
 
 
@@ -25,16 +28,21 @@ async def playing(directory: Path) -> AsyncIterator[Talk]:
 
 async def _answer_all(talking: Talk) -> None:
     while True:
-        number, prompt = await talking.asked()
-        *tokens, last = talking.ids(_answer(prompt) + "</s>")
+        submit = await talking.api.node.submitted()
+        number, guide = submit.request, submit.sampling.guide
+        *tokens, last = talking.ids(_answer(talking.text(submit.token_ids), guide) + "</s>")
         for token in tokens:
             talking.api.node.say({number: [token]})
         talking.api.node.say({number: [last]}, ended={number: FINISH_REASON_STOP})
 
 
-def _answer(prompt: str) -> str:
+def _answer(prompt: str, guide: Guide) -> str:
+    has_form = guide.json_schema or '"type":"or"' in guide.structural_tag
     if "[tool]" in prompt:
-        return "<think>now I know</think>It is 42."
+        said = '{"answer": 42}' if has_form else "It is 42."
+        return f"<think>now I know</think>{said}"
+    if guide.json_schema:
+        return '{"answer": 0}' if "<tools>" in prompt else '{"answer": 42}'
     if "<tools>" in prompt:
         return f"<think>I should add</think>\n{CALL}"
     return "hello"

@@ -61,6 +61,7 @@ class Talk:
         self.client = api.client.chat.completions
         self._spoken = Spoken(model)
         self.ids = self._spoken.ids
+        self.text = self._spoken.text
 
     async def asked(self) -> tuple[int, str]:
         """The number of the next request at the node, and its prompt."""

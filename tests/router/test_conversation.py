@@ -74,7 +74,8 @@ def test_arguments_that_are_no_object_reach_the_template_as_they_were_written(
     """Seen failing: 400, so that an agent whose model wrote a broken call could not continue."""
     given = "{% set a = messages[0].tool_calls[0].function.arguments %}"
     template = ChatTemplate(
-        given + "{{ a | tojson }}|{{ a }}|{{ '' + a }}|{% for k, v in a|items %}{{ v }}{% endfor %}",
+        given
+        + "{{ a | tojson }}|{{ a }}|{{ '' + a }}|{% for k, v in a|items %}{{ v }}{% endfor %}",
         {},
     )
     told = conversation.rendered(Messages([called(arguments)]), template, 10 * len(arguments))

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from common.config import ClientsConfig
 from protos.decode_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
+from tests.clients.rig import entry, write
 from tests.router.openai_rig import api_for
 from tests.router.talk import CALL, Talk, calling_model, talk
 from tests.support.http_client import Response
@@ -158,3 +160,97 @@ async def test_the_tokens_of_a_prompt_are_counted_as_they_are_billed(calling: Pa
         refused = await talking.api.post(f"{MESSAGES}/count_tokens", **asked, wisdom=1)
         assert refused.status == 400
         assert "wisdom" in refused.error["message"]
+
+
+SCHEMA = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
+FORMAT = {"type": "json_schema", "schema": SCHEMA}
+
+
+@pytest.mark.parametrize(
+    "fields", [{"output_config": {"format": FORMAT}}, {"output_format": FORMAT}], ids=str
+)
+async def test_an_answer_has_the_form_that_is_asked_for(
+    calling: Path, fields: dict[str, Any]
+) -> None:
+    """Seen failing: 400. With tools it may be calls."""
+    async with talk(calling) as talking:
+        asking = asyncio.create_task(talking.api.post(MESSAGES, **ASKED, **fields))
+        submit = await talking.api.node.submitted()
+        assert json.loads(submit.sampling.guide.json_schema) == SCHEMA
+        said = talking.ids('{"sum": 42}')
+        talking.api.node.say({submit.request: said}, ended={submit.request: FINISH_REASON_STOP})
+        assert (await asking).json["content"] == [{"type": "text", "text": '{"sum": 42}'}]
+        asking = asyncio.create_task(talking.api.post(MESSAGES, **ASKED, **fields, tools=TOOLS))
+        submit = await talking.api.node.submitted()
+        form = json.loads(submit.sampling.guide.structural_tag)["format"]
+        assert form["type"] == "or" and form["elements"][0]["json_schema"] == SCHEMA
+        said = talking.ids(CALL)
+        talking.api.node.say({submit.request: said}, ended={submit.request: FINISH_REASON_STOP})
+        assert (await asking).json["stop_reason"] == "tool_use"
+
+
+async def test_hints_are_ignored_and_named(calling: Path, model: Path) -> None:
+    """Seen failing: 400."""
+    managed = {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}
+    config = {"output_config": {"effort": "low"}}
+    thinking = {"thinking": {"type": "enabled", "budget_tokens": 100}}
+    async with talk(calling) as talking:
+        for fields, named in (
+            (managed, "context_management"),
+            (config, "output_config.effort"),
+            (thinking, None),
+        ):
+            asking = asyncio.create_task(talking.api.post(MESSAGES, **ASKED, **fields))
+            submit = await talking.api.node.submitted()
+            assert submit.sampling.thinking_budget == (100 if fields is thinking else 0)
+            talking.api.node.say(ended={submit.request: FINISH_REASON_STOP})
+            answer = await asking
+            assert answer.status == 200, answer.body
+            assert answer.headers.get("baton-ignored-fields") == named
+        counted = await talking.api.post(
+            f"{MESSAGES}/count_tokens", messages=ASKED["messages"], **managed, **config
+        )
+        assert counted.headers["baton-ignored-fields"] == "context_management"
+    async with api_for(model) as api:  # which does not think
+        asked = {**ASKED, "max_tokens": 20}
+        asking = asyncio.create_task(api.post(MESSAGES, **asked, **thinking))
+        await api.complete()
+        answer = await asking
+        assert answer.status == 200, answer.body
+        assert answer.headers["baton-ignored-fields"] == "thinking"
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_a_stop_sequence_is_told(calling: Path, stream: bool) -> None:
+    """Seen failing: end_turn, and no sequence."""
+    async with talk(calling) as talking:
+        fields = {"stop_sequences": ["END"], "stream": stream}
+        asking = asyncio.create_task(talking.api.post(MESSAGES, **ASKED, **fields))
+        number, _ = await talking.asked()
+        talking.api.node.say({number: talking.ids("hello END you")})
+        answer = await asking
+        told = _events(answer)[-2]["delta"] if stream else answer.json
+        assert (told["stop_reason"], told["stop_sequence"]) == ("stop_sequence", "END")
+
+
+async def test_errors_have_the_form_that_anthropics_clients_know(
+    calling: Path, tmp_path: Path
+) -> None:
+    """Seen failing: no type beside the error."""
+    async with api_for(calling) as api:
+        kinds = {}
+        for path in (MESSAGES, f"{MESSAGES}/count_tokens"):
+            for model in ("none", None):
+                answer = await api.post(path, model=model, messages="x")
+                assert answer.json["type"] == "error"
+                kinds[path, answer.status] = answer.error["type"]
+        answer = await api.post(MESSAGES, **{**ASKED, "model": "none"})
+        assert (answer.status, answer.error["type"]) == (404, "not_found_error")
+        assert {*kinds.values()} == {"invalid_request_error"}
+    file = write(tmp_path / "keys", entry("alice"))
+    async with api_for(calling, clients=ClientsConfig(api_keys=file)) as api:
+        answer = await api.post(MESSAGES, **ASKED)
+        assert (answer.status, answer.error["type"]) == (401, "authentication_error")
+        assert answer.json["type"] == "error"
+        other = await api.post("/v1/chat/completions", messages=ASKED["messages"])
+        assert (other.status, list(other.json)) == (401, ["error"])

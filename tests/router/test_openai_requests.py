@@ -1,18 +1,26 @@
 """What becomes of a request's fields: what the node is sent, and what is refused by which name."""
 
 import asyncio
+import gzip
 import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
+from grpc import StatusCode
 
-from protos.decode_pb2 import Submit
+from protos.decode_pb2 import FINISH_REASON_ERROR, Submit
 from router.api.dialect.harmless import OF_COMPLETIONS
 from router.api.openai.completions import CompletionFields
 from tests.router.openai_rig import CHAT, COMPLETIONS, HELLO, Api, api_for, ids
 from tests.router.rig import CONTEXT_LENGTH, VOCABULARY_SIZE, write_model
+from tests.router.talk import calling_model
 from tests.support.http_client import connected, post, request
+
+
+@pytest.fixture(scope="module")
+def calling(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return calling_model(tmp_path_factory.mktemp("calling"))
 
 
 async def _submitted(api: Api, path: str, **fields: Any) -> Submit:
@@ -84,9 +92,9 @@ async def test_what_changes_nothing_is_ignored(model: Path, path: str) -> None:
 async def test_a_router_can_be_told_to_ignore_what_nobody_knows(model: Path) -> None:
     async with api_for(model, ignore_unknown_fields=True) as api:
         for path, prompt in ((COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": HELLO})):
-            await _submitted(api, path, **prompt, nobody_knows_this=[1])
-            answer = await api.post(path, **prompt, nobody_knows_this=[1], images=["a"])
-            assert (answer.status, answer.error["param"]) == (400, "images")
+            await _submitted(api, path, **prompt, nobody_knows_this=[1], images=["a"])
+            answer = await api.post(path, **prompt, nobody_knows_this=[1], n=0)
+            assert (answer.status, answer.error["param"]) == (400, "n")
 
 
 @pytest.mark.parametrize(
@@ -341,7 +349,6 @@ async def test_a_wrong_field_of_a_completion_is_named(
         ({"messages": HELLO, "response_format": {"type": "x"}}, "response_format.type"),
         ({"messages": HELLO, "top_logprobs": 2}, "top_logprobs"),
         ({"messages": HELLO, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-        ({"messages": HELLO, "reasoning_effort": "high"}, "reasoning_effort"),
         ({"messages": HELLO, "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
         (
             {"messages": HELLO, "max_tokens": 1, "max_completion_tokens": 2},
@@ -427,6 +434,48 @@ async def test_only_json_is_taken(model: Path) -> None:
         )
         await api.complete()
         assert (await wire.response()).status == 200
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "x" * 5000], ids=["gzip", "long"])
+async def test_a_compressed_body_is_rejected_with_what_to_do(model: Path, encoding: str) -> None:
+    """Seen failing: 400, the body is not valid JSON. Inflated it could be a thousand times its
+    size."""
+    async with api_for(model) as api, connected(api.router.http_port) as wire:
+        body = gzip.compress(b'{"prompt": "x"}')
+        await wire.post(COMPLETIONS, body, content_encoding=encoding)
+        answer = await wire.response()
+        assert (answer.status, answer.headers["accept-encoding"]) == (415, "identity")
+        assert "send it uncompressed" in answer.error["message"] and len(answer.body) < 300
+        await wire.post(COMPLETIONS, {"prompt": "x"}, content_encoding="identity")
+        await api.complete()
+        assert (await wire.response()).status == 200
+
+
+@pytest.mark.parametrize(
+    "fields, name",
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}, "response_"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools"),
+    ],
+    ids=["format", "guided", "tools"],
+)
+async def test_a_form_that_nodes_refuse_is_named_as_its_client_named_it(
+    calling: Path, fields: dict[str, Any], name: str
+) -> None:
+    """Seen failing: json_schema or structural_tag, which the client had not sent."""
+    async with api_for(calling) as api:
+        asking = asyncio.create_task(api.post(CHAT, messages=HELLO, **fields))
+        submit = await api.node.submitted()
+        kind = submit.sampling.guide.WhichOneof("form")
+        api.node.say(
+            ended={submit.request: FINISH_REASON_ERROR},
+            error=f"sampling.{kind}: #: not cannot be enforced",
+            error_code=StatusCode.INVALID_ARGUMENT.value[0],
+        )
+        answer = await asking
+        assert answer.status == 400 and answer.error["param"].startswith(name), answer.body
+        assert answer.error["message"].startswith(f"{answer.error['param']}: #: not cannot")
 
 
 async def test_a_request_id_that_is_too_long_is_400_and_one_that_comes_again_is_not(

@@ -165,14 +165,15 @@ async def test_what_goes_wrong_in_a_stream_is_an_event(calling: Path) -> None:
         ),
         ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
         ({"input": "x", "background": True}, "background"),
-        ({"input": "x", "truncation": "auto"}, "truncation"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0]"),
         ({"input": "x", "tools": TOOLS, "tool_choice": {"name": "sub"}}, "tool_choice"),
         ({"input": "x", "tool_choice": "required"}, "tool_choice"),
         ({"input": "x", "text": {"format": {"type": "grammar"}}}, "text.format.type"),
         ({"input": "x", "max_output_token": 5}, "max_output_token"),
         ({"input": "x", "temperature": -1}, "temperature"),
-        ({"input": "x", "reasoning": {"effort": "high"}}, None),
+        ({"input": "x", "include": ["message.output_text.logprobs"]}, "include"),
+        ({"input": []}, "input"),
+        ({"input": "x", "max_output_tokens": -5}, "max_output_tokens"),
     ],
     ids=str,
 )
@@ -184,3 +185,34 @@ async def test_what_cannot_be_is_refused_by_name(
         assert answer.status == 400, answer.body
         told = answer.error["param"]
         assert told == param or (param is not None and told.startswith(param)), answer.body
+
+
+async def test_hints_of_responses_are_ignored_and_named(calling: Path) -> None:
+    """Seen failing: 400."""
+    hints = {
+        "reasoning": {"effort": "high"},
+        "text": {"verbosity": "low"},
+        "truncation": "auto",
+        "max_tool_calls": 3,
+        "include": ["web_search_call.action.sources"],
+    }
+    async with talk(calling) as talking:
+        asking = asyncio.create_task(talking.api.post(RESPONSES, input="hi", **hints))
+        await talking.answer("hello")
+        answer = await asking
+        assert answer.status == 200, answer.body
+        named = {*answer.headers["baton-ignored-fields"].split(", ")}
+        assert named == {"reasoning.effort", "text.verbosity", "truncation", "max_tool_calls"}
+
+
+async def test_errors_name_the_field_that_responses_have(calling: Path, model: Path) -> None:
+    """Seen failing: messages[1].tool_calls, which no client of this endpoint has sent."""
+    async with talk(calling) as talking:
+        call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": '{"a'}
+        asking = asyncio.create_task(talking.api.post(RESPONSES, instructions="x", input=[call]))
+        assert '"arguments": {"a}' in await talking.answer("hello")
+        assert (await asking).status == 200
+    async with api_for(model) as api:
+        answer = await api.post(RESPONSES, instructions="x", input=[call])
+        assert (answer.status, answer.error["param"]) == (400, "input")
+        assert answer.error["message"].startswith("input: this model's chat template has no place")

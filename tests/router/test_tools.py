@@ -165,7 +165,6 @@ async def test_a_flag_says_how_a_model_calls(calling: Path) -> None:
         ({"tools": TOOLS * 1025}, "tools"),
         ({"tools": [{**TOOLS[0], "function": {"name": "x" * 70_000}}]}, "messages"),
         ({"chat_template_kwargs": {"enable_thought": 1}}, "chat_template_kwargs"),
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
     ],
     ids=[
         "choice",
@@ -177,7 +176,6 @@ async def test_a_flag_says_how_a_model_calls(calling: Path) -> None:
         "many",
         "large",
         "setting",
-        "effort",
     ],
 )
 async def test_what_cannot_be_is_refused_by_name(

@@ -1,6 +1,8 @@
 """No field is dropped without a word: it is heeded, refused by name, or changes no answer."""
 
+import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from router.api.openai.chat import Chat
 from router.api.openai.completions import Completions
 from router.parsers.speech import Speech
 from router.requests.wanted import Messages, Turn
+from tests.router.openai_rig import CHAT, api_for
 
 COMPLETIONS = Completions(ignore_unknown=False)
 CHATS = Chat(Speech(), lambda calls: frozenset(), ignore_unknown=False)
@@ -29,7 +32,6 @@ ASKED_IN_VAIN: dict[str, Any] = {
     "length_penalty": 1.5,
     "logprob_token_ids": [1],
     "return_hidden_states": True,
-    "stream_interval": 10,
     "typical_p": 0.5,
 }
 
@@ -316,14 +318,70 @@ def test_a_field_that_asks_for_nothing_leaves_the_rest_as_it_is() -> None:
     assert caught.value.param == "max_tokens"
 
 
-def test_unknown_fields_can_be_ignored_but_not_those_that_are_known_to_change_an_answer() -> None:
+def test_fields_that_are_unknown_or_not_supported_can_be_ignored_and_are_named() -> None:
     lenient = Chat(Speech(), lambda calls: frozenset(), ignore_unknown=True)
-    message = {"role": "user", "content": "hi", "mood": "good"}
-    asked = read(lenient, messages=[message], mirostat=2, stream_options={"every": 5}, user="ada")
+    message = {"role": "user", "content": "hi", "mood": "good", "audio": {"id": "a"}}
+    asked = read(
+        lenient,
+        messages=[message],
+        mirostat=2,
+        stream_options={"every": 5},
+        user="ada",
+        typical_p=0.5,
+        nothing=None,
+        metadata={"a": "b"},
+    )
     assert asked.session_id == "ada"
-    assert refused(lenient, messages=[message], mirostat=2, typical_p=0.5).param == "typical_p"
-    message["audio"] = {"id": "a"}  # type: ignore[assignment]
-    assert refused(lenient, messages=[message]).param == "messages[0].audio"
+    assert {*asked.ignored} == {
+        "messages[0].mood",
+        "messages[0].audio",
+        "mirostat",
+        "stream_options.every",
+        "typical_p",
+    }
+    with pytest.raises(Refusal, match="user: Expected `str"):
+        read(lenient, messages=[message], user=5)
+
+
+HINTS: dict[str, Any] = {
+    "guided_decoding_backend": "xgrammar",
+    "reasoning_effort": "high",
+    "stream_interval": 10,
+    "verbosity": "low",
+}
+
+
+@pytest.mark.parametrize("name", HINTS)
+def test_hints_are_ignored_and_named(name: str) -> None:
+    """Seen failing: 400, also with --ignore-unknown-fields."""
+    asked = read(CHATS, **HELLO, seed=1, **{name: HINTS[name]})
+    assert asked.ignored == [name]
+    (wanted,), (plain,) = asked.requests, read(CHATS, **HELLO, seed=1).requests
+    assert (wanted.sampling, wanted.prompt.prompt) == (plain.sampling, plain.prompt.prompt)
+    assert refused(CHATS, **HELLO, typical_p=0.5, **{name: HINTS[name]}).param == "typical_p"
+
+
+async def test_a_header_names_what_was_ignored(model: Path) -> None:
+    """However many they are, and whatever is in their names."""
+    async with api_for(model, ignore_unknown_fields=True) as api:
+        for fields, named in (
+            ({}, None),
+            ({"verbosity": "low", "x": 1}, "verbosity, x"),
+            ({"a\r\nb: ü": 1}, "a??b???"),
+            (
+                {f"x{n:02}": 1 for n in range(99)},
+                f"{', '.join(f'x{n:02}' for n in range(16))}, ...",
+            ),
+        ):
+            asking = asyncio.create_task(api.post(CHAT, **HELLO, **fields))
+            await api.complete()
+            answer = await asking
+            assert answer.status == 200, answer.body
+            assert answer.headers.get("baton-ignored-fields") == named
+        refused = await api.post(CHAT, **HELLO, verbosity="low", n=0)
+        assert (refused.status, refused.error["param"]) == (400, "n")
+        told = await api.post("/tokenize", prompt="x", x=1)
+        assert (told.status, told.headers["baton-ignored-fields"]) == (200, "x")
 
 
 def test_who_speaks_in_a_message_reaches_the_template() -> None:

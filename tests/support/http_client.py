@@ -26,6 +26,7 @@ class Response:
     def error(self) -> dict[str, Any]:
         """An error must have this shape, and nothing else in it."""
         content = self.json
+        assert content.pop("type", "error") == "error"  # Anthropic's
         assert list(content) == ["error"]
         error: dict[str, Any] = content["error"]
         assert set(error) == {"message", "type", "param", "code"}

@@ -5,9 +5,10 @@ from aiohttp import web
 
 from router.api.anthropic import fields as asked_for
 from router.api.anthropic.fields import CountedFields
-from router.api.dialect.bodies import BodyReader, take_json
-from router.api.dialect.harmless import OF_MESSAGES
+from router.api.dialect.bodies import BodyReader, name_ignored, take_json
+from router.api.dialect.harmless import OF_COUNTED
 from router.api.dialect.model_names import ModelNames
+from router.api.dialect.problems import ANTHROPIC
 from router.api.dialect.prompt_endpoint import PromptEndpoint
 from router.api.dialect.tools import offered
 from router.api.http.request import Request
@@ -39,11 +40,13 @@ class CountTokens:
         self._model = model
         self._endpoint = endpoint
         self._names = names
-        self._reader = BodyReader(CountedFields, OF_MESSAGES, ignore_unknown=ignore_unknown)
+        self._reader = BodyReader(CountedFields, OF_COUNTED, ignore_unknown=ignore_unknown)
 
     async def __call__(self, request: Request) -> web.Response:
         async def answer(client: Client) -> Counted:
-            fields = self._reader.read(take_json(request))
+            ignored: list[str] = []
+            fields = self._reader.read(take_json(request), ignored)
+            name_ignored(request, ignored)
             self._names.adapter(fields.model)
             choice, named = asked_for.chosen(fields)
             tools = asked_for.tools(fields)
@@ -51,4 +54,4 @@ class CountTokens:
             prompt = Messages(asked_for.turns(fields), offer.shown)
             return Counted(len(await self._model.prompts.encode(prompt, client)))
 
-        return await self._endpoint.answered(request, answer, self._reader.names)
+        return await self._endpoint.answered(request, answer, self._reader.names, ANTHROPIC)

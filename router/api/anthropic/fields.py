@@ -9,10 +9,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from router.api.dialect.fields import Budget, Int32, ModelName
+from router.api.dialect.guides import JsonSchema, ResponseFormat
 from router.api.dialect.messages import Function, Tool
 from router.api.dialect.problems import Refusal
 from router.api.dialect.strangers import Ignored, Nothing
 from router.images.picture import Picture
+from router.parsers.speech import Speech
 from router.requests.wanted import ToolCall, Turn
 from router.text.limits import MAX_MESSAGES, MAX_TOOLS
 
@@ -84,6 +86,16 @@ class Thinking(msgspec.Struct, forbid_unknown_fields=True):
     display: Ignored = None
 
 
+class OutputFormat(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
+    format: OutputFormat | None = None
+    effort: str | None = None
+
+
 class CountedFields(msgspec.Struct, kw_only=True):
     """All that becomes part of the prompt. Absent and null mean the same."""
 
@@ -104,6 +116,8 @@ class MessagesFields(CountedFields, kw_only=True):
     top_p: float | None = None
     top_k: Int32 | None = None
     stop_sequences: list[str] | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # its older name
     cache_salt: str | None = None
 
 
@@ -149,6 +163,20 @@ def thinking_budget(fields: CountedFields) -> int:
         where = "thinking.budget_tokens"
         raise Refusal(400, f"{where} belongs to thinking that is enabled", param=where)
     return thinking.budget_tokens
+
+
+def response_format(fields: MessagesFields) -> ResponseFormat | None:
+    """Return the form of the answer, as OpenAI has it."""
+    wanted = (fields.output_config and fields.output_config.format) or fields.output_format
+    return None if wanted is None else ResponseFormat("json_schema", JsonSchema(wanted.schema))
+
+
+def unheeded(fields: MessagesFields, speech: Speech) -> Iterator[str]:
+    """Give the fields that this model has no use for."""
+    if fields.thinking and fields.thinking.type == "enabled" and not speech.takes_budget:
+        yield "thinking"
+    if fields.output_config and fields.output_config.effort and not speech.takes_effort:
+        yield "output_config.effort"
 
 
 def _said(where: str, blocks: Sequence[Block]) -> Turn:

@@ -11,7 +11,7 @@ from router.api.dialect.event_reply import Event, reply_of
 from router.api.dialect.fields import Fields, check_multiplied, choices, samplings
 from router.api.dialect.harmless import OF_MESSAGES
 from router.api.dialect.origin import Origin
-from router.api.dialect.problems import Refusal
+from router.api.dialect.problems import ANTHROPIC, Refusal, fields_of
 from router.api.dialect.tools import guided, listening, offered
 from router.api.http.answers import Headers
 from router.api.http.request import Request
@@ -26,6 +26,7 @@ class AnthropicMessages:
     """The dialect of this endpoint."""
 
     id_prefix = "msg_"
+    words = ANTHROPIC
 
     def __init__(self, speech: Speech, shown: Shown, *, ignore_unknown: bool) -> None:
         """
@@ -35,16 +36,21 @@ class AnthropicMessages:
         self._speech = speech
         self._shown = shown
         self._reader = BodyReader(MessagesFields, OF_MESSAGES, ignore_unknown=ignore_unknown)
-        self.field_names = self._reader.names
+        self.field_names = fields_of(
+            self._reader.names, stop="stop_sequences", thinking_budget="thinking.budget_tokens"
+        )
 
     def read(self, body: bytes) -> Asked:
-        fields = self._reader.read(body)
+        ignored: list[str] = []
+        fields = self._reader.read(body, ignored)
+        unheeded = [*asked_for.unheeded(fields, self._speech)]
         common = Fields(
             temperature=fields.temperature,
             top_p=fields.top_p,
             top_k=fields.top_k,
             stop=fields.stop_sequences,
             cache_salt=fields.cache_salt,
+            response_format=asked_for.response_format(fields),
         )
         check_multiplied(common, body)
         choice, named = asked_for.chosen(fields)
@@ -56,8 +62,10 @@ class AnthropicMessages:
             self._speech,
             parallel=not (said and said.disable_parallel_tool_use),
         )
-        messages = Messages(asked_for.turns(fields), offer.shown)
-        budget = asked_for.thinking_budget(fields)
+        config = fields.output_config
+        effort = config.effort if config and self._speech.takes_effort else None
+        messages = Messages(asked_for.turns(fields), offer.shown, reasoning_effort=effort)
+        budget = -1 if "thinking" in unheeded else asked_for.thinking_budget(fields)
         # Clients must send max_tokens and often send a constant: like Anthropic's models since
         # Claude 4.5, cut it to the context and report `model_context_window_exceeded`.
         sampled = samplings(common, fields.max_tokens, thinking_budget=budget)
@@ -75,7 +83,8 @@ class AnthropicMessages:
                 headers,
             )
 
-        return Asked(fields.model, wanted, "", reply)
+        form = "output_config.format" if common.response_format else "tools" if offer.tools else ""
+        return Asked(fields.model, wanted, "", reply, form=form, ignored=[*ignored, *unheeded])
 
 
 class _Message:
@@ -105,7 +114,7 @@ class _Message:
                 yield from self._blocks.add(self._listener.hear(piece.text, piece.marks, last=True))
                 yield from self._blocks.close()
                 self.last = self._message(piece)
-                reason = {"stop_reason": self.last["stop_reason"], "stop_sequence": None}
+                reason = {name: self.last[name] for name in ("stop_reason", "stop_sequence")}
                 usage = self.last["usage"]
                 yield {"type": "message_delta", "delta": reason, "usage": usage}
                 yield {"type": "message_stop"}
@@ -115,7 +124,7 @@ class _Message:
                 )
 
     def failed(self, why: Refusal) -> Event:
-        return {"type": "error", "error": {"type": "api_error", "message": str(why)}}
+        return {"type": "error", "error": {"type": why.kind, "message": str(why)}}
 
     def _message(self, last: LastPiece | None) -> Event:
         cached = (last.usage.cached_tokens or 0) if last else 0
@@ -126,7 +135,7 @@ class _Message:
             "model": self._origin.model,
             "content": self._blocks.all,
             "stop_reason": self._reason(last) if last else None,
-            "stop_sequence": None,
+            "stop_sequence": _stop_sequence(last) if last else None,
             # What was cached is counted beside the rest.
             "usage": {
                 "input_tokens": self._prompt.rendering.num_tokens - cached,
@@ -140,4 +149,11 @@ class _Message:
         if last.finish_reason == "length":
             cut = last.usage.completion_tokens < self._max_tokens
             return "model_context_window_exceeded" if cut else "max_tokens"
+        if _stop_sequence(last) is not None:
+            return "stop_sequence"
         return "tool_use" if self._listener and self._listener.has_called else "end_turn"
+
+
+def _stop_sequence(last: LastPiece) -> str | None:
+    """Return the stop sequence that ended an answer."""
+    return last.stop_reason if isinstance(last.stop_reason, str) else None

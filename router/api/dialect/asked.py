@@ -7,7 +7,7 @@ import msgspec
 from aiohttp import web
 
 from router.api.dialect.origin import Origin
-from router.api.dialect.problems import Refusal
+from router.api.dialect.problems import Fields, Refusal, Words
 from router.api.http.answers import Headers
 from router.api.http.request import Request
 from router.requests.answer import LastPiece, Piece
@@ -44,13 +44,16 @@ class Asked(msgspec.Struct, frozen=True):
     session_id: str  # "": of none
     reply: BeginReply
     lora_path: str | None = None  # an adapter, besides
+    form: str = ""  # the field that asks for the form of the answer
+    ignored: Sequence[str] = ()  # fields that the answer does not follow
 
 
 class Dialect(Protocol):
     """What differs between the endpoints."""
 
     id_prefix: str
-    field_names: frozenset[str]
+    field_names: Fields
+    words: Words  # of errors
 
     def read(self, body: bytes) -> Asked:
         """Raises Refusal."""

@@ -6,7 +6,7 @@ only another is looked at field by field, and decoded again without what asks fo
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
@@ -14,8 +14,8 @@ import msgspec
 
 from router.api.dialect import strangers
 from router.api.dialect.harmless import IGNORED, Harmless, asks_nothing
-from router.api.dialect.problems import Refusal
-from router.api.dialect.strangers import Ignored, Shape
+from router.api.dialect.problems import Refusal, fields_of
+from router.api.dialect.strangers import Ignored, Shape, Stranger
 from router.api.dialect.structure import check_structure
 from router.api.http.request import Request
 
@@ -26,6 +26,8 @@ _PATH = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$")
 _MISSING = re.compile(r"missing required field `(.*?)`")
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _VALUE = msgspec.json.Decoder(object)
+_UNPRINTABLE = re.compile(r"[^\w.\[\]-]", re.ASCII)  # in a header
+_MAX_NAMED = 16
 
 
 def take_json(request: Request) -> bytes:
@@ -34,7 +36,18 @@ def take_json(request: Request) -> bytes:
     kind = request.header("content-type").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise Refusal(415, "the body must be JSON, with content-type: application/json")
+    encoding = request.header("content-encoding").strip().lower()
+    if encoding not in ("", "identity"):
+        raise Refusal(415, f"the body has content-encoding {encoding[:40]!r}: send it uncompressed")
     return request.take_body()
+
+
+def name_ignored(request: Request, ignored: Sequence[str]) -> None:
+    """Names the fields that were ignored in a header of the answer."""
+    if ignored:
+        named = ", ".join(_UNPRINTABLE.sub("?", path) for path in ignored[:_MAX_NAMED])
+        more = ", ..." if len(ignored) > _MAX_NAMED else ""
+        request.answer_headers += (("baton-ignored-fields", named + more),)
 
 
 class BodyReader(Generic[F]):
@@ -47,7 +60,7 @@ class BodyReader(Generic[F]):
         Args:
             fields: what is heeded.
             unsupported: what is known beside it, and may have some values; two at least.
-            ignore_unknown: take what is not known at all as if it were not there.
+            ignore_unknown: take fields that are unknown or not supported as if they were not there.
         """
         beside = [
             *((name, Ignored, None) for name in IGNORED if name not in fields.__struct_fields__),
@@ -58,7 +71,7 @@ class BodyReader(Generic[F]):
             beside,
             bases=(fields,),
             kw_only=True,
-            forbid_unknown_fields=not ignore_unknown,
+            forbid_unknown_fields=True,
         )
         self._decoder = msgspec.json.Decoder(record)
         self._shape = Shape.of(record, unsupported)
@@ -66,10 +79,13 @@ class BodyReader(Generic[F]):
         self._unsupported = tuple(unsupported.values())
         self._watched = attrgetter(*unsupported)
         self._absent = (None,) * len(unsupported)
-        self.names = frozenset(record.__struct_fields__)
+        self.names = fields_of(record.__struct_fields__)
 
-    def read(self, body: bytes) -> F:
+    def read(self, body: bytes, ignored: list[str] | None = None) -> F:
         """
+        Args:
+            ignored: gets the paths of fields that the answer does not follow, if they are hints or
+                the reader ignores such fields.
         Raises:
             Refusal: it is no JSON, a field has the wrong type, it asks for what there is not, or
                 it would cost too much to decode.
@@ -78,8 +94,8 @@ class BodyReader(Generic[F]):
         try:
             fields = _decoded(self._decoder, body)
         except msgspec.ValidationError:
-            return self._read_closely(body)
-        return fields if self._harmless(fields) else self._read_closely(body)
+            return self._read_closely(body, ignored)
+        return fields if self._harmless(fields) else self._read_closely(body, ignored)
 
     def _harmless(self, fields: F) -> bool:
         watched = self._watched(fields)
@@ -89,7 +105,7 @@ class BodyReader(Generic[F]):
             if value is not None and not asks_nothing(value)
         )
 
-    def _read_closely(self, body: bytes) -> F:
+    def _read_closely(self, body: bytes, ignored: list[str] | None) -> F:
         """Of a body that may have fields that are not heeded."""
         try:
             raw = _decoded(_FIELDS, body)
@@ -98,7 +114,8 @@ class BodyReader(Generic[F]):
                 name: value if heeded.get(name, self) is None else _decoded(_VALUE, value)
                 for name, value in raw.items()
             }
-            if refusal := strangers.refusal(self._shape.strip(given, self._ignore_unknown)):
+            found = self._shape.strip(given, self._ignore_unknown)
+            if refusal := strangers.refusal(_meant(found, [] if ignored is None else ignored)):
                 raise refusal
             return _decoded(self._decoder, msgspec.json.encode(given))
         except msgspec.ValidationError as error:
@@ -115,6 +132,15 @@ def _decoded(decoder: msgspec.json.Decoder[D], body: bytes | msgspec.Raw) -> D:
         raise Refusal(400, "the body is nested too deeply") from None
     except ValueError as error:  # as msgspec says it of malformed JSON, and Python of UTF-8
         raise Refusal(400, f"the body is not valid JSON: {error}") from None
+
+
+def _meant(found: Iterator[Stranger], ignored: list[str]) -> Iterator[Stranger]:
+    """Those that cannot be ignored. The paths of the others are added to `ignored`."""
+    for stranger in found:
+        if not stranger.ignored:
+            yield stranger
+        elif len(ignored) <= _MAX_NAMED:
+            ignored.append(stranger.path)
 
 
 def _wrong_type(message: str) -> Refusal:

@@ -14,7 +14,7 @@ from common.logs.throttle import Throttle, ThrottledLog
 from common.metrics import RouterMetrics
 from router.api.dialect import problems
 from router.api.dialect.asked import Asked, Dialect, Reply
-from router.api.dialect.bodies import take_json
+from router.api.dialect.bodies import name_ignored, take_json
 from router.api.dialect.model_names import ModelNames
 from router.api.dialect.origin import Origin
 from router.api.dialect.problems import Refusal
@@ -62,6 +62,7 @@ class GenerationEndpoint:
         try:
             body = take_json(request)
             asked = self._dialect.read(body)
+            name_ignored(request, asked.ignored)
             adapter = self._names.adapter(asked.model, asked.lora_path)
             client = self._begin(request, len(asked.requests))
             retry = self._retry(client, request, body, request_id)
@@ -71,7 +72,7 @@ class GenerationEndpoint:
             self._refusals.info(
                 "request refused", request_id=request_id, label=label, because=refusal
             )
-            return refusal.response(headers)
+            return refusal.in_words(self._dialect.words).response(headers)
         except ServingError as error:
             return self._problem(error).response(headers)
         if retry is not None:
@@ -89,7 +90,7 @@ class GenerationEndpoint:
         try:
             await self._generate(choices, client, reply, traceparent, retry)
         except ServingError as error:
-            return reply.failed(self._problem(error))
+            return reply.failed(self._problem(error, asked.form))
         return reply.response()
 
     def _retry(
@@ -98,8 +99,9 @@ class GenerationEndpoint:
         key = request.header("idempotency-key")
         return self._answers.retry(client, key, lambda: request.route.encode() + body, request_id)
 
-    def _problem(self, error: ServingError) -> Refusal:
-        return problems.of_error(error, self._dialect.field_names)
+    def _problem(self, error: ServingError, form: str = "") -> Refusal:
+        refusal = problems.of_error(error, self._dialect.field_names, form)
+        return refusal.in_words(self._dialect.words)
 
     async def _generate(
         self,

@@ -59,6 +59,12 @@ _given = attrgetter(*GuideFields.__struct_fields__)
 _NOTHING_GIVEN = (None,) * len(GuideFields.__struct_fields__)
 
 
+def form_field(fields: GuideFields) -> str:
+    """Return the name of the field that asks for a form of the answer; "" if none does."""
+    given = zip(GuideFields.__struct_fields__, _given(fields), strict=True)
+    return next((name for name, value in given if value is not None), "")
+
+
 def guide_of(fields: GuideFields) -> Guide | None:
     """
     Raises:

@@ -7,17 +7,23 @@ meant, and has it refused where unknown fields are not. Knows no requests.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
 
 @dataclass(frozen=True, slots=True)
 class Harmless:
-    """Values of a field that ask for what happens anyway. Null, "" and [] always do."""
+    """Values of a field that ask for what happens anyway. Null, "" and [] always do.
+
+    Attributes:
+        hint: whether other values are ignored, and named in a header of the answer: they ask for
+            something that no answer is wrong without.
+    """
 
     said: str  # "": there are no others
     holds: Callable[[object], bool]
+    hint: bool = False
 
 
 def asks_nothing(value: object) -> bool:
@@ -29,7 +35,12 @@ def only(*values: object) -> Harmless:
     return Harmless(said, lambda value: value in values)
 
 
+def hint(*values: object) -> Harmless:
+    return replace(only(*values), hint=True)
+
+
 _NEVER = only()
+_ANYTHING = Harmless("anything", lambda value: True)
 _OFF, _ON = only(False), only(True)
 _EMPTY = only({})
 
@@ -69,14 +80,14 @@ UNSUPPORTED: Mapping[str, Harmless] = {
     "logits_processors": _NEVER,
     # a form that the answer has
     "grammar": _NEVER,
-    "guided_decoding_backend": _NEVER,
+    "guided_decoding_backend": hint(),
     # where it ends, and how it is written
     "detokenize": _ON,
     "include_stop_str_in_output": _OFF,
     "no_stop_trim": _OFF,
     "skip_special_tokens": _ON,
     "spaces_between_special_tokens": _ON,
-    "stream_interval": only(1),
+    "stream_interval": hint(1),
     # what is told besides
     "logprob_token_ids": _NEVER,
     "prompt_logprobs": _NEVER,
@@ -112,26 +123,32 @@ OF_COMPLETIONS: Mapping[str, Harmless] = {
 
 OF_RESPONSES: Mapping[str, Harmless] = {
     "background": _OFF,
-    "context_management": _NEVER,
+    "context_management": hint(),
     "conversation": _NEVER,
     "include": Harmless(
-        '`["reasoning.encrypted_content"]`',
-        lambda value: value == ["reasoning.encrypted_content"],  # it is told as text anyway
+        "anything but `message.output_text.logprobs`",
+        # Reasoning is told as text anyway, and the rest is of tools that are not built in here.
+        lambda value: isinstance(value, list) and "message.output_text.logprobs" not in value,
     ),
-    "max_tool_calls": _NEVER,
+    "max_tool_calls": hint(),  # of built-in tools
     "moderation": _NEVER,
     "previous_response_id": _NEVER,
     "prompt": _NEVER,
     "top_logprobs": only(0),
-    "truncation": only("disabled"),
+    "truncation": Harmless('`"auto"` or `"disabled"`', lambda v: v == "disabled", hint=True),
 }
 
 OF_MESSAGES: Mapping[str, Harmless] = {
     "container": _NEVER,
-    "context_management": _NEVER,
+    "context_management": hint(),
+    "inference_geo": hint(),
     "mcp_servers": _NEVER,
-    "output_config": _EMPTY,
-    "output_format": _NEVER,
+}
+
+OF_COUNTED: Mapping[str, Harmless] = {
+    **OF_MESSAGES,
+    "output_config": _ANYTHING,
+    "output_format": _ANYTHING,
 }
 
 OF_NATIVE: Mapping[str, Harmless] = {
@@ -148,7 +165,7 @@ OF_NATIVE: Mapping[str, Harmless] = {
     "return_hidden_states": _OFF,
     "return_logprob": _OFF,
     "return_routed_experts": _OFF,
-    "return_text_in_logprobs": Harmless("anything", lambda value: True),
+    "return_text_in_logprobs": _ANYTHING,
     "session_params": _EMPTY,
     "token_ids_logprob": _NEVER,
     "top_logprobs_num": only(0),
@@ -182,6 +199,6 @@ OF_CHATS: Mapping[str, Harmless] = {
     "separate_reasoning": _ON,
     "stream_reasoning": _ON,
     "thinking": _EMPTY,
-    "verbosity": only("medium"),
+    "verbosity": hint("medium"),
     "web_search_options": _NEVER,
 }

@@ -8,7 +8,7 @@ from aiohttp import web
 from common.errors import ServingError
 from router.api.dialect import problems
 from router.api.dialect.generation_endpoint import Begin
-from router.api.dialect.problems import Refusal
+from router.api.dialect.problems import OPENAI, Fields, Refusal, Words
 from router.api.http.answers import whole
 from router.api.http.request import Request
 from router.clients.client import Client
@@ -31,18 +31,20 @@ class PromptEndpoint:
         self,
         request: Request,
         answer: Callable[[Client], Awaitable[msgspec.Struct]],
-        names: frozenset[str],
+        names: Fields,
+        words: Words = OPENAI,
     ) -> web.Response:
         """
         Args:
             answer: given who asks; raises Refusal or ServingError.
             names: of the fields that a request may have.
+            words: of errors.
         """
         try:
             client = self._begin(request, 1)
             with Within(self._budget_s):
                 return whole(200, msgspec.json.encode(await answer(client)))
         except Refusal as refusal:
-            return refusal.response()
+            return refusal.in_words(words).response()
         except ServingError as error:
-            return problems.of_error(error, names).response()
+            return problems.of_error(error, names).in_words(words).response()

@@ -32,6 +32,7 @@ class Stranger:
 
     path: str
     meant: Sequence[str]  # what it may be a misspelling of
+    ignored: bool  # the request is answered as if it were not there
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,30 +67,28 @@ class Shape:
             refused,
         )
 
-    def strip(
-        self, fields: dict[str, Any], ignore_unknown: bool, where: str = ""
-    ) -> Iterator[Stranger]:
+    def strip(self, fields: dict[str, Any], ignore: bool, where: str = "") -> Iterator[Stranger]:
         """Takes out of `fields` whatever is not heeded, and names what of it may have been meant.
 
         Args:
-            ignore_unknown: nothing that is unknown was meant.
+            ignore: fields that are unknown or not supported are ignored.
             where: the path to `fields`, to which a name can be added.
         """
         for name in list(fields):
             if name in self.heeded:
                 if (inner := self.heeded[name]) is not None:
                     for path, record in _records(fields[name]):
-                        yield from inner.strip(record, ignore_unknown, f"{where}{name}{path}.")
+                        yield from inner.strip(record, ignore, f"{where}{name}{path}.")
                 continue
             value = fields.pop(name)
             if name in self.ignored or asks_nothing(value):
                 continue
             harmless = self.unsupported.get(name)
             path = where + name[:_MAX_NAME_CHARACTERS]
-            if harmless is None and not ignore_unknown:
-                yield Stranger(path, tuple(self.heeded))
-            elif harmless is not None and not harmless.holds(value):
-                yield Stranger(path, ())
+            if harmless is None:
+                yield Stranger(path, tuple(self.heeded), ignore)
+            elif not harmless.holds(value):
+                yield Stranger(path, (), ignore or harmless.hint)
 
 
 def refusal(strangers: Iterator[Stranger]) -> Refusal | None:

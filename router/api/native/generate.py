@@ -21,7 +21,7 @@ from router.api.dialect.fields import (
 )
 from router.api.dialect.harmless import OF_NATIVE
 from router.api.dialect.origin import Origin
-from router.api.dialect.problems import Refusal
+from router.api.dialect.problems import OPENAI, Refusal
 from router.api.dialect.strangers import Ignored, Nothing
 from router.api.http.answers import Headers, whole
 from router.api.http.request import Request
@@ -108,6 +108,7 @@ class Native:
     """The dialect of this endpoint."""
 
     id_prefix = ""
+    words = OPENAI
 
     def __init__(self, *, ignore_unknown: bool) -> None:
         """
@@ -118,7 +119,8 @@ class Native:
         self.field_names = self._reader.names
 
     def read(self, body: bytes) -> Asked:
-        fields = self._reader.read(body)
+        ignored: list[str] = []
+        fields = self._reader.read(body, ignored)
         common = _common(fields)
         check_multiplied(common, body)
         per_prompt = samplings(common, common.max_tokens)
@@ -137,7 +139,9 @@ class Native:
                 return _Streamed(told, request, headers)
             return _Whole(told, is_list, headers)
 
-        return Asked(fields.model, wanted, fields.user or "", reply, fields.lora_path)
+        return Asked(
+            fields.model, wanted, fields.user or "", reply, fields.lora_path, ignored=ignored
+        )
 
 
 def _common(fields: NativeFields) -> Fields:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import msgspec
 from aiohttp import web
 
-from router.api.dialect.bodies import BodyReader, take_json
+from router.api.dialect.bodies import BodyReader, name_ignored, take_json
 from router.api.dialect.fields import ModelName, TokenId
 from router.api.dialect.harmless import OF_DETOKENIZE, OF_TOKENIZE
 from router.api.dialect.messages import MessageList, ToolList, conversation, shown
@@ -81,7 +81,9 @@ class Tokens:
 
     async def tokenize(self, request: Request) -> web.Response:
         async def answer(client: Client) -> Tokenized:
-            fields = self._tokenize.read(take_json(request))
+            ignored: list[str] = []
+            fields = self._tokenize.read(take_json(request), ignored)
+            name_ignored(request, ignored)
             self._names.adapter(fields.model)
             prompts = _prompts(fields)
             ids = [await self._model.prompts.encode(prompt, client) for prompt in prompts]
@@ -96,8 +98,10 @@ class Tokens:
         return await self._endpoint.answered(request, answer, self._tokenize.names)
 
     async def detokenize(self, request: Request) -> web.Response:
-        async def answer(_: Client) -> Detokenized:
-            fields = self._detokenize.read(take_json(request))
+        async def answer(client: Client) -> Detokenized:
+            ignored: list[str] = []
+            fields = self._detokenize.read(take_json(request), ignored)
+            name_ignored(request, ignored)
             self._names.adapter(fields.model)
             check_context(fields.tokens, self._model.limits, "tokens")
             check_vocabulary(fields.tokens, self._model.limits, "tokens")

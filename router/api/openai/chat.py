@@ -17,6 +17,7 @@ from router.api.dialect.fields import (
     includes_usage,
     samplings,
 )
+from router.api.dialect.guides import form_field
 from router.api.dialect.harmless import OF_CHATS
 from router.api.dialect.messages import (
     MessageList,
@@ -26,7 +27,7 @@ from router.api.dialect.messages import (
     conversation,
     text_of,
 )
-from router.api.dialect.problems import Refusal
+from router.api.dialect.problems import OPENAI, Refusal
 from router.api.dialect.tools import guided, listening, offered
 from router.api.openai.chat_voice import Voice
 from router.api.openai.replies import Choices
@@ -64,6 +65,7 @@ class Chat:
     """The dialect of this endpoint."""
 
     id_prefix = "chatcmpl-"
+    words = OPENAI
 
     def __init__(self, speech: Speech, shown: Shown, *, ignore_unknown: bool) -> None:
         """
@@ -78,7 +80,11 @@ class Chat:
         self.field_names = self._reader.names
 
     def read(self, body: bytes) -> Asked:
-        fields = self._reader.read(body)
+        ignored: list[str] = []
+        fields = self._reader.read(body, ignored)
+        if fields.reasoning_effort and not self._speech.takes_effort:
+            fields.reasoning_effort = None
+            ignored.append("reasoning_effort")
         check_multiplied(fields, body)
         choice, named = _choice(fields.tool_choice)
         offer = offered(
@@ -116,7 +122,15 @@ class Chat:
             include_usage=includes_usage(fields),
             voice=lambda index: Voice(index, listener),
         )
-        return Asked(fields.model, wanted, fields.user or "", told.reply, fields.lora_path)
+        return Asked(
+            fields.model,
+            wanted,
+            fields.user or "",
+            told.reply,
+            fields.lora_path,
+            form_field(fields) or ("tools" if offer.tools else ""),
+            ignored,
+        )
 
 
 def _choice(choice: str | ToolChoice | None) -> tuple[str | None, str | None]:

@@ -17,8 +17,9 @@ from router.api.dialect.fields import (
     includes_usage,
     samplings,
 )
+from router.api.dialect.guides import form_field
 from router.api.dialect.harmless import OF_COMPLETIONS
-from router.api.dialect.problems import Refusal
+from router.api.dialect.problems import OPENAI, Refusal
 from router.api.openai.likelihoods import TextLogprobs, TextTokens
 from router.api.openai.replies import Choices, StopReason, stop_reason
 from router.requests.answer import LastPiece, Piece
@@ -80,11 +81,13 @@ class Voice:
         )
 
     def _logprobs(self, pieces: Sequence[Piece]) -> TextLogprobs | None:
+        if not self._tells:
+            return None
         tokens: list[ToldToken] = []
-        for piece in pieces if self._tells else ():
+        for piece in pieces:
             tokens += piece.prompt.tokens if piece.prompt else ()
             tokens += piece.tokens
-        return self._tokens.told(tokens)
+        return self._tokens.told(tokens, pieces[0].prompt)
 
 
 def _text(pieces: Sequence[Piece]) -> str:
@@ -96,6 +99,7 @@ class Completions:
     """The dialect of this endpoint."""
 
     id_prefix = "cmpl-"
+    words = OPENAI
 
     def __init__(self, *, ignore_unknown: bool) -> None:
         """
@@ -106,7 +110,8 @@ class Completions:
         self.field_names = self._reader.names
 
     def read(self, body: bytes) -> Asked:
-        fields = self._reader.read(body)
+        ignored: list[str] = []
+        fields = self._reader.read(body, ignored)
         best_of = _best_of(fields)
         check_multiplied(fields, body, best_of)
         max_tokens = _DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
@@ -146,7 +151,15 @@ class Completions:
             voice=partial(Voice, tells=logprobs >= 0),
             num_kept=fields.n or 1,
         )
-        return Asked(fields.model, wanted, fields.user or "", told.reply, fields.lora_path)
+        return Asked(
+            fields.model,
+            wanted,
+            fields.user or "",
+            told.reply,
+            fields.lora_path,
+            form_field(fields),
+            ignored,
+        )
 
 
 def _best_of(fields: CompletionFields) -> int:

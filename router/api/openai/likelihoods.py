@@ -1,11 +1,13 @@
 """Log-probabilities as OpenAI's endpoints tell them: chats by token, completions in columns."""
 
+import codecs
 from collections.abc import Sequence
 
 import msgspec
 
-from router.requests.told_tokens import Likely, ToldToken
+from router.requests.told_tokens import Likely, ToldPrompt, ToldToken
 
+_utf8 = codecs.getincrementaldecoder("utf-8")
 _LEAST = -9999.0  # JSON has no -inf
 
 
@@ -51,28 +53,45 @@ def of_chat(tokens: Sequence[ToldToken]) -> ChatLogprobs | None:
 
 
 class TextTokens:
-    """Of one completion, whose tokens come in order.
+    """Tokens of one completion, in order.
 
-    Offsets count the characters of the tokens before, each by itself.
+    An offset counts the characters of the text before a token. Tokens of the same character share
+    its offset.
     """
 
     def __init__(self) -> None:
         self._offset = 0
+        self._decoder = _utf8("replace")
 
-    def told(self, tokens: Sequence[ToldToken]) -> TextLogprobs | None:
-        """None: they are not told."""
+    def told(
+        self, tokens: Sequence[ToldToken], prompt: ToldPrompt | None = None
+    ) -> TextLogprobs | None:
+        """Return None if log-probabilities are not told.
+
+        Args:
+            prompt: the prompt, if `tokens` begin with its tokens.
+        """
         if not tokens:
             return None
+        if prompt is not None:
+            self._offset -= _num_beside(prompt)
         offsets = []
         for token in tokens:
-            offsets.append(self._offset)
-            self._offset += len(token.spelt.decode(errors="replace"))
+            offsets.append(max(self._offset, 0))
+            self._offset += len(self._decoder.decode(token.spelt))
         return TextLogprobs(
             offsets,
             [None if token.logprob is None else _number(token) for token in tokens],
             [_name(token) for token in tokens],
             [_likeliest(token) for token in tokens],
         )
+
+
+def _num_beside(prompt: ToldPrompt) -> int:
+    """Return the number of characters that the first tokens of a prompt have beside its text: its
+    BOS token, and a space that the tokenizer puts before a text."""
+    spelt = b"".join(token.spelt for token in prompt.tokens).decode(errors="replace")
+    return len(spelt) - len(prompt.text) if spelt.endswith(prompt.text) else 0
 
 
 def _likeliest(token: ToldToken) -> dict[str, float] | None:

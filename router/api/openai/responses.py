@@ -24,7 +24,7 @@ from router.api.dialect.guides import JsonSchema, ResponseFormat
 from router.api.dialect.harmless import OF_RESPONSES
 from router.api.dialect.messages import Function, Tool
 from router.api.dialect.origin import Origin
-from router.api.dialect.problems import Refusal
+from router.api.dialect.problems import OPENAI, Refusal, fields_of
 from router.api.dialect.strangers import Ignored, Nothing
 from router.api.dialect.tools import guided, listening, offered
 from router.api.http.answers import Headers
@@ -95,7 +95,7 @@ class Format(msgspec.Struct, forbid_unknown_fields=True):
 
 class TextFields(msgspec.Struct, forbid_unknown_fields=True):
     format: Format | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -134,6 +134,7 @@ class Responses:
     """The dialect of this endpoint."""
 
     id_prefix = "resp_"
+    words = OPENAI
 
     def __init__(self, speech: Speech, shown: Shown, *, ignore_unknown: bool) -> None:
         """
@@ -143,10 +144,22 @@ class Responses:
         self._speech = speech
         self._shown = shown
         self._reader = BodyReader(ResponseFields, OF_RESPONSES, ignore_unknown=ignore_unknown)
-        self.field_names = self._reader.names
+        self.field_names = fields_of(
+            self._reader.names,
+            max_tokens="max_output_tokens",
+            messages="input",
+            reasoning_effort="reasoning.effort",
+        )
 
     def read(self, body: bytes) -> Asked:
-        fields = self._reader.read(body)
+        ignored: list[str] = []
+        fields = self._reader.read(body, ignored)
+        effort = fields.reasoning.effort if fields.reasoning else None
+        if effort and not self._speech.takes_effort:
+            effort = None
+            ignored.append("reasoning.effort")
+        if fields.text and fields.text.verbosity not in (None, "medium"):
+            ignored.append("text.verbosity")
         common = Fields(
             temperature=fields.temperature,
             top_p=fields.top_p,
@@ -171,7 +184,7 @@ class Responses:
             turns(fields),
             offer.shown,
             fields.chat_template_kwargs or {},
-            fields.reasoning.effort if fields.reasoning else None,
+            effort,
         )
         budget = fields.thinking_token_budget
         sampled = samplings(
@@ -193,7 +206,8 @@ class Responses:
             response = Response(origin, _echoed(fields), listener)
             return reply_of(response, bool(fields.stream), request, headers)
 
-        return Asked(fields.model, wanted, fields.user or "", reply)
+        form = "text.format" if common.response_format else "tools" if offer.tools else ""
+        return Asked(fields.model, wanted, fields.user or "", reply, form=form, ignored=ignored)
 
 
 def turns(fields: ResponseFields) -> Sequence[Turn]:

@@ -9,7 +9,7 @@ from aiohttp import web
 from common.errors import ServingError
 from common.metrics import RouterMetrics
 from router.api.dialect import problems
-from router.api.dialect.bodies import BodyReader, take_json
+from router.api.dialect.bodies import BodyReader, name_ignored, take_json
 from router.api.dialect.fields import ModelName
 from router.api.dialect.generation_endpoint import Begin
 from router.api.dialect.harmless import Harmless
@@ -76,7 +76,9 @@ class PoolingEndpoint(Generic[F]):
             ("baton-request-id", request_id),
         )
         try:
-            fields = self._reader.read(take_json(request))
+            ignored: list[str] = []
+            fields = self._reader.read(take_json(request), ignored)
+            name_ignored(request, ignored)
             self._names.check_served(fields.model)
             client = self._begin(request, 1)
             headers += tuple(client.usage.headers())

@@ -1,8 +1,9 @@
-"""Anthropic's own client: a tool used, whole and streamed."""
+"""Anthropic's own client: a tool used, whole and streamed, a form of the answer, and errors."""
 
 import sys
 
 import anthropic
+from pydantic import BaseModel
 
 url, model = sys.argv[1:]
 client = anthropic.Anthropic(base_url=url.removesuffix("/v1"), auth_token="x", max_retries=0)
@@ -25,3 +26,32 @@ messages += [
     },
 ]
 assert client.messages.create(**asked, messages=messages).content[-1].text == "It is 42."
+
+
+class Sum(BaseModel):
+    answer: int
+
+
+parsed = client.messages.parse(
+    model=model,
+    max_tokens=200,
+    messages=[{"role": "user", "content": "27 + 15"}],
+    output_format=Sum,
+)
+assert parsed.parsed_output == Sum(answer=42), parsed
+with_tool = client.messages.parse(**asked, messages=messages, output_format=Sum)
+assert with_tool.parsed_output == Sum(answer=42), with_tool
+managed = client.beta.messages.create(
+    **asked,
+    messages=messages,
+    betas=["context-management-2025-06-27"],
+    context_management={"edits": [{"type": "clear_tool_uses_20250919"}]},
+)
+assert managed.content[-1].text == "It is 42."
+try:
+    client.messages.create(model="none", max_tokens=1, messages=messages)
+except anthropic.NotFoundError as error:
+    kind = error.body["error"]["type"]
+else:
+    kind = "none"
+assert kind == "not_found_error", kind

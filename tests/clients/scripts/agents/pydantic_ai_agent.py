@@ -1,13 +1,19 @@
-"""pydantic-ai: an agent with one tool, over both of OpenAI's forms, whole and streamed."""
+"""pydantic-ai: an agent with one tool, over both of OpenAI's forms: whole, streamed, and with a
+form of its output."""
 
 import asyncio
 import sys
 
-from pydantic_ai import Agent
+from pydantic import BaseModel
+from pydantic_ai import Agent, NativeOutput
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
 url, model = sys.argv[1:]
+
+
+class Sum(BaseModel):
+    answer: int
 
 
 async def main() -> None:
@@ -26,7 +32,9 @@ async def main() -> None:
         assert answer.output == "It is 42.", answer
         async with agent.run_stream("add 27 and 15") as stream:
             assert await stream.get_output() == "It is 42."
-        assert called == [(27, 15)] * 2, called
+        formed = await agent.run("add 27 and 15", output_type=NativeOutput(Sum))
+        assert formed.output == Sum(answer=42), formed
+        assert called == [(27, 15)] * 3, called
 
 
 asyncio.run(main())
