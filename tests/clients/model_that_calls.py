@@ -1,8 +1,8 @@
 """A router before a node that plays a model which calls tools: for clients that run elsewhere.
 
 It adds. With tools it thinks and calls `add`. With a result it says the result, as JSON where a
-form is asked for. It follows grammars: where no call is allowed, it invents a sum. Otherwise it says
-hello.
+form is asked for. It follows grammars: where no call is allowed, it invents a sum. Without tools it
+says hello.
 """
 
 import asyncio
