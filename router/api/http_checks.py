@@ -3,7 +3,7 @@
 In this order: who asks for this host by somebody else's name learns nothing else.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from aiohttp import web
 
@@ -73,14 +73,16 @@ class HttpChecks:
         if access == "anybody":
             return None
         ask = self._guard.asking(access or "client")
+        limits: Iterable[tuple[str, str]] = ()
         try:
             client = ask(_authorization(request), request.peer.host)
+            limits = client.usage.headers()
             self._admit(client, request.peer)
             if request.method == "POST":
                 self._guard.begin(client, 0)
         except ServingError as error:
             words = ANTHROPIC if request.route.startswith(_ANTHROPIC_BELOW) else OPENAI
-            return problems.of_error(error, {}).in_words(words).response()
+            return problems.of_error(error, {}).in_words(words).response(limits)
         if access is None:
             return Refusal(404, f"there is nothing at {request.route}").response()
         return None

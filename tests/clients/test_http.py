@@ -98,7 +98,9 @@ async def test_openais_own_client_shows_its_key_and_knows_the_errors(
                 await bob.completions.create(model=api.model, prompt="x")
             assert refused.value.code == "rate_limit_exceeded"
             assert refused.value.type == "rate_limit_error"
-            assert 20 <= int(refused.value.response.headers["retry-after"]) <= 30
+            told = refused.value.response.headers
+            assert 20 <= int(told["retry-after"]) <= 30
+            assert told["x-ratelimit-remaining-requests"] == "0"
         async with make(base_url=url, api_key="wrong", max_retries=0) as nobody:
             with pytest.raises(openai.AuthenticationError):
                 await nobody.models.list()
