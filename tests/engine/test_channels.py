@@ -279,3 +279,15 @@ def test_what_is_no_form_by_itself_is_none() -> None:
     assert as_form(Guide("structural_tag", "{}")) is None
     assert as_form(Guide("json_schema", '{}, "type": "regex"')) is None
     assert as_form(Guide("json_schema", "[" * 100_000)) is None
+
+
+def test_an_answer_is_of_its_form_in_the_final_channel_or_is_calls(made: Compilers) -> None:
+    """Seen failing: with a form no tool could be called."""
+    form = as_form(Guide("regex", "[0-9]+"))
+    assert form is not None
+    guide = tag(Channels(TOKENS).calls_or(form, [("get", SCHEMA)], parallel=False))
+    final = "<|channel|>final<|message|>"
+    for answer in (PARIS, THOUGHT + PARIS, f"{final}42", f"{THOUGHT}{final}42"):
+        assert _follows(made, guide, _ids(answer + CALL_ENDS)), answer
+    for answer in ("", f"{final}hello", THOUGHT, PARIS + final + "42", call("get", "{}")):
+        assert not _follows(made, guide, _ids(answer + CALL_ENDS)), answer

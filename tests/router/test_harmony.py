@@ -99,6 +99,11 @@ def _call_shape(name: str, schema: str) -> str:
 
 ADD_SHAPE = _call_shape("add", json.dumps(ADD["function"]["parameters"]))
 SUB_SHAPE = _call_shape("sub", '{"type": "object"}')
+FREE_ADD_SHAPE = _call_shape("add", '{"type": "object"}')
+CALL_SHAPES = (
+    f"({FREE_ADD_SHAPE}|{SUB_SHAPE})(<|end|><|start|>assistant({FREE_ADD_SHAPE}|{SUB_SHAPE}))*"
+)
+FINAL = "<|channel|>final<|message|>"
 SAID = r"<|channel|>(analysis|commentary|final)<|message|>/[\s\S]*/"
 
 
@@ -116,20 +121,28 @@ SAID = r"<|channel|>(analysis|commentary|final)<|message|>/[\s\S]*/"
         ),
         (
             {"tool_choice": {"type": "function", "function": {"name": "sub"}}},
-            f"{MAY_THINK}({SUB_SHAPE})",
+            f"{MAY_THINK}{SUB_SHAPE}",
         ),
         (
             {"response_format": FORMAT},
-            f"{MAY_THINK}<|channel|>final<|message|>{json.dumps(SCHEMA)}",
+            f"{MAY_THINK}({FINAL}{json.dumps(SCHEMA)}|{CALL_SHAPES})",
         ),
         (
             {"response_format": {"type": "json_object"}},
-            f'{MAY_THINK}<|channel|>final<|message|>{{"type": "object"}}',
+            f'{MAY_THINK}({FINAL}{{"type": "object"}}|{CALL_SHAPES})',
         ),
-        ({"guided_regex": "a+"}, f"{MAY_THINK}<|channel|>final<|message|>/a+/"),
+        (
+            {"response_format": FORMAT, "parallel_tool_calls": False},
+            f"{MAY_THINK}({FINAL}{json.dumps(SCHEMA)}|({FREE_ADD_SHAPE}|{SUB_SHAPE}))",
+        ),
+        ({"guided_regex": "a+"}, f"{MAY_THINK}({FINAL}/a+/|{CALL_SHAPES})"),
         (
             {"guided_choice": ["a", "b"]},
-            f'{MAY_THINK}<|channel|>final<|message|>`root ::= "a" | "b"`',
+            f'{MAY_THINK}({FINAL}`root ::= "a" | "b"`|{CALL_SHAPES})',
+        ),
+        (
+            {"guided_regex": "a+", "tool_choice": "none"},
+            f"{MAY_THINK}{FINAL}/a+/",
         ),
     ],
     ids=lambda value: None if isinstance(value, str) else " ".join(value),
@@ -241,7 +254,7 @@ async def test_a_form_is_of_the_content_and_not_of_the_thought(model: Path) -> N
             [],
             {"parallel_tool_calls": False},
             f"((/[\\s\\S]*/|{SAID})(<|end|><|start|>assistant{SAID})*"
-            f"(<|end|><|start|>assistant({ADD_SHAPE}))?|({ADD_SHAPE}))",
+            f"(<|end|><|start|>assistant{ADD_SHAPE})?|{ADD_SHAPE})",
         ),
     ],
     ids=["beside another", "no more than one call"],
@@ -259,16 +272,10 @@ async def test_calls_of_strict_tools_are_held_to_their_form(
         guide = (await talking.api.complete()).sampling.guide
         assert (await asking).status == 200
         assert _shape(json.loads(guide.structural_tag)["format"], model) == shape
-        asking = asyncio.create_task(
-            talking.api.post(CHAT, messages=HELLO, tools=[strict], response_format=FORMAT)
-        )
-        guide = (await talking.api.complete()).sampling.guide
-        assert (await asking).status == 200
-        assert "functions" not in guide.structural_tag
 
 
-async def test_what_need_not_call_is_as_free_as_ever(model: Path) -> None:
-    async with talk(model) as talking:
+async def test_what_need_not_call_is_free_if_the_router_is_told_so(model: Path) -> None:
+    async with talk(model, tool_arguments="free") as talking:
         for fields in ({}, {"tool_choice": "auto"}, {"tool_choice": "none"}):
             asking = asyncio.create_task(
                 talking.api.post(CHAT, messages=HELLO, tools=[ADD], **fields)

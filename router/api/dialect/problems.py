@@ -54,11 +54,8 @@ def fields_of(names: Iterable[str], **others: str) -> Fields:
         others: fields that have another name there than here.
     """
     own = {name: name for name in names}
-    return {
-        **{ours: own[name] for ours, name in _OUR_NAMES.items() if name in own},
-        **own,
-        **others,
-    }
+    ours = {our: own[name] for our, name in _OUR_NAMES.items() if name in own}
+    return {**own, **ours, **others}
 
 
 class Words(msgspec.Struct, frozen=True):
