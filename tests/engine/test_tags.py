@@ -255,7 +255,7 @@ def test_markers_that_are_tokens_are_named_as_tokens(name: str) -> None:
     spelt = re.compile("|".join(map(re.escape, tokens)))
 
     def follows(form: Mapping[str, Any], answer: str, *, spell: bool = False) -> bool:
-        matcher = xgrammar.GrammarMatcher(compilers.compiled(_guide(form)))
+        matcher = xgrammar.GrammarMatcher(compilers.compiled(prepared(_guide(form))))
         at = 0
         for found in spelt.finditer(answer):
             if spell or not matcher.accept_string(answer[at : found.start()]):
