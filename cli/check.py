@@ -43,7 +43,7 @@ from common.identity.roles import Role
 from common.model_directory import model_directory
 from common.processor import matrix_features
 from common.settings import Parser, read
-from kernels.cpu.compiler import COMPILERS, cache_directory, compiler
+from kernels.cpu.compiler import COMPILERS, cache_directory, compiler, prebuilt
 
 PROGRAM = "baton check"
 ABOUT = (
@@ -149,6 +149,8 @@ def _weights(spec: ModelSpec, device: torch.device, config: EngineConfig) -> Fin
 def _operations(config: EngineConfig) -> Finding:
     if config.cpu_kernels == "off":
         return Finding("compiled operations", "note", "off, as configured: torch's own are slower")
+    if (built := prebuilt()) is not None:
+        return Finding("compiled operations", "ok", f"prebuilt, {built}")
     if (program := compiler()) is None:
         remark = f"none, which makes steps slower: no C++ compiler ({', '.join(COMPILERS)} or $CXX)"
         return Finding("compiled operations", "note", remark)

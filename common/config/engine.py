@@ -192,7 +192,7 @@ class LoraConfig(Record):
 
 Quantize = Literal["none", "int8"]
 ModelBackend = Literal["auto", "native", "transformers"]
-CpuKernels = Literal["auto", "off"]
+CpuKernels = Literal["auto", "required", "off"]
 Drafter = Literal["none", "ngram", "mtp", "eagle"]
 
 
@@ -269,8 +269,8 @@ class EngineConfig(Record):
     )
     cpu_kernels: CpuKernels = Field(
         "auto",
-        description="operations compiled for this CPU at the first start; auto: where there is a "
-        "C++ compiler, off: torch's own",
+        description="operations compiled for this CPU, by the image or at the first start; auto: "
+        "torch's own where there are none, required: no start without, off: torch's own",
     )
     cuda_graphs: bool = Field(
         True,

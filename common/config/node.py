@@ -1,5 +1,6 @@
 """Prefill and decode nodes."""
 
+import socket
 from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
@@ -8,6 +9,9 @@ from common.config.engine import EngineConfig
 from common.config.front import FrontConfig
 from common.config.record import Port, Positive, Record, Seconds
 
+_ALL_ADDRESSES = ("0.0.0.0", "::")
+_DEFAULT_DATA_HOST = "127.0.0.1"
+
 
 class TransferConfig(Record):
     """Pairing and hand-offs."""
@@ -15,7 +19,9 @@ class TransferConfig(Record):
     path: Literal["auto", "nixl", "tcp"] = Field(
         "auto", description="data path; auto: nixl where a one-sided path is proved, else tcp"
     )
-    data_host: str = Field("127.0.0.1", description="address that the tcp backend binds and tells")
+    data_host: str = Field(
+        _DEFAULT_DATA_HOST, description="address that the tcp backend binds and tells"
+    )
     data_port: Port = Field(
         0, description="port there; 0: any free one, which no firewall can name"
     )
@@ -76,6 +82,18 @@ class NodeConfig(Record):
     silence_s: Seconds = Field(
         3.0, description="without a beat of the engine, one a second, until it is unhealthy"
     )
+
+    @property
+    def announced_host(self) -> str:
+        """The host that peers know this node by, in logs and reports.
+
+        A node that listens on all addresses is known by the host of its data path or, where none is
+        configured, by the name of this machine.
+        """
+        if self.front.host not in _ALL_ADDRESSES:
+            return self.front.host
+        data_host = self.transfer.data_host
+        return socket.gethostname() if data_host == _DEFAULT_DATA_HOST else data_host
 
 
 class PrefillConfig(NodeConfig):

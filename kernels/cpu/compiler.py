@@ -1,8 +1,11 @@
-"""Builds the C++ of this folder for this machine, once, and keeps the result in the user's cache.
+"""Compiles the C++ of this folder into a shared library.
 
-Knows nothing of what is in it. The name of a result says all that it was made from, so that none is
-ever out of date; it is renamed into place whole, and of several programs that start at once one
-compiles while the others wait.
+A container image brings the library prebuilt, once for each level of processor (LEVELS). Elsewhere
+it is compiled for the processor at hand at the first start and kept in the user's cache. The name
+of a library contains a hash of its sources and flags, so an outdated one is never loaded. Files are
+renamed into place whole. Of several processes that start at once, one compiles and the others wait.
+
+    python -m kernels.cpu.compiler DIRECTORY      # prebuild all levels, for an image
 """
 
 import fcntl
@@ -11,28 +14,52 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 SOURCES = Path(__file__).parent
-FLAGS = (
-    "-std=c++17",
-    "-O3",
-    "-march=native",
-    "-mprefer-vector-width=512",
-    "-pthread",
-    "-fPIC",
-    "-Wno-psabi",
-)
+FLAGS = ("-std=c++17", "-O3", "-mprefer-vector-width=512", "-pthread", "-fPIC", "-Wno-psabi")
 COMPILERS = ("c++", "g++", "clang++")
-DEADLINE_S = 180.0  # a compilation takes some seconds of a free core
+PREBUILT = Path(sys.prefix) / "share" / "baton" / "kernels"  # where an image has its libraries
+DEADLINE_S = 600.0  # a compilation takes 40 s of a free core, and 140 s on a busy machine
 _POLL_S = 0.1
+_CPUINFO = Path("/proc/cpuinfo")
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """A set of x86-64 processors that one prebuilt library runs on.
+
+    Attributes:
+        targets: the compiler's flags for it.
+        features: names in the `flags` line of /proc/cpuinfo that a processor must have.
+    """
+
+    name: str
+    targets: tuple[str, ...]
+    features: frozenset[str]
+
+
+_AVX2 = frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "abm"})
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_VNNI = ("-march=x86-64-v4", "-mavx512vnni")
+_BF16 = (*_VNNI, "-mavx512bf16")
+_AMX = (*_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8")
+LEVELS = (  # the fastest first
+    Level("amx", _AMX, _AVX512 | {"avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8"}),
+    Level("avx512-bf16", _BF16, _AVX512 | {"avx512_vnni", "avx512_bf16"}),
+    Level("avx512-vnni", _VNNI, _AVX512 | {"avx512_vnni"}),
+    Level("avx512", ("-march=x86-64-v4",), _AVX512),
+    Level("avx2", ("-march=x86-64-v3",), _AVX2),
+)
 
 
 class NotCompiled(Exception):
-    """There is no compiler, it failed, or the cache cannot be written. The text says which."""
+    """No compiler was found, it failed, or the cache cannot be written. The text says which."""
 
 
 def compiler() -> Path | None:
@@ -47,8 +74,30 @@ def cache_directory() -> Path:
     return Path(home) / "baton" / "kernels"
 
 
+def prebuilt(directory: Path = PREBUILT) -> Path | None:
+    """Return the library of an image for the highest level that this processor has, if any."""
+    features = set(_processor().split())
+    for level in LEVELS:
+        path = _prebuilt_path(directory, level)
+        if level.features <= features and path.is_file():
+            return path
+    return None
+
+
+def prebuild(directory: Path) -> None:
+    """Compile the library for every level into `directory`.
+
+    Raises:
+        NotCompiled: see there.
+    """
+    program = _require_compiler()
+    directory.mkdir(parents=True, exist_ok=True)
+    for level in LEVELS:
+        _compile(program, level.targets, _prebuilt_path(directory, level))
+
+
 def library(directory: Path, on_compile: Callable[[], None]) -> Path:
-    """The shared library, from `directory` or compiled into it.
+    """Return the library for this processor, from `directory` or compiled into it.
 
     Args:
         directory: of this user alone; made where it is missing.
@@ -56,9 +105,7 @@ def library(directory: Path, on_compile: Callable[[], None]) -> Path:
     Raises:
         NotCompiled: see there.
     """
-    program = compiler()
-    if program is None:
-        raise NotCompiled(f"no C++ compiler: {', '.join(COMPILERS)} or $CXX")
+    program = _require_compiler()
     try:
         target = directory / f"{_key(program)}.so"
         if target.exists():
@@ -67,16 +114,33 @@ def library(directory: Path, on_compile: Callable[[], None]) -> Path:
         with _locked(directory / "lock"):
             if not target.exists():
                 on_compile()
-                _compile(program, target)
+                _compile(program, ("-march=native",), target)
     except OSError as error:
-        raise NotCompiled(f"{directory}: {error}") from error
+        raise NotCompiled(
+            f"{directory}: {error}; set XDG_CACHE_HOME or HOME to a directory that can be written"
+        ) from error
     return target
 
 
+def _require_compiler() -> Path:
+    program = compiler()
+    if program is None:
+        raise NotCompiled(f"no C++ compiler: install {' or '.join(COMPILERS)}, or set $CXX")
+    return program
+
+
 def _key(program: Path) -> str:
-    """Of all that decides what a compilation makes, and where it may run."""
+    """Return a name for everything that decides what a compilation makes and where it may run."""
+    return _digest((_said_by(program, "--version"), _processor()))
+
+
+def _prebuilt_path(directory: Path, level: Level) -> Path:
+    return directory / f"{level.name}-{_digest(level.targets)}.so"
+
+
+def _digest(parts: Sequence[str]) -> str:
     digest = hashlib.sha256()
-    for part in (*FLAGS, _said_by(program, "--version"), _processor()):
+    for part in (*FLAGS, *parts):
         digest.update(part.encode() + b"\0")
     for source in sorted(SOURCES.glob("*.[ch]*")):
         digest.update(source.read_bytes())
@@ -84,11 +148,10 @@ def _key(program: Path) -> str:
 
 
 def _processor() -> str:
-    """What -march=native sees: a home may be shared by machines that differ."""
-    cpus = Path("/proc/cpuinfo")
-    if not cpus.exists():
+    """Describe the processor as -march=native sees it: machines that differ may share a home."""
+    if not _CPUINFO.exists():
         return f"{platform.machine()} {platform.processor()} {platform.node()}"
-    first = cpus.read_text().split("\n\n")[0]
+    first = _CPUINFO.read_text().split("\n\n")[0]
     kept = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU part")
     return "\n".join(line for line in first.splitlines() if line.startswith(kept))
 
@@ -105,11 +168,11 @@ def _said_by(program: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def _compile(program: Path, target: Path) -> None:
+def _compile(program: Path, targets: Sequence[str], target: Path) -> None:
     made = target.with_suffix(f".{os.getpid()}")
     sources = map(str, sorted(SOURCES.glob("*.cpp")))
     try:
-        _said_by(program, *FLAGS, "-shared", *sources, "-o", str(made))
+        _said_by(program, *FLAGS, *targets, "-shared", *sources, "-o", str(made))
         made.replace(target)
     finally:
         made.unlink(missing_ok=True)
@@ -135,3 +198,7 @@ def _locked(path: Path) -> Iterator[None]:
             else:
                 break
         yield
+
+
+if __name__ == "__main__":
+    prebuild(Path(sys.argv[1]))

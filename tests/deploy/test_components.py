@@ -44,6 +44,11 @@ def test_the_guide_tells_of_every_component_and_overlay():
         assert f"| `{name}` |" in guide
 
 
+def test_nodes_on_cpus_do_not_start_without_compiled_operations(programs_of):
+    nodes = _nodes(programs_of("dev-cpu"))
+    assert {node.config.engine.cpu_kernels for node in nodes} == {"required"}
+
+
 def test_the_demo_model_is_written_where_every_program_looks(programs_of):
     for program in programs_of("dev-cpu"):
         (writer,) = program.workload.spec["initContainers"]

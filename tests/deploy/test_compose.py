@@ -1,7 +1,11 @@
 """deploy/compose.yaml: what it starts, as every program would read it, with each profile."""
 
+import os
 import re
+import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import yaml
@@ -184,7 +188,9 @@ def test_images_are_built_from_the_dockerfile_in_one_version(profile):
     version = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M)[1]
     for name, service in _services(profile).items():
         target = service["build"]["target"]
-        assert target in stages and (target == "router") == (name == "router")
+        node = "node-cpu" if profile == "cpu" else "node"
+        assert target in stages
+        assert target == (node if name.startswith(("prefill", "decode")) else "router")
         assert service["image"] == f"baton-{target}:{version}"
         assert (FILE.parent / service["build"]["context"]).resolve() == ROOT
         assert (ROOT / service["build"]["dockerfile"]).is_file()
@@ -197,11 +203,11 @@ def _model(config):
 @pytest.mark.parametrize("profile", PROFILES)
 def test_without_a_model_the_demo_is_written_before_any_program_starts(profile):
     services = _services(profile)
-    script = services["demo-model"]["entrypoint"][-1]
     assert services["demo-model"]["volumes"] == ["models:/models"]
     assert "models" in _compose()["volumes"]
     for program in _programs(profile):
-        assert f"baton demo-model {_model(program.config)}" in script
+        model = _model(program.config)
+        assert services["demo-model"]["entrypoint"] == ["baton", "demo-model", model]
         assert "models:/models:ro" in program.service["volumes"]
         done = {"condition": "service_completed_successfully"}
         assert program.service["depends_on"] == {"demo-model": done, "cluster-secret": done}
@@ -219,6 +225,40 @@ def test_a_secret_is_made_before_any_program_starts_and_read_by_all(profile):
         )
         assert "cluster:/etc/baton-cluster:ro" in program.service["volumes"]
         assert not program.config.front.insecure
+
+
+def test_what_runs_before_the_others_can_run_again(tmp_path):
+    """A sandbox that is created again runs every init command a second time."""
+    services = _services("cpu")
+    model, secret = tmp_path / "demo", tmp_path / "secret"
+    for _ in range(2):
+        for name in ("demo-model", "cluster-secret"):
+            command = [
+                part.replace("/models/demo", str(model))
+                .replace("/etc/baton-cluster/secret", str(secret))
+                .replace("$$", "$")
+                for part in services[name]["entrypoint"]
+            ]
+            environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.defpath}"}
+            subprocess.run(command, env=environment, check=True)
+        made = secret.read_text()
+    assert secret.read_text() == made and (model / "config.json").is_file()
+
+
+def test_nodes_are_healthy_when_their_engine_answers(programs):
+    for program in programs:
+        if program.role != "router":
+            *command, address = program.service["healthcheck"]["test"]
+            assert command == ["CMD", "python", "-m", "common.rpc.probe"]
+            assert address == f"127.0.0.1:{program.config.front.port}"
+
+
+def test_nodes_keep_what_they_have_compiled(programs):
+    for program in programs:
+        if program.role != "router":
+            assert "home:/var/lib/baton" in program.service["volumes"]
+    for node in _programs("cpu")[1:]:
+        assert node.config.engine.cpu_kernels == "required"
 
 
 @pytest.mark.parametrize("profile", PROFILES)

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -56,7 +57,7 @@ def test_the_base_image_is_one_exact_version_of_a_python_that_baton_runs_on():
 
 
 def test_images_run_as_a_user_that_is_not_root():
-    for name in ("router", "node"):
+    for name in ("router", "node", "node-cpu"):
         lineage = _lineage(name)
         users = [rest for word, rest in lineage if word == "USER"]
         assert re.fullmatch(r"[1-9]\d+:[1-9]\d+", users[-1])
@@ -79,16 +80,20 @@ def test_images_have_the_whole_code_and_nothing_else_of_the_repository():
     assert "*" in ignore
 
 
-def test_the_node_image_has_a_compiler_for_the_operations_of_a_cpu():
+def test_node_images_have_a_compiler_or_the_operations_of_a_cpu_compiled():
     installed = " ".join(rest for word, rest in _lineage("node") if word == "RUN").split()
     assert set(compiler.COMPILERS) & set(installed)
+    prebuilds = " ".join(rest for word, rest in _lineage("node-cpu-packages") if word == "RUN")
+    directory = Path("/opt/baton") / compiler.PREBUILT.relative_to(sys.prefix)
+    assert f"python -m kernels.cpu.compiler {directory};" in prebuilds
 
 
-def test_only_the_node_image_takes_all_dependencies():
+def test_only_node_images_take_all_dependencies():
     def installs(stage):
         return [rest for word, rest in _lineage(stage) if word == "RUN" and " install " in rest]
 
-    assert any(rest.endswith("install .") for rest in installs("node-packages"))
+    for stage in ("node-packages", "node-cpu-packages"):
+        assert any(rest.endswith(" .") for rest in installs(stage))
     router = [rest for rest in installs("router-packages") if "--python" in rest]
     assert all("--group router" in rest or "--no-deps" in rest for rest in router)
     assert len(router) == 2

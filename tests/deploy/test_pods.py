@@ -219,10 +219,11 @@ def test_every_container_says_what_it_needs_and_takes_at_most(objects):
             assert num_bytes(requests["memory"]) <= num_bytes(limits["memory"])
 
 
-def test_images_are_ours_in_this_version(objects):
+def test_images_are_ours_in_this_version(objects, name):
+    node = "node-cpu" if name == "dev-cpu" else "node"
     for workload in workloads(objects):
         for container in (*workload.containers, *workload.spec.get("initContainers", ())):
-            image = "router" if container["args"][0] in ("router", "planner") else "node"
-            name, _, tag = container["image"].rpartition(":")
-            assert name.removeprefix("registry.example/") == f"baton-{image}"
+            image = node if container["args"][0] in ("prefill", "decode") else "router"
+            repository, _, tag = container["image"].rpartition(":")
+            assert repository.removeprefix("registry.example/") == f"baton-{image}"
             assert tag == VERSION

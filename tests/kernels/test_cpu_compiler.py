@@ -8,7 +8,9 @@ import threading
 import pytest
 import torch
 
+from common.engine.run import cpu
 from common.engine.run.cpu import use_cpu
+from common.errors import ConfigError
 from kernels import device
 from kernels.cpu import compiler
 from kernels.cpu.compiler import NotCompiled, library
@@ -121,11 +123,78 @@ def unchanged():
     torch.set_num_threads(threads)
 
 
+FLAGS = "flags : fpu {}\n"
+V3 = "avx2 bmi1 bmi2 f16c fma movbe abm"
+V4 = f"{V3} avx512f avx512bw avx512cd avx512dq avx512vl"
+
+
+@pytest.mark.parametrize(
+    "features, level",
+    [
+        (f"{V4} avx512_vnni avx512_bf16 amx_bf16 amx_int8 amx_tile", "amx"),
+        (f"{V4} avx512_vnni avx512_bf16", "avx512-bf16"),
+        (f"{V4} avx512_vnni", "avx512-vnni"),
+        (V4, "avx512"),
+        (f"{V3} avx512f", "avx2"),
+        ("sse2", None),
+    ],
+)
+def test_the_library_of_an_image_is_the_best_one_that_the_processor_runs(
+    fake_compiler, tmp_path, monkeypatch, features, level
+):
+    calls = fake_compiler()
+    compiler.prebuild(tmp_path / "image")
+    assert _links(calls) == len(compiler.LEVELS)
+    cpus = tmp_path / "cpuinfo"
+    cpus.write_text(f"processor : 0\n{FLAGS.format(features)}\nprocessor : 1\n")
+    monkeypatch.setattr(compiler, "_CPUINFO", cpus)
+    found = compiler.prebuilt(tmp_path / "image")
+    assert (found and found.name.rpartition("-")[0]) == level
+    assert compiler.prebuilt(tmp_path) is None
+
+
+def test_the_library_of_other_sources_is_not_loaded(fake_compiler, tmp_path, monkeypatch):
+    fake_compiler()
+    cpus = tmp_path / "cpuinfo"
+    cpus.write_text(FLAGS.format(V3))
+    monkeypatch.setattr(compiler, "_CPUINFO", cpus)
+    compiler.prebuild(tmp_path / "image")
+    assert compiler.prebuilt(tmp_path / "image")
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    (sources / "other.cpp").write_text("int other;")
+    monkeypatch.setattr(compiler, "SOURCES", sources)
+    assert compiler.prebuilt(tmp_path / "image") is None
+
+
+def test_an_engine_loads_the_library_of_its_image_and_compiles_nothing(
+    fake_compiler, tmp_path, monkeypatch, unchanged, operators
+):
+    built = library(compiler.cache_directory(), lambda: None)
+    calls = fake_compiler("exit 1")
+    monkeypatch.setattr(cpu, "prebuilt", lambda: built)
+    use_cpu(1, "required")
+    assert device.compiled(torch.empty(0)) is not None
+    assert not calls.exists()
+
+
+def test_an_engine_that_requires_compiled_operations_does_not_start_without(
+    fake_compiler, tmp_path, monkeypatch, unchanged
+):
+    cache = tmp_path / "home"
+    cache.write_text("a file, so nothing can be kept below it")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    fake_compiler()
+    with pytest.raises(ConfigError, match=r"cpu_kernels is required.*set XDG_CACHE_HOME or HOME"):
+        use_cpu(1, "required")
+
+
 @pytest.mark.parametrize("what", ["no compiler", "it fails", "no library", "no cache"])
 def test_an_engine_without_compiled_operations_starts_and_says_why(
     fake_compiler, tmp_path, monkeypatch, caplog, unchanged, what
 ):
     cache = tmp_path / "home"
+    monkeypatch.setattr(cpu, "prebuilt", lambda: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     fake_compiler("exit 1" if what == "it fails" else "")  # what it makes is no library
     if what == "no compiler":

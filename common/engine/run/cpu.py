@@ -1,4 +1,4 @@
-"""What is set for the process before an engine computes on a CPU: threads, compiled operations.
+"""Sets up a process to compute on a CPU: its threads and its compiled operations.
 
 Knows nothing of models or memory.
 """
@@ -8,29 +8,43 @@ import logging
 import torch
 
 from common.config import CpuKernels
+from common.errors import ConfigError
 from common.logs import kv
 from kernels import device
-from kernels.cpu.compiler import NotCompiled, cache_directory, library
+from kernels.cpu.compiler import NotCompiled, cache_directory, library, prebuilt
 from kernels.cpu.operators import Operators
 
 log = logging.getLogger(__name__)
 
 
 def use_cpu(threads: int, cpu_kernels: CpuKernels) -> None:
-    """The first time on a machine this takes the seconds that a compiler takes. Never fails: what
-    cannot be compiled, torch computes."""
+    """Set the threads of this process and load the compiled operations.
+
+    The first start on a machine compiles them, which takes seconds, unless the image has them.
+
+    Raises:
+        ConfigError: they are required and cannot be had.
+    """
     torch.set_num_threads(threads)
-    device.use_compiled(_operators(threads) if cpu_kernels == "auto" else None)
+    if cpu_kernels == "off":
+        device.use_compiled(None)
+        return
+    try:
+        device.use_compiled(_operators(threads))
+    except (NotCompiled, OSError) as error:
+        if cpu_kernels == "required":
+            raise ConfigError(
+                f"engine.cpu_kernels is required, and there are no compiled operations: {error}. "
+                "With auto the node starts without them, and steps are about 3.5 times slower"
+            ) from error
+        log.warning("no compiled operations, so steps are slower %s", kv(because=error))
+        device.use_compiled(None)
 
 
-def _operators(threads: int) -> Operators | None:
+def _operators(threads: int) -> Operators:
     directory = cache_directory()
 
-    def tell() -> None:
+    def report() -> None:
         log.info("compiling operations for this CPU: seconds, once %s", kv(cache=directory))
 
-    try:
-        return Operators(library(directory, tell), threads)
-    except (NotCompiled, OSError) as error:
-        log.warning("no compiled operations, so steps are slower %s", kv(because=error))
-        return None
+    return Operators(prebuilt() or library(directory, report), threads)

@@ -101,7 +101,8 @@ class _Node:
                     rpc.reserved(front.host, front.health_port, knob=rpc.HEALTH_PORT)
                 )
             trust = self._metrics.trust
-            post: Post | None = Post.of(self._program, rpc.join_address(front.host, port), trust)
+            address = rpc.join_address(self._program.config.announced_host, port)
+            post: Post | None = Post.of(self._program, address, trust)
             metrics_port = stack.enter_context(
                 served(self._metrics.registry, front.host, front.metrics_port)
             )

@@ -183,7 +183,10 @@ class Tenure:
                 self._health, front.host, front.health_port, shares_port=True
             ):
                 await self._server.start()
-                listening = {"address": start.address, "tls": tls.kind(certificates)}
+                listening = {
+                    "address": rpc.join_address(front.host, port),
+                    "tls": tls.kind(certificates),
+                }
                 listening["secret"] = "off" if identity is None else "on"
                 log.info("listening %s", kv(**listening, metrics_port=metrics_port))
                 if self._post.guard is None:
