@@ -76,3 +76,6 @@ def test_who_has_lost_its_hand_off_keeps_its_place(known, goes_on):
         assert running.ended and not second.tokens and not third.tokens
         rig.wires.heal()
         rig.until_paired()
+        rig.run()
+        # A lost attempt no longer counts among those that wait for pages.
+        assert not node.role._handoffs._waits._line
