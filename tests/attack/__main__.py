@@ -42,6 +42,12 @@ def _tell(report: Report, directory: Path) -> None:
         f"{report.num_right} right answers, p50 {report.p50_s:.2f} s, p99 {report.p99_s:.2f} s "
         f"(undisturbed {report.calm_p99_s:.2f} s)"
     )
+    for delay in report.delays:
+        print(
+            f"beside {delay.arm} alone: p99 of short answers {1e3 * delay.p99_s:.0f} ms of "
+            f"{delay.num_disturbed} (undisturbed {1e3 * delay.calm_p99_s:.0f} ms of "
+            f"{delay.num_calm})"
+        )
     for complaint in report.complaints:
         print(f"WRONG: {complaint}")
     print(f"logs: {directory}")

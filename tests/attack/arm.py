@@ -24,7 +24,15 @@ from tests.attack.target import Target
 
 Move: TypeAlias = Callable[[Target, Random], Awaitable[None]]
 
-ARMS = ("http_bytes", "http_bodies", "grpc_calls", "data_port", "other_ports", "liars", "settings")
+# What a client with a key can ask for, so that others may not wait for it (bound.py).
+COSTLY_ARMS = (
+    *("http_bodies", "grammars", "stop_regexes", "bad_words", "one_of", "images", "stop_strings"),
+    "long_answers",
+)
+ARMS = (
+    *("http_bytes", "grpc_calls", "data_port", "other_ports", "liars", "settings"),
+    *COSTLY_ARMS,
+)
 MOVE_S = 10.0  # longest of one move
 _PAUSE_S = 0.02  # between two moves of a worker: an attack, not a race for the processor
 # What ends a move from the other side, which is all that a system can do about it.

@@ -49,9 +49,7 @@ class Served:
 
     def percentile(self, percent: int) -> float:
         """Seconds of the whole answer."""
-        if len(self.seconds) < 2:
-            return self.seconds[0] if self.seconds else 0.0
-        return statistics.quantiles(self.seconds, n=100, method="inclusive")[percent - 1]
+        return percentile(self.seconds, percent)
 
 
 class Load:
@@ -175,6 +173,13 @@ class Load:
             response = await wire.response(_PATIENCE_S)
         assert response.status == 200, f"{response.status}: {response.body[:200]!r}"
         return sse_events(response.body) if stream else response.json
+
+
+def percentile(seconds: Sequence[float], percent: int) -> float:
+    """Return 0 if there are none."""
+    if len(seconds) < 2:
+        return seconds[0] if seconds else 0.0
+    return statistics.quantiles(seconds, n=100, method="inclusive")[percent - 1]
 
 
 def _question(draw: Random) -> Exchange:

@@ -19,10 +19,18 @@ import msgspec
 from cli.demo import DIRECTORY
 from common import api_keys
 from common.api_keys import KeyEntry
-from tests.attack.arm import ARMS
+from tests.attack.arm import ARMS, COSTLY_ARMS
+from tests.attack.bound import WINDOW_S, Bound, Delay, ShortAnswers
 from tests.attack.load import Load, Served
 from tests.attack.target import Target
-from tests.attack.verdict import Arm, Process, complaints, resident_bytes
+from tests.attack.verdict import (
+    Arm,
+    Process,
+    complaints,
+    of_answers,
+    of_delays,
+    resident_bytes,
+)
 from tests.support.cluster import Cluster, children_of, free_ports
 
 _CALM_LOAD_S = 4.0
@@ -30,6 +38,7 @@ _FIRST_PART = 0.25
 _LONGEST_FIRST_S = 60.0
 _NUM_CLIENTS = 2
 _ARM_END_S = 300.0  # beyond its time: arms are nice, and starve where the machine is busy
+_BOUND_FROM_S = 30.0  # of a whole siege: a shorter one is for the suite, and measures no arm alone
 _CALM_S = 60.0  # until memory is judged, at the latest
 
 
@@ -43,6 +52,7 @@ class Report(msgspec.Struct, frozen=True):
     p99_s: float
     calm_p99_s: float  # of the same load, undisturbed
     processes: list[Process]
+    delays: list[Delay]  # of another client's short answers, by arm
     moves: dict[str, Counter[str]]  # by arm
     complaints: list[str]
 
@@ -86,9 +96,10 @@ class _Siege:
         self._seconds = seconds
         self._directory = directory
         self._arms = arms
-        self._calm, self._served = Served(), Served()
+        self._calm, self._served, self._short = Served(), Served(), Served()
         self._ended: list[Arm] = []
         self._processes: list[Process] = []
+        self._delays: list[Delay] = []
         self._began = time.monotonic()
         self._logs: dict[str, Path] = {}
 
@@ -109,10 +120,31 @@ class _Siege:
         pids = _pids(cluster)
         before = {name: resident_bytes(pid) for name, pid in pids.items()}
         await self._attack(cluster, load, "then", self._seconds - first_s)
+        if self._seconds >= _BOUND_FROM_S:
+            await self._measure(cluster)
         self._processes = [Process(name, before[name], resident_bytes(pids[name])) for name in pids]
         await cluster.until_nothing_is_held(_CALM_S)
         self._served.also(await load.ask_for(_CALM_LOAD_S, _NUM_CLIENTS))
         self._processes = await _settled(pids, before)
+
+    async def _measure(self, cluster: Cluster) -> None:
+        """Let each arm of a client's costly requests attack alone."""
+        target = _target(cluster, self.metrics, self.keys.hostile, f"{self._seed}/alone", WINDOW_S)
+
+        async def attack(name: str) -> None:
+            self._ended.append(await _run(name, target, self._directory))
+
+        async def settle(name: str) -> None:
+            try:
+                await cluster.until_nothing_is_held(_CALM_S)
+            except AssertionError as error:
+                raise AssertionError(f"after the arm {name} alone: {error}") from error
+
+        await cluster.until_nothing_is_held(_CALM_S)
+        answers = ShortAnswers(cluster.http_port, self.keys.innocent)
+        arms = [name for name in self._arms if name in COSTLY_ARMS]
+        self._delays = await Bound(answers, attack, settle).delays(arms)
+        self._short = answers.served
 
     async def _attack(self, cluster: Cluster, load: Load, part: str, seconds: float) -> None:
         seed = f"{self._seed}/{part}"
@@ -131,7 +163,11 @@ class _Siege:
             end: what ended the siege before its time, or came of ending the system.
         """
         took_s = time.monotonic() - self._began
-        wrong = complaints(self._processes, self._ended, self._served, self._logs, took_s)
+        wrong = [
+            *complaints(self._processes, self._ended, self._served, self._logs, took_s),
+            *of_answers(self._short),
+            *of_delays(self._delays),
+        ]
         return Report(
             seed=self._seed,
             seconds=self._seconds,
@@ -140,6 +176,7 @@ class _Siege:
             p99_s=self._served.percentile(99),
             calm_p99_s=self._calm.percentile(99),
             processes=self._processes,
+            delays=self._delays,
             moves=_moves(self._ended),
             complaints=[*wrong, *([end] if end else [])],
         )

@@ -2,11 +2,12 @@
 and what an innocent client was served meanwhile."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
 
+from tests.attack.bound import MAX_FACTOR, Delay
 from tests.attack.load import Served
 
 MAX_GROWTH = 0.10  # of a process' memory, from the first part of the attack to its end
@@ -78,6 +79,15 @@ def complaints(
         yield f"the 99th percentile of answers is {served.percentile(99):.1f} s"
     for name, log in logs.items():
         yield from of_log(name, log, seconds)
+
+
+def of_delays(delays: Iterable[Delay]) -> Iterator[str]:
+    for delay in delays:
+        if delay.factor > MAX_FACTOR:
+            yield (
+                f"the arm {delay.arm} has delayed short answers to another client: their 99th "
+                f"percentile was {delay.p99_s:.2f} s ({delay.calm_p99_s:.2f} s undisturbed)"
+            )
 
 
 def of_answers(served: Served) -> Iterator[str]:

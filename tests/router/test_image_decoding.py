@@ -4,9 +4,7 @@ import asyncio
 import os
 import queue
 import signal
-import struct
 import threading
-import zlib
 from collections.abc import AsyncIterator, Iterator
 from typing import cast
 
@@ -25,6 +23,7 @@ from router.images.decoding import CPU_S, LANES, MAX_WAITING, Decoding
 from router.images.jobs import Decoded, Job, Outcome, Refused
 from router.images.pixels import FORMATS, MAX_PIXELS
 from tests.router.test_images import drawn, encoded
+from tests.support.headed_images import headed
 from tests.support.vision import SIDE, files_of, write_vision_files
 
 BUSY, OTHER = by_address("192.0.2.1"), by_address("192.0.2.2")
@@ -54,24 +53,6 @@ def worked(job: Job) -> Outcome:
 
 
 # Bounds -----------------------------------------------------------------------------------------
-
-
-def headed(kind: str, width: int, height: int) -> bytes:
-    """A file of one pixel whose header says this size. As WEBP it is that large, of one colour."""
-    if kind == "WEBP":
-        start, rest = "524946461a000000574542505650384c0e0000002f", "071011fd0f4444ff03"
-        size = struct.pack("<I", (height - 1) << 14 | (width - 1))
-        return bytes.fromhex(start) + size + bytes.fromhex(rest)
-    content = bytearray(encoded(Pillow.new("P" if kind == "GIF" else "RGB", (1, 1)), kind))
-    match kind:
-        case "PNG":
-            struct.pack_into(">II", content, 16, width, height)
-            struct.pack_into(">I", content, 29, zlib.crc32(content[12:29]))
-        case "JPEG":
-            struct.pack_into(">HH", content, content.index(b"\xff\xc0") + 5, height, width)
-        case "GIF":
-            struct.pack_into("<HH", content, 6, width, height)
-    return bytes(content)
 
 
 @pytest.mark.parametrize("kind", FORMATS)

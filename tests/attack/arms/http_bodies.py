@@ -1,19 +1,19 @@
 """Whole HTTP requests whose bodies are JSON, or nearly: too large, too deep, of other types."""
 
-import asyncio
 import json
 from collections.abc import Callable
 from random import Random
 from typing import Any
 
+from tests.attack.posts import CHAT, COMPLETIONS, post
 from tests.attack.random_messages import mutated
-from tests.attack.target import Target, host_port
+from tests.attack.target import Target
 
 NUM_WORKERS = 3
 
 _PROMPTS: dict[str, dict[str, Any]] = {
-    "/v1/completions": {"prompt": "add 1 2 ="},
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+    COMPLETIONS: {"prompt": "add 1 2 ="},
+    CHAT: {"messages": [{"role": "user", "content": "x"}]},
 }
 _PATHS = tuple(_PROMPTS)
 _FIELDS = (
@@ -35,18 +35,18 @@ async def odd_fields(target: Target, draw: Random) -> None:
     body = {**_PROMPTS[path], "max_tokens": 4}
     for _ in range(draw.randint(1, 5)):
         body[draw.choice(_FIELDS)] = draw.choice(_VALUES)
-    await _post(target, path, json.dumps(body).encode())
+    await post(target, path, json.dumps(body).encode())
 
 
 async def broken_json(target: Target, draw: Random) -> None:
     body = json.dumps({"prompt": "add 1 2 =", "stop": ["a", "b"], "max_tokens": 4}).encode()
-    await _post(target, draw.choice(_PATHS), mutated(body, draw))
+    await post(target, draw.choice(_PATHS), mutated(body, draw))
 
 
 async def heavy(target: Target, draw: Random) -> None:
     """As much work as some megabytes can be."""
     make = draw.choice(_HEAVY)
-    await _post(target, draw.choice(_PATHS), make(draw.choice((50_000, 1_000_000, 11_000_000))))
+    await post(target, draw.choice(_PATHS), make(draw.choice((50_000, 1_000_000, 11_000_000))))
 
 
 MOVES = {"odd fields": odd_fields, "broken json": broken_json, "heavy bodies": heavy}
@@ -92,17 +92,3 @@ def _model(size: int) -> bytes:
 _HEAVY: tuple[Callable[[int], bytes], ...] = (
     *(_long_prompt, _one_long_word, _lists, _token_ids, _messages, _deep, _tools, _bias, _model),
 )
-
-
-async def _post(target: Target, path: str, body: bytes) -> None:
-    reader, writer = await asyncio.open_connection(*host_port(target.http))
-    key = f"authorization: Bearer {target.api_key}\r\n" if target.api_key else ""
-    try:
-        writer.write(
-            f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n{key}"
-            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode()
-        )
-        writer.write(body)
-        await reader.read()
-    finally:
-        writer.transport.abort()

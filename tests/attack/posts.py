@@ -1,0 +1,34 @@
+"""Whole HTTP requests of a client with a key, whose answers are read and not looked at."""
+
+import asyncio
+import json
+from typing import Any
+
+from tests.attack.target import Target, host_port
+
+# Of one request: the router of a siege has 64 live ones, so 128 are refused after their fields have
+# been read. Between these, choices delay others whatever fields they have.
+NUM_CHOICES = (1, 6, 128)
+
+COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
+
+
+async def post(target: Target, path: str, body: bytes) -> None:
+    """Send a body and read the whole answer."""
+    reader, writer = await asyncio.open_connection(*host_port(target.http))
+    key = f"authorization: Bearer {target.api_key}\r\n" if target.api_key else ""
+    try:
+        writer.write(
+            f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n{key}"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode()
+        )
+        writer.write(body)
+        await reader.read()
+    finally:
+        writer.transport.abort()
+
+
+async def complete(target: Target, **fields: Any) -> None:
+    """Ask for a completion that no end-of-sequence token ends."""
+    body = {"prompt": "add 1 2 =", "ignore_eos": True, **fields}
+    await post(target, COMPLETIONS, json.dumps(body).encode())
