@@ -145,6 +145,8 @@ def _parsed(content: bytes) -> Any:
                 raise ValueError("it is nested too deeply")
         return yaml.load(content, _LOADER)
     except yaml.YAMLError as error:
+        if "nesting depth" in str(error):  # PyYAML has a limit of its own from 6.0.4 on
+            raise ValueError("it is nested too deeply") from error
         raise ValueError(" ".join(str(error).split())) from error
     # What the library makes of values that are not what an explicit tag says, such as !!int "".
     except (LookupError, AttributeError) as error:

@@ -1,5 +1,6 @@
 """Experts against each token's own sum in float64, wherever tokens go."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -93,12 +94,23 @@ def test_all_tokens_may_want_the_same_expert(implementation, expert):
 def test_a_token_gets_the_same_to_the_bit_by_the_kernels_whatever_is_beside_it(monkeypatch):
     from kernels import device
 
+    if device.INTERPRETED and not _rows_of_numpy_are_independent():
+        pytest.skip("numpy's products round a row by its place on this processor")
     monkeypatch.setattr(device, "uses_triton", lambda tensor: True)
     x, gate_up, down, weights, ids = drawn(45, 64, 32, 4, 2)
     together = grouped_mlp(x, gate_up, down, weights, ids, "silu")
     for rows in (slice(0, 1), slice(3, 20), slice(44, 45)):
         alone = grouped_mlp(x[rows], gate_up, down, weights[rows], ids[rows], "silu")
         assert torch.equal(together[rows], alone)
+
+
+def _rows_of_numpy_are_independent() -> bool:
+    """Return whether a row of a product, as the interpreter has it, has the same bits anywhere."""
+    left, right = torch.randn(64, 64).numpy(), torch.randn(64, 64).numpy()
+    return all(
+        np.array_equal((left[::-1][:rows] @ right)[::-1], (left[-rows:] @ right))
+        for rows in (16, 32, 64)
+    )
 
 
 def test_experts_that_nobody_wants_are_not_read(implementation):
