@@ -1,4 +1,4 @@
-"""What a grammar costs a step: the masks of 64 rows.
+"""Measure the cost of a grammar per step: the masks of 64 rows.
 
     python -m bench.grammar [--rows 64] [--vocabulary 151000]
 
@@ -88,7 +88,7 @@ def begin(compiled: CompiledGuide, num_words: int, threads: MatchThreads) -> Mat
 
 
 def walks(compiler: Compilers, guide: Guide, words: Sequence[bytes], rows: int) -> Iterator[Cost]:
-    """Costs of each step. A row that has ended begins anew."""
+    """Return the cost of each step. A row that has ended starts again."""
     compiled = CompiledGuide(compiler.compiled(prepared(guide)))
     threads = MatchThreads(lambda: None)
     draw = np.random.default_rng(3)

@@ -50,7 +50,7 @@ class Key:
 
     @property
     def variable(self) -> str:
-        """What stands before a `baton` command."""
+        """Return the text to put before a `baton` command."""
         return f'{client.KEY_VARIABLE}="{self.shell}" ' if self.shell else ""
 
 

@@ -50,7 +50,7 @@ class Match:
         num_followed: tokens of the answer that `mask` is behind, or will be once it is not busy.
         mask: int32 [words], the tokens that may come next.
         busy: a thread has it, or is going to.
-        fault: the reason why its answer has to end; "" if there is none.
+        fault: the reason why its answer has to end, or "".
     """
 
     def __init__(
@@ -83,12 +83,12 @@ class Match:
 
     @property
     def ready(self) -> bool:
-        """Whether the mask is that of the token after `num_followed`."""
+        """Return whether the mask is that of the token after `num_followed`."""
         return not self.busy and self._tokens is None and not self.fault
 
     @property
     def spending_s(self) -> float:
-        """What it spends while a thread drives it, since that began."""
+        """Return the CPU seconds of the thread that drives it now; 0 if there is none."""
         began_s, clock = self._began_s, self._clock
         if not clock:
             return 0.0
@@ -226,7 +226,7 @@ class _Job:
 
 
 def _waited(job: _Job, future: "Future[None]") -> bool:
-    """Whether the job is done before one of its matchers takes too long."""
+    """Wait for the job. Return False as soon as one of its matchers takes too long."""
     seen, since = job.current, time.monotonic()
     while True:
         try:

@@ -24,7 +24,7 @@ class Lane(Enum):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What a trial found.
+    """The result of a trial.
 
     Attributes:
         form: the guide as it is to be compiled; None: `refusal` says why there is none.

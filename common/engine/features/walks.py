@@ -100,8 +100,10 @@ class Walks:
 
 
 def _grows(costs_s: Sequence[float]) -> bool:
-    """Whether the cost of a token grows faster than the text, in two doublings: in one alone the
-    text may have come to a part of the grammar that is dearer."""
+    """Return whether the cost of a token grows faster than the text, in two doublings of its length.
+
+    In one doubling alone the text may have reached a part of the grammar that costs more.
+    """
     ends = (NUM_TOKENS // 4, NUM_TOKENS // 2, NUM_TOKENS)
     first, second, last = (statistics.median(costs_s[end // 2 : end]) for end in ends)
     grown = second > _GROWTH * first and last > _GROWTH * second

@@ -1,4 +1,4 @@
-"""How late the engine is, as another thread sees it."""
+"""Measures from another thread how late the engine is."""
 
 import time
 from collections.abc import Callable
