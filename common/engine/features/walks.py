@@ -100,7 +100,7 @@ class Walks:
 
 
 def _grows(costs_s: Sequence[float]) -> bool:
-    """Return whether the cost of a token grows faster than the text, in two doublings of its length.
+    """Return whether the cost of a token grows faster than the text, in two doublings of it.
 
     In one doubling alone the text may have reached a part of the grammar that costs more.
     """
