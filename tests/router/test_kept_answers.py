@@ -27,7 +27,7 @@ from tests.support.http_client import post
 from tests.support.stub_decode_node import StubDecodeNode
 
 KEY = {"idempotency-key": "7a0c"}
-FIELDS = {"prompt": "hello", "max_tokens": 64}
+FIELDS = {"prompt": "hello", "max_tokens": 32}
 ME = by_address("10.0.0.1")
 LONG_S = 3600.0  # nothing is forgotten because a machine is slow
 
