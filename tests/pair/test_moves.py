@@ -93,7 +93,6 @@ SAMPLED = {"temperature": 0.9, "top_p": 0.95, "frequency_penalty": 0.6, "repetit
         pytest.param(
             {"guide": Guide("regex", "[a-z ]{200}"), "max_tokens": 60},
             id="grammar",
-            marks=pytest.mark.xfail(reason="the target prepares longer than the answer takes"),
         ),
         pytest.param(
             SAMPLED | {"min_tokens": 30, "stop_token_ids": (9,), "logit_bias": ((9, 100.0),)},

@@ -183,7 +183,6 @@ class MatchThreads:
             for each in left:
                 each.busy = True
             future = self._ordinary.submit(job.run)
-            future.add_done_callback(lambda _: self._tell())
             if _waited(job, future):
                 return
             late = job.give_up()
@@ -191,6 +190,7 @@ class MatchThreads:
                 return
             late.compiled.slow |= late.busy
             self._stuck.append(future)
+            future.add_done_callback(lambda _: self._tell())
             self._ordinary.shutdown(wait=False)
             self._ordinary = ThreadPoolExecutor(1, "matchers")
             left = left[left.index(late) + 1 :]
