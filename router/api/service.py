@@ -9,8 +9,11 @@ from typing import Any, TypeAlias
 from msgspec.structs import replace
 
 from common.errors import InvalidRequest, Overloaded
+from common.requests.sampling import SamplingParams
 from common.tracing.context import HEADER
 from protos import router_pb2, router_pb2_grpc, sampling_pb2
+from router.api.dialect.problems import Refusal
+from router.api.dialect.tools import Offer, guided, listening, optional
 from router.api.grpc_voice import GrpcVoice
 from router.api.operators.cluster_report import ClusterReport
 from router.api.operators.explain import Explainer
@@ -20,7 +23,6 @@ from router.clients.client import Client
 from router.clients.guard import Guard
 from router.cluster.adapter_calls import AdapterCalls
 from router.cluster.engine_calls import EngineCalls
-from router.parsers.listener import Listener
 from router.parsers.speech import NONE
 from router.pooling.vectors import Asker, Vectors
 from router.requests.admission import new_request_id
@@ -29,7 +31,7 @@ from router.requests.kept_answers import KeptAnswers
 from router.requests.over_grpc import from_input, from_prompt, from_request, one_with_each
 from router.requests.served_model import ServedModel
 from router.requests.told_tokens import ToldToken
-from router.requests.wanted import Messages, SharedPrompt
+from router.requests.wanted import Messages
 from router.requests.within import Within
 from router.siblings.ends import Ends
 from router.text.limits import check_context, check_vocabulary
@@ -81,8 +83,13 @@ class RouterService(router_pb2_grpc.RouterServicer):
             voice: GrpcVoice | None = None
             match wanted.prompt.prompt:
                 case Messages(tools=tools):
-                    wanted = replace(wanted, shown=self._model.shown(bool(tools)))
-                    voice = self._voice(wanted.prompt, tools)
+                    offer = self._offer(tools)
+                    wanted = replace(
+                        wanted,
+                        shown=self._model.shown(bool(tools)),
+                        sampling=self._guided(wanted.sampling, offer),
+                    )
+                    voice = GrpcVoice(listening(self._model.speech, wanted.prompt, offer))
 
             async def write(request_id: str, piece: Piece | LastPiece) -> None:
                 response = _response(request_id, piece)
@@ -257,21 +264,25 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self._plans.take(request.plan)
         return router_pb2.TellPlanResponse()
 
-    def _voice(self, prompt: SharedPrompt, tools: Sequence[Any]) -> GrpcVoice:
+    def _offer(self, tools: Sequence[Any]) -> Offer:
         """
         Raises:
-            InvalidRequest: nobody could tell a call of these tools from content.
+            InvalidRequest: calls of these tools cannot be told from content.
         """
         if tools and self._model.speech.tools == NONE:
             raise InvalidRequest("messages.tools: how this model calls them is not known here")
-        functions = [tool["function"] for tool in tools]
-        offered = {each["name"]: each.get("parameters") or {} for each in functions} or None
+        return optional(tools)
 
-        def listener() -> Listener:
-            """Once there is a prompt."""
-            return Listener(self._model.speech.parser(prompt.rendering.end, offered, reasons=True))
-
-        return GrpcVoice(listener)
+    def _guided(self, sampling: SamplingParams, offer: Offer) -> SamplingParams:
+        """Return the sampling with the grammar that tools need, as over HTTP."""
+        try:
+            return guided([sampling], offer, self._model.speech, "sampling.guide")[0]
+        except Refusal as refusal:
+            if refusal.param == "tools":
+                raise InvalidRequest(f"messages.{refusal}") from None
+            raise InvalidRequest(
+                "sampling.guide: no grammar can write this model's tool calls; send one of both"
+            ) from None
 
     @contextmanager
     def _begun(self, context: Context) -> Iterator[Client]:

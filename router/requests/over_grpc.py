@@ -140,7 +140,11 @@ def _part(where: str, number: int, part: ChatPart) -> str | Picture:
 
 def _tool(text: str, field: str) -> dict[str, Any]:
     match tool := _object(text, field):
-        case {"type": "function", "function": {"name": str()}}:
+        case {"type": "function", "function": {"name": str(), **others}}:
+            if not isinstance(others.get("parameters"), dict | None):
+                raise InvalidRequest(f"{field}.function.parameters must be a JSON schema")
+            if not isinstance(others.get("strict"), bool | None):
+                raise InvalidRequest(f"{field}.function.strict must be true or false")
             return tool
         case _:
             raise InvalidRequest(f"{field} is no function with a name, as OpenAI's API has it")

@@ -16,7 +16,8 @@ from protos import router_pb2
 from protos.decode_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
 from router.api.dialect.forced import guide_of_calls
 from router.api.dialect.messages import Function, Tool
-from router.api.dialect.tools import Offer, guided
+from router.api.dialect.problems import Refusal
+from router.api.dialect.tools import Offer, guided, optional
 from router.parsers.speech import Speech
 from tests.router.openai_rig import CHAT, HELLO, api_for
 from tests.router.rig import collect, failure, router_for
@@ -314,10 +315,10 @@ async def test_tools_beyond_what_a_grammar_may_have_are_free_unless_they_are_str
         assert (await asking).status == 200
     speech = Speech(tools="hermes")
     offer = Offer([_tool(each) for each in many], (), parallel=True)
-    assert guided([SAMPLING], offer, speech)[0].guide is None
+    assert guided([SAMPLING], offer, speech, "")[0].guide is None
     many[0]["function"]["strict"] = True
     offer = Offer([_tool(each) for each in many], (), parallel=True)
-    assert guided([SAMPLING], offer, speech)[0].guide is not None
+    assert guided([SAMPLING], offer, speech, "")[0].guide is not None
 
 
 @pytest.mark.parametrize("parser", ["hermes", "qwen3-coder"])
@@ -385,6 +386,11 @@ async def test_parameters_that_are_nested_too_deeply_are_refused(calling: Path) 
         answer = await talking.api.post(CHAT, messages=HELLO, tools=[tool], tool_choice="required")
         assert (answer.status, answer.error["param"]) == (400, "tools")
         assert "nested too deeply" in answer.error["message"]
+    for _ in range(100):  # a call that may be made needs less of the stack
+        schema = {"properties": {"a": schema}}
+    offer = optional([{"function": {"name": "add", "parameters": schema, "strict": True}}])
+    with pytest.raises(Refusal, match="tools: parameters are nested too deeply"):
+        guided([SAMPLING], offer, Speech(tools="hermes"), "")
 
 
 def test_what_a_tool_refers_to_is_its_own_where_others_stand_beside_it() -> None:
@@ -466,18 +472,77 @@ async def test_over_grpc_an_answer_to_messages_has_the_same_parts(calling: Path)
             assert (await collect(call))[0] == "42"
 
 
+async def test_over_grpc_with_tools_and_a_guide_the_model_may_call_first(calling: Path) -> None:
+    """Seen failing: the guide was enforced from the first token, so that no tool was called."""
+    async with StubDecodeNode() as node:
+        async with router_for(calling, decode=[node.address]) as (client, _):
+            await client.wait_until_serving()
+            messages = router_pb2.ChatMessages(
+                messages=[router_pb2.ChatMessage(role="user", content="hello")],
+                tools=[json.dumps(STRICT)],
+            )
+            call = client.generate(
+                messages=messages, sampling={"guide": {"json_schema": json.dumps(FORM)}}
+            )
+            submit = await node.submitted()
+            form = json.loads(submit.sampling.guide.structural_tag)["format"]
+            assert form["type"] == "or" and _schemas(form) == [FORM, PARAMETERS]
+            said = Spoken(calling).ids(CALL)
+            node.say({submit.request: said}, ended={submit.request: FINISH_REASON_STOP})
+            (part,) = (await collect(call))[2].tool_calls
+            assert part.name == "add"
+
+            asked = client.generate(messages=messages)
+            submit = await node.submitted()
+            told = json.loads(submit.sampling.guide.structural_tag)
+            assert _schemas(told) == [PARAMETERS]  # a call that has begun is held to its schema
+            node.say({submit.request: said}, ended={submit.request: FINISH_REASON_STOP})
+            await collect(asked)
+
+
+async def test_over_grpc_a_guide_beside_calls_that_no_grammar_can_write_is_refused(
+    calling: Path,
+) -> None:
+    async with StubDecodeNode() as node:
+        async with router_for(calling, decode=[node.address], tool_parser="harmony") as (client, _):
+            user = router_pb2.ChatMessage(role="user", content="hello")
+            messages = router_pb2.ChatMessages(messages=[user], tools=[json.dumps(STRICT)])
+            sampling = {"guide": {"json_object": True}}
+            error = await failure(client.generate(messages=messages, sampling=sampling))
+            assert error.code() is StatusCode.INVALID_ARGUMENT
+            assert (error.details() or "").startswith("sampling.guide: no grammar")
+
+
 @pytest.mark.parametrize(
     "fields, said",
     [
         ({"tools": ["{"]}, "messages.tools[0] is no JSON object"),
         ({"tools": ['{"type": "function"}']}, "messages.tools[0] is no function"),
+        (
+            {"tools": ['{"type": "function", "function": {"name": "f", "parameters": 3}}']},
+            "messages.tools[0].function.parameters must be",
+        ),
+        (
+            {"tools": ['{"type": "function", "function": {"name": "f", "strict": 3}}']},
+            "messages.tools[0].function.strict must be",
+        ),
         ({"tools": ["{}"] * 1025}, "messages.tools has 1025 tools"),
         ({"template_settings": "[]"}, "messages.template_settings is no JSON object"),
         ({"template_settings": " " * 20_000}, "messages.template_settings has 20000"),
         ({"template_settings": '{"x": 1}'}, "chat_template_kwargs: this model's"),
         ({"reasoning_effort": "high"}, "reasoning_effort: this model's"),
     ],
-    ids=["half", "no function", "many", "a list", "large", "unknown", "effort"],
+    ids=[
+        "half",
+        "no function",
+        "parameters",
+        "strict",
+        "many",
+        "a list",
+        "large",
+        "unknown",
+        "effort",
+    ],
 )
 async def test_over_grpc_too_what_cannot_be_is_refused(
     calling: Path, fields: dict[str, Any], said: str

@@ -69,7 +69,7 @@ class AnthropicMessages:
         # Clients must send max_tokens and often send a constant: like Anthropic's models since
         # Claude 4.5, cut it to the context and report `model_context_window_exceeded`.
         sampled = samplings(common, fields.max_tokens, thinking_budget=budget)
-        per_prompt = guided(sampled, offer, self._speech)
+        per_prompt = guided(sampled, offer, self._speech, "output_config.format")
         wanted = choices(common, [messages], per_prompt, shown=self._shown(bool(offer.tools)))
         prompt = wanted[0].prompt
         reasons = fields.thinking is None or fields.thinking.type != "disabled"

@@ -11,7 +11,6 @@ import msgspec
 
 from common.requests.guide import Guide
 from router.api.dialect.messages import Tool
-from router.api.dialect.problems import Refusal
 
 _ANY_OBJECT = {"type": "object"}
 # Words with values, and words with schemas by name, which may be names of words.
@@ -27,13 +26,10 @@ def guide_of_calls(tools: Sequence[Tool], *, parallel: bool) -> Guide:
         tools: of which at least one is called.
         parallel: whether more than one call may be made.
     Raises:
-        Refusal: parameters are nested too deeply.
+        RecursionError: parameters are nested too deeply.
     """
     places = [f"#/items/anyOf/{n}/properties/parameters" for n in range(len(tools))]
-    try:
-        calls = [_call(*each) for each in zip(tools, places, strict=True)]
-    except RecursionError:
-        raise Refusal(400, "tools: parameters are nested too deeply", param="tools") from None
+    calls = [_call(*each) for each in zip(tools, places, strict=True)]
     schema = {
         "type": "array",
         "minItems": 1,

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from common.requests.guide import MAX_GUIDE_CHARACTERS, Guide, as_form, tag
 from common.requests.sampling import SamplingParams
 from router.api.dialect.forced import guide_of_calls
-from router.api.dialect.messages import Tool, shown
+from router.api.dialect.messages import Function, Tool, shown
 from router.api.dialect.problems import Refusal
 from router.parsers.harmony import can_call
 from router.parsers.listener import Listener
@@ -75,8 +75,31 @@ def offered(
     return Offer(tools, must, parallel is not False)
 
 
+def optional(tools: Sequence[Mapping[str, Any]]) -> Offer:
+    """Return the offer of tools in OpenAI's form, any of which may be called, and none must be."""
+    functions = [tool["function"] for tool in tools]
+    return Offer(
+        [
+            Tool(
+                "function",
+                Function(
+                    name=each["name"],
+                    parameters=each.get("parameters"),
+                    strict=each.get("strict"),
+                ),
+            )
+            for each in functions
+        ],
+        must=(),
+        parallel=True,
+    )
+
+
 def guided(
-    samplings: Sequence[SamplingParams], offer: Offer, speech: Speech
+    samplings: Sequence[SamplingParams],
+    offer: Offer,
+    speech: Speech,
+    form_field: str,
 ) -> Sequence[SamplingParams]:
     """Return the same samplings, with the grammar that tools need.
 
@@ -86,21 +109,25 @@ def guided(
 
     Args:
         speech: how the model calls tools.
+        form_field: the field that asks for a form of the answer, for errors.
     Raises:
-        Refusal: no grammar can write what was asked for.
+        Refusal: no grammar can write what was asked for, or parameters are nested too deeply.
     """
     if not offer.tools:
         return samplings
-    guide = _guide(samplings[0].guide, offer, speech)
+    try:
+        guide = _guide(samplings[0].guide, offer, speech, form_field)
+    except RecursionError:
+        raise Refusal(400, "tools: parameters are nested too deeply", param="tools") from None
     return [replace(each, guide=guide) for each in samplings]
 
 
-def _guide(form: Guide | None, offer: Offer, speech: Speech) -> Guide | None:
+def _guide(form: Guide | None, offer: Offer, speech: Speech, form_field: str) -> Guide | None:
     if offer.must:
         return _must_guide(offer, speech)
     if form is None:
         return _guide_of_text(offer, speech)
-    return _guide_of_form(form, offer, speech)
+    return _guide_of_form(form, offer, speech, form_field)
 
 
 def _must_guide(offer: Offer, speech: Speech) -> Guide:
@@ -128,7 +155,7 @@ def _guide_of_text(offer: Offer, speech: Speech) -> Guide | None:
     return guide if strict or len(guide.text) <= MAX_GUIDE_CHARACTERS else None
 
 
-def _guide_of_form(form: Guide, offer: Offer, speech: Speech) -> Guide:
+def _guide_of_form(form: Guide, offer: Offer, speech: Speech, form_field: str) -> Guide:
     """Return the grammar of an answer that has this form, or is calls. A structural tag says itself
     where calls are."""
     inner = as_form(form)
@@ -138,9 +165,9 @@ def _guide_of_form(form: Guide, offer: Offer, speech: Speech) -> Guide:
     if either is None:
         raise Refusal(
             400,
-            "response_format: no grammar can write this model's tool calls; send tools or a form "
+            f"{form_field}: no grammar can write this model's tool calls; send tools or a form "
             "of the answer, or set tool_choice to none or required",
-            param="response_format",
+            param=form_field,
             code="unsupported",
         )
     return tag(either)

@@ -101,7 +101,7 @@ class Chat:
             logprobs=_logprobs(fields),
             thinking_budget=_thinking_budget(fields),
         )
-        per_prompt = guided(sampled, offer, self._speech)
+        per_prompt = guided(sampled, offer, self._speech, form_field(fields))
         prompt = conversation(fields, fields.messages, offer.shown)
         wanted = choices(
             fields,

@@ -192,7 +192,7 @@ class Responses:
             fields.max_output_tokens,
             thinking_budget=-1 if budget is None else budget,
         )
-        per_prompt = guided(sampled, offer, self._speech)
+        per_prompt = guided(sampled, offer, self._speech, "text.format")
         wanted = choices(
             common,
             [messages],
