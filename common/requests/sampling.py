@@ -178,7 +178,8 @@ def check(params: SamplingParams) -> None:
             )
     if params.min_tokens > params.max_tokens:
         raise InvalidRequest(
-            f"sampling.min_tokens is {params.min_tokens}, more than max_tokens, {params.max_tokens}"
+            f"sampling.min_tokens is {params.min_tokens}: the answer has at most "
+            f"{params.max_tokens} tokens"
         )
     if params.guide is not None:
         guide.check(params.guide)

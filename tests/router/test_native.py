@@ -6,8 +6,9 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from grpc import StatusCode
 
-from protos.decode_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
+from protos.decode_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH, FINISH_REASON_STOP
 from router.api.dialect.origin import Origin
 from router.api.native import generate
 from router.api.native.generate import Native
@@ -135,8 +136,51 @@ async def test_what_cannot_be_generated_is_named(
         assert (answer.status, answer.error["param"]) == (400, param), answer.body
 
 
-async def test_a_sampling_field_out_of_its_range_is_named(model: Path) -> None:
+# Seen failing: errors had the names of the gRPC API, and no param.
+@pytest.mark.parametrize(
+    "sampling, name",
+    [
+        ({"top_p": 2}, "top_p"),
+        ({"max_new_tokens": 1 << 20}, "max_new_tokens"),
+        ({"min_new_tokens": -1}, "min_new_tokens"),
+        ({"min_new_tokens": 9, "max_new_tokens": 8}, "min_new_tokens"),
+        ({"stop": [""]}, "stop"),
+        ({"stop_regex": ["a", "("]}, "stop_regex"),
+        ({"logit_bias": {"1": 1000}}, "logit_bias"),
+        ({"regex": "x" * (65 << 10)}, "regex"),
+        ({"ebnf": "x" * (65 << 10)}, "ebnf"),
+        ({"json_schema": "{}", "regex": "x"}, "json_schema"),
+    ],
+    ids=str,
+)
+async def test_a_wrong_sampling_field_is_named_as_its_client_sent_it(
+    model: Path, sampling: dict[str, Any], name: str
+) -> None:
     async with api_for(model) as api:
-        answer = await api.post(GENERATE, text="x", sampling_params={"top_p": 2})
-        assert answer.status == 400
-        assert answer.error["message"].startswith("sampling.top_p must be")
+        answer = await api.post(GENERATE, text="x", sampling_params=sampling)
+        field = f"sampling_params.{name}"
+        assert (answer.status, answer.error["param"]) == (400, field), answer.body
+        assert answer.error["message"].startswith(field)
+
+
+async def test_a_form_that_a_node_refuses_is_named_as_its_client_sent_it(model: Path) -> None:
+    async with api_for(model) as api:
+        asking = asyncio.create_task(
+            api.post(GENERATE, text="x", sampling_params={"json_schema": '{"type": 3}'})
+        )
+        submit = await api.node.submitted()
+        api.node.say(
+            ended={submit.request: FINISH_REASON_ERROR},
+            error="sampling.guide: it has no such type",
+            error_code=StatusCode.INVALID_ARGUMENT.value[0],
+        )
+        answer = await asking
+        assert (answer.status, answer.error["param"]) == (400, "sampling_params.json_schema")
+
+
+async def test_token_ids_that_do_not_exist_are_named_as_their_client_sent_them(
+    model: Path,
+) -> None:
+    async with api_for(model) as api:
+        answer = await api.post(GENERATE, input_ids=[1 << 20])
+        assert (answer.status, answer.error["param"]) == (400, "input_ids")

@@ -204,7 +204,7 @@ async def test_what_tokens_may_not_be_reaches_the_node(model: Path) -> None:
         (
             "/generate",
             {"input_ids": [5] * 20, "sampling_params": {"max_new_tokens": 45}},
-            "sampling_params",
+            "sampling_params.max_new_tokens",
         ),
     ],
 )

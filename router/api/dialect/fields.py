@@ -83,7 +83,8 @@ def check_multiplied(fields: Fields, body: bytes, best_of: int = 1) -> None:
     Raises:
         Refusal: they are too many for prompts as long as those of `body`.
     """
-    name, count = ("best_of", best_of) if best_of > 1 else ("n", fields.n or 1)
+    own = f"{fields.where}n"
+    name, count = ("best_of", best_of) if best_of > 1 else (own, fields.n or 1)
     if len(body) * count > MAX_BYTES:
         sentence = f"{name} = {count} makes more than {MAX_BYTES} bytes of a body of {len(body)}"
         raise Refusal(413, sentence, param=name)

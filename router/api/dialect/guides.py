@@ -1,7 +1,7 @@
 """The form that an answer is to have, in the words of OpenAI, vLLM and SGLang: one Guide."""
 
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
@@ -41,7 +41,13 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class GuideFields(msgspec.Struct, kw_only=True):
-    """One of them at most."""
+    """One of them at most.
+
+    Attributes:
+        where: what errors put before the name of a field.
+    """
+
+    where: ClassVar[str] = ""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -62,7 +68,7 @@ _NOTHING_GIVEN = (None,) * len(GuideFields.__struct_fields__)
 def form_field(fields: GuideFields) -> str:
     """Return the name of the field that asks for a form of the answer; "" if none does."""
     given = zip(GuideFields.__struct_fields__, _given(fields), strict=True)
-    return next((name for name, value in given if value is not None), "")
+    return next((f"{fields.where}{name}" for name, value in given if value is not None), "")
 
 
 def guide_of(fields: GuideFields) -> Guide | None:
@@ -90,7 +96,7 @@ def guide_of(fields: GuideFields) -> Guide | None:
         "ebnf": _guide("ebnf", fields.ebnf),
         "structural_tag": _tag(fields.structural_tag),
     }
-    given = {name: guide for name, guide in said.items() if guide is not None}
+    given = {f"{fields.where}{name}": guide for name, guide in said.items() if guide is not None}
     if len(given) > 1:
         names = " and ".join(given)
         raise Refusal(400, f"{names} each say a form of the answer", param=next(iter(given)))

@@ -160,7 +160,7 @@ def of_error(error: ServingError, fields: Fields, form: str = "") -> Refusal:
     if name is None:
         return Refusal(status, message)
     end = found.end()
-    if name != ours and (path := _PATH.match(message, end)):
+    if name.rpartition(".")[2] != ours and (path := _PATH.match(message, end)):
         end = path.end()  # a path into our field is none into the client's
     return Refusal(status, name + message[end:], param=name)
 

@@ -1,8 +1,8 @@
 """/generate: SGLang's own form of a request, which its load generator and its frontend speak."""
 
 import time
-from collections.abc import Sequence
-from typing import Annotated, Any, cast
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, cast
 
 import msgspec
 from aiohttp import web
@@ -19,6 +19,7 @@ from router.api.dialect.fields import (
     choices,
     samplings,
 )
+from router.api.dialect.guides import form_field
 from router.api.dialect.harmless import OF_NATIVE
 from router.api.dialect.origin import Origin
 from router.api.dialect.problems import OPENAI, Refusal
@@ -81,6 +82,12 @@ class NativeFields(msgspec.Struct, kw_only=True):
     priority: Int32 | None = None
 
 
+class _CommonFields(Fields, kw_only=True):
+    """What it says of sampling, in OpenAI's words."""
+
+    where: ClassVar[str] = "sampling_params."
+
+
 class FinishReason(msgspec.Struct, omit_defaults=True):
     type: str
     length: int | None = None
@@ -116,7 +123,7 @@ class Native:
             ignore_unknown: as of BodyReader.
         """
         self._reader = BodyReader(NativeFields, OF_NATIVE, ignore_unknown=ignore_unknown)
-        self.field_names = self._reader.names
+        self.field_names: Mapping[str, str] = {**self._reader.names, **_OTHER_NAMES}
 
     def read(self, body: bytes) -> Asked:
         ignored: list[str] = []
@@ -129,7 +136,7 @@ class Native:
             sentence = f"these are more than {MAX_CHOICES} answers"
             raise Refusal(400, sentence, param="sampling_params.n")
         given = fields.sampling_params and fields.sampling_params.max_new_tokens is not None
-        limit = "sampling_params.max_new_tokens" if given else ""
+        limit = "sampling.max_tokens" if given else ""
         wanted = choices(common, prompts, per_prompt, max_tokens_field=limit)
         is_list = is_list or len(wanted) > 1
 
@@ -140,12 +147,18 @@ class Native:
             return _Whole(told, is_list, headers)
 
         return Asked(
-            fields.model, wanted, fields.user or "", reply, fields.lora_path, ignored=ignored
+            fields.model,
+            wanted,
+            fields.user or "",
+            reply,
+            fields.lora_path,
+            form_field(common),
+            ignored,
         )
 
 
-def _common(fields: NativeFields) -> Fields:
-    """What it says of sampling, in OpenAI's words. Raises Refusal."""
+def _common(fields: NativeFields) -> _CommonFields:
+    """Raises Refusal."""
     sampling = fields.sampling_params or SamplingFields()
     if sampling.skip_special_tokens is False:
         raise Refusal(
@@ -155,7 +168,7 @@ def _common(fields: NativeFields) -> Fields:
             code="unsupported",
         )
     limit = sampling.max_new_tokens
-    return Fields(
+    return _CommonFields(
         max_tokens=_DEFAULT_MAX_TOKENS if limit is None else limit,
         min_tokens=sampling.min_new_tokens,
         seed=sampling.sampling_seed,
@@ -166,6 +179,14 @@ def _common(fields: NativeFields) -> Fields:
 
 
 _SAME_NAMES = frozenset(SamplingFields.__struct_fields__) & frozenset(Fields.__struct_fields__)
+# Fields that have another name, or another place, than in the router.
+_OTHER_NAMES = {
+    **{name: f"{_CommonFields.where}{name}" for name in _SAME_NAMES},
+    "max_tokens": "sampling_params.max_new_tokens",
+    "min_tokens": "sampling_params.min_new_tokens",
+    "seed": "sampling_params.sampling_seed",
+    "token_ids": "input_ids",
+}
 
 
 def _prompts(fields: NativeFields) -> tuple[Sequence[Text | TokenIds], bool]:
