@@ -11,9 +11,11 @@ from transformers import (
     Qwen3_5MoeForConditionalGeneration,
 )
 
+from common.config import LoraConfig
 from common.engine.models import Model, load
 from common.engine.models.families import read_decoder
 from tests.support import compiled
+from tests.support.adapters import make_adapter, merge
 from tests.support.checkpoints import (
     ARCHITECTURES,
     EXPERT_ARCHITECTURES,
@@ -232,6 +234,39 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path, architecture, page_si
         steps.remove(slot)[len(tokens) :] for slot, tokens in zip(slots, prompts, strict=True)
     ]
     assert generated == expected
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe", "deepseek_v3", "qwen3_next"])
+def test_rows_with_adapters_are_those_of_models_with_them_in_their_weights(
+    tmp_path, architecture, device
+):
+    """Two adapters of different ranks and none, in the same forwards."""
+    directory = make_checkpoint(tmp_path / "model", architecture)
+    model = load(directory, device, torch.float32)
+    modules = sorted({name.rpartition(".")[2] for each in model.products for name in each.modules})
+    names = {"a": 4, "b": 7}
+    for seed, (name, rank) in enumerate(names.items()):
+        reference = reference_model(directory)
+        make_adapter(tmp_path / name, reference, seed=seed, rank=rank, modules=modules)
+    lora = LoraConfig(directory=tmp_path, adapters=tuple(names), slots=2, max_rank=8)
+    prompts = [prompt(length, seed) for seed, length in enumerate([1, 16, 70, 33, 100, 17])]
+    wanted = [*names, "", *names, ""]
+    steps = Steps(model, num_slots=len(prompts), lora=lora)
+    slots = [steps.add(tokens, adapter=name) for tokens, name in zip(prompts, wanted, strict=True)]
+    for slot in slots:
+        steps.prefill(slot, chunk=32)
+    for _ in range(7):
+        steps.decode(*slots)
+    steps.settle()
+    steps.close()
+    for name in ("", *names):
+        reference = reference_model(directory)
+        if name:
+            merge(reference, tmp_path / name)
+        rows = [row for row, each in enumerate(wanted) if each == name]
+        expected = greedy_tokens(reference, [prompts[row] for row in rows], 8)
+        for row, answer in zip(rows, expected, strict=True):
+            assert steps.remove(slots[row])[len(prompts[row]) :] == answer
 
 
 def test_a_mixed_batch_gives_what_its_rows_give_alone(tmp_path):

@@ -9,7 +9,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from common.engine.adapters.adapters import no_adapters
+from common.config import LoraConfig
+from common.engine.adapters.adapters import Adapters
+from common.engine.adapters.library import Library
+from common.engine.adapters.making import bank_of, load_all, shelf_of
 from common.engine.features.composition import every_feature
 from common.engine.memory.kv import HostPool, KVPool
 from common.engine.memory.layout import KVLayout
@@ -22,6 +25,7 @@ from common.engine.run.graphs import Recorder
 from common.engine.run.launched import LaunchedStep
 from common.engine.run.runner import ModelRunner
 from common.engine.run.stream import open_stream
+from common.requests.adapter import NO_ADAPTER
 from common.requests.sampling import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=10_000, seed=0, temperature=0.0)
@@ -44,6 +48,7 @@ class Steps:
         overlap: bool = True,
         recorder: Recorder | None = None,
         kept_in: torch.dtype | None = None,
+        lora: LoraConfig | None = None,
     ) -> None:
         kept = kept_in, model.spec.draft
         layout = KVLayout.of(model.spec.layers, page_size, model.dtype, *kept)
@@ -58,13 +63,14 @@ class Steps:
         self.features = every_feature(
             self.table, model.spec.vocabulary_size, model.spec.eos_token_ids, model.device
         )
+        self.adapters = _adapters(lora or LoraConfig(), model, self.table)
         self.runner = ModelRunner(
             model,
             self.pool,
             self.host_pool,
             self.table,
             self.features,
-            no_adapters(self.table),
+            self.adapters,
             self.stream,
             recorder,
         )
@@ -80,8 +86,13 @@ class Steps:
         sampling: SamplingParams = GREEDY,
         *,
         num_prompt: int | None = None,
+        adapter: str = "",
     ) -> int:
-        """Gives the request a slot and pages for all of its context; returns the slot."""
+        """Gives the request a slot and pages for all of its context; returns the slot.
+
+        Args:
+            adapter: the name of one that is loaded, empty for none.
+        """
         request = Request(
             key=next(self._numbers),
             origin=(0, 0),
@@ -91,7 +102,10 @@ class Steps:
             sampling=sampling,
             deadline=time.monotonic() + 60,
             arrived=time.monotonic(),
+            adapter=self.adapters.library.names()[adapter] if adapter else NO_ADAPTER,
         )
+        self.adapters.hold(request)
+        assert self.adapters.take_slot(request)
         slot = self.table.acquire(request)
         assert slot is not None
         shape = self.table.page_table[slot].shape
@@ -107,6 +121,7 @@ class Steps:
         tokens: list[int] = self.table.tokens_of(slot).tolist()
         self._free[:0] = self.table.pages_of(slot).tolist()
         self.table.release(self._requests[slot])
+        self.adapters.release(self._requests[slot].key)
         return tokens
 
     def launch(
@@ -186,6 +201,12 @@ class Steps:
         self.table.tokens[slots, self.table.known[slots]] = tokens[batch.samples]
         self.table.known[slots] += 1
         self.table.drop_step(batch.step)
+
+
+def _adapters(config: LoraConfig, model: Model, table: RequestTable) -> Adapters:
+    library = Library(config.max_loaded, config.max_bytes)
+    load_all(config, shelf_of(config, model), library)
+    return Adapters(library, bank_of(config, model, free=1 << 40), table)
 
 
 def _mode(starts: Ints, ends: Ints) -> ForwardMode:
