@@ -27,6 +27,7 @@ from common.errors import ConfigError
 
 PREFIX = "baton-"  # tells secret scanners what they have found
 MAX_FILE_BYTES = 4 << 20
+MIN_WEIGHT, MAX_WEIGHT = 0.1, 10.0
 MAX_KEYS = 10_000
 
 _DATE = re.compile(r"\d{4}-\d\d-\d\d")
@@ -61,7 +62,9 @@ class KeyEntry(Record):
     expires: Annotated[AwareDatetime, BeforeValidator(_moment)] | None = Field(
         None, description="from when on the key is refused"
     )
-    weight: float = Field(1.0, ge=0.1, le=10, description="its share of a busy router")
+    weight: float = Field(
+        1.0, ge=MIN_WEIGHT, le=MAX_WEIGHT, description="its share of a busy router"
+    )
     priority: Priority | None = Field(
         None,
         description="highest that its requests may have, and what they have unless they ask for "

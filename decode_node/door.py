@@ -72,6 +72,8 @@ class Door:
             start_by=now + self._may_wait_s(message, len(token_ids)),
             priority=message.priority,
             routing_key=message.routing_key,
+            client=message.client,
+            client_weight=message.client_weight,
             shared_in=within(message.namespace, message.adapter),
             adapter=message.adapter,
             prediction=np.frombuffer(message.prediction, np.int32) if message.prediction else None,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from common.engine.rows.request import Request
-from common.engine.schedule.arrivals import ByPlace, Claim, Room, is_overdue
+from common.engine.schedule.arrivals import Claim, FairQueue, Room, is_overdue
 from common.node.stamps import AttemptStamps
 from common.priority import PriorityClass, class_of
 from decode_node.destinations import Destination
@@ -58,6 +58,18 @@ class Attempt:
         """Likewise."""
         return self.request.place
 
+    @property
+    def priority(self) -> int:
+        return self.request.priority
+
+    @property
+    def client(self) -> int:
+        return self.request.client
+
+    @property
+    def client_weight(self) -> float:
+        return self.request.client_weight
+
 
 @dataclass(slots=True, eq=False)
 class Transfer:
@@ -88,11 +100,11 @@ class Transfer:
 
 
 class PreallocQueue:
-    """Attempts in order of their requests' places. Small ones may overtake a large one for a
-    while."""
+    """Attempts in order of their requests' places, in which clients take turns. Small ones may
+    overtake a large one for a while."""
 
     def __init__(self) -> None:
-        self._attempts: ByPlace[HandoffId, Attempt] = ByPlace()
+        self._attempts: FairQueue[HandoffId, Attempt] = FairQueue()
 
     def __len__(self) -> int:
         return len(self._attempts)
@@ -128,8 +140,8 @@ class PreallocQueue:
         """
         if claim is not None and claim.priority < floor:
             claim = None
-        for attempt in self._attempts:
-            if attempt.request.priority < floor:
+        for attempt in self._attempts.in_turn():
+            if attempt.priority < floor:
                 continue
             if claim is not None and claim.place < attempt.place:
                 if room.fits(claim.num_pages):
@@ -140,7 +152,7 @@ class PreallocQueue:
             if room.fits(attempt.num_pages) and attempt.num_pages <= num_unready:
                 if held_back(attempt):
                     continue
-                return self._attempts.take(attempt.id)
+                return self._attempts.serve(attempt.id)
             if is_overdue(attempt.arrived, now):
                 return None
         return None
@@ -149,8 +161,8 @@ class PreallocQueue:
         """Place of the first attempt that no prompt behind it may overtake any more; infinite
         without one. Who waits for the end of other grants, or for who is more urgent, lacks nothing
         of theirs."""
-        for attempt in self._attempts:
-            if attempt.request.priority < floor:
+        for attempt in self._attempts.in_turn():
+            if attempt.priority < floor:
                 continue
             if not is_overdue(attempt.arrived, now):
                 break
@@ -160,11 +172,11 @@ class PreallocQueue:
 
     def most_urgent(self, num_unready: float) -> Attempt | None:
         """Of those that lack room; of equals the first in line."""
-        lacking = (each for each in self._attempts if each.num_pages <= num_unready)
-        return max(lacking, key=lambda attempt: attempt.request.priority, default=None)
+        lacking = (each for each in self._attempts.in_turn() if each.num_pages <= num_unready)
+        return max(lacking, key=lambda attempt: attempt.priority, default=None)
 
     def by_class(self) -> Counter[PriorityClass]:
-        return Counter(class_of(attempt.request.priority) for attempt in self._attempts)
+        return Counter(class_of(attempt.priority) for attempt in self._attempts)
 
 
 class TransferQueue:

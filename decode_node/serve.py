@@ -19,6 +19,7 @@ import grpc
 import numpy as np
 
 from common import rpc, serve_protocol
+from common.api_keys import MAX_WEIGHT, MIN_WEIGHT
 from common.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -438,12 +439,24 @@ def _parsed(stream: _RouterStream, submit: decode_pb2.Submit, trace: Trace) -> S
         move_from=_move_from(submit),
         priority=submit.priority,
         routing_key=submit.routing_key,
+        client=submit.client,
+        client_weight=_weight(submit),
         prefix_at=stream.known(prefix_hints.from_proto(submit.prefix_at)),
         own_address=stream.own_address,
         adapter=check_adapter(submit.adapter),
         prediction=_tokens("prediction", submit.prediction),
         images=seen,
     )
+
+
+def _weight(submit: decode_pb2.Submit) -> float:
+    if not submit.HasField("client_weight"):
+        return 1.0
+    if not MIN_WEIGHT <= submit.client_weight <= MAX_WEIGHT:  # nor is NaN
+        raise InvalidRequest(
+            f"client_weight must be in [{MIN_WEIGHT}, {MAX_WEIGHT}], got {submit.client_weight:g}"
+        )
+    return submit.client_weight
 
 
 def _tokens(field: str, token_ids: Sequence[int]) -> bytes:

@@ -83,7 +83,7 @@ class Peers(_message.Message):
     def __init__(self, prefill_addresses: _Optional[_Iterable[str]] = ..., decode_addresses: _Optional[_Iterable[str]] = ..., own_address: _Optional[str] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request", "request_id", "token_ids", "num_generated", "sampling", "prefill_addresses", "budget_s", "traceparent", "namespace", "engine_deaths", "queue_s", "ticket", "move_from", "priority", "routing_key", "prefix_at", "adapter", "prediction", "images")
+    __slots__ = ("request", "request_id", "token_ids", "num_generated", "sampling", "prefill_addresses", "budget_s", "traceparent", "namespace", "engine_deaths", "queue_s", "ticket", "move_from", "priority", "routing_key", "client", "client_weight", "prefix_at", "adapter", "prediction", "images")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -99,6 +99,8 @@ class Submit(_message.Message):
     MOVE_FROM_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     ROUTING_KEY_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_WEIGHT_FIELD_NUMBER: _ClassVar[int]
     PREFIX_AT_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     PREDICTION_FIELD_NUMBER: _ClassVar[int]
@@ -118,11 +120,13 @@ class Submit(_message.Message):
     move_from: MoveFrom
     priority: int
     routing_key: int
+    client: int
+    client_weight: float
     prefix_at: _containers.RepeatedCompositeFieldContainer[_prefixes_pb2.PrefixAt]
     adapter: bytes
     prediction: _containers.RepeatedScalarFieldContainer[int]
     images: _containers.RepeatedCompositeFieldContainer[_images_pb2.Image]
-    def __init__(self, request: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_generated: _Optional[int] = ..., sampling: _Optional[_Union[_sampling_pb2.Sampling, _Mapping]] = ..., prefill_addresses: _Optional[_Iterable[str]] = ..., budget_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., namespace: _Optional[bytes] = ..., engine_deaths: _Optional[int] = ..., queue_s: _Optional[float] = ..., ticket: _Optional[int] = ..., move_from: _Optional[_Union[MoveFrom, _Mapping]] = ..., priority: _Optional[int] = ..., routing_key: _Optional[int] = ..., prefix_at: _Optional[_Iterable[_Union[_prefixes_pb2.PrefixAt, _Mapping]]] = ..., adapter: _Optional[bytes] = ..., prediction: _Optional[_Iterable[int]] = ..., images: _Optional[_Iterable[_Union[_images_pb2.Image, _Mapping]]] = ...) -> None: ...
+    def __init__(self, request: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_generated: _Optional[int] = ..., sampling: _Optional[_Union[_sampling_pb2.Sampling, _Mapping]] = ..., prefill_addresses: _Optional[_Iterable[str]] = ..., budget_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., namespace: _Optional[bytes] = ..., engine_deaths: _Optional[int] = ..., queue_s: _Optional[float] = ..., ticket: _Optional[int] = ..., move_from: _Optional[_Union[MoveFrom, _Mapping]] = ..., priority: _Optional[int] = ..., routing_key: _Optional[int] = ..., client: _Optional[int] = ..., client_weight: _Optional[float] = ..., prefix_at: _Optional[_Iterable[_Union[_prefixes_pb2.PrefixAt, _Mapping]]] = ..., adapter: _Optional[bytes] = ..., prediction: _Optional[_Iterable[int]] = ..., images: _Optional[_Iterable[_Union[_images_pb2.Image, _Mapping]]] = ...) -> None: ...
 
 class MoveFrom(_message.Message):
     __slots__ = ("address", "ticket")

@@ -64,6 +64,8 @@ class SubmitRequest(msgspec.Struct, frozen=True, tag=True):
     move_from: MoveFrom | None = None
     priority: int = 0
     routing_key: int = 0
+    client: int = 0
+    client_weight: float = 1.0
     prefix_at: tuple[PrefixAt, ...] = ()  # other nodes that hold some of it, as far as is known
     own_address: str = ""  # of this node, as the router calls it; "": not told
     prediction: bytes = b""  # little-endian int32: what its client expects of the answer

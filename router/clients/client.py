@@ -4,6 +4,8 @@ import ipaddress
 from dataclasses import dataclass
 from functools import lru_cache
 
+from xxhash import xxh3_64_intdigest
+
 from common.api_keys import KeyLimits
 from router.clients.usage import Usage
 
@@ -31,6 +33,11 @@ class Client:
     operator: bool = False
     namespaces_of: str = ""
     priority: int | None = None
+
+    @property
+    def number(self) -> int:
+        """The number by which nodes know it, alike on every router."""
+        return xxh3_64_intdigest(self.name.encode()) or 1
 
 
 @lru_cache(maxsize=_REMEMBERED)

@@ -226,6 +226,8 @@ class DecodeClient:
             engine_deaths=job.engine_deaths,
             priority=job.priority,
             routing_key=job.routing_key,
+            client=job.client,
+            client_weight=job.client_weight,
             queue_s=queue_s if queue_s < math.inf else None,
             ticket=ticket,
             move_from=move_from,

@@ -28,6 +28,8 @@ class Job(msgspec.Struct, frozen=True):
     echo: str | None = None  # the prompt's text, which the answer begins with
     silent: bool = False  # see Wanted
     priority: int = 0
+    client: int = 0  # the number by which nodes know its client; 0: not known
+    client_weight: float = 1.0  # the client's share beside others
     prediction: Sequence[int] = ()  # what is expected of the answer
     images: Sequence[Image] = ()  # of the prompt
 

@@ -99,6 +99,8 @@ async def _job(
         sampling=params,
         stops=terms.stops,
         session_id=wanted.session_id,
+        client=client.number,
+        client_weight=client.weight,
         namespace=terms.namespace,
         shown=wanted.shown,
         echo=await prompts.text_of(wanted.prompt.prompt, token_ids) if wanted.echo else None,

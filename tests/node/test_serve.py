@@ -170,6 +170,8 @@ def test_the_end_of_a_stream_ends_its_requests_and_no_others(address, how):
         (submit(1, [3], request_id="x" * 257), "request_id"),
         (submit(1, [3], priority=101), "priority must be in [-100, 100], got 101"),
         (submit(1, [3], namespace=b"x" * 17), "namespace has 17 bytes"),
+        (submit(1, [3], client_weight=0.0), "client_weight must be in [0.1, 10.0], got 0"),
+        (submit(1, [3], client_weight=float("nan")), "client_weight must be in"),
         (submit(1, [3], prefill_addresses=["unix:/tmp/x"]), "host:port"),
         (submit(1, [3], prefill_addresses=["10.0.0.1:50100"]), "which is none of the peers"),
         (

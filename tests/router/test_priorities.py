@@ -101,6 +101,27 @@ async def test_over_http_every_dialect_has_it(model: Path, path: str) -> None:
             assert "priority must be in [-9, 100], got -10" in answer.body.decode()
 
 
+async def test_nodes_know_clients_by_a_number_and_their_weight(model: Path, tmp_path: Path) -> None:
+    """Two choices of one client have the same number; every router makes the same of a name."""
+    file = write(tmp_path / "keys", entry("alice", weight=2.0), entry("bob"))
+    clients = ClientsConfig(api_keys=file)
+    body = {"prompt": "x", "n": 2}
+    known: dict[str, set[tuple[int, float]]] = {}
+    async with StubDecodeNode() as node:
+        for name in ("alice", "bob", "alice"):
+            async with router_for(model, decode=[node.address], clients=clients) as (rpc, router):
+                await rpc.wait_until_serving()
+                answer = asyncio.create_task(
+                    post(router.http_port, "/v1/completions", body, authorization=bearer(name))
+                )
+                for submit in [await _submitted(node), await _submitted(node)]:
+                    known.setdefault(name, set()).add((submit.client, submit.client_weight))
+                assert (await answer).status == 200
+    ((alice, twice),), ((bob, once),) = known["alice"], known["bob"]
+    assert 0 not in (alice, bob) and alice != bob
+    assert (twice, once) == (2.0, 1.0)
+
+
 async def test_a_key_may_be_more_or_less_urgent_than_others(model: Path, tmp_path: Path) -> None:
     file = write(tmp_path / "keys", entry("alice", priority=5), entry("bob", priority=-5))
     clients = ClientsConfig(api_keys=file)

@@ -86,6 +86,8 @@ class Request:
     start_by: float = math.inf  # time.monotonic() by which its prompt's first forward must begin
     priority: int = 0  # see common/priority.py
     routing_key: int = 0  # of those that belong together; 0: of none
+    client: int = 0  # the number of its client; 0: not known
+    client_weight: float = 1.0  # the client's share beside others
     pooling: Pooling | None = None  # wanted in place of tokens: it ends with its prompt
     namespace: Namespace = SHARED  # of the prefix cache, in which its KV is found and left
     shared_in: Namespace = SHARED  # the same, whatever the weights
