@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+import triton
+
 from common.config import NodeConfig
 from common.engine.adapters.meter import AdapterMeter
 from common.engine.build import Engine
@@ -66,6 +68,8 @@ class EngineParts:
         config, channel, kv = start.config, start.channel, engine.pool
         steps = config.engine.scheduler
         clock = StepClock(first_step_s=steps.first_step_s)
+        if engine.shape.device.type == "cuda":
+            clock.compiles.watch(triton.knobs.runtime)
         pool = PagePool(kv.base_address, kv.page_bytes, kv.num_pages, str(engine.shape.device))
         paths = data_paths.backends(config.transfer, tls=config.front.tls.cert is not None)
         data_paths.rehearse(paths, pool)
@@ -112,7 +116,7 @@ class EngineParts:
             pages_by_holder=engine.pages.by_holder,
             steps_finished=lambda: clock.reading.finished,
             meters=(
-                *(clock.meter, reads, tiers, weights),
+                *(clock.meter, clock.compiles, reads, tiers, weights),
                 *(AdapterMeter(engine.adapters), SeeingMeter(engine.model.seeing)),
             ),
             cache=CacheEvents(engine.cache),

@@ -132,7 +132,8 @@ class SchedulerConfig(Record):
     )
     first_step_s: Seconds = Field(
         120.0,
-        description="seconds that a first step of its kind may take, since it may compile kernels",
+        description="seconds that a first step of its kind may take, since it may compile kernels, "
+        "and that compiling a kernel while serving may take",
     )
     watchdog_s: Seconds = Field(
         300.0, description="longest time with work waiting and no step, until the node ends"

@@ -236,6 +236,12 @@ ADAPTER_SLOTS = Declared(
     "baton_adapter_slots_used", "gauge", "Slots of the device whose adapter requests have."
 )
 ADAPTER_FILLS = Declared("baton_adapter_fills", "counter", "Adapters copied into a slot.")
+KERNELS_COMPILED = Declared(
+    "baton_kernels_compiled", "counter", "Total kernels that were compiled while serving."
+)
+KERNEL_COMPILE_SECONDS = Declared(
+    "baton_kernel_compile_seconds", "counter", "Time that compiling kernels took while serving."
+)
 ADAPTERS_EVICTED = Declared(
     "baton_adapters_evicted", "counter", "Adapters that went from host memory to make room."
 )
@@ -427,6 +433,7 @@ BOTH = (
     *(PAGES_COMPARED, LINKS, SLOWEST),
     *(IMAGES, IMAGE_SECONDS, IMAGE_BYTES),
     *(ADAPTERS, ADAPTER_BYTES, ADAPTER_SLOTS, ADAPTER_FILLS, ADAPTERS_EVICTED),
+    *(KERNELS_COMPILED, KERNEL_COMPILE_SECONDS),
     *(TIER_PAGES, TIER_TOKENS, TIER_BYTES, TIER_EVICTED, TIER_FAULTS),
 )
 DECODE = (
@@ -480,6 +487,8 @@ _TOTALS = {
     "pooled_prompts": POOLED,
     "adapter_fills": ADAPTER_FILLS,
     "adapters_evicted": ADAPTERS_EVICTED,
+    "kernels_compiled": KERNELS_COMPILED,
+    "kernel_compile_seconds": KERNEL_COMPILE_SECONDS,
     "images": IMAGES,
     "image_seconds": IMAGE_SECONDS,
     "tier_tokens": TIER_TOKENS,

@@ -1,7 +1,9 @@
 import threading
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
+import triton
 
 from common.engine.loop.clock import StepClock
 from common.engine.loop.lateness import Lateness
@@ -239,6 +241,40 @@ def test_what_a_step_was_allowed_ends_with_it():
     time.now += 50.0
     clock.finished()
     assert clock.reading.allowed_s == 0.0
+
+
+# Seen failing: late after five times what such steps took, and at once after the compilation.
+def test_a_kernel_that_is_compiled_while_serving_may_take_as_long_as_a_first_step(caplog):
+    """A stand-in has the hooks of triton.knobs.runtime, which Triton calls around a compilation."""
+    time, runtime = Time(), SimpleNamespace(jit_cache_hook=None, jit_post_compile_hook=None)
+    clock = StepClock(time, first_step_s=60.0)
+    clock.compiles.watch(runtime)
+    clock.launched(_batch(1))
+    time.now += 1.0
+    clock.finished()
+    clock.launching(_batch(2))
+    time.now += 4.0
+    told = {"key": "", "repr": "", "fn": SimpleNamespace(name="rope"), "compile": {}}
+    assert not runtime.jit_cache_hook(**told)  # True: Triton does not compile it
+    time.now += 59.0
+    assert clock.reading.late_s(time.now) == 0.0
+    time.now += 2.0
+    assert clock.reading.late_s(time.now) == pytest.approx(1.0)  # a compiler that hangs is found
+    runtime.jit_post_compile_hook(**told)
+    assert clock.reading.late_s(time.now) == 0.0
+    time.now += 6.0
+    assert clock.reading.late_s(time.now) == pytest.approx(1.0)
+    assert clock.compiles.gauges() == {
+        "total_kernels_compiled": 1.0,
+        "total_kernel_compile_seconds": 61.0,
+    }
+    (record,) = caplog.records
+    assert "kernel=rope" in record.getMessage() and "61" in record.getMessage()
+
+
+def test_the_hooks_are_those_of_triton():
+    """Triton calls them by these names."""
+    assert {"jit_cache_hook", "jit_post_compile_hook"} <= {*dir(triton.knobs.runtime)}
 
 
 def test_an_operation_on_the_engine_thread_may_take_as_long_as_a_first_step():

@@ -4,7 +4,8 @@ the engine makes any progress.
 Progress is a turn of the loop, a launch that begins or is done, the end of a step. The engine is
 late once it has made none for longer than the step under way may take: five times what such steps
 took before, or `first_step_s` while no step of its kind has ended, since kernels may be compiled
-then. With no step under way nothing may take long: the engine is late from its last progress on.
+then. A kernel that is compiled meanwhile may take `first_step_s`, too, and its end is progress.
+With no step under way nothing may take long: the engine is late from its last progress on.
 
 Written by the engine thread, read by any other: one immutable record is replaced at a time.
 """
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from common.engine.loop.compiles import Compiles
 from common.engine.loop.step_meter import StepMeter
 from common.engine.rows.batch import ForwardMode, ScheduleBatch
 
@@ -65,8 +67,9 @@ class StepClock:
         """
         Args:
             first_step_s: longest time that a step may take while none of its kind has ended, and
-                that an operation may take.
+                that an operation or the compilation of a kernel may take.
         """
+        self.compiles = Compiles(now)
         self._first_step_s = first_step_s
         self._now = now
         self._launching: ScheduleBatch | None = None
@@ -148,6 +151,9 @@ class StepClock:
                 expected_s = self._expected(batch)
                 longest_s = self._first_step_s if expected_s is None else PATIENCE * expected_s
                 allowed_s = max(allowed_s, longest_s)
+        moved_at = max(moved.at, self.compiles.ended_at)
+        if (began := self.compiles.began) is not None:
+            allowed_s = max(allowed_s, began - moved_at + self._first_step_s)
         under_way = moved.under_way
         return StepReading(
             step=moved.step if under_way is None else under_way.step,
@@ -155,7 +161,7 @@ class StepClock:
             expected_s=(self._expected(under_way) or 0.0) if under_way else 0.0,
             finished=moved.finished,
             turns=moved.turns,
-            moved_at=moved.at,
+            moved_at=moved_at,
             allowed_s=allowed_s,
         )
 
