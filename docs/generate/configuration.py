@@ -1,73 +1,114 @@
-"""Every knob of every program, from the records that hold them."""
+"""Generates the configuration reference from the records in common/config."""
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from common.config import DecodeConfig, PrefillConfig, RouterConfig
+from common.settings import ENV_PREFIX, SHORT_NAMES
 
-_PROGRAMS = {
-    "Router": RouterConfig,
-    "Prefill node": PrefillConfig,
-    "Decode node": DecodeConfig,
+_COMPONENTS = {
+    "router": ("Router", RouterConfig),
+    "prefill": ("Prefill node", PrefillConfig),
+    "decode": ("Decode node", DecodeConfig),
 }
-_HEAD = """# Configuration
+_HEAD = """# Configuration reference
 
-Each knob can be set in three ways. A flag goes before an environment variable, and that before the
-file given with `--config`.
+Each setting can be given in three ways. A flag overrides an environment variable. A variable
+overrides the file that `--config` names.
 
-| | |
+| source | example |
 |---|---|
 | flag | `--engine.cache.page-size 32` |
-| environment | `BATON_ENGINE__CACHE__PAGE_SIZE=32` |
+| environment variable | `BATON_ENGINE__CACHE__PAGE_SIZE=32` |
 | file | `engine: {cache: {page_size: 32}}` |
 
-A flag such as `--no-engine.cuda-graphs` switches off what is `True`; the other two say `false`.
+A flag such as `--no-engine.cuda-graphs` switches off a setting that is `True` by default. In a
+variable or file write `false`. A wrong value ends the process with exit code 2 and one line. The
+line names the flag, variable or file entry.
+
+Each row has an anchor: `#router-policy`, `#decode-engine-cache-page-size`.
 """
 
 
 def page() -> str:
     parts = [_HEAD]
-    for title, record in _PROGRAMS.items():
-        parts.append(f"\n## {title}\n\n| flag | default | |\n|---|---|---|\n")
-        parts += [_row(knob) for knob in _knobs(record, PydanticUndefined, "")]
+    for component, (title, record) in _COMPONENTS.items():
+        parts.append(f"\n## {title}\n")
+        parts += _group(record, PydanticUndefined, component, "")
     return "".join(parts)
 
 
-class _Knob(NamedTuple):
-    path: str
-    default: object
-    about: str
-
-
-def _knobs(record: type[BaseModel], defaults: object, prefix: str) -> Iterator[_Knob]:
-    """Fields that are no records themselves; a record's own ones come first.
+def _group(record: type[BaseModel], defaults: object, component: str, prefix: str) -> Iterator[str]:
+    """Yield the table of a record's own settings, then the tables of its nested records.
 
     Args:
-        defaults: what the whole record is by default, if it has one: a node's port, say, is the
-            default of its front and not of the field.
+        defaults: the default of the whole record, if it has one. A node's port, for example, is
+            a default of its `front` and not of the field.
     """
-    nested: list[tuple[type[BaseModel], object, str]] = []
+    schema = record.model_json_schema()
+    nested, rows = [], []
     for name, field in record.model_fields.items():
         default = getattr(defaults, name, field.default)
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):
-            nested.append((kind, default, f"{prefix}{name}."))
+            nested.append((kind, default, component, f"{prefix}{name}."))
         else:
-            yield _Knob(prefix + name, default, field.description or "")
+            about = (field.description or "").replace("|", "\\|")
+            names = _names(component, prefix + name)
+            type_ = _type(schema["properties"][name])
+            rows.append(f"| {names} | {type_} | {_default(default)} | {about} |\n")
+    if prefix:
+        path = prefix.removesuffix(".")
+        yield f"\n### {component}: {path} {{#{_anchor(component, path)}}}\n"
+    if rows:
+        yield "\n| setting | type and choices | default | description |\n|---|---|---|---|\n"
+        yield from rows
     for inner in nested:
-        yield from _knobs(*inner)
+        yield from _group(*inner)
 
 
-def _row(knob: _Knob) -> str:
-    flag = knob.path.replace("_", "-")
-    about = knob.about.replace("|", "\\|")
-    return f"| `--{flag}` | {_default(knob.default)} | {about} |\n"
+def _anchor(component: str, path: str) -> str:
+    return f"{component}-{path}".replace(".", "-").replace("_", "-")
+
+
+def _names(component: str, path: str) -> str:
+    """Return the anchor, the flag, its short name and the environment variable of a setting."""
+    flag = path.replace("_", "-")
+    short = f" or `--{SHORT_NAMES[flag]}`" if flag in SHORT_NAMES else ""
+    variable = ENV_PREFIX + path.upper().replace(".", "__")
+    return f'<a id="{_anchor(component, path)}"></a>`--{flag}`{short}<br>`{variable}`'
+
+
+def _type(schema: Mapping[str, Any]) -> str:
+    match schema:
+        case {"anyOf": options}:
+            return next(_type(option) for option in options if option.get("type") != "null")
+        case {"enum": values}:
+            return ", ".join(f"`{value}`" for value in values)
+        case {"type": "array", "items": items}:
+            return f"list of {_type(items)}"
+        case {"format": "path"}:
+            return "path"
+        case {"type": kind}:
+            return str(kind) + _range(schema)
+    raise ValueError(f"a setting of an unknown type: {schema}")
+
+
+def _range(schema: Mapping[str, Any]) -> str:
+    bounds = {
+        "minimum": "at least",
+        "exclusiveMinimum": "above",
+        "maximum": "at most",
+        "exclusiveMaximum": "below",
+    }
+    said = [f"{words} {schema[key]:g}" for key, words in bounds.items() if key in schema]
+    return ", ".join(["", *said])
 
 
 def _default(value: object) -> str:
     if value is PydanticUndefined:
         return "required"
-    return "" if value in (None, ()) else f"`{value}`"
+    return "unset" if value in (None, (), "") else f"`{value}`"

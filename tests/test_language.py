@@ -1,0 +1,106 @@
+"""The pages of docs/ and the README follow the language rules: a ratchet over the count of a page.
+
+`python -m tests.test_language PAGE...` lists what breaks a rule. With `--record` it writes the
+counts of all pages into language.json. A count may fall and must not rise.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+COUNTS = ROOT / "tests" / "language.json"
+LONGEST = 35  # words of a sentence
+WORDS = re.compile(
+    r"\b(told|tells?|let in|goes? on|going on|went on|anew|besides|heed(?:s|ed)?|mend(?:s|ed)?"
+    r"|dawdles?|as ever|is none|whosesoever|whoever|somebody|nobody|anybody|he|his|him"
+    r"|beats?|knobs?|programs?|strangers?|misfits?|is over|are over)\b",
+    re.IGNORECASE,
+)
+_FENCE = re.compile(r"^( *)(```+).*?^\1\2[^\n]*$", re.MULTILINE | re.DOTALL)
+_DELIMITERS = re.compile(r"^\s*\|[\s|:-]+\|\s*$")
+_MARKS = re.compile(r"^\s*(?:[-*+]|\d+\.|#+|>|!!!\s\w+|===)\s+")
+
+
+def _paragraphs(text: str) -> Iterator[str]:
+    """Yield paragraphs, items of lists and cells of tables, without code and addresses."""
+    text = _FENCE.sub("\n\n", text)
+    text = re.sub(r"`[^`]*`", "code", text)
+    text = re.sub(r"\]\([^)]*\)", "]", text)
+    text = re.sub(r"<[^>]+>", "", text)
+    paragraph: list[str] = []
+    for line in [*text.splitlines(), ""]:
+        is_row = line.lstrip().startswith("|")
+        if not line.strip() or is_row or _MARKS.match(line):
+            yield " ".join(paragraph)
+            paragraph = []
+        if is_row:
+            yield from line.strip().strip("|").split("|")
+        else:
+            paragraph.append(_MARKS.sub("", line).strip())
+    yield " ".join(paragraph)
+
+
+def broken_rules(text: str) -> Iterator[str]:
+    """Yield a line for each word, sentence, semicolon and table that breaks a rule."""
+    for paragraph in _paragraphs(text):
+        yield from (
+            f"word: {found[0]!r} in {paragraph[:60]!r}" for found in WORDS.finditer(paragraph)
+        )
+        yield from (f"semicolon: {paragraph[:80]!r}" for _ in range(paragraph.count(";")))
+        for sentence in re.split(r"(?<=[.!?:])\s+", paragraph):
+            if (length := len(sentence.split())) > LONGEST:
+                yield f"sentence of {length} words: {sentence[:80]!r}"
+    lines = _FENCE.sub("\n", text).splitlines()
+    for above, line in pairwise(lines):
+        if _DELIMITERS.match(line) and any(
+            not cell.strip() for cell in above.strip()[1:-1].split("|")
+        ):
+            yield f"table without a header: {above!r}"
+
+
+def _name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_a_page_breaks_no_more_language_rules_than_before(page: Path) -> None:
+    found = list(broken_rules(page.read_text()))
+    assert len(found) <= json.loads(COUNTS.read_text()).get(_name(page), 0), "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "text, count",
+    [
+        ("The router rejects requests. `a; b` is code.", 0),
+        ("Nobody is told; it goes on.", 4),
+        ("word " * 36, 1),
+        ("| a | b |\n|---|---|\n| 1 | 2 |\n", 0),
+        ("| a | |\n|---|---|\n| 1 | 2 |\n", 1),
+        ("```sh\ntell; tell\n```\n", 0),
+        ("- " + "word " * 30 + "\n- " + "word " * 30, 0),
+    ],
+)
+def test_a_broken_rule_is_found(text: str, count: int) -> None:
+    assert len(list(broken_rules(text))) == count
+
+
+def main(arguments: list[str]) -> None:
+    if arguments == ["--record"]:
+        counts = {_name(page): len(list(broken_rules(page.read_text()))) for page in PAGES}
+        counted = {name: count for name, count in counts.items() if count}
+        COUNTS.write_text(json.dumps(counted, indent=1) + "\n")
+        return
+    for page in arguments:
+        for line in broken_rules(Path(page).read_text()):
+            print(f"{page}: {line}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
