@@ -121,7 +121,7 @@ def test_it_serves_the_demo_model_answers_a_sample_and_ends_without_a_trace(run,
     assert not [pid for pid in children.values() if runs(pid)]
 
 
-# "What listens" in docs/tls.md. Seen failing with "tcp" among the transports of agents: two more of
+# "Sockets" in docs/tls.md. Seen failing with "tcp" among the transports of agents: two more of
 # each engine, one of them on all interfaces.
 def _run(line: str) -> str:
     """What a shell prints for it."""
