@@ -50,7 +50,7 @@ lint: $(TESTS)
 	$(BIN)/lint-imports
 
 docs: $(TESTS)
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build # --quiet would hide warnings from `strict`
 
 format: $(TESTS)
 	$(BIN)/ruff format --quiet

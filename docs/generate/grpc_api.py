@@ -16,13 +16,23 @@ from google.protobuf.descriptor_pb2 import (
 )
 
 ROOT = Path(__file__).parents[2]
-# In the order of who calls: clients, operators, routers, decode nodes.
-FILES = ("router", "sampling", "node", "decode", "pooling", "kvtransfer")
+# Ordered by caller: clients, operators, routers, decode nodes. Then the messages that several use.
+FILES = (
+    "router",
+    "sampling",
+    "node",
+    "decode",
+    "pooling",
+    "kvtransfer",
+    "images",
+    "prefixes",
+    "last_words",
+)
 _HEAD = """# gRPC API
 
-Every program has reflection and the health service on: `grpcurl -plaintext HOST:PORT list`. What
-clients need is the service Router; the others are between the programs, and where there is a
-[cluster secret](tls.md#the-cluster-secret) they and a node's reflection take a token.
+Every component has reflection and the health service: `grpcurl -plaintext HOST:PORT list`. Clients
+need only the service Router. The other services connect the components. With a
+[cluster secret](../tls.md#cluster-secret) their callers, and reflection on a node, need a token.
 """
 # Field numbers in descriptor.proto, of which the paths of comments are made.
 _MESSAGE, _ENUM, _SERVICE = 4, 5, 6
@@ -47,7 +57,7 @@ def _file(file: FileDescriptorProto) -> Iterator[str]:
         tuple(place.path): _sentence(place.leading_comments or place.trailing_comments)
         for place in file.source_code_info.location
     }
-    # The comment above `syntax` is about the file.
+    # The comment above `syntax` describes the file.
     syntax = file.source_code_info.location
     head = next((_sentence(place.leading_comments) for place in syntax if place.path == [12]), "")
     yield f"\n## {file.name}\n\n{head}\n"
@@ -63,7 +73,7 @@ def _service(
     service: ServiceDescriptorProto, path: _Path, about: dict[_Path, str]
 ) -> Iterator[str]:
     yield f"\n### service {service.name}\n\n{about.get(path, '')}\n\n"
-    yield "| method | takes | returns | |\n|---|---|---|---|\n"
+    yield "| method | request | response | description |\n|---|---|---|---|\n"
     for index, method in enumerate(service.method):
         takes = _stream(method.client_streaming) + _link(method.input_type)
         returns = _stream(method.server_streaming) + _link(method.output_type)
@@ -76,14 +86,14 @@ def _message(message: DescriptorProto, path: _Path, about: dict[_Path, str]) -> 
     if not message.field:
         return
     entries = {nested.name: nested for nested in message.nested_type if nested.options.map_entry}
-    yield "| field | type | |\n|---|---|---|\n"
+    yield "| field | type | description |\n|---|---|---|\n"
     for index, field in enumerate(message.field):
         kind, told = _field(field, entries), about.get((*path, _MEMBER, index), "")
         yield f"| `{field.name}` = {field.number} | {kind} | {told} |\n"
 
 
 def _enum(enum: EnumDescriptorProto, path: _Path, about: dict[_Path, str]) -> Iterator[str]:
-    yield f"\n### {enum.name}\n\n{about.get(path, '')}\n\n| value | |\n|---|---|\n"
+    yield f"\n### {enum.name}\n\n{about.get(path, '')}\n\n| value | description |\n|---|---|\n"
     for index, value in enumerate(enum.value):
         yield f"| `{value.name}` = {value.number} | {about.get((*path, _MEMBER, index), '')} |\n"
 

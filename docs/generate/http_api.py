@@ -9,16 +9,18 @@ from router.api.dialect import harmless
 
 _HEAD = """# HTTP API
 
-The router speaks OpenAI's API on port 8000. The same as an OpenAPI document is at `/openapi.json`
-of every router.
+The router serves the OpenAI API on port 8000. It also serves this reference as an OpenAPI document
+at `/openapi.json`.
 
-A field that is not heeded is refused by name, and never dropped without a word: status 400, with a
-sentence that names all of them and `param` the first. Three kinds are taken all the same: whatever
-is null, an empty text or an empty list; fields that
-[change no answer](#fields-that-change-no-answer); and values that ask for
-[what happens anyway](#fields-that-are-not-supported). With `--ignore-unknown-fields` a field that
-is on none of these lists is taken as if it were not there; those that are not supported are refused
-all the same. gRPC needs no such rule: its messages are typed.
+A field that Baton does not support is rejected: status 400, a sentence that names all such fields,
+and `param` with the first. Baton never drops a field silently. Three kinds are accepted anyway:
+
+- null, an empty text and an empty list
+- fields that [change no response](#fields-that-change-no-response)
+- values that request [the default behaviour](#fields-that-are-not-supported)
+
+With `--ignore-unknown-fields` the router ignores other fields that it does not know or support.
+gRPC needs no such rule, because its messages are typed.
 """
 
 
@@ -33,21 +35,23 @@ def page() -> str:
     parts += _unsupported()
     parts.append("\n## Records\n")
     for name, schema in document["components"]["schemas"].items():
-        parts.append(f"\n### {_short(name)}\n\n{schema.get('description', '')}\n\n")
+        parts.append(
+            f"\n### {_short(name)} {{#{_anchor(name)}}}\n\n{schema.get('description', '')}\n\n"
+        )
         parts += _table(schema)
     return "".join(parts)
 
 
 def _ignored() -> Iterator[str]:
-    yield "\n## Fields that change no answer\n\nTaken, whatever they say.\n\n"
-    yield "| field | |\n|---|---|\n"
+    yield "\n## Fields that change no response\n\nEvery value is accepted.\n\n"
+    yield "| field | reason |\n|---|---|\n"
     for name, why in harmless.IGNORED.items():
         yield f"| `{name}` | {why} |\n"
 
 
 def _unsupported() -> Iterator[str]:
     yield (
-        "\n## Fields that are not supported\n\nBeside each are the values that change nothing. "
+        "\n## Fields that are not supported\n\nThe table has the values that change nothing. "
         "Other values of a *hint* are ignored, and named in the header `baton-ignored-fields`. "
         "Other values of any other field are rejected.\n\n"
     )
@@ -66,15 +70,15 @@ def _operation(title: str, operation: Mapping[str, Any]) -> Iterator[str]:
     yield f"\n## {title}\n\n{operation['summary']}\n\n"
     if body := operation.get("requestBody"):
         record = body["content"]["application/json"]["schema"]
-        yield f"Takes {_kind(record)}.\n\n"
-    yield "| status | |\n|---|---|\n"
+        yield f"Request body: {_kind(record)}.\n\n"
+    yield "| status | meaning |\n|---|---|\n"
     for status, response in operation["responses"].items():
         yield f"| {status} | {response['description']} |\n"
 
 
 def _table(schema: Mapping[str, Any]) -> Iterator[str]:
     required = schema.get("required", ())
-    yield "| field | type | |\n|---|---|---|\n"
+    yield "| field | type | description |\n|---|---|---|\n"
     for name, field in schema.get("properties", {}).items():
         mark = " (required)" if name in required else ""
         yield f"| `{name}` | {_kind(field)} | {field.get('description', '')}{mark} |\n"
@@ -83,8 +87,7 @@ def _table(schema: Mapping[str, Any]) -> Iterator[str]:
 def _kind(schema: Mapping[str, Any]) -> str:
     match schema:
         case {"$ref": reference}:
-            name = _short(reference)
-            return f"[{name}](#{name.lower()})"
+            return f"[{_short(reference)}](#{_anchor(reference)})"
         case {"anyOf": options}:
             kinds = dict.fromkeys(_kind(option) for option in options if _kind(option) != "null")
             return " or ".join(kinds)
@@ -105,3 +108,7 @@ def _kind(schema: Mapping[str, Any]) -> str:
 def _short(reference: str) -> str:
     """ "#/components/schemas/router.openai.chat.Choice" -> "chat.Choice"."""
     return ".".join(reference.rpartition("/")[2].split(".")[-2:])
+
+
+def _anchor(reference: str) -> str:
+    return _short(reference).lower().replace(".", "-")
