@@ -43,6 +43,7 @@ def _command(name: str) -> Iterator[str]:
         yield from _options(parts[command.first[0]] if parts else parser)
         return
     yield from _options(parser)
+    yield f"\n{parser.epilog or ''}\n"
     for part, below in parts.items():
         yield f"\n### baton {name} {part}\n\n"
         yield from _options(below)
