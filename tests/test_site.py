@@ -6,7 +6,9 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from docs.generate import hooks
+from cli.main import COMMANDS
+from common.config import DecodeConfig, PrefillConfig, RouterConfig
+from docs.generate import commands, configuration, hooks
 from tests.support.programs import ROOT
 
 DOCS = ROOT / "docs"
@@ -36,3 +38,43 @@ def test_no_line_of_a_paragraph_begins_like_an_item_of_a_list(page):
     for number in re.findall(r"^ {0,3}(\d+)\. ", page.read_text(), re.MULTILINE):
         assert int(number) in (1, numbers[-1] + 1), f"a line begins with `{number}. `"
         numbers.append(int(number))
+
+
+def test_a_setting_has_its_anchor_names_choices_default_and_description():
+    row = next(line for line in configuration.page().splitlines() if 'id="decode-mode"' in line)
+    assert "`--mode`<br>`BATON_MODE`" in row
+    assert "| `disaggregated`, `colocated` | `disaggregated` | colocated: prefill here" in row
+
+
+def test_every_setting_of_every_component_is_in_the_configuration_reference():
+    anchors = re.findall(r'<a id="([a-z0-9-]+)">', configuration.page())
+    assert len(anchors) == len(set(anchors)) > 200
+    records = {"router": RouterConfig, "prefill": PrefillConfig, "decode": DecodeConfig}
+    for component, record in records.items():
+        for name in record.model_fields:
+            own = f"{component}-{name.replace('_', '-')}"
+            assert any(anchor == own or anchor.startswith(f"{own}-") for anchor in anchors)
+
+
+def test_the_cli_reference_has_every_command_with_its_options():
+    parts = dict(re.findall(r"^## baton (\S+)\n(.*?)(?=^## |\Z)", commands.page(), re.M | re.S))
+    assert list(parts) == list(COMMANDS)
+    assert all("| `" in part or "configuration.md#" in part for part in parts.values())
+    assert "| `--exit-on-death` |" in parts["up"] and "### baton bench load" in parts["bench"]
+
+
+def test_pages_of_benchmarks_and_designs_are_in_the_navigation():
+    config = SimpleNamespace(nav=[], docs_dir=str(DOCS))
+    hooks.on_config(config)
+    found = [page for section in config.nav for pages in section.values() for page in pages]
+    assert sorted(found) == sorted(
+        str(page.relative_to(DOCS))
+        for folder in ("benchmarks", "design")
+        for page in (DOCS / folder).glob("*.md")
+    )
+    assert found[0] == "benchmarks/index.md"
+
+
+def test_a_warning_of_the_site_generator_fails_make_docs():
+    # Seen passing over broken links: `--quiet` hides warnings, and then `strict` counts none.
+    assert "mkdocs build --quiet" not in (ROOT / "Makefile").read_text()
