@@ -14,6 +14,8 @@ from mkdocs.utils import get_relative_url
 
 from docs.generate import commands, configuration, grpc_api, http_api
 
+# Folders whose pages are in the navigation without being named in mkdocs.yml.
+_FOLDERS = {"Benchmarks": "benchmarks", "Design": "design"}
 _PAGES = {
     "reference/cli.md": commands.page,
     "reference/configuration.md": configuration.page,
@@ -21,21 +23,10 @@ _PAGES = {
     "reference/http.md": http_api.page,
 }
 _ICON = Path(__file__).parents[2] / "router" / "api" / "page" / "icon.svg"
-# Folders whose pages are in the navigation without being named in mkdocs.yml.
-_FOLDERS = {"Benchmarks": "benchmarks", "Design": "design"}
 # The theme would load it from a public host, unless it finds it in the page.
 _DRAWS = "assets/mermaid-11.17.2.min.js"
-# A file or folder of the repository that is not a page. The link works where the code is.
-_LINK_TO_CODE = re.compile(r"\[([^\]]+)\]\(\.\./[^)]*\)")
-
-
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    assert config.nav is not None
-    docs = Path(config.docs_dir)
-    for title, folder in _FOLDERS.items():
-        pages = sorted((docs / folder).glob("*.md"), key=lambda page: (page.stem != "index", page))
-        config.nav.append({title: [str(page.relative_to(docs)) for page in pages]})
-    return config
+# A link that leaves docs/ works where the code is, and becomes plain text on the site.
+_UPWARD_LINK = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+)[^)]*\)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -45,11 +36,23 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, **_: object) -> str:
-    return _LINK_TO_CODE.sub(r"\1", markdown)
+def on_page_markdown(markdown: str, *, page: Page, **_: object) -> str:
+    depth = page.file.src_uri.count("/")
+    return _UPWARD_LINK.sub(
+        lambda link: link[1] if link[2].count("../") > depth else link[0], markdown
+    )
 
 
 def on_page_content(html: str, *, page: Page, **_: object) -> str:
     if 'class="mermaid"' not in html:
         return html
     return f'<script src="{get_relative_url(_DRAWS, page.url)}"></script>\n{html}'
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    assert config.nav is not None
+    docs = Path(config.docs_dir)
+    for title, folder in _FOLDERS.items():
+        pages = sorted((docs / folder).glob("*.md"), key=lambda page: (page.stem != "index", page))
+        config.nav.append({title: [str(page.relative_to(docs)) for page in pages]})
+    return config
