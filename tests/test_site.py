@@ -24,6 +24,20 @@ def test_what_draws_diagrams_is_part_of_the_site_and_on_pages_that_have_any(url,
     assert "<script" not in hooks.on_page_content("<p>graph</p>", page=page)
 
 
+@pytest.mark.parametrize(
+    "path, link, shown",
+    [
+        ("gpu.md", "[tests](../tests/engine/test_launches.py)", "tests"),
+        ("gpu.md", "[moves](moves.md)", "[moves](moves.md)"),
+        ("design/moves.md", "[moves](../moves.md)", "[moves](../moves.md)"),
+        ("design/moves.md", "[tests](../../tests/pair)", "tests"),
+    ],
+)
+def test_only_links_to_files_outside_of_docs_become_text(path, link, shown):
+    page = SimpleNamespace(file=SimpleNamespace(src_uri=path))
+    assert hooks.on_page_markdown(f"See {link}.", page=page) == f"See {shown}."
+
+
 def test_the_site_names_no_file_of_its_look_that_is_not_there():
     settings = yaml.load((ROOT / "mkdocs.yml").read_text(), yaml.BaseLoader)
     assert settings["theme"]["font"] == "false"  # the theme's own come from a public host
