@@ -2,7 +2,7 @@
 own books of departures: source and target never both run it, what joins is whole, and what can move
 no more is at rest. One pair; then nodes that have both ends: a request that moves on from where it
 has moved to, or back, or is wanted by two, and two nodes that give each other what they run.
-docs/moves.md has the rules, and what is seen here without each.
+docs/design/live-migration.md has the rules, and what is seen here without each.
 """
 
 import pytest

@@ -2,7 +2,7 @@
 ends, loans, fetches and trees: no tree ever has what is not the KV of its tokens, no page is let go
 while it may be read, and what can move no more is at rest, every prompt computed. One node reads
 from another, or from two; or each of two reads what the other has.
-docs/prefix-sharing.md has the rules, and what is seen here without each.
+docs/design/prefix-sharing.md has the rules, and what is seen here without each.
 """
 
 import pytest
