@@ -1,6 +1,6 @@
 """Who reaches which port of a pod, by network policies: those whom the guide names alone.
 
-The guide's table "Who reaches which port" is the rule, which policies are held against.
+The guide's table "Port access" is the rule, which policies are held against.
 """
 
 import copy
@@ -40,7 +40,7 @@ WHO = {
 
 def _documented():
     """By the name of a port: its number, and the peers that are let in."""
-    table = GUIDE.read_text().split("### Who reaches which port\n")[1].split("\n### ")[0]
+    table = GUIDE.read_text().split("### Port access\n")[1].split("\n### ")[0]
     found = {}
     for ports, who in re.findall(r"^\| (`.+?) \|.*\| (.+) \|$", table, re.M):
         peers = [peer for word in who.split(", ") for peer in WHO[word]]
