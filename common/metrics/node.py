@@ -43,10 +43,10 @@ PATHS = ("nvlink", "cuda_ipc", "rdma", "cma", "tcp")
 REJECTED = Declared(
     "baton_node_rejected",
     "counter",
-    "Requests, or hand-offs, that this node would not take, or not go on with; late: its queue is "
-    "longer than they may wait, dropped: they have waited so long and nothing was computed, "
-    "adapter: their adapter is not loaded, paused: the node is, weights: it has others than who "
-    "asks.",
+    "Total requests or hand-offs that this node rejected or stopped. Late: the queue is longer "
+    "than their wait limit. Dropped: that limit expired before any computation. Adapter: their "
+    "adapter is not loaded. Paused: the node is paused. Weights: the consumer has another "
+    "weight version.",
     {
         "reason": (
             *("invalid", "draining", "overloaded", "late", "dropped", "deadline"),
@@ -54,24 +54,26 @@ REJECTED = Declared(
         )
     },
 )
-STREAMS = Declared("baton_streams", "gauge", "Open streams.", {"kind": ("router", "pair")})
+STREAMS = Declared("baton_streams", "gauge", "Current open streams.", {"kind": ("router", "pair")})
 STREAM_ENDS = Declared(
-    "baton_stream_ends", "counter", "Streams that are over.", {"kind": ("router", "pair")}
+    "baton_stream_ends", "counter", "Total closed streams.", {"kind": ("router", "pair")}
 )
 CUT_OFF = Declared(
-    "baton_streams_cut_off", "counter", "Streams ended because the other side did not read."
+    "baton_streams_cut_off", "counter", "Total streams closed because the peer did not read."
 )
 PAIRINGS = Declared(
     "baton_pairings",
     "counter",
-    "Attempts to pair with a node to read from, by how they ended.",
+    "Total attempts to pair with a node to read from, by result.",
     {"outcome": ("up", "refused", "failed")},
 )
-STATE = Declared("baton_node_state", "gauge", "1 for the state of the node.", {"state": STATES})
+STATE = Declared(
+    "baton_node_state", "gauge", "1 for the current state of the node, else 0.", {"state": STATES}
+)
 SILENCE = Declared(
     "baton_engine_silence_seconds",
     "gauge",
-    "Seconds since the engine made progress, beyond what its step under way may take.",
+    "Seconds without progress of the engine, beyond what its running step may take.",
 )
 
 # Of the engine -----------------------------------------------------------------------------------
@@ -79,42 +81,47 @@ SILENCE = Declared(
 PAGES = Declared(
     "baton_kv_pages",
     "gauge",
-    "KV pages by holder, which together are the pool; one with several holders counts for the "
-    "first of request, step, read, publication, copy (to a tier below, or from there), cache.",
+    "Current KV pages by holder. They add up to the pool. A page with several holders counts "
+    "for the first of request, step, read, publication, copy (to or from an offload tier) and "
+    "cache.",
     {"holder": HOLDERS},
 )
-HOST_PAGES = Declared("baton_host_kv_pages", "gauge", "Host pages that retracted requests fill.")
+HOST_PAGES = Declared(
+    "baton_host_kv_pages", "gauge", "Current host pages used by retracted requests."
+)
 QUEUE = Declared(
     "baton_queue_requests",
     "gauge",
-    "Requests in each queue of the engine; on_device: in the chunk or the running batch.",
+    "Current requests in each queue of the engine. The queue on_device has those in the current "
+    "chunk or the running batch.",
     {"queue": QUEUES},
     sparse=True,
 )
 WAITING = Declared(
     "baton_queued_requests",
     "gauge",
-    "Requests that wait to be computed here, and on a decode node for pages, by priority: below 0, "
-    "0, above.",
+    "Current requests that wait for computation on this node, or for pages on a decode node, by "
+    "priority: below 0, 0, above 0.",
     {"priority": CLASSES},
 )
 QUEUED = Declared(
     "baton_queued_seconds",
     "gauge",
-    "Until what waits now is through, as far as is known: prompts to be computed here, and on a "
-    "decode node requests for pages.",
+    "Estimated seconds until the waiting requests are served: prompts to be computed here, and "
+    "requests for pages on a decode node.",
     {"queue": ("prompts", "pages")},
     sparse=True,
 )
 TOKEN_SECONDS = Declared(
     "baton_prompt_token_seconds",
     "gauge",
-    "That a prompt token has taken here lately, cached or not, while prompts waited; 0: not known.",
+    "Recent time of a prompt token in seconds, cached or not, while prompts waited. 0: unknown.",
 )
 STEP_SECONDS = Declared(
     "baton_step_seconds",
     "histogram",
-    "A step's time on the device: end of the step before, or launch, -> its result is here.",
+    "Time of a step on the device in seconds, from the end of the previous step, or its launch, "
+    "to its result.",
     {"mode": MODES},
     bounds.STEP_S,
 )
@@ -128,296 +135,313 @@ BATCH_REQUESTS = Declared(
 BATCH_TOKENS = Declared(
     "baton_batch_tokens",
     "histogram",
-    "Tokens computed in a step that has prompts, or drafts.",
+    "Tokens computed in a step with prompts or drafts.",
     {"mode": ("extend", "mixed", "verify")},
     bounds.BATCH_TOKENS,
 )
 WAITED = Declared(
     "baton_engine_waited_seconds",
     "counter",
-    "Time that the engine thread waited: for the device, or idle for work.",
+    "Total time in seconds that the engine thread waited for the device, or for work.",
     {"on": ("device", "work")},
 )
 THREAD_CPU = Declared(
     "baton_engine_thread_cpu_seconds",
     "counter",
-    "CPU time of the engine thread: scheduling, launching, finishing.",
+    "Total CPU time of the engine thread in seconds: scheduling, launching, finishing.",
 )
 ENGINE_CPU = Declared(
-    "baton_engine_cpu_seconds", "counter", "CPU time of the engine process, all threads."
+    "baton_engine_cpu_seconds",
+    "counter",
+    "Total CPU time of all threads of the engine process in seconds.",
 )
 SELF_CHECKS = Declared(
     "baton_self_checks",
     "counter",
-    "Times that an idle engine found every page and slot accounted for; else it ends.",
+    "Total leak checks of an idle engine that found every page and slot accounted for. A failed "
+    "check ends the engine.",
 )
 PROMPT_TOKENS = Declared(
-    "baton_prompt_tokens", "counter", "Prompt tokens of requests admitted to be prefilled here."
+    "baton_prompt_tokens", "counter", "Total prompt tokens of requests admitted for prefill here."
 )
 CACHED_TOKENS = Declared(
-    "baton_cached_tokens", "counter", "Of these, those whose KV the prefix cache had."
+    "baton_cached_tokens",
+    "counter",
+    "Total tokens of baton_prompt_tokens_total whose KV was in the prefix cache.",
 )
-SAMPLED_TOKENS = Declared("baton_sampled_tokens", "counter", "Tokens sampled on this node.")
-FINISHED = Declared("baton_finished_requests", "counter", "Requests that have left the scheduler.")
+SAMPLED_TOKENS = Declared("baton_sampled_tokens", "counter", "Total tokens sampled on this node.")
+FINISHED = Declared(
+    "baton_finished_requests", "counter", "Total requests that have left the scheduler."
+)
 DEADLINES = Declared(
-    "baton_deadlines", "counter", "Requests whose total budget was spent in the scheduler."
+    "baton_deadlines", "counter", "Total requests whose budget expired in the scheduler."
 )
 RETRACTIONS = Declared(
-    "baton_retractions", "counter", "Requests taken off the device for want of pages."
+    "baton_retractions", "counter", "Total requests retracted from the device for lack of pages."
 )
 RECOMPUTED = Declared(
-    "baton_recomputed", "counter", "Retracted requests whose KV had to be computed anew."
+    "baton_recomputed", "counter", "Total retracted requests whose KV was recomputed."
 )
 PREEMPTED = Declared(
     "baton_preempted",
     "counter",
-    "Requests taken off the device for one that is more urgent, by their own priority.",
+    "Total requests preempted by a more urgent one, by their own priority.",
     {"priority": CLASSES},
 )
 PAUSES = Declared(
     "baton_pauses",
     "counter",
-    "Times that generation was paused by an operator, by what was to become of requests.",
+    "Total pauses of generation by an operator, by mode.",
     {"mode": PAUSE_MODES},
 )
-WEIGHT_UPDATES = Declared(
-    "baton_weight_updates", "counter", "Times that other weights were put in place."
-)
+WEIGHT_UPDATES = Declared("baton_weight_updates", "counter", "Total updates of the weights.")
 WEIGHT_BYTES = Declared(
     "baton_weight_bytes",
     "counter",
-    "Bytes of weights that this node has read from others, and that others have read here.",
+    "Total bytes of weights that this node read from others (read) or provided to others (lent).",
     {"copy": ("read", "lent")},
 )
 WEIGHT_READS = Declared(
     "baton_weight_reads",
     "counter",
-    "Times that this node was to take another one's weights; held: all of them came, and are what "
-    "was wanted.",
+    "Total attempts to read the weights of another node. Held: all arrived and were correct. "
+    "Lost: the attempt failed.",
     {"outcome": ("held", "lost")},
 )
 WEIGHT_READ_SECONDS = Declared(
     "baton_weight_read_seconds",
     "counter",
-    "What that has taken in sum, with comparing them but without putting them in place.",
+    "Total time of these reads in seconds, including verification, without the update itself.",
 )
 MEMORY_AWAY = Declared(
     "baton_memory_away",
     "gauge",
-    "1 for each part of the node's memory that is given back to the system, as an operator had it.",
+    "1 for each part of the node's memory that an operator has released to the system, else 0.",
     {"part": MEMORY_TAGS},
 )
 DRAFT_TOKENS = Declared(
     "baton_draft_tokens",
     "counter",
-    "Tokens that were guessed and computed with the newest one; accepted: they were right, and one "
-    "step less each.",
+    "Total draft tokens computed with the newest token. Accepted: correct, and each saved one "
+    "step.",
     {"outcome": ("accepted", "rejected")},
 )
 PREDICTION_TOKENS = Declared(
     "baton_prediction_tokens",
     "counter",
-    "Of these, those of texts that clients had expected of their answers.",
+    "Total draft tokens from predictions that clients sent.",
     {"outcome": ("accepted", "rejected")},
 )
 VERIFIED_TOKENS = Declared(
     "baton_verified_tokens",
     "histogram",
-    "Tokens that a step gave a request of which some were guessed: those that were right, and one.",
+    "Tokens that a step with drafts yields for a request: the accepted drafts and one more.",
     {},
     bounds.RUN_TOKENS,
 )
 POOLED = Declared(
-    "baton_pooled_prompts", "counter", "Prompts that were computed for their vectors or scores."
+    "baton_pooled_prompts", "counter", "Total prompts computed for embeddings or scores."
 )
-ADAPTERS = Declared("baton_adapters", "gauge", "LoRA adapters in host memory.")
-ADAPTER_BYTES = Declared("baton_adapter_bytes", "gauge", "Host memory that they take.")
+ADAPTERS = Declared("baton_adapters", "gauge", "Current LoRA adapters in host memory.")
+ADAPTER_BYTES = Declared(
+    "baton_adapter_bytes", "gauge", "Current host memory of LoRA adapters in bytes."
+)
 ADAPTER_SLOTS = Declared(
-    "baton_adapter_slots_used", "gauge", "Slots of the device whose adapter requests have."
+    "baton_adapter_slots_used", "gauge", "Current device slots whose adapter is used by requests."
 )
-ADAPTER_FILLS = Declared("baton_adapter_fills", "counter", "Adapters copied into a slot.")
+ADAPTER_FILLS = Declared(
+    "baton_adapter_fills", "counter", "Total copies of an adapter into a slot."
+)
 KERNELS_COMPILED = Declared(
     "baton_kernels_compiled", "counter", "Total kernels that were compiled while serving."
 )
 KERNEL_COMPILE_SECONDS = Declared(
-    "baton_kernel_compile_seconds", "counter", "Time that compiling kernels took while serving."
+    "baton_kernel_compile_seconds", "counter", "Total time for these compilations in seconds."
 )
 ADAPTERS_EVICTED = Declared(
-    "baton_adapters_evicted", "counter", "Adapters that went from host memory to make room."
+    "baton_adapters_evicted", "counter", "Total adapters evicted from host memory."
 )
 IMAGES = Declared(
     "baton_images",
     "counter",
-    "Images that a chunk of a prompt had tokens of. Encoded: then; kept: their embeddings were "
-    "still there.",
+    "Total images with tokens in a chunk of a prompt. Encoded: the image was encoded for it. "
+    "Kept: its embeddings were still cached.",
     {"embeddings": ("encoded", "kept")},
 )
 IMAGE_SECONDS = Declared(
     "baton_image_encoding_seconds",
     "counter",
-    "Time that forwards took longer for encoding images; on a GPU, until that was launched.",
+    "Total extra time of forward passes for encoding images in seconds. On a GPU, the time to "
+    "launch that work.",
 )
-IMAGE_BYTES = Declared("baton_image_bytes", "gauge", "Embeddings of images that are kept.")
+IMAGE_BYTES = Declared(
+    "baton_image_bytes", "gauge", "Current size of cached image embeddings in bytes."
+)
 HANDOFFS = Declared(
     "baton_handoffs",
     "counter",
-    "Hand-offs by how they ended; held: the reader has everything. "
-    "Lost: on prefill nodes those of cancelled requests, and of answers of one token, too. "
-    "Failed: given up by the owner itself; each of those is lost as well.",
+    "Total hand-offs by result. Held: completed, the consumer has everything. Lost: failed. On "
+    "prefill nodes this includes cancelled requests and responses of one token. Failed: "
+    "cancelled by the producer, and also counted as lost.",
     {"outcome": ("held", "lost", "failed")},
 )
 
 # Of a decode node's engine -----------------------------------------------------------------------
 
-OPENED = Declared("baton_handoffs_opened", "counter", "Attempts at hand-offs.")
+OPENED = Declared("baton_handoffs_opened", "counter", "Total attempts at hand-offs.")
 RETRIES = Declared(
-    "baton_handoff_retries", "counter", "Of these, those after a lost one of the same request."
+    "baton_handoff_retries",
+    "counter",
+    "Total hand-off attempts after a failed one of the same request.",
 )
 HANDOFF_SECONDS = Declared(
     "baton_handoff_seconds",
     "histogram",
-    "Hand-off opened -> its pages are here and confirmed, the prefill included.",
+    "Time of a hand-off in seconds, from its opening until its pages are here and confirmed, "
+    "including the prefill.",
     bounds=bounds.HANDOFF_S,
 )
 HANDOFF_TOKENS = Declared(
     "baton_handoff_prompt_tokens",
     "counter",
-    "Tokens of hand-offs held, by where their KV was: in this node's cache, in the prefill "
-    "node's, or nowhere yet.",
+    "Total tokens of completed hand-offs by the source of their KV: this node's cache, the "
+    "prefill node's cache, or computed.",
     {"source": ("own_cache", "owner_cache", "computed")},
 )
-PAGES_READ = Declared("baton_kv_pages_read", "counter", "Pages of hand-offs held that were read.")
+PAGES_READ = Declared("baton_kv_pages_read", "counter", "Total pages read by completed hand-offs.")
 LOCAL_PREFILLS = Declared(
     "baton_local_prefills",
     "counter",
-    "Prompts that this decode node prefills itself: it is colocated; they are short; no "
-    "candidate is paired; all attempts are lost.",
+    "Total prompts that this decode node prefilled itself. Colocated: by configuration. Short: "
+    "below the configured length. Reason no_owner: no candidate is paired. Exhausted: all "
+    "attempts failed.",
     {"reason": ("colocated", "short", "no_owner", "exhausted")},
 )
 CANARIES = Declared(
     "baton_canaries",
     "counter",
-    "Nodes whose KV was tried when they were paired; wrong: answers were others than with this "
-    "node's own, and it is not used. Unknown: it could not be told, or not yet; the node is used, "
-    "unless it was wrong before.",
+    "Total canary checks of nodes at pairing. Wrong: responses differ from this node's own, and "
+    "the node is not used. Unknown: no result yet. The node is used, unless its last canary was "
+    "wrong.",
     {"outcome": ("right", "wrong", "unknown")},
 )
 READ_BYTES = Declared(
-    "baton_handoff_read_bytes", "counter", "Bytes read from other nodes.", {"path": PATHS}
+    "baton_handoff_read_bytes", "counter", "Total bytes read from other nodes.", {"path": PATHS}
 )
 READ_DESCRIPTORS = Declared(
     "baton_handoff_read_descriptors",
     "counter",
-    "Transfer descriptors of these reads: one a page.",
+    "Total transfer descriptors of these reads, one a page.",
     {"path": PATHS},
 )
 READ_SECONDS = Declared(
     "baton_handoff_read_seconds",
     "histogram",
-    "Time of one read, of the pages of one chunk.",
+    "Time of one read in seconds. A read has the pages of one chunk.",
     {"path": PATHS},
     bounds.READ_S,
 )
 READS_REFUSED = Declared(
     "baton_handoff_reads_refused",
     "counter",
-    "Reads that the owner refused: it does not publish these pages.",
+    "Total reads that the producer rejected because it does not publish these pages.",
     {"path": PATHS},
 )
 PAGES_COMPARED = Declared(
     "baton_handoff_pages_compared",
     "counter",
-    "Pages read whose checksum was compared with their owner's; wrong: it differed.",
+    "Total pages read whose checksum was compared with the producer's. Wrong: they differed.",
     {"outcome": ("right", "wrong")},
 )
 READS_IN_FLIGHT = Declared(
-    "baton_handoff_reads_in_flight", "gauge", "Reads given to links and not over."
+    "baton_handoff_reads_in_flight", "gauge", "Current reads submitted to links and not finished."
 )
 # By path and not by peer: addresses are no closed set. Describe tells each link.
 LINKS = Declared(
-    "baton_links", "gauge", "Usable links to nodes that this one reads from.", {"path": PATHS}
+    "baton_links",
+    "gauge",
+    "Current usable links to nodes that this node reads from.",
+    {"path": PATHS},
 )
 SLOWEST = Declared(
     "baton_slowest_link_bytes_per_second",
     "gauge",
-    "Speed of the slowest link of each path, as proved at pairing and measured since.",
+    "Rate of the slowest link of each path, as measured at pairing and since.",
     {"path": PATHS},
     sparse=True,
 )
 LINK_CHANGES = Declared(
     "baton_link_changes",
     "counter",
-    "Prefill nodes that became usable for this node, and that ceased to be.",
+    "Total prefill nodes that became usable for this node (up), or unusable (down).",
     {"change": ("up", "down")},
 )
 
 MOVES = Declared(
     "baton_node_moves",
     "counter",
-    "Requests that another decode node was to go on with while they ran; away: it does, refused: "
-    "they go on here. here: those that came.",
+    "Total live migrations of running requests. Away: completed, to another node. Refused: "
+    "failed, and the request stays. Here: arrived on this node.",
     {"outcome": ("away", "refused", "here")},
 )
 
 PROMPT_TOKEN_WAYS = Declared(
     "baton_prompt_token_ways",
     "counter",
-    "Tokens of prompts that were this node's to compute, by where their KV came from; fetched: "
+    "Total prompt tokens that this node had to provide, by the source of their KV. Fetched: "
     "read from another node's cache.",
     {"way": ("own", "fetched", "computed")},
 )
 FETCHES = Declared(
     "baton_prefix_fetches",
     "counter",
-    "Prefixes of prompts that another node was said to have; held: read. Lost: refused, or late. "
-    "Not tried: dearer than to compute it, no pages for it, no such node is paired.",
+    "Total prefixes that another node was expected to have. Held: fetched. Lost: rejected or "
+    "too late. Not tried: dearer means more expensive than computing. With no_room there were "
+    "no free pages. With unpaired no such node was paired.",
     {"outcome": ("held", "lost", "dearer", "no_room", "unpaired")},
 )
 LOANS = Declared(
     "baton_prefix_loans",
     "counter",
-    "Prefixes that other nodes wanted to read here; held: they have. Refused: there was no more of "
-    "it, or too much was lent.",
+    "Total prefixes that other nodes wanted to read here. Held: completed. Lost: failed. "
+    "Refused: the cache had no more of it, or too much was being exported.",
     {"outcome": ("held", "lost", "refused")},
 )
 FORGOTTEN = Declared(
     "baton_forgotten_prefixes",
     "counter",
-    "Prefixes whose KV made logits that are no numbers, and that the caches have forgotten; own: "
-    "in a request of this node. Asked: in one of a node that had read them here. Unheeded: the "
-    "same, asked too often, and not forgotten.",
+    "Total prefixes whose KV gave NaN or Inf logits. Own: invalidated after a request of this "
+    "node. Asked: invalidated for a node that had read them here. Unheeded: not invalidated, "
+    "because requests exceeded the rate limit.",
     {"cause": ("own", "asked", "unheeded")},
 )
 
 _TIERS = {"tier": ("host", "file")}
-TIER_PAGES = Declared(
-    "baton_tier_pages", "gauge", "Pages that are kept in a tier below the prefix cache.", _TIERS
-)
+TIER_PAGES = Declared("baton_tier_pages", "gauge", "Current pages in an offload tier.", _TIERS)
 TIER_TOKENS = Declared(
     "baton_tier_tokens",
     "counter",
-    "Tokens of prompts that were not computed, nor read from another node, because a tier below "
-    "the prefix cache had their KV; file: it alone had.",
+    "Total prompt tokens that an offload tier saved from being computed or read from another "
+    "node. File: no other tier had them.",
     _TIERS,
 )
 TIER_BYTES = Declared(
     "baton_tier_bytes",
     "counter",
-    "Bytes saved to host memory below the prefix cache, and brought back from there; written to "
-    "files below that, and read back.",
+    "Total bytes saved to host memory and brought back from it, or written to files and read back.",
     {"copy": ("saved", "brought", "written", "read")},
 )
 TIER_EVICTED = Declared(
     "baton_tier_evicted",
     "counter",
-    "Pages of tokens that went from a tier to make room.",
+    "Total pages of tokens evicted from an offload tier.",
     _TIERS,
 )
 TIER_FAULTS = Declared(
     "baton_tier_faults",
     "counter",
-    "Pages that could not be written to a file, for want of room or otherwise, or not be read; "
-    "damaged: what was read was not what had been written. They are computed anew.",
+    "Total pages that could not be written to a file (full, write) or read back. Damaged: the "
+    "content differs from what was written. They are recomputed.",
     {"fault": ("full", "write", "read", "damaged")},
 )
 

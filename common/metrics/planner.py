@@ -14,31 +14,31 @@ _ROLES = {"kind": ("prefill", "decode")}
 PRESSURE = Declared(
     "baton_planner_pressure",
     "gauge",
-    "What the nodes of a role have to do, against what they should at most: 1.",
+    "Current load of the nodes of a role, relative to the intended maximum of 1.",
     _ROLES,
 )
 WANTED = Declared(
     "baton_planner_wanted_nodes",
     "gauge",
-    "Nodes of a role that there should be, with what was decided last.",
+    "Current number of nodes that a role should have after the last decision.",
     _ROLES,
 )
 DECISIONS = Declared(
     "baton_planner_decisions",
     "counter",
-    "What was to be done, once for each time that it was something else than before.",
+    "Total decisions that differ from the one before.",
     {"decision": ("switch", "move", "add", "remove")},
 )
 SWITCHES = Declared(
     "baton_planner_switches",
     "counter",
-    "Nodes that were told to take another role, by whether they have.",
+    "Total requested role changes, by result.",
     {"outcome": ("done", "undone")},
 )
 MOVES = Declared(
     "baton_planner_moves",
     "counter",
-    "Requests that were to go on at another decode node, by whether they do.",
+    "Total requested live migrations, by result.",
     {"outcome": ("done", "undone")},
 )
 DECLARED = (PRESSURE, WANTED, DECISIONS, SWITCHES, MOVES, INFO, *PROCESS)

@@ -15,7 +15,7 @@ ROLES = ("router", "prefill", "decode", "planner")
 INFO = Declared(
     "baton_info",
     "gauge",
-    "Always 1: which version of Baton this is, and which program of it.",
+    "Always 1. The labels have the version of Baton and the role of the process.",
     {"version": (VERSION,), "role": ROLES},
     sparse=True,
     together="most",

@@ -29,109 +29,115 @@ _REQUEST_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.
 REQUESTS = Declared(
     "baton_requests",
     "counter",
-    "Accepted requests by how they ended.",
+    "Total accepted requests by result.",
     {"outcome": ("stop", "length", "pooled", "cancelled", "error")},
 )
 REJECTED = Declared(
     "baton_rejected",
     "counter",
-    "Requests refused before any node saw them; late: every node's queue is longer than the "
-    "request may wait.",
+    "Total requests rejected before they reached a node. Late: the queue of every node is "
+    "longer than their wait limit.",
     {"reason": ("invalid", "overloaded", "late", "limited", "no_node")},
 )
-WAITING = Declared("baton_waiting_requests", "gauge", "Requests that wait for a slot.")
+WAITING = Declared(
+    "baton_waiting_requests", "gauge", "Current requests that wait for a slot of the router."
+)
 STRANGERS = Declared(
     "baton_strangers",
     "counter",
-    "Calls refused for who makes them, or for the host that they name.",
+    "Total calls rejected because of the caller's credentials, or the host name that they use.",
     {"reason": ("no_key", "unknown_key", "expired_key", "no_operator", "host")},
 )
 KEY_REQUESTS = Declared(
     "baton_key_requests",
     "counter",
-    "Requests by the name of their API key, of those that are in the file now.",
+    "Total requests by API key, for the keys in the present file.",
     {"key": (), "outcome": ("taken", "limited")},
     sparse=True,
 )
 KEY_TOKENS = Declared(
     "baton_key_tokens",
     "counter",
-    "Tokens by the name of their API key, of those that are in the file now.",
+    "Total tokens by API key, for the keys in the present file.",
     {"key": (), "kind": ("prompt", "generated")},
     sparse=True,
 )
-LIVE = Declared("baton_live_requests", "gauge", "Accepted requests under way.")
+LIVE = Declared("baton_live_requests", "gauge", "Current accepted requests in flight.")
 PROMPT_TOKENS = Declared(
-    "baton_accepted_prompt_tokens", "counter", "Prompt tokens of accepted requests."
+    "baton_accepted_prompt_tokens", "counter", "Total prompt tokens of accepted requests."
 )
-TOKENS = Declared("baton_generated_tokens", "counter", "Tokens written to clients.")
+TOKENS = Declared("baton_generated_tokens", "counter", "Total tokens written to clients.")
 FIRST_TOKEN = Declared(
     "baton_time_to_first_token_seconds",
     "histogram",
-    "Router accepts the request -> router writes the first token.",
+    "Time in seconds from accepting a request to writing its first token.",
     bounds=_TTFT_S,
 )
 TTFT_PHASE = Declared(
     "baton_ttft_phase_seconds",
     "histogram",
-    "The time to first token by what it was spent on; the phases of a request add up to it.",
+    "Time to first token in seconds, by phase. The phases of a request add up to it.",
     {"phase": tuple(phase.label for phase in TtftPhase)},
     bounds=_TTFT_PHASE_S,
 )
 NEXT_TOKEN = Declared(
     "baton_inter_token_latency_seconds",
     "histogram",
-    "Router writes tokens -> router writes the request's next ones, shared out among these.",
+    "Time in seconds between two writes of a request's tokens, divided by the tokens of the "
+    "second one.",
     bounds=_ITL_S,
 )
 REQUEST_SECONDS = Declared(
     "baton_request_seconds",
     "histogram",
-    "Router receives the request -> its end, of accepted requests.",
+    "Time in seconds from receiving a request to its end, for accepted requests.",
     bounds=_REQUEST_S,
 )
 READY = Declared(
     "baton_ready",
     "gauge",
-    "1 while a request could be placed on some node, else 0; of several processes the least.",
+    "1 while a request could be placed on a node, else 0. With several processes, the minimum.",
     together="least",
 )
 PROCESSES = Declared(
     "baton_router_processes",
     "gauge",
-    "Processes of this router, by whether they told their part of this scrape in time.",
+    "Current processes of this router, by whether they answered this scrape in time.",
     {"state": ("answering", "silent")},
 )
 NODES = Declared(
     "baton_nodes",
     "gauge",
-    "Nodes that this router knows, by what they said of themselves when last asked.",
+    "Current nodes that this router knows, by their last reported state.",
     {"kind": ("prefill", "decode"), "state": NODE_STATES},
     together="most",
 )
 STREAMS_LOST = Declared(
     "baton_decode_streams_lost",
     "counter",
-    "Streams to decode nodes that ended by themselves, all but those of nodes that had drained; "
-    "every request on them was hit.",
+    "Total streams to decode nodes that broke, except to nodes that had drained. All requests "
+    "on them were affected.",
 )
-REPLAYS = Declared("baton_replays", "counter", "Requests that went on at another decode node.")
+REPLAYS = Declared("baton_replays", "counter", "Total requests replayed on another decode node.")
 MOVES = Declared(
     "baton_moves",
     "counter",
-    "Requests to be moved to another decode node while they ran, and what became of that.",
+    "Total live migrations of running requests to another decode node, by result.",
     {"outcome": ("moved", "stayed")},
 )
 SUSPECTS = Declared(
     "baton_suspects",
     "counter",
-    "Requests that went on alone at first, since a decode engine had died with them aboard.",
+    "Total requests replayed alone (quarantined), because a decode engine crashed while it "
+    "served them.",
 )
-HTTP_CONNECTIONS = Declared("baton_http_connections", "gauge", "Open connections of HTTP clients.")
+HTTP_CONNECTIONS = Declared(
+    "baton_http_connections", "gauge", "Current open connections of HTTP clients."
+)
 HTTP_ANSWERS = Declared(
     "baton_http_answers",
     "counter",
-    "HTTP requests answered to their end.",
+    "Total completed HTTP responses.",
     {"status": (*_STATUSES, _OTHER)},
 )
 

@@ -13,15 +13,15 @@ Purpose = Literal["shown", "authority", "shown_to_nodes", "authority_of_nodes"]
 REFUSED = Declared(
     "baton_identity_refused",
     "counter",
-    "Callers that were not let in, and callees of this program's own calls that were not believed, "
-    "by why.",
+    "Total failed authentications between processes: rejected callers, and callees of this "
+    "process's calls, by reason.",
     {"side": SIDES, "reason": REASONS},
 )
 CERTIFICATE_END = Declared(
     "baton_certificate_end_timestamp_seconds",
     "gauge",
-    "Unix time at which certificates in use are over: the first of a chain that is shown, the last "
-    "of the authorities that others are checked by.",
+    "Unix time at which certificates in use expire: the first one of a chain that this process "
+    "shows, or the last authority that verifies others.",
     {"purpose": get_args(Purpose)},
     sparse=True,
     together="least",

@@ -1,4 +1,7 @@
-"""docs/metrics.md, from what the programs declare. `python -m docs.generate.metrics` writes it."""
+"""Generate docs/metrics.md from the declared metrics.
+
+`python -m docs.generate.metrics` writes the page.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -10,23 +13,18 @@ from common.metrics.program import INFO, PROCESS
 FILE = Path(__file__).parents[1] / "metrics.md"
 _HEAD = """# Metrics
 
-Every program serves Prometheus metrics on `--metrics-port`, and a router also under `/metrics` of
-its HTTP port. A router with several `--processes` is one program to whoever scrapes it: either port
-tells what all of them count, [as one](#several-router-processes).
+Every process serves Prometheus metrics on `--metrics-port`. A router also serves them under
+`/metrics` of its HTTP port. Use them for dashboards, alerts and capacity planning.
 
-Units are base units, and what labels can say is a closed list: no addresses, no request ids; of
-`key` it is the names in the file of `--api-keys`, as it is now. A series is there from the start,
-with 0, so that the first failure is an increase too; those marked *sparse* are there once there is
-something to say.
+```sh
+curl -s http://127.0.0.1:8000/metrics | grep ^baton_
+```
 
-Counters end with `_total`. Of a histogram there are `_bucket`, `_sum` and `_count`.
+## Scrape configuration
 
-A node's engine reports to its front twice a second, and between two steps: a value is as old as
-that, or as the step under way is long.
-
-Nodes do not say in each series which role they have: that is for the scraper, as the component
-`monitoring` for Kubernetes does it. Elsewhere start from `deploy/prometheus`, which has a scrape
-configuration, and the alert rules as a plain file beside it:
+On Kubernetes, use the component `monitoring`. Elsewhere, start from `deploy/prometheus`. It has a
+scrape configuration and the alert rules as a plain file. Nodes do not label each series with their
+role. The scrape configuration adds the label:
 
 ```yaml
 scrape_configs:
@@ -37,25 +35,45 @@ scrape_configs:
       - {targets: ["decode.example:9200"], labels: {namespace: baton, role: decode}}
 ```
 
-`namespace` is what alerts and dashboards tell clusters apart by, `instance` what they tell programs
-apart by: a pod's name in Kubernetes, elsewhere the address scraped. Dashboards are in
-`deploy/kubernetes/components/monitoring`; [the runbook](runbook.md) says what to do about each
-alert. Each has a link to its section there, on a site of your own: `python -m docs.generate.rules
---site https://HOST/PATH` says where you keep what `make docs` builds.
+| label | meaning |
+|---|---|
+| `namespace` | identifies the cluster in alerts and dashboards |
+| `instance` | identifies the process: the pod's name in Kubernetes, elsewhere the scraped address |
+| `role` | `router`, `prefill`, `decode` or `planner` |
+
+Dashboards are in `deploy/kubernetes/components/monitoring`. [The runbook](runbook.md) has a section
+for each alert, and each alert links to its section. To link to a site of your own, which has the
+output of `make docs`, run `python -m docs.generate.rules --site https://HOST/PATH`.
+
+## Conventions
+
+- Units are base units. Counters end with `_total`. A histogram has `_bucket`, `_sum` and `_count`.
+- Label values are a fixed list, without addresses or request ids. The values of `key` are the names
+  in the present file of `--api-keys`.
+- A series exists from the start with the value 0, so the first failure is an increase. Series
+  marked *sparse* appear with their first value.
+- A node's engine reports to its front twice a second, between two steps. A value is therefore at
+  most as old as that, or as the running step is long.
 
 ## Several router processes
 
-Counters and histograms are sums. They never fall: what a process had told stays in the sum while it
-is silent and after its end; what it counted between the last scrape and its end is lost. Gauges are
-sums too (`baton_live_requests`), but for what all of them see or share: of `baton_nodes` and
-`process_start_time_seconds` the most is told, of `baton_ready` and the ends of certificates the
-least, of open descriptors the most and of their limit the least. CPU time and memory are those of
-all, with the process that keeps them.
+A router with several `--processes` is one scrape target. Either port returns the metrics of all
+processes.
 
-A scrape asks every process and waits 2 s at most. `baton_router_processes{state="silent"}` counts
-those that did not answer: of them there are no gauges.
+| type | value |
+|---|---|
+| counters, histograms | the sum, including the last values of silent and ended processes |
+| gauges | the sum (such as `baton_live_requests`), except for the following |
+| `baton_nodes`, `process_start_time_seconds`, open descriptors | the maximum |
+| `baton_ready`, ends of certificates, limit of descriptors | the minimum |
+| CPU time, memory | the sum, including the parent process |
 
-This page is made from `common/metrics/` by `python -m docs.generate.metrics`.
+Sums of counters never fall. Events between the last scrape and the end of a process are lost.
+
+A scrape asks every process and waits at most 2 s. `baton_router_processes{state="silent"}` counts
+the processes that did not answer. Their gauges are missing.
+
+The following tables are generated from `common/metrics/` by `python -m docs.generate.metrics`.
 """
 
 
@@ -65,17 +83,17 @@ def page() -> str:
     for title, declared in (
         ("Router", [each for each in router.DECLARED if each not in common]),
         ("Prefill and decode nodes", node.BOTH),
-        ("Prefill nodes alone", node.PREFILL),
-        ("Decode nodes alone", node.DECODE),
+        ("Prefill nodes only", node.PREFILL),
+        ("Decode nodes only", node.DECODE),
         ("Planner", [each for each in planner.DECLARED if each not in common]),
-        ("Every program", common),
+        ("All processes", common),
     ):
         parts += _table(title, declared)
     return "".join(parts)
 
 
 def _table(title: str, declared: Sequence[Declared]) -> Iterator[str]:
-    yield f"\n## {title}\n\n| metric | type | labels | |\n|---|---|---|---|\n"
+    yield f"\n## {title}\n\n| metric | type | labels | meaning |\n|---|---|---|---|\n"
     for each in declared:
         name = each.name + ("_total" if each.kind == "counter" else "")
         about = each.help + (" *Sparse.*" if each.sparse else "")
@@ -83,15 +101,15 @@ def _table(title: str, declared: Sequence[Declared]) -> Iterator[str]:
 
 
 def _labels(declared: Declared) -> str:
-    return "; ".join(f"{name}: {_values(values)}" for name, values in declared.labels.items())
+    return "<br>".join(f"{name}: {_values(values)}" for name, values in declared.labels.items())
 
 
 def _values(values: Iterable[str]) -> str:
-    return ", ".join(f"`{value}`" for value in values) or "*of the file*"
+    return ", ".join(f"`{value}`" for value in values) or "*names in the file*"
 
 
 def _escaped(text: str) -> str:
-    return text.replace("|", "\\|").replace("->", "→")
+    return text.replace("|", "\\|")
 
 
 if __name__ == "__main__":
