@@ -232,7 +232,7 @@ def test_products_take_the_forms_that_the_processor_is_fast_with(checkpoints, ki
 REFUSED = {
     "mamba": "layers of linear_attention keep something else than KV",
     "bart": "it is an encoder and a decoder",
-    "bloom": "it cannot be told where in a text a token is",
+    "bloom": "its forward accepts no position_ids",
     "falcon": "the class does not attend by transformers' attention interface",
     "doge": "its layers change their masks",
     "diffllama": "layer 0 attends 2 times",

@@ -46,7 +46,7 @@ def test_a_layer_that_is_given_no_mask_says_its_window_itself():
         ({"attention_mask": torch.zeros(1, 1, 1, 1)}, "makes a mask of its own"),
         ({"is_causal": False}, "its tokens see those after them"),
         ({"position_bias": torch.zeros(1)}, "its attention takes position_bias"),
-        ({"head_dim": 264}, "heads of 264 numbers; 256 are supported"),
+        ({"head_dim": 264}, "heads of 264 numbers, at most 256 are supported"),
         ({"num_layers": LAYERS + 1}, "4 of 5 layers attend"),
     ],
     ids=lambda each: each if isinstance(each, str) else "",

@@ -160,7 +160,7 @@ def _attending(call: _Call, name: str, first: dict[int, int]) -> Attending:
     if query[3] != key[3] or heads % kv_heads or value[1] != kv_heads:
         raise Refused(f"{name} attends by heads that do not go together")
     if head_dim > _MAX_HEAD_DIM:
-        raise Refused(f"heads of {head_dim} numbers; {_MAX_HEAD_DIM} are supported")
+        raise Refused(f"heads of {head_dim} numbers, at most {_MAX_HEAD_DIM} are supported")
     if call.scaling is not None and call.scaling <= 0:
         raise Refused(f"{name} scales its scores by {call.scaling}")
     if not getattr(module, "is_causal", True) or call.others.get("is_causal") is False:

@@ -179,7 +179,7 @@ def _without_weights(config: PreTrainedConfig) -> PreTrainedModel:
     if any(isinstance(module, nn.Conv1d) for module in decoder.modules()):
         raise Refused("its layers have convolutions over tokens")
     if "position_ids" not in inspect.signature(decoder.forward).parameters:
-        raise Refused("it cannot be told where in a text a token is")
+        raise Refused("its forward accepts no position_ids")
     # One that needs no numbers to choose experts by; what is served may choose another.
     if model._can_set_experts_implementation():
         model.set_experts_implementation("batched_mm")
