@@ -77,6 +77,7 @@ def test_every_file_beside_the_code_is_part_of_the_package():
         str(path)
         for path in files
         if path.parts[0] in packages
+        and path.parts[1:] != ("README.md",)  # for readers of the repository
         and not any(
             path.is_relative_to(home := "" if package == "*" else package.replace(".", "/"))
             and fnmatch(path.name if package == "*" else str(path.relative_to(home)), pattern)
@@ -95,11 +96,21 @@ def test_the_baton_command_loads_no_heavy_library():
     assert not {"torch", "grpc", "transformers", "pydantic", "rich"} & set(loaded)
 
 
-@pytest.mark.parametrize("page", sorted(ROOT.glob("*.md")), ids=lambda page: page.stem)
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("*/README.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_of_a_page_beside_the_code_lead_to_files(page):
     # mkdocs checks those of docs/.
     links = re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text())
-    assert [link for link in links if not (ROOT / link).exists()] == []
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_every_folder_of_code_has_a_readme():
+    folders = {path.relative_to(ROOT).parts[0] for path in _texts() if path.suffix == ".py"}
+    assert [
+        each for each in sorted(folders - {"docs"}) if not (ROOT / each / "README.md").is_file()
+    ] == []
 
 
 def test_the_change_log_has_this_version_and_its_protocols():
