@@ -52,8 +52,8 @@ output of `make docs`, run `python -m docs.generate.rules --site https://HOST/PA
   in the present file of `--api-keys`.
 - A series exists from the start with the value 0, so the first failure is an increase. Series
   marked *sparse* appear with their first value.
-- A node's engine reports to its server process twice a second, between two steps. A value is therefore at
-  most as old as that, or as the running step is long.
+- A node's engine reports to its server process twice a second, between two steps. A value is
+  therefore at most as old as that, or as the running step is long.
 
 ## Several router processes
 

@@ -87,8 +87,8 @@ one unless few tokens follow many.
 - Checkpoints in fp8 blocks, as DeepSeek publishes them, are supported. `kv_b_proj` and the
   parameters of the expert router stay floats in every weight format. The draft layer is used if [it
   is enabled](speculation.md#layers).
-- Query heads are divided among thread blocks, 32 to each. Chunks and decode rows use the kernels for
-  keys and values, with the value as a part of the key. The kernels are tested in Triton's
+- Query heads are divided among thread blocks, 32 to each. Chunks and decode rows use the kernels
+  for keys and values, with the value as a part of the key. The kernels are tested in Triton's
   interpreter and compiled for sm_80, sm_90a and sm_100 without spills. They have not run on a GPU
   yet.
 
