@@ -1,4 +1,4 @@
-"""The pages of docs/ and the README follow the language rules: a ratchet over the count of a page.
+"""The documentation follows the language rules: a ratchet over the count of each page.
 
 `python -m tests.test_language PAGE...` lists what breaks a rule. With `--record` it writes the
 counts of all pages into language.json. A count may fall and must not rise.
@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = sorted(
+    page for pattern in ("*.md", "docs/**/*.md", "*/README.md") for page in ROOT.glob(pattern)
+)
 COUNTS = ROOT / "tests" / "language.json"
 LONGEST = 35  # words of a sentence
 WORDS = re.compile(
