@@ -13,22 +13,14 @@ import pytest
 from cli import generate
 from cli.demo_model import write
 from common.version import VERSION
+from tests.support import fork_server
 from tests.support.cluster import free_ports
 
 pytestmark = pytest.mark.slow
 
-CODE = "import sys; from cli.main import main; sys.exit(main())"
 
-
-def _baton(*arguments, code=CODE, stdout=subprocess.PIPE):
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        env={**os.environ, "PATH": ""},
-        stdout=stdout,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=60,
-    )
+def _baton(*arguments, stdout=None):
+    return fork_server.run("cli.main", *arguments, stdout=stdout)
 
 
 def test_without_a_command_it_lists_them():
@@ -66,7 +58,8 @@ def test_an_installation_for_routers_says_what_a_command_lacks(command):
         "lambda name: None if name in ('torch', 'httptools') else find(name); "
         "from cli.main import main; sys.exit(main())"
     )
-    said = _baton(command, "--help", code=code)
+    command_line = [sys.executable, "-c", code, command, "--help"]
+    said = subprocess.run(command_line, capture_output=True, text=True, timeout=60)
     assert (said.returncode, said.stdout) == (2, "")
     assert len(said.stderr.splitlines()) == 1
     assert "pip install" in said.stderr and ("torch" in said.stderr or "httptools" in said.stderr)

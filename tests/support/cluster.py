@@ -63,6 +63,7 @@ from protos.router_pb2 import (
 )
 from protos.router_pb2_grpc import RouterStub
 from protos.sampling_pb2 import Sampling
+from tests.support import fork_server
 from tests.support.certificates import flags as tls_flags
 from tests.support.http_client import get
 from tests.support.island import Island
@@ -599,9 +600,10 @@ class Cluster:
         command = [sys.executable, *program.command[2:]]  # without -P: not installed, perhaps
         if program.name in self._islands:
             command = [*self._islands[program.name].there, *command]
-        return Child(
-            program.name, command, log, environment=self._environment, directory=self._logs
-        )
+        with fork_server.in_use():
+            return Child(
+                program.name, command, log, environment=self._environment, directory=self._logs
+            )
 
     def _node(self, program: Program) -> Node:
         channel = make_channel(program.address, self._certificates, self.operator)

@@ -1,0 +1,371 @@
+"""A fork server: the programs of a cluster start without importing torch and the engine again.
+
+    with fork_server.in_use():
+        child = Child("decode-0", [sys.executable, "-m", "decode_node", *flags], log, ...)
+
+Imports take most of the CPU time that a short test of a cluster costs. The server is a process that
+has imported them, has one thread and forks. A program that it starts is a child of the process that
+asked: its pid, exit code, signals, output, session and the signal at its parent's death are as if
+the program had been started by exec. Of a node the engine process is forked too, by its front.
+Other commands are started by exec, and so is everything that tests start otherwise, `baton up` for
+example.
+
+`python -m tests.support.fork_server DESCRIPTOR` is the server.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import fcntl
+import gc
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any, NoReturn
+
+from common.process import children, leash
+from common.process.leash import follow_parent, leashed
+
+_PROGRAMS = {"router", "prefill_node", "decode_node"}
+_NODES = _PROGRAMS - {"router"}
+_ENGINE = "roles.engine"
+# Read by an interpreter or a library when it is loaded: each combination needs its own server.
+_EARLY = ("PYTHON", "LD_", "OMP_", "GOMP_", "MALLOC_", "TORCH", "TRITON", "GRPC_", "HF_", "UCX_")
+_PR_SET_CHILD_SUBREAPER = 36
+_START_S = 120.0  # for the imports, on a busy machine
+_MESSAGE_BYTES = 1 << 17
+
+
+@contextlib.contextmanager
+def in_use() -> Iterator[None]:
+    """Let `Child` start the programs of a cluster through a fork server meanwhile."""
+    before = children.subprocess
+    children.subprocess = _subprocess_with(_start_program)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        children.subprocess = before
+
+
+class _Forked:
+    """The part of `subprocess.Popen` that its starters use, for a child that was forked."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._code: int | None = None
+        self._lock = threading.Lock()
+
+    def poll(self) -> int | None:
+        return self._reap(os.WNOHANG)
+
+    def wait(self, timeout: float | None = None) -> int:
+        if timeout is not None and self.poll() is None:
+            ended = os.pidfd_open(self.pid)
+            try:
+                if not select.select([ended], [], [], timeout)[0]:
+                    raise subprocess.TimeoutExpired(str(self.pid), timeout)
+            finally:
+                os.close(ended)
+        code = self._reap(0)
+        assert code is not None
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def _reap(self, options: int) -> int | None:
+        with self._lock:
+            if self._code is None:
+                pid, status = os.waitpid(self.pid, options)
+                if pid == self.pid:
+                    self._code = os.waitstatus_to_exitcode(status)
+            return self._code
+
+
+def run(
+    module: str, *arguments: str, stdout: IO[bytes] | None = None, timeout_s: float = 60.0
+) -> "subprocess.CompletedProcess[str]":
+    """Run `python -m MODULE ARGUMENTS` to its end, and return its exit code and output.
+
+    `cli.main` continues as the command that it would exec.
+
+    Args:
+        stdout: the file that the program writes to, if its output is not returned.
+    """
+    with contextlib.ExitStack() as files:
+        nothing = files.enter_context(open(os.devnull, "rb"))
+        output, errors = (files.enter_context(tempfile.TemporaryFile()) for _ in range(2))
+        standard = (nothing.fileno(), (stdout or output).fileno(), errors.fileno())
+        program = _start(module, arguments, dict(os.environ), Path.cwd(), standard)
+        try:
+            code = program.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            program.kill()
+            program.wait()
+            raise
+        said = []
+        for file in (output, errors):
+            file.seek(0)
+            said.append(file.read().decode())
+        return subprocess.CompletedProcess([module, *arguments], code, *said)
+
+
+def _start_program(command: Sequence[str], **how: Any) -> "_Forked | subprocess.Popen[bytes]":
+    module, arguments = _of_leashed(command)
+    if module not in _PROGRAMS or how["pass_fds"]:
+        return subprocess.Popen(command, **how)
+    environment = dict(os.environ if how["env"] is None else how["env"])
+    output = 1 if how["stdout"] is None else how["stdout"].fileno()
+    errors = output if how["stderr"] is subprocess.STDOUT else 2
+    with open(os.devnull, "rb") as nothing:
+        standard = (nothing.fileno(), output, errors)
+        return _start(module, arguments, environment, how["cwd"] or Path.cwd(), standard)
+
+
+def _start(
+    module: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    directory: Path,
+    standard: Sequence[int],
+) -> "_Forked":
+    early = tuple(sorted((k, v) for k, v in environment.items() if k.startswith(_EARLY)))
+    request = {
+        "module": module,
+        "arguments": arguments,
+        "environment": environment,
+        "directory": str(directory),
+    }
+    return _Server.of(early).start(request, standard)
+
+
+def _of_leashed(command: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the module and the arguments of a leashed `python -m MODULE`, or two empty values."""
+    match list(command):
+        case [_, "-I", "-S", script, _, _, sys.executable, "-m", module, *rest]:
+            if script == leash.__file__:
+                return module, rest
+    return "", []
+
+
+class _Server:
+    """A server process, as the process that asks it."""
+
+    @staticmethod
+    @cache
+    def of(early: tuple[tuple[str, str], ...]) -> "_Server":
+        return _Server(dict(early))
+
+    def __init__(self, early: Mapping[str, str]) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.settimeout(_START_S)
+        kept = {name: text for name, text in os.environ.items() if not name.startswith(_EARLY)}
+        environment = {**kept, **early}
+        command = [sys.executable, "-m", __name__, str(theirs.fileno())]
+        with theirs:
+            self._process = subprocess.Popen(
+                leashed(command, signal.SIGKILL),
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                pass_fds=[theirs.fileno()],
+            )
+        atexit.register(self._end)
+
+    def _end(self) -> None:
+        self._socket.close()
+        self._process.wait()
+
+    def start(self, request: Mapping[str, object], standard: Sequence[int]) -> _Forked:
+        """Start a program with these three standard files. Raises EOFError if the server ended."""
+        # The process that forked the program has ended before the reply: it is now our child.
+        _adopt_orphans(True)
+        try:
+            socket.send_fds(self._socket, [json.dumps(request).encode()], standard)
+            reply = self._socket.recv(64)
+        finally:
+            _adopt_orphans(False)
+        if not reply:
+            raise EOFError(f"the fork server ended with {self._process.wait()}")
+        return _Forked(int(reply))
+
+
+def _adopt_orphans(adopt: bool) -> None:
+    if ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0) != 0:
+        raise OSError("prctl(PR_SET_CHILD_SUBREAPER) failed")
+
+
+def _subprocess_with(start: object) -> SimpleNamespace:
+    """Return the module `subprocess` with another Popen."""
+    return SimpleNamespace(**{**vars(subprocess), "Popen": start})
+
+
+# The server -------------------------------------------------------------------------------------
+
+
+def main(descriptor: int) -> None:
+    """Serve until the asking process closes its socket."""
+    import decode_node.engine  # noqa: F401
+    import prefill_node.engine  # noqa: F401
+    import roles.program  # noqa: F401
+    import router.process.processes
+    import router.process.serving  # noqa: F401
+
+    (thread,) = os.listdir("/proc/self/task")
+    assert int(thread) == os.getpid(), "a thread before the fork"
+    gc.collect()
+    gc.freeze()
+    requests = socket.socket(fileno=descriptor)
+    starter = os.getppid()
+    while True:
+        text, files, _, _ = socket.recv_fds(requests, _MESSAGE_BYTES, 3)
+        if not text:
+            return
+        program = _fork_for(starter)
+        if program is None:
+            requests.close()
+            _run_program(json.loads(text), files)
+        for file in files:
+            os.close(file)
+        requests.send(str(program).encode())
+
+
+def _fork_for(starter: int) -> int | None:
+    """Fork a child of `starter`, a subreaper, and return its pid, or None in the child itself."""
+    read, write = os.pipe()
+    between = os.fork()
+    if between == 0:
+        between = os.getpid()
+        pid = os.fork()
+        if pid:
+            os.write(write, str(pid).encode())
+            os._exit(0)
+        os.close(read)
+        os.close(write)
+        with contextlib.suppress(ProcessLookupError):  # ended, and waited for
+            ended = os.pidfd_open(between)
+            select.select([ended], [], [])
+            os.close(ended)
+        follow_parent(starter, signal.SIGTERM)
+        return None
+    os.waitpid(between, 0)
+    pid = int(os.read(read, 64))
+    os.close(read)
+    os.close(write)
+    return pid
+
+
+def _run_program(request: Mapping[str, Any], files: Sequence[int]) -> NoReturn:
+    os.setsid()
+    os.chdir(request["directory"])
+    _place(files, (0, 1, 2))
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    module = request["module"]
+    if module in _NODES:
+        _fork_engine()
+    os.execv = _run_instead  # type: ignore[assignment]
+    _run_module(module, request["arguments"])
+
+
+def _run_instead(path: str, command: Sequence[str]) -> NoReturn:
+    """Run the module that `baton` turns into without a new interpreter."""
+    match list(command):
+        case [sys.executable, "-P", "-m", module, *arguments]:
+            _run_module(module, arguments)
+    os.execvp(path, command)
+
+
+def _place(files: Sequence[int], numbers: Sequence[int]) -> None:
+    """Give open files these numbers instead of those that they have."""
+    above = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 1000) for file in files]
+    for file in files:
+        os.close(file)
+    for file, number in zip(above, numbers, strict=True):
+        os.dup2(file, number)
+        os.close(file)
+
+
+def _run_module(module: str, arguments: Sequence[str]) -> NoReturn:
+    """Run a module to the end of this process.
+
+    The interpreter does not take itself apart: with torch that would cost as much as the imports.
+    """
+    sys.argv = [module, *arguments]
+    code = 0
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # noqa: BLE001  like the interpreter
+        traceback.print_exc()
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as the interpreter does
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _fork_engine() -> None:
+    """Fork the engine process of the front that this process becomes, while it has one thread."""
+    from common.node.front import process
+
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    front = os.getpid()
+    meant_for_front = {signal.SIGINT, signal.SIGTERM}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, meant_for_front)
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        follow_parent(front, signal.SIGKILL)
+        _run_engine(theirs)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    theirs.close()
+
+    def start(command: Sequence[str], **how: Any) -> _Forked:
+        module, arguments = _of_leashed(command)
+        assert module == _ENGINE, command
+        request = {
+            "arguments": arguments,
+            "environment": dict(how["env"]),
+            "numbers": how["pass_fds"],
+        }
+        with ours:
+            socket.send_fds(ours, [json.dumps(request).encode()], how["pass_fds"])
+        return _Forked(pid)
+
+    process.subprocess = _subprocess_with(start)  # type: ignore[assignment]
+
+
+def _run_engine(requests: socket.socket) -> NoReturn:
+    with requests:
+        text, files, _, _ = socket.recv_fds(requests, _MESSAGE_BYTES, 8)
+    if text:
+        request = json.loads(text)
+        _place(files, request["numbers"])
+        os.environ.clear()
+        os.environ.update(request["environment"])
+        _run_module(_ENGINE, request["arguments"])
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

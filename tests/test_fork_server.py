@@ -1,0 +1,73 @@
+"""A program that the fork server starts is a child process like one that was started by exec."""
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+
+from common.process.children import Child
+from tests.support import fork_server
+
+PR_GET_PDEATHSIG = 2
+
+
+def facts() -> dict[str, object]:
+    """Return what a process can observe of its start."""
+    at_parents_death = ctypes.c_int()
+    ctypes.CDLL(None).prctl(PR_GET_PDEATHSIG, ctypes.byref(at_parents_death), 0, 0, 0)
+    return {
+        "arguments": sys.argv[1:],
+        "parent": os.getppid(),
+        "leads its session": os.getsid(0) == os.getpid(),
+        "at its parent's death": at_parents_death.value,
+        "directory": os.getcwd(),
+        "files": sorted(map(int, os.listdir("/proc/self/fd")))[:-1],
+        "variable": os.environ.get("A_VARIABLE"),
+        "threads": len(os.listdir("/proc/self/task")),
+        "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
+    }
+
+
+def test_it_has_the_arguments_files_environment_and_parent_of_an_execed_one(monkeypatch):
+    monkeypatch.setenv("A_VARIABLE", "of this test")
+    ran = fork_server.run(__spec__.name, "one", "--two=3")
+    command = [sys.executable, "-m", __spec__.name, "one", "--two=3"]
+    execed = subprocess.run(
+        command, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+    leashed = {"leads its session": True, "at its parent's death": signal.SIGTERM}
+    assert json.loads(ran.stdout) == json.loads(execed.stdout) | leashed
+
+
+def test_a_program_of_a_cluster_ends_with_the_same_code_and_log(tmp_path):
+    command = [sys.executable, "-m", "router", "--model=m", "--port=x"]
+    ends = []
+    for name in ("forked", "execed"):
+        log = tmp_path / name
+        if name == "forked":
+            with fork_server.in_use():
+                child = Child(name, command, log)
+        else:
+            child = Child(name, command, log)
+        ends.append((child._process.wait(), log.read_text()))
+    assert ends[0] == ends[1]
+    assert ends[0][0] == 2 and "--port" in ends[0][1]
+
+
+def test_it_can_be_stopped_and_killed(tmp_path):
+    flags = ["--model=/nonexistent", "--port=1"]
+    with fork_server.in_use():
+        child = Child("router", [sys.executable, "-m", "router", *flags], tmp_path / "log")
+    child.send(signal.SIGSTOP)
+    _, status = os.waitpid(child.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status) and child.code is None
+    child.send(signal.SIGKILL)
+    assert child._process.wait(60.0) == child.code == -signal.SIGKILL
+    child.send(signal.SIGKILL)  # nothing happens
+
+
+if __name__ == "__main__":
+    print(json.dumps(facts()))
