@@ -188,7 +188,7 @@ def tiny(tmp_path):
     return (f"--model={model}", "--device=cpu", "--repeats=1", "--engine.cache.num-pages=64")
 
 
-@pytest.mark.slow
+@pytest.mark.long  # without nodes: tests/bench/test_comparisons.py
 async def test_compare_measures_systems_that_it_starts_and_ends(bench, tiny, tmp_path):
     work = ("--prompt-tokens=mix:16=1,64=1", "--output-tokens=4", "--long-tokens=64")
     run = await bench("compare", *tiny, *work, "--rate=12", "--duration=1", "--goodput=ttft=60")

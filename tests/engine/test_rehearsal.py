@@ -20,10 +20,16 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize(
     "architecture, dtype, graphs, sizes",
     [
-        ("qwen3", "bfloat16", "graphs", {}),
-        ("qwen3", "bfloat16", "eager", {"vocab_size": 331, "hidden_size": 72}),
+        pytest.param("qwen3", "bfloat16", "graphs", {}, marks=pytest.mark.long),
+        pytest.param(
+            "qwen3",
+            "bfloat16",
+            "eager",
+            {"vocab_size": 331, "hidden_size": 72},
+            marks=pytest.mark.long,
+        ),
         pytest.param("gemma2", "bfloat16", "graphs", {}, marks=pytest.mark.long),
-        ("llama", "float32", "eager", {}),
+        pytest.param("llama", "float32", "eager", {}, marks=pytest.mark.long),
         ("qwen2_moe", "bfloat16", "graphs", {}),
         pytest.param("dots1", "bfloat16", "eager", {}, marks=pytest.mark.long),
         pytest.param(

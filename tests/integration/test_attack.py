@@ -8,10 +8,10 @@ import pytest
 
 from tests.attack.siege import siege
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
-@pytest.mark.parametrize("seconds", [6.0, pytest.param(120.0, marks=pytest.mark.long)])
+@pytest.mark.parametrize("seconds", [6.0, 120.0])
 async def test_a_system_under_attack_serves_its_other_clients_rightly(
     tmp_path: Path, seconds: float
 ):

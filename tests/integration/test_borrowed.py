@@ -10,7 +10,8 @@ from tests.support.checkpoints import greedy_tokens, reference_model
 from tests.support.cluster import Cluster
 from tests.support.tiny_models import VOCABULARY_SIZE, make_tiny
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.slow]
+# In one process: tests/pair/test_borrowed.py.
+pytestmark = [pytest.mark.asyncio, pytest.mark.long, pytest.mark.slow]
 
 NUM_TOKENS = 16
 
@@ -19,8 +20,8 @@ NUM_TOKENS = 16
     "kind, path, nodes",
     [
         ("deepseek_v3", "nixl", 1),
-        pytest.param("deepseek_v3", "nixl", 2, marks=pytest.mark.long),
-        pytest.param("gpt_oss", "tcp", 2, marks=pytest.mark.long),
+        ("deepseek_v3", "nixl", 2),
+        ("gpt_oss", "tcp", 2),
     ],
 )
 async def test_prefill_and_decode_nodes_give_what_transformers_gives(tmp_path, kind, path, nodes):

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 NUM_TOKENS = 40
 LONG = 2000  # tokens: many chunks, many steps
-MID_ANSWER = 500  # tokens: when five are out of each of several, all are far from their ends
+MID_ANSWER = 160  # tokens: when five are out of each of several, all are far from their ends
 _LENGTH = {"max_tokens": MID_ANSWER, "ignore_eos": True}
 TURNS = ("--policy=round_robin",)
 
@@ -103,7 +103,7 @@ async def test_requests_of_a_killed_decode_node_go_on_at_another_and_nobody_can_
 ):
     """In mid-answer, greedy and sampled with penalties, and before the first token."""
     how: dict[str, Any] = {"router_flags": TURNS}
-    async with make(num_decode=2, environment=slowed(0.008), **how) as cluster:
+    async with make(num_decode=2, environment=slowed(0.02), **how) as cluster:
         doomed, other = cluster.decode
         await cluster.until_all_have_had_requests()
         prompts = _prompts(4, length=60)
@@ -178,6 +178,7 @@ async def _until_free(cluster: Cluster, node: Node) -> None:
     await cluster.wait_until(free, f"{node.program.name} lets go of a cancelled request")
 
 
+@pytest.mark.long  # in one process: tests/pair/test_ends_in_every_state.py
 async def test_a_client_that_goes_away_takes_its_pages_with_it_in_any_state(
     make: Callable[..., Cluster],
 ):

@@ -13,7 +13,8 @@ from tests.integration.oracle import oracle
 from tests.support.cluster import RIGS, Cluster, Node, Rig, slowed
 from tests.support.noise_model import write
 
-pytestmark = pytest.mark.slow
+# In one process: tests/router/test_membership.py, tests/router/test_discovery.py.
+pytestmark = [pytest.mark.long, pytest.mark.slow]
 
 NUM_TOKENS = 48
 NUM_CLIENTS = 4
@@ -83,7 +84,6 @@ async def test_nodes_join_by_file_and_drain_while_requests_stream_and_every_answ
 
 
 @pytest.mark.parametrize("rig", RIGS)
-@pytest.mark.long  # one of them: test_moves.py
 async def test_decode_nodes_restart_one_after_the_other_under_long_answers_and_nobody_can_tell(
     rig: Rig, tmp_path: Path
 ):

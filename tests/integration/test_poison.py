@@ -11,7 +11,8 @@ from tests.integration.oracle import oracle
 from tests.support.cluster import POISONED, Cluster, Node
 from tests.support.poisoned.sitecustomize import DEADLY, POISON
 
-pytestmark = pytest.mark.slow
+# In one process: tests/pair/test_poison.py, tests/router/test_poison.py.
+pytestmark = [pytest.mark.long, pytest.mark.slow]
 
 NUM_TOKENS = 120
 PROMPT = 40  # tokens
@@ -39,7 +40,7 @@ async def _dead(nodes: list[Node], count: int, cluster: Cluster) -> None:
 @pytest.mark.parametrize(
     "role, at",
     [
-        pytest.param("prefill", 0, id="where prompts are computed", marks=pytest.mark.long),
+        pytest.param("prefill", 0, id="where prompts are computed"),
         pytest.param("decode", PROMPT + 5, id="in the midst of an answer"),
     ],
 )

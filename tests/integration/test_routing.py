@@ -15,6 +15,7 @@ PREFIX_TOKENS = 2 * STRIDE  # a router's own history bridges the time until node
 NUM_PREFILL = 2
 
 
+@pytest.mark.long  # with stub nodes: tests/router/test_placement.py
 @pytest.mark.parametrize("rig", RIGS)
 async def test_prompts_go_to_the_node_that_has_their_prefix_even_from_a_router_that_is_new(
     rig: Rig, tmp_path: Path

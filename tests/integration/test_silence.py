@@ -14,7 +14,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.integration.oracle import Oracle
 from tests.support.cluster import Cluster, Node, slowed
 
-pytestmark = pytest.mark.slow
+# In one process: tests/router/test_silence.py, tests/pair/test_unpaired.py.
+pytestmark = [pytest.mark.long, pytest.mark.slow]
 log = logging.getLogger(__name__)
 
 # Longer than an owner waits for a reader's beats (5 s), shorter than a router for a node's (10 s).
@@ -41,7 +42,7 @@ async def _all_begun(cluster: Cluster, begun: list[int]) -> None:
 
 @pytest.mark.parametrize(
     "way",
-    [pytest.param("the process is stopped", marks=pytest.mark.long), "a forward never ends"],
+    ["the process is stopped", "a forward never ends"],
 )
 async def test_a_decode_node_whose_engine_is_stopped_gets_nothing_until_it_goes_on(
     make: Callable[..., Cluster], known: Oracle, way: str, tmp_path: Path
@@ -137,7 +138,6 @@ async def test_a_prefill_node_whose_engine_is_stopped_says_that_it_is_unhealthy(
         await cluster.wait_until(lambda: serves(True), "it is well again")
 
 
-@pytest.mark.long  # in one process: tests/pair/test_unpaired.py
 async def test_a_short_pause_of_a_decode_engine_sends_nothing_to_local_prefill(
     make: Callable[..., Cluster], known: Oracle
 ):

@@ -8,7 +8,8 @@ import pytest
 from tests.support.checkpoints import greedy_tokens, make_checkpoint, reference_model
 from tests.support.cluster import Cluster
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.slow]
+# In one process: tests/pair/test_states.py.
+pytestmark = [pytest.mark.asyncio, pytest.mark.long, pytest.mark.slow]
 
 NUM_TOKENS = 16
 
@@ -17,9 +18,9 @@ NUM_TOKENS = 16
     "architecture, path",
     [
         ("qwen3_next", "tcp"),
-        pytest.param("qwen3_next", "nixl", marks=pytest.mark.long),
-        pytest.param("deepseek_v3", "tcp", marks=pytest.mark.long),
-        pytest.param("deepseek_v2", "nixl", marks=pytest.mark.long),
+        ("qwen3_next", "nixl"),
+        ("deepseek_v3", "tcp"),
+        ("deepseek_v2", "nixl"),
     ],
 )
 async def test_a_prefill_and_a_decode_node_give_what_transformers_gives(

@@ -13,7 +13,8 @@ import pytest
 from tests.integration.oracle import Oracle
 from tests.support.cluster import Cluster, Node, slowed
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+# In one process: tests/node/test_role_switch.py.
+pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(600)]
 
 NUM_TOKENS = 24
 STEP_S = 0.003
@@ -106,7 +107,6 @@ async def test_nodes_take_the_other_role_under_load_and_every_answer_is_right(
 
 # Long: that nothing is computed again asks for a machine on which a move comes to something in two
 # seconds.
-@pytest.mark.long
 async def test_running_requests_go_on_elsewhere_while_their_node_takes_another_role(
     make: Callable[..., Cluster],
 ) -> None:

@@ -132,6 +132,7 @@ async def test_clients_of_the_router_check_it_and_need_no_certificate(
         )
 
 
+@pytest.mark.long  # of one server and channel: tests/node/test_tls.py
 async def test_certificates_and_authority_are_replaced_without_a_restart(
     cluster: Cluster, config: TlsConfig
 ) -> None:

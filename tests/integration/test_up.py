@@ -130,6 +130,7 @@ def _run(line: str) -> str:
     ).stdout
 
 
+@pytest.mark.long
 def test_it_answers_a_sample_and_its_lines_work_where_clients_need_api_keys(run, tmp_path):
     """Seen failing: the sample showed no key, and all programs ended."""
     keys = tmp_path / "keys.yaml"
@@ -144,6 +145,7 @@ def test_it_answers_a_sample_and_its_lines_work_where_clients_need_api_keys(run,
     assert _run(up.line_with(" generate ")).strip() == "42"
 
 
+@pytest.mark.long
 def test_what_others_can_send_to_is_what_the_docs_say_on_the_host_asked_for(run, model):
     (pages,), metrics = free_ports(1), free_row(3)
     how = (f"--metrics-port={metrics[0]}", f"--transfer.data-port={pages}")
@@ -192,6 +194,7 @@ async def _greedy(router: str, number: int = 0, begun: list[int] | None = None) 
     return text
 
 
+@pytest.mark.long  # without nodes: tests/cli/test_restarts.py
 async def test_a_node_that_is_killed_under_load_is_back_and_used_and_nobody_can_tell(run, model):
     up = run(f"--model={model}", "--decode=2", "--router-flags=--policy=round_robin")
     await asyncio.to_thread(up.line_with, "Ready.", START_S)

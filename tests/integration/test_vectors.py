@@ -96,6 +96,7 @@ async def test_prefill_nodes_alone_embed_and_score_as_transformers_does(tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.long  # in one process: tests/engine/test_pooling.py
 async def test_a_classifier_scores_pairs_and_generates_nothing(tmp_path):
     directory = make_checkpoint(
         tmp_path / "model",
