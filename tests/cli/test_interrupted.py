@@ -109,8 +109,8 @@ class Cluster(router_pb2_grpc.RouterServicer, node_pb2_grpc.NodeServicer):
 @pytest.mark.parametrize(
     "silent, drains, said",
     [
-        pytest.param("GetCluster", False, 0, id="before-a-drain"),
-        pytest.param("Drain", True, 3, id="while-it-is-told"),
+        pytest.param("GetCluster", False, 0, id="before-a-drain", marks=pytest.mark.long),
+        pytest.param("Drain", True, 3, id="while-it-is-told", marks=pytest.mark.long),
         pytest.param("", True, 3, id="while-it-drains"),
     ],
 )

@@ -44,7 +44,12 @@ LATE_OR_EVICTED = ("evict", "read is late")
             TWO_OWNERS._replace(only_faults=("evict",)), PATIENT, 1, 1_900, id="one-of-two-owners"
         ),
         pytest.param(
-            ONE_GOES_ON._replace(only_faults=LATE_OR_EVICTED), PATIENT, 1, 5_000, id="two-owners"
+            ONE_GOES_ON._replace(only_faults=LATE_OR_EVICTED),
+            PATIENT,
+            1,
+            5_000,
+            id="two-owners",
+            marks=pytest.mark.long,
         ),
         pytest.param(
             ONE_GOES_ON, PATIENT, 1, 95_000, id="two-owners-any-fault", marks=pytest.mark.long
