@@ -19,32 +19,31 @@ from tests.support.programs import runs
 NOT_ON_A_CPU = {"nodes of a CUDA graph"}
 
 
-# The part that starts whole systems takes as long as all others; two compare what others measure.
-DEEPER = {"serving", "layout", "tuning"}
-ALL = pytest.param({part.name for part in PARTS}, marks=pytest.mark.long, id="all")
-SOME_OR_ALL = [pytest.param({part.name for part in PARTS} - DEEPER, id="some"), ALL]
+def long(test):
+    """Mark a test of the dry run of all parts."""
+    for mark in (pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1800)):
+        test = mark(test)
+    return test
 
 
 @pytest.fixture(scope="module")
-def dry_run(request, tmp_path_factory):
-    """The parts that were run, the last line of stdout, and the directory of the results."""
+def dry_run(tmp_path_factory):
+    """The last line of stdout of a run of all parts, and the directory of the results."""
     out = tmp_path_factory.mktemp("gpu-bench")
     command = [sys.executable, "-m", "bench.gpu", "--dry", "--out", str(out), "--budget-s", "2000"]
-    command += ["--parts", *sorted(request.param)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-8000:]
-    return request.param, json.loads(done.stdout.splitlines()[-1]), out
+    return json.loads(done.stdout.splitlines()[-1]), out
 
 
 def rows_of(out: Path) -> list[dict]:
     return [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("dry_run", SOME_OR_ALL, indirect=True)
+@long
 def test_the_dry_mode_runs_every_part_to_its_end(dry_run):
-    parts, summary, out = dry_run
+    summary, out = dry_run
+    parts = {part.name for part in PARTS}
     statuses = {name: part["status"] for name, part in summary["parts"].items()}
     assert statuses == dict.fromkeys(parts, "done")
     rows = rows_of(out)
@@ -54,11 +53,9 @@ def test_the_dry_mode_runs_every_part_to_its_end(dry_run):
     assert json.loads((out / "record.json").read_text())["rows"] == rows
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("dry_run", SOME_OR_ALL, indirect=True)
+@long
 def test_every_share_has_a_denominator_and_every_operation_was_proved(dry_run):
-    rows = rows_of(dry_run[2])
+    rows = rows_of(dry_run[1])
     shares = [
         row["share"] for row in rows if "share" in row and row["table"] != "where a step goes"
     ]
@@ -67,20 +64,16 @@ def test_every_share_has_a_denominator_and_every_operation_was_proved(dry_run):
     assert len(errors) > 30 and max(errors) < 1e-4
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("dry_run", [ALL], indirect=True)
+@long
 def test_answers_are_the_same_whatever_serves_them(dry_run):
     compared = {
-        row["what"]: row["value"] for row in rows_of(dry_run[2]) if row["table"] == "compared"
+        row["what"]: row["value"] for row in rows_of(dry_run[1]) if row["table"] == "compared"
     }
     equal = [value for what, value in compared.items() if "equal" in what]
     assert len(equal) == 3 and set(equal) == {1.0}
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("dry_run", SOME_OR_ALL, indirect=True)
+@long
 def test_every_goal_finds_its_row(dry_run):
     as_large = {
         "model": "Llama-3-8B",
@@ -90,7 +83,7 @@ def test_every_goal_finds_its_row(dry_run):
         "heads": "32/8x128",
     }
     rows = []
-    for row in rows_of(dry_run[2]):
+    for row in rows_of(dry_run[1]):
         large = row | {name: value for name, value in as_large.items() if name in row}
         if "batch" in row:
             large["batch"] = 1 if row["batch"] == 1 and row["table"] == "steps" else 64

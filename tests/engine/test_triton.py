@@ -41,9 +41,8 @@ def generate(model):
     return [steps.remove(slot) for slot in (first, second, third)]
 
 
-@pytest.mark.parametrize(
-    "architecture", ["qwen3", "gemma2", pytest.param("qwen2_moe", marks=pytest.mark.long)]
-)
+@pytest.mark.long  # kernel by kernel: tests/kernels
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "qwen2_moe"])
 def test_kernels_and_references_give_the_same_tokens(tmp_path, monkeypatch, architecture):
     directory = make_checkpoint(tmp_path, architecture)
     answers = []

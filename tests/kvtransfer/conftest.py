@@ -37,7 +37,10 @@ def backend(request: pytest.FixtureRequest) -> Backend:
     return make_backend(request.param)
 
 
-@pytest.fixture(params=["nixl", "tcp", "tcp-tls", "tcp-staged", *ON_GPU])
+LONG = [pytest.param(name, marks=pytest.mark.long) for name in ("tcp-tls", "tcp-staged")]
+
+
+@pytest.fixture(params=["nixl", "tcp", *LONG, *ON_GPU])
 def far_backend(request: pytest.FixtureRequest) -> str:
     """The name of a backend that joins processes."""
     if request.param.startswith("nixl"):

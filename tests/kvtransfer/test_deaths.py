@@ -15,9 +15,13 @@ from tests.support.data_ends import Ends, FarOwner, FarReader, closing, wait_for
 from tests.support.shared_memory import left_behind
 
 NUM_PAGES, PAGE_BYTES = 256, 65536
-NUM_DEATHS = 20
-NUM_FROZEN_DEATHS = 10
 NUM_SPARES = 5  # started ahead
+
+
+@pytest.fixture(params=[3, pytest.param(20, marks=pytest.mark.long)])
+def deaths(request: pytest.FixtureRequest) -> int:
+    """The number of processes that are killed."""
+    return int(request.param)
 
 
 @pytest.fixture
@@ -74,13 +78,15 @@ def _serves(ends: Ends, path: Backend, owner: FarOwner) -> None:
     assert ends.log.read_text() == ""
 
 
-def test_an_owner_lives_through_readers_killed_mid_read(ends: Ends, path: Backend) -> None:
+def test_an_owner_lives_through_readers_killed_mid_read(
+    ends: Ends, path: Backend, deaths: int
+) -> None:
     owner = ends.far_owner(path.name, NUM_PAGES, PAGE_BYTES)
     owner.publish_all()
     _serves(ends, path, owner)
     dead: list[Child] = []
     with _leaving_nothing(owner.child, dead):
-        for reader in _readers(ends, path, NUM_DEATHS):
+        for reader in _readers(ends, path, deaths):
             reader.read_from(owner)
             _random_moment()
             reader.child.kill()
@@ -89,11 +95,13 @@ def test_an_owner_lives_through_readers_killed_mid_read(ends: Ends, path: Backen
     _serves(ends, path, owner)
 
 
-def test_a_reader_lives_through_owners_killed_mid_read(ends: Ends, path: Backend) -> None:
+def test_a_reader_lives_through_owners_killed_mid_read(
+    ends: Ends, path: Backend, deaths: int
+) -> None:
     reader = ends.far_reader(path.name, NUM_PAGES, PAGE_BYTES)
     dead: list[Child] = []
     with _leaving_nothing(reader.child, dead):
-        for owner in _owners(ends, path, NUM_DEATHS):
+        for owner in _owners(ends, path, deaths):
             reader.read_from(owner)
             _random_moment()
             owner.child.kill()
@@ -104,11 +112,11 @@ def test_a_reader_lives_through_owners_killed_mid_read(ends: Ends, path: Backend
 
 
 def test_an_owner_that_is_frozen_lives_through_the_death_of_its_readers(
-    ends: Ends, path: Backend
+    ends: Ends, path: Backend, deaths: int
 ) -> None:
     owner = ends.far_owner(path.name, NUM_PAGES, PAGE_BYTES)
     owner.publish_all()
-    for reader in _readers(ends, path, NUM_FROZEN_DEATHS):
+    for reader in _readers(ends, path, deaths):
         reader.read_from(owner)
         owner.child.freeze()
         _random_moment()
@@ -119,10 +127,10 @@ def test_an_owner_that_is_frozen_lives_through_the_death_of_its_readers(
 
 
 def test_a_reader_that_is_frozen_lives_through_the_death_of_its_owners(
-    ends: Ends, path: Backend
+    ends: Ends, path: Backend, deaths: int
 ) -> None:
     reader = ends.far_reader(path.name, NUM_PAGES, PAGE_BYTES)
-    for owner in _owners(ends, path, NUM_FROZEN_DEATHS):
+    for owner in _owners(ends, path, deaths):
         reader.read_from(owner)
         _random_moment()
         reader.child.freeze()

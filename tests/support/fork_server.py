@@ -38,11 +38,22 @@ from typing import IO, Any, NoReturn
 from common.process import children, leash
 from common.process.leash import follow_parent, leashed
 
-_PROGRAMS = {"router", "prefill_node", "decode_node"}
-_NODES = _PROGRAMS - {"router"}
+PROGRAMS = {"router", "prefill_node", "decode_node"}
+_NODES = PROGRAMS - {"router"}
 _ENGINE = "roles.engine"
 # Read by an interpreter or a library when it is loaded: each combination needs its own server.
-_EARLY = ("PYTHON", "LD_", "OMP_", "GOMP_", "MALLOC_", "TORCH", "TRITON", "GRPC_", "HF_", "UCX_")
+_EARLY = (
+    "PYTHON",
+    "LD_",
+    "OMP_",
+    "GOMP_",
+    "MALLOC_",
+    "TORCH",
+    "TRITON",
+    "GRPC_ENABLE_FORK",
+    "HF_",
+    "UCX_",
+)
 _PR_SET_CHILD_SUBREAPER = 36
 _START_S = 120.0  # for the imports, on a busy machine
 _MESSAGE_BYTES = 1 << 17
@@ -112,7 +123,7 @@ def run(
         nothing = files.enter_context(open(os.devnull, "rb"))
         output, errors = (files.enter_context(tempfile.TemporaryFile()) for _ in range(2))
         standard = (nothing.fileno(), (stdout or output).fileno(), errors.fileno())
-        program = _start(module, arguments, dict(os.environ), Path.cwd(), standard)
+        program = start(module, arguments, dict(os.environ), Path.cwd(), standard)
         try:
             code = program.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -128,23 +139,24 @@ def run(
 
 def _start_program(command: Sequence[str], **how: Any) -> "_Forked | subprocess.Popen[bytes]":
     module, arguments = _of_leashed(command)
-    if module not in _PROGRAMS or how["pass_fds"]:
+    if module not in PROGRAMS or how["pass_fds"]:
         return subprocess.Popen(command, **how)
     environment = dict(os.environ if how["env"] is None else how["env"])
     output = 1 if how["stdout"] is None else how["stdout"].fileno()
     errors = output if how["stderr"] is subprocess.STDOUT else 2
     with open(os.devnull, "rb") as nothing:
         standard = (nothing.fileno(), output, errors)
-        return _start(module, arguments, environment, how["cwd"] or Path.cwd(), standard)
+        return start(module, arguments, environment, how["cwd"] or Path.cwd(), standard)
 
 
-def _start(
+def start(
     module: str,
     arguments: Sequence[str],
     environment: Mapping[str, str],
     directory: Path,
     standard: Sequence[int],
 ) -> "_Forked":
+    """Start `python -m MODULE ARGUMENTS` with these three standard files."""
     early = tuple(sorted((k, v) for k, v in environment.items() if k.startswith(_EARLY)))
     request = {
         "module": module,
@@ -152,7 +164,7 @@ def _start(
         "environment": environment,
         "directory": str(directory),
     }
-    return _Server.of(early).start(request, standard)
+    return _Server.of(early).ask(request, standard)
 
 
 def _of_leashed(command: Sequence[str]) -> tuple[str, list[str]]:
@@ -191,7 +203,7 @@ class _Server:
         self._socket.close()
         self._process.wait()
 
-    def start(self, request: Mapping[str, object], standard: Sequence[int]) -> _Forked:
+    def ask(self, request: Mapping[str, object], standard: Sequence[int]) -> _Forked:
         """Start a program with these three standard files. Raises EOFError if the server ended."""
         # The process that forked the program has ended before the reply: it is now our child.
         _adopt_orphans(True)

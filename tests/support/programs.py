@@ -8,25 +8,40 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
+from tests.support import fork_server
 from tests.support.isolation import ROOT as ROOT
 
 WAIT_S = 180.0  # an engine's start is seconds of a core that others use too
 
 
 class Program:
-    """`python -m MODULE ARGUMENTS` in a process group of its own. Close it."""
+    """`python -m MODULE ARGUMENTS` in a process group of its own. Close it.
+
+    Routers and nodes are started by the fork server.
+    """
 
     def __init__(self, module: str, *arguments: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
-            env={name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        environment = {**os.environ}
+        environment.pop("GRPC_VERBOSITY", None)
+        read, write = os.pipe()
+        self._output = open(read)  # noqa: SIM115
+        with open(os.devnull, "rb") as nothing, open(write, "wb") as output:
+            if module in fork_server.PROGRAMS:
+                files = (nothing.fileno(), write, write)
+                self.process: Any = fork_server.start(
+                    module, arguments, environment, Path.cwd(), files
+                )
+            else:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-m", module, *arguments],
+                    env=environment,
+                    stdin=nothing,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                )
         self._lines: list[str] = []
         self._changed = threading.Condition()
         self._ended = False
@@ -80,12 +95,10 @@ class Program:
             os.killpg(self.pid, signal.SIGKILL)
         self.process.wait()
         self._reader.join(60.0)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+        self._output.close()
 
     def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
+        for line in self._output:
             with self._changed:
                 self._lines.append(line)
                 self._changed.notify_all()
