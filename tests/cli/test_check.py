@@ -4,7 +4,6 @@ import json
 import os
 import re
 import socket
-import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
 
@@ -13,6 +12,7 @@ import pytest
 from cli.check import PROGRAM, main
 from cli.demo_model import write
 from common.identity.secret import new_secret
+from tests.support import fork_server
 from tests.support.certificates import Authority
 from tests.support.quantised import FORMATS, requantised
 from tests.support.tiny_models import make_tiny, tiny_config
@@ -43,13 +43,9 @@ def check(capsys, monkeypatch):
 
 
 def test_the_demo_model_runs_here(model):
-    done = subprocess.run(
-        [sys.executable, "-m", "cli.check", f"--model={model}", "--device=cpu", "--port=0"],
-        env={**os.environ, "COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    flags = (f"--model={model}", "--device=cpu", "--port=0")
+    wide = {**os.environ, "COLUMNS": "200"}
+    done = fork_server.run("cli.check", *flags, environment=wide)
     assert (done.returncode, done.stderr) == (0, "")
     assert "qwen3" in done.stdout
     assert "fails" not in done.stdout

@@ -2,13 +2,13 @@
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 
 import grpc
 import grpc.aio
 import pytest
 
+from tests.support import fork_server
 from tests.support.cluster import Cluster
 from tests.support.http_client import get
 
@@ -19,8 +19,7 @@ PROMPT = list(range(100))
 
 
 def _explain(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "cli.explain", *arguments, f"--router={cluster.address}"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return fork_server.run("cli.explain", *arguments, f"--router={cluster.address}")
 
 
 async def test_a_request_is_explained_by_all_programs_that_had_it(make: Callable[..., Cluster]):

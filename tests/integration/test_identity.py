@@ -4,7 +4,6 @@ secrets are replaced. One cluster for all; what a test starts beside it is a str
 import asyncio
 import os
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -21,8 +20,9 @@ from protos.kvtransfer_pb2_grpc import KvTransferStub
 from protos.node_pb2 import AbortRequest, DrainRequest, WatchCacheRequest
 from protos.node_pb2_grpc import NodeStub
 from protos.router_pb2 import FlushCacheRequest
+from tests.support import fork_server
 from tests.support.cluster import Cluster, Node, free_ports
-from tests.support.programs import ROOT, WAIT_S, Program
+from tests.support.programs import ROOT, Program
 from tests.support.refused_stream import end_of_stream
 from tests.support.scrapes import scraped, value
 
@@ -195,14 +195,7 @@ async def test_a_secret_that_is_short_ends_a_program_in_one_line_that_does_not_t
 
 def _secret(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {name: text for name, text in os.environ.items() if name != VARIABLE}
-    command = [sys.executable, "-m", "cli.secret", *arguments]
-    return subprocess.run(
-        command,
-        env=environment | variables,
-        capture_output=True,
-        text=True,
-        timeout=WAIT_S,
-    )
+    return fork_server.run("cli.secret", *arguments, environment=environment | variables)
 
 
 async def test_a_printed_token_is_good_for_one_call(cluster: Cluster) -> None:

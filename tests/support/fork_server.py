@@ -110,20 +110,25 @@ class _Forked:
 
 
 def run(
-    module: str, *arguments: str, stdout: IO[bytes] | None = None, timeout_s: float = 60.0
+    module: str,
+    *arguments: str,
+    environment: Mapping[str, str] | None = None,
+    stdout: IO[bytes] | None = None,
+    timeout_s: float = 120.0,
 ) -> "subprocess.CompletedProcess[str]":
     """Run `python -m MODULE ARGUMENTS` to its end, and return its exit code and output.
 
     `cli.main` continues as the command that it would exec.
 
     Args:
+        environment: of the program, if not that of this process.
         stdout: the file that the program writes to, if its output is not returned.
     """
     with contextlib.ExitStack() as files:
         nothing = files.enter_context(open(os.devnull, "rb"))
         output, errors = (files.enter_context(tempfile.TemporaryFile()) for _ in range(2))
         standard = (nothing.fileno(), (stdout or output).fileno(), errors.fileno())
-        program = start(module, arguments, dict(os.environ), Path.cwd(), standard)
+        program = start(module, arguments, environment or {**os.environ}, Path.cwd(), standard)
         try:
             code = program.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -141,7 +146,7 @@ def _start_program(command: Sequence[str], **how: Any) -> "_Forked | subprocess.
     module, arguments = _of_leashed(command)
     if module not in PROGRAMS or how["pass_fds"]:
         return subprocess.Popen(command, **how)
-    environment = dict(os.environ if how["env"] is None else how["env"])
+    environment = how["env"] or {**os.environ}
     output = 1 if how["stdout"] is None else how["stdout"].fileno()
     errors = output if how["stderr"] is subprocess.STDOUT else 2
     with open(os.devnull, "rb") as nothing:
@@ -161,7 +166,7 @@ def start(
     request = {
         "module": module,
         "arguments": arguments,
-        "environment": environment,
+        "environment": dict(environment),
         "directory": str(directory),
     }
     return _Server.of(early).ask(request, standard)
