@@ -51,6 +51,9 @@ CLASSES = {
     "modernbert-decoder": {},  # what it calls its decoder is its head
 }
 
+# One of each kind of attention, and of each form of matrices.
+QUICK = ("gpt2", "cohere2", "gemma3n_text", "qwen3_moe", "deepseek_v3", "llama4_text", "helium")
+
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
@@ -95,7 +98,13 @@ def alone(directory, texts):
         return [model.eval()(torch.tensor([text]), use_cache=False).logits[0] for text in texts]
 
 
-@pytest.mark.parametrize("kind", CLASSES)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *QUICK,
+        *(pytest.param(kind, marks=pytest.mark.long) for kind in CLASSES if kind not in QUICK),
+    ],
+)
 def test_logits_of_random_chunks_of_two_texts_are_those_of_the_class_alone(checkpoints, kind):
     directory = checkpoints(kind)
     model = Recorder(load(directory, CPU, torch.float32, backend="transformers"))

@@ -225,6 +225,7 @@ def test_every_request_gets_the_oracles_tokens_when_some_are_guessed(seed):
     )
 
 
+@pytest.mark.long
 def test_the_workloads_reach_what_they_are_for():
     rigs = [run_workload(seed, pressure=True) for seed in range(40, 50)]
     counters = [rig.scheduler.counters() for rig in rigs]

@@ -62,7 +62,10 @@ NO_RESTART = ("cut", "cancel", "stop", "fail", "tick", "link breaks", "read is l
             id="two-one-fault-in-two-chunks",
             marks=pytest.mark.long,
         ),
-        pytest.param(Plan((3,), (0,)), SILENT, 2, 44_000, id="one-two-silences"),
+        pytest.param(Plan((3,), (0,)), SILENT, 1, 1_000, id="one-silence"),
+        pytest.param(
+            Plan((3,), (0,)), SILENT, 2, 44_000, id="one-two-silences", marks=pytest.mark.long
+        ),
         pytest.param(
             Plan((7, 3), TWO), SILENT, 1, 130_000, id="two-one-silence", marks=pytest.mark.long
         ),
@@ -127,7 +130,9 @@ NO_RESTART = ("cut", "cancel", "stop", "fail", "tick", "link breaks", "read is l
             500,
             id="windows-and-state-of-one-token",
         ),
-        pytest.param(Plan((3,), (0,)), PATIENT, 2, 50_000, id="one-two-faults"),
+        pytest.param(
+            Plan((3,), (0,)), PATIENT, 2, 50_000, id="one-two-faults", marks=pytest.mark.long
+        ),
         pytest.param(
             Plan((7,), (0,), asynchronous=True), PATIENT, 1, 17_000, id="events-cross-commands"
         ),
@@ -140,6 +145,7 @@ NO_RESTART = ("cut", "cancel", "stop", "fail", "tick", "link breaks", "read is l
             2,
             20_000,
             id="two-link-faults",
+            marks=pytest.mark.long,
         ),
         pytest.param(
             Plan((3,), (0,), owners=2, attempts=3, only_faults=("read is late", "fail", "cut")),
@@ -161,6 +167,7 @@ NO_RESTART = ("cut", "cancel", "stop", "fail", "tick", "link breaks", "read is l
             2,
             33_000,
             id="two-owners-and-a-page",
+            marks=pytest.mark.long,
         ),
         pytest.param(
             Plan((3,), (0,), owners=2, attempts=3),
@@ -197,7 +204,6 @@ NO_RESTART = ("cut", "cancel", "stop", "fail", "tick", "link breaks", "read is l
 def test_no_interleaving_breaks_an_invariant(
     plan: Plan, config: TransferConfig, faults: int, states: int
 ) -> None:
-    # In all some 250,000 states in 20 s of a slow core.
     assert search(plan, config, faults=faults).states > states
 
 

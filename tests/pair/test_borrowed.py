@@ -19,7 +19,10 @@ CHUNK_TOKENS = 64
 BOLD = {"new_token_ratio": 0.1, "min_new_token_ratio": 0.1}
 
 
-@pytest.mark.parametrize("kind", ["gpt_oss", "deepseek_v3", "gemma3n_text"])
+LONG = [pytest.param(kind, marks=pytest.mark.long) for kind in ("deepseek_v3", "gemma3n_text")]
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", *LONG])
 def test_greedy_tokens_through_a_pair_are_those_of_transformers(tmp_path, kind):
     """With and without what either side has cached, in a pool that requests outgrow together."""
     directory = make_tiny(tmp_path, kind)

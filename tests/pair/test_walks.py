@@ -129,8 +129,8 @@ class Walk:
 @pytest.mark.parametrize(
     "seed, pauses",
     [
-        *((seed, False) for seed in range(6)),
-        *(pytest.param(seed, False, marks=pytest.mark.long) for seed in range(6, 10)),
+        *((seed, False) for seed in range(3)),
+        *(pytest.param(seed, False, marks=pytest.mark.long) for seed in range(3, 10)),
         *(pytest.param(seed, True, marks=pytest.mark.long) for seed in range(10, 30)),
     ],
 )
