@@ -93,6 +93,7 @@ def compared(
     return difference, total
 
 
+@pytest.mark.long  # in float32: tests/demo/test_weights.py
 @pytest.mark.parametrize("dtype, quantize", FORMS)
 def test_short_tasks_are_answered_as_well_as_in_float32(exact, tokenizer, dtype, quantize):
     short = [case for case in CASES if "tokens" not in case.what or "64 tokens" in case.what]

@@ -200,6 +200,7 @@ async def test_half_of_tls_is_refused_in_one_line(
     assert "--front.tls: " in line and sentence in line
 
 
+@pytest.mark.long
 async def test_up_serves_with_tls_everywhere(
     model: Path, config: TlsConfig, program: type[Program], tmp_path: Path
 ) -> None:
