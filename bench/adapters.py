@@ -25,6 +25,7 @@ from bench.support.record import emit, table
 from common.config import CacheConfig, EngineConfig, LoraConfig, SchedulerConfig
 from common.engine.build import Engine, build
 from common.engine.rows.request import Request
+from common.request import RequestSpec
 from common.requests.adapter import NO_ADAPTER, AdapterId
 from common.requests.sampling import SamplingParams
 from tests.support.adapters import make_adapter
@@ -80,16 +81,20 @@ def _requests(engine: Engine, way: str, batch: int, tokens: int) -> Iterator[Req
     rng = np.random.default_rng(0)
     ids = [adapter for _, adapter in sorted(engine.loader.names().items())]
     for row in range(batch):
-        request = Request(
+        request = Request.of(
+            RequestSpec(
+                token_ids=rng.integers(QWEN3_105M["vocab_size"], size=PROMPT)
+                .astype(np.int32)
+                .tobytes(),
+                sampling=SamplingParams(
+                    max_tokens=tokens, seed=row, temperature=0, ignore_eos=True
+                ),
+                adapter=_of_row(way, row, ids),
+            ),
             key=row,
-            origin=(1, row),
-            request_id=str(row),
-            token_ids=rng.integers(QWEN3_105M["vocab_size"], size=PROMPT).astype(np.int32),
-            num_prompt=PROMPT,
-            sampling=SamplingParams(max_tokens=tokens, seed=row, temperature=0, ignore_eos=True),
             deadline=time.monotonic() + 3600,
             arrived=time.monotonic(),
-            adapter=_of_row(way, row, ids),
+            origin=(1, row),
         )
         engine.adapters.hold(request)
         assert engine.adapters.take_slot(request)

@@ -33,6 +33,7 @@ from common.engine.rows.batch import ForwardMode, Ints, ScheduleBatch
 from common.engine.rows.request import Request
 from common.engine.rows.table import RequestTable
 from common.engine.run.cpu import use_cpu
+from common.request import RequestSpec
 from common.requests.sampling import SamplingParams
 from common.requests.thought import Thought
 from router.text.expressions import Automaton
@@ -164,15 +165,15 @@ def requests_of(
     for row in range(rows):
         own = fields if row < asking else {}
         sampling = SamplingParams(**{**plain, "seed": row, **own})
-        request = Request(
+        request = Request.of(
+            RequestSpec(
+                token_ids=draw.integers(300, words - 1, PROMPT, dtype=np.int32).tobytes(),
+                sampling=sampling,
+            ),
             key=row,
-            origin=(0, row),
-            request_id="",
-            token_ids=draw.integers(300, words - 1, PROMPT, dtype=np.int32),
-            num_prompt=PROMPT,
-            sampling=sampling,
             deadline=math.inf,
             arrived=0.0,
+            origin=(0, row),
         )
         if sampling.guide is not None:
             compiled = CompiledGuide(compiler.compiled(prepared(sampling.guide)))

@@ -30,6 +30,7 @@ from common.engine.features.grammar import Grammar
 from common.engine.features.matching import CompiledGuide, Match, MatchThreads
 from common.engine.rows.request import Request
 from common.engine.rows.table import RequestTable
+from common.request import RequestSpec
 from common.requests.guide import JSON_OBJECT, Guide
 from common.requests.sampling import SamplingParams
 
@@ -127,15 +128,12 @@ def walks(compiler: Compilers, guide: Guide, words: Sequence[bytes], rows: int) 
 
 def _request(key: int, guide: Guide) -> Request:
     sampling = SamplingParams(max_tokens=STEPS, seed=key, guide=guide)
-    return Request(
+    return Request.of(
+        RequestSpec(token_ids=np.zeros(1, np.int32).tobytes(), sampling=sampling),
         key=key,
-        origin=(0, key),
-        request_id="",
-        token_ids=np.zeros(1, np.int32),
-        num_prompt=1,
-        sampling=sampling,
         deadline=math.inf,
         arrived=0.0,
+        origin=(0, key),
     )
 
 

@@ -30,6 +30,7 @@ from common.engine.rows.request import Finish, FinishReason, Request
 from common.engine.schedule.admission import ExtendRow
 from common.engine.schedule.next_rows import NextRows
 from common.engine.schedule.scheduler import Scheduler
+from common.request import RequestSpec
 from common.requests.sampling import SamplingParams
 from tests.support.checkpoints import VOCABULARY_SIZE, make_checkpoint
 
@@ -107,15 +108,15 @@ class Plan:
                 temperature=0.0,
                 ignore_eos=True,
             )
-            yield Request(
+            yield Request.of(
+                RequestSpec(
+                    token_ids=rng.integers(3, VOCABULARY_SIZE, length, dtype=np.int32).tobytes(),
+                    sampling=sampling,
+                ),
                 key=number,
-                origin=(1, number),
-                request_id=str(number),
-                token_ids=rng.integers(3, VOCABULARY_SIZE, length, dtype=np.int32),
-                num_prompt=length,
-                sampling=sampling,
                 deadline=time.monotonic() + 3600,
                 arrived=time.monotonic(),
+                origin=(1, number),
             )
 
 

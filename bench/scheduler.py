@@ -32,6 +32,7 @@ from common.engine.rows.request import Request
 from common.engine.rows.table import RequestTable
 from common.engine.schedule.scheduler import Scheduler
 from common.engine.tiers.tiers import no_tiers
+from common.request import RequestSpec
 from common.requests.sampling import SamplingParams
 
 BATCH_SIZES = (1, 64, 256, 1024)
@@ -127,17 +128,17 @@ def measure(batch_size: int, steps: int, *, greedy: bool) -> dict[str, Any]:
         # Different lengths, so that as many requests as usual need a page in any one step.
         num_tokens = PROMPT_TOKENS - key % PAGE_SIZE
         role.inbox.append(
-            Request(
-                key=key,
-                origin=(1, key),
-                request_id=str(key),
-                token_ids=rng.integers(3, VOCABULARY, num_tokens, dtype=np.int32),
-                num_prompt=num_tokens,
-                sampling=SamplingParams(
-                    max_tokens=length, seed=key, temperature=0.0 if greedy else 1.0
+            Request.of(
+                RequestSpec(
+                    token_ids=rng.integers(3, VOCABULARY, num_tokens, dtype=np.int32).tobytes(),
+                    sampling=SamplingParams(
+                        max_tokens=length, seed=key, temperature=0.0 if greedy else 1.0
+                    ),
                 ),
+                key=key,
                 deadline=time.monotonic() + 3600,
                 arrived=0.0,
+                origin=(1, key),
             )
         )
     loop = EventLoop(role, runner)

@@ -33,6 +33,7 @@ from common.config import CacheConfig, EngineConfig, SchedulerConfig, Speculatio
 from common.engine.build import Engine, build
 from common.engine.rows.request import Request
 from common.engine.speculate.speculator import Speculator
+from common.request import RequestSpec
 from common.requests.sampling import SamplingParams
 
 VOCABULARY: int = QWEN3_105M["vocab_size"]
@@ -117,17 +118,17 @@ def _requests(batch: int, tokens: int, temperature: float) -> Iterator[Request]:
     for number in range(batch):
         first = rng.integers(VOCABULARY // ROUND) * ROUND
         text = first + (np.arange(PROMPT) + rng.integers(ROUND)) % ROUND
-        yield Request(
-            key=number,
-            origin=(1, number),
-            request_id=str(number),
-            token_ids=text.astype(np.int32),
-            num_prompt=PROMPT,
-            sampling=SamplingParams(
-                max_tokens=tokens, seed=number, temperature=temperature, ignore_eos=True
+        yield Request.of(
+            RequestSpec(
+                token_ids=text.astype(np.int32).tobytes(),
+                sampling=SamplingParams(
+                    max_tokens=tokens, seed=number, temperature=temperature, ignore_eos=True
+                ),
             ),
+            key=number,
             deadline=time.monotonic() + 3600,
             arrived=time.monotonic(),
+            origin=(1, number),
         )
 
 

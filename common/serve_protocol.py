@@ -4,7 +4,7 @@ Each end tells its version in its first message. What a newer end says besides, 
 of messages that this one does not know, is ignored: the version changes where that would be wrong.
 """
 
-VERSION = 4
+VERSION = 5
 FIRST_MESSAGE_S = 10.0  # for a router, from opening the stream
 
 # Of one message to a node: 12 MB at most, 5 bytes for a token and 20 KB for all else of a Submit.

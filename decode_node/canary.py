@@ -28,8 +28,10 @@ from grpc import StatusCode
 from common.engine.rows.request import FinishReason
 from common.errors import NodeUnavailable
 from common.logs import kv
-from common.node.messages import Ended, StepTokens, SubmitRequest
+from common.node.messages import Ended, Placement, StepTokens, SubmitRequest
+from common.request import Remaining, RequestSpec
 from common.requests.namespace import NAMESPACE_BYTES
+from common.requests.prefix_hash import as_bytes
 from common.requests.sampling import SamplingParams
 from decode_node.counts import DecodeCounts
 from kvtransfer.ports import NodeEvent, OwnerDown, OwnerUp
@@ -229,16 +231,17 @@ class Canary:
             self._submit(
                 SubmitRequest(
                     stream=STREAM,
-                    request=answer.request,
-                    request_id=f"canary of {owner.address}",
-                    token_ids=np.array(tokens, np.int32).tobytes(),
-                    num_generated=0,
-                    sampling=SamplingParams(
-                        max_tokens=self._num_tokens, temperature=0.0, seed=0, ignore_eos=True
+                    number=answer.request,
+                    spec=RequestSpec(
+                        request_id=f"canary of {owner.address}",
+                        token_ids=as_bytes(tokens),
+                        sampling=SamplingParams(
+                            max_tokens=self._num_tokens, temperature=0.0, seed=0, ignore_eos=True
+                        ),
+                        namespace=secrets.token_bytes(NAMESPACE_BYTES),
                     ),
-                    prefill_addresses=addresses,
-                    budget_s=BUDGET_S,
-                    namespace=secrets.token_bytes(NAMESPACE_BYTES),
+                    remaining=Remaining(BUDGET_S),
+                    placement=Placement(prefill_addresses=addresses),
                 )
             )
 

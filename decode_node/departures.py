@@ -27,7 +27,7 @@ from common.logs.throttle import Throttle, ThrottledLog
 from common.page_tables import PageTables
 from decode_node.counts import DecodeCounts
 from decode_node.live import LiveRequests
-from kvtransfer.messages import Kind
+from kvtransfer.messages import Live, Prompt
 from kvtransfer.ports import FailHandoff, Granted, HandoffDropped, Opened, OwnerCommands, Publish
 
 log = logging.getLogger(__name__)
@@ -127,20 +127,21 @@ class Departures:
 
     def opened(self, event: Opened) -> None:
         """The request goes on, and nothing is held, before the reader has pages for it."""
-        request = self._live.by_ticket(event.ticket) if event.kind is Kind.LIVE else None
+        source = event.source
+        request = self._live.by_ticket(source.ticket) if isinstance(source, Live) else None
         refusal = self._refusal(request, event)
         if request is None or refusal:
             self._refused.add(event.serial)
             # A prompt goes elsewhere: who asks has found a prefill node at this address before.
-            retryable = event.kind is Kind.PROMPT
+            retryable = isinstance(source, Prompt)
             self._port.post(FailHandoff(event.serial, refusal, retryable))
             return
-        departure = _Departure(event.serial, request, len(event.token_ids))
+        departure = _Departure(event.serial, request, source.num_tokens)
         self._by_serial[event.serial] = self._by_request[request.key] = departure
 
     def _refusal(self, request: Request | None, event: Opened) -> str:
         """Why the request does not leave; empty: it may."""
-        if event.kind is not Kind.LIVE:
+        if not isinstance(event.source, Live):
             return "a decode node computes no prompts for others"
         if request is None:
             return "no request here has that ticket"
@@ -149,12 +150,14 @@ class Departures:
         tokens = self._scheduler.tokens_of(request)
         if tokens is None:
             return "the request is not running"
-        if event.adapter != request.adapter:
+        asked = event.source.spec
+        if asked.adapter != request.spec.adapter:
             return "the request has another adapter"
-        if event.namespace != request.namespace:
-            return "the request has another namespace, or other weights"
-        num_known = len(event.token_ids)
-        if num_known >= len(tokens) or not np.array_equal(tokens[:num_known], event.token_ids):
+        if asked.namespace != request.spec.namespace:
+            return "the request has another namespace"
+        if event.weights != request.weights:
+            return "the request has other weights"
+        if not _begins_with(tokens, asked.token_ids):
             return "the request has other tokens"
         return ""
 
@@ -182,7 +185,7 @@ class Departures:
         if event.held:
             self._moved_at = time.monotonic()
         else:
-            self._log.info("not moved", request_id=request.request_id, because=event.reason)
+            self._log.info("not moved", request_id=request.spec.request_id, because=event.reason)
         if departure.state is State.RUNNING or request.slot is None:
             return  # it has never stopped, or has ended meanwhile
         if event.held:
@@ -259,3 +262,9 @@ class Departures:
         """HandoffDropped follows, and says what becomes of the request."""
         departure.over = True
         self._port.post(FailHandoff(departure.serial, reason, retryable=False))
+
+
+def _begins_with(tokens: Ints, token_ids: bytes) -> bool:
+    """Return whether `tokens` begin with all of `token_ids`, little-endian int32, and have more."""
+    known = np.frombuffer(token_ids, np.int32)
+    return len(known) < len(tokens) and np.array_equal(tokens[: len(known)], known)

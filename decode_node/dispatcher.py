@@ -274,12 +274,12 @@ class Dispatcher:
 
     def _prefill_here(self, request: Request, why: str, now: float) -> None:
         num_tokens = len(request.token_ids)
-        self._prompts.check(Place(request.start_by, num_tokens, request.priority), now)
+        self._prompts.check(Place(request.start_by, num_tokens, request.spec.priority), now)
         if self._fetch_first(request):
             self.fetching.put(request)
         else:
             self._scheduler.add(request)
-        place = Place(request.due, num_tokens, request.priority)
+        place = Place(request.due, num_tokens, request.spec.priority)
         self._prompts.join(request.key, place, now)
         if not _is_canary(request):  # which is no prompt of anybody's
             self._counts.local_prefill(why)

@@ -22,6 +22,7 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
+from msgspec.structs import replace
 
 from common.engine.rows.request import Finish, Request, out_of_time, waited_too_long
 from common.engine.schedule.scheduler import Scheduler
@@ -30,11 +31,12 @@ from common.logs.throttle import Throttle, ThrottledLog
 from common.node.stamps import AttemptStamps
 from common.queueing.drain import Backlog, Drain
 from common.queueing.waiting_line import Place
+from common.request import Remaining
 from decode_node.counts import DecodeCounts
 from decode_node.destinations import Destinations
 from decode_node.live import LiveRequests
 from decode_node.queues import Attempt, PreallocQueue, Transfer, TransferQueue
-from kvtransfer.messages import HandoffId, Kind
+from kvtransfer.messages import HandoffId, Live, Prompt, Source
 from kvtransfer.ports import (
     CancelHandoff,
     FirstToken,
@@ -139,13 +141,12 @@ class Handoffs:
         else:
             # A page's edge may leave more behind a window than the next token takes.
             num_pages = max(tables.pages_for(num_tokens), tables.pages_for(num_tokens + 1))
-        priority, came = request.priority, request.arrived
+        priority, came = request.spec.priority, request.arrived
         self._waits.check(Place(request.start_by, num_pages, priority, came), now)
         handoff_id = HandoffId(self._instance, request.key, number)
         self._current[request.key] = handoff_id
         stamps = AttemptStamps(owner.address, owner.path, opened=now)
-        told = self._live.stamps(request)
-        told.open(stamps)
+        self._live.stamps(request).open(stamps)
         prompt = b"" if room_tokens else _name_of(request)
         attempt = Attempt(
             handoff_id,
@@ -165,29 +166,31 @@ class Handoffs:
         self._counts.opened(number)
         self._port.post(
             OpenHandoff(
-                id=handoff_id,
-                owner=owner.owner,
-                token_ids=attempt.token_ids,
-                num_generated=len(attempt.token_ids) - request.num_prompt,
-                sampling=request.sampling,
-                budget_s=max(request.deadline - now, _LEAST_BUDGET_S),
-                request_id=request.request_id,
-                traceparent=told.trace.passed_on,
-                namespace=request.namespace,
-                adapter=request.adapter,
-                weights=request.weights,
-                engine_deaths=request.engine_deaths,
-                queue_s=max(request.start_by - now, 0.0),
-                kind=Kind.LIVE if attempt.moves else Kind.PROMPT,
-                ticket=ticket,
-                priority=priority,
-                routing_key=request.routing_key,
-                images=() if ticket else request.images,
-                prefix_at=tuple(
-                    hint for hint in self._live.prefix_at(request) if hint.address != owner.address
+                handoff_id,
+                owner.owner,
+                request.weights,
+                Remaining(
+                    max(request.deadline - now, _LEAST_BUDGET_S), max(request.start_by - now, 0.0)
                 ),
+                self._source(attempt, owner, ticket),
             )
         )
+
+    def _source(self, attempt: Attempt, owner: OwnerUp, ticket: int) -> Source:
+        request = attempt.request
+        spec = replace(
+            request.spec,
+            token_ids=attempt.token_ids.tobytes(),
+            num_generated=len(attempt.token_ids) - request.num_prompt,
+            engine_crashes=request.engine_deaths,
+            images=() if ticket else request.spec.images,
+            prediction=b"",
+            traceparent=self._live.stamps(request).trace.passed_on,
+        )
+        if ticket:
+            return Live(spec, ticket)
+        hints = (hint for hint in self._live.prefix_at(request) if hint.address != owner.address)
+        return Prompt(spec, tuple(hints))
 
     # Pages --------------------------------------------------------------------------------------
 
@@ -232,8 +235,8 @@ class Handoffs:
         attempt = self.prealloc.most_urgent(num_unready)
         if attempt is None:
             return -math.inf
-        self._scheduler.make_room(attempt.request.priority, attempt.num_pages)
-        return attempt.request.priority
+        self._scheduler.make_room(attempt.request.spec.priority, attempt.num_pages)
+        return attempt.request.spec.priority
 
     def _grant(self, attempt: Attempt) -> bool:
         destination = self._destinations.reserve(
@@ -407,7 +410,7 @@ class Handoffs:
         attempt.stamps.lost, attempt.stamps.reason = time.monotonic(), event.reason
         self._log.info(
             "hand-off lost",
-            request_id=request.request_id,
+            request_id=request.spec.request_id,
             **self._live.stamps(request).trace.log_fields,
             owner=attempt.stamps.prefill,
             because=event.reason,

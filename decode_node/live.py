@@ -92,8 +92,8 @@ class LiveRequests:
         """
         if ticket in self._tickets:
             raise InvalidRequest("ticket: another request has it")
-        num_predicted = 0 if request.prediction is None else len(request.prediction)
-        self._tokens.take(request.key, len(request.token_ids) + num_predicted, times=times)
+        num_tokens = len(request.token_ids) + request.spec.num_predicted
+        self._tokens.take(request.key, num_tokens, times=times)
         self._by_origin[request.origin] = request
         if prefix_at:
             self._prefix_at[request.key] = prefix_at
@@ -169,7 +169,7 @@ class LiveRequests:
     def _under_way(self, request_id: str | None = None) -> Iterable[RequestStamps]:
         """Of that id; None: of any."""
         for request in self:
-            if request_id in (None, request.request_id):
+            if request_id in (None, request.spec.request_id):
                 stamps = self._stamps[request.key]
                 _complete(stamps, request)
                 yield stamps

@@ -13,7 +13,7 @@ def open_handoffs(
     """Fields of a line each: the queue, the request, and how far it is."""
     now = time.monotonic()
     told: list[dict[str, object]] = [
-        {"queue": "unpaired", "request_id": each.request.request_id} for each in unpaired
+        {"queue": "unpaired", "request_id": each.request.spec.request_id} for each in unpaired
     ]
     told += [{"queue": "prealloc", **_of(attempt, now)} for attempt in prealloc]
     told += [
@@ -30,7 +30,7 @@ def open_handoffs(
 
 def _of(attempt: Attempt, now: float) -> dict[str, object]:
     return {
-        "request_id": attempt.request.request_id,
+        "request_id": attempt.request.spec.request_id,
         "id": tuple(attempt.id),
         "owner": attempt.stamps.prefill,
         "pages": attempt.num_pages,

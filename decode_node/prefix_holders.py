@@ -4,7 +4,7 @@ what the router knows."""
 from common.engine.memory.radix import RadixCache
 from common.engine.rows.request import Request
 from common.engine.tiers.tiers import Tiers
-from common.node.messages import SubmitRequest
+from common.node.messages import Placement
 from common.requests.prefix_at import MAX_HINTS, PrefixAt
 
 WORTH_NAMING_TOKENS = 64  # of a prompt, that this node has: for less nobody reads here
@@ -22,15 +22,15 @@ class PrefixHolders:
         self._tiers = tiers
         self._shares = shares
 
-    def of(self, request: Request, message: SubmitRequest) -> tuple[PrefixAt, ...]:
+    def of(self, request: Request, placement: Placement) -> tuple[PrefixAt, ...]:
         """Whoever has most of it by this node's own books, then those that the router names."""
         if not self._shares:
             return ()
-        if not message.own_address or len(request.token_ids) < WORTH_NAMING_TOKENS:
-            return message.prefix_at
+        if not placement.own_address or len(request.token_ids) < WORTH_NAMING_TOKENS:
+            return placement.prefix_hints
         wanted = request.token_ids, request.namespace
         way = self._tiers.way(*wanted)
         num_tokens = self._cache.match(*wanted).num_tokens if way is None else len(way.token_ids)
         if num_tokens < WORTH_NAMING_TOKENS:
-            return message.prefix_at
-        return (PrefixAt(message.own_address, num_tokens), *message.prefix_at)[:MAX_HINTS]
+            return placement.prefix_hints
+        return (PrefixAt(placement.own_address, num_tokens), *placement.prefix_hints)[:MAX_HINTS]

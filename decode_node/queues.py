@@ -60,15 +60,15 @@ class Attempt:
 
     @property
     def priority(self) -> int:
-        return self.request.priority
+        return self.request.spec.priority
 
     @property
     def client(self) -> int:
-        return self.request.client
+        return self.request.spec.client
 
     @property
     def client_weight(self) -> float:
-        return self.request.client_weight
+        return self.request.spec.client_weight
 
 
 @dataclass(slots=True, eq=False)

@@ -318,7 +318,7 @@ class DecodeRole:
         return {"prompts": self._prompts.backlog, "pages": self._handoffs.backlog}
 
     def abort(self, request_id: str) -> int:
-        doomed = [request for request in self._live if request.request_id == request_id]
+        doomed = [request for request in self._live if request.spec.request_id == request_id]
         for request in doomed:
             self._abort(request, Finish(FinishReason.ABORT, "aborted by an operator"))
         return len(doomed)
@@ -381,12 +381,13 @@ class DecodeRole:
             try:
                 if refusal is not None:
                     raise refusal
-                if message.move_from is not None:
-                    self._dispatcher.place_mover(request, message.move_from)
-                elif message.stream == canary.STREAM and message.prefill_addresses:
+                placement = message.placement
+                if placement.move_from is not None:
+                    self._dispatcher.place_mover(request, placement.move_from)
+                elif message.stream == canary.STREAM and placement.prefill_addresses:
                     self._handoffs.open(request, self._canary.owner, (), 1)
                 else:
-                    self._dispatcher.place(request, message.prefill_addresses)
+                    self._dispatcher.place(request, placement.prefill_addresses)
             except ServingError as error:
                 self._live.refuse(request, error)
 

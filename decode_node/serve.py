@@ -9,7 +9,6 @@ the engine takes is not read any further until it does.
 import asyncio
 import itertools
 import logging
-import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence, Sized
 from functools import partial
@@ -18,8 +17,7 @@ from typing import Any, cast
 import grpc
 import numpy as np
 
-from common import rpc, serve_protocol
-from common.api_keys import MAX_WEIGHT, MIN_WEIGHT
+from common import request, rpc, serve_protocol
 from common.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -41,30 +39,24 @@ from common.node.messages import (
     MoveFrom,
     Moving,
     OnTrial,
+    Placement,
     StepTokens,
     StreamEnded,
     SubmitRequest,
 )
 from common.queueing.drain import Backlog
-from common.requests import images
-from common.requests.adapter import check_adapter
 from common.requests.logprobs import Logprobs, to_fields
-from common.requests.namespace import check_namespace
 from common.requests.prefix_at import PrefixAt
-from common.requests.priority import check_priority
-from common.requests.sampling import MAX_TOKEN_ID, SamplingParams, from_proto
+from common.requests.prefix_hash import BYTES_PER_TOKEN
 from common.requests.timeline import to_proto
-from common.requests.trial import MAX_DEATHS
 from common.rpc import prefix_hints
 from common.rpc.last_words import said
 from common.tracing.context import Trace, checked, log_fields
 from common.tracing.tracer import Tracer
-from kvtransfer.pairs.wire import MAX_BUDGET_S  # more, and an owner would refuse the pair
-from protos import decode_pb2, decode_pb2_grpc, router_pb2
+from protos import decode_pb2, decode_pb2_grpc, request_pb2, router_pb2
 
 log = logging.getLogger(__name__)
 
-MAX_REQUEST_ID = 256  # characters
 MAX_STREAMS = 256
 
 
@@ -276,8 +268,8 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
             stream.own_address = rpc.check_address(own) if own else ""
             self._tell_peers()
         self._submit(stream, message.submits)
-        for request in message.cancels:
-            self._engine.send(CancelSubmitted(stream.number, request), stream.lane)
+        for number in message.cancels:
+            self._engine.send(CancelSubmitted(stream.number, number), stream.lane)
         await self._engine.room(stream.lane)
 
     def _submit(self, stream: _RouterStream, submits: Sequence[decode_pb2.Submit]) -> None:
@@ -288,20 +280,20 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
             try:
                 if self._draining:
                     raise NodeUnavailable("this node is draining")
-                num_tokens = len(submit.token_ids) + len(submit.prediction)
-                self._check_lengths(submit, num_tokens, tokens_left)
+                num_tokens = self._checked_length(submit.request, tokens_left)
                 tokens_left -= num_tokens
-                parent = checked(submit.traceparent)
+                parent = checked(submit.request.traceparent)
                 trace = Trace(parent) if self._tracer is None else self._tracer.enter(parent)
-                request = _parsed(stream, submit, trace)
-                stream.check_named(request.prefill_addresses)
-                if request.move_from is not None:
-                    stream.check_source(request.move_from.address)
-                    self._dial({request.move_from.address})
+                parsed = _parsed(stream, submit, trace)
+                placement = parsed.placement
+                stream.check_named(placement.prefill_addresses)
+                if placement.move_from is not None:
+                    stream.check_source(placement.move_from.address)
+                    self._dial({placement.move_from.address})
                 elif self._fetches:
-                    hinted = {hint.address for hint in request.prefix_at}
+                    hinted = {hint.address for hint in placement.prefix_hints}
                     self._dial(hinted.intersection(stream.others))
-                self._engine.submit(request, stream.lane)
+                self._engine.submit(parsed, stream.lane)
             except ServingError as error:
                 self._refuse(stream, submit, error, refusals)
         if refusals.ended:
@@ -313,14 +305,17 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
             self._sources |= decode_nodes
             self._tell_peers()
 
-    def _check_lengths(self, submit: decode_pb2.Submit, num_tokens: int, tokens_left: int) -> None:
-        """Before anything is done about the tokens themselves."""
-        self._supervision.check_length(len(submit.token_ids))
-        self._supervision.check_length(len(submit.prediction), "prediction")
-        if num_tokens > tokens_left:
+    def _checked_length(self, proto: request_pb2.Request, tokens_left: int) -> int:
+        """Return its number of tokens. Refuses by it, before anything is done about the tokens."""
+        num_tokens = len(proto.token_ids) // BYTES_PER_TOKEN
+        num_predicted = len(proto.prediction) // BYTES_PER_TOKEN
+        self._supervision.check_length(num_tokens)
+        self._supervision.check_length(num_predicted, "prediction")
+        if num_tokens + num_predicted > tokens_left:
             raise InvalidRequest(
                 f"token_ids: more than {serve_protocol.MAX_TOKENS} tokens in one message"
             )
+        return num_tokens + num_predicted
 
     def _refuse(
         self,
@@ -333,11 +328,11 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
         self._log.info(
             "refused",
             stream=stream.number,
-            request_id=submit.request_id,
-            **log_fields(checked(submit.traceparent)),
+            request_id=submit.request.request_id,
+            **log_fields(checked(submit.request.traceparent)),
             because=error,
         )
-        refusals.ended.append(submit.request)
+        refusals.ended.append(submit.number)
         refusals.reason.append(decode_pb2.FINISH_REASON_ERROR)
         refusals.error.append(str(error))
         refusals.error_code.append(error.status.value[0])
@@ -405,82 +400,32 @@ def _rows(told: Sequence[tuple[int, Logprobs]]) -> list[decode_pb2.RowLogprobs]:
 
 
 def _parsed(stream: _RouterStream, submit: decode_pb2.Submit, trace: Trace) -> SubmitRequest:
-    num_tokens = len(submit.token_ids)
-    if not num_tokens:
-        raise InvalidRequest("token_ids is empty")
-    if submit.num_generated >= num_tokens:
-        raise InvalidRequest(
-            f"num_generated is {submit.num_generated} of {num_tokens} token_ids: no prompt is left"
-        )
-    if not 0.0 < submit.budget_s <= MAX_BUDGET_S:  # nor is NaN
-        raise InvalidRequest(f"budget_s must be in (0, {MAX_BUDGET_S:g}], got {submit.budget_s}")
-    if submit.HasField("queue_s") and not 0.0 <= submit.queue_s <= MAX_BUDGET_S:
-        raise InvalidRequest(f"queue_s must be in [0, {MAX_BUDGET_S:g}], got {submit.queue_s}")
-    if len(submit.request_id) > MAX_REQUEST_ID:
-        raise InvalidRequest(f"request_id is longer than {MAX_REQUEST_ID} characters")
-    check_priority(submit.priority)
-    seen = images.from_proto(submit.images)
-    images.check_images(seen, submit.token_ids)
-    return SubmitRequest(
-        stream=stream.number,
-        request=submit.request,
-        request_id=submit.request_id,
-        token_ids=_tokens("token_ids", submit.token_ids),
-        num_generated=submit.num_generated,
-        sampling=_sampling(submit),
-        prefill_addresses=_addresses(submit.prefill_addresses, serve_protocol.MAX_CANDIDATES),
-        budget_s=submit.budget_s,
-        received=time.monotonic(),
-        trace=trace,
-        namespace=check_namespace(submit.namespace),
-        engine_deaths=min(submit.engine_deaths, MAX_DEATHS),
-        queue_s=submit.queue_s if submit.HasField("queue_s") else math.inf,
+    prefill = _addresses(submit.prefill_addresses, serve_protocol.MAX_CANDIDATES)
+    placement = Placement(
+        prefill_addresses=prefill,
+        prefix_hints=stream.known(prefix_hints.from_proto(submit.prefix_hints)),
         ticket=submit.ticket,
         move_from=_move_from(submit),
-        priority=submit.priority,
-        routing_key=submit.routing_key,
-        client=submit.client,
-        client_weight=_weight(submit),
-        prefix_at=stream.known(prefix_hints.from_proto(submit.prefix_at)),
         own_address=stream.own_address,
-        adapter=check_adapter(submit.adapter),
-        prediction=_tokens("prediction", submit.prediction),
-        images=seen,
     )
-
-
-def _weight(submit: decode_pb2.Submit) -> float:
-    if not submit.HasField("client_weight"):
-        return 1.0
-    if not MIN_WEIGHT <= submit.client_weight <= MAX_WEIGHT:  # nor is NaN
-        raise InvalidRequest(
-            f"client_weight must be in [{MIN_WEIGHT}, {MAX_WEIGHT}], got {submit.client_weight:g}"
-        )
-    return submit.client_weight
-
-
-def _tokens(field: str, token_ids: Sequence[int]) -> bytes:
-    """Little-endian int32. Raises InvalidRequest for ids that are larger."""
-    tokens = np.fromiter(token_ids, np.int64, len(token_ids))
-    if (largest := tokens.max(initial=0)) > MAX_TOKEN_ID:
-        raise InvalidRequest(f"{field} has {largest}, {MAX_TOKEN_ID} is the largest id")
-    return tokens.astype("<i4").tobytes()
+    return SubmitRequest(
+        stream.number,
+        submit.number,
+        request.from_proto(submit.request),
+        request.remaining_from_proto(submit.remaining),
+        placement,
+        time.monotonic(),
+        trace,
+    )
 
 
 def _move_from(submit: decode_pb2.Submit) -> MoveFrom | None:
     if not submit.HasField("move_from"):
         return None
-    if not submit.num_generated:
+    if not submit.request.num_generated:
         raise InvalidRequest("move_from: nothing was generated yet")
     source = submit.move_from
     return MoveFrom(rpc.check_address(source.address), source.ticket)
-
-
-def _sampling(submit: decode_pb2.Submit) -> SamplingParams:
-    for field in ("max_tokens", "seed"):
-        if not submit.sampling.HasField(field):
-            raise InvalidRequest(f"sampling.{field} is not set; the router sets it")
-    return from_proto(submit.sampling, max_tokens=0, seed=0)
 
 
 def _addresses(addresses: Sequence[str], max_addresses: int) -> tuple[str, ...]:

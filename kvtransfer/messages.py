@@ -3,20 +3,18 @@
 Hello opens a stream and is compared in `pairing.py`; everything here follows it.
 """
 
-import math
-from enum import IntEnum
-from typing import NamedTuple, TypeAlias
+from enum import Enum, auto
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import msgspec
 
-from common.requests.adapter import NO_ADAPTER, AdapterId
-from common.requests.images import Image
+from common.request import Remaining, RequestSpec
 from common.requests.logprobs import Logprobs
 from common.requests.namespace import SHARED, Namespace
 from common.requests.prefix_at import PrefixAt
-from common.requests.sampling import SamplingParams
+from common.requests.prefix_hash import BYTES_PER_TOKEN
 from common.requests.timeline import PrefillTimes
-from common.requests.weights import UNNAMED, WeightsId
+from common.requests.weights import WeightsId
 
 
 class HandoffId(NamedTuple):
@@ -30,18 +28,87 @@ class HandoffId(NamedTuple):
         return f"{self.instance:016x}-{self.request}-{self.attempt}"
 
 
-class Kind(IntEnum):
-    """What a hand-off is of. The numbers of kvtransfer.proto."""
+class Kind(Enum):
+    """What a hand-off is of: see the sources of `Open`."""
 
-    PROMPT = 0  # the owner computes it
-    LIVE = 1  # a request that the owner runs, until it is released as held
-    PREFIX = 2  # what the owner's cache has of it, which stays there too
-    WEIGHTS = 3  # a part of those that the owner computes with: token_ids are numbers of pieces
+    PROMPT = auto()
+    LIVE = auto()
+    PREFIX = auto()
+    WEIGHTS = auto()
 
     @property
     def samples(self) -> bool:
-        """Whether a token comes with it."""
+        """Return whether a token comes with it."""
         return self in (Kind.PROMPT, Kind.LIVE)
+
+
+class Prompt(msgspec.Struct, frozen=True, tag=True):
+    """The owner computes the KV of a request's tokens.
+
+    prefix_hints: other nodes from which the owner may read what it lacks.
+    """
+
+    spec: RequestSpec
+    prefix_hints: tuple[PrefixAt, ...] = ()
+
+    kind: ClassVar[Kind] = Kind.PROMPT
+
+    @property
+    def num_tokens(self) -> int:
+        return self.spec.num_tokens
+
+
+class Live(msgspec.Struct, frozen=True, tag=True):
+    """A request that the owner runs, until it is released as held.
+
+    spec: has all tokens that the reader knows but the last one.
+    ticket: of the running request.
+    """
+
+    spec: RequestSpec
+    ticket: int
+
+    kind: ClassVar[Kind] = Kind.LIVE
+
+    @property
+    def num_tokens(self) -> int:
+        return self.spec.num_tokens
+
+
+class Prefix(msgspec.Struct, frozen=True, tag=True):
+    """What the owner's cache has of some tokens, which stays there too.
+
+    token_ids: little-endian int32, whole pages.
+    namespace: of the owner's cache, with adapter and weights.
+    ticket: of a running request that is to follow as Live; 0: none.
+    """
+
+    token_ids: bytes
+    namespace: Namespace = SHARED
+    ticket: int = 0
+
+    kind: ClassVar[Kind] = Kind.PREFIX
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) // BYTES_PER_TOKEN
+
+
+class Weights(msgspec.Struct, frozen=True, tag=True):
+    """Consecutive pieces of the weights that the owner computes with."""
+
+    first_piece: int
+    num_pieces: int
+
+    kind: ClassVar[Kind] = Kind.WEIGHTS
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of pieces: each takes the place of a token, in a page of its own."""
+        return self.num_pieces
+
+
+Source: TypeAlias = Prompt | Live | Prefix | Weights
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -49,26 +116,19 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 
 
 class Open(Message, frozen=True, tag=True):
+    """A reader asks for `source`.
+
+    weights: that the reader computes with; unnamed with Prefix, whose namespace has them.
+    """
+
     id: HandoffId
-    token_ids: tuple[int, ...]
-    num_generated: int
-    sampling: SamplingParams
-    budget_s: float
-    request_id: str
-    traceparent: str = ""  # what the owner's spans hang on
-    namespace: Namespace = SHARED  # of the owner's prefix cache
-    engine_deaths: int = 0  # see common/requests/trial.py
-    queue_s: float = math.inf  # longest wait for the prompt's first forward
-    kind: Kind = Kind.PROMPT
-    # LIVE: of the running request; token_ids are all that is known of it but one. PREFIX: of a
-    # running request, of which LIVE is to follow.
-    ticket: int = 0
-    priority: int = 0
-    prefix_at: tuple[PrefixAt, ...] = ()  # PROMPT: where the owner may read what it lacks
-    adapter: AdapterId = NO_ADAPTER  # that computes it, and that the namespace is within
-    weights: WeightsId = UNNAMED  # likewise
-    images: tuple[Image, ...] = ()  # PROMPT: of its prompt
-    routing_key: int = 0
+    weights: WeightsId
+    remaining: Remaining
+    source: Source
+
+    @property
+    def num_tokens(self) -> int:
+        return self.source.num_tokens
 
 
 class Grant(Message, frozen=True, tag=True):
@@ -121,8 +181,12 @@ class Forget(Message, frozen=True, tag=True):
     """KV of these that the owner gave made logits that are no numbers: nobody is to find it there.
     Of no hand-off: what was given is off the books. Nothing is answered."""
 
-    token_ids: tuple[int, ...]
+    token_ids: bytes  # little-endian int32
     namespace: Namespace = SHARED
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) // BYTES_PER_TOKEN
 
 
 class Failed(Message, frozen=True, tag=True):

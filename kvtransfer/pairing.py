@@ -12,7 +12,7 @@ from common.errors import LayoutMismatch
 from common.requests.weights import WeightsId
 from kvtransfer.backends.base import PagePool
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 _MAX_SHOWN = 200  # characters of what a peer says
 _FLAGS = {"dtype": "--dtype", "quantize": "--quantize", "page_size": "--engine.cache.page-size"}
 OTHER_WEIGHTS = "this node has other weights now"  # why its streams end then

@@ -8,22 +8,18 @@ A reader chooses its ids, and may use one again. So an owner's engine knows a ha
 of this node's own, new for every Opened: what it says about one that is over meets no other.
 """
 
-import math
 from typing import Protocol, TypeAlias
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from common.requests.adapter import NO_ADAPTER, AdapterId
-from common.requests.images import Image
+from common.request import Remaining
 from common.requests.logprobs import Logprobs
-from common.requests.namespace import SHARED, Namespace
-from common.requests.prefix_at import PrefixAt
-from common.requests.sampling import SamplingParams
+from common.requests.namespace import Namespace
 from common.requests.timeline import PrefillTimes
-from common.requests.weights import UNNAMED, WeightsId
-from kvtransfer.messages import HandoffId, Kind
+from common.requests.weights import WeightsId
+from kvtransfer.messages import HandoffId, Source
 
 Ints = NDArray[np.int32]
 
@@ -32,29 +28,16 @@ Ints = NDArray[np.int32]
 
 
 class OpenHandoff(msgspec.Struct, frozen=True):
-    """Ask `owner` (a paired instance) for the KV of these tokens, for what its cache has of them
-    (PREFIX: whole pages), for the request of this ticket, which has these and more, or for the
-    pieces of its weights with these numbers. Lost follows if it is gone."""
+    """Ask `owner`, a paired instance, for `source`. Lost follows if it is gone.
+
+    weights: that this node computes with.
+    """
 
     id: HandoffId
     owner: int
-    token_ids: Ints
-    num_generated: int
-    sampling: SamplingParams
-    budget_s: float
-    request_id: str
-    traceparent: str = ""
-    namespace: Namespace = SHARED
-    engine_deaths: int = 0
-    queue_s: float = math.inf  # longest wait for the prompt's first forward
-    kind: Kind = Kind.PROMPT
-    ticket: int = 0
-    priority: int = 0
-    prefix_at: tuple[PrefixAt, ...] = ()  # PROMPT: where the owner may read what it lacks
-    adapter: AdapterId = NO_ADAPTER
-    weights: WeightsId = UNNAMED
-    images: tuple[Image, ...] = ()  # PROMPT: of its prompt
-    routing_key: int = 0
+    weights: WeightsId
+    remaining: Remaining
+    source: Source
 
 
 class GrantHandoff(msgspec.Struct, frozen=True):
@@ -195,25 +178,17 @@ class FailHandoff(msgspec.Struct, frozen=True):
 
 
 class Opened(msgspec.Struct, frozen=True):
+    """A reader asks for `source`.
+
+    id: for logs.
+    weights: that the reader computes with.
+    """
+
     serial: int
-    id: HandoffId  # for logs
-    token_ids: Ints
-    num_generated: int
-    sampling: SamplingParams
-    budget_s: float
-    request_id: str
-    traceparent: str = ""
-    namespace: Namespace = SHARED
-    engine_deaths: int = 0
-    queue_s: float = math.inf  # longest wait for the prompt's first forward
-    kind: Kind = Kind.PROMPT
-    ticket: int = 0  # LIVE, and PREFIX that one is to follow
-    priority: int = 0
-    prefix_at: tuple[PrefixAt, ...] = ()  # PROMPT: where this node may read what it lacks
-    adapter: AdapterId = NO_ADAPTER
-    weights: WeightsId = UNNAMED
-    images: tuple[Image, ...] = ()  # PROMPT: of its prompt
-    routing_key: int = 0
+    id: HandoffId
+    weights: WeightsId
+    remaining: Remaining
+    source: Source
 
 
 class Granted(msgspec.Struct, frozen=True):

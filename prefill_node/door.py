@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import msgspec
+from msgspec.structs import replace
 
 from common.engine.adapters.adapters import Adapters
 from common.engine.rows.held_tokens import HeldTokens
@@ -23,7 +23,8 @@ from common.errors import (
 from common.node.desk.desk import Desk
 from common.queueing.drain import Drain, may_wait_s
 from common.queueing.waiting_line import Place
-from kvtransfer.messages import Kind
+from common.request import Remaining, RequestSpec
+from kvtransfer.messages import Prompt
 from kvtransfer.ports import Opened
 
 
@@ -112,49 +113,36 @@ class Door:
             raise Paused("this prefill node is paused")
         if event.weights != self._desk.weights:
             raise OtherWeights("this prefill node has other weights")
-        if event.kind is not Kind.PROMPT:
+        if not isinstance(event.source, Prompt):
             raise InvalidRequest("a prefill node runs no requests")
         if num_waiting >= self._max_waiting:
             raise Overloaded(f"{num_waiting} prompts wait here already")
-        self._limits.check(event.token_ids, event.images)
-        self._limits.check_sampling(event.sampling, event.images)
-        request = _request_of(event, self._start_by(event, now), now)
-        self._tokens.take(event.serial, len(event.token_ids))
+        spec = event.source.spec
+        self._limits.check_request(spec)
+        request = Request.of(
+            spec,
+            key=event.serial,
+            deadline=now + event.remaining.budget_s,
+            arrived=now,
+            start_by=self._start_by(spec, event.remaining, now),
+            weights=event.weights,
+        )
+        # This node samples the first token only.
+        request.sampling = replace(spec.sampling, max_tokens=spec.num_generated + 1)
+        self._tokens.take(event.serial, spec.num_tokens)
         self._adapters.hold(request)
         return request
 
-    def _start_by(self, event: Opened, now: float) -> float:
+    def _start_by(self, spec: RequestSpec, remaining: Remaining, now: float) -> float:
         """When its first forward must begin; never, of an answer that goes on: a client has part
         of it.
 
         Raises:
             QueueTooLong: what waits here already takes longer.
         """
-        if event.num_generated:
+        if spec.num_generated:
             return math.inf
-        work_s = len(event.token_ids) * self._prompts.unit_s
-        left_s = may_wait_s(event.queue_s, event.budget_s, work_s)
-        self._prompts.check(Place(now + left_s, len(event.token_ids), event.priority), now)
+        work_s = spec.num_tokens * self._prompts.unit_s
+        left_s = may_wait_s(remaining.queue_s, remaining.budget_s, work_s)
+        self._prompts.check(Place(now + left_s, spec.num_tokens, spec.priority), now)
         return now + left_s
-
-
-def _request_of(event: Opened, start_by: float, now: float) -> Request:
-    request = Request(
-        key=event.serial,
-        origin=(0, 0),
-        request_id=event.request_id,
-        token_ids=event.token_ids,
-        num_prompt=len(event.token_ids) - event.num_generated,
-        # The first token is all this node samples.
-        sampling=msgspec.structs.replace(event.sampling, max_tokens=event.num_generated + 1),
-        deadline=now + event.budget_s,
-        arrived=now,
-        start_by=start_by,
-        priority=event.priority,
-        routing_key=event.routing_key,
-        namespace=event.namespace,
-        adapter=event.adapter,
-        images=event.images,
-    )
-    request.suspect_of(event.engine_deaths)
-    return request

@@ -26,6 +26,7 @@ from common.page_tables import PageTables
 from common.queueing.drain import Drain
 from common.queueing.waiting_line import Place
 from common.requests.flight import Flight, Flights
+from kvtransfer.messages import Live, Prompt
 from kvtransfer.ports import Admit, FailHandoff, Granted, HandoffDropped, NodePort, Opened, Publish
 from prefill_node.door import COUNTS, Door, refusal_of
 from prefill_node.records import HandoffRecords
@@ -116,7 +117,7 @@ class Handoffs:
         return [
             {
                 "queue": queue,
-                "request_id": request.request_id,
+                "request_id": request.spec.request_id,
                 "serial": request.key,
                 "tokens": len(request.token_ids),
                 "open_s": now - request.arrived,
@@ -135,16 +136,18 @@ class Handoffs:
 
     def open(self, event: Opened) -> None:
         now = time.monotonic()
-        self._records.open(event, now)
+        source = event.source
+        assert isinstance(source, Prompt | Live)  # PrefixSharing takes the others
+        self._records.open(event, source.spec, now)
         num_waiting = len(self._bootstrap) + len(self._preparations) + self._scheduler.num_waiting
         try:
             request = self._door.take(event, num_waiting, now)
         except ServingError as refusal:
             return self._refuse(event.serial, refusal)
         self._bootstrap[event.serial] = request
-        if event.prefix_at:
+        if isinstance(source, Prompt) and source.prefix_hints:
             room, queued_s = self._scheduler.room().num_pages, self._prompts.queued_s
-            self._sharing.fetch(request, event.prefix_at, room=room, queued_s=queued_s)
+            self._sharing.fetch(request, source.prefix_hints, room=room, queued_s=queued_s)
 
     def grant(self, event: Granted) -> None:
         request = self._bootstrap.pop(event.serial, None)
@@ -159,7 +162,7 @@ class Handoffs:
             published=event.prefix_tokens,
             holding=Holding.none(self._tables.num_tables),
         )
-        place = Place(request.due, len(request.token_ids), request.priority)
+        place = Place(request.due, len(request.token_ids), request.spec.priority)
         self._prompts.join(event.serial, place, time.monotonic())
         try:
             self._preparations.put(request, None)
@@ -243,7 +246,7 @@ class Handoffs:
             **{serial: handoff.request for serial, handoff in self._prefilling.items()},
             **{serial: handoff.request for serial, handoff in self._inflight.items()},
         }
-        doomed = [serial for serial, each in requests.items() if each.request_id == request_id]
+        doomed = [serial for serial, each in requests.items() if each.spec.request_id == request_id]
         for serial in doomed:
             self._fail(serial, "aborted by an operator", retryable=False)
         return len(doomed)

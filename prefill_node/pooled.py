@@ -21,6 +21,7 @@ from common.errors import NodeUnavailable, Overloaded, ServingError
 from common.node.messages import Pooled, PoolPrompts
 from common.queueing.drain import Drain, may_wait_s
 from common.queueing.waiting_line import Place
+from common.request import RequestSpec
 from common.requests.sampling import SamplingParams
 from common.requests.weights import WeightsId
 
@@ -167,22 +168,22 @@ class PooledCalls:
     def _request(
         self, message: PoolPrompts, token_ids: Ints, now: float, start_by: float
     ) -> Request:
-        request = Request(
-            key=next(self._keys),
-            origin=(0, 0),
+        spec = RequestSpec(
             request_id=message.request_id,
-            token_ids=token_ids,
-            num_prompt=len(token_ids),
+            token_ids=token_ids.tobytes(),
             sampling=_NO_TOKEN,
+            namespace=message.namespace,
+            engine_crashes=message.engine_deaths,
+        )
+        return Request.of(
+            spec,
+            key=next(self._keys),
             deadline=now + message.budget_s,
             arrived=now,
             start_by=start_by if message.queue_s < math.inf else math.inf,
+            weights=self._weights(),
             pooling=message.pooling,
-            shared_in=message.namespace,
         )
-        request.compute_with(self._weights())
-        request.suspect_of(message.engine_deaths)
-        return request
 
     def _add(self, call: _Call, request: Request) -> None:
         self._scheduler.add(request)

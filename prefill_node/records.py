@@ -8,6 +8,7 @@ from common.node.flight_recorder import FlightRecorder
 from common.node.flights import of_handoff
 from common.node.messages import HandoffTraced
 from common.node.stamps import HandoffStamps
+from common.request import RequestSpec
 from common.requests.flight import Flight, Flights
 from common.tracing.context import is_sampled, log_fields
 from kvtransfer.ports import HandoffDropped, Opened
@@ -30,11 +31,11 @@ class HandoffRecords:
     def __getitem__(self, serial: int) -> HandoffStamps:
         return self._open[serial]
 
-    def open(self, event: Opened, now: float) -> None:
+    def open(self, event: Opened, spec: RequestSpec, now: float) -> None:
         self._open[event.serial] = HandoffStamps(
-            event.request_id,
-            len(event.token_ids) - event.num_generated,
-            event.traceparent,
+            spec.request_id,
+            spec.num_prompt,
+            spec.traceparent,
             now,
             attempt=event.id.attempt,
         )

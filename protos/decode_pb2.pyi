@@ -1,6 +1,6 @@
-from protos import images_pb2 as _images_pb2
 from protos import last_words_pb2 as _last_words_pb2
 from protos import prefixes_pb2 as _prefixes_pb2
+from protos import request_pb2 as _request_pb2
 from protos import router_pb2 as _router_pb2
 from protos import sampling_pb2 as _sampling_pb2
 from google.protobuf.internal import containers as _containers
@@ -83,50 +83,22 @@ class Peers(_message.Message):
     def __init__(self, prefill_addresses: _Optional[_Iterable[str]] = ..., decode_addresses: _Optional[_Iterable[str]] = ..., own_address: _Optional[str] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request", "request_id", "token_ids", "num_generated", "sampling", "prefill_addresses", "budget_s", "traceparent", "namespace", "engine_deaths", "queue_s", "ticket", "move_from", "priority", "routing_key", "client", "client_weight", "prefix_at", "adapter", "prediction", "images")
+    __slots__ = ("number", "request", "remaining", "ticket", "prefill_addresses", "prefix_hints", "move_from")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    NUM_GENERATED_FIELD_NUMBER: _ClassVar[int]
-    SAMPLING_FIELD_NUMBER: _ClassVar[int]
-    PREFILL_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
-    BUDGET_S_FIELD_NUMBER: _ClassVar[int]
-    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
-    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
-    ENGINE_DEATHS_FIELD_NUMBER: _ClassVar[int]
-    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    REMAINING_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HINTS_FIELD_NUMBER: _ClassVar[int]
     MOVE_FROM_FIELD_NUMBER: _ClassVar[int]
-    PRIORITY_FIELD_NUMBER: _ClassVar[int]
-    ROUTING_KEY_FIELD_NUMBER: _ClassVar[int]
-    CLIENT_FIELD_NUMBER: _ClassVar[int]
-    CLIENT_WEIGHT_FIELD_NUMBER: _ClassVar[int]
-    PREFIX_AT_FIELD_NUMBER: _ClassVar[int]
-    ADAPTER_FIELD_NUMBER: _ClassVar[int]
-    PREDICTION_FIELD_NUMBER: _ClassVar[int]
-    IMAGES_FIELD_NUMBER: _ClassVar[int]
-    request: int
-    request_id: str
-    token_ids: _containers.RepeatedScalarFieldContainer[int]
-    num_generated: int
-    sampling: _sampling_pb2.Sampling
-    prefill_addresses: _containers.RepeatedScalarFieldContainer[str]
-    budget_s: float
-    traceparent: str
-    namespace: bytes
-    engine_deaths: int
-    queue_s: float
+    number: int
+    request: _request_pb2.Request
+    remaining: _request_pb2.Remaining
     ticket: int
+    prefill_addresses: _containers.RepeatedScalarFieldContainer[str]
+    prefix_hints: _containers.RepeatedCompositeFieldContainer[_prefixes_pb2.PrefixAt]
     move_from: MoveFrom
-    priority: int
-    routing_key: int
-    client: int
-    client_weight: float
-    prefix_at: _containers.RepeatedCompositeFieldContainer[_prefixes_pb2.PrefixAt]
-    adapter: bytes
-    prediction: _containers.RepeatedScalarFieldContainer[int]
-    images: _containers.RepeatedCompositeFieldContainer[_images_pb2.Image]
-    def __init__(self, request: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_generated: _Optional[int] = ..., sampling: _Optional[_Union[_sampling_pb2.Sampling, _Mapping]] = ..., prefill_addresses: _Optional[_Iterable[str]] = ..., budget_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., namespace: _Optional[bytes] = ..., engine_deaths: _Optional[int] = ..., queue_s: _Optional[float] = ..., ticket: _Optional[int] = ..., move_from: _Optional[_Union[MoveFrom, _Mapping]] = ..., priority: _Optional[int] = ..., routing_key: _Optional[int] = ..., client: _Optional[int] = ..., client_weight: _Optional[float] = ..., prefix_at: _Optional[_Iterable[_Union[_prefixes_pb2.PrefixAt, _Mapping]]] = ..., adapter: _Optional[bytes] = ..., prediction: _Optional[_Iterable[int]] = ..., images: _Optional[_Iterable[_Union[_images_pb2.Image, _Mapping]]] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., request: _Optional[_Union[_request_pb2.Request, _Mapping]] = ..., remaining: _Optional[_Union[_request_pb2.Remaining, _Mapping]] = ..., ticket: _Optional[int] = ..., prefill_addresses: _Optional[_Iterable[str]] = ..., prefix_hints: _Optional[_Iterable[_Union[_prefixes_pb2.PrefixAt, _Mapping]]] = ..., move_from: _Optional[_Union[MoveFrom, _Mapping]] = ...) -> None: ...
 
 class MoveFrom(_message.Message):
     __slots__ = ("address", "ticket")

@@ -1,26 +1,14 @@
-from protos import images_pb2 as _images_pb2
 from protos import last_words_pb2 as _last_words_pb2
 from protos import prefixes_pb2 as _prefixes_pb2
+from protos import request_pb2 as _request_pb2
 from protos import sampling_pb2 as _sampling_pb2
 from google.protobuf.internal import containers as _containers
-from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
-
-class HandoffKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    HANDOFF_KIND_PROMPT: _ClassVar[HandoffKind]
-    HANDOFF_KIND_LIVE: _ClassVar[HandoffKind]
-    HANDOFF_KIND_PREFIX: _ClassVar[HandoffKind]
-    HANDOFF_KIND_WEIGHTS: _ClassVar[HandoffKind]
-HANDOFF_KIND_PROMPT: HandoffKind
-HANDOFF_KIND_LIVE: HandoffKind
-HANDOFF_KIND_PREFIX: HandoffKind
-HANDOFF_KIND_WEIGHTS: HandoffKind
 
 class FromReader(_message.Message):
     __slots__ = ("hello", "open", "grant", "done", "cancel", "beat", "forget")
@@ -110,44 +98,56 @@ class HandoffId(_message.Message):
     def __init__(self, instance: _Optional[int] = ..., request: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("id", "token_ids", "num_generated", "sampling", "budget_s", "request_id", "traceparent", "namespace", "engine_deaths", "queue_s", "kind", "ticket", "priority", "prefix_at", "adapter", "weights", "images", "routing_key")
+    __slots__ = ("id", "weight_version", "remaining", "prompt", "live", "prefix", "weights")
     ID_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    NUM_GENERATED_FIELD_NUMBER: _ClassVar[int]
-    SAMPLING_FIELD_NUMBER: _ClassVar[int]
-    BUDGET_S_FIELD_NUMBER: _ClassVar[int]
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
-    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
-    ENGINE_DEATHS_FIELD_NUMBER: _ClassVar[int]
-    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
-    KIND_FIELD_NUMBER: _ClassVar[int]
-    TICKET_FIELD_NUMBER: _ClassVar[int]
-    PRIORITY_FIELD_NUMBER: _ClassVar[int]
-    PREFIX_AT_FIELD_NUMBER: _ClassVar[int]
-    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    REMAINING_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    LIVE_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
-    IMAGES_FIELD_NUMBER: _ClassVar[int]
-    ROUTING_KEY_FIELD_NUMBER: _ClassVar[int]
     id: HandoffId
-    token_ids: _containers.RepeatedScalarFieldContainer[int]
-    num_generated: int
-    sampling: _sampling_pb2.Sampling
-    budget_s: float
-    request_id: str
-    traceparent: str
-    namespace: bytes
-    engine_deaths: int
-    queue_s: float
-    kind: HandoffKind
+    weight_version: bytes
+    remaining: _request_pb2.Remaining
+    prompt: Prompt
+    live: Live
+    prefix: Prefix
+    weights: Weights
+    def __init__(self, id: _Optional[_Union[HandoffId, _Mapping]] = ..., weight_version: _Optional[bytes] = ..., remaining: _Optional[_Union[_request_pb2.Remaining, _Mapping]] = ..., prompt: _Optional[_Union[Prompt, _Mapping]] = ..., live: _Optional[_Union[Live, _Mapping]] = ..., prefix: _Optional[_Union[Prefix, _Mapping]] = ..., weights: _Optional[_Union[Weights, _Mapping]] = ...) -> None: ...
+
+class Prompt(_message.Message):
+    __slots__ = ("request", "prefix_hints")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HINTS_FIELD_NUMBER: _ClassVar[int]
+    request: _request_pb2.Request
+    prefix_hints: _containers.RepeatedCompositeFieldContainer[_prefixes_pb2.PrefixAt]
+    def __init__(self, request: _Optional[_Union[_request_pb2.Request, _Mapping]] = ..., prefix_hints: _Optional[_Iterable[_Union[_prefixes_pb2.PrefixAt, _Mapping]]] = ...) -> None: ...
+
+class Live(_message.Message):
+    __slots__ = ("request", "ticket")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    request: _request_pb2.Request
     ticket: int
-    priority: int
-    prefix_at: _containers.RepeatedCompositeFieldContainer[_prefixes_pb2.PrefixAt]
-    adapter: bytes
-    weights: bytes
-    images: _containers.RepeatedCompositeFieldContainer[_images_pb2.Image]
-    routing_key: int
-    def __init__(self, id: _Optional[_Union[HandoffId, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_generated: _Optional[int] = ..., sampling: _Optional[_Union[_sampling_pb2.Sampling, _Mapping]] = ..., budget_s: _Optional[float] = ..., request_id: _Optional[str] = ..., traceparent: _Optional[str] = ..., namespace: _Optional[bytes] = ..., engine_deaths: _Optional[int] = ..., queue_s: _Optional[float] = ..., kind: _Optional[_Union[HandoffKind, str]] = ..., ticket: _Optional[int] = ..., priority: _Optional[int] = ..., prefix_at: _Optional[_Iterable[_Union[_prefixes_pb2.PrefixAt, _Mapping]]] = ..., adapter: _Optional[bytes] = ..., weights: _Optional[bytes] = ..., images: _Optional[_Iterable[_Union[_images_pb2.Image, _Mapping]]] = ..., routing_key: _Optional[int] = ...) -> None: ...
+    def __init__(self, request: _Optional[_Union[_request_pb2.Request, _Mapping]] = ..., ticket: _Optional[int] = ...) -> None: ...
+
+class Prefix(_message.Message):
+    __slots__ = ("token_ids", "namespace", "ticket")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    token_ids: bytes
+    namespace: bytes
+    ticket: int
+    def __init__(self, token_ids: _Optional[bytes] = ..., namespace: _Optional[bytes] = ..., ticket: _Optional[int] = ...) -> None: ...
+
+class Weights(_message.Message):
+    __slots__ = ("first_piece", "num_pieces")
+    FIRST_PIECE_FIELD_NUMBER: _ClassVar[int]
+    NUM_PIECES_FIELD_NUMBER: _ClassVar[int]
+    first_piece: int
+    num_pieces: int
+    def __init__(self, first_piece: _Optional[int] = ..., num_pieces: _Optional[int] = ...) -> None: ...
 
 class Grant(_message.Message):
     __slots__ = ("id", "prefix_tokens", "room_tokens", "gib_per_s")
@@ -237,9 +237,9 @@ class Forget(_message.Message):
     __slots__ = ("token_ids", "namespace")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
-    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: bytes
     namespace: bytes
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., namespace: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, token_ids: _Optional[bytes] = ..., namespace: _Optional[bytes] = ...) -> None: ...
 
 class Failed(_message.Message):
     __slots__ = ("id", "reason", "retryable", "retry_after_s")

@@ -6,10 +6,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypedDict
 
-from msgspec.structs import replace
-
 from common.errors import NodeUnavailable
-from common.requests.adapter import within
+from common.request import Remaining, RequestSpec
 from common.requests.logprobs import TokenLogprobs
 from common.requests.weights import WeightsId, made_with
 from protos.decode_pb2 import MoveFrom
@@ -134,22 +132,22 @@ class Generator:
     async def _stream(
         self, job: Job, due: Due, write: Write, offer: Offer, record: RequestRecord
     ) -> None:
-        tokenizer = self._model.tokenizer
+        spec, tokenizer = job.spec, self._model.tokenizer
         answer = Answer(
             Detokenizer(tokenizer, tokenizer.some_text, tokenizer.spelt(job.shown)),
             job.stops.begin(),
-            job.sampling.stop_token_ids,
-            num_prompt_tokens=len(job.token_ids),
-            min_tokens=job.sampling.min_tokens,
+            spec.sampling.stop_token_ids,
+            num_prompt_tokens=spec.num_tokens,
+            min_tokens=spec.sampling.min_tokens,
             tells_cached_tokens=self._tells_cached_tokens,
-            predicts=bool(job.prediction),
+            predicts=bool(spec.prediction),
             **_tells(job, tokenizer.spelling),
         )
         chosen = await self._choose(job, due)
-        record.accept(len(job.token_ids), chosen.decode.address)
+        record.accept(spec.num_tokens, chosen.decode.address)
         losses = Losses()
         stay: Stay | None = None  # where it has been moved to; None: it is yet to be submitted
-        submit = partial(self._submit, job, answer, losses, due.deadline, record)
+        submit = partial(self._submit, spec, answer, losses, due.deadline, record)
 
         def may_move() -> bool:
             return bool(answer.token_ids) and not losses.engine_deaths
@@ -158,7 +156,9 @@ class Generator:
             try:
                 with (
                     stay or submit(chosen) as here,
-                    Moving(here, may_move, partial(self._move, submit), record.stay) as moving,
+                    Moving(
+                        here, may_move, partial(self._move, job.session_id, submit), record.stay
+                    ) as moving,
                 ):
                     stay = None
                     try:
@@ -175,18 +175,18 @@ class Generator:
                     continue
                 record.timeline.lose(str(error))
                 losses.add(chosen.decode.address, error, len(answer.token_ids))
-                if len(answer.token_ids) >= job.sampling.max_tokens:
+                if len(answer.token_ids) >= spec.sampling.max_tokens:
                     raise
                 chosen = await self._choose_again(job, error, losses.addresses)
                 suspect = losses.engine_deaths > 0
                 record.replay(chosen.decode.address, error, suspect=suspect)
         # Out of the node's hands: a stop's Cancel does not wait for a slow client.
         record.finish(last.finish_reason, last.cached_tokens)
-        await write(job.request_id, last)
+        await write(spec.request_id, last)
 
     def _submit(
         self,
-        job: Job,
+        spec: RequestSpec,
         answer: Answer,
         losses: Losses,
         deadline: float,
@@ -194,7 +194,7 @@ class Generator:
         chosen: Chosen,
         move_from: MoveFrom | None = None,
     ) -> Stay:
-        """What there still is to do of a job, to a decode node.
+        """Submit what is left of a request to a decode node.
 
         Args:
             move_from: where it runs, if it does; else the submission is the timeline's last.
@@ -205,7 +205,7 @@ class Generator:
         left_s, queue_s = max(0.0, deadline - now), math.inf
         if chosen.start_by > -math.inf:
             queue_s = min(max(0.0, chosen.start_by - now) * _LENIENCE, left_s)
-        rest = _continued(job, answer.token_ids, losses.engine_deaths)
+        rest = spec.continued(answer.token_ids, losses.engine_deaths)
         timeline = record.timeline
         moves = move_from is not None
         submission = Submission(chosen.decode.address, now) if moves else timeline.submissions[-1]
@@ -213,11 +213,10 @@ class Generator:
             submitted = chosen.decode.submitted(
                 rest,
                 chosen.prefill,
-                left_s,
+                Remaining(left_s, queue_s),
                 timeline,
-                queue_s,
                 move_from=move_from,
-                prefix_at=chosen.prefix_at,
+                prefix_hints=chosen.prefix_at,
                 submission=submission,
             )
         except NodeUnavailable:
@@ -225,9 +224,15 @@ class Generator:
             raise
         return Stay(chosen, submitted, submission, rest)
 
-    def _move(self, submit: Callable[[Chosen, MoveFrom], Stay], stay: Stay, target: str) -> Stay:
+    def _move(
+        self,
+        session_id: str,
+        submit: Callable[[Chosen, MoveFrom], Stay],
+        stay: Stay,
+        target: str,
+    ) -> Stay:
         """Raises NodeUnavailable: there is no other node for it, or not that one."""
-        key = _key(stay.job, self._cluster.weights)
+        key = _key(stay.spec, session_id, self._cluster.weights)
         return submit(self._cluster.choose_target(key, stay.address, target), stay.here)
 
     async def _follow(
@@ -265,13 +270,14 @@ class Generator:
             return None if written else piece
 
         while not isinstance(piece := await tokens.taken(take), LastPiece):
-            await write(job.request_id, piece)
+            await write(job.spec.request_id, piece)
         return piece
 
     async def _choose(self, job: Job, due: Due = WHENEVER, avoid: Sequence[str] = ()) -> Chosen:
         if not self._cluster.ready:
             await self._cluster.until_ready()
-        return self._cluster.choose(_key(job, self._cluster.weights), avoid, due)
+        key = _key(job.spec, job.session_id, self._cluster.weights)
+        return self._cluster.choose(key, avoid, due)
 
     async def _choose_again(self, job: Job, lost: NodeUnavailable, avoid: Sequence[str]) -> Chosen:
         """Where there is no other node, the request ends as the one that it had left it."""
@@ -281,9 +287,9 @@ class Generator:
             raise lost from None
 
 
-def _key(job: Job, weights: WeightsId) -> PlacementKey:
-    namespace = made_with(within(job.namespace, job.adapter), weights)
-    return PlacementKey(job.token_ids, job.session_id, namespace, job.adapter)
+def _key(spec: RequestSpec, session_id: str, weights: WeightsId) -> PlacementKey:
+    namespace = made_with(spec.cache_namespace, weights)
+    return PlacementKey(spec.tokens, session_id, namespace, spec.adapter)
 
 
 class _Tells(TypedDict, total=False):
@@ -295,29 +301,12 @@ class _Tells(TypedDict, total=False):
 def _tells(job: Job, spell: Spell) -> _Tells:
     """What an answer tells besides its text."""
     tells: _Tells = {"silent": job.silent}
-    num_top, num_prompt_top = job.sampling.logprobs, job.sampling.prompt_logprobs
+    num_top, num_prompt_top = job.spec.sampling.logprobs, job.spec.sampling.prompt_logprobs
     if num_top >= 0:
         tells["tells_tokens"] = partial(told, num_top=num_top, spell=spell)
     if job.echo is not None or num_prompt_top >= 0:
         text = job.echo or ""
         tells["tells_prompt"] = partial(
-            told_prompt, text, job.token_ids, num_top=num_prompt_top, spell=spell
+            told_prompt, text, job.spec.tokens, num_top=num_prompt_top, spell=spell
         )
     return tells
-
-
-def _continued(job: Job, token_ids: Sequence[int], engine_deaths: int) -> Job:
-    """The rest of a job of which these tokens have been generated. Its seed makes them go on as
-    they would have."""
-    if not token_ids and not engine_deaths:
-        return job
-    sampling = job.sampling
-    if token_ids:  # with the first of them came those of the prompt
-        sampling = replace(sampling, prompt_logprobs=-1)
-    return replace(
-        job,
-        sampling=sampling,
-        token_ids=[*job.token_ids, *token_ids],
-        num_generated=len(token_ids),
-        engine_deaths=engine_deaths,
-    )

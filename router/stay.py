@@ -15,10 +15,10 @@ from types import TracebackType
 from typing import Self
 
 from common.errors import NodeUnavailable, ServingError
+from common.request import RequestSpec
 from router.cluster.cluster import Chosen
 from router.cluster.decode_client import Submitted
 from router.cluster.guest import Outcome
-from router.requests.job import Job
 from router.requests.losses import Doing, NodeLost
 from router.requests.repeats import Repeats
 from router.requests.timelines import Submission
@@ -30,18 +30,18 @@ class Stay:
     """A request at one decode node; a context that leaves it there. For one event loop.
 
     Attributes:
-        job: as it was submitted, with the tokens that its answer had then.
+        spec: as it was submitted, with the tokens that its answer had then.
         tokens: what the node says of it.
         submission: this one, of its timeline.
         here: as it is named to another decode node.
     """
 
     def __init__(
-        self, chosen: Chosen, submitted: Submitted, submission: Submission, job: Job
+        self, chosen: Chosen, submitted: Submitted, submission: Submission, spec: RequestSpec
     ) -> None:
         self.chosen = chosen
         self.submission = submission
-        self.job = job
+        self.spec = spec
         self.here = submitted.here
         self._submitted = submitted
         self.tokens = submitted.tokens
@@ -52,7 +52,7 @@ class Stay:
 
     def repeats(self, token_ids: Sequence[int]) -> Repeats:
         """What it is going to tell that the client has; token_ids: all that the client has."""
-        return Repeats(token_ids[self.job.num_generated :])
+        return Repeats(token_ids[self.spec.num_generated :])
 
     def __enter__(self) -> Self:
         return self
@@ -94,7 +94,7 @@ class Moving:
 
     @property
     def request_id(self) -> str:
-        return self._stay.job.request_id
+        return self._stay.spec.request_id
 
     @property
     def address(self) -> str:

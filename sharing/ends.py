@@ -1,9 +1,9 @@
 """The two ends of what nodes read from each other beside the hand-offs of requests: one that reads,
 one that lends; and which of them an event of the transfer thread is for."""
 
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from kvtransfer.messages import HandoffId, Kind
+from kvtransfer.messages import HandoffId, Prefix, Weights
 from kvtransfer.ports import (
     Granted,
     HandoffDropped,
@@ -15,6 +15,8 @@ from kvtransfer.ports import (
     OwnerUp,
     ReadsEnded,
 )
+
+S = TypeVar("S", Prefix, Weights, contravariant=True)
 
 
 class Reading(Protocol):
@@ -33,24 +35,24 @@ class Reading(Protocol):
     def reads_ended(self, event: ReadsEnded) -> None: ...
 
 
-class Lending(Protocol):
+class Lending(Protocol[S]):
     """Hand-offs by their serials."""
 
     def __contains__(self, serial: int) -> bool: ...
 
-    def opened(self, event: Opened) -> None: ...
+    def opened(self, event: Opened, source: S) -> None: ...
 
     def granted(self, event: Granted) -> None: ...
 
     def dropped(self, event: HandoffDropped) -> None: ...
 
 
-def take(event: NodeEvent, kind: Kind, reading: Reading, lending: Lending) -> bool:
+def take(event: NodeEvent, kind: type[S], reading: Reading, lending: Lending[S]) -> bool:
     """Gives an event to the end that it is for. False: it is of another hand-off, or of interest to
     others too.
 
     Args:
-        kind: of all hand-offs of these ends.
+        kind: of the source of all hand-offs of these ends.
     """
     match event:
         case OwnerUp():
@@ -65,8 +67,8 @@ def take(event: NodeEvent, kind: Kind, reading: Reading, lending: Lending) -> bo
             reading.lost(event)
         case ReadsEnded() if event.id in reading:
             reading.reads_ended(event)
-        case Opened() if event.kind is kind:
-            lending.opened(event)
+        case Opened(source=source) if isinstance(source, kind):
+            lending.opened(event, source)
         case Granted() if event.serial in lending:
             lending.granted(event)
         case HandoffDropped() if event.serial in lending:

@@ -24,10 +24,11 @@ from common.engine.memory.radix import RadixCache
 from common.engine.rows.batch import Ints
 from common.engine.rows.holding import Holding
 from common.page_tables import PageTables, num_pages_of
+from common.request import Remaining
 from common.requests.namespace import Namespace
 from common.requests.prefix_at import PrefixAt
-from common.requests.sampling import SamplingParams
-from kvtransfer.messages import HandoffId, Kind
+from common.requests.weights import UNNAMED
+from kvtransfer.messages import HandoffId, Prefix
 from kvtransfer.ports import (
     GrantHandoff,
     Held,
@@ -45,7 +46,6 @@ LEAST_PAGES = 2  # fewer are never fetched
 TIMES_EXPECTED = 3.0  # it may take, besides SharingConfig.fetch_s
 # The counters of this node's other hand-offs never come so far.
 FIRST_NUMBER = 1 << 63
-_NO_SAMPLING = SamplingParams(max_tokens=1, seed=0)
 
 
 @dataclass(slots=True, eq=False)
@@ -317,14 +317,9 @@ class Fetches:
             OpenHandoff(
                 handoff_id,
                 way.owner.owner,
-                tokens,
-                0,
-                _NO_SAMPLING,
-                self._fetch_s + TIMES_EXPECTED * way.read_s,
-                "",
-                namespace=namespace,
-                kind=Kind.PREFIX,
-                ticket=ticket,
+                UNNAMED,  # the namespace has them
+                Remaining(self._fetch_s + TIMES_EXPECTED * way.read_s),
+                Prefix(tokens.tobytes(), namespace, ticket),
             )
         )
         self._port.post(GrantHandoff(handoff_id, own, fresh))

@@ -22,6 +22,8 @@ from common.engine.rows.batch import Ints
 from common.engine.rows.holding import Holding
 from common.engine.tiers.tiers import Tiers
 from common.page_tables import PageTables
+from common.requests.namespace import Namespace
+from kvtransfer.messages import Prefix
 from kvtransfer.ports import FailHandoff, Granted, HandoffDropped, Opened, OwnerCommands, Publish
 
 SHARE = 8  # no more than the pool's so-manieth part is lent at once
@@ -52,7 +54,7 @@ class Loans:
         self._pages = pages
         self._tables = tables
         self._port = port
-        self._asked: dict[int, Opened] = {}  # by serial, until they are granted
+        self._asked: dict[int, Prefix] = {}  # by serial, until they are granted
         self._lent: dict[int, Ints] = {}  # by serial; nothing of those that are refused
         self._at_a_loss: dict[int, int] = {}  # pages of loans that nothing here needs, by serial
         self._counts = dict.fromkeys(("held", "lost", "refused"), 0)
@@ -76,11 +78,11 @@ class Loans:
     def counters(self) -> dict[str, int]:
         return {f"prefix_loans/{outcome}": number for outcome, number in self._counts.items()}
 
-    def opened(self, event: Opened) -> None:
+    def opened(self, event: Opened, source: Prefix) -> None:
         if len(self._asked) >= MAX_ASKED:
             self._refuse(event.serial, "busy: many ask for prefixes already")
         else:
-            self._asked[event.serial] = event
+            self._asked[event.serial] = source
 
     def granted(self, event: Granted) -> None:
         asked = self._asked.pop(event.serial, None)
@@ -94,27 +96,29 @@ class Loans:
 
         def answer() -> None:
             if event.serial in self._lent:  # else it was dropped meanwhile
-                self._answer(asked, event.prefix_tokens, runs=runs)
+                self._answer(event, tokens, asked.namespace, runs=runs)
 
-        way = self._tiers.way(asked.token_ids, asked.namespace)
+        tokens = np.frombuffer(asked.token_ids, np.int32)
+        way = self._tiers.way(tokens, asked.namespace)
         if way is None or not self._tiers.bring(way, room, answer):
             answer()
 
-    def _answer(self, asked: Opened, prefix: int, *, runs: bool) -> None:
-        match = self._cache.match(asked.token_ids, asked.namespace)
+    def _answer(self, granted: Granted, tokens: Ints, namespace: Namespace, *, runs: bool) -> None:
+        serial, prefix = granted.serial, granted.prefix_tokens
+        match = self._cache.match(tokens, namespace)
         end = match.num_tokens
         if end <= prefix:
-            return self._refuse(asked.serial, f"this node has no more than {end} tokens of it")
+            return self._refuse(serial, f"this node has no more than {end} tokens of it")
         holding = Holding(match.holding.tables, match.state)
         lent = holding.take(self._tables.handed_over(end, prefix))
         if not runs:
             if sum(self._at_a_loss.values()) + len(lent) > self._pages.num_pages // SHARE:
-                return self._refuse(asked.serial, "busy: much is lent already")
-            self._at_a_loss[asked.serial] = len(lent)
-        self._tiers.used(asked.token_ids[:end], asked.namespace)
+                return self._refuse(serial, "busy: much is lent already")
+            self._at_a_loss[serial] = len(lent)
+        self._tiers.used(tokens[:end], namespace)
         self._pages.hold(lent, Holder.PUBLICATION)
-        self._lent[asked.serial] = lent
-        self._port.post(Publish(asked.serial, prefix, end, lent, last=True, first_token=None))
+        self._lent[serial] = lent
+        self._port.post(Publish(serial, prefix, end, lent, last=True, first_token=None))
 
     def dropped(self, event: HandoffDropped) -> None:
         self._asked.pop(event.serial, None)

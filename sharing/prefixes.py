@@ -13,7 +13,7 @@ from common.engine.rows.request import Request
 from common.engine.tiers.tiers import Tiers
 from common.page_tables import PageTables
 from common.requests.prefix_at import PrefixAt
-from kvtransfer.messages import Kind
+from kvtransfer.messages import Prefix
 from kvtransfer.ports import AskedToForget, NodeEvent, NodePort, OwnerRate
 from sharing.ends import take
 from sharing.fetches import Fetches
@@ -131,4 +131,4 @@ class PrefixSharing:
                 self.fetches.owner_rate(event)
                 return False
             case _:
-                return take(event, Kind.PREFIX, self.fetches, self.loans)
+                return take(event, Prefix, self.fetches, self.loans)

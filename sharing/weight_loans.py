@@ -12,7 +12,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +21,7 @@ from common.engine.models.one_file import OneFile
 from common.engine.rows.batch import Ints
 from common.errors import ServingError, WrongState
 from common.requests.weights import WeightsId
+from kvtransfer.messages import Weights
 from kvtransfer.ports import FailHandoff, Granted, HandoffDropped, Opened, OwnerCommands, Publish
 from sharing.loans import SHARE
 
@@ -70,7 +70,7 @@ class WeightLoans:
         self._port = port
         self._tell = tell
         self._worker = ThreadPoolExecutor(1, "weight loans")
-        self._asked: dict[int, Opened] = {}  # by serial, until they are granted
+        self._asked: dict[int, tuple[WeightsId, Weights]] = {}  # by serial, until they are granted
         self._refused: set[int] = set()  # until they are dropped
         self._loans: dict[int, _Loan] = {}
         self._num_bytes = 0
@@ -90,28 +90,25 @@ class WeightLoans:
         """That others have read."""
         return self._num_bytes
 
-    def opened(self, event: Opened) -> None:
+    def opened(self, event: Opened, source: Weights) -> None:
         if len(self._asked) >= MAX_ASKED:
             self._refuse(event.serial, "busy: many ask for weights already", retryable=True)
         else:
-            self._asked[event.serial] = event
+            self._asked[event.serial] = event.weights, source
 
     def granted(self, event: Granted) -> None:
         asked = self._asked.pop(event.serial, None)
         if asked is None:
             return  # refused
-        serial, weights, pieces = asked.serial, asked.weights, asked.token_ids
-        first = int(pieces[0]) if len(pieces) else 0
-        if not np.array_equal(pieces, np.arange(first, first + len(pieces))) or first < 0:
-            return self._refuse(serial, "pieces that do not follow each other", retryable=False)
+        serial, (weights, source) = event.serial, asked
         if weights != self._weights.id or not self._weights.whole:
             return self._refuse(serial, "this node has other weights, or none", retryable=False)
         lent = sum(len(loan.pages) for loan in self._loans.values())
-        num_pages = min(len(pieces), self._pages.num_pages // SHARE - lent)
+        num_pages = min(source.num_pieces, self._pages.num_pages // SHARE - lent)
         pages = self._cache.allocate(num_pages, Holder.PUBLICATION) if num_pages > 0 else None
         if pages is None:
             return self._refuse(serial, "busy: no pages for weights now", retryable=True)
-        filling = self._worker.submit(self._fill, first, pages)
+        filling = self._worker.submit(self._fill, source.first_piece, pages)
         self._loans[serial] = _Loan(pages, filling)
         filling.add_done_callback(lambda _: self._tell())
 

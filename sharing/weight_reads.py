@@ -13,7 +13,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import numpy as np
 from torch import Tensor
 
 from common.engine.memory.pages import Holder, PageAllocator
@@ -21,9 +20,9 @@ from common.engine.memory.radix import RadixCache
 from common.engine.models.one_file import ReceivedFile
 from common.engine.rows.batch import Ints
 from common.errors import Overloaded, ServingError, WrongState
-from common.requests.sampling import SamplingParams
+from common.request import Remaining
 from common.requests.weights import WeightsId
-from kvtransfer.messages import HandoffId, Kind
+from kvtransfer.messages import HandoffId, Weights
 from kvtransfer.ports import (
     CancelHandoff,
     GrantHandoff,
@@ -47,7 +46,6 @@ WINDOW_S = 30.0  # for one
 AGAIN_S = 0.1  # until what was lost is asked for again
 STILL_S = 60.0  # without anything that comes: it is given up
 TAKE_S = 540.0  # all of it
-_NO_SAMPLING = SamplingParams(max_tokens=1, seed=0)
 
 
 class ReceivingWeights(Protocol):
@@ -258,13 +256,9 @@ class WeightReads:
                 OpenHandoff(
                     handoff_id,
                     owner.owner,
-                    np.arange(window.first, window.past, dtype=np.int32),
-                    0,
-                    _NO_SAMPLING,
-                    WINDOW_S,
-                    "",
-                    kind=Kind.WEIGHTS,
-                    weights=taking.weights,
+                    taking.weights,
+                    Remaining(WINDOW_S),
+                    Weights(window.first, window.past - window.first),
                 )
             )
             self._port.post(GrantHandoff(handoff_id, 0, pages))

@@ -11,7 +11,7 @@ from common.engine.memory.pages import PageAllocator
 from common.engine.memory.radix import RadixCache
 from common.engine.rows.batch import Ints
 from common.requests.weights import WeightsId
-from kvtransfer.messages import Kind
+from kvtransfer.messages import Weights
 from kvtransfer.ports import NodeCommand, NodeEvent, NodePort
 from sharing.ends import take
 from sharing.weight_loans import LendableWeights, WeightLoans
@@ -96,7 +96,7 @@ class WeightSharing:
         return [
             event
             for event in self._port.take()
-            if not take(event, Kind.WEIGHTS, self._reads, self._loans)
+            if not take(event, Weights, self._reads, self._loans)
         ]
 
     def close(self) -> None:

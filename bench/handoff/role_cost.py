@@ -36,12 +36,13 @@ from common.errors import WrongState
 from common.node.desk.desk import Desk
 from common.node.desk.operations import Operations
 from common.node.desk.outbox import Outbox
-from common.node.messages import EngineMessage, FrontMessage, StepTokens, SubmitRequest
+from common.node.messages import EngineMessage, FrontMessage, Placement, StepTokens, SubmitRequest
 from common.page_tables import PageTables
+from common.request import Remaining, RequestSpec
 from common.requests.sampling import SamplingParams
 from common.requests.weights import UNNAMED, WeightsId
 from decode_node.role import DecodeRole
-from kvtransfer.messages import HandoffId
+from kvtransfer.messages import HandoffId, Prompt
 from kvtransfer.ports import (
     FirstToken,
     Granted,
@@ -187,7 +188,8 @@ def owner(load: Load) -> dict[str, Any]:
     descriptors = 0
     for number, prompt in enumerate(load.prompts()):
         id = HandoffId(READER, number + 1, 1)
-        port.waiting = [Opened(number, id, prompt, 0, sampling, 60.0, "request")]
+        spec = RequestSpec(request_id="request", token_ids=prompt.tobytes(), sampling=sampling)
+        port.waiting = [Opened(number, id, UNNAMED, Remaining(60.0), Prompt(spec))]
         clock.run("open", role.poll)
         port.waiting = [Granted(number, 0)]
         clock.run("grant", role.poll)
@@ -319,9 +321,9 @@ def reader(load: Load) -> dict[str, Any]:
     sampling = SamplingParams(max_tokens=2, seed=1, temperature=0.0, ignore_eos=True)
     descriptors = 0
     for number, prompt in enumerate(load.prompts()):
-        front.waiting = [
-            SubmitRequest(1, number, "request", prompt.tobytes(), 0, sampling, (ADDRESS,), 60.0)
-        ]
+        spec = RequestSpec(request_id="request", token_ids=prompt.tobytes(), sampling=sampling)
+        placed = Placement((ADDRESS,))
+        front.waiting = [SubmitRequest(1, number, spec, Remaining(60.0), placed)]
         clock.run("submit, open, grant", role.poll)
         opened, granted = port.posted
         if not isinstance(opened, OpenHandoff) or not isinstance(granted, GrantHandoff):

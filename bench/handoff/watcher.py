@@ -17,11 +17,12 @@ from common.config import EngineConfig, TransferConfig
 from common.engine.build import Engine, build
 from common.metrics import NodeMetrics
 from common.node.ipc import FrameSocket, socket_pair
+from common.request import Remaining, RequestSpec
 from common.requests.sampling import SamplingParams
 from kvtransfer import data_paths
 from kvtransfer.backends.base import PagePool
 from kvtransfer.front_messages import PairInput
-from kvtransfer.messages import HandoffId
+from kvtransfer.messages import HandoffId, Prompt
 from kvtransfer.pairing import Hello
 from kvtransfer.pairs.dialer import PairDialer
 from kvtransfer.pairs.streams import PairStreams
@@ -82,9 +83,8 @@ class Watcher:
         # The pool's pages in turn, so that prompt after prompt meets memory that is in use.
         first = num_pages * self._handoffs % (self._engine.pages.num_pages - num_pages)
         pages = np.arange(first, first + num_pages, dtype=np.int32)
-        self._transfer.post(
-            OpenHandoff(id, self.owner.owner, token_ids, 0, sampling, WAIT_S, "bench")
-        )
+        spec = RequestSpec(token_ids=token_ids.tobytes(), sampling=sampling)
+        self._transfer.post(OpenHandoff(id, self.owner.owner, b"", Remaining(WAIT_S), Prompt(spec)))
         self._transfer.post(GrantHandoff(id, 0, pages))
         at: dict[type, float] = {}
         token = -1

@@ -12,15 +12,14 @@ import msgspec
 from common.distribution import Counted
 from common.node.stamps import HandoffStamps, RequestStamps
 from common.queueing.drain import Backlog
+from common.request import Remaining, RequestSpec
 from common.requests.adapter import NO_ADAPTER, AdapterId
 from common.requests.flight import Flights
-from common.requests.images import Image
 from common.requests.logprobs import Logprobs
 from common.requests.namespace import SHARED, Namespace
 from common.requests.pooling import Pooling
 from common.requests.prediction import Predicted
 from common.requests.prefix_at import PrefixAt
-from common.requests.sampling import SamplingParams
 from common.requests.timeline import NOTHING, Timeline
 from common.requests.weights import UNNAMED, WeightsId
 from common.tracing.context import UNTRACED, Trace
@@ -45,31 +44,39 @@ class MoveFrom(msgspec.Struct, frozen=True):
     ticket: int  # its submission there
 
 
-class SubmitRequest(msgspec.Struct, frozen=True, tag=True):
-    stream: int
-    request: int  # the router's number for it on that stream
-    request_id: str
-    token_ids: bytes  # little-endian int32
-    num_generated: int
-    sampling: SamplingParams
-    prefill_addresses: tuple[str, ...]
-    budget_s: float
-    received: float = 0.0  # time.monotonic(), at the front
-    trace: Trace = UNTRACED
-    namespace: Namespace = SHARED
-    adapter: AdapterId = NO_ADAPTER
-    engine_deaths: int = 0  # see common/requests/trial.py
-    queue_s: float = math.inf  # longest wait for the prompt's first forward
-    ticket: int = 0  # by which it may be moved to another node; 0: it stays
+class Placement(msgspec.Struct, frozen=True):
+    """Where a request may run, and what of it other nodes have.
+
+    Attributes:
+        prefill_addresses: candidates in order of preference.
+        prefix_hints: other nodes that hold some of its prompt, as far as is known.
+        ticket: by which it may be moved to another node; 0: it stays.
+        move_from: where it runs, if it does.
+        own_address: of this node, as the router calls it; "": not told.
+    """
+
+    prefill_addresses: tuple[str, ...] = ()
+    prefix_hints: tuple[PrefixAt, ...] = ()
+    ticket: int = 0
     move_from: MoveFrom | None = None
-    priority: int = 0
-    routing_key: int = 0
-    client: int = 0
-    client_weight: float = 1.0
-    prefix_at: tuple[PrefixAt, ...] = ()  # other nodes that hold some of it, as far as is known
-    own_address: str = ""  # of this node, as the router calls it; "": not told
-    prediction: bytes = b""  # little-endian int32: what its client expects of the answer
-    images: tuple[Image, ...] = ()  # of its prompt, checked
+    own_address: str = ""
+
+
+class SubmitRequest(msgspec.Struct, frozen=True, tag=True):
+    """A request of a router.
+
+    Attributes:
+        number: the router's, on that stream.
+        received: time.monotonic() at the front.
+    """
+
+    stream: int
+    number: int
+    spec: RequestSpec
+    remaining: Remaining
+    placement: Placement = Placement()
+    received: float = 0.0
+    trace: Trace = UNTRACED
 
 
 class CancelSubmitted(msgspec.Struct, frozen=True, tag=True):

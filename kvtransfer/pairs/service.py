@@ -86,15 +86,16 @@ class PairService(kvtransfer_pb2_grpc.KvTransferServicer):
         """An Open of more than can be served is answered here: its tokens are never touched."""
         if message.HasField("open"):
             try:
-                self._check_length(len(message.open.token_ids))
+                self._check_length(wire.num_tokens_of(message.open))
             except InvalidRequest as error:
                 id = wire.id_of(message.open)
                 refusal = wire.to_proto(Failed(id, str(error), retryable=False), as_reader=False)
                 stream.outgoing.put(refusal)
                 return
         await stream.take(message)
-        if message.HasField("open") and message.open.prefix_at:  # they are addresses: it was parsed
-            self._on_named(each.address for each in message.open.prefix_at)
+        hints = message.open.prompt.prefix_hints  # parsed by now, so they are addresses
+        if hints:
+            self._on_named(each.address for each in hints)
 
     async def _first(self, messages: AsyncIterator[kvtransfer_pb2.FromReader]) -> Hello:
         try:

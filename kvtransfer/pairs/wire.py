@@ -6,23 +6,21 @@ What a range of tokens may be, or whether an id is known, only the machines can 
 
 import math
 import operator
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias
 
+import msgspec
+
+from common import request
 from common.errors import InvalidRequest, ProtocolViolation, ServingError
-from common.requests import images
-from common.requests.adapter import check_adapter
+from common.request import MAX_BUDGET_S
 from common.requests.logprobs import from_proto, to_fields
 from common.requests.namespace import check_namespace
-from common.requests.priority import check_priority
+from common.requests.prefix_hash import BYTES_PER_TOKEN
 from common.requests.sampling import MAX_TOKEN_ID
-from common.requests.sampling import from_proto as sampling_from_proto
-from common.requests.sampling import to_proto as sampling_to_proto
 from common.requests.timeline import PrefillTimes
-from common.requests.trial import MAX_DEATHS
 from common.requests.weights import check_weights
 from common.rpc import prefix_hints
 from common.rpc.last_words import said
-from common.tracing.context import checked
 from kvtransfer.messages import (
     Admitted,
     AnyMessage,
@@ -33,10 +31,14 @@ from kvtransfer.messages import (
     Forget,
     Grant,
     HandoffId,
-    Kind,
+    Live,
     Open,
+    Prefix,
+    Prompt,
     Ready,
     Released,
+    Source,
+    Weights,
 )
 from kvtransfer.pairing import DataPath, Hello, Region
 from protos import kvtransfer_pb2 as pb
@@ -48,7 +50,6 @@ MAX_REGIONS = 64
 MAX_FIELDS = 64  # of a fingerprint
 MAX_DESCRIPTION_BYTES = 64 << 10
 MAX_TEXT = 4096  # characters of a reason, an address, a fingerprint's value
-MAX_BUDGET_S = 7 * 24 * 3600.0
 
 Proto: TypeAlias = pb.FromReader | pb.FromOwner
 
@@ -203,88 +204,83 @@ def _hello_proto(record: Hello) -> pb.Hello:
     )
 
 
+def num_tokens_of(body: pb.Open) -> int:
+    """Return the number of tokens that an Open names, before any is looked at."""
+    match getattr(body, body.WhichOneof("source") or "", None):
+        case pb.Prompt(request=named) | pb.Live(request=named) | (pb.Prefix() as named):
+            return len(named.token_ids) // BYTES_PER_TOKEN
+    return 0
+
+
 def _open(body: pb.Open) -> Open:
-    num_tokens = len(body.token_ids)
-    _tokens(body)
-    if body.num_generated >= num_tokens:
-        raise ProtocolViolation(f"{body.num_generated} of {num_tokens} tokens were generated")
-    if not 0.0 < body.budget_s <= MAX_BUDGET_S:  # nor is NaN
-        raise ProtocolViolation(f"a budget of {body.budget_s} s")
-    if body.HasField("queue_s"):
-        _seconds("queue_s", body.queue_s)
-    for field in ("max_tokens", "seed"):
-        if not body.sampling.HasField(field):
-            raise ProtocolViolation(f"an Open without sampling.{field}")
     try:
-        namespace, adapter = check_namespace(body.namespace), check_adapter(body.adapter)
-        weights = check_weights(body.weights)
-        check_priority(body.priority)
-        sampling = sampling_from_proto(body.sampling, max_tokens=1, seed=0)
-        prefix_at = prefix_hints.from_proto(body.prefix_at)
-        seen = images.from_proto(body.images)
-        images.check_images(seen, body.token_ids)
+        return Open(
+            id_of(body),
+            check_weights(body.weight_version),
+            request.remaining_from_proto(body.remaining),
+            _source(body),
+        )
     except InvalidRequest as error:
         raise ProtocolViolation(str(error)) from error
-    return Open(
-        id=id_of(body),
-        token_ids=tuple(body.token_ids),
-        num_generated=body.num_generated,
-        sampling=sampling,
-        budget_s=body.budget_s,
-        request_id=_text("request_id", body.request_id),
-        traceparent=checked(body.traceparent),
-        namespace=namespace,
-        engine_deaths=min(body.engine_deaths, MAX_DEATHS),
-        queue_s=body.queue_s if body.HasField("queue_s") else math.inf,
-        kind=_kind(body.kind),
-        ticket=body.ticket,
-        priority=body.priority,
-        prefix_at=prefix_at,
-        adapter=adapter,
-        weights=weights,
-        images=seen,
-        routing_key=body.routing_key,
-    )
+
+
+def _source(body: pb.Open) -> Source:
+    match getattr(body, body.WhichOneof("source") or "", None):
+        case pb.Prompt() as prompt:
+            _check_tokens(prompt.request.token_ids)
+            spec = request.from_proto(prompt.request)
+            return Prompt(spec, prefix_hints.from_proto(prompt.prefix_hints))
+        case pb.Live() as live:
+            _check_tokens(live.request.token_ids)
+            return Live(request.from_proto(live.request), live.ticket)
+        case pb.Prefix() as prefix:
+            _check_tokens(prefix.token_ids)
+            namespace = check_namespace(prefix.namespace)
+            return Prefix(prefix.token_ids, namespace, prefix.ticket)
+        case pb.Weights() as weights:
+            _at_most("pieces", weights.num_pieces, MAX_TOKENS)
+            if not weights.num_pieces:
+                raise ProtocolViolation("an Open without pieces")
+            return Weights(weights.first_piece, weights.num_pieces)
+    raise ProtocolViolation("an Open of an unknown source")
 
 
 def _open_proto(record: Open) -> pb.Open:
     return pb.Open(
         id=_id_proto(record.id),
-        token_ids=record.token_ids,
-        num_generated=record.num_generated,
-        sampling=sampling_to_proto(record.sampling),
-        budget_s=record.budget_s,
-        request_id=record.request_id,
-        traceparent=record.traceparent,
-        namespace=record.namespace,
-        engine_deaths=record.engine_deaths,
-        queue_s=record.queue_s if record.queue_s < math.inf else None,
-        kind=cast(pb.HandoffKind, record.kind),
-        ticket=record.ticket,
-        priority=record.priority,
-        prefix_at=prefix_hints.to_proto(record.prefix_at),
-        adapter=record.adapter,
-        weights=record.weights,
-        images=images.to_proto(record.images),
-        routing_key=record.routing_key,
+        weight_version=record.weights,
+        remaining=request.remaining_to_fields(record.remaining),
+        **_source_fields(record.source),
     )
 
 
+def _source_fields(source: Source) -> dict[str, Any]:
+    match source:
+        case Prompt(spec, hints):
+            fields = {"request": request.to_fields(spec)}
+            return {"prompt": fields | {"prefix_hints": prefix_hints.to_proto(hints)}}
+        case Live(spec, ticket):
+            return {"live": {"request": request.to_fields(spec), "ticket": ticket}}
+        case Prefix():
+            return {"prefix": msgspec.structs.asdict(source)}
+        case Weights():
+            return {"weights": msgspec.structs.asdict(source)}
+
+
 def _forget(body: pb.Forget) -> Forget:
-    _tokens(body)
+    _check_tokens(body.token_ids)
     try:
         namespace = check_namespace(body.namespace)
     except InvalidRequest as error:
         raise ProtocolViolation(str(error)) from error
-    return Forget(tuple(body.token_ids), namespace)
+    return Forget(body.token_ids, namespace)
 
 
-def _tokens(body: pb.Open | pb.Forget) -> None:
-    _at_most("token_ids", len(body.token_ids), MAX_TOKENS)
-    if not body.token_ids:
-        raise ProtocolViolation(f"{type(body).__name__} without tokens")
-    if max(body.token_ids) > MAX_TOKEN_ID:
-        raise ProtocolViolation(f"a token id above {MAX_TOKEN_ID}")
+def _check_tokens(token_ids: bytes) -> None:
+    num_tokens, rest = divmod(len(token_ids), BYTES_PER_TOKEN)
+    _at_most("token_ids", num_tokens, MAX_TOKENS)
+    if not num_tokens or rest:
+        raise ProtocolViolation(f"{len(token_ids)} bytes of token_ids")
 
 
 def _ready(body: pb.Ready) -> Ready:
@@ -320,13 +316,6 @@ def _sums(body: pb.Ready) -> tuple[tuple[int, int], ...]:
     if len(body.sums) != len(places) or not in_order or max(places, default=-1) >= len(body.pages):
         raise ProtocolViolation("checksums of pages that are not in this Ready")
     return tuple(zip(places, body.sums, strict=True))
-
-
-def _kind(number: int) -> Kind:
-    try:
-        return Kind(number)
-    except ValueError:
-        raise ProtocolViolation(f"a hand-off of unknown kind {number}") from None
 
 
 def _times(body: pb.PrefillTimes) -> PrefillTimes:

@@ -188,7 +188,7 @@ class OwnerEnd:
                 if handoff is not None:
                     self._drop(handoff, KVPoll.FAILED, f"cancelled: {message.reason}")
             case Forget(token_ids, namespace):
-                self._actions.append(AskedToForget(np.array(token_ids, np.int32), namespace))
+                self._actions.append(AskedToForget(np.frombuffer(token_ids, np.int32), namespace))
             case _:
                 raise ProtocolViolation(f"{type(message).__name__} is no message of a reader")
 
@@ -205,33 +205,12 @@ class OwnerEnd:
             reason = f"{self._max_handoffs} hand-offs are open here"
             self._actions.append(Send(stream, Failed(id, reason, retryable=True)))
             return
-        handoff = _Handoff(id, self._next_serial, stream, len(message.token_ids), message.kind)
+        source = message.source
+        handoff = _Handoff(id, self._next_serial, stream, source.num_tokens, source.kind)
         self._next_serial += 1
         self._handoffs[id], self._ids[handoff.serial] = handoff, id
-        self._budgets.set(id, now + message.budget_s)
-        self._actions.append(
-            Opened(
-                handoff.serial,
-                id,
-                np.array(message.token_ids, dtype=np.int32),
-                message.num_generated,
-                message.sampling,
-                message.budget_s,
-                message.request_id,
-                message.traceparent,
-                message.namespace,
-                message.engine_deaths,
-                message.queue_s,
-                message.kind,
-                message.ticket,
-                message.priority,
-                message.prefix_at,
-                message.adapter,
-                message.weights,
-                message.images,
-                message.routing_key,
-            )
-        )
+        self._budgets.set(id, now + message.remaining.budget_s)
+        self._actions.append(Opened(handoff.serial, id, message.weights, message.remaining, source))
 
     def _grant(self, stream: int, message: Grant) -> None:
         handoff = self._known(stream, message.id)

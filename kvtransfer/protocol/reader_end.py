@@ -339,7 +339,7 @@ class ReaderEnd:
             case AskToForget(owner, token_ids, namespace):
                 stream = self._stream_to(owner)
                 if stream is not None:
-                    forget = Forget(tuple(token_ids.tolist()), namespace)
+                    forget = Forget(token_ids.tobytes(), namespace)
                     self._actions.append(Send(stream, forget))
         return self._taken()
 
@@ -367,30 +367,12 @@ class ReaderEnd:
             reason = "the owner is not paired"
             self._actions.append(Lost(command.id, reason, retryable=True, may_return=True))
             return
+        source = command.source
         self._attempts[command.id] = Attempt(
-            command.id, stream, len(command.token_ids), self._tables, command.kind
+            command.id, stream, source.num_tokens, self._tables, source.kind
         )
-        self._deadlines.set(_Key(command.id, _Wait.BUDGET), now + command.budget_s)
-        message = Open(
-            command.id,
-            tuple(command.token_ids.tolist()),
-            command.num_generated,
-            command.sampling,
-            command.budget_s,
-            command.request_id,
-            command.traceparent,
-            command.namespace,
-            command.engine_deaths,
-            command.queue_s,
-            command.kind,
-            command.ticket,
-            command.priority,
-            command.prefix_at,
-            command.adapter,
-            command.weights,
-            command.images,
-            command.routing_key,
-        )
+        self._deadlines.set(_Key(command.id, _Wait.BUDGET), now + command.remaining.budget_s)
+        message = Open(command.id, command.weights, command.remaining, source)
         self._actions.append(Send(stream, message))
 
     def _stream_to(self, owner: int) -> int | None:

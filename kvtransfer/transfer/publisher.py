@@ -127,14 +127,14 @@ class Publisher:
 
     def _fits(self, stream: int, message: Open | Forget) -> bool:
         self._untaken.taken(self._outlet.num_taken)
-        return self._untaken.fits(stream, len(message.token_ids))
+        return self._untaken.fits(stream, message.num_tokens)
 
     def _ask(self, stream: int, message: Open | Forget, now: float) -> None:
         """What waits for the engine."""
         told = self._outlet.num_told
         self._carry_out(self._end.received(stream, message, now))
         if self._outlet.num_told > told:
-            self._untaken.add(self._outlet.num_told, stream, len(message.token_ids))
+            self._untaken.add(self._outlet.num_told, stream, message.num_tokens)
 
     def _turn_away(self, stream: int, reason: str) -> None:
         """A reader that waits to be answered."""

@@ -6,7 +6,6 @@ reused, so what a node still says about a request that was left finds nothing.
 
 import asyncio
 import logging
-import math
 import random
 import secrets
 import time
@@ -15,25 +14,25 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 import grpc.aio
+from msgspec.structs import replace
 
-from common import rpc, serve_protocol
+from common import request, rpc, serve_protocol
 from common.errors import EngineDied, InvalidRequest, NodeUnavailable, ProtocolViolation
 from common.logs import kv
+from common.request import Remaining, RequestSpec
 from common.requests.adapter import AdapterId, check_adapter
-from common.requests.images import to_proto
 from common.requests.logprobs import from_proto
 from common.requests.prediction import Predicted
 from common.requests.prefix_at import PrefixAt
-from common.requests.sampling import to_fields
 from common.requests.weights import UNNAMED, WeightsId, check_weights
-from common.rpc import last_words, prefix_hints
+from common.rpc import last_words
+from common.rpc import prefix_hints as hints
 from protos import decode_pb2, decode_pb2_grpc
 from protos.decode_pb2 import MoveFrom
 from router.cluster.engine_pulse import EnginePulse, Patience
 from router.cluster.guest import Guest
 from router.cluster.node_ends import end_of
 from router.cluster.unsent import Unsent
-from router.requests.job import Job
 from router.requests.losses import Doing, NodeLost
 from router.requests.timelines import RequestTimeline, Submission
 from router.requests.token_buffer import TokenBuffer
@@ -181,25 +180,22 @@ class DecodeClient:
 
     def submitted(
         self,
-        job: Job,
+        spec: RequestSpec,
         prefill: Sequence[str],
-        budget_s: float,
+        remaining: Remaining,
         timeline: RequestTimeline,
-        queue_s: float = math.inf,
         *,
         move_from: MoveFrom | None = None,
-        prefix_at: Sequence[PrefixAt] = (),
+        prefix_hints: Sequence[PrefixAt] = (),
         submission: Submission | None = None,
     ) -> "Submitted":
-        """Submits `job`. Whoever gets what this returns must leave it.
+        """Submits a request. Whoever gets what this returns must leave it.
 
         Args:
             prefill: candidate prefill nodes in order of preference.
-            budget_s: what is left of the request's total budget.
             timeline: of the request.
-            queue_s: longest wait for the prompt's first forward.
             move_from: where it runs, and from where it is to come. Nothing is told of it before.
-            prefix_at: other nodes that have some of its prompt.
+            prefix_hints: other nodes that have some of its prompt.
             submission: this one; default: the timeline's last.
         Raises:
             NodeUnavailable: the node has no open stream.
@@ -209,32 +205,19 @@ class DecodeClient:
         number = self._next_number
         self._next_number += 1
         buffer = self._live[number] = TokenBuffer(
-            job.sampling.max_tokens - job.num_generated,
-            wants_logprobs=job.sampling.logprobs >= 0,
+            spec.sampling.max_tokens - spec.num_generated,
+            wants_logprobs=spec.sampling.logprobs >= 0,
         )
         ticket = secrets.randbits(64) or 1
+        traced = replace(spec, traceparent=timeline.trace.passed_on)
         submit = decode_pb2.Submit(
-            request=number,
-            request_id=job.request_id,
-            token_ids=job.token_ids,
-            num_generated=job.num_generated,
-            sampling=to_fields(job.sampling),
-            prefill_addresses=prefill,
-            budget_s=budget_s,
-            traceparent=timeline.trace.passed_on,
-            namespace=job.namespace,
-            engine_deaths=job.engine_deaths,
-            priority=job.priority,
-            routing_key=job.routing_key,
-            client=job.client,
-            client_weight=job.client_weight,
-            queue_s=queue_s if queue_s < math.inf else None,
+            number=number,
+            request=request.to_fields(traced),
+            remaining=request.remaining_to_fields(remaining),
             ticket=ticket,
+            prefill_addresses=prefill,
+            prefix_hints=hints.to_proto(prefix_hints),
             move_from=move_from,
-            prefix_at=prefix_hints.to_proto(prefix_at),
-            adapter=job.adapter,
-            prediction=job.prediction,
-            images=to_proto(job.images),
         )
         self._untold[number] = timeline, submission or timeline.submissions[-1]
         self._unsent.submit(submit)

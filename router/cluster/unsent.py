@@ -6,10 +6,9 @@ A write costs the same whatever is in it: all that comes while one is under way 
 import asyncio
 from collections.abc import Sequence
 
+from common.requests.prefix_hash import BYTES_PER_TOKEN
 from common.serve_protocol import MAX_CANCELS, MAX_SUBMITS, MAX_TOKENS, VERSION
 from protos.decode_pb2 import Peers, Submit, ToNode
-
-_TOKEN_BYTES = 5  # at most
 
 
 class Unsent:
@@ -43,7 +42,7 @@ class Unsent:
         self._news.set()
 
     def submit(self, submit: Submit) -> None:
-        self._submits[submit.request] = submit
+        self._submits[submit.number] = submit
         self._news.set()
 
     def cancel(self, number: int) -> bool:
@@ -76,12 +75,10 @@ class Unsent:
         taken: list[Submit] = []
         num_tokens = 0
         for submit in self._submits.values():
-            num_tokens += len(submit.token_ids) + len(submit.prediction)
-            num_bytes = submit.sampling.ByteSize() + sum(len(each.pixels) for each in submit.images)
-            num_tokens += num_bytes // _TOKEN_BYTES
+            num_tokens += submit.request.ByteSize() // BYTES_PER_TOKEN
             if taken and (num_tokens > MAX_TOKENS or len(taken) == MAX_SUBMITS):
                 break
             taken.append(submit)
         for submit in taken:
-            del self._submits[submit.request]
+            del self._submits[submit.number]
         return taken

@@ -9,10 +9,13 @@ from collections.abc import Sequence
 from functools import partial
 
 from msgspec.structs import replace
+from xxhash import xxh3_64_intdigest
 
 from common.errors import InvalidRequest
+from common.request import RequestSpec
 from common.requests import sampling
 from common.requests.adapter import NO_ADAPTER, AdapterId
+from common.requests.prefix_hash import as_bytes
 from common.requests.sampling import SamplingParams
 from router.clients.client import Client
 from router.requests import namespaces
@@ -54,13 +57,14 @@ async def parse(
     # Checked before the prompt is encoded: a wrong number costs no tokenizer time.
     terms = await wanted.together.terms.get(partial(_terms, wanted, prompts, limits, client))
     job = await wanted.prompt.job.get(partial(_job, wanted, terms, prompts, limits, client))
-    return replace(
-        job,
+    spec = replace(
+        job.spec,
         request_id=request_id,
-        sampling=replace(job.sampling, seed=wanted.sampling.seed),
+        sampling=replace(job.spec.sampling, seed=wanted.sampling.seed),
         priority=priority,
         adapter=adapter,
     )
+    return replace(job, spec=spec)
 
 
 async def _terms(wanted: Wanted, prompts: Prompts, limits: Limits, client: Client) -> Terms:
@@ -93,21 +97,30 @@ async def _job(
     if wanted.prompt.images and params.prompt_logprobs >= 0:
         raise InvalidRequest("sampling.prompt_logprobs: there are none of a prompt with images")
     params = fit_context(params, wanted.max_tokens_field, len(token_ids), limits.context_length)
-    return Job(
-        request_id="",
-        token_ids=token_ids,
+    predicted = await prompts.checked(wanted.prediction, client) if wanted.prediction else ()
+    spec = RequestSpec(
+        token_ids=as_bytes(token_ids),
         sampling=params,
-        stops=terms.stops,
-        session_id=wanted.session_id,
+        namespace=terms.namespace,
+        routing_key=_routing_key(wanted.session_id),
         client=client.number,
         client_weight=client.weight,
-        namespace=terms.namespace,
+        prediction=as_bytes(predicted),
+        images=tuple(wanted.prompt.images),
+    )
+    return Job(
+        spec,
+        terms.stops,
+        session_id=wanted.session_id,
         shown=wanted.shown,
         echo=await prompts.text_of(wanted.prompt.prompt, token_ids) if wanted.echo else None,
         silent=wanted.silent,
-        prediction=await prompts.checked(wanted.prediction, client) if wanted.prediction else (),
-        images=wanted.prompt.images,
     )
+
+
+def _routing_key(session_id: str) -> int:
+    """Return the key by which nodes know a session, 0 without one."""
+    return (xxh3_64_intdigest(session_id.encode()) or 1) if session_id else 0
 
 
 def fit_context(

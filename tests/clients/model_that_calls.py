@@ -29,7 +29,7 @@ async def playing(directory: Path) -> AsyncIterator[Talk]:
 async def _answer_all(talking: Talk) -> None:
     while True:
         submit = await talking.api.node.submitted()
-        number, guide = submit.request, submit.sampling.guide
+        number, guide = submit.number, submit.sampling.guide
         *tokens, last = talking.ids(_answer(talking.text(submit.token_ids), guide) + "</s>")
         for token in tokens:
             talking.api.node.say({number: [token]})

@@ -52,7 +52,7 @@ async def somebody_else_asks(api: Api) -> tuple[Response, float]:
     try:
         wire = Wire(reader, writer)
         await wire.send(ASK)
-        number = (await api.node.submitted()).request
+        number = (await api.node.submitted()).number
         api.node.say(ended={number: FINISH_REASON_STOP})
         return await wire.response(), time.monotonic() - began
     finally:

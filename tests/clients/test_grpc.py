@@ -93,7 +93,7 @@ async def test_with_a_key_a_client_has_all_but_what_is_for_operators(
     async with served(model, clients=keys) as (stub, node, router):
         alice: Any = {"metadata": shown("alice"), "timeout": WAIT_S}
         call = stub.Generate(METHODS["Generate"], **alice)
-        node.say(ended={(await node.submitted()).request: FINISH_REASON_STOP})
+        node.say(ended={(await node.submitted()).number: FINISH_REASON_STOP})
         assert (await collect(call))[2].finish_reason == "stop"
         for method in ("Tokenize", "Detokenize", "GetModel"):
             await getattr(stub, method)(METHODS[method], **alice)
@@ -176,7 +176,7 @@ async def test_tokens_of_prompts_and_answers_count(model: Path, tmp_path: Path) 
         assert error.code() is StatusCode.INVALID_ARGUMENT
         assert "20 a minute" in (error.details() or "")
         call = ask(10)
-        number = (await node.submitted()).request
+        number = (await node.submitted()).number
         node.say({number: list(range(20, 32))}, ended={number: FINISH_REASON_STOP})
         await collect(call)
         error = await failure(ask(1))
@@ -197,12 +197,12 @@ async def test_a_key_has_so_many_live_requests(model: Path, tmp_path: Path) -> N
             return stub.Generate(METHODS["Generate"], metadata=shown(name), timeout=WAIT_S)
 
         first = ask("alice")
-        numbers = [(await node.submitted()).request]
+        numbers = [(await node.submitted()).number]
         error = await failure(ask("alice"))
         assert error.code() is StatusCode.RESOURCE_EXHAUSTED
         assert "1 live requests" in (error.details() or "")
         other = ask("bob")
-        numbers.append((await node.submitted()).request)
+        numbers.append((await node.submitted()).number)
         node.say(ended=dict.fromkeys(numbers, FINISH_REASON_STOP))
         for call in (first, other):
             await collect(call)
@@ -251,7 +251,7 @@ async def test_each_key_can_have_prefix_caches_of_its_own(model: Path, keys: Cli
             request = GenerateRequest(text="x", cache_salt=salt)
             call = stub.Generate(request, metadata=shown(name), timeout=WAIT_S)
             submit = await node.submitted()
-            node.say(ended={submit.request: FINISH_REASON_STOP})
+            node.say(ended={submit.number: FINISH_REASON_STOP})
             await collect(call)
             return bytes(submit.namespace)
 
@@ -274,13 +274,13 @@ async def test_one_client_waits_for_a_slot_and_gets_it(model: Path) -> None:
     knobs = {"max_requests": 1, "clients": ClientsConfig(longest_wait_s=WAIT_S)}
     async with served(model, **knobs) as (stub, node, router):
         first = stub.Generate(METHODS["Generate"], timeout=WAIT_S)
-        number = (await node.submitted()).request
+        number = (await node.submitted()).number
         second = stub.Generate(METHODS["Generate"], timeout=WAIT_S)
         await eventually(lambda: router.admission.num_waiting == 1)
         assert router.metrics.registry.get_sample_value("baton_waiting_requests") == 1
         node.say(ended={number: FINISH_REASON_STOP})
         await collect(first)
-        node.say(ended={(await node.submitted()).request: FINISH_REASON_STOP})
+        node.say(ended={(await node.submitted()).number: FINISH_REASON_STOP})
         await collect(second)
 
 

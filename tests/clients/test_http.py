@@ -144,7 +144,7 @@ async def test_requests_that_come_together_are_let_in_together_or_not_at_all(
         assert (never.status, never.error["message"][:22]) == (400, "these are 3 requests a")
         assert rejected(api.router.metrics, "invalid") == 1
         asking = asyncio.create_task(ask(2))
-        numbers = [(await api.node.submitted()).request for _ in range(2)]
+        numbers = [(await api.node.submitted()).number for _ in range(2)]
         api.node.say(ended=dict.fromkeys(numbers, FINISH_REASON_STOP))
         assert (await asking).status == 200
         assert (await ask(1)).status == 429
@@ -160,7 +160,7 @@ async def test_a_prompt_is_counted_once_however_many_choices_it_has(
         asking = asyncio.create_task(
             post(api.router.http_port, COMPLETIONS, content, authorization=bearer("alice"))
         )
-        numbers = [(await api.node.submitted()).request for _ in range(2)]
+        numbers = [(await api.node.submitted()).number for _ in range(2)]
         api.node.say(ended=dict.fromkeys(numbers, FINISH_REASON_STOP))
         assert (await asking).status == 200
         assert tokens_of(api, "alice") == 6
@@ -184,7 +184,7 @@ async def test_prompts_that_come_together_are_counted_together_or_not_at_all(
         assert never.error["message"] == "prompt has 11 tokens; this key has 10 a minute"
         assert tokens_of(api, "alice") == 0
         asking = ask([1] * 3, [2] * 4)
-        numbers = [(await api.node.submitted()).request for _ in range(2)]
+        numbers = [(await api.node.submitted()).number for _ in range(2)]
         api.node.say(ended=dict.fromkeys(numbers, FINISH_REASON_STOP))
         assert (await asking).status == 200
         later = await ask([1] * 2, [2] * 8)
@@ -295,15 +295,15 @@ async def test_one_clients_requests_leave_slots_for_another(model: Path, tmp_pat
             return asyncio.create_task(asked)
 
         greedy = [ask("alice") for _ in range(100)]
-        numbers = [(await api.node.submitted()).request for _ in range(14)]
+        numbers = [(await api.node.submitted()).number for _ in range(14)]
         await eventually(lambda: sum(task.done() for task in greedy) == 100 - 14 - 7)
         assert {(await task).status for task in greedy if task.done()} == {429}
         other = ask("bob")
-        number = (await api.node.submitted()).request
+        number = (await api.node.submitted()).number
         api.node.say(ended={number: FINISH_REASON_STOP})
         assert (await other).status == 200
         api.node.say(ended=dict.fromkeys(numbers, FINISH_REASON_STOP))
-        rest = [(await api.node.submitted()).request for _ in range(7)]
+        rest = [(await api.node.submitted()).number for _ in range(7)]
         api.node.say(ended=dict.fromkeys(rest, FINISH_REASON_STOP))
         answers = await asyncio.gather(*greedy)
         assert [answer.status for answer in answers].count(200) == 14 + 7

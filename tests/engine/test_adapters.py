@@ -296,8 +296,7 @@ def rig(model):
     line = AdapterLine(adapters)
 
     def ask(name, arrived=0.0):
-        request = engine.request([1, 2, 3], arrived=arrived)
-        request.adapter = name.encode() * 16
+        request = engine.request([1, 2, 3], arrived=arrived, adapter=name.encode() * 16)
         adapters.hold(request)
         line.put(request)
         return request
@@ -306,7 +305,7 @@ def rig(model):
 
 
 def with_slot(line, now=0.0):
-    return "".join(chr(request.adapter[0]) for request, _ in line.take(now))
+    return "".join(chr(request.spec.adapter[0]) for request, _ in line.take(now))
 
 
 def test_as_many_adapters_as_slots_are_computed_at_once(rig):

@@ -12,7 +12,8 @@ from common.engine.speculate.ngram import LONGEST_MATCH, NgramDrafter
 from common.engine.speculate.policy import PayingDrafts
 from common.engine.speculate.predictions import Predictions
 from common.engine.speculate.speculator import Speculator
-from common.requests.sampling import SamplingParams
+from common.requests.prefix_hash import as_bytes
+from tests.support.specs import make_request
 
 SLOT = np.zeros(1, np.intp)
 
@@ -52,10 +53,7 @@ def test_another_text_is_looked_in_and_followed_as_far_as_it_goes():
 
 
 def _expecting(prediction: list[int]) -> Request:
-    expected = np.array(prediction, np.int32) if prediction else None
-    sampling = SamplingParams(max_tokens=9, seed=1)
-    prompt = np.array([8, 7, 6], np.int32)
-    return Request(1, (1, 1), "r", prompt, 3, sampling, 0.0, 0.0, prediction=expected)
+    return make_request([8, 7, 6], prediction=as_bytes(prediction))
 
 
 def test_the_first_tokens_of_an_answer_find_their_place_in_its_prediction():

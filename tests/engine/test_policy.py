@@ -15,6 +15,7 @@ from common.priority import STEP_S
 from common.requests.namespace import SHARED, Namespace, namespace_of
 from common.requests.sampling import SamplingParams
 from tests.support.engine_rig import Rig, ints
+from tests.support.specs import make_request
 
 ONE, OTHER = namespace_of("one"), namespace_of("other")
 
@@ -28,14 +29,10 @@ def _request(
     arrived: float = 0.0,
     routing_key: int = 0,
 ) -> Request:
-    return Request(
+    return make_request(
+        tokens,
         key=key,
-        origin=(1, key),
-        request_id=str(key),
-        token_ids=ints(tokens),
-        num_prompt=len(tokens),
         sampling=SamplingParams(max_tokens=max_tokens, seed=0),
-        deadline=0.0,
         arrived=arrived,
         namespace=namespace,
         priority=priority,
@@ -216,7 +213,7 @@ def test_the_higher_priority_goes_first_whatever_the_policy_says_of_the_rest(
         rig.scheduler.add(_request(number, [number] * 9, 99, priority=priority, arrived=1000.0))
     cache = _cache([0] * 8, [2] * 8)
     order = SchedulePolicy(policy, cache, Counter).order(list(rig.scheduler._admission.waiting))
-    assert [request.priority for request in order] == [3] * 4 + [0] * 4 + [-2] * 4
+    assert [request.spec.priority for request in order] == [3] * 4 + [0] * 4 + [-2] * 4
 
 
 # Seen failing without ageing, of each policy.

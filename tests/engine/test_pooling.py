@@ -19,6 +19,7 @@ from common.errors import ConfigError, InvalidRequest
 from common.requests.pooling import Pool, Pooling
 from common.requests.sampling import SamplingParams
 from tests.support.checkpoints import VOCABULARY_SIZE, make_checkpoint
+from tests.support.specs import make_request
 
 CHUNK = 32
 LAST, MEAN = Pooling(Pool.LAST), Pooling(Pool.MEAN)
@@ -57,14 +58,11 @@ class Pools:
 
     def add(self, token_ids, pooling: Pooling | None, **sampling: object) -> Request:
         self.added += 1
-        request = Request(
+        request = make_request(
+            token_ids,
             key=self.added,
             origin=(0, 0),
-            request_id="",
-            token_ids=np.array(token_ids, np.int32),
-            num_prompt=len(token_ids),
             sampling=SamplingParams(max_tokens=1, seed=0, temperature=0.0, **sampling),
-            deadline=1e18,
             arrived=float(self.added),
             pooling=pooling,
         )

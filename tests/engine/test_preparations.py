@@ -1,14 +1,10 @@
 """Requests on their way through the lines of what they need before their turn."""
 
-import math
-
-import numpy as np
 import pytest
 
 from common.engine.preparation.preparations import Preparations
-from common.engine.rows.request import Request
 from common.errors import InvalidRequest
-from common.requests.sampling import SamplingParams
+from tests.support.specs import make_request
 
 
 class Needs:
@@ -25,7 +21,7 @@ class Needs:
         return len(self.waiting)
 
     def needed_by(self, request):
-        return self.name in request.request_id
+        return self.name in request.spec.request_id
 
     def put(self, request):
         if request.key in self.refusals:
@@ -51,15 +47,7 @@ def preparations(lines):
 
 
 def a_request(key, needs="", **fields):
-    return Request(
-        key=key,
-        origin=(1, key),
-        request_id=needs,
-        token_ids=np.zeros(4, np.int32),
-        num_prompt=4,
-        sampling=SamplingParams(max_tokens=1, seed=0),
-        **{"deadline": math.inf, "arrived": 0.0, **fields},
-    )
+    return make_request([0] * 4, key=key, request_id=needs, **fields)
 
 
 def taken(preparations):

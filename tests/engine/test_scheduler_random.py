@@ -104,11 +104,11 @@ class Traffic:
         if scheduler.preempts and self.landing:
             first = self.landing[0]
             num_pages = self.rig.table.tables.pages_for(len(first.token_ids))
-            scheduler.make_room(first.priority, num_pages)
-            scheduler.kept.most_urgent = first.priority
+            scheduler.make_room(first.spec.priority, num_pages)
+            scheduler.kept.most_urgent = first.spec.priority
 
     def _may_land(self, request: Request) -> bool:
-        return not self.rig.scheduler.preempts or request.priority >= self.rig.scheduler.floor
+        return not self.rig.scheduler.preempts or request.spec.priority >= self.rig.scheduler.floor
 
     def _arrive(self) -> None:
         rng = self.rng
@@ -130,7 +130,7 @@ class Traffic:
         )
         if joins:
             self.landing.append(request)
-            self.landing.sort(key=lambda each: -each.priority)
+            self.landing.sort(key=lambda each: -each.spec.priority)
         else:
             self.rig.come(request)
             self.live.append(request)

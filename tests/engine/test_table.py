@@ -6,18 +6,16 @@ from common.engine.rows.table import RequestTable
 from common.errors import EngineFault
 from common.requests.sampling import SamplingParams
 from tests.support.engine_rig import ints
+from tests.support.specs import make_request
 
 
 def _request(key: int = 1, *, tokens: int = 5, max_tokens: int = 8, **sampling: object) -> Request:
-    return Request(
+    return make_request(
+        range(tokens),
         key=key,
         origin=(2**64 - 1, key),
-        request_id="r",
-        token_ids=ints(range(tokens)),
-        num_prompt=tokens - 1,
+        num_generated=1,
         sampling=SamplingParams(max_tokens=max_tokens, seed=2**64 - 1, **sampling),  # type: ignore[arg-type]
-        deadline=1.0,
-        arrived=0.0,
     )
 
 

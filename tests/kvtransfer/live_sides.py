@@ -25,11 +25,12 @@ from common.engine.memory.radix import Match
 from common.engine.rows.holding import NO_PAGE, Holding
 from common.engine.schedule.stopped import Stopped
 from common.page_tables import PageTables
-from common.requests.adapter import NO_ADAPTER, AdapterId
-from common.requests.namespace import SHARED, Namespace
+from common.request import Remaining, RequestSpec
+from common.requests.namespace import Namespace
 from common.requests.sampling import SamplingParams
+from common.requests.weights import UNNAMED, WeightsId
 from decode_node.departures import Departures
-from kvtransfer.messages import HandoffId, Kind
+from kvtransfer.messages import HandoffId, Live, Prefix, Source
 from kvtransfer.ports import (
     CancelHandoff,
     FirstToken,
@@ -58,6 +59,7 @@ from tests.kvtransfer.sides import (
     require,
 )
 from tests.kvtransfer.world import Simulation, Step, World
+from tests.support.specs import make_spec
 
 ENDED = Job("ended", 0, 0, 0, 0, ())
 FOR_EVER = 1e9
@@ -115,6 +117,9 @@ def bank_pages(tables: PageTables) -> int:
     return BANK * (tables.num_tables + 1)
 
 
+NAMED = make_spec([0], request_id="r")
+
+
 @dataclass(eq=False)
 class Running:
     """One submission of the request; its tokens are 0, 1, 2, ...
@@ -132,10 +137,9 @@ class Running:
     bank: int = 0
     slot: int | None = 0
     told: str = ""  # "ended" | "moved"
-    request_id: str = "r"
+    spec: RequestSpec = NAMED
     sampling: SamplingParams = SAMPLING
-    adapter: AdapterId = NO_ADAPTER
-    namespace: Namespace = SHARED
+    weights: WeightsId = UNNAMED
 
     @property
     def runs(self) -> bool:
@@ -398,11 +402,13 @@ class SourceSide(OwnerSide):
 
     def _take(self, event: Any) -> list[Output]:
         of_loans = event.serial in self.loans
-        of_loans |= isinstance(event, Opened) and event.kind is Kind.PREFIX
+        of_loans |= isinstance(event, Opened) and isinstance(event.source, Prefix)
         owner = self.loans if of_loans else self.departures
         match event:
+            case Opened(source=Prefix() as prefix):
+                self.loans.opened(event, prefix)
             case Opened():
-                owner.opened(event)
+                self.departures.opened(event)
             case Granted():
                 owner.granted(event)
             case HandoffDropped():
@@ -517,18 +523,11 @@ class TargetSide(ReaderSide):
             self.jobs[r] = job._replace(state="open")
             if copies:
                 known -= known % PAGE_SIZE
-            tokens = np.arange(known, dtype=np.int32)
-            return OpenHandoff(
-                self._id(job),
-                max(self.owners),
-                tokens,
-                0 if copies else known - 1,
-                SAMPLING,
-                100.0,
-                str(r),
-                kind=Kind.PREFIX if copies else Kind.LIVE,
-                ticket=self.asks,
-            )
+            spec = make_spec(range(known), num_generated=known - 1, request_id=str(r))
+            source: Source = Live(spec, self.asks)
+            if copies:
+                source = Prefix(spec.token_ids, ticket=self.asks)
+            return OpenHandoff(self._id(job), max(self.owners), b"", Remaining(100.0), source)
         command = super()._command(what, r)
         if isinstance(command, GrantHandoff) and not copies:
             prefix = len(self.copied)

@@ -19,7 +19,7 @@ from common.engine.tiers.tiers import no_tiers
 from common.page_tables import PageTables, num_pages_of
 from common.requests.namespace import Namespace
 from common.requests.prefix_at import PrefixAt
-from kvtransfer.messages import HandoffId
+from kvtransfer.messages import HandoffId, Prefix
 from kvtransfer.ports import (
     Granted,
     HandoffDropped,
@@ -303,8 +303,8 @@ class LenderSide(OwnerSide):
 
     def _take(self, event: Any) -> list[Output]:
         match event:
-            case Opened():
-                self.loans.opened(event)
+            case Opened(source=Prefix() as prefix):
+                self.loans.opened(event, prefix)
             case Granted():
                 self.loans.granted(event)
             case HandoffDropped():

@@ -15,7 +15,9 @@ import numpy as np
 
 from common.config import TransferConfig
 from common.page_tables import PageTables
+from common.request import Remaining
 from common.requests.sampling import SamplingParams
+from kvtransfer import messages
 from kvtransfer.messages import HandoffId
 from kvtransfer.ports import (
     Admit,
@@ -48,6 +50,7 @@ from kvtransfer.protocol.actions import (
 from kvtransfer.protocol.owner_end import OwnerEnd
 from kvtransfer.protocol.reader_end import ReaderEnd
 from tests.kvtransfer.copies import fork, key_of
+from tests.support.specs import make_spec
 
 PAGE_SIZE = 4
 SAMPLING = SamplingParams(max_tokens=8, seed=1)
@@ -344,10 +347,10 @@ class ReaderSide(Side[ReaderEnd]):
         match what:
             case "open":
                 self.jobs[r] = job._replace(state="open")
-                tokens = np.arange(self.plan.prompts[r] + job.emitted, dtype=np.int32)
-                return OpenHandoff(
-                    id, self._owner(r), tokens, job.emitted, SAMPLING, self.plan.budget_s, str(r)
-                )
+                tokens = range(self.plan.prompts[r] + job.emitted)
+                spec = make_spec(tokens, num_generated=job.emitted, request_id=str(r))
+                budget = Remaining(self.plan.budget_s)
+                return OpenHandoff(id, self._owner(r), b"", budget, messages.Prompt(spec))
             case "grant":
                 pages = self._free(r)[: self._num_pages(r)]
                 self.reads[id] = pages
@@ -624,19 +627,19 @@ class OwnerSide(Side[OwnerEnd]):
     def _take(self, event: Any) -> list[Output]:
         """One event, in the engine."""
         match event:
-            case Opened():
+            case Opened(source=messages.Prompt(spec)):
                 require(event.serial not in self.prompts, "opened twice")
                 self.prompts[event.serial] = Prompt(
                     event.id,
-                    len(event.token_ids),
-                    event.num_generated,
+                    spec.num_tokens,
+                    spec.num_generated,
                     False,
                     False,
                     0,
                     (),
                     0,
                     False,
-                    int(event.request_id),
+                    int(spec.request_id),
                 )
                 return []
             case Granted():

@@ -6,8 +6,20 @@ what this node's engine says of a hand-off that is over, or is about to be, neve
 """
 
 from common.config import TransferConfig
-from kvtransfer.messages import AnyMessage, Beat, Cancel, Done, Grant, HandoffId, Open, Released
-from tests.kvtransfer.sides import SAMPLING, Broken, Input, OwnerSide, Plan, require
+from common.request import Remaining
+from kvtransfer.messages import (
+    AnyMessage,
+    Beat,
+    Cancel,
+    Done,
+    Grant,
+    HandoffId,
+    Open,
+    Prompt,
+    Released,
+)
+from tests.kvtransfer.sides import Broken, Input, OwnerSide, Plan, require
+from tests.support.specs import make_spec
 
 READER = 101
 STREAM = 1
@@ -17,7 +29,7 @@ NUM_TOKENS = 5  # two chunks
 
 
 SAYINGS: tuple[AnyMessage, ...] = (
-    Open(ID, tuple(range(NUM_TOKENS)), 0, SAMPLING, 100.0, "0"),
+    Open(ID, b"", Remaining(100.0), Prompt(make_spec(range(NUM_TOKENS), request_id="0"))),
     Grant(ID, 0),
     Grant(ID, 4),
     Done(ID),

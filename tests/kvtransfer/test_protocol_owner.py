@@ -8,7 +8,7 @@ import pytest
 from common.config import TransferConfig
 from common.errors import EngineFault
 from common.page_tables import PageTables
-from common.requests.sampling import SamplingParams
+from common.request import Remaining
 from kvtransfer.messages import (
     Admitted,
     AnyMessage,
@@ -19,6 +19,7 @@ from kvtransfer.messages import (
     Grant,
     HandoffId,
     Open,
+    Prompt,
     Ready,
     Released,
 )
@@ -33,6 +34,7 @@ from kvtransfer.ports import (
 )
 from kvtransfer.protocol.actions import EndStream, Expose, Send, Withdraw
 from kvtransfer.protocol.owner_end import POLL_S, OwnerEnd
+from tests.support.specs import make_spec
 
 PAGE_SIZE = 4
 READER = 101
@@ -43,7 +45,7 @@ OTHER = HandoffId(READER, 2, 1)
 
 
 def opening(id: HandoffId = ID, num_tokens: int = 7, budget_s: float = 100.0) -> Open:
-    return Open(id, tuple(range(num_tokens)), 0, SamplingParams(max_tokens=1, seed=1), budget_s, "")
+    return Open(id, b"", Remaining(budget_s), Prompt(make_spec(range(num_tokens))))
 
 
 def publish(start: int, end: int, pages: list[int], *, last: bool = False) -> Publish:
@@ -82,7 +84,7 @@ def published(granted: OwnerEnd) -> OwnerEnd:
 def test_a_handoff_goes_from_open_to_released(end: OwnerEnd) -> None:
     (opened,) = end.received(STREAM, opening(), 0.0)
     assert isinstance(opened, Opened)
-    assert opened.token_ids.tolist() == list(range(7))
+    assert opened.source == Prompt(make_spec(range(7)))
     assert end.received(STREAM, Grant(ID, 0), 0.0) == [Granted(SERIAL, 0)]
     assert sent(end.command(Admit(SERIAL, 7, 20))) == [Admitted(ID, 7, 20)]
     exposed, told = end.command(publish(0, 4, [9]))

@@ -9,7 +9,7 @@ import pytest
 from common.config import TransferConfig
 from common.errors import EngineFault
 from common.page_tables import PageTables
-from common.requests.sampling import SamplingParams
+from common.request import Remaining
 from kvtransfer.messages import (
     Admitted,
     AnyMessage,
@@ -19,7 +19,8 @@ from kvtransfer.messages import (
     Failed,
     Grant,
     HandoffId,
-    Kind,
+    Live,
+    Prompt,
     Ready,
     Released,
 )
@@ -46,6 +47,7 @@ from kvtransfer.protocol.actions import (
 )
 from kvtransfer.protocol.reader_end import ReaderEnd
 from kvtransfer.protocol.reader_links import LINK_S
+from tests.support.specs import make_spec
 
 PAGE_SIZE = 4
 POOL = 512  # pages of the owner
@@ -59,8 +61,7 @@ LAST = Ready(ID, 4, 7, (5,), True, 42)
 
 
 def opening(id: HandoffId = ID, owner: int = OWNER, budget_s: float = 100.0) -> OpenHandoff:
-    sampling = SamplingParams(max_tokens=1, seed=1)
-    return OpenHandoff(id, owner, np.arange(7, dtype=np.int32), 0, sampling, budget_s, "")
+    return OpenHandoff(id, owner, b"", Remaining(budget_s), Prompt(make_spec(range(7))))
 
 
 def grant(id: HandoffId = ID, prefix: int = 0, pages: tuple[int, ...] = (30, 31)) -> GrantHandoff:
@@ -126,7 +127,7 @@ def test_a_handoff_goes_from_open_to_held() -> None:
     proved = end.link_up(STREAM, "tcp", 3.0)
     assert proved == [Send(STREAM, Beat(2, 0)), OwnerUp(OWNER, "host:1", "tcp", 3.0)]
     (opened,) = sent(end.command(opening(), 0.0))
-    assert opened.id == ID and opened.token_ids == tuple(range(7))
+    assert opened.id == ID and opened.source == Prompt(make_spec(range(7)))
     assert end.command(grant(), 0.0) == [Send(STREAM, Grant(ID, 0))]
     admitted = end.received(STREAM, Admitted(ID, 7, 20), 0.0)
     assert admitted == [HandoffAdmitted(ID, 7, 20)]
@@ -227,7 +228,7 @@ def test_the_grant_of_a_running_request_names_the_rate_and_expects_what_it_may_s
     end: ReaderEnd,
 ) -> None:
     running = opening()
-    end.command(msgspec.structs.replace(running, kind=Kind.LIVE, ticket=5), 0.0)
+    end.command(msgspec.structs.replace(running, source=Live(make_spec(range(7)), 5)), 0.0)
     pages = np.arange(30, 40, dtype=np.int32)
     said, expected = end.command(GrantHandoff(ID, 0, pages, room_tokens=40), 0.0)
     assert said == Send(STREAM, Grant(ID, 0, 40, 3.0))

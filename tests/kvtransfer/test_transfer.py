@@ -16,14 +16,14 @@ from common.config import TransferConfig
 from common.errors import EngineFault, TransferError
 from common.node.ipc import FrameSocket, socket_pair
 from common.page_tables import PageTables
-from common.requests.sampling import SamplingParams
+from common.request import Remaining
 from kvtransfer.backends.base import Connection, Owner, PagePool, RemotePool, prepared
 from kvtransfer.backends.loopback import LoopbackBackend, LoopbackOwner
 from kvtransfer.backends.nixl.backend import NixlBackend
 from kvtransfer.backends.nixl.paths import PATHS
 from kvtransfer.backends.tcp.backend import TcpBackend
 from kvtransfer.front_messages import PairInput, PairOpened
-from kvtransfer.messages import Cancel, Done, Failed, Grant, HandoffId, Open, Released
+from kvtransfer.messages import Cancel, Done, Failed, Grant, HandoffId, Open, Prompt, Released
 from kvtransfer.pairing import PROTOCOL_VERSION, Hello, Region
 from kvtransfer.ports import (
     Admit,
@@ -53,6 +53,7 @@ from kvtransfer.transfer.thread import Outlet, TransferThread
 from tests.kvtransfer.pump import WAIT_S, Pump
 from tests.support.data_children import CANARY, Memory, content
 from tests.support.data_ends import wait_for
+from tests.support.specs import make_spec
 
 PAGE_SIZE = 4
 PAGE_BYTES = 4096
@@ -144,12 +145,11 @@ class Rig:
         return stream
 
     def open(self, id: HandoffId = ID, budget_s: float = 100.0) -> None:
-        sampling = SamplingParams(max_tokens=8, seed=3)
-        tokens = np.arange(7, dtype=np.int32)
-        self.reader.post(OpenHandoff(id, OWNER, tokens, 0, sampling, budget_s, "name"))
+        prompt = Prompt(make_spec(range(7)))
+        self.reader.post(OpenHandoff(id, OWNER, b"", Remaining(budget_s), prompt))
         opened = self.owner.next(Opened)
         self.serials[id] = opened.serial
-        assert opened.id == id and opened.token_ids.tolist() == list(range(7))
+        assert opened.id == id and opened.source == prompt
 
     def grant(self, id: HandoffId = ID, pages: tuple[int, int] = (1, 2)) -> None:
         self.reader.post(GrantHandoff(id, 0, np.array(pages, np.int32)))
@@ -525,8 +525,8 @@ def test_a_reader_whose_stream_is_ended_here_is_dismissed_before_its_front_says_
     outlet, nothing = Outlet(frames), PageSums(pool, 0)
     publisher = Publisher(end, _hello(OWNER, pool), {"diary": diary}, outlet, lambda: None, nothing)
     publisher.opened(PairOpened(7, _hello(READER, pool), False), 0.0)
-    sampling = SamplingParams(max_tokens=8, seed=3)
-    publisher.received(7, Open(ID, tuple(range(7)), 0, sampling, 9.0, ""), 0.0)
+    opening = Open(ID, b"", Remaining(9.0), Prompt(make_spec(range(7))))
+    publisher.received(7, opening, 0.0)
     publisher.received(7, Grant(ID, 0), 0.0)
     publisher.command(Publish(1, 0, 4, np.array([9], np.int32), False, None), 0.0)
     publisher.received(7, Done(ID), 0.0)  # before its last Ready

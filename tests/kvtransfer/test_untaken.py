@@ -8,10 +8,11 @@ import pytest
 from common.config import TransferConfig
 from common.node.ipc import FrameSocket, socket_pair
 from common.page_tables import PageTables
+from common.request import Remaining
 from common.requests.sampling import SamplingParams
 from kvtransfer.backends.base import PagePool
 from kvtransfer.front_messages import PairInput, PairOpened, PairOutput, PairSend
-from kvtransfer.messages import Cancel, Failed, HandoffId, Open
+from kvtransfer.messages import Cancel, Failed, HandoffId, Open, Prompt
 from kvtransfer.pairing import Hello, Region
 from kvtransfer.ports import HandoffDropped, Opened, OwnerEvent
 from kvtransfer.protocol.owner_end import OwnerEnd
@@ -19,6 +20,7 @@ from kvtransfer.transfer.page_bytes import page_bytes_of
 from kvtransfer.transfer.page_sums import PageSums
 from kvtransfer.transfer.publisher import Publisher
 from kvtransfer.transfer.thread import Outlet
+from tests.support.specs import make_spec
 
 OWNER, LOUD, QUIET = 1, 2, 3  # instances, and streams of the readers
 MAX_TOKENS = 100_000
@@ -39,7 +41,8 @@ class Owner:
 
     def open(self, stream: int, request: int, num_tokens: int, *, cancel: bool = False) -> None:
         id = HandoffId(stream, request, 1)
-        self.publisher.received(stream, Open(id, (7,) * num_tokens, 0, SAMPLING, 60.0, ""), 0.0)
+        prompt = Prompt(make_spec([7] * num_tokens))
+        self.publisher.received(stream, Open(id, b"", Remaining(60.0), prompt), 0.0)
         if cancel:
             self.publisher.received(stream, Cancel(id, "changed its mind"), 0.0)
 

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 
 from common.errors import ProtocolViolation
 from common.priority import HIGHEST, LOWEST
+from common.request import MAX_BUDGET_S, Remaining, RequestSpec
 from common.requests.namespace import SHARED, namespace_of
 from common.requests.prefix_at import MAX_HINTS, PrefixAt
+from common.requests.prefix_hash import as_bytes
 from common.requests.sampling import SamplingParams
 from common.requests.timeline import PrefillTimes
 from common.requests.trial import MAX_DEATHS
@@ -27,14 +29,18 @@ from kvtransfer.messages import (
     FromReader,
     Grant,
     HandoffId,
-    Kind,
+    Live,
     Open,
+    Prefix,
+    Prompt,
     Ready,
     Released,
+    Weights,
 )
 from kvtransfer.pairing import DataPath, Hello, Region
 from kvtransfer.pairs import wire
 from protos import kvtransfer_pb2 as pb
+from tests.support.specs import make_spec
 
 ID = HandoffId(1, 2, 3)
 SAMPLING = SamplingParams(max_tokens=4, seed=5)
@@ -90,36 +96,46 @@ traceparents = st.just("") | st.builds(
     st.integers(1, 2**64 - 1),
     st.booleans(),
 )
-seconds = st.floats(0.0, wire.MAX_BUDGET_S)
+seconds = st.floats(0.0, MAX_BUDGET_S)
 times = st.builds(PrefillTimes, seconds, seconds, seconds, u32)
 
 
 hints = st.builds(PrefixAt, st.sampled_from(["127.0.0.1:1", "node:50100", "[::1]:2"]), u32)
 
 
+namespaces = st.just(SHARED) | st.builds(namespace_of, text)
+token_ids = st.lists(i31, min_size=1, max_size=30).map(as_bytes)
+
+
 @st.composite
-def opens(draw: st.DrawFn) -> Open:
-    tokens = tuple(draw(st.lists(i31, min_size=1, max_size=30)))
-    num_generated = draw(st.integers(0, len(tokens) - 1))
-    budget_s = draw(st.floats(1e-3, wire.MAX_BUDGET_S))
-    namespace = draw(st.just(SHARED) | st.builds(namespace_of, text))
-    return Open(
-        id=draw(ids),
+def specs(draw: st.DrawFn) -> RequestSpec:
+    tokens = draw(token_ids)
+    return RequestSpec(
         token_ids=tokens,
-        num_generated=num_generated,
+        num_generated=draw(st.integers(0, len(tokens) // 4 - 1)),
         sampling=draw(samplings),
-        budget_s=budget_s,
         request_id=draw(text),
         traceparent=draw(traceparents),
-        namespace=namespace,
-        engine_deaths=draw(st.integers(0, MAX_DEATHS)),
-        queue_s=draw(seconds | st.just(math.inf)),
-        kind=draw(st.sampled_from(Kind)),
-        ticket=draw(u64),
+        namespace=draw(namespaces),
+        engine_crashes=draw(st.integers(0, MAX_DEATHS)),
         priority=draw(st.integers(LOWEST, HIGHEST)),
         routing_key=draw(u64),
-        prefix_at=tuple(draw(st.lists(hints, max_size=MAX_HINTS))),
+        client=draw(u64),
+        client_weight=draw(st.floats(0.1, 10.0)),
+        prediction=draw(st.lists(i31, max_size=4).map(as_bytes)),
     )
+
+
+sources = st.one_of(
+    st.builds(Prompt, specs(), st.lists(hints, max_size=MAX_HINTS).map(tuple)),
+    st.builds(Live, specs(), u64),
+    st.builds(Prefix, token_ids, namespaces, u64),
+    st.builds(Weights, u32, st.integers(1, wire.MAX_TOKENS)),
+)
+budgets = st.builds(
+    Remaining, st.floats(1e-3, MAX_BUDGET_S), st.floats(0.0, MAX_BUDGET_S) | st.just(math.inf)
+)
+opens = st.builds(Open, ids, st.just(b"") | st.binary(min_size=16, max_size=16), budgets, sources)
 
 
 @st.composite
@@ -139,7 +155,7 @@ def readies(draw: st.DrawFn) -> Ready:
 
 
 from_reader = st.one_of(
-    opens(),
+    opens,
     st.builds(Grant, ids, u32, u32),
     st.builds(Done, ids),
     st.builds(Cancel, ids, text),
@@ -180,9 +196,32 @@ def test_a_hello_arrives_as_it_was(hello: Hello, as_reader: bool) -> None:
 
 
 def _open(**changes: Any) -> pb.FromReader:
-    message = wire.to_proto(Open(ID, (1, 2), 0, SAMPLING, 9.0, "name"), as_reader=True)
+    """A prompt, with changes of its request."""
+    message = wire.to_proto(_opening(), as_reader=True)
     assert isinstance(message, pb.FromReader)
-    _change(message.open, changes)
+    _change(message.open.prompt.request, changes)
+    return message
+
+
+def _hinted(*addresses: str) -> pb.FromReader:
+    message = _open()
+    _change(message.open.prompt, {"prefix_hints": [{"address": each} for each in addresses]})
+    return message
+
+
+def _due(**changes: float) -> pb.FromReader:
+    message = _open()
+    _change(message.open.remaining, changes)
+    return message
+
+
+def _opening() -> Open:
+    return Open(ID, b"", Remaining(9.0), Prompt(make_spec([1, 2])))
+
+
+def _pieces(number: int) -> pb.FromReader:
+    message = _open()
+    message.open.weights.num_pieces = number
     return message
 
 
@@ -203,7 +242,7 @@ def _failed(**changes: Any) -> pb.FromOwner:
 def test_a_trace_that_is_none_is_ignored_and_not_a_violation() -> None:
     for header in ("nonsense", "00-0-0-01", "x" * 5000):
         message = wire.parse(_open(traceparent=header))
-        assert isinstance(message, Open) and message.traceparent == ""
+        assert isinstance(message, Open) and message.source == Prompt(make_spec([1, 2]))
 
 
 @pytest.mark.parametrize(
@@ -255,28 +294,34 @@ def _change(body: Any, changes: dict[str, Any]) -> None:
         (_grant(gib_per_s=-1.0), "GiB/s"),
         (pb.FromReader(done=pb.Done(id=pb.HandoffId(instance=1, request=1))), "attempt"),
         (pb.FromReader(cancel=pb.Cancel(id=_open().open.id, reason="x" * 5000)), "reason"),
-        (_open(token_ids=[]), "without tokens"),
-        (pb.FromReader(forget=pb.Forget()), "without tokens"),
-        (pb.FromReader(forget=pb.Forget(token_ids=[2**31])), "token id"),
-        (pb.FromReader(forget=pb.Forget(token_ids=[1], namespace=bytes(15))), "namespace"),
-        (_open(token_ids=[1] * (wire.MAX_TOKENS + 1)), "token_ids"),
-        (_open(token_ids=[2**31]), "token id"),
-        (_open(prefix_at=[{"address": "here", "tokens": 1}]), "host:port"),
-        (_open(prefix_at=[{"address": "h:1", "tokens": 1}] * 5), "4 are allowed"),
+        (_open(token_ids=b""), "0 bytes of token_ids"),
+        (pb.FromReader(forget=pb.Forget()), "0 bytes of token_ids"),
+        (pb.FromReader(forget=pb.Forget(token_ids=b"12345")), "5 bytes of token_ids"),
+        (pb.FromReader(forget=pb.Forget(token_ids=b"1234", namespace=bytes(15))), "namespace"),
+        (_open(token_ids=bytes(4 * wire.MAX_TOKENS + 4)), "token_ids"),
+        (_open(token_ids=b"12345"), "5 bytes of token_ids"),
+        (_open(prediction=b"12345"), "prediction has 5 bytes"),
+        (_hinted("here"), "host:port"),
+        (_hinted(*["h:1"] * 5), "4 are allowed"),
         (_open(num_generated=2), "generated"),
-        (_open(budget_s=math.nan), "budget"),
-        (_open(budget_s=math.inf), "budget"),
-        (_open(budget_s=0.0), "budget"),
-        (_open(budget_s=-1.0), "budget"),
-        (_open(queue_s=math.nan), "queue_s"),
-        (_open(queue_s=-1.0), "queue_s"),
+        (_due(budget_s=math.nan), "budget"),
+        (_due(budget_s=math.inf), "budget"),
+        (_due(budget_s=0.0), "budget"),
+        (_due(budget_s=-1.0), "budget"),
+        (_due(queue_s=math.nan), "queue_s"),
+        (_due(queue_s=-1.0), "queue_s"),
         (_failed(retry_after_s=math.inf), "retry_after_s"),
         (_failed(retry_after_s=-1.0), "retry_after_s"),
         (_open(request_id="x" * 5000), "request_id"),
         (_open(namespace=bytes(15)), "namespace has 15 bytes; it has 16, or none"),
         (_open(namespace=bytes(1 << 20)), "namespace"),
         (_open(sampling=None), "max_tokens"),
-        (_open(kind=7), "unknown kind 7"),
+        (
+            pb.FromReader(open=pb.Open(id=_open().open.id, remaining={"budget_s": 1})),
+            "unknown source",
+        ),
+        (_pieces(0), "without pieces"),
+        (_pieces(wire.MAX_TOKENS + 1), "pieces"),
         (_open(priority=101), "priority"),
         (_open(priority=-101), "priority"),
         (_ready(last=False), "first token"),
@@ -301,7 +346,7 @@ def test_what_cannot_be_is_a_violation(message: wire.Proto, complaint: str) -> N
 @pytest.mark.parametrize("field, value", [("temperature", -1.0), ("top_p", 2.0), ("max_tokens", 0)])
 def test_sampling_that_no_router_would_send_is_a_violation(field: str, value: float) -> None:
     message = _open()
-    setattr(message.open.sampling, field, value)
+    setattr(message.open.prompt.request.sampling, field, value)
     with pytest.raises(ProtocolViolation, match=field):
         wire.parse(message)
 

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common.config import TransferConfig
-from kvtransfer.messages import HandoffId, Kind
+from common.request import Remaining
+from kvtransfer.messages import HandoffId, Weights
 from kvtransfer.ports import (
     FailHandoff,
     Granted,
@@ -24,7 +25,6 @@ from tests.kvtransfer.node import Node
 from tests.kvtransfer.sides import (
     BANK,
     FREE,
-    SAMPLING,
     Input,
     Job,
     Output,
@@ -95,9 +95,9 @@ class LenderSide(OwnerSide):
 
     def _take(self, event: Any) -> list[Output]:
         match event:
-            case Opened(kind=kind, token_ids=pieces):
-                require(kind is Kind.WEIGHTS and event.serial not in self.prompts, "opened twice")
-                self.prompts[event.serial] = Loan(event.id, int(pieces[0]), len(pieces))
+            case Opened(source=Weights(first_piece, num_pieces)):
+                require(event.serial not in self.prompts, "opened twice")
+                self.prompts[event.serial] = Loan(event.id, first_piece, num_pieces)
                 return []
             case Granted():
                 return self._lend(event.serial)
@@ -170,10 +170,9 @@ class TakerSide(ReaderSide):
         for page in pages:
             self.cells[page] = "reserved"
         self.jobs[r] = job._replace(state="granted", pages=pages)
-        owner, pieces = max(self.owners), np.arange(first, past, dtype=np.int32)
-        budget_s = self.plan.budget_s
+        pieces, budget = Weights(first, past - first), Remaining(self.plan.budget_s)
         commands = (
-            OpenHandoff(id, owner, pieces, 0, SAMPLING, budget_s, str(r), kind=Kind.WEIGHTS),
+            OpenHandoff(id, max(self.owners), b"", budget, pieces),
             GrantHandoff(id, 0, np.array(pages, np.int32)),
         )
         return [output for command in commands for output in self._posted(command)]

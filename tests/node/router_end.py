@@ -7,11 +7,12 @@ from collections.abc import Iterator
 import grpc
 
 from common import serve_protocol
-from protos import decode_pb2, decode_pb2_grpc, sampling_pb2
+from common.requests.prefix_hash import as_bytes
+from protos import decode_pb2, decode_pb2_grpc, request_pb2, sampling_pb2
 
 
 def submit(
-    request: int,
+    number: int,
     token_ids: "list[int]",
     max_tokens: int = 4,
     request_id: str = "",
@@ -19,15 +20,17 @@ def submit(
     stop_token_ids: "list[int] | None" = None,
     **fields: object,
 ) -> decode_pb2.ToNode:
+    """A Submit; fields: of it, or of its request."""
     sampling = sampling_pb2.Sampling(max_tokens=max_tokens, seed=1, stop_token_ids=stop_token_ids)
-    one = decode_pb2.Submit(
-        request=request,
-        request_id=request_id or f"r{request}",
-        token_ids=token_ids,
+    of_request = set(request_pb2.Request.DESCRIPTOR.fields_by_name) & {*fields}
+    remaining = {"budget_s": budget_s, "queue_s": fields.pop("queue_s", None)}
+    request = request_pb2.Request(
+        request_id=request_id or f"r{number}",
+        token_ids=as_bytes(token_ids),
         sampling=sampling,
-        budget_s=budget_s,
-        **fields,
+        **{name: fields.pop(name) for name in of_request},
     )
+    one = decode_pb2.Submit(number=number, request=request, remaining=remaining, **fields)
     return decode_pb2.ToNode(submits=[one])
 
 

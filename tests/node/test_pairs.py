@@ -23,7 +23,9 @@ from common.identity.refusals import uncounted
 from common.identity.secret import new_secret, parse
 from common.metrics import NodeMetrics
 from common.node.ipc import FrameConnection, socket_pair
+from common.request import Remaining
 from common.requests.prefix_at import PrefixAt
+from common.requests.prefix_hash import as_bytes
 from common.requests.sampling import SamplingParams
 from common.rpc import last_words
 from kvtransfer.front_messages import (
@@ -36,13 +38,25 @@ from kvtransfer.front_messages import (
     PairOpened,
     PairSend,
 )
-from kvtransfer.messages import Beat, Cancel, Done, Failed, Forget, Grant, HandoffId, Open, Ready
+from kvtransfer.messages import (
+    Beat,
+    Cancel,
+    Done,
+    Failed,
+    Forget,
+    Grant,
+    HandoffId,
+    Open,
+    Prompt,
+    Ready,
+)
 from kvtransfer.pairing import DataPath, Hello, Region
 from kvtransfer.pairs import wire
 from kvtransfer.pairs.dialer import DialTimes, PairDialer
 from kvtransfer.pairs.service import PairService
 from kvtransfer.pairs.streams import PairStreams
 from protos import kvtransfer_pb2, kvtransfer_pb2_grpc
+from tests.support.specs import make_spec
 
 Code = grpc.StatusCode
 READER = Hello(7, 1, {"dtype": "float32"}, (), (Region(4096, 512, 8),), "127.0.0.1:50200")
@@ -210,7 +224,13 @@ HELLO = wire.to_proto(READER, as_reader=True)
 async def test_messages_cross_both_ways_in_order_once_both_have_said_hello(pair):
     pair.connect()
     at_owner, at_reader = await pair.up()
-    upward = [Grant(ID, 16), Done(ID), Cancel(ID, "because"), Forget((1, 2), b"s" * 16), Beat(3, 1)]
+    upward = [
+        Grant(ID, 16),
+        Done(ID),
+        Cancel(ID, "because"),
+        Forget(as_bytes([1, 2]), b"s" * 16),
+        Beat(3, 1),
+    ]
     downward = [Ready(ID, 16, 32, (5,), False, None), Ready(ID, 32, 40, (9,), True, 2**31 - 1)]
     for message in upward:
         pair.reader.say(PairSend(at_reader, message))
@@ -414,8 +434,9 @@ async def test_an_owner_that_answers_garbage_is_dialled_again():
 
 # Seen failing with the look at the length taken out of PairService: the stream ends for its tokens.
 async def test_an_open_longer_than_the_context_is_answered_before_its_tokens_are_looked_at(pair):
-    tokens = [2**31] * CONTEXT  # which are none: whoever looks ends the stream
-    long = kvtransfer_pb2.Open(token_ids=tokens, id=kvtransfer_pb2.HandoffId(instance=7, attempt=1))
+    # Without sampling: whoever looks at the rest of it ends the stream.
+    prompt = {"request": {"token_ids": bytes(4 * CONTEXT)}}
+    long = kvtransfer_pb2.Open(prompt=prompt, id=kvtransfer_pb2.HandoffId(instance=7, attempt=1))
     async with bare_call(pair.address) as call:
         await call.write(HELLO)
         stream = (await pair.owner.hear(PairOpened)).stream
@@ -430,8 +451,10 @@ async def test_an_open_longer_than_the_context_is_answered_before_its_tokens_are
 async def test_whom_a_reader_names_with_a_prompt_is_told():
     named = []
     hints = (PrefixAt("10.0.0.1:50100", 64), PrefixAt("node:1", 1 << 31))
-    prompts = [Open(HandoffId(7, n, 1), (5,), 0, SAMPLING, 60.0, "") for n in (1, 2)]
-    prompts[1] = msgspec.structs.replace(prompts[1], prefix_at=hints)
+    prompts = [
+        Open(HandoffId(7, n, 1), b"", Remaining(60.0), Prompt(make_spec([5]), told))
+        for n, told in ((1, ()), (2, hints))
+    ]
     async with paired(on_named=named.extend) as pair, bare_call(pair.address) as call:
         await call.write(HELLO)
         await pair.owner.hear(PairOpened)
@@ -528,9 +551,8 @@ async def test_the_end_of_a_transfer_thread_is_a_fault_of_its_node(pair):
 
 async def test_a_peer_that_says_more_than_is_taken_is_not_read_and_hinders_no_other(pair):
     """Seen failing without `room` in PairStreams._forward: all of it is taken, 140 < 70."""
-    long = wire.to_proto(
-        Open(ID, tuple(range(2**27, 2**27 + 200_000)), 0, SAMPLING, 60.0, "flood"), as_reader=True
-    )
+    flooding = Prompt(make_spec(range(2**27, 2**27 + 200_000)))
+    long = wire.to_proto(Open(ID, b"", Remaining(60.0), flooding), as_reader=True)
     async with bare_call(pair.address) as flood, bare_call(pair.address) as other:
         await flood.write(HELLO)
         flooding = (await pair.owner.hear(PairOpened)).stream

@@ -7,6 +7,7 @@ import pytest
 
 from common import serve_protocol
 from common.requests.prefix_at import MAX_HINTS
+from common.requests.prefix_hash import as_bytes
 from common.serve_protocol import MAX_CANCELS, MAX_SUBMITS, MAX_TOKENS
 from protos import decode_pb2, decode_pb2_grpc, prefixes_pb2
 from tests.node.conftest import describe, eventually
@@ -69,7 +70,7 @@ def test_what_was_cached_is_told_once_the_prompt_is_computed(address):
 
 def test_the_engine_hears_what_is_expected_and_the_router_what_has_become_of_it(address):
     with RouterEnd(address) as router:
-        router.send(submit(1, [5], 1, prediction=[1, 2, 3]), submit(2, [5], 1))
+        router.send(submit(1, [5], 1, prediction=as_bytes([1, 2, 3])), submit(2, [5], 1))
         router.wait_for_end(1, 2)
         assert router.predicted == {1: (3, 1)}
 
@@ -77,7 +78,7 @@ def test_the_engine_hears_what_is_expected_and_the_router_what_has_become_of_it(
 def test_every_router_hears_when_a_request_computes_alone_and_whose_it_is(address):
     with RouterEnd(address) as router, RouterEnd(address) as other:
         other.wait_for(lambda: other.statuses)
-        router.send(submit(7, [1], engine_deaths=9))
+        router.send(submit(7, [1], engine_crashes=9))
         router.wait_for(lambda: len(router.trials) == 2)
         assert router.trials == [7, None]
         other.wait_for(lambda: len(other.trials) == 2)
@@ -113,8 +114,10 @@ def test_hints_are_heeded_or_not_and_too_many_are_refused(address):
     ]
     nowhere = [prefixes_pb2.PrefixAt(address="nowhere", tokens=1)]
     with RouterEnd(address) as router:
-        router.send(submit(1, [5], 1, prefix_at=hints[:-1]))  # who is none of the peers is left out
-        router.send(submit(2, [5], 1, prefix_at=hints), submit(3, [5], 1, prefix_at=nowhere))
+        router.send(
+            submit(1, [5], 1, prefix_hints=hints[:-1])
+        )  # who is none of the peers is left out
+        router.send(submit(2, [5], 1, prefix_hints=hints), submit(3, [5], 1, prefix_hints=nowhere))
         router.wait_for_end(1, 2, 3)
         assert router.ends[1][0] == LENGTH
         for refused, words in ((2, "4 are allowed"), (3, "host:port")):
@@ -157,9 +160,11 @@ def test_the_end_of_a_stream_ends_its_requests_and_no_others(address, how):
     "bad, sentence",
     [
         (submit(1, []), "token_ids is empty"),
-        (submit(1, [3, 2**31]), "token_ids has 2147483648"),
-        (submit(1, [3], prediction=[2**31]), "prediction has 2147483648"),
-        (submit(1, [3], prediction=[3] * MAX_TOKENS), "prediction: 1048576 tokens leave no room"),
+        (submit(1, [3], prediction=b"12345"), "prediction has 5 bytes"),
+        (
+            submit(1, [3], prediction=bytes(4 * MAX_TOKENS)),
+            "prediction: 1048576 tokens leave no room",
+        ),
         (submit(1, [3] * (MAX_TOKENS + 1)), "1048577 tokens leave no room in a context of 1048576"),
         (submit(1, [3], 0), "sampling.max_tokens"),
         (submit(1, [3], stop_token_ids=[2**32 - 1]), "stop_token_ids"),
@@ -170,20 +175,22 @@ def test_the_end_of_a_stream_ends_its_requests_and_no_others(address, how):
         (submit(1, [3], request_id="x" * 257), "request_id"),
         (submit(1, [3], priority=101), "priority must be in [-100, 100], got 101"),
         (submit(1, [3], namespace=b"x" * 17), "namespace has 17 bytes"),
-        (submit(1, [3], client_weight=0.0), "client_weight must be in [0.1, 10.0], got 0"),
+        (submit(1, [3], client_weight=0.05), "client_weight must be in [0.1, 10.0], got 0.05"),
         (submit(1, [3], client_weight=float("nan")), "client_weight must be in"),
         (submit(1, [3], prefill_addresses=["unix:/tmp/x"]), "host:port"),
         (submit(1, [3], prefill_addresses=["10.0.0.1:50100"]), "which is none of the peers"),
         (
-            decode_pb2.ToNode(submits=[decode_pb2.Submit(request=1, token_ids=[1], budget_s=1)]),
+            decode_pb2.ToNode(
+                submits=[decode_pb2.Submit(number=1, request={"token_ids": b"1234"})]
+            ),
             "seed",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_bad_submit_ends_that_request_and_not_the_stream(address, bad, sentence):
-    if not bad.submits[0].HasField("sampling"):
-        bad.submits[0].sampling.max_tokens = 3
+    if not bad.submits[0].request.HasField("sampling"):
+        bad.submits[0].request.sampling.max_tokens = 3
     with RouterEnd(address) as router:
         router.send(decode_pb2.ToNode(submits=[*bad.submits, *submit(2, [7], 2).submits]))
         router.wait_for_end(1, 2)
@@ -245,7 +252,7 @@ def test_both_ends_tell_their_version_first(address):
 def test_refusals_cost_one_message_and_few_lines(node, address):
     lines = node.output.count("refused")
     with RouterEnd(address) as router:
-        empty = [decode_pb2.Submit(request=number) for number in range(MAX_SUBMITS)]
+        empty = [decode_pb2.Submit(number=number) for number in range(MAX_SUBMITS)]
         for _ in range(20):
             router.ends.clear()
             steps = router.num_steps

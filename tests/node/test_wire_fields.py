@@ -59,6 +59,6 @@ def test_what_is_no_message_is_left_to_the_parser(data: bytes):
 
 
 def test_every_submit_of_a_routers_message_counts():
-    data = ToNode(submits=[Submit(request=i + 1) for i in range(200)]).SerializeToString()
+    data = ToNode(submits=[Submit(number=i + 1) for i in range(200)]).SerializeToString()
     assert FieldCounter(ToNode.DESCRIPTOR, 399).exceeded(data)
     assert not FieldCounter(ToNode.DESCRIPTOR, 400).exceeded(data)

@@ -20,18 +20,21 @@ from common.errors import ServingError
 from common.node.ipc import encode_frame
 from common.node.messages import SubmitRequest
 from common.page_tables import PageTables
+from common.request import Remaining, RequestSpec
+from common.requests.prefix_hash import as_bytes
 from common.requests.sampling import SamplingParams
 from common.requests.timeline import from_proto, split_ttft
 from common.tracing.context import UNTRACED
 from decode_node import serve
 from kvtransfer.front_messages import PairMessage
-from kvtransfer.messages import HandoffId, Open
+from kvtransfer.messages import HandoffId, Live, Open, Prompt
 from kvtransfer.pairing import Hello, compare
 from kvtransfer.pairs import wire
 from kvtransfer.ports import GrantHandoff, OpenHandoff
 from kvtransfer.protocol.owner_end import OwnerEnd
 from kvtransfer.protocol.reader_end import ReaderEnd
 from protos import decode_pb2, kvtransfer_pb2
+from tests.support.specs import make_spec
 
 PAGE_SIZE = 16
 PEER = 7
@@ -109,12 +112,15 @@ _BIASES = st.dictionaries(
     st.integers(0, 2**32 - 1), st.floats(width=32) | st.floats(-100, 100, width=32), max_size=2
 )
 _ID = kvtransfer_pb2.HandoffId(instance=PEER, request=1, attempt=1)
-_BUDGET = {"budget_s": 60.0, "num_generated": 0, "token_ids": [1, 2, 3], "traceparent": ""}
+_BUDGET = {"remaining.budget_s": 60.0}
+_REQUEST = {"num_generated": 0, "token_ids": as_bytes([1, 2, 3]), "traceparent": ""}
 _SAMPLED = {"max_tokens": 4, "seed": 2**64 - 1, "temperature": 1.0, "top_p": 1.0, "top_k": -1}
 _REST = {"min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
-SUBMIT = {**_BUDGET, **{f"sampling.{k}": v for k, v in {**_SAMPLED, **_REST}.items()}}
-SUBMIT |= {"prefill_addresses": ["h:1"], "sampling.stop": ["x"]}
-OPEN = {f"open.{name}": value for name, value in SUBMIT.items() if name != "prefill_addresses"}
+_REQUEST |= {f"sampling.{k}": v for k, v in {**_SAMPLED, **_REST, "stop": ["x"]}.items()}
+SUBMIT = {**_BUDGET, **{f"request.{name}": value for name, value in _REQUEST.items()}}
+SUBMIT |= {"prefill_addresses": ["h:1"]}
+OPEN = {f"open.{name}": value for name, value in _BUDGET.items()}
+OPEN |= {f"open.prompt.request.{name}": value for name, value in _REQUEST.items()}
 KINDS = ("open", "grant", "done", "cancel", "admitted", "ready", "released", "failed")
 IDS = {f"{kind}.id": _ID for kind in KINDS}
 READY = {"ready.start": 0, "ready.end": 16, "ready.pages": [3], "ready.last": False}
@@ -123,10 +129,10 @@ STREAM = SimpleNamespace(number=1, own_address="", known=lambda hints: hints)
 many = settings(max_examples=300)
 
 
-def acquire(num_prompt: int, token_ids: "np.ndarray", sampling: SamplingParams) -> None:
+def acquire(spec: RequestSpec) -> None:
     """Into the engine's table: where a value that does not fit raises OverflowError."""
     table = RequestTable(1, 64, PAGE_SIZE)
-    request = Request(1, (1, 2**64 - 1), "", token_ids, num_prompt, sampling, 1.0, 0.0)
+    request = Request.of(spec, key=1, origin=(1, 2**64 - 1), deadline=1.0, arrived=0.0)
     assert table.acquire(request, (1,)) == 0
 
 
@@ -139,8 +145,7 @@ def test_a_submit_is_refused_or_fits_into_a_frame_and_the_table(submit: decode_p
     except ServingError:
         return
     encode_frame(record)
-    tokens = np.frombuffer(record.token_ids, np.int32)
-    acquire(len(tokens) - record.num_generated, tokens, record.sampling)
+    acquire(record.spec)
 
 
 @many
@@ -159,9 +164,8 @@ def test_what_a_reader_says_is_refused_or_taken_by_an_owner(
         except ServingError:
             continue
         encode_frame(PairMessage(1, record))
-        if isinstance(record, Open):
-            tokens = np.array(record.token_ids, np.int32)
-            acquire(len(tokens) - record.num_generated, tokens, record.sampling)
+        if isinstance(record, Open) and isinstance(record.source, Prompt | Live):
+            acquire(record.source.spec)
         end.received(1, record, 0.0)
         end.tick(0.0)
 
@@ -174,7 +178,7 @@ def test_what_an_owner_says_is_refused_or_taken_by_a_reader(
     end = ReaderEnd(TransferConfig(), PageTables(PAGE_SIZE))
     end.stream_up(1, PEER, "h:1", 2**31, 0.0)
     end.link_up(1, "tcp", 1.0)
-    end.command(OpenHandoff(ID, PEER, np.arange(20, dtype=np.int32), 0, SAMPLING, 60.0, ""), 0.0)
+    end.command(OpenHandoff(ID, PEER, b"", Remaining(60.0), Prompt(make_spec(range(20)))), 0.0)
     end.command(GrantHandoff(ID, 0, np.arange(2, dtype=np.int32)), 0.0)
     for message in said:
         try:

@@ -2,13 +2,11 @@
 with that adapter in its weights, whoever is beside it and whatever happens to the adapter."""
 
 import contextlib
-from types import SimpleNamespace
 
 import pytest
 
 from common.config import LoraConfig
 from common.engine.rows.request import FinishReason
-from common.requests.adapter import within
 from kvtransfer.messages import Failed, Open
 from tests.support.adapters import make_adapter, merge
 from tests.support.checkpoints import (
@@ -21,6 +19,7 @@ from tests.support.checkpoints import (
 )
 from tests.support.pair_node import Size
 from tests.support.pair_rig import PairRig
+from tests.support.specs import make_request
 
 NUM_TOKENS = 8
 PROMPTS = [[(17 * i + 5 * n) % 256 for i in range(n)] for n in (1, 16, 70, 90)]
@@ -113,8 +112,8 @@ def test_an_open_names_the_adapter_and_the_part_of_the_namespace_that_is_its_own
         rig.ask(PROMPTS[1], adapter=adapter, namespace=b"s" * 16)
         rig.run()
         (told,) = [said for said in rig.wires.seen if isinstance(said, Open)]
-    assert told.adapter == adapter
-    assert told.namespace == within(b"s" * 16, adapter)
+    assert told.source.spec.adapter == adapter
+    assert told.source.spec.namespace == b"s" * 16
 
 
 def test_more_adapters_than_slots_take_turns(known, shelf):
@@ -153,7 +152,7 @@ def occupied(shelf):
 
         def occupy(rig):
             adapters = rig.prefill[0].engine.adapters
-            somebody = SimpleNamespace(key=1 << 40, adapter=ids(rig)["a"])
+            somebody = make_request(key=1 << 40, adapter=ids(rig)["a"])
             adapters.hold(somebody)
             assert adapters.take_slot(somebody)
             exits.callback(adapters.release, somebody.key)

@@ -1,29 +1,10 @@
 """Which of those that are copied go together."""
 
-import math
-
-import numpy as np
-
-from common.engine.rows.request import Request
 from common.node.messages import MoveFrom
-from common.requests.sampling import SamplingParams
 from decode_node.convoys import Convoys
+from tests.support.specs import make_request
 
-
-def _request(key: int) -> Request:
-    return Request(
-        key=key,
-        origin=(1, key),
-        request_id="",
-        token_ids=np.zeros(2, np.int32),
-        num_prompt=1,
-        sampling=SamplingParams(max_tokens=9, seed=0),
-        deadline=math.inf,
-        arrived=0.0,
-    )
-
-
-REQUESTS = [_request(key) for key in range(4)]
+REQUESTS = [make_request([0, 0], key=key, num_generated=1) for key in range(4)]
 
 
 def _convoys(*sources: str) -> Convoys:

@@ -129,7 +129,7 @@ def test_a_prompt_that_is_computed_again_elsewhere_stays_in_its_namespace(known)
         rig.run()
         assert asked.tokens == known.greedy(PROMPT, 8)
         assert rig.decode[0].count("local_prefills") == 1
-        assert [said.namespace for said in _said(rig, Open)] == [theirs] * 2
+        assert [said.source.spec.namespace for said in _said(rig, Open)] == [theirs] * 2
         for namespace, cached in ((SHARED, 0), (theirs, 48)):
             asked = rig.ask(PROMPT, namespace=namespace, owners=[])
             rig.run()

@@ -8,7 +8,7 @@ import pytest
 
 from common.config import SharingConfig
 from common.engine.models.one_file import ReceivedFile
-from kvtransfer.messages import Done, Kind, Open, Released
+from kvtransfer.messages import Done, Open, Released, Weights
 from sharing import weight_reads
 from tests.pair.test_pauses import one_runs, resumed, told
 from tests.pair.test_weights import MANY, PROMPT, ask, greedy, pause, put, shelf
@@ -47,7 +47,7 @@ class Pair:
     @property
     def num_opened(self):
         opened = [each for each in self.rig.wires.seen if isinstance(each, Open)]
-        return sum(each.kind is Kind.WEIGHTS for each in opened)
+        return sum(isinstance(each.source, Weights) for each in opened)
 
     def until_halfway(self):
         """What they are has come in part, and no more of it will before `let_go` of Done."""

@@ -2,16 +2,16 @@
 
 import time
 
-import numpy as np
 import pytest
 from grpc import StatusCode
 
 from common.engine.rows.request import FinishReason
-from common.requests.sampling import SamplingParams
-from kvtransfer.messages import HandoffId, Ready
+from common.request import Remaining
+from kvtransfer.messages import HandoffId, Prompt, Ready
 from kvtransfer.ports import CancelHandoff, OpenHandoff
 from tests.support.pair_node import Asked, Node, Size
 from tests.support.pair_rig import PairRig
+from tests.support.specs import make_spec
 
 SHORT = list(range(40, 60))
 LONG = list(range(300))
@@ -150,12 +150,9 @@ def test_a_prefill_node_refuses_no_answer_that_goes_on_whatever_its_reader_says(
         opened = OpenHandoff(
             id=HandoffId(2000, 1 << 20, 1),
             owner=1000,
-            token_ids=np.array(SHORT, np.int32),
-            num_generated=num_generated,
-            sampling=SamplingParams(max_tokens=4, seed=1),
-            budget_s=300.0,
-            request_id="mine",
-            queue_s=NOW,
+            weights=decode.desk.weights,
+            remaining=Remaining(300.0, NOW),
+            source=Prompt(make_spec(SHORT, num_generated=num_generated)),
         )
         decode.transfer.post(opened)
         rig.settle()

@@ -3,17 +3,14 @@
 import math
 from collections.abc import Collection, Mapping
 
-import numpy as np
-
-from common.engine.rows.request import Request
 from common.engine.schedule.arrivals import SKIP_AHEAD_S, Claim, Room
 from common.node.stamps import AttemptStamps
 from common.priority import STEP_S
-from common.requests.sampling import SamplingParams
 from decode_node.queues import Attempt, PreallocQueue
 from kvtransfer.messages import Grant, HandoffId, Ready
 from tests.support.pair_node import Size
 from tests.support.pair_rig import PairRig
+from tests.support.specs import make_request
 
 SOON, LATE = 1.0, 10.0 + SKIP_AHEAD_S  # seconds after the first has come
 
@@ -48,14 +45,9 @@ def _queue(
 def _attempt(
     arrived: int, num_pages: int, *, priority: int = 0, client: int = 0, weight: float = 1.0
 ) -> Attempt:
-    request = Request(
+    request = make_request(
+        [0],
         key=arrived,
-        origin=(1, arrived),
-        request_id="",
-        token_ids=np.zeros(1, np.int32),
-        num_prompt=1,
-        sampling=SamplingParams(max_tokens=1, seed=0),
-        deadline=math.inf,
         arrived=float(arrived),
         priority=priority,
         client=client,

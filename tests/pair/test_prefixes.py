@@ -7,7 +7,7 @@ import pytest
 
 from common.config import SharingConfig
 from common.requests.prefix_at import PrefixAt
-from kvtransfer.messages import Done, Kind, Open, Ready
+from kvtransfer.messages import Done, Open, Prefix, Ready
 from tests.pair.conftest import Known
 from tests.support.pair_node import Asked, Node, Size
 from tests.support.pair_rig import PairRig
@@ -41,7 +41,9 @@ def since(node: Node, before: tuple[int, ...]) -> tuple[int, ...]:
 
 def opened(rig: PairRig) -> list[Open]:
     """Prefixes that were asked for."""
-    return [one for one in rig.wires.seen if isinstance(one, Open) and one.kind is Kind.PREFIX]
+    return [
+        one for one in rig.wires.seen if isinstance(one, Open) and isinstance(one.source, Prefix)
+    ]
 
 
 def answered(rig: PairRig, known: Known, asked: Asked) -> None:

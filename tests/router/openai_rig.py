@@ -8,11 +8,11 @@ from typing import Any
 
 import openai
 
-from protos.decode_pb2 import FINISH_REASON_STOP, Submit
+from protos.decode_pb2 import FINISH_REASON_STOP
 from router.process.assembly import Running
 from tests.router.rig import byte_level_tokenizer, router_for
 from tests.support.http_client import Response, get, post
-from tests.support.stub_decode_node import StubDecodeNode
+from tests.support.stub_decode_node import StubDecodeNode, Submission
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -38,11 +38,11 @@ class Api:
     async def get(self, path: str, **headers: str) -> Response:
         return await get(self.router.http_port, path, **headers)
 
-    async def complete(self, text: str = "done", **ends: Any) -> Submit:
+    async def complete(self, text: str = "done", **ends: Any) -> Submission:
         """Lets the next request that reaches the node be answered with `text`."""
         submit = await self.node.submitted()
-        ended = {submit.request: FINISH_REASON_STOP}
-        self.node.say({submit.request: ids(text)}, ended=ended, **ends)
+        ended = {submit.number: FINISH_REASON_STOP}
+        self.node.say({submit.number: ids(text)}, ended=ended, **ends)
         return submit
 
 

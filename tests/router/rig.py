@@ -13,10 +13,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from common import rpc
 from common.config import ClientsConfig, FrontConfig, RouterConfig
-from protos import decode_pb2, router_pb2, router_pb2_grpc
+from protos import router_pb2, router_pb2_grpc
 from router.process.assembly import Running, running
 from router.text import model_files
-from tests.support.stub_decode_node import StubDecodeNode
+from tests.support.stub_decode_node import StubDecodeNode, Submission
 
 CONTEXT_LENGTH = 64
 VOCABULARY_SIZE = 320
@@ -116,9 +116,7 @@ class Client:
                 return
 
 
-async def submitted_or_over(
-    node: StubDecodeNode, over: "asyncio.Task[Any]"
-) -> decode_pb2.Submit | None:
+async def submitted_or_over(node: StubDecodeNode, over: "asyncio.Task[Any]") -> Submission | None:
     """A request's Submit; None if the request is over and its node has had none."""
     submitted = asyncio.create_task(node.submitted())
     await asyncio.wait((submitted, over), return_when="FIRST_COMPLETED")

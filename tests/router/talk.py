@@ -66,7 +66,7 @@ class Talk:
     async def asked(self) -> tuple[int, str]:
         """The number of the next request at the node, and its prompt."""
         submit = await self.api.node.submitted()
-        return submit.request, self._spoken.text(submit.token_ids)
+        return submit.number, self._spoken.text(submit.token_ids)
 
     async def answer(self, text: str, *, reason: Any = FINISH_REASON_STOP) -> str:
         number, prompt = await self.asked()

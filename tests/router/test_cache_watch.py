@@ -109,7 +109,7 @@ async def test_a_prompt_goes_to_the_node_that_has_told_of_its_prefix(model: Path
                         while True:
                             call = client.generate(token_ids=TokenIds(ids=[*PREFIX, 9]))
                             submit = await decode.submitted()
-                            decode.say({submit.request: [20]}, ended={submit.request: STOP})
+                            decode.say({submit.number: [20]}, ended={submit.number: STOP})
                             await collect(call)
                             if submit.prefill_addresses[0] == holder.address:
                                 break
@@ -132,7 +132,7 @@ async def test_a_prompt_goes_to_the_node_that_has_its_prefix_in_its_own_namespac
                     tokens = TokenIds(ids=[*PREFIX, 9])
                     call = client.generate(token_ids=tokens, cache_salt=salt)
                     submit = await decode.submitted()
-                    decode.say({submit.request: [20]}, ended={submit.request: STOP})
+                    decode.say({submit.number: [20]}, ended={submit.number: STOP})
                     await collect(call)
                     address: str = submit.prefill_addresses[0]
                     return address

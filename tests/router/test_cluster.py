@@ -34,7 +34,7 @@ async def test_requests_alternate_over_nodes_and_carry_the_rotation_of_prefill_n
                         submit = await node.submitted()
                         firsts.append((node.address, submit.prefill_addresses[0]))
                         assert sorted(submit.prefill_addresses) == sorted(prefill)
-                        node.say(ended={submit.request: FINISH_REASON_STOP})
+                        node.say(ended={submit.number: FINISH_REASON_STOP})
                 assert len(set(firsts)) == 4
                 for call in calls:
                     await collect(call)
@@ -71,7 +71,7 @@ async def test_a_node_that_falls_back_is_used_only_where_no_decode_node_has_a_pr
             call = client.generate("x")
             alone = await d0.submitted()
             assert list(alone.prefill_addresses) == []
-            await _finish(d0, alone.request)
+            await _finish(d0, alone.number)
             await collect(call)
             d1.change_status(links=links_to([prefill.address]))
             await eventually(lambda: [c.address for c in router.cluster.usable()] == [d1.address])
@@ -93,7 +93,7 @@ async def test_a_decode_node_that_starts_again_is_used_again(model: Path) -> Non
             async with StubDecodeNode(port=port) as second:
                 await client.wait_until_serving()
                 call = client.generate("x")
-                await _finish(second, (await second.submitted()).request)
+                await _finish(second, (await second.submitted()).number)
                 await collect(call)
 
 

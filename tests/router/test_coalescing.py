@@ -85,11 +85,11 @@ async def test_tokens_that_come_while_a_write_waits_go_out_in_the_next_one() -> 
         client = by_address("10.0.0.1")
         generating = asyncio.create_task(generator.generate(from_request(request), client, write))
         submit = await node.submitted()
-        node.say({submit.request: [20]})
+        node.say({submit.number: [20]})
         await writing.wait()
         for token in range(21, 60):
-            node.say({submit.request: [token]})
-        node.say(ended={submit.request: FINISH_REASON_LENGTH})
+            node.say({submit.number: [token]})
+        node.say(ended={submit.number: FINISH_REASON_LENGTH})
         node.change_status(pages_total=9)  # behind all of that, on one stream
         await eventually(lambda: cluster.usable()[0].pages_total == 9)
         may_write.set()

@@ -74,12 +74,12 @@ async def test_an_answer_streams_from_the_prompt_to_usage(model: Path) -> None:
         assert submit.sampling.HasField("seed")
         assert 0 < submit.budget_s <= 600
         one, two = ids(" jumps"), ids(" over")
-        node.say({submit.request: one})
+        node.say({submit.number: one})
         first = await call.read()
         told = (first.request_id, first.text, list(first.token_ids))
         assert told == (submit.request_id, " jumps", one)
         assert first.finish_reason == ""
-        node.say({submit.request: two}, ended={submit.request: FINISH_REASON_STOP}, cached_tokens=2)
+        node.say({submit.number: two}, ended={submit.number: FINISH_REASON_STOP}, cached_tokens=2)
         text, tokens, last = await collect(call)
         assert (text, tokens, last.finish_reason) == (" over", two, "stop")
         usage = last.usage
@@ -90,7 +90,7 @@ async def test_an_answer_streams_from_the_prompt_to_usage(model: Path) -> None:
 async def test_what_was_cached_can_be_kept_from_clients(model: Path) -> None:
     async with served(model, hide_cached_tokens=True) as (client, node, router):
         call = client.generate("the fox", request_id="r1")
-        number = (await node.submitted()).request
+        number = (await node.submitted()).number
         node.say({number: ids("x")}, ended={number: FINISH_REASON_STOP}, cached_tokens=2)
         usage = (await collect(call))[2].usage
         assert (usage.prompt_tokens, usage.completion_tokens) == (1 + len(ids("the fox")), 1)
@@ -106,14 +106,14 @@ async def test_the_node_is_told_its_peers_before_anything_else(model: Path) -> N
             call = client.generate("x")
             submit = await node.submitted()
             assert list(node.received[0].peers.prefill_addresses) == ["127.0.0.1:1"]
-            node.say(ended={submit.request: FINISH_REASON_STOP})
+            node.say(ended={submit.number: FINISH_REASON_STOP})
             await collect(call)
 
 
 async def test_a_stop_string_cuts_the_text_and_cancels_the_request(model: Path) -> None:
     async with served(model) as (client, node, _):
         call = client.generate("x", sampling=Sampling(stop=["STOP"]))
-        number = (await node.submitted()).request
+        number = (await node.submitted()).number
         node.say({number: ids("one ST")})
         assert (await call.read()).text == "one "
         node.say({number: ids("OP two")})
@@ -128,7 +128,7 @@ async def test_a_stop_string_cuts_the_text_and_cancels_the_request(model: Path) 
 async def test_what_was_cached_is_known_of_an_answer_that_a_stop_string_cut(model: Path) -> None:
     async with served(model) as (client, node, _):
         call = client.generate("over", sampling=Sampling(stop=["STOP"]))
-        number = (await node.submitted()).request
+        number = (await node.submitted()).number
         node.say({number: ids("one")}, cached_tokens=1)
         node.say({number: ids("STOP")})
         usage = (await collect(call))[2].usage
@@ -138,7 +138,7 @@ async def test_what_was_cached_is_known_of_an_answer_that_a_stop_string_cut(mode
 async def test_a_stop_string_in_the_first_token_gives_no_text(model: Path) -> None:
     async with served(model) as (client, node, _):
         call = client.generate("x", sampling=Sampling(stop=["h"]))
-        number = (await node.submitted()).request
+        number = (await node.submitted()).number
         (the,) = ids(" the")
         node.say({number: [the, the]})
         text, tokens, last = await collect(call)
@@ -148,7 +148,7 @@ async def test_a_stop_string_in_the_first_token_gives_no_text(model: Path) -> No
 async def test_a_client_that_cancels_is_cancelled_on_the_node(model: Path) -> None:
     async with served(model) as (client, node, router):
         call = client.generate("x")
-        number = (await node.submitted()).request
+        number = (await node.submitted()).number
         node.say({number: ids("a")})
         await call.read()
         call.cancel()
@@ -160,18 +160,18 @@ async def test_a_client_that_goes_away_is_cancelled_on_the_node(model: Path) -> 
     async with served(model) as (_, node, router):
         async with grpc.aio.insecure_channel(f"127.0.0.1:{router.port}") as channel:
             Client(channel).generate("x")
-            number = (await node.submitted()).request
+            number = (await node.submitted()).number
         assert await node.cancelled() == number
 
 
 async def test_late_words_about_a_cancelled_request_reach_nobody(model: Path) -> None:
     async with served(model) as (client, node, _):
         gone = client.generate("x")
-        first = (await node.submitted()).request
+        first = (await node.submitted()).number
         gone.cancel()
         await node.cancelled()
         call = client.generate("x")
-        second = (await node.submitted()).request
+        second = (await node.submitted()).number
         assert second != first
         node.say({first: ids("wrong"), second: ids("right")}, ended={first: FINISH_REASON_ABORT})
         node.say(ended={second: FINISH_REASON_STOP})
@@ -189,7 +189,7 @@ async def test_the_total_budget_ends_a_request_everywhere(model: Path) -> None:
             if submit is not None:
                 break
         assert submit is not None and submit.budget_s <= budget_s
-        assert await node.cancelled() == submit.request
+        assert await node.cancelled() == submit.number
 
 
 async def test_more_requests_than_allowed_are_refused_at_once_where_none_may_wait(
@@ -197,7 +197,7 @@ async def test_more_requests_than_allowed_are_refused_at_once_where_none_may_wai
 ) -> None:
     async with served(model, max_requests=2, clients=AT_ONCE) as (client, node, _):
         calls = [client.generate("x") for _ in range(2)]
-        numbers = [(await node.submitted()).request for _ in calls]
+        numbers = [(await node.submitted()).number for _ in calls]
         error = await failure(client.generate("x"))
         assert error.code() is StatusCode.RESOURCE_EXHAUSTED
         assert dict(error.trailing_metadata() or ())["retry-after"] == "1"
@@ -205,7 +205,7 @@ async def test_more_requests_than_allowed_are_refused_at_once_where_none_may_wai
         for call in calls:
             await collect(call)
         call = client.generate("x")
-        node.say(ended={(await node.submitted()).request: FINISH_REASON_STOP})
+        node.say(ended={(await node.submitted()).number: FINISH_REASON_STOP})
         await collect(call)
 
 
@@ -214,7 +214,7 @@ async def test_requests_may_be_called_alike_and_have_ids_of_their_own(model: Pat
         calls = [client.generate("x", request_id="same") for _ in "12"]
         submits = [await node.submitted() for _ in calls]
         assert len({"same", *(submit.request_id for submit in submits)}) == 3
-        node.say(ended=dict.fromkeys([each.request for each in submits], FINISH_REASON_STOP))
+        node.say(ended=dict.fromkeys([each.number for each in submits], FINISH_REASON_STOP))
         answers = [(await collect(call))[2] for call in calls]
         assert [answer.finish_reason for answer in answers] == ["stop", "stop"]
         ids = {answer.request_id for answer in answers}
@@ -262,7 +262,7 @@ async def test_a_request_that_its_node_fails_ends_with_the_nodes_words(
 ) -> None:
     async with served(model) as (client, node, _):
         call = client.generate("x")
-        number = (await node.submitted()).request
+        number = (await node.submitted()).number
         node.say({number: ids("a")})
         node.say(
             ended={number: FINISH_REASON_ERROR}, error="no room for it", error_code=code.value[0]
@@ -274,7 +274,7 @@ async def test_a_request_that_its_node_fails_ends_with_the_nodes_words(
 async def test_an_aborted_request_is_cancelled_for_its_client(model: Path) -> None:
     async with served(model) as (client, node, _):
         call = client.generate("x")
-        node.say(ended={(await node.submitted()).request: FINISH_REASON_ABORT})
+        node.say(ended={(await node.submitted()).number: FINISH_REASON_ABORT})
         assert (await failure(call)).code() is StatusCode.CANCELLED
 
 
@@ -282,7 +282,7 @@ async def test_a_node_that_sends_too_many_tokens_fails_that_request_only(model: 
     async with served(model) as (client, node, _):
         call = client.generate("x", sampling=Sampling(max_tokens=2))
         other = client.generate("x")
-        numbers = {s.sampling.max_tokens: s.request for s in [await node.submitted() for _ in "12"]}
+        numbers = {s.sampling.max_tokens: s.number for s in [await node.submitted() for _ in "12"]}
         few, many = numbers[2], numbers[max(numbers)]
         node.say({few: ids("abc"), many: ids("fine")})
         node.say(ended={many: FINISH_REASON_STOP})
@@ -312,7 +312,7 @@ async def test_a_node_that_breaks_the_protocol_loses_its_stream_and_may_come_bac
         await node.submitted()
         node.send(message)
         # It comes again, by the next stream.
-        node.say(ended={(await node.submitted()).request: FINISH_REASON_STOP})
+        node.say(ended={(await node.submitted()).number: FINISH_REASON_STOP})
         await collect(call)
 
 
@@ -367,7 +367,7 @@ async def test_the_model_is_described(model: Path) -> None:
 async def test_draining_lets_live_requests_finish_and_takes_no_new_one(model: Path) -> None:
     async with served(model) as (client, node, router):
         call = client.generate("x")
-        number = (await node.submitted()).request
+        number = (await node.submitted()).number
         draining = asyncio.create_task(router.drain(10.0, asyncio.Event()))
         await client.wait_until_serving(False)
         assert (await failure(client.generate("x"))).code() is StatusCode.UNAVAILABLE
@@ -392,7 +392,7 @@ async def test_a_status_that_drains_sends_new_requests_away_and_lets_live_ones_b
 ) -> None:
     async with served(model) as (client, node, _):
         call = client.generate("x")
-        number = (await node.submitted()).request
+        number = (await node.submitted()).number
         node.send(FromNode(status=Status(state="draining", serves_alone=True)))
         await client.wait_until_serving(False)
         assert (await failure(client.generate("x"))).code() is StatusCode.UNAVAILABLE
@@ -406,5 +406,5 @@ async def test_requests_of_any_form_reach_the_node_as_tokens(model: Path) -> Non
         call = client.stub.Generate(request)
         submit = await node.submitted()
         assert list(submit.token_ids) == [5, 6, 7]
-        node.say(ended={submit.request: FINISH_REASON_LENGTH})
+        node.say(ended={submit.number: FINISH_REASON_LENGTH})
         assert (await collect(call))[2].finish_reason == "length"

@@ -342,6 +342,6 @@ async def test_over_grpc_a_form_is_of_the_content_too(model: Path) -> None:
             form = json.loads(submit.sampling.guide.structural_tag)["format"]
             assert re.search(r"final<\|message\|>/\[0-9\]\+/$", _shape(form, model))
             said = Spoken(model).ids(f"{THOUGHT}<|channel|>final<|message|>42<|return|>")
-            node.say({submit.request: said}, ended={submit.request: FINISH_REASON_STOP})
+            node.say({submit.number: said}, ended={submit.number: FINISH_REASON_STOP})
             text, _, last = await collect(asked)
             assert (text, last.reasoning) == ("42", "hm")

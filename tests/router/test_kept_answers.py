@@ -66,7 +66,7 @@ async def test_who_lost_its_connection_in_mid_answer_comes_back_for_all_of_it(mo
     ):
         await client.wait_until_serving()
         first = client.stub.Generate(request, metadata=metadata, timeout=WAIT_S)
-        number = (await node.submitted()).request
+        number = (await node.submitted()).number
         node.say({number: ids("ab")})
         begun = await first.read()
         first.cancel()

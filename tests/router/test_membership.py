@@ -81,7 +81,7 @@ async def test_a_router_without_nodes_becomes_ready_with_the_first_pair(
 async def _answered(client: Client, node: StubDecodeNode) -> None:
     """The node gets the next request, and answers it."""
     call = client.generate("x")
-    number = (await node.submitted()).request
+    number = (await node.submitted()).number
     node.say({number: [20]}, ended={number: FINISH_REASON_STOP})
     assert (await collect(call))[1] == [20]
 
@@ -96,7 +96,7 @@ async def test_a_node_that_joins_gets_requests_and_is_shown(model: Path, tmp_pat
             await eventually(lambda: len(running.cluster.usable()) == 2)
             calls = [client.generate("x") for _ in range(2)]
             for node in (first, second):
-                number = (await node.submitted()).request
+                number = (await node.submitted()).number
                 node.say(ended={number: FINISH_REASON_STOP})
             for call in calls:
                 await collect(call)
@@ -113,7 +113,7 @@ async def test_a_node_that_leaves_finishes_its_requests_and_gets_no_other(
         async with router(model, roster) as (client, running):
             await client.wait_until_serving()
             call = client.generate("x")
-            number = (await leaver.submitted()).request
+            number = (await leaver.submitted()).number
             roster.join(other)
             roster.leave(leaver)
             choices = running.cluster.usable
@@ -137,7 +137,7 @@ async def test_a_node_that_leaves_and_dies_has_its_requests_go_on_elsewhere(
         async with router(model, roster) as (client, running):
             await client.wait_until_serving()
             call = client.generate("x")
-            number = (await leaver.submitted()).request
+            number = (await leaver.submitted()).number
             leaver.say({number: [20]})
             await call.read()
             roster.join(other)
@@ -147,7 +147,7 @@ async def test_a_node_that_leaves_and_dies_has_its_requests_go_on_elsewhere(
             await leaver.die()
             again = await other.submitted()
             assert (again.num_generated, again.token_ids[-1]) == (1, 20)
-            other.say({again.request: [21]}, ended={again.request: FINISH_REASON_STOP})
+            other.say({again.number: [21]}, ended={again.number: FINISH_REASON_STOP})
             assert (await collect(call))[1] == [21]
 
 
@@ -160,7 +160,7 @@ async def test_a_node_that_comes_back_while_its_requests_finish_is_used_and_they
         async with router(model, roster) as (client, running):
             await client.wait_until_serving()
             call = client.generate("x")
-            number = (await node.submitted()).request
+            number = (await node.submitted()).number
             roster.leave(node)
             await client.wait_until_serving(False)
             roster.join(node)
@@ -198,7 +198,7 @@ async def test_decode_nodes_are_told_of_prefill_nodes_that_come_at_once_and_go_l
             async def candidates() -> list[str]:
                 call = client.generate("x")
                 submit = await decode.submitted()
-                decode.say(ended={submit.request: FINISH_REASON_STOP})
+                decode.say(ended={submit.number: FINISH_REASON_STOP})
                 await collect(call)
                 return sorted(submit.prefill_addresses)
 

@@ -178,14 +178,14 @@ async def test_an_answer_has_the_form_that_is_asked_for(
         submit = await talking.api.node.submitted()
         assert json.loads(submit.sampling.guide.json_schema) == SCHEMA
         said = talking.ids('{"sum": 42}')
-        talking.api.node.say({submit.request: said}, ended={submit.request: FINISH_REASON_STOP})
+        talking.api.node.say({submit.number: said}, ended={submit.number: FINISH_REASON_STOP})
         assert (await asking).json["content"] == [{"type": "text", "text": '{"sum": 42}'}]
         asking = asyncio.create_task(talking.api.post(MESSAGES, **ASKED, **fields, tools=TOOLS))
         submit = await talking.api.node.submitted()
         form = json.loads(submit.sampling.guide.structural_tag)["format"]
         assert form["type"] == "or" and form["elements"][0]["json_schema"] == SCHEMA
         said = talking.ids(CALL)
-        talking.api.node.say({submit.request: said}, ended={submit.request: FINISH_REASON_STOP})
+        talking.api.node.say({submit.number: said}, ended={submit.number: FINISH_REASON_STOP})
         assert (await asking).json["stop_reason"] == "tool_use"
 
 
@@ -203,7 +203,7 @@ async def test_hints_are_ignored_and_named(calling: Path, model: Path) -> None:
             asking = asyncio.create_task(talking.api.post(MESSAGES, **ASKED, **fields))
             submit = await talking.api.node.submitted()
             assert submit.sampling.thinking_budget == (100 if fields is thinking else 0)
-            talking.api.node.say(ended={submit.request: FINISH_REASON_STOP})
+            talking.api.node.say(ended={submit.number: FINISH_REASON_STOP})
             answer = await asking
             assert answer.status == 200, answer.body
             assert answer.headers.get("baton-ignored-fields") == named

@@ -23,7 +23,7 @@ async def _leaves(client: Client, d0: StubDecodeNode, d1: StubDecodeNode, max_to
     the one at the second."""
     call = ask(client, max_tokens=max_tokens)
     first = await d0.submitted()
-    d0.say({first.request: [20]})
+    d0.say({first.number: [20]})
     assert list((await call.read()).token_ids) == [20]
     d0.change_status(state="draining")
     return call, first, await d1.submitted()
@@ -45,15 +45,15 @@ async def test_a_request_is_submitted_elsewhere_by_the_ticket_of_its_first_submi
 async def test_what_comes_twice_is_told_once_and_the_first_node_is_left(model: Path) -> None:
     async with two_nodes(model) as (client, router, d0, d1):
         call, first, second = await _leaves(client, d0, d1)
-        d0.say({first.request: [21, 22]}, cached_tokens=2)
+        d0.say({first.number: [21, 22]}, cached_tokens=2)
         assert list((await call.read()).token_ids) == [21, 22]
-        d1.say({second.request: [21]})
-        assert await d0.cancelled() == first.request
-        d1.say({second.request: [22]})  # seen failing with an empty message for it
-        d1.say({second.request: [23]})
+        d1.say({second.number: [21]})
+        assert await d0.cancelled() == first.number
+        d1.say({second.number: [22]})  # seen failing with an empty message for it
+        d1.say({second.number: [23]})
         assert list((await call.read()).token_ids) == [23]
-        d0.say({first.request: [99]})  # it is not heard any more
-        d1.say({second.request: [24]}, ended={second.request: FINISH_REASON_LENGTH})
+        d0.say({first.number: [99]})  # it is not heard any more
+        d1.say({second.number: [24]}, ended={second.number: FINISH_REASON_LENGTH})
         _, tokens, last = await collect(call)
         assert tokens == [24] and last.usage.completion_tokens == 5
         # Of the prompt as the first node found it: the second has computed none.
@@ -64,10 +64,10 @@ async def test_what_comes_twice_is_told_once_and_the_first_node_is_left(model: P
 async def test_moved_is_told_first_and_the_client_waits_for_the_second_node(model: Path) -> None:
     async with two_nodes(model) as (client, _, d0, d1):
         call, first, second = await _leaves(client, d0, d1)
-        d0.say({first.request: [21]}, ended={first.request: FINISH_REASON_MOVED})
+        d0.say({first.number: [21]}, ended={first.number: FINISH_REASON_MOVED})
         assert list((await call.read()).token_ids) == [21]
-        d1.say({second.request: [21]})
-        d1.say({second.request: [22]}, ended={second.request: FINISH_REASON_LENGTH})
+        d1.say({second.number: [21]})
+        d1.say({second.number: [22]}, ended={second.number: FINISH_REASON_LENGTH})
         assert (await collect(call))[1] == [22]
 
 
@@ -75,24 +75,24 @@ async def test_a_move_that_comes_to_nothing_is_nothing_to_the_client(model: Path
     """It is tried again, and its first node goes on meanwhile."""
     async with two_nodes(model) as (client, _, d0, d1):
         call, first, second = await _leaves(client, d0, d1)
-        d1.say(ended={second.request: FINISH_REASON_ERROR}, error_code=UNAVAILABLE)
+        d1.say(ended={second.number: FINISH_REASON_ERROR}, error_code=UNAVAILABLE)
         third = await d1.submitted()
         assert third.move_from == second.move_from and third.ticket != second.ticket
-        d0.say({first.request: [21]}, ended={first.request: FINISH_REASON_LENGTH})
+        d0.say({first.number: [21]}, ended={first.number: FINISH_REASON_LENGTH})
         assert (await collect(call))[1] == [21]
-        assert await d1.cancelled() == third.request
+        assert await d1.cancelled() == third.number
 
 
 async def test_a_request_that_was_given_away_to_a_node_that_fails_is_replayed(model: Path) -> None:
     async with two_nodes(model) as (client, _, d0, d1):
         call, first, second = await _leaves(client, d0, d1)
-        d0.say({first.request: [21]}, ended={first.request: FINISH_REASON_MOVED})
+        d0.say({first.number: [21]}, ended={first.number: FINISH_REASON_MOVED})
         await call.read()
-        d1.say(ended={second.request: FINISH_REASON_ERROR}, error_code=UNAVAILABLE)
+        d1.say(ended={second.number: FINISH_REASON_ERROR}, error_code=UNAVAILABLE)
         replayed = await d1.submitted()
         assert not replayed.HasField("move_from")
         assert list(replayed.token_ids) == [*PROMPT, 20, 21]
-        d1.say({replayed.request: [22]}, ended={replayed.request: FINISH_REASON_LENGTH})
+        d1.say({replayed.number: [22]}, ended={replayed.number: FINISH_REASON_LENGTH})
         assert (await collect(call))[1] == [22]
 
 
@@ -100,7 +100,7 @@ async def test_the_first_node_is_lost_and_the_second_is_waited_for(model: Path) 
     async with two_nodes(model) as (client, _, d0, d1):
         call, _, second = await _leaves(client, d0, d1)
         await d0.die()
-        d1.say({second.request: [21]}, ended={second.request: FINISH_REASON_LENGTH})
+        d1.say({second.number: [21]}, ended={second.number: FINISH_REASON_LENGTH})
         assert (await collect(call))[1] == [21]
 
 
@@ -109,13 +109,13 @@ async def test_a_node_that_goes_on_with_other_tokens_is_left_and_the_request_rep
 ) -> None:
     async with two_nodes(model) as (client, _, d0, d1):
         call, first, second = await _leaves(client, d0, d1)
-        d0.say({first.request: [21]})
+        d0.say({first.number: [21]})
         assert list((await call.read()).token_ids) == [21]
-        d1.say({second.request: [31, 32]})
+        d1.say({second.number: [31, 32]})
         replayed = await d1.submitted()
         assert not replayed.HasField("move_from")
         assert list(replayed.token_ids) == [*PROMPT, 20, 21]
-        d1.say({replayed.request: [22]}, ended={replayed.request: FINISH_REASON_LENGTH})
+        d1.say({replayed.number: [22]}, ended={replayed.number: FINISH_REASON_LENGTH})
         assert (await collect(call))[1] == [22]
 
 
@@ -123,8 +123,8 @@ async def test_a_client_that_leaves_is_left_at_both_nodes(model: Path) -> None:
     async with two_nodes(model) as (client, _, d0, d1):
         call, first, second = await _leaves(client, d0, d1)
         call.cancel()
-        assert await d0.cancelled() == first.request
-        assert await d1.cancelled() == second.request
+        assert await d0.cancelled() == first.number
+        assert await d1.cancelled() == second.number
 
 
 async def test_at_most_four_requests_of_a_node_move_at_once(model: Path) -> None:
@@ -132,13 +132,13 @@ async def test_at_most_four_requests_of_a_node_move_at_once(model: Path) -> None
         calls = [ask(client, max_tokens=9) for _ in range(12)]
         here = [await d0.submitted() for _ in range(6)]
         there = [await d1.submitted() for _ in range(6)]
-        d0.say({each.request: [20] for each in here})
-        d1.say({each.request: [40] for each in there})
+        d0.say({each.number: [20] for each in here})
+        d1.say({each.number: [40] for each in there})
         await asyncio.gather(*(call.read() for call in calls))
         d0.change_status(state="draining")
         moving = [await d1.submitted() for _ in range(4)]
         first = moving.pop(0)
-        d1.say({first.request: [21]})
+        d1.say({first.number: [21]})
         moving.append(await d1.submitted())  # one is done, and another one begins
         assert len({each.move_from.ticket for each in (first, *moving)}) == 5
         for call in calls:
@@ -150,7 +150,7 @@ async def test_a_request_without_a_token_waits_until_it_has_one(model: Path) -> 
         call = ask(client, max_tokens=9)
         first = await d0.submitted()
         d0.change_status(state="draining")
-        d0.say({first.request: [20]})
+        d0.say({first.number: [20]})
         second = await d1.submitted()
         assert second.num_generated == 1 and second.HasField("move_from")
         call.cancel()

@@ -38,7 +38,7 @@ async def submitted(api: Api, path: str, **fields: Any) -> bytes:
 async def asked(client: Client, node: StubDecodeNode, **fields: Any) -> bytes:
     call = client.generate("x", **fields)
     submit = await node.submitted()
-    node.say({submit.request: ids("y")}, ended={submit.request: FINISH_REASON_STOP})
+    node.say({submit.number: ids("y")}, ended={submit.number: FINISH_REASON_STOP})
     await collect(call)
     return submit.namespace
 

@@ -53,7 +53,7 @@ async def test_every_event_of_a_stream_has_all_of_the_answer_so_far(model: Path)
                 "logprob_start_len": -1,
             },
         )
-        number = (await api.node.submitted()).request
+        number = (await api.node.submitted()).number
         api.node.say({number: ids(" one")})
         assert (await wire.head())[0] == 200
         chunks = wire.chunks()
@@ -100,8 +100,8 @@ async def test_a_list_of_prompts_makes_a_list_of_answers(model: Path) -> None:
             submit = await api.node.submitted()
             texts[tuple(submit.token_ids)] = submit
         for (first, *_), submit in texts.items():
-            ended = {submit.request: FINISH_REASON_STOP}
-            api.node.say({submit.request: ids(f" {first}")}, ended=ended)
+            ended = {submit.number: FINISH_REASON_STOP}
+            api.node.say({submit.number: ids(f" {first}")}, ended=ended)
         assert [each["text"] for each in (await asking).json] == [" 5", " 6"]
 
 

@@ -76,7 +76,7 @@ async def test_a_streamed_completion_is_exactly_these_bytes(model: Path) -> None
         fields = {"prompt": "x", "stream": True, "max_tokens": 20}
         await wire.post(COMPLETIONS, fields, x_request_id="mine")
         submit = await api.node.submitted()
-        number = submit.request
+        number = submit.number
         api.node.say({number: ids(" one")})
         status, headers = await wire.head()
         assert status == 200
@@ -106,7 +106,7 @@ async def test_a_streamed_chat_names_the_assistant_once_and_tells_usage_last(mod
             CHAT,
             {"messages": HELLO, "stream": True, "stream_options": {"include_usage": True}},
         )
-        number = (await api.node.submitted()).request
+        number = (await api.node.submitted()).number
         api.node.say({number: ids(" one")})
         assert (await wire.head())[0] == 200
         chunks = wire.chunks()
@@ -155,7 +155,7 @@ async def test_a_prediction_goes_to_the_node_and_what_became_of_it_is_in_the_usa
         for _ in range(2):
             submit = await api.node.submitted()
             assert list(submit.prediction) == ids("the fox")
-            number = submit.request
+            number = submit.number
             # The end of the answer cut off one of those that were right.
             api.node.say(
                 {number: [20, 21]},
@@ -212,7 +212,7 @@ async def test_openais_own_client_reads_a_stream(model: Path) -> None:
                 stream_options={"include_usage": True},
             )
         )
-        number = (await api.node.submitted()).request
+        number = (await api.node.submitted()).number
         api.node.say({number: ids(" the quick")})
         chunks = await stream
         first = await anext(chunks)
@@ -228,7 +228,7 @@ async def test_openais_own_client_reads_a_stream(model: Path) -> None:
 async def test_half_a_character_is_no_event(model: Path) -> None:
     async with api_for(model) as api, connected(api.router.http_port) as wire:
         await wire.post(COMPLETIONS, {"prompt": "x", "stream": True})
-        number = (await api.node.submitted()).request
+        number = (await api.node.submitted()).number
         api.node.say({number: ids(" a")})
         await wire.head()
         chunks = wire.chunks()
@@ -256,7 +256,7 @@ async def test_a_stop_ends_the_answer_on_both_sides(model: Path, fields: dict[st
         asking = asyncio.create_task(
             api.client.completions.create(model=api.model, prompt="x", extra_body=fields)
         )
-        number = (await api.node.submitted()).request
+        number = (await api.node.submitted()).number
         api.node.say({number: ids("one STOP two")})
         answer = await asking
         assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("one ", "stop")
@@ -278,7 +278,7 @@ async def test_every_prompt_of_a_list_has_its_choices_in_order(model: Path) -> N
         assert len({submit.request_id.split("-")[0] for submit in submits}) == 1
         # Answered in another order than asked.
         for index in (2, 0, 3, 1):
-            number = by_index[str(index)].request
+            number = by_index[str(index)].number
             api.node.say({number: ids(f"{index}")}, ended={number: FINISH_REASON_STOP})
         answer = await asking
         assert [c.index for c in answer.choices] == [0, 1, 2, 3]
@@ -293,7 +293,7 @@ async def test_every_prompt_of_a_list_has_its_choices_in_order(model: Path) -> N
 async def test_choices_are_streamed_by_index(model: Path) -> None:
     async with api_for(model) as api:
         asking = asyncio.create_task(api.post(CHAT, messages=HELLO, n=2, stream=True))
-        numbers = {s.request_id[-1]: s.request for s in [await api.node.submitted() for _ in "12"]}
+        numbers = {s.request_id[-1]: s.number for s in [await api.node.submitted() for _ in "12"]}
         for index in "10":
             api.node.say({numbers[index]: ids(index)}, ended={numbers[index]: FINISH_REASON_STOP})
         events = (await asking).events
@@ -307,7 +307,7 @@ async def test_choices_are_streamed_by_index(model: Path) -> None:
 async def test_a_choice_that_fails_ends_the_others(model: Path) -> None:
     async with api_for(model) as api:
         asking = asyncio.create_task(api.post(COMPLETIONS, prompt="x", n=2))
-        one, other = [(await api.node.submitted()).request for _ in range(2)]
+        one, other = [(await api.node.submitted()).number for _ in range(2)]
         api.node.say(ended={one: FINISH_REASON_ERROR}, error="broken", error_code=13)
         assert (await asking).status == 500
         assert await api.node.cancelled() == other
@@ -318,7 +318,7 @@ async def test_a_client_that_goes_away_is_cancelled_on_the_node(model: Path) -> 
     async with api_for(model) as api:
         async with connected(api.router.http_port) as wire:
             await wire.post(COMPLETIONS, {"prompt": "x"})
-            number = (await api.node.submitted()).request
+            number = (await api.node.submitted()).number
         assert await api.node.cancelled() == number
         await eventually(lambda: api.router.admission.num_live == 0)
 
@@ -328,7 +328,7 @@ async def test_a_client_that_leaves_its_stream_is_cancelled_on_the_node(model: P
         asking = asyncio.create_task(
             api.client.completions.create(model=api.model, prompt="x", stream=True)
         )
-        number = (await api.node.submitted()).request
+        number = (await api.node.submitted()).number
         api.node.say({number: ids("a")})
         async with await asking as stream:
             await anext(aiter(stream))
@@ -341,7 +341,7 @@ async def test_choices_that_nobody_reads_do_not_keep_their_places(tmp_path: Path
     async with api_for(model, unread_s=0.1) as api, not_reading(api.router.http_port) as wire:
         asked = {"prompt": "x", "n": 128, "max_tokens": MANY_TOKENS, "stream": True}
         await wire.post(COMPLETIONS, asked)
-        numbers = [(await api.node.submitted()).request for _ in range(128)]
+        numbers = [(await api.node.submitted()).number for _ in range(128)]
 
         async def talk() -> None:
             for _ in range(MANY_TOKENS - 1):
@@ -357,7 +357,7 @@ async def test_choices_that_nobody_reads_do_not_keep_their_places(tmp_path: Path
 async def test_more_requests_than_allowed_are_429_with_retry_after(model: Path) -> None:
     async with api_for(model, max_requests=1, clients=AT_ONCE) as api:
         asking = asyncio.create_task(api.post(COMPLETIONS, prompt="x"))
-        number = (await api.node.submitted()).request
+        number = (await api.node.submitted()).number
         with pytest.raises(openai.RateLimitError) as refusal:
             await api.client.completions.create(model=api.model, prompt="x")
         assert refusal.value.response.headers["retry-after"] == "1"
@@ -382,7 +382,7 @@ async def test_a_request_that_its_node_fails_has_the_status_for_it(
 ) -> None:
     async with api_for(model) as api:
         asking = asyncio.create_task(api.post(COMPLETIONS, prompt="x", stream=stream))
-        number = (await api.node.submitted()).request
+        number = (await api.node.submitted()).number
         api.node.say(
             ended={number: FINISH_REASON_ERROR}, error="no room for it", error_code=code.value[0]
         )
@@ -395,7 +395,7 @@ async def test_a_request_that_its_node_fails_has_the_status_for_it(
 async def test_an_aborted_request_is_not_retried_by_its_client(model: Path) -> None:
     async with api_for(model) as api:
         asking = asyncio.create_task(api.post(COMPLETIONS, prompt="x"))
-        api.node.say(ended={(await api.node.submitted()).request: FINISH_REASON_ABORT})
+        api.node.say(ended={(await api.node.submitted()).number: FINISH_REASON_ABORT})
         answer = await asking
         assert (answer.status, answer.error["type"]) == (499, "invalid_request_error")
 
@@ -405,7 +405,7 @@ async def test_a_stream_that_fails_midway_says_so_and_not_done(model: Path) -> N
         asking = asyncio.create_task(
             api.client.completions.create(model=api.model, prompt="x", stream=True)
         )
-        number = (await api.node.submitted()).request
+        number = (await api.node.submitted()).number
         api.node.say({number: ids("a")})
         stream = aiter(await asking)
         assert (await anext(stream)).choices[0].text == "a"
@@ -422,7 +422,7 @@ async def test_the_total_budget_is_504(model: Path) -> None:
             answer = await asking
             assert answer.status == 504 and f"{budget_s:g} s" in answer.error["message"]
             if submit is not None:
-                assert await api.node.cancelled() == submit.request
+                assert await api.node.cancelled() == submit.number
                 return
     pytest.fail("no budget has lasted to the node")
 
@@ -454,7 +454,7 @@ async def test_ready_goes_with_the_node(model: Path, caplog: pytest.LogCaptureFi
 async def test_draining_lets_live_requests_finish_and_takes_no_new_one(model: Path) -> None:
     async with api_for(model) as api:
         asking = asyncio.create_task(api.post(COMPLETIONS, prompt="x"))
-        number = (await api.node.submitted()).request
+        number = (await api.node.submitted()).number
         draining = asyncio.create_task(api.router.drain(WAIT_S, asyncio.Event()))
         await eventually(lambda: api.router.admission.leaving)
         assert (await api.get("/ready")).json["reason"] == "the router is shutting down"
@@ -521,7 +521,7 @@ async def test_metrics_count_http_and_grpc_alike(model: Path) -> None:
 async def test_http_and_grpc_share_the_limit_of_live_requests(model: Path) -> None:
     async with api_for(model, max_requests=1, clients=AT_ONCE) as api:
         asking = asyncio.create_task(api.post(COMPLETIONS, prompt="x"))
-        number = (await api.node.submitted()).request
+        number = (await api.node.submitted()).number
         await _grpc_is_refused(api)
         api.node.say(ended={number: FINISH_REASON_STOP})
         assert (await asking).status == 200
@@ -543,7 +543,7 @@ async def test_of_several_answers_the_likeliest_are_told(model: Path, logprobs: 
             submit = await api.node.submitted()
             index = int(submit.request_id.rpartition("-")[2])
             text, logprob = list(told.items())[index % len(told)]
-            number, tokens = submit.request, ids(text)
+            number, tokens = submit.number, ids(text)
             assert submit.sampling.logprobs == 0
             api.node.say(
                 {number: tokens},

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 from grpc import StatusCode
 
-from protos.decode_pb2 import FINISH_REASON_ERROR, Submit
+from protos.decode_pb2 import FINISH_REASON_ERROR
 from router.api.dialect.harmless import OF_COMPLETIONS
 from router.api.openai.completions import CompletionFields
 from tests.router.openai_rig import CHAT, COMPLETIONS, HELLO, Api, api_for, ids
 from tests.router.rig import CONTEXT_LENGTH, VOCABULARY_SIZE, write_model
 from tests.router.talk import calling_model
 from tests.support.http_client import connected, post, request
+from tests.support.stub_decode_node import Submission
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +24,7 @@ def calling(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return calling_model(tmp_path_factory.mktemp("calling"))
 
 
-async def _submitted(api: Api, path: str, **fields: Any) -> Submit:
+async def _submitted(api: Api, path: str, **fields: Any) -> Submission:
     """What the node is sent of a request that is answered."""
     asking = asyncio.create_task(api.post(path, **fields))
     submit = await api.complete()
@@ -469,7 +470,7 @@ async def test_a_form_that_nodes_refuse_is_named_as_its_client_named_it(
         submit = await api.node.submitted()
         kind = submit.sampling.guide.WhichOneof("form")
         api.node.say(
-            ended={submit.request: FINISH_REASON_ERROR},
+            ended={submit.number: FINISH_REASON_ERROR},
             error=f"sampling.{kind}: #: not cannot be enforced",
             error_code=StatusCode.INVALID_ARGUMENT.value[0],
         )

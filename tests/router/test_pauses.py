@@ -111,7 +111,7 @@ async def test_nothing_is_placed_on_a_paused_decode_node_unless_all_are(model):
         await eventually(lambda: _usable(router) == [d1.address])
         calls = [ask(client) for _ in range(4)]
         for _ in calls:
-            d1.say(ended={(await d1.submitted()).request: FINISH_REASON_STOP})
+            d1.say(ended={(await d1.submitted()).number: FINISH_REASON_STOP})
         for call in calls:
             await collect(call)
         with pytest.raises(NodeUnavailable, match="no other decode node is ready"):
@@ -121,7 +121,7 @@ async def test_nothing_is_placed_on_a_paused_decode_node_unless_all_are(model):
         await client.wait_until_serving()
         calls = [ask(client) for _ in range(2)]
         for node in (d0, d1):
-            node.say(ended={(await node.submitted()).request: FINISH_REASON_STOP})
+            node.say(ended={(await node.submitted()).number: FINISH_REASON_STOP})
         for call in calls:
             await collect(call)
         d0.change_status(paused=False)
@@ -135,7 +135,7 @@ async def test_what_only_a_paused_node_can_take_waits_there(model):
         d0.change_status(paused=True)
         await eventually(lambda: len(_usable(router)) == 1 and router.cluster.adapters.by_name())
         call = client.generate("x", adapter="sql")
-        d0.say(ended={(await d0.submitted()).request: FINISH_REASON_STOP})
+        d0.say(ended={(await d0.submitted()).number: FINISH_REASON_STOP})
         await collect(call)
 
 
@@ -183,5 +183,5 @@ async def test_requests_wait_for_a_paused_node_whose_pairs_are_made_anew(model, 
                 decode.change_status(paused=False, links=links_to([prefill.address]))
                 submit = await submitted_or_over(decode, answer)
                 assert submit is not None, answer.exception()
-                decode.say(ended={submit.request: FINISH_REASON_STOP})
+                decode.say(ended={submit.number: FINISH_REASON_STOP})
                 await answer

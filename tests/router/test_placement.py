@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from protos.decode_pb2 import FINISH_REASON_ERROR, FINISH_REASON_STOP, Submit
+from protos.decode_pb2 import FINISH_REASON_ERROR, FINISH_REASON_STOP
 from protos.router_pb2 import TokenIds
 from tests.router.rig import Client, collect, eventually, failure, router_for
-from tests.support.stub_decode_node import StubDecodeNode, StubNode
+from tests.support.stub_decode_node import StubDecodeNode, StubNode, Submission
 
 
 class Rig:
@@ -20,13 +20,13 @@ class Rig:
         self._client = client
         self.decode = decode
 
-    async def place(self, num_tokens: int) -> tuple[Any, Submit]:
+    async def place(self, num_tokens: int) -> tuple[Any, Submission]:
         call = self._client.generate(token_ids=TokenIds(ids=[7] * num_tokens))
         return call, await self.decode.submitted()
 
 
 @asynccontextmanager
-async def placed_long(model: Path) -> AsyncIterator[tuple[Rig, Any, Submit]]:
+async def placed_long(model: Path) -> AsyncIterator[tuple[Rig, Any, Submission]]:
     """With a long prompt at the first prefill node, which short ones avoid."""
     async with StubNode() as p0, StubNode() as p1:
         prefill = [p0.address, p1.address]
@@ -50,17 +50,17 @@ async def test_a_prompt_counts_until_its_first_token_or_its_end(model: Path, end
     async with placed_long(model) as (rig, call, long):
         match end:
             case "first token":
-                rig.decode.say({long.request: [20]})
+                rig.decode.say({long.number: [20]})
                 await call.read()
             case "cancelled":
                 call.cancel()
-                assert await rig.decode.cancelled() == long.request
+                assert await rig.decode.cancelled() == long.number
             case "failed":
-                ended = {long.request: FINISH_REASON_ERROR}
+                ended = {long.number: FINISH_REASON_ERROR}
                 rig.decode.say(ended=ended, error="broken", error_code=13)
                 await failure(call)
             case "finished":
-                rig.decode.say({long.request: [20]}, ended={long.request: FINISH_REASON_STOP})
+                rig.decode.say({long.number: [20]}, ended={long.number: FINISH_REASON_STOP})
                 await collect(call)
         _, short = await rig.place(1)
         assert short.prefill_addresses[0] == long.prefill_addresses[0]

@@ -9,12 +9,12 @@ from typing import Any
 from grpc import StatusCode
 
 from common.requests.trial import GUILTY, TRIAL_TOKENS
-from protos.decode_pb2 import FINISH_REASON_ERROR, FINISH_REASON_STOP, Submit
+from protos.decode_pb2 import FINISH_REASON_ERROR, FINISH_REASON_STOP
 from protos.router_pb2 import TokenIds
 from protos.sampling_pb2 import Sampling
 from router.requests.losses import MAX_ENGINE_DEATHS, MAX_REPLAYS
 from tests.router.rig import Client, collect, eventually, failure, router_for
-from tests.support.stub_decode_node import StubDecodeNode
+from tests.support.stub_decode_node import StubDecodeNode, Submission
 
 PROMPT = [5, 6, 7]
 
@@ -33,7 +33,7 @@ async def nodes(model: Path, count: int) -> AsyncIterator[tuple[Client, list[Stu
         yield client, stubs
 
 
-async def submitted(stubs: Sequence[StubDecodeNode]) -> tuple[StubDecodeNode, Submit]:
+async def submitted(stubs: Sequence[StubDecodeNode]) -> tuple[StubDecodeNode, Submission]:
     """Where the next request goes."""
     tasks = {asyncio.create_task(stub.submitted()): stub for stub in stubs}
     done, _ = await asyncio.wait(tasks, return_when="FIRST_COMPLETED")
@@ -49,8 +49,8 @@ async def lose_engine(node: StubDecodeNode) -> None:
     await eventually(lambda: not node.streams)
 
 
-async def _ends_well(call: Any, node: StubDecodeNode, submit: Submit) -> None:
-    node.say({submit.request: [30]}, ended={submit.request: FINISH_REASON_STOP})
+async def _ends_well(call: Any, node: StubDecodeNode, submit: Submission) -> None:
+    node.say({submit.number: [30]}, ended={submit.number: FINISH_REASON_STOP})
     assert (await collect(call))[2].finish_reason == "stop"
 
 
@@ -58,10 +58,10 @@ async def test_who_was_there_when_an_engine_died_says_so_at_its_next_node(model:
     async with nodes(model, 2) as (client, stubs):
         call = ask(client)
         node, submit = await submitted(stubs)
-        assert submit.engine_deaths == 0
+        assert submit.engine_crashes == 0
         await lose_engine(node)
         node, submit = await submitted(stubs)
-        assert submit.engine_deaths == 1
+        assert submit.engine_crashes == 1
         await _ends_well(call, node, submit)
 
 
@@ -70,8 +70,8 @@ async def test_who_is_alone_in_a_second_engine_that_dies_ends_there(model: Path)
         call = ask(client)
         for _ in range(2):
             node, submit = await submitted(stubs)
-            if submit.engine_deaths:
-                node.try_alone(submit.request)
+            if submit.engine_crashes:
+                node.try_alone(submit.number)
             await lose_engine(node)
         error = await failure(call)
         assert (error.code(), error.details()) == (StatusCode.INTERNAL, GUILTY)
@@ -84,7 +84,7 @@ async def test_who_waits_while_another_computes_alone_is_not_charged(model: Path
         call = ask(client)
         for _ in range(MAX_REPLAYS + 2):
             node, submit = await submitted(stubs)
-            assert submit.engine_deaths == 0
+            assert submit.engine_crashes == 0
             node.try_alone(None)
             await lose_engine(node)
         await _ends_well(call, *await submitted(stubs))
@@ -96,7 +96,7 @@ async def test_a_suspect_that_waits_for_its_turn_is_charged_no_second_death(mode
         for _ in range(MAX_ENGINE_DEATHS + 2):  # but for the first of what the others computed
             await lose_engine((await submitted(stubs))[0])
         node, submit = await submitted(stubs)
-        assert submit.engine_deaths == 1
+        assert submit.engine_crashes == 1
         await _ends_well(call, node, submit)
 
 
@@ -105,11 +105,11 @@ async def test_who_gets_past_the_place_of_a_death_is_innocent_of_it(model: Path)
         call = ask(client)
         await lose_engine((await submitted(stubs))[0])
         node, submit = await submitted(stubs)
-        node.say({submit.request: [20] * TRIAL_TOKENS})
+        node.say({submit.number: [20] * TRIAL_TOKENS})
         await call.read()
         await node.die()
         node, submit = await submitted(stubs)
-        assert (submit.engine_deaths, submit.num_generated) == (0, TRIAL_TOKENS)
+        assert (submit.engine_crashes, submit.num_generated) == (0, TRIAL_TOKENS)
         await _ends_well(call, node, submit)
 
 
@@ -120,7 +120,7 @@ async def test_who_always_gets_on_and_is_always_there_when_engines_die_ends_too(
         call = ask(client, max_tokens=50)
         for _ in range(MAX_ENGINE_DEATHS + 1):
             node, submit = await submitted(stubs)
-            node.say({submit.request: [20] * TRIAL_TOKENS})
+            node.say({submit.number: [20] * TRIAL_TOKENS})
             await lose_engine(node)
         error = await failure(call)
         assert (error.code(), "is gone" in str(error.details())) == (StatusCode.UNAVAILABLE, True)
@@ -135,7 +135,7 @@ async def test_nodes_that_are_asked_to_end_cost_a_request_nothing(model: Path) -
             node, submit = await submitted(stubs)
             node.change_status(state="draining")
             node.say(
-                ended={submit.request: FINISH_REASON_ERROR},
+                ended={submit.number: FINISH_REASON_ERROR},
                 error="this node is draining",
                 error_code=StatusCode.UNAVAILABLE.value[0],
             )
@@ -147,7 +147,7 @@ async def test_what_cannot_be_computed_is_internal_and_nobody_is_asked_again(mod
         call = ask(client)
         node, submit = await submitted(stubs)
         node.say(
-            ended={submit.request: FINISH_REASON_ERROR},
+            ended={submit.number: FINISH_REASON_ERROR},
             error="the model's logits were not finite",
             error_code=StatusCode.INTERNAL.value[0],
         )

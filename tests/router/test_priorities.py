@@ -9,14 +9,14 @@ from grpc import StatusCode
 from common.api_keys import KeyLimits
 from common.config import ClientsConfig
 from common.errors import InvalidRequest
-from protos.decode_pb2 import FINISH_REASON_STOP, Submit
+from protos.decode_pb2 import FINISH_REASON_STOP
 from router.clients.client import Client
 from router.clients.usage import Usage
 from router.requests.priorities import Priorities
 from tests.clients.rig import bearer, entry, write
 from tests.router.rig import collect, failure, router_for
 from tests.support.http_client import post
-from tests.support.stub_decode_node import StubDecodeNode
+from tests.support.stub_decode_node import StubDecodeNode, Submission
 
 
 def _client(priority: int | None) -> Client:
@@ -59,9 +59,9 @@ def test_more_than_it_may_is_refused(highest: int, of_key: int | None, asked: in
         turned.decide(-asked, _client(of_key))
 
 
-async def _submitted(node: StubDecodeNode) -> Submit:
+async def _submitted(node: StubDecodeNode) -> Submission:
     submit = await node.submitted()
-    node.say(ended={submit.request: FINISH_REASON_STOP})
+    node.say(ended={submit.number: FINISH_REASON_STOP})
     return submit
 
 

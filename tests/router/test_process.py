@@ -47,7 +47,7 @@ async def test_a_router_serves_and_ends_with_exit_code_0(
             await client.wait_until_serving()
             call = client.generate("x", request_id="named")
             submit = await node.submitted()
-            node.say({submit.request: [66]}, ended={submit.request: FINISH_REASON_STOP})
+            node.say({submit.number: [66]}, ended={submit.number: FINISH_REASON_STOP})
             assert (await collect(call))[0] == "a"
         router.send(number)
         assert router.exit_code() == 0
@@ -107,7 +107,7 @@ async def test_metrics_count_requests_and_tokens(model: Path, programs: list[Pro
             await client.wait_until_serving()
             call = client.generate("x")
             submit = await node.submitted()
-            node.say({submit.request: [66, 67]}, ended={submit.request: FINISH_REASON_STOP})
+            node.say({submit.number: [66, 67]}, ended={submit.number: FINISH_REASON_STOP})
             await collect(call)
             await failure(client.generate())
             lines = (await asyncio.to_thread(scraped, port)).splitlines()
@@ -131,7 +131,7 @@ async def test_a_live_router_has_mapped_no_torch(model: Path, programs: list[Pro
             await client.wait_until_serving()
             call = client.generate("x")
             submit = await node.submitted()
-            node.say({submit.request: [66]}, ended={submit.request: FINISH_REASON_STOP})
+            node.say({submit.number: [66]}, ended={submit.number: FINISH_REASON_STOP})
             await collect(call)
             mapped = mappings(router.pid)
         assert "tokenizers" in mapped
@@ -195,7 +195,7 @@ async def test_http_clients_are_served_to_the_end_at_sigterm(
                 await idle.send(request("GET", "/health"))
                 await idle.response()
                 await busy.post("/v1/completions", {"prompt": "x", "stream": True})
-                number = (await node.submitted()).request
+                number = (await node.submitted()).number
                 router.send(signal.SIGTERM)
                 assert await idle.ended()
                 refused = await post(http, "/v1/completions", {"prompt": "x"})

@@ -12,13 +12,13 @@ import pytest
 
 from common import rpc
 from common.errors import ConfigError
-from protos.decode_pb2 import FINISH_REASON_STOP, Submit
+from protos.decode_pb2 import FINISH_REASON_STOP
 from protos.router_pb2 import DrainRouterRequest, GetClusterRequest
 from protos.router_pb2_grpc import RouterStub
 from tests.router.rig import Client, collect, eventually
 from tests.support.http_client import post
 from tests.support.programs import Program
-from tests.support.stub_decode_node import StubDecodeNode
+from tests.support.stub_decode_node import StubDecodeNode, Submission
 
 ABSENT = "127.0.0.1:1"
 ANY_PORTS = ("--port", "0", "--http-port", "0")
@@ -57,11 +57,11 @@ class Rig:
 async def test_two_processes_serve_one_port_and_end_together(
     model: Path, programs: list[Program]
 ) -> None:
-    seen: list[Submit] = []
+    seen: list[Submission] = []
 
-    def answer(submit: Submit) -> None:
+    def answer(submit: Submission) -> None:
         seen.append(submit)
-        node.say({submit.request: [66]}, ended={submit.request: FINISH_REASON_STOP})
+        node.say({submit.number: [66]}, ended={submit.number: FINISH_REASON_STOP})
 
     async with StubDecodeNode(on_submit=answer) as node:
         rig = Rig(model, node.address)
@@ -125,7 +125,7 @@ async def test_an_operator_renews_them_in_turn_under_a_request_and_ends_them_all
             # Of a process that drains, or its successor: none of the requests.
             await asyncio.to_thread(rig.program.line_with, "a router process is renewed process=0")
             await asyncio.to_thread(rig.program.line_with, " draining ", START_S)
-            node.say({submit.request: [66]}, ended={submit.request: FINISH_REASON_STOP})
+            node.say({submit.number: [66]}, ended={submit.number: FINISH_REASON_STOP})
             assert (await collect(call))[0] == "a"
         await asyncio.to_thread(rig.program.line_with, "all router processes are renewed", START_S)
         after = rig.pids()

@@ -27,7 +27,7 @@ from tests.router.rig import (
     router_for,
     submitted_or_over,
 )
-from tests.support.stub_decode_node import StubDecodeNode
+from tests.support.stub_decode_node import StubDecodeNode, Submission
 
 PROMPT = [5, 6, 7]
 
@@ -59,7 +59,7 @@ async def test_requests_of_a_dead_node_go_on_at_another_without_gap_or_repeat(mo
         first = await d0.submitted()
         other = ask(client)
         others = await d1.submitted()
-        d0.say({first.request: [20, 21]})
+        d0.say({first.number: [20, 21]})
         assert list((await call.read()).token_ids) == [20, 21]
         await d0.die()
         again = await d1.submitted()
@@ -68,8 +68,8 @@ async def test_requests_of_a_dead_node_go_on_at_another_without_gap_or_repeat(mo
         assert again.sampling == first.sampling
         assert again.request_id == first.request_id
         assert again.namespace == first.namespace == namespace_of("mine")
-        d1.say({again.request: [22]}, ended={again.request: FINISH_REASON_STOP}, cached_tokens=5)
-        d1.say({others.request: [40]}, ended={others.request: FINISH_REASON_STOP})
+        d1.say({again.number: [22]}, ended={again.number: FINISH_REASON_STOP}, cached_tokens=5)
+        d1.say({others.number: [40]}, ended={others.number: FINISH_REASON_STOP})
         _, tokens, last = await collect(call)
         assert tokens == [22]
         usage = last.usage
@@ -84,13 +84,13 @@ async def test_usage_reports_the_cached_tokens_of_the_first_attempt(
     """The second attempt finds the prompt in the cache because the first one computed it."""
     async with two_nodes(model) as (client, _, d0, d1):
         call = ask(client, max_tokens=9)
-        d0.say({(await d0.submitted()).request: generated}, cached_tokens=1)
+        d0.say({(await d0.submitted()).number: generated}, cached_tokens=1)
         if generated:
             await call.read()
         d0.lose_engine()
         again = await d1.submitted()
-        d1.say({again.request: []}, cached_tokens=3)
-        d1.say({again.request: [22]}, ended={again.request: FINISH_REASON_STOP}, cached_tokens=3)
+        d1.say({again.number: []}, cached_tokens=3)
+        d1.say({again.number: [22]}, ended={again.number: FINISH_REASON_STOP}, cached_tokens=3)
         assert (await collect(call))[2].usage.cached_tokens == 1
 
 
@@ -98,7 +98,7 @@ async def test_usage_reports_the_first_of_two_reports_of_a_node(model: Path) -> 
     """A decode node retries at another prefill node, or at the same one."""
     async with two_nodes(model) as (client, _, d0, _d1):
         call = ask(client)
-        request = (await d0.submitted()).request
+        request = (await d0.submitted()).number
         d0.say({request: []}, cached_tokens=0)
         d0.say({request: [20]}, ended={request: FINISH_REASON_STOP}, cached_tokens=3)
         assert (await collect(call))[2].usage.cached_tokens == 0
@@ -110,13 +110,13 @@ async def test_what_is_expected_of_an_answer_goes_with_it_and_counts_on_every_no
     async with two_nodes(model) as (client, _, d0, d1):
         call = client.generate(token_ids=TokenIds(ids=PROMPT), prediction="the fox jumps")
         first = await d0.submitted()
-        d0.say({first.request: [20, 21]}, predicted={first.request: (1, 3)})
+        d0.say({first.number: [20, 21]}, predicted={first.number: (1, 3)})
         await call.read()
         await d0.die()
         again = await d1.submitted()
         assert list(again.prediction) == list(first.prediction) == ids("the fox jumps")
-        ended = {again.request: FINISH_REASON_STOP}
-        d1.say({again.request: [22]}, ended=ended, predicted={again.request: (1, 0)})
+        ended = {again.number: FINISH_REASON_STOP}
+        d1.say({again.number: [22]}, ended=ended, predicted={again.number: (1, 0)})
         usage = (await collect(call))[2].usage
         assert (usage.accepted_prediction_tokens, usage.rejected_prediction_tokens) == (2, 3)
 
@@ -127,34 +127,32 @@ async def test_a_replay_asks_for_no_logprobs_of_the_prompt_that_the_client_has(m
         call = ask(client, max_tokens=9, prompt_logprobs=0)
         first = await d0.submitted()
         assert first.sampling.HasField("prompt_logprobs")
-        told = decode_pb2.RowLogprobs(
-            request=first.request, logprobs=Logprobs(logprob=[-0.5, -1.5])
-        )
-        step = decode_pb2.Step(request=[first.request], token=[20], prompt_logprobs=[told])
+        told = decode_pb2.RowLogprobs(request=first.number, logprobs=Logprobs(logprob=[-0.5, -1.5]))
+        step = decode_pb2.Step(request=[first.number], token=[20], prompt_logprobs=[told])
         d0.send(decode_pb2.FromNode(step=step))
         assert list((await call.read()).prompt_logprobs.logprob) == [-0.5, -1.5]
         await d0.die()
         again = await d1.submitted()
         assert not again.sampling.HasField("prompt_logprobs")
-        d1.say({again.request: [21]}, ended={again.request: FINISH_REASON_STOP})
+        d1.say({again.number: [21]}, ended={again.number: FINISH_REASON_STOP})
         assert (await collect(call))[1] == [21]
 
 
 async def test_a_node_that_is_lost_twice_over_has_told_its_tokens_once(model: Path) -> None:
     async with two_nodes(model) as (client, _, d0, d1):
         call = ask(client, max_tokens=9)
-        d0.say({(await d0.submitted()).request: [20]})
+        d0.say({(await d0.submitted()).number: [20]})
         await call.read()
         await d0.die()
         async with StubDecodeNode(port=int(d0.address.rpartition(":")[2])) as back:
-            d1.say({(await d1.submitted()).request: [21]})
+            d1.say({(await d1.submitted()).number: [21]})
             await call.read()
             await eventually(lambda: back.streams)
             await d1.die()
             third = await back.submitted()
             assert list(third.token_ids) == [*PROMPT, 20, 21]
             assert third.num_generated == 2
-            back.say({third.request: [22]}, ended={third.request: FINISH_REASON_STOP})
+            back.say({third.number: [22]}, ended={third.number: FINISH_REASON_STOP})
             _, tokens, last = await collect(call)
             assert (tokens, last.usage.completion_tokens) == ([22], 3)
 
@@ -164,20 +162,20 @@ async def test_a_stop_string_and_a_character_may_be_cut_by_the_loss(model: Path)
         call = ask(client, stop=["STOP"])
         tokens = ids("aößSTOPb")
         cut = len(ids("aößS")) - 2  # within ß
-        number = (await d0.submitted()).request
+        number = (await d0.submitted()).number
         d0.say({number: tokens[:cut]})
         first = await call.read()
         await d0.die()
-        d1.say({(await d1.submitted()).request: tokens[cut:]})
+        d1.say({(await d1.submitted()).number: tokens[cut:]})
         text, more, last = await collect(call)
         assert first.text + text == "aöß"
         assert last.finish_reason == "stop"
         assert [*first.token_ids, *more] == tokens[: len(tokens) - len(ids("b"))]
 
 
-def _refuse(node: StubDecodeNode, submit: decode_pb2.Submit, code: StatusCode) -> None:
+def _refuse(node: StubDecodeNode, submit: Submission, code: StatusCode) -> None:
     node.say(
-        ended={submit.request: FINISH_REASON_ERROR},
+        ended={submit.number: FINISH_REASON_ERROR},
         error="this node is draining",
         error_code=code.value[0],
     )
@@ -189,7 +187,7 @@ async def test_a_node_that_refuses_because_it_drains_is_not_the_end(model: Path)
         _refuse(d0, await d0.submitted(), StatusCode.UNAVAILABLE)
         second = await d1.submitted()
         assert (list(second.token_ids), second.num_generated) == (PROMPT, 0)
-        d1.say({second.request: [20]}, ended={second.request: FINISH_REASON_STOP})
+        d1.say({second.number: [20]}, ended={second.number: FINISH_REASON_STOP})
         assert (await collect(call))[1] == [20]
 
 
@@ -204,8 +202,8 @@ async def test_what_is_placed_anew_is_placed_elsewhere_whatever_the_policy_prefe
         _refuse(d0, refused, StatusCode.UNAVAILABLE)
         again = await d1.submitted()
         d1.say(
-            {submit.request: [20], again.request: [20]},
-            ended=dict.fromkeys([submit.request, again.request], FINISH_REASON_STOP),
+            {submit.number: [20], again.number: [20]},
+            ended=dict.fromkeys([submit.number, again.number], FINISH_REASON_STOP),
         )
         assert [(await collect(call))[1] for call in calls] == [[20], [20]]
 
@@ -257,7 +255,7 @@ async def test_what_another_node_would_say_too_is_not_asked_again(
 async def test_a_node_that_goes_on_after_the_last_token_costs_no_replay(model: Path) -> None:
     async with two_nodes(model) as (client, _, d0, d1):
         call = ask(client, max_tokens=2)
-        d0.say({(await d0.submitted()).request: [20, 21, 22]})
+        d0.say({(await d0.submitted()).number: [20, 21, 22]})
         error = await failure(call)
         assert error.code() is StatusCode.UNAVAILABLE
         assert not any(message.submits for message in d1.received)
@@ -289,7 +287,7 @@ async def test_a_node_that_is_back_in_a_moment_is_waited_for(
         async with router_for(model, decode=[node.address]) as (client, router):
             await client.wait_until_serving()
             call = ask(client)
-            node.say({(await node.submitted()).request: [20]})
+            node.say({(await node.submitted()).number: [20]})
             await call.read()
             await node.die()
             await eventually(lambda: not router.cluster.ready)
@@ -298,7 +296,7 @@ async def test_a_node_that_is_back_in_a_moment_is_waited_for(
                 submits = [await back.submitted(), await back.submitted()]
                 assert sorted(submit.num_generated for submit in submits) == [0, 1]
                 for submit in submits:
-                    back.say({submit.request: [21]}, ended={submit.request: FINISH_REASON_STOP})
+                    back.say({submit.number: [21]}, ended={submit.number: FINISH_REASON_STOP})
                 assert [list(message.token_ids) for message in await rest(call)] == [[21]]
                 assert (await collect(new))[1] == [21]
 
@@ -323,12 +321,12 @@ async def test_a_client_that_goes_away_after_a_replay_is_cancelled_where_it_is_n
 ) -> None:
     async with two_nodes(model) as (client, router, d0, d1):
         call = ask(client)
-        d0.say({(await d0.submitted()).request: [20]})
+        d0.say({(await d0.submitted()).number: [20]})
         await call.read()
         await d0.die()
         again = await d1.submitted()
         call.cancel()
-        assert await d1.cancelled() == again.request
+        assert await d1.cancelled() == again.number
         await eventually(lambda: router.admission.num_live == 0)
 
 
@@ -340,5 +338,5 @@ async def test_the_budget_of_a_replay_is_what_is_left(model: Path) -> None:
         await d0.die()
         again = await d1.submitted()
         assert again.budget_s < first.budget_s - 0.04
-        d1.say({again.request: [20, 21]}, ended={again.request: FINISH_REASON_LENGTH})
+        d1.say({again.number: [20, 21]}, ended={again.number: FINISH_REASON_LENGTH})
         await collect(call)

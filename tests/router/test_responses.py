@@ -134,7 +134,7 @@ async def test_an_answer_can_have_a_form_or_be_a_call(calling: Path) -> None:
             told = json.loads(submit.sampling.guide.json_schema)
             assert told == guided if guided else told["maxItems"] == 1
             talking.api.node.say(
-                {submit.request: talking.ids("{}")}, ended={submit.request: FINISH_REASON_STOP}
+                {submit.number: talking.ids("{}")}, ended={submit.number: FINISH_REASON_STOP}
             )
             assert (await asking).status == 200
 

@@ -47,7 +47,7 @@ async def test_a_session_stays_with_its_decode_node(model: Path, way: str) -> No
                         task.cancel()
                     node = nodes[arrivals.index(done.pop())]
                     submit = await arrivals[nodes.index(node)]
-                    node.say(ended={submit.request: FINISH_REASON_STOP})
+                    node.say(ended={submit.number: FINISH_REASON_STOP})
                     await asking
                     homes.setdefault(session, set()).add(node.address)
                     keys.setdefault(session, set()).add(submit.routing_key)

@@ -34,7 +34,7 @@ async def test_a_request_that_cannot_be_begun_in_time_reaches_no_node(model: Pat
             # Twice the share: a node may be more patient than the router. Seen failing with all of
             # the budget.
             assert 15.0 < submit.queue_s <= 30.0
-            node.say(ended={submit.request: FINISH_REASON_STOP})
+            node.say(ended={submit.number: FINISH_REASON_STOP})
             await collect(call)
             error = await failure(client.generate("x", timeout_s=10.0))
             assert error.code() is StatusCode.RESOURCE_EXHAUSTED
@@ -67,7 +67,7 @@ async def test_when_the_queue_has_gone_requests_are_taken_again(model: Path) -> 
             await eventually(lambda: _takes(router))
             call = client.generate("x")
             submit = await node.submitted()
-            node.say(ended={submit.request: FINISH_REASON_STOP})
+            node.say(ended={submit.number: FINISH_REASON_STOP})
             await collect(call)
 
 
@@ -89,11 +89,11 @@ async def test_what_this_router_has_placed_counts_at_once(model: Path) -> None:
             submit = await node.submitted()
             error = await failure(client.generate("x", timeout_s=60.0))
             assert error.code() is StatusCode.RESOURCE_EXHAUSTED
-            node.say({submit.request: [20]})
+            node.say({submit.number: [20]})
             await first.read()  # its prompt is computed: nothing waits any more
             second = client.generate("x", timeout_s=60.0)
             other = await node.submitted()
-            node.say(ended={submit.request: FINISH_REASON_STOP, other.request: FINISH_REASON_STOP})
+            node.say(ended={submit.number: FINISH_REASON_STOP, other.number: FINISH_REASON_STOP})
             await collect(first)
             await collect(second)
 
@@ -114,7 +114,7 @@ async def test_a_prefill_node_tells_of_its_queue_when_it_is_asked(model: Path) -
                 await eventually(lambda: prefill.num_described > before + 1)
                 call = client.generate("x")
                 submit = await node.submitted()
-                node.say(ended={submit.request: FINISH_REASON_STOP})
+                node.say(ended={submit.number: FINISH_REASON_STOP})
                 await collect(call)
 
 
@@ -125,7 +125,7 @@ async def test_a_nodes_own_refusal_says_when_to_come_again(model: Path) -> None:
             call = client.generate("x")
             submit = await node.submitted()
             node.say(
-                ended={submit.request: FINISH_REASON_ERROR},
+                ended={submit.number: FINISH_REASON_ERROR},
                 error="overloaded: too much",
                 error_code=RESOURCE_EXHAUSTED,
                 retry_after_s=6.5,
@@ -142,7 +142,7 @@ async def test_a_time_to_come_again_that_cannot_be_is_a_second(model: Path, lie:
             call = client.generate("x")
             submit = await node.submitted()
             node.say(
-                ended={submit.request: FINISH_REASON_ERROR},
+                ended={submit.number: FINISH_REASON_ERROR},
                 error="overloaded",
                 error_code=RESOURCE_EXHAUSTED,
                 retry_after_s=lie,

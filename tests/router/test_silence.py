@@ -31,12 +31,12 @@ async def test_nothing_is_placed_on_a_node_that_does_not_beat_until_it_does(mode
     """Seen failing with `moves` always true."""
     async with two_nodes(model, **KNOBS) as (client, router, d0, d1):
         live = ask(client)
-        number = (await d0.submitted()).request
+        number = (await d0.submitted()).number
         d0.moves = False
         await eventually(lambda: _usable(router) == [d1.address])
         for _ in range(4):
             call = ask(client)
-            d1.say(ended={(await d1.submitted()).request: FINISH_REASON_STOP})
+            d1.say(ended={(await d1.submitted()).number: FINISH_REASON_STOP})
             await collect(call)
         d0.moves = True
         await eventually(lambda: len(_usable(router)) == 2)
@@ -51,14 +51,14 @@ async def test_requests_of_a_node_that_has_not_beaten_for_long_go_on_at_another(
     """Seen failing with `_end_if_dead` doing nothing."""
     async with two_nodes(model, silent_s=1.0, dead_s=1.5) as (client, router, d0, d1):
         call = ask(client, max_tokens=9)
-        number = (await d0.submitted()).request
+        number = (await d0.submitted()).number
         d0.say({number: [20, 21]})
         assert list((await call.read()).token_ids) == [20, 21]
         d0.moves = False
         again = await d1.submitted()
         assert list(again.token_ids) == [*PROMPT, 20, 21]
         d0.say({number: [99]}, ended={number: FINISH_REASON_STOP})  # too late
-        d1.say({again.request: [22]}, ended={again.request: FINISH_REASON_STOP})
+        d1.say({again.number: [22]}, ended={again.number: FINISH_REASON_STOP})
         assert (await collect(call))[1] == [22]
         # It is connected with again, and still gets nothing.
         await eventually(lambda: d0.streams)
@@ -74,7 +74,7 @@ async def test_a_node_whose_heartbeats_say_that_its_engine_is_late_is_silent_and
     """The front and the transfer thread live, and the engine thread stands still."""
     async with two_nodes(model, silent_s=2.0, dead_s=5.0) as (client, router, d0, d1):
         call = ask(client, max_tokens=9)
-        number = (await d0.submitted()).request
+        number = (await d0.submitted()).number
         d0.say({number: [20]})
         await call.read()
         for d0.late_s in (1.0, 3.0):
@@ -83,7 +83,7 @@ async def test_a_node_whose_heartbeats_say_that_its_engine_is_late_is_silent_and
         d0.late_s = 6.0
         again = await d1.submitted()
         assert list(again.token_ids) == [*PROMPT, 20]
-        d1.say({again.request: [22]}, ended={again.request: FINISH_REASON_STOP})
+        d1.say({again.number: [22]}, ended={again.number: FINISH_REASON_STOP})
         assert (await collect(call))[1] == [22]
 
 
@@ -135,7 +135,7 @@ async def test_requests_wait_for_the_last_node_while_it_may_wake(
             node.moves, node.description.state = True, "ready"
             submit = await submitted_or_over(node, answer)
             assert submit is not None, answer.exception()
-            node.say({submit.request: [20]}, ended={submit.request: FINISH_REASON_STOP})
+            node.say({submit.number: [20]}, ended={submit.number: FINISH_REASON_STOP})
             assert (await answer)[1] == [20]
 
 

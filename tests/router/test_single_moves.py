@@ -25,7 +25,7 @@ async def _runs(client: Client, node: StubDecodeNode) -> tuple[Any, Any, str]:
     """A call whose first token is out, its submission and its id."""
     call = ask(client, max_tokens=9)
     first = await node.submitted()
-    node.say({first.request: [20]})
+    node.say({first.number: [20]})
     return call, first, (await call.read()).request_id
 
 
@@ -35,11 +35,11 @@ async def test_a_request_goes_where_the_operator_wants_it(model: Path) -> None:
         moving = _move(client, request_id=name, target=d1.address)
         second = await d1.submitted()
         assert second.move_from.ticket == first.ticket
-        d1.say({second.request: [21]})
+        d1.say({second.number: [21]})
         assert await moving == MoveResponse(request_id=name, source=d0.address, target=d1.address)
         assert list((await call.read()).token_ids) == [21]
-        assert await d0.cancelled() == first.request
-        d1.say({second.request: [22]}, ended={second.request: FINISH_REASON_LENGTH})
+        assert await d0.cancelled() == first.number
+        d1.say({second.number: [22]}, ended={second.number: FINISH_REASON_LENGTH})
         assert (await collect(call))[1] == [22]
 
 
@@ -50,9 +50,9 @@ async def test_a_request_has_moved_whose_first_node_says_so_before_the_second_sa
         call, first, name = await _runs(client, d0)
         moving = _move(client, request_id=name)
         second = await d1.submitted()
-        d0.say(ended={first.request: FINISH_REASON_MOVED})
+        d0.say(ended={first.number: FINISH_REASON_MOVED})
         assert await moving == MoveResponse(request_id=name, source=d0.address, target=d1.address)
-        d1.say({second.request: [21]}, ended={second.request: FINISH_REASON_LENGTH})
+        d1.say({second.number: [21]}, ended={second.number: FINISH_REASON_LENGTH})
         assert (await collect(call))[1] == [21]
 
 
@@ -61,7 +61,7 @@ async def test_one_of_a_nodes_requests_goes_wherever_the_policy_has_it(model: Pa
         call, _, name = await _runs(client, d0)
         moving = _move(client, source=d0.address)
         second = await d1.submitted()
-        d1.say({second.request: [21]})
+        d1.say({second.number: [21]})
         assert (await moving).request_id == name
         call.cancel()
 
@@ -79,7 +79,7 @@ async def test_what_cannot_be_moved_stays_and_the_operator_hears_why(model: Path
             error = await failure(_move(client, **order))
             assert error.code() is (code or StatusCode.FAILED_PRECONDITION)
             assert words in (error.details() or "")
-        d0.say({first.request: [21]}, ended={first.request: FINISH_REASON_LENGTH})
+        d0.say({first.number: [21]}, ended={first.number: FINISH_REASON_LENGTH})
         assert (await collect(call))[1] == [21]
 
 
@@ -89,8 +89,8 @@ async def test_a_request_that_may_have_ended_an_engine_is_not_moved(model: Path)
         call, _, _ = await _runs(client, d0)
         d0.lose_engine()
         again = await d1.submitted()
-        assert again.engine_deaths == 1
-        d1.say({again.request: [21]})
+        assert again.engine_crashes == 1
+        d1.say({again.number: [21]})
         assert list((await call.read()).token_ids) == [21]
         error = await failure(_move(client, source=d1.address))
         assert "no request that could be moved" in (error.details() or "")
@@ -106,10 +106,10 @@ async def test_a_request_on_its_way_whose_engine_ends_is_replayed_as_a_suspect(m
         d0.lose_engine()
         again = await d1.submitted()
         cancelled = [number for message in d1.received for number in message.cancels]
-        assert cancelled == [moved.request]
-        assert (again.engine_deaths, again.move_from.ticket) == (1, 0)
+        assert cancelled == [moved.number]
+        assert (again.engine_crashes, again.move_from.ticket) == (1, 0)
         await failure(moving)
-        d1.say({again.request: [21]}, ended={again.request: FINISH_REASON_LENGTH})
+        d1.say({again.number: [21]}, ended={again.number: FINISH_REASON_LENGTH})
         assert (await collect(call))[1] == [21]
 
 
@@ -119,9 +119,9 @@ async def test_a_target_that_refuses_is_told_of(model: Path) -> None:
         moving = _move(client, request_id=name)
         second = await d1.submitted()
         no_room, _ = StatusCode.UNAVAILABLE.value
-        d1.say(ended={second.request: FINISH_REASON_ERROR}, error_code=no_room)
+        d1.say(ended={second.number: FINISH_REASON_ERROR}, error_code=no_room)
         assert (await failure(moving)).code() is StatusCode.FAILED_PRECONDITION
-        d0.say({first.request: [21]}, ended={first.request: FINISH_REASON_LENGTH})
+        d0.say({first.number: [21]}, ended={first.number: FINISH_REASON_LENGTH})
         assert (await collect(call))[1] == [21]
 
 
@@ -130,7 +130,7 @@ async def test_a_request_that_ends_on_its_way_is_told_of(model: Path) -> None:
         call, first, name = await _runs(client, d0)
         moving = asyncio.ensure_future(_move(client, request_id=name))
         await d1.submitted()
-        d0.say({first.request: [21]}, ended={first.request: FINISH_REASON_LENGTH})
+        d0.say({first.number: [21]}, ended={first.number: FINISH_REASON_LENGTH})
         assert (await collect(call))[1] == [21]
         assert "it has ended" in ((await failure(moving)).details() or "")
 

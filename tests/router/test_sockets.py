@@ -40,7 +40,7 @@ async def test_every_tcp_connection_of_a_router_has_nodelay(model: Path) -> None
         await client.wait_until_serving()
         call = client.generate("x")
         submit = await node.submitted()
-        node.say({submit.request: [66]}, ended={submit.request: FINISH_REASON_STOP})
+        node.say({submit.number: [66]}, ended={submit.number: FINISH_REASON_STOP})
         await collect(call)
         assert (await get(router.http_port, "/health")).status == 200
         async with connected(router.http_port) as wire:

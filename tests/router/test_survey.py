@@ -56,7 +56,7 @@ async def test_nodes_that_send_no_messages_get_no_requests_and_harm_no_others(mo
             await eventually(lambda: p.num_calls > 2 and d.num_calls > 2)
             assert [choice.address for choice in running.cluster.usable()] == [node.address]
             call = client.generate("x")
-            number = (await node.submitted()).request
+            number = (await node.submitted()).number
             node.say({number: [20]}, ended={number: FINISH_REASON_STOP})
             assert (await collect(call))[1] == [20]
 

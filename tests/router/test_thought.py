@@ -107,7 +107,7 @@ async def test_a_budget_over_grpc_is_for_messages_too(calling: Path) -> None:
             submit = await node.submitted()
             assert submit.sampling.thinking_budget == 5
             assert submit.sampling.thought.HasField("open")
-            node.say({submit.request: [1]}, ended={submit.request: FINISH_REASON_STOP})
+            node.say({submit.number: [1]}, ended={submit.number: FINISH_REASON_STOP})
             await collect(call)
             error = await failure(client.generate("hi", sampling=sampling))
             assert error.code() is StatusCode.INVALID_ARGUMENT

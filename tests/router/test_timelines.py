@@ -80,7 +80,7 @@ async def test_a_request_is_listed_while_it_lives_and_with_its_timeline_when_it_
         await client.wait_until_serving()
         call = client.generate("hello", request_id="a b", sampling=Sampling(max_tokens=4))
         submit = await node.submitted()
-        number = submit.request
+        number = submit.number
         (live,) = await requests(r.http_port)
         assert (live["id"], live["label"]) == (submit.request_id, "a b")
         assert (live["outcome"], live["ttft_s"]) == ("live", None)
@@ -131,7 +131,7 @@ async def test_a_timeline_that_comes_after_a_stop_string_ended_the_request_is_st
     async with StubDecodeNode() as node, router_for(model, decode=[node.address]) as (client, r):
         await client.wait_until_serving()
         call = client.generate("x", request_id="s", sampling=Sampling(stop=["stop"]))
-        number = (await node.submitted()).request
+        number = (await node.submitted()).number
         node.say({number: byte_level_tokenizer().encode("stop").ids})
         _, _, last = await collect(call)
         assert last.finish_reason == "stop"
@@ -165,7 +165,7 @@ async def test_a_timeline_that_cannot_be_is_cut_to_what_can(
     async with StubDecodeNode() as node, router_for(model, decode=[node.address]) as (client, r):
         await client.wait_until_serving()
         call = client.generate("x", request_id="n", sampling=Sampling(max_tokens=1))
-        node.send(ends((await node.submitted()).request, nonsense))
+        node.send(ends((await node.submitted()).number, nonsense))
         await collect(call)
         whole = (await get(r.http_port, "/requests/n")).json
         for phase in whole["phases"]:
@@ -180,7 +180,7 @@ async def test_timelines_of_another_number_than_ends_break_the_protocol(model: P
     async with StubDecodeNode() as node, router_for(model, decode=[node.address]) as (client, _):
         await client.wait_until_serving()
         call = client.generate("x", sampling=Sampling(max_tokens=1))
-        message = ends((await node.submitted()).request, HELD)
+        message = ends((await node.submitted()).number, HELD)
         message.step.timeline.append(HELD)
         node.send(message)
         await node.submitted()  # again, on a new stream
@@ -195,7 +195,7 @@ async def test_a_replay_is_told_with_the_node_that_was_lost(model: Path) -> None
             call = client.generate("x", request_id="r", sampling=Sampling(max_tokens=1))
             await first.submitted()
             await first.die()
-            second.send(ends((await second.submitted()).request, HELD))
+            second.send(ends((await second.submitted()).number, HELD))
             await collect(call)
             whole = (await get(r.http_port, "/requests/r")).json
             assert (whole["replays"], whole["decode"]) == (1, second.address)
@@ -213,7 +213,7 @@ async def test_a_node_that_tells_no_timeline_leaves_the_routers_own_phases(model
     async with StubDecodeNode() as node, router_for(model, decode=[node.address]) as (client, r):
         await client.wait_until_serving()
         call = client.generate("x", request_id="q", sampling=Sampling(max_tokens=1))
-        node.send(ends((await node.submitted()).request))
+        node.send(ends((await node.submitted()).number))
         await collect(call)
         whole = (await get(r.http_port, "/requests/q")).json
         assert {each["where"] for each in whole["phases"]} == {"router"}
@@ -225,7 +225,7 @@ async def test_the_last_requests_are_kept_newest_first_and_refused_ones_are_not(
     model: Path,
 ) -> None:
     def answer(submit: pb.Submit) -> None:
-        node.send(ends(submit.request, HELD))
+        node.send(ends(submit.number, HELD))
 
     async with StubDecodeNode(on_submit=answer) as node:
         async with router_for(model, decode=[node.address]) as (client, r):
@@ -268,5 +268,5 @@ async def test_a_trace_is_passed_on_as_the_client_named_it_or_not_at_all(model: 
             call = client.stub.Generate(GenerateRequest(**request), metadata=metadata)
             submit = await node.submitted()
             assert submit.traceparent == passed_on
-            node.send(ends(submit.request))
+            node.send(ends(submit.number))
             await collect(call)

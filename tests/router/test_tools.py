@@ -210,8 +210,8 @@ async def test_an_answer_that_must_call_is_calls_alone(calling: Path, stream: bo
         )
         *tokens, last = talking.ids(FORCED)
         for token in tokens:
-            talking.api.node.say({submit.request: [token]})
-        talking.api.node.say({submit.request: [last]}, ended={submit.request: FINISH_REASON_STOP})
+            talking.api.node.say({submit.number: [token]})
+        talking.api.node.say({submit.number: [last]}, ended={submit.number: FINISH_REASON_STOP})
         answer = await asking
     if stream:
         choices = [event["choices"][0] for event in answer.events]
@@ -242,7 +242,7 @@ async def test_a_tool_that_is_named_is_the_only_one_that_can_be_called(calling: 
         (call,) = schema["items"]["anyOf"]
         assert (schema["maxItems"], call["properties"]["name"]) == (1, {"enum": ["pair"]})
         said = talking.ids('[{"name": "pair", "parameters": {}}]')
-        talking.api.node.say({submit.request: said}, ended={submit.request: FINISH_REASON_STOP})
+        talking.api.node.say({submit.number: said}, ended={submit.number: FINISH_REASON_STOP})
         (choice,) = (await asking).json["choices"]
         assert choice["message"]["tool_calls"][0]["function"]["name"] == "pair"
 
@@ -333,7 +333,7 @@ async def test_with_tools_and_a_form_the_model_may_call_first(calling: Path, par
         assert _schemas(form) == [FORM, PARAMETERS]
         assert submit.sampling.thought.close  # is behind what is thought
         said = talking.ids('{"sum": 42}')
-        talking.api.node.say({submit.request: said}, ended={submit.request: FINISH_REASON_STOP})
+        talking.api.node.say({submit.number: said}, ended={submit.number: FINISH_REASON_STOP})
         (choice,) = (await asking).json["choices"]
         assert choice["message"]["content"] == '{"sum": 42}'
 
@@ -347,7 +347,7 @@ async def test_a_call_that_must_be_made_goes_before_a_form(calling: Path, choice
         submit = await talking.api.node.submitted()
         assert json.loads(submit.sampling.guide.json_schema)["type"] == "array"
         said = talking.ids('[{"name": "add", "parameters": {}}]')
-        talking.api.node.say({submit.request: said}, ended={submit.request: FINISH_REASON_STOP})
+        talking.api.node.say({submit.number: said}, ended={submit.number: FINISH_REASON_STOP})
         (told,) = (await asking).json["choices"]
         assert told["message"]["tool_calls"][0]["function"]["name"] == "add"
         asking = asyncio.create_task(
@@ -450,7 +450,7 @@ async def test_over_grpc_an_answer_to_messages_has_the_same_parts(calling: Path)
                 tools=[json.dumps(TOOLS[0])],
             )
             call = client.generate(messages=messages)
-            number = (await node.submitted()).request
+            number = (await node.submitted()).number
             said = spoken.ids(f"<think>hm</think>Well.{CALL}</s>")
             node.say({number: said}, ended={number: FINISH_REASON_STOP})
             text, ids, last = await collect(call)
@@ -468,7 +468,7 @@ async def test_over_grpc_an_answer_to_messages_has_the_same_parts(calling: Path)
             submit = await node.submitted()
             prompt = spoken.text(submit.token_ids)
             assert '"arguments": {"a": 27, "b": 15}' in prompt and f"({part.id})" in prompt
-            node.say({submit.request: spoken.ids("42")}, ended={submit.request: FINISH_REASON_STOP})
+            node.say({submit.number: spoken.ids("42")}, ended={submit.number: FINISH_REASON_STOP})
             assert (await collect(call))[0] == "42"
 
 

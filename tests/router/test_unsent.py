@@ -13,11 +13,11 @@ LARGEST_ID = 2**31 - 1
 
 
 def submit(number: int, num_tokens: int = 1) -> Submit:
-    return Submit(request=number, token_ids=[LARGEST_ID] * num_tokens)
+    return Submit(number=number, request={"token_ids": bytes(4 * num_tokens)})
 
 
 def numbers(message: ToNode) -> list[int]:
-    return [submit.request for submit in message.submits]
+    return [submit.number for submit in message.submits]
 
 
 async def test_all_that_comes_while_nobody_takes_it_is_one_message() -> None:
@@ -76,10 +76,10 @@ async def test_a_message_has_no_more_than_fits(sizes: list[int], sent: list[list
 async def test_the_largest_message_is_one_that_grpc_takes() -> None:
     unsent = Unsent()
     for number in range(256):
-        one = submit(number, (1 << 20) // 256 - 20)  # for the sampling
-        one.request_id = "\U0001f600" * 256
+        one = submit(number, (1 << 20) // 256 - 400)  # for all else of the request
+        one.request.request_id = "\U0001f600" * 256
         one.prefill_addresses.extend([f"{'h' * 253}:50100"] * 64)
-        one.sampling.CopyFrom(Sampling(stop_token_ids=[LARGEST_ID] * 16))
+        one.request.sampling.CopyFrom(Sampling(stop_token_ids=[LARGEST_ID] * 16))
         unsent.submit(one)
     message = await unsent.message()
     assert len(message.submits) == 256

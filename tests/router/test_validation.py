@@ -138,14 +138,14 @@ async def test_answers_to_one_request_are_checked_once(monkeypatch: pytest.Monke
     )
     assert (len(checked), len(compiled)) == (2, 1)  # once more with the words
     assert (tokenizer.num_words, tokenizer.num_decoded) == (1, 1)
-    assert [job.request_id for job in jobs] == [f"r-{n}" for n in range(128)]
-    assert [job.sampling.seed for job in jobs] == [each.sampling.seed for each in wanted]
-    assert len({job.sampling.seed for job in jobs}) == 128
+    assert [job.spec.request_id for job in jobs] == [f"r-{n}" for n in range(128)]
+    assert [job.spec.sampling.seed for job in jobs] == [each.sampling.seed for each in wanted]
+    assert len({job.spec.sampling.seed for job in jobs}) == 128
     first = jobs[0]
     for job in jobs:  # nothing is copied that need not be
-        assert job.token_ids is first.token_ids and job.stops is first.stops
-        assert job.sampling.bad_word_ids is first.sampling.bad_word_ids
-        assert job.sampling.guide is first.sampling.guide and job.echo is first.echo
+        assert job.spec.token_ids is first.spec.token_ids and job.stops is first.stops
+        assert job.spec.sampling.bad_word_ids is first.spec.sampling.bad_word_ids
+        assert job.spec.sampling.guide is first.spec.sampling.guide and job.echo is first.echo
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ async def test_messages_without_a_template_are_refused() -> None:
 async def test_max_tokens_is_by_default_what_fits(asked: int | None, expected: int) -> None:
     request = GenerateRequest(token_ids=tokens(*[5] * 20), sampling=Sampling(max_tokens=asked))
     job = await parse(from_request(request), "r", prompts(), LIMITS, CLIENT)
-    assert job.sampling.max_tokens == expected
+    assert job.spec.sampling.max_tokens == expected
 
 
 @pytest.mark.parametrize("field", ["max_tokens", "min_tokens"])
@@ -258,18 +258,20 @@ async def test_the_longest_prompt_leaves_room_for_one_token() -> None:
     request = GenerateRequest(token_ids=tokens(*[5] * (CONTEXT_LENGTH - 1)))
     assert (
         await parse(from_request(request), "r", prompts(), LIMITS, CLIENT)
-    ).sampling.max_tokens == 1
+    ).spec.sampling.max_tokens == 1
 
 
 async def test_an_unset_seed_is_drawn_anew_and_a_set_one_is_kept() -> None:
     unset = GenerateRequest(text="x")
     drawn = {
-        (await parse(from_request(unset), "r", prompts(), LIMITS, CLIENT)).sampling.seed
+        (await parse(from_request(unset), "r", prompts(), LIMITS, CLIENT)).spec.sampling.seed
         for _ in range(8)
     }
     assert len(drawn) == 8
     request = GenerateRequest(text="x", sampling=Sampling(seed=0))
-    assert (await parse(from_request(request), "r", prompts(), LIMITS, CLIENT)).sampling.seed == 0
+    assert (
+        await parse(from_request(request), "r", prompts(), LIMITS, CLIENT)
+    ).spec.sampling.seed == 0
 
 
 async def test_special_tokens_start_a_text_but_not_a_rendered_template() -> None:

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from common import rpc
 from common.metrics.router import DECLARED
-from protos.decode_pb2 import FINISH_REASON_STOP, Submit
+from protos.decode_pb2 import FINISH_REASON_STOP
 from protos.router_pb2 import GetClusterRequest
 from protos.router_pb2_grpc import RouterStub
 from tests.router.rig import eventually
@@ -25,7 +25,7 @@ from tests.support.cluster import free_row
 from tests.support.http_client import Response, connected, get, post
 from tests.support.programs import Program
 from tests.support.scrapes import check_declared, scraped, value
-from tests.support.stub_decode_node import StubDecodeNode
+from tests.support.stub_decode_node import StubDecodeNode, Submission
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module")]
 
@@ -38,13 +38,13 @@ class Node(StubDecodeNode):
     """Remembers what it was asked, and ends the short answers at once."""
 
     def __init__(self) -> None:
-        self.submits: list[Submit] = []
+        self.submits: list[Submission] = []
         super().__init__(on_submit=self._on_submitted)
 
-    def _on_submitted(self, submit: Submit) -> None:
+    def _on_submitted(self, submit: Submission) -> None:
         self.submits.append(submit)
         if submit.sampling.max_tokens < LIVE_TOKENS:
-            self.say({submit.request: [66]}, ended={submit.request: FINISH_REASON_STOP})
+            self.say({submit.number: [66]}, ended={submit.number: FINISH_REASON_STOP})
 
 
 class Whole:

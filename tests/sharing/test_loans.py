@@ -1,12 +1,12 @@
 """What an owner lends, and when it holds it."""
 
-import numpy as np
 import pytest
 
 from common.engine.memory.pages import Holder
 from common.page_tables import PageTables
-from common.requests.sampling import SamplingParams
-from kvtransfer.messages import HandoffId, Kind
+from common.request import Remaining
+from common.requests.prefix_hash import as_bytes
+from kvtransfer.messages import HandoffId, Prefix
 from kvtransfer.ports import FailHandoff, Granted, HandoffDropped, Opened, Publish
 from sharing.loans import MAX_ASKED, SHARE, Loans
 from tests.kvtransfer.prefix_sides import NO_TIERS, Memory, Posts
@@ -36,10 +36,9 @@ def loans_of(memory: Memory, port: Posts, *, enabled: bool = True) -> Loans:
     )
 
 
-def opened(serial: int) -> Opened:
-    tokens = np.arange(ASKED, dtype=np.int32)
-    sampling = SamplingParams(max_tokens=1, seed=0)
-    return Opened(serial, ID, tokens, 0, sampling, 9.0, "", kind=Kind.PREFIX)
+def opened(serial: int) -> tuple[Opened, Prefix]:
+    prefix = Prefix(as_bytes(range(ASKED)))
+    return Opened(serial, ID, b"", Remaining(9.0), prefix), prefix
 
 
 def num_lent(memory: Memory) -> int:
@@ -49,7 +48,7 @@ def num_lent(memory: Memory) -> int:
 def test_nothing_is_held_before_the_reader_has_pages_for_it(memory: Memory) -> None:
     port = Posts()
     loans = loans_of(memory, port)
-    loans.opened(opened(1))
+    loans.opened(*opened(1))
     assert num_lent(memory) == 0 and not port.take()
     loans.granted(Granted(1, PAGE_SIZE))
     assert num_lent(memory) == HAS - 1
@@ -62,7 +61,7 @@ def test_nothing_is_held_before_the_reader_has_pages_for_it(memory: Memory) -> N
 
 def test_who_goes_before_the_grant_was_lent_nothing(memory: Memory) -> None:
     loans = loans_of(memory, Posts())
-    loans.opened(opened(1))
+    loans.opened(*opened(1))
     loans.dropped(HandoffDropped(1, ID, False, "gone"))
     loans.granted(Granted(1, 0))
     assert num_lent(memory) == 0 and not len(loans)
@@ -73,11 +72,11 @@ def test_what_cannot_be_lent_is_refused_at_once(memory: Memory, why: str) -> Non
     port = Posts()
     loans = loans_of(memory, port, enabled=why != "it lends nothing")
     if why == "too much is lent":
-        loans.opened(opened(1))
+        loans.opened(*opened(1))
         loans.granted(Granted(1, 0))
         port.take()
     before = num_lent(memory)
-    loans.opened(opened(2))
+    loans.opened(*opened(2))
     loans.granted(Granted(2, HAS * PAGE_SIZE if why == "it has no more" else 0))
     (refused,) = port.take()
     assert isinstance(refused, FailHandoff) and not refused.retryable
@@ -90,7 +89,7 @@ def test_no_more_than_so_many_may_ask_at_once(memory: Memory) -> None:
     port = Posts()
     loans = loans_of(memory, port)
     for serial in range(MAX_ASKED + 1):
-        loans.opened(opened(serial))
+        loans.opened(*opened(serial))
     (refused,) = port.take()
     assert isinstance(refused, FailHandoff) and refused.serial == MAX_ASKED
     for serial in range(MAX_ASKED + 1):

@@ -28,12 +28,15 @@ from common.engine.tiers.page_files import PageFiles
 from common.engine.tiers.page_records import HEADER_BYTES, RECORD_BYTES, version_of
 from common.engine.tiers.tiers import Tiers
 from common.page_tables import num_pages_of
+from common.requests.adapter import NO_ADAPTER, AdapterId
 from common.requests.namespace import SHARED, Namespace
 from common.requests.prediction import NOTHING, Predicted
+from common.requests.prefix_hash import as_bytes
 from common.requests.sampling import SamplingParams
 from tests.support.fake_copier import FakeCopier
 from tests.support.fake_runner import FakeRunner, next_token, state_of
 from tests.support.late_files import LateFiles
+from tests.support.specs import make_request
 
 VOCABULARY = 97
 FAR = 1e18
@@ -155,18 +158,18 @@ class Rig:
         deadline: float = FAR,
         arrived: float = 0.0,
         namespace: Namespace = SHARED,
+        adapter: AdapterId = NO_ADAPTER,
         suspect: bool = False,
         priority: int = 0,
         routing_key: int = 0,
         prediction: Sequence[int] = (),
     ) -> Request:
         key = len(self.requests) + 1
-        request = Request(
+        request = make_request(
+            [*prompt, *generated],
             key=key,
-            origin=(1, key),
             request_id=f"r{key}",
-            token_ids=ints([*prompt, *generated]),
-            num_prompt=len(prompt),
+            num_generated=len(generated),
             sampling=SamplingParams(
                 max_tokens=max_tokens,
                 seed=key,
@@ -177,9 +180,10 @@ class Rig:
             deadline=deadline,
             arrived=arrived,
             namespace=namespace,
+            adapter=adapter,
             priority=priority,
             routing_key=routing_key,
-            prediction=ints(prediction) if len(prediction) else None,
+            prediction=as_bytes(prediction),
         )
         if suspect:
             request.suspect_of(engine_deaths=1)

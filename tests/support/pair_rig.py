@@ -15,18 +15,26 @@ from types import TracebackType
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 
 from common.config import SharingConfig, TransferConfig
 from common.engine.rows.request import FinishReason
 from common.engine.run.stream import Stream, WorkerStream
 from common.node.ipc import FrameSocket, socket_pair
-from common.node.messages import Ask, CancelSubmitted, MoveFrom, StreamEnded, SubmitRequest
+from common.node.messages import (
+    Ask,
+    CancelSubmitted,
+    MoveFrom,
+    Placement,
+    StreamEnded,
+    SubmitRequest,
+)
+from common.request import Remaining, RequestSpec
 from common.requests.adapter import NO_ADAPTER, AdapterId
 from common.requests.images import Image
 from common.requests.namespace import SHARED, Namespace
 from common.requests.prefix_at import PrefixAt
+from common.requests.prefix_hash import as_bytes
 from common.requests.sampling import SamplingParams
 from kvtransfer.backends.loopback import LoopbackBackend
 from kvtransfer.front_messages import PairInput
@@ -188,26 +196,29 @@ class PairRig:
         router.inbox.append(
             SubmitRequest(
                 stream=STREAM,
-                request=number,
-                request_id=request_id or f"request {number}",
-                token_ids=np.array([*asked.prompt, *generated], np.int32).tobytes(),
-                num_generated=len(generated),
-                sampling=asked.sampling,
-                prefill_addresses=tuple(self.prefill[i].front.address for i in indices),
-                budget_s=budget_s,
-                namespace=namespace,
-                adapter=adapter,
-                engine_deaths=engine_deaths,
-                queue_s=queue_s,
-                ticket=asked.ticket,
-                move_from=move_from,
-                priority=priority,
-                routing_key=routing_key,
-                client=client,
-                prefix_at=tuple(prefix_at),
-                own_address=self.decode[node].front.address,
-                prediction=np.array(prediction, np.int32).tobytes(),
-                images=tuple(images),
+                number=number,
+                spec=RequestSpec(
+                    request_id=request_id or f"request {number}",
+                    token_ids=as_bytes([*asked.prompt, *generated]),
+                    num_generated=len(generated),
+                    sampling=asked.sampling,
+                    namespace=namespace,
+                    adapter=adapter,
+                    engine_crashes=engine_deaths,
+                    priority=priority,
+                    routing_key=routing_key,
+                    client=client,
+                    prediction=as_bytes(prediction),
+                    images=tuple(images),
+                ),
+                remaining=Remaining(budget_s, queue_s),
+                placement=Placement(
+                    prefill_addresses=tuple(self.prefill[i].front.address for i in indices),
+                    prefix_hints=tuple(prefix_at),
+                    ticket=asked.ticket,
+                    move_from=move_from,
+                    own_address=self.decode[node].front.address,
+                ),
             )
         )
         return asked

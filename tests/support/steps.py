@@ -3,7 +3,6 @@
 import itertools
 import math
 import random
-import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -27,6 +26,7 @@ from common.engine.run.runner import ModelRunner
 from common.engine.run.stream import open_stream
 from common.requests.adapter import NO_ADAPTER
 from common.requests.sampling import SamplingParams
+from tests.support.specs import make_request
 
 GREEDY = SamplingParams(max_tokens=10_000, seed=0, temperature=0.0)
 
@@ -93,15 +93,11 @@ class Steps:
         Args:
             adapter: the name of one that is loaded, empty for none.
         """
-        request = Request(
+        request = make_request(
+            tokens,
             key=next(self._numbers),
-            origin=(0, 0),
-            request_id="",
-            token_ids=np.array(tokens, np.int32),
-            num_prompt=len(tokens) if num_prompt is None else num_prompt,
+            num_generated=0 if num_prompt is None else len(tokens) - num_prompt,
             sampling=sampling,
-            deadline=time.monotonic() + 60,
-            arrived=time.monotonic(),
             adapter=self.adapters.library.names()[adapter] if adapter else NO_ADAPTER,
         )
         self.adapters.hold(request)

@@ -17,6 +17,7 @@ import uvloop
 
 from common import rpc, serve_protocol
 from common.errors import EngineDied, RequestFailed, WrongState
+from common.request import tokens_of
 from common.rpc.last_words import said
 from protos import (
     decode_pb2,
@@ -38,6 +39,23 @@ def links_to(peers: Sequence[str]) -> list[router_pb2.LinkState]:
 _WAIT_S = 60.0
 _BEAT_S = 0.2
 _instance_ids = itertools.count(1)
+
+
+class Submission:
+    """A Submit as a test looks at it: its own fields, and those of its request."""
+
+    def __init__(self, proto: decode_pb2.Submit) -> None:
+        self.proto = proto
+        self.token_ids = [*tokens_of(proto.request.token_ids)]
+        self.prediction = [*tokens_of(proto.request.prediction)]
+
+    def __getattr__(self, name: str) -> Any:
+        parts = (self.proto, self.proto.request, self.proto.remaining)
+        return getattr(next(part for part in parts if hasattr(part, name)), name)
+
+    def HasField(self, name: str) -> bool:
+        parts = (self.proto, self.proto.request, self.proto.remaining)
+        return next(part for part in parts if hasattr(part, name)).HasField(name)
 
 
 class StubNode(node_pb2_grpc.NodeServicer):
@@ -229,7 +247,7 @@ class StubDecodeNode(StubNode, decode_pb2_grpc.DecodeNodeServicer):
         serves_alone: bool = True,
         tokenizer_hash: str = "",
         port: int = 0,
-        on_submit: Callable[[decode_pb2.Submit], None] = lambda submit: None,
+        on_submit: Callable[[Submission], None] = lambda submit: None,
     ) -> None:
         super().__init__("decode", tokenizer_hash=tokenizer_hash, port=port)
         self.status = decode_pb2.Status(state="ready", serves_alone=serves_alone)
@@ -240,7 +258,7 @@ class StubDecodeNode(StubNode, decode_pb2_grpc.DecodeNodeServicer):
         self.received: list[decode_pb2.ToNode] = []
         self.streams: list[asyncio.Queue[decode_pb2.FromNode | None]] = []
         # What `received` said, one by one: a Submit, or the number of a cancelled request.
-        self._arrivals: asyncio.Queue[decode_pb2.Submit | int] = asyncio.Queue()
+        self._arrivals: asyncio.Queue[Submission | int] = asyncio.Queue()
         self._on_submit = on_submit
 
     async def Serve(self, messages: AsyncIterator[decode_pb2.ToNode], context: Any) -> None:
@@ -262,9 +280,9 @@ class StubDecodeNode(StubNode, decode_pb2_grpc.DecodeNodeServicer):
             beating.cancel()
             receiving.cancel()
 
-    async def submitted(self) -> decode_pb2.Submit:
+    async def submitted(self) -> Submission:
         """The next Submit; whatever came before it is skipped."""
-        return await self._next(decode_pb2.Submit)
+        return await self._next(Submission)
 
     async def cancelled(self) -> int:
         """The number of the next request that the router cancels."""
@@ -359,10 +377,11 @@ class StubDecodeNode(StubNode, decode_pb2_grpc.DecodeNodeServicer):
     async def _receive(self, messages: AsyncIterator[decode_pb2.ToNode]) -> None:
         async for message in messages:
             self.received.append(message)
-            for arrival in (*message.submits, *message.cancels):
+            submissions = [Submission(submit) for submit in message.submits]
+            for arrival in (*submissions, *message.cancels):
                 self._arrivals.put_nowait(arrival)
-            for submit in message.submits:
-                self._on_submit(submit)
+            for submission in submissions:
+                self._on_submit(submission)
 
     async def _next(self, kind: type[T]) -> T:
         async with asyncio.timeout(_WAIT_S):
@@ -396,9 +415,9 @@ class Metronome:
             if self._left:
                 self._step()
 
-    def _begin(self, submit: decode_pb2.Submit) -> None:
+    def _begin(self, submit: Submission) -> None:
         length = min(self._num_tokens, submit.sampling.max_tokens)
-        self._left[submit.request] = length - submit.num_generated
+        self._left[submit.number] = length - submit.num_generated
 
     def _step(self) -> None:
         self.node.say(

@@ -52,7 +52,7 @@ class Live:
     prompt: "np.ndarray" = field(init=False)
 
     def __post_init__(self) -> None:
-        self.prompt = np.frombuffer(self.submit.token_ids, "<i4")
+        self.prompt = np.frombuffer(self.submit.spec.token_ids, "<i4")
 
 
 class StuckAtShutdown(logging.NullHandler):
@@ -98,12 +98,12 @@ class EchoEngine:
                     logging.getLogger().addHandler(StuckAtShutdown())
                 if "crash" in self._model:
                     raise RuntimeError("the stub was told to crash")
-                if message.queue_s == 0.0:
-                    late = Ended(message.request, ERROR, "late", 8, retry_after_s=2.5)
+                if message.remaining.queue_s == 0.0:
+                    late = Ended(message.number, ERROR, "late", 8, retry_after_s=2.5)
                     return self._say(message.stream, ended=(late,))
-                self._live[message.stream, message.request] = Live(message)
-                if message.engine_deaths:
-                    self._channel.post(OnTrial(message.stream, message.request))
+                self._live[message.stream, message.number] = Live(message)
+                if message.spec.engine_crashes:
+                    self._channel.post(OnTrial(message.stream, message.number))
                     self._channel.post(OnTrial(0, 0))
                 self._remember(message)
             case WatchCache():
@@ -131,7 +131,9 @@ class EchoEngine:
                     self._cache.flush()
                 self._channel.post(Answer(number, error=busy, integer=5))
             case Ask(number=number, what="abort", argument=name):
-                doomed = [key for key, live in self._live.items() if live.submit.request_id == name]
+                doomed = [
+                    key for key, live in self._live.items() if live.submit.spec.request_id == name
+                ]
                 for stream, request in doomed:
                     del self._live[stream, request]
                     self._say(stream, ended=(Ended(request, ABORT),))
@@ -139,10 +141,10 @@ class EchoEngine:
 
     def _remember(self, submit: SubmitRequest) -> None:
         """As if the whole prompt had been computed at once."""
-        tokens = np.frombuffer(submit.token_ids, np.int32)
+        tokens = np.frombuffer(submit.spec.token_ids, np.int32)
         pages = self._cache.allocate(len(tokens) // PAGE_SIZE, Holder.REQUEST)
         if pages is not None:
-            self._cache.insert(tokens, Holding.of(pages), submit.namespace)
+            self._cache.insert(tokens, Holding.of(pages), submit.spec.namespace)
             self._pages.drop(pages, Holder.REQUEST)
 
     def _step(self) -> None:
@@ -151,11 +153,11 @@ class EchoEngine:
             token = int(live.prompt[live.said % len(live.prompt)])
             begun = ((request, 3),) if not live.said else ()
             live.said += 1
-            over = live.said == live.submit.sampling.max_tokens
+            over = live.said == live.submit.spec.sampling.max_tokens
             if over:
                 del self._live[stream, request]
             ended = (Ended(request, LENGTH),) if over else ()
-            num_predicted = len(live.submit.prediction) // 4
+            num_predicted = len(live.submit.spec.prediction) // 4
             predicted = ((request, Predicted(num_predicted, 1)),) if num_predicted else ()
             self._say(stream, [request], [token], ended, begun, predicted)
 

@@ -33,6 +33,7 @@ from common.engine.run.runner import ModelRunner
 from common.engine.run.stream import Event, Stream, open_stream
 from common.engine.schedule.scheduler import Scheduler
 from common.engine.tiers.tiers import no_tiers
+from common.request import RequestSpec
 from common.requests.sampling import SamplingParams
 
 PAGE_SIZE = 16
@@ -50,15 +51,15 @@ def make_request(
     key: int, rng: np.random.Generator, num_tokens: int, vocabulary_size: int
 ) -> Request:
     """Of random tokens, greedy, and as good as endless."""
-    return Request(
+    return Request.of(
+        RequestSpec(
+            token_ids=rng.integers(3, vocabulary_size, num_tokens, dtype=np.int32).tobytes(),
+            sampling=SamplingParams(max_tokens=1 << 20, seed=key, temperature=0.0),
+        ),
         key=key,
-        origin=(1, key),
-        request_id=str(key),
-        token_ids=rng.integers(3, vocabulary_size, num_tokens, dtype=np.int32),
-        num_prompt=num_tokens,
-        sampling=SamplingParams(max_tokens=1 << 20, seed=key, temperature=0.0),
         deadline=FAR,
         arrived=0.0,
+        origin=(1, key),
     )
 
 

@@ -96,15 +96,15 @@ class Adapters:
         Raises:
             AdapterNotLoaded: its adapter is not.
         """
-        if request.adapter:
-            self._held[request.key] = self.library.hold(request.adapter)
+        if request.spec.adapter:
+            self._held[request.key] = self.library.hold(request.spec.adapter)
 
     def take_slot(self, request: Request) -> bool:
         """Of one that is held. False: it has to wait until another adapter's last request has
         ended."""
-        if not request.adapter or request.key in self._with_slot:
+        if not request.spec.adapter or request.key in self._with_slot:
             return True
-        taken = self._slots.take(request.adapter)
+        taken = self._slots.take(request.spec.adapter)
         if taken is None:
             return False
         slot, fresh = taken
@@ -145,8 +145,8 @@ class Adapters:
         return AdapterWork(self._bank, tokens)
 
     def _acquired(self, slot: int, request: Request) -> None:
-        has = request.adapter != NO_ADAPTER
-        self._column[slot] = self._slots.slot_of(request.adapter) if has else _NONE
+        has = request.spec.adapter != NO_ADAPTER
+        self._column[slot] = self._slots.slot_of(request.spec.adapter) if has else _NONE
 
 
 def no_adapters(table: RequestTable) -> Adapters:

@@ -26,7 +26,7 @@ class AdapterLine:
         return len(self._waiting)
 
     def needed_by(self, request: Request) -> bool:
-        return bool(request.adapter)
+        return bool(request.spec.adapter)
 
     def put(self, request: Request) -> None:
         """A request that holds an adapter."""

@@ -81,10 +81,10 @@ class RowImages:
         live = self._table.live
         self._images = {each: images for each, images in self._images.items() if live[each]}
         self._images.pop(slot, None)
-        self._have[slot] = bool(request.images)
-        self._shift[slot] = shift_of(request.images)
-        if request.images:
-            self._images[slot] = request.images
+        self._have[slot] = bool(request.spec.images)
+        self._shift[slot] = shift_of(request.spec.images)
+        if request.spec.images:
+            self._images[slot] = request.spec.images
 
 
 def shift_of(images: Sequence[Image]) -> int:

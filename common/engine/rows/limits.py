@@ -3,10 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from common.engine.rows.image_tokens import text_of
 from common.engine.rows.request import Ints
 from common.errors import InvalidRequest
 from common.page_tables import PageTables
+from common.request import RequestSpec
 from common.requests.images import Image
 from common.requests.pooling import Pool, Pooling
 from common.requests.sampling import SamplingParams
@@ -24,6 +27,14 @@ class RequestLimits:
     generates: bool = True
     num_labels: int = 0
     image_token_side: int = 0
+
+    def check_request(self, spec: RequestSpec) -> None:
+        """Raises InvalidRequest, with a sentence that names the field, for what can never be
+        served."""
+        self.check(np.frombuffer(spec.token_ids, np.int32), spec.images)
+        self.check_sampling(spec.sampling, spec.images)
+        if spec.prediction:
+            self.check_prediction(np.frombuffer(spec.prediction, np.int32))
 
     def check_sampling(self, sampling: SamplingParams, images: Sequence[Image] = ()) -> None:
         """Raises InvalidRequest, with a sentence that names the field, for a token that there is

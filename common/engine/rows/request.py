@@ -10,8 +10,7 @@ from grpc import StatusCode
 from numpy.typing import NDArray
 
 from common.priority import STEP_S, head_start_s
-from common.requests.adapter import NO_ADAPTER, AdapterId
-from common.requests.images import Image
+from common.request import RequestSpec
 from common.requests.logprobs import Logprobs
 from common.requests.namespace import SHARED, Namespace
 from common.requests.pooling import Pooling
@@ -77,25 +76,17 @@ class Request:
 
     key: int  # this node's own number for it, new for every request
     origin: tuple[int, int]  # router stream and the router's number for it; (0, 0) on an owner
-    request_id: str  # the router's name for it, for logs
+    spec: RequestSpec
     token_ids: Ints  # prompt, then tokens already generated
     num_prompt: int
-    sampling: SamplingParams
+    sampling: SamplingParams  # of the spec, except on a node that samples one token only
     deadline: float  # time.monotonic() by which it must have ended
     arrived: float  # time.monotonic()
     start_by: float = math.inf  # time.monotonic() by which its prompt's first forward must begin
-    priority: int = 0  # see common/priority.py
-    routing_key: int = 0  # of those that belong together; 0: of none
-    client: int = 0  # the number of its client; 0: not known
-    client_weight: float = 1.0  # the client's share beside others
     pooling: Pooling | None = None  # wanted in place of tokens: it ends with its prompt
     namespace: Namespace = SHARED  # of the prefix cache, in which its KV is found and left
-    shared_in: Namespace = SHARED  # the same, whatever the weights
     weights: WeightsId = UNNAMED  # that compute it
-    adapter: AdapterId = NO_ADAPTER  # that computes it
     given_by: list[int] = field(default_factory=list)  # nodes that KV of it was read from
-    prediction: Ints | None = None  # tokens that its client expects of the answer
-    images: tuple[Image, ...] = ()  # of its prompt, for as long as it may be computed anew
     engine_deaths: int = 0  # engines that died with it aboard, see common/requests/trial.py
     alone_until: int = 0  # it shares no forward before it has so many tokens
     cached_tokens: int = 0  # prompt tokens whose KV was found in a cache
@@ -111,9 +102,40 @@ class Request:
     preemptions: int = 0  # how often it left it for one that is more urgent
     away_s: float = 0.0  # in sum, of absences that are over
 
+    @classmethod
+    def of(
+        cls,
+        spec: RequestSpec,
+        *,
+        key: int,
+        deadline: float,
+        arrived: float,
+        origin: tuple[int, int] = (0, 0),
+        start_by: float = math.inf,
+        weights: WeightsId = UNNAMED,
+        pooling: Pooling | None = None,
+    ) -> "Request":
+        """Return a request as it arrives."""
+        token_ids = np.frombuffer(spec.token_ids, np.int32)
+        request = cls(
+            key=key,
+            origin=origin,
+            spec=spec,
+            token_ids=token_ids,
+            num_prompt=spec.num_prompt,
+            sampling=spec.sampling,
+            deadline=deadline,
+            arrived=arrived,
+            start_by=start_by,
+            pooling=pooling,
+        )
+        request.compute_with(weights)
+        request.suspect_of(spec.engine_crashes)
+        return request
+
     def compute_with(self, weights: WeightsId) -> None:
-        """Not while it has KV."""
-        self.weights, self.namespace = weights, made_with(self.shared_in, weights)
+        """Take other weights. Not while it has KV."""
+        self.weights, self.namespace = weights, made_with(self.spec.cache_namespace, weights)
 
     def leave_device(self, now: float) -> None:
         """Of too many absences the last ones become one."""
@@ -143,7 +165,7 @@ class Request:
         Args:
             away_s: of an absence that is not over.
         """
-        return self.priority + (self.away_s + away_s) // STEP_S
+        return self.spec.priority + (self.away_s + away_s) // STEP_S
 
     def suspect_of(self, engine_deaths: int) -> None:
         """That many engines have died with it aboard; not to be called while it has a slot."""
@@ -165,7 +187,7 @@ class Request:
     @property
     def place(self) -> float:
         """In line, where the least goes first: as they came, the urgent as if they had earlier."""
-        return self.arrived - head_start_s(self.priority)
+        return self.arrived - head_start_s(self.spec.priority)
 
     @property
     def due(self) -> float:
@@ -175,7 +197,7 @@ class Request:
     @property
     def turn(self) -> float:
         """As it is due, the urgent as if they could wait less."""
-        return self.due - head_start_s(self.priority)
+        return self.due - head_start_s(self.spec.priority)
 
     @property
     def num_generated(self) -> int:

@@ -133,8 +133,8 @@ class RequestTable:
         self.live[slot] = self.plain[slot] = True
         self.held[slot] = self.unchosen[slot] = False
         self.deadline[slot] = request.deadline
-        self.priority[slot] = request.priority
-        self.routing_key[slot] = request.routing_key
+        self.priority[slot] = request.spec.priority
+        self.routing_key[slot] = request.spec.routing_key
         self.origin_stream[slot], self.origin_request[slot] = request.origin
         self._set_stop_ids(
             slot, sampling.stop_token_ids + (tuple(eos_token_ids) if sampling.ends_at_eos else ())

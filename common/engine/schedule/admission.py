@@ -208,7 +208,7 @@ class Admission:
         if first is None:
             return None
         num_pages = self._tables.pages_to_compute(len(first.token_ids))
-        return Claim(first.arrived, num_pages + self.growth_pages(first), first.priority)
+        return Claim(first.arrived, num_pages + self.growth_pages(first), first.spec.priority)
 
     @property
     def suspect_waits(self) -> bool:
@@ -294,7 +294,7 @@ class Admission:
             if not self.has_slot(kept_slots):
                 return
             returned = self.waiting.was_returned(request)
-            if request.priority < floor or (request.place > barrier and not returned):
+            if request.spec.priority < floor or (request.place > barrier and not returned):
                 continue
             if request.suspect is not suspect:  # its turn is another step
                 if is_overdue(request.arrived, now):

@@ -89,8 +89,8 @@ class SchedulePolicy:
         counts = self._routing_keys()
 
         def place(request: Request) -> tuple[int, int]:
-            count = counts[request.routing_key]
-            return (-count, request.routing_key if count else 0)
+            count = counts[request.spec.routing_key]
+            return (-count, request.spec.routing_key if count else 0)
 
         return sorted(waiting, key=place)
 
@@ -104,7 +104,7 @@ def _urgent_first(order: _Order) -> _Order:
 
     def by_level(waiting: Collection[Request]) -> list[Request]:
         ordered = order(waiting)
-        priorities = {request.priority for request in waiting}
+        priorities = {request.spec.priority for request in waiting}
         if len(priorities) < 2:
             return ordered
         now, top = time.monotonic(), max(priorities)

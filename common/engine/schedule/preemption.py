@@ -98,7 +98,7 @@ class Preemption:
             self._retracted.retract(request)
             saved = self._retracted.save(request)
             assert saved, "host memory was counted before"
-            self.counts[class_of(request.priority)] += 1
+            self.counts[class_of(request.spec.priority)] += 1
 
     def _victims(self, priority: int, requests: Mapping[int, Request]) -> list[int]:
         """Those that have their last token in flight end anyway."""

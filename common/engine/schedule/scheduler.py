@@ -431,7 +431,7 @@ class Scheduler:
         may_help = self._preemption.may_help(waiting.highest_priority)
         if may_help and self._admission.chunked is None:
             first = waiting.most_urgent()
-            self.make_room(first.priority, self._admission.needed_pages(first))
+            self.make_room(first.spec.priority, self._admission.needed_pages(first))
 
     def _launch(self, rows: Rows, alone: bool) -> ScheduleBatch:
         swaps = self._retracted.swaps() if self._retracted else _NO_SWAPS

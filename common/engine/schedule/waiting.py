@@ -57,7 +57,7 @@ class WaitingQueue:
 
     def most_urgent(self) -> Request:
         """Somebody must be here."""
-        return max(self, key=lambda request: (request.priority, -request.place))
+        return max(self, key=lambda request: (request.spec.priority, -request.place))
 
     @property
     def num_changes(self) -> int:
@@ -76,7 +76,7 @@ class WaitingQueue:
 
     def remove(self, request: Request) -> None:
         self._suspects.discard(request.key)
-        self._priorities -= Counter((request.priority,))
+        self._priorities -= Counter((request.spec.priority,))
         if self._requests.take(request.key) is None:
             self._returned.remove(request)
             self._num_returns += 1
@@ -90,7 +90,7 @@ class WaitingQueue:
         return [*self._returned, *fresh][:MAX_LOOKED_AT]
 
     def _note(self, request: Request) -> None:
-        self._priorities[request.priority] += 1
+        self._priorities[request.spec.priority] += 1
         if request.suspect:
             self._suspects.add(request.key)
 

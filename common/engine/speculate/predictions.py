@@ -25,9 +25,10 @@ class Predictions:
     def acquired(self, slot: int, request: Request) -> None:
         """It has a new request."""
         self._texts.pop(slot, None)
-        if request.prediction is not None:
+        if request.spec.prediction:
+            predicted = np.frombuffer(request.spec.prediction, np.int32)
             prompt = request.token_ids[: request.num_prompt]
-            self._texts[slot] = np.concatenate((prompt[-LONGEST_MATCH:], request.prediction))
+            self._texts[slot] = np.concatenate((prompt[-LONGEST_MATCH:], predicted))
 
     def propose(self, slot: int, tokens: Ints, count: int) -> Ints:
         """As of Drafter, for the request in a slot."""

@@ -23,11 +23,12 @@ from common.identity.caller import node_name
 from common.identity.guard import Guard
 from common.identity.program import identity_of
 from common.identity.refusals import uncounted
+from common.requests.prefix_hash import as_bytes
 from common.rpc.last_words import StreamEnded, heard
 from kvtransfer.backends.base import Owner, PagePool
 from kvtransfer.backends.tcp.backend import TcpBackend
 from kvtransfer.pairing import PROTOCOL_VERSION
-from protos import decode_pb2, kvtransfer_pb2
+from protos import decode_pb2, kvtransfer_pb2, request_pb2
 from protos.decode_pb2_grpc import DecodeNodeStub
 from protos.kvtransfer_pb2_grpc import (
     KvTransferServicer,
@@ -58,7 +59,7 @@ async def router(target: Target, draw: Random) -> None:
 async def heavy_router(target: Target, draw: Random) -> None:
     """Requests as long as they may be, or none at all, by the thousand."""
     empty = decode_pb2.Submit()
-    long = decode_pb2.Submit(request=1, token_ids=[1] * 100_000)
+    long = decode_pb2.Submit(number=1, request={"token_ids": as_bytes([1] * 100_000)})
     submit = draw.choice((empty, long, _submit(draw, [], num_tokens=7000)))
     number = draw.choice((200, 100_000)) if submit is empty else 20
     async with _as_router(target) as channel:
@@ -145,7 +146,9 @@ class _LyingOwner(KvTransferServicer):
             match message.WhichOneof("message"):
                 case "open":
                     ids.append(message.open.id)
-                    opened[message.open.id.request] = len(message.open.token_ids)
+                    opened[message.open.id.request] = (
+                        len(message.open.prompt.request.token_ids) // 4
+                    )
                 case "grant" if self._draw.random() < 0.5:
                     num_tokens = opened.get(message.grant.id.request, 1)
                     await context.write(_plausible(message.grant, num_tokens))
@@ -209,7 +212,7 @@ def _by_a_reader(draw: Random, instance: int) -> kvtransfer_pb2.FromReader:
         case "cancel":
             return kvtransfer_pb2.FromReader(cancel=kvtransfer_pb2.Cancel(id=id, reason="a lie"))
         case "forget":
-            tokens = range(draw.choice((1, 16, 700)))
+            tokens = as_bytes(range(draw.choice((1, 16, 700))))
             return kvtransfer_pb2.FromReader(forget=kvtransfer_pb2.Forget(token_ids=tokens))
         case "beat":
             beat = kvtransfer_pb2.Beat(sequence=draw.getrandbits(64), open_handoffs=7)
@@ -234,11 +237,9 @@ def _open(
 ) -> kvtransfer_pb2.FromReader:
     opened = kvtransfer_pb2.Open(
         id=kvtransfer_pb2.HandoffId(instance=instance, request=request, attempt=attempt),
-        token_ids=[draw.randrange(500)] * num_tokens,
-        budget_s=5.0,
-        request_id="liar",
+        remaining={"budget_s": 5.0},
+        prompt={"request": _request(draw, num_tokens)},
     )
-    opened.sampling.max_tokens, opened.sampling.seed = 4, 1
     return kvtransfer_pb2.FromReader(open=opened)
 
 
@@ -248,14 +249,20 @@ def _greeting(*addresses: str) -> decode_pb2.ToNode:
 
 
 def _submit(draw: Random, addresses: list[str], num_tokens: int = 100) -> decode_pb2.Submit:
-    submit = decode_pb2.Submit(
-        request=draw.getrandbits(40),
-        token_ids=[draw.randrange(500)] * num_tokens,
+    return decode_pb2.Submit(
+        number=draw.getrandbits(40),
+        request=_request(draw, num_tokens),
+        remaining={"budget_s": 4.0},
         prefill_addresses=addresses,
-        budget_s=4.0,
     )
-    submit.sampling.max_tokens, submit.sampling.seed = 4, 1
-    return submit
+
+
+def _request(draw: Random, num_tokens: int) -> request_pb2.Request:
+    return request_pb2.Request(
+        request_id="liar",
+        token_ids=as_bytes([draw.randrange(500)] * num_tokens),
+        sampling={"max_tokens": 4, "seed": 1},
+    )
 
 
 async def _learned(target: Target, draw: Random) -> kvtransfer_pb2.Hello:

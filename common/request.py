@@ -1,0 +1,216 @@
+"""What a request asks for: the one record of it, its wire form and its check.
+
+Every program has the same record. The router makes it, a decode node hands it on to the prefill
+node and to the next decode node, and the engine's `Request` refers to it. A further field is
+declared here and in `protos/request.proto`.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from common.api_keys import MAX_WEIGHT, MIN_WEIGHT
+from common.errors import InvalidRequest
+from common.requests import images, sampling
+from common.requests.adapter import NO_ADAPTER, AdapterId, check_adapter, within
+from common.requests.images import Image
+from common.requests.namespace import SHARED, Namespace, check_namespace
+from common.requests.prefix_hash import BYTES_PER_TOKEN, as_bytes
+from common.requests.priority import check_priority
+from common.requests.sampling import SamplingParams
+from common.requests.trial import MAX_DEATHS
+from common.tracing.context import checked
+from protos import request_pb2 as pb
+
+MAX_REQUEST_ID = 256  # characters
+MAX_BUDGET_S = 7 * 24 * 3600.0
+
+
+class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A checked request.
+
+    Attributes:
+        request_id: of the router, for logs and Abort.
+        token_ids: little-endian int32: the prompt, then tokens already generated.
+        num_generated: how many of token_ids were generated already.
+        namespace: of the client's prefix cache.
+        adapter: computes it; its KV is apart from all other in `namespace`.
+        routing_key: of its session; 0: none.
+        client: whose request it is, as a number; 0: not known. Clients take turns for KV pages.
+        client_weight: the client's share beside others.
+        engine_crashes: engines that crashed while they had it, see common/requests/trial.py.
+        images: of its prompt.
+        prediction: little-endian int32: output that the client expects.
+        traceparent: parent of the receiver's spans; "": not traced.
+    """
+
+    token_ids: bytes
+    sampling: SamplingParams
+    request_id: str = ""
+    num_generated: int = 0
+    namespace: Namespace = SHARED
+    adapter: AdapterId = NO_ADAPTER
+    priority: int = 0
+    routing_key: int = 0
+    client: int = 0
+    client_weight: float = 1.0
+    engine_crashes: int = 0
+    images: tuple[Image, ...] = ()
+    prediction: bytes = b""
+    traceparent: str = ""
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of prompt and generated tokens."""
+        return len(self.token_ids) // BYTES_PER_TOKEN
+
+    @property
+    def num_predicted(self) -> int:
+        """Return the number of tokens of `prediction`."""
+        return len(self.prediction) // BYTES_PER_TOKEN
+
+    @property
+    def num_prompt(self) -> int:
+        return self.num_tokens - self.num_generated
+
+    @property
+    def tokens(self) -> "memoryview[int]":
+        """Return the ids of `token_ids`, without a copy."""
+        return tokens_of(self.token_ids)
+
+    @property
+    def cache_namespace(self) -> Namespace:
+        """Return the namespace of its KV, whatever the weights."""
+        return within(self.namespace, self.adapter)
+
+    def continued(self, token_ids: Sequence[int], engine_crashes: int) -> "RequestSpec":
+        """Return the rest of it after these tokens. Its seed draws the others as before."""
+        if not token_ids and not engine_crashes:
+            return self
+        params = self.sampling
+        if token_ids:  # log-probabilities of the prompt came with the first of them
+            params = msgspec.structs.replace(params, prompt_logprobs=-1)
+        return msgspec.structs.replace(
+            self,
+            sampling=params,
+            token_ids=self.token_ids + as_bytes(token_ids),
+            num_generated=self.num_generated + len(token_ids),
+            engine_crashes=engine_crashes,
+        )
+
+
+class Remaining(NamedTuple):
+    """Seconds that were left of a request's limits when the message was sent.
+
+    budget_s: of its total budget.
+    queue_s: longest wait for its prompt's first forward.
+    """
+
+    budget_s: float
+    queue_s: float = math.inf
+
+
+def tokens_of(token_ids: bytes) -> "memoryview[int]":
+    """Return little-endian int32 as numbers, on the little-endian machines that Baton runs on."""
+    return memoryview(token_ids).cast("i")
+
+
+def from_proto(proto: pb.Request) -> RequestSpec:
+    """Check a request of another program. The engine checks the ids against its vocabulary.
+
+    Raises:
+        InvalidRequest: with a sentence that names the field.
+    """
+    _check_tokens("token_ids", proto.token_ids)
+    num_tokens = len(proto.token_ids) // BYTES_PER_TOKEN
+    if not num_tokens:
+        raise InvalidRequest("token_ids is empty")
+    if proto.num_generated >= num_tokens:
+        raise InvalidRequest(
+            f"num_generated is {proto.num_generated} of {num_tokens} token_ids: no prompt is left"
+        )
+    if len(proto.request_id) > MAX_REQUEST_ID:
+        raise InvalidRequest(f"request_id is longer than {MAX_REQUEST_ID} characters")
+    for field in ("max_tokens", "seed"):
+        if not proto.sampling.HasField(field):
+            raise InvalidRequest(f"sampling.{field} is not set; the router sets it")
+    check_priority(proto.priority)
+    seen = images.from_proto(proto.images)
+    images.check_images(seen, tokens_of(proto.token_ids))
+    _check_tokens("prediction", proto.prediction)
+    return RequestSpec(
+        request_id=proto.request_id,
+        token_ids=proto.token_ids,
+        num_generated=proto.num_generated,
+        sampling=sampling.from_proto(proto.sampling, max_tokens=0, seed=0),
+        namespace=check_namespace(proto.namespace),
+        adapter=check_adapter(proto.adapter),
+        priority=proto.priority,
+        routing_key=proto.routing_key,
+        client=proto.client,
+        client_weight=_weight(proto.client_weight or 1.0),
+        engine_crashes=min(proto.engine_crashes, MAX_DEATHS),
+        images=seen,
+        prediction=proto.prediction,
+        traceparent=checked(proto.traceparent),
+    )
+
+
+def to_fields(spec: RequestSpec) -> dict[str, Any]:
+    """Return the fields of the wire form, for a message that has it as a part. Protobuf would copy
+    a message."""
+    return {
+        "request_id": spec.request_id,
+        "token_ids": spec.token_ids,
+        "num_generated": spec.num_generated,
+        "sampling": sampling.to_fields(spec.sampling),
+        "namespace": spec.namespace,
+        "adapter": spec.adapter,
+        "priority": spec.priority,
+        "routing_key": spec.routing_key,
+        "client": spec.client,
+        "client_weight": spec.client_weight,
+        "engine_crashes": spec.engine_crashes,
+        "images": images.to_proto(spec.images),
+        "prediction": spec.prediction,
+        "traceparent": spec.traceparent,
+    }
+
+
+def to_proto(spec: RequestSpec) -> pb.Request:
+    """Return the wire form. `from_proto` gives the same record back."""
+    return pb.Request(**to_fields(spec))
+
+
+def remaining_from_proto(proto: pb.Remaining) -> Remaining:
+    """Raises InvalidRequest unless there is a budget, and neither limit is negative or endless."""
+    if not 0.0 < proto.budget_s <= MAX_BUDGET_S:  # also refuses NaN
+        raise InvalidRequest(f"budget_s must be in (0, {MAX_BUDGET_S:g}], got {proto.budget_s}")
+    if not proto.HasField("queue_s"):
+        return Remaining(proto.budget_s)
+    if not 0.0 <= proto.queue_s <= MAX_BUDGET_S:
+        raise InvalidRequest(f"queue_s must be in [0, {MAX_BUDGET_S:g}], got {proto.queue_s}")
+    return Remaining(proto.budget_s, proto.queue_s)
+
+
+def remaining_to_fields(remaining: Remaining) -> dict[str, float | None]:
+    """Return the fields of the wire form."""
+    queue_s = remaining.queue_s
+    return {
+        "budget_s": remaining.budget_s,
+        "queue_s": queue_s if queue_s < math.inf else None,
+    }
+
+
+def _weight(weight: float) -> float:
+    if not MIN_WEIGHT <= weight <= MAX_WEIGHT:  # also refuses NaN
+        limits = f"[{MIN_WEIGHT}, {MAX_WEIGHT}]"
+        raise InvalidRequest(f"client_weight must be in {limits}, got {weight:g}")
+    return weight
+
+
+def _check_tokens(field: str, token_ids: bytes) -> None:
+    if len(token_ids) % BYTES_PER_TOKEN:
+        raise InvalidRequest(f"{field} has {len(token_ids)} bytes, which are no whole int32")

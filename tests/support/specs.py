@@ -1,0 +1,29 @@
+"""Requests for tests that look at other things."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from common.engine.rows.request import Request
+from common.request import RequestSpec
+from common.requests.prefix_hash import as_bytes
+from common.requests.sampling import SamplingParams
+
+SAMPLING = SamplingParams(max_tokens=8, seed=1)
+
+
+def make_spec(token_ids: Iterable[int] = (5, 6, 7), **changes: Any) -> RequestSpec:
+    """Return a request with a prompt of these tokens."""
+    return RequestSpec(**{"token_ids": as_bytes([*token_ids]), "sampling": SAMPLING, **changes})
+
+
+def make_request(token_ids: Iterable[int] = (5, 6, 7), *, key: int = 1, **fields: Any) -> Request:
+    """Return a request as it arrives at a node.
+
+    Args:
+        fields: of `Request.of`, and of the specification.
+    """
+    own = {"origin": (1, key), "deadline": math.inf, "arrived": 0.0}
+    names = ("origin", "deadline", "arrived", "start_by", "weights", "pooling")
+    own |= {name: fields.pop(name) for name in names if name in fields}
+    return Request.of(make_spec(token_ids, **fields), key=key, **own)
