@@ -2,13 +2,18 @@
 
 from collections.abc import Callable
 
-from common.config import DecodeConfig
+from common.config import DecodeConfig, EngineConfig
 from common.engine.build import Engine
 from common.errors import ConfigError
 from common.node.desk.outbox import Outbox
 from common.node.engine_process import EngineStart
 from decode_node.role import DecodeRole
 from sharing.engine_parts import EngineParts
+
+
+def wants(config: EngineConfig) -> EngineConfig:
+    """Return the configuration unchanged: a decode node uses all of an engine."""
+    return config
 
 
 def check(engine: Engine) -> None:

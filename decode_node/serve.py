@@ -28,7 +28,7 @@ from common.errors import (
 )
 from common.identity.guard import Guard
 from common.logs.throttle import Throttle, ThrottledLog
-from common.metrics import NodeMetrics, Refusal
+from common.metrics.node import NodeMetrics, Refusal
 from common.node.front import spans
 from common.node.front.engine_link import EngineLink
 from common.node.front.lanes import Lane

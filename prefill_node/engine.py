@@ -11,7 +11,7 @@ from sharing.engine_parts import EngineParts
 CHUNK_TOKENS = 8192  # decode rows of no node wait for a chunk, and a larger one computes faster
 
 
-def without_decode(config: EngineConfig) -> EngineConfig:
+def wants(config: EngineConfig) -> EngineConfig:
     """What of an engine a prefill node has use for. Its requests end with their first token: none
     grows until it must be retracted to host memory, and no step is one of decode rows alone."""
     cache = config.cache.model_copy(update={"host_pages": 0})
@@ -20,13 +20,17 @@ def without_decode(config: EngineConfig) -> EngineConfig:
     return config.model_copy(update={"cache": cache, "scheduler": scheduler, "cuda_graphs": False})
 
 
+def check(engine: Engine) -> None:
+    """Accept every engine."""
+
+
 def serve(
     engine: Engine, start: EngineStart[PrefillConfig], prepare: Callable[[str], None]
 ) -> None:
     """Until the front lets this process go (PeerGone), or has another role for it (RoleOver).
 
     Args:
-        engine: built, or equipped, `without_decode`.
+        engine: built, or equipped, as the role `wants` it.
         prepare: see Desk.
     """
     config = start.config.engine

@@ -5,11 +5,9 @@ while the one before is idle, and dropped when it ends. Weights, pool and prefix
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from importlib import import_module
+from typing import Any, Protocol, cast
 
-import decode_node.engine
-import prefill_node.engine
 from common.config import DecodeConfig, EngineConfig, NodeConfig, PrefillConfig
 from common.engine.build import Engine, build
 from common.node.desk.desk import RoleOver
@@ -17,33 +15,30 @@ from common.node.engine_process import Begin, EngineStart, run_engine
 from common.node.ipc import PeerGone
 from common.node.messages import Start
 
-
-@dataclass(frozen=True, slots=True)
-class EngineRole:
-    """
-    Attributes:
-        wants: what of an engine it has use for.
-        check: raises ConfigError where an engine cannot have it.
-        serve: until RoleOver or PeerGone.
-    """
-
-    config: type[NodeConfig]
-    wants: Callable[[EngineConfig], EngineConfig]
-    check: Callable[[Engine], None]
-    serve: Callable[[Engine, EngineStart[Any], Callable[[str], None]], None]
+CONFIGS: Mapping[str, type[NodeConfig]] = {"prefill": PrefillConfig, "decode": DecodeConfig}
 
 
-ROLES: Mapping[str, EngineRole] = {
-    "prefill": EngineRole(
-        PrefillConfig,
-        prefill_node.engine.without_decode,
-        lambda engine: None,
-        prefill_node.engine.serve,
-    ),
-    "decode": EngineRole(
-        DecodeConfig, lambda config: config, decode_node.engine.check, decode_node.engine.serve
-    ),
-}
+class EngineRole(Protocol):
+    """The module `engine` of a role's package."""
+
+    def wants(self, config: EngineConfig) -> EngineConfig:
+        """Return the engine configuration that the role uses."""
+        ...
+
+    def check(self, engine: Engine) -> None:
+        """Raise ConfigError if the engine cannot have the role."""
+        ...
+
+    def serve(
+        self, engine: Engine, start: EngineStart[Any], prepare: Callable[[str], None]
+    ) -> None:
+        """Serve until RoleOver or PeerGone."""
+        ...
+
+
+def load_roles() -> Mapping[str, EngineRole]:
+    """Import both roles by name: their packages are built on this one."""
+    return {name: cast(EngineRole, import_module(f"{name}_node.engine")) for name in CONFIGS}
 
 
 def body(begin: Begin, first: Start) -> None:
@@ -51,21 +46,22 @@ def body(begin: Begin, first: Start) -> None:
     a fault the engine is not closed: see EngineParts.run."""
     start = begin(first)
     config: EngineConfig = start.config.engine
-    engine = build(ROLES[start.role].wants(config))
+    roles = load_roles()
+    engine = build(roles[start.role].wants(config))
     prepared: dict[str, Engine] = {}
 
     def prepare(name: str) -> None:
-        role = ROLES[name]
+        role = roles[name]
         role.check(engine)
         prepared[name] = engine.equipped(role.wants(config))
 
     try:
         engine.guides.tell = engine.loader.tell = engine.weights.tell = start.channel.wake
         engine.copier.tell = start.channel.wake
-        ROLES[start.role].check(engine)
+        roles[start.role].check(engine)
         while True:
             try:
-                ROLES[start.role].serve(engine, start, prepare)
+                roles[start.role].serve(engine, start, prepare)
             except RoleOver as over:
                 successor = over.successor
             start, engine = begin(successor), prepared.pop(successor.role)
@@ -76,4 +72,4 @@ def body(begin: Begin, first: Start) -> None:
 
 
 if __name__ == "__main__":
-    run_engine({name: role.config for name, role in ROLES.items()}, body, "engine")
+    run_engine(CONFIGS, body, "engine")

@@ -5,33 +5,33 @@ defaults there.
 """
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from importlib import import_module
 
 from pydantic import ValidationError
 
-import decode_node.program
-import prefill_node.program
 from common import settings
 from common.config import DecodeConfig, NodeConfig, PrefillConfig
 from common.errors import ConfigError, WrongState
-from common.metrics import Role
+from common.metrics.node import Role
 from common.node.front.front import run_node
 from common.node.front.parts import RoleProgram
 
 CONFIGS: Mapping[str, type[NodeConfig]] = {"prefill": PrefillConfig, "decode": DecodeConfig}
-PROGRAMS: Mapping[str, Callable[[Any], RoleProgram]] = {
-    "prefill": prefill_node.program.program,
-    "decode": decode_node.program.program,
-}
 
 
 def main(role: Role) -> int:
     """Runs a node that begins in this role, and returns its exit code."""
     config = settings.read(CONFIGS[role], f"baton {role}", sys.argv[1:])
-    program = PROGRAMS[role](config)
+    program = program_of(role, config)
     return run_node(program, engine_module="roles.engine", other=partial(other, program))
+
+
+def program_of(role: str, config: NodeConfig) -> RoleProgram:
+    """Make a role's program. Its package is imported by name, because it is built on this one."""
+    program: RoleProgram = import_module(f"{role}_node.program").program(config)
+    return program
 
 
 def other(begun: RoleProgram, role: str) -> RoleProgram:
@@ -44,7 +44,7 @@ def other(begun: RoleProgram, role: str) -> RoleProgram:
         return begun
     if begun.mode == "colocated":
         raise WrongState("this node is colocated: such nodes read from no prefill node")
-    return PROGRAMS[role](config_of(begun.config, role))
+    return program_of(role, config_of(begun.config, role))
 
 
 def config_of(config: NodeConfig, role: str) -> NodeConfig:

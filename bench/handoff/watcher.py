@@ -15,7 +15,7 @@ import numpy as np
 
 from common.config import EngineConfig, TransferConfig
 from common.engine.build import Engine, build
-from common.metrics import NodeMetrics
+from common.metrics.node import NodeMetrics
 from common.node.ipc import FrameSocket, socket_pair
 from common.request import Remaining, RequestSpec
 from common.requests.sampling import SamplingParams

@@ -38,8 +38,8 @@ from cli.planner.looks import ROLES, Look, look_of
 from cli.planner.pressure import Limits
 from common import logs, settings
 from common.logs import kv
-from common.metrics import served
 from common.metrics.planner import Decided, PlannerMetrics
+from common.metrics.serving import served
 from protos.router_pb2 import MoveRequest
 
 log = logging.getLogger(__name__)

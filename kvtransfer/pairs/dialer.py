@@ -29,11 +29,10 @@ from common.errors import (
     Unauthenticated,
 )
 from common.logs.throttle import Throttle, ThrottledLog
-from common.metrics import NodeMetrics
 from common.rpc import last_words
 from kvtransfer.pairing import Hello
 from kvtransfer.pairs import wire
-from kvtransfer.pairs.streams import PairStreams
+from kvtransfer.pairs.streams import PairMetrics, PairStreams
 from protos import kvtransfer_pb2, kvtransfer_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -74,7 +73,7 @@ class PairDialer:
     def __init__(
         self,
         streams: PairStreams,
-        metrics: NodeMetrics,
+        metrics: PairMetrics,
         make_channel: Callable[[str], grpc.aio.Channel] = rpc.make_channel,
         *,
         times: DialTimes | None = None,

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 from common.errors import (
     EngineDied,
@@ -24,7 +24,6 @@ from common.errors import (
     ServingError,
 )
 from common.logs.throttle import Throttle, ThrottledLog
-from common.metrics import NodeMetrics
 from common.node.front.lanes import Lane
 from common.node.front.streams import Outgoing
 from common.node.ipc import Backlogged, FrameConnection, PeerGone
@@ -53,6 +52,18 @@ _MAX_UNSENT_BYTES = 256 << 20
 _LAST_WORDS_S = 0.5  # for the engine thread, or the end of the process, to say why
 
 Outward: TypeAlias = kvtransfer_pb2.FromReader | kvtransfer_pb2.FromOwner
+
+
+class PairMetrics(Protocol):
+    """The metrics of a node that pairs change."""
+
+    def pairing(self, result: Literal["up", "refused", "failed"], /) -> None: ...
+
+    def stream_opened(self, kind: Literal["pair"], /) -> None: ...
+
+    def stream_closed(self, kind: Literal["pair"], /) -> None: ...
+
+    def cut_off(self) -> None: ...
 
 
 class PairStream:
@@ -95,7 +106,7 @@ class PairStreams:
     """
 
     def __init__(
-        self, sock: socket.socket, metrics: NodeMetrics, *, on_beat: Callable[[float], None]
+        self, sock: socket.socket, metrics: PairMetrics, *, on_beat: Callable[[float], None]
     ) -> None:
         self._socket = sock
         self._metrics = metrics

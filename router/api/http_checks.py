@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from aiohttp import web
 
 from common.errors import RateLimited, ServingError
-from common.metrics import RouterMetrics
+from common.metrics.router import RouterMetrics
 from router.api.access import of_path
 from router.api.dialect import problems
 from router.api.dialect.problems import ANTHROPIC, OPENAI, Refusal

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from common.metrics import RouterMetrics
+from common.metrics.router import RouterMetrics
 from router.api.anthropic.count_tokens import CountTokens
 from router.api.anthropic.messages import AnthropicMessages
 from router.api.dialect import problems

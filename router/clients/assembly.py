@@ -9,7 +9,7 @@ from common.identity.operator import OperatorCheck
 from common.identity.refusals import Refused
 from common.identity.secret import Keyrings, keyrings
 from common.logs import kv
-from common.metrics import RouterMetrics
+from common.metrics.router import RouterMetrics
 from router.clients.cors import Cors
 from router.clients.guard import Guard, IsOperator
 from router.clients.hosts import HostCheck

@@ -13,8 +13,7 @@ from typing import Literal, TypeAlias
 from common.api_keys import KeyLimits
 from common.errors import Forbidden, InvalidRequest, RateLimited, ServingError, Unauthenticated
 from common.logs.throttle import Throttle, ThrottledLog
-from common.metrics import RouterMetrics
-from common.metrics.router import Stranger
+from common.metrics.router import RouterMetrics, Stranger
 from router.clients.client import Client, by_address
 from router.clients.keyring import Keyring
 from router.clients.usage import Usage

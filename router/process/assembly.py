@@ -13,12 +13,13 @@ from typing import Any
 
 import grpc.aio
 
-from common import metrics, rpc, tls
+from common import rpc, tls
 from common.config import RouterConfig
 from common.identity import exposure
 from common.identity.program import identity_of
 from common.logs import kv
-from common.metrics import RouterMetrics
+from common.metrics.router import RouterMetrics
+from common.metrics.serving import served as served_metrics
 from common.metrics.trust import TrustMetrics
 from common.process import allocator
 from common.tracing import export
@@ -254,7 +255,7 @@ async def running(
             server, config.front.host, config.front.port, certificates, shares_port=place.is_shared
         )
         metrics_port = resources.enter_context(
-            metrics.served(counts.registry, config.front.host, config.front.metrics_port)
+            served_metrics(counts.registry, config.front.host, config.front.metrics_port)
         )
         await health.tell(False)
         await resources.enter_async_context(

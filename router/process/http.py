@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 from common import tls
 from common.config import RouterConfig
-from common.metrics import RouterMetrics
+from common.metrics.router import RouterMetrics
 from router.api import paths as api
 from router.api.access import check_paths
 from router.api.dialect import problems

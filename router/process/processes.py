@@ -23,7 +23,7 @@ from common import rpc
 from common.config import RouterConfig
 from common.errors import ConfigError
 from common.logs import kv
-from common.metrics import served
+from common.metrics.serving import served
 from common.process.children import Child
 from router.process.renewal import Renewal
 from router.process.whole_metrics import WholeMetrics

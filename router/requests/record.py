@@ -16,7 +16,7 @@ from common.errors import (
 )
 from common.logs import kv
 from common.logs.throttle import Throttle, ThrottledLog
-from common.metrics import RouterMetrics
+from common.metrics.router import RouterMetrics
 from router.clients.client import Client
 from router.requests.timelines import Submission, Timelines
 

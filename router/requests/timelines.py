@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from common.metrics import RouterMetrics
+from common.metrics.router import RouterMetrics
 from common.requests.timeline import MAX_TEXT, NOTHING, Timeline, from_proto, split_ttft
 from common.tracing.context import UNTRACED, Trace, checked
 from common.tracing.tracer import Child, Tracer

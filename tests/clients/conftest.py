@@ -4,12 +4,10 @@ import pytest
 
 from common.config import ClientsConfig
 from tests.clients.rig import entry, write
-from tests.router.rig import CHAT_TEMPLATE, write_model
+from tests.router.rig import model
 
 
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"), chat_template=CHAT_TEMPLATE)
+__all__ = ["keys", "model"]
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from common.config import ClientsConfig, FrontConfig, RouterConfig
 from common.errors import Unauthenticated
 from common.identity.roles import MAY_CALL
 from common.identity.secret import new_secret
-from common.metrics import RouterMetrics
+from common.metrics.router import RouterMetrics
 from protos import decode_pb2, kvtransfer_pb2, node_pb2, pooling_pb2, router_pb2
 from router.api import paths
 from router.api.access import METHODS, PATHS, PATHS_BELOW

@@ -10,7 +10,7 @@ import pytest
 from common.api_keys import KeyLimits
 from common.config import ClientsConfig
 from common.errors import RateLimited
-from common.metrics import RouterMetrics
+from common.metrics.router import RouterMetrics
 from protos.decode_pb2 import FINISH_REASON_STOP
 from router.api.http.shared import Peer
 from router.api.key_connections import KeyConnections

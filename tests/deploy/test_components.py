@@ -8,7 +8,7 @@ from prometheus_client import generate_latest
 
 from cli.planner import __main__ as planner_main
 from common.config import RouterConfig, SchedulerConfig
-from common.metrics import NodeMetrics
+from common.metrics.node import NodeMetrics
 from common.node.messages import Moving
 from tests.deploy.conftest import COMPONENTS, OVERLAYS
 from tests.deploy.manifests import (

@@ -188,7 +188,7 @@ def test_chunks_are_larger_on_prefill_nodes_with_room(
         cache=CacheConfig(num_pages=4),
         scheduler=SchedulerConfig(**asked),
     )
-    config = node_engine.ROLES[role].wants(wanted)
+    config = node_engine.load_roles()[role].wants(wanted)
     shape = resolve_shape(config, spec, dtype=torch.bfloat16, free=int(free_gib * 2**30))
     assert shape.chunk_tokens == shape.prefill_tokens == chunk_tokens
 

@@ -13,7 +13,7 @@ from common.config import FrontConfig
 from common.errors import ConfigError
 from common.identity.program import guard_of
 from common.identity.refusals import uncounted
-from common.metrics import NodeMetrics
+from common.metrics.node import NodeMetrics
 from protos import node_pb2, node_pb2_grpc
 from tests.support.certificates import Authority
 

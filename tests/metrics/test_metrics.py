@@ -5,7 +5,9 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from common.distribution import Counted, Distribution
-from common.metrics import NodeMetrics, RouterMetrics, node, router
+from common.metrics import node, router
+from common.metrics.node import NodeMetrics
+from common.metrics.router import RouterMetrics
 from common.metrics.trust import TRUST
 from common.node.messages import Moving
 from docs.generate import metrics as docs

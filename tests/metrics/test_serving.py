@@ -14,8 +14,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 
 from common.errors import ConfigError
-from common.metrics import served
-from common.metrics.serving import MAX_CONNECTIONS
+from common.metrics.serving import MAX_CONNECTIONS, served
 
 WAIT_S = 60.0
 

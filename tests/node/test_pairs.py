@@ -21,7 +21,7 @@ from common.identity.guard import Guard
 from common.identity.identity import Identity
 from common.identity.refusals import uncounted
 from common.identity.secret import new_secret, parse
-from common.metrics import NodeMetrics
+from common.metrics.node import NodeMetrics
 from common.node.ipc import FrameConnection, socket_pair
 from common.request import Remaining
 from common.requests.prefix_at import PrefixAt

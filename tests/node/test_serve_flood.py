@@ -10,7 +10,7 @@ import grpc.aio
 import pytest
 
 from common import rpc, serve_protocol
-from common.metrics import NodeMetrics
+from common.metrics.node import NodeMetrics
 from common.node.front.engine_link import EngineLink
 from common.node.front.supervision import Supervision
 from common.node.ipc import FrameConnection, socket_pair

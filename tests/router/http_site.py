@@ -7,7 +7,7 @@ from typing import Any
 
 from aiohttp import web
 
-from common.metrics import RouterMetrics
+from common.metrics.router import RouterMetrics
 from router.api.dialect import problems
 from router.api.http.answers import Headers, Stream, whole
 from router.api.http.request import Check, Request

@@ -6,7 +6,7 @@ import pytest
 
 from common import rpc
 from common.errors import NodeUnavailable
-from common.metrics import RouterMetrics
+from common.metrics.router import RouterMetrics
 from protos.decode_pb2 import FINISH_REASON_LENGTH
 from protos.router_pb2 import GenerateRequest, TokenIds
 from protos.sampling_pb2 import Sampling

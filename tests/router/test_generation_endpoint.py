@@ -6,7 +6,7 @@ from typing import cast
 import msgspec
 
 from common.errors import DeadlineExceeded
-from common.metrics import RouterMetrics
+from common.metrics.router import RouterMetrics
 from router.api.dialect.generation_endpoint import GenerationEndpoint
 from router.api.dialect.model_names import ModelNames
 from router.api.openai.completions import Completions

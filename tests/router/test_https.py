@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from common import tls
-from common.metrics import RouterMetrics
+from common.metrics.router import RouterMetrics
 from router.api.http.answers import whole
 from router.api.http.request import Request
 from router.api.http.server import HttpServer

@@ -2,7 +2,7 @@
 
 import pytest
 
-from common.metrics import RouterMetrics
+from common.metrics.router import RouterMetrics
 from router.clients.client import by_address
 from router.requests import record
 from router.requests.record import Records

@@ -8,7 +8,7 @@ import pytest
 
 from common import rpc
 from common.errors import MAX_SENTENCE_CHARACTERS, Overloaded
-from common.metrics import RouterMetrics
+from common.metrics.router import RouterMetrics
 from protos import router_pb2, router_pb2_grpc
 from protos.router_pb2 import ChatMessage, ChatMessages, DetokenizeRequest, TokenizeRequest
 from protos.sampling_pb2 import Sampling

@@ -18,7 +18,8 @@ from common.tracing.tracer import FLUSH_S, Child, Tracer
 from tests.support.otlp_collector import collecting
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
-PROGRAMS = "router.__main__, prefill_node.__main__, decode_node.__main__, roles.engine"
+NODE = "{0}_node.__main__, {0}_node.program, {0}_node.engine"
+PROGRAMS = f"router.__main__, roles.engine, {NODE.format('prefill')}, {NODE.format('decode')}"
 
 
 @pytest.fixture

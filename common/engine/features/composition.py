@@ -18,7 +18,7 @@ from common.engine.features.pooling import Heads, PooledPrompts, PoolingWork
 from common.engine.features.prompt_logprobs import PromptLogprobs, PromptWork
 from common.engine.features.sampling import Sampling
 from common.engine.features.seam import Part, RowFeature, Work
-from common.engine.features.thought import ThinkingBudget
+from common.engine.features.thinking_budget import ThinkingBudget
 from common.engine.rows.batch import ForwardMode, Ints, ScheduleBatch
 from common.engine.rows.request import Request
 from common.engine.rows.table import RequestTable

@@ -1,24 +1,9 @@
-"""Where the thought of an answer is over, and its end after as many tokens as it may have.
+"""Find where the thought of an answer ends, from its tokens."""
 
-All of it is read from the tokens that the CPU knows, so it needs nothing else of a request that
-goes on elsewhere, was retracted or is replayed.
-"""
-
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from enum import Enum, auto
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
-
-from common.engine.features.seam import Part
-from common.engine.rows.batch import Ints
-from common.engine.rows.request import Request
-from common.engine.rows.table import RequestTable
 from common.requests.thought import Thought
-from kernels.sampling.bitmask import FORBIDDEN
 
 
 class Stage(Enum):
@@ -63,59 +48,3 @@ class ThoughtReader:
         self.num_tokens += end
         self.stage = Stage.BEHIND
         return tokens[end + 1 :]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Forced:
-    """A Work: rows[i] of the step samples tokens[i], whatever else is asked of it."""
-
-    rows: Tensor  # int64 [m]
-    tokens: Tensor  # int64 [m]
-
-    def tensors(self) -> Sequence[Tensor]:
-        return (self.rows, self.tokens)
-
-    def before(self, sent: Sequence[Tensor], logits: Tensor) -> None:
-        rows, tokens = sent
-        logits.index_fill_(0, rows, FORBIDDEN)
-        logits.index_put_((rows, tokens), logits.new_zeros(()))
-
-    def after(self, sent: Sequence[Tensor], tokens: Tensor) -> Mapping[str, Tensor]:
-        return {}
-
-
-class ThinkingBudget:
-    """Ends thought that has all the tokens it may have. Engine thread only. Comes last."""
-
-    def __init__(self, table: RequestTable) -> None:
-        self._table = table
-        self._readers: dict[int, ThoughtReader] = {}  # by slot
-        self._followed = np.zeros(table.num_slots, np.int64)  # tokens, with the prompt
-        self._budgets = np.zeros(table.num_slots, np.int64)
-        self._closes = np.zeros(table.num_slots, np.int64)
-
-    def acquire(self, slot: int, request: Request) -> Part:
-        self._readers.pop(slot, None)
-        sampling = request.sampling
-        if sampling.thinking_budget < 0 or sampling.thought is None:
-            return Part.NONE
-        self._readers[slot] = ThoughtReader(sampling.thought)
-        self._followed[slot] = request.num_prompt
-        self._budgets[slot] = sampling.thinking_budget
-        self._closes[slot] = sampling.thought.close
-        return Part.WAITS
-
-    def build(self, rows: NDArray[np.intp], slots: NDArray[np.intp], positions: Ints) -> Forced:
-        spent = np.array([self._is_spent(slot) for slot in slots.tolist()])
-        closes = torch.from_numpy(self._closes[slots[spent]])
-        return Forced(torch.from_numpy(rows[spent].astype(np.int64)), closes)
-
-    def rehearsal(self, num_rows: int) -> Forced:
-        return Forced(torch.arange(num_rows), torch.zeros(num_rows, dtype=torch.int64))
-
-    def _is_spent(self, slot: int) -> bool:
-        reader = self._readers[slot]
-        start, end = int(self._followed[slot]), int(self._table.known[slot])
-        reader.read(self._table.tokens[slot, start:end].tolist())
-        self._followed[slot] = end
-        return reader.stage is Stage.INSIDE and reader.num_tokens >= self._budgets[slot]

@@ -18,7 +18,8 @@ import uvloop
 from common import logs, rpc
 from common.errors import ConfigError, EngineDied, NodeUnavailable, WrongState
 from common.logs import kv
-from common.metrics import NodeMetrics, served
+from common.metrics.node import NodeMetrics
+from common.metrics.serving import served
 from common.node.front.ending import Ending, Verdict
 from common.node.front.engine_link import EngineLink, Notice
 from common.node.front.parts import RoleProgram

@@ -10,7 +10,7 @@ import grpc.aio
 from common.config import NodeConfig
 from common.errors import ServingError
 from common.identity.guard import Guard
-from common.metrics import NodeMetrics, Role
+from common.metrics.node import NodeMetrics, Role
 from common.node.front.engine_link import EngineLink
 from common.node.front.supervision import Supervision
 from common.node.messages import HandoffTraced, Moving, OnTrial, Pooled, StepTokens

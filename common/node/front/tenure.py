@@ -24,7 +24,7 @@ from common.identity.guard import Guard
 from common.identity.identity import Identity
 from common.identity.program import guard_of, identity_of
 from common.logs import kv
-from common.metrics import NodeMetrics, Role
+from common.metrics.node import NodeMetrics, Role
 from common.metrics.trust import TrustMetrics
 from common.node.front.cache_feed import CacheFeed
 from common.node.front.ending import Ending

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from common.errors import ServingError
 from common.logs.throttle import Throttle, ThrottledLog
-from common.metrics import RouterMetrics
+from common.metrics.router import RouterMetrics
 from router.api.dialect import problems
 from router.api.dialect.asked import Asked, Dialect, Reply
 from router.api.dialect.bodies import name_ignored, take_json

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from common.logs.throttle import Throttle, ThrottledLog
-from common.metrics import RouterMetrics
+from common.metrics.router import RouterMetrics
 from common.rpc import join_address
 from router.api.http.room import Room
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from common.metrics import RouterMetrics
+from common.metrics.router import RouterMetrics
 from router.api.dialect.generation_endpoint import Begin
 from router.api.dialect.model_names import ModelNames
 from router.api.http.request import Handler

@@ -7,7 +7,7 @@ import msgspec
 from aiohttp import web
 
 from common.errors import ServingError
-from common.metrics import RouterMetrics
+from common.metrics.router import RouterMetrics
 from router.api.dialect import problems
 from router.api.dialect.bodies import BodyReader, name_ignored, take_json
 from router.api.dialect.fields import ModelName

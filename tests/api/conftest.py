@@ -1,0 +1,3 @@
+from tests.router.rig import model
+
+__all__ = ["model"]
