@@ -1,0 +1,1 @@
+"""Tools for work on this repository: codemods. Not part of the wheel."""

@@ -1,0 +1,37 @@
+"""Codemods: see tools/codemod/__init__.py."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from tools.codemod import moves
+from tools.codemod.replay import replay
+
+_HERE = Path(__file__).resolve().parents[2]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tools.codemod", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    move = commands.add_parser("moves", help="move files and rewrite what refers to them")
+    move.add_argument("--check", action="store_true", help="list the files and change nothing")
+    again = commands.add_parser("replay", help="make the commits of a branch anew after the moves")
+    again.add_argument("before", help="the commit before the moves, which HEAD contains")
+    again.add_argument("after", help="the commit of the moves")
+    options = parser.parse_args()
+    if options.command == "replay":
+        print(replay(_HERE, options.before, options.after))
+        return
+    try:
+        changed = moves.rewrite(Path.cwd(), check=options.check)
+    except moves.NothingToMove:
+        print("the tree has the new layout")
+        return
+    if options.check:
+        print("\n".join(changed))
+        sys.exit(1)
+    print(f"{len(changed)} files moved or changed")
+
+
+if __name__ == "__main__":
+    main()
