@@ -29,20 +29,20 @@ from common.config import (
     TlsConfig,
     TransferConfig,
 )
-from common.cores import threads_at_hand, usable_cores
-from common.engine.models import open_checkpoint
-from common.engine.models.checkpoint import Checkpoint
-from common.engine.models.linear import rounding_of
-from common.engine.models.precision import choose_precision
-from common.engine.models.spec import NOT_QUANTISED, ModelSpec
-from common.engine.sizing import free_bytes, resolve_device, resolve_shape
 from common.errors import ConfigError
 from common.identity import exposure
 from common.identity.program import identity_of
 from common.identity.roles import Role
 from common.model_directory import model_directory
-from common.processor import matrix_features
 from common.settings import Parser, read
+from engine.cores import threads_at_hand, usable_cores
+from engine.models import open_checkpoint
+from engine.models.checkpoint import Checkpoint
+from engine.models.linear import rounding_of
+from engine.models.precision import choose_precision
+from engine.models.spec import NOT_QUANTISED, ModelSpec
+from engine.processor import matrix_features
+from engine.sizing import free_bytes, resolve_device, resolve_shape
 from kernels.cpu.compiler import COMPILERS, cache_directory, compiler, prebuilt
 
 PROGRAM = "baton check"

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 
 from cli import client
-from cli.operating import command, turns
+from cli.operating import command, restart_steps
 from cli.operating.fleet import Fleet, Undone
 from common.process.standard_output import say
 
@@ -33,14 +33,14 @@ async def drain(options: argparse.Namespace, fleet: Fleet) -> None:
     look = await fleet.look(options.router)
     routers = {options.router: look.router}
     # A router of several processes ends as a whole.
-    every = [replace(turn, processes=1) for turn in turns.turns(look, routers)]
+    every = [replace(turn, processes=1) for turn in restart_steps.turns(look, routers)]
     wanted = [turn for turn in every if turn.address == options.address]
     if not wanted:
         known = ", ".join(f"{turn.role} {turn.address}" for turn in every)
         raise Undone(f"the router knows nobody at {options.address}; it knows {known}")
     (turn,) = wanted
     say(turn.sentence)
-    command.heed(turns.objections(every, wanted, routers), options)
+    command.heed(restart_steps.objections(every, wanted, routers), options)
     if options.dry_run:
         return
     began = time.monotonic()

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from common import api_keys, settings
-from common.api_keys import KeyEntry, KeyLimits
+from api.auth import api_keys
+from api.auth.api_keys import KeyEntry, KeyLimits
+from common import settings
 
 _PROGRAM = "baton keys new"
 

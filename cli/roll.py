@@ -14,9 +14,9 @@ from functools import partial
 
 from cli import client
 from cli.local import plan
-from cli.operating import command, turns
+from cli.operating import command, restart_steps
 from cli.operating.fleet import Fleet, paired
-from cli.operating.turns import Turn
+from cli.operating.restart_steps import Turn
 from common import settings
 from common.process.standard_output import say
 from protos.router_pb2 import GetClusterResponse
@@ -40,7 +40,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--only",
         action="append",
-        choices=turns.ROLES,
+        choices=restart_steps.ROLES,
         help="programs of this role; may be repeated (all)",
     )
     command.add_flags(parser)
@@ -54,11 +54,11 @@ async def roll(options: argparse.Namespace, fleet: Fleet) -> None:
     looks = {router: await fleet.look(router) for router in options.router}
     cluster = looks[options.router[0]]
     routers = {router: look.router for router, look in looks.items()}
-    every = turns.turns(cluster, routers)
-    wanted = [turn for turn in every if turn.role in (options.only or turns.ROLES)]
+    every = restart_steps.turns(cluster, routers)
+    wanted = [turn for turn in every if turn.role in (options.only or restart_steps.ROLES)]
     for turn in wanted:
         say(turn.sentence)
-    command.heed(turns.objections(every, wanted, routers), options)
+    command.heed(restart_steps.objections(every, wanted, routers), options)
     if options.dry_run:
         return
     reachable = [turn for turn in wanted if turn.reachable]

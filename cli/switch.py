@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from cli import client
-from cli.operating import command, turns
+from cli.operating import command, restart_steps
 from cli.operating.fleet import Fleet, Undone
 from common.process.standard_output import say
 
@@ -22,7 +22,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "address", type=client.address, metavar="ADDRESS", help="HOST:PORT, as the router has it"
     )
-    parser.add_argument("role", choices=turns.NODES, metavar="ROLE", help="prefill or decode")
+    parser.add_argument(
+        "role", choices=restart_steps.NODES, metavar="ROLE", help="prefill or decode"
+    )
     client.add_router_flag(parser)
     command.add_flags(parser)
     return parser.parse_args(arguments)
@@ -31,7 +33,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 async def switch(options: argparse.Namespace, fleet: Fleet) -> None:
     """Raises Undone."""
     look = await fleet.look(options.router)
-    nodes = turns.turns(look, {})
+    nodes = restart_steps.turns(look, {})
     wanted = [turn for turn in nodes if turn.address == options.address]
     if not wanted:
         known = ", ".join(f"{turn.role} {turn.address}" for turn in nodes)
@@ -41,7 +43,7 @@ async def switch(options: argparse.Namespace, fleet: Fleet) -> None:
     if turn.role == options.role:
         raise Undone(f"{turn.address} is a {turn.role} node already")
     say(turn.sentence)
-    command.heed(turns.objections_to_switch(nodes, turn), options, "nothing is switched")
+    command.heed(restart_steps.objections_to_switch(nodes, turn), options, "nothing is switched")
     if options.dry_run:
         return
     began = time.monotonic()

@@ -1,1 +1,1 @@
-"""What every Baton program shares; the engine itself is in common.engine."""
+"""What every Baton program shares; the engine itself is in engine."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from common.api_keys import MAX_WEIGHT, MIN_WEIGHT
+from api.auth.api_keys import MAX_WEIGHT, MIN_WEIGHT
 from common.errors import InvalidRequest
 from common.requests import images, sampling
 from common.requests.adapter import NO_ADAPTER, AdapterId, check_adapter, within
@@ -19,8 +19,8 @@ from common.requests.images import Image
 from common.requests.namespace import SHARED, Namespace, check_namespace
 from common.requests.prefix_hash import BYTES_PER_TOKEN, as_bytes
 from common.requests.priority import check_priority
+from common.requests.quarantine import MAX_DEATHS
 from common.requests.sampling import SamplingParams
-from common.requests.trial import MAX_DEATHS
 from common.tracing.context import checked
 from protos import request_pb2 as pb
 
@@ -40,7 +40,7 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
         routing_key: of its session; 0: none.
         client: whose request it is, as a number; 0: not known. Clients take turns for KV pages.
         client_weight: the client's share beside others.
-        engine_crashes: engines that crashed while they had it, see common/requests/trial.py.
+        engine_crashes: engines that crashed while they had it, see common/requests/quarantine.py.
         images: of its prompt.
         prediction: little-endian int32: output that the client expects.
         traceparent: parent of the receiver's spans; "": not traced.

@@ -25,16 +25,16 @@ from random import Random
 import numpy as np
 from grpc import StatusCode
 
-from common.engine.rows.request import FinishReason
 from common.errors import NodeUnavailable
 from common.logs import kv
-from common.node.messages import Ended, Placement, StepTokens, SubmitRequest
 from common.request import Remaining, RequestSpec
 from common.requests.namespace import NAMESPACE_BYTES
 from common.requests.prefix_hash import as_bytes
 from common.requests.sampling import SamplingParams
 from decode_node.counts import DecodeCounts
+from engine.batch.request import FinishReason
 from kvtransfer.ports import NodeEvent, OwnerDown, OwnerUp
+from node.messages import Ended, Placement, StepTokens, SubmitRequest
 
 log = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ from grpc import StatusCode
 
 from common import bounds
 from common.distribution import Counted, Distribution
-from common.engine.rows.request import Finish
 from common.errors import AdapterNotLoaded, QueueTooLong, ServingError
+from engine.batch.request import Finish
 
 _NAMES = (
     *("handoffs_opened", "handoffs_held", "handoffs_lost", "handoff_retries", "pages_read"),

@@ -3,12 +3,12 @@
 from collections.abc import Callable
 
 from common.config import DecodeConfig, EngineConfig
-from common.engine.build import Engine
 from common.errors import ConfigError
-from common.node.desk.outbox import Outbox
-from common.node.engine_process import EngineStart
 from decode_node.role import DecodeRole
-from sharing.engine_parts import EngineParts
+from engine.build import Engine
+from node.control.outbox import Outbox
+from node.engine_process import EngineStart
+from node.runtime import EngineParts
 
 
 def wants(config: EngineConfig) -> EngineConfig:

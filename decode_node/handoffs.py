@@ -24,18 +24,17 @@ from dataclasses import dataclass
 import numpy as np
 from msgspec.structs import replace
 
-from common.engine.rows.request import Finish, Request, out_of_time, waited_too_long
-from common.engine.schedule.scheduler import Scheduler
 from common.errors import NodeUnavailable
 from common.logs.throttle import Throttle, ThrottledLog
-from common.node.stamps import AttemptStamps
 from common.queueing.drain import Backlog, Drain
 from common.queueing.waiting_line import Place
 from common.request import Remaining
+from decode_node.active_requests import LiveRequests
 from decode_node.counts import DecodeCounts
-from decode_node.destinations import Destinations
-from decode_node.live import LiveRequests
+from decode_node.page_reservations import Destinations
 from decode_node.queues import Attempt, PreallocQueue, Transfer, TransferQueue
+from engine.batch.request import Finish, Request, out_of_time, waited_too_long
+from engine.scheduler.scheduler import Scheduler
 from kvtransfer.messages import HandoffId, Live, Prompt, Source
 from kvtransfer.ports import (
     CancelHandoff,
@@ -48,6 +47,7 @@ from kvtransfer.ports import (
     OwnerUp,
     ReaderCommands,
 )
+from node.timings import AttemptStamps
 
 log = logging.getLogger(__name__)
 

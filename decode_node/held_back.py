@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from common.engine.rows.request import Request
 from decode_node.unpaired import Waiter
+from engine.batch.request import Request
 
 
 class HeldBack:

@@ -1,11 +1,11 @@
 """Who holds some of a prompt, for whoever computes it: this node by its own books, and others by
 what the router knows."""
 
-from common.engine.memory.radix import RadixCache
-from common.engine.rows.request import Request
-from common.engine.tiers.tiers import Tiers
-from common.node.messages import Placement
-from common.requests.prefix_at import MAX_HINTS, PrefixAt
+from common.requests.prefix_hint import MAX_HINTS, PrefixAt
+from engine.batch.request import Request
+from engine.kv_cache.radix import RadixCache
+from engine.offload.tiers import Tiers
+from node.messages import Placement
 
 WORTH_NAMING_TOKENS = 64  # of a prompt, that this node has: for less nobody reads here
 

@@ -5,12 +5,12 @@ from functools import partial
 
 from common.config import DecodeConfig
 from common.errors import ServingError
-from common.node.front.parts import Front, NodeParts, RoleProgram
-from decode_node.serve import ServeService
+from decode_node.servicer import ServeService
 from kvtransfer.pairs.dialer import PairDialer
 from kvtransfer.pairs.named_owners import NamedOwners
 from kvtransfer.pairs.service import PairService
 from kvtransfer.pairs.streams import PairStreams
+from node.frontend.parts import Front, NodeParts, RoleProgram
 
 
 def program(config: DecodeConfig) -> RoleProgram:

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from common.engine.rows.request import Request
-from common.engine.schedule.arrivals import Claim, FairQueue, Room, is_overdue
-from common.node.stamps import AttemptStamps
 from common.priority import PriorityClass, class_of
-from decode_node.destinations import Destination
+from decode_node.page_reservations import Destination
+from engine.batch.request import Request
+from engine.scheduler.arrivals import Claim, FairQueue, Room, is_overdue
 from kvtransfer.messages import HandoffId
 from kvtransfer.ports import FirstToken, Ints
+from node.timings import AttemptStamps
 
 
 @dataclass(slots=True, eq=False)

@@ -5,11 +5,11 @@
         |---> unpaired (owners just lost) <-+-----------------------------------|
         `--(colocated, short, no owner)-----+-----------------------------------+--> waiting queue
 
-This node is responsible for a request from submission to last token (live.py). What it has lost it
+This node is responsible for a request from submission to last token (active_requests.py). What it has lost it
 can always prefill itself. The dispatcher says where a request goes, the hand-offs are those on
 their way, the scheduler has what is computed here. None of them knows streams and sockets: the
 router is behind the desk and the outbox, other nodes are behind a NodePort. Of a running request
-that another decode node is to go on with this one is the owner (departures.py).
+that another decode node is to go on with this one is the owner (outgoing_migrations.py).
 """
 
 import math
@@ -18,47 +18,33 @@ from collections.abc import Mapping
 
 from common.config import DecodeConfig
 from common.distribution import Counted
-from common.engine.adapters.adapters import Adapters
-from common.engine.features.guides import Guides
-from common.engine.memory.pages import Holder, PageAllocator
-from common.engine.memory.radix import RadixCache
-from common.engine.preparation.adapter_line import AdapterLine
-from common.engine.preparation.guide_line import GuideLine
-from common.engine.preparation.preparations import Preparations
-from common.engine.preparation.tier_line import TierLine
-from common.engine.rows.batch import BatchResult, ScheduleBatch
-from common.engine.rows.limits import RequestLimits
-from common.engine.rows.request import Finish, FinishReason, Request, moved
-from common.engine.schedule.scheduler import ChunkDone, Finished, Scheduler
-from common.engine.tiers.tiers import Tiers
 from common.errors import ServingError
-from common.node.desk.desk import Desk
-from common.node.desk.outbox import Outbox
-from common.node.desk.pauses import PAUSED
-from common.node.messages import (
-    CancelSubmitted,
-    FrontMessage,
-    OnTrial,
-    StreamEnded,
-    SubmitRequest,
-)
 from common.page_tables import PageTables
 from common.priority import PriorityClass
 from common.queueing.drain import Backlog, Drain
-from common.requests.flight import Flight, Flights
+from common.requests.request_trace import Flight, Flights
 from common.requests.weights import WeightsId
 from decode_node import canary
-from decode_node.answer_pace import AnswerPace
+from decode_node.active_requests import LiveRequests
+from decode_node.admission import Door
 from decode_node.canary import Canary
 from decode_node.counts import DecodeCounts
-from decode_node.departures import Departures
-from decode_node.destinations import Destinations
-from decode_node.dispatcher import Dispatcher
-from decode_node.door import Door
 from decode_node.handoffs import Handoffs, LostHandoff
-from decode_node.live import LiveRequests
 from decode_node.open_handoffs import open_handoffs
+from decode_node.outgoing_migrations import Departures
+from decode_node.output_length import AnswerPace
+from decode_node.page_reservations import Destinations
+from decode_node.placement import Dispatcher
 from decode_node.prefix_holders import PrefixHolders
+from engine.adapters.adapters import Adapters
+from engine.batch.batch import BatchResult, ScheduleBatch
+from engine.batch.limits import RequestLimits
+from engine.batch.request import Finish, FinishReason, Request, moved
+from engine.grammar.guides import Guides
+from engine.kv_cache.pages import Holder, PageAllocator
+from engine.kv_cache.radix import RadixCache
+from engine.offload.tiers import Tiers
+from engine.scheduler.scheduler import ChunkDone, Finished, Scheduler
 from kvtransfer.ports import (
     ComputesWith,
     FirstToken,
@@ -74,7 +60,15 @@ from kvtransfer.ports import (
     OwnerUp,
     ReadsEnded,
 )
-from sharing.prefixes import PrefixSharing
+from node.control.engine_control import Desk
+from node.control.outbox import Outbox
+from node.control.pauses import PAUSED
+from node.messages import CancelSubmitted, FrontMessage, OnTrial, StreamEnded, SubmitRequest
+from node.queues.adapter_queue import AdapterLine
+from node.queues.grammar_queue import GuideLine
+from node.queues.preparations import Preparations
+from node.queues.tier_load_queue import TierLine
+from node.sharing.prefixes import PrefixSharing
 
 
 class DecodeRole:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from common.engine.rows.request import Request
+from engine.batch.request import Request
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,7 +10,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels import device
 
-# Compiled and counted, and never run: bench/gpu says what it saves.
+# Compiled and counted, and never run: tools/bench/gpu says what it saves.
 ENABLED = False
 
 

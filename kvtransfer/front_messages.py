@@ -1,7 +1,7 @@
 """What crosses between a node's front and its transfer thread, over a socket of their own.
 
 The front keeps no books. It numbers the pair streams of both directions with one counter, never
-reuses a number, and forwards what `pairs/wire.py` has parsed. How a stream begins:
+reuses a number, and forwards what `pairs/codec.py` has parsed. How a stream begins:
 
     reader's front                      owner's front
     sends LocalHello.hello  ---Hello--> PairOpened(stream, hello, as_reader=False)

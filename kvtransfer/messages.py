@@ -1,4 +1,4 @@
-"""The messages of one hand-off, as immutable records. `pairs/wire.py` maps them to protobuf.
+"""The messages of one hand-off, as immutable records. `pairs/codec.py` maps them to protobuf.
 
 Hello opens a stream and is compared in `pairing.py`; everything here follows it.
 """
@@ -11,8 +11,8 @@ import msgspec
 from common.request import Remaining, RequestSpec
 from common.requests.logprobs import Logprobs
 from common.requests.namespace import SHARED, Namespace
-from common.requests.prefix_at import PrefixAt
 from common.requests.prefix_hash import BYTES_PER_TOKEN
+from common.requests.prefix_hint import PrefixAt
 from common.requests.timeline import PrefillTimes
 from common.requests.weights import WeightsId
 

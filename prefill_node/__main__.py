@@ -2,7 +2,7 @@
 
 import sys
 
-from roles.program import main
+from node.roles import main
 
 if __name__ == "__main__":
     sys.exit(main("prefill"))

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 
 from common.config import EngineConfig, PrefillConfig
-from common.engine.build import Engine
-from common.node.engine_process import EngineStart
+from engine.build import Engine
+from node.engine_process import EngineStart
+from node.runtime import EngineParts
 from prefill_node.role import PrefillRole
-from sharing.engine_parts import EngineParts
 
 CHUNK_TOKENS = 8192  # decode rows of no node wait for a chunk, and a larger one computes faster
 

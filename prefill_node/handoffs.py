@@ -12,25 +12,25 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common.engine.adapters.adapters import Adapters
-from common.engine.memory.pages import Holder, PageAllocator
-from common.engine.preparation.preparations import Preparations
-from common.engine.rows.held_tokens import HeldTokens
-from common.engine.rows.holding import Holding
-from common.engine.rows.request import Finish, FinishReason, Ints, Request
-from common.engine.schedule.scheduler import ChunkDone, Scheduler
 from common.errors import ServingError
 from common.logs.throttle import Throttle, ThrottledLog
-from common.node.desk.desk import Desk
 from common.page_tables import PageTables
 from common.queueing.drain import Drain
 from common.queueing.waiting_line import Place
-from common.requests.flight import Flight, Flights
+from common.requests.request_trace import Flight, Flights
+from engine.adapters.adapters import Adapters
+from engine.batch.holding import Holding
+from engine.batch.request import Finish, FinishReason, Ints, Request
+from engine.batch.token_budget import HeldTokens
+from engine.kv_cache.pages import Holder, PageAllocator
+from engine.scheduler.scheduler import ChunkDone, Scheduler
 from kvtransfer.messages import Live, Prompt
 from kvtransfer.ports import Admit, FailHandoff, Granted, HandoffDropped, NodePort, Opened, Publish
-from prefill_node.door import COUNTS, Door, refusal_of
-from prefill_node.records import HandoffRecords
-from sharing.prefixes import PrefixSharing
+from node.control.engine_control import Desk
+from node.queues.preparations import Preparations
+from node.sharing.prefixes import PrefixSharing
+from prefill_node.admission import COUNTS, Door, refusal_of
+from prefill_node.handoff_history import HandoffRecords
 
 log = logging.getLogger(__name__)
 

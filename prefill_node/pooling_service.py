@@ -27,13 +27,13 @@ from common.errors import (
     ServingError,
 )
 from common.identity.guard import Guard
-from common.node.front.engine_link import EngineLink
-from common.node.messages import CancelPooling, Pooled, PoolPrompts
 from common.requests import pooling
 from common.requests.namespace import check_namespace
 from common.requests.pooling import Pool, Pooling
+from common.requests.quarantine import MAX_DEATHS
 from common.requests.sampling import MAX_TOKEN_ID
-from common.requests.trial import MAX_DEATHS
+from node.frontend.engine_link import EngineLink
+from node.messages import CancelPooling, Pooled, PoolPrompts
 from protos import pooling_pb2, pooling_pb2_grpc
 
 MAX_PROMPTS = 256  # of one call

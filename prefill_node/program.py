@@ -5,12 +5,12 @@ from functools import partial
 
 from common.config import PrefillConfig
 from common.errors import ServingError, WrongState
-from common.node.front import spans
-from common.node.front.parts import Front, NodeParts, RoleProgram
 from kvtransfer.pairs.dialer import PairDialer
 from kvtransfer.pairs.named_owners import NamedOwners
 from kvtransfer.pairs.service import PairService
 from kvtransfer.pairs.streams import PairStreams
+from node.frontend import spans
+from node.frontend.parts import Front, NodeParts, RoleProgram
 from prefill_node.pooling_service import PoolingService
 
 

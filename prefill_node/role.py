@@ -2,7 +2,7 @@
 
 A hand-off comes from the transfer thread and goes its way through this node (handoffs.py): what
 another node has of its prompt is read meanwhile, where that is cheaper than to compute it
-(sharing/); the scheduler gets such a prompt when that is over, either way.
+(node/sharing/); the scheduler gets such a prompt when that is over, either way.
 Prompts of which a vector is wanted, and no KV, share the scheduler: pooled.py.
 This module knows nothing of streams and sockets: the transfer thread is behind a NodePort.
 """
@@ -11,28 +11,21 @@ import time
 from collections.abc import Callable, Mapping
 
 from common.distribution import Counted
-from common.engine.adapters.adapters import Adapters
-from common.engine.features.guides import Guides
-from common.engine.memory.pages import Holder, PageAllocator
-from common.engine.preparation.adapter_line import AdapterLine
-from common.engine.preparation.guide_line import GuideLine
-from common.engine.preparation.preparations import Preparations
-from common.engine.preparation.tier_line import TierLine
-from common.engine.rows.batch import BatchResult, ScheduleBatch
-from common.engine.rows.held_tokens import HeldTokens
-from common.engine.rows.holding import Holding
-from common.engine.rows.limits import RequestLimits
-from common.engine.rows.request import Request
-from common.engine.schedule.scheduler import Finished, Scheduler
-from common.engine.tiers.tiers import Tiers
-from common.node.desk.desk import Desk
-from common.node.desk.pauses import PAUSED
-from common.node.messages import CancelPooling, FrontMessage, PoolPrompts
 from common.page_tables import PageTables
 from common.priority import PriorityClass
 from common.queueing.drain import Backlog, Drain
-from common.requests.flight import Flight, Flights
+from common.requests.request_trace import Flight, Flights
 from common.requests.weights import WeightsId
+from engine.adapters.adapters import Adapters
+from engine.batch.batch import BatchResult, ScheduleBatch
+from engine.batch.holding import Holding
+from engine.batch.limits import RequestLimits
+from engine.batch.request import Request
+from engine.batch.token_budget import HeldTokens
+from engine.grammar.guides import Guides
+from engine.kv_cache.pages import Holder, PageAllocator
+from engine.offload.tiers import Tiers
+from engine.scheduler.scheduler import Finished, Scheduler
 from kvtransfer.ports import (
     ComputesWith,
     Granted,
@@ -43,11 +36,18 @@ from kvtransfer.ports import (
     OwnerRate,
     OwnerUp,
 )
-from prefill_node.door import Door
+from node.control.engine_control import Desk
+from node.control.pauses import PAUSED
+from node.messages import CancelPooling, FrontMessage, PoolPrompts
+from node.queues.adapter_queue import AdapterLine
+from node.queues.grammar_queue import GuideLine
+from node.queues.preparations import Preparations
+from node.queues.tier_load_queue import TierLine
+from node.sharing.fetch_queue import FetchLine
+from node.sharing.prefixes import PrefixSharing
+from prefill_node.admission import Door
 from prefill_node.handoffs import Handoffs
-from prefill_node.pooled import PooledCalls
-from sharing.fetch_line import FetchLine
-from sharing.prefixes import PrefixSharing
+from prefill_node.pooling import PooledCalls
 
 MakeScheduler = Callable[[Callable[[Request, Holding], None]], Scheduler]
 

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import uvloop
 
+from api.program import processes
+from api.program.serving import serve
 from common import logs
 from common.config import RouterConfig
 from common.errors import ConfigError
 from common.process import descriptors
 from common.settings import read, wrong
-from router.process import processes
-from router.process.serving import serve
 
 _PROGRAM = "baton router"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from common import serve_protocol
+from common import limits
 from common.version import VERSION
 from kvtransfer.pairing import PROTOCOL_VERSION
 
@@ -118,7 +118,7 @@ def test_the_change_log_has_this_version_and_its_protocols():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["version"] == VERSION
     assert re.findall(r"^## ([\d.]+)", log, re.MULTILINE)[0] == VERSION
-    assert f"| Unreleased | {serve_protocol.VERSION} | {PROTOCOL_VERSION} |" in log
+    assert f"| Unreleased | {limits.VERSION} | {PROTOCOL_VERSION} |" in log
 
 
 def test_the_reading_list_for_newcomers_is_short():

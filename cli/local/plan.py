@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.config import CacheConfig, TlsConfig
-from common.cores import threads_at_hand
 from common.errors import ConfigError
+from engine.cores import threads_at_hand
 
 HOST = "127.0.0.1"
 _PORT_FLAGS = {

@@ -5,8 +5,8 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from common.node.front.process import exit_sentence
 from common.process.children import Child
+from node.frontend.process import exit_sentence
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,10 +35,10 @@ from cli.planner.decide import (
     pressures,
 )
 from cli.planner.looks import ROLES, Look, look_of
+from cli.planner.metrics import Decided, PlannerMetrics
 from cli.planner.pressure import Limits
 from common import logs, settings
 from common.logs import kv
-from common.metrics.planner import Decided, PlannerMetrics
 from common.metrics.serving import served
 from protos.router_pb2 import MoveRequest
 

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from api.text import model_files
 from cli import client, demo
 from cli.local import plan
 from cli.up.first_answer import Key, baton
@@ -16,7 +17,6 @@ from common.errors import ConfigError
 from common.identity.program import identity_of
 from common.identity.secret import VARIABLE, new_secret, operator_keys
 from common.model_directory import model_directory
-from router.text import model_files
 
 PROGRAM = "baton up"
 DEMO_NAME = "baton-demo"

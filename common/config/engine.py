@@ -7,8 +7,8 @@ from typing import Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from common.config.record import Positive, Record, Seconds
+from common.limits import MAX_ADAPTERS
 from common.priority import HIGHEST, LOWEST
-from common.serve_protocol import MAX_ADAPTERS
 
 
 class CacheConfig(Record):

@@ -8,8 +8,8 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from common.config.front import NAME_WITHOUT_CA, FrontConfig, TlsConfig
 from common.config.record import Port, Positive, Record, Seconds
+from common.limits import MAX_IMAGES
 from common.priority import HIGHEST, LOWEST
-from common.serve_protocol import MAX_IMAGES
 
 Priority = Annotated[int, Field(ge=LOWEST, le=HIGHEST)]
 _ORIGIN = re.compile(r"https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")

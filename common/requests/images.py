@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import msgspec
 
 from common.errors import InvalidRequest
-from common.serve_protocol import MAX_IMAGES, MAX_PIXEL_BYTES
+from common.limits import MAX_IMAGES, MAX_PIXEL_BYTES
 from protos import images_pb2 as pb
 
 FIRST_IMAGE_TOKEN = 1 << 30  # an id from here on is a token of some image

@@ -7,9 +7,10 @@ from typing import Any
 import msgspec
 
 from common.errors import InvalidRequest
-from common.requests import guide, thought
+from common.requests import guide
+from common.requests import reasoning as thought
 from common.requests.guide import Guide
-from common.requests.thought import Thought
+from common.requests.reasoning import Thought
 from protos.sampling_pb2 import Sampling
 
 MAX_STOP_STRINGS = 16

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from common.errors import InvalidRequest
-from common.requests.prefix_at import MAX_HINTS, PrefixAt
+from common.requests.prefix_hint import MAX_HINTS, PrefixAt
 from common.rpc.addresses import check_address
 from protos import prefixes_pb2
 

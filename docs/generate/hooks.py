@@ -22,7 +22,7 @@ _PAGES = {
     "reference/grpc.md": grpc_api.page,
     "reference/http.md": http_api.page,
 }
-_ICON = Path(__file__).parents[2] / "router" / "api" / "page" / "icon.svg"
+_ICON = Path(__file__).parents[2] / "api" / "page" / "icon.svg"
 # The theme would load it from a public host, unless it finds it in the page.
 _DRAWS = "assets/mermaid-11.17.2.min.js"
 # A link that leaves docs/ works where the code is, and becomes plain text on the site.

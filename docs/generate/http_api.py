@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from api import openapi
+from api.dialect import ignored_fields
 from common.version import VERSION
-from router.api import openapi
-from router.api.dialect import harmless
 
 _HEAD = """# HTTP API
 
@@ -45,7 +45,7 @@ def page() -> str:
 def _ignored() -> Iterator[str]:
     yield "\n## Fields that change no response\n\nEvery value is accepted.\n\n"
     yield "| field | reason |\n|---|---|\n"
-    for name, why in harmless.IGNORED.items():
+    for name, why in ignored_fields.IGNORED.items():
         yield f"| `{name}` | {why} |\n"
 
 
@@ -56,13 +56,13 @@ def _unsupported() -> Iterator[str]:
         "Other values of any other field are rejected.\n\n"
     )
     yield "| field | completions | chat |\n|---|---|---|\n"
-    tables = (harmless.OF_COMPLETIONS, harmless.OF_CHATS)
+    tables = (ignored_fields.OF_COMPLETIONS, ignored_fields.OF_CHATS)
     for name in sorted(set().union(*tables)):
         said = (_values(table[name]) if name in table else "" for table in tables)
         yield f"| `{name}` | {' | '.join(said)} |\n"
 
 
-def _values(field: harmless.Harmless) -> str:
+def _values(field: ignored_fields.Harmless) -> str:
     return " ".join(filter(None, ("*hint*" if field.hint else "", field.said)))
 
 

@@ -6,9 +6,11 @@
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from common.metrics import node, planner, router
+from cli.planner import metrics as planner
 from common.metrics.declared import Declared
 from common.metrics.program import INFO, PROCESS
+from node import metrics as node
+from router import metrics as router
 
 FILE = Path(__file__).parents[1] / "metrics.md"
 _HEAD = """# Metrics

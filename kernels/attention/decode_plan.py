@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels import device
 
-# Starting points, to be tuned by bench/gpu.
+# Starting points, to be tuned by tools/bench/gpu.
 PROGRAMS_PER_MULTIPROCESSOR = 2  # with 64 KiB of keys and values under way each
 MIN_TILES = 2  # of a program: fewer would not pay for their partial results
 PLAN_BLOCK = 1024  # rows

@@ -115,7 +115,7 @@ def extend_attention(
 def _tile(
     head_dim: int, element_size: int, architecture: int, *, masked: bool, widened: bool
 ) -> Tile:
-    """Starting points by count of instructions, to be tuned by bench/gpu.
+    """Starting points by count of instructions, to be tuned by tools/bench/gpu.
 
     architecture: 90 for compute capability 9.0. Data center GPUs since then multiply operands that
     stay in shared memory; others need more registers, and some have 100 KiB of shared memory.

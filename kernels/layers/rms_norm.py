@@ -103,7 +103,7 @@ def add_rms_norm_triton(
 
 
 def _num_warps(block: int, element_size: int) -> int:
-    """A load of 16 bytes per thread, in 16 warps at most: a start for bench/gpu to tune."""
+    """A load of 16 bytes per thread, in 16 warps at most: a start for tools/bench/gpu to tune."""
     return max(1, min(16, block * element_size // (16 * 32)))
 
 

@@ -17,7 +17,7 @@ import triton.language as tl
 from kernels.sampling.generator import token_noise
 from kernels.sampling.outline import GROUP, first_among
 
-_CHUNK = tl.constexpr(32)  # groups read at once. A starting point: see bench/gpu
+_CHUNK = tl.constexpr(32)  # groups read at once. A starting point: see tools/bench/gpu
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
 _NO_KEY = tl.constexpr(-(1 << 31))
 

@@ -28,7 +28,7 @@ class Outline(NamedTuple):
 
 
 def block_size(vocabulary: int) -> int:
-    """Tokens that one program reads, a power of two. A starting point: see bench/gpu."""
+    """Tokens that one program reads, a power of two. A starting point: see tools/bench/gpu."""
     block: int = min(4096, max(GROUP.value, triton.next_power_of_2(vocabulary)))
     return block
 

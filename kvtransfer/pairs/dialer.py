@@ -29,9 +29,9 @@ from common.errors import (
     Unauthenticated,
 )
 from common.logs.throttle import Throttle, ThrottledLog
-from common.rpc import last_words
+from common.rpc import stream_status
 from kvtransfer.pairing import Hello
-from kvtransfer.pairs import wire
+from kvtransfer.pairs import codec
 from kvtransfer.pairs.streams import PairMetrics, PairStreams
 from protos import kvtransfer_pb2, kvtransfer_pb2_grpc
 
@@ -170,17 +170,17 @@ class PairDialer:
     ) -> Hello:
         try:
             async with asyncio.timeout(self._times.hello_s):
-                await _write(call, wire.to_proto(ours, as_reader=True))
+                await _write(call, codec.to_proto(ours, as_reader=True))
                 first = await anext(incoming, None)
         except TimeoutError:
             raise NodeUnavailable(f"no Hello within {self._times.hello_s:g} s") from None
-        theirs = wire.parse(first) if first is not None else None
+        theirs = codec.parse(first) if first is not None else None
         if not isinstance(theirs, Hello):
             raise ProtocolViolation("the first message of the owner is not Hello")
         return theirs
 
 
-async def _write(call: Any, message: wire.Proto) -> None:
+async def _write(call: Any, message: codec.Proto) -> None:
     """A stream that is over takes nothing any more: whoever reads it learns why."""
     with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
         await call.write(message)
@@ -189,9 +189,9 @@ async def _write(call: Any, message: wire.Proto) -> None:
 async def _incoming(call: Any) -> AsyncIterator[kvtransfer_pb2.FromOwner]:
     """Raises the end of the call as a ServingError, with the owner's own sentence."""
     try:
-        async for message in last_words.heard(call):
+        async for message in stream_status.heard(call):
             yield message
-    except last_words.StreamEnded as end:
+    except stream_status.StreamEnded as end:
         died = end.code is EngineDied.status
         kind = EngineDied if died else _REFUSALS.get(end.code, NodeUnavailable)
         raise kind(end.sentence or end.code.name) from end

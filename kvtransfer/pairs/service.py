@@ -19,7 +19,7 @@ from common.identity.caller import Caller, node_name
 from common.identity.guard import Guard
 from kvtransfer.messages import Failed
 from kvtransfer.pairing import Hello
-from kvtransfer.pairs import wire
+from kvtransfer.pairs import codec
 from kvtransfer.pairs.streams import PairStream, PairStreams
 from protos import kvtransfer_pb2, kvtransfer_pb2_grpc
 
@@ -86,10 +86,10 @@ class PairService(kvtransfer_pb2_grpc.KvTransferServicer):
         """An Open of more than can be served is answered here: its tokens are never touched."""
         if message.HasField("open"):
             try:
-                self._check_length(wire.num_tokens_of(message.open))
+                self._check_length(codec.num_tokens_of(message.open))
             except InvalidRequest as error:
-                id = wire.id_of(message.open)
-                refusal = wire.to_proto(Failed(id, str(error), retryable=False), as_reader=False)
+                id = codec.id_of(message.open)
+                refusal = codec.to_proto(Failed(id, str(error), retryable=False), as_reader=False)
                 stream.outgoing.put(refusal)
                 return
         await stream.take(message)
@@ -102,7 +102,7 @@ class PairService(kvtransfer_pb2_grpc.KvTransferServicer):
             message = await asyncio.wait_for(anext(messages, None), self._hello_s)
         except TimeoutError:
             raise DeadlineExceeded(f"no Hello within {self._hello_s:g} s") from None
-        hello = wire.parse(message) if message is not None else None
+        hello = codec.parse(message) if message is not None else None
         if not isinstance(hello, Hello):
             raise ProtocolViolation("the first message of a pair stream is not Hello")
         return hello

@@ -24,9 +24,9 @@ from common.errors import (
     ServingError,
 )
 from common.logs.throttle import Throttle, ThrottledLog
-from common.node.front.lanes import Lane
-from common.node.front.streams import Outgoing
-from common.node.ipc import Backlogged, FrameConnection, PeerGone
+from common.process.ipc import Backlogged, FrameConnection, PeerGone
+from common.process.lanes import Lane
+from common.rpc.streams import Outgoing
 from kvtransfer.front_messages import (
     EngineBeat,
     LocalHello,
@@ -41,7 +41,7 @@ from kvtransfer.front_messages import (
 )
 from kvtransfer.messages import AnyMessage
 from kvtransfer.pairing import Hello
-from kvtransfer.pairs import wire
+from kvtransfer.pairs import codec
 from protos import kvtransfer_pb2
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class PairStream:
         self.number = number
         self.as_reader = as_reader
         self.outgoing: Outgoing[Outward] = Outgoing(
-            last_words=None if as_reader else wire.last_words, max_bytes=_MAX_UNSENT_BYTES
+            last_words=None if as_reader else codec.last_words, max_bytes=_MAX_UNSENT_BYTES
         )
         self.reason = "the peer has closed the stream"  # why it is over
         self.engine_died = False  # the peer's, which is why
@@ -91,7 +91,7 @@ class PairStream:
 
 
 def parsed(message: Outward) -> AnyMessage:
-    record = wire.parse(message)
+    record = codec.parse(message)
     if isinstance(record, Hello):
         raise ProtocolViolation("a second Hello on a pair stream")
     return record
@@ -199,7 +199,7 @@ class PairStreams:
             case PairHello(stream=number, hello=said) | PairSend(stream=number, message=said):
                 stream = self._streams.get(number)
                 if stream is not None:
-                    stream.outgoing.put(wire.to_proto(said, as_reader=stream.as_reader))
+                    stream.outgoing.put(codec.to_proto(said, as_reader=stream.as_reader))
             case PairEnd(stream=number, reason=reason, refused=refused):
                 stream = self._streams.get(number)
                 if stream is not None:

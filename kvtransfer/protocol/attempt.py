@@ -11,7 +11,7 @@ from kvtransfer.messages import Admitted, HandoffId, Kind, Ready
 from kvtransfer.ports import GrantHandoff, Ints
 from kvtransfer.protocol.link_reads import Read
 from kvtransfer.protocol.ranges import Ranges, granted
-from kvtransfer.protocol.states import KVPoll, advance
+from kvtransfer.protocol.status import KVPoll, advance
 
 
 @dataclass(slots=True, eq=False)

@@ -15,12 +15,12 @@ from kvtransfer.messages import AnyMessage, Failed, Forget, HandoffId, Open, Rea
 from kvtransfer.pairing import OTHER_WEIGHTS, Hello, compare, lasts
 from kvtransfer.ports import OwnerCommand, OwnerEvent
 from kvtransfer.protocol.actions import EndStream, Expose, OwnerAction, Send, Withdraw
-from kvtransfer.protocol.beats import earliest
-from kvtransfer.protocol.owner_end import OwnerEnd
+from kvtransfer.protocol.heartbeats import earliest
+from kvtransfer.protocol.producer import OwnerEnd
 from kvtransfer.transfer.admissions import Admissions
 from kvtransfer.transfer.page_sums import PageSums
 from kvtransfer.transfer.thread import Outlet
-from kvtransfer.transfer.untaken import MAX_TOKENS, Untaken
+from kvtransfer.transfer.unconsumed import MAX_TOKENS, Untaken
 
 CONNECTING_POLL_S = 0.001  # over RDMA, an owner must be polled to be connected to
 

@@ -30,8 +30,8 @@ from kvtransfer.protocol.actions import (
     Send,
     StartRead,
 )
-from kvtransfer.protocol.beats import earliest
-from kvtransfer.protocol.reader_end import ReaderEnd
+from kvtransfer.protocol.consumer import ReaderEnd
+from kvtransfer.protocol.heartbeats import earliest
 from kvtransfer.transfer.link import (
     Link,
     LinkClosed,

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
-from common.node.ipc import FrameSocket, PeerGone
+from common.process.ipc import FrameSocket, PeerGone
 from kvtransfer.front_messages import (
     EngineBeat,
     LocalHello,

@@ -9,21 +9,21 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import msgspec
 from msgspec.structs import replace
 
+from api.requests.limiter import SHUTTING_DOWN
 from common.errors import NodeUnavailable
 from common.requests.adapter import AdapterId
-from common.requests.prefix_at import PrefixAt
+from common.requests.prefix_hint import PrefixAt
 from common.requests.weights import UNNAMED, WeightsId
 from protos import decode_pb2
 from router.cluster.decode_client import DecodeClient
-from router.cluster.guest import Guest
 from router.cluster.known_adapters import KnownAdapters
+from router.cluster.migratable import Guest
 from router.cluster.survey import NodeReport, Survey
 from router.policy import Policy
 from router.policy.backlogs import WHENEVER, Backlogs, Due
 from router.policy.choices import DecodeChoice, PlacementKey, PrefillChoice
 from router.policy.hints import PrefixHints
 from router.policy.load import Charge, Load
-from router.requests.admission import SHUTTING_DOWN
 
 NOT_READY = "no decode node with a usable prefill node is ready"
 NO_ADAPTER_THERE = "no decode node that is ready has the adapter"

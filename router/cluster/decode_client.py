@@ -16,26 +16,26 @@ from typing import Any, NamedTuple
 import grpc.aio
 from msgspec.structs import replace
 
-from common import request, rpc, serve_protocol
+from common import limits, request, rpc
 from common.errors import EngineDied, InvalidRequest, NodeUnavailable, ProtocolViolation
 from common.logs import kv
 from common.request import Remaining, RequestSpec
 from common.requests.adapter import AdapterId, check_adapter
 from common.requests.logprobs import from_proto
 from common.requests.prediction import Predicted
-from common.requests.prefix_at import PrefixAt
+from common.requests.prefix_hint import PrefixAt
 from common.requests.weights import UNNAMED, WeightsId, check_weights
-from common.rpc import last_words
 from common.rpc import prefix_hints as hints
+from common.rpc import stream_status
 from protos import decode_pb2, decode_pb2_grpc
 from protos.decode_pb2 import MoveFrom
 from router.cluster.engine_pulse import EnginePulse, Patience
-from router.cluster.guest import Guest
+from router.cluster.migratable import Guest
 from router.cluster.node_ends import end_of
 from router.cluster.unsent import Unsent
-from router.requests.losses import Doing, NodeLost
-from router.requests.timelines import RequestTimeline, Submission
-from router.requests.token_buffer import TokenBuffer
+from router.losses import Doing, NodeLost
+from router.timelines import RequestTimeline, Submission
+from router.token_buffer import TokenBuffer
 
 log = logging.getLogger(__name__)
 
@@ -246,11 +246,11 @@ class DecodeClient:
         watching = asyncio.create_task(self._end_if_dead(pulse, call))
         first = True
         try:
-            async for message in last_words.heard(call):
+            async for message in stream_status.heard(call):
                 if first:
                     first = False
-                    difference = serve_protocol.difference(
-                        node=message.protocol_version, router=serve_protocol.VERSION
+                    difference = limits.difference(
+                        node=message.protocol_version, router=limits.VERSION
                     )
                     if difference:
                         return _Over(difference, refused=True)
@@ -261,7 +261,7 @@ class DecodeClient:
         except asyncio.CancelledError:
             rpc.raise_if_cancelled()
             return _Over(f"its engine has not moved for {self._patience.dead_s:g} s")
-        except last_words.StreamEnded as end:
+        except stream_status.StreamEnded as end:
             return _Over(
                 str(end),
                 refused=end.code is grpc.StatusCode.FAILED_PRECONDITION,
@@ -309,7 +309,7 @@ class DecodeClient:
             case "status":
                 if self.status is None:
                     log.info("decode node connected %s", kv(node=self.address))
-                if len(message.status.links) > serve_protocol.MAX_LINKS:
+                if len(message.status.links) > limits.MAX_LINKS:
                     raise ProtocolViolation(f"the node has {len(message.status.links)} links")
                 adapters = _adapters(message.status)
                 self.status, self.adapters = message.status, adapters
@@ -329,7 +329,7 @@ class DecodeClient:
         retries = step.retry_after_s or [0.0] * len(step.ended)
         rows = (step.request, step.ended, step.begun, step.logprobs, step.prompt_logprobs)
         longest = max(*map(len, rows), len(step.predicted))
-        if longest > serve_protocol.MAX_ROWS:
+        if longest > limits.MAX_ROWS:
             raise ProtocolViolation(f"the node sent a step with {longest} rows")
         ends = (step.ended, step.reason, step.error, step.error_code, timelines, retries)
         whole = len(step.request) == len(step.token) and len(step.begun) == len(step.cached_tokens)
@@ -424,7 +424,7 @@ class DecodeClient:
 
 def _adapters(status: decode_pb2.Status) -> Mapping[str, AdapterId]:
     """By name. Raises ProtocolViolation for more than a node can have, or what is none."""
-    if len(status.adapters) > serve_protocol.MAX_ADAPTERS:
+    if len(status.adapters) > limits.MAX_ADAPTERS:
         raise ProtocolViolation(f"the node has {len(status.adapters)} adapters")
     try:
         return {each.name: check_adapter(each.id) for each in status.adapters if each.id}

@@ -3,7 +3,7 @@
 import asyncio
 
 from router.cluster.decode_client import DecodeClient
-from router.cluster.guest import Outcome
+from router.cluster.migratable import Outcome
 
 MOST_AT_ONCE = 4  # of one node: each is a read of its own, and the others run meanwhile
 _LOOK_S = 0.05  # some have no token yet, and cannot be moved; others may be tried again

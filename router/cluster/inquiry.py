@@ -8,7 +8,7 @@ import grpc.aio
 
 from common import rpc
 from common.errors import cut
-from common.requests.flight import Flights, from_proto
+from common.requests.request_trace import Flights, from_proto
 from protos import node_pb2
 from router.cluster.survey import Member, Survey
 

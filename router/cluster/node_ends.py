@@ -12,8 +12,8 @@ from common.errors import (
     ServingError,
 )
 from protos import decode_pb2
-from router.requests.losses import Doing, NodeLost
-from router.requests.token_buffer import End
+from router.losses import Doing, NodeLost
+from router.token_buffer import End
 
 # Any other status of a node tells its clients no more than that it failed them.
 _ERRORS: dict[int, type[ServingError]] = {

@@ -6,8 +6,8 @@ A write costs the same whatever is in it: all that comes while one is under way 
 import asyncio
 from collections.abc import Sequence
 
+from common.limits import MAX_CANCELS, MAX_SUBMITS, MAX_TOKENS, VERSION
 from common.requests.prefix_hash import BYTES_PER_TOKEN
-from common.serve_protocol import MAX_CANCELS, MAX_SUBMITS, MAX_TOKENS, VERSION
 from protos.decode_pb2 import Peers, Submit, ToNode
 
 

@@ -2,7 +2,7 @@
 told: that one may read it there. What is wrong or late costs it a question at most.
 """
 
-from common.requests.prefix_at import MAX_HINTS, PrefixAt
+from common.requests.prefix_hint import MAX_HINTS, PrefixAt
 from router.policy.choices import Placement, PlacementKey
 from router.policy.prefix_index import PrefixIndex, PromptPrefixes
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from router.policy.choices import DecodeChoice, Placement, PlacementKey
 from router.policy.decode_choice import LeastFull
 from router.policy.load import Load
-from router.policy.turns import Turns
+from router.policy.rotating_order import Turns
 
 
 class LeastTokens:

@@ -13,9 +13,9 @@ from router.policy.choices import DecodeChoice, Placement, PlacementKey
 from router.policy.decode_choice import LeastFull
 from router.policy.load import Load
 from router.policy.prefix_index import PrefixIndex, PromptPrefixes
-from router.policy.turns import Turns
+from router.policy.rotating_order import Turns
 
-# Above the least cost: what bench.routing likes best. More keeps more prefixes where they are and
+# Above the least cost: what tools.bench.routing likes best. More keeps more prefixes where they are and
 # makes queues longer where one of them dominates.
 NEAR_TOKENS = 512
 

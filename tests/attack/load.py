@@ -16,12 +16,12 @@ from typing import Any, Self
 
 import grpc.aio
 
-from cli.demo.tasks import Exchange, recall, word_facts
 from protos.router_pb2 import GenerateRequest
 from protos.router_pb2_grpc import RouterStub
 from protos.sampling_pb2 import Sampling
 from tests.support import grpc_retries
 from tests.support.http_client import connected, sse_events
+from tools.demo.tasks import Exchange, recall, word_facts
 
 _NUM_QUESTIONS = 24
 _MAX_TOKENS = 12

@@ -16,9 +16,9 @@ from random import Random
 import grpc.aio
 import msgspec
 
+from api.auth import api_keys
+from api.auth.api_keys import KeyEntry
 from cli.demo import DIRECTORY
-from common import api_keys
-from common.api_keys import KeyEntry
 from tests.attack.arm import ARMS, COSTLY_ARMS
 from tests.attack.bound import WINDOW_S, Bound, Delay, ShortAnswers
 from tests.attack.load import Load, Served

@@ -6,10 +6,10 @@ from itertools import pairwise
 
 import pytest
 
-from loadtest.errors import Unusable, WrongInput
-from loadtest.traffic.http_pool import Server
-from loadtest.traffic.openai_client import OpenAiClient
-from loadtest.traffic.workload import Job
+from bench.errors import Unusable, WrongInput
+from bench.traffic.http_pool import Server
+from bench.traffic.openai_client import OpenAiClient
+from bench.traffic.workload import Job
 from tests.support.stub_openai import Script, stub_openai
 
 JOB = Job((5, 6, 7, 8), max_tokens=6)

@@ -9,10 +9,10 @@ import sys
 
 import pytest
 
+from bench.__main__ import parse
+from bench.commands.command import run as run_command
+from bench.systems import Machine, Serving
 from cli.demo_model import write
-from loadtest.__main__ import parse
-from loadtest.commands.command import run as run_command
-from loadtest.systems import Machine, Serving
 from tests.bench.pages import Page
 from tests.support.cluster import children_of
 from tests.support.programs import runs

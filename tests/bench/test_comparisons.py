@@ -2,15 +2,15 @@
 
 import pytest
 
-from loadtest.commands import break_even_report, compare_report
-from loadtest.commands.command import About
-from loadtest.objectives import Objectives
-from loadtest.progress import Show
-from loadtest.report.page import write
-from loadtest.session import Measured, Session
-from loadtest.systems import Arm
-from loadtest.traffic.load import Run
-from loadtest.traffic.outcome import Outcome
+from bench.commands import break_even_report, compare_report
+from bench.commands.command import About
+from bench.objectives import Objectives
+from bench.progress import Show
+from bench.report.page import write
+from bench.session import Measured, Session
+from bench.systems import Arm
+from bench.traffic.load import Run
+from bench.traffic.outcome import Outcome
 from tests.bench.pages import Page
 
 ABOUT = About({"seed": 1}, {"cpu": "test"}, "now")

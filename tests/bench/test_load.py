@@ -8,14 +8,14 @@ import time
 import numpy as np
 import pytest
 
-from loadtest.errors import WrongInput
-from loadtest.objectives import Objectives
-from loadtest.statistics import distribution, nearest_rank
-from loadtest.summary import gaps_during, summary, warnings
-from loadtest.traffic.lengths import Lengths
-from loadtest.traffic.load import Load, Run, poisson, until
-from loadtest.traffic.outcome import Outcome
-from loadtest.traffic.workload import Job, Trace, Workload
+from bench.errors import WrongInput
+from bench.objectives import Objectives
+from bench.statistics import distribution, nearest_rank
+from bench.summary import gaps_during, summary, warnings
+from bench.traffic.lengths import Lengths
+from bench.traffic.load import Load, Run, poisson, until
+from bench.traffic.outcome import Outcome
+from bench.traffic.workload import Job, Trace, Workload
 from tests.support.stub_openai import until as until_time
 
 JOBS = [Job((number,), 1) for number in range(1, 100)]

@@ -4,9 +4,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from loadtest.report.page import Page as Report
-from loadtest.report.page import Table, write
-from loadtest.report.svg import HEIGHT, WIDTH, Plot, Series, number, render
+from bench.report.page import Page as Report
+from bench.report.page import Table, write
+from bench.report.svg import HEIGHT, WIDTH, Plot, Series, number, render
 from tests.bench.pages import Page
 
 

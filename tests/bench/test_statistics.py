@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from loadtest.statistics import confidence, crossing, ratio
-from loadtest.systems import Arm, abba
+from bench.statistics import confidence, crossing, ratio
+from bench.systems import Arm, abba
 
 
 def test_a_ratio_is_a_geometric_mean_with_students_interval():

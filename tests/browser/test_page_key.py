@@ -12,10 +12,10 @@ pytest.importorskip("selenium", reason="needs selenium")
 from selenium.webdriver.common.keys import Keys
 
 from common.config import ClientsConfig
+from tests.api.auth.rig import KEYS, entry, write
+from tests.api.rig import router_for, write_model
 from tests.browser.conftest import Background
 from tests.browser.view import View
-from tests.clients.rig import KEYS, entry, write
-from tests.router.rig import router_for, write_model
 from tests.support.stub_decode_node import StubDecodeNode
 
 

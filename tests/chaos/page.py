@@ -5,9 +5,9 @@ from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
-from loadtest.facts import machine
-from loadtest.report.page import Page, Table, write
-from loadtest.report.svg import Plot, Series
+from bench.facts import machine
+from bench.report.page import Page, Table, write
+from bench.report.svg import Plot, Series
 from tests.chaos.site import NUM_NODES, NUM_PROCESSES, Sample
 from tests.chaos.storm import Report
 

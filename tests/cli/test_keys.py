@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
+from api.auth import api_keys
 from cli import client, keys
-from common import api_keys
 from common.errors import ConfigError
 
 

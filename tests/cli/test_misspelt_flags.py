@@ -2,8 +2,8 @@
 
 import pytest
 
+from bench import __main__ as bench
 from cli.up import options as up
-from loadtest import __main__ as bench
 
 COMPARE = ["compare", "--model=m"]
 

@@ -14,8 +14,8 @@ from cli.operating.fleet import Undone
 from cli.planner.__main__ import Planner, parse, rules_of
 from cli.planner.decide import Add, Decision, Move, Nothing, Remove, Rules, Switch, Wait, decide
 from cli.planner.looks import Look, NodeFigures, look_of
+from cli.planner.metrics import PlannerMetrics
 from cli.planner.pressure import Limits
-from common.metrics.planner import PlannerMetrics
 from protos.router_pb2 import (
     Backlog,
     ClusterNode,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from protos.decode_pb2 import FINISH_REASON_STOP
 from protos.sampling_pb2 import Guide
-from tests.router.talk import CALL, Talk, calling_model, talk
+from tests.api.talk import CALL, Talk, calling_model, talk
 
 
 @asynccontextmanager

@@ -8,8 +8,8 @@ from prometheus_client import generate_latest
 
 from cli.planner import __main__ as planner_main
 from common.config import RouterConfig, SchedulerConfig
-from common.metrics.node import NodeMetrics
-from common.node.messages import Moving
+from node.messages import Moving
+from node.metrics import NodeMetrics
 from tests.deploy.conftest import COMPONENTS, OVERLAYS
 from tests.deploy.manifests import (
     KUBERNETES,
@@ -25,7 +25,7 @@ from tests.support.programs import ROOT
 
 NODES = ("prefill", "decode")
 # Where a node of that role makes up the names of its queues.
-SCHEDULER = "common/engine/schedule/scheduler.py"
+SCHEDULER = "engine/scheduler/scheduler.py"
 QUEUE_SOURCES = {
     "prefill": ("prefill_node/role.py", "prefill_node/handoffs.py", SCHEDULER),
     "decode": ("decode_node/role.py", SCHEDULER),

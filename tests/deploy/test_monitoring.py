@@ -10,10 +10,11 @@ import pytest
 import yaml
 from prometheus_client.utils import floatToGoString
 
-from common.metrics import node, router
 from common.metrics.declared import Declared
 from common.metrics.program import ROLES
 from docs.generate import rules as generated
+from node import metrics as node
+from router import metrics as router
 from tests.deploy.manifests import KUBERNETES, named, of_kind
 from tests.support.programs import ROOT
 

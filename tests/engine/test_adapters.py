@@ -10,19 +10,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common.config import LoraConfig
-from common.engine.adapters.adapters import Adapters, no_adapters
-from common.engine.adapters.bank import AdapterBank, bank_bytes
-from common.engine.adapters.library import Library
-from common.engine.adapters.loader import MAX_LOADING, AdapterLoader
-from common.engine.adapters.making import bank_of, load_all, shelf_of
-from common.engine.adapters.shelf import Shelf, no_shelf
-from common.engine.adapters.stored import Adapter, AdapterLimits, Pair
-from common.engine.models import load
-from common.engine.models.open_files import OpenFiles
-from common.engine.preparation.adapter_line import AdapterLine
-from common.engine.rows.table import RequestTable
-from common.engine.schedule.arrivals import SKIP_AHEAD_S
 from common.errors import AdapterNotLoaded, ConfigError, InvalidRequest, Overloaded, WrongState
+from engine.adapters.adapters import Adapters, no_adapters
+from engine.adapters.bank import AdapterBank, bank_bytes
+from engine.adapters.library import Library
+from engine.adapters.loader import MAX_LOADING, AdapterLoader
+from engine.adapters.making import bank_of, load_all, shelf_of
+from engine.adapters.shelf import Shelf, no_shelf
+from engine.adapters.stored import Adapter, AdapterLimits, Pair
+from engine.batch.table import RequestTable
+from engine.models import load
+from engine.models.open_files import OpenFiles
+from engine.scheduler.arrivals import SKIP_AHEAD_S
+from node.queues.adapter_queue import AdapterLine
 from tests.support.adapters import make_adapter
 from tests.support.checkpoints import make_checkpoint, reference_model
 from tests.support.engine_rig import Rig

@@ -1,7 +1,7 @@
 import pytest
 
-from common.engine.schedule.adder import PrefillAdder
-from common.engine.schedule.growth import NewTokenRatio, missing_pages, missing_pages_of_one
+from engine.scheduler.adder import PrefillAdder
+from engine.scheduler.growth import NewTokenRatio, missing_pages, missing_pages_of_one
 from tests.support.engine_rig import ints
 
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from common.config import CacheConfig, EngineConfig, TiersConfig
-from common.engine.build import Engine, build
-from common.engine.memory.pages import Holder
-from common.engine.models.checkpoint import Checkpoint
-from common.engine.rows.holding import Holding
 from common.errors import ConfigError
+from engine.batch.holding import Holding
+from engine.build import Engine, build
+from engine.kv_cache.pages import Holder
+from engine.models.checkpoint import Checkpoint
 from tests.support.checkpoints import make_checkpoint
 
 TOKENS = np.arange(5, 69, dtype=np.int32)  # four pages

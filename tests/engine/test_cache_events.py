@@ -5,12 +5,12 @@ import random
 import numpy as np
 import pytest
 
-from common.engine.memory.cache_events import CacheChange, CacheEvents
-from common.engine.memory.pages import Holder, PageAllocator
-from common.engine.memory.radix import RadixCache
-from common.engine.rows.holding import Holding
 from common.requests.namespace import SHARED, Namespace, namespace_of
 from common.requests.prefix_hash import PrefixHasher, as_bytes, page_names
+from engine.batch.holding import Holding
+from engine.kv_cache.cache_events import CacheChange, CacheEvents
+from engine.kv_cache.pages import Holder, PageAllocator
+from engine.kv_cache.radix import RadixCache
 from tests.support.engine_rig import ints
 
 SIZE = 4

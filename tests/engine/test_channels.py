@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import xgrammar
 
-from common.engine.features.compilers import Compilers, prepared
+from api.parsers.channels import Channels
+from api.parsers.listener import Listener
+from api.parsers.model_format import Speech
 from common.requests.guide import Guide, as_form, tag
-from router.parsers.channels import Channels
-from router.parsers.listener import Listener
-from router.parsers.speech import Speech
+from engine.grammar.compilers import Compilers, prepared
 
 MARKERS = (
     "<|start|>",

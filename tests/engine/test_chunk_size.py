@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from common.config import CacheConfig, EngineConfig, SchedulerConfig
-from common.engine import sizing
-from common.engine.build import build
-from common.engine.footprint import largest_forward
-from common.engine.models import read_spec
+from engine import sizing
+from engine.build import build
+from engine.footprint import largest_forward
+from engine.models import read_spec
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engine_rig import Rig
 

@@ -16,10 +16,10 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from common.config import SpeculationConfig
-from common.engine.models import fingerprint, load, open_checkpoint
-from common.engine.rows.batch import TO_GUESS
 from common.errors import ConfigError
 from common.requests.sampling import SamplingParams
+from engine.batch.batch import TO_GUESS
+from engine.models import fingerprint, load, open_checkpoint
 from kernels.sampling.generator import gumbel_noise
 from tests.support.checkpoints import make_checkpoint, reference_model
 from tests.support.draft_heads import TENSORS, make_eagle, make_eagle3, make_hybrid_mtp, make_mtp

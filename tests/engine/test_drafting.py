@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from common.config import SpeculationConfig
-from common.engine.rows.request import Request
-from common.engine.speculate.costs import StepCosts
-from common.engine.speculate.ngram import LONGEST_MATCH, NgramDrafter
-from common.engine.speculate.policy import PayingDrafts
-from common.engine.speculate.predictions import Predictions
-from common.engine.speculate.speculator import Speculator
 from common.requests.prefix_hash import as_bytes
+from engine.batch.request import Request
+from engine.speculative.costs import StepCosts
+from engine.speculative.ngram import LONGEST_MATCH, NgramDrafter
+from engine.speculative.policy import PayingDrafts
+from engine.speculative.predictions import Predictions
+from engine.speculative.speculator import Speculator
 from tests.support.specs import make_request
 
 SLOT = np.zeros(1, np.intp)

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from common.config import CacheConfig, EngineConfig, TiersConfig
-from common.engine.build import build
 from common.errors import ConfigError
+from engine.build import build
 from tests.support.checkpoints import make_checkpoint
 
 

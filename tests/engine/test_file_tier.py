@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from common.config import SchedulerConfig
-from common.engine.tiers import page_files
-from common.engine.tiers.file_tier import AFTER_FAULT_S
-from common.engine.tiers.page_files import Fault, PageFiles
-from common.engine.tiers.page_records import HEADER_BYTES, RECORD_BYTES, version_of
 from common.errors import ConfigError
 from common.requests.namespace import SHARED, namespace_of
 from common.requests.prefix_hash import page_names
+from engine.offload import page_files
+from engine.offload.file_tier import AFTER_FAULT_S
+from engine.offload.page_files import Fault, PageFiles
+from engine.offload.page_records import HEADER_BYTES, RECORD_BYTES, version_of
 from tests.engine.test_tiers import (
     ENDS,
     KINDS,
@@ -457,7 +457,7 @@ def test_what_belongs_to_another_user_is_refused(tmp_path, name, monkeypatch):
 
 
 def test_a_directory_that_all_nodes_have_is_refused_by_name(tmp_path, monkeypatch):
-    monkeypatch.setattr("common.engine.tiers.page_files.MOST_NODES", 1)
+    monkeypatch.setattr("engine.offload.page_files.MOST_NODES", 1)
     files = opened(tmp_path)
     with pytest.raises(ConfigError, match=r"engine\.tiers\.file_dir: 1 nodes have"):
         opened(tmp_path)

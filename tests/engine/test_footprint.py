@@ -9,16 +9,11 @@ import pytest
 import torch
 
 from common.config import EngineConfig
-from common.engine import footprint as footprint_module
-from common.engine.adapters.bank import AdapterBank
-from common.engine.footprint import (
-    DRIVER_BYTES_PER_GRAPH,
-    Footprint,
-    footprint_of,
-    measure_footprint,
-)
-from common.engine.models import read_spec
-from common.engine.sizing import free_bytes, resolve_shape
+from engine import footprint as footprint_module
+from engine.adapters.bank import AdapterBank
+from engine.footprint import DRIVER_BYTES_PER_GRAPH, Footprint, footprint_of, measure_footprint
+from engine.models import read_spec
+from engine.sizing import free_bytes, resolve_shape
 from tests.support.checkpoints import make_checkpoint
 
 CUDA = torch.device("cuda", 0)

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from common.engine.models import load
-from common.engine.rows.batch import ForwardMode, ScheduleBatch, StateAt
-from common.engine.rows.forward import BatchBuilder, ForwardBatch
-from common.engine.rows.table import RequestTable
+from engine.batch.batch import ForwardMode, ScheduleBatch, StateAt
+from engine.batch.forward import BatchBuilder, ForwardBatch
+from engine.batch.table import RequestTable
+from engine.models import load
 from tests.support.checkpoints import VOCABULARY_SIZE, make_checkpoint
 from tests.support.steps import Steps
 

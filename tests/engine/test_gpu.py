@@ -5,12 +5,12 @@ import pytest
 import torch
 
 from common.config import CacheConfig, EngineConfig, SchedulerConfig
-from common.engine.build import build
-from common.engine.models import load
-from common.engine.rows.batch import PageCopies
-from common.engine.run.graphs import CudaRecorder
 from common.errors import ConfigError
 from common.requests.sampling import SamplingParams
+from engine.batch.batch import PageCopies
+from engine.build import build
+from engine.models import load
+from engine.runner.graphs import CudaRecorder
 from tests.support.checkpoints import (
     NATIVE_ARCHITECTURES,
     VOCABULARY_SIZE,

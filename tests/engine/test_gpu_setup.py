@@ -7,16 +7,16 @@ import pytest
 import torch
 
 from common.config import CacheConfig, EngineConfig, PrefillConfig, SchedulerConfig
-from common.engine import build as engine_build
-from common.engine import sizing
-from common.engine.memory.kv import HostPool
-from common.engine.memory.layout import KVLayout
-from common.engine.memory.states import PagedKV
-from common.engine.models import read_spec
-from common.engine.run.gpu import use_gpu
-from common.engine.sizing import resolve_device, resolve_shape
 from common.errors import ConfigError
-from roles import engine as node_engine
+from engine import build as engine_build
+from engine import sizing
+from engine.kv_cache.kv import HostPool
+from engine.kv_cache.layout import KVLayout
+from engine.kv_cache.states import PagedKV
+from engine.models import read_spec
+from engine.runner.gpu import use_gpu
+from engine.sizing import resolve_device, resolve_shape
+from node import engine_main as node_engine
 from tests.support.checkpoints import make_checkpoint
 
 CUDA = torch.device("cuda", 0)

@@ -5,11 +5,11 @@ import threading
 import pytest
 import torch
 
-from common.engine.models import load
-from common.engine.run.graphs import ladder
-from common.engine.run.host_waits import Uncapturable, check_capturable
 from common.errors import EngineFault
 from common.requests.sampling import SamplingParams
+from engine.models import load
+from engine.runner.graphs import ladder
+from engine.runner.host_waits import Uncapturable, check_capturable
 from tests.support.checkpoints import VOCABULARY_SIZE, make_checkpoint
 from tests.support.steps import GREEDY, Steps
 

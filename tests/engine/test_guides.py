@@ -9,12 +9,12 @@ from threading import Event
 
 import pytest
 
-from common.engine.features import compilers
-from common.engine.features.compilers import prepared
-from common.engine.features.guides import MAX_SLOW, MAX_WAITING, Guides
-from common.engine.features.prover import Beside, Lane, TooSlow
 from common.errors import InvalidRequest, Overloaded
 from common.requests.guide import JSON_OBJECT, Guide, Prepared
+from engine.grammar import compilers
+from engine.grammar.compilers import prepared
+from engine.grammar.grammar_verifier import Beside, Lane, TooSlow
+from engine.grammar.guides import MAX_SLOW, MAX_WAITING, Guides
 from tests.support.noise_model import SPECIAL_TOKENS, write
 
 WAIT_S = 300.0

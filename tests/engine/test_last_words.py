@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 from common import logs
 from common.config import EngineConfig, SchedulerConfig
-from common.engine.loop.clock import StepClock
-from common.engine.drive import drive
-from common.requests.flight import Event, Flight
+from engine.loop.clock import StepClock
+from node.drive import drive
+from common.requests.request_trace import Event, Flight
 
 
 class Stuck:

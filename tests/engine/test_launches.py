@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import KernelInterface
 
-from common.engine.memory.kv import KVPool
-from common.engine.memory.layout import KVLayout
-from common.engine.models import load
-from common.engine.rows.batch import ForwardMode, ScheduleBatch
-from common.engine.rows.forward import BatchBuilder, ForwardBatch
-from common.engine.rows.table import RequestTable
-from common.engine.run.host_waits import check_capturable
+from engine.batch.batch import ForwardMode, ScheduleBatch
+from engine.batch.forward import BatchBuilder, ForwardBatch
+from engine.batch.table import RequestTable
+from engine.kv_cache.kv import KVPool
+from engine.kv_cache.layout import KVLayout
+from engine.models import load
+from engine.runner.host_waits import check_capturable
 from kernels import device
 from tests.support.checkpoints import NATIVE_ARCHITECTURES, make_checkpoint
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from common.engine.memory.layout import MAX_PADDING, TYPICAL_TOKENS, KVLayout
-from common.engine.memory.states import Cells, DraftState, PagedKV, PagedLatent, Recurrent, State
 from common.errors import ConfigError
+from engine.kv_cache.layout import MAX_PADDING, TYPICAL_TOKENS, KVLayout
+from engine.kv_cache.states import Cells, DraftState, PagedKV, PagedLatent, Recurrent, State
 
 BF16 = torch.bfloat16
 

@@ -5,16 +5,16 @@ from dataclasses import fields, is_dataclass
 import pytest
 import torch
 
-from common.engine.models.blocks.rotation import Rotation
-from common.engine.models.checkpoint import Checkpoint
-from common.engine.models.families import read_decoder
-from common.engine.models.linear import Matrix, StoredExpert, form_of, onednn
-from common.engine.models.linear.dense import Dense, DenseForm
-from common.engine.models.linear.int8 import Int8Form, rounded
-from common.engine.models.linear.packed import PackedForm
-from common.engine.models.linear.panels import Int8PanelForm, PanelForm
-from common.engine.models.weights import load_weights, weight_bytes
 from common.errors import ConfigError
+from engine.models.blocks.rotation import Rotation
+from engine.models.checkpoint import Checkpoint
+from engine.models.families import read_decoder
+from engine.models.linear import Matrix, StoredExpert, form_of, onednn
+from engine.models.linear.dense import Dense, DenseForm
+from engine.models.linear.int8 import Int8Form, rounded
+from engine.models.linear.packed import PackedForm
+from engine.models.linear.panels import Int8PanelForm, PanelForm
+from engine.models.weights import load_weights, weight_bytes
 from kernels import device as devices
 from kernels.experts.routing import Routing, route
 from tests.support import compiled

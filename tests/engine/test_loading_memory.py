@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.engine.models.checkpoint import Checkpoint
-from common.engine.models.families import read_decoder
-from common.engine.models.linear import onednn
-from common.engine.models.weights import weight_bytes
+from engine.models.checkpoint import Checkpoint
+from engine.models.families import read_decoder
+from engine.models.linear import onednn
+from engine.models.weights import weight_bytes
 from tests.support.checkpoints import make_checkpoint
 
 MOST = 1.15  # of the weights, with the pages of the file that are mapped meanwhile
@@ -21,7 +21,7 @@ LOAD = """
 import sys
 from pathlib import Path
 import torch
-from common.engine.models import load
+from engine.models import load
 def status(name):
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024

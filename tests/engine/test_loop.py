@@ -5,12 +5,12 @@ from types import SimpleNamespace
 import pytest
 import triton
 
-from common.engine.loop.clock import StepClock
-from common.engine.loop.lateness import Lateness
-from common.engine.loop.loop import EventLoop
-from common.engine.loop.watchdog import Watchdog
-from common.engine.rows.batch import BatchResult, ForwardMode, ScheduleBatch
 from common.errors import EngineFault
+from engine.batch.batch import BatchResult, ForwardMode, ScheduleBatch
+from engine.loop.clock import StepClock
+from engine.loop.lateness import Lateness
+from engine.loop.loop import EventLoop
+from engine.loop.watchdog import Watchdog
 from tests.support.engine_rig import Rig, ints
 
 

@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common.config import SpeculationConfig
-from common.engine.models import fingerprint, load, read_spec, tokenizer_hash
-from common.engine.models.checkpoint import Checkpoint
-from common.engine.models.families import read_decoder
-from common.engine.models.weights import load_weights
 from common.errors import ConfigError
+from engine.models import fingerprint, load, read_spec, tokenizer_hash
+from engine.models.checkpoint import Checkpoint
+from engine.models.families import read_decoder
+from engine.models.weights import load_weights
 from tests.support.checkpoints import END_TOKEN_ID, make_checkpoint
 from tests.support.draft_heads import make_hybrid_mtp
 

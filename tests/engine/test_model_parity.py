@@ -12,8 +12,8 @@ from transformers import (
 )
 
 from common.config import LoraConfig
-from common.engine.models import Model, load
-from common.engine.models.families import read_decoder
+from engine.models import Model, load
+from engine.models.families import read_decoder
 from tests.support import compiled
 from tests.support.adapters import make_adapter, merge
 from tests.support.checkpoints import (

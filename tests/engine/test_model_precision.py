@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from common.engine.models import Model, load
-from common.engine.models.linear import onednn
+from engine.models import Model, load
+from engine.models.linear import onednn
 from tests.support import compiled
 from tests.support.checkpoints import ARCHITECTURES, VOCABULARY_SIZE, make_checkpoint
 from tests.support.steps import Steps

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from common.engine.models import load
+from engine.models import load
 from tests.support.checkpoints import make_checkpoint
 from tests.support.devices import CPU_AND_CUDA
 from tests.support.seen_logits import Recorder

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from common.engine.models import load
-from common.engine.models.checkpoint import SINGLE, Checkpoint
-from common.engine.models.open_files import OpenFiles
 from common.errors import ConfigError
+from engine.models import load
+from engine.models.checkpoint import SINGLE, Checkpoint
+from engine.models.open_files import OpenFiles
 from tests.support.checkpoints import make_checkpoint
 
 

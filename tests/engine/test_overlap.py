@@ -4,8 +4,8 @@ write pages of a request that has ended meanwhile."""
 import pytest
 
 from common.config import SchedulerConfig
-from common.engine.rows.batch import ForwardMode
-from common.engine.rows.request import FinishReason
+from engine.batch.batch import ForwardMode
+from engine.batch.request import FinishReason
 from tests.support.engine_rig import Rig
 from tests.support.fake_runner import ManualRunner
 

@@ -4,8 +4,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from common.engine.memory.pages import Holder, PageAllocator
 from common.errors import EngineFault
+from engine.kv_cache.pages import Holder, PageAllocator
 from tests.support.engine_rig import ints
 
 

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from common.config import SchedulerConfig
-from common.engine.memory.pages import Holder, PageAllocator
-from common.engine.memory.radix import RadixCache
-from common.engine.rows.holding import Holding
-from common.engine.rows.request import Request
-from common.engine.schedule.policy import PolicyName, SchedulePolicy
 from common.priority import STEP_S
 from common.requests.namespace import SHARED, Namespace, namespace_of
 from common.requests.sampling import SamplingParams
+from engine.batch.holding import Holding
+from engine.batch.request import Request
+from engine.kv_cache.pages import Holder, PageAllocator
+from engine.kv_cache.radix import RadixCache
+from engine.scheduler.policy import PolicyName, SchedulePolicy
 from tests.support.engine_rig import Rig, ints
 from tests.support.specs import make_request
 

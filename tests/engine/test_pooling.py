@@ -11,13 +11,13 @@ from transformers import (
 )
 
 from common.config import CacheConfig, EngineConfig, SchedulerConfig
-from common.engine.build import Engine, build
-from common.engine.loop.loop import EventLoop
-from common.engine.models import load
-from common.engine.rows.request import FinishReason, Request
 from common.errors import ConfigError, InvalidRequest
 from common.requests.pooling import Pool, Pooling
 from common.requests.sampling import SamplingParams
+from engine.batch.request import FinishReason, Request
+from engine.build import Engine, build
+from engine.loop.loop import EventLoop
+from engine.models import load
 from tests.support.checkpoints import VOCABULARY_SIZE, make_checkpoint
 from tests.support.specs import make_request
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from common.engine.models import precision
-from common.engine.models.checkpoint import Checkpoint
-from common.engine.models.precision import choose_precision
-from common.processor import matrix_features
+from engine.models import precision
+from engine.models.checkpoint import Checkpoint
+from engine.models.precision import choose_precision
+from engine.processor import matrix_features
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 

@@ -5,10 +5,10 @@ import time
 import pytest
 
 from common.config import SchedulerConfig
-from common.engine.memory.pages import Holder
-from common.engine.rows.request import FinishReason, Request
-from common.engine.schedule.preemption import MAX_PREEMPTIONS
 from common.priority import STEP_S
+from engine.batch.request import FinishReason, Request
+from engine.kv_cache.pages import Holder
+from engine.scheduler.preemption import MAX_PREEMPTIONS
 from tests.support.engine_rig import Rig
 
 BY = 10

@@ -6,10 +6,10 @@ import torch
 from transformers import LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from common.engine.models.borrowed import attention
-from common.engine.models.borrowed.masks import Seen, seen_by
-from common.engine.models.borrowed.probe import probe
-from common.engine.models.borrowed.refused import Refused
+from engine.models.transformers_backend import attention
+from engine.models.transformers_backend.masks import Seen, seen_by
+from engine.models.transformers_backend.probe import probe
+from engine.models.transformers_backend.refused import Refused
 from tests.support.tiny_models import tiny_config
 
 LAYERS = 4

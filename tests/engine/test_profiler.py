@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.engine.run import profiler
-from common.engine.run.profiler import Profiler
-from common.engine.run.stream import WorkerStream
 from common.errors import Overloaded, WrongState
+from engine.runner import profiler
+from engine.runner.profiler import Profiler
+from engine.runner.stream import WorkerStream
 
 WAIT_S = 120.0
 

@@ -8,13 +8,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from common.engine.models import fingerprint, load, open_checkpoint
-from common.engine.models.checkpoint import Checkpoint
-from common.engine.models.families import read_decoder
-from common.engine.models.linear import choose, onednn, rounding_of
-from common.engine.models.spec import NOT_QUANTISED
-from common.engine.models.weights import load_weights, weight_bytes
 from common.errors import ConfigError
+from engine.models import fingerprint, load, open_checkpoint
+from engine.models.checkpoint import Checkpoint
+from engine.models.families import read_decoder
+from engine.models.linear import choose, onednn, rounding_of
+from engine.models.spec import NOT_QUANTISED
+from engine.models.weights import load_weights, weight_bytes
 from tests.engine.test_linear import nbytes
 from tests.engine.test_model_parity import Recorder, prompt
 from tests.support.checkpoints import make_checkpoint

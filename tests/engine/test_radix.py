@@ -4,10 +4,10 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from common.engine.memory.pages import Holder, PageAllocator
-from common.engine.memory.radix import RadixCache
-from common.engine.rows.holding import Holding
 from common.requests.namespace import SHARED, namespace_of
+from engine.batch.holding import Holding
+from engine.kv_cache.pages import Holder, PageAllocator
+from engine.kv_cache.radix import RadixCache
 from tests.support.engine_rig import ints
 
 SIZE = 4

@@ -4,10 +4,10 @@ import os
 
 import torch
 
-from common.engine.models import load
-from common.engine.models.checkpoint import Checkpoint
-from common.engine.models.open_files import OpenFiles
-from common.engine.models.weights import ahead
+from engine.models import load
+from engine.models.checkpoint import Checkpoint
+from engine.models.open_files import OpenFiles
+from engine.models.weights import ahead
 from tests.support.checkpoints import make_checkpoint
 
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from common.config import EngineConfig
-from common.engine.models import load, open_checkpoint
-from common.engine.models.linear import onednn
-from common.engine.update import WeightsUpdate
 from common.errors import InvalidRequest, WrongState
 from common.requests.weights import UNNAMED
+from engine.models import load, open_checkpoint
+from engine.models.linear import onednn
+from engine.update import WeightsUpdate
 from tests.engine.test_model_precision import logits_of
 from tests.support import compiled
 from tests.support.checkpoints import (

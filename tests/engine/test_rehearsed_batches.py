@@ -1,6 +1,6 @@
 """What is computed before there is traffic is as much as traffic can ask for."""
 
-from common.engine.run.rehearsal import decode_rehearsal, mixed_rehearsal, verify_rehearsal
+from engine.runner.rehearsal import decode_rehearsal, mixed_rehearsal, verify_rehearsal
 
 
 def test_a_prompt_in_rehearsal_attends_to_all_of_itself():

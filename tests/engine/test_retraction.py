@@ -5,9 +5,9 @@ import random
 import pytest
 
 from common.config import SchedulerConfig
-from common.engine.memory.pages import Holder
-from common.engine.rows.request import FinishReason
 from common.errors import EngineFault
+from engine.batch.request import FinishReason
+from engine.kv_cache.pages import Holder
 from tests.support.engine_rig import Rig
 
 BOTH = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])

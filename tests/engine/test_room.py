@@ -5,9 +5,9 @@ import time
 import pytest
 
 from common.config import SchedulerConfig
-from common.engine.memory.pages import Holder
-from common.engine.rows.batch import ForwardMode
-from common.engine.rows.request import Finish, FinishReason
+from engine.batch.batch import ForwardMode
+from engine.batch.request import Finish, FinishReason
+from engine.kv_cache.pages import Holder
 from tests.support.engine_rig import Rig
 
 LATER = time.monotonic() + 1e6  # an arrival that nobody has waited for yet

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from common.engine.memory.states import PagedKV
-from common.engine.rows.batch import ForwardMode, ScheduleBatch
+from common.requests.reasoning import Thought
 from common.requests.sampling import SamplingParams
-from common.requests.thought import Thought
+from engine.batch.batch import ForwardMode, ScheduleBatch
+from engine.kv_cache.states import PagedKV
 from tests.support.steps import GREEDY, Steps
 
 CPU = torch.device("cpu")

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from common.engine.memory.states import PagedKV
-from common.engine.models import Model, load
-from common.engine.rows import batch
-from common.engine.rows.batch import PageCopies
 from common.errors import InvalidRequest
 from common.requests.sampling import SamplingParams, check
+from engine.batch import batch
+from engine.batch.batch import PageCopies
+from engine.kv_cache.states import PagedKV
+from engine.models import Model, load
 from kernels.sampling import sample as sampling
 from tests.support.checkpoints import VOCABULARY_SIZE, make_checkpoint
 from tests.support.steps import GREEDY, Steps

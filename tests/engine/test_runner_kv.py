@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from common.engine.memory.kv import HostPool, KVPool, swap_in, swap_out
-from common.engine.memory.layout import KVLayout
-from common.engine.memory.states import PagedKV
-from common.engine.rows.batch import PageCopies
 from common.errors import ConfigError
+from engine.batch.batch import PageCopies
+from engine.kv_cache.kv import HostPool, KVPool, swap_in, swap_out
+from engine.kv_cache.layout import KVLayout
+from engine.kv_cache.states import PagedKV
 
 CPU = torch.device("cpu")
 LAYOUT = KVLayout.of((PagedKV(2, 8),) * 3, 16, torch.bfloat16)

@@ -6,8 +6,8 @@ import threading
 import pytest
 import torch
 
-from common.engine.run.stream import MAX_QUEUED, WorkerStream
 from common.errors import EngineFault
+from engine.runner.stream import MAX_QUEUED, WorkerStream
 
 
 @pytest.fixture

@@ -3,12 +3,12 @@
 import pytest
 
 from common.config import SchedulerConfig
-from common.engine.memory.pages import Holder
-from common.engine.rows.batch import BatchResult, ForwardMode
-from common.engine.rows.holding import Holding
-from common.engine.rows.request import Finish, FinishReason, Request
-from common.engine.schedule.admission import DEFAULT_CHUNK_TOKENS
 from common.errors import EngineFault, InvalidRequest, WrongState
+from engine.batch.batch import BatchResult, ForwardMode
+from engine.batch.holding import Holding
+from engine.batch.request import Finish, FinishReason, Request
+from engine.kv_cache.pages import Holder
+from engine.scheduler.admission import DEFAULT_CHUNK_TOKENS
 from tests.support.engine_rig import Rig, ints
 
 BOTH = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])

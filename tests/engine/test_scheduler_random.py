@@ -9,9 +9,9 @@ from functools import partial
 import pytest
 
 from common.config import SchedulerConfig
-from common.engine.rows.request import FinishReason, Request
-from common.engine.speculate.speculator import Speculator
 from common.requests.namespace import namespace_of
+from engine.batch.request import FinishReason, Request
+from engine.speculative.speculator import Speculator
 from tests.support.drafters import KINDS, speculator
 from tests.support.engine_rig import VOCABULARY, Rig
 from tests.support.fake_runner import foretold

@@ -6,15 +6,9 @@ import pytest
 import torch
 
 from common.config import CacheConfig, EngineConfig, SchedulerConfig
-from common.engine.models import read_spec
-from common.engine.sizing import (
-    container_bytes,
-    free_bytes,
-    kept_in,
-    resolve_device,
-    resolve_shape,
-)
 from common.errors import ConfigError
+from engine.models import read_spec
+from engine.sizing import container_bytes, free_bytes, kept_in, resolve_device, resolve_shape
 from tests.support.checkpoints import make_checkpoint
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from common.config import SchedulerConfig
-from common.engine.rows.batch import ForwardMode
-from common.engine.rows.request import FinishReason, Request
-from common.engine.speculate.speculator import Speculator
 from common.requests.prediction import NOTHING
+from engine.batch.batch import ForwardMode
+from engine.batch.request import FinishReason, Request
+from engine.speculative.speculator import Speculator
 from tests.support.drafters import KINDS, speculator
 from tests.support.engine_rig import VOCABULARY, Rig
 from tests.support.fake_runner import foretold

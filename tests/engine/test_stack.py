@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from common.engine.models import load
-from common.engine.models.stack import InOneCall, LayerByLayer, stack_of
+from engine.models import load
+from engine.models.stack import InOneCall, LayerByLayer, stack_of
 from tests.support import compiled
 from tests.support.checkpoints import VOCABULARY_SIZE, make_checkpoint
 from tests.support.compiled import operators_here

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from common.config import SchedulerConfig
-from common.engine.memory.pages import Holder, PageAllocator
-from common.engine.memory.radix import RadixCache
-from common.engine.rows.holding import Holding
-from common.engine.rows.request import FinishReason
-from common.engine.schedule.boundaries import stretch
+from engine.batch.holding import Holding
+from engine.batch.request import FinishReason
+from engine.kv_cache.pages import Holder, PageAllocator
+from engine.kv_cache.radix import RadixCache
+from engine.scheduler.boundaries import stretch
 from tests.engine.test_scheduler_random import Traffic
 from tests.engine.test_speculation import guesses
 from tests.support.drafters import KINDS

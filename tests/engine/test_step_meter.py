@@ -4,8 +4,8 @@ import random
 
 from common import bounds
 from common.distribution import Distribution
-from common.engine.loop.step_meter import StepMeter
-from common.engine.rows.batch import ForwardMode
+from engine.batch.batch import ForwardMode
+from engine.loop.step_meter import StepMeter
 
 
 def test_every_step_is_counted_whenever_one_asks():

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.engine.build import prepare
-from common.engine.memory.kv import KVPool
-from common.engine.models import Model, load
-from common.engine.models.blocks.late_states import LateStates
-from common.engine.rows.forward import ForwardBatch
-from common.engine.run import runner as runner_module
 from common.requests.sampling import SamplingParams
+from engine.batch.forward import ForwardBatch
+from engine.build import prepare
+from engine.kv_cache.kv import KVPool
+from engine.models import Model, load
+from engine.models.blocks.late_states import LateStates
+from engine.runner import runner as runner_module
 from kernels import device
 from tests.support.checkpoints import VOCABULARY_SIZE, make_checkpoint
 from tests.support.steps import GREEDY, Steps

@@ -1,10 +1,10 @@
 import pytest
 
-from common.engine.rows.holding import Holding
-from common.engine.rows.request import Request
-from common.engine.rows.table import RequestTable
 from common.errors import EngineFault
 from common.requests.sampling import SamplingParams
+from engine.batch.holding import Holding
+from engine.batch.request import Request
+from engine.batch.table import RequestTable
 from tests.support.engine_rig import ints
 from tests.support.specs import make_request
 

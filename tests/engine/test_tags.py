@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import xgrammar
 
-from common.engine.features.compilers import Compilers, prepared
+from api.parsers.listener import Listener
+from api.parsers.model_format import Speech
 from common.errors import InvalidRequest
 from common.requests.guide import Guide, as_form, tag
-from router.parsers.listener import Listener
-from router.parsers.speech import Speech
+from engine.grammar.compilers import Compilers, prepared
 from tests.support.noise_model import SPECIAL_TOKENS, write
 
 VOCABULARY = 256 + len(SPECIAL_TOKENS)

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from common.config import SchedulerConfig
-from common.engine.memory.cache_events import CacheJournal
-from common.engine.memory.pages import Holder
-from common.engine.rows.request import Request
 from common.errors import EngineFault
 from common.requests.namespace import SHARED, namespace_of
 from common.requests.prefix_hash import page_names
+from engine.batch.request import Request
+from engine.kv_cache.cache_events import CacheJournal
+from engine.kv_cache.pages import Holder
 from tests.support.engine_rig import VOCABULARY, Rig
 
 SIZE = 16

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from common.engine.models import load
 from common.requests.sampling import SamplingParams
+from engine.models import load
 from kernels import device
 from tests.support.checkpoints import VOCABULARY_SIZE, make_checkpoint
 from tests.support.steps import GREEDY, Steps

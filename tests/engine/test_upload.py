@@ -2,7 +2,7 @@
 
 import torch
 
-from common.engine.rows.upload import packed_bytes, upload
+from engine.batch.upload import packed_bytes, upload
 
 CPU = torch.device("cpu")
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from common.engine.features import walks as walks_module
-from common.engine.features.compilers import Compilers, prepared
-from common.engine.features.walks import TooDear, Walks
 from common.requests.guide import JSON_OBJECT, Guide
+from engine.grammar import walks as walks_module
+from engine.grammar.compilers import Compilers, prepared
+from engine.grammar.walks import TooDear, Walks
 
 EOS = 256
 WORDS = [bytes([byte]) for byte in range(EOS)] + [b""]

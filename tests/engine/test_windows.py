@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from common.config import SchedulerConfig
-from common.engine.memory.pages import Holder
-from common.engine.rows.holding import Holding
-from common.engine.rows.request import Request
+from engine.batch.holding import Holding
+from engine.batch.request import Request
+from engine.kv_cache.pages import Holder
 from tests.support.engine_rig import Rig, ints
 
 WINDOWS = (None, 24, 40)

@@ -142,7 +142,7 @@ async def test_an_impostor_on_a_nodes_address_gets_no_request(
     assert "has not proved that it is a node of this cluster" in line
 
 
-@pytest.mark.long  # of one server: tests/identity/test_calls.py
+@pytest.mark.long  # of one server: tests/common/identity/test_calls.py
 async def test_a_secret_is_replaced_under_load_and_the_old_one_is_worth_nothing(
     cluster: Cluster,
 ) -> None:

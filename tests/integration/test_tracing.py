@@ -213,7 +213,7 @@ async def closed_endpoint() -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{bound.getsockname()[1]}"
 
 
-@pytest.mark.long  # in one process: tests/tracing/test_otlp.py
+@pytest.mark.long  # in one process: tests/common/tracing/test_otlp.py
 async def test_a_collector_that_fails_harms_nobody(
     model: Path, tmp_path: Path, silent_endpoint: str, closed_endpoint: str
 ) -> None:

@@ -14,7 +14,7 @@ from protos.sampling_pb2 import Sampling
 from tests.integration.oracle import Oracle
 from tests.support.cluster import RPC_S, Cluster, slowed
 
-# In one process: tests/router/test_kept_answers.py.
+# In one process: tests/api/test_idempotency.py.
 pytestmark = [pytest.mark.long, pytest.mark.slow]
 
 NUM_TOKENS = 300  # with what a step takes here, all are far from their ends after the first ones

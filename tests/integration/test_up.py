@@ -247,7 +247,7 @@ def test_a_program_that_dies_is_told_with_the_end_of_its_log_and_ends_all_if_ask
     os.kill(children["decode_node"], signal.SIGKILL)
     assert up.exit_code() == 1
     assert "decode-0 has ended with code -9" in up.output
-    assert "common.node.front.tenure: ready" in up.output  # a line of that log
+    assert "node.frontend.tenure: ready" in up.output  # a line of that log
     assert not [pid for pid in children.values() if runs(pid)]
 
 

@@ -8,9 +8,9 @@ import threading
 import pytest
 import torch
 
-from common.engine.run import cpu
-from common.engine.run.cpu import use_cpu
 from common.errors import ConfigError
+from engine.runner import cpu
+from engine.runner.cpu import use_cpu
 from kernels import device
 from kernels.cpu import compiler
 from kernels.cpu.compiler import NotCompiled, library

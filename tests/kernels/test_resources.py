@@ -25,11 +25,11 @@ import torch
 import triton
 import triton.language as tl
 
-from bench.resources import budgets
+from tools.bench.resources import budgets
 
-from bench.resources import variants
+from tools.bench.resources import variants
 
-from bench.resources import __main__ as resources
+from tools.bench.resources import __main__ as resources
 
 
 @triton.jit
@@ -117,7 +117,7 @@ ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 @pytest.fixture(scope="module")
 def served() -> subprocess.CompletedProcess[str]:
     """The program's verdict on these few. Launches of all models are looked at."""
-    return _run("-m", "bench.resources", "--only", FEW)
+    return _run("-m", "tools.bench.resources", "--only", FEW)
 
 
 def _rows(ran: subprocess.CompletedProcess[str], arch: int, *kernels: str) -> list[dict[str, Any]]:
@@ -143,7 +143,7 @@ def test_every_kernel_that_a_model_launches_compiles_and_fits_its_gpu(
 
 
 def test_every_kernel_that_serving_launches_compiles_and_fits_its_gpu() -> None:
-    _assert_fits(_run("-m", "bench.resources"), *ARCHITECTURES)
+    _assert_fits(_run("-m", "tools.bench.resources"), *ARCHITECTURES)
 
 
 def test_attention_uses_tensor_cores_and_copies_tiles_ahead(
@@ -278,7 +278,7 @@ def test_a_kernel_that_no_variant_launches_fails_by_name(
 
 
 def test_the_interpreter_is_refused() -> None:
-    command = [sys.executable, "-m", "bench.resources"]
+    command = [sys.executable, "-m", "tools.bench.resources"]
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
     assert ran.returncode == 2

@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvtransfer.protocol.beats import Beats
+from kvtransfer.protocol.consumer import ReaderEnd
 from kvtransfer.protocol.deadlines import Deadlines
+from kvtransfer.protocol.heartbeats import Beats
 from kvtransfer.protocol.link_reads import Read
-from kvtransfer.protocol.owner_end import OwnerEnd
 from kvtransfer.protocol.pace import Pace
-from kvtransfer.protocol.reader_end import ReaderEnd
+from kvtransfer.protocol.producer import OwnerEnd
 from kvtransfer.protocol.reader_links import ReaderLinks
 
 Copier = Callable[[Any], Any]

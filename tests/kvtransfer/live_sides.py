@@ -20,16 +20,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common.config import TransferConfig
-from common.engine.memory.pages import Holder
-from common.engine.memory.radix import Match
-from common.engine.rows.holding import NO_PAGE, Holding
-from common.engine.schedule.stopped import Stopped
 from common.page_tables import PageTables
 from common.request import Remaining, RequestSpec
 from common.requests.namespace import Namespace
 from common.requests.sampling import SamplingParams
 from common.requests.weights import UNNAMED, WeightsId
-from decode_node.departures import Departures
+from decode_node.outgoing_migrations import Departures
+from engine.batch.holding import NO_PAGE, Holding
+from engine.kv_cache.pages import Holder
+from engine.kv_cache.radix import Match
+from engine.scheduler.stopped import Stopped
 from kvtransfer.messages import HandoffId, Live, Prefix, Source
 from kvtransfer.ports import (
     CancelHandoff,
@@ -41,7 +41,7 @@ from kvtransfer.ports import (
     Opened,
     OpenHandoff,
 )
-from sharing.loans import Loans
+from node.sharing.exports import Loans
 from tests.kvtransfer.node import Node
 from tests.kvtransfer.prefix_sides import NO_TIERS
 from tests.kvtransfer.sides import (

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common.config import SharingConfig, TransferConfig
-from common.engine.memory.pages import Holder, PageAllocator
-from common.engine.memory.radix import RadixCache
-from common.engine.rows.holding import NO_PAGE, Holding
-from common.engine.tiers.tiers import no_tiers
 from common.page_tables import PageTables, num_pages_of
 from common.requests.namespace import Namespace
-from common.requests.prefix_at import PrefixAt
+from common.requests.prefix_hint import PrefixAt
+from engine.batch.holding import NO_PAGE, Holding
+from engine.kv_cache.pages import Holder, PageAllocator
+from engine.kv_cache.radix import RadixCache
+from engine.offload.tiers import no_tiers
 from kvtransfer.messages import HandoffId, Prefix
 from kvtransfer.ports import (
     Granted,
@@ -30,8 +30,8 @@ from kvtransfer.ports import (
     OwnerUp,
     ReadsEnded,
 )
-from sharing.fetches import Fetches
-from sharing.loans import SHARE, Loans
+from node.sharing.exports import SHARE, Loans
+from node.sharing.fetches import Fetches
 from tests.kvtransfer.node import Node
 from tests.kvtransfer.sides import (
     FREE,

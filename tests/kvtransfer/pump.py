@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from common.node.ipc import FrameSocket, PeerGone, socket_pair
+from common.process.ipc import FrameSocket, PeerGone, socket_pair
 from kvtransfer.front_messages import (
     EngineBeat,
     LocalHello,
@@ -24,7 +24,7 @@ from kvtransfer.front_messages import (
 )
 from kvtransfer.messages import AnyMessage
 from kvtransfer.pairing import Hello
-from kvtransfer.pairs import wire
+from kvtransfer.pairs import codec
 from kvtransfer.transfer.thread import WakeUp
 
 WAIT_S = 60.0
@@ -163,5 +163,5 @@ def _input_socket(sock: socket.socket) -> FrameSocket[PairInput]:
 
 
 def _through_protobuf(record: Hello | AnyMessage, *, as_reader: bool) -> Hello | AnyMessage:
-    proto = wire.to_proto(record, as_reader=as_reader)
-    return wire.parse(type(proto).FromString(proto.SerializeToString()))
+    proto = codec.to_proto(record, as_reader=as_reader)
+    return codec.parse(type(proto).FromString(proto.SerializeToString()))

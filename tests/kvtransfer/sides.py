@@ -47,8 +47,8 @@ from kvtransfer.protocol.actions import (
     StartRead,
     Withdraw,
 )
-from kvtransfer.protocol.owner_end import OwnerEnd
-from kvtransfer.protocol.reader_end import ReaderEnd
+from kvtransfer.protocol.consumer import ReaderEnd
+from kvtransfer.protocol.producer import OwnerEnd
 from tests.kvtransfer.copies import fork, key_of
 from tests.support.specs import make_spec
 

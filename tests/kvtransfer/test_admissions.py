@@ -9,13 +9,13 @@ import pytest
 
 from common.config import TransferConfig
 from common.errors import TransferError
-from common.node.ipc import FrameSocket, socket_pair
 from common.page_tables import PageTables
+from common.process.ipc import FrameSocket, socket_pair
 from kvtransfer.backends.base import Ints, Owner, PagePool, prepared
 from kvtransfer.front_messages import PairEnd, PairHello, PairInput, PairOpened, PairOutput
 from kvtransfer.pairing import Hello, Region
 from kvtransfer.pairs.dialer import DialTimes
-from kvtransfer.protocol.owner_end import OwnerEnd
+from kvtransfer.protocol.producer import OwnerEnd
 from kvtransfer.transfer.admissions import WAIT_S
 from kvtransfer.transfer.page_bytes import page_bytes_of
 from kvtransfer.transfer.page_sums import PageSums

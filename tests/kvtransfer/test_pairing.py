@@ -7,9 +7,9 @@ import msgspec
 import pytest
 
 from common.config import CacheConfig, EngineConfig, Quantize
-from common.engine.build import build
-from common.engine.models.linear import onednn
 from common.errors import LayoutMismatch
+from engine.build import build
+from engine.models.linear import onednn
 from kvtransfer.pairing import PROTOCOL_VERSION, Hello, Region, compare, lasts
 from tests.support.checkpoints import make_checkpoint
 

@@ -16,8 +16,8 @@ import pytest
 
 from kvtransfer.messages import Done, Failed, Grant, Released
 from kvtransfer.ports import Opened
-from kvtransfer.protocol.owner_end import OwnerEnd
-from kvtransfer.protocol.states import KVPoll
+from kvtransfer.protocol.producer import OwnerEnd
+from kvtransfer.protocol.status import KVPoll
 from tests.kvtransfer import pair
 from tests.kvtransfer.search import PATIENT, search
 from tests.kvtransfer.sides import Broken, Input, Output, OwnerSide, Plan, ReaderSide

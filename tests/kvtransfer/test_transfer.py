@@ -14,8 +14,8 @@ import pytest
 
 from common.config import TransferConfig
 from common.errors import EngineFault, TransferError
-from common.node.ipc import FrameSocket, socket_pair
 from common.page_tables import PageTables
+from common.process.ipc import FrameSocket, socket_pair
 from common.request import Remaining
 from kvtransfer.backends.base import Connection, Owner, PagePool, RemotePool, prepared
 from kvtransfer.backends.loopback import LoopbackBackend, LoopbackOwner
@@ -42,8 +42,8 @@ from kvtransfer.ports import (
     Publish,
     ReadsEnded,
 )
-from kvtransfer.protocol.owner_end import OwnerEnd
-from kvtransfer.protocol.reader_end import ReaderEnd
+from kvtransfer.protocol.consumer import ReaderEnd
+from kvtransfer.protocol.producer import OwnerEnd
 from kvtransfer.transfer.page_bytes import page_bytes_of
 from kvtransfer.transfer.page_sums import PageSums
 from kvtransfer.transfer.publisher import Publisher

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import grpc
 
-from common import serve_protocol
+from common import limits
 from common.requests.prefix_hash import as_bytes
 from protos import decode_pb2, decode_pb2_grpc, request_pb2, sampling_pb2
 
@@ -37,7 +37,7 @@ def submit(
 class RouterEnd:
     """One Serve stream. Use as a context manager: leaving cancels it."""
 
-    def __init__(self, address: str, version: int = serve_protocol.VERSION) -> None:
+    def __init__(self, address: str, version: int = limits.VERSION) -> None:
         self._channel = grpc.insecure_channel(address)
         self._upward: queue.Queue[decode_pb2.ToNode | None] = queue.Queue()
         self._upward.put(decode_pb2.ToNode(protocol_version=version))

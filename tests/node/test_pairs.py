@@ -21,13 +21,12 @@ from common.identity.guard import Guard
 from common.identity.identity import Identity
 from common.identity.refusals import uncounted
 from common.identity.secret import new_secret, parse
-from common.metrics.node import NodeMetrics
-from common.node.ipc import FrameConnection, socket_pair
+from common.process.ipc import FrameConnection, socket_pair
 from common.request import Remaining
-from common.requests.prefix_at import PrefixAt
 from common.requests.prefix_hash import as_bytes
+from common.requests.prefix_hint import PrefixAt
 from common.requests.sampling import SamplingParams
-from common.rpc import last_words
+from common.rpc import stream_status
 from kvtransfer.front_messages import (
     LocalHello,
     PairClosed,
@@ -51,10 +50,11 @@ from kvtransfer.messages import (
     Ready,
 )
 from kvtransfer.pairing import DataPath, Hello, Region
-from kvtransfer.pairs import wire
+from kvtransfer.pairs import codec
 from kvtransfer.pairs.dialer import DialTimes, PairDialer
 from kvtransfer.pairs.service import PairService
 from kvtransfer.pairs.streams import PairStreams
+from node.metrics import NodeMetrics
 from protos import kvtransfer_pb2, kvtransfer_pb2_grpc
 from tests.support.specs import make_spec
 
@@ -211,14 +211,14 @@ async def bare_call(address: str):
 async def end_of(call) -> tuple[grpc.StatusCode, str]:
     try:
         async with asyncio.timeout(60):
-            async for _ in last_words.heard(call):
+            async for _ in stream_status.heard(call):
                 pass
-    except last_words.StreamEnded as end:
+    except stream_status.StreamEnded as end:
         return end.code, end.sentence
     pytest.fail("the owner has ended the stream without an error")
 
 
-HELLO = wire.to_proto(READER, as_reader=True)
+HELLO = codec.to_proto(READER, as_reader=True)
 
 
 async def test_messages_cross_both_ways_in_order_once_both_have_said_hello(pair):
@@ -441,10 +441,10 @@ async def test_an_open_longer_than_the_context_is_answered_before_its_tokens_are
         await call.write(HELLO)
         stream = (await pair.owner.hear(PairOpened)).stream
         await call.write(kvtransfer_pb2.FromReader(open=long))
-        answer = wire.parse(await asyncio.wait_for(call.read(), 60))
+        answer = codec.parse(await asyncio.wait_for(call.read(), 60))
         sentence = f"{CONTEXT} tokens are too many"
         assert answer == Failed(HandoffId(7, 0, 1), sentence, retryable=False)
-        await call.write(wire.to_proto(Beat(1, 0), as_reader=True))
+        await call.write(codec.to_proto(Beat(1, 0), as_reader=True))
         assert await pair.owner.hear(PairMessage) == PairMessage(stream, Beat(1, 0))
 
 
@@ -459,7 +459,7 @@ async def test_whom_a_reader_names_with_a_prompt_is_told():
         await call.write(HELLO)
         await pair.owner.hear(PairOpened)
         for message in (*prompts, Beat(1, 0)):
-            await call.write(wire.to_proto(message, as_reader=True))
+            await call.write(codec.to_proto(message, as_reader=True))
         for message in (*prompts, Beat(1, 0)):
             assert (await pair.owner.hear(PairMessage)).message == message
         assert named == ["10.0.0.1:50100", "node:1"]
@@ -552,12 +552,12 @@ async def test_the_end_of_a_transfer_thread_is_a_fault_of_its_node(pair):
 async def test_a_peer_that_says_more_than_is_taken_is_not_read_and_hinders_no_other(pair):
     """Seen failing without `room` in PairStreams._forward: all of it is taken, 140 < 70."""
     flooding = Prompt(make_spec(range(2**27, 2**27 + 200_000)))
-    long = wire.to_proto(Open(ID, b"", Remaining(60.0), flooding), as_reader=True)
+    long = codec.to_proto(Open(ID, b"", Remaining(60.0), flooding), as_reader=True)
     async with bare_call(pair.address) as flood, bare_call(pair.address) as other:
         await flood.write(HELLO)
         flooding = (await pair.owner.hear(PairOpened)).stream
         await other.write(
-            wire.to_proto(msgspec.structs.replace(READER, instance=8), as_reader=True)
+            codec.to_proto(msgspec.structs.replace(READER, instance=8), as_reader=True)
         )
         steady = (await pair.owner.hear(PairOpened)).stream
         pair.owner.read(False)
@@ -572,7 +572,7 @@ async def test_a_peer_that_says_more_than_is_taken_is_not_read_and_hinders_no_ot
         writing = asyncio.ensure_future(write())
         await settled(lambda: num_written)
         assert num_written < 70
-        await other.write(wire.to_proto(Beat(1, 0), as_reader=True))
+        await other.write(codec.to_proto(Beat(1, 0), as_reader=True))
         pair.owner.read(True)
         streams = [(await pair.owner.hear(PairMessage)).stream for _ in range(141)]
         assert streams.count(flooding) == 140

@@ -7,11 +7,11 @@ import pytest
 
 from common.errors import NodeUnavailable, Overloaded, ProtocolViolation, ServingError
 from common.logs import kv
-from common.node.front.ending import Ending
-from common.node.front.streams import Outgoing
-from common.node.front.supervision import Supervision
-from common.node.messages import EngineReady, Moving
-from common.rpc import last_words as words
+from common.rpc import stream_status as words
+from common.rpc.streams import Outgoing
+from node.frontend.ending import Ending
+from node.frontend.supervision import Supervision
+from node.messages import EngineReady, Moving
 from protos import decode_pb2
 
 READY = EngineReady("m", {}, "t", 64, 8, 16)

@@ -11,9 +11,9 @@ import pytest
 from common.config import DecodeConfig, EngineConfig, FrontConfig, PrefillConfig, TlsConfig
 from common.errors import ConfigError, WrongState
 from decode_node import program as decode
+from node.roles import other
 from prefill_node import program as prefill
 from protos import node_pb2, node_pb2_grpc
-from roles.program import other
 from tests.node.conftest import StartNode, describe, eventually
 from tests.node.router_end import RouterEnd, submit
 from tests.support.programs import runs

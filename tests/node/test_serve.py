@@ -5,10 +5,10 @@ import queue
 import grpc
 import pytest
 
-from common import serve_protocol
-from common.requests.prefix_at import MAX_HINTS
+from common import limits
+from common.limits import MAX_CANCELS, MAX_SUBMITS, MAX_TOKENS
 from common.requests.prefix_hash import as_bytes
-from common.serve_protocol import MAX_CANCELS, MAX_SUBMITS, MAX_TOKENS
+from common.requests.prefix_hint import MAX_HINTS
 from protos import decode_pb2, decode_pb2_grpc, prefixes_pb2
 from tests.node.conftest import describe, eventually
 from tests.node.router_end import RouterEnd, submit
@@ -233,19 +233,19 @@ def test_what_a_newer_router_says_besides_is_ignored(address):
 
 
 # Seen failing without the look at the version in ServeService._first: the stream goes on.
-@pytest.mark.parametrize("version", [0, serve_protocol.VERSION + 1])
+@pytest.mark.parametrize("version", [0, limits.VERSION + 1])
 def test_a_router_of_another_version_is_refused_with_both_versions(address, version):
     with RouterEnd(address, version) as router:
         assert router.wait_until_over() is grpc.StatusCode.FAILED_PRECONDITION
         details = router.call.details()
-        assert f"version {serve_protocol.VERSION} of Serve, the router version {version}" in details
+        assert f"version {limits.VERSION} of Serve, the router version {version}" in details
 
 
 # Seen failing with the version left out of the node's greeting.
 def test_both_ends_tell_their_version_first(address):
     with RouterEnd(address) as router:
         router.wait_for(lambda: router.statuses)
-        assert router.version == serve_protocol.VERSION
+        assert router.version == limits.VERSION
 
 
 # Seen failing with a message for each refusal (256 for one), and with a line for each (5120).
@@ -299,7 +299,7 @@ def test_a_router_that_does_not_read_is_cut_off_and_its_requests_end(address, no
         ended: queue.Queue[None] = queue.Queue()
 
         def upward():
-            yield decode_pb2.ToNode(protocol_version=serve_protocol.VERSION)
+            yield decode_pb2.ToNode(protocol_version=limits.VERSION)
             yield from (submit(i, [1] * 8, 100_000, request_id=f"deaf{i}") for i in range(1, 300))
             yield from iter(ended.get, None)
 

@@ -9,17 +9,17 @@ import grpc
 import grpc.aio
 import pytest
 
-from common import rpc, serve_protocol
-from common.metrics.node import NodeMetrics
-from common.node.front.engine_link import EngineLink
-from common.node.front.supervision import Supervision
-from common.node.ipc import FrameConnection, socket_pair
-from common.node.messages import CancelSubmitted, EngineReady, FrontMessage, Start
-from decode_node.serve import ServeService
+from common import limits, rpc
+from common.process.ipc import FrameConnection, socket_pair
+from decode_node.servicer import ServeService
+from node.frontend.engine_link import EngineLink
+from node.frontend.supervision import Supervision
+from node.messages import CancelSubmitted, EngineReady, FrontMessage, Start
+from node.metrics import NodeMetrics
 from protos import decode_pb2, decode_pb2_grpc
 from tests.node.router_end import submit
 
-FIRST = decode_pb2.ToNode(protocol_version=serve_protocol.VERSION)
+FIRST = decode_pb2.ToNode(protocol_version=limits.VERSION)
 NUM_MESSAGES = 80  # of 400 KB: more than HTTP/2 and the socket hold between them
 
 
@@ -92,7 +92,7 @@ async def test_a_router_that_says_more_than_the_engine_takes_waits_and_hinders_n
 
 # Seen failing with streams counted before their first message.
 async def test_streams_that_begin_together_are_counted_together(monkeypatch):
-    monkeypatch.setattr("decode_node.serve.MAX_STREAMS", 1)
+    monkeypatch.setattr("decode_node.servicer.MAX_STREAMS", 1)
     async with serving() as rig, rpc.make_channel(f"127.0.0.1:{rig.port}") as channel:
         stub = decode_pb2_grpc.DecodeNodeStub(channel)
         one, other = stub.Serve(), stub.Serve()

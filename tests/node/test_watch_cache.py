@@ -10,13 +10,13 @@ from typing import Any
 import grpc
 import pytest
 
-from common.engine.memory.cache_events import CacheChange
 from common.errors import Overloaded
-from common.node.desk.cache_reports import CacheReports
-from common.node.front.cache_feed import CacheFeed
-from common.node.messages import CacheChanged, WatchCache
 from common.requests.namespace import SHARED, Namespace, namespace_of
 from common.requests.prefix_hash import page_names
+from engine.kv_cache.cache_events import CacheChange
+from node.control.cache_reports import CacheReports
+from node.frontend.cache_feed import CacheFeed
+from node.messages import CacheChanged, WatchCache
 from protos import node_pb2, node_pb2_grpc, router_pb2
 from tests.node.conftest import StartNode, describe, eventually
 from tests.node.router_end import RouterEnd, submit

@@ -14,25 +14,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.config import TransferConfig
-from common.engine.rows.request import Request
-from common.engine.rows.table import RequestTable
 from common.errors import ServingError
-from common.node.ipc import encode_frame
-from common.node.messages import SubmitRequest
 from common.page_tables import PageTables
+from common.process.ipc import encode_frame
 from common.request import Remaining, RequestSpec
 from common.requests.prefix_hash import as_bytes
 from common.requests.sampling import SamplingParams
 from common.requests.timeline import from_proto, split_ttft
 from common.tracing.context import UNTRACED
-from decode_node import serve
+from decode_node import servicer
+from engine.batch.request import Request
+from engine.batch.table import RequestTable
 from kvtransfer.front_messages import PairMessage
 from kvtransfer.messages import HandoffId, Live, Open, Prompt
 from kvtransfer.pairing import Hello, compare
-from kvtransfer.pairs import wire
+from kvtransfer.pairs import codec
 from kvtransfer.ports import GrantHandoff, OpenHandoff
-from kvtransfer.protocol.owner_end import OwnerEnd
-from kvtransfer.protocol.reader_end import ReaderEnd
+from kvtransfer.protocol.consumer import ReaderEnd
+from kvtransfer.protocol.producer import OwnerEnd
+from node.messages import SubmitRequest
 from protos import decode_pb2, kvtransfer_pb2
 from tests.support.specs import make_spec
 
@@ -141,7 +141,7 @@ def acquire(spec: RequestSpec) -> None:
 def test_a_submit_is_refused_or_fits_into_a_frame_and_the_table(submit: decode_pb2.Submit) -> None:
     """Seen failing without the check of stop_token_ids: OverflowError in RequestTable."""
     try:
-        record: SubmitRequest = serve._parsed(STREAM, submit, UNTRACED)
+        record: SubmitRequest = servicer._parsed(STREAM, submit, UNTRACED)
     except ServingError:
         return
     encode_frame(record)
@@ -157,7 +157,7 @@ def test_what_a_reader_says_is_refused_or_taken_by_an_owner(
     end.stream_up(1, PEER, 0.0)
     for message in said:
         try:
-            record = wire.parse(message)
+            record = codec.parse(message)
             if isinstance(record, Hello):
                 compare(Hello(1, 1, {"dtype": "y"}, (), record.regions, "here"), record)
                 continue
@@ -182,7 +182,7 @@ def test_what_an_owner_says_is_refused_or_taken_by_a_reader(
     end.command(GrantHandoff(ID, 0, np.arange(2, dtype=np.int32)), 0.0)
     for message in said:
         try:
-            record = wire.parse(message)
+            record = codec.parse(message)
         except ServingError:
             continue
         if isinstance(record, Hello):

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from common.engine.memory.layout import KVLayout
 from common.page_tables import PageTables
+from engine.kv_cache.layout import KVLayout
 from tests.support.checkpoints import greedy_tokens, make_checkpoint, reference_model
 from tests.support.pair_node import Loaded
 

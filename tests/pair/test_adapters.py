@@ -6,7 +6,7 @@ import contextlib
 import pytest
 
 from common.config import LoraConfig
-from common.engine.rows.request import FinishReason
+from engine.batch.request import FinishReason
 from kvtransfer.messages import Failed, Open
 from tests.support.adapters import make_adapter, merge
 from tests.support.checkpoints import (

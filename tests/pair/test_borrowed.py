@@ -6,8 +6,8 @@ import random
 import pytest
 import torch
 
-from common.engine.memory.layout import KVLayout
-from common.engine.models import load
+from engine.kv_cache.layout import KVLayout
+from engine.models import load
 from tests.support.checkpoints import greedy_tokens, reference_model
 from tests.support.pair_node import Loaded, Size
 from tests.support.pair_rig import PairRig

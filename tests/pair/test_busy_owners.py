@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 from grpc import StatusCode
 
-from common.engine.rows.request import FinishReason
+from engine.batch.request import FinishReason
 from kvtransfer.messages import Failed
 from kvtransfer.ports import FailHandoff, HandoffDropped, Opened
 from tests.support.pair_node import Asked, Node, Size

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from common.config import SpeculationConfig
-from common.engine.models import load
-from common.engine.speculate.head import HeadDrafter
-from common.engine.speculate.policy import AllDrafts
-from common.engine.speculate.speculator import Speculator
+from engine.models import load
+from engine.speculative.head import HeadDrafter
+from engine.speculative.policy import AllDrafts
+from engine.speculative.speculator import Speculator
 from tests.support.checkpoints import make_checkpoint
 from tests.support.draft_heads import (
     make_eagle,

@@ -2,11 +2,11 @@
 
 import pytest
 
-from common.engine.rows.request import FinishReason
 from common.requests.namespace import SHARED, namespace_of
+from engine.batch.request import FinishReason
 from kvtransfer.backends.loopback import LoopbackConnection
 from kvtransfer.messages import Admitted, Cancel, Done, Grant, Open, Ready
-from kvtransfer.pairs import wire
+from kvtransfer.pairs import codec
 from kvtransfer.transfer import link_rate
 from protos import kvtransfer_pb2
 from tests.support.checkpoints import make_checkpoint
@@ -266,7 +266,7 @@ def test_a_decode_node_refuses_what_is_too_many_tokens_together_and_takes_it_lat
 # Seen failing without the look at the vocabulary in Handoffs: the client is told that token, and
 # its request ends.
 def test_a_first_token_that_there_is_not_costs_the_attempt_and_not_the_request(known, monkeypatch):
-    honest, lies = wire._ready_proto, iter([2**31 - 1])
+    honest, lies = codec._ready_proto, iter([2**31 - 1])
 
     def lying(ready: Ready) -> kvtransfer_pb2.Ready:
         message = honest(ready)
@@ -274,7 +274,7 @@ def test_a_first_token_that_there_is_not_costs_the_attempt_and_not_the_request(k
             message.first_token = next(lies, message.first_token)
         return message
 
-    monkeypatch.setattr(wire, "_ready_proto", lying)
+    monkeypatch.setattr(codec, "_ready_proto", lying)
     with PairRig(known.loaded) as rig:
         asked = rig.ask(PROMPT[:48])
         rig.run()

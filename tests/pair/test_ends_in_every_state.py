@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from common.engine.rows.request import FinishReason
+from engine.batch.request import FinishReason
 from tests.support.pair_node import Asked
 from tests.support.pair_rig import PairRig
 from tests.support.pair_states import AT_THE_OWNER, EVERYWHERE, being_read

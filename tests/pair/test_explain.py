@@ -1,6 +1,6 @@
 """What both nodes say of a request when they are asked what happened to it."""
 
-from common.requests.flight import Flight
+from common.requests.request_trace import Flight
 from kvtransfer.messages import Grant
 from tests.support.pair_node import Node, Size
 from tests.support.pair_rig import PairRig

@@ -8,13 +8,13 @@ import pytest
 from grpc import StatusCode
 from tokenizers import Tokenizer
 
-from common.engine.features import matching
-from common.engine.features.matching import Match
+from api.parsers.channels import Channels
+from api.parsers.harmony import CHANNEL, CONSTRAIN, MESSAGE, START
+from api.parsers.harmony import END as END_MARKER
 from common.requests.guide import JSON_OBJECT, Guide, as_form, tag
-from common.requests.thought import Thought
-from router.parsers.channels import Channels
-from router.parsers.harmony import CHANNEL, CONSTRAIN, MESSAGE, START
-from router.parsers.harmony import END as END_MARKER
+from common.requests.reasoning import Thought
+from engine.grammar import matching
+from engine.grammar.matching import Match
 from tests.support.noise_model import write
 from tests.support.pair_node import Loaded, Size
 from tests.support.pair_rig import PairRig

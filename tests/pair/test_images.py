@@ -12,15 +12,15 @@ from safetensors.torch import load_file, save_file
 
 pytest.importorskip("PIL")
 
-from common.engine.models import load
-from common.engine.models.families import read_decoder
-from common.engine.models.vision.seeing import Seeing
-from common.engine.rows.images import Seen
-from common.engine.rows.request import FinishReason
-from common.engine.speculate.policy import AllDrafts
-from common.engine.speculate.speculator import Speculator
 from common.errors import InvalidRequest
 from common.requests.images import FIRST_IMAGE_TOKEN, check_images
+from engine.batch.images import Seen
+from engine.batch.request import FinishReason
+from engine.models import load
+from engine.models.families import read_decoder
+from engine.models.vision.seeing import Seeing
+from engine.speculative.policy import AllDrafts
+from engine.speculative.speculator import Speculator
 from tests.pair.test_pauses import resumed, told
 from tests.pair.test_weights import pause, put
 from tests.support.drafters import recall, speculator

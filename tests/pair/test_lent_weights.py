@@ -7,9 +7,9 @@ from contextlib import contextmanager
 import pytest
 
 from common.config import SharingConfig
-from common.engine.models.one_file import ReceivedFile
+from engine.models.one_file import ReceivedFile
 from kvtransfer.messages import Done, Open, Released, Weights
-from sharing import weight_reads
+from node.sharing import weight_reads
 from tests.pair.test_pauses import one_runs, resumed, told
 from tests.pair.test_weights import MANY, PROMPT, ask, greedy, pause, put, shelf
 from tests.support.pair_node import Loaded, Size

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from common.requests.prefix_at import PrefixAt
+from common.requests.prefix_hint import PrefixAt
 from kvtransfer.messages import Done
 from tests.pair.test_pauses import computes_nothing, one_runs, resumed, told
 from tests.pair.test_prefixes import TWO, answered, prompt, rig_of

@@ -7,13 +7,13 @@ import pytest
 from grpc import StatusCode
 
 from common.config import SharingConfig
-from common.engine.memory.pages import Holder
-from common.engine.rows.batch import ScheduleBatch
-from common.engine.rows.request import FinishReason
-from common.node.messages import MoveFrom
 from common.requests.guide import Guide
-from common.requests.thought import Thought
+from common.requests.reasoning import Thought
+from engine.batch.batch import ScheduleBatch
+from engine.batch.request import FinishReason
+from engine.kv_cache.pages import Holder
 from kvtransfer.messages import Grant, Ready
+from node.messages import MoveFrom
 from tests.pair.conftest import Known
 from tests.support.pair_node import Asked, Size
 from tests.support.pair_rig import PATIENT, PairRig

@@ -6,9 +6,9 @@ import numpy as np
 from grpc import StatusCode
 
 from common.config import SharingConfig, TransferConfig
-from common.engine.memory.pages import Holder
-from common.engine.rows.request import FinishReason
-from common.requests.prefix_at import PrefixAt
+from common.requests.prefix_hint import PrefixAt
+from engine.batch.request import FinishReason
+from engine.kv_cache.pages import Holder
 from kvtransfer.messages import Ready
 from tests.pair.conftest import Known
 from tests.support.pair_node import Asked, Node, Size

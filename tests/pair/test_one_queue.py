@@ -2,7 +2,7 @@
 
 import pytest
 
-from common.engine.schedule import arrivals
+from engine.scheduler import arrivals
 from tests.support.pair_node import Asked, Size
 from tests.support.pair_rig import PairRig
 

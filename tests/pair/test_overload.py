@@ -5,8 +5,8 @@ import time
 import pytest
 from grpc import StatusCode
 
-from common.engine.rows.request import FinishReason
 from common.request import Remaining
+from engine.batch.request import FinishReason
 from kvtransfer.messages import HandoffId, Prompt, Ready
 from kvtransfer.ports import CancelHandoff, OpenHandoff
 from tests.support.pair_node import Asked, Node, Size

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from grpc import StatusCode
 
-from common.engine.rows.request import FinishReason
-from common.engine.schedule.scheduler import DEADLINE_CHECK_S
-from common.node.messages import PoolPrompts
 from common.requests.pooling import Pool, Pooling
+from engine.batch.request import FinishReason
+from engine.scheduler.scheduler import DEADLINE_CHECK_S
+from node.messages import PoolPrompts
 from tests.support.pair_node import Node, Size
 from tests.support.pair_rig import PairRig
 

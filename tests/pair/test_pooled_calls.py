@@ -8,9 +8,9 @@ import torch
 from grpc import StatusCode
 from transformers import AutoModel
 
-from common.engine.schedule.scheduler import DEADLINE_CHECK_S
-from common.node.messages import CancelPooling, Pooled, PoolPrompts
 from common.requests.pooling import Pool, Pooling
+from engine.scheduler.scheduler import DEADLINE_CHECK_S
+from node.messages import CancelPooling, Pooled, PoolPrompts
 from tests.support.checkpoints import VOCABULARY_SIZE
 from tests.support.pair_node import Node, Size
 from tests.support.pair_rig import PairRig

@@ -3,11 +3,11 @@
 import math
 from collections.abc import Collection, Mapping
 
-from common.engine.schedule.arrivals import SKIP_AHEAD_S, Claim, Room
-from common.node.stamps import AttemptStamps
 from common.priority import STEP_S
 from decode_node.queues import Attempt, PreallocQueue
+from engine.scheduler.arrivals import SKIP_AHEAD_S, Claim, Room
 from kvtransfer.messages import Grant, HandoffId, Ready
+from node.timings import AttemptStamps
 from tests.support.pair_node import Size
 from tests.support.pair_rig import PairRig
 from tests.support.specs import make_request

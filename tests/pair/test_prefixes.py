@@ -6,7 +6,7 @@ import random
 import pytest
 
 from common.config import SharingConfig
-from common.requests.prefix_at import PrefixAt
+from common.requests.prefix_hint import PrefixAt
 from kvtransfer.messages import Done, Open, Prefix, Ready
 from tests.pair.conftest import Known
 from tests.support.pair_node import Asked, Node, Size

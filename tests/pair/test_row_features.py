@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from kvtransfer.pairs import wire
+from kvtransfer.pairs import codec
 from tests.support.pair_node import Size
 from tests.support.pair_rig import PairRig
 
@@ -124,7 +124,7 @@ def test_a_first_token_without_what_is_to_be_told_costs_the_attempt_alone(
     known, monkeypatch, missing
 ):
     """Seen failing without Handoffs' look at them: the router would have to make them up."""
-    honest, lies = wire._ready_proto, iter([True])
+    honest, lies = codec._ready_proto, iter([True])
 
     def lying(ready):
         message = honest(ready)
@@ -132,7 +132,7 @@ def test_a_first_token_without_what_is_to_be_told_costs_the_attempt_alone(
             message.ClearField(missing)
         return message
 
-    monkeypatch.setattr(wire, "_ready_proto", lying)
+    monkeypatch.setattr(codec, "_ready_proto", lying)
     with PairRig(known.loaded) as rig:
         asked = rig.ask(range(40), 4, logprobs=1, prompt_logprobs=0)
         rig.run()

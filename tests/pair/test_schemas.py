@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 
 from common.errors import InvalidRequest
 from common.requests.guide import Guide
-from common.requests.schemas import enforced as enforced_module
-from common.requests.schemas.enforced import enforced
+from engine.grammar.schemas import enforced as enforced_module
+from engine.grammar.schemas.enforced import enforced
 from tests.support.noise_model import write
 from tests.support.pair_node import Loaded, Size
 from tests.support.pair_rig import PairRig

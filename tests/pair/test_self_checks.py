@@ -2,16 +2,16 @@
 
 import pytest
 
-from common.engine.memory.pages import Holder
 from common.errors import EngineFault
-from common.node.desk import desk
+from engine.kv_cache.pages import Holder
+from node.control import engine_control
 from tests.support.pair_rig import PairRig
 
 
 # Seen failing without the call of `self_check` in the desk, and with a role that passes no check.
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_an_idle_node_finds_a_page_that_leaked(known, monkeypatch, role):
-    monkeypatch.setattr(desk, "SELF_CHECK_INTERVAL_S", 0.0)
+    monkeypatch.setattr(engine_control, "SELF_CHECK_INTERVAL_S", 0.0)
     with PairRig(known.loaded) as rig:
         (node,) = getattr(rig, role)
         rig.until(lambda: not node.step(), "the node is idle")
@@ -24,7 +24,7 @@ def test_an_idle_node_finds_a_page_that_leaked(known, monkeypatch, role):
 
 # Seen failing with the look at `busy` removed: each pause of a running node looks at every page.
 def test_a_node_with_requests_does_not_check_its_books(known, monkeypatch):
-    monkeypatch.setattr(desk, "SELF_CHECK_INTERVAL_S", 0.0)
+    monkeypatch.setattr(engine_control, "SELF_CHECK_INTERVAL_S", 0.0)
     with PairRig(known.loaded) as rig:
         rig.faults[0].freeze()
         rig.ask(range(40))

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from common.engine.rows.request import FinishReason
-from common.engine.speculate.ngram import NgramDrafter
-from common.engine.speculate.policy import AllDrafts
-from common.engine.speculate.speculator import Speculator
 from common.requests.guide import Guide
 from common.requests.prediction import NOTHING
+from engine.batch.request import FinishReason
+from engine.speculative.ngram import NgramDrafter
+from engine.speculative.policy import AllDrafts
+from engine.speculative.speculator import Speculator
 from tests.pair.conftest import Known
 from tests.support.drafters import KINDS, recall, speculator
 from tests.support.pair_node import Asked, Size

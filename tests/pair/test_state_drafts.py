@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from common.config import SpeculationConfig
-from common.engine.memory.layout import KVLayout
-from common.engine.models import load
-from common.engine.speculate.head import HeadDrafter
-from common.engine.speculate.ngram import NgramDrafter
-from common.engine.speculate.policy import AllDrafts
-from common.engine.speculate.speculator import Speculator
+from engine.kv_cache.layout import KVLayout
+from engine.models import load
+from engine.speculative.head import HeadDrafter
+from engine.speculative.ngram import NgramDrafter
+from engine.speculative.policy import AllDrafts
+from engine.speculative.speculator import Speculator
 from tests.pair.conftest import Known
 from tests.support.draft_heads import make_followed_hybrid
 from tests.support.drafters import recall, speculator

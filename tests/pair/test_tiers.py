@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from common.config import SharingConfig
-from common.requests.prefix_at import PrefixAt
+from common.requests.prefix_hint import PrefixAt
 from kvtransfer.messages import Ready
 from tests.pair.conftest import Known
 from tests.support.engine_rig import ints

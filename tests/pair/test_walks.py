@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from common.config import TransferConfig
-from common.engine.rows.request import FinishReason
+from engine.batch.request import FinishReason
 from kvtransfer.messages import Admitted, Beat, Cancel, Done, Failed, Grant, Open, Ready, Released
 from tests.support.pair_node import Asked, Size
 from tests.support.pair_rig import PairRig

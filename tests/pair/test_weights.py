@@ -2,7 +2,7 @@
 
 import pytest
 
-from common.engine.rows.request import FinishReason
+from engine.batch.request import FinishReason
 from kvtransfer.messages import Open
 from tests.pair.test_pauses import one_runs, resumed, told
 from tests.support.checkpoints import greedy_tokens, make_checkpoint, reference_model

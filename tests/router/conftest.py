@@ -1,3 +1,3 @@
-from tests.router.rig import model
+from tests.api.rig import model
 
 __all__ = ["model"]

@@ -15,7 +15,7 @@ from protos.router_pb2 import GetClusterRequest, TokenIds
 from router.cluster import cache_watch
 from router.cluster.cache_watch import CacheWatch
 from router.policy.prefix_index import PrefixIndex, PromptPrefixes
-from tests.router.rig import collect, eventually, router_for
+from tests.api.rig import collect, eventually, router_for
 from tests.support.stub_decode_node import StubDecodeNode, StubNode
 
 SIZE = 16

@@ -9,7 +9,7 @@ from grpc import StatusCode
 from protos.decode_pb2 import FINISH_REASON_STOP
 from protos.router_pb2 import GetClusterRequest
 from router.cluster import decode_client
-from tests.router.rig import collect, eventually, failure, router_for
+from tests.api.rig import collect, eventually, failure, router_for
 from tests.support.stub_decode_node import StubDecodeNode, StubNode, links_to
 
 

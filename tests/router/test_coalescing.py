@@ -4,33 +4,33 @@ import asyncio
 
 import pytest
 
+from api.auth.client import by_address
+from api.generation import Generator
+from api.grpc.parsing import from_request
+from api.requests.answer import LastPiece, Piece
+from api.requests.limiter import Admission
+from api.requests.record import Records
+from api.requests.served_model import served_model
+from api.text.model_files import ModelFiles
 from common import rpc
 from common.errors import NodeUnavailable
-from common.metrics.router import RouterMetrics
 from protos.decode_pb2 import FINISH_REASON_LENGTH
 from protos.router_pb2 import GenerateRequest, TokenIds
 from protos.sampling_pb2 import Sampling
-from router.clients.client import by_address
 from router.cluster.cache_watch import CacheWatch
 from router.cluster.cluster import Cluster
 from router.cluster.discovery import Discovery
 from router.cluster.membership import Membership
 from router.cluster.pooling_nodes import PoolingNodes
 from router.cluster.survey import Survey
-from router.generation import Generator
+from router.metrics import RouterMetrics
 from router.policy.hints import PrefixHints
 from router.policy.load import Load
 from router.policy.prefix_index import PrefixIndex
 from router.policy.round_robin import RoundRobin
-from router.requests.admission import Admission
-from router.requests.answer import LastPiece, Piece
-from router.requests.over_grpc import from_request
-from router.requests.record import Records
-from router.requests.served_model import served_model
-from router.requests.timelines import Timelines
-from router.requests.token_buffer import End, TokenBuffer
-from router.text.model_files import ModelFiles
-from tests.router.rig import CONTEXT_LENGTH, VOCABULARY_SIZE, byte_level_tokenizer, eventually
+from router.timelines import Timelines
+from router.token_buffer import End, TokenBuffer
+from tests.api.rig import CONTEXT_LENGTH, VOCABULARY_SIZE, byte_level_tokenizer, eventually
 from tests.support.stub_decode_node import StubDecodeNode
 
 

@@ -1,8 +1,8 @@
 """Who else has a prompt's beginning: told to the node that is to compute it."""
 
 from common.requests.namespace import SHARED, Namespace, namespace_of
-from common.requests.prefix_at import PrefixAt
 from common.requests.prefix_hash import page_names
+from common.requests.prefix_hint import PrefixAt
 from router.policy.choices import Placement, PlacementKey
 from router.policy.hints import PrefixHints
 from router.policy.prefix_index import PrefixIndex, PromptPrefixes

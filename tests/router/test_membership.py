@@ -14,7 +14,7 @@ from protos.router_pb2 import GetClusterRequest
 from protos.sampling_pb2 import Sampling
 from router.cluster import discovery, membership, sources
 from router.cluster.decode_client import DecodeClient
-from tests.router.rig import Client, collect, eventually, failure, router_for
+from tests.api.rig import Client, collect, eventually, failure, router_for
 from tests.support.stub_decode_node import Metronome, StubDecodeNode, StubNode, links_to
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from protos.decode_pb2 import FINISH_REASON_ERROR, FINISH_REASON_STOP
 from protos.router_pb2 import TokenIds
-from tests.router.rig import Client, collect, eventually, failure, router_for
+from tests.api.rig import Client, collect, eventually, failure, router_for
 from tests.support.stub_decode_node import StubDecodeNode, StubNode, Submission
 
 

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from grpc import StatusCode
 
+from api.program.assembly import Running
 from common.requests.namespace import namespace_of
 from protos import decode_pb2
 from protos.decode_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH, FINISH_REASON_STOP
 from protos.router_pb2 import TokenIds
 from protos.sampling_pb2 import Logprobs, Sampling
 from router.cluster import cluster
-from router.process.assembly import Running
-from tests.router.rig import (
+from tests.api.rig import (
     BUDGETS_S,
     Client,
     byte_level_tokenizer,

@@ -7,10 +7,10 @@ import openai
 import pytest
 from grpc import StatusCode
 
+from api.requests.validation import MAX_SESSION_ID_CHARACTERS
 from protos.decode_pb2 import FINISH_REASON_STOP
-from router.requests.validation import MAX_SESSION_ID_CHARACTERS
-from tests.router.openai_rig import COMPLETIONS, api_for
-from tests.router.rig import collect, eventually, failure, router_for
+from tests.api.openai.openai_rig import COMPLETIONS, api_for
+from tests.api.rig import collect, eventually, failure, router_for
 from tests.support.http_client import connected
 from tests.support.stub_decode_node import StubDecodeNode
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from grpc import StatusCode
 
+from api.program.assembly import Running
 from common.errors import QueueTooLong
 from protos.decode_pb2 import FINISH_REASON_ERROR, FINISH_REASON_STOP
 from protos.router_pb2 import Backlog
 from router.policy.backlogs import Due
-from router.process.assembly import Running
-from tests.router.rig import collect, eventually, failure, router_for
+from tests.api.rig import collect, eventually, failure, router_for
 from tests.support.http_client import post
 from tests.support.stub_decode_node import StubDecodeNode, StubNode
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from api.program.assembly import Running
 from common.config import RouterConfig
 from common.process.standstill import Standstill
 from protos.decode_pb2 import FINISH_REASON_STOP
 from router.cluster import cluster
 from router.cluster.engine_pulse import EnginePulse, Patience
-from router.process.assembly import Running
-from tests.router.rig import collect, eventually, failure, router_for, submitted_or_over
+from tests.api.rig import collect, eventually, failure, router_for, submitted_or_over
 from tests.router.test_replay import PROMPT, ask, two_nodes
 from tests.support.stub_decode_node import StubDecodeNode
 

@@ -13,7 +13,7 @@ from common import rpc
 from protos.decode_pb2 import FINISH_REASON_STOP
 from router.cluster import survey
 from router.cluster.survey import Survey
-from tests.router.rig import collect, eventually, router_for
+from tests.api.rig import collect, eventually, router_for
 from tests.support.stub_decode_node import StubDecodeNode, StubNode
 
 NO_MESSAGE = b"\xff"

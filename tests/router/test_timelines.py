@@ -9,20 +9,13 @@ import pytest
 from grpc import StatusCode
 from prometheus_client.parser import text_string_to_metric_families
 
+from api.requests.validation import MAX_LABEL_CHARACTERS
 from common.requests.timeline import TtftPhase
 from protos import decode_pb2 as pb
 from protos.router_pb2 import ExplainRequest, GenerateRequest
 from protos.sampling_pb2 import Sampling
-from router.requests.timelines import NUM_KEPT
-from router.requests.validation import MAX_LABEL_CHARACTERS
-from tests.router.rig import (
-    WAIT_S,
-    byte_level_tokenizer,
-    collect,
-    eventually,
-    failure,
-    router_for,
-)
+from router.timelines import NUM_KEPT
+from tests.api.rig import WAIT_S, byte_level_tokenizer, collect, eventually, failure, router_for
 from tests.support.http_client import get
 from tests.support.stub_decode_node import StubDecodeNode
 

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from common.engine.rows.batch import Ints
-from common.engine.speculate.policy import AllDrafts
-from common.engine.speculate.speculator import Speculator
+from engine.batch.batch import Ints
+from engine.speculative.policy import AllDrafts
+from engine.speculative.speculator import Speculator
 
 Foretell = Callable[[list[int], int], list[int]]  # the next so many tokens after these
 KINDS = ("right", "wrong", "random")

@@ -13,26 +13,26 @@ from pathlib import Path
 import numpy as np
 
 from common.config import SchedulerConfig
-from common.engine.loop.loop import EventLoop
-from common.engine.memory.pages import Holder, PageAllocator
-from common.engine.memory.radix import RadixCache
-from common.engine.rows.batch import BatchResult, Ints, Launched, ScheduleBatch
-from common.engine.rows.holding import NO_PAGE, Holding
-from common.engine.rows.request import Finish, FinishReason, Request
-from common.engine.rows.table import RequestTable
-from common.engine.schedule.scheduler import ChunkDone, Finished, Scheduler
-from common.engine.speculate.speculator import Speculator
-from common.engine.tiers.file_cache import FileCache
-from common.engine.tiers.host_cache import HostCache
-from common.engine.tiers.page_files import PageFiles
-from common.engine.tiers.page_records import HEADER_BYTES, RECORD_BYTES, version_of
-from common.engine.tiers.tiers import Tiers
 from common.page_tables import num_pages_of
 from common.requests.adapter import NO_ADAPTER, AdapterId
 from common.requests.namespace import SHARED, Namespace
 from common.requests.prediction import NOTHING, Predicted
 from common.requests.prefix_hash import as_bytes
 from common.requests.sampling import SamplingParams
+from engine.batch.batch import BatchResult, Ints, Launched, ScheduleBatch
+from engine.batch.holding import NO_PAGE, Holding
+from engine.batch.request import Finish, FinishReason, Request
+from engine.batch.table import RequestTable
+from engine.kv_cache.pages import Holder, PageAllocator
+from engine.kv_cache.radix import RadixCache
+from engine.loop.loop import EventLoop
+from engine.offload.file_cache import FileCache
+from engine.offload.host_cache import HostCache
+from engine.offload.page_files import PageFiles
+from engine.offload.page_records import HEADER_BYTES, RECORD_BYTES, version_of
+from engine.offload.tiers import Tiers
+from engine.scheduler.scheduler import ChunkDone, Finished, Scheduler
+from engine.speculative.speculator import Speculator
 from tests.support.fake_copier import FakeCopier
 from tests.support.fake_runner import FakeRunner, next_token, state_of
 from tests.support.late_files import LateFiles

@@ -4,8 +4,8 @@ them done at once, however late they are told."""
 from collections import deque
 from dataclasses import dataclass, field
 
-from common.engine.rows.batch import PageCopies
 from common.requests.namespace import Namespace
+from engine.batch.batch import PageCopies
 from tests.support.fake_runner import FakeRunner
 
 

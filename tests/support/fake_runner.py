@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from common.engine.rows.batch import (
+from engine.batch.batch import (
     NOT_FINITE,
     NOT_SAMPLED,
     BatchResult,
@@ -22,7 +22,7 @@ from common.engine.rows.batch import (
     Runs,
     ScheduleBatch,
 )
-from common.engine.rows.table import RequestTable
+from engine.batch.table import RequestTable
 
 DEADLINE_S = 60.0
 

@@ -40,7 +40,7 @@ from common.process.leash import follow_parent, leashed
 
 PROGRAMS = {"router", "prefill_node", "decode_node"}
 _NODES = PROGRAMS - {"router"}
-_ENGINE = "roles.engine"
+_ENGINE = "node.engine_main"
 # Read by an interpreter or a library when it is loaded: each combination needs its own server.
 _EARLY = (
     "PYTHON",
@@ -237,11 +237,11 @@ def _subprocess_with(start: object) -> SimpleNamespace:
 
 def main(descriptor: int) -> None:
     """Serve until the asking process closes its socket."""
+    import api.program.processes
+    import api.program.serving  # noqa: F401
     import decode_node.engine  # noqa: F401
+    import node.roles  # noqa: F401
     import prefill_node.engine  # noqa: F401
-    import roles.program  # noqa: F401
-    import router.process.processes
-    import router.process.serving  # noqa: F401
 
     (thread,) = os.listdir("/proc/self/task")
     assert int(thread) == os.getpid(), "a thread before the fork"
@@ -343,7 +343,7 @@ def _run_module(module: str, arguments: Sequence[str]) -> NoReturn:
 
 def _fork_engine() -> None:
     """Fork the engine process of the front that this process becomes, while it has one thread."""
-    from common.node.front import process
+    from node.frontend import process
 
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     front = os.getpid()

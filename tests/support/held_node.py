@@ -4,8 +4,8 @@ its end."""
 import runpy
 import threading
 
-from common.node.front import front
+from node.frontend import frontend
 
-front._END_S = 1.0
+frontend._END_S = 1.0
 threading.Thread(target=threading.Event().wait).start()
 runpy.run_module("tests.support.stub_node", run_name="__main__")

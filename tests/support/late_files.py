@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from common.engine.tiers.page_files import Fault, PageFiles, SlotRead, SlotWrite
 from common.requests.namespace import Namespace
+from engine.offload.page_files import Fault, PageFiles, SlotRead, SlotWrite
 
 
 class LateFuture(Future[list[Fault | None]]):

@@ -21,43 +21,58 @@ from common.config import (
     SharingConfig,
     TransferConfig,
 )
-from common.engine.adapters.adapters import Adapters
-from common.engine.adapters.library import Library
-from common.engine.adapters.loader import AdapterLoader
-from common.engine.adapters.making import bank_of, load_all, shelf_of
-from common.engine.build import Engine
-from common.engine.features.compilers import prepared
-from common.engine.features.composition import every_feature
-from common.engine.features.guides import Guides
-from common.engine.features.prover import Lane
-from common.engine.loop.loop import EventLoop
-from common.engine.memory.cache_events import CacheEvents
-from common.engine.memory.kv import HostPool, KVPool
-from common.engine.memory.pages import PageAllocator
-from common.engine.memory.radix import RadixCache
-from common.engine.models import Model, content, load, open_checkpoint, stored_of
-from common.engine.occupation import Occupation
-from common.engine.rows.batch import Launched
-from common.engine.rows.limits import RequestLimits
-from common.engine.rows.request import FinishReason
-from common.engine.rows.table import RequestTable
-from common.engine.run.copier import PageCopier
-from common.engine.run.runner import ModelRunner
-from common.engine.run.stream import Stream
-from common.engine.sizing import resolve_shape
-from common.engine.speculate.speculator import Speculator
-from common.engine.tiers.file_cache import FileCache
-from common.engine.tiers.file_threads import FileThreads
-from common.engine.tiers.host_cache import HostCache
-from common.engine.tiers.page_files import PageFiles
-from common.engine.tiers.page_records import version_of
-from common.engine.tiers.tiers import Tiers
-from common.engine.update import WeightsUpdate
-from common.node.desk.desk import Desk
-from common.node.desk.operations import Operations
-from common.node.desk.outbox import Outbox
-from common.node.ipc import FrameSocket
-from common.node.messages import (
+from common.process.ipc import FrameSocket
+from common.requests.guide import Guide, Prepared
+from common.requests.images import Image
+from common.requests.logprobs import TokenLogprobs
+from common.requests.prediction import NOTHING, Predicted
+from common.requests.sampling import SamplingParams
+from common.requests.weights import UNNAMED
+from decode_node.role import DecodeRole
+from engine.adapters.adapters import Adapters
+from engine.adapters.library import Library
+from engine.adapters.loader import AdapterLoader
+from engine.adapters.making import bank_of, load_all, shelf_of
+from engine.batch.batch import Launched
+from engine.batch.limits import RequestLimits
+from engine.batch.request import FinishReason
+from engine.batch.table import RequestTable
+from engine.build import Engine
+from engine.grammar.compilers import prepared
+from engine.grammar.grammar_verifier import Lane
+from engine.grammar.guides import Guides
+from engine.kv_cache.cache_events import CacheEvents
+from engine.kv_cache.kv import HostPool, KVPool
+from engine.kv_cache.pages import PageAllocator
+from engine.kv_cache.radix import RadixCache
+from engine.loop.loop import EventLoop
+from engine.memory_release import Occupation
+from engine.models import Model, content, load, open_checkpoint, stored_of
+from engine.offload.file_cache import FileCache
+from engine.offload.file_threads import FileThreads
+from engine.offload.host_cache import HostCache
+from engine.offload.page_files import PageFiles
+from engine.offload.page_records import version_of
+from engine.offload.tiers import Tiers
+from engine.runner.copier import PageCopier
+from engine.runner.runner import ModelRunner
+from engine.runner.stream import Stream
+from engine.sampling.composition import every_feature
+from engine.sizing import resolve_shape
+from engine.speculative.speculator import Speculator
+from engine.update import WeightsUpdate
+from kvtransfer.backends.base import Owner, PagePool
+from kvtransfer.backends.loopback import Faults, LoopbackBackend
+from kvtransfer.front_messages import PairInput
+from kvtransfer.pairing import PROTOCOL_VERSION, Hello, Region
+from kvtransfer.transfer.read_meter import ReadMeter
+from kvtransfer.transfer.sides import both_sides
+from kvtransfer.transfer.thread import TransferThread
+from kvtransfer.transfer.unconsumed import MAX_TOKENS
+from node.control.engine_control import Desk
+from node.control.operations import Operations
+from node.control.outbox import Outbox
+from node.messages import (
     Answer,
     Drained,
     Ended,
@@ -67,24 +82,9 @@ from common.node.messages import (
     Pooled,
     StepTokens,
 )
-from common.requests.guide import Guide, Prepared
-from common.requests.images import Image
-from common.requests.logprobs import TokenLogprobs
-from common.requests.prediction import NOTHING, Predicted
-from common.requests.sampling import SamplingParams
-from common.requests.weights import UNNAMED
-from decode_node.role import DecodeRole
-from kvtransfer.backends.base import Owner, PagePool
-from kvtransfer.backends.loopback import Faults, LoopbackBackend
-from kvtransfer.front_messages import PairInput
-from kvtransfer.pairing import PROTOCOL_VERSION, Hello, Region
-from kvtransfer.transfer.both import both_sides
-from kvtransfer.transfer.read_meter import ReadMeter
-from kvtransfer.transfer.thread import TransferThread
-from kvtransfer.transfer.untaken import MAX_TOKENS
+from node.sharing.prefixes import PrefixSharing
+from node.sharing.weights import WeightSharing
 from prefill_node.role import PrefillRole
-from sharing.prefixes import PrefixSharing
-from sharing.weights import WeightSharing
 from tests.support.pair_wires import FrontEnd
 
 STREAM = 1  # of the only router

@@ -18,28 +18,21 @@ import msgspec
 import torch
 
 from common.config import SharingConfig, TransferConfig
-from common.engine.rows.request import FinishReason
-from common.engine.run.stream import Stream, WorkerStream
-from common.node.ipc import FrameSocket, socket_pair
-from common.node.messages import (
-    Ask,
-    CancelSubmitted,
-    MoveFrom,
-    Placement,
-    StreamEnded,
-    SubmitRequest,
-)
+from common.process.ipc import FrameSocket, socket_pair
 from common.request import Remaining, RequestSpec
 from common.requests.adapter import NO_ADAPTER, AdapterId
 from common.requests.images import Image
 from common.requests.namespace import SHARED, Namespace
-from common.requests.prefix_at import PrefixAt
 from common.requests.prefix_hash import as_bytes
+from common.requests.prefix_hint import PrefixAt
 from common.requests.sampling import SamplingParams
+from engine.batch.request import FinishReason
+from engine.runner.stream import Stream, WorkerStream
 from kvtransfer.backends.loopback import LoopbackBackend
 from kvtransfer.front_messages import PairInput
 from kvtransfer.messages import Grant
 from kvtransfer.transfer.thread import WakeUp
+from node.messages import Ask, CancelSubmitted, MoveFrom, Placement, StreamEnded, SubmitRequest
 from tests.support.pair_node import (
     STREAM,
     Asked,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from common.node.ipc import FrameSocket
+from common.process.ipc import FrameSocket
 from kvtransfer.front_messages import (
     LocalHello,
     PairClosed,
@@ -27,7 +27,7 @@ from kvtransfer.front_messages import (
 )
 from kvtransfer.messages import AnyMessage, Beat
 from kvtransfer.pairing import Hello
-from kvtransfer.pairs import wire
+from kvtransfer.pairs import codec
 from protos import kvtransfer_pb2
 
 BOTH = ("reader", "owner")
@@ -207,5 +207,5 @@ class Wires:
 def _across(record, *, as_reader: bool):
     """The record as the peer parses it."""
     kind = kvtransfer_pb2.FromReader if as_reader else kvtransfer_pb2.FromOwner
-    sent = wire.to_proto(record, as_reader=as_reader).SerializeToString()
-    return wire.parse(kind.FromString(sent))
+    sent = codec.to_proto(record, as_reader=as_reader).SerializeToString()
+    return codec.parse(kind.FromString(sent))

@@ -11,7 +11,7 @@ from aiohttp.http_parser import RawRequestMessage
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
-from router.api.http.request import Request
+from api.http.request import Request
 
 
 class Pipe(asyncio.WriteTransport):

@@ -17,18 +17,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.resources.compilation import Launch, recorded
-from common.engine.build import prepare
-from common.engine.models import load
-from common.engine.models.linear import onednn
-from common.engine.rows import forward
-from common.engine.rows.upload import packed_bytes, upload
+from engine.batch import forward
+from engine.batch.upload import packed_bytes, upload
+from engine.build import prepare
+from engine.models import load
+from engine.models.linear import onednn
 from kvtransfer.backends.base import PagePool
 from kvtransfer.backends.tcp.staging import StagedMemory
 from kvtransfer.backends.tcp.wire import Kind
 from tests.support.device_twin import DeviceTwin
 from tests.support.steps import Steps
 from tests.support.traffic import Traffic
+from tools.bench.resources.compilation import Launch, recorded
 
 ARCH = 90
 NUM_SLOTS = 9

@@ -4,10 +4,10 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from common.engine.rows.request import Request
 from common.request import RequestSpec
 from common.requests.prefix_hash import as_bytes
 from common.requests.sampling import SamplingParams
+from engine.batch.request import Request
 
 SAMPLING = SamplingParams(max_tokens=8, seed=1)
 

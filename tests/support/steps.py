@@ -9,23 +9,23 @@ import numpy as np
 import torch
 
 from common.config import LoraConfig
-from common.engine.adapters.adapters import Adapters
-from common.engine.adapters.library import Library
-from common.engine.adapters.making import bank_of, load_all, shelf_of
-from common.engine.features.composition import every_feature
-from common.engine.memory.kv import HostPool, KVPool
-from common.engine.memory.layout import KVLayout
-from common.engine.models import Model
-from common.engine.rows.batch import ForwardMode, Ints, PageCopies, ScheduleBatch
-from common.engine.rows.holding import Holding
-from common.engine.rows.request import Request
-from common.engine.rows.table import RequestTable
-from common.engine.run.graphs import Recorder
-from common.engine.run.launched import LaunchedStep
-from common.engine.run.runner import ModelRunner
-from common.engine.run.stream import open_stream
 from common.requests.adapter import NO_ADAPTER
 from common.requests.sampling import SamplingParams
+from engine.adapters.adapters import Adapters
+from engine.adapters.library import Library
+from engine.adapters.making import bank_of, load_all, shelf_of
+from engine.batch.batch import ForwardMode, Ints, PageCopies, ScheduleBatch
+from engine.batch.holding import Holding
+from engine.batch.request import Request
+from engine.batch.table import RequestTable
+from engine.kv_cache.kv import HostPool, KVPool
+from engine.kv_cache.layout import KVLayout
+from engine.models import Model
+from engine.runner.graphs import Recorder
+from engine.runner.launched import LaunchedStep
+from engine.runner.runner import ModelRunner
+from engine.runner.stream import open_stream
+from engine.sampling.composition import every_feature
 from tests.support.specs import make_request
 
 GREEDY = SamplingParams(max_tokens=10_000, seed=0, temperature=0.0)

@@ -15,10 +15,10 @@ from typing import Any, Self, TypeVar
 import grpc.aio
 import uvloop
 
-from common import rpc, serve_protocol
+from common import limits, rpc
 from common.errors import EngineDied, RequestFailed, WrongState
 from common.request import tokens_of
-from common.rpc.last_words import said
+from common.rpc.stream_status import said
 from protos import (
     decode_pb2,
     decode_pb2_grpc,
@@ -252,7 +252,7 @@ class StubDecodeNode(StubNode, decode_pb2_grpc.DecodeNodeServicer):
         super().__init__("decode", tokenizer_hash=tokenizer_hash, port=port)
         self.status = decode_pb2.Status(state="ready", serves_alone=serves_alone)
         self.status.links.extend(links_to(paired))
-        self.version = serve_protocol.VERSION
+        self.version = limits.VERSION
         self.moves = True  # it beats
         self.late_s = 0.0  # in its heartbeats
         self.received: list[decode_pb2.ToNode] = []

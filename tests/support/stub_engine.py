@@ -14,15 +14,17 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from common.config import DecodeConfig
-from common.engine.memory.cache_events import CacheEvents
-from common.engine.memory.pages import Holder, PageAllocator
-from common.engine.memory.radix import RadixCache
-from common.engine.rows.holding import Holding
 from common.errors import ConfigError
-from common.node.desk.cache_reports import CacheReports
-from common.node.engine_process import Begin, EngineChannel, EngineStart, run_engine
-from common.node.ipc import FrameSocket, PeerGone
-from common.node.messages import (
+from common.process.ipc import FrameSocket, PeerGone
+from common.requests.prediction import Predicted
+from engine.batch.holding import Holding
+from engine.kv_cache.cache_events import CacheEvents
+from engine.kv_cache.pages import Holder, PageAllocator
+from engine.kv_cache.radix import RadixCache
+from kvtransfer.front_messages import EngineBeat, PairInput
+from node.control.cache_reports import CacheReports
+from node.engine_process import Begin, EngineChannel, EngineStart, run_engine
+from node.messages import (
     Answer,
     Ask,
     CancelSubmitted,
@@ -37,8 +39,6 @@ from common.node.messages import (
     SubmitRequest,
     WatchCache,
 )
-from common.requests.prediction import Predicted
-from kvtransfer.front_messages import EngineBeat, PairInput
 
 STEP_S = 0.005
 PAGE_SIZE = 16

@@ -6,10 +6,10 @@ import sys
 import time
 
 from common.config import DecodeConfig
-from common.node.front.front import run_node
-from common.node.front.parts import Front, NodeParts, RoleProgram
-from decode_node.serve import ServeService
+from decode_node.servicer import ServeService
 from kvtransfer.pairs.streams import PairStreams
+from node.frontend.frontend import run_node
+from node.frontend.parts import Front, NodeParts, RoleProgram
 
 
 def parts(front: Front) -> NodeParts:

@@ -2,7 +2,6 @@
 
 import itertools
 
-from common.node.messages import Ended
 from common.requests.timeline import (
     Interval,
     Phase,
@@ -12,6 +11,7 @@ from common.requests.timeline import (
     split_ttft,
     to_proto,
 )
+from node.messages import Ended
 
 CHAIN = (
     Phase.PREALLOC_QUEUE,

@@ -7,8 +7,8 @@ import random
 
 import numpy as np
 
-from common.engine.rows.batch import PageCopies
 from common.requests.sampling import SamplingParams
+from engine.batch.batch import PageCopies
 from tests.support.steps import Steps
 
 

@@ -22,8 +22,8 @@ from common.logs.throttle import Throttle, ThrottledLog
 from kvtransfer.backends.base import CONNECT_S, Ints, PagePool, first_outside, prepared
 from kvtransfer.backends.device_memory import DeviceFailure
 from kvtransfer.backends.publications import Publications
+from kvtransfer.backends.tcp.acceptor import Door
 from kvtransfer.backends.tcp.channel import Channel, PlainChannel
-from kvtransfer.backends.tcp.door import Door
 from kvtransfer.backends.tcp.memory import Departures, Load, Memory
 from kvtransfer.backends.tcp.readers import Readers
 from kvtransfer.backends.tcp.tls import OwnerTls

@@ -17,14 +17,14 @@ from typing import Any
 import grpc.aio
 import numpy as np
 
-from common import rpc, serve_protocol
+from common import limits, rpc
 from common.identity.by_token import ByToken
 from common.identity.caller import node_name
 from common.identity.guard import Guard
 from common.identity.program import identity_of
 from common.identity.refusals import uncounted
 from common.requests.prefix_hash import as_bytes
-from common.rpc.last_words import StreamEnded, heard
+from common.rpc.stream_status import StreamEnded, heard
 from kvtransfer.backends.base import Owner, PagePool
 from kvtransfer.backends.tcp.backend import TcpBackend
 from kvtransfer.pairing import PROTOCOL_VERSION
@@ -245,7 +245,7 @@ def _open(
 
 def _greeting(*addresses: str) -> decode_pb2.ToNode:
     peers = decode_pb2.Peers(prefill_addresses=addresses)
-    return decode_pb2.ToNode(protocol_version=serve_protocol.VERSION, peers=peers)
+    return decode_pb2.ToNode(protocol_version=limits.VERSION, peers=peers)
 
 
 def _submit(draw: Random, addresses: list[str], num_tokens: int = 100) -> decode_pb2.Submit:

@@ -23,7 +23,7 @@ class _Poisoner(importlib.abc.MetaPathFinder):
     """Changes the runner once it is imported, and imports nothing by itself."""
 
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> Any:
-        if name != "common.engine.run.runner":
+        if name != "engine.runner.runner":
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         assert spec is not None and spec.loader is not None

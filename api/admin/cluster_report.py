@@ -1,0 +1,113 @@
+"""What GetCluster and GET /cluster say: this router, every node as it describes itself, and what
+a planner says of them.
+
+The protobuf message is the one record of it; the JSON is made of that message, field by field.
+"""
+
+import asyncio
+import time
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+
+from api.admin.plans import Plans
+from api.admin.router_state import WholeState
+from api.http.answers import whole
+from api.http.request import Request
+from protos import router_pb2
+from router.cluster.survey import NodeReport, Survey
+
+REUSE_S = 0.25
+
+
+class ClusterReport:
+    """For one event loop."""
+
+    def __init__(self, survey: Survey, router: WholeState, plans: Plans) -> None:
+        self._survey = survey
+        self._router = router
+        self._plans = plans
+
+    async def make(self) -> router_pb2.GetClusterResponse:
+        """Asks every node, and the other processes of this router; within 2 s."""
+        reports, router, plan = await asyncio.gather(
+            self._survey.look(), self._router.now(), self._plans.now()
+        )
+        began = self._router.began
+        return router_pb2.GetClusterResponse(
+            nodes=[_node(report, report.at - began) for report in reports],
+            router=router,
+            plan=plan,
+        )
+
+
+class ClusterEndpoint:
+    """A handler of HTTP requests. An answer may be `REUSE_S` old: however many watch, the nodes
+    are asked no more often."""
+
+    def __init__(self, report: ClusterReport) -> None:
+        self._report = report
+        self._making: asyncio.Task[bytes] | None = None
+        self._made_at = 0.0
+
+    async def __call__(self, request: Request) -> web.Response:
+        making = self._making
+        if making is None or (making.done() and time.monotonic() > self._made_at + REUSE_S):
+            making = self._making = asyncio.create_task(self._make())
+        # A viewer that goes away must not take the others' answer with it.
+        body = await asyncio.shield(making)
+        return whole(200, body, headers=(("cache-control", "no-store"),))
+
+    async def _make(self) -> bytes:
+        body = msgspec.json.encode(plain(await self._report.make()))
+        self._made_at = time.monotonic()
+        return body
+
+
+def plain(message: Message) -> dict[str, Any]:
+    """Every field under its own name, unset ones too. Counts are numbers, where protobuf's own
+    JSON has strings; fixed64, which is an identity, is one: JavaScript would round the number.
+    Bytes are hexadecimal."""
+    fields: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        if field.message_type is None:
+            if field.is_repeated:
+                value = list(value)
+            elif field.type == FieldDescriptor.TYPE_FIXED64:
+                value = str(value)
+            elif field.type == FieldDescriptor.TYPE_BYTES:
+                value = value.hex()
+        elif field.message_type.GetOptions().map_entry:
+            value = dict(value)
+        elif field.is_repeated:
+            value = [plain(each) for each in value]
+        else:
+            value = plain(value)
+        fields[field.name] = value
+    return fields
+
+
+def _node(report: NodeReport, seen_s: float) -> router_pb2.ClusterNode:
+    node = router_pb2.ClusterNode(
+        role=report.role, address=report.address, state=report.state, seen_s=seen_s
+    )
+    if report.description is None:
+        return node
+    described = report.description
+    node.instance_id = described.instance_id
+    node.pids.extend(described.pids)
+    node.pages.update(described.pages)
+    node.links.extend(described.links)
+    node.queues.update(described.queues)
+    node.counters.update(described.counters)
+    node.steps = described.steps
+    node.model = described.model
+    node.mode = described.mode
+    node.context_length = described.context_length
+    node.weights = described.weights
+    node.prompts.CopyFrom(described.prompts)
+    return node

@@ -1,0 +1,190 @@
+"""What operators ask of all engines, as SGLang has it: /pause_generation, /continue_generation,
+/update_weights_from_disk, /release_memory_occupation, /resume_memory_occupation, /start_profile,
+/stop_profile, /flush_cache; and /update_weights_from_node."""
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Annotated, Any, Generic, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from api.dialect import problems
+from api.dialect.bodies import BodyReader, take_json
+from api.dialect.ignored_fields import Harmless, only
+from api.dialect.problems import Refusal
+from api.http.answers import whole
+from api.http.request import Handler, Request
+from common.errors import ServingError, WrongState
+from protos import router_pb2
+from router.cluster.engine_calls import EngineCalls
+
+PAUSE_PATH, CONTINUE_PATH = "/pause_generation", "/continue_generation"
+FLUSH_PATH = "/flush_cache"
+UPDATE_PATH, TAKE_PATH = "/update_weights_from_disk", "/update_weights_from_node"
+RELEASE_PATH, RESUME_PATH = "/release_memory_occupation", "/resume_memory_occupation"
+PROFILE_PATH, END_PROFILE_PATH = "/start_profile", "/stop_profile"
+
+F = TypeVar("F", bound=msgspec.Struct)
+
+
+class PauseFields(msgspec.Struct, kw_only=True):
+    mode: str = ""
+
+
+class UpdateFields(msgspec.Struct, kw_only=True):
+    model_path: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+    abort_all_requests: bool = False
+
+
+class TakeFields(msgspec.Struct, kw_only=True):
+    node: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+    abort_all_requests: bool = False
+
+
+class MemoryFields(msgspec.Struct, kw_only=True):
+    tags: Annotated[list[str], msgspec.Meta(max_length=8)] | None = None
+
+
+class ProfileFields(msgspec.Struct, kw_only=True):
+    num_steps: Annotated[int, msgspec.Meta(ge=1, le=1000)] | None = None
+
+
+class NoFields(msgspec.Struct, kw_only=True):
+    pass
+
+
+_OF_ALL: Mapping[str, Harmless] = {
+    "is_async": only(False),
+    "torch_empty_cache": only(True, False),
+}
+# What SGLang's callers may say besides, as long as it is so anyway.
+_OF_UPDATES: Mapping[str, Harmless] = {
+    "load_format": only("auto", "safetensors"),
+    "flush_cache": only(True),
+    **_OF_ALL,
+    "keep_pause": only(False),
+    "recapture_cuda_graph": only(False),
+    "token_step": only(0),
+    "weight_version": only(),
+    "manifest": only(),
+}
+_OF_PROFILES: Mapping[str, Harmless] = {
+    "activities": only(["CPU"], ["GPU"], ["CPU", "GPU"]),
+    "output_dir": only(),
+    "start_step": only(0),
+    "with_stack": only(False),
+    "record_shapes": only(False),
+    "profile_by_stage": only(False),
+}
+# What each path does, and what it takes.
+COMMANDS: Mapping[str, tuple[str, type[msgspec.Struct]]] = {
+    PAUSE_PATH: ("Has all nodes launch nothing, until they are to continue.", PauseFields),
+    CONTINUE_PATH: ("Ends the pause of all nodes.", NoFields),
+    UPDATE_PATH: ("Has all nodes compute with other weights of the model.", UpdateFields),
+    TAKE_PATH: ("Has all nodes compute with the weights of one of them.", TakeFields),
+    RELEASE_PATH: ("Has all nodes give memory back to the system.", MemoryFields),
+    RESUME_PATH: ("Has all nodes take it again.", MemoryFields),
+    PROFILE_PATH: ("Has torch's profiler watch the next steps of all nodes.", ProfileFields),
+    END_PROFILE_PATH: ("Ends that, and waits for the traces to be written.", NoFields),
+    FLUSH_PATH: ("Empties the prefix caches of all nodes.", NoFields),
+}
+
+
+class Engines:
+    """Which path is answered by what."""
+
+    def __init__(self, calls: EngineCalls) -> None:
+        self._calls = calls
+
+    def routes(self) -> dict[str, dict[str, Handler]]:
+        """By path, by method."""
+        return {
+            PAUSE_PATH: {"POST": _Command(PauseFields, self._pause)},
+            CONTINUE_PATH: {"POST": _Command(NoFields, self._continue)},
+            UPDATE_PATH: {"POST": _Command(UpdateFields, self._update, _OF_UPDATES)},
+            TAKE_PATH: {"POST": _Command(TakeFields, self._take)},
+            RELEASE_PATH: {"POST": _Command(MemoryFields, self._release)},
+            RESUME_PATH: {"POST": _Command(MemoryFields, self._resume)},
+            PROFILE_PATH: {"POST": _Command(ProfileFields, self._profile, _OF_PROFILES)},
+            END_PROFILE_PATH: {"POST": _Command(NoFields, self._end_profile)},
+            FLUSH_PATH: {"POST": _Command(NoFields, self._flush)},
+        }
+
+    async def _pause(self, fields: PauseFields) -> Mapping[str, Any]:
+        paused = await self._calls.pause(fields.mode)
+        return {"status": "paused", "aborted": paused.aborted}
+
+    async def _continue(self, fields: NoFields) -> Mapping[str, Any]:
+        await self._calls.resume()
+        return {"status": "continued"}
+
+    async def _update(self, fields: UpdateFields) -> Mapping[str, Any]:
+        abort = fields.abort_all_requests
+        return _updated(await self._calls.update_weights(fields.model_path, abort=abort))
+
+    async def _take(self, fields: TakeFields) -> Mapping[str, Any]:
+        abort = fields.abort_all_requests
+        return _updated(await self._calls.take_weights(fields.node, abort=abort))
+
+    async def _release(self, fields: MemoryFields) -> Mapping[str, Any]:
+        await self._calls.release_memory(fields.tags or ())
+        return {"status": "released"}
+
+    async def _resume(self, fields: MemoryFields) -> Mapping[str, Any]:
+        await self._calls.resume_memory(fields.tags or ())
+        return {"status": "resumed"}
+
+    async def _profile(self, fields: ProfileFields) -> Mapping[str, Any]:
+        return _traces("profiling", await self._calls.start_profile(fields.num_steps or 0))
+
+    async def _end_profile(self, fields: NoFields) -> Mapping[str, Any]:
+        return _traces("written", await self._calls.stop_profile())
+
+    async def _flush(self, fields: NoFields) -> Mapping[str, Any]:
+        flushed = await self._calls.flush_caches()
+        return {"status": "flushed", "pages_freed": flushed.pages_freed}
+
+
+class _Command(Generic[F]):
+    """A handler of HTTP requests."""
+
+    def __init__(
+        self,
+        fields: type[F],
+        run: Callable[[F], Awaitable[Mapping[str, Any]]],
+        unsupported: Mapping[str, Harmless] = _OF_ALL,
+    ) -> None:
+        self._reader = BodyReader(fields, unsupported, ignore_unknown=False)
+        self._run = run
+
+    async def __call__(self, request: Request) -> web.Response:
+        try:
+            done = await self._run(self._reader.read(_json(request)))
+        except Refusal as refusal:
+            return refusal.response()
+        except WrongState as error:
+            return Refusal(409, str(error)).response()
+        except ServingError as error:
+            return problems.of_error(error, self._reader.names).response()
+        return whole(200, msgspec.json.encode(done))
+
+
+def _updated(done: router_pb2.UpdateWeightsResponse) -> Mapping[str, Any]:
+    weights = done.id.hex()
+    return {"success": True, "message": f"weights {weights}", "weights": weights}
+
+
+def _traces(status: str, told: router_pb2.ProfilesResponse) -> Mapping[str, Any]:
+    profiles = [
+        {"role": each.role, "address": each.address, "path": each.path} for each in told.profiles
+    ]
+    return {"status": status, "profiles": profiles}
+
+
+def _json(request: Request) -> bytes:
+    """Its body. Whoever has nothing to say need not say it in JSON, unless a web page may have sent
+    it."""
+    if not request.body and not request.header("origin"):
+        request.take_body()
+        return b"{}"
+    return take_json(request)

@@ -1,0 +1,128 @@
+"""What happened to one request, of all who know: the process that had it, and every node.
+
+No clock is compared with another host's: a node says how long ago something was, and its moments
+are late by the way that its answer took.
+"""
+
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+import msgspec
+
+from api.requests.events import Told, told
+from api.requests.validation import MAX_LABEL_CHARACTERS
+from common.errors import InvalidRequest, NodeUnavailable, NotKnown
+from common.requests.request_trace import event_to_proto
+from protos.router_pb2 import ExplainedEvent, ExplainingNode, ExplainResponse
+from router.cluster.inquiry import Inquiry, Said
+from router.timelines import Timelines
+from router.workers.asking import Siblings
+
+_TOLD = "/told"  # as processes ask each other
+_read = msgspec.json.Decoder(Told | None).decode
+
+
+class OwnEvents:
+    """Of this process."""
+
+    def __init__(self, timelines: Timelines) -> None:
+        self._timelines = timelines
+
+    def find(self, name: str) -> Told | None:
+        timeline = self._timelines.find(name)
+        return None if timeline is None else told(timeline)
+
+    @property
+    def tells(self) -> Mapping[str, Callable[[Mapping[str, str]], Awaitable[bytes]]]:
+        """What other processes may ask."""
+
+        async def tell(query: Mapping[str, str]) -> bytes:
+            return msgspec.json.encode(self.find(query["name"]))
+
+        return {_TOLD: tell}
+
+
+class Explainer:
+    """For one event loop."""
+
+    def __init__(self, own: OwnEvents, siblings: Siblings, inquiry: Inquiry) -> None:
+        self._own = own
+        self._siblings = siblings
+        self._inquiry = inquiry
+
+    async def explain(self, name: str) -> ExplainResponse:
+        """Within 4 s.
+
+        Args:
+            name: an id, or what the client calls it: the newest one that is called so.
+        Raises:
+            InvalidRequest: no request can have that name.
+            NotKnown: nobody knows it, or no more.
+            NodeUnavailable: the same, of those who have answered; a process of this router has not.
+        """
+        if not 0 < len(name) <= MAX_LABEL_CHARACTERS:
+            raise InvalidRequest(
+                f"name has {len(name)} characters, 1 to {MAX_LABEL_CHARACTERS} can be"
+            )
+        known, num_silent = await self._find(name)
+        said = await self._inquiry.ask(known.request_id if known else name)
+        if known is None and not any(one.flights.flights for one in said):
+            raise (NodeUnavailable if num_silent else NotKnown)(_sentence(name, said, num_silent))
+        return _together(name, known, said)
+
+    async def _find(self, name: str) -> tuple[Told | None, int]:
+        """And how many processes have not answered."""
+        own = self._own.find(name)
+        if own is not None and own.request_id == name:
+            return own, 0
+        others = await self._siblings.ask(_TOLD, name=name)
+        found = [one for one in (own, *map(_read, others.bodies.values())) if one is not None]
+        best = max(found, key=lambda one: (one.request_id == name, one.arrived), default=None)
+        return best, others.num_silent
+
+
+def _together(name: str, known: Told | None, said: Sequence[Said]) -> ExplainResponse:
+    began = [one.at - flight.began_ago_s for one in said for flight in one.flights.flights]
+    zero = known.arrived if known else min(began)
+    own = known.events if known else ()
+    moments = [(event.at, "router", "", event) for event in own]
+    for one in said:
+        for flight in one.flights.flights:
+            offset = one.at - flight.began_ago_s - zero
+            moments += [
+                (offset + event.at, one.role, one.address, event) for event in flight.events
+            ]
+    answer = ExplainResponse(
+        request_id=known.request_id if known else name,
+        events=[
+            ExplainedEvent(at_s=at, where=where, node=node, event=event_to_proto(event))
+            for at, where, node, event in sorted(moments, key=lambda moment: moment[0])
+        ],
+        nodes=[
+            ExplainingNode(
+                role=one.role,
+                address=one.address,
+                parts=len(one.flights.flights),
+                kept=one.flights.num_kept,
+                problem=one.problem,
+            )
+            for one in said
+        ],
+    )
+    if known is not None:
+        answer.label, answer.outcome, answer.error = known.label, known.outcome, known.error
+        answer.seconds = (known.ended or time.monotonic()) - known.arrived
+        answer.prompt_tokens, answer.cached_tokens = known.prompt_tokens, known.cached_tokens
+        answer.completion_tokens = known.completion_tokens
+    return answer
+
+
+def _sentence(name: str, said: Sequence[Said], num_silent: int) -> str:
+    kept = ", ".join(
+        f"{one.role} {one.address} {one.problem or f'its last {one.flights.num_kept}'}"
+        for one in said
+    )
+    sentence = f"nothing is known of a request {name!r}, or no more"
+    if num_silent:
+        sentence += f"; {num_silent} processes of this router have not answered"
+    return f"{sentence}; kept are the last that ended: {kept or 'no node is there'}"

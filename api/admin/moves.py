@@ -1,0 +1,125 @@
+"""Moves one running request to another decode node, whichever process of the router has it."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+
+import msgspec
+
+from common.errors import InvalidRequest, NodeUnavailable, NotKnown, WrongState
+from protos.router_pb2 import MoveResponse
+from router.cluster.cluster import Cluster
+from router.workers.asking import LONGEST_S, Siblings
+
+_MOVE, _MOVABLE = "/move", "/movable"  # as processes ask each other
+MOVE_S = 20.0  # longest wait: nodes pair for it, perhaps, and the target for room
+_MOST_NAMED = 64
+
+
+class Moved(msgspec.Struct, frozen=True):
+    """What has become of an order. because: why the request stays; empty: it does not."""
+
+    source: str
+    target: str
+    because: str
+
+
+_read_moved = msgspec.json.Decoder(Moved | None).decode
+_read_ids = msgspec.json.Decoder(list[str]).decode
+
+
+class OwnMoves:
+    """Of this process."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    def movable(self, source: str) -> list[str]:
+        """Ids of requests at that node, some of them."""
+        here = (guest for guest in self._cluster.guests() if guest.address == source)
+        return [guest.request_id for guest in here if guest.movable][:_MOST_NAMED]
+
+    async def move(self, request_id: str, target: str) -> Moved | None:
+        """Within MOVE_S. None: no such request runs here."""
+        for guest in self._cluster.guests():
+            if guest.request_id == request_id:
+                break
+        else:
+            return None
+        source = guest.address
+        if not guest.movable:
+            return Moved(source, "", "it has no token yet, or is being moved, or was just now")
+        if source == target:
+            return Moved(source, "", "it runs there")
+        task = guest.move(target)
+        await asyncio.wait({task}, timeout=MOVE_S)
+        if not task.done():
+            return Moved(source, "", "it is still on its way")
+        if task.cancelled():
+            return Moved(source, "", "it has ended, or its node has")
+        outcome = task.result()
+        return Moved(source, outcome.target, outcome.because)
+
+    @property
+    def tells(self) -> Mapping[str, Callable[[Mapping[str, str]], Awaitable[bytes]]]:
+        """What other processes may ask."""
+
+        async def tell_movable(query: Mapping[str, str]) -> bytes:
+            return msgspec.json.encode(self.movable(query["source"]))
+
+        async def move(query: Mapping[str, str]) -> bytes:
+            return msgspec.json.encode(await self.move(query["request_id"], query["target"]))
+
+        return {_MOVABLE: tell_movable, _MOVE: move}
+
+
+class Mover:
+    """For one event loop."""
+
+    def __init__(self, own: OwnMoves, siblings: Siblings) -> None:
+        self._own = own
+        self._siblings = siblings
+
+    async def move(self, request_id: str, source: str, target: str) -> MoveResponse:
+        """
+        Args:
+            request_id: empty: any at `source`, which says nothing otherwise.
+            target: empty: any.
+        Raises:
+            InvalidRequest: neither request nor source.
+            NotKnown: there is no such request.
+            NodeUnavailable: the same, of those who have answered; a process of this router has not.
+            WrongState: it stays where it is.
+        """
+        if not (request_id or source):
+            raise InvalidRequest("request_id and source are empty")
+        request_id = request_id or await self._movable(source)
+        moved = await self._own.move(request_id, target)
+        if moved is None:
+            others = await self._siblings.ask(
+                _MOVE, MOVE_S + LONGEST_S, request_id=request_id, target=target
+            )
+            found = [one for one in map(_read_moved, others.bodies.values()) if one is not None]
+            if not found:
+                sentence = f"no request {request_id[:256]!r} runs at a decode node"
+                raise _unknown(sentence, others.num_silent)
+            (moved,) = found
+        if moved.because:
+            raise WrongState(f"not moved: {moved.because}")
+        return MoveResponse(request_id=request_id, source=moved.source, target=moved.target)
+
+    async def _movable(self, source: str) -> str:
+        own = self._own.movable(source)
+        if own:
+            return own[0]
+        others = await self._siblings.ask(_MOVABLE, source=source)
+        for ids in map(_read_ids, others.bodies.values()):
+            if ids:
+                return ids[0]
+        sentence = f"no request that could be moved runs at {source[:256]!r}"
+        raise _unknown(sentence, others.num_silent)
+
+
+def _unknown(sentence: str, num_silent: int) -> NotKnown | NodeUnavailable:
+    if not num_silent:
+        return NotKnown(sentence)
+    return NodeUnavailable(f"{sentence}; {num_silent} processes of this router have not answered")

@@ -1,0 +1,126 @@
+"""GET /requests and GET /requests/ID: where the time of a request went, as JSON, and what happened
+to it, at GET /requests/ID/events. A client's own name for a request is as good as its id: it finds
+the newest one that is called so.
+
+Each process of a router knows its own requests, and answers for all: it asks the others.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping
+from itertools import chain
+from typing import Any
+from urllib.parse import unquote
+
+import msgspec
+from aiohttp import web
+
+from api.admin.cluster_report import plain
+from api.admin.explain import Explainer
+from api.admin.request_json import details, summary
+from api.dialect.problems import Refusal
+from api.http.answers import whole
+from api.http.request import Request
+from api.requests.validation import MAX_LABEL_CHARACTERS
+from common.errors import NodeUnavailable, NotKnown
+from router.timelines import Timelines
+from router.workers.asking import Siblings
+
+PATH = "/requests"
+_ALL, _ONE = "/requests", "/request"  # as processes ask each other
+_EVENTS = "/events"
+_FRESH = (("cache-control", "no-store"),)
+
+_Content = dict[str, Any]
+
+
+class OwnRequests:
+    """Of this process."""
+
+    def __init__(self, timelines: Timelines) -> None:
+        self._timelines = timelines
+
+    def all(self) -> list[_Content]:
+        return [summary(timeline) for timeline in self._timelines]
+
+    def one(self, name: str) -> _Content | None:
+        timeline = self._timelines.find(name)
+        return None if timeline is None else summary(timeline) | details(timeline)
+
+    @property
+    def tells(self) -> Mapping[str, Callable[[Mapping[str, str]], Awaitable[bytes]]]:
+        """What other processes may ask."""
+
+        async def tell_all(_: Mapping[str, str]) -> bytes:
+            return msgspec.json.encode(self.all())
+
+        async def tell_one(query: Mapping[str, str]) -> bytes:
+            return msgspec.json.encode(self.one(query["name"]))
+
+        return {_ALL: tell_all, _ONE: tell_one}
+
+
+class RequestsEndpoint:
+    """Each method is a handler of HTTP requests."""
+
+    def __init__(self, own: OwnRequests, siblings: Siblings, explainer: Explainer) -> None:
+        self._own = own
+        self._siblings = siblings
+        self._explainer = explainer
+
+    async def all(self, request: Request) -> web.Response:
+        told = await self._siblings.ask(_ALL)
+        lists = [self._own.all(), *map(msgspec.json.decode, told.bodies.values())]
+        content = {
+            "requests": sorted(chain.from_iterable(lists), key=_newest_first),
+            "processes": told.num_asked + 1,
+            "silent_processes": told.num_silent,
+        }
+        return whole(200, msgspec.json.encode(content), headers=_FRESH)
+
+    async def below(self, request: Request) -> web.Response:
+        """A slash that is part of a name is escaped there."""
+        name = request.route.removeprefix(f"{PATH}/")
+        asked = unquote(name.removesuffix(_EVENTS))
+        if not 0 < len(asked) <= MAX_LABEL_CHARACTERS:  # nobody else is asked
+            return _not_found(asked[:MAX_LABEL_CHARACTERS], 0).response()
+        return await (self._explained if name.endswith(_EVENTS) else self._one)(asked)
+
+    async def _explained(self, name: str) -> web.Response:
+        try:
+            told = await self._explainer.explain(name)
+        except NotKnown as unknown:
+            return Refusal(404, str(unknown), code="request_not_found").response()
+        except NodeUnavailable as silent:
+            return Refusal(503, str(silent), code="request_not_found").response()
+        return whole(200, msgspec.json.encode(plain(told)), headers=_FRESH)
+
+    async def _one(self, name: str) -> web.Response:
+        found, num_silent = self._own.one(name), 0
+        if found is None or found["id"] != name:
+            told = await self._siblings.ask(_ONE, name=name)
+            everywhere = [found, *map(msgspec.json.decode, told.bodies.values())]
+            found = _best(name, [one for one in everywhere if one is not None])
+            num_silent = told.num_silent
+        if found is None:
+            return _not_found(name, num_silent).response()
+        return whole(200, msgspec.json.encode(found), headers=_FRESH)
+
+
+def _newest_first(content: _Content) -> tuple[bool, float]:
+    """Those under way before all others, and these by their ends."""
+    if content["outcome"] == "live":
+        return False, -content["arrived"]
+    return True, -(content["arrived"] + content["seconds"])
+
+
+def _best(name: str, found: list[_Content]) -> _Content | None:
+    """The one with that id; else the newest one that is called so."""
+    return min(found, key=lambda one: (one["id"] != name, _newest_first(one)), default=None)
+
+
+def _not_found(name: str, num_silent: int) -> Refusal:
+    sentence = f"no request {name!r} is under way or among the last that ended"
+    if num_silent:
+        processes = "a process" if num_silent == 1 else f"{num_silent} processes"
+        sentence += f", as far as is known: {processes} of this router did not answer"
+        return Refusal(503, sentence, code="request_not_found")
+    return Refusal(404, sentence, code="request_not_found")

@@ -1,0 +1,159 @@
+"""/v1/messages: its dialect, and an answer in the making."""
+
+from collections.abc import Callable, Iterator
+
+from api.anthropic import fields as asked_for
+from api.anthropic.blocks import Blocks
+from api.anthropic.fields import MessagesFields
+from api.dialect.bodies import BodyReader
+from api.dialect.endpoint_call import Asked, Reply
+from api.dialect.event_reply import Event, reply_of
+from api.dialect.fields import Fields, check_multiplied, choices, samplings
+from api.dialect.ignored_fields import OF_MESSAGES
+from api.dialect.origin import Origin
+from api.dialect.problems import ANTHROPIC, Refusal, fields_of
+from api.dialect.tools import guided, listening, offered
+from api.http.answers import Headers
+from api.http.request import Request
+from api.openai.chat import Shown
+from api.parsers.listener import Listener
+from api.parsers.model_format import Speech
+from api.requests.answer import LastPiece, Piece
+from api.requests.generate_params import Messages, SharedPrompt
+
+
+class AnthropicMessages:
+    """The dialect of this endpoint."""
+
+    id_prefix = "msg_"
+    words = ANTHROPIC
+
+    def __init__(self, speech: Speech, shown: Shown, *, ignore_unknown: bool) -> None:
+        """
+        Args:
+            speech, shown, ignore_unknown: as of Chat.
+        """
+        self._speech = speech
+        self._shown = shown
+        self._reader = BodyReader(MessagesFields, OF_MESSAGES, ignore_unknown=ignore_unknown)
+        self.field_names = fields_of(
+            self._reader.names, stop="stop_sequences", thinking_budget="thinking.budget_tokens"
+        )
+
+    def read(self, body: bytes) -> Asked:
+        ignored: list[str] = []
+        fields = self._reader.read(body, ignored)
+        unheeded = [*asked_for.unheeded(fields, self._speech)]
+        common = Fields(
+            temperature=fields.temperature,
+            top_p=fields.top_p,
+            top_k=fields.top_k,
+            stop=fields.stop_sequences,
+            cache_salt=fields.cache_salt,
+            response_format=asked_for.response_format(fields),
+        )
+        check_multiplied(common, body)
+        choice, named = asked_for.chosen(fields)
+        said = fields.tool_choice
+        offer = offered(
+            asked_for.tools(fields),
+            choice,
+            named,
+            self._speech,
+            parallel=not (said and said.disable_parallel_tool_use),
+        )
+        config = fields.output_config
+        effort = config.effort if config and self._speech.takes_effort else None
+        messages = Messages(asked_for.turns(fields), offer.shown, reasoning_effort=effort)
+        budget = -1 if "thinking" in unheeded else asked_for.thinking_budget(fields)
+        # Clients must send max_tokens and often send a constant: like Anthropic's models since
+        # Claude 4.5, cut it to the context and report `model_context_window_exceeded`.
+        sampled = samplings(common, fields.max_tokens, thinking_budget=budget)
+        per_prompt = guided(sampled, offer, self._speech, "output_config.format")
+        wanted = choices(common, [messages], per_prompt, shown=self._shown(bool(offer.tools)))
+        prompt = wanted[0].prompt
+        reasons = fields.thinking is None or fields.thinking.type != "disabled"
+        listener = listening(self._speech, prompt, offer, reasons=reasons)
+
+        def reply(origin: Origin, request: Request, headers: Headers) -> Reply:
+            return reply_of(
+                _Message(origin, prompt, listener, fields.max_tokens),
+                bool(fields.stream),
+                request,
+                headers,
+            )
+
+        form = "output_config.format" if common.response_format else "tools" if offer.tools else ""
+        return Asked(fields.model, wanted, "", reply, form=form, ignored=[*ignored, *unheeded])
+
+
+class _Message:
+    """A Telling of one message."""
+
+    def __init__(
+        self,
+        origin: Origin,
+        prompt: SharedPrompt,
+        listener: Callable[[], Listener],
+        max_tokens: int,
+    ) -> None:
+        self._origin = origin
+        self._prompt = prompt
+        self._make_listener = listener
+        self._max_tokens = max_tokens
+        self._listener: Listener | None = None
+        self._blocks = Blocks()
+        self.last: Event = {}
+
+    def add(self, piece: Piece | LastPiece) -> Iterator[Event]:
+        if self._listener is None:
+            self._listener = self._make_listener()
+            yield {"type": "message_start", "message": self._message(None)}
+        match piece:
+            case LastPiece():
+                yield from self._blocks.add(self._listener.hear(piece.text, piece.marks, last=True))
+                yield from self._blocks.close()
+                self.last = self._message(piece)
+                reason = {name: self.last[name] for name in ("stop_reason", "stop_sequence")}
+                usage = self.last["usage"]
+                yield {"type": "message_delta", "delta": reason, "usage": usage}
+                yield {"type": "message_stop"}
+            case _:
+                yield from self._blocks.add(
+                    self._listener.hear(piece.text, piece.marks, last=False)
+                )
+
+    def failed(self, why: Refusal) -> Event:
+        return {"type": "error", "error": {"type": why.kind, "message": str(why)}}
+
+    def _message(self, last: LastPiece | None) -> Event:
+        cached = (last.usage.cached_tokens or 0) if last else 0
+        return {
+            "id": self._origin.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._origin.model,
+            "content": self._blocks.all,
+            "stop_reason": self._reason(last) if last else None,
+            "stop_sequence": _stop_sequence(last) if last else None,
+            # What was cached is counted beside the rest.
+            "usage": {
+                "input_tokens": self._prompt.rendering.num_tokens - cached,
+                "cache_creation_input_tokens": 0,
+                "cache_read_input_tokens": cached,
+                "output_tokens": last.usage.completion_tokens if last else 0,
+            },
+        }
+
+    def _reason(self, last: LastPiece) -> str:
+        if last.finish_reason == "length":
+            cut = last.usage.completion_tokens < self._max_tokens
+            return "model_context_window_exceeded" if cut else "max_tokens"
+        if _stop_sequence(last) is not None:
+            return "stop_sequence"
+        return "tool_use" if self._listener and self._listener.has_called else "end_turn"
+
+
+def _stop_sequence(last: LastPiece) -> str | None:
+    """Return the stop sequence that ended an answer."""
+    return last.stop_reason if isinstance(last.stop_reason, str) else None

@@ -1,0 +1,74 @@
+"""Joins the parts that know clients."""
+
+import logging
+from dataclasses import dataclass
+
+from api.auth.cors import Cors
+from api.auth.guard import Guard, IsOperator
+from api.auth.hosts import HostCheck
+from api.auth.keyring import Keyring
+from common.config import RouterConfig
+from common.identity.exposure import is_loopback
+from common.identity.operator import OperatorCheck
+from common.identity.refusals import Refused
+from common.identity.secret import Keyrings, keyrings
+from common.logs import kv
+from router.metrics import RouterMetrics
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Clients:
+    guard: Guard
+    keyring: Keyring | None
+    hosts: HostCheck
+    cors: Cors
+
+    async def keep_up(self) -> None:
+        """With the file of keys, if there is one; without end."""
+        if self.keyring is not None:
+            await self.keyring.watch()
+
+
+def make_clients(config: RouterConfig, metrics: RouterMetrics) -> Clients:
+    """
+    Raises:
+        ConfigError: the file of API keys, or of the cluster secret, cannot be used.
+    """
+    host = config.front.host
+    here_only = is_loopback(host)
+    file = config.clients.api_keys
+    keyring = Keyring(file, salt_by_key=config.clients.salt_by_key) if file else None
+    if keyring is not None:
+        metrics.keys_from(keyring.usage)
+    elif not here_only:
+        log.warning("clients are not asked for a key: --api-keys is not set %s", kv(host=host))
+    held = keyrings(config.front.secret_file, "router")
+    return Clients(
+        guard=Guard(
+            keyring,
+            _is_operator(held),
+            metrics,
+            operators_prove=not (here_only or config.front.insecure),
+            has_secret=held is not None,
+        ),
+        keyring=keyring,
+        hosts=HostCheck(host, config.clients.allowed_hosts),
+        cors=Cors(config.clients.cors_origins),
+    )
+
+
+def _is_operator(held: Keyrings | None) -> IsOperator:
+    if held is None:
+        return lambda shown: False
+    operator = OperatorCheck(held)
+
+    def is_operator(shown: str) -> bool:
+        try:
+            operator.check(shown)
+        except Refused:
+            return False
+        return True
+
+    return is_operator

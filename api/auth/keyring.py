@@ -1,0 +1,102 @@
+"""Clients by their API keys, as the file has them now."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from api.auth import api_keys
+from api.auth.api_keys import KeyEntry
+from api.auth.client import Client
+from api.auth.usage import Usage
+from common.errors import ConfigError
+from common.watched_files import WatchedFiles
+from router.metrics import OfKey
+
+LOOK_EVERY_S = 1.0
+
+
+class Held(NamedTuple):
+    """What one key opens, and until when."""
+
+    client: Client
+    expires: datetime | None
+
+    @property
+    def expired(self) -> bool:
+        return self.expires is not None and datetime.now(UTC) >= self.expires
+
+
+class Keyring:
+    """For one event loop. A key that the file has no more is refused from then on; requests of it
+    that are under way go on."""
+
+    def __init__(self, file: Path, *, salt_by_key: bool = False) -> None:
+        """
+        Args:
+            salt_by_key: each key has namespaces of its own.
+        Raises:
+            ConfigError: the file cannot be used.
+        """
+        self._files = WatchedFiles([file], lambda: _read(file), what="API keys", knob="--api-keys")
+        self._salt_by_key = salt_by_key
+        self._entries: Sequence[KeyEntry] = ()
+        self._by_hash: Mapping[str, Held] = {}
+        self._usages: Mapping[str, Usage] = {}
+        self._take(self._files.current())
+
+    def __len__(self) -> int:
+        return len(self._by_hash)
+
+    async def watch(self) -> None:
+        """Keeps up with the file, without end. A file of thousands takes a thread a moment."""
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            self._take(await asyncio.to_thread(self._files.current))
+
+    def find(self, key: str) -> Held | None:
+        """None: no such key. How long this takes tells of a key's hash at most, and from a hash
+        nobody makes a key."""
+        return self._by_hash.get(api_keys.hashed(key))
+
+    def usage(self) -> Mapping[str, OfKey]:
+        """By name, what metrics tell of each key; on any thread."""
+        return {
+            name: OfKey(
+                usage.num_requests,
+                usage.num_refused,
+                usage.num_prompt_tokens,
+                usage.num_generated_tokens,
+            )
+            for name, usage in self._usages.items()
+        }
+
+    def _take(self, entries: Sequence[KeyEntry]) -> None:
+        if entries is self._entries:
+            return
+        self._entries = entries
+        usages: dict[str, Usage] = {}
+        by_hash: dict[str, Held] = {}
+        for entry in entries:
+            usage = self._usages.get(entry.name) or Usage(entry.limits)
+            usage.limit(entry.limits)
+            usages[entry.name] = usage
+            client = Client(
+                entry.name,
+                usage,
+                entry.limits,
+                entry.weight,
+                operator=entry.role == "operator",
+                namespaces_of=entry.name if self._salt_by_key else "",
+                priority=entry.priority,
+            )
+            by_hash[entry.sha256] = Held(client, entry.expires)
+        self._usages, self._by_hash = usages, by_hash
+
+
+def _read(file: Path) -> Sequence[KeyEntry]:
+    try:
+        return api_keys.read(file)
+    except ConfigError as error:
+        raise ConfigError(f"--api-keys: {error}") from error

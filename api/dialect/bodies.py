@@ -1,0 +1,156 @@
+"""JSON to a record of one endpoint's fields, strictly: what is not heeded is refused by name.
+
+Whoever asks for JSON or for log-probabilities must not get an answer that only looks like what was
+asked for. A body whose fields are all known and harmless is decoded once, straight into the record;
+only another is looked at field by field, and decoded again without what asks for nothing.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from api.dialect import unknown_fields
+from api.dialect.ignored_fields import IGNORED, Harmless, asks_nothing
+from api.dialect.problems import Refusal, fields_of
+from api.dialect.structure import check_structure
+from api.dialect.unknown_fields import Ignored, Shape, Stranger
+from api.http.request import Request
+
+F = TypeVar("F", bound=msgspec.Struct)
+D = TypeVar("D")
+
+_PATH = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$")
+_MISSING = re.compile(r"missing required field `(.*?)`")
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_VALUE = msgspec.json.Decoder(object)
+_UNPRINTABLE = re.compile(r"[^\w.\[\]-]", re.ASCII)  # in a header
+_MAX_NAMED = 16
+
+
+def take_json(request: Request) -> bytes:
+    """The request's body, its caller's from now on. Raises Refusal unless it says that it is JSON:
+    a web page may make its visitors' browsers post any of the other kinds here."""
+    kind = request.header("content-type").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise Refusal(415, "the body must be JSON, with content-type: application/json")
+    encoding = request.header("content-encoding").strip().lower()
+    if encoding not in ("", "identity"):
+        raise Refusal(415, f"the body has content-encoding {encoding[:40]!r}: send it uncompressed")
+    return request.take_body()
+
+
+def name_ignored(request: Request, ignored: Sequence[str]) -> None:
+    """Names the fields that were ignored in a header of the answer."""
+    if ignored:
+        named = ", ".join(_UNPRINTABLE.sub("?", path) for path in ignored[:_MAX_NAMED])
+        more = ", ..." if len(ignored) > _MAX_NAMED else ""
+        request.answer_headers += (("baton-ignored-fields", named + more),)
+
+
+class BodyReader(Generic[F]):
+    """Reads the bodies of one endpoint."""
+
+    def __init__(
+        self, fields: type[F], unsupported: Mapping[str, Harmless], *, ignore_unknown: bool
+    ) -> None:
+        """
+        Args:
+            fields: what is heeded.
+            unsupported: what is known beside it, and may have some values; two at least.
+            ignore_unknown: take fields that are unknown or not supported as if they were not there.
+        """
+        beside = [
+            *((name, Ignored, None) for name in IGNORED if name not in fields.__struct_fields__),
+            *((name, Any, None) for name in unsupported),
+        ]
+        record: type[F] = msgspec.defstruct(  # type: ignore[assignment]
+            fields.__name__,
+            beside,
+            bases=(fields,),
+            kw_only=True,
+            forbid_unknown_fields=True,
+        )
+        self._decoder = msgspec.json.Decoder(record)
+        self._shape = Shape.of(record, unsupported)
+        self._ignore_unknown = ignore_unknown
+        self._unsupported = tuple(unsupported.values())
+        self._watched = attrgetter(*unsupported)
+        self._absent = (None,) * len(unsupported)
+        self.names = fields_of(record.__struct_fields__)
+
+    def read(self, body: bytes, ignored: list[str] | None = None) -> F:
+        """
+        Args:
+            ignored: gets the paths of fields that the answer does not follow, if they are hints or
+                the reader ignores such fields.
+        Raises:
+            Refusal: it is no JSON, a field has the wrong type, it asks for what there is not, or
+                it would cost too much to decode.
+        """
+        check_structure(body)
+        try:
+            fields = _decoded(self._decoder, body)
+        except msgspec.ValidationError:
+            return self._read_closely(body, ignored)
+        return fields if self._harmless(fields) else self._read_closely(body, ignored)
+
+    def _harmless(self, fields: F) -> bool:
+        watched = self._watched(fields)
+        return watched == self._absent or all(
+            harmless.holds(value)
+            for harmless, value in zip(self._unsupported, watched, strict=True)
+            if value is not None and not asks_nothing(value)
+        )
+
+    def _read_closely(self, body: bytes, ignored: list[str] | None) -> F:
+        """Of a body that may have fields that are not heeded."""
+        try:
+            raw = _decoded(_FIELDS, body)
+            heeded = self._shape.heeded
+            given = {
+                name: value if heeded.get(name, self) is None else _decoded(_VALUE, value)
+                for name, value in raw.items()
+            }
+            found = self._shape.strip(given, self._ignore_unknown)
+            if refusal := unknown_fields.refusal(_meant(found, [] if ignored is None else ignored)):
+                raise refusal
+            return _decoded(self._decoder, msgspec.json.encode(given))
+        except msgspec.ValidationError as error:
+            raise _wrong_type(str(error)) from None
+
+
+def _decoded(decoder: msgspec.json.Decoder[D], body: bytes | msgspec.Raw) -> D:
+    """Raises Refusal, or msgspec.ValidationError for JSON of the wrong types."""
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError:
+        raise
+    except RecursionError:
+        raise Refusal(400, "the body is nested too deeply") from None
+    except ValueError as error:  # as msgspec says it of malformed JSON, and Python of UTF-8
+        raise Refusal(400, f"the body is not valid JSON: {error}") from None
+
+
+def _meant(found: Iterator[Stranger], ignored: list[str]) -> Iterator[Stranger]:
+    """Those that cannot be ignored. The paths of the others are added to `ignored`."""
+    for stranger in found:
+        if not stranger.ignored:
+            yield stranger
+        elif len(ignored) <= _MAX_NAMED:
+            ignored.append(stranger.path)
+
+
+def _wrong_type(message: str) -> Refusal:
+    """A message of msgspec: "Expected `int`, got `str` - at `$.n`"."""
+    where = _PATH.search(message)
+    missing = _MISSING.search(message)
+    path = where[1] if where else ""
+    if missing:
+        path = f"{path}.{missing[1]}" if path else missing[1]
+        return Refusal(400, f"{path} is required", param=path)
+    if where is None:
+        return Refusal(400, f"the body is wrong: {message}")
+    return Refusal(400, f"{path}: {message[: where.start()]}", param=path)

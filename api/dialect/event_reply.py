@@ -1,0 +1,97 @@
+"""The reply of an endpoint whose answers are told by named events: a stream of them, or what the
+whole answer is when the last has been told. Knows no form of an answer."""
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import msgspec
+from aiohttp import web
+
+from api.dialect.endpoint_call import Reply
+from api.dialect.events import Events
+from api.dialect.problems import Refusal
+from api.http.answers import Headers, whole
+from api.http.request import Request
+from api.requests.answer import LastPiece, Piece
+
+Event = dict[str, Any]  # has its "type"; what else it says depends on that
+_encode = msgspec.json.Encoder().encode
+
+
+class Telling(Protocol):
+    """One answer in its endpoint's form.
+
+    last: the whole answer, once it has ended.
+    """
+
+    last: Event
+
+    def add(self, piece: Piece | LastPiece) -> Iterator[Event]:
+        """The events that this piece makes. To be taken to its end, event by event: what is in an
+        event is what it is at that moment."""
+        ...
+
+    def failed(self, why: Refusal) -> Event:
+        """The event that ends an answer of which some has been told."""
+        ...
+
+
+def reply_of(telling: Telling, stream: bool, request: Request, headers: Headers) -> Reply:
+    return _Streamed(telling, request, headers) if stream else _Whole(telling, headers)
+
+
+class _Whole:
+    """One JSON object at the end."""
+
+    def __init__(self, telling: Telling, headers: Headers) -> None:
+        self._telling = telling
+        self._headers = headers
+
+    async def write(self, index: int, request_id: str, piece: Piece | LastPiece) -> None:
+        self.offer(index, piece)
+
+    def offer(self, index: int, piece: Piece) -> bool:
+        for _ in self._telling.add(piece):
+            pass
+        return True
+
+    def response(self) -> web.StreamResponse:
+        return whole(200, _encode(self._telling.last), headers=self._headers)
+
+    def failed(self, why: Refusal) -> web.StreamResponse:
+        return why.response(self._headers)
+
+
+class _Streamed:
+    """Events, each with its name."""
+
+    def __init__(self, telling: Telling, request: Request, headers: Headers) -> None:
+        self._telling = telling
+        self._events = Events(request, headers)
+
+    async def write(self, index: int, request_id: str, piece: Piece | LastPiece) -> None:
+        events = self._written(piece)
+        match piece:
+            case LastPiece():
+                self._events.finish(events)
+            case _:
+                await self._events.send(events)
+
+    def offer(self, index: int, piece: Piece) -> bool:
+        if self._events.slow:
+            return False
+        self._events.push(self._written(piece))
+        return True
+
+    def response(self) -> web.StreamResponse:
+        return self._events.response()
+
+    def failed(self, why: Refusal) -> web.StreamResponse:
+        return self._events.failed(why, _line(self._telling.failed(why)))
+
+    def _written(self, piece: Piece | LastPiece) -> bytes:
+        return b"".join(map(_line, self._telling.add(piece)))
+
+
+def _line(event: Event) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), _encode(event))

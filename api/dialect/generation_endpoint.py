@@ -1,0 +1,148 @@
+"""One HTTP request for text, from its body to the end of its answer."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any
+
+from aiohttp import web
+from msgspec.structs import replace
+
+from api.auth.client import Client
+from api.dialect import problems
+from api.dialect.bodies import name_ignored, take_json
+from api.dialect.endpoint_call import Asked, Dialect, Reply
+from api.dialect.model_names import ModelNames
+from api.dialect.origin import Origin
+from api.dialect.problems import Refusal
+from api.http.request import Request
+from api.requests.generate_params import Wanted
+from api.requests.idempotency import KeptAnswers, Retry
+from api.requests.limiter import new_request_id
+from common.errors import ServingError
+from common.logs.throttle import Throttle, ThrottledLog
+from router.metrics import RouterMetrics
+
+log = logging.getLogger(__name__)
+
+# Gives the client of so many requests for text; raises ServingError where it may not ask them.
+Begin = Callable[[Request, int], Client]
+
+
+class GenerationEndpoint:
+    """A handler of HTTP requests. For one event loop."""
+
+    def __init__(
+        self,
+        dialect: Dialect,
+        answers: KeptAnswers,
+        metrics: RouterMetrics,
+        begin: Begin,
+        *,
+        names: ModelNames,
+    ) -> None:
+        """
+        Args:
+            begin: asked once what a request is for is known, and before any work on it.
+            names: that clients may call the model by.
+        """
+        self._dialect = dialect
+        self._answers = answers
+        self._metrics = metrics
+        self._begin = begin
+        self._names = names
+        self._refusals = ThrottledLog(log, Throttle())
+
+    async def __call__(self, request: Request) -> web.StreamResponse:
+        """Being cancelled cancels every choice on its nodes."""
+        request_id = new_request_id()
+        label = request.header("x-request-id")
+        headers = _names(label, request_id)
+        try:
+            body = take_json(request)
+            asked = self._dialect.read(body)
+            name_ignored(request, asked.ignored)
+            adapter = self._names.adapter(asked.model, asked.lora_path)
+            client = self._begin(request, len(asked.requests))
+            retry = self._retry(client, request, body, request_id)
+            del body  # what has been read of it need not be held until the answer ends
+        except Refusal as refusal:
+            self._metrics.rejected("invalid")
+            self._refusals.info(
+                "request refused", request_id=request_id, label=label, because=refusal
+            )
+            return refusal.in_words(self._dialect.words).response(headers)
+        except ServingError as error:
+            return self._problem(error).response(headers)
+        if retry is not None:
+            request_id = retry.request_id
+            headers = _names(label, request_id)
+        headers += tuple(client.usage.headers())
+        origin = Origin.now(self._dialect.id_prefix + request_id, adapter or self._names.served)
+        reply = asked.reply(origin, request, headers)
+        traceparent = request.header("traceparent")
+        session_id = _session_id(request, asked)
+        choices = [
+            replace(choice, request_id=own, label=label, session_id=session_id, adapter=adapter)
+            for choice, own in zip(asked.requests, _ids(request_id, asked), strict=True)
+        ]
+        try:
+            await self._generate(choices, client, reply, traceparent, retry)
+        except ServingError as error:
+            return reply.failed(self._problem(error, asked.form))
+        return reply.response()
+
+    def _retry(
+        self, client: Client, request: Request, body: bytes, request_id: str
+    ) -> Retry | None:
+        key = request.header("idempotency-key")
+        return self._answers.retry(client, key, lambda: request.route.encode() + body, request_id)
+
+    def _problem(self, error: ServingError, form: str = "") -> Refusal:
+        refusal = problems.of_error(error, self._dialect.field_names, form)
+        return refusal.in_words(self._dialect.words)
+
+    async def _generate(
+        self,
+        choices: Sequence[Wanted],
+        client: Client,
+        reply: Reply,
+        traceparent: str,
+        retry: Retry | None,
+    ) -> None:
+        """Runs all choices at once; the first that fails ends the others."""
+
+        def generated(index: int) -> Coroutine[Any, Any, None]:
+            write, offer = partial(reply.write, index), partial(reply.offer, index)
+            return self._answers.generate(
+                choices[index], client, write, traceparent, offer, retry=retry, index=index
+            )
+
+        if len(choices) == 1:
+            await generated(0)
+            return
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for index in range(len(choices)):
+                    tasks.create_task(generated(index))
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
+
+
+def _names(label: str, request_id: str) -> tuple[tuple[str, str], ...]:
+    """Proxies look for what they have sent, and may send it again."""
+    return ("x-request-id", label or request_id), ("baton-request-id", request_id)
+
+
+def _ids(request_id: str, asked: Asked) -> list[str]:
+    """Of the choices, in order."""
+    if len(asked.requests) == 1:
+        return [request_id]
+    return [f"{request_id}-{index}" for index in range(len(asked.requests))]
+
+
+def _session_id(request: Request, asked: Asked) -> str:
+    """Headers go first: proxies can set them."""
+    named = request.header("x-session-id") or request.header("x-smg-routing-key")
+    return named or asked.session_id

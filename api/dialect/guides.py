@@ -1,0 +1,145 @@
+"""The form that an answer is to have, in the words of OpenAI, vLLM and SGLang: one Guide."""
+
+from operator import attrgetter
+from typing import Any, ClassVar, Literal
+
+import msgspec
+
+from api.dialect.problems import Refusal
+from api.dialect.unknown_fields import Ignored
+from common.requests.guide import JSON_OBJECT, Guide
+
+MAX_CHOICES = 1024
+
+
+class JsonSchema(msgspec.Struct, forbid_unknown_fields=True):
+    schema: dict[str, Any]
+    name: Ignored = None
+    description: Ignored = None
+    strict: Ignored = None  # it always is
+
+
+class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
+    """The last three are of a structural tag: vLLM's and SGLang's, a newer form and an older."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchema | None = None
+    format: dict[str, Any] | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+
+
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
+    """vLLM's. One of them."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+
+
+class GuideFields(msgspec.Struct, kw_only=True):
+    """One of them at most.
+
+    Attributes:
+        where: what errors put before the name of a field.
+    """
+
+    where: ClassVar[str] = ""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    json_schema: str | dict[str, Any] | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
+
+
+_given = attrgetter(*GuideFields.__struct_fields__)
+_NOTHING_GIVEN = (None,) * len(GuideFields.__struct_fields__)
+
+
+def form_field(fields: GuideFields) -> str:
+    """Return the name of the field that asks for a form of the answer; "" if none does."""
+    given = zip(GuideFields.__struct_fields__, _given(fields), strict=True)
+    return next((f"{fields.where}{name}" for name, value in given if value is not None), "")
+
+
+def guide_of(fields: GuideFields) -> Guide | None:
+    """
+    Raises:
+        Refusal: there are two, or one that cannot be.
+    """
+    if _given(fields) == _NOTHING_GIVEN:
+        return None
+    nested = fields.structured_outputs or StructuredOutputs()
+    said = {
+        "response_format": _of_format(fields.response_format),
+        "structured_outputs.json": _schema(nested.json),
+        "structured_outputs.regex": _guide("regex", nested.regex),
+        "structured_outputs.choice": _choice("structured_outputs.choice", nested.choice),
+        "structured_outputs.grammar": _guide("ebnf", nested.grammar),
+        "structured_outputs.json_object": JSON_OBJECT if nested.json_object else None,
+        "structured_outputs.structural_tag": _tag(nested.structural_tag),
+        "guided_json": _schema(fields.guided_json),
+        "guided_regex": _guide("regex", fields.guided_regex),
+        "guided_choice": _choice("guided_choice", fields.guided_choice),
+        "guided_grammar": _guide("ebnf", fields.guided_grammar),
+        "json_schema": _schema(fields.json_schema),
+        "regex": _guide("regex", fields.regex),
+        "ebnf": _guide("ebnf", fields.ebnf),
+        "structural_tag": _tag(fields.structural_tag),
+    }
+    given = {f"{fields.where}{name}": guide for name, guide in said.items() if guide is not None}
+    if len(given) > 1:
+        names = " and ".join(given)
+        raise Refusal(400, f"{names} each say a form of the answer", param=next(iter(given)))
+    return next(iter(given.values()), None)
+
+
+def _of_format(wanted: ResponseFormat | None) -> Guide | None:
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return JSON_OBJECT
+    if wanted.type == "structural_tag":
+        said = msgspec.structs.asdict(wanted).items()
+        return _tag({name: value for name, value in said if value is not None})
+    if wanted.json_schema is None:
+        where = "response_format.json_schema"
+        raise Refusal(400, f"{where} is required", param=where)
+    return _schema(wanted.json_schema.schema)
+
+
+def _schema(schema: str | dict[str, Any] | None) -> Guide | None:
+    if schema is None or schema == "":
+        return None
+    text = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
+    return Guide("json_schema", text)
+
+
+def _tag(tag: str | dict[str, Any] | None) -> Guide | None:
+    if tag is None or tag == "":
+        return None
+    text = tag if isinstance(tag, str) else msgspec.json.encode(tag).decode()
+    return Guide("structural_tag", text)
+
+
+def _guide(kind: str, text: str | None) -> Guide | None:
+    return Guide(kind, text) if text else None
+
+
+def _choice(where: str, choices: list[str] | None) -> Guide | None:
+    if not choices:
+        return None
+    if len(choices) > MAX_CHOICES or not all(choices):
+        sentence = f"{where} must have at most {MAX_CHOICES} texts, none of them empty"
+        raise Refusal(400, sentence, param=where)
+    quoted = (msgspec.json.encode(choice).decode() for choice in choices)
+    return Guide("ebnf", f"root ::= {' | '.join(quoted)}")

@@ -1,0 +1,185 @@
+"""A conversation as clients of OpenAI's API write it: its messages, the tools that may be called,
+and what vLLM and SGLang let them say to the chat template."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Protocol
+
+import msgspec
+
+from api.dialect.problems import Refusal
+from api.dialect.unknown_fields import Ignored, Nothing
+from api.images.picture import Picture
+from api.requests.generate_params import Ending, Messages, ToolCall, Turn
+from api.text.limits import MAX_MESSAGES, MAX_TOOLS
+
+
+class ImageUrl(msgspec.Struct, forbid_unknown_fields=True):
+    url: str
+    detail: Literal["auto", "low", "high"] | None = None
+
+
+class Part(msgspec.Struct, forbid_unknown_fields=True):
+    """A part of a message's content."""
+
+    type: str
+    text: str | None = None
+    image_url: ImageUrl | None = None
+    annotations: Ignored = None
+    cache_control: Ignored = None
+    prompt_cache_breakpoint: Ignored = None
+
+
+class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    arguments: str = ""
+
+
+class Call(msgspec.Struct, forbid_unknown_fields=True):
+    """A call that an earlier message has made."""
+
+    function: CalledFunction
+    id: str = ""
+    type: Literal["function"] = "function"
+    index: Ignored = None
+
+
+class Message(msgspec.Struct, forbid_unknown_fields=True):
+    """Clients that send back what they were answered say null of some fields."""
+
+    role: str
+    content: str | list[Part] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[Call] | None = None
+    tool_call_id: str | None = None
+    annotations: Ignored = None
+    cache_control: Ignored = None
+    id: Ignored = None
+    provider_specific_fields: Ignored = None
+    audio: Nothing = None
+    function_call: Nothing = None
+    refusal: Nothing = None
+
+
+class Function(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["function"]
+    function: Function
+    cache_control: Ignored = None
+
+
+class Named(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+
+
+class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
+    """One tool, which must be called."""
+
+    function: Named
+    type: Literal["function"] = "function"
+
+
+MessageList = Annotated[list[Message], msgspec.Meta(max_length=MAX_MESSAGES)]
+ToolList = Annotated[list[Tool], msgspec.Meta(max_length=MAX_TOOLS)]
+
+
+class ConversationFields(Protocol):
+    """What is said about a conversation. Absent and null mean the same."""
+
+    chat_template_kwargs: dict[str, Any] | None
+    reasoning_effort: str | None
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+
+
+def conversation(
+    fields: ConversationFields, messages: Sequence[Message], tools: Sequence[dict[str, Any]]
+) -> Messages:
+    """
+    Args:
+        tools: that the model is told of, as templates know them.
+    Raises:
+        Refusal: a message says nothing, or what is no text; or the end of it is to be two things.
+    """
+    return Messages(
+        [_turn(number, message) for number, message in enumerate(messages)],
+        tools,
+        fields.chat_template_kwargs or {},
+        fields.reasoning_effort,
+        _ending(fields),
+    )
+
+
+def shown(function: Function) -> dict[str, Any]:
+    """A tool as templates know it."""
+    told: dict[str, Any] = {"name": function.name}
+    if function.description is not None:
+        told["description"] = function.description
+    told["parameters"] = function.parameters or {"type": "object", "properties": {}}
+    return {"type": "function", "function": told}
+
+
+def _ending(fields: ConversationFields) -> Ending:
+    if fields.continue_final_message:
+        if fields.add_generation_prompt:
+            raise Refusal(
+                400,
+                "continue_final_message and add_generation_prompt cannot both be",
+                param="continue_final_message",
+            )
+        return Ending.CONTINUED
+    return Ending.CLOSED if fields.add_generation_prompt is False else Ending.OPENED
+
+
+def _turn(number: int, message: Message) -> Turn:
+    where = f"messages[{number}]"
+    calls = tuple(
+        ToolCall(call.function.name, call.function.arguments, call.id)
+        for call in message.tool_calls or ()
+    )
+    content: str | None = None
+    parts: Sequence[str | Picture] = ()
+    if isinstance(message.content, list) and any(part.image_url for part in message.content):
+        parts = tuple(_part(f"{where}.content", *each) for each in enumerate(message.content))
+    elif message.content is not None:
+        content = text_of(f"{where}.content", message.content)
+    elif message.role != "assistant":
+        path = f"{where}.content"
+        raise Refusal(400, f"{path} must be text or a list of text parts", param=path)
+    return Turn(
+        # OpenAI's newer name; templates know the older one.
+        role="system" if message.role == "developer" else message.role,
+        content=content,
+        parts=parts,
+        name=message.name,
+        reasoning=message.reasoning_content or message.reasoning,
+        tool_calls=calls,
+        tool_call_id=message.tool_call_id,
+    )
+
+
+def _part(where: str, number: int, part: Part) -> str | Picture:
+    if part.type != "image_url" or part.image_url is None:
+        return text_of(where, [part], number)
+    return Picture(part.image_url.url, part.image_url.detail == "low")
+
+
+def text_of(where: str, content: str | list[Part], first: int = 0) -> str:
+    """Raises Refusal for a part that is no text, by its path, which begins with `where`, and where
+    it is the part after `first` others."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for number, part in enumerate(content, first):
+        if part.type != "text" or part.text is None:
+            path = f"{where}[{number}]"
+            raise Refusal(400, f"{path} is no text; only text is supported", param=path)
+        texts.append(part.text)
+    return "\n".join(texts)

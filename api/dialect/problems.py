@@ -1,0 +1,170 @@
+"""What goes wrong, as OpenAI tells it: a status and {"error": {message, type, param, code}}."""
+
+import re
+from collections.abc import Iterable, Mapping
+from math import ceil
+from typing import Self, TypeAlias
+
+import msgspec
+from aiohttp import web
+from grpc import StatusCode
+
+from api.http.answers import Headers, whole
+from common.errors import Overloaded, RateLimited, ServingError, cut
+from common.requests.guide import KINDS
+
+_STATUS = {
+    StatusCode.INVALID_ARGUMENT: 400,
+    StatusCode.UNAUTHENTICATED: 401,
+    StatusCode.PERMISSION_DENIED: 403,
+    StatusCode.NOT_FOUND: 404,
+    StatusCode.RESOURCE_EXHAUSTED: 429,
+    StatusCode.CANCELLED: 499,
+    StatusCode.UNAVAILABLE: 503,
+    StatusCode.DEADLINE_EXCEEDED: 504,
+}
+_CODES = {401: "invalid_api_key", 403: "insufficient_permissions"}
+_HEADERS = {
+    401: (("www-authenticate", "Bearer"),),
+    415: (("accept-encoding", "identity"),),
+    429: (("retry-after", "1"),),
+    # OpenAI's clients would send it again, and engines may die of it.
+    500: (("x-should-retry", "false"),),
+    503: (("retry-after", "1"),),
+}
+# The sentence of an InvalidRequest begins with the field that it is about, as gRPC names it, and
+# perhaps with a path into that field.
+_FIELD = re.compile(r"(?:sampling\.)?([a-z_]+)")
+_PATH = re.compile(r"(?:\[\d+\]|\.\w+)*")
+_FORMS = frozenset({*KINDS, "guide"})
+_OUR_NAMES = {
+    "text": "prompt",
+    "token_ids": "prompt",
+    "thinking_budget": "thinking_token_budget",
+}
+
+# The fields of an endpoint: by our name, the name that its clients know.
+Fields: TypeAlias = Mapping[str, str]
+
+
+def fields_of(names: Iterable[str], **others: str) -> Fields:
+    """
+    Args:
+        names: of the endpoint's fields.
+        others: fields that have another name there than here.
+    """
+    own = {name: name for name in names}
+    ours = {our: own[name] for our, name in _OUR_NAMES.items() if name in own}
+    return {**own, **ours, **others}
+
+
+class Words(msgspec.Struct, frozen=True):
+    """How one API names kinds of errors."""
+
+    kinds: Mapping[int, str]  # by status
+    request: str  # of any other status that is the client's fault
+    server: str  # of any other status
+    envelope: Mapping[str, str] = {}  # what an error's body has beside the error
+
+
+OPENAI = Words({429: "rate_limit_error"}, "invalid_request_error", "server_error")
+ANTHROPIC = Words(
+    {
+        401: "authentication_error",
+        403: "permission_error",
+        404: "not_found_error",
+        413: "request_too_large",
+        429: "rate_limit_error",
+        503: "overloaded_error",
+        504: "timeout_error",
+    },
+    "invalid_request_error",
+    "api_error",
+    {"type": "error"},
+)
+
+
+class Refusal(Exception):
+    """Why there will be no answer; or, once part of it is out, no more of it."""
+
+    words = OPENAI
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        """
+        Args:
+            param: the field of the request that is wrong.
+            code: what programs can tell errors apart by.
+            retry_after_s: None: as is usual for the status.
+        """
+        super().__init__(cut(message))
+        self.status = status
+        self.param = param
+        self.code = code
+        self._retry_after_s = retry_after_s
+
+    @property
+    def headers(self) -> tuple[tuple[str, str], ...]:
+        if self._retry_after_s is not None:
+            return (("retry-after", str(ceil(self._retry_after_s))),)
+        return _HEADERS.get(self.status, ())
+
+    @property
+    def body(self) -> bytes:
+        error = {
+            "message": str(self),
+            "type": self.kind,
+            "param": self.param,
+            "code": self.code,
+        }
+        return msgspec.json.encode({**self.words.envelope, "error": error})
+
+    @property
+    def kind(self) -> str:
+        other = self.words.server if self.status >= 500 else self.words.request
+        return self.words.kinds.get(self.status, other)
+
+    def in_words(self, words: Words) -> Self:
+        """Return the same refusal, as that API writes it."""
+        self.words = words
+        return self
+
+    def response(self, headers: Headers = ()) -> web.Response:
+        return whole(self.status, self.body, headers=(*self.headers, *headers))
+
+
+def of_error(error: ServingError, fields: Fields, form: str = "") -> Refusal:
+    """
+    Args:
+        fields: that the request can have. Errors name the field that the client sent.
+        form: the field that asks for the form of the answer.
+    """
+    status = _STATUS.get(error.status, 500)
+    message = str(error)
+    if isinstance(error, Overloaded):
+        code = "rate_limit_exceeded" if isinstance(error, RateLimited) else None
+        return Refusal(status, message, code=code, retry_after_s=error.retry_after_s)
+    if status in _CODES:
+        return Refusal(status, message, code=_CODES[status])
+    if status != 400 or (found := _FIELD.match(message)) is None:
+        return Refusal(status, message)
+    ours = found[1]
+    name = form if ours in _FORMS and form else fields.get(ours)
+    if name is None:
+        return Refusal(status, message)
+    end = found.end()
+    if name.rpartition(".")[2] != ours and (path := _PATH.match(message, end)):
+        end = path.end()  # a path into our field is none into the client's
+    return Refusal(status, name + message[end:], param=name)
+
+
+def error_body(status: int, sentence: str) -> bytes:
+    """The body of an error that no field is to blame for."""
+    return Refusal(status, sentence).body

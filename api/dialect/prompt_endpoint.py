@@ -1,0 +1,50 @@
+"""Endpoints that make something of a prompt and generate nothing: as bounded as those that do."""
+
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from aiohttp import web
+
+from api.auth.client import Client
+from api.dialect import problems
+from api.dialect.generation_endpoint import Begin
+from api.dialect.problems import OPENAI, Fields, Refusal, Words
+from api.http.answers import whole
+from api.http.request import Request
+from api.requests.deadline import Within
+from common.errors import ServingError
+
+
+class PromptEndpoint:
+    """What such handlers share."""
+
+    def __init__(self, begin: Begin, budget_s: float) -> None:
+        """
+        Args:
+            begin: as of GenerationEndpoint.
+            budget_s: that a request may take.
+        """
+        self._begin = begin
+        self._budget_s = budget_s
+
+    async def answered(
+        self,
+        request: Request,
+        answer: Callable[[Client], Awaitable[msgspec.Struct]],
+        names: Fields,
+        words: Words = OPENAI,
+    ) -> web.Response:
+        """
+        Args:
+            answer: given who asks; raises Refusal or ServingError.
+            names: of the fields that a request may have.
+            words: of errors.
+        """
+        try:
+            client = self._begin(request, 1)
+            with Within(self._budget_s):
+                return whole(200, msgspec.json.encode(await answer(client)))
+        except Refusal as refusal:
+            return refusal.in_words(words).response()
+        except ServingError as error:
+            return problems.of_error(error, names).in_words(words).response()

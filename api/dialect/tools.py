@@ -1,0 +1,204 @@
+"""Tools that a chat offers, in whatever form it is written, and how calls of them are heard."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from api.dialect.forced import guide_of_calls
+from api.dialect.messages import Function, Tool, shown
+from api.dialect.problems import Refusal
+from api.parsers.harmony import can_call
+from api.parsers.listener import Listener
+from api.parsers.model_format import FREE, NONE, SCHEMA, Speech, Tools
+from api.requests.generate_params import SharedPrompt
+from common.requests.guide import MAX_GUIDE_CHARACTERS, Guide, as_form, tag
+from common.requests.sampling import SamplingParams
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """What the model is told of, and may call."""
+
+    tools: Sequence[Tool]
+    must: Sequence[Tool]  # of which it must call one; none: it may as well say something
+    parallel: bool  # False: no more than one call
+
+    @property
+    def shown(self) -> list[dict[str, object]]:
+        """As chat templates know them."""
+        return [shown(tool.function) for tool in self.tools]
+
+    @property
+    def callable(self) -> Tools | None:
+        """None: there are none."""
+        return {tool.function.name: tool.function.parameters or {} for tool in self.tools} or None
+
+
+def offered(
+    tools: Sequence[Tool],
+    choice: str | None,
+    named: str | None,
+    speech: Speech,
+    *,
+    parallel: bool | None,
+) -> Offer:
+    """
+    Args:
+        choice: "auto", "none", "required"; None: auto, or `named`.
+        named: the tool that must be called.
+        speech: how the model calls tools.
+        parallel: None: as the model likes.
+    Raises:
+        Refusal: there is no such tool or choice; or nobody could tell a call from content.
+    """
+    must: Sequence[Tool] = ()
+    if named is not None:
+        must = [tool for tool in tools if tool.function.name == named]
+        parallel = False
+    elif choice == "required":
+        must = tools
+    elif choice == "none":
+        tools = ()
+    elif choice not in (None, "", "auto"):
+        sentence = f"tool_choice is auto, none, required or one of the tools, not {choice[:40]!r}"
+        raise Refusal(400, sentence, param="tool_choice")
+    if not must and (named is not None or choice == "required"):
+        raise Refusal(400, "tool_choice: there is no such tool", param="tool_choice")
+    if tools and not must and speech.tools == NONE:
+        raise Refusal(
+            400,
+            "tools: how this model calls them is not known here (--tool-parser says it)",
+            param="tools",
+            code="unsupported",
+        )
+    return Offer(tools, must, parallel is not False)
+
+
+def optional(tools: Sequence[Mapping[str, Any]]) -> Offer:
+    """Return the offer of tools in OpenAI's form, any of which may be called, and none must be."""
+    functions = [tool["function"] for tool in tools]
+    return Offer(
+        [
+            Tool(
+                "function",
+                Function(
+                    name=each["name"],
+                    parameters=each.get("parameters"),
+                    strict=each.get("strict"),
+                ),
+            )
+            for each in functions
+        ],
+        must=(),
+        parallel=True,
+    )
+
+
+def guided(
+    samplings: Sequence[SamplingParams],
+    offer: Offer,
+    speech: Speech,
+    form_field: str,
+) -> Sequence[SamplingParams]:
+    """Return the same samplings, with the grammar that tools need.
+
+    An answer that must call a tool is calls alone: another form that was asked for is that of a
+    later turn. An answer that may call one has that form, or is calls. Without another form it is
+    text, in which a call that has begun is whole.
+
+    Args:
+        speech: how the model calls tools.
+        form_field: the field that asks for a form of the answer, for errors.
+    Raises:
+        Refusal: no grammar can write what was asked for, or parameters are nested too deeply.
+    """
+    if not offer.tools:
+        return samplings
+    try:
+        guide = _guide(samplings[0].guide, offer, speech, form_field)
+    except RecursionError:
+        raise Refusal(400, "tools: parameters are nested too deeply", param="tools") from None
+    return [replace(each, guide=guide) for each in samplings]
+
+
+def _guide(form: Guide | None, offer: Offer, speech: Speech, form_field: str) -> Guide | None:
+    if offer.must:
+        return _must_guide(offer, speech)
+    if form is None:
+        return _guide_of_text(offer, speech)
+    return _guide_of_form(form, offer, speech, form_field)
+
+
+def _must_guide(offer: Offer, speech: Speech) -> Guide:
+    if speech.channels is None:
+        return guide_of_calls(offer.must, parallel=offer.parallel)
+    functions = [tool.function for tool in offer.must]
+    for function in functions:
+        if not can_call(function.name):
+            sentence = f"tool_choice: this model cannot call {function.name[:40]!r}"
+            raise Refusal(400, sentence, param="tool_choice", code="unsupported")
+    tools = [(each.name, each.parameters or {"type": "object"}) for each in functions]
+    return tag(speech.channels.calls(tools, parallel=offer.parallel))
+
+
+def _guide_of_text(offer: Offer, speech: Speech) -> Guide | None:
+    """Return the grammar of an answer that is text, or calls beside it. None: all of it is free."""
+    strict = any(tool.function.strict for tool in offer.tools)
+    if not strict and speech.arguments == FREE:
+        return None
+    form = speech.form_of_calls(_held(offer, speech), parallel=offer.parallel)
+    if form is None:
+        return None
+    guide = tag(form)
+    # Only strict tools were promised a grammar: others do without one that is too large.
+    return guide if strict or len(guide.text) <= MAX_GUIDE_CHARACTERS else None
+
+
+def _guide_of_form(form: Guide, offer: Offer, speech: Speech, form_field: str) -> Guide:
+    """Return the grammar of an answer that has this form, or is calls. A structural tag says itself
+    where calls are."""
+    inner = as_form(form)
+    if inner is None:
+        return form
+    either = speech.form_of_calls_or(inner, _held(offer, speech), parallel=offer.parallel)
+    if either is None:
+        raise Refusal(
+            400,
+            f"{form_field}: no grammar can write this model's tool calls; send tools or a form "
+            "of the answer, or set tool_choice to none or required",
+            param=form_field,
+            code="unsupported",
+        )
+    return tag(either)
+
+
+def _held(offer: Offer, speech: Speech) -> Sequence[tuple[str, Mapping[str, Any]]]:
+    """Return the tools, with the schemas that arguments are held to: a strict tool's own, and that
+    of any object otherwise, unless the router holds all arguments to their schemas."""
+    return [
+        (
+            each.name,
+            ((each.strict or speech.arguments == SCHEMA) and each.parameters) or {"type": "object"},
+        )
+        for each in (tool.function for tool in offer.tools)
+    ]
+
+
+def listening(
+    speech: Speech, prompt: SharedPrompt, offer: Offer, *, reasons: bool = True
+) -> Callable[[], Listener]:
+    """Makes a Listener for each answer to `prompt`, once that has been rendered.
+
+    Args:
+        reasons: whether what is thought is told.
+    """
+
+    def listener() -> Listener:
+        if offer.must:
+            parser = speech.parser_of_calls(prompt.rendering.end, offer.callable, reasons=reasons)
+        else:
+            parser = speech.parser(prompt.rendering.end, offer.callable, reasons=reasons)
+        return Listener(parser, parallel=offer.parallel)
+
+    return listener

@@ -1,0 +1,312 @@
+"""One request from its arrival to its last piece of text, whatever protocol its client speaks."""
+
+import math
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import TypedDict
+
+from api.auth.client import Client
+from api.requests import validation
+from api.requests.answer import Answer, LastPiece, Piece
+from api.requests.deadline import Within
+from api.requests.generate_params import Wanted
+from api.requests.limiter import Admission, new_request_id
+from api.requests.priorities import Priorities
+from api.requests.record import Records, RequestRecord
+from api.requests.served_model import ServedModel
+from api.requests.token_reports import Spell, ToldPrompt, ToldToken, told, told_prompt
+from api.text.detokenizer import Detokenizer
+from common.errors import NodeUnavailable
+from common.request import Remaining, RequestSpec
+from common.requests.logprobs import TokenLogprobs
+from common.requests.weights import WeightsId, made_with
+from protos.decode_pb2 import MoveFrom
+from router.attempt import Moving, Stay
+from router.cluster.cluster import Chosen, Cluster
+from router.job import Job
+from router.losses import Losses, died
+from router.policy.backlogs import WHENEVER, Due
+from router.policy.choices import PlacementKey
+from router.timelines import Submission
+from router.token_buffer import End
+
+# By how much a node may be more patient than this router: it knows better, and to refuse what was
+# let in costs a way there and back. Only where this router was far off is it worth that.
+_LENIENCE = 2.0
+
+Write = Callable[[str, Piece | LastPiece], Awaitable[None]]
+Offer = Callable[[Piece], bool]
+
+
+class Generator:
+    """For one event loop."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        cluster: Cluster,
+        admission: Admission,
+        records: Records,
+        *,
+        budget_s: float,
+        queue_share: float = 1.0,
+        tells_cached_tokens: bool = True,
+        priorities: Priorities | None = None,
+    ) -> None:
+        """
+        Args:
+            budget_s: total time a request may take; one that asks for less gets less.
+            queue_share: of its budget, that a request may wait for its turn at the nodes.
+            tells_cached_tokens: whether clients learn how much of their prompt was cached.
+            priorities: that clients may ask for; default: nobody may ask for a high one.
+        """
+        self._model = model
+        self._cluster = cluster
+        self._admission = admission
+        self._records = records
+        self._budget_s = budget_s
+        self._queue_share = queue_share
+        self._tells_cached_tokens = tells_cached_tokens
+        self._priorities = priorities or Priorities()
+
+    async def generate(
+        self,
+        wanted: Wanted,
+        client: Client,
+        write: Write,
+        traceparent: str = "",
+        offer: Offer = lambda piece: False,
+    ) -> None:
+        """Calls `write(request_id, piece)` until the LastPiece is written.
+
+        What arrives while a `write` is waiting goes into the next piece. Cancelling this call
+        cancels the request on its nodes.
+
+        Args:
+            client: who asks; that it may is settled, what it may take is not.
+            traceparent: as the client sent it.
+            offer: called with each piece but the last; whether it has written it, at once. If it
+                has not, `write` does.
+        Raises:
+            ServingError: instead of the last piece.
+        """
+        request_id = wanted.request_id or new_request_id()
+        label = wanted.label[: validation.MAX_LABEL_CHARACTERS]  # of an over-long one, in logs
+        with self._records.begin(request_id, label, client, traceparent) as record:
+            validation.check_label(wanted.label)
+            budget_s = validation.budget_s(wanted.timeout_s, self._budget_s)
+            priority = self._priorities.decide(wanted.priority, client)
+            with Within(budget_s) as deadline:
+                async with self._admission.admitted(client, priority):
+                    queue_s = budget_s * self._queue_share
+                    due = Due(time.monotonic() + queue_s, deadline, priority)
+                    self._cluster.check_in_time(due)
+                    job = await validation.parse(
+                        wanted,
+                        request_id,
+                        self._model.prompts,
+                        self._model.limits,
+                        client,
+                        priority,
+                        self._cluster.adapters.of(wanted.adapter),
+                    )
+                    await wanted.together.counted.get(partial(self._count, wanted, client))
+                    record.timeline.tokenised = time.monotonic()
+                    await self._stream(job, due, write, offer, record)
+
+    async def _count(self, wanted: Wanted, client: Client) -> None:
+        """Count the prompts of all answers to one request.
+
+        Raises:
+            RateLimited, InvalidRequest: as Usage.prompts, and validation.check_prompt_logprobs.
+        """
+        together = wanted.together
+        lengths = [
+            len(await self._model.prompts.checked(each, client)) for each in together.prompts
+        ]
+        of_all = sum(lengths) * (together.num_answers // len(lengths))
+        validation.check_prompt_logprobs(wanted.sampling, of_all)
+        client.usage.prompts(sum(lengths), together.num_answers)
+
+    async def _stream(
+        self, job: Job, due: Due, write: Write, offer: Offer, record: RequestRecord
+    ) -> None:
+        spec, tokenizer = job.spec, self._model.tokenizer
+        answer = Answer(
+            Detokenizer(tokenizer, tokenizer.some_text, tokenizer.spelt(job.shown)),
+            job.stops.begin(),
+            spec.sampling.stop_token_ids,
+            num_prompt_tokens=spec.num_tokens,
+            min_tokens=spec.sampling.min_tokens,
+            tells_cached_tokens=self._tells_cached_tokens,
+            predicts=bool(spec.prediction),
+            **_tells(job, tokenizer.spelling),
+        )
+        chosen = await self._choose(job, due)
+        record.accept(spec.num_tokens, chosen.decode.address)
+        losses = Losses()
+        stay: Stay | None = None  # where it has been moved to; None: it is yet to be submitted
+        submit = partial(self._submit, spec, answer, losses, due.deadline, record)
+
+        def may_move() -> bool:
+            return bool(answer.token_ids) and not losses.engine_deaths
+
+        while True:
+            try:
+                with (
+                    stay or submit(chosen) as here,
+                    Moving(
+                        here, may_move, partial(self._move, job.session_id, submit), record.stay
+                    ) as moving,
+                ):
+                    stay = None
+                    try:
+                        last = await self._follow(here, job, answer, write, offer, record)
+                    except NodeUnavailable as lost:
+                        answer.note_cached_tokens(here.tokens.cached_tokens)
+                        stay = moving.take_successor() if not died(lost) else None
+                        raise
+                break
+            except NodeUnavailable as error:
+                if stay is not None:
+                    chosen = stay.chosen
+                    record.move(stay.submission)
+                    continue
+                record.timeline.lose(str(error))
+                losses.add(chosen.decode.address, error, len(answer.token_ids))
+                if len(answer.token_ids) >= spec.sampling.max_tokens:
+                    raise
+                chosen = await self._choose_again(job, error, losses.addresses)
+                suspect = losses.engine_deaths > 0
+                record.replay(chosen.decode.address, error, suspect=suspect)
+        # Out of the node's hands: a stop's Cancel does not wait for a slow client.
+        record.finish(last.finish_reason, last.cached_tokens)
+        await write(spec.request_id, last)
+
+    def _submit(
+        self,
+        spec: RequestSpec,
+        answer: Answer,
+        losses: Losses,
+        deadline: float,
+        record: RequestRecord,
+        chosen: Chosen,
+        move_from: MoveFrom | None = None,
+    ) -> Stay:
+        """Submit what is left of a request to a decode node.
+
+        Args:
+            move_from: where it runs, if it does; else the submission is the timeline's last.
+        Raises:
+            NodeUnavailable: the node is gone.
+        """
+        now = time.monotonic()
+        left_s, queue_s = max(0.0, deadline - now), math.inf
+        if chosen.start_by > -math.inf:
+            queue_s = min(max(0.0, chosen.start_by - now) * _LENIENCE, left_s)
+        rest = spec.continued(answer.token_ids, losses.engine_deaths)
+        timeline = record.timeline
+        moves = move_from is not None
+        submission = Submission(chosen.decode.address, now) if moves else timeline.submissions[-1]
+        try:
+            submitted = chosen.decode.submitted(
+                rest,
+                chosen.prefill,
+                Remaining(left_s, queue_s),
+                timeline,
+                move_from=move_from,
+                prefix_hints=chosen.prefix_at,
+                submission=submission,
+            )
+        except NodeUnavailable:
+            chosen.charge.close()
+            raise
+        return Stay(chosen, submitted, submission, rest)
+
+    def _move(
+        self,
+        session_id: str,
+        submit: Callable[[Chosen, MoveFrom], Stay],
+        stay: Stay,
+        target: str,
+    ) -> Stay:
+        """Raises NodeUnavailable: there is no other node for it, or not that one."""
+        key = _key(stay.spec, session_id, self._cluster.weights)
+        return submit(self._cluster.choose_target(key, stay.address, target), stay.here)
+
+    async def _follow(
+        self,
+        stay: Stay,
+        job: Job,
+        answer: Answer,
+        write: Write,
+        offer: Offer,
+        record: RequestRecord,
+    ) -> LastPiece:
+        """Writes what one decode node generates, but for the last piece.
+
+        Raises:
+            NodeUnavailable: the node takes no more requests, or is gone; what it had generated is
+                in `answer`, and written.
+        """
+        tokens, charge = stay.tokens, stay.chosen.charge
+        repeats = stay.repeats(answer.token_ids)
+
+        def take(token_ids: Sequence[int], end: End | None) -> Piece | LastPiece | None:
+            logprobs = tokens.take_logprobs(len(token_ids))
+            num_again = repeats.dropped(token_ids)
+            if num_again:
+                token_ids, logprobs = token_ids[num_again:], logprobs[num_again:]
+                if not token_ids and end is None:
+                    return None
+            answer.add_predicted(tokens.take_predicted())
+            piece = answer.add(
+                token_ids, end, tokens.cached_tokens, logprobs, tokens.prompt_logprobs
+            )
+            charge.first_token()
+            record.write(len(piece.token_ids))
+            written = not isinstance(piece, LastPiece) and offer(piece)
+            return None if written else piece
+
+        while not isinstance(piece := await tokens.taken(take), LastPiece):
+            await write(job.spec.request_id, piece)
+        return piece
+
+    async def _choose(self, job: Job, due: Due = WHENEVER, avoid: Sequence[str] = ()) -> Chosen:
+        if not self._cluster.ready:
+            await self._cluster.until_ready()
+        key = _key(job.spec, job.session_id, self._cluster.weights)
+        return self._cluster.choose(key, avoid, due)
+
+    async def _choose_again(self, job: Job, lost: NodeUnavailable, avoid: Sequence[str]) -> Chosen:
+        """Where there is no other node, the request ends as the one that it had left it."""
+        try:
+            return await self._choose(job, avoid=avoid)
+        except NodeUnavailable:
+            raise lost from None
+
+
+def _key(spec: RequestSpec, session_id: str, weights: WeightsId) -> PlacementKey:
+    namespace = made_with(spec.cache_namespace, weights)
+    return PlacementKey(spec.tokens, session_id, namespace, spec.adapter)
+
+
+class _Tells(TypedDict, total=False):
+    tells_tokens: Callable[[int, TokenLogprobs], ToldToken]
+    tells_prompt: Callable[[Sequence[TokenLogprobs]], ToldPrompt]
+    silent: bool
+
+
+def _tells(job: Job, spell: Spell) -> _Tells:
+    """What an answer tells besides its text."""
+    tells: _Tells = {"silent": job.silent}
+    num_top, num_prompt_top = job.spec.sampling.logprobs, job.spec.sampling.prompt_logprobs
+    if num_top >= 0:
+        tells["tells_tokens"] = partial(told, num_top=num_top, spell=spell)
+    if job.echo is not None or num_prompt_top >= 0:
+        text = job.echo or ""
+        tells["tells_prompt"] = partial(
+            told_prompt, text, job.spec.tokens, num_top=num_prompt_top, spell=spell
+        )
+    return tells

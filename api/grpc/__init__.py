@@ -1,0 +1,1 @@
+"""The router's gRPC service for clients."""

@@ -1,0 +1,157 @@
+"""What a client asks for over gRPC."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from api.images.picture import Picture
+from api.requests.generate_params import (
+    UNLIMITED,
+    Ending,
+    Messages,
+    Nothing,
+    Prediction,
+    Prompt,
+    SharedPrompt,
+    Text,
+    Together,
+    TokenIds,
+    ToolCall,
+    Turn,
+    Wanted,
+    any_seed,
+)
+from api.text.limits import MAX_SETTINGS_BYTES, MAX_TOOLS
+from common.errors import InvalidRequest
+from common.requests.sampling import unchecked
+from protos.router_pb2 import (
+    ChatMessage,
+    ChatMessages,
+    ChatPart,
+    GenerateRequest,
+    Input,
+    TokenizeRequest,
+)
+
+
+def from_request(request: GenerateRequest) -> Wanted:
+    """Raises InvalidRequest where tools or settings are no JSON objects."""
+    together = Together.of([from_prompt(request)])
+    return Wanted(
+        prompt=together.prompts[0],
+        together=together,
+        sampling=unchecked(request.sampling, max_tokens=UNLIMITED, seed=any_seed()),
+        max_tokens_field="sampling.max_tokens" if request.sampling.HasField("max_tokens") else "",
+        drawn=not request.sampling.HasField("seed"),
+        stop=tuple(request.sampling.stop),
+        stop_regex=tuple(request.sampling.stop_regex),
+        bad_words=tuple(request.sampling.bad_words),
+        label=request.request_id,
+        session_id=request.session_id,
+        cache_salt=request.cache_salt if request.HasField("cache_salt") else None,
+        adapter=request.adapter,
+        timeout_s=request.timeout_s if request.HasField("timeout_s") else None,
+        priority=request.priority if request.HasField("priority") else None,
+        prediction=SharedPrompt(Prediction(request.prediction)) if request.prediction else None,
+    )
+
+
+def from_input(given: Input) -> Text | TokenIds:
+    """Raises InvalidRequest where nothing is given."""
+    match given.WhichOneof("input"):
+        case "text":
+            return Text(given.text)
+        case "token_ids":
+            return TokenIds(given.token_ids.ids)
+        case _:
+            raise InvalidRequest("inputs: set text or token_ids of each")
+
+
+def one_with_each(queries: Sequence[str], documents: Sequence[str]) -> list[tuple[str, str]]:
+    """Raises InvalidRequest where it is not clear which query is a document's."""
+    if len(queries) == 1:
+        return [(queries[0], document) for document in documents]
+    if len(queries) != len(documents):
+        raise InvalidRequest(f"queries has {len(queries)} texts, documents {len(documents)}")
+    return list(zip(queries, documents, strict=True))
+
+
+def from_prompt(request: GenerateRequest | TokenizeRequest) -> Prompt:
+    """Raises InvalidRequest as `from_request`."""
+    match request.WhichOneof("prompt"):
+        case "text":
+            return Text(request.text)
+        case "messages":
+            return _messages(request.messages)
+        case "token_ids" if isinstance(request, GenerateRequest):
+            return TokenIds(request.token_ids.ids)
+        case _:
+            fields = request.DESCRIPTOR.oneofs_by_name["prompt"].fields
+            return Nothing(tuple(field.name for field in fields))
+
+
+def _messages(sent: ChatMessages) -> Messages:
+    if len(sent.tools) > MAX_TOOLS:
+        raise InvalidRequest(f"messages.tools has {len(sent.tools)} tools, {MAX_TOOLS} allowed")
+    if len(sent.template_settings) > MAX_SETTINGS_BYTES:
+        raise InvalidRequest(
+            f"messages.template_settings has {len(sent.template_settings)} characters, "
+            f"{MAX_SETTINGS_BYTES} allowed"
+        )
+    tools = [_tool(text, f"messages.tools[{n}]") for n, text in enumerate(sent.tools)]
+    return Messages(
+        [_turn(number, message) for number, message in enumerate(sent.messages)],
+        tools,
+        _object(sent.template_settings or "{}", "messages.template_settings"),
+        sent.reasoning_effort if sent.HasField("reasoning_effort") else None,
+        Ending.CONTINUED if sent.continue_final_message else Ending.OPENED,
+    )
+
+
+def _turn(number: int, message: ChatMessage) -> Turn:
+    calls = tuple(ToolCall(call.name, call.arguments, call.id) for call in message.tool_calls)
+    parts = tuple(_part(f"messages[{number}].parts", *each) for each in enumerate(message.parts))
+    if parts and message.content:
+        raise InvalidRequest(f"messages[{number}]: either content or parts")
+    texts = [part for part in parts if isinstance(part, str)]
+    seen = len(texts) < len(parts)
+    content = message.content or "\n".join(texts)
+    return Turn(
+        role=message.role,
+        content=None if seen or (calls and not content) else content,
+        parts=parts if seen else (),
+        name=message.name if message.HasField("name") else None,
+        reasoning=message.reasoning if message.HasField("reasoning") else None,
+        tool_calls=calls,
+        tool_call_id=message.tool_call_id if message.HasField("tool_call_id") else None,
+    )
+
+
+def _part(where: str, number: int, part: ChatPart) -> str | Picture:
+    match part.WhichOneof("part"):
+        case "text":
+            return part.text
+        case "image":
+            return Picture(part.image, part.low_detail)
+        case _:
+            raise InvalidRequest(f"{where}[{number}] is neither a text nor an image")
+
+
+def _tool(text: str, field: str) -> dict[str, Any]:
+    match tool := _object(text, field):
+        case {"type": "function", "function": {"name": str(), **others}}:
+            if not isinstance(others.get("parameters"), dict | None):
+                raise InvalidRequest(f"{field}.function.parameters must be a JSON schema")
+            if not isinstance(others.get("strict"), bool | None):
+                raise InvalidRequest(f"{field}.function.strict must be true or false")
+            return tool
+        case _:
+            raise InvalidRequest(f"{field} is no function with a name, as OpenAI's API has it")
+
+
+def _object(text: str, field: str) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{field} is no JSON object: {error}") from None

@@ -1,0 +1,98 @@
+"""A client's connection until TLS stands. From then on a Door has it.
+
+It counts as a connection from the start and has a deadline: a client that says nothing does not
+hold its place for long.
+"""
+
+import asyncio
+import math
+import os
+import socket
+import ssl
+from collections.abc import Callable
+from typing import cast
+
+from api.http.acceptor import Door
+from api.http.connection_limit import Place
+from api.http.shared import Shared, peer_of
+
+
+class Handshake(asyncio.Protocol):
+    """Made by the server for each client that connects, where it serves TLS."""
+
+    def __init__(
+        self, shared: Shared, door: Callable[[], Door], context: Callable[[], ssl.SSLContext]
+    ) -> None:
+        """
+        Args:
+            door: makes what has the connection afterwards.
+            context: asked once for each handshake.
+        """
+        self.deadline = math.inf  # the event loop has one for handshakes
+        self._shared = shared
+        self._door = door
+        self._context = context
+        self._peer = ""
+        self._place: Place | None = None
+        self._shaking: asyncio.Task[None]
+
+    def expire(self) -> None:
+        self.abort()
+
+    def drain(self) -> None:
+        self.abort()
+
+    def abort(self) -> None:
+        self._shaking.cancel()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Takes the socket away from the transport, before anything is read: of what a loop does
+        with a socket of somebody else's, it tells whether the handshake failed."""
+        peer = peer_of(transport)
+        self._place = self._shared.room.enter(peer.host, self.abort)
+        if self._place is not None:
+            descriptor = os.dup(transport.get_extra_info("socket").fileno())
+            self._peer = peer.address
+            self._shared.join(self)
+            self._shaking = asyncio.ensure_future(self._shake(socket.socket(fileno=descriptor)))
+        cast(asyncio.Transport, transport).abort()
+
+    async def _shake(self, client: socket.socket) -> None:
+        limits = self._shared.limits
+        try:
+            client.setblocking(False)
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: _Standing(self._stands),
+                client,
+                ssl=self._context(),
+                ssl_handshake_timeout=limits.handshake_s,
+                ssl_shutdown_timeout=limits.linger_s,
+            )
+        except OSError as error:  # of TLS, a reset, or the deadline
+            because = str(error) or "it has gone"
+            self._shared.log.info("no TLS with a client", peer=self._peer, because=because)
+        finally:
+            if self in self._shared.members:  # it has not come to `_stands`
+                self._leave()
+                client.close()
+
+    def _stands(self, transport: asyncio.Transport) -> None:
+        self._leave()
+        door = self._door()
+        transport.set_protocol(door)
+        door.connection_made(transport)
+
+    def _leave(self) -> None:
+        self._shared.leave(self)
+        if self._place is not None:
+            self._place.leave()
+
+
+class _Standing(asyncio.Protocol):
+    """What the event loop has in hand until the handshake's end."""
+
+    def __init__(self, stands: Callable[[asyncio.Transport], None]) -> None:
+        self._stands = stands
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._stands(cast(asyncio.Transport, transport))

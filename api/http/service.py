@@ -1,0 +1,149 @@
+"""What aiohttp calls with each request, once its head is here, and with what is no request."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, cast
+
+from aiohttp import EMPTY_PAYLOAD, StreamReader, web
+
+from api.http.acceptor import Door
+from api.http.answers import Headers, whole
+from api.http.body import BadRequest, whole_body
+from api.http.request import Check, Handler, Request
+from api.http.shared import Peer, Shared
+
+# aiohttp parses at most twice as much of a body ahead of its reader, and 1024 chunks of it.
+_READ_BYTES = 16 << 10
+_BUG = "the router has failed to answer; its log says more"
+
+
+class Checks(Protocol):
+    """What is asked of every request, and told in every answer, whatever its path."""
+
+    in_order: Sequence[Check]  # asked in this order, before the body is read
+
+    def headers(self, request: Request) -> Headers:
+        """Of the answer, besides its own."""
+
+    def closed(self, peer: Peer) -> None:
+        """The connection has ended."""
+
+
+class Service:
+    """For one event loop."""
+
+    def __init__(self, shared: Shared, route: Callable[[Request], Handler], checks: Checks) -> None:
+        self._shared = shared
+        self._route = route
+        self._checks = checks
+        self._aiohttp = web.Server(
+            self._answer,  # type: ignore[arg-type]  # its requests are what `_request` makes
+            request_factory=_request,
+            handler_cancellation=True,
+        )
+
+    def door(self) -> Door:
+        """For one connection."""
+        return Door(self._shared, self._conversation, self._checks.closed)
+
+    def _conversation(self, door: Door) -> asyncio.Protocol:
+        return _Conversation(door, self._aiohttp, self._shared)
+
+    async def _answer(self, request: Request) -> web.StreamResponse:
+        """Writes the whole answer. Cancelled when its client goes."""
+        request.answer_headers = (*self._checks.headers(request), ("server", "baton"))
+        try:
+            response = await self._response(request)
+            if not response.prepared:
+                response.headers.extend(request.answer_headers)
+            await response.prepare(request)
+            self._shared.metrics.http_answered(response.status)
+            await response.write_eof()
+        except BadRequest as bad:
+            request.door.turn_away(bad.status, str(bad))
+            return web.Response()  # to nobody
+        except ConnectionError:
+            return web.Response()  # likewise, its client has gone
+        request.door.answered()
+        return response
+
+    async def _response(self, request: Request) -> web.StreamResponse:
+        """Raises BadRequest, or ConnectionError once its client has gone."""
+        try:
+            return self._refused(request) or await self._handled(request)
+        except (BadRequest, ConnectionError):
+            raise
+        except Exception as error:
+            self._shared.log.error("a request was not answered to its end", exc_info=error)
+            if request.writer.output_size:  # part of the answer is out
+                request.door.abort()
+            return whole(500, self._shared.error_body(500, _BUG))
+
+    def _refused(self, request: Request) -> web.Response | None:
+        refused = next((r for check in self._checks.in_order if (r := check(request))), None)
+        if refused is not None and not request.content.is_eof():
+            request.door.forget()
+        return refused
+
+    async def _handled(self, request: Request) -> web.StreamResponse:
+        cast(_Conversation, request.protocol).expect(request.content)
+        request.body = await whole_body(request, self._shared.limits.max_body_bytes)
+        request.door.answering(len(request.body))
+        return await self._route(request)(request)
+
+
+class _Conversation(web.RequestHandler):
+    """aiohttp's, of one connection. What it would do about time is the door's."""
+
+    def __init__(self, door: Door, server: web.Server, shared: Shared) -> None:
+        super().__init__(
+            server,
+            loop=asyncio.get_running_loop(),
+            tcp_keepalive=False,
+            access_log=None,  # type: ignore[arg-type]
+            max_line_size=shared.limits.max_line_bytes,
+            max_field_size=shared.limits.max_line_bytes,
+            max_headers=shared.limits.max_headers,
+            lingering_time=0.0,
+            read_bufsize=_READ_BYTES,
+            auto_decompress=False,
+        )
+        self.door = door
+        self._body: StreamReader = EMPTY_PAYLOAD
+
+    def expect(self, body: StreamReader) -> None:
+        """It is read from now on."""
+        self._body = body
+        self.door.receive()
+        self._heed_error()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._heed_error()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """What was sent is no request."""
+        self._turn_away(message or "")
+        return web.Response()  # to nobody
+
+    def _heed_error(self) -> None:
+        """What is queued behind a body that has not ended is no request, but what is wrong with
+        that body: aiohttp would tell it behind an end that never comes."""
+        if self._messages and not self._body.is_eof():
+            error, _ = self._messages.popleft()
+            self._turn_away(getattr(error, "message", ""))
+
+    def _turn_away(self, reason: str) -> None:
+        reason = reason.partition("\n")[0].rstrip(": ")
+        self.door.turn_away(400, f"this is not HTTP/1.1: {reason}")
+
+
+def _request(message: Any, payload: StreamReader, protocol: Any, *others: Any) -> Request:
+    loop = asyncio.get_running_loop()
+    return Request(protocol.door, message, payload, protocol, *others, loop)

@@ -1,0 +1,102 @@
+"""What all connections of one server have in common: limits, a clock, and what they hold."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from api.http.connection_limit import Room
+from common.logs.throttle import Throttle, ThrottledLog
+from common.rpc import join_address
+from router.metrics import RouterMetrics
+
+log = logging.getLogger(__name__)
+
+ErrorBody: TypeAlias = Callable[[int, str], bytes]  # (status, sentence) -> JSON
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Peer:
+    """The other end of one connection. No two are equal, while addresses can be: a router that
+    listens on two of its own can be called from one port twice."""
+
+    host: str
+    address: str  # host:port
+
+
+NOBODY = Peer("", "")
+
+
+def peer_of(transport: asyncio.BaseTransport) -> Peer:
+    """The client, to be made once for each connection; "gone" if it has closed it already."""
+    name = transport.get_extra_info("peername")
+    return Peer(str(name[0]), join_address(*name[:2])) if name else Peer("gone", "gone")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What clients may take, and for how long."""
+
+    max_connections: int
+    max_line_bytes: int = 8 << 10  # of a request line or a header
+    max_headers: int = 128  # trailers included
+    max_body_bytes: int = 12 << 20  # as of a gRPC message: a prompt of a million tokens fits
+    max_arriving_bytes: int = 256 << 20  # of what no handler has read yet, over all connections
+    max_ahead_bytes: int = 64 << 10  # of one connection, behind a request that is being answered
+    receive_s: float = 30.0  # from a request's first byte to its last
+    unread_s: float = 60.0  # until a client that has too much unread must have read of it
+    idle_s: float = 75.0  # between requests; longer than the 60 s of most proxies
+    handshake_s: float = 10.0  # from the connection to the end of its TLS handshake
+    linger_s: float = 2.0  # for a client that still sends to read why it was turned away
+    tick_s: float = 1.0  # how often deadlines are looked at
+
+
+class Member(Protocol):
+    """A connection, as the server sees it."""
+
+    deadline: float  # in time.monotonic() seconds
+
+    def expire(self) -> None:
+        """The deadline has passed."""
+
+    def drain(self) -> None:
+        """Ends the connection unless there is a request to answer."""
+
+    def abort(self) -> None:
+        """Ends it at once."""
+
+
+class Shared:
+    """For one event loop."""
+
+    def __init__(self, limits: Limits, error_body: ErrorBody, metrics: RouterMetrics) -> None:
+        self.limits = limits
+        self.error_body = error_body
+        self.metrics = metrics
+        self.room = Room(limits.max_connections)
+        self.log = ThrottledLog(log, Throttle())  # of clients that are not served
+        self.members: set[Member] = set()
+        self.all_gone = asyncio.Event()
+        self.all_gone.set()
+        self.num_arriving = 0  # bytes of requests that no handler has read yet
+        self.draining = False
+        self.now = time.monotonic()  # as of the last tick
+
+    def join(self, member: Member) -> None:
+        self.members.add(member)
+        self.all_gone.clear()
+        self.metrics.http_connections(len(self.members))
+
+    def leave(self, member: Member) -> None:
+        self.members.discard(member)
+        self.metrics.http_connections(len(self.members))
+        if not self.members:
+            self.all_gone.set()
+
+    def tick(self) -> None:
+        """Moves the clock and ends what is overdue."""
+        self.now = time.monotonic()
+        for member in [m for m in self.members if m.deadline < self.now]:
+            member.expire()

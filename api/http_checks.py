@@ -1,0 +1,102 @@
+"""What is asked of every HTTP request before its body is read: by which name, from whose page, who.
+
+In this order: who asks for this host by somebody else's name learns nothing else.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from aiohttp import web
+
+from api.access import of_path
+from api.auth.client import Client
+from api.auth.cors import Cors, Headers
+from api.auth.guard import Guard
+from api.auth.hosts import HostCheck
+from api.dialect import problems
+from api.dialect.problems import ANTHROPIC, OPENAI, Refusal
+from api.http.answers import whole
+from api.http.request import Check, Request
+from api.http.shared import Peer
+from api.key_connections import KeyConnections
+from common.errors import RateLimited, ServingError
+from router.metrics import RouterMetrics
+
+_ANTHROPIC_BELOW = "/v1/messages"
+
+
+class HttpChecks:
+    """For one event loop."""
+
+    def __init__(self, guard: Guard, hosts: HostCheck, cors: Cors, metrics: RouterMetrics) -> None:
+        self._guard = guard
+        self._hosts = hosts
+        self._cors = cors
+        self._metrics = metrics
+        self._connections = KeyConnections()
+        self.in_order: Sequence[Check] = (self._host, self._preflight, self._access)
+
+    def begin(self, request: Request, num_requests: int) -> Client:
+        """Before the work on so many requests for text, that came as one which was let in.
+
+        Raises:
+            Unauthenticated: its key has gone since.
+            RateLimited, InvalidRequest: as Usage.begin.
+        """
+        client = self._guard.client(_authorization(request), request.peer.host)
+        self._guard.begin(client, num_requests)
+        return client
+
+    def headers(self, request: Request) -> Headers:
+        """What every answer to it has, besides its own."""
+        return self._cors.headers(request.route, request.header("origin"))
+
+    def closed(self, peer: Peer) -> None:
+        """The connection has."""
+        self._connections.closed(peer)
+
+    def _host(self, request: Request) -> web.Response | None:
+        sentence = self._hosts.refusal(request.header("host"))
+        if sentence is None:
+            return None
+        self._metrics.stranger("host")
+        return Refusal(421, sentence).response()
+
+    def _preflight(self, request: Request) -> web.Response | None:
+        if request.method != "OPTIONS" or not request.header("access-control-request-method"):
+            return None
+        wanted = request.header("access-control-request-headers")
+        headers = self._cors.preflight(request.route, request.header("origin"), wanted)
+        return whole(200, b"", headers=headers) if headers else None
+
+    def _access(self, request: Request) -> web.Response | None:
+        access = of_path(request.route)
+        if access == "anybody":
+            return None
+        ask = self._guard.asking(access or "client")
+        limits: Iterable[tuple[str, str]] = ()
+        try:
+            client = ask(_authorization(request), request.peer.host)
+            limits = client.usage.headers()
+            self._admit(client, request.peer)
+            if request.method == "POST":
+                self._guard.begin(client, 0)
+        except ServingError as error:
+            words = ANTHROPIC if request.route.startswith(_ANTHROPIC_BELOW) else OPENAI
+            return problems.of_error(error, {}).in_words(words).response(limits)
+        if access is None:
+            return Refusal(404, f"there is nothing at {request.route}").response()
+        return None
+
+    def _admit(self, client: Client, connection: Peer) -> None:
+        """Raises RateLimited."""
+        try:
+            self._connections.admit(client, connection)
+        except RateLimited:
+            self._metrics.rejected("limited")
+            raise
+
+
+def _authorization(request: Request) -> str:
+    """What says who asks. Anthropic's clients send their key alone, in a header of its own."""
+    key = request.header("x-api-key")
+    return request.header("authorization") or (f"Bearer {key}" if key else "")

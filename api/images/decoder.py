@@ -1,0 +1,51 @@
+"""A program beside a router that decodes its images, see common/process/helper.py.
+
+    python -m api.images.decoder DESCRIPTOR...
+
+Decoders hold the interpreter's lock, take many times a file's size of memory, and have bugs. Here
+the kernel bounds them, and what breaks is not the router.
+"""
+
+import base64
+import sys
+
+import msgspec
+
+from api.images.jobs import Decoded, Job, Outcome, Refused
+from api.images.pixels import opened, pixels_of
+from api.images.sizes import tokens_of
+from common.errors import InvalidRequest
+from common.process import helper_program
+
+
+def work(content: bytes) -> bytes:
+    try:
+        outcome: Outcome = _decoded(msgspec.msgpack.decode(content, type=Job))
+    except InvalidRequest as error:
+        outcome = Refused(str(error))
+    return msgspec.msgpack.encode(outcome)
+
+
+def _decoded(job: Job) -> Decoded:
+    """Raises InvalidRequest."""
+    content = job.content
+    if job.is_base64:
+        try:
+            content = base64.b64decode(content, validate=True)
+        except ValueError as error:
+            raise InvalidRequest(f"an image is not valid base64: {error}") from error
+    image = opened(content)
+    width, height = image.size
+    rows, columns = tokens_of(height, width, job.files, job.max_tokens)
+    if rows * columns > job.tokens_left:
+        raise InvalidRequest(
+            f"messages: an image has {rows * columns} tokens, {job.tokens_left} are left for it: "
+            "send fewer or smaller images, or detail low"
+        )
+    side = job.files.token_side
+    lies, pixels = pixels_of(image, rows * side, columns * side)
+    return Decoded(columns, rows, pixels) if lies else Decoded(rows, columns, pixels)
+
+
+if __name__ == "__main__":
+    helper_program.serve(sys.argv[1:], work)

@@ -1,0 +1,129 @@
+"""The images of one request, from their addresses to the pixels that nodes get.
+
+Refused by size before work: by number before one is read, by bytes before one is opened, by pixels
+and tokens before it is decoded.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from api.auth.client import Client
+from api.images.decoding import Decoding
+from api.images.fetching import Fetch, HttpFetch, no_fetch
+from api.images.jobs import Job
+from api.images.picture import Picture
+from common.config import ImagesConfig
+from common.errors import InvalidRequest
+from common.limits import MAX_PIXEL_BYTES
+from common.requests.images import Image
+from common.vision_files import VisionFiles
+
+MAX_ENCODED_BYTES = 8 << 20  # of one request's images; as base64 they fit into its body
+_TOO_LARGE = f"images: more than the {MAX_ENCODED_BYTES} bytes allowed"
+LOW_DETAIL_TOKENS = 256
+
+
+class _Content(NamedTuple):
+    """An image's file, or the base64 of it."""
+
+    given: bytes | str
+    num_bytes: int  # of the file, at most
+
+
+class Pictures:
+    """For one event loop."""
+
+    def __init__(self, files: VisionFiles, config: ImagesConfig) -> None:
+        self._files = files
+        self._config = config
+        self._fetch: Fetch = HttpFetch(config.fetch_s) if config.fetch else no_fetch
+        self.decoding = Decoding()
+
+    def close(self) -> None:
+        self.decoding.close()
+
+    async def read(
+        self, pictures: Sequence[Picture], max_tokens: int, client: Client
+    ) -> list[Image]:
+        """Return the images, which have no places in a prompt yet.
+
+        Args:
+            max_tokens: that they may have together.
+            client: whose turns it takes.
+        Raises:
+            InvalidRequest: one cannot be had, or is none, or all together are too much.
+            Overloaded, NodeUnavailable: as Decoding.decoded.
+        """
+        allowed = self._config.max_images
+        if len(pictures) > allowed:
+            raise InvalidRequest(f"messages has {len(pictures)} images, {allowed} allowed")
+        num_bytes = MAX_ENCODED_BYTES
+        contents: list[_Content] = []
+        for picture in pictures:
+            contents.append(await self._content(picture, num_bytes))
+            num_bytes -= contents[-1].num_bytes
+        left = min(max_tokens, MAX_PIXEL_BYTES // (3 * self._files.token_side**2))
+        images: list[Image] = []
+        for picture, content in zip(pictures, contents, strict=True):
+            job = self._job(picture, content, left)
+            one = await self.decoding.decoded(job, client)
+            images.append(Image(0, one.rows, one.columns, one.pixels))
+            left -= images[-1].num_tokens
+        return images
+
+    def placed(
+        self, token_ids: Sequence[int], images: Sequence[Image]
+    ) -> tuple[list[int], list[Image]]:
+        """A prompt with the tokens of its images, each in its place.
+
+        Args:
+            token_ids: with one token of the model's in the place of each.
+        Raises:
+            InvalidRequest: there are other placeholders than for them.
+        """
+        placeholder = self._files.placeholder
+        found = token_ids.count(placeholder)
+        if found != len(images):
+            raise InvalidRequest(
+                f"messages: the prompt has {found} places for {len(images)} images; a text may not "
+                "have the model's own mark of one"
+            )
+        whole: list[int] = []
+        placed: list[Image] = []
+        after = 0
+        for image in images:
+            at = token_ids.index(placeholder, after)
+            whole += token_ids[after:at]
+            placed.append(msgspec.structs.replace(image, at=len(whole)))
+            whole += image.token_ids
+            after = at + 1
+        return [*whole, *token_ids[after:]], placed
+
+    async def _content(self, picture: Picture, left: int) -> _Content:
+        source = picture.source
+        if isinstance(source, bytes):
+            if len(source) > left:
+                raise InvalidRequest(_TOO_LARGE)
+            return _Content(source, len(source))
+        if not source.startswith("data:"):
+            fetched = await self._fetch(source, left)
+            return _Content(fetched, len(fetched))
+        head, comma, body = source.partition(",")
+        if not comma or not head.endswith(";base64"):
+            raise InvalidRequest("an image is data:image/...;base64,... or an address")
+        if len(body) > 4 * (left // 3 + 1):
+            raise InvalidRequest(_TOO_LARGE)
+        if not body.isascii():
+            raise InvalidRequest("an image is not valid base64: it has other characters than ASCII")
+        return _Content(body, min(left, 3 * len(body) // 4))
+
+    def _job(self, picture: Picture, content: _Content, left: int) -> Job:
+        most = self._config.max_tokens
+        if picture.low_detail:
+            most = min(most, LOW_DETAIL_TOKENS)
+        given = content.given
+        is_base64 = isinstance(given, str)
+        file = given.encode() if isinstance(given, str) else given
+        return Job(file, is_base64, self._files, most, left)

@@ -1,0 +1,317 @@
+"""/generate: SGLang's own form of a request, which its load generator and its frontend speak."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, cast
+
+import msgspec
+from aiohttp import web
+
+from api.dialect.bodies import BodyReader
+from api.dialect.endpoint_call import Asked, Reply
+from api.dialect.events import DONE, Events
+from api.dialect.fields import (
+    Fields,
+    Int32,
+    ModelName,
+    TokenId,
+    check_multiplied,
+    choices,
+    samplings,
+)
+from api.dialect.guides import form_field
+from api.dialect.ignored_fields import OF_NATIVE
+from api.dialect.origin import Origin
+from api.dialect.problems import OPENAI, Refusal
+from api.dialect.unknown_fields import Ignored, Nothing
+from api.http.answers import Headers, whole
+from api.http.request import Request
+from api.requests.answer import LastPiece, Piece
+from api.requests.generate_params import Text, TokenIds, Wanted
+from api.text.limits import MAX_CHOICES
+
+_DEFAULT_MAX_TOKENS = 128  # SGLang's
+# Each event of a stream has all of its answer. Beyond this size, in characters and tokens, the
+# answer grows by a share of it before the next event: a stream has about 128 times as much text as
+# its answer at most.
+_SIZE_OF_EACH_PIECE = 1024
+_GROWTH = 128
+_encode = msgspec.json.Encoder().encode
+
+_TokenLists = list[TokenId | list[TokenId]]
+
+
+class SamplingFields(msgspec.Struct, forbid_unknown_fields=True):
+    max_new_tokens: Int32 | None = None
+    min_new_tokens: Int32 | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int32 | None = None
+    min_p: float | None = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] | None = None
+    sampling_seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_regex: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: Ignored = None
+    no_stop_trim: Nothing = None
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | None = None
+    logit_bias: dict[TokenId, float] | None = None
+    custom_params: Nothing = None
+
+
+class NativeFields(msgspec.Struct, kw_only=True):
+    """Absent and null mean the same."""
+
+    text: str | Annotated[list[str], msgspec.Meta(max_length=MAX_CHOICES)] | None = None
+    input_ids: _TokenLists | None = None
+    sampling_params: SamplingFields | None = None
+    stream: bool | None = None
+    model: str | None = None
+    lora_path: ModelName | None = None
+    user: str | None = None
+    cache_salt: str | None = None
+    priority: Int32 | None = None
+
+
+class _CommonFields(Fields, kw_only=True):
+    """What it says of sampling, in OpenAI's words."""
+
+    where: ClassVar[str] = "sampling_params."
+
+
+class FinishReason(msgspec.Struct, omit_defaults=True):
+    type: str
+    length: int | None = None
+
+
+class MetaInfo(msgspec.Struct):
+    id: str
+    finish_reason: FinishReason | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    e2e_latency: float | msgspec.UnsetType = msgspec.UNSET  # seconds
+
+
+class Generated(msgspec.Struct, omit_defaults=True):
+    """One answer from its beginning, as far as it has come: in every event of a stream, too."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: MetaInfo
+    index: int | None = None  # in a stream, of several
+
+
+class Native:
+    """The dialect of this endpoint."""
+
+    id_prefix = ""
+    words = OPENAI
+
+    def __init__(self, *, ignore_unknown: bool) -> None:
+        """
+        Args:
+            ignore_unknown: as of BodyReader.
+        """
+        self._reader = BodyReader(NativeFields, OF_NATIVE, ignore_unknown=ignore_unknown)
+        self.field_names: Mapping[str, str] = {**self._reader.names, **_OTHER_NAMES}
+
+    def read(self, body: bytes) -> Asked:
+        ignored: list[str] = []
+        fields = self._reader.read(body, ignored)
+        common = _common(fields)
+        check_multiplied(common, body)
+        per_prompt = samplings(common, common.max_tokens)
+        prompts, is_list = _prompts(fields)
+        if len(prompts) * len(per_prompt) > MAX_CHOICES:
+            sentence = f"these are more than {MAX_CHOICES} answers"
+            raise Refusal(400, sentence, param="sampling_params.n")
+        given = fields.sampling_params and fields.sampling_params.max_new_tokens is not None
+        limit = "sampling.max_tokens" if given else ""
+        wanted = choices(common, prompts, per_prompt, max_tokens_field=limit)
+        is_list = is_list or len(wanted) > 1
+
+        def reply(origin: Origin, request: Request, headers: Headers) -> Reply:
+            told = [_Answer(index, each, origin.id, is_list) for index, each in enumerate(wanted)]
+            if fields.stream:
+                return _Streamed(told, request, headers)
+            return _Whole(told, is_list, headers)
+
+        return Asked(
+            fields.model,
+            wanted,
+            fields.user or "",
+            reply,
+            fields.lora_path,
+            form_field(common),
+            ignored,
+        )
+
+
+def _common(fields: NativeFields) -> _CommonFields:
+    """Raises Refusal."""
+    sampling = fields.sampling_params or SamplingFields()
+    if sampling.skip_special_tokens is False:
+        raise Refusal(
+            400,
+            "sampling_params.skip_special_tokens is not supported by this server",
+            param="sampling_params.skip_special_tokens",
+            code="unsupported",
+        )
+    limit = sampling.max_new_tokens
+    return _CommonFields(
+        max_tokens=_DEFAULT_MAX_TOKENS if limit is None else limit,
+        min_tokens=sampling.min_new_tokens,
+        seed=sampling.sampling_seed,
+        cache_salt=fields.cache_salt,
+        priority=fields.priority,
+        **{name: getattr(sampling, name) for name in _SAME_NAMES},
+    )
+
+
+_SAME_NAMES = frozenset(SamplingFields.__struct_fields__) & frozenset(Fields.__struct_fields__)
+# Fields that have another name, or another place, than in the router.
+_OTHER_NAMES = {
+    **{name: f"{_CommonFields.where}{name}" for name in _SAME_NAMES},
+    "max_tokens": "sampling_params.max_new_tokens",
+    "min_tokens": "sampling_params.min_new_tokens",
+    "seed": "sampling_params.sampling_seed",
+    "token_ids": "input_ids",
+}
+
+
+def _prompts(fields: NativeFields) -> tuple[Sequence[Text | TokenIds], bool]:
+    """And whether they came as a list."""
+    match fields.text, fields.input_ids:
+        case str(text), None:
+            return [Text(text)], False
+        case [*texts], None if texts:
+            return [Text(text) for text in texts], True
+        case None, [int(), *_] as ids if all(isinstance(token, int) for token in ids):
+            return [TokenIds(cast(list[int], ids))], False
+        case None, [[*_], *_] as lists if all(isinstance(ids, list) for ids in lists):
+            return [TokenIds(ids) for ids in cast(list[list[int]], lists)], True
+        case _:
+            raise Refusal(400, "text or input_ids is needed, one of them", param="text")
+
+
+class _Answer:
+    """One answer, as far as it has come."""
+
+    def __init__(self, index: int, wanted: Wanted, answer_id: str, is_one_of_several: bool) -> None:
+        self._index = index if is_one_of_several else None
+        self._wanted = wanted
+        self._id = f"{answer_id}-{index}" if is_one_of_several else answer_id
+        self._texts: list[str] = []
+        self._token_ids: list[int] = []
+        self._size = 0  # characters and tokens
+        self._told_size = 0
+        self._began = time.monotonic()
+        self._end: LastPiece | None = None
+
+    def add(self, piece: Piece | LastPiece) -> None:
+        self._texts.append(piece.text)
+        self._token_ids += piece.token_ids
+        self._size += len(piece.text) + len(piece.token_ids)
+        if isinstance(piece, LastPiece):
+            self._end = piece
+
+    @property
+    def ended(self) -> bool:
+        return self._end is not None
+
+    @property
+    def is_due(self) -> bool:
+        """Return whether the answer has ended, or grown enough since the last event."""
+        told = self._told_size
+        return self.ended or self._size - told >= max(told - _SIZE_OF_EACH_PIECE, 0) / _GROWTH
+
+    def told(self) -> Generated:
+        text = "".join(self._texts)
+        self._texts = [text]
+        self._told_size = self._size
+        return Generated(text, self._token_ids, self._meta_info(), self._index)
+
+    def _meta_info(self) -> MetaInfo:
+        num_prompt, num = self._wanted.prompt.rendering.num_tokens, len(self._token_ids)
+        if self._end is None:
+            return MetaInfo(self._id, None, num_prompt, num)
+        reason = self._end.finish_reason
+        cached = self._end.usage.cached_tokens
+        return MetaInfo(
+            self._id,
+            FinishReason(reason, num if reason == "length" else None),
+            num_prompt,
+            num,
+            msgspec.UNSET if cached is None else cached,
+            time.monotonic() - self._began,
+        )
+
+
+class _Whole:
+    """One JSON object at the end, or a list of them."""
+
+    def __init__(self, answers: Sequence[_Answer], is_list: bool, headers: Headers) -> None:
+        self._answers = answers
+        self._is_list = is_list
+        self._headers = headers
+
+    async def write(self, index: int, request_id: str, piece: Piece | LastPiece) -> None:
+        self.offer(index, piece)
+
+    def offer(self, index: int, piece: Piece) -> bool:
+        self._answers[index].add(piece)
+        return True
+
+    def response(self) -> web.StreamResponse:
+        told: Any = [answer.told() for answer in self._answers]
+        return whole(200, _encode(told if self._is_list else told[0]), headers=self._headers)
+
+    def failed(self, why: Refusal) -> web.StreamResponse:
+        return why.response(self._headers)
+
+
+class _Streamed:
+    """Events with all of their answer so far, as SGLang's are.
+
+    A short answer has one for whatever tokens were there. The longer an answer is, the more tokens
+    wait for the next one: with an event for each token, n tokens would be n² of text.
+    """
+
+    def __init__(self, answers: Sequence[_Answer], request: Request, headers: Headers) -> None:
+        self._answers = answers
+        self._events = Events(request, headers)
+
+    async def write(self, index: int, request_id: str, piece: Piece | LastPiece) -> None:
+        event = self._event(index, piece)
+        if all(answer.ended for answer in self._answers):
+            self._events.finish(event + DONE)
+        else:
+            await self._events.send(event)
+
+    def offer(self, index: int, piece: Piece) -> bool:
+        if self._events.slow:
+            return False
+        self._events.push(self._event(index, piece))
+        return True
+
+    def response(self) -> web.StreamResponse:
+        return self._events.response()
+
+    def failed(self, why: Refusal) -> web.StreamResponse:
+        return self._events.failed(why)
+
+    def _event(self, index: int, piece: Piece) -> bytes:
+        """Return the event that is due with the piece, empty if none is."""
+        answer = self._answers[index]
+        answer.add(piece)
+        return b"data: " + _encode(answer.told()) + b"\n\n" if answer.is_due else b""

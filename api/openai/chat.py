@@ -1,0 +1,176 @@
+"""/v1/chat/completions: a conversation, rendered with the model's own template."""
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from api.dialect.bodies import BodyReader
+from api.dialect.endpoint_call import Asked
+from api.dialect.fields import (
+    Budget,
+    Fields,
+    Int32,
+    check_multiplied,
+    choices,
+    includes_usage,
+    samplings,
+)
+from api.dialect.guides import form_field
+from api.dialect.ignored_fields import OF_CHATS
+from api.dialect.messages import MessageList, Part, ToolChoice, ToolList, conversation, text_of
+from api.dialect.problems import OPENAI, Refusal
+from api.dialect.tools import guided, listening, offered
+from api.openai.chat_voice import Voice
+from api.openai.replies import Choices
+from api.parsers.model_format import Speech
+from api.requests.generate_params import Prediction
+from common.requests.sampling import MAX_LOGPROBS
+
+# Special tokens that are not left out of an answer's text; of one that may have calls or not.
+Shown = Callable[[bool], frozenset[int]]
+
+
+class PredictionFields(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["content"]
+    content: str | list[Part]
+
+
+class ChatFields(Fields, kw_only=True):
+    messages: MessageList
+    tools: ToolList | None = None
+    tool_choice: str | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    include_reasoning: bool | None = None
+    thinking_token_budget: Budget | None = None
+    thinking_budget: Budget | None = None  # the same, as Qwen's service calls it
+    max_completion_tokens: Int32 | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    prediction: PredictionFields | None = None
+
+
+class Chat:
+    """The dialect of this endpoint."""
+
+    id_prefix = "chatcmpl-"
+    words = OPENAI
+
+    def __init__(self, speech: Speech, shown: Shown, *, ignore_unknown: bool) -> None:
+        """
+        Args:
+            speech: how the model writes what is more than content.
+            shown: of answers with calls, or without.
+            ignore_unknown: as of BodyReader.
+        """
+        self._speech = speech
+        self._shown = shown
+        self._reader = BodyReader(ChatFields, OF_CHATS, ignore_unknown=ignore_unknown)
+        self.field_names = self._reader.names
+
+    def read(self, body: bytes) -> Asked:
+        ignored: list[str] = []
+        fields = self._reader.read(body, ignored)
+        if fields.reasoning_effort and not self._speech.takes_effort:
+            fields.reasoning_effort = None
+            ignored.append("reasoning_effort")
+        check_multiplied(fields, body)
+        choice, named = _choice(fields.tool_choice)
+        offer = offered(
+            fields.tools or (),
+            choice,
+            named,
+            self._speech,
+            parallel=fields.parallel_tool_calls,
+        )
+        max_tokens, max_tokens_field = _max_tokens(fields)
+        sampled = samplings(
+            fields,
+            max_tokens,
+            logprobs=_logprobs(fields),
+            thinking_budget=_thinking_budget(fields),
+        )
+        per_prompt = guided(sampled, offer, self._speech, form_field(fields))
+        prompt = conversation(fields, fields.messages, offer.shown)
+        wanted = choices(
+            fields,
+            [prompt],
+            per_prompt,
+            max_tokens_field=max_tokens_field,
+            shown=self._shown(bool(offer.tools)),
+            prediction=_prediction(fields.prediction),
+        )
+        reasons = fields.include_reasoning is not False
+        listener = listening(self._speech, wanted[0].prompt, offer, reasons=reasons)
+        told = Choices(
+            whole_object="chat.completion",
+            chunk_object="chat.completion.chunk",
+            num=len(wanted),
+            num_per_prompt=len(per_prompt),
+            stream=bool(fields.stream),
+            include_usage=includes_usage(fields),
+            voice=lambda index: Voice(index, listener),
+        )
+        return Asked(
+            fields.model,
+            wanted,
+            fields.user or "",
+            told.reply,
+            fields.lora_path,
+            form_field(fields) or ("tools" if offer.tools else ""),
+            ignored,
+        )
+
+
+def _choice(choice: str | ToolChoice | None) -> tuple[str | None, str | None]:
+    match choice:
+        case ToolChoice(function=function):
+            return None, function.name
+        case _:
+            return choice, None
+
+
+def _prediction(fields: PredictionFields | None) -> Prediction | None:
+    text = "" if fields is None else text_of("prediction.content", fields.content)
+    return Prediction(text) if text else None
+
+
+def _logprobs(fields: ChatFields) -> int:
+    """As of SamplingParams."""
+    if fields.logprobs:
+        return fields.top_logprobs or 0
+    if fields.top_logprobs:
+        sentence = "top_logprobs is told beside logprobs: set both"
+        raise Refusal(400, sentence, param="top_logprobs")
+    return -1
+
+
+def _thinking_budget(fields: ChatFields) -> int:
+    """As of SamplingParams."""
+    given = [
+        each for each in (fields.thinking_token_budget, fields.thinking_budget) if each is not None
+    ]
+    if len(set(given)) > 1:
+        raise Refusal(
+            400,
+            "thinking_token_budget and thinking_budget differ; they mean the same",
+            param="thinking_token_budget",
+        )
+    return given[0] if given else -1
+
+
+def _max_tokens(fields: ChatFields) -> tuple[int | None, str]:
+    """Return max_tokens and the field that has it; None and "" where neither field is set."""
+    if fields.max_completion_tokens is None:
+        return fields.max_tokens, "" if fields.max_tokens is None else "max_tokens"
+    if fields.max_tokens not in (None, fields.max_completion_tokens):
+        raise Refusal(
+            400,
+            "max_completion_tokens and max_tokens differ; they mean the same",
+            param="max_completion_tokens",
+        )
+    return fields.max_completion_tokens, "max_completion_tokens"

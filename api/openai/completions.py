@@ -1,0 +1,194 @@
+"""/v1/completions: a prompt, or a list of them, as text or as token ids."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Annotated, cast
+
+import msgspec
+
+from api.dialect.bodies import BodyReader
+from api.dialect.endpoint_call import Asked
+from api.dialect.fields import (
+    Fields,
+    TokenId,
+    check_multiplied,
+    choices,
+    includes_usage,
+    samplings,
+)
+from api.dialect.guides import form_field
+from api.dialect.ignored_fields import OF_COMPLETIONS
+from api.dialect.problems import OPENAI, Refusal
+from api.openai.likelihoods import TextLogprobs, TextTokens
+from api.openai.replies import Choices, StopReason, stop_reason
+from api.requests.answer import LastPiece, Piece
+from api.requests.generate_params import Text, TokenIds
+from api.requests.token_reports import ToldToken
+from api.text.limits import MAX_CHOICES
+from common.requests.sampling import MAX_LOGPROBS
+
+_DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+
+class CompletionFields(Fields, kw_only=True):
+    prompt: str | list[str | TokenId | list[TokenId]]
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = None
+    best_of: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] | None = None
+
+
+class Choice(msgspec.Struct):
+    index: int
+    text: str
+    finish_reason: str | None
+    logprobs: TextLogprobs | None = None
+    stop_reason: StopReason = msgspec.UNSET
+
+
+class Voice:
+    """Tells one choice.
+
+    Args:
+        tells: log-probabilities, where there are some.
+    """
+
+    def __init__(self, index: int, *, tells: bool = True) -> None:
+        self._index = index
+        self._tells = tells
+        self._begun = False
+        self._tokens = TextTokens()
+
+    def chunk(self, piece: Piece | LastPiece) -> Choice | None:
+        match piece:
+            case LastPiece():
+                return self._end([piece], piece)
+            case Piece(text="", tokens=[] | ()) if self._begun:  # half a character
+                return None
+            case _:
+                self._begun = True
+                return Choice(self._index, _text([piece]), None, self._logprobs([piece]))
+
+    def choice(self, pieces: Sequence[Piece], last: LastPiece) -> Choice:
+        return self._end(pieces, last)
+
+    def _end(self, pieces: Sequence[Piece], last: LastPiece) -> Choice:
+        return Choice(
+            self._index,
+            _text(pieces),
+            last.finish_reason,
+            self._logprobs(pieces),
+            stop_reason(last),
+        )
+
+    def _logprobs(self, pieces: Sequence[Piece]) -> TextLogprobs | None:
+        if not self._tells:
+            return None
+        tokens: list[ToldToken] = []
+        for piece in pieces:
+            tokens += piece.prompt.tokens if piece.prompt else ()
+            tokens += piece.tokens
+        return self._tokens.told(tokens, pieces[0].prompt)
+
+
+def _text(pieces: Sequence[Piece]) -> str:
+    """With the prompt, where it is told."""
+    return "".join((piece.prompt.text if piece.prompt else "") + piece.text for piece in pieces)
+
+
+class Completions:
+    """The dialect of this endpoint."""
+
+    id_prefix = "cmpl-"
+    words = OPENAI
+
+    def __init__(self, *, ignore_unknown: bool) -> None:
+        """
+        Args:
+            ignore_unknown: as of BodyReader.
+        """
+        self._reader = BodyReader(CompletionFields, OF_COMPLETIONS, ignore_unknown=ignore_unknown)
+        self.field_names = self._reader.names
+
+    def read(self, body: bytes) -> Asked:
+        ignored: list[str] = []
+        fields = self._reader.read(body, ignored)
+        best_of = _best_of(fields)
+        check_multiplied(fields, body, best_of)
+        max_tokens = _DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
+        echo = bool(fields.echo)
+        silent = echo and max_tokens == 0
+        logprobs = -1 if fields.logprobs is None else fields.logprobs
+        per_prompt = samplings(
+            fields,
+            1 if silent else max_tokens,
+            logprobs=max(logprobs, 0) if best_of > 1 else logprobs,
+            prompt_logprobs=logprobs if echo else -1,
+            best_of=best_of,
+        )
+        prompts = _prompts(fields.prompt)
+        if len(prompts) * len(per_prompt) > MAX_CHOICES:
+            raise Refusal(
+                400,
+                f"prompt: {len(prompts)} prompts with {'best_of' if best_of > 1 else 'n'} = "
+                f"{len(per_prompt)} are more than {MAX_CHOICES} choices",
+                param="prompt",
+            )
+        wanted = choices(
+            fields,
+            prompts,
+            per_prompt,
+            max_tokens_field="" if fields.max_tokens is None else "max_tokens",
+            echo=echo,
+            silent=silent,
+        )
+        told = Choices(
+            whole_object="text_completion",
+            chunk_object="text_completion",
+            num=len(wanted),
+            num_per_prompt=len(per_prompt),
+            stream=bool(fields.stream),
+            include_usage=includes_usage(fields),
+            voice=partial(Voice, tells=logprobs >= 0),
+            num_kept=fields.n or 1,
+        )
+        return Asked(
+            fields.model,
+            wanted,
+            fields.user or "",
+            told.reply,
+            fields.lora_path,
+            form_field(fields),
+            ignored,
+        )
+
+
+def _best_of(fields: CompletionFields) -> int:
+    """Answers to each prompt, of which its choices are the best; 1: all are told.
+
+    Raises:
+        Refusal: they are too few, or are to be told before it is known which are the best.
+    """
+    best_of, n = fields.best_of or 1, fields.n or 1
+    if best_of in (1, n):
+        return 1
+    if best_of < n:
+        raise Refusal(400, f"best_of = {best_of} is less than n = {n}", param="best_of")
+    if fields.stream:
+        raise Refusal(400, "best_of: not of a streamed answer", param="best_of")
+    return best_of
+
+
+def _prompts(prompt: str | list[str | TokenId | list[TokenId]]) -> Sequence[Text | TokenIds]:
+    if isinstance(prompt, str):
+        return [Text(prompt)]
+    match {type(item) for item in prompt}:
+        case kinds if not kinds:
+            raise Refusal(400, "prompt is empty", param="prompt")
+        case kinds if kinds == {int}:
+            return [TokenIds(cast(list[int], prompt))]
+        case kinds if kinds == {str}:
+            return [Text(text) for text in cast(list[str], prompt)]
+        case kinds if len(kinds) == 1:
+            return [TokenIds(ids) for ids in cast(list[list[int]], prompt)]
+        case _:
+            raise Refusal(400, "prompt mixes text, token ids and lists of them", param="prompt")

@@ -1,0 +1,113 @@
+"""Log-probabilities as OpenAI's endpoints tell them: chats by token, completions in columns."""
+
+import codecs
+from collections.abc import Sequence
+
+import msgspec
+
+from api.requests.token_reports import Likely, ToldPrompt, ToldToken
+
+_utf8 = codecs.getincrementaldecoder("utf-8")
+_LEAST = -9999.0  # JSON has no -inf
+
+
+class LikelyToken(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ContentToken(LikelyToken):
+    top_logprobs: list[LikelyToken]
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[ContentToken]
+    refusal: None = None
+
+
+class TextLogprobs(msgspec.Struct):
+    """Columns, an entry for each token. Of a prompt's first token there is nothing to tell."""
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+def of_chat(tokens: Sequence[ToldToken]) -> ChatLogprobs | None:
+    """None: they are not told."""
+    if not tokens:
+        return None
+    return ChatLogprobs(
+        [
+            ContentToken(
+                _name(token),
+                _number(token),
+                list(token.spelt),
+                [LikelyToken(_name(top), _number(top), list(top.spelt)) for top in token.top],
+            )
+            for token in tokens
+        ]
+    )
+
+
+class TextTokens:
+    """Tokens of one completion, in order.
+
+    An offset counts the characters of the text before a token. Tokens of the same character share
+    its offset.
+    """
+
+    def __init__(self) -> None:
+        self._offset = 0
+        self._decoder = _utf8("replace")
+
+    def told(
+        self, tokens: Sequence[ToldToken], prompt: ToldPrompt | None = None
+    ) -> TextLogprobs | None:
+        """Return None if log-probabilities are not told.
+
+        Args:
+            prompt: the prompt, if `tokens` begin with its tokens.
+        """
+        if not tokens:
+            return None
+        if prompt is not None:
+            self._offset -= _num_beside(prompt)
+        offsets = []
+        for token in tokens:
+            offsets.append(max(self._offset, 0))
+            self._offset += len(self._decoder.decode(token.spelt))
+        return TextLogprobs(
+            offsets,
+            [None if token.logprob is None else _number(token) for token in tokens],
+            [_name(token) for token in tokens],
+            [_likeliest(token) for token in tokens],
+        )
+
+
+def _num_beside(prompt: ToldPrompt) -> int:
+    """Return the number of characters that the first tokens of a prompt have beside its text: its
+    BOS token, and a space that the tokenizer puts before a text."""
+    spelt = b"".join(token.spelt for token in prompt.tokens).decode(errors="replace")
+    return len(spelt) - len(prompt.text) if spelt.endswith(prompt.text) else 0
+
+
+def _likeliest(token: ToldToken) -> dict[str, float] | None:
+    """The token itself is always among them."""
+    if token.logprob is None:
+        return None
+    return {_name(each): _number(each) for each in (*token.top, token)}
+
+
+def _name(token: Likely) -> str:
+    """Its text; of a part of a character, its bytes."""
+    try:
+        return token.spelt.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.spelt)
+
+
+def _number(token: Likely) -> float:
+    return _LEAST if token.logprob is None else max(token.logprob, _LEAST)

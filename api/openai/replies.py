@@ -1,0 +1,218 @@
+"""An answer in the making: pieces of its choices in, OpenAI's JSON out."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol, TypeAlias
+
+import msgspec
+from aiohttp import web
+
+from api.dialect.endpoint_call import Reply
+from api.dialect.events import DONE, Events
+from api.dialect.origin import Origin
+from api.dialect.problems import Refusal
+from api.http.answers import Headers, whole
+from api.http.request import Request
+from api.requests.answer import LastPiece, Piece
+from common.requests.prediction import NOTHING
+
+StopReason: TypeAlias = str | int | msgspec.UnsetType
+_encode = msgspec.json.Encoder().encode
+
+
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int
+
+
+class CompletionTokensDetails(msgspec.Struct):
+    """Rejected tokens are not among those of the completion."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | msgspec.UnsetType = msgspec.UNSET
+    completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
+
+
+class Envelope(msgspec.Struct):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: Sequence[msgspec.Struct]
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+
+
+class Voice(Protocol):
+    """One choice as its endpoint tells it. Its pieces come in order, the last one last; either all
+    to `chunk`, or all to `choice`."""
+
+    def chunk(self, piece: Piece | LastPiece) -> msgspec.Struct | None:
+        """What this piece adds to a streamed answer; None: nothing that can be told yet, which it
+        never is of the first piece and the last."""
+        ...
+
+    def choice(self, pieces: Sequence[Piece], last: LastPiece) -> msgspec.Struct:
+        """The choice in a whole answer. `pieces` has `last`, too."""
+        ...
+
+
+class Choices(msgspec.Struct, frozen=True):
+    """How the choices of one request are told."""
+
+    whole_object: str
+    chunk_object: str
+    num: int
+    num_per_prompt: int  # they stand together
+    stream: bool
+    include_usage: bool
+    voice: Callable[[int], Voice]  # of the choice with this index
+    num_kept: int = 0  # of those of a prompt, the best of a whole answer; 0: all
+
+    def reply(self, origin: Origin, request: Request, headers: Headers) -> Reply:
+        if self.stream:
+            return StreamedReply(self, origin, request, headers)
+        return WholeReply(self, origin, headers)
+
+
+class WholeReply:
+    """One JSON object at the end."""
+
+    def __init__(self, choices: Choices, origin: Origin, headers: Headers) -> None:
+        self._choices = choices
+        self._origin = origin
+        self._headers = headers
+        self._pieces: list[list[Piece]] = [[] for _ in range(choices.num)]
+        self._ends: dict[int, LastPiece] = {}
+
+    async def write(self, index: int, request_id: str, piece: Piece | LastPiece) -> None:
+        self.offer(index, piece)
+        if isinstance(piece, LastPiece):
+            self._ends[index] = piece
+
+    def offer(self, index: int, piece: Piece) -> bool:
+        self._pieces[index].append(piece)
+        return True
+
+    def response(self) -> web.StreamResponse:
+        told = [
+            self._choices.voice(index).choice(self._pieces[place], self._ends[place])
+            for index, place in enumerate(self._kept())
+        ]
+        usage = _usage(self._ends, self._choices.num_per_prompt)
+        envelope = _envelope(self._origin, self._choices.whole_object, told, usage)
+        return whole(200, _encode(envelope), headers=self._headers)
+
+    def failed(self, why: Refusal) -> web.StreamResponse:
+        return why.response(self._headers)
+
+    def _kept(self) -> Iterator[int]:
+        """Which are told, of each prompt the best first."""
+        num = self._choices.num_per_prompt
+        for first in range(0, self._choices.num, num):
+            places: Sequence[int] = range(first, first + num)
+            if self._choices.num_kept not in (0, num):
+                places = sorted(places, key=self._likelihood, reverse=True)
+                places = places[: self._choices.num_kept]
+            yield from places
+
+    def _likelihood(self, place: int) -> float:
+        """The mean log-probability of its tokens."""
+        tokens = [token for piece in self._pieces[place] for token in piece.tokens]
+        return sum(token.logprob or 0.0 for token in tokens) / max(len(tokens), 1)
+
+
+class StreamedReply:
+    """Server-sent events: one for whatever tokens were there, and the last one says [DONE]."""
+
+    def __init__(
+        self, choices: Choices, origin: Origin, request: Request, headers: Headers
+    ) -> None:
+        self._choices = choices
+        self._voices = [choices.voice(index) for index in range(choices.num)]
+        self._origin = origin
+        # With usage asked for, it is in every chunk, and null in all but the last. Every event but
+        # that one is this text around its choice.
+        usage = None if choices.include_usage else msgspec.UNSET
+        envelope = _event(_envelope(origin, choices.chunk_object, (), usage))
+        self._before, _, self._after = envelope.rpartition(b"]")
+        self._events = Events(request, headers)
+        self._ends: dict[int, LastPiece] = {}
+
+    async def write(self, index: int, request_id: str, piece: Piece | LastPiece) -> None:
+        event = self._event(index, piece)
+        if isinstance(piece, LastPiece):
+            self._ends[index] = piece
+            if len(self._ends) == self._choices.num:
+                self._events.finish(event + self._last_words())
+                return
+        await self._events.send(event)
+
+    def offer(self, index: int, piece: Piece) -> bool:
+        if self._events.slow:
+            return False
+        self._events.push(self._event(index, piece))
+        return True
+
+    def response(self) -> web.StreamResponse:
+        return self._events.response()
+
+    def failed(self, why: Refusal) -> web.StreamResponse:
+        return self._events.failed(why)
+
+    def _event(self, index: int, piece: Piece) -> bytes:
+        chunk = self._voices[index].chunk(piece)
+        return b"" if chunk is None else b"%b%b]%b" % (self._before, _encode(chunk), self._after)
+
+    def _last_words(self) -> bytes:
+        if not self._choices.include_usage:
+            return DONE
+        usage = _usage(self._ends, self._choices.num_per_prompt)
+        return _event(_envelope(self._origin, self._choices.chunk_object, (), usage)) + DONE
+
+
+def stop_reason(last: LastPiece) -> StopReason:
+    """The stop string, or the id of the stop token, that ended a choice; unset if none did."""
+    return msgspec.UNSET if last.stop_reason is None else last.stop_reason
+
+
+def _envelope(
+    origin: Origin,
+    kind: str,
+    choices: Sequence[msgspec.Struct],
+    usage: Usage | msgspec.UnsetType | None,
+) -> Envelope:
+    return Envelope(origin.id, kind, origin.created, origin.model, choices, usage)
+
+
+def _event(envelope: Envelope) -> bytes:
+    return b"data: " + _encode(envelope) + b"\n\n"
+
+
+def _usage(ends: dict[int, LastPiece], num_per_prompt: int) -> Usage:
+    """A prompt counts once, however many choices it has."""
+    prompts = [ends[index].usage for index in range(0, len(ends), num_per_prompt)]
+    prompt_tokens = sum(usage.prompt_tokens for usage in prompts)
+    completion_tokens = sum(end.usage.completion_tokens for end in ends.values())
+    cached = [usage.cached_tokens for usage in prompts if usage.cached_tokens is not None]
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        total_tokens=prompt_tokens + completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(sum(cached)) if cached else msgspec.UNSET,
+        completion_tokens_details=_completion_details(ends.values()),
+    )
+
+
+def _completion_details(
+    ends: Iterable[LastPiece],
+) -> CompletionTokensDetails | msgspec.UnsetType:
+    predicted = [end.usage.predicted for end in ends if end.usage.predicted is not None]
+    if not predicted:
+        return msgspec.UNSET
+    of_all = sum(predicted, NOTHING)
+    return CompletionTokensDetails(of_all.accepted, of_all.rejected)

@@ -1,0 +1,188 @@
+"""The output of one of OpenAI's responses as it grows: its items, and the events that tell of them.
+
+An item is a message, a call of a tool, or what was thought; one at a time is open, and grows.
+"""
+
+import secrets
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import msgspec
+
+from api.dialect.event_reply import Event
+from api.parsers.listener import CallPart, Heard
+
+
+class TextPart(msgspec.Struct):
+    text: str = ""
+    type: str = "output_text"
+    annotations: tuple[()] = ()
+    logprobs: tuple[()] = ()
+
+
+class ReasoningPart(msgspec.Struct):
+    text: str = ""
+    type: str = "reasoning_text"
+
+
+class MessageItem(msgspec.Struct):
+    id: str
+    content: list[TextPart]
+    status: str = "in_progress"
+    role: str = "assistant"
+    type: str = "message"
+
+
+class ReasoningItem(msgspec.Struct):
+    id: str
+    content: list[ReasoningPart]
+    status: str = "in_progress"
+    summary: tuple[()] = ()
+    type: str = "reasoning"
+
+
+class CallItem(msgspec.Struct):
+    id: str
+    call_id: str
+    name: str
+    arguments: str = ""
+    status: str = "in_progress"
+    type: str = "function_call"
+
+
+Item = MessageItem | ReasoningItem | CallItem
+
+
+class Growing(Protocol):
+    """The item that is open."""
+
+    kind: str
+
+    def begun(self) -> Iterator[Event]: ...
+
+    def more(self, text: str) -> Iterator[Event]: ...
+
+    def ended(self, status: str) -> Iterator[Event]: ...
+
+
+class _Text:
+    """A message, or what was thought: both have one part, which is text."""
+
+    def __init__(
+        self, index: int, item: MessageItem | ReasoningItem, part: TextPart | ReasoningPart
+    ) -> None:
+        self.kind = item.type
+        self._index = index
+        self._item = item
+        self._part = part
+        self._said: list[str] = []
+        self._place = {"item_id": item.id, "output_index": index, "content_index": 0}
+        self._beside = {"logprobs": ()} if item.type == "message" else {}
+
+    def begun(self) -> Iterator[Event]:
+        item = msgspec.structs.replace(self._item, content=[])
+        yield _event("output_item.added", output_index=self._index, item=item)
+        yield _event("content_part.added", **self._place, part=self._part)
+
+    def more(self, text: str) -> Iterator[Event]:
+        self._said.append(text)
+        yield _event(f"{self._part.type}.delta", **self._place, delta=text, **self._beside)
+
+    def ended(self, status: str) -> Iterator[Event]:
+        self._item.status = status
+        text = self._part.text = "".join(self._said)
+        yield _event(f"{self._part.type}.done", **self._place, text=text, **self._beside)
+        yield _event("content_part.done", **self._place, part=self._part)
+        yield _event("output_item.done", output_index=self._index, item=self._item)
+
+
+class _Call:
+    def __init__(self, index: int, item: CallItem) -> None:
+        self.kind = item.type
+        self._index = index
+        self._item = item
+        self._said: list[str] = []
+        self._place = {"item_id": item.id, "output_index": index}
+
+    def begun(self) -> Iterator[Event]:
+        yield _event("output_item.added", output_index=self._index, item=self._item)
+
+    def more(self, text: str) -> Iterator[Event]:
+        self._said.append(text)
+        yield _event("function_call_arguments.delta", **self._place, delta=text)
+
+    def ended(self, status: str) -> Iterator[Event]:
+        item = self._item
+        item.status = status
+        item.arguments = "".join(self._said)
+        yield _event(
+            "function_call_arguments.done",
+            **self._place,
+            name=item.name,
+            arguments=item.arguments,
+        )
+        yield _event("output_item.done", output_index=self._index, item=item)
+
+
+class Output:
+    """For one answer. What a method gives must be taken to its end, event by event: an item in an
+    event is what it is at that moment."""
+
+    def __init__(self) -> None:
+        self.items: list[Item] = []
+        self._open: Growing | None = None
+
+    def add(self, heard: Heard) -> Iterator[Event]:
+        if heard.reasoning:
+            if self.kind != "reasoning":
+                thought = ReasoningPart()
+                reasoning = ReasoningItem(_new_id("rs"), [thought])
+                yield from self._begin(reasoning, _Text(len(self.items), reasoning, thought))
+            yield from self._more(heard.reasoning)
+        if heard.content:
+            if self.kind != "message":
+                part = TextPart()
+                message = MessageItem(_new_id("msg"), [part])
+                yield from self._begin(message, _Text(len(self.items), message, part))
+            yield from self._more(heard.content)
+        for call in heard.calls:
+            yield from self._add_call(call)
+
+    def end(self, *, whole: bool) -> Iterator[Event]:
+        """No more comes; `whole`: nothing was cut off."""
+        yield from self._close("completed" if whole else "incomplete")
+
+    def _add_call(self, part: CallPart) -> Iterator[Event]:
+        if part.id:
+            item = CallItem(_new_id("fc"), part.id, part.name)
+            yield from self._begin(item, _Call(len(self.items), item))
+        if part.arguments:
+            yield from self._more(part.arguments)
+
+    @property
+    def kind(self) -> str:
+        """Of the item that is open; "" of none."""
+        return "" if self._open is None else self._open.kind
+
+    def _begin(self, item: Item, growing: Growing) -> Iterator[Event]:
+        yield from self._close("completed")
+        self.items.append(item)
+        self._open = growing
+        yield from growing.begun()
+
+    def _more(self, text: str) -> Iterator[Event]:
+        assert self._open is not None
+        yield from self._open.more(text)
+
+    def _close(self, status: str) -> Iterator[Event]:
+        growing, self._open = self._open, None
+        if growing is not None:
+            yield from growing.ended(status)
+
+
+def _event(kind: str, **fields: Any) -> Event:
+    return {"type": f"response.{kind}", **fields}
+
+
+def _new_id(prefix: str) -> str:
+    return f"{prefix}_{secrets.token_hex(12)}"

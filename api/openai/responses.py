@@ -1,0 +1,330 @@
+"""/v1/responses: what is asked for, in the newer of OpenAI's two forms of a chat.
+
+Nothing is stored, so a conversation is sent whole every time.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from api.dialect.bodies import BodyReader
+from api.dialect.endpoint_call import Asked, Reply
+from api.dialect.event_reply import reply_of
+from api.dialect.fields import (
+    Budget,
+    Fields,
+    Int32,
+    ModelName,
+    check_multiplied,
+    choices,
+    samplings,
+)
+from api.dialect.guides import JsonSchema, ResponseFormat
+from api.dialect.ignored_fields import OF_RESPONSES
+from api.dialect.messages import Function, Tool
+from api.dialect.origin import Origin
+from api.dialect.problems import OPENAI, Refusal, fields_of
+from api.dialect.tools import guided, listening, offered
+from api.dialect.unknown_fields import Ignored, Nothing
+from api.http.answers import Headers
+from api.http.request import Request
+from api.images.picture import Picture
+from api.openai.chat import Shown
+from api.openai.response_reply import Response
+from api.parsers.model_format import Speech
+from api.requests.generate_params import Messages, ToolCall, Turn
+from api.text.limits import MAX_MESSAGES, MAX_TOOLS
+
+
+class Part(msgspec.Struct, forbid_unknown_fields=True):
+    """Of a message, an output or a thought: text, or of a message an image."""
+
+    type: str
+    text: str | None = None
+    image_url: str | None = None
+    detail: Literal["auto", "low", "high"] | None = None
+    file_id: Nothing = None
+    annotations: Ignored = None
+    logprobs: Ignored = None
+
+
+class InputItem(msgspec.Struct, forbid_unknown_fields=True):
+    """Whatever an answer has had in its output can be sent back as it was."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    role: str | None = None
+    content: str | list[Part] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[Part] | None = None
+    id: Ignored = None
+    status: Ignored = None
+    phase: Ignored = None
+    summary: Ignored = None
+    encrypted_content: Ignored = None
+
+
+class ResponseTool(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedTool(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    type: Literal["function"] = "function"
+
+
+class Reasoning(msgspec.Struct, forbid_unknown_fields=True):
+    effort: str | None = None
+    summary: Ignored = None
+    generate_summary: Ignored = None
+
+
+class Format(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    schema: dict[str, Any] | None = None
+    name: Ignored = None
+    description: Ignored = None
+    strict: Ignored = None  # it always is
+
+
+class TextFields(msgspec.Struct, forbid_unknown_fields=True):
+    format: Format | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_obfuscation: Ignored = None
+    include_usage: Ignored = None  # the last event has it anyway
+
+
+class ResponseFields(msgspec.Struct, kw_only=True):
+    """Absent and null mean the same."""
+
+    input: str | Annotated[list[InputItem], msgspec.Meta(max_length=MAX_MESSAGES)]
+    instructions: str | None = None
+    model: ModelName | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_output_tokens: Int32 | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int32 | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    tools: Annotated[list[ResponseTool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: str | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
+    thinking_token_budget: Budget | None = None
+    text: TextFields | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    user: str | None = None
+    cache_salt: str | None = None
+    priority: Int32 | None = None
+
+
+class Responses:
+    """The dialect of this endpoint."""
+
+    id_prefix = "resp_"
+    words = OPENAI
+
+    def __init__(self, speech: Speech, shown: Shown, *, ignore_unknown: bool) -> None:
+        """
+        Args:
+            speech, shown, ignore_unknown: as of Chat.
+        """
+        self._speech = speech
+        self._shown = shown
+        self._reader = BodyReader(ResponseFields, OF_RESPONSES, ignore_unknown=ignore_unknown)
+        self.field_names = fields_of(
+            self._reader.names,
+            max_tokens="max_output_tokens",
+            messages="input",
+            reasoning_effort="reasoning.effort",
+        )
+
+    def read(self, body: bytes) -> Asked:
+        ignored: list[str] = []
+        fields = self._reader.read(body, ignored)
+        effort = fields.reasoning.effort if fields.reasoning else None
+        if effort and not self._speech.takes_effort:
+            effort = None
+            ignored.append("reasoning.effort")
+        if fields.text and fields.text.verbosity not in (None, "medium"):
+            ignored.append("text.verbosity")
+        common = Fields(
+            temperature=fields.temperature,
+            top_p=fields.top_p,
+            top_k=fields.top_k,
+            min_p=fields.min_p,
+            seed=fields.seed,
+            stop=fields.stop,
+            cache_salt=fields.cache_salt,
+            priority=fields.priority,
+            response_format=_format(fields.text),
+        )
+        check_multiplied(common, body)
+        choice, named = _choice(fields.tool_choice)
+        offer = offered(
+            [_tool(each) for each in fields.tools or ()],
+            choice,
+            named,
+            self._speech,
+            parallel=fields.parallel_tool_calls,
+        )
+        messages = Messages(
+            turns(fields),
+            offer.shown,
+            fields.chat_template_kwargs or {},
+            effort,
+        )
+        budget = fields.thinking_token_budget
+        sampled = samplings(
+            common,
+            fields.max_output_tokens,
+            thinking_budget=-1 if budget is None else budget,
+        )
+        per_prompt = guided(sampled, offer, self._speech, "text.format")
+        wanted = choices(
+            common,
+            [messages],
+            per_prompt,
+            max_tokens_field="" if fields.max_output_tokens is None else "max_output_tokens",
+            shown=self._shown(bool(offer.tools)),
+        )
+        listener = listening(self._speech, wanted[0].prompt, offer)
+
+        def reply(origin: Origin, request: Request, headers: Headers) -> Reply:
+            response = Response(origin, _echoed(fields), listener)
+            return reply_of(response, bool(fields.stream), request, headers)
+
+        form = "text.format" if common.response_format else "tools" if offer.tools else ""
+        return Asked(fields.model, wanted, fields.user or "", reply, form=form, ignored=ignored)
+
+
+def turns(fields: ResponseFields) -> Sequence[Turn]:
+    """What is said, thought and called by the assistant without a pause is one turn of its.
+
+    Raises:
+        Refusal: an item says nothing, or what is neither text nor an image where it may be one.
+    """
+    made = [] if fields.instructions is None else [Turn("system", fields.instructions)]
+    if isinstance(fields.input, str):
+        return [*made, Turn("user", fields.input)]
+    going_on = False  # whether the last turn is the assistant's
+    for number, item in enumerate(fields.input):
+        turn = _turn(f"input[{number}]", item)
+        its_own = turn.role == "assistant"
+        if its_own and going_on and (joined := _joined(made[-1], turn)):
+            made[-1] = joined
+        else:
+            made.append(turn)
+        going_on = its_own
+    return made
+
+
+def _turn(where: str, item: InputItem) -> Turn:
+    match item:
+        case InputItem(type="function_call", name=str(name), call_id=str(call_id)):
+            call = ToolCall(name, item.arguments or "", call_id)
+            return Turn("assistant", None, tool_calls=(call,))
+        case InputItem(type="function_call_output", output=output, call_id=str(call_id)):
+            return Turn("tool", _text(f"{where}.output", output), tool_call_id=call_id)
+        case InputItem(type="reasoning"):
+            return Turn("assistant", None, reasoning=_text(f"{where}.content", item.content or ""))
+        case InputItem(type="message", role=str(role), content=content):
+            role = "system" if role == "developer" else role
+            if role != "assistant" and isinstance(content, list) and any(map(_shows, content)):
+                parts = (_part(f"{where}.content", *each) for each in enumerate(content))
+                return Turn(role, None, parts=tuple(parts))
+            return Turn(role, _text(f"{where}.content", content))
+        case _:
+            sentence = f"{where} has not all fields that a {item.type} has"
+            raise Refusal(400, sentence, param=where)
+
+
+def _joined(before: Turn, after: Turn) -> Turn | None:
+    """Both as one turn; None where that would lose who said what first."""
+    if after.reasoning is not None and (before.content is not None or before.tool_calls):
+        return None
+    if after.content is not None and (before.content is not None or before.tool_calls):
+        return None
+    return Turn(
+        "assistant",
+        after.content if before.content is None else before.content,
+        reasoning=after.reasoning if before.reasoning is None else before.reasoning,
+        tool_calls=(*before.tool_calls, *after.tool_calls),
+    )
+
+
+def _shows(part: Part) -> bool:
+    return part.type == "input_image"
+
+
+def _part(where: str, number: int, part: Part) -> str | Picture:
+    if not _shows(part):
+        return _text_of(where, number, part)
+    if part.image_url is None:
+        path = f"{where}[{number}].image_url"
+        raise Refusal(400, f"{path} is missing: no files are stored here", param=path)
+    return Picture(part.image_url, part.detail == "low")
+
+
+def _text(where: str, content: str | list[Part] | None) -> str:
+    if isinstance(content, str):
+        return content
+    if content is None:
+        raise Refusal(400, f"{where} must be text or a list of text parts", param=where)
+    return "\n".join(_text_of(where, number, part) for number, part in enumerate(content))
+
+
+def _text_of(where: str, number: int, part: Part) -> str:
+    if not part.type.endswith("text") or part.text is None:
+        path = f"{where}[{number}]"
+        raise Refusal(400, f"{path} is no text; only text is supported", param=path)
+    return part.text
+
+
+def _format(text: TextFields | None) -> ResponseFormat | None:
+    """As chats have it."""
+    if text is None or text.format is None:
+        return None
+    schema = text.format.schema
+    return ResponseFormat(text.format.type, None if schema is None else JsonSchema(schema))
+
+
+def _tool(tool: ResponseTool) -> Tool:
+    return Tool("function", Function(tool.name, tool.description, tool.parameters, tool.strict))
+
+
+def _choice(choice: str | NamedTool | None) -> tuple[str | None, str | None]:
+    match choice:
+        case NamedTool(name=name):
+            return None, name
+        case _:
+            return choice, None
+
+
+def _echoed(fields: ResponseFields) -> dict[str, Any]:
+    """What a response says of its request."""
+    effort = fields.reasoning.effort if fields.reasoning else None
+    return {
+        "instructions": fields.instructions,
+        "max_output_tokens": fields.max_output_tokens,
+        "parallel_tool_calls": fields.parallel_tool_calls is not False,
+        "temperature": 1.0 if fields.temperature is None else fields.temperature,
+        "top_p": 1.0 if fields.top_p is None else fields.top_p,
+        "tool_choice": fields.tool_choice or "auto",
+        "tools": fields.tools or [],
+        "reasoning": {"effort": effort, "summary": None},
+        "text": fields.text or {"format": {"type": "text"}},
+        "user": fields.user,
+    }

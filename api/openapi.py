@@ -1,0 +1,421 @@
+"""The HTTP API as an OpenAPI document, made of the records that requests are read into.
+
+What a field means is told here, beside no code that could do something else; what it may be comes
+from the record itself.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from api.admin.adapters import LoadFields, UnloadFields
+from api.admin.engines import COMMANDS
+from api.anthropic.count_tokens import Counted
+from api.anthropic.fields import CountedFields, MessagesFields
+from api.native.generate import Generated, NativeFields
+from api.native.tokens import Detokenized, DetokenizeFields, Tokenized, TokenizeFields
+from api.openai.chat import ChatFields
+from api.openai.chat_voice import Choice as ChatChoice
+from api.openai.chat_voice import ChunkChoice
+from api.openai.completions import Choice, CompletionFields
+from api.openai.replies import Usage
+from api.openai.responses import ResponseFields
+from api.pooling.embeddings import EmbeddingFields, EmbeddingList
+from api.pooling.rerank import Reranked, RerankFields
+from api.pooling.scores import ScoreFields, ScoreList
+
+Schema = dict[str, Any]
+
+FIELDS: Mapping[str, str] = {
+    "model": "One that `/v1/models` names: the model, which it is where this is absent, or a LoRA "
+    "adapter.",
+    "lora_path": "SGLang's way to name a LoRA adapter.",
+    "prompt": "A text, a list of texts, token ids, or a list of lists of them.",
+    "messages": "The conversation, rendered with the model's own chat template.",
+    "stream": "Send the answer as server-sent events while it is generated.",
+    "stream_options": "`include_usage`: one more event before `[DONE]` tells the usage.",
+    "n": "Answers for each prompt; each is a request of its own to the nodes.",
+    "best_of": "So many answers are generated, and the `n` whose tokens are the likeliest on "
+    "average are told. Not with `stream`.",
+    "max_tokens": "Maximum number of tokens to generate. A value that does not fit into the "
+    "context behind the prompt is refused. Default: 16 for completions, else what fits.",
+    "max_completion_tokens": "The newer name of `max_tokens`.",
+    "temperature": "0: the likeliest token, always.",
+    "top_p": "Sample from the smallest set of tokens with at least this probability together.",
+    "top_k": "Sample from so many of the likeliest tokens; 0 or -1: from all.",
+    "min_p": "Leave out tokens less likely than this share of the likeliest one.",
+    "min_tokens": "Before so many tokens neither EOS nor what `stop` and `stop_token_ids` say "
+    "ends the answer.",
+    "seed": "The same seed gives the same tokens, on any node.",
+    "stop": "Texts that end the answer; they are not part of it.",
+    "stop_regex": "Expressions, as Python writes them: what matches one ends the answer and is no "
+    "part of it.",
+    "stop_token_ids": "Tokens that end the answer.",
+    "ignore_eos": "Continue after an end-of-sequence token. No effect with a grammar.",
+    "frequency_penalty": "Subtracted from a token's logit for each time it was generated.",
+    "presence_penalty": "Subtracted once from the logit of a token that was generated.",
+    "repetition_penalty": "Divides positive, multiplies negative logits of tokens seen so far.",
+    "logit_bias": "By token id, from -100 to 100: added to its logit. At most 1024.",
+    "allowed_token_ids": "No other token is sampled, EOS neither. At most 4096.",
+    "bad_words": "Texts that the answer never has, as the tokenizer writes them. At most 64.",
+    "logprobs": "Completions: tell log-probabilities, of each token and so many of the likeliest, "
+    "20 at most. Chat: whether to tell them.",
+    "top_logprobs": "Of so many of the likeliest tokens at each place, 20 at most.",
+    "echo": "The answer begins with its prompt, and so do its log-probabilities. With `max_tokens` "
+    "0 it is all there is.",
+    "response_format": "`json_object`, or `json_schema` with a `schema`: the answer is such JSON "
+    "and nothing else. With `tools` it may be calls instead.",
+    "output_config": "`format`: the answer is JSON of its `schema`, or with `tools` calls. "
+    "`effort` is `reasoning_effort`.",
+    "output_format": "The older name of `output_config.format`.",
+    "structured_outputs": "vLLM's: `json`, `regex`, `choice`, `grammar` or `json_object`.",
+    "guided_json": "A JSON schema.",
+    "guided_regex": "An expression that all of the answer matches.",
+    "guided_choice": "Texts of which the answer is one.",
+    "guided_grammar": "A grammar with a rule `root`, in xgrammar's EBNF.",
+    "json_schema": "As `guided_json`.",
+    "regex": "As `guided_regex`.",
+    "ebnf": "As `guided_grammar`.",
+    "structural_tag": "Forms with free text beside them, as xgrammar has them.",
+    "cache_salt": "What is cached is shared with requests of the same salt, and with no others; "
+    "absent: with those that have none. 512 characters at most.",
+    "priority": "From -100 to 100: what is higher goes first, or what is lower where the router is "
+    "so set. How urgent it may be, its operator says.",
+    "chat_template_kwargs": "Variables of the model's chat template, such as `enable_thinking`; "
+    "one that it does not have is refused.",
+    "reasoning_effort": "The same for this variable. Ignored where the template does not have it.",
+    "add_generation_prompt": "false: the prompt ends with the last message, and no new one begins.",
+    "continue_final_message": "The answer continues the last message, and is only what it adds.",
+    "text": "Of `/generate` a text, or a list of them; of a response its form, which is text.",
+    "input_ids": "Token ids, or a list of lists of them, in place of `text`.",
+    "sampling_params": "How tokens are chosen, by SGLang's names.",
+    "tools": "Functions that the model may call, in OpenAI's form.",
+    "system": "Goes before the conversation, as the system's message.",
+    "stop_sequences": "`stop`, by the name that Anthropic has for it.",
+    "thinking": "enabled: the model thinks `budget_tokens` at most (ignored where it does not "
+    "think); disabled: what it thinks is not told.",
+    "thinking_token_budget": "Tokens of thought after which it is ended; -1: any number.",
+    "thinking_budget": "As `thinking_token_budget`.",
+    "input": "A text, or what was said, thought and called so far, each as its item.",
+    "instructions": "Goes before the conversation, as the system's message.",
+    "max_output_tokens": "`max_tokens`, by the name that responses have for it.",
+    "reasoning": "`effort` is `reasoning_effort`.",
+    "tool_choice": "`auto`, `none`, `required`, or the tool that must be called.",
+    "parallel_tool_calls": "false: of several calls only the first is told.",
+    "include_reasoning": "false: what the model thinks is left out.",
+    "add_special_tokens": "false: of a text the tokens alone. A conversation has its template's.",
+    "return_token_strs": "Also say how the vocabulary spells each token.",
+    "tokens": "Token ids.",
+    "encoding_format": "`float`, or `base64`: of little-endian float32.",
+    "dimensions": "So many of the first numbers of each embedding, made as long as all of it.",
+    "text_1": "A text, or as many as `text_2` has.",
+    "text_2": "A text, or a list of them: each is scored with its own of `text_1`, or the only "
+    "one.",
+    "queries": "`text_1`, by another name.",
+    "query": "Of `/rerank`, what documents are ranked by. Of `/v1/score`, a text or token ids that "
+    "each of `items` follows.",
+    "items": "Texts, or lists of token ids.",
+    "label_token_ids": "Tokens whose probability to follow is told. At most 256.",
+    "apply_softmax": "Probabilities among these tokens alone.",
+    "item_first": "`query` follows each item.",
+    "documents": "Texts, or objects with a `text`. Of `/v1/score`, `text_2` by another name.",
+    "instruct": "What documents are wanted for, told to a reranker (`--reranker`).",
+    "top_n": "So many of the best; absent or 0: all.",
+    "return_documents": "false: their texts are left out of the answer.",
+    "prediction": "What is expected of the answer: `type` is `content`, and `content` a text or "
+    "parts of text. It changes no answer; nodes that speculate give it sooner where it is right.",
+    "user": "Who asks. Requests of one user go to the same nodes where the policy heeds it.",
+}
+
+REQUESTS = (
+    CompletionFields,
+    ChatFields,
+    ResponseFields,
+    MessagesFields,
+    CountedFields,
+    NativeFields,
+    TokenizeFields,
+    DetokenizeFields,
+    EmbeddingFields,
+    ScoreFields,
+    RerankFields,
+)
+_BESIDE = (
+    ResponseFields,
+    MessagesFields,
+    CountedFields,
+    Counted,
+    NativeFields,
+    Generated,
+    TokenizeFields,
+    Tokenized,
+    DetokenizeFields,
+    Detokenized,
+    EmbeddingFields,
+    EmbeddingList,
+    ScoreFields,
+    ScoreList,
+    RerankFields,
+    Reranked,
+    LoadFields,
+    UnloadFields,
+    *(fields for _, fields in COMMANDS.values()),
+)
+_OF_TOKENS = ("400", "401", "404", "413", "429", "504")
+_OTHERS = (
+    "Absent and null mean the same. A field that is not listed is refused by name, unless it "
+    "changes no answer."
+)
+_ERROR: Schema = {
+    "type": "object",
+    "properties": {
+        "error": {
+            "type": "object",
+            "properties": {
+                "message": {"type": "string"},
+                "type": {
+                    "enum": ["invalid_request_error", "rate_limit_error", "server_error"],
+                },
+                "param": {"type": ["string", "null"], "description": "The field that is wrong."},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_WHERE_ASKED = "Where the router asks for one, see docs/clients.md."
+_KEYS: Schema = {
+    "key": {"type": "http", "scheme": "bearer", "description": f"An API key. {_WHERE_ASKED}"},
+    "operator_key": {
+        "type": "http",
+        "scheme": "bearer",
+        "description": f"An operator's API key, or the cluster's own. {_WHERE_ASKED}",
+    },
+}
+_PROBLEMS: Mapping[str, str] = {
+    "400": "A field is wrong, or asks for what is not supported; `param` names it.",
+    "401": "No API key, where one is asked for, or none that is good.",
+    "403": "A client's key, where an operator's is asked for.",
+    "404": "There is no such model, or no such request.",
+    "409": "Not as things stand, on a node that the message names.",
+    "413": "The body is too large, or has too many values.",
+    "429": "A limit of the key, too many live requests, or too much text to tokenise; see "
+    "Retry-After.",
+    "503": "No usable pair of nodes, or the router is shutting down; see Retry-After.",
+    "504": "The request's total budget is spent.",
+}
+
+
+def document(version: str) -> Schema:
+    """The whole document, OpenAPI 3.1. `version` is Baton's."""
+    records, components = msgspec.json.schema_components(
+        [CompletionFields, ChatFields, Choice, ChatChoice, ChunkChoice, Usage, *_BESIDE],
+        ref_template="#/components/schemas/{name}",
+    )
+    completion, chat, text_choice, chat_choice, chunk_choice, usage, *beside = records
+    response, message, to_count, counted, native, generated = beside[:6]
+    tokenize, tokenized, detokenize, detokenized = beside[6:10]
+    embed, embedded, score, scored, rerank, reranked, load, unload = beside[10:18]
+    commands = zip(COMMANDS.items(), beside[18:], strict=True)
+    for record in REQUESTS:
+        components[record.__name__]["description"] = _OTHERS
+        for name, field in components[record.__name__]["properties"].items():
+            field["description"] = FIELDS[name]
+    components["Error"] = _ERROR
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Baton",
+            "version": version,
+            "description": "OpenAI's API for text, and what operators ask of a router.",
+        },
+        "paths": {
+            "/v1/completions": {
+                "post": _generation(
+                    "Completes a prompt.", completion, text_choice, text_choice, usage
+                )
+            },
+            "/v1/chat/completions": {
+                "post": _generation("Answers in a chat.", chat, chat_choice, chunk_choice, usage)
+            },
+            "/v1/responses": {
+                "post": _posted(
+                    "Answers in a chat, in the newer form. Nothing is stored; with `stream` the "
+                    "answer is its events.",
+                    response,
+                    {"type": "object", "description": "OpenAI's `response`."},
+                    *_PROBLEMS,
+                )
+            },
+            "/v1/messages": {
+                "post": _posted(
+                    "Answers in a chat, in Anthropic's form; with `stream` the answer is its "
+                    "events.",
+                    message,
+                    {"type": "object", "description": "Anthropic's `message`."},
+                    *_PROBLEMS,
+                )
+            },
+            "/v1/messages/count_tokens": {
+                "post": _posted(
+                    "How many tokens a prompt of Anthropic's form has.",
+                    to_count,
+                    counted,
+                    *_OF_TOKENS,
+                )
+            },
+            "/generate": {
+                "post": _posted(
+                    "Generates, in SGLang's own form. A list of prompts, or `n`, makes a list of "
+                    "answers; an event of a stream has all of its answer so far.",
+                    native,
+                    generated,
+                    *_PROBLEMS,
+                )
+            },
+            "/tokenize": {
+                "post": _posted(
+                    "Token ids of a prompt, of several, or of a conversation.",
+                    tokenize,
+                    tokenized,
+                    *_OF_TOKENS,
+                )
+            },
+            "/detokenize": {
+                "post": _posted("The text of token ids.", detokenize, detokenized, *_OF_TOKENS)
+            },
+            "/v1/embeddings": {
+                "post": _posted(
+                    "Embeddings of texts, made by prefill nodes.", embed, embedded, *_PROBLEMS
+                )
+            },
+            "/v1/score": {
+                "post": _posted(
+                    "How well texts go together; or with `query`, `items`, `label_token_ids`, in "
+                    "SGLang's form, how likely these tokens are to follow. `/score`, too.",
+                    score,
+                    scored,
+                    *_PROBLEMS,
+                )
+            },
+            "/v1/rerank": {
+                "post": _posted(
+                    "Documents in the order in which they suit a query; `/rerank`, too.",
+                    rerank,
+                    reranked,
+                    *_PROBLEMS,
+                )
+            },
+            "/version": {"get": _plain("Which version of Baton this is.", "401")},
+            "/get_model_info": {
+                "get": _plain("The model, as SGLang tells it; `/model_info`, too.", "401")
+            },
+            "/get_server_info": {
+                "get": _plain("The server, as SGLang tells it; `/server_info`, too.", "401")
+            },
+            "/v1/models": {"get": _plain("The model that is served, and its adapters.", "401")},
+            "/v1/load_lora_adapter": {
+                "post": _command("Has all nodes load a LoRA adapter.", load, "400")
+            },
+            "/v1/unload_lora_adapter": {
+                "post": _command("Has all nodes unload one.", unload, "400", "404")
+            },
+            **{
+                path: {"post": _command(summary, fields, "400", "409")}
+                for (path, (summary, _)), fields in commands
+            },
+            "/v1/models/{model}": {
+                "parameters": [_in_path("model")],
+                "get": _plain("The same, by its name.", "401", "404"),
+            },
+            "/cluster": {
+                "get": _for_operators("The nodes, their pages, queues, counters and links.")
+            },
+            "/requests": {"get": _for_operators("Requests under way and the last that ended.")},
+            "/requests/{id}": {
+                "parameters": [_in_path("id")],
+                "get": _for_operators("Where the time of one request went, by phase.", "404"),
+            },
+            "/requests/{id}/events": {
+                "parameters": [_in_path("id")],
+                "get": _for_operators("What happened to one request, on all programs.", "404"),
+            },
+            "/health": {"get": _for_anybody("The process lives.")},
+            "/ready": {"get": _for_anybody("A request could be placed now.", "503")},
+            "/metrics": {"get": _for_operators("Prometheus metrics, as text.")},
+            "/openapi.json": {"get": _plain("This document.", "401")},
+        },
+        "components": {"schemas": components, "securitySchemes": _KEYS},
+        "security": [{"key": []}, {}],
+    }
+
+
+def _generation(
+    summary: str, fields: Schema, choice: Schema, chunk: Schema, usage: Schema
+) -> Schema:
+    return {
+        "summary": summary,
+        "requestBody": {"required": True, "content": {"application/json": {"schema": fields}}},
+        "responses": {
+            "200": {
+                "description": "The answer; with `stream` its pieces, and `[DONE]` at the end.",
+                "content": {
+                    "application/json": {"schema": _envelope(choice, usage)},
+                    "text/event-stream": {"schema": _envelope(chunk, usage)},
+                },
+            },
+            **_problems(*_PROBLEMS),
+        },
+    }
+
+
+def _posted(summary: str, fields: Schema, answer: Schema, *problems: str) -> Schema:
+    return {
+        "summary": summary,
+        "requestBody": {"required": True, "content": {"application/json": {"schema": fields}}},
+        "responses": {
+            "200": {"description": "OK", "content": {"application/json": {"schema": answer}}},
+            **_problems(*problems),
+        },
+    }
+
+
+def _envelope(choice: Schema, usage: Schema) -> Schema:
+    return {
+        "type": "object",
+        "properties": {
+            "id": {"type": "string"},
+            "object": {"type": "string"},
+            "created": {"type": "integer", "description": "Seconds since 1970."},
+            "model": {"type": "string"},
+            "choices": {"type": "array", "items": choice},
+            "usage": usage,
+        },
+    }
+
+
+def _plain(summary: str, *problems: str) -> Schema:
+    return {"summary": summary, "responses": {"200": {"description": "OK"}, **_problems(*problems)}}
+
+
+def _for_operators(summary: str, *problems: str) -> Schema:
+    security: list[Schema] = [{"operator_key": []}, {}]
+    return {**_plain(summary, "401", "403", *problems), "security": security}
+
+
+def _command(summary: str, fields: Schema, *problems: str) -> Schema:
+    body = {"required": True, "content": {"application/json": {"schema": fields}}}
+    return {**_for_operators(summary, *problems), "requestBody": body}
+
+
+def _for_anybody(summary: str, *problems: str) -> Schema:
+    return {**_plain(summary, *problems), "security": []}
+
+
+def _in_path(name: str) -> Schema:
+    return {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+
+
+def _problems(*statuses: str) -> Schema:
+    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    return {status: {"description": _PROBLEMS[status], "content": error} for status in statuses}

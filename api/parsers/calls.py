@@ -1,0 +1,136 @@
+"""Calls of tools written as JSON, told while they come."""
+
+import json
+from collections.abc import Container
+
+from api.parsers.events import Arguments, Call
+from api.parsers.source import Source, Steps
+
+_ARGUMENTS = ("arguments", "parameters")
+
+
+class CallTelling:
+    """Tells one call in order, whatever the order in which its parts come."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._held: list[str] = []  # arguments, before there is a name
+        self.named = False
+        self._told = False
+
+    def name(self, name: str) -> None:
+        self.named = True
+        self._source.say(Call(name))
+        self.arguments("".join(self._held))
+
+    def arguments(self, text: str) -> None:
+        if not self.named:
+            self._held.append(text)
+        elif text:
+            self._told = True
+            self._source.say(Arguments(text))
+
+    def end(self) -> None:
+        """A call without arguments has an object of none: clients decode it."""
+        if self.named and not self._told:
+            self.arguments("{}")
+
+
+def call_object(source: Source, known: Container[str] | None = None) -> Steps[bool]:
+    """Takes `{"name": ..., "arguments": {...}}`, its keys in any order, and tells the call.
+
+    Args:
+        known: tools of which it must be one, with no other keys than those of a call. None: what
+            stands here is meant as a call.
+    Returns:
+        Whether this is one; if not, nothing has been told.
+    """
+    call = CallTelling(source)
+    if not (yield from source.accept("{")):
+        return False
+    while not (yield from source.accept("}")):
+        key = yield from _text(source)
+        if not key or not (yield from source.accept(":")):
+            break
+        if key == "name":
+            name = yield from _text(source)
+            if not name or call.named or (known is not None and name not in known):
+                break
+            call.name(name)
+        elif key in _ARGUMENTS:
+            yield from json_arguments(source, call)
+        elif known is None or key in ("type", "id"):
+            yield from json_value(source, [])
+        else:
+            break
+        yield from source.accept(",")
+    else:
+        call.end()
+    return call.named
+
+
+def json_arguments(source: Source, call: CallTelling) -> Steps[None]:
+    """Takes a value and tells it: an object as it comes, one that is written into a text, too."""
+    yield from source.spaces()
+    if (yield from source.next_is("{[")):
+        yield from source.through(_ValueScan(), call.arguments)
+    elif (yield from source.next_is('"')):
+        call.arguments((yield from _text(source)) or "{}")
+    else:
+        yield from json_value(source, [])
+
+
+def json_value(source: Source, parts: list[str]) -> Steps[bool]:
+    """Takes a value of any kind, which is then in `parts`; whether it is whole."""
+    yield from source.spaces()
+    return (yield from source.through(_ValueScan(), parts.append))
+
+
+def _text(source: Source) -> Steps[str]:
+    """Takes a JSON text; "" where there is none."""
+    yield from source.spaces()
+    if not (yield from source.next_is('"')):
+        return ""
+    parts: list[str] = []
+    yield from source.through(_ValueScan(), parts.append)
+    try:
+        return str(json.loads("".join(parts), strict=False))
+    except ValueError:
+        return ""
+
+
+class _ValueScan:
+    """Finds the end of a JSON value by its brackets and quotes."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_text = False
+        self._escaped = False
+
+    def __call__(self, text: str, start: int) -> int | None:
+        for index in range(start, len(text)):
+            character = text[index]
+            if self._in_text:
+                if self._ends_text(character) and not self._depth:
+                    return index + 1
+            elif character == '"':
+                self._in_text = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                if self._depth <= 0:
+                    return index + 1 + min(self._depth, 0)
+            elif not self._depth and (character == "," or character.isspace()):
+                return index
+        return None
+
+    def _ends_text(self, character: str) -> bool:
+        if self._escaped:
+            self._escaped = False
+        elif character == "\\":
+            self._escaped = True
+        elif character == '"':
+            self._in_text = False
+            return True
+        return False

@@ -1,0 +1,74 @@
+"""Harmony, in which gpt-oss writes all of an answer: messages to channels, each with a header."""
+
+import re
+
+from api.parsers.calls import CallTelling
+from api.parsers.events import Reasoning
+from api.parsers.source import Source, Steps, Tell, nobody
+
+MARKERS = START, CHANNEL, CONSTRAIN, MESSAGE = (
+    "<|start|>",
+    "<|channel|>",
+    "<|constrain|>",
+    "<|message|>",
+)
+ENDS = END, *_ = ("<|end|>", "<|call|>", "<|return|>")
+THINKING = "analysis"
+
+_THINKING = re.compile(rf"\s*{THINKING}\b")
+_NAME = r"[^\s<]+"
+_RECIPIENT = re.compile(rf"to=functions\.({_NAME})")
+
+
+def harmony(source: Source, *, reasons: bool, calls: bool) -> Steps[None]:
+    """
+    Args:
+        reasons: whether what is thought is told.
+        calls: whether functions may be called; if not, what would be a call is content.
+    """
+    author, marker = yield from source.collected(CHANNEL, MESSAGE, START, *ENDS)
+    if marker not in (CHANNEL, MESSAGE):  # it begins in the midst of a message, or has none
+        source.content(author)
+    while marker:
+        channel = ""
+        if marker == CHANNEL:
+            channel, marker = yield from source.collected(MESSAGE, START, *ENDS)
+        if marker == MESSAGE:
+            recipient = _RECIPIENT.search(author) or _RECIPIENT.search(channel)
+            marker = yield from _message(source, channel, recipient if calls else None, reasons)
+        if marker in ENDS:
+            marker = yield from source.accept(START)
+        if marker == START:
+            author, marker = yield from source.collected(CHANNEL, MESSAGE, START, *ENDS)
+
+
+def _message(
+    source: Source, channel: str, recipient: re.Match[str] | None, reasons: bool
+) -> Steps[str]:
+    """Tells one to its end, and returns the marker there."""
+    if recipient is None:
+        tell = _thinking(source, reasons) if _THINKING.match(channel) else source.content
+        return (yield from source.until(START, *ENDS, tell=tell))
+    call = CallTelling(source)
+    call.name(recipient[1])
+    marker = yield from source.until(START, *ENDS, tell=call.arguments, trim=True)
+    call.end()
+    return marker
+
+
+def is_open(rendered_end: str) -> bool:
+    """Whether an answer that follows a prompt with this end begins with a header."""
+    return rendered_end.rstrip().endswith(f"{START}assistant")
+
+
+def can_call(name: str) -> bool:
+    """Whether a header has a place for such a name."""
+    return re.fullmatch(_NAME, name) is not None
+
+
+def _thinking(source: Source, reasons: bool) -> Tell:
+    def tell(text: str) -> None:
+        if text:
+            source.say(Reasoning(text))
+
+    return tell if reasons else nobody

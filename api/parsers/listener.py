@@ -1,0 +1,89 @@
+"""One answer, as it comes, for whoever tells it: how much of which part each piece adds."""
+
+import random
+import string
+from collections.abc import Sequence
+
+import msgspec
+
+from api.parsers.events import Arguments, Call, Content, Parser, Reasoning, Said
+
+_CHARACTERS = string.ascii_letters + string.digits
+_ID_CHARACTERS = 9  # as many as Mistral's templates take, and letters and digits alone
+
+
+class CallPart(msgspec.Struct, frozen=True):
+    """What is added to one call; in the first part is its id and name."""
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+
+
+class Heard(msgspec.Struct, frozen=True):
+    content: str
+    reasoning: str
+    calls: Sequence[CallPart]  # one part of each at most, in order
+
+    def __bool__(self) -> bool:
+        return bool(self.content or self.reasoning or self.calls)
+
+
+class Listener:
+    """For one answer."""
+
+    def __init__(self, parser: Parser, *, parallel: bool = True) -> None:
+        """
+        Args:
+            parallel: False: of several calls only the first is heard.
+        """
+        self._parser = parser
+        self._parallel = parallel
+        self._num_calls = 0
+
+    @property
+    def has_called(self) -> bool:
+        return self._num_calls > 0
+
+    def hear(self, text: str, marks: Sequence[int] = (), *, last: bool) -> Heard:
+        """What the answer's text adds.
+
+        Args:
+            marks: as of Parser.push.
+            last: there is no more of it.
+        """
+        said = [*self._parser.push(text, marks)]
+        if last:
+            said += self._parser.finish()
+        return self._together(said)
+
+    def _together(self, said: Sequence[Said]) -> Heard:
+        content: list[str] = []
+        reasoning: list[str] = []
+        begun: dict[int, CallPart] = {}
+        arguments: dict[int, list[str]] = {}
+        for each in said:
+            match each:
+                case Content(text):
+                    content.append(text)
+                case Reasoning(text):
+                    reasoning.append(text)
+                case Call(name):
+                    begun[self._num_calls] = CallPart(self._num_calls, _new_id(), name, "")
+                    arguments[self._num_calls] = []
+                    self._num_calls += 1
+                case Arguments(text):
+                    arguments.setdefault(self._num_calls - 1, []).append(text)
+        calls = [
+            CallPart(index, begun[index].id, begun[index].name, "".join(parts))
+            if index in begun
+            else CallPart(index, "", "", "".join(parts))
+            for index, parts in arguments.items()
+            if self._parallel or index == 0
+        ]
+        return Heard("".join(content), "".join(reasoning), calls)
+
+
+def _new_id() -> str:
+    return "".join(random.choices(_CHARACTERS, k=_ID_CHARACTERS))

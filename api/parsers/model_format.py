@@ -1,0 +1,202 @@
+"""How the served model writes what it thinks and which tools it calls: as its chat template shows,
+or as the router is told."""
+
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum, auto
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from api.parsers import formats, harmony, marked, tags, think
+from api.parsers.channels import Channels
+from api.parsers.events import Parser
+from api.parsers.formats import Grammar
+from api.parsers.forms import one_of
+from api.parsers.source import GrammarParser, PlainParser, Source, Steps
+
+# By name, the JSON schema of their arguments.
+Tools = Mapping[str, Any]
+
+NONE = "none"
+# Grammars of arguments of calls that need not be made: none, any JSON object, the tool's schema.
+FREE, JSON, SCHEMA = "free", "json", "schema"
+_HARMONY = "harmony"
+_GRAMMARS: Mapping[str, tuple[Grammar, Sequence[str]]] = {
+    "hermes": (formats.hermes, formats.HERMES),
+    "llama3": (formats.llama3, formats.LLAMA3),
+    "mistral": (formats.mistral, formats.MISTRAL),
+    "deepseek": (formats.deepseek, formats.DEEPSEEK),
+    "qwen3-coder": (marked.qwen3_coder, marked.QWEN3_CODER),
+    "glm45": (marked.glm45, marked.GLM45),
+}
+# What a template has in it that prompts for this format, the first that it has. Markers of a call
+# are in templates that show earlier ones; Llama 3 has no more than a word for its language.
+_SHOWN_BY: Sequence[tuple[str, str]] = (
+    ("<|channel|>", "harmony"),
+    ("[TOOL_CALLS]", "mistral"),
+    (formats.DEEPSEEK[0], "deepseek"),
+    ("<function=", "qwen3-coder"),
+    ("<arg_key>", "glm45"),
+    ("<tool_call>", "hermes"),
+    ("<|python_tag|>", "llama3"),
+    ("<|start_header_id|>", "llama3"),
+)
+
+
+class Thinks(Enum):
+    """Whether an answer begins with thought."""
+
+    NOT = auto()
+    PERHAPS = auto()  # it says so itself
+    AT_ONCE = auto()  # the prompt has begun it
+
+
+class Speech(msgspec.Struct, frozen=True):
+    """NONE: the model does no such thing, or how is not known.
+
+    tokens: of its markers those that are special tokens, and are none where they are spelt with
+        others.
+    arguments: FREE, JSON or SCHEMA: the grammar of arguments where no other is asked for.
+    takes_effort: whether the chat template has a place for a reasoning effort.
+    takes_budget: whether nodes can end what is thought after a number of tokens.
+    """
+
+    reasoning: str = NONE  # | "deepseek-r1" | "qwen3" | "harmony"
+    tools: str = NONE  # | "hermes" | "llama3" | "mistral" | "deepseek" | "qwen3-coder" | "glm45" |
+    # "harmony"
+    tokens: Mapping[str, int] = {}
+    arguments: str = JSON
+    takes_effort: bool = False
+    takes_budget: bool = False
+
+    def markers(self, *, calls: bool) -> frozenset[str]:
+        """Texts that must not be left out of an answer, though they may be special tokens.
+
+        Args:
+            calls: whether it may call tools.
+        """
+        if self._is_harmony:
+            return frozenset({*harmony.MARKERS, *harmony.ENDS})
+        found: set[str] = set() if self.reasoning == NONE else {think.OPEN, think.CLOSE}
+        if calls and self.tools in _GRAMMARS:
+            found |= set(_GRAMMARS[self.tools][1])
+        return frozenset(found)
+
+    def form_of_calls(
+        self, tools: Sequence[tuple[str, Mapping[str, Any]]], *, parallel: bool
+    ) -> Mapping[str, Any] | None:
+        """Return a structural tag's format: free text in which each call is whole, once it has
+        begun. None: no grammar can write this model's calls.
+
+        Args:
+            tools: names, with the schema that arguments are held to.
+            parallel: False: nothing follows a call.
+        """
+        if self.tools == _HARMONY and self.channels is not None:
+            return self.channels.free(tools, parallel=parallel)
+        calls = tags.call_forms(self.tools, self.tokens)
+        return None if calls is None else calls.in_text(tags.grouped(tools), parallel=parallel)
+
+    def form_of_calls_or(
+        self,
+        form: Mapping[str, Any],
+        tools: Sequence[tuple[str, Mapping[str, Any]]],
+        *,
+        parallel: bool,
+    ) -> Mapping[str, Any] | None:
+        """Return a structural tag's format: an answer of that form, or calls alone. None: no
+        grammar can write this model's calls.
+
+        Args:
+            tools, parallel: as of `form_of_calls`.
+        """
+        if self.tools == _HARMONY and self.channels is not None:
+            return self.channels.calls_or(form, tools, parallel=parallel)
+        calls = tags.call_forms(self.tools, self.tokens)
+        if calls is None:
+            return None
+        return one_of(form, calls.alone(tags.grouped(tools), parallel=parallel))
+
+    @property
+    def channels(self) -> Channels | None:
+        """That answers can be held to; None: answers have none, or they are marked with text, which
+        what is thought might have in it, too."""
+        known = self._is_harmony and self.tokens.keys() >= {*harmony.MARKERS, harmony.END}
+        return Channels(self.tokens) if known else None
+
+    @property
+    def _is_harmony(self) -> bool:
+        return _HARMONY in (self.reasoning, self.tools)
+
+    @property
+    def marks_thought(self) -> bool:
+        """Whether what is thought stands between markers at the start of an answer."""
+        return self.reasoning not in (NONE, _HARMONY)
+
+    def thinks(self, rendered_end: str) -> Thinks:
+        """How an answer begins that follows a prompt with this end."""
+        if not self.marks_thought or think.is_closed(rendered_end):
+            return Thinks.NOT
+        opened = self.reasoning == "deepseek-r1" or think.is_open(rendered_end)
+        return Thinks.AT_ONCE if opened else Thinks.PERHAPS
+
+    def parser(self, rendered_end: str, tools: Tools | None, *, reasons: bool) -> Parser:
+        """Of one answer.
+
+        Args:
+            rendered_end: what its prompt ends with.
+            tools: those that it may call; None: none of them.
+            reasons: whether its reasoning is told.
+        """
+        if self._is_harmony:
+            grammar = partial(harmony.harmony, reasons=reasons, calls=tools is not None)
+            return GrammarParser(grammar, self.tokens)
+        return self._behind_thought(self._calls(tools), rendered_end, reasons=reasons)
+
+    def parser_of_calls(self, rendered_end: str, tools: Tools | None, *, reasons: bool) -> Parser:
+        """Of one answer that a grammar makes nothing but calls.
+
+        Args:
+            tools: as of `parser`.
+        """
+        if self.channels is not None:
+            return self.parser(rendered_end, tools, reasons=reasons)
+        return self._behind_thought(formats.forced, rendered_end, reasons=reasons)
+
+    def _behind_thought(
+        self, then: Callable[[Source], Steps[None]], rendered_end: str, *, reasons: bool
+    ) -> Parser:
+        thinks = self.thinks(rendered_end)
+        if thinks is Thinks.NOT:
+            return PlainParser() if then is formats.plain else GrammarParser(then, self.tokens)
+        opened = thinks is Thinks.AT_ONCE
+        grammar = partial(think.think, then=then, opened=opened, tells=reasons)
+        return GrammarParser(grammar, self.tokens)
+
+    def _calls(self, tools: Tools | None) -> Callable[[Source], Steps[None]]:
+        """The grammar of an answer that has no reasoning."""
+        if tools is None or self.tools not in _GRAMMARS:
+            return formats.plain
+        grammar, _ = _GRAMMARS[self.tools]
+        return lambda source: grammar(source, tools)
+
+
+def speech_of(template: str, reasoning: str, tools: str) -> Speech:
+    """
+    Args:
+        template: source of the model's chat template; "" of none.
+        reasoning, tools: the format, NONE, or "auto": as the template shows.
+    """
+    shown = _shown_by(template)
+    return Speech(
+        shown.reasoning if reasoning == "auto" else reasoning,
+        shown.tools if tools == "auto" else tools,
+    )
+
+
+def _shown_by(template: str) -> Speech:
+    tools = next((name for marker, name in _SHOWN_BY if marker in template), NONE)
+    if tools == _HARMONY:
+        return Speech(_HARMONY, _HARMONY)
+    return Speech("qwen3" if think.CLOSE in template else NONE, tools)

@@ -1,0 +1,254 @@
+"""Calls of tools as structural tags, for each format that models write them in.
+
+Two forms are made of the same blocks: an answer that is calls alone, and free text in which a call
+that has begun can only continue as a whole call of a tool that was offered.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from api.parsers.formats import DEEPSEEK, HERMES, MISTRAL
+from api.parsers.forms import (
+    ANYTHING,
+    SPACE,
+    Format,
+    Forms,
+    one_of,
+    optional,
+    plus,
+    schema_form,
+    star,
+)
+from api.parsers.marked import GLM45, QWEN3_CODER
+
+# The names of tools whose arguments have the same schema, and that schema.
+Group = tuple[Sequence[str], Mapping[str, Any]]
+
+_MISTRAL_ID: Format = {"type": "regex", "pattern": "[a-zA-Z0-9]{9}"}
+_FENCE_BEGIN, _FENCE_END = "\n```json\n", "\n```"  # around arguments, in DeepSeek V3 and R1
+
+
+class Block(msgspec.Struct, frozen=True):
+    """One call, or several that share their markers.
+
+    begin: the text or marker that no other text may begin with.
+    end: "" where nothing follows the last call.
+    separator: the text between two blocks; "": white space, or nothing.
+    repeats: whether a second block may follow.
+    """
+
+    begin: str
+    calls: Format
+    end: str = ""
+    separator: str = ""
+    repeats: bool = True
+
+
+class CallForms:
+    """The forms of calls in one format."""
+
+    def __init__(self, name: str, tokens: Mapping[str, int]) -> None:
+        """
+        Args:
+            name: one of _FORMATS.
+            tokens: markers of this format that are special tokens. The first marker is among them,
+                or there are none.
+        """
+        self._alone, self._in_text = _FORMATS[name], _IN_TEXT[name]
+        self._marked_by_tokens = bool(tokens)
+        self._forms = Forms(tokens)
+
+    def alone(self, groups: Sequence[Group], *, parallel: bool) -> Format:
+        """Return the form of an answer that is one call or, if `parallel`, one or more."""
+        blocks = self._alone(self._forms, groups, parallel)
+        block = one_of(*map(self._whole, blocks))
+        separator = blocks[0].separator
+        if not parallel or not blocks[0].repeats:
+            return block
+        if not separator:  # so that the schemas are in the form only once
+            return plus(self._forms.sequence(block, SPACE))
+        return self._forms.sequence(block, star(self._forms.sequence(separator, block)))
+
+    def in_text(self, groups: Sequence[Group], *, parallel: bool) -> Format:
+        """Return the form of free text with calls in it. Nothing follows a call unless `parallel`.
+
+        Free text has no special tokens, and the format for text with triggers cannot stand beside
+        tokens. Where a token begins a call, the calls therefore end the answer.
+        """
+        blocks = self._in_text(self._forms, groups, parallel)
+        if self._marked_by_tokens:
+            calls = self.alone(groups, parallel=parallel)
+            return self._forms.sequence(ANYTHING, optional(calls))
+        return {
+            "type": "triggered_tags",
+            "triggers": list(dict.fromkeys(block.begin for block in blocks)),
+            "tags": [self._tag(block) for block in blocks],
+            "stop_after_first": not parallel,
+        }
+
+    def _whole(self, block: Block) -> Format:
+        ends = [block.end] if block.end else []
+        return self._forms.sequence(block.begin, block.calls, *ends)
+
+    def _tag(self, block: Block) -> Format:
+        return {
+            "type": "tag",
+            "begin": block.begin,
+            "content": block.calls,
+            "end": block.end,
+        }
+
+
+def grouped(tools: Sequence[tuple[str, Mapping[str, Any]]]) -> Sequence[Group]:
+    """
+    Args:
+        tools: names, with the schema that arguments are held to.
+    """
+    groups: dict[bytes, tuple[list[str], Mapping[str, Any]]] = {}
+    for name, schema in tools:
+        groups.setdefault(msgspec.json.encode(schema), ([], schema))[0].append(name)
+    return list(groups.values())
+
+
+def _hermes(forms: Forms, groups: Sequence[Group], parallel: bool) -> Sequence[Block]:
+    begin, end = HERMES
+    calls = forms.sequence(SPACE, _objects(forms, groups, "arguments"), SPACE)
+    return [Block(begin, calls, end)]
+
+
+def _llama3(forms: Forms, groups: Sequence[Group], parallel: bool) -> Sequence[Block]:
+    calls = one_of(*(_members(forms, names, schema, "parameters") for names, schema in groups))
+    return [Block("{", calls, "}", separator="; ")]
+
+
+def _llama3_in_text(forms: Forms, groups: Sequence[Group], parallel: bool) -> Sequence[Block]:
+    """Such a call has no marker, and other JSON must stay possible. A call begins with its name
+    therefore, or with its parameters where all tools have the same schema."""
+    if len(groups) == 1:
+        return [Block('", "parameters": ', schema_form(groups[0][1]), "}")]
+    return [
+        Block(f'{{"name": {_quoted(name)}, "parameters": ', schema_form(schema), "}")
+        for names, schema in groups
+        for name in names
+    ]
+
+
+def _mistral(forms: Forms, groups: Sequence[Group], parallel: bool) -> Sequence[Block]:
+    """A list of JSON objects, or a name and its arguments as newer models write them."""
+    begin, call_id, arguments = MISTRAL
+    item = _objects(forms, groups, "arguments")
+    more = [star(forms.sequence(", ", item))] if parallel else []
+    named = [
+        forms.sequence(
+            _names(forms, names),
+            optional(forms.sequence(call_id, _MISTRAL_ID)),
+            optional(forms.element(arguments)),
+            schema_form(schema),
+        )
+        for names, schema in groups
+    ]
+    return [
+        Block(begin, forms.sequence("[", item, *more), "]"),
+        Block(begin, one_of(*named)),
+    ]
+
+
+def _deepseek(forms: Forms, groups: Sequence[Group], parallel: bool) -> Sequence[Block]:
+    """A fence around the arguments of V3 and R1, none of V3.1."""
+    calls_begin, begin, middle, end, calls_end = DEEPSEEK
+    calls = []
+    for names, schema in groups:
+        name, arguments = _names(forms, names), schema_form(schema)
+        fenced = (_FENCE_BEGIN, arguments, _FENCE_END)
+        calls.append(forms.sequence(begin, "function", middle, name, *fenced, end))
+        calls.append(forms.sequence(begin, name, middle, arguments, end))
+    call = one_of(*calls)
+    several = plus(forms.sequence(call, SPACE)) if parallel else call
+    return [Block(calls_begin, several, calls_end, repeats=False)]
+
+
+def _qwen3_coder(forms: Forms, groups: Sequence[Group], parallel: bool) -> Sequence[Block]:
+    begin, function, _, _, function_end, end = QWEN3_CODER
+    calls = [
+        forms.sequence(
+            f"\n{function}",
+            _names(forms, names),
+            ">\n",
+            schema_form(schema, "qwen_xml"),
+            f"{function_end}\n",
+        )
+        for names, schema in groups
+    ]
+    return [Block(begin, one_of(*calls), end)]
+
+
+def _glm45(forms: Forms, groups: Sequence[Group], parallel: bool) -> Sequence[Block]:
+    begin, *_, end = GLM45
+    calls = [
+        forms.sequence(_names(forms, names), schema_form(schema, "glm_xml"))
+        for names, schema in groups
+    ]
+    return [Block(begin, one_of(*calls), end)]
+
+
+def _objects(forms: Forms, groups: Sequence[Group], word: str) -> Format:
+    """Return the form of one call as a JSON object."""
+    return one_of(
+        *(
+            forms.sequence("{", _members(forms, names, schema, word), "}")
+            for names, schema in groups
+        )
+    )
+
+
+def _members(forms: Forms, names: Sequence[str], schema: Mapping[str, Any], word: str) -> Format:
+    """Return what is between the braces of such an object."""
+    quoted = _names(forms, [_quoted(name) for name in names])
+    return forms.sequence('"name": ', quoted, f', "{word}": ', schema_form(schema))
+
+
+def _names(forms: Forms, names: Sequence[str]) -> Format:
+    return one_of(*map(forms.element, names))
+
+
+def _quoted(name: str) -> str:
+    return msgspec.json.encode(name).decode()
+
+
+_Made = Callable[[Forms, Sequence[Group], bool], Sequence[Block]]
+_FORMATS: Mapping[str, _Made] = {
+    "deepseek": _deepseek,
+    "glm45": _glm45,
+    "hermes": _hermes,
+    "llama3": _llama3,
+    "mistral": _mistral,
+    "qwen3-coder": _qwen3_coder,
+}
+_IN_TEXT: Mapping[str, _Made] = {**_FORMATS, "llama3": _llama3_in_text}
+# Markers that a form has. Those of one call's arguments are left to xgrammar, which writes text.
+_MARKERS: Mapping[str, Sequence[str]] = {
+    "deepseek": DEEPSEEK,
+    "glm45": GLM45,
+    "hermes": HERMES,
+    "llama3": (),
+    "mistral": MISTRAL,
+    "qwen3-coder": QWEN3_CODER,
+}
+_INSIDE: Mapping[str, Sequence[str]] = {"glm45": GLM45[1:5], "qwen3-coder": QWEN3_CODER[1:5]}
+
+
+def call_forms(name: str, tokens: Mapping[str, int]) -> CallForms | None:
+    """Return the forms of calls in a format. None: no grammar can write it.
+
+    Args:
+        tokens: markers of any format that are special tokens.
+    """
+    if name not in _FORMATS:
+        return None
+    markers = _MARKERS[name]
+    own = {marker: tokens[marker] for marker in markers if marker in tokens}
+    if own and (markers[0] not in own or own.keys() & {*_INSIDE.get(name, ())}):
+        return None
+    return CallForms(name, own)

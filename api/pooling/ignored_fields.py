@@ -1,0 +1,36 @@
+"""Fields of these endpoints that are known and not heeded, each with the values that ask for what
+happens anyway."""
+
+from collections.abc import Mapping
+
+from api.dialect.ignored_fields import Harmless, only
+
+_NEVER = only()
+_ALL: Mapping[str, Harmless] = {
+    "lora_path": _NEVER,
+    "max_tokens_per_doc": _NEVER,
+    "mm_processor_kwargs": only({}),
+    "priority": only(0),
+    "truncate_prompt_tokens": _NEVER,
+}
+
+OF_EMBEDDINGS: Mapping[str, Harmless] = {
+    **_ALL,
+    "chat_template": _NEVER,
+    "embed_dtype": only("float32"),
+    "endianness": only("native", "little"),
+    "messages": _NEVER,
+    "normalize": only(True),
+    "use_activation": only(True),
+}
+OF_SCORE: Mapping[str, Harmless] = {
+    **_ALL,
+    "activation": only(True),
+    "use_activation": only(True),
+}
+OF_RERANK: Mapping[str, Harmless] = {
+    **_ALL,
+    "activation": only(True),
+    "rank_fields": _NEVER,
+    "use_activation": only(True),
+}

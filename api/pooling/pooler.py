@@ -1,0 +1,163 @@
+"""One request for vectors or scores, from its arrival to its end, whatever protocol its client
+speaks. Prefill nodes make them; no decode node takes part."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from api.auth.client import Client
+from api.requests import namespaces, validation
+from api.requests.deadline import Within
+from api.requests.limiter import Admission, new_request_id
+from api.requests.pooled import MAX_TOKENS, Pooled, WantedVectors
+from api.requests.record import Records
+from api.requests.served_model import ServedModel
+from api.text.limits import check_vocabulary
+from common.errors import EngineDied, InvalidRequest, NodeUnavailable, Overloaded
+from common.requests import pooling
+from protos import pooling_pb2
+from router.cluster.pooling_nodes import PoolingNodes
+from router.policy.backlogs import Due
+from router.policy.choices import PlacementKey
+
+# Of one call to a node: prompts of one request may be computed on several nodes.
+MAX_CALL_PROMPTS = 32
+MAX_CALL_TOKENS = 1 << 14
+_MAX_TRIES = 3  # nodes for one call
+
+
+class Pooler:
+    """For one event loop."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        nodes: PoolingNodes,
+        admission: Admission,
+        records: Records,
+        *,
+        budget_s: float,
+        queue_share: float = 1.0,
+    ) -> None:
+        """
+        Args:
+            budget_s, queue_share: as of Generator.
+        """
+        self._model = model
+        self._nodes = nodes
+        self._admission = admission
+        self._records = records
+        self._budget_s = budget_s
+        self._queue_share = queue_share
+
+    async def pool(self, wanted: WantedVectors, client: Client, traceparent: str = "") -> Pooled:
+        """A vector of every prompt, in their order. Cancelling this call cancels it on its nodes.
+
+        Args:
+            client: who asks; that it may is settled, what it may take is not.
+        Raises:
+            ServingError: there are none; also where one prompt's cannot be had.
+        """
+        request_id = wanted.request_id or new_request_id()
+        label = wanted.label[: validation.MAX_LABEL_CHARACTERS]
+        with self._records.begin(request_id, label, client, traceparent) as record:
+            validation.check_label(wanted.label)
+            budget_s = validation.budget_s(wanted.timeout_s, self._budget_s)
+            with Within(budget_s) as deadline:
+                async with self._admission.admitted(client):
+                    due = Due(time.monotonic() + budget_s * self._queue_share, deadline)
+                    prompts = await self._prompts(wanted, client)
+                    num_tokens = sum(map(len, prompts))
+                    client.usage.prompts(num_tokens)
+                    record.timeline.tokenised = time.monotonic()
+                    record.place(num_tokens)
+                    pooled = await self._pooled(wanted, request_id, prompts, due, client)
+                    record.finish("pooled", pooled.cached_tokens)
+                    return pooled
+
+    async def _prompts(self, wanted: WantedVectors, client: Client) -> list[Sequence[int]]:
+        """Raises InvalidRequest, Overloaded: as Prompts."""
+        pooling.check(wanted.pooling)
+        check_vocabulary(wanted.pooling.tokens, self._model.limits, "label_token_ids")
+        found: list[Sequence[int]] = []
+        left = MAX_TOKENS
+        for prompt in wanted.prompts:
+            token_ids = await self._model.prompts.checked(prompt, client)
+            left -= len(token_ids)
+            if left < 0:
+                raise InvalidRequest(f"input: more than {MAX_TOKENS} tokens in one request")
+            found.append(token_ids)
+        return found
+
+    async def _pooled(
+        self,
+        wanted: WantedVectors,
+        request_id: str,
+        prompts: Sequence[Sequence[int]],
+        due: Due,
+        client: Client,
+    ) -> Pooled:
+        namespace = namespaces.decide(wanted.cache_salt, client.namespaces_of)
+        base = pooling_pb2.PoolRequest(
+            request_id=request_id,
+            pool=pooling_pb2.Pool.Name(wanted.pooling.pool),
+            label_token_ids=wanted.pooling.tokens,
+            dimensions=wanted.dimensions,
+            normalize=wanted.normalize,
+            namespace=namespace,
+        )
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                calls = [
+                    tasks.create_task(self._call(base, some, namespace, due))
+                    for some in _calls(prompts)
+                ]
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
+        answers = [call.result() for call in calls]
+        return Pooled(
+            vectors=[vector for answer in answers for vector in answer.vectors],
+            num_tokens=[len(prompt) for prompt in prompts],
+            cached_tokens=sum(answer.cached_tokens for answer in answers),
+        )
+
+    async def _call(
+        self,
+        base: pooling_pb2.PoolRequest,
+        prompts: Sequence[Sequence[int]],
+        namespace: bytes,
+        due: Due,
+    ) -> pooling_pb2.PoolResponse:
+        """At one node; at others where it is not there or has too much to do."""
+        request = pooling_pb2.PoolRequest()
+        request.CopyFrom(base)
+        for token_ids in prompts:
+            request.prompts.add(ids=token_ids)
+        key = PlacementKey([token for prompt in prompts for token in prompt], "", namespace)
+        tried: list[str] = []
+        while True:
+            chosen = self._nodes.choose(key, due, tried)
+            tried.append(chosen.node.address)
+            now = time.monotonic()
+            request.budget_s = max(due.deadline - now, 1e-3)
+            request.queue_s = min(max(due.start_by - now, 0.0), request.budget_s)
+            try:
+                with chosen.charge:
+                    return await chosen.node.pool(request, request.budget_s)
+            except (NodeUnavailable, Overloaded, EngineDied) as error:
+                request.engine_deaths += isinstance(error, EngineDied)
+                if len(tried) >= _MAX_TRIES or not self._nodes.others(tried):
+                    raise
+
+
+def _calls(prompts: Sequence[Sequence[int]]) -> list[list[Sequence[int]]]:
+    """In their order, as many together as a call may have."""
+    calls: list[list[Sequence[int]]] = []
+    num_tokens = 0
+    for prompt in prompts:
+        num_tokens += len(prompt)
+        if not calls or len(calls[-1]) >= MAX_CALL_PROMPTS or num_tokens > MAX_CALL_TOKENS:
+            calls.append([])
+            num_tokens = len(prompt)
+        calls[-1].append(prompt)
+    return calls

@@ -1,0 +1,59 @@
+"""/rerank and /v1/rerank: documents in the order in which they suit a query, as Jina, Cohere and
+vLLM have it."""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+
+from api.dialect.origin import Origin
+from api.pooling.endpoint import PoolingFields, PoolingUsage
+from api.pooling.vectors import Asker, Vectors
+from api.requests.pooled import MAX_PROMPTS
+
+
+class Document(msgspec.Struct):
+    text: str
+
+
+class RerankFields(PoolingFields, kw_only=True):
+    query: str
+    documents: Annotated[list[str | Document], msgspec.Meta(min_length=1, max_length=MAX_PROMPTS)]
+    instruct: str | None = None
+    top_n: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    return_documents: bool | None = None
+
+
+class Ranked(msgspec.Struct, omit_defaults=True):
+    index: int
+    relevance_score: float
+    document: Document | None = None
+
+
+class Reranked(msgspec.Struct):
+    id: str
+    model: str
+    usage: PoolingUsage
+    results: Sequence[Ranked]
+
+
+class Reranking:
+    """What this endpoint answers."""
+
+    def __init__(self, vectors: Vectors) -> None:
+        self._vectors = vectors
+
+    async def answer(self, fields: RerankFields, asker: Asker, origin: Origin) -> bytes:
+        documents = [each if isinstance(each, str) else each.text for each in fields.documents]
+        scored = await self._vectors.score(
+            [(fields.query, text) for text in documents], asker, fields.instruct
+        )
+        # Of equals the first goes first.
+        order = sorted(range(len(documents)), key=lambda index: -scored.scores[index])
+        told = fields.return_documents is not False
+        results = [
+            Ranked(index, scored.scores[index], Document(documents[index]) if told else None)
+            for index in order[: fields.top_n or None]
+        ]
+        usage = PoolingUsage(scored.num_tokens, scored.num_tokens)
+        return msgspec.json.encode(Reranked(origin.id, origin.model, usage, results))

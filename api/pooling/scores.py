@@ -1,0 +1,128 @@
+"""/v1/score in both of its forms: vLLM's, how well texts go together, and SGLang's, how likely some
+tokens are to follow."""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+
+from api.dialect.fields import TokenId
+from api.dialect.origin import Origin
+from api.dialect.problems import Refusal
+from api.pooling.endpoint import PoolingFields, PoolingUsage, Texts
+from api.pooling.vectors import Asker, Vectors
+from api.requests.generate_params import Text, TokenIds
+from api.requests.pooled import MAX_PROMPTS, PooledPrompt
+from common.requests.pooling import MAX_TOLD_TOKENS
+
+_Ids = list[TokenId]
+_Labels = Annotated[list[TokenId], msgspec.Meta(min_length=1, max_length=MAX_TOLD_TOKENS)]
+
+
+class ScoreFields(PoolingFields, kw_only=True):
+    text_1: str | Texts | None = None
+    text_2: str | Texts | None = None
+    queries: str | Texts | None = None
+    documents: str | Texts | None = None
+    query: str | _Ids | None = None
+    items: str | list[str | _Ids] | None = None
+    label_token_ids: _Labels | None = None
+    apply_softmax: bool | None = None
+    item_first: bool | None = None
+
+
+class Score(msgspec.Struct):
+    index: int
+    object: str
+    score: float
+
+
+class ScoreList(msgspec.Struct):
+    """vLLM's."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    data: Sequence[Score]
+    usage: PoolingUsage
+
+
+class Scoring(msgspec.Struct):
+    """SGLang's: of each item the scores of the labels."""
+
+    scores: Sequence[Sequence[float]]
+    model: str
+    usage: PoolingUsage
+    object: str
+
+
+class ScoreAnswers:
+    """What this endpoint answers."""
+
+    def __init__(self, vectors: Vectors) -> None:
+        self._vectors = vectors
+
+    async def answer(self, fields: ScoreFields, asker: Asker, origin: Origin) -> bytes:
+        if fields.query is not None or fields.items is not None:
+            return await self._labels(fields, asker, origin)
+        scored = await self._vectors.score(_pairs(fields), asker)
+        return msgspec.json.encode(
+            ScoreList(
+                origin.id,
+                "list",
+                origin.created,
+                origin.model,
+                [Score(index, "score", score) for index, score in enumerate(scored.scores)],
+                PoolingUsage(scored.num_tokens, scored.num_tokens),
+            )
+        )
+
+    async def _labels(self, fields: ScoreFields, asker: Asker, origin: Origin) -> bytes:
+        if not fields.label_token_ids:
+            raise Refusal(400, "label_token_ids is missing", param="label_token_ids")
+        scored = await self._vectors.label_scores(
+            _items(fields), fields.label_token_ids, asker, softmax=bool(fields.apply_softmax)
+        )
+        usage = PoolingUsage(scored.num_tokens, scored.num_tokens)
+        return msgspec.json.encode(Scoring(scored.scores, origin.model, usage, "scoring"))
+
+
+def _pairs(fields: ScoreFields) -> Sequence[tuple[str, str]]:
+    """One with each, or each with its own."""
+    first = fields.text_1 if fields.text_1 is not None else fields.queries
+    second = fields.text_2 if fields.text_2 is not None else fields.documents
+    if first is None or second is None:
+        missing = "text_1" if first is None else "text_2"
+        raise Refusal(400, f"{missing} is missing; or query and items are", param=missing)
+    ones = [first] if isinstance(first, str) else first
+    others = [second] if isinstance(second, str) else second
+    if len(ones) == 1:
+        ones = ones * len(others)
+    if len(ones) != len(others):
+        raise Refusal(400, f"text_1 has {len(ones)} texts and text_2 {len(others)}", param="text_2")
+    return list(zip(ones, others, strict=True))
+
+
+def _items(fields: ScoreFields) -> Sequence[PooledPrompt]:
+    """The query before each item, or behind it: both texts, or both token ids."""
+    query, given = fields.query, fields.items
+    items = [given] if isinstance(given, str) else given
+    if not query or not items:
+        missing = "query" if not query else "items"
+        raise Refusal(400, f"{missing} is missing or empty", param=missing)
+    if len(items) > MAX_PROMPTS:
+        raise Refusal(400, f"items has {len(items)}, {MAX_PROMPTS} allowed", param="items")
+    prompts: list[PooledPrompt] = []
+    for item in items:
+        one, other = (item, query) if fields.item_first else (query, item)
+        match one, other:
+            case str(), str():
+                prompts.append(Text(one + other))
+            case list(), list():
+                prompts.append(TokenIds([*one, *other]))
+            case _:
+                raise Refusal(
+                    400, "query and items are both texts, or both token ids", param="items"
+                )
+    return prompts

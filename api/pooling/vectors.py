@@ -1,0 +1,210 @@
+"""What vectors stand for: embeddings, scores of pairs of texts, probabilities of tokens.
+
+Knows what the checkpoint is made for; whatever it cannot do is refused by name before any work.
+"""
+
+import math
+from collections.abc import Sequence
+from operator import mul
+from typing import Literal
+
+import msgspec
+from msgspec.structs import replace
+
+from api.auth.client import Client
+from api.pooling.pooler import Pooler
+from api.pooling.yes_or_no import YesOrNo
+from api.requests.generate_params import Text, TextPair
+from api.requests.pooled import MAX_PROMPTS, Pooled, PooledPrompt, WantedVectors, floats
+from api.text.pooling_files import PoolingFiles, Way
+from common.errors import InvalidRequest, RequestFailed
+from common.requests.pooling import Pool, Pooling
+
+MAX_NUMBERS = 1 << 21  # of one answer: 8 MiB
+
+_POOLS: dict[Way, Pool] = {"last": Pool.LAST, "mean": Pool.MEAN, "cls": Pool.FIRST}
+
+
+class Asker(msgspec.Struct, frozen=True):
+    """Who asks, and what he calls it. The rest as of Wanted."""
+
+    client: Client
+    label: str = ""
+    request_id: str = ""
+    traceparent: str = ""
+    cache_salt: str | None = None
+    timeout_s: float | None = None
+
+
+class Scores(msgspec.Struct, frozen=True):
+    scores: Sequence[float]
+    num_tokens: int  # of all that was computed
+
+
+class LabelScores(msgspec.Struct, frozen=True):
+    """Of each prompt, those of the labels in their order."""
+
+    scores: Sequence[Sequence[float]]
+    num_tokens: int
+
+
+class Vectors:
+    """For one event loop."""
+
+    def __init__(
+        self,
+        pooler: Pooler,
+        files: PoolingFiles,
+        *,
+        way: Literal["auto", "last", "mean", "cls"] = "auto",
+        reranker: YesOrNo | None = None,
+        has_nodes: bool = True,
+    ) -> None:
+        """
+        Args:
+            reranker: how the model is asked for scores; None: it is not asked in words.
+            way: of embedding; auto: as the checkpoint says.
+            has_nodes: whether there can ever be a prefill node.
+        """
+        self._pooler = pooler
+        self._files = files
+        self._way: Way = files.way if way == "auto" else way
+        self._reranker = reranker
+        self._has_nodes = has_nodes
+
+    async def embed(
+        self, prompts: Sequence[PooledPrompt], asker: Asker, dimensions: int = 0
+    ) -> Pooled:
+        """Embeddings, as long as the checkpoint says where they are not cut.
+
+        Args:
+            dimensions: 0: all that there are.
+        Raises:
+            InvalidRequest: among others where the model is not made for that.
+        """
+        if self._files.classifies:
+            raise InvalidRequest("model: it scores pairs of texts, and makes no embeddings")
+        if self._files.unsupported:
+            raise InvalidRequest(f"model: {self._files.unsupported}")
+        known = self._files.dimensions
+        if dimensions and known and dimensions not in known:
+            raise InvalidRequest(
+                f"dimensions is {dimensions}, the model has {', '.join(map(str, known))}"
+            )
+        wanted = WantedVectors(
+            prompts=prompts,
+            pooling=Pooling(_POOLS[self._way]),
+            dimensions=dimensions,
+            normalize=self._files.normalize,
+        )
+        pooled = await self._pooled(wanted, asker)
+        num_numbers = sum(map(len, pooled.vectors)) // 4
+        if num_numbers > MAX_NUMBERS:
+            raise InvalidRequest(
+                f"input: its {len(prompts)} embeddings have {num_numbers} numbers, "
+                f"{MAX_NUMBERS} allowed"
+            )
+        return pooled
+
+    async def score(
+        self, pairs: Sequence[tuple[str, str]], asker: Asker, task: str | None = None
+    ) -> Scores:
+        """How well the texts of each pair go together: what a model with a head for one class says
+        of both, or how likely a reranker says yes, as a probability; else how alike their
+        embeddings are, from -1 to 1.
+
+        Args:
+            task: what second texts are wanted for, told to a reranker.
+        Raises:
+            InvalidRequest: as `embed`; the head is of several classes; or a task is given, and the
+                model is told of none.
+        """
+        if task and self._reranker is None:
+            raise InvalidRequest("instruct: this model is not told of any; write it into query")
+        if self._files.classifies:
+            return await self._classified(pairs, asker)
+        if self._reranker is not None:
+            prompts = [self._reranker.prompt(*pair, task) for pair in pairs]
+            labels = self._reranker.labels
+            said = await self.label_scores(prompts, labels, asker, softmax=True)
+            return Scores([yes for yes, _ in said.scores], said.num_tokens)
+        texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+        wanted = await self.embed([Text(text) for text in texts], asker)
+        found = dict(zip(texts, map(_unit, wanted.vectors), strict=True))
+        scores = [_cosine(found[one], found[other]) for one, other in pairs]
+        return Scores(scores, sum(wanted.num_tokens))
+
+    async def label_scores(
+        self,
+        prompts: Sequence[PooledPrompt],
+        tokens: Sequence[int],
+        asker: Asker,
+        *,
+        softmax: bool = False,
+    ) -> LabelScores:
+        """How likely each of these tokens is to follow each prompt.
+
+        Args:
+            softmax: among these tokens alone; False: among all.
+        """
+        pooled = await self._pooled(
+            WantedVectors(prompts=prompts, pooling=Pooling(Pool.TOKENS, tuple(tokens))), asker
+        )
+        scores = []
+        for vector in pooled.vectors:
+            likely = [math.exp(each) for each in _floats(vector)[: len(tokens)]]
+            total = sum(likely) if softmax else 1.0
+            scores.append([each / total if total else 0.0 for each in likely])
+        return LabelScores(scores, sum(pooled.num_tokens))
+
+    async def _classified(self, pairs: Sequence[tuple[str, str]], asker: Asker) -> Scores:
+        prompts = [TextPair(*pair) for pair in pairs]
+        wanted = WantedVectors(prompts=prompts, pooling=Pooling(Pool.LABELS))
+        pooled = await self._pooled(wanted, asker)
+        logits = list(map(_floats, pooled.vectors))
+        if any(len(each) != 1 for each in logits):
+            raise InvalidRequest(
+                f"model: it tells {len(logits[0])} classes apart, and has no score"
+            )
+        return Scores([_sigmoid(each[0]) for each in logits], sum(pooled.num_tokens))
+
+    async def _pooled(self, wanted: WantedVectors, asker: Asker) -> Pooled:
+        if not self._has_nodes:
+            raise InvalidRequest(
+                "model: vectors and scores are made by prefill nodes, and this router has none"
+            )
+        if not 1 <= len(wanted.prompts) <= MAX_PROMPTS:
+            raise InvalidRequest(
+                f"input has {len(wanted.prompts)} texts, 1 to {MAX_PROMPTS} allowed"
+            )
+        named = replace(
+            wanted,
+            request_id=asker.request_id,
+            label=asker.label,
+            cache_salt=asker.cache_salt,
+            timeout_s=asker.timeout_s,
+        )
+        return await self._pooler.pool(named, asker.client, asker.traceparent)
+
+
+def _floats(vector: bytes) -> Sequence[float]:
+    try:
+        return floats(vector)
+    except ValueError:
+        raise RequestFailed("a prefill node has sent a vector that is none") from None
+
+
+def _unit(vector: bytes) -> Sequence[float]:
+    found = _floats(vector)
+    length = math.sqrt(sum(map(mul, found, found))) or 1.0
+    return [each / length for each in found]
+
+
+def _cosine(one: Sequence[float], other: Sequence[float]) -> float:
+    """Of vectors of length 1; what rounding adds is none of it."""
+    product: float = sum(map(mul, one, other))
+    return max(-1.0, min(1.0, product))
+
+
+def _sigmoid(logit: float) -> float:
+    return 1.0 / (1.0 + math.exp(-logit)) if logit > -700.0 else 0.0

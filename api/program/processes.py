@@ -1,0 +1,262 @@
+"""Several router processes on the same ports, kept by one that serves nothing itself.
+
+Each is a whole router, with its own streams to every node. The kernel deals connections out to
+them, and limits hold for each. What they tell of themselves they tell as one: a process that is
+asked for requests under way asks the others, and the one that keeps them adds up what they count.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec.structs import replace
+
+from api.program.renewal import Renewal
+from api.program.whole_metrics import WholeMetrics
+from common import rpc
+from common.config import RouterConfig
+from common.errors import ConfigError
+from common.logs import kv
+from common.metrics.serving import served
+from common.process.children import Child
+from router.workers.asking import siblings
+from router.workers.place import Place
+from router.workers.telling import told
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_MIN_BACKOFF_S = 0.2
+_MAX_BACKOFF_S = 5.0
+_END_S = 10.0  # beyond the drain
+
+
+async def keep(config: RouterConfig) -> int:
+    """Runs `config.processes` routers until SIGTERM or SIGINT and starts again those that end.
+    Signals are passed on to them.
+
+    Returns:
+        The exit code: not 0 if one could not be started at first, or did not end as it should.
+    Raises:
+        ConfigError: a port is taken, or there is no directory for their sockets.
+    """
+    async with _kept(config) as (processes, end):
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, end.signalled, number)
+        try:
+            up = await _started(processes, end.wanted)
+            if up:
+                log.info("all processes are up %s", kv(processes=len(processes)))
+                await asyncio.gather(*(process.keep(end.wanted) for process in processes))
+        finally:
+            codes = await asyncio.gather(
+                *(process.end(config.front.drain_s + _END_S) for process in processes)
+            )
+        return max(codes) if up else max(codes) or 1
+
+
+class _End:
+    """Of all processes: wanted by a signal, which is passed on, or by a call. A signal after a call
+    is the first one, as Kubernetes has it: preStop calls, then it sends SIGTERM."""
+
+    def __init__(self, processes: "list[_Process]") -> None:
+        self._processes = processes
+        self._heeds_signals = True
+        self.wanted = asyncio.Event()
+
+    def signalled(self, number: signal.Signals) -> None:
+        if self._heeds_signals:
+            self._send(number)
+        self._heeds_signals = True
+
+    def called(self) -> None:
+        if not self.wanted.is_set():
+            self._heeds_signals = False
+            self._send(signal.SIGTERM)
+
+    def _send(self, number: signal.Signals) -> None:
+        self.wanted.set()
+        for process in self._processes:
+            process.send(number)
+
+
+async def _started(processes: "list[_Process]", stop: asyncio.Event) -> bool:
+    """The first one alone, so that what is wrong with all of them is said once."""
+    first, *others = processes
+    if not await first.start():
+        return False
+    return not stop.is_set() and all(await asyncio.gather(*(one.start() for one in others)))
+
+
+class _Process:
+    """One of them. Never started again once it has been told to end."""
+
+    def __init__(self, place: Place, config: RouterConfig) -> None:
+        self._place = place
+        self._config = config.model_dump_json()
+        self._child: Child | None = None
+        self._told = False
+        self._renewing: asyncio.Event | None = None  # set when the successor listens
+
+    async def start(self, *, again: bool = False) -> bool:
+        """Returns whether it listens; it has ended otherwise.
+
+        Args:
+            again: see Place.
+        """
+        here, there = os.pipe()
+        place = msgspec.json.encode(replace(self._place, again=again)).decode()
+        try:
+            worker = [sys.executable, "-m", "api.program.worker"]
+            command = [*worker, str(there), place, self._config]
+            self._child = Child("router", command, log=None, descriptors=(there,))
+        finally:
+            os.close(there)
+        with os.fdopen(here, "rb", buffering=0) as end:
+            return await _first_byte(end.fileno())
+
+    async def keep(self, stop: asyncio.Event) -> None:
+        """Starts it again whenever it ends, until `stop`."""
+        backoff_s = _MIN_BACKOFF_S
+        while self._child is not None and not self._told:
+            started_at = time.monotonic()
+            code = await _unless(stop, self._child.ended())
+            if code is None:
+                return
+            renewing, self._renewing = self._renewing, None
+            if renewing is None:
+                if time.monotonic() - started_at > _MAX_BACKOFF_S:
+                    backoff_s = _MIN_BACKOFF_S
+                fields = kv(process=self._place.number, code=code, restart_in_s=backoff_s)
+                log.error("a router process has ended %s", fields)
+                await _unless(stop, asyncio.sleep(backoff_s))
+                backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+            if not stop.is_set() and await self.start(again=True) and renewing is not None:
+                renewing.set()
+
+    async def renew(self) -> None:
+        """Drains it; returns once its successor listens, which `keep` starts."""
+        if self._child is not None:
+            renewed = self._renewing = asyncio.Event()
+            self._child.send(signal.SIGTERM)
+            await renewed.wait()
+
+    def send(self, number: signal.Signals) -> None:
+        drains, self._renewing = self._renewing is not None, None
+        self._told = True
+        if self._child is not None and not drains:  # a second signal would cut that short
+            self._child.send(number)
+
+    async def end(self, patience_s: float) -> int:
+        """Waits for its end and tells it to if nobody has; kills it after `patience_s`.
+
+        Returns:
+            0 if it ended as it should, its exit code if it ended by itself, else 1.
+        """
+        child = self._child
+        if child is None:
+            return 0
+        if not self._told and child.code is None:
+            self.send(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(patience_s):
+                code = await child.ended()
+        except TimeoutError:
+            child.send(signal.SIGKILL)
+            code = await child.ended()
+        return code if code >= 0 else 1
+
+
+@contextlib.asynccontextmanager
+async def _kept(config: RouterConfig) -> "AsyncIterator[tuple[list[_Process], _End]]":
+    """Processes that are yet to be started, and what they need of the one that keeps them."""
+    with _reserved(config) as shared, _directory() as directory:
+        keeper = Place(config.processes, config.processes, directory, time.monotonic())
+        places = [replace(keeper, number=number) for number in range(config.processes)]
+        async with siblings(keeper.others) as routers:
+            metrics = WholeMetrics(routers)
+            processes = [_Process(place, shared) for place in places]
+            end = _End(processes)
+            renewal = Renewal(processes, routers, end.called)
+            front = config.front
+            with served(metrics.registry, front.host, front.metrics_port) as metrics_port:
+                async with told(keeper, {**metrics.tells, **renewal.tells}):
+                    log.info(
+                        "keeping %s",
+                        kv(processes=len(places), sockets=directory, metrics_port=metrics_port),
+                    )
+                    try:
+                        yield processes, end
+                    finally:
+                        renewal.close()
+
+
+@contextlib.contextmanager
+def _directory() -> Iterator[str]:
+    """One that nobody but this user can open."""
+    try:
+        made = tempfile.TemporaryDirectory(prefix="baton-router-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--processes: no directory for the sockets of the router's processes: {error}; TMPDIR "
+            "can name another place"
+        ) from error
+    with made as directory:
+        yield directory
+
+
+@contextlib.contextmanager
+def _reserved(config: RouterConfig) -> Iterator[RouterConfig]:
+    """Keeps the shared ports for this router's processes; gives the configuration of each."""
+    front = config.front
+    with contextlib.ExitStack() as ports:
+        port = ports.enter_context(rpc.reserved(front.host, front.port))
+        http_port = ports.enter_context(
+            rpc.reserved(front.host, config.http_port, knob="--http-port")
+        )
+        health_port = front.health_port
+        if health_port is not None:
+            health_port = ports.enter_context(
+                rpc.reserved(front.host, health_port, knob=rpc.HEALTH_PORT)
+            )
+        ports_of_all = {"port": port, "health_port": health_port, "metrics_port": None}
+        shared = front.model_copy(update=ports_of_all)
+        yield config.model_copy(update={"front": shared, "http_port": http_port})
+
+
+async def _unless(stop: asyncio.Event, what: Coroutine[Any, Any, T]) -> T | None:
+    """What it returns, or None once `stop` is set, which cancels it."""
+    stopping, doing = asyncio.create_task(stop.wait()), asyncio.create_task(what)
+    try:
+        await asyncio.wait({stopping, doing}, return_when=asyncio.FIRST_COMPLETED)
+        return None if stop.is_set() else doing.result()
+    finally:
+        stopping.cancel()
+        doing.cancel()
+
+
+async def _first_byte(descriptor: int) -> bool:
+    """Whether one comes before the end. Sets no deadline: a process may have a model to fetch."""
+    loop = asyncio.get_running_loop()
+    readable: asyncio.Future[None] = loop.create_future()
+
+    def on_readable() -> None:
+        loop.remove_reader(descriptor)
+        if not readable.done():
+            readable.set_result(None)
+
+    loop.add_reader(descriptor, on_readable)
+    try:
+        await readable
+    finally:
+        loop.remove_reader(descriptor)
+    return bool(os.read(descriptor, 1))

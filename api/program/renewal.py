@@ -1,0 +1,80 @@
+"""Processes of a router that end when an operator asks for it: all at once, or one after the other,
+each started again before the next one ends. Knows what a process is asked, not how it is kept."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from api.admin.router_state import STATE
+from common.logs import kv
+from protos.router_pb2 import RouterState
+from router.workers.asking import Siblings
+from router.workers.ends import IN_TURN, PATH
+from router.workers.telling import Tell
+
+log = logging.getLogger(__name__)
+
+_LONGEST_S = 600.0  # for one of them: its drain, its start, and that a request can be placed
+_LOOK_S = 0.1
+
+
+class Renewable(Protocol):
+    """One of the processes."""
+
+    async def renew(self) -> None:
+        """Drains it; returns once its successor listens."""
+
+
+class Renewal:
+    """For one event loop."""
+
+    def __init__(
+        self, processes: Sequence[Renewable], routers: Siblings, end_all: Callable[[], None]
+    ) -> None:
+        """
+        Args:
+            routers: the same processes, by their numbers in `processes`.
+            end_all: drains all of them, and with them the router.
+        """
+        self._processes = processes
+        self._routers = routers
+        self._end_all = end_all
+        self._turns: asyncio.Task[None] | None = None
+
+    @property
+    def tells(self) -> Mapping[str, Tell]:
+        """What the processes may ask."""
+
+        async def tell(query: Mapping[str, str]) -> bytes:
+            if query[IN_TURN] == "no":
+                self._end_all()
+            elif self._turns is None or self._turns.done():
+                self._turns = asyncio.create_task(self._take_turns())
+            return b""
+
+        return {PATH: tell}
+
+    def close(self) -> None:
+        """No process is drained any more."""
+        if self._turns is not None:
+            self._turns.cancel()
+
+    async def _take_turns(self) -> None:
+        """Who does not come back ends it: the others go on as they are."""
+        for number, process in enumerate(self._processes):
+            log.info("a router process is renewed %s", kv(process=number))
+            try:
+                async with asyncio.timeout(_LONGEST_S):
+                    await process.renew()
+                    while not await self._serves(number):  # noqa: ASYNC110  (it is another process)
+                        await asyncio.sleep(_LOOK_S)
+            except TimeoutError:
+                log.error("a router process is not back %s", kv(process=number, after_s=_LONGEST_S))
+                return
+        log.info("all router processes are renewed")
+
+    async def _serves(self, number: int) -> bool:
+        told = await self._routers.ask(STATE)
+        state = RouterState.FromString(told.bodies.get(number, b"")).state
+        return state == "ready"

@@ -1,0 +1,72 @@
+"""What all processes of a router count, as one: asked for by the process that keeps them.
+
+It is asked on its metrics port, and by each of the others, for the HTTP port that they share.
+"""
+
+import asyncio
+from collections.abc import Iterable, Mapping
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.process_collector import ProcessCollector
+
+from api.admin.metrics_endpoint import PATH
+from common.metrics.program import Families
+from common.metrics.several import Several
+from router.metrics import DECLARED, PROCESSES
+from router.workers.asking import LONGEST_S, Siblings
+from router.workers.telling import Tell
+
+_KEEPER = -1  # its number among those that tell
+
+
+class WholeMetrics:
+    """For one event loop; `registry` is for any thread but the loop's."""
+
+    def __init__(self, routers: Siblings) -> None:
+        """
+        Args:
+            routers: the processes that serve.
+        """
+        self._routers = routers
+        self._several = Several(DECLARED)
+        self._num_silent = 0
+        self._own = CollectorRegistry()
+        ProcessCollector(registry=self._own)
+        self._own.register(Families(lambda: [PROCESSES.family({("silent",): self._num_silent})]))
+        self._gathering: asyncio.Task[list[Metric]] | None = None
+        loop = asyncio.get_running_loop()
+
+        def families() -> Iterable[Metric]:
+            gathering = asyncio.run_coroutine_threadsafe(self._families(), loop)
+            return gathering.result(2 * LONGEST_S)
+
+        self.registry = CollectorRegistry()
+        self.registry.register(Families(families))
+
+    @property
+    def tells(self) -> Mapping[str, Tell]:
+        """What the processes that serve may ask."""
+
+        async def tell(query: Mapping[str, str]) -> bytes:
+            families = await self._families()
+            registry = CollectorRegistry()
+            registry.register(Families(lambda: families))
+            encode, _ = choose_encoder(query["accept"])
+            return encode(registry)
+
+        return {PATH: tell}
+
+    async def _families(self) -> list[Metric]:
+        """Asks once for all who want to know meanwhile."""
+        if self._gathering is None or self._gathering.done():
+            self._gathering = asyncio.create_task(self._gather())
+        return await asyncio.shield(self._gathering)
+
+    async def _gather(self) -> list[Metric]:
+        told = await self._routers.ask(PATH)
+        self._num_silent = told.num_silent
+        texts = {number: body.decode() for number, body in told.bodies.items()}
+        self._several.take({**texts, _KEEPER: generate_latest(self._own).decode()})
+        return list(self._several.families())

@@ -1,0 +1,37 @@
+"""`python -m api.program.worker`: one of those that api/program/processes.py keeps."""
+
+import os
+import sys
+
+import msgspec
+import uvloop
+
+from api.program.serving import serve
+from common import logs
+from common.config import RouterConfig
+from common.errors import ConfigError
+from common.settings import wrong
+from router.workers.place import Place
+
+
+def main(up: str, place_json: str, config_json: str) -> None:
+    """
+    Args:
+        up: a descriptor, written to once this process listens.
+    """
+    place = msgspec.json.decode(place_json, type=Place)
+    config = RouterConfig.model_validate_json(config_json)
+    logs.setup(f"router/{place.number}", config.front.log_level, config.front.log_format)
+
+    def tell() -> None:
+        os.write(int(up), b"up")
+        os.close(int(up))
+
+    try:
+        uvloop.run(serve(config, place, on_up=tell))
+    except ConfigError as error:
+        wrong("baton router", str(error))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

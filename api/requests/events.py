@@ -1,0 +1,58 @@
+"""What one process of a router knows of a request, as the events that people read."""
+
+from collections.abc import Iterator
+
+import msgspec
+
+from common.requests.request_trace import Event
+from router.timelines import RequestTimeline
+
+
+class Told(msgspec.Struct, frozen=True):
+    """Between processes of one router, whose monotonic clock is one: that of their host."""
+
+    request_id: str
+    label: str
+    outcome: str
+    error: str
+    arrived: float  # time.monotonic()
+    ended: float  # the same; 0.0: it is under way
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    events: tuple[Event, ...]
+
+
+def told(timeline: RequestTimeline) -> Told:
+    zero = timeline.arrived
+    events = [
+        Event(event.at - zero, event.what, event.detail) for event in _moments(timeline) if event.at
+    ]
+    return Told(
+        timeline.request_id,
+        timeline.label,
+        timeline.outcome,
+        timeline.error,
+        zero,
+        timeline.ended,
+        timeline.prompt_tokens,
+        timeline.cached_tokens,
+        timeline.completion_tokens,
+        tuple(sorted(events, key=lambda event: event.at)),
+    )
+
+
+def _moments(timeline: RequestTimeline) -> Iterator[Event]:
+    """By time.monotonic(); 0.0 is "not yet"."""
+    yield Event(timeline.arrived, "arrived")
+    yield Event(timeline.tokenised, "tokenised", f"{timeline.prompt_tokens} tokens")
+    for number, one in enumerate(timeline.submissions):
+        where = f"at decode node {one.decode}"
+        if number:
+            where += f", with the {one.num_tokens} tokens that are out"
+        yield Event(one.submitted, "replayed" if number else "placed", where)
+        yield Event(one.lost, "lost", one.because)
+    yield Event(timeline.first_token, "first token", "is written")
+    yield Event(timeline.last_token, "last token", f"of {timeline.completion_tokens} is written")
+    ended = f"{timeline.outcome}: {timeline.error}" if timeline.error else timeline.outcome
+    yield Event(timeline.ended, "ended", ended)

@@ -1,0 +1,225 @@
+"""Makes token ids of every form that a prompt can have, and refuses what cannot fit the context.
+
+Size is looked at before anything is made of a prompt: bytes before a template is rendered, bytes
+before tokens are counted, and a number of tokens before one of them is.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+from api.auth.client import Client
+from api.images.pictures import Pictures
+from api.parsers import harmony, think
+from api.parsers.model_format import Speech, Thinks
+from api.requests import conversation
+from api.requests.generate_params import (
+    Messages,
+    Nothing,
+    Prediction,
+    Prompt,
+    SharedPrompt,
+    Text,
+    TextPair,
+    TokenIds,
+)
+from api.text.chat_template import ChatTemplate
+from api.text.limits import Limits, check_length, check_prompt
+from api.text.tokenizer import RouterTokenizer, num_bytes
+from common.errors import InvalidRequest
+from common.requests.guide import Guide, as_form, tag
+from common.requests.images import Image
+from common.requests.reasoning import Thought
+
+# Of text for each token of the context. What has more is rarely short enough; encoded whole it
+# could take a hundred times its bytes.
+_DOUBTFUL_BYTES_PER_TOKEN = 4
+# Of a rendered conversation: enough for what templates begin an answer with.
+_END_CHARACTERS = 256
+
+
+class Prompts:
+    """For one event loop."""
+
+    def __init__(
+        self,
+        tokenizer: RouterTokenizer,
+        chat_template: ChatTemplate | None,
+        limits: Limits,
+        speech: Speech,
+        pictures: Pictures | None = None,
+    ) -> None:
+        """
+        Args:
+            speech: how the model writes what it thinks.
+            pictures: reads images; None: the model sees none.
+        """
+        self._pictures = pictures
+        self._tokenizer = tokenizer
+        self._chat_template = chat_template
+        self._limits = limits
+        self._speech = speech
+        opens, closes = tokenizer.token_of(think.OPEN), tokenizer.token_of(think.CLOSE)
+        # Marked with more than one token each, nobody finds thought among tokens.
+        self._markers = None if opens is None or closes is None else (opens, closes)
+
+    def close(self) -> None:
+        """End what runs beside this process."""
+        if self._pictures is not None:
+            self._pictures.close()
+
+    async def checked(self, prompt: Prompt | SharedPrompt, client: Client) -> Sequence[int]:
+        """Token ids that the model knows, and that leave room for an answer.
+
+        Args:
+            client: whose turns the decoding of images takes.
+        Raises:
+            InvalidRequest: there is no prompt, the model has no such form, or it does not fit.
+            Overloaded: too much text waits to be tokenised, or too many images to be decoded.
+            NodeUnavailable: as Decoding.decoded.
+        """
+        match prompt:
+            case SharedPrompt():
+                return await prompt.token_ids.get(partial(self._shared, prompt, client))
+            case _:
+                token_ids = await self.encode(prompt, client)
+                check_prompt(token_ids, self._limits, prompt.field)
+                return token_ids
+
+    def may_think(self, prompt: Prompt) -> bool:
+        """Whether nodes can tell thought from what is said in answers to such a prompt."""
+        known = self._speech.marks_thought and self._markers is not None
+        return known and isinstance(prompt, Messages)
+
+    def thought(self, prompt: SharedPrompt) -> Thought | None:
+        """What an answer to it, once there are token ids, may begin with; None: with none, or
+        nodes cannot tell."""
+        if self._markers is None or not self.may_think(prompt.prompt):
+            return None
+        opens, closes = self._markers
+        match self._speech.thinks(prompt.rendering.end):
+            case Thinks.NOT:
+                return None
+            case Thinks.PERHAPS:
+                return Thought(closes, opens)
+            case Thinks.AT_ONCE:
+                return Thought(closes)
+
+    def guide(self, prompt: SharedPrompt, guide: Guide) -> Guide:
+        """That of an answer to it, once there are token ids, of which the content has this form."""
+        channels = self._speech.channels
+        if channels is None or not harmony.is_open(prompt.rendering.end):
+            return guide
+        form = as_form(guide)
+        return guide if form is None else tag(channels.final(form))
+
+    async def text_of(self, prompt: Prompt, token_ids: Sequence[int]) -> str:
+        """The text of a prompt that has these tokens.
+
+        Raises:
+            Overloaded: too much text waits to be made of tokens.
+        """
+        match prompt:
+            case Text():
+                return prompt.text
+            case _:
+                return await self._tokenizer.decode_any(list(token_ids))
+
+    async def words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Return the ways in which an answer may write each word: at its start, and after a space.
+
+        Raises:
+            Overloaded: too much text waits to be tokenised.
+        """
+        texts = [text for word in words for text in (word.lstrip(), " " + word.lstrip())]
+        written = dict.fromkeys(map(tuple, await self._tokenizer.encode_all(texts)))
+        written.pop((), None)
+        return tuple(written)
+
+    async def encode(self, prompt: Prompt, client: Client) -> Sequence[int]:
+        """Token ids, perhaps none or some that the model does not know. Raises as `checked`."""
+        match prompt:
+            case Text():
+                return await self._encode(
+                    prompt.text, prompt.field, add_special_tokens=prompt.add_special_tokens
+                )
+            case TextPair(first=first, second=second):
+                await self._check_size(first + second, prompt.field)
+                token_ids = await self._tokenizer.encode_pair(first, second)
+                check_length(token_ids, self._limits, prompt.field)
+                return token_ids
+            case TokenIds():
+                check_length(prompt.token_ids, self._limits, prompt.field)
+                return list(prompt.token_ids)
+            case Messages():
+                said, _ = await self._conversation(prompt, self._render(prompt), client)
+                return said
+            case Prediction(text=text):
+                return await self._encode(text, prompt.field, add_special_tokens=False)
+            case Nothing():
+                raise InvalidRequest(f"prompt is missing: set one of {', '.join(prompt.one_of)}")
+
+    async def _shared(self, shared: SharedPrompt, client: Client) -> Sequence[int]:
+        match shared.prompt:
+            case Messages() as messages:
+                text = self._render(messages)
+                shared.rendering.end = text[-_END_CHARACTERS:]
+                token_ids, shared.images = await self._conversation(messages, text, client)
+                if not shared.images:
+                    check_prompt(token_ids, self._limits, messages.field)
+            case prompt:
+                token_ids = await self.checked(prompt, client)
+        shared.rendering.num_tokens = len(token_ids)
+        return token_ids
+
+    async def _conversation(
+        self, messages: Messages, text: str, client: Client
+    ) -> tuple[Sequence[int], Sequence[Image]]:
+        """Its token ids, with those of its images, and these.
+
+        Args:
+            text: that it becomes.
+        """
+        token_ids = await self._encode(text, messages.field, add_special_tokens=False)
+        if not messages.pictures:
+            return token_ids, ()
+        check_prompt(token_ids, self._limits, messages.field)  # those of images nobody may write
+        token_ids, images = await self._with_images(messages, token_ids, client)
+        check_length(token_ids, self._limits, messages.field)
+        return token_ids, images
+
+    async def _with_images(
+        self, messages: Messages, token_ids: Sequence[int], client: Client
+    ) -> tuple[Sequence[int], Sequence[Image]]:
+        if self._pictures is None:
+            raise InvalidRequest("messages: this model sees no images; only text is supported")
+        left = self._limits.context_length - len(token_ids)
+        images = await self._pictures.read(messages.pictures, left, client)
+        return self._pictures.placed(token_ids, images)
+
+    async def _encode(self, text: str, field: str, *, add_special_tokens: bool) -> Sequence[int]:
+        await self._check_size(text, field)
+        token_ids = await self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        check_length(token_ids, self._limits, field)
+        return token_ids
+
+    async def _check_size(self, text: str, field: str) -> None:
+        """Raises InvalidRequest for what cannot fit, before it is encoded; Overloaded."""
+        context, size = self._limits.context_length, num_bytes(text)
+        if size > self._limits.text_bytes:
+            raise InvalidRequest(
+                f"{field} has {size} bytes of text; the context of {context} tokens takes "
+                f"at most {self._limits.text_bytes}"
+            )
+        if size > context * _DOUBTFUL_BYTES_PER_TOKEN and await self._tokenizer.surely_exceeds(
+            text, context
+        ):
+            raise InvalidRequest(
+                f"{field} has more than {context} tokens; the context of {context} tokens "
+                f"takes prompts of at most {context - 1}"
+            )
+
+    def _render(self, messages: Messages) -> str:
+        if self._chat_template is None:
+            raise InvalidRequest("messages: this model has no chat template; send text instead")
+        conversation.check(messages, self._chat_template, self._limits.text_bytes)
+        return conversation.rendered(messages, self._chat_template, self._limits.text_bytes)

@@ -1,0 +1,191 @@
+"""What is told about one request, from its arrival to its end: to metrics, to the log, and to the
+limits of its client."""
+
+import asyncio
+import logging
+import time
+from types import TracebackType
+
+from api.auth.client import Client
+from common.errors import (
+    InvalidRequest,
+    Overloaded,
+    QueueTooLong,
+    RateLimited,
+    RequestAborted,
+    ServingError,
+)
+from common.logs import kv
+from common.logs.throttle import Throttle, ThrottledLog
+from router.metrics import RouterMetrics
+from router.timelines import Submission, Timelines
+
+log = logging.getLogger(__name__)
+
+
+class Records:
+    """Where what all records tell goes. For one event loop."""
+
+    def __init__(self, metrics: RouterMetrics, timelines: Timelines) -> None:
+        self.metrics = metrics
+        self.timelines = timelines
+        self.refusals = ThrottledLog(log, Throttle())  # any client can make many
+
+    def begin(
+        self, request_id: str, label: str, client: Client, traceparent: str
+    ) -> "RequestRecord":
+        """
+        Args:
+            label: what the client calls it, or empty.
+            traceparent: as the client sent it, or empty.
+        """
+        return RequestRecord(self, request_id, label, client, traceparent)
+
+
+class RequestRecord:
+    """A context around one request, made by `Records.begin`: leaving it is the request's end."""
+
+    def __init__(
+        self, records: Records, request_id: str, label: str, client: Client, traceparent: str
+    ) -> None:
+        self._metrics = records.metrics
+        self._timelines = records.timelines
+        self._refusals = records.refusals
+        self._client = client
+        self.timeline = self._timelines.begin(request_id, traceparent, label)
+        self._arrived_at = self.timeline.arrived
+        self._wrote_at = self._arrived_at
+        self._accepted = False
+        self._num_tokens = 0
+        self._finish_reason = "error"
+
+    def __enter__(self) -> "RequestRecord":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        timeline = self.timeline
+        if not self._accepted:
+            self._refuse(error)
+            self._timelines.end(timeline, "error", str(error))
+            return
+        outcome = _outcome(error) if error else self._finish_reason
+        self._timelines.end(timeline, outcome, str(error or ""))
+        seconds = time.monotonic() - self._arrived_at
+        self._metrics.ended(outcome, seconds)
+        if log.isEnabledFor(logging.INFO):
+            fields: dict[str, object] = {
+                **self._names(),
+                "outcome": outcome,
+                "tokens": self._num_tokens,
+                "seconds": seconds,
+                "client": self._client.name,
+            }
+            if isinstance(error, Exception):
+                decodes = [submission.decode for submission in self.timeline.submissions[-1:]]
+                fields |= {**({"decode": decodes[0]} if decodes else {}), "error": error}
+            log.info("request ended %s", kv(**fields))
+
+    def accept(self, num_prompt_tokens: int, decode: str) -> None:
+        """The request is about to be submitted to a decode node."""
+        self.timeline.submit(decode)
+        self.place(num_prompt_tokens)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug(
+                "request accepted %s",
+                kv(**self._names(), prompt_tokens=num_prompt_tokens, decode=decode),
+            )
+
+    def place(self, num_prompt_tokens: int) -> None:
+        """The request is about to go to nodes, of which none is a decode node as yet."""
+        self._accepted = True
+        self._metrics.accepted(num_prompt_tokens)
+        self.timeline.prompt_tokens = num_prompt_tokens
+        self._timelines.accept(self.timeline)
+
+    def replay(self, decode: str, lost: ServingError, *, suspect: bool) -> None:
+        """Its decode node has let it go: it goes on at another, alone if it is suspect."""
+        self._metrics.replayed(suspect=suspect)
+        self.timeline.submit(decode)
+        log.warning(
+            "request replayed %s",
+            kv(
+                **self._names(),
+                tokens=self._num_tokens,
+                decode=decode,
+                alone=suspect,
+                because=lost,
+            ),
+        )
+
+    def move(self, to: Submission) -> None:
+        """It goes on at another decode node, from where it stopped."""
+        self._metrics.moved(moved=True)
+        self.timeline.move(to)
+        log.info("request moved %s", kv(**self._names(), tokens=self._num_tokens, decode=to.decode))
+
+    def stay(self, decode: str, because: ServingError) -> None:
+        """It was to be moved to that decode node, and is not."""
+        self._metrics.moved(moved=False)
+        log.info("request not moved %s", kv(**self._names(), decode=decode, because=because))
+
+    def write(self, num_tokens: int) -> None:
+        """A message with so many tokens goes to the client now."""
+        now = time.monotonic()
+        self._metrics.tokens(num_tokens)
+        self._client.usage.generated(num_tokens)
+        num_next, waited_s = num_tokens, now - self._wrote_at
+        if num_tokens and not self._num_tokens:
+            self._metrics.first_token(now - self._arrived_at)
+            self.timeline.first_token = now
+            num_next, waited_s = num_tokens - 1, 0.0  # those with the first one came at once
+        if num_next:
+            self._metrics.next_token(waited_s / num_next, num_next)
+        self._wrote_at = self.timeline.last_token = now
+        self._num_tokens += num_tokens
+        self.timeline.completion_tokens = self._num_tokens
+
+    def finish(self, finish_reason: str, cached_tokens: int) -> None:
+        """finish_reason: "stop", "length" or "pooled"."""
+        self._finish_reason = finish_reason
+        self.timeline.cached_tokens = cached_tokens
+
+    def _refuse(self, error: BaseException | None) -> None:
+        match error:
+            case InvalidRequest():
+                self._metrics.rejected("invalid")
+            case RateLimited():
+                self._metrics.rejected("limited")
+            case QueueTooLong():
+                self._metrics.rejected("late")
+            case Overloaded():
+                self._metrics.rejected("overloaded")
+            case ServingError():
+                self._metrics.rejected("no_node")
+            case Exception():
+                pass  # a fault of ours: its traceback is logged elsewhere, whose it was is not
+            case _:
+                return
+        self._refusals.info(
+            "request refused", **self._names(), client=self._client.name, because=error
+        )
+
+    def _names(self) -> dict[str, object]:
+        """What is in every line about it."""
+        return {
+            "request_id": self.timeline.request_id,
+            **({"label": self.timeline.label} if self.timeline.label else {}),
+            **self.timeline.trace.log_fields,
+        }
+
+
+def _outcome(error: BaseException) -> str:
+    match error:
+        case asyncio.CancelledError() | RequestAborted():
+            return "cancelled"
+        case _:
+            return "error"

@@ -1,0 +1,69 @@
+"""What a router has of the model that it serves: its files, and what is made of them once.
+
+Knows nothing of requests.
+"""
+
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from api.images.pictures import Pictures
+from api.parsers import think
+from api.parsers.model_format import Speech, speech_of
+from api.requests.prompts import Prompts
+from api.text.chat_template import ChatTemplate
+from api.text.limits import Limits
+from api.text.model_files import ModelFiles
+from api.text.tokenizer import RouterTokenizer
+from common.config import ImagesConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    files: ModelFiles
+    tokenizer: RouterTokenizer
+    limits: Limits
+    prompts: Prompts
+    speech: Speech
+
+    def shown(self, calls: bool) -> frozenset[int]:
+        """Special tokens that the parts of an answer are marked with, which may have calls."""
+        return frozenset(self.tokenizer.special(self.speech.markers(calls=calls)).values())
+
+
+def served_model(
+    files: ModelFiles,
+    reasoning_parser: str = "auto",
+    tool_parser: str = "auto",
+    images: ImagesConfig | None = None,
+    tool_arguments: str = "json",
+) -> ServedModel:
+    """
+    Args:
+        reasoning_parser, tool_parser, images, tool_arguments: as of RouterConfig.
+    Raises:
+        ConfigError: the tokenizer or chat template cannot be used.
+    """
+    tokenizer = RouterTokenizer(files.tokenizer_json)
+    template = (
+        ChatTemplate(files.chat_template, files.special_tokens) if files.chat_template else None
+    )
+    limits = Limits(
+        files.context_length,
+        files.vocabulary_size,
+        tokenizer.longest_token_bytes,
+        sees_images=files.vision is not None,
+    )
+    speech = speech_of(files.chat_template or "", reasoning_parser, tool_parser)
+    tokens = tokenizer.special(speech.markers(calls=True))
+    marked = None not in (tokenizer.token_of(think.OPEN), tokenizer.token_of(think.CLOSE))
+    speech = replace(
+        speech,
+        tokens=tokens,
+        arguments=tool_arguments,
+        takes_effort=template is not None and "reasoning_effort" in template.settings,
+        takes_budget=speech.marks_thought and marked,
+    )
+    pictures = None if files.vision is None else Pictures(files.vision, images or ImagesConfig())
+    prompts = Prompts(tokenizer, template, limits, speech, pictures)
+    return ServedModel(files, tokenizer, limits, prompts, speech)

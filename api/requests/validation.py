@@ -1,0 +1,263 @@
+"""Turns what is wanted into a checked job, or says which field is wrong.
+
+Knows the model's limits; knows nothing of nodes.
+"""
+
+import asyncio
+import math
+from collections.abc import Sequence
+from functools import partial
+
+from msgspec.structs import replace
+from xxhash import xxh3_64_intdigest
+
+from api.auth.client import Client
+from api.requests import namespaces
+from api.requests.generate_params import Prompt, Wanted
+from api.requests.prompts import Prompts
+from api.text import expressions
+from api.text.expressions import Automaton
+from api.text.limits import Limits, check_vocabulary
+from api.text.stops import StopRules
+from common.errors import InvalidRequest
+from common.request import RequestSpec
+from common.requests import sampling
+from common.requests.adapter import NO_ADAPTER, AdapterId
+from common.requests.prefix_hash import as_bytes
+from common.requests.sampling import SamplingParams
+from router.job import Job, Terms
+
+MAX_STOP_CHARACTERS = 1024
+MAX_BAD_WORDS_CHARACTERS = 16 << 10  # of all of a request: 10 ms, on another thread
+MAX_PROMPT_LOGPROBS = 1 << 18  # 2 MiB on their way through the nodes
+MAX_LABEL_CHARACTERS = 256
+MAX_SESSION_ID_CHARACTERS = 512
+
+
+async def parse(
+    wanted: Wanted,
+    request_id: str,
+    prompts: Prompts,
+    limits: Limits,
+    client: Client,
+    priority: int = 0,
+    adapter: AdapterId = NO_ADAPTER,
+) -> Job:
+    """Check prompt and sampling.
+
+    The answers to one request differ in their prompts, ids and seeds alone. All else is checked,
+    compiled and encoded once, by the first of them.
+
+    Args:
+        client: who asks.
+        adapter: what `wanted` names.
+    Raises:
+        InvalidRequest: with a sentence that names the field.
+    """
+    # Checked before the prompt is encoded: a wrong number costs no tokenizer time.
+    terms = await wanted.together.terms.get(partial(_terms, wanted, prompts, limits, client))
+    job = await wanted.prompt.job.get(partial(_job, wanted, terms, prompts, limits, client))
+    spec = replace(
+        job.spec,
+        request_id=request_id,
+        sampling=replace(job.spec.sampling, seed=wanted.sampling.seed),
+        priority=priority,
+        adapter=adapter,
+    )
+    return replace(job, spec=spec)
+
+
+async def _terms(wanted: Wanted, prompts: Prompts, limits: Limits, client: Client) -> Terms:
+    params = wanted.sampling
+    sampling.check(params)
+    check_stop(wanted.stop)
+    check_stop_regex(wanted.stop_regex)
+    check_bad_words(wanted.bad_words)
+    check_session_id(wanted.session_id)
+    namespace = namespaces.decide(wanted.cache_salt, client.namespaces_of)
+    check_tokens(params, limits)
+    check_thinking(params, prompts, wanted.prompt.prompt)
+    if wanted.bad_words:
+        words = await prompts.words(wanted.bad_words)
+        params = replace(params, bad_word_ids=params.bad_word_ids + words)
+        sampling.check(params)
+    return Terms(params, await stop_rules(wanted.stop, wanted.stop_regex), namespace)
+
+
+async def _job(
+    wanted: Wanted, terms: Terms, prompts: Prompts, limits: Limits, client: Client
+) -> Job:
+    """Return the request of any answer to this prompt."""
+    params = terms.sampling
+    token_ids = await prompts.checked(wanted.prompt, client)
+    if params.guide is not None or params.thinking_budget >= 0:
+        params = replace(params, thought=prompts.thought(wanted.prompt))
+    if params.guide is not None:
+        params = replace(params, guide=prompts.guide(wanted.prompt, params.guide))
+    if wanted.prompt.images and params.prompt_logprobs >= 0:
+        raise InvalidRequest("sampling.prompt_logprobs: there are none of a prompt with images")
+    params = fit_context(params, wanted.max_tokens_field, len(token_ids), limits.context_length)
+    predicted = await prompts.checked(wanted.prediction, client) if wanted.prediction else ()
+    spec = RequestSpec(
+        token_ids=as_bytes(token_ids),
+        sampling=params,
+        namespace=terms.namespace,
+        routing_key=_routing_key(wanted.session_id),
+        client=client.number,
+        client_weight=client.weight,
+        prediction=as_bytes(predicted),
+        images=tuple(wanted.prompt.images),
+    )
+    return Job(
+        spec,
+        terms.stops,
+        session_id=wanted.session_id,
+        shown=wanted.shown,
+        echo=await prompts.text_of(wanted.prompt.prompt, token_ids) if wanted.echo else None,
+        silent=wanted.silent,
+    )
+
+
+def _routing_key(session_id: str) -> int:
+    """Return the key by which nodes know a session, 0 without one."""
+    return (xxh3_64_intdigest(session_id.encode()) or 1) if session_id else 0
+
+
+def fit_context(
+    params: SamplingParams, field: str, num_prompt_tokens: int, context_length: int
+) -> SamplingParams:
+    """Cut a default max_tokens to what fits behind the prompt.
+
+    Args:
+        field: the client's name of max_tokens, empty where it is a default.
+    Raises:
+        InvalidRequest: the client set max_tokens or min_tokens, and it does not fit.
+    """
+    context_left = context_length - num_prompt_tokens
+    asked = {field: params.max_tokens, "sampling.min_tokens": params.min_tokens}
+    for name, num_tokens in asked.items():
+        if name and num_tokens > context_left:
+            raise InvalidRequest(
+                f"{name} is too large: {num_tokens}. This model's maximum context length is "
+                f"{context_length} tokens and your request has {num_prompt_tokens} input tokens "
+                f"({num_tokens} > {context_length} - {num_prompt_tokens})."
+            )
+    if params.max_tokens <= context_left:
+        return params
+    return replace(params, max_tokens=context_left)
+
+
+def check_tokens(params: SamplingParams, limits: Limits) -> None:
+    """Raises InvalidRequest for one that the model has no row for."""
+    named = {
+        "stop_token_ids": params.stop_token_ids,
+        "logit_bias": [token for token, _ in params.logit_bias],
+        "allowed_token_ids": params.allowed_token_ids,
+    }
+    for field, tokens in named.items():
+        check_vocabulary(tokens, limits, f"sampling.{field}")
+    for word in params.bad_word_ids:
+        check_vocabulary(word, limits, "sampling.bad_word_ids")
+
+
+def check_thinking(params: SamplingParams, prompts: Prompts, prompt: Prompt) -> None:
+    """Raises InvalidRequest for a budget that nobody could hold an answer to."""
+    if params.thinking_budget >= 0 and not prompts.may_think(prompt):
+        raise InvalidRequest(
+            "sampling.thinking_budget: only messages have it, to a model that marks what it thinks "
+            "with one token before and one behind"
+        )
+
+
+def check_prompt_logprobs(params: SamplingParams, num_tokens: int) -> None:
+    """Check how many numbers are sent and told of the prompts.
+
+    Args:
+        num_tokens: of the prompts of all answers to one request.
+    Raises:
+        InvalidRequest: there are too many.
+    """
+    num_numbers = num_tokens * (1 + params.prompt_logprobs)
+    if num_numbers > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"sampling.prompt_logprobs: {num_numbers} log-probabilities of {num_tokens} tokens, "
+            f"{MAX_PROMPT_LOGPROBS} allowed"
+        )
+
+
+def check_bad_words(words: Sequence[str]) -> None:
+    """Raises InvalidRequest for words that would cost too much to encode."""
+    sampling.check_bad_words(words)
+    _check_characters("bad_words", words)
+    total = sum(map(len, words))
+    if total > MAX_BAD_WORDS_CHARACTERS:
+        raise InvalidRequest(
+            f"sampling.bad_words has {total} characters, {MAX_BAD_WORDS_CHARACTERS} allowed"
+        )
+
+
+def check_stop(stops: Sequence[str]) -> None:
+    """Raises InvalidRequest for stop strings that would cost too much to search for."""
+    sampling.check_stop(stops)
+    _check_characters("stop", stops)
+
+
+def _check_characters(field: str, texts: Sequence[str]) -> None:
+    for number, text in enumerate(texts):
+        if len(text) > MAX_STOP_CHARACTERS:
+            raise InvalidRequest(
+                f"sampling.{field}[{number}] has {len(text)} characters, "
+                f"{MAX_STOP_CHARACTERS} allowed"
+            )
+
+
+def check_stop_regex(texts: Sequence[str]) -> None:
+    """Raises InvalidRequest for expressions that are too many or too long to be compiled."""
+    sampling.check_counts((), texts, "stop_regex")
+    try:
+        expressions.check_characters(texts)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"sampling.stop_regex{error}") from None
+
+
+async def stop_rules(strings: Sequence[str], texts: Sequence[str]) -> StopRules:
+    """Compile what ends an answer. Expressions take milliseconds, on another thread.
+
+    Raises:
+        InvalidRequest: a text is no expression, or all of them are too much to search for.
+    """
+    if not texts:
+        return StopRules(strings)
+    try:
+        return StopRules(strings, await asyncio.to_thread(Automaton, texts))
+    except InvalidRequest as error:
+        raise InvalidRequest(f"sampling.stop_regex{error}") from None
+
+
+def check_label(label: str) -> None:
+    """Raises InvalidRequest for a client's name of a request that logs could not carry."""
+    if len(label) > MAX_LABEL_CHARACTERS:
+        raise InvalidRequest(
+            f"request_id has {len(label)} characters, {MAX_LABEL_CHARACTERS} allowed"
+        )
+
+
+def check_session_id(session_id: str) -> None:
+    """Raises InvalidRequest for a name that is too long to remember."""
+    if len(session_id) > MAX_SESSION_ID_CHARACTERS:
+        raise InvalidRequest(
+            f"session_id has {len(session_id)} characters, {MAX_SESSION_ID_CHARACTERS} allowed"
+        )
+
+
+def budget_s(timeout_s: float | None, longest_s: float) -> float:
+    """The request's total budget: its timeout_s, `longest_s` where unset or longer.
+
+    Raises:
+        InvalidRequest: timeout_s is not a positive number of seconds.
+    """
+    if timeout_s is None:
+        return longest_s
+    if not math.isfinite(timeout_s) or timeout_s <= 0:
+        raise InvalidRequest(f"timeout_s must be a positive number, got {timeout_s}")
+    return min(timeout_s, longest_s)

@@ -1,0 +1,126 @@
+"""Renders a conversation to the prompt that the model was trained on.
+
+Templates come with the model and are programs: they run in jinja2's sandbox, with the helpers that
+templates in the wild use. Knows no tokens.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import meta
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from api.text.call_arguments import CallArguments
+from common.errors import ConfigError, InvalidRequest
+
+# What a template can raise about messages that it was not written for.
+_TEMPLATE_ERRORS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+
+
+_GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks the assistant's words for training; here its body is just text."""
+
+    tags = {"generation"}  # noqa: RUF012  (the name and type are jinja2's)
+
+    def parse(self, parser: Parser) -> list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatTemplate:
+    """One compiled template with the model's special tokens."""
+
+    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+        """Raises ConfigError when `source` is no template."""
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        try:
+            self._template = environment.from_string(source)
+            named = meta.find_undeclared_variables(environment.parse(source))
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"model: its chat template cannot be read: {error}") from error
+        self._special_tokens = special_tokens
+        self.source = source
+        self.takes_tools = "tools" in named
+        self.settings = named - _GIVEN - environment.globals.keys() - special_tokens.keys()
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Any] = (),
+        settings: Mapping[str, Any] | None = None,
+        opens: bool = True,
+        max_characters: int,
+    ) -> str:
+        """The prompt. It has all special tokens as text.
+
+        Args:
+            messages: with "role" and "content", and what else Hugging Face's templates know.
+            tools: that the model may call, in OpenAI's form; only if it `takes_tools`.
+            settings: of `self.settings`, variables that are the template's own.
+            opens: whether the prompt ends with the beginning of the assistant's next message.
+            max_characters: of the prompt; rendering ends where there are more.
+        Raises:
+            InvalidRequest: the template refuses these messages, or makes too much of them.
+        """
+        try:
+            pieces = self._template.generate(
+                messages=messages,
+                add_generation_prompt=opens,
+                tools=tools or None,
+                documents=None,
+                **self._special_tokens,
+                **(settings or {}),
+            )
+            return _joined(pieces, max_characters)
+        except _TEMPLATE_ERRORS as error:
+            raise InvalidRequest(
+                f"messages: refused by the model's chat template: {error}"
+            ) from error
+
+
+def _joined(pieces: Iterable[str], max_characters: int) -> str:
+    kept = []
+    num_characters = 0
+    for piece in pieces:
+        kept.append(piece)
+        num_characters += len(piece)
+        if num_characters > max_characters:
+            raise InvalidRequest(
+                f"messages: rendered they have more than {max_characters} characters, "
+                "which the context does not take"
+            )
+    return "".join(kept)
+
+
+def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
+    if isinstance(value, CallArguments) and value.verbatim is not None:
+        return value.verbatim
+    # jinja2's own filter escapes HTML, which would change the prompt.
+    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,123 @@
+"""What the router reads of a model: its tokenizer and configuration, never its weights."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from api.text.pooling_files import PoolingFiles, pooling_files
+from common.errors import ConfigError
+from common.model_directory import model_directory
+from common.vision_files import VisionFiles, vision_files
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """The parts of a Hugging Face checkpoint that text needs."""
+
+    name: str
+    tokenizer_json: bytes
+    context_length: int
+    vocabulary_size: int
+    eos_token_ids: tuple[int, ...]
+    chat_template: str | None
+    special_tokens: dict[str, str]  # "bos_token": "<s>", as chat templates name them
+    pooling: PoolingFiles = field(default_factory=PoolingFiles)
+    vision: VisionFiles | None = None  # of a model that sees images
+
+
+def load(model: str) -> ModelFiles:
+    """Reads `model`, a directory or a hub id (then fetched, unless the hub's cache has it).
+
+    Raises:
+        ConfigError: a file is missing or says what cannot be used; the message names it.
+    """
+    directory = model_directory(model, weights=False)
+    config = _json(directory / "config.json")
+    text_config = {**config, **config.get("text_config", {})}
+    tokenizer_config = _json(directory / "tokenizer_config.json", required=False)
+    special_tokens = {
+        **_special_tokens(_json(directory / "special_tokens_map.json", required=False)),
+        **_special_tokens(tokenizer_config),
+    }
+    generation_config = _json(directory / "generation_config.json", required=False)
+    eos = generation_config.get("eos_token_id", text_config.get("eos_token_id"))
+    return ModelFiles(
+        name=model,
+        tokenizer_json=_bytes(directory / "tokenizer.json"),
+        context_length=_positive(text_config, "max_position_embeddings", directory),
+        vocabulary_size=_positive(text_config, "vocab_size", directory),
+        eos_token_ids=_ids(eos, directory),
+        chat_template=_chat_template(directory, tokenizer_config),
+        special_tokens=special_tokens,
+        pooling=pooling_files(lambda name: _any_json(directory / name), config),
+        vision=vision_files(directory),
+    )
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"model: cannot read {path}: {error.strerror}") from error
+
+
+def _json(path: Path, *, required: bool = True) -> dict[str, Any]:
+    if not required and not path.exists():
+        return {}
+    try:
+        content = json.loads(_bytes(path))
+    except ValueError as error:
+        raise ConfigError(f"model: {path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"model: {path} is not a JSON object")
+    return content
+
+
+def _any_json(path: Path) -> Any:
+    """None where there is no such file."""
+    if not path.exists():
+        return None
+    try:
+        return json.loads(_bytes(path))
+    except ValueError as error:
+        raise ConfigError(f"model: {path} is not JSON: {error}") from error
+
+
+def _positive(config: dict[str, Any], key: str, directory: Path) -> int:
+    value = config.get(key)
+    if type(value) is not int or value < 1:
+        raise ConfigError(f"model: {directory / 'config.json'}: {key} must be a positive integer")
+    return value
+
+
+def _ids(value: object, directory: Path) -> tuple[int, ...]:
+    ids = () if value is None else (value,) if type(value) is int else value
+    if not isinstance(ids, list | tuple) or not all(type(token) is int for token in ids):
+        raise ConfigError(f"model: {directory}: eos_token_id must be an integer or a list of them")
+    return tuple(ids)
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """Entries like "bos_token": "<s>" or "bos_token": {"content": "<s>", ...}."""
+    found = {}
+    for key, value in config.items():
+        content = value.get("content") if isinstance(value, dict) else value
+        if key.endswith("_token") and isinstance(content, str):
+            found[key] = content
+    return found
+
+
+def _chat_template(directory: Path, tokenizer_config: dict[str, Any]) -> str | None:
+    file = directory / "chat_template.jinja"
+    if file.exists():
+        return _bytes(file).decode("utf-8", errors="replace")
+    match tokenizer_config.get("chat_template"):
+        case str(template):
+            return template
+        case list(named):
+            templates = {entry.get("name"): entry.get("template") for entry in named}
+            default = templates.get("default")
+            return default if isinstance(default, str) else None
+        case _:
+            return None

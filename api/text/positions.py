@@ -1,0 +1,195 @@
+"""Expressions taken apart into positions, and which of them may follow which (Glushkov 1961).
+
+Knows no text: `expressions.py` follows one along the positions.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import or_
+from re import RegexFlag, _constants, _parser, error  # type: ignore[attr-defined]
+from typing import Any
+
+from api.text.characters import CharacterSet, parsed_set
+from common.errors import InvalidRequest
+
+MAX_POSITIONS = 256  # of all expressions of a request, with repetitions written out
+_MAX_DEPTH = 64  # of groups within each other
+
+# The place before a character. An index of each tuple below.
+MIDDLE, LINE_START, TEXT_START = range(3)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A part of an expression.
+
+    empty: by place: whether it matches there without a character.
+    first: by place: the positions that it may begin with there.
+    last: by the place after it, which is never a text's start: the positions that it may end with.
+    """
+
+    empty: tuple[bool, ...]
+    first: tuple[int, ...] = (0, 0, 0)
+    last: tuple[int, ...] = (0, 0)
+
+
+_EMPTY = _Part((True, True, True))
+
+
+class Positions:
+    """An automaton under construction."""
+
+    def __init__(self) -> None:
+        self.characters: list[CharacterSet] = []
+        self._written: dict[tuple[str, int, int], CharacterSet] = {}  # in one expression
+        self.first: tuple[int, ...] = (0, 0, 0)
+        # By place after a position (before it), and by its number: what follows it (precedes it).
+        self.after: tuple[list[int], ...] = ([], [])
+        self.before: tuple[list[int], ...] = ([], [])
+        self._end = self._position()  # which accepts no character
+        self.end = self._end.first[MIDDLE]
+
+    def add(self, text: str) -> None:
+        """Add an expression beside those that there are. Raises InvalidRequest as an Automaton."""
+        try:
+            parsed = _parser.parse(text)
+            self._written.clear()
+            if len(self.after[MIDDLE]) - 1 + _num_positions(parsed) > MAX_POSITIONS:
+                raise InvalidRequest("it is too long, with its repetitions written out")
+            part = self._sequence(parsed, parsed.state.flags)
+        except (error, OverflowError) as wrong:
+            raise InvalidRequest(f"it is no regular expression: {wrong}") from None
+        except RecursionError:
+            raise InvalidRequest("it has too many groups within each other") from None
+        if part.empty[TEXT_START]:
+            raise InvalidRequest("it matches an empty text, which every answer begins with")
+        part = self._then(part, self._end)
+        self.first = _union(self.first, part.first)
+
+    def _sequence(self, parsed: Any, flags: int) -> _Part:
+        return self._joined([self._one(str(kind), value, flags) for kind, value in parsed])
+
+    def _joined(self, parts: Sequence[_Part]) -> _Part:
+        """Join halves of equal length: each position then takes part in few unions."""
+        match parts:
+            case []:
+                return _EMPTY
+            case [part]:
+                return part
+            case _:
+                half = len(parts) // 2
+                return self._then(self._joined(parts[:half]), self._joined(parts[half:]))
+
+    def _then(self, left: _Part, right: _Part) -> _Part:
+        for place in (MIDDLE, LINE_START):
+            self._link(place, left.last[place], right.first[place])
+        return _Part(
+            tuple(a and b for a, b in zip(left.empty, right.empty, strict=True)),
+            tuple(
+                first | (right.first[place] if left.empty[place] else 0)
+                for place, first in enumerate(left.first)
+            ),
+            tuple(
+                last | (left.last[place] if right.empty[place] else 0)
+                for place, last in enumerate(right.last)
+            ),
+        )
+
+    def _link(self, place: int, some: int, others: int) -> None:
+        """Let each of `others` follow each of `some`."""
+        if some and others:
+            for number in _numbers(some):
+                self.after[place][number] |= others
+            for number in _numbers(others):
+                self.before[place][number] |= some
+
+    def _one(self, kind: str, value: Any, flags: int) -> _Part:
+        match kind:
+            case "LITERAL" | "NOT_LITERAL" | "IN" | "ANY":
+                part = self._position()
+                self._set(kind, value, flags).positions |= part.first[MIDDLE]
+                return part
+            case "BRANCH":
+                ways = [self._sequence(way, flags) for way in value[1]]
+                return _Part(
+                    tuple(map(any, zip(*(way.empty for way in ways), strict=True))),
+                    _union(*(way.first for way in ways)),
+                    _union(*(way.last for way in ways)),
+                )
+            case "SUBPATTERN":
+                _, add, without, inner = value
+                return self._sequence(inner, (flags | add) & ~without)
+            case "MAX_REPEAT" | "MIN_REPEAT":
+                least, most, inner = value
+                return self._repeated(least, most, inner, flags)
+            case "AT" if str(value) in ("AT_BEGINNING", "AT_BEGINNING_STRING"):
+                of_lines = flags & RegexFlag.MULTILINE and str(value) == "AT_BEGINNING"
+                return _Part((False, bool(of_lines), True))
+            case _:
+                what = str(value) if kind == "AT" else kind
+                raise InvalidRequest(f"{what.lower().replace('_', ' ')} is not known in it")
+
+    def _repeated(self, least: int, most: int, inner: Any, flags: int) -> _Part:
+        if not _num_positions(inner):  # no more than anchors: once is as good as often
+            part = self._sequence(inner, flags)
+            return part if least else _EMPTY
+        if most == _constants.MAXREPEAT:
+            parts = [self._sequence(inner, flags) for _ in range(max(least, 1))]
+            for place in (MIDDLE, LINE_START):
+                self._link(place, parts[-1].last[place], parts[-1].first[place])
+            least = least and len(parts)
+        else:
+            parts = [self._sequence(inner, flags) for _ in range(most)]
+        return self._joined([*parts[:least], *map(_optional, parts[least:])])
+
+    def _set(self, kind: str, value: Any, flags: int) -> CharacterSet:
+        """Return the set as it is written: a repetition copies its positions, and not the set."""
+        key = kind, id(value) if kind == "IN" else value, flags
+        if key not in self._written:
+            self._written[key] = parsed_set(kind, value, flags)
+            self.characters.append(self._written[key])
+        return self._written[key]
+
+    def _position(self) -> _Part:
+        """Add a position."""
+        bit = 1 << len(self.after[MIDDLE])
+        for each in (*self.after, *self.before):
+            each.append(0)
+        return _Part((False, False, False), (bit, bit, bit), (bit, bit))
+
+
+def _optional(part: _Part) -> _Part:
+    return _Part((True, True, True), part.first, part.last)
+
+
+def _union(*sets: tuple[int, ...]) -> tuple[int, ...]:
+    """Unite sets of positions, place by place."""
+    return tuple(reduce(or_, each) for each in zip(*sets, strict=True))
+
+
+def _numbers(positions: int) -> Iterator[int]:
+    while positions:
+        others = positions & (positions - 1)
+        yield (positions ^ others).bit_length() - 1
+        positions = others
+
+
+def _num_positions(parsed: Any, depth: int = 0) -> int:
+    """Count positions before any of them is made. Raises RecursionError."""
+    if depth > _MAX_DEPTH:
+        raise RecursionError
+    total = 0
+    for kind, value in parsed:
+        match str(kind):
+            case "LITERAL" | "NOT_LITERAL" | "IN" | "ANY":
+                total += 1
+            case "BRANCH":
+                total += sum(_num_positions(way, depth + 1) for way in value[1])
+            case "SUBPATTERN":
+                total += _num_positions(value[3], depth + 1)
+            case "MAX_REPEAT" | "MIN_REPEAT":
+                least, most, inner = value
+                times = max(least, 1) if most == _constants.MAXREPEAT else most
+                total += times * _num_positions(inner, depth + 1)
+    return total

@@ -1,0 +1,229 @@
+"""Finds what ends an answer in its text as it arrives, and holds back what may be the start of it.
+
+What is searched for is compiled once per request, into a `StopRules`. Each answer has a `Stops`
+of its own, which has no more than a state.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from api.text.expressions import Automaton
+from api.text.positions import LINE_START, MIDDLE, TEXT_START
+
+MAX_MATCH_CHARACTERS = 1024  # matches of an expression up to this length are found
+# Matches that began too long ago are forgotten when the text has a multiple of so many characters.
+_FORGETS_EVERY = 512
+MAX_HELD_CHARACTERS = MAX_MATCH_CHARACTERS + _FORGETS_EVERY
+
+
+class Watcher(Protocol):
+    """Follows one text character by character."""
+
+    def advance(self, character: str) -> int:
+        """Return the length of the longest match that ends with the character, 0 without one."""
+        ...
+
+    @property
+    def undecided(self) -> int:
+        """Return how many characters at the end of the text may be the start of a match."""
+        ...
+
+
+class Stops:
+    """Cuts one answer's text at the match that is complete first, and of two that end at the same
+    character at the longer. The result does not depend on how the text is split.
+
+    Attributes:
+        found: the text that it was cut at, if it was.
+    """
+
+    def __init__(self, watchers: Sequence[Watcher]) -> None:
+        self._watchers = watchers
+        self._held = ""
+        self.found: str | None = None
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """Return the text that is decided now, and whether a match is complete.
+
+        Nothing may be pushed after that.
+        """
+        self._held += text
+        start = len(self._held) - len(text)
+        for index, character in enumerate(text, start=start + 1):
+            found = 0
+            for watcher in self._watchers:
+                found = max(found, watcher.advance(character))
+            if found:
+                self.found = self._held[index - found : index]
+                return self._held[: index - found], True
+        undecided = max(watcher.undecided for watcher in self._watchers)
+        decided = len(self._held) - undecided
+        out, self._held = self._held[:decided], self._held[decided:]
+        return out, False
+
+    def flush(self) -> str:
+        """Return what was held back, once no more text can arrive."""
+        out, self._held = self._held, ""
+        return out
+
+
+class StopRules:
+    """What ends the answers of one request. Shared by them."""
+
+    def __init__(self, strings: Sequence[str] = (), expressions: Automaton | None = None) -> None:
+        self._strings = _Prefix(strings) if strings else None
+        self._expressions = expressions
+
+    def begin(self) -> Stops | None:
+        """Return the state of one answer, None where nothing is searched for."""
+        watchers: list[Watcher] = []
+        if self._strings is not None:
+            watchers.append(StopStrings(self._strings))
+        if self._expressions is not None:
+            watchers.append(StopExpressions(self._expressions))
+        return Stops(watchers) if watchers else None
+
+
+class _Prefix:
+    """A text that some stop strings begin with: a state of their automaton (Aho and Corasick 1975).
+
+    States are made when a text first reaches them, so that strings cost nothing before. A text
+    makes as many as it has characters, at most.
+
+    Attributes:
+        length: of the prefix.
+        found: length of the longest stop string that the prefix ends with; 0: it ends with none.
+    """
+
+    __slots__ = ("_longer", "_shorter", "_strings", "found", "length")
+
+    def __init__(
+        self, strings: Sequence[str], length: int = 0, shorter: "_Prefix | None" = None
+    ) -> None:
+        """
+        Args:
+            strings: those that begin with the prefix.
+            shorter: the longest other prefix that this one ends with; None: this one is empty.
+        """
+        self.length = length
+        self._strings = strings
+        self._shorter = shorter
+        self._longer: dict[str, _Prefix] = {}
+        whole = length and any(len(string) == length for string in strings)
+        self.found: int = length if whole else 0 if shorter is None else shorter.found
+
+    def then(self, character: str) -> "_Prefix":
+        """Return the longest prefix that a text ends with after one more character."""
+        prefix = self
+        while (longer := prefix._continued(character)) is None:
+            if prefix._shorter is None:
+                return prefix
+            prefix = prefix._shorter
+        return longer
+
+    def _continued(self, character: str) -> "_Prefix | None":
+        known = self._longer.get(character)
+        if known is not None:
+            return known
+        place = self.length
+        strings = [each for each in self._strings if each[place : place + 1] == character]
+        if not strings:
+            return None
+        shorter = self if self._shorter is None else self._shorter.then(character)
+        longer = self._longer[character] = _Prefix(strings, place + 1, shorter)
+        return longer
+
+
+class StopStrings:
+    """A Watcher for any of some strings."""
+
+    def __init__(self, nothing: _Prefix) -> None:
+        self._prefix = nothing
+
+    @property
+    def undecided(self) -> int:
+        return self._prefix.length
+
+    def advance(self, character: str) -> int:
+        self._prefix = self._prefix.then(character)
+        return self._prefix.found
+
+
+class StopExpressions:
+    """A Watcher for any of some expressions.
+
+    It follows the positions of all matches that have begun, and not where each of them began. That
+    is found by following the text backwards: when a match is complete, and whenever as many
+    characters have arrived as the last search left, so that a character costs few steps.
+    """
+
+    def __init__(self, wanted: Automaton) -> None:
+        self._wanted = wanted
+        self._live = 0  # positions that may read the next character, of matches that have begun
+        self._place = TEXT_START  # before the next character
+        self._length = 0  # of the text
+        # The end of the text, from the first character at which a live match may have begun. It
+        # may begin earlier than the oldest one does, for as long as that has not been searched.
+        self._recent: list[str] = []
+        self._first_place = TEXT_START  # before that character
+        self._search_at = 0  # characters of `_recent` with which it is searched again
+
+    @property
+    def undecided(self) -> int:
+        return len(self._recent)
+
+    def advance(self, character: str) -> int:
+        wanted, place = self._wanted, self._place
+        if not self._live:
+            self._first_place = place
+            self._search_at = 2
+        read = (self._live | wanted.first[place]) & wanted.accepting(character)
+        self._length += 1
+        self._place = LINE_START if character == "\n" else MIDDLE
+        if not read:
+            self._live = 0
+            self._recent.clear()
+            return 0
+        self._recent.append(character)
+        self._live = live = wanted.after(read, character)
+        if live & wanted.end:
+            return len(self._recent) - self._begun(wanted.end)
+        if len(self._recent) >= self._search_at:
+            self._forget(self._begun(live))
+            self._search_at = 2 * len(self._recent)
+        too_old = len(self._recent) - MAX_MATCH_CHARACTERS
+        if too_old > 0 and not self._length % _FORGETS_EVERY:
+            self._forget(too_old)
+            self._live = self._followed()
+        return 0
+
+    def _begun(self, positions: int) -> int:
+        """Return the index in `_recent` at which the oldest match began that has led to any of the
+        positions."""
+        wanted, recent = self._wanted, self._recent
+        begun = len(recent)
+        for index in range(len(recent) - 1, -1, -1):
+            positions = wanted.before(positions, recent[index]) & wanted.accepting(recent[index])
+            if not positions:
+                break
+            if positions & wanted.first[self._place_before(index)]:
+                begun = index
+        return begun
+
+    def _place_before(self, index: int) -> int:
+        if not index:
+            return self._first_place
+        return LINE_START if self._recent[index - 1] == "\n" else MIDDLE
+
+    def _forget(self, count: int) -> None:
+        """Forget so many characters of `_recent`."""
+        self._first_place = self._place_before(count)
+        del self._recent[:count]
+
+    def _followed(self) -> int:
+        """Return the live positions, of matches that have begun in `_recent`."""
+        wanted, live = self._wanted, 0
+        for index, character in enumerate(self._recent):
+            read = (live | wanted.first[self._place_before(index)]) & wanted.accepting(character)
+            live = wanted.after(read, character)
+        return live

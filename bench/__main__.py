@@ -1,0 +1,64 @@
+"""baton bench: load on a server, disaggregated against colocated, and from where that pays."""
+
+import argparse
+import gc
+import sys
+from collections.abc import Sequence
+
+import uvloop
+
+from bench.commands import break_even as break_even_command
+from bench.commands import compare as compare_command
+from bench.commands import load as load_command
+from bench.commands.command import Command, run
+from bench.errors import WrongInput
+from common import settings
+from common.config import DecodeConfig, PrefillConfig
+
+PROGRAM = "baton bench"
+
+
+def parse(arguments: Sequence[str]) -> tuple[Command, argparse.Namespace]:
+    """Ends this process where a flag is wrong."""
+    parser = settings.Parser(
+        prog=PROGRAM,
+        description="Measures, and writes a report: one HTML file that needs nothing else. "
+        "The last line on standard output is JSON; progress goes to standard error.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parsers = {}
+    for name, module, summary in (
+        ("load", load_command, "what clients of a running server see under load"),
+        ("compare", compare_command, "the same nodes colocated and disaggregated, started here"),
+        ("break-even", break_even_command, "the prompt length from which disaggregation pays"),
+    ):
+        parsers[name] = commands.add_parser(name, help=summary, description=module.__doc__)
+        module.add_flags(parsers[name])
+    options, rest = parser.parse_known_args(arguments)
+    options.node_flags = rest
+    starts_nodes = options.command != "load"
+    records = (PrefillConfig, DecodeConfig) if starts_nodes else ()
+    parsers[options.command].refuse_strangers(rest, *records)
+    prog = f"{PROGRAM} {options.command}"
+    try:
+        command: Command
+        match options.command:
+            case "compare":
+                command = compare_command.CompareCommand(options, rest)
+            case "break-even":
+                command = break_even_command.BreakEvenCommand(options, rest)
+            case _:
+                command = load_command.LoadCommand(options)
+    except WrongInput as error:
+        settings.wrong(prog, str(error))
+    return command, options
+
+
+def main() -> int:
+    command, options = parse(sys.argv[1:])
+    gc.freeze()  # fewer pauses of the client in what it measures
+    return uvloop.run(run(command, options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

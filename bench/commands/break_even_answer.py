@@ -1,0 +1,94 @@
+"""Where one system becomes better than another as prompts get longer, and what to do about it."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from bench.metrics import Grid, Metric, shown
+from bench.statistics import Confidence, Crossing, confidence, crossing
+
+KNOB = "--local-prefill-tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Where one system becomes better than another by one metric."""
+
+    metric: Metric
+    against: str
+    lengths: Sequence[float]
+    found: Crossing
+    sure: Confidence | None
+
+    def sentence(self) -> str:
+        if not self.lengths:
+            return "has not been measured"
+        shortest, longest = self.lengths[0], self.lengths[-1]
+        if self.found.at is None:
+            said = f"never in the range of {shortest:g} to {longest:g} tokens"
+        elif self.found.everywhere:
+            said = f"from the shortest length measured, {shortest:g} tokens, on"
+        else:
+            said = (
+                f"from about {shown(self.found.at)} tokens on (not yet at {self.found.below:g}, "
+                f"from {self.found.first:g} on everywhere)"
+            )
+        if self.sure is None:
+            return f"{said}; too few repeats to say with what confidence"
+        said += f"; the same in {self.sure.same:.0%} of redrawn repeats"
+        if self.found.at is not None and self.sure.low is not None and self.sure.high is not None:
+            said += f", 90 % between {shown(self.sure.low)} and {shown(self.sure.high)} tokens"
+        return said
+
+    def record(self) -> dict[str, Any]:
+        return {
+            "by": self.metric.key,
+            "against": self.against,
+            "tokens": None if self.found.at is None else round(self.found.at),
+            "not_yet_at": self.found.below,
+            "everywhere_from": self.found.first,
+            "same_share": self.sure and self.sure.same,
+            "low": self.sure and self.sure.low,
+            "high": self.sure and self.sure.high,
+        }
+
+
+def answer(grid: Grid, metric: Metric, lengths: Sequence[int], system: str, against: str) -> Answer:
+    """From where on `system` is better. Only lengths and repeats that both have count."""
+    sign = 1.0 if metric.lower_is_better else -1.0
+    logs: dict[float, dict[int, float]] = {}
+    for length in lengths:
+        ours = grid.spread(metric, system, length)
+        pairs = ours.paired(grid.spread(metric, against, length))
+        if pairs:
+            logs[float(length)] = {r: sign * math.log(a / b) for r, (a, b) in pairs.items()}
+    measured = sorted(logs)
+    repeats = set.intersection(*(set(found) for found in logs.values())) if logs else set()
+    table = np.array([[logs[length][r] for length in measured] for r in sorted(repeats)])
+    if not len(table):
+        return Answer(metric, against, (), Crossing(None, None, None), None)
+    place = crossing(measured, table.mean(axis=0).tolist())
+    return Answer(metric, against, measured, place, confidence(measured, table))
+
+
+def advice(knob: Answer) -> int | None:
+    """What to set decode.local_prefill_tokens to by one metric: the longest length measured at
+    which handing over is not better yet. None: too little was measured."""
+    if not knob.lengths:
+        return None
+    return int(knob.found.below or 0)
+
+
+def advised(knobs: Sequence[Answer]) -> str:
+    """The same by each of them, as a sentence."""
+    said = []
+    for knob in knobs:
+        value = advice(knob)
+        if value is None:
+            continue
+        text = f"{KNOB}={value}" if knob.found.at is not None else f"{KNOB} of at least {value}"
+        said.append(f"{text} where {knob.metric.name} matters")
+    return f"Advice for decode nodes: {'; '.join(said) or 'none, too little was measured'}."

@@ -1,0 +1,180 @@
+"""What a subcommand is, the flags that all have, and what becomes of its measurements: a report, a
+file of raw numbers, one line of JSON. Interrupted or failed, it reports what it has."""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from bench.errors import Unusable, WrongInput
+from bench.facts import machine
+from bench.objectives import Objectives
+from bench.progress import Show
+from bench.report.page import Page, write
+from bench.session import Session
+
+EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+_BUSY_SHARE = 0.5  # of the cores, in use by others
+_WHERE = ("html", "json")  # of the configuration: where it went is not how it was measured
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What a session says, for people and for programs."""
+
+    page: Page
+    summary: Mapping[str, Any]
+
+
+class Command(Protocol):
+    name: str
+    objectives: Objectives
+
+    async def measure(self, session: Session) -> None:
+        """Fills the session. May be cancelled at any moment, and leaves nothing behind."""
+        ...
+
+    def findings(self, session: Session, about: "About") -> Findings:
+        """Of a session that may have ended early."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What every page says at its end."""
+
+    configuration: Mapping[str, Any]
+    machine: Mapping[str, Any]
+    made: str
+
+
+def add_common_flags(parser: argparse.ArgumentParser, program: str) -> None:
+    group = parser.add_argument_group("results")
+    group.add_argument(
+        "--html",
+        type=Path,
+        default=Path(f"baton-bench-{program}.html"),
+        metavar="FILE",
+        help="the report (%(default)s)",
+    )
+    group.add_argument("--json", type=Path, metavar="FILE", help="all raw numbers")
+    group.add_argument(
+        "--goodput",
+        type=Objectives.parse,
+        metavar="LIMITS",
+        help="objectives in seconds of ttft, itl, tpot, e2e, as ttft=0.5,itl=0.05",
+    )
+    parser.add_argument("--seed", type=int, default=1, help="of prompts and arrivals (1)")
+    parser.add_argument(
+        "--timeout", type=float, default=300.0, metavar="S", help="longest whole answer (300)"
+    )
+
+
+def check_common_flags(options: argparse.Namespace) -> None:
+    """Raises WrongInput."""
+    for file in (options.html, options.json):
+        if file is not None and (not file.parent.is_dir() or file.is_dir()):
+            raise WrongInput(f"{file} cannot be written: no such directory, or it is one")
+    if not options.timeout > 0:
+        raise WrongInput("--timeout must be above 0")
+    if options.seed < 0:
+        raise WrongInput("--seed must not be negative")
+
+
+async def run(command: Command, options: argparse.Namespace) -> int:
+    """Measures until done or told to stop (SIGINT, SIGTERM); returns the exit code."""
+    begun = time.strftime("%Y-%m-%d %H:%M")
+    facts = await asyncio.to_thread(machine)
+    code = 0
+    with Show() as show:
+        session = Session(show, command.objectives)
+        session.notes += _busy(facts)
+        work = asyncio.ensure_future(command.measure(session))
+
+        def interrupt() -> None:
+            session.interrupted = True
+            work.cancel()
+
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, interrupt)
+        try:
+            await work
+        except asyncio.CancelledError:
+            if not session.interrupted:
+                raise
+            code = EXIT_INTERRUPTED
+            session.notes.insert(0, "Interrupted: this is what had been measured by then.")
+        except WrongInput as error:
+            session.notes.insert(0, str(error))
+            code = EXIT_USAGE
+        except Unusable as error:
+            session.notes.insert(0, str(error))
+            code = EXIT_FAILED
+    if code in (EXIT_FAILED, EXIT_USAGE):
+        show.say(f"baton bench {command.name}: {session.notes[0]}", style="red")
+        if not session.measured:
+            return code
+    return _report(command, session, options, About(_configuration(options), facts, begun), code)
+
+
+def _report(
+    command: Command, session: Session, options: argparse.Namespace, about: About, code: int
+) -> int:
+    findings = command.findings(session, about)
+    for sentence in findings.page.lead:
+        session.show.say(sentence)
+    if findings.page.headline is not None:
+        for row in findings.page.headline.lines():
+            session.show.say(row)
+    for warning in session.warnings():
+        session.show.say(warning, style="yellow")
+    write(findings.page, options.html)
+    session.show.say(f"report: {options.html}")
+    line = {
+        "bench": command.name,
+        "complete": code == 0,
+        "report": str(options.html),
+        "summary": findings.summary,
+        "warnings": session.warnings(),
+    }
+    if options.json is not None:
+        raw = {
+            **line,
+            "configuration": about.configuration,
+            "machine": about.machine,
+            "made": about.made,
+            "runs": list(session.records()),
+        }
+        options.json.write_text(json.dumps(raw))
+        session.show.say(f"raw numbers: {options.json}")
+    with contextlib.suppress(BrokenPipeError):
+        print(json.dumps(line), flush=True)
+    if code == 0 and not any(o.error == "" for one in session.measured for o in one.run.outcomes):
+        return EXIT_FAILED
+    return code
+
+
+def _busy(facts: Mapping[str, Any]) -> list[str]:
+    load, cores = facts["load_average"], facts["cores"]
+    if load <= _BUSY_SHARE * cores:
+        return []
+    return [f"This machine was busy when the bench began: load average {load} on {cores} cores."]
+
+
+def _configuration(options: argparse.Namespace) -> dict[str, Any]:
+    """Every flag as it was understood."""
+    found = {}
+    for name, value in sorted(vars(options).items()):
+        if name in _WHERE or callable(value):
+            continue
+        text = getattr(value, "text", value)  # of lengths
+        text = getattr(value, "limits", text)  # of objectives
+        found[name] = str(text) if isinstance(text, Path) else text
+    return found

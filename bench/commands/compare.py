@@ -1,0 +1,160 @@
+"""baton bench compare: the same nodes, colocated and disaggregated, under the same load."""
+
+import argparse
+from collections.abc import Sequence
+
+from bench.commands.command import About, Findings, add_common_flags, check_common_flags
+from bench.commands.compare_report import Setting, findings
+from bench.commands.pair import (
+    MAX_IN_FLIGHT,
+    WARM_UP_SEED,
+    Pair,
+    Ready,
+    add_pair_flags,
+    check_context,
+    seed_of,
+    warm_up,
+)
+from bench.errors import WrongInput
+from bench.objectives import Objectives
+from bench.session import Session
+from bench.summary import latencies
+from bench.traffic.lengths import HELP, Lengths
+from bench.traffic.load import Load, Run, poisson, until
+from bench.traffic.workload import Workload
+
+SHARES = (0.3, 0.6, 0.9)  # of what the colocated system answers in a closed loop
+STREAMS_PER_NODE = 8  # of that closed loop
+OBJECTIVE_FACTOR = 3.0
+_ALONE_SEED, _FULL_SEED = WARM_UP_SEED + 1, WARM_UP_SEED + 2
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add_pair_flags(parser, repeats=4)
+    parser.add_argument(
+        "--rate",
+        type=_rates,
+        metavar="R,R,...",
+        help="Poisson arrivals a second (0.3, 0.6 and 0.9 of what the colocated system can do)",
+    )
+    parser.add_argument("--duration", type=float, default=20.0, metavar="S", help="of a run (20)")
+    what = parser.add_argument_group("what", f"Lengths in tokens: {HELP}.")
+    what.add_argument(
+        "--prompt-tokens",
+        type=Lengths.parse,
+        default=Lengths.parse("mix:128=0.85,2048=0.15"),
+        metavar="LENGTH",
+        help="(mix:128=0.85,2048=0.15)",
+    )
+    what.add_argument(
+        "--output-tokens",
+        type=Lengths.parse,
+        default=Lengths.fixed(64),
+        metavar="LENGTH",
+        help="(64)",
+    )
+    what.add_argument(
+        "--long-tokens",
+        type=int,
+        default=1024,
+        metavar="N",
+        help="a prompt of so many is long: what it does to others' ITL is shown (1024)",
+    )
+    add_common_flags(parser, "compare")
+
+
+class CompareCommand:
+    name = "compare"
+
+    def __init__(self, options: argparse.Namespace, node_flags: list[str]) -> None:
+        """Raises WrongInput."""
+        check_common_flags(options)
+        if not (options.duration > 0 and options.long_tokens > 0):
+            raise WrongInput("--duration and --long-tokens must be above 0")
+        self._options = options
+        self._work = Workload(
+            options.prompt_tokens, options.output_tokens, long_tokens=options.long_tokens
+        )
+        self._pair = Pair("baton bench compare", options, node_flags)
+        self._rates: list[float] = list(options.rate or ())
+        self._capacity: float | None = None
+        self.objectives = options.goodput or Objectives()
+
+    async def measure(self, session: Session) -> None:
+        async def block(ready: Ready, repeats: list[int]) -> None:
+            check_context(ready, self._work.largest)
+            await warm_up(session, ready, self._work, STREAMS_PER_NODE)
+            if not self._rates or not session.objectives.limits:
+                await self._calibrate(session, ready)
+            for repeat in repeats:
+                for number, rate in enumerate(self._rates):
+                    await self._one(session, ready, repeat, number, rate)
+
+        arms = (self._pair.colocated, self._pair.disaggregated)
+        await self._pair.each(session, arms, block)
+
+    def findings(self, session: Session, about: About) -> Findings:
+        setting = Setting(
+            colocated=self._pair.colocated,
+            disaggregated=self._pair.disaggregated,
+            rates=tuple(self._rates),
+            capacity=self._capacity,
+            long_tokens=self._options.long_tokens,
+            objectives_given=self._options.goodput is not None,
+        )
+        return findings(session, about, setting)
+
+    async def _calibrate(self, session: Session, ready: Ready) -> None:
+        """On the first system, which is the colocated one: what it can do, and how fast a request
+        is alone. Its rates and objectives then hold for both."""
+        alone = await self._calibrating(session, ready, 1, _ALONE_SEED)
+        if not session.objectives.limits:
+            stats = latencies([o for o in alone.outcomes if not o.error])
+            limits = {kind: OBJECTIVE_FACTOR * (stats[kind]["p99"] or 1.0) for kind in _LIMITED}
+            session.objectives = Objectives(limits)
+        if not self._rates:
+            streams = STREAMS_PER_NODE * self._pair.num_nodes
+            full = await self._calibrating(session, ready, streams, _FULL_SEED)
+            answered = sum(not outcome.error for outcome in full.outcomes)
+            self._capacity = answered / max(full.wall_s, 1e-9)
+            self._rates = [round(share * self._capacity, 3) for share in SHARES]
+
+    async def _calibrating(self, session: Session, ready: Ready, streams: int, seed: int) -> Run:
+        with session.show.doing(f"{ready.arm.name}, {streams} streams to calibrate") as tick:
+            load = Load(ready.client.ask, lambda _: tick())
+            async with load.measuring():
+                await load.closed_loop(
+                    self._work.jobs(seed),
+                    concurrency=streams,
+                    duration_s=self._options.duration / 2,
+                )
+        return load.run
+
+    async def _one(
+        self, session: Session, ready: Ready, repeat: int, number: int, rate: float
+    ) -> None:
+        seed = seed_of(self._options.seed, repeat, number)
+        due = list(until(poisson(rate, seed), count=None, duration_s=self._options.duration))
+
+        async def drive(load: Load) -> None:
+            await load.open_loop(self._work.jobs(seed), due, max_in_flight=MAX_IN_FLIGHT)
+
+        await session.measure(
+            ready.client.ask,
+            drive,
+            system=ready.arm.name,
+            point=f"{rate:g} requests/s",
+            x=rate,
+            repeat=repeat,
+            total=len(due),
+        )
+
+
+_LIMITED: Sequence[str] = ("ttft", "itl")
+
+
+def _rates(text: str) -> list[float]:
+    rates = [float(part) for part in text.split(",")]
+    if not all(0 < rate < 1e6 for rate in rates) or rates != sorted(set(rates)):
+        raise WrongInput("rates are above 0 and go upwards")
+    return rates

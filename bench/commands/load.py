@@ -1,0 +1,225 @@
+"""baton bench load: drives one OpenAI-compatible server, and says what its clients saw."""
+
+import argparse
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.commands.command import About, Findings, add_common_flags, check_common_flags
+from bench.commands.load_report import findings
+from bench.errors import WrongInput
+from bench.objectives import Objectives
+from bench.session import Session
+from bench.traffic.http_pool import Server
+from bench.traffic.lengths import HELP, Lengths
+from bench.traffic.load import Load, poisson, until
+from bench.traffic.openai_client import SENDS, Model, OpenAiClient
+from bench.traffic.workload import Job, Trace, Workload
+
+DEFAULT_REQUESTS = 100
+WARM_UP_STREAMS = 4
+API_KEY = "OPENAI_API_KEY"
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One load: a rate, a number of streams, or a trace's own times."""
+
+    name: str
+    x: float
+    rate: float | None = None
+    streams: int | None = None
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (%(default)s)")
+    parser.add_argument("--model", help="as the server calls it (its first)")
+    parser.add_argument(
+        "--send",
+        choices=SENDS,
+        default="ids",
+        help="prompts as token ids (exact lengths), as words, or as a chat message (%(default)s)",
+    )
+    parser.add_argument(
+        "--extra", type=_fields, default={}, metavar="JSON", help="more fields of every request"
+    )
+    when = parser.add_argument_group("when", "One of the first two; with --trace also neither.")
+    when.add_argument(
+        "--concurrency",
+        type=_numbers(int),
+        metavar="N,N,...",
+        help="closed loop: callers, each with one request under way; one run for each number",
+    )
+    when.add_argument(
+        "--rate",
+        type=_numbers(float),
+        metavar="R,R,...",
+        help="open loop: Poisson arrivals a second; one run for each rate",
+    )
+    when.add_argument(
+        "--max-in-flight",
+        type=int,
+        default=1024,
+        metavar="N",
+        help="open loop: what is due while so many are under way waits, and counts as late (1024)",
+    )
+    when.add_argument("--requests", type=int, metavar="N", help=f"in each run ({DEFAULT_REQUESTS})")
+    when.add_argument("--duration", type=float, metavar="S", help="of each run, in place of that")
+    when.add_argument("--warm-up", type=int, default=8, metavar="N", help="requests before (8)")
+    what = parser.add_argument_group("what", f"Lengths in tokens: {HELP}.")
+    what.add_argument("--prompt-tokens", type=Lengths.parse, metavar="LENGTH", help="(512)")
+    what.add_argument("--output-tokens", type=Lengths.parse, metavar="LENGTH", help="(64)")
+    what.add_argument(
+        "--prefix-groups", type=int, default=0, metavar="N", help="prompts of one begin alike"
+    )
+    what.add_argument(
+        "--prefix-tokens", type=int, default=0, metavar="N", help="as far as this; part of a prompt"
+    )
+    what.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="JSON lines: timestamp (ms), input_length, output_length, hash_ids (of 512 tokens)",
+    )
+    add_common_flags(parser, "load")
+    parser.epilog = f"The environment variable {API_KEY} is sent as a bearer token."
+
+
+class LoadCommand:
+    name = "load"
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        """Raises WrongInput."""
+        check_common_flags(options)
+        self._server = Server.at(options.url)
+        self._options = options
+        self._work = _work(options)
+        self._points = _points(options, self._work)
+        self.objectives = options.goodput or Objectives()
+
+    async def measure(self, session: Session) -> None:
+        options = self._options
+        client = OpenAiClient(
+            self._server,
+            send=options.send,
+            timeout_s=options.timeout,
+            extra=options.extra,
+            api_key=os.environ.get(API_KEY),
+        )
+        try:
+            model = await client.choose_model(options.model)
+            _check_context(model, self._work)
+            if options.warm_up:
+                await self._warm_up(session, client)
+            done = session.show.plan("load", len(self._points))
+            for index, point in enumerate(self._points):
+                await self._one(session, client, point, options.seed + index)
+                done()
+        finally:
+            client.close()
+
+    def findings(self, session: Session, about: About) -> Findings:
+        return findings(session, about, open_loop=self._points[0].streams is None)
+
+    async def _warm_up(self, session: Session, client: OpenAiClient) -> None:
+        """Its prompts come in no run."""
+        with session.show.doing("warm-up", self._options.warm_up) as tick:
+            load = Load(client.ask, lambda _: tick())
+            jobs = self._work.jobs(self._options.seed + len(self._points))
+            async with load.measuring():
+                await load.closed_loop(
+                    jobs, concurrency=WARM_UP_STREAMS, requests=self._options.warm_up
+                )
+
+    async def _one(self, session: Session, client: OpenAiClient, point: Point, seed: int) -> None:
+        options, count = self._options, self._num_requests()
+        jobs: Iterator[Job] = self._work.jobs(seed)
+        last = options.duration
+
+        async def drive(load: Load) -> None:
+            if point.streams is not None:
+                await load.closed_loop(
+                    jobs, concurrency=point.streams, requests=count, duration_s=last
+                )
+                return
+            due = poisson(point.rate, seed) if point.rate is not None else _own_times(self._work)
+            await load.open_loop(
+                jobs,
+                until(due, count=count, duration_s=last),
+                max_in_flight=options.max_in_flight,
+            )
+
+        await session.measure(
+            client.ask, drive, system="server", point=point.name, x=point.x, total=count
+        )
+
+    def _num_requests(self) -> int | None:
+        """In each run; None: the duration alone ends it."""
+        if self._options.requests is not None or self._options.duration is not None:
+            requests: int | None = self._options.requests
+            return requests
+        return len(self._work.lines) if isinstance(self._work, Trace) else DEFAULT_REQUESTS
+
+
+def _work(options: argparse.Namespace) -> Workload | Trace:
+    if options.trace is None:
+        prompt = options.prompt_tokens or Lengths.fixed(512)
+        output = options.output_tokens or Lengths.fixed(64)
+        if min(options.prefix_groups, options.prefix_tokens) < 0:
+            raise WrongInput("--prefix-groups and --prefix-tokens must not be negative")
+        return Workload(prompt, output, options.prefix_groups, options.prefix_tokens)
+    if options.prompt_tokens or options.output_tokens or options.prefix_groups:
+        raise WrongInput("--trace says how long prompts and answers are; no other flag can")
+    return Trace.read(options.trace)
+
+
+def _points(options: argparse.Namespace, work: Workload | Trace) -> list[Point]:
+    for name in ("requests", "duration", "max_in_flight"):
+        value = getattr(options, name)
+        if value is not None and not value > 0:
+            raise WrongInput(f"--{name.replace('_', '-')} must be above 0")
+    if options.warm_up < 0:
+        raise WrongInput("--warm-up must not be negative")
+    if options.rate and options.concurrency:
+        raise WrongInput("--rate is an open loop and --concurrency a closed one: choose")
+    if options.rate:
+        return [Point(f"{rate:g} requests/s", rate, rate=rate) for rate in options.rate]
+    if options.concurrency:
+        return [Point(f"{n} streams", float(n), streams=n) for n in options.concurrency]
+    if isinstance(work, Trace):
+        return [Point(f"times of {work.name}", 1.0)]
+    raise WrongInput("say when requests are sent: --rate R or --concurrency N")
+
+
+def _own_times(work: Workload | Trace) -> Sequence[float]:
+    assert isinstance(work, Trace)  # _points has seen to it
+    return work.times()
+
+
+def _check_context(model: Model, work: Workload | Trace) -> None:
+    if model.max_model_len is not None and work.largest > model.max_model_len:
+        raise WrongInput(
+            f"{model.id} takes {model.max_model_len} tokens of prompt and answer together; "
+            f"this load would send up to {work.largest}"
+        )
+
+
+def _numbers(kind: type[int] | type[float]) -> Any:
+    def read(text: str) -> list[int] | list[float]:
+        numbers = [kind(part) for part in text.split(",")]
+        if not all(0 < number < 1e6 for number in numbers):
+            raise ValueError(text)
+        return numbers
+
+    read.__name__ = f"list of {kind.__name__}s above 0"  # argparse puts it into its message
+    return read
+
+
+def _fields(text: str) -> dict[str, Any]:
+    fields = json.loads(text)
+    if not isinstance(fields, dict):
+        raise argparse.ArgumentTypeError("wants a JSON object")
+    return fields

@@ -1,0 +1,193 @@
+"""What `compare` and `break-even` share: the systems of one machine, their flags, their order."""
+
+import argparse
+import json
+import os
+import shlex
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.errors import Unusable, WrongInput
+from bench.session import Session
+from bench.systems import Arm, Machine, abba
+from bench.traffic.http_pool import Server
+from bench.traffic.load import Load
+from bench.traffic.openai_client import OpenAiClient
+from bench.traffic.workload import Workload
+from cli.local import plan
+from common import settings
+from common.config import DecodeConfig, PrefillConfig, Record
+from common.errors import ConfigError
+from common.model_directory import model_directory
+
+COLOCATED, DISAGGREGATED = "colocated", "disaggregated"
+WARM_UP_SEED = 1 << 40  # far from those of runs: nothing that a run sends is cached by it
+MAX_IN_FLIGHT = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """One system that is up, with a client of it."""
+
+    arm: Arm
+    client: OpenAiClient
+    context_tokens: int | None  # the model's, where the server tells
+
+
+Block = Callable[[Ready, list[int]], Awaitable[None]]  # a system, and the repeats to run on it
+
+
+def add_pair_flags(parser: argparse.ArgumentParser, *, repeats: int) -> None:
+    parser.add_argument("--model", required=True, metavar="DIR", help="directory or hub id")
+    parser.add_argument(
+        "--prefill", type=int, default=1, metavar="P", help="prefill nodes, disaggregated (1)"
+    )
+    parser.add_argument(
+        "--decode",
+        type=int,
+        default=1,
+        metavar="D",
+        help="decode nodes, disaggregated (1); colocated has P + D nodes",
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=repeats,
+        metavar="N",
+        help="of everything, systems in turns: A B, B A, A B ... (%(default)s)",
+    )
+    parser.add_argument(
+        "--colocated-flags", default="", metavar="'FLAGS'", help="for nodes of that system alone"
+    )
+    parser.add_argument(
+        "--disaggregated-flags", default="", metavar="'FLAGS'", help="for decode nodes of that one"
+    )
+    parser.add_argument("--start-timeout", type=float, default=900.0, metavar="S", help="(900)")
+    parser.epilog = (
+        "Any other flag goes to every node of every system, such as --engine.cache.page-size 32; "
+        "`baton decode --help` lists them. Use the machine for nothing else meanwhile."
+    )
+
+
+class Pair:
+    """The systems that one model is measured with on this machine, one at a time."""
+
+    def __init__(self, program: str, options: argparse.Namespace, node_flags: list[str]) -> None:
+        """
+        Args:
+            node_flags: for every node of every system.
+        Raises:
+            WrongInput: and ends this process where a node would refuse its flags.
+        """
+        for name in ("prefill", "decode", "repeats", "start_timeout"):
+            if not getattr(options, name) > 0:
+                raise WrongInput(f"--{name.replace('_', '-')} must be above 0")
+        self._options = options
+        self._model = _directory(options.model)
+        own = {
+            name: _split(name, getattr(options, f"{name}_flags"))
+            for name in (COLOCATED, DISAGGREGATED)
+        }
+        checked: tuple[tuple[type[Record], list[str]], ...] = (
+            (PrefillConfig, node_flags),
+            (DecodeConfig, [*node_flags, *own[COLOCATED]]),
+            (DecodeConfig, [*node_flags, *own[DISAGGREGATED]]),
+        )
+        for record, flags in checked:
+            settings.read(record, program, [f"--model={self._model}", *flags])
+        everywhere = tuple(node_flags)
+        self.num_nodes = options.prefill + options.decode
+        self.colocated = Arm(COLOCATED, 0, self.num_nodes, everywhere, tuple(own[COLOCATED]))
+        self.disaggregated = Arm(
+            DISAGGREGATED, options.prefill, options.decode, everywhere, tuple(own[DISAGGREGATED])
+        )
+
+    @property
+    def shared_cores(self) -> int | None:
+        """How many cores all nodes of a system compute on; None: they have CUDA devices."""
+        if self._options.device != "cpu" and plan.cuda_devices():
+            return None
+        return len(os.sched_getaffinity(0))
+
+    async def each(self, session: Session, arms: tuple[Arm, ...], block: Block) -> None:
+        """Runs `block` on every arm for every repeat, in turns.
+
+        A system one of whose programs has died in a block is noted; the next block starts anew.
+        """
+        blocks = abba(arms, self._options.repeats)
+        done = session.show.plan("systems", len(blocks))
+        with tempfile.TemporaryDirectory(prefix="baton-bench-") as logs:
+            machine = Machine(
+                self._model, self._options.device, Path(logs), self._options.start_timeout
+            )
+            for arm, repeats in blocks:
+                async with self._ready(session, machine, arm) as ready:
+                    await block(ready, repeats)
+                done()
+
+    @asynccontextmanager
+    async def _ready(self, session: Session, machine: Machine, arm: Arm) -> AsyncIterator[Ready]:
+        session.show.say(f"starting {arm.name}: {arm.shape}")
+        begun = len(session.measured)
+        async with machine.serving(arm) as serving:
+            client = OpenAiClient(
+                Server.at(serving.url), send="ids", timeout_s=self._options.timeout
+            )
+            try:
+                model = await client.choose_model()
+                yield Ready(arm, client, model.max_model_len)
+            finally:
+                client.close()
+                if serving.death is not None:
+                    note = "Runs on that start of the system are left out of every comparison."
+                    session.notes.append(f"{arm.name}: {serving.death}\n{note}")
+                    for one in session.measured[begun:]:
+                        one.run.ended = None
+
+
+async def warm_up(session: Session, ready: Ready, work: Workload, requests: int) -> None:
+    """Raises Unusable if nothing was answered: measuring it would be in vain."""
+    with session.show.doing(f"{ready.arm.name}, warm-up", requests) as tick:
+        load = Load(ready.client.ask, lambda _: tick())
+        async with load.measuring():
+            await load.closed_loop(work.jobs(WARM_UP_SEED), concurrency=4, requests=requests)
+    if all(outcome.error for outcome in load.run.outcomes):
+        first = load.run.outcomes[0]
+        raise Unusable(f"{ready.arm.name} answers nothing: {first.error}: {first.detail}")
+
+
+def check_context(ready: Ready, tokens: int) -> None:
+    """Raises WrongInput."""
+    if ready.context_tokens is not None and tokens > ready.context_tokens:
+        raise WrongInput(
+            f"the model takes {ready.context_tokens} tokens of prompt and answer together; "
+            f"this load would send up to {tokens}"
+        )
+
+
+def seed_of(seed: int, repeat: int, point: int) -> int:
+    """Of one run's prompts and arrivals: the same for every system, and another one in every
+    repeat, so that no run finds the prompts of one before it cached."""
+    return seed * 1_000_000 + repeat * 1000 + point
+
+
+def _directory(model: str) -> Path:
+    try:
+        found = model_directory(model, weights=True)
+        json.loads((found / "config.json").read_text())
+    except ConfigError as error:
+        raise WrongInput(f"--model: {error}") from None
+    except (OSError, ValueError) as error:
+        raise WrongInput(f"--model {model}: no readable config.json: {error}") from None
+    return found
+
+
+def _split(name: str, flags: str) -> list[str]:
+    try:
+        return shlex.split(flags)
+    except ValueError as error:
+        raise WrongInput(f"--{name}-flags: {error}") from None

@@ -1,1 +1,0 @@
-"""Baton on a CPU, beside peers and the machine: `python -m bench.cpu`."""

@@ -1,1 +1,0 @@
-"""Checks, then measures, everything on a GPU in one call: `python -m bench.gpu`, in parts."""

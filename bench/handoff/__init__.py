@@ -1,1 +1,0 @@
-"""What a hand-off costs: `python -m bench.handoff`, in parts."""

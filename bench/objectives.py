@@ -1,0 +1,49 @@
+"""What a request must keep to count as good: --goodput ttft=0.5,itl=0.05."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from bench.errors import WrongInput
+from bench.statistics import nearest_rank
+from bench.traffic.outcome import Outcome
+
+KINDS = ("ttft", "itl", "tpot", "e2e")
+
+
+@dataclass(frozen=True, slots=True)
+class Objectives:
+    """Limits in seconds. ttft, tpot and e2e are one number of a request; itl is the 99th percentile
+    of its own gaps between chunks: with fewer than 100 of them, the longest."""
+
+    limits: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, text: str) -> "Objectives":
+        """Raises WrongInput."""
+        try:
+            pairs = [part.split("=") for part in text.split(",")]
+            limits = {name.strip(): float(value) for name, value in pairs}
+        except ValueError:
+            limits = {}
+        if not limits or not limits.keys() <= set(KINDS) or not all(v > 0 for v in limits.values()):
+            raise WrongInput(
+                f"--goodput {text!r}: wants limits in seconds of {', '.join(KINDS)}, "
+                "as ttft=0.5,itl=0.05"
+            )
+        return cls(limits)
+
+    def met(self, outcome: Outcome) -> bool:
+        if outcome.error:
+            return False
+        return all(self._value(kind, outcome) <= limit for kind, limit in self.limits.items())
+
+    def _value(self, kind: str, outcome: Outcome) -> float:
+        match kind:
+            case "ttft":
+                return outcome.ttft or 0.0
+            case "itl":
+                return nearest_rank(outcome.gaps, 0.99)
+            case "tpot":
+                return outcome.per_token or 0.0
+            case _:
+                return outcome.e2e

@@ -1,1 +1,0 @@
-"""What the GPU's kernels take, compiled without one: `python -m bench.resources`."""

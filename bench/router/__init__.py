@@ -1,1 +1,0 @@
-"""What a router costs, beside others: `python -m bench.router`."""

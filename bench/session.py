@@ -1,0 +1,93 @@
+"""Everything that one bench has measured so far, in the order it was measured.
+
+What was under way when a bench is interrupted is in it too, marked as not complete.
+"""
+
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from bench.objectives import Objectives
+from bench.progress import Show
+from bench.summary import Warned, summary, warnings
+from bench.traffic.load import Ask, Load, Run
+from bench.traffic.outcome import Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    system: str  # "server", or an arm's name
+    point: str  # "2 requests/s", "512 tokens"
+    x: float  # the same as a number, for plots
+    repeat: int
+    run: Run
+
+    @property
+    def name(self) -> str:
+        return f"{self.system}, {self.point}"
+
+
+@dataclass(slots=True)
+class Session:
+    show: Show
+    objectives: Objectives
+    measured: list[Measured] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what went wrong, for the report's head
+    interrupted: bool = False
+
+    async def measure(
+        self,
+        ask: Ask,
+        drive: Callable[[Load], Awaitable[None]],
+        *,
+        system: str,
+        point: str,
+        x: float,
+        repeat: int = 0,
+        total: int | None = None,
+        on_outcome: Callable[[Outcome], None] = lambda _: None,
+    ) -> Measured:
+        """
+        Args:
+            drive: runs one of the load's loops.
+            total: requests, if it is known.
+        """
+        with self.show.doing(f"{system}, {point}", total) as tick:
+
+            def note(outcome: Outcome) -> None:
+                tick()
+                on_outcome(outcome)
+
+            load = Load(ask, note)
+            measured = Measured(system, point, x, repeat, load.run)
+            self.measured.append(measured)
+            async with load.measuring():
+                await drive(load)
+        return measured
+
+    def warnings(self) -> list[str]:
+        """The worst of each kind, with how many more there are."""
+        kinds: dict[str, list[Warned]] = {}
+        for one in self.measured:
+            stats = summary(one.run, self.objectives)
+            for warned in warnings(one.name, one.run, stats):
+                kinds.setdefault(warned.kind, []).append(warned)
+        said = list(self.notes)
+        for found in kinds.values():
+            worst = max(found, key=lambda warned: warned.weight)
+            more = len(found) - 1
+            of = f" (and less so in {more} more of the {len(self.measured)} runs)" if more else ""
+            said.append(worst.text + of)
+        return said
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """For JSON: every run with all that is known of every request."""
+        for one in self.measured:
+            yield {
+                "system": one.system,
+                "point": one.point,
+                "x": one.x,
+                "repeat": one.repeat,
+                "summary": summary(one.run, self.objectives),
+                "outcomes": [outcome.record() for outcome in one.run.outcomes],
+            }

@@ -1,0 +1,150 @@
+"""When requests are sent: a closed loop or an open one, and what the client itself cost.
+
+An open loop never waits for the server: each request has a time at which it is due, and whatever
+keeps it from being sent then is part of its latency. Knows nothing of HTTP.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import math
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from bench.statistics import distribution
+from bench.traffic.outcome import Outcome
+from bench.traffic.workload import Job
+
+Ask = Callable[[Job, float, float], Awaitable[Outcome]]  # job, start, due
+_TICK_S = 0.02
+
+
+@dataclass(slots=True)
+class Run:
+    """One load on one system. Complete only when `ended` is set."""
+
+    outcomes: list[Outcome] = field(default_factory=list)
+    begun: int = 0  # requests; those that are not among the outcomes were given up
+    ended: float | None = None  # seconds from its start
+    client_cpu: float = 0.0  # share of one core
+    client_lag: dict[str, Any] = field(default_factory=dict)  # s; how late a timer of ours came
+
+    @property
+    def wall_s(self) -> float:
+        """From the start to the end of the last answer."""
+        return max((outcome.ended for outcome in self.outcomes), default=0.0)
+
+
+class Load:
+    """Sends jobs and collects outcomes into `run` as they come, so that a cancelled load leaves
+    what it has. The loops run inside `measuring`, several at once if need be; for one event loop.
+    """
+
+    def __init__(self, ask: Ask, on_outcome: Callable[[Outcome], None] = lambda _: None) -> None:
+        self._ask = ask
+        self._on_outcome = on_outcome
+        self._start = 0.0
+        self.run = Run()
+
+    @contextlib.asynccontextmanager
+    async def measuring(self) -> AsyncIterator[None]:
+        """The run's time, and the client's own cost, count from here to the block's end."""
+        self._start, cpu = time.perf_counter(), time.process_time()
+        lags: list[float] = []
+        ticking = asyncio.create_task(_tick(lags))
+        try:
+            yield
+            self.run.ended = self._now()
+        finally:
+            ticking.cancel()
+            self.run.client_cpu = (time.process_time() - cpu) / max(self._now(), 1e-9)
+            self.run.client_lag = distribution(lags)
+
+    async def closed_loop(
+        self,
+        jobs: Iterator[Job],
+        *,
+        concurrency: int,
+        requests: int | None = None,
+        duration_s: float | None = None,
+        ends: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`concurrency` callers, each with one request under way, until so many are begun, so much
+        time has gone or `ends` says so, then until all have their answers."""
+        last = math.inf if duration_s is None else duration_s
+        jobs = itertools.islice(jobs, requests)
+
+        async def caller() -> None:
+            while self._now() < last and not ends():
+                job = next(jobs, None)
+                if job is None:
+                    return
+                await self._one(job, self._now())
+
+        async with asyncio.TaskGroup() as callers:
+            for _ in range(concurrency):
+                callers.create_task(caller())
+
+    async def open_loop(
+        self, jobs: Iterator[Job], due: Iterable[float], *, max_in_flight: int
+    ) -> None:
+        """Sends each job at its due time (seconds from the start), or as soon after as fewer than
+        `max_in_flight` are under way, and waits for all."""
+        room = asyncio.Semaphore(max_in_flight)
+
+        async def call(job: Job, at: float) -> None:
+            try:
+                await self._one(job, at)
+            finally:
+                room.release()
+
+        async with asyncio.TaskGroup() as calls:
+            for at, job in zip(due, jobs, strict=False):
+                await self._until(at)
+                await room.acquire()
+                calls.create_task(call(job, at))
+
+    async def _until(self, at: float) -> None:
+        """Never returns early, as one sleep may: uvloop's are whole milliseconds."""
+        left = at - self._now()
+        while left > 0:
+            await asyncio.sleep(left)
+            left = at - self._now()
+
+    async def _one(self, job: Job, due: float) -> None:
+        self.run.begun += 1
+        outcome = await self._ask(job, self._start, due)
+        self.run.outcomes.append(outcome)
+        self._on_outcome(outcome)
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._start
+
+
+async def _tick(lags: list[float]) -> None:
+    while True:
+        before = time.perf_counter()
+        await asyncio.sleep(_TICK_S)
+        lags.append(max(0.0, time.perf_counter() - before - _TICK_S))
+
+
+def poisson(rate: float, seed: int) -> Iterator[float]:
+    """Due times of arrivals at `rate` a second, without end; the same ones for the same seed."""
+    rng, at = np.random.default_rng((seed, 1)), 0.0
+    while True:
+        at += float(rng.exponential(1.0 / rate))
+        yield at
+
+
+def until(
+    times: Iterable[float], *, count: int | None, duration_s: float | None
+) -> Iterator[float]:
+    """The first `count` of them, and none at or after `duration_s`."""
+    for number, at in enumerate(times):
+        if (count is not None and number >= count) or (duration_s is not None and at >= duration_s):
+            return
+        yield at

@@ -1,0 +1,252 @@
+"""OpenAI's API from a client's side: a Job becomes a request, a stream of events an Outcome.
+
+Works with any server that streams completions or chat with usage. What goes wrong is an outcome,
+never an exception.
+"""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from bench.errors import Unusable
+from bench.traffic.http_pool import CutOff, HttpPool, NoConnection, Server
+from bench.traffic.outcome import Outcome
+from bench.traffic.workload import Job
+
+Send = Literal["ids", "text", "chat"]
+SENDS: tuple[Send, ...] = ("ids", "text", "chat")
+
+_ASK_S = 10.0  # longest wait for the list of models
+_WORDS = ("the", "of", "and", "to", "in", "is", "that", "was", "for", "on", "are", "with", "as")
+_MAX_DETAIL = 300
+_MAX_EVENT_BYTES = 1 << 20
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: _Details | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_read_event = msgspec.json.Decoder(_Event).decode
+
+
+class Model(msgspec.Struct):
+    id: str
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[Model]
+
+
+class OpenAiClient:
+    """Requests to one model of one server. For one event loop; close it."""
+
+    def __init__(
+        self,
+        server: Server,
+        *,
+        send: Send,
+        timeout_s: float,
+        extra: Mapping[str, Any] | None = None,
+        api_key: str | None = None,
+    ) -> None:
+        """
+        Args:
+            send: prompts as token ids or as words to /v1/completions, or to /v1/chat/completions.
+                A word is about a token; what the server counted is what is reported.
+            timeout_s: longest wait for a whole answer.
+            extra: more fields of every request's body.
+        """
+        headers = (("authorization", f"Bearer {api_key}"),) if api_key else ()
+        self._pool = HttpPool(server, headers)
+        self._url = server.url
+        self._send = send
+        self._path = "/v1/chat/completions" if send == "chat" else "/v1/completions"
+        self._timeout_s = timeout_s
+        self._extra = dict(extra or {})
+        self._model = ""
+
+    def close(self) -> None:
+        self._pool.close()
+
+    async def choose_model(self, name: str | None = None) -> Model:
+        """The model that every request will name.
+
+        Args:
+            name: one that the server has; None: its first.
+        Raises:
+            Unusable: there is no such model, or no such server.
+        """
+        models_of = f"{self._url}/v1/models"
+        try:
+            async with asyncio.timeout(_ASK_S):
+                status, body = await self._pool.get("/v1/models")
+            models = msgspec.json.decode(body, type=_Models).data if status == 200 else []
+        except TimeoutError:
+            raise Unusable(f"{models_of}: no answer within {_ASK_S:g} s") from None
+        except (NoConnection, CutOff) as error:
+            raise Unusable(f"{models_of}: {error}") from None
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            raise Unusable(f"{models_of}: the answer is no list of models") from None
+        if status != 200:
+            raise Unusable(f"{models_of}: answered with status {status}")
+        for model in models:
+            if name in (None, model.id):
+                self._model = model.id
+                return model
+        there = ", ".join(model.id for model in models) or "none"
+        raise Unusable(f"there is no model {name!r} (the server has {there})")
+
+    async def ask(self, job: Job, start: float, due: float) -> Outcome:
+        """
+        Args:
+            start: time.perf_counter() of the run's start.
+            due: seconds from there; not waited for.
+        """
+        body = self._body(job)
+        outcome = Outcome(job.group, len(job.prompt), due, time.perf_counter() - start)
+        stream = _Stream(outcome, start, counts_empty=self._send != "chat")
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                status = await self._pool.post(self._path, body, stream.feed)
+            stream.end(status)
+        except TimeoutError:
+            stream.fail("timeout", f"no whole answer within {self._timeout_s:g} s")
+        except NoConnection as error:
+            stream.fail("connect", str(error))
+        except CutOff as error:
+            stream.fail("cut off", str(error))
+        outcome.ended = time.perf_counter() - start
+        return outcome
+
+    def _body(self, job: Job) -> bytes:
+        fields: dict[str, Any] = {
+            "model": self._model,
+            "max_tokens": job.max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        }
+        match self._send:
+            case "ids":
+                fields["prompt"] = list(job.prompt)
+            case "text":
+                fields["prompt"] = _words(job)
+            case "chat":
+                fields["messages"] = [{"role": "user", "content": _words(job)}]
+        return msgspec.json.encode(fields | self._extra)
+
+
+def _words(job: Job) -> str:
+    return " ".join(_WORDS[token % len(_WORDS)] for token in job.prompt)
+
+
+class _Stream:
+    """Server-sent events of one answer, into its outcome."""
+
+    def __init__(self, outcome: Outcome, start: float, *, counts_empty: bool) -> None:
+        """
+        Args:
+            counts_empty: a choice without text is a token all the same: half a character. In chat
+                it is the role, which comes before any token.
+        """
+        self._outcome = outcome
+        self._start = start
+        self._counts_empty = counts_empty
+        self._rest = b""
+        self._done = False
+        self._told = 0  # tokens, by the usage of the chunks so far
+
+    def feed(self, now: float, data: bytes) -> None:
+        data = self._rest + data if self._rest else data
+        *events, self._rest = data.replace(b"\r\n", b"\n").split(b"\n\n")
+        if len(self._rest) > _MAX_EVENT_BYTES:
+            self.fail("no events", "what came is no stream of events")
+            self._rest = b""
+        for event in events:
+            if event.startswith(b"data:"):
+                self._take(event[5:].strip(), now - self._start)
+
+    def end(self, status: int) -> None:
+        """The answer is whole."""
+        if status != 200:
+            self.fail(f"status {status}", _sentence(self._rest))
+        elif not self._done:
+            self.fail("cut off", "the stream ended without [DONE]")
+        elif not self._outcome.chunks:
+            self.fail("no tokens", "an answer without a token")
+        elif not self._outcome.usage_told:
+            self._outcome.output_tokens = len(self._outcome.chunks)
+
+    def fail(self, kind: str, detail: str) -> None:
+        """The first one stays."""
+        if not self._outcome.error:
+            self._outcome.error, self._outcome.detail = kind, detail[:_MAX_DETAIL]
+
+    def _take(self, data: bytes, now: float) -> None:
+        if data == b"[DONE]":
+            self._done = True
+            return
+        try:
+            event = _read_event(data)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            self.fail("no events", f"an event that is not OpenAI's: {error}")
+            return
+        if event.error is not None:
+            self.fail("error event", _sentence(data))
+            return
+        outcome, usage = self._outcome, event.usage
+        if usage is not None:
+            outcome.usage_told = True
+            outcome.prompt_tokens = usage.prompt_tokens
+            outcome.output_tokens = usage.completion_tokens
+            if usage.prompt_tokens_details is not None:
+                outcome.cached_tokens = usage.prompt_tokens_details.cached_tokens or 0
+        if any(self._has_token(choice) for choice in event.choices):
+            outcome.chunks.append(now)
+            if usage is not None:
+                outcome.chunk_tokens.append(usage.completion_tokens - self._told)
+                self._told = usage.completion_tokens
+
+    def _has_token(self, choice: _Choice) -> bool:
+        delta = choice.delta
+        if choice.text or (delta and (delta.content or delta.reasoning_content)):
+            return True
+        return self._counts_empty and choice.finish_reason is None
+
+
+def _sentence(body: bytes) -> str:
+    """What the body of an error says, in OpenAI's form or any other."""
+    text = body.decode(errors="replace").strip()
+    try:
+        error = msgspec.json.decode(body)["error"]
+        return str(error["message"])
+    except (msgspec.MsgspecError, KeyError, TypeError):
+        return text

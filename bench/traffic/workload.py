@@ -1,0 +1,151 @@
+"""Which requests are sent: prompts as token ids, the same ones for the same seed.
+
+Ids are from a small range that every vocabulary has, so that lengths are exact whatever the
+tokenizer. Knows nothing of when requests are sent, but for traces, which say it.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from bench.errors import WrongInput
+from bench.traffic.lengths import Lengths
+
+VOCABULARY = (3, 250)  # at least the bytes are in every vocabulary; the first ids may be special
+TRACE_BLOCK_TOKENS = 512  # what one entry of hash_ids stands for
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request: greedy, and never ended by a token."""
+
+    prompt: Sequence[int]
+    max_tokens: int
+    group: str = ""  # what reports tell apart: "long", "background", "probe"
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A kind of traffic.
+
+    Prompts of one prefix group begin with the same `prefix_tokens` tokens, which are part of the
+    prompt's length; nothing else is shared by any two.
+    """
+
+    prompt_tokens: Lengths
+    output_tokens: Lengths
+    prefix_groups: int = 0
+    prefix_tokens: int = 0
+    group: str = ""
+    long_tokens: int | None = None  # prompts of at least so many are of the group "long"
+
+    def __post_init__(self) -> None:
+        if bool(self.prefix_groups) != bool(self.prefix_tokens):
+            raise WrongInput("--prefix-groups and --prefix-tokens go together")
+        if self.prefix_tokens >= self.prompt_tokens.smallest:
+            raise WrongInput(
+                f"--prefix-tokens {self.prefix_tokens} leaves nothing of a prompt of "
+                f"{self.prompt_tokens.smallest} tokens, the shortest of --prompt-tokens"
+            )
+
+    @property
+    def largest(self) -> int:
+        """The most tokens that a prompt and its answer have."""
+        return self.prompt_tokens.largest + self.output_tokens.largest
+
+    def jobs(self, seed: int) -> Iterator[Job]:
+        """Without end. Prefixes depend on the seed too: runs of another seed find none cached."""
+        rng = np.random.default_rng(seed)
+        prefixes = rng.integers(*VOCABULARY, (self.prefix_groups, self.prefix_tokens)).tolist()
+        while True:
+            length, most = self.prompt_tokens.draw(rng), self.output_tokens.draw(rng)
+            prefix = prefixes[int(rng.integers(len(prefixes)))] if prefixes else []
+            rest = rng.integers(*VOCABULARY, length - len(prefix)).tolist()
+            yield Job((*prefix, *rest), most, self._group(length))
+
+    def _group(self, length: int) -> str:
+        if self.long_tokens is not None and length >= self.long_tokens:
+            return "long"
+        return self.group
+
+
+@dataclass(frozen=True, slots=True)
+class TraceLine:
+    at_s: float  # from the trace's start
+    prompt_tokens: int
+    output_tokens: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Requests of a file, once through, in the order of their times."""
+
+    name: str
+    lines: tuple[TraceLine, ...]
+
+    @classmethod
+    def read(cls, file: Path) -> "Trace":
+        """One JSON object a line, as in Mooncake's traces: timestamp (ms), input_length,
+        output_length and hash_ids (one for each 512 tokens; equal ids are equal tokens). All but
+        the lengths may be absent.
+
+        Raises:
+            WrongInput: names the line.
+        """
+        lines = []
+        try:
+            with file.open() as texts:
+                for number, text in enumerate(texts, start=1):
+                    if text.strip():
+                        lines.append(_line(file, number, text))
+        except (OSError, UnicodeDecodeError) as error:
+            raise WrongInput(f"--trace {file}: {error}") from None
+        if not lines:
+            raise WrongInput(f"--trace {file} has no line")
+        return cls(file.name, tuple(sorted(lines, key=lambda line: line.at_s)))
+
+    @property
+    def largest(self) -> int:
+        return max(line.prompt_tokens + line.output_tokens for line in self.lines)
+
+    def jobs(self, seed: int) -> Iterator[Job]:
+        rng = np.random.default_rng(seed)
+        for line in self.lines:
+            shared = [token for block in line.blocks for token in _block(seed, block)]
+            shared = shared[: line.prompt_tokens]
+            rest = rng.integers(*VOCABULARY, line.prompt_tokens - len(shared)).tolist()
+            yield Job((*shared, *rest), line.output_tokens)
+
+    def times(self) -> list[float]:
+        """When each request is due, from the first."""
+        return [line.at_s - self.lines[0].at_s for line in self.lines]
+
+
+@lru_cache(maxsize=4096)
+def _block(seed: int, block: int) -> tuple[int, ...]:
+    rng = np.random.default_rng((seed, block))
+    return tuple(rng.integers(*VOCABULARY, TRACE_BLOCK_TOKENS).tolist())
+
+
+def _line(file: Path, number: int, text: str) -> TraceLine:
+    try:
+        fields = json.loads(text)
+        line = TraceLine(
+            float(fields.get("timestamp", 0)) / 1e3,
+            int(fields["input_length"]),
+            int(fields["output_length"]),
+            tuple(abs(int(block)) for block in fields.get("hash_ids") or ()),
+        )
+        if min(line.prompt_tokens, line.output_tokens) < 1 or not 0 <= line.at_s < 1e9:
+            raise ValueError
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise WrongInput(
+            f"--trace {file}, line {number}: needs input_length and output_length of at least 1 "
+            "and, if any, timestamp in ms and hash_ids"
+        ) from None
+    return line

@@ -1,0 +1,108 @@
+"""What a submission must be to be taken: the cheapest question first, and nothing is held before
+all are answered but what its end lets go of."""
+
+import itertools
+import math
+import time
+
+from common.errors import InvalidRequest, NodeUnavailable, Overloaded
+from common.queueing.drain import Drain, may_wait_s
+from decode_node.active_requests import LiveRequests
+from decode_node.output_length import AnswerPace
+from decode_node.prefix_holders import PrefixHolders
+from engine.adapters.adapters import Adapters
+from engine.batch.limits import RequestLimits
+from engine.batch.request import Request
+from node.control.engine_control import Desk
+from node.messages import SubmitRequest
+from node.timings import RequestStamps
+
+# As many requests and tokens may wait here before one is refused whose client has tokens already:
+# all that another node had, when that one dies.
+REPLAYS_TIMES = 2
+
+
+class Door:
+    """Engine thread only.
+
+    Args:
+        max_waiting: requests.
+        prompts: those to be computed here.
+        answers: how long they take here.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_waiting: int,
+        limits: RequestLimits,
+        desk: Desk,
+        live: LiveRequests,
+        adapters: Adapters,
+        holders: PrefixHolders,
+        prompts: Drain,
+        answers: AnswerPace,
+    ) -> None:
+        self._max_waiting = max_waiting
+        self._limits = limits
+        self._desk = desk
+        self._live = live
+        self._adapters = adapters
+        self._holders = holders
+        self._prompts = prompts
+        self._answers = answers
+        self._keys = itertools.count(1)
+
+    def meet(self, message: SubmitRequest) -> Request:
+        """Its record, and the first of its stamps: whatever becomes of it, its end is told."""
+        now, spec = time.monotonic(), message.spec
+        request = Request.of(
+            spec,
+            key=next(self._keys),
+            origin=(message.stream, message.number),
+            deadline=now + message.remaining.budget_s,
+            arrived=now,
+            start_by=now + self._may_wait_s(message),
+            weights=self._desk.weights,
+        )
+        stamps = RequestStamps(
+            spec.request_id,
+            spec.num_prompt,
+            message.trace,
+            message.received or now,
+            now,
+            num_generated=spec.num_generated,
+        )
+        self._live.begin(request, stamps)
+        return request
+
+    def take(self, request: Request, message: SubmitRequest, num_waiting: int) -> None:
+        """Lets in one that was met.
+
+        Args:
+            num_waiting: requests that wait here already.
+
+        Raises:
+            ServingError: it may not come in.
+        """
+        if self._live.get(request.origin) is not None:
+            raise InvalidRequest(f"request {message.number} is live on this stream already")
+        if self._desk.draining:
+            raise NodeUnavailable("this decode node is draining")
+        spec, placement = message.spec, message.placement
+        times = REPLAYS_TIMES if spec.num_generated else 1
+        if num_waiting >= times * self._max_waiting:
+            raise Overloaded(f"{num_waiting} requests wait here already")
+        self._limits.check_request(spec)
+        self._adapters.hold(request)
+        hints = () if placement.move_from is not None else self._holders.of(request, placement)
+        self._live.let_in(request, times=times, ticket=placement.ticket, prefix_at=hints)
+
+    def _may_wait_s(self, message: SubmitRequest) -> float:
+        """For its turn; without end, of an answer that goes on: its client has part of it."""
+        spec, remaining = message.spec, message.remaining
+        if spec.num_generated:
+            return math.inf
+        work_s = spec.num_tokens * self._prompts.unit_s
+        work_s += self._answers.seconds(spec.sampling.max_tokens)
+        return may_wait_s(remaining.queue_s, remaining.budget_s, work_s)

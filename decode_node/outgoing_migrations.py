@@ -1,0 +1,270 @@
+"""Running requests that another decode node is about to go on with: this node is the owner.
+
+    RUNNING --granted--> STOPPING --no launched step has it--> PAUSED --dropped, held--> gone
+       ^                     |                                    |
+       `-----------------------dropped, not held ----------------/
+
+Whoever has been released as held runs it, nobody else does. So a paused request goes on only with a
+HandoffDropped that says "not held", and is gone only with one that says "held": the books of the
+transfer thread decide, and a deadline here merely asks them. A request has one hand-off at most,
+and only the drop of that one wakes it.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from common.errors import EngineFault
+from common.logs.throttle import Throttle, ThrottledLog
+from common.page_tables import PageTables
+from decode_node.active_requests import LiveRequests
+from decode_node.counts import DecodeCounts
+from engine.batch.request import Ints, Request
+from engine.kv_cache.pages import Holder, PageAllocator
+from engine.scheduler.scheduler import Scheduler
+from kvtransfer.messages import Live, Prompt
+from kvtransfer.ports import FailHandoff, Granted, HandoffDropped, Opened, OwnerCommands, Publish
+
+log = logging.getLogger(__name__)
+
+PAUSE_S = 1.0  # longest pause, before the bytes to be read are counted
+# What a read may take is counted at a tenth of its link's rate, which the reader tells. One that
+# tells nothing, or says that it is slower than this, is not waited for any longer.
+_GIB = 1 << 30
+_SLOWEST_GIB_S = 0.1
+_UNKNOWN_GIB_S = 1.0
+_SHARE = 0.1
+# From the last move on: who reads the last answer is given time before the streams end.
+LINGER_S = 1.0
+
+
+class State(Enum):
+    RUNNING = "running"
+    STOPPING = "stopping"
+    PAUSED = "paused"
+
+
+_NEXT = {
+    State.RUNNING: {State.STOPPING},
+    State.STOPPING: {State.PAUSED},
+    State.PAUSED: set[State](),
+}
+
+
+@dataclass(slots=True, eq=False)
+class _Departure:
+    """One hand-off of one running request."""
+
+    serial: int
+    request: Request
+    num_known: int  # of its tokens, to the reader
+    state: State = State.RUNNING
+    prefix_tokens: int = 0  # the reader has them
+    room_tokens: int = 0
+    gib_per_s: float = _UNKNOWN_GIB_S
+    paused_until: float = math.inf
+    lent: Ints = field(default_factory=lambda: np.empty(0, np.int32))
+    over: bool = False  # the request has ended, or the hand-off is given up
+
+    def to(self, new: State) -> None:
+        if new not in _NEXT[self.state]:
+            raise EngineFault(f"a departure cannot go from {self.state.name} to {new.name}")
+        self.state = new
+
+
+class Departures:
+    """Engine thread only.
+
+    Args:
+        on_moved: called with a request that runs elsewhere from now on; it is still in the
+            scheduler, stopped.
+    """
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        pages: PageAllocator,
+        tables: PageTables,
+        page_bytes: int,
+        port: OwnerCommands,
+        live: LiveRequests,
+        counts: DecodeCounts,
+        on_moved: Callable[[Request], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._pages = pages
+        self._tables = tables
+        self._page_bytes = page_bytes
+        self._port = port
+        self._live = live
+        self._counts = counts
+        self._on_moved = on_moved
+        self._by_serial: dict[int, _Departure] = {}
+        self._by_request: dict[int, _Departure] = {}  # by key; those that are not over
+        self._refused: set[int] = set()  # serials, until they are dropped
+        self._moved_at = -math.inf
+        self._log = ThrottledLog(log, Throttle())
+
+    def __len__(self) -> int:
+        return len(self._by_serial)
+
+    @property
+    def busy(self) -> bool:
+        """Whether somebody reads here, or waits for an answer."""
+        return bool(self._by_serial) or time.monotonic() < self._moved_at + LINGER_S
+
+    def lent(self) -> Iterator[Ints]:
+        """Pages held for publication."""
+        return (departure.lent for departure in self._by_serial.values())
+
+    # What the transfer thread says --------------------------------------------------------------
+
+    def opened(self, event: Opened) -> None:
+        """The request goes on, and nothing is held, before the reader has pages for it."""
+        source = event.source
+        request = self._live.by_ticket(source.ticket) if isinstance(source, Live) else None
+        refusal = self._refusal(request, event)
+        if request is None or refusal:
+            self._refused.add(event.serial)
+            # A prompt goes elsewhere: who asks has found a prefill node at this address before.
+            retryable = isinstance(source, Prompt)
+            self._port.post(FailHandoff(event.serial, refusal, retryable))
+            return
+        departure = _Departure(event.serial, request, source.num_tokens)
+        self._by_serial[event.serial] = self._by_request[request.key] = departure
+
+    def _refusal(self, request: Request | None, event: Opened) -> str:
+        """Why the request does not leave; empty: it may."""
+        if not isinstance(event.source, Live):
+            return "a decode node computes no prompts for others"
+        if request is None:
+            return "no request here has that ticket"
+        if request.key in self._by_request:
+            return "the request is about to leave already"
+        tokens = self._scheduler.tokens_of(request)
+        if tokens is None:
+            return "the request is not running"
+        asked = event.source.spec
+        if asked.adapter != request.spec.adapter:
+            return "the request has another adapter"
+        if asked.namespace != request.spec.namespace:
+            return "the request has another namespace"
+        if event.weights != request.weights:
+            return "the request has other weights"
+        if not _begins_with(tokens, asked.token_ids):
+            return "the request has other tokens"
+        return ""
+
+    def granted(self, event: Granted) -> None:
+        departure = self._by_serial.get(event.serial)
+        if departure is None or departure.over:
+            return  # refused, or given up; HandoffDropped is under way
+        departure.prefix_tokens, departure.room_tokens = event.prefix_tokens, event.room_tokens
+        if event.gib_per_s:
+            departure.gib_per_s = max(event.gib_per_s, _SLOWEST_GIB_S)
+        if not self._scheduler.stop(departure.request):
+            self._give_up(departure, "the request is not running")
+            return
+        departure.to(State.STOPPING)
+
+    def dropped(self, event: HandoffDropped) -> None:
+        if event.serial in self._refused:
+            self._refused.remove(event.serial)
+            return
+        departure = self._by_serial.pop(event.serial)
+        self._by_request.pop(departure.request.key, None)
+        self._pages.drop(departure.lent, Holder.PUBLICATION)
+        request = departure.request
+        self._counts.moved_away(held=event.held)
+        if event.held:
+            self._moved_at = time.monotonic()
+        else:
+            self._log.info("not moved", request_id=request.spec.request_id, because=event.reason)
+        if departure.state is State.RUNNING or request.slot is None:
+            return  # it has never stopped, or has ended meanwhile
+        if event.held:
+            self._on_moved(request)
+        else:
+            self._scheduler.go_on(request)
+
+    def copied(self, ticket: int) -> bool:
+        """A request is about to be asked for, and its KV is wanted beforehand: what there is whole
+        pages of can be had from the tree. Returns whether it runs, as it does from then on too."""
+        request = self._live.by_ticket(ticket)
+        return request is not None and self._scheduler.learn(request)
+
+    # Turns --------------------------------------------------------------------------------------
+
+    def poll(self, now: float) -> None:
+        """Publishes those that have stopped, and asks for those that stand still too long."""
+        for departure in tuple(self._by_request.values()):
+            if departure.over:
+                continue
+            if departure.state is State.STOPPING:
+                self._publish(departure, now)
+            elif departure.state is State.PAUSED and departure.paused_until <= now:
+                self._give_up(departure, "the reader took too long")
+
+    def ended(self, request: Request) -> None:
+        """It has come to its end, here and for its client."""
+        departure = self._by_request.get(request.key)
+        if departure is not None and not departure.over:
+            self._give_up(departure, "the request has ended")
+
+    def give_up_all(self, reason: str) -> None:
+        """Whoever reads here is to do without; those that have stopped go on."""
+        for departure in tuple(self._by_request.values()):
+            if not departure.over:
+                self._give_up(departure, reason)
+
+    def _publish(self, departure: _Departure, now: float) -> None:
+        stopped = self._scheduler.stopped(departure.request)
+        if stopped is None:
+            return
+        tokens, num_kv = stopped.token_ids, len(stopped.token_ids) - 1
+        num_fresh = num_kv - departure.num_known
+        logprobs = None
+        if departure.request.sampling.logprobs >= 0 and num_fresh:
+            logprobs = self._live.told_logprobs(departure.request, num_fresh)
+            if logprobs is None:
+                self._give_up(departure, "its log-probabilities are not known any more")
+                return
+        if num_kv > departure.room_tokens:
+            self._give_up(departure, f"{num_kv} tokens do not fit")
+            return
+        prefix = departure.prefix_tokens
+        lent = stopped.holding.take(self._tables.handed_over(num_kv, prefix))
+        self._pages.hold(lent, Holder.PUBLICATION)
+        departure.lent = lent
+        read_s = len(lent) * self._page_bytes / (_SHARE * departure.gib_per_s * _GIB)
+        departure.paused_until = now + PAUSE_S + read_s
+        departure.to(State.PAUSED)
+        self._port.post(
+            Publish(
+                departure.serial,
+                prefix,
+                num_kv,
+                lent,
+                last=True,
+                first_token=int(tokens[-1]),
+                logprobs=logprobs,
+                token_ids=tuple(tokens[departure.num_known : -1].tolist()),
+            )
+        )
+
+    def _give_up(self, departure: _Departure, reason: str) -> None:
+        """HandoffDropped follows, and says what becomes of the request."""
+        departure.over = True
+        self._port.post(FailHandoff(departure.serial, reason, retryable=False))
+
+
+def _begins_with(tokens: Ints, token_ids: bytes) -> bool:
+    """Return whether `tokens` begin with all of `token_ids`, little-endian int32, and have more."""
+    known = np.frombuffer(token_ids, np.int32)
+    return len(known) < len(tokens) and np.array_equal(tokens[: len(known)], known)

@@ -1,0 +1,323 @@
+"""Where a request is prefilled: at a prefill node that this node is paired with, at one that it is
+soon paired with again, or here.
+
+    new, or lost its hand-off --> hand-off at the first usable candidate
+                             |--> held back (a pause) or unpaired (owners just lost) --> again
+                             `--> here (colocated, short, no owner, all tried)
+                                    |--> fetching: another node has much of it --> waiting queue
+                                    `--> waiting queue
+    runs elsewhere, and is to run here --> fetching: what it has so far --> convoy
+                                                               --> hand-off of the rest
+
+Knows who can be asked and who has failed a request; knows nothing of how a hand-off goes.
+"""
+
+import math
+import time
+from collections.abc import Sequence
+
+from grpc import StatusCode
+
+from common.config import DecodeConfig
+from common.errors import DeadlineExceeded, NodeUnavailable, QueueTooLong, ServingError
+from common.queueing.drain import Drain
+from common.queueing.waiting_line import Place
+from common.requests.quarantine import GUILTY, MAX_DEATHS
+from decode_node import canary
+from decode_node.active_requests import LiveRequests
+from decode_node.counts import DecodeCounts
+from decode_node.handoffs import MOVE_WAIT_S, Handoffs, LostHandoff
+from decode_node.held_back import HeldBack
+from decode_node.migration_groups import Convoys
+from decode_node.unpaired import Unpaired, Waiter
+from engine.batch.request import Finish, FinishReason, Request, out_of_time
+from engine.kv_cache.radix import RadixCache
+from engine.scheduler.scheduler import Scheduler
+from kvtransfer.ports import OwnerDown, OwnerUp
+from node.messages import MoveFrom
+from node.sharing.fetch_queue import FetchLine
+from node.sharing.prefixes import PrefixSharing
+
+
+class Dispatcher:
+    """Engine thread only.
+
+    Attributes:
+        unpaired: requests that wait for an owner.
+        held_back: those that wait for the end of a pause.
+        fetching: those whose prefix is being read.
+    Args:
+        prompts: those to be computed here.
+    """
+
+    def __init__(
+        self,
+        config: DecodeConfig,
+        *,
+        scheduler: Scheduler,
+        cache: RadixCache,
+        handoffs: Handoffs,
+        prompts: Drain,
+        live: LiveRequests,
+        counts: DecodeCounts,
+        sharing: PrefixSharing,
+    ) -> None:
+        self._config = config
+        self._scheduler = scheduler
+        self._cache = cache
+        self._handoffs = handoffs
+        self._prompts = prompts
+        self._live = live
+        self._counts = counts
+        self._sharing = sharing
+        self._owners: dict[str, OwnerUp] = {}  # by address, of usable links
+        self.unpaired = Unpaired(config.pair_again_s)
+        self.held_back = HeldBack()
+        self.fetching = FetchLine(sharing.fetches)
+        self._convoys = Convoys()
+
+    def owner_up(self, event: OwnerUp) -> None:
+        self._owners[event.address] = event
+        self._counts.link(up=True)
+
+    def owner_down(self, event: OwnerDown, now: float) -> bool:
+        """Whether this node was paired with it."""
+        owner = self._owners.get(event.address)
+        if owner is None or owner.owner != event.owner:
+            return False
+        del self._owners[event.address]
+        self.unpaired.owner_lost(event.address, now)
+        self._counts.link(up=False)
+        return True
+
+    def place(self, request: Request, candidates: tuple[str, ...], attempt: int = 1) -> None:
+        """Opens a hand-off at the first usable candidate, has it wait for one, or prefills here;
+        during a pause, once that is over.
+
+        Args:
+            attempt: number of the one that this is going to be.
+        Raises:
+            DeadlineExceeded: no time is left.
+            QueueTooLong: its turn would come too late.
+        """
+        now = time.monotonic()
+        if request.deadline <= now:
+            raise DeadlineExceeded(out_of_time().error)
+        if self._scheduler.paused:
+            until = min(request.deadline, request.start_by)
+            self.held_back.append(Waiter(request, candidates, attempt, until))
+            return
+        usable = self._usable(candidates)
+        if not usable and self._waits_for_an_owner(request, candidates, attempt, now):
+            return
+        here = self._why_here(request, usable, attempt)
+        if here:
+            self._prefill_here(request, here, now)
+        else:
+            self._handoffs.open(request, usable[0], candidates, attempt)
+
+    def place_mover(self, request: Request, source: MoveFrom) -> None:
+        """Copies what the decode node that runs it has so far, while it runs on, and then opens a
+        hand-off there; or has it wait until this node is paired with that one.
+
+        Raises:
+            QueueTooLong: it would get its pages too late.
+            NodeUnavailable: this node is paused.
+        """
+        if source.address not in self._owners:
+            until = time.monotonic() + MOVE_WAIT_S
+            self.unpaired.append(Waiter(request, (source.address,), 1, until, source.ticket))
+        elif self._copy_first(request, source):
+            self._convoys.put(request, source)
+            self.fetching.put(request)
+        else:
+            self._move(request, source)
+
+    def place_again(self, lost: LostHandoff) -> None:
+        """A new attempt elsewhere, or here; or its end."""
+        request, event = lost.request, lost.event
+        if _is_canary(request):  # its owner's it is, or nobody's
+            self._live.refuse(request, NodeUnavailable(event.reason))
+            return
+        if lost.attempt.moves:  # its owner may run it still
+            self._live.refuse(request, NodeUnavailable(f"not moved: {event.reason}"))
+            return
+        if event.engine_died:
+            if request.engine_deaths >= MAX_DEATHS:
+                guilty = Finish(FinishReason.ERROR, GUILTY, StatusCode.INTERNAL)
+                self._live.end(request, guilty)
+                return
+            request.suspect_of(request.engine_deaths + 1)
+        candidates = lost.attempt.candidates if event.retryable else ()
+        if not event.may_return:
+            failed = lost.attempt.stamps.prefill
+            candidates = tuple(each for each in candidates if each != failed)
+        attempt = lost.attempt.id.attempt + 1
+        try:
+            if event.retry_after_s:
+                self._check_another(lost, candidates, attempt)
+            else:
+                request.start_by = math.inf  # it has waited through no fault of its own
+            self.place(request, candidates, attempt)
+        except ServingError as error:
+            self._live.refuse(request, error)
+
+    def pair_again(self, now: float) -> None:
+        """Places those that have waited for an owner, in vain or not."""
+        for waiter in self.unpaired.take(now, self._owners):
+            try:
+                if not waiter.ticket:
+                    self.place(waiter.request, waiter.candidates, waiter.attempt)
+                elif self._usable(waiter.candidates):
+                    source = MoveFrom(waiter.candidates[0], waiter.ticket)
+                    self.place_mover(waiter.request, source)
+                else:
+                    raise NodeUnavailable("not moved: this node is not paired with the other")
+            except ServingError as error:
+                self._live.refuse(waiter.request, error)
+
+    def place_held_back(self, now: float) -> None:
+        """Once the pause is over; during it, ends those that it has taken too long for."""
+        for waiter in self.held_back:
+            request = waiter.request
+            try:
+                if not self._scheduler.paused:
+                    self.held_back.remove(request)
+                    self.place(request, waiter.candidates, waiter.attempt)
+                elif waiter.until <= now:
+                    self.held_back.remove(request)
+                    raise _paused_too_long(request, now)
+            except ServingError as error:
+                self._live.refuse(request, error)
+
+    def place_fetched(self, now: float) -> None:
+        """Those whose prefix has been read, or is not to be had, go to the scheduler; what runs
+        elsewhere is to come now, or with others."""
+        for request, _ in self.fetching.take(now):
+            if request in self._convoys:
+                self._sharing.forget(request.key)
+                self._convoys.copied(request)
+                continue
+            try:
+                self._scheduler.add(request)
+            except ServingError as error:
+                self._prompts.leave(request.key)
+                self._sharing.forget(request.key)
+                self._live.refuse(request, error)
+        for request, source in self._convoys.take():
+            try:
+                self._move(request, source)
+            except ServingError as error:
+                self._live.refuse(request, error)
+
+    def give_up(self, request: Request) -> bool:
+        """It has ended. False: it is not here."""
+        if self.unpaired.remove(request) or self.held_back.remove(request):
+            return True
+        if not (self._convoys.remove(request) or self.fetching.remove(request)):
+            return False
+        self._prompts.leave(request.key)
+        self._sharing.forget(request.key)
+        return True
+
+    @property
+    def num_fetching(self) -> int:
+        """Those whose prefix is being read, and those whose has been and that wait for others."""
+        return len(self.fetching) + len(self._convoys)
+
+    def _check_another(self, lost: LostHandoff, candidates: Sequence[str], attempt: int) -> None:
+        """After an owner whose queue is too long, which is no reason to prefill it here: those who
+        are answered would pay for it.
+
+        Raises:
+            QueueTooLong: no other owner is left, or no time.
+        """
+        here = self._why_here(lost.request, self._usable(candidates), attempt)
+        if here or lost.request.start_by <= time.monotonic():
+            raise QueueTooLong(lost.event.reason, lost.event.retry_after_s)
+
+    def _usable(self, candidates: Sequence[str]) -> list[OwnerUp]:
+        return [self._owners[address] for address in candidates if address in self._owners]
+
+    def _waits_for_an_owner(
+        self, request: Request, candidates: tuple[str, ...], attempt: int, now: float
+    ) -> bool:
+        """Has it wait for an owner, if one of these may soon be paired again."""
+        until = min(self.unpaired.worth_until(candidates), request.deadline)
+        if self._is_exhausted(attempt) or now >= until or self._is_short(request):
+            return False
+        self.unpaired.append(Waiter(request, candidates, attempt, until))
+        self._live.stamps(request).unpaired = now
+        return True
+
+    def _why_here(self, request: Request, usable: Sequence[OwnerUp], attempt: int) -> str:
+        """Why it is to be prefilled here, as DecodeCounts names it; empty: it is not."""
+        if _is_canary(request):
+            return "canary"
+        if self._config.mode == "colocated":
+            return "colocated"
+        if self._is_exhausted(attempt) or (attempt > 1 and not usable):
+            return "exhausted"
+        if not usable:
+            return "no_owner"
+        return "short" if self._is_short(request) else ""
+
+    def _is_exhausted(self, attempt: int) -> bool:
+        return attempt > self._config.retries + 1
+
+    def _is_short(self, request: Request) -> bool:
+        longest = self._config.local_prefill_tokens
+        if not longest:
+            return False
+        cached = self._cache.match(request.token_ids[:-1], request.namespace).num_tokens
+        return len(request.token_ids) - cached <= longest
+
+    def _prefill_here(self, request: Request, why: str, now: float) -> None:
+        num_tokens = len(request.token_ids)
+        self._prompts.check(Place(request.start_by, num_tokens, request.spec.priority), now)
+        if self._fetch_first(request):
+            self.fetching.put(request)
+        else:
+            self._scheduler.add(request)
+        place = Place(request.due, num_tokens, request.spec.priority)
+        self._prompts.join(request.key, place, now)
+        if not _is_canary(request):  # which is no prompt of anybody's
+            self._counts.local_prefill(why)
+        stamps = self._live.stamps(request)
+        stamps.queued, stamps.why_here = now, why
+
+    def _move(self, request: Request, source: MoveFrom) -> None:
+        if self._scheduler.paused:
+            raise NodeUnavailable("not moved: this node is paused")
+        owner = self._owners.get(source.address)
+        if owner is None:
+            raise NodeUnavailable("not moved: this node is not paired with the other")
+        self._handoffs.open(request, owner, (), 1, source.ticket)
+
+    def _copy_first(self, request: Request, source: MoveFrom) -> bool:
+        if self._scheduler.paused:
+            return False
+        # The newest token may have no KV yet.
+        tokens, room = request.token_ids[:-1], self._scheduler.room().num_pages
+        return self._sharing.fetches.copy(
+            request.key, tokens, request.namespace, source.address, source.ticket, room=room
+        )
+
+    def _fetch_first(self, request: Request) -> bool:
+        hints = self._live.prefix_at(request)
+        if not hints:
+            return False
+        room, queued_s = self._scheduler.room().num_pages, self._prompts.queued_s
+        return self._sharing.fetch(request, hints, room=room, queued_s=queued_s)
+
+
+def _is_canary(request: Request) -> bool:
+    return request.origin[0] == canary.STREAM
+
+
+def _paused_too_long(request: Request, now: float) -> ServingError:
+    if request.deadline <= now:
+        return DeadlineExceeded(f"{out_of_time().error}, in a pause of generation")
+    return QueueTooLong(
+        "generation is paused, for longer than this request may wait", retry_after_s=1.0
+    )

@@ -1,0 +1,438 @@
+"""The DecodeNode service: router streams on one side, the engine thread on the other.
+
+Checks and forwards. The books of requests are the engine's; this end only knows which of its
+own stream numbers are open. A bad Submit ends that request, anything else bad ends the stream. A
+message is refused by its size before anything is done about it, and a stream that says more than
+the engine takes is not read any further until it does.
+"""
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence, Sized
+from functools import partial
+from typing import Any, cast
+
+import grpc
+import numpy as np
+
+from common import limits, request, rpc
+from common.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    NodeUnavailable,
+    Overloaded,
+    ProtocolViolation,
+    ServingError,
+)
+from common.identity.guard import Guard
+from common.logs.throttle import Throttle, ThrottledLog
+from common.process.lanes import Lane
+from common.queueing.drain import Backlog
+from common.requests.logprobs import Logprobs, to_fields
+from common.requests.prefix_hash import BYTES_PER_TOKEN
+from common.requests.prefix_hint import PrefixAt
+from common.requests.timeline import to_proto
+from common.rpc import prefix_hints
+from common.rpc.stream_status import said
+from common.rpc.streams import Outgoing
+from common.tracing.context import Trace, checked, log_fields
+from common.tracing.tracer import Tracer
+from node.frontend import spans
+from node.frontend.engine_link import EngineLink
+from node.frontend.supervision import Supervision
+from node.messages import (
+    CancelSubmitted,
+    MoveFrom,
+    Moving,
+    OnTrial,
+    Placement,
+    StepTokens,
+    StreamEnded,
+    SubmitRequest,
+)
+from node.metrics import NodeMetrics, Refusal
+from protos import decode_pb2, decode_pb2_grpc, request_pb2, router_pb2
+
+log = logging.getLogger(__name__)
+
+MAX_STREAMS = 256
+
+
+class _RouterStream:
+    def __init__(self, number: int, lane: Lane) -> None:
+        self.number = number
+        self.lane = lane
+        self.outgoing: Outgoing[decode_pb2.FromNode] = Outgoing(last_words=_last_words)
+        # Addresses of prefill nodes and of decode nodes; None until the router has told them.
+        self.peers: tuple[str, ...] | None = None
+        self.others: tuple[str, ...] = ()
+        self.own_address = ""  # of this node, as the router calls it
+
+    def check_named(self, addresses: tuple[str, ...]) -> None:
+        """Raises InvalidRequest: the router of this stream has not named one as a peer. What is
+        read there becomes part of a cache that all share: only its own nodes are good for it."""
+        for address in addresses:
+            if address not in (self.peers or ()):
+                raise InvalidRequest(f"prefill_addresses has {address}, which is none of the peers")
+
+    def check_source(self, address: str) -> None:
+        """Raises InvalidRequest, likewise: it is no decode node of that router."""
+        if address not in self.others:
+            raise InvalidRequest(f"move_from has {address}, which is none of the peers")
+
+    def known(self, hints: tuple[PrefixAt, ...]) -> tuple[PrefixAt, ...]:
+        """Those that name another node of that router's: what is no more than a hint is not refused
+        for one that has just left."""
+        nodes = {*(self.peers or ()), *self.others} - {self.own_address}
+        return tuple(hint for hint in hints if hint.address in nodes)
+
+
+class ServeService(decode_pb2_grpc.DecodeNodeServicer):
+    """Event loop only.
+
+    Args:
+        serves_alone: told to routers; true in colocated mode.
+        falls_back: told to routers: it serves alone too, where nobody has a prefill node.
+        fetches: whether it reads prefixes of prompts that it computes itself.
+        on_peers: called with every prefill node of every router, and with each decode node that a
+            request, or a prefix, was to come from, whenever that changes.
+        first_message_s: longest wait for a router's first message.
+    """
+
+    def __init__(
+        self,
+        engine: EngineLink,
+        metrics: NodeMetrics,
+        supervision: Supervision,
+        tracer: Tracer | None,
+        *,
+        serves_alone: bool,
+        falls_back: bool,
+        fetches: bool,
+        on_peers: Callable[[frozenset[str], frozenset[str]], None],
+        first_message_s: float = limits.FIRST_MESSAGE_S,
+    ) -> None:
+        self._engine = engine
+        self._metrics = metrics
+        self._supervision = supervision
+        self._tracer = tracer
+        self._serves_alone = serves_alone
+        self._falls_back = falls_back
+        self._fetches = fetches
+        self._on_peers = on_peers
+        self._first_message_s = first_message_s
+        self._log = ThrottledLog(log, Throttle())
+        self._numbers = itertools.count(1)
+        self._streams: dict[int, _RouterStream] = {}
+        # Prefill nodes, and decode nodes that requests, or prefixes, were to come from.
+        self._peers: tuple[frozenset[str], frozenset[str]] = frozenset(), frozenset()
+        self._sources: set[str] = set()
+        self._told = decode_pb2.Status()
+        self._draining = False
+
+    def register(self, server: grpc.aio.Server, guard: Guard | None = None) -> tuple[str, ...]:
+        """Adds the service to a server; returns its name."""
+        add = decode_pb2_grpc.add_DecodeNodeServicer_to_server
+        return rpc.add_service(server, add, self, guard)
+
+    async def Serve(self, messages: AsyncIterator[decode_pb2.ToNode], context: Any) -> None:
+        """Carries every request of one router, until either side ends the stream.
+
+        UNAVAILABLE while the model loads and when the engine has failed; RESOURCE_EXHAUSTED to a
+        router that does not read, or is one too many; FAILED_PRECONDITION to one of another
+        version; DEADLINE_EXCEEDED to one that says nothing at first; INVALID_ARGUMENT for a
+        message that says too much.
+        """
+        self._engine.check_ready()
+        first = await self._first(messages)
+        if len(self._streams) >= MAX_STREAMS:  # now: others have come since the call began
+            raise Overloaded(f"{MAX_STREAMS} routers are connected already")
+        number = next(self._numbers)
+        self._streams[number] = stream = _RouterStream(number, self._engine.lane())
+        self._metrics.stream_opened("router")
+        self._log.info(
+            "router connected", stream=number, peer=context.peer(), router=context.caller.name
+        )
+        greeting = decode_pb2.FromNode(status=self._status(), protocol_version=limits.VERSION)
+        stream.outgoing.put(greeting)
+        now = time.monotonic()
+        if self._supervision.moves(now):
+            stream.outgoing.put(_beat(self._supervision.liveness(now)[1]))
+        try:
+            await self._take(stream, first)
+            await stream.outgoing.converse(context.write, messages, partial(self._take, stream))
+        finally:
+            del self._streams[number]
+            self._engine.send(StreamEnded(number))
+            self._metrics.stream_closed("router")
+            if stream.outgoing.cut_off:
+                self._metrics.cut_off()
+            self._log.info(
+                "router cut off" if stream.outgoing.cut_off else "router gone", stream=number
+            )
+            self._tell_peers()
+
+    # From the engine --------------------------------------------------------------------------
+
+    def step(self, message: StepTokens) -> None:
+        """Sends what a step says to its router; without that router nobody wants it."""
+        ended = message.ended
+        if self._tracer is not None:
+            for end in ended:
+                spans.tell_request(self._tracer, end)
+        stream = self._streams.get(message.stream)
+        if stream is None:
+            return
+        step = decode_pb2.Step(
+            request=np.frombuffer(message.requests, "<u8").tolist(),
+            token=np.frombuffer(message.tokens, "<u4").tolist(),
+            ended=[end.request for end in ended],
+            reason=[cast(decode_pb2.FinishReason, end.reason) for end in ended],
+            cached_tokens=[cached_tokens for _, cached_tokens in message.begun],
+            error=[end.error for end in ended],
+            error_code=[end.error_code for end in ended],
+            timeline=[to_proto(end.timeline) for end in ended],
+            begun=[request for request, _ in message.begun],
+            retry_after_s=[end.retry_after_s for end in ended],
+            logprobs=_rows(message.logprobs),
+            prompt_logprobs=_rows(message.prompt_logprobs),
+            predicted=[request for request, _ in message.predicted],
+            accepted=[predicted.accepted for _, predicted in message.predicted],
+            rejected=[predicted.rejected for _, predicted in message.predicted],
+        )
+        stream.outgoing.put(decode_pb2.FromNode(step=step))
+
+    def on_trial(self, message: OnTrial) -> None:
+        """Tells every router: who of them has that request, only one can know."""
+        for number, stream in self._streams.items():
+            own = message.request if number == message.stream else None
+            trial = decode_pb2.Trial(under_way=bool(message.stream), request=own)
+            stream.outgoing.put(decode_pb2.FromNode(trial=trial))
+
+    def moved(self, moving: Moving) -> None:
+        """Tells every router what has changed."""
+        if self._status() != self._told:
+            self._tell_status()
+
+    def beat(self, late_s: float) -> None:
+        """Send every router a heartbeat of the engine, which is late by `late_s` seconds."""
+        beat = _beat(late_s)
+        for stream in self._streams.values():
+            stream.outgoing.put(beat)
+
+    # From the front -----------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Refuses every Submit from now on."""
+        self._draining = True
+        self._tell_status()
+
+    def resume(self) -> None:
+        """Takes every Submit again."""
+        self._draining = False
+        self._tell_status()
+
+    def end(self, error: ServingError) -> None:
+        """Ends every stream with `error`, after what waits to be written."""
+        for stream in self._streams.values():
+            stream.outgoing.close(error)
+
+    # From routers ---------------------------------------------------------------------------------
+
+    async def _first(self, messages: AsyncIterator[decode_pb2.ToNode]) -> decode_pb2.ToNode:
+        try:
+            async with asyncio.timeout(self._first_message_s):
+                first = await anext(messages, None)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"no message on Serve within {self._first_message_s:g} s"
+            ) from None
+        version = first.protocol_version if first is not None else 0
+        difference = limits.difference(node=limits.VERSION, router=version)
+        if first is None or difference:
+            raise ProtocolViolation(difference)
+        return first
+
+    async def _take(self, stream: _RouterStream, message: decode_pb2.ToNode) -> None:
+        """One message; returns once another one may be read."""
+        _at_most("submits", message.submits, limits.MAX_SUBMITS)
+        _at_most("cancels", message.cancels, limits.MAX_CANCELS)
+        if message.HasField("peers"):
+            stream.peers = _addresses(message.peers.prefill_addresses, limits.MAX_PEERS)
+            stream.others = _addresses(message.peers.decode_addresses, limits.MAX_PEERS)
+            own = message.peers.own_address
+            stream.own_address = rpc.check_address(own) if own else ""
+            self._tell_peers()
+        self._submit(stream, message.submits)
+        for number in message.cancels:
+            self._engine.send(CancelSubmitted(stream.number, number), stream.lane)
+        await self._engine.room(stream.lane)
+
+    def _submit(self, stream: _RouterStream, submits: Sequence[decode_pb2.Submit]) -> None:
+        """What is refused is told in one Step."""
+        tokens_left = limits.MAX_TOKENS
+        refusals = decode_pb2.Step()
+        for submit in submits:
+            try:
+                if self._draining:
+                    raise NodeUnavailable("this node is draining")
+                num_tokens = self._checked_length(submit.request, tokens_left)
+                tokens_left -= num_tokens
+                parent = checked(submit.request.traceparent)
+                trace = Trace(parent) if self._tracer is None else self._tracer.enter(parent)
+                parsed = _parsed(stream, submit, trace)
+                placement = parsed.placement
+                stream.check_named(placement.prefill_addresses)
+                if placement.move_from is not None:
+                    stream.check_source(placement.move_from.address)
+                    self._dial({placement.move_from.address})
+                elif self._fetches:
+                    hinted = {hint.address for hint in placement.prefix_hints}
+                    self._dial(hinted.intersection(stream.others))
+                self._engine.submit(parsed, stream.lane)
+            except ServingError as error:
+                self._refuse(stream, submit, error, refusals)
+        if refusals.ended:
+            stream.outgoing.put(decode_pb2.FromNode(step=refusals))
+
+    def _dial(self, decode_nodes: set[str]) -> None:
+        """There is something to be read there."""
+        if not decode_nodes <= self._sources:
+            self._sources |= decode_nodes
+            self._tell_peers()
+
+    def _checked_length(self, proto: request_pb2.Request, tokens_left: int) -> int:
+        """Return its number of tokens. Refuses by it, before anything is done about the tokens."""
+        num_tokens = len(proto.token_ids) // BYTES_PER_TOKEN
+        num_predicted = len(proto.prediction) // BYTES_PER_TOKEN
+        self._supervision.check_length(num_tokens)
+        self._supervision.check_length(num_predicted, "prediction")
+        if num_tokens + num_predicted > tokens_left:
+            raise InvalidRequest(f"token_ids: more than {limits.MAX_TOKENS} tokens in one message")
+        return num_tokens + num_predicted
+
+    def _refuse(
+        self,
+        stream: _RouterStream,
+        submit: decode_pb2.Submit,
+        error: ServingError,
+        refusals: decode_pb2.Step,
+    ) -> None:
+        self._metrics.refused(_REFUSALS.get(error.status, "overloaded"))
+        self._log.info(
+            "refused",
+            stream=stream.number,
+            request_id=submit.request.request_id,
+            **log_fields(checked(submit.request.traceparent)),
+            because=error,
+        )
+        refusals.ended.append(submit.number)
+        refusals.reason.append(decode_pb2.FINISH_REASON_ERROR)
+        refusals.error.append(str(error))
+        refusals.error_code.append(error.status.value[0])
+
+    def _tell_peers(self) -> None:
+        """The union over the routers. Without any router the last one's nodes stay paired: it
+        may be restarting."""
+        told = [stream for stream in self._streams.values() if stream.peers is not None]
+        if not told:
+            return
+        self._sources.intersection_update(each for stream in told for each in stream.others)
+        prefill = itertools.chain.from_iterable(stream.peers or () for stream in told)
+        peers = frozenset(prefill), frozenset(self._sources)
+        if peers != self._peers:
+            self._peers = peers
+            self._on_peers(*peers)
+
+    def _tell_status(self) -> None:
+        self._told = self._status()
+        for stream in self._streams.values():
+            stream.outgoing.put(decode_pb2.FromNode(status=self._told))
+
+    def _status(self) -> decode_pb2.Status:
+        ready, moving = self._supervision.ready, self._supervision.moving
+        backlogs = moving.backlogs if moving else {}
+        prompts, pages = (backlogs.get(queue, Backlog()) for queue in ("prompts", "pages"))
+        return decode_pb2.Status(
+            state="draining" if self._draining else "ready",
+            serves_alone=self._serves_alone,
+            falls_back=self._falls_back,
+            links=[
+                router_pb2.LinkState(peer=peer, path=path, gib_per_s=gib_per_s)
+                for peer, path, gib_per_s in (moving.links if moving else ())
+                if peer not in self._sources  # those are to prefill nodes
+            ],
+            pages_total=ready.num_pages if ready else 0,
+            pages_free=moving.pages_free if moving else 0,
+            page_size=ready.page_size if ready else 0,
+            prompts=router_pb2.Backlog(queued_s=prompts.queued_s, token_s=prompts.unit_s),
+            pages_s=pages.queued_s,
+            adapters=[
+                decode_pb2.Adapter(name=name, id=adapter)
+                for name, adapter in (moving.adapters.items() if moving else ())
+            ],
+            weights=moving.weights if moving else b"",
+            paused=moving is not None and moving.state == "paused",
+        )
+
+
+_REFUSALS: dict[grpc.StatusCode, Refusal] = {
+    grpc.StatusCode.INVALID_ARGUMENT: "invalid",
+    grpc.StatusCode.UNAVAILABLE: "draining",
+}
+
+
+def _last_words(error: ServingError) -> decode_pb2.FromNode:
+    return decode_pb2.FromNode(last_words=said(error))
+
+
+def _rows(told: Sequence[tuple[int, Logprobs]]) -> list[decode_pb2.RowLogprobs]:
+    return [
+        decode_pb2.RowLogprobs(request=request, logprobs=to_fields(logprobs))
+        for request, logprobs in told
+    ]
+
+
+def _parsed(stream: _RouterStream, submit: decode_pb2.Submit, trace: Trace) -> SubmitRequest:
+    prefill = _addresses(submit.prefill_addresses, limits.MAX_CANDIDATES)
+    placement = Placement(
+        prefill_addresses=prefill,
+        prefix_hints=stream.known(prefix_hints.from_proto(submit.prefix_hints)),
+        ticket=submit.ticket,
+        move_from=_move_from(submit),
+        own_address=stream.own_address,
+    )
+    return SubmitRequest(
+        stream.number,
+        submit.number,
+        request.from_proto(submit.request),
+        request.remaining_from_proto(submit.remaining),
+        placement,
+        time.monotonic(),
+        trace,
+    )
+
+
+def _move_from(submit: decode_pb2.Submit) -> MoveFrom | None:
+    if not submit.HasField("move_from"):
+        return None
+    if not submit.request.num_generated:
+        raise InvalidRequest("move_from: nothing was generated yet")
+    source = submit.move_from
+    return MoveFrom(rpc.check_address(source.address), source.ticket)
+
+
+def _addresses(addresses: Sequence[str], max_addresses: int) -> tuple[str, ...]:
+    _at_most("prefill_addresses", addresses, max_addresses)
+    return tuple(rpc.check_address(address) for address in dict.fromkeys(addresses))
+
+
+def _at_most(what: str, values: Sized, limit: int) -> None:
+    if len(values) > limit:
+        raise InvalidRequest(f"{len(values)} {what} in a message on Serve, {limit} are allowed")
+
+
+def _beat(late_s: float) -> decode_pb2.FromNode:
+    return decode_pb2.FromNode(engine_beat=decode_pb2.EngineBeat(late_s=late_s))

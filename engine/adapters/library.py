@@ -1,0 +1,109 @@
+"""The adapters that a node has, by name and by content, in host memory.
+
+As many as are allowed, in number and in bytes: for one more, those that nobody has used for longest
+go. One that a request holds stays until the request lets go of it, whatever becomes of its names.
+"""
+
+from dataclasses import dataclass, field
+
+from common.errors import AdapterNotLoaded, Overloaded, WrongState
+from common.requests.adapter import AdapterId
+from engine.adapters.stored import Adapter
+
+
+@dataclass(slots=True, eq=False)
+class Loaded:
+    """holders: requests that have it."""
+
+    adapter: Adapter
+    names: set[str] = field(default_factory=set)
+    holders: int = 0
+
+
+class Library:
+    """Engine thread only."""
+
+    def __init__(self, max_adapters: int, max_bytes: int) -> None:
+        self._max_adapters = max_adapters
+        self._max_bytes = max_bytes
+        self._loaded: dict[AdapterId, Loaded] = {}  # the longest unused first
+        self.num_evicted = 0
+
+    def __len__(self) -> int:
+        return len(self._loaded)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(each.adapter.num_bytes for each in self._loaded.values())
+
+    def names(self) -> dict[str, AdapterId]:
+        """Of all that may be asked for."""
+        return {name: adapter for adapter, each in self._loaded.items() for name in each.names}
+
+    def add(self, name: str, adapter: Adapter) -> bool:
+        """It may be asked for by its content from now on. Returns whether it is new by that name.
+
+        Raises:
+            WrongState: the name is another's.
+            Overloaded: there is no room for it beside those that are in use.
+        """
+        has = self.names().get(name)
+        if has not in (None, adapter.id):
+            raise WrongState(f"adapter {name!r} is loaded with other content; unload it first")
+        if adapter.id not in self._loaded:
+            self._make_room(adapter.num_bytes)
+            self._loaded[adapter.id] = Loaded(adapter)
+        self._loaded[adapter.id].names.add(name)
+        return has is None
+
+    def remove(self, name: str) -> bool:
+        """Nobody asks for it by that name any more. Who holds it keeps it. Returns whether there
+        was one."""
+        adapter = self.names().get(name)
+        if adapter is None:
+            return False
+        self._loaded[adapter].names.remove(name)
+        self._let_go(adapter)
+        return True
+
+    def hold(self, adapter: AdapterId) -> Adapter:
+        """Until `drop`.
+
+        Raises:
+            AdapterNotLoaded: it is not here; another node may have it.
+        """
+        loaded = self._loaded.get(adapter)
+        if loaded is None or not loaded.names:
+            raise AdapterNotLoaded(f"adapter: {adapter.hex()} is not loaded on this node")
+        self._loaded[adapter] = self._loaded.pop(adapter)
+        loaded.holders += 1
+        return loaded.adapter
+
+    def drop(self, adapter: AdapterId) -> None:
+        self._loaded[adapter].holders -= 1
+        self._let_go(adapter)
+
+    def _let_go(self, adapter: AdapterId) -> None:
+        loaded = self._loaded[adapter]
+        if not loaded.names and not loaded.holders:
+            del self._loaded[adapter]
+
+    def _make_room(self, num_bytes: int) -> None:
+        """For one of so many bytes, which is no more than is allowed of all."""
+        idle = [adapter for adapter, loaded in self._loaded.items() if not loaded.holders]
+        count, total = len(self._loaded), self.num_bytes
+        evicted = []
+        for adapter in idle:
+            if count < self._max_adapters and total + num_bytes <= self._max_bytes:
+                break
+            evicted.append(adapter)
+            count -= 1
+            total -= self._loaded[adapter].adapter.num_bytes
+        if count >= self._max_adapters or total + num_bytes > self._max_bytes:
+            raise Overloaded(
+                f"{len(self._loaded)} adapters of {self.num_bytes} bytes are loaded, and those in "
+                f"use leave no room for another of {num_bytes} bytes"
+            )
+        for adapter in evicted:
+            del self._loaded[adapter]
+        self.num_evicted += len(evicted)

@@ -1,0 +1,74 @@
+"""Adapters loaded and unloaded while the engine goes on: files are read beside it, one after the
+other, and what has been read is taken up between two steps."""
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from common.errors import Overloaded, ServingError
+from common.requests.adapter import AdapterId
+from engine.adapters.library import Library
+from engine.adapters.shelf import Shelf
+from engine.adapters.stored import Adapter
+
+MAX_LOADING = 4  # at once, the one that is read among them
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Loading:
+    name: str
+    read: Future[Adapter]
+    loaded: Future[tuple[AdapterId, bool]]
+
+
+class AdapterLoader:
+    """Engine thread only.
+
+    Attributes:
+        tell: called by another thread when `poll` has something to take up.
+    """
+
+    def __init__(self, shelf: Shelf, library: Library) -> None:
+        self._shelf = shelf
+        self._library = library
+        self._reader = ThreadPoolExecutor(1, "adapters")
+        self._loading: list[_Loading] = []
+        self.tell: Callable[[], None] = lambda: None
+
+    def names(self) -> Mapping[str, AdapterId]:
+        """Of all that requests may have."""
+        return self._library.names()
+
+    def load(self, name: str, path: str) -> Future[tuple[AdapterId, bool]]:
+        """What is loaded, in some later `poll`, and whether it is new by that name; or a
+        ServingError: of Shelf.read or Library.add.
+
+        Raises:
+            Overloaded: too many are being loaded.
+        """
+        if len(self._loading) >= MAX_LOADING:
+            raise Overloaded(f"{len(self._loading)} adapters are being loaded already")
+        read = self._reader.submit(self._shelf.read, path)
+        loaded: Future[tuple[AdapterId, bool]] = Future()
+        self._loading.append(_Loading(name, read, loaded))
+        read.add_done_callback(lambda _: self.tell())
+        return loaded
+
+    def unload(self, name: str) -> bool:
+        """Requests that have it go on. Returns whether there was one."""
+        return self._library.remove(name)
+
+    def poll(self) -> None:
+        """Takes up what has been read."""
+        done = [each for each in self._loading if each.read.done()]
+        for each in done:
+            self._loading.remove(each)
+            try:
+                adapter = each.read.result()
+                each.loaded.set_result((adapter.id, self._library.add(each.name, adapter)))
+            except ServingError as error:
+                each.loaded.set_exception(error)
+
+    def close(self) -> None:
+        """Nothing is loaded any more."""
+        self._reader.shutdown(wait=False, cancel_futures=True)

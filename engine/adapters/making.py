@@ -1,0 +1,53 @@
+"""An engine's adapters, as they are configured."""
+
+from common.config import LoraConfig
+from common.errors import ConfigError, ServingError
+from engine.adapters.bank import AdapterBank, bank_bytes
+from engine.adapters.library import Library
+from engine.adapters.shelf import Shelf
+from engine.adapters.stored import AdapterLimits
+from engine.models import Model
+
+
+def bank_of(config: LoraConfig, model: Model, free: int) -> AdapterBank:
+    """
+    Args:
+        free: bytes of the device that it may take.
+    Raises:
+        ConfigError: it would take more, or the model takes no adapters.
+    """
+    num_slots = 0 if config.directory is None else config.slots
+    if num_slots and not model.products:
+        raise ConfigError(
+            "engine.lora.directory: adapters are added to what is computed natively alone, and "
+            "this model is computed by transformers"
+        )
+    needed = bank_bytes(model.products, num_slots, config.max_rank, model.dtype)
+    if needed > free:
+        raise ConfigError(
+            f"engine.lora.slots: {num_slots} slots of rank {config.max_rank} take "
+            f"{needed / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB may be used"
+        )
+    return AdapterBank(model.products, num_slots, config.max_rank, model.device, model.dtype)
+
+
+def shelf_of(config: LoraConfig, model: Model) -> Shelf:
+    limits = AdapterLimits(config.max_rank, config.max_bytes)
+    pinned = model.device.type == "cuda"
+    return Shelf(config.directory, model.products, limits, model.dtype, pinned=pinned)
+
+
+def load_all(config: LoraConfig, shelf: Shelf, library: Library) -> None:
+    """Those that are there from the start.
+
+    Raises:
+        ConfigError: one of them is none, or they are too many.
+    """
+    for each in config.adapters:
+        name, _, path = each.partition("=")
+        try:
+            library.add(name, shelf.read(path or name))
+        except ServingError as error:
+            raise ConfigError(f"engine.lora.adapters: {name}: {error}") from error
+    if len(library.names()) < len(config.adapters):
+        raise ConfigError("engine.lora.adapters: more than engine.lora.max_loaded or max_bytes")

@@ -1,0 +1,202 @@
+"""An adapter as PEFT saves it: adapter_config.json and adapter_model.safetensors.
+
+What is not computed here is refused by name, before a tensor is read.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from common.errors import ConfigError
+from common.requests.adapter import ADAPTER_BYTES, AdapterId
+from engine.models.checkpoint import FLOATS, Checkpoint, StoredTensor
+from engine.models.fields import Fields
+from engine.models.linear import Product
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MAX_CONFIG_BYTES = 1 << 20
+_PREFIX = "base_model.model."
+_DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
+
+# Whatever else a configuration has says how the adapter was trained, or what is in its tensors.
+_OFF = ("use_dora", "fan_in_fan_out", "lora_bias", "use_qalora", "use_bdlora")
+_NONE = (
+    "modules_to_save",
+    "rank_pattern",
+    "alpha_pattern",
+    "target_parameters",
+    "trainable_token_indices",
+    "layer_replication",
+    "alora_invocation_tokens",
+    "arrow_config",
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pair:
+    """Of one module: y += up (down x).
+
+    down: [rank, in]; up: [out, rank], times the adapter's scale. In host memory.
+    """
+
+    down: Tensor
+    up: Tensor
+
+    @property
+    def rank(self) -> int:
+        return self.down.shape[0]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Adapter:
+    """
+    id: of what it computes, whatever it is called and wherever it lies.
+    pairs: by the full name of the module.
+    """
+
+    id: AdapterId
+    pairs: Mapping[str, Pair]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(pair.down.nbytes + pair.up.nbytes for pair in self.pairs.values())
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLimits:
+    """max_bytes: of its file, and of what is made of it."""
+
+    max_rank: int
+    max_bytes: int
+
+
+def read_adapter(
+    directory: Path,
+    products: Sequence[Product],
+    limits: AdapterLimits,
+    dtype: torch.dtype,
+    *,
+    pinned: bool = False,
+) -> Adapter:
+    """
+    Args:
+        products: of the model.
+        dtype: that the model computes in.
+        pinned: in memory that a device can copy by itself.
+    Raises:
+        ConfigError: it is not there, too large, or not for this model; the message names what.
+    """
+    _check_size(directory / CONFIG, MAX_CONFIG_BYTES)
+    _check_size(directory / WEIGHTS, limits.max_bytes)
+    scale = _scale(Fields.of(directory / CONFIG))
+    stored = Checkpoint(directory, [directory / WEIGHTS])
+    modules = {
+        name: (outputs, product.inputs)
+        for product in products
+        for name, outputs in product.modules.items()
+    }
+    names = _modules(directory, stored.tensors)
+    num_bytes = 0
+    for name in names:
+        num_bytes += dtype.itemsize * _check_module(directory, stored.tensors, name, modules)
+    _check_rank(directory, stored.tensors, names, limits.max_rank)
+    if num_bytes > limits.max_bytes:
+        raise ConfigError(f"{directory}: {num_bytes} bytes in {dtype}, {limits.max_bytes} allowed")
+    digest = blake2b(digest_size=ADAPTER_BYTES, person=b"baton adapter")
+    pairs = {}
+    for name in names:
+        down, up = (stored.read(f"{_PREFIX}{name}{side}") for side in (_DOWN, _UP))
+        digest.update(f"{name} {down.dtype} {up.dtype} {tuple(down.shape)} {scale!r}\n".encode())
+        for tensor in (down, up):
+            digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        pairs[name] = Pair(
+            _held(down.to(dtype), pinned), _held((up.float() * scale).to(dtype), pinned)
+        )
+    return Adapter(digest.digest(), pairs)
+
+
+def _held(tensor: Tensor, pinned: bool) -> Tensor:
+    """In memory of its own, whatever the file does afterwards."""
+    return tensor.pin_memory() if pinned else tensor.clone()
+
+
+def _check_size(path: Path, max_bytes: int) -> None:
+    try:
+        num_bytes = path.stat().st_size
+    except OSError:
+        raise ConfigError(f"{path}: it is not there") from None
+    if not path.is_file():
+        raise ConfigError(f"{path}: not a file")
+    if num_bytes > max_bytes:
+        raise ConfigError(f"{path}: {num_bytes} bytes, {max_bytes} allowed")
+
+
+def _scale(config: Fields) -> float:
+    """By which up (down x) is multiplied."""
+    kind = config.text("peft_type")
+    if kind != "LORA":
+        raise config.wrong("peft_type", '"LORA"')
+    for name in _OFF:
+        if config.flag(name, False):
+            raise config.wrong(name, "false")
+    if config.text("bias", "none") != "none":
+        raise config.wrong("bias", '"none"')
+    for name in _NONE:
+        if name in config and not config.is_blank(name):
+            raise config.wrong(name, "absent: it is not supported")
+    rank, alpha = config.integer("r"), config.number("lora_alpha")
+    if not math.isfinite(alpha):
+        raise config.wrong("lora_alpha", "finite")
+    return alpha / (math.sqrt(rank) if config.flag("use_rslora", False) else rank)
+
+
+def _modules(directory: Path, tensors: Mapping[str, StoredTensor]) -> list[str]:
+    """Names of the modules that it adds to, in order."""
+    found: dict[str, set[str]] = {}
+    for name in tensors:
+        side = next((side for side in (_DOWN, _UP) if name.endswith(side)), None)
+        if side is None or not name.startswith(_PREFIX):
+            raise ConfigError(f"{directory}: {name} is no matrix of a LoRA adapter")
+        found.setdefault(name.removeprefix(_PREFIX).removesuffix(side), set()).add(side)
+    for module, sides in found.items():
+        if len(sides) < 2:
+            raise ConfigError(f"{directory}: {module} has {sides.pop()} alone")
+    if not found:
+        raise ConfigError(f"{directory}: it has no tensors")
+    return sorted(found)
+
+
+def _check_module(
+    directory: Path,
+    tensors: Mapping[str, StoredTensor],
+    name: str,
+    modules: Mapping[str, tuple[int, int]],
+) -> int:
+    """Returns how many numbers it has."""
+    if name not in modules:
+        raise ConfigError(f"{directory}: the model has no {name} that an adapter may add to")
+    outputs, inputs = modules[name]
+    down, up = (tensors[f"{_PREFIX}{name}{side}"] for side in (_DOWN, _UP))
+    for tensor in (down, up):
+        if tensor.dtype not in FLOATS:
+            raise ConfigError(f"{directory}: {name} is {tensor.dtype}, not of floats")
+    rank = down.shape[0] if down.shape else 0
+    if not rank or down.shape != (rank, inputs) or up.shape != (outputs, rank):
+        raise ConfigError(
+            f"{directory}: {name} has shapes {down.shape} and {up.shape}, the model asks for "
+            f"({rank or 'rank'}, {inputs}) and ({outputs}, {rank or 'rank'})"
+        )
+    return rank * (inputs + outputs)
+
+
+def _check_rank(
+    directory: Path, tensors: Mapping[str, StoredTensor], names: Sequence[str], max_rank: int
+) -> None:
+    rank = max(tensors[f"{_PREFIX}{name}{_DOWN}"].shape[0] for name in names)
+    if rank > max_rank:
+        raise ConfigError(f"{directory}: rank {rank}, engine.lora.max_rank is {max_rank}")

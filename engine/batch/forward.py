@@ -1,0 +1,336 @@
+"""One step as tensors, made from the scheduler's decision and the request table.
+
+Built on the engine thread by column operations, a few per step whatever the number of rows; every
+tensor is a copy, so that a launched forward never sees the table change.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.batch.batch import ForwardMode, Ints, ScheduleBatch
+from engine.batch.holding import NO_PAGE
+from engine.batch.images import RowImages, Seen
+from engine.batch.table import RequestTable
+from engine.batch.upload import packed_bytes, upload
+from kernels.linear_attention.state_cells import StateRows
+
+# So many times the tokens that there are: whole rows are copied as much faster than single pages.
+MAX_PADDING = 4
+_ONE_FULL = (None,)  # tables
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForwardBatch:
+    """Rows are consecutive ranges of tokens. Nothing of it is ever changed in place.
+
+    A request's pages are in one table or in several, and a layer's KV is in the pages of one table
+    (KVLayout). What is a tuple has an entry for each table: tensors of their own, since kernels are
+    compiled for where a tensor begins.
+
+    Padding, which gives a captured graph its size, are decode rows of length 0 with token 0 at
+    location -1: they read and write no page, and nobody wants their logits.
+
+    positions: where in the text each token is, for its rotation: its index, but for requests with
+    images. Where the step has tokens of images, their rows and columns count too: [3, num_tokens].
+    Tokens of images have id 0 here; `seen` says which of what image they are.
+    """
+
+    locations: tuple[Tensor, ...]  # int64 [num_tokens], page * page_size + offset: where KV goes
+    page_starts: tuple[Tensor, ...]  # int32 [num_rows]: row i's pages are page_ids[starts[i] + j]
+    token_ids: Tensor  # int32 [num_tokens]; -(slot + 1): the last token sampled in that slot
+    positions: Tensor  # int32 [num_tokens], or [3, num_tokens]
+    lengths: Tensor  # int32 [num_rows], tokens of the request up to this step's last
+    query_starts: Tensor  # int32 [num_rows + 1], in tokens
+    sampled: Tensor  # int64 [any], tokens whose logits are wanted: each row's last, then others
+    # Of states, see kernels/linear_attention; int32 [num_rows, state pages], and [num_rows]. A row
+    # with drafts writes none until it is known which of them stand: then to `state_kept`.
+    state_reads: Tensor
+    state_writes: Tensor
+    state_marks: Tensor
+    state_kept: Tensor
+    page_ids: Tensor  # int32 [any]
+    slots: Tensor  # int64 [num_rows without padding]
+    num_decodes: int  # of the last rows, how many have one token each
+    seen: tuple[Seen, ...]
+
+    @property
+    def num_rows(self) -> int:
+        return self.lengths.shape[0]
+
+    @property
+    def packed_bytes(self) -> int:
+        """What `to` needs of its destination."""
+        return packed_bytes(self._tensors())
+
+    def padded(self, num_rows: int) -> "ForwardBatch":
+        """A decode step as one of so many rows. `slots` stay as they are."""
+        added = num_rows - self.num_rows
+        if not added:
+            return self
+        places = torch.arange(num_rows + 1)
+        return replace(
+            self,
+            token_ids=_grown(self.token_ids, added, 0),
+            positions=_grown(self.positions, added, 0),
+            locations=tuple(_grown(each, added, -1) for each in self.locations),
+            lengths=_grown(self.lengths, added, 0),
+            page_starts=tuple(_grown(each, added, 0) for each in self.page_starts),
+            query_starts=places.int(),
+            sampled=places[:-1],
+            state_reads=_grown(self.state_reads, added, -1),
+            state_writes=_grown(self.state_writes, added, -1),
+            state_marks=_grown(self.state_marks, added, 0),
+            state_kept=_grown(self.state_kept, added, -1),
+            num_decodes=num_rows,
+        )
+
+    @property
+    def states(self) -> StateRows:
+        return StateRows(
+            self.query_starts,
+            self.state_reads,
+            self.state_writes,
+            self.state_marks,
+            self.state_kept,
+            self.num_decodes,
+        )
+
+    def states_after(self, counts: Tensor) -> StateRows:
+        """Of a step with drafts, the rows that have some: they write the states after so many of
+        their tokens, int32 [num_rows]."""
+        rows = self.num_rows - self.num_decodes
+        return StateRows(
+            self.query_starts[: rows + 1],
+            self.state_reads[:rows],
+            self.state_writes[:rows],
+            counts[:rows],
+            self.state_kept[:rows],
+            0,
+        )
+
+    def wanting(self, places: Tensor) -> "ForwardBatch":
+        """The same step, of whose tokens these (int64 [any]) are wanted besides."""
+        return replace(self, sampled=torch.cat((self.sampled, places)))
+
+    def to(
+        self, device: torch.device, into: Tensor | None = None, beside: Sequence[Tensor] = ()
+    ) -> tuple["ForwardBatch", list[Tensor]]:
+        """The batch and what goes beside it, on the device, see `upload`.
+
+        What a graph reads comes first. Where `into` has no room for all of `beside`, that is a
+        copy of its own.
+        """
+        own = self._tensors()
+        together = [*own, *beside]
+        if into is None or packed_bytes(together) <= into.nbytes:
+            uploaded = upload(together, device, into)
+        else:
+            uploaded = upload(own, device, into) + upload(beside, device)
+        tables = len(self.locations)
+        batch = ForwardBatch(
+            locations=tuple(uploaded[:tables]),
+            page_starts=tuple(uploaded[tables : 2 * tables]),
+            **dict(zip(_TENSORS, uploaded[2 * tables :], strict=False)),
+            num_decodes=self.num_decodes,
+            seen=self.seen,
+        )
+        return batch, uploaded[len(own) :]
+
+    def _tensors(self) -> list[Tensor]:
+        return [*self.locations, *self.page_starts, *(getattr(self, name) for name in _TENSORS)]
+
+
+_TENSORS = tuple(f.name for f in fields(ForwardBatch) if f.type is Tensor)
+
+
+def _grown(tensor: Tensor, added: int, filler: int) -> Tensor:
+    return torch.cat((tensor, tensor.new_full((added, *tensor.shape[1:]), filler)))
+
+
+class BatchBuilder:
+    """Makes the tensors of steps, in host memory. Engine thread only."""
+
+    def __init__(self, table: RequestTable) -> None:
+        self._table = table
+        self._images = RowImages(table)
+        self._windows = table.tables.windows
+        # As arrays: numpy converts a Python int anew in every call.
+        self._page_size = np.array(table.page_size, np.int64)
+        self._page_size_32 = np.array(table.page_size, np.int32)
+        # Where every row has one token the places of tokens are 0, 1, 2, ...
+        self._places = np.arange(table.num_slots + 1)
+        self._rows_32 = np.arange(table.num_slots + 1, dtype=np.int32)
+        self._places_32 = torch.from_numpy(self._rows_32)
+        self._places_64 = torch.arange(table.num_slots + 1)
+        self._stateless: dict[int, dict[str, Tensor]] = {}  # by number of rows
+
+    def build(self, batch: ScheduleBatch) -> ForwardBatch:
+        """O(tokens + pages of all rows)."""
+        built = self._of_tokens(batch)
+        if not self._images.among(batch):
+            return built
+        token_ids, positions = built.token_ids.numpy(), built.positions.numpy()
+        shown = self._images.shown(batch, built.query_starts.numpy(), token_ids, positions)
+        return replace(
+            built,
+            token_ids=torch.from_numpy(shown.token_ids),
+            positions=torch.from_numpy(shown.positions),
+            seen=shown.seen,
+        )
+
+    def _of_tokens(self, batch: ScheduleBatch) -> ForwardBatch:
+        """As if no row had images."""
+        slots, starts, ends = batch.slots.astype(np.intp), batch.starts, batch.ends
+        num_rows = len(slots)
+        earliest = starts if batch.early is None else starts - batch.early
+        page_ids, page_starts = self._pages(slots, earliest, ends)
+        lengths = torch.from_numpy(ends)
+        if self._table.state.shape[1]:
+            states = self._states(batch, slots)
+        elif (known := self._stateless.get(num_rows)) is not None:  # as most models' rows are
+            states = known
+        else:
+            states = self._stateless[num_rows] = self._states(batch, slots)
+        if batch.mode is ForwardMode.DECODE:
+            token_ids, locations = self._tokens(slots, starts)
+            return ForwardBatch(
+                token_ids=token_ids,
+                positions=torch.from_numpy(starts),
+                locations=locations,
+                lengths=lengths,
+                page_starts=page_starts,
+                query_starts=self._places_32[: num_rows + 1],
+                sampled=self._places_64[:num_rows],
+                **states,
+                page_ids=page_ids,
+                slots=torch.from_numpy(slots),
+                num_decodes=num_rows,
+                seen=(),
+            )
+        counts = ends - starts
+        query_starts = np.zeros(num_rows + 1, np.int32)
+        np.cumsum(counts, out=query_starts[1:])
+        rows = np.repeat(self._places[:num_rows], counts)
+        first_places = query_starts[:-1]
+        positions = np.arange(len(rows), dtype=np.int32) - (first_places - starts)[rows]
+        sampled = query_starts[1:].astype(np.int64) - 1
+        guessed = None
+        if batch.mode is ForwardMode.VERIFY:
+            guessed = positions > starts[rows]
+            others, indices = batch.before_last()
+            sampled = np.concatenate((sampled, query_starts[others] + (indices - starts[others])))
+        token_ids, locations = self._tokens(slots[rows], positions, guessed)
+        long_rows = (counts != 1).nonzero()[0]
+        return ForwardBatch(
+            token_ids=token_ids,
+            positions=torch.from_numpy(positions),
+            locations=locations,
+            lengths=lengths,
+            page_starts=page_starts,
+            query_starts=torch.from_numpy(query_starts),
+            sampled=torch.from_numpy(sampled),
+            **states,
+            page_ids=page_ids,
+            slots=torch.from_numpy(slots),
+            num_decodes=num_rows - 1 - int(long_rows[-1]) if len(long_rows) else num_rows,
+            seen=(),
+        )
+
+    def _states(self, batch: ScheduleBatch, slots: NDArray[np.intp]) -> dict[str, Tensor]:
+        writes = self._table.state[slots]
+        reads = np.where(batch.starts[:, None] == 0, NO_PAGE, writes)
+        kept, marks = np.full_like(writes, NO_PAGE), np.zeros(len(slots), np.int32)
+        if batch.mode is ForwardMode.VERIFY:
+            drafted = batch.ends - batch.starts > 1
+            kept[drafted], writes[drafted] = writes[drafted], NO_PAGE
+        for state in batch.resumed:
+            reads[state.row] = state.pages
+        for state in batch.kept:
+            kept[state.row], marks[state.row] = state.pages, state.num_tokens
+        return {
+            "state_reads": torch.from_numpy(reads),
+            "state_writes": torch.from_numpy(writes),
+            "state_marks": torch.from_numpy(marks),
+            "state_kept": torch.from_numpy(kept),
+        }
+
+    def _pages(
+        self, slots: NDArray[np.intp], starts: Ints, ends: Ints
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Pages of rows of such lengths, and where each row's start. Of a table with a window only
+        those that the row's tokens see: its starts lie as far before them as if all were there."""
+        if self._windows == _ONE_FULL:  # as most models have: nothing to put together
+            page_ids, page_starts = self._all_pages(0, slots, ends)
+            return torch.from_numpy(page_ids), (torch.from_numpy(page_starts),)
+        found = [
+            self._all_pages(table, slots, ends)
+            if window is None
+            else self._seen_pages(table, slots, np.maximum(starts - np.int32(window - 1), 0), ends)
+            for table, window in enumerate(self._windows)
+        ]
+        firsts = np.cumsum([0, *(len(ids) for ids, _ in found[:-1])], dtype=np.int32)
+        return (
+            torch.from_numpy(np.concatenate([ids for ids, _ in found])),
+            tuple(
+                torch.from_numpy(starts + first)
+                for (_, starts), first in zip(found, firsts, strict=True)
+            ),
+        )
+
+    def _all_pages(self, table: int, slots: NDArray[np.intp], ends: Ints) -> tuple[Ints, Ints]:
+        """Row after row, or all rows as wide as the longest where that is little more."""
+        longest = int(np.maximum.reduce(ends))
+        if len(slots) * longest <= MAX_PADDING * int(np.add.reduce(ends)):
+            num_pages = -(-longest // self._table.page_size)
+            page_ids = self._table.by_table[table][slots, :num_pages].reshape(-1)
+            return page_ids, self._rows_32[: len(slots)] * np.int32(num_pages)
+        return self._row_by_row(table, slots, -(-ends // self._page_size_32))
+
+    def _seen_pages(
+        self, table: int, slots: NDArray[np.intp], oldest: Ints, ends: Ints
+    ) -> tuple[Ints, Ints]:
+        """Those with tokens [oldest[i], ends[i]) of each row."""
+        size = self._page_size_32
+        firsts = oldest // size
+        page_ids, starts = self._row_by_row(table, slots, -(-ends // size) - firsts, firsts)
+        return page_ids, starts - firsts
+
+    def _row_by_row(
+        self, table: int, slots: NDArray[np.intp], counts: Ints, firsts: Ints | None = None
+    ) -> tuple[Ints, Ints]:
+        starts = np.cumsum(counts, dtype=np.int32) - counts
+        rows = np.repeat(self._places[: len(slots)], counts)
+        columns = np.arange(len(rows)) - (starts if firsts is None else starts - firsts)[rows]
+        return self._table.by_table[table][slots[rows], columns], starts
+
+    def _tokens(
+        self,
+        slots: NDArray[np.intp],
+        positions: Ints,
+        guessed: NDArray[np.bool_] | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Ids and locations of tokens, each given by its slot and its index; `guessed` are those
+        that the table has though nobody knows them."""
+        table = self._table
+        unknown = positions >= table.known[slots]
+        if guessed is not None:
+            unknown &= ~guessed
+        num_unknown = np.count_nonzero(unknown)
+        if num_unknown == len(slots):  # as in most steps with overlap
+            token_ids = (-1 - slots).astype(np.int32)
+        else:
+            token_ids = table.tokens[slots, positions]
+            if num_unknown:
+                token_ids = np.where(unknown, (-1 - slots).astype(np.int32), token_ids)
+        places = positions.astype(np.intp)
+        pages = places // self._page_size
+        locations = [
+            torch.from_numpy((mine[slots, pages] - pages) * self._page_size + places)
+            for mine in table.by_table
+        ]
+        return torch.from_numpy(token_ids), tuple(locations)

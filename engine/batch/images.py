@@ -1,0 +1,116 @@
+"""Images among the rows of a step: which of their tokens it computes, and where those are.
+
+An image takes as many positions as its longer side has tokens, however many tokens it has; they
+are apart by row and column. What follows an image is so many positions earlier than tokens.
+
+Source: Qwen2-VL, Wang et al. 2024, section 2.1 (M-RoPE).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.requests.images import Image
+from engine.batch.batch import Ints, ScheduleBatch
+from engine.batch.image_tokens import in_vocabulary
+from engine.batch.request import Request
+from engine.batch.table import RequestTable
+
+AXES = 3  # time, height, width
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Seen:
+    """Tokens [first, last) of an image, which are those of the step from `place` on."""
+
+    image: Image
+    first: int
+    last: int
+    place: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shown:
+    """What a step's tokens become where rows have images; see ForwardBatch."""
+
+    token_ids: Ints
+    positions: Ints
+    seen: tuple[Seen, ...]
+
+
+class RowImages:
+    """Of the requests in a table's slots. Engine thread only."""
+
+    def __init__(self, table: RequestTable) -> None:
+        self._table = table
+        self._images: dict[int, tuple[Image, ...]] = {}  # by slot
+        self._have = np.zeros(table.num_slots, np.bool_)
+        self._shift = np.zeros(table.num_slots, np.int32)  # of what follows the last image
+        table.tell_of_requests(self._acquired)
+
+    def among(self, batch: ScheduleBatch) -> bool:
+        """Whether a row of the step has images."""
+        return bool(self._images) and bool(np.count_nonzero(self._have[batch.slots]))
+
+    def shown(
+        self, batch: ScheduleBatch, query_starts: Ints, token_ids: Ints, positions: Ints
+    ) -> Shown:
+        """
+        Args:
+            query_starts, token_ids, positions: of ForwardBatch, as if there were no images.
+        """
+        counts = batch.ends - batch.starts
+        moved = positions + np.repeat(self._shift[batch.slots], counts)
+        known = np.where(in_vocabulary(token_ids), token_ids, np.int32(0))
+        seen: list[Seen] = []
+        for row in np.flatnonzero(self._have[batch.slots]).tolist():
+            images = self._images[int(batch.slots[row])]
+            start, end, place = (int(x[row]) for x in (batch.starts, batch.ends, query_starts))
+            if start >= images[-1].end:
+                continue
+            if moved.ndim == 1:
+                moved = np.tile(moved, (AXES, 1))
+            moved[:, place : place + end - start] = positions_of(images, start, end)
+            seen += _seen(images, start, end, place)
+        return Shown(known, moved, tuple(seen))
+
+    def _acquired(self, slot: int, request: Request) -> None:
+        # Whoever has left needs its pixels no more: a launched step has its own hold of them.
+        live = self._table.live
+        self._images = {each: images for each, images in self._images.items() if live[each]}
+        self._images.pop(slot, None)
+        self._have[slot] = bool(request.spec.images)
+        self._shift[slot] = shift_of(request.spec.images)
+        if request.spec.images:
+            self._images[slot] = request.spec.images
+
+
+def shift_of(images: Sequence[Image]) -> int:
+    """By how much positions behind these images are more than token indices: never above 0."""
+    return sum(max(image.rows, image.columns) - image.num_tokens for image in images)
+
+
+def positions_of(images: Sequence[Image], start: int, end: int) -> NDArray[np.int32]:
+    """[3, end - start], of tokens [start, end) of a prompt with these images."""
+    index = np.arange(start, end, dtype=np.int32)
+    positions = np.tile(index, (AXES, 1))
+    shift = 0
+    for image in images:
+        inside = slice(max(image.at - start, 0), max(image.end - start, 0))
+        nth = index[inside] - image.at
+        rows, columns = np.divmod(nth, np.int32(image.columns))
+        positions[:, inside] = image.at + shift + np.stack((np.zeros_like(nth), rows, columns))
+        shift += max(image.rows, image.columns) - image.num_tokens
+        positions[:, inside.stop :] = index[inside.stop :] + shift
+    return positions
+
+
+def _seen(images: Sequence[Image], start: int, end: int, place: int) -> list[Seen]:
+    """Of a row that computes tokens [start, end), the first of which is at `place`."""
+    return [
+        Seen(image, first - image.at, last - image.at, place + first - start)
+        for image in images
+        if (first := max(image.at, start)) < (last := min(image.end, end))
+    ]

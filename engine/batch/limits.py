@@ -1,0 +1,113 @@
+"""What this node can ever serve: checked once, before a request is queued anywhere."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from common.errors import InvalidRequest
+from common.page_tables import PageTables
+from common.request import RequestSpec
+from common.requests.images import Image
+from common.requests.pooling import Pool, Pooling
+from common.requests.sampling import SamplingParams
+from engine.batch.image_tokens import text_of
+from engine.batch.request import Ints
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """context_length counts prompt and output; num_pages is the whole pool. The others: heads, and
+    how many pixels a side a token of an image has; 0: the model sees none."""
+
+    context_length: int
+    vocabulary_size: int
+    tables: PageTables
+    num_pages: int
+    generates: bool = True
+    num_labels: int = 0
+    image_token_side: int = 0
+
+    def check_request(self, spec: RequestSpec) -> None:
+        """Raises InvalidRequest, with a sentence that names the field, for what can never be
+        served."""
+        self.check(np.frombuffer(spec.token_ids, np.int32), spec.images)
+        self.check_sampling(spec.sampling, spec.images)
+        if spec.prediction:
+            self.check_prediction(np.frombuffer(spec.prediction, np.int32))
+
+    def check_sampling(self, sampling: SamplingParams, images: Sequence[Image] = ()) -> None:
+        """Raises InvalidRequest, with a sentence that names the field, for a token that there is
+        not among those that are written to the logits; or where there are no logits."""
+        if images and sampling.prompt_logprobs >= 0:
+            raise InvalidRequest("sampling.prompt_logprobs: there are none of a prompt with images")
+        if not self.generates:
+            raise InvalidRequest("model: it has no head for tokens, and generates nothing")
+        named = {
+            "logit_bias": [token for token, _ in sampling.logit_bias],
+            "allowed_token_ids": sampling.allowed_token_ids,
+            "bad_word_ids": [token for word in sampling.bad_word_ids for token in word],
+            "stop_token_ids": sampling.stop_token_ids if sampling.min_tokens else (),
+            "thought": () if sampling.thought is None else sampling.thought.tokens,
+        }
+        for field, tokens in named.items():
+            if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocabulary_size:
+                raise InvalidRequest(
+                    f"sampling.{field} has a token outside the vocabulary of {self.vocabulary_size}"
+                )
+
+    def check_pooling(self, pooling: Pooling) -> None:
+        """Raises InvalidRequest for what the model has no head for, or a token that it has not."""
+        if pooling.pool is Pool.LABELS and not self.num_labels:
+            raise InvalidRequest("model: it has no head for classes")
+        if pooling.pool is Pool.TOKENS and not self.generates:
+            raise InvalidRequest("model: it has no head for tokens")
+        if pooling.tokens and not 0 <= min(pooling.tokens) <= max(pooling.tokens) < (
+            self.vocabulary_size
+        ):
+            raise InvalidRequest(
+                f"label_token_ids has a token outside the vocabulary of {self.vocabulary_size}"
+            )
+
+    def check_prediction(self, token_ids: Ints) -> None:
+        """Raises InvalidRequest, as `check`, for what is no text that an answer can have."""
+        self._check_known("prediction", token_ids)
+        if len(token_ids) >= self.context_length:
+            raise InvalidRequest(
+                f"prediction: {len(token_ids)} tokens in a context of {self.context_length}"
+            )
+
+    def check(self, token_ids: Ints, images: Sequence[Image] = ()) -> None:
+        """Raises InvalidRequest, with a sentence that names the field, where the tokens (prompt,
+        then what was generated already) can never be served with at least one token more."""
+        num_tokens = len(token_ids)
+        if not num_tokens:
+            raise InvalidRequest("token_ids: the prompt is empty")
+        if num_tokens >= self.context_length:
+            raise InvalidRequest(
+                f"token_ids: {num_tokens} tokens leave no room in a context of "
+                f"{self.context_length}"
+            )
+        for number, image in enumerate(images):
+            if not image.fits(self.image_token_side):
+                raise InvalidRequest(
+                    f"images[{number}]: the model sees no images"
+                    if not self.image_token_side
+                    else f"images[{number}]: a token of it is no square of "
+                    f"{self.image_token_side} pixels a side"
+                )
+        self._check_known("token_ids", text_of(token_ids, images) if images else token_ids)
+        needed = self.tables.pages_to_compute(num_tokens + 1)
+        if needed > self.num_pages:
+            raise InvalidRequest(
+                f"token_ids: {num_tokens} tokens need {needed} KV pages, the pool has "
+                f"{self.num_pages}"
+            )
+
+    def _check_known(self, field: str, token_ids: Ints) -> None:
+        low, high = int(token_ids.min(initial=0)), int(token_ids.max(initial=0))
+        if low < 0 or high >= self.vocabulary_size:
+            wrong = low if low < 0 else high
+            raise InvalidRequest(
+                f"{field}: {wrong} is outside the vocabulary of {self.vocabulary_size}"
+            )

@@ -1,0 +1,255 @@
+"""The rows of the engine: one slot per request on the device, one numpy column per fact.
+
+A step's work over its rows is a handful of column operations, whatever the number of rows. This
+module knows nothing of queues and decides nothing.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.errors import EngineFault
+from common.page_tables import PageTables
+from engine.batch.batch import Ints
+from engine.batch.holding import NO_PAGE, Holding
+from engine.batch.request import Request
+
+Slots: TypeAlias = NDArray[np.integer[Any]]  # numpy indexes fastest by np.intp
+
+_NO_PAGES = np.empty(0, np.int32)
+
+
+class RequestTable:
+    """Slot-indexed columns. Engine thread only; what a forward reads of them is copied at launch.
+
+    A slot is taken by `acquire` and given back by `release`; it is free for the next request once
+    no launched step has it, so that a late result can never meet a new request. Steps are
+    launched in the order of their numbers (`hold`), and finished in that order (`drop_step`).
+
+    Columns, [num_slots] unless said otherwise:
+        tokens [num_slots, context_length]: prompt, then what was generated; `known` are valid, and
+            behind them may be what a drafter has guessed.
+        page_table [num_slots, tables, max_pages]: pages of the request in order, by table;
+            `num_pages` are valid, and none of them is a page behind a window.
+        known: tokens that the CPU knows.
+        length: `known` and those in flight, with drafts that may yet be rejected. A decode row
+            computes token index length - 1.
+        max_length: the request has its last token when it has so many.
+        capacity: tokens that its pages have room for, num_pages * page_size.
+        by_table: page_table's columns of each table, [num_slots, max_pages] views.
+        first_page [num_slots, tables]: pages before it are behind a window.
+        state [num_slots, state pages]: of the request's own state, for as long as it has pages.
+        stop_ids [num_slots, n]: tokens that end it, padded with -1; EOS among them where it does.
+        live: the slot has a request that has not ended.
+        plain: what is asked of its logits is the same whatever stands before a token.
+        held: the row is in no forward now: the mask of its next token is not there yet.
+        unchosen: the row's newest forward was done, and no token chosen after it.
+        deadline: time.monotonic().
+        priority: of the request.
+        routing_key: of the request; 0: it has none.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        context_length: int,
+        page_size: int,
+        windows: tuple[int | None, ...] = (None,),
+        state_pages: int = 0,
+    ) -> None:
+        """windows, state_pages: see PageTables."""
+        self.tables = PageTables(page_size, windows, state_pages)
+        self.num_slots = num_slots
+        self.context_length = context_length
+        self.page_size = page_size
+        # As arrays: numpy converts a Python int anew in every call.
+        self._one, self._page_size = np.array(1, np.int32), np.array(page_size, np.int32)
+        max_pages = -(-context_length // page_size)
+        self.tokens = np.zeros((num_slots, context_length), np.int32)
+        self.page_table = np.full((num_slots, len(windows), max_pages), NO_PAGE, np.int32)
+        self.first_page = np.zeros((num_slots, len(windows)), np.int32)
+        self.state = np.full((num_slots, state_pages), NO_PAGE, np.int32)
+        self.by_table = tuple(self.page_table[:, table] for table in range(len(windows)))
+        self._num_full, self._sliding = self.tables.num_full, self.tables.sliding
+        self.known = np.zeros(num_slots, np.int32)
+        self.length = np.zeros(num_slots, np.int32)
+        self.num_prompt = np.zeros(num_slots, np.int32)
+        self.max_length = np.zeros(num_slots, np.int32)
+        self.num_pages = np.zeros(num_slots, np.int32)
+        self.capacity = np.zeros(num_slots, np.int32)
+        self.stop_ids = np.full((num_slots, 1), -1, np.int32)
+        self.live = np.zeros(num_slots, np.bool_)
+        self.plain = np.ones(num_slots, np.bool_)
+        self.held = np.zeros(num_slots, np.bool_)
+        self.unchosen = np.zeros(num_slots, np.bool_)
+        self.deadline = np.zeros(num_slots, np.float64)
+        self.priority = np.zeros(num_slots, np.int32)
+        self.routing_key = np.zeros(num_slots, np.uint64)
+        self.origin_stream = np.zeros(num_slots, np.uint64)
+        self.origin_request = np.zeros(num_slots, np.uint64)
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._last_step = np.zeros(num_slots, np.int64)  # the newest step that has the slot
+        self.finished_step = 0  # no step up to this one is under way
+        self._leaving: list[int] = []  # released, but in a launched step
+        self._told: list[Callable[[int, Request], None]] = []
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_live(self) -> int:
+        """Slots with a request that has not ended."""
+        return self.num_slots - len(self._free) - len(self._leaving)
+
+    def routing_keys(self) -> Counter[int]:
+        """How many requests that have not ended have each of them."""
+        keys = self.routing_key[self.live]
+        return Counter(keys[keys != 0].tolist())
+
+    def tell_of_requests(self, listener: Callable[[int, Request], None]) -> None:
+        """`listener` is called with every slot that is acquired from now on, and its request."""
+        self._told.append(listener)
+
+    def acquire(self, request: Request, eos_token_ids: Sequence[int] = ()) -> int | None:
+        """Gives the request a slot, sets `request.slot` and fills its columns; it has no pages.
+
+        Returns None where no slot is free.
+        """
+        if not self._free:
+            return None
+        slot = self._free.pop()
+        request.slot = slot
+        num_tokens = len(request.token_ids)
+        sampling = request.sampling
+        self.tokens[slot, :num_tokens] = request.token_ids
+        self.known[slot] = self.length[slot] = num_tokens
+        self.num_prompt[slot] = request.num_prompt
+        self.max_length[slot] = min(request.num_prompt + sampling.max_tokens, self.context_length)
+        self.num_pages[slot] = self.capacity[slot] = 0
+        self.live[slot] = self.plain[slot] = True
+        self.held[slot] = self.unchosen[slot] = False
+        self.deadline[slot] = request.deadline
+        self.priority[slot] = request.spec.priority
+        self.routing_key[slot] = request.spec.routing_key
+        self.origin_stream[slot], self.origin_request[slot] = request.origin
+        self._set_stop_ids(
+            slot, sampling.stop_token_ids + (tuple(eos_token_ids) if sampling.ends_at_eos else ())
+        )
+        for listener in self._told:
+            listener(slot, request)
+        return slot
+
+    def release(self, request: Request) -> None:
+        """The request has ended, or left the device: its slot is free once no step has it."""
+        slot = request.slot
+        if slot is None or not self.live[slot]:
+            raise EngineFault(f"request {request.key} releases a slot that it does not have")
+        request.slot = None
+        self.live[slot] = self.held[slot] = self.unchosen[slot] = False
+        if self.in_flight(slot):
+            self._leaving.append(slot)
+        else:
+            self._free.append(slot)
+
+    def hold(self, slots: Slots, step: int) -> None:
+        """A step with these rows is launched."""
+        self._last_step[slots] = step
+
+    def drop_step(self, step: int) -> None:
+        """That step, and all before it, are finished."""
+        self.finished_step = step
+        if self._leaving:
+            leaving, self._leaving = self._leaving, []
+            for slot in leaving:
+                (self._leaving if self.in_flight(slot) else self._free).append(slot)
+
+    def in_flight(self, slot: int) -> bool:
+        """Has a launched step, not finished yet, this slot?"""
+        return bool(self._last_step[slot] > self.finished_step)
+
+    def set_pages(self, slot: int, holding: Holding) -> None:
+        """These are all pages of the request."""
+        num_pages = holding.num_pages
+        self.page_table[slot] = NO_PAGE
+        self.page_table[slot, :, :num_pages] = holding.tables
+        self.state[slot] = holding.state if len(holding.state) else NO_PAGE
+        self.first_page[slot] = (holding.tables < 0).sum(axis=1)
+        self.num_pages[slot] = num_pages
+        self.capacity[slot] = num_pages * self.page_size
+
+    def append_pages(self, slots: Slots, pages: Ints) -> None:
+        """One page more in each table of each slot: pages [len(slots) * tables], slot by slot."""
+        num_pages = self.num_pages[slots]
+        for table, mine in enumerate(self.by_table):
+            mine[slots, num_pages] = pages[table :: len(self.by_table)]
+        self.num_pages[slots] = num_pages + self._one
+        self.capacity[slots] += self._page_size
+
+    def free_behind(self, slot: int, num_tokens: int) -> Ints:
+        """Takes out the pages that no window sees any more once so many of the request's tokens are
+        *finished* (PageTables.live_from); returns them, still held for it. A copy."""
+        gone = [_NO_PAGES]
+        for table, _ in self._sliding:
+            first = int(self.first_page[slot, table])
+            past = min(self.tables.live_from(table, num_tokens), int(self.num_pages[slot]))
+            if past > first:
+                gone.append(self.page_table[slot, table, first:past].copy())
+                self.page_table[slot, table, first:past] = NO_PAGE
+                self.first_page[slot, table] = past
+        return np.concatenate(gone)
+
+    def growth(self, slots: Slots, more_pages: Ints) -> int:
+        """Pages of all tables that they take up whose full tables grow by so many each."""
+        growth = self._num_full * int(more_pages.sum())
+        for table, _ in self._sliding:
+            live = self.num_pages[slots] - self.first_page[slots, table]
+            room = np.maximum(self.tables.most_live(table) - live, 0)
+            growth += int(np.minimum(more_pages, room).sum())
+        return growth
+
+    def holding_of(self, slot: int) -> Holding:
+        """A copy."""
+        state = self.state[slot]
+        return Holding(self.page_table[slot, :, : self.num_pages[slot]].copy(), state[state >= 0])
+
+    def pages_of(self, slot: int) -> Ints:
+        """All pages of the request, distinct. A copy."""
+        return self.holding_of(slot).flat()
+
+    def tokens_of(self, slot: int) -> Ints:
+        """The tokens that the CPU knows. A copy."""
+        return self.tokens[slot, : self.known[slot]].copy()
+
+    def unfollowed(self, slot: int, num_followed: int) -> list[int]:
+        """Return the tokens of the answer that the CPU knows, but for the first `num_followed`."""
+        start = int(self.num_prompt[slot]) + num_followed
+        tokens: list[int] = self.tokens[slot, start : self.known[slot]].tolist()
+        return tokens
+
+    def origin_of(self, slot: int) -> tuple[int, int]:
+        """As of Request."""
+        return int(self.origin_stream[slot]), int(self.origin_request[slot])
+
+    def check(self) -> None:
+        """Raises EngineFault where a slot is lost or given out twice."""
+        free = np.zeros(self.num_slots, np.bool_)
+        free[self._free] = True
+        if len(self._free) != np.count_nonzero(free):
+            raise EngineFault("slots: one is on the free list twice")
+        in_steps = self._last_step > self.finished_step
+        if not np.array_equal(free, ~self.live & ~in_steps):
+            raise EngineFault(
+                f"slots: {len(self._free)} free, {np.count_nonzero(self.live)} live and "
+                f"{np.count_nonzero(in_steps)} in steps do not make {self.num_slots}"
+            )
+
+    def _set_stop_ids(self, slot: int, stop_ids: Sequence[int]) -> None:
+        missing = len(stop_ids) - self.stop_ids.shape[1]
+        if missing > 0:
+            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=-1)
+        self.stop_ids[slot] = -1
+        self.stop_ids[slot, : len(stop_ids)] = stop_ids

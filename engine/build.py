@@ -1,0 +1,434 @@
+"""Builds an engine, part after part, in the order in which they need each other."""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from common.config import EngineConfig, TiersConfig
+from common.errors import ConfigError
+from common.logs import kv
+from common.model_directory import model_directory
+from common.requests.weights import WeightsId
+from engine.adapters.adapters import Adapters
+from engine.adapters.bank import AdapterBank
+from engine.adapters.library import Library
+from engine.adapters.loader import AdapterLoader
+from engine.adapters.making import bank_of, load_all, shelf_of
+from engine.batch.holding import Holding
+from engine.batch.limits import RequestLimits
+from engine.batch.request import Request
+from engine.batch.table import RequestTable
+from engine.cores import threads_at_hand
+from engine.footprint import largest_forward, measure_footprint
+from engine.grammar.grammar_verifier import Beside
+from engine.grammar.guides import Guides
+from engine.kv_cache.kv import HostPool, KVPool
+from engine.kv_cache.pages import PageAllocator
+from engine.kv_cache.radix import RadixCache
+from engine.models import (
+    Model,
+    Servable,
+    constants,
+    content,
+    open_checkpoint,
+    stored_of,
+    tokenizer_hash,
+)
+from engine.models.checkpoint import Checkpoint, StoredTensor
+from engine.models.linear import rounding_of
+from engine.models.precision import choose_precision
+from engine.offload.file_cache import FileCache
+from engine.offload.file_threads import FileThreads
+from engine.offload.host_cache import HostCache
+from engine.offload.page_files import PageFiles
+from engine.offload.page_records import version_of
+from engine.offload.tiers import Tiers
+from engine.processor import matrix_features
+from engine.runner.copier import PageCopier
+from engine.runner.cpu import use_cpu
+from engine.runner.gpu import use_gpu
+from engine.runner.graphs import CudaRecorder
+from engine.runner.profiler import Profiler
+from engine.runner.runner import ModelRunner
+from engine.runner.stream import Stream, open_stream
+from engine.sampling.composition import RowFeatures, every_feature
+from engine.scheduler.scheduler import Scheduler
+from engine.sizing import (
+    CUDA_CONTEXT_BYTES,
+    EngineShape,
+    free_bytes,
+    host_pages_of,
+    resolve_device,
+    resolve_shape,
+)
+from engine.speculative.speculator import Speculator
+from engine.update import WeightsUpdate
+
+PROGRESS_S = 1.0  # between two lines about captured graphs
+
+log = logging.getLogger(__name__)
+
+
+class _Host(NamedTuple):
+    """Pages beside the device: for retracted requests, and a tier below the prefix cache."""
+
+    pool: HostPool
+    tiers: Tiers
+    copier: PageCopier
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Engine:
+    """All that a role and a loop are built on. constants: what of the fingerprint stays."""
+
+    shape: EngineShape
+    model: Model
+    pool: KVPool
+    table: RequestTable
+    pages: PageAllocator
+    cache: RadixCache
+    stream: Stream
+    features: RowFeatures
+    runner: ModelRunner
+    limits: RequestLimits
+    host_pool: HostPool
+    tiers: Tiers
+    copier: PageCopier
+    adapters: Adapters
+    loader: AdapterLoader
+    guides: Guides
+    weights: WeightsUpdate
+    constants: dict[str, str]
+    tokenizer_hash: str
+    speculator: Speculator | None = None
+
+    @property
+    def fingerprint(self) -> dict[str, str]:
+        """What a peer must agree on, field by field, before one computes on KV that the other
+        made."""
+        return {**self.constants, "weights": self.weights.id.hex()}
+
+    def scheduler(
+        self, config: EngineConfig, on_admit: Callable[[Request, Holding], None]
+    ) -> Scheduler:
+        """The scheduler of this engine; see Scheduler for `on_admit`."""
+        spec = self.model.spec
+        chunked = {"chunk_tokens": self.shape.chunk_tokens or -1}
+        return Scheduler(
+            config.scheduler.model_copy(update=chunked),
+            eos_token_ids=spec.eos_token_ids,
+            vocabulary_size=spec.vocabulary_size,
+            table=self.table,
+            pages=self.pages,
+            cache=self.cache,
+            tiers=self.tiers,
+            on_admit=on_admit,
+            speculator=self.speculator,
+        )
+
+    def profiler(self, config: EngineConfig, role: str, num_steps: Callable[[], int]) -> Profiler:
+        """Of this engine; see Profiler."""
+        name, device = f"baton-{role}", self.model.device
+        return Profiler(config.profile_directory, name, self.stream, device, num_steps)
+
+    def equipped(self, config: EngineConfig) -> "Engine":
+        """This engine with the host pages and the decode graphs that another role wants, and
+        without those that it has. The rest, with what is cached, is the same objects: no two may
+        be used at a time, and this one must be idle. Host memory that is a tier stays as it is:
+        retracted requests may have its pages, and what is kept in the others is not lost.
+
+        Args:
+            config: as this engine's, but for those two.
+        Raises:
+            ConfigError: there is no memory for them.
+        """
+        device = self.shape.device
+        shape, host = self.shape, _Host(self.host_pool, self.tiers, self.copier)
+        if not shape.tier_pages:
+            shape = replace(shape, host_pages=_affordable_host_pages(config, shape))
+            host = _host(shape, self.pool, self.cache, self.pages, config.tiers, None)
+        try:
+            runner = _runner(
+                config,
+                shape,
+                self.model,
+                self.pool,
+                host.pool,
+                self.table,
+                self.features,
+                self.adapters,
+                self.stream,
+            )
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(f"there is no room for decode graphs on {device}") from error
+        if device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(device)
+            if free < CUDA_CONTEXT_BYTES:
+                raise ConfigError(
+                    f"decode graphs leave {free >> 20} MiB of {device}, where "
+                    f"{CUDA_CONTEXT_BYTES >> 20} MiB are needed beside them"
+                )
+        return replace(
+            self,
+            shape=shape,
+            host_pool=host.pool,
+            tiers=host.tiers,
+            copier=host.copier,
+            runner=runner,
+        )
+
+    def close(self) -> None:
+        """Ends its threads, and those of what it has."""
+        self.stream.close()
+        self.guides.close()
+        self.loader.close()
+        self.copier.close()
+        self.tiers.close()
+        self.weights.close()
+
+
+def build(config: EngineConfig) -> Engine:
+    """Loads the model and sizes everything else by what is left.
+
+    Raises:
+        ConfigError: the model is not supported, or does not fit.
+    """
+    device = resolve_device(config.device)
+    if device.type == "cpu":
+        use_cpu(config.threads or threads_at_hand(os.environ), config.cpu_kernels)
+    else:
+        use_gpu(device)  # in this thread: the one that launches kernels
+    directory = model_directory(config.model, weights=True)
+    servable = open_checkpoint(directory, config.model_backend, config.speculation)
+    precision = choose_precision(config.dtype, device, Checkpoint(directory), matrix_features())
+    named = _named(stored_of(servable, directory))
+    model = _load(servable, device, precision.dtype, config)
+    rounding = rounding_of(device, config.quantize, int8_stored=model.spec.int8_stored)
+    bank = bank_of(config.lora, model, free_bytes(device, config.cache.memory_fraction))
+    shape = _shape(config, model, bank)
+    pool = KVPool(shape.layout, shape.num_pages, device)
+    page_size, windows = shape.layout.page_size, shape.layout.windows
+    state_pages = shape.layout.state_pages
+    table = RequestTable(
+        config.scheduler.num_slots, shape.context_length, page_size, windows, state_pages
+    )
+    pages = PageAllocator(shape.num_pages)
+    cache = RadixCache(page_size, pages, windows, state_pages, enabled=config.cache.prefix_cache)
+    told = _constants(servable, shape, str(precision), rounding)
+    version = None
+    if config.tiers.file_dir is not None and shape.tier_pages:
+        version = version_of(told, named.result())
+    host = _host(shape, pool, cache, pages, config.tiers, version)
+    stream = open_stream(device)
+    features = every_feature(table, model.spec.vocabulary_size, model.spec.eos_token_ids, device)
+    adapters = Adapters(Library(config.lora.max_loaded, config.lora.max_bytes), bank, table)
+    shelf = shelf_of(config.lora, model)
+    load_all(config.lora, shelf, adapters.library)
+    runner = _runner(config, shape, model, pool, host.pool, table, features, adapters, stream)
+    log.info(
+        "engine built %s",
+        kv(
+            device=str(device),
+            computed=servable.computed,
+            dtype=str(precision),
+            because=precision.because,
+            kv=str(shape.layout.dtype).removeprefix("torch."),
+            quantize=rounding,
+            stored=model.spec.stored,
+            pages=shape.num_pages,
+            host_pages=shape.host_pages + shape.tier_pages,
+            page_size=page_size,
+            pool_mib=pool.num_bytes >> 20,
+            chunk_tokens=shape.chunk_tokens,
+            context=shape.context_length,
+            threads=torch.get_num_threads(),
+            adapters=len(adapters.library),
+        ),
+    )
+    return Engine(
+        shape=shape,
+        model=model,
+        pool=pool,
+        table=table,
+        pages=pages,
+        cache=cache,
+        stream=stream,
+        features=features,
+        runner=runner,
+        host_pool=host.pool,
+        tiers=host.tiers,
+        copier=host.copier,
+        adapters=adapters,
+        loader=AdapterLoader(shelf, adapters.library),
+        guides=_guides(directory, model),
+        weights=WeightsUpdate(config, directory, servable, model, named.result()),
+        limits=RequestLimits(
+            context_length=shape.context_length,
+            vocabulary_size=model.spec.vocabulary_size,
+            tables=shape.layout.tables,
+            num_pages=shape.num_pages,
+            generates=model.spec.generates,
+            num_labels=model.spec.num_labels,
+            image_token_side=model.spec.image_token_side,
+        ),
+        constants=told,
+        tokenizer_hash=tokenizer_hash(directory),
+        speculator=Speculator.of(config.speculation, config.scheduler.num_slots),
+    )
+
+
+def _named(stored: Mapping[str, StoredTensor]) -> Future[WeightsId]:
+    """Beside loading, which reads the same files: each comes from the disk once."""
+    worker = ThreadPoolExecutor(1, "weights")
+    try:
+        return worker.submit(content, stored)
+    finally:
+        worker.shutdown(wait=False)
+
+
+def _constants(servable: Servable, shape: EngineShape, dtype: str, rounding: str) -> dict[str, str]:
+    return {
+        **constants(servable),
+        "dtype": dtype,
+        "quantize": rounding,
+        "page_size": str(shape.layout.page_size),
+        "kv_dtype": str(shape.layout.dtype).removeprefix("torch."),
+        "kv_layout": shape.layout.describe(),
+        "kv_token_bytes": str(shape.layout.token_bytes),
+    }
+
+
+def _guides(directory: Path, model: Model) -> Guides:
+    told = directory, model.spec.vocabulary_size, model.spec.eos_token_ids
+    return Guides(*told, Beside(*told))
+
+
+def _affordable_host_pages(config: EngineConfig, shape: EngineShape) -> int:
+    """Raises ConfigError where the host has not so much memory."""
+    layout = shape.layout
+    num_pages = host_pages_of(config.cache, layout, shape.device, shape.num_pages)
+    wanted, left = num_pages * layout.page_bytes, free_bytes(torch.device("cpu"), 1.0)
+    if wanted > left:
+        raise ConfigError(
+            f"engine.cache.host_pages: {num_pages} pages take {wanted / 2**30:.1f} GiB, "
+            f"{left / 2**30:.1f} GiB are left"
+        )
+    return num_pages
+
+
+def _host(
+    shape: EngineShape,
+    pool: KVPool,
+    cache: RadixCache,
+    pages: PageAllocator,
+    config: TiersConfig,
+    version: bytes | None,
+) -> _Host:
+    """
+    Args:
+        version: of pages in files; None: there are none.
+    Raises:
+        ConfigError: there is no room for it, or files cannot be where they are wanted.
+    """
+    num_pages, tables = shape.host_pages + shape.tier_pages, shape.layout.tables
+    host_pool = HostPool(shape.layout, num_pages, shape.device)
+    copier = PageCopier(pool, host_pool)
+    index, store = None, None
+    if version is not None and config.file_dir is not None:
+        memory = host_pool.tensor.numpy()
+        files = PageFiles(config.file_dir, memory, version=version, num_bytes=config.file_bytes)
+        index = FileCache(files.num_slots, tables.width, files.found())
+        store = FileThreads(files, lambda: copier.tell())
+    tiers = Tiers(
+        HostCache(num_pages, index),
+        enabled=shape.tier_pages > 0,
+        cache=cache,
+        pages=pages,
+        tables=tables,
+        copier=copier,
+        store=store,
+    )
+    return _Host(host_pool, tiers, copier)
+
+
+def _runner(
+    config: EngineConfig,
+    shape: EngineShape,
+    model: Model,
+    pool: KVPool,
+    host_pool: HostPool,
+    table: RequestTable,
+    features: RowFeatures,
+    adapters: Adapters,
+    stream: Stream,
+) -> ModelRunner:
+    """With all made that would otherwise hold up its first steps."""
+    on_cuda = model.device.type == "cuda"
+    recorder = CudaRecorder() if on_cuda and config.cuda_graphs else None
+    runner = ModelRunner(model, pool, host_pool, table, features, adapters, stream, recorder)
+    if on_cuda:
+        prepare(runner, largest_forward(shape, config.scheduler.num_slots))
+    return runner
+
+
+def _load(
+    servable: Servable, device: torch.device, dtype: torch.dtype, config: EngineConfig
+) -> Model:
+    needed = servable.weight_bytes(device, dtype, config.quantize)
+    free = free_bytes(device, config.cache.memory_fraction)
+    if needed > free:
+        raise ConfigError(
+            f"{config.model}: the weights take {needed / 2**30:.2f} GiB, and {free / 2**30:.2f} "
+            f"GiB of {device} may be used (engine.cache.memory_fraction "
+            f"{config.cache.memory_fraction})"
+        )
+    return servable.load(device, dtype, config.quantize)
+
+
+def _shape(config: EngineConfig, model: Model, bank: AdapterBank) -> EngineShape:
+    fraction = config.cache.memory_fraction
+    free = free_bytes(model.device, fraction)
+    shape = resolve_shape(config, model.spec, dtype=model.dtype, free=free)
+    if model.device.type == "cpu":
+        return shape
+    seeing = 0 if model.seeing is None else model.seeing.needed_bytes()
+    footprint = measure_footprint(
+        model, shape, bank, max_running=config.scheduler.num_slots, graphs=config.cuda_graphs
+    )
+    log.info(
+        "memory beside weights and pages %s",
+        kv(
+            forward_mib=footprint.forward >> 20,
+            graphs_mib=footprint.graphs >> 20,
+            state_mib=footprint.state >> 20,
+            images_mib=seeing >> 20,
+        ),
+    )
+    free = free_bytes(model.device, fraction) - footprint.total - seeing
+    measured = config.scheduler.model_copy(update={"chunk_tokens": shape.chunk_tokens or -1})
+    config = config.model_copy(update={"scheduler": measured})
+    return resolve_shape(config, model.spec, dtype=model.dtype, free=free)
+
+
+def prepare(runner: ModelRunner, num_tokens: int) -> None:
+    """All that would otherwise hold up the first requests: graphs, kernels, memory.
+
+    Args:
+        num_tokens: see `largest_forward`.
+    """
+    sizes = runner.graph_sizes
+    told = time.monotonic()
+    for done, size in enumerate(sizes, start=1):
+        runner.capture(size)
+        if time.monotonic() - told > PROGRESS_S or done == len(sizes):
+            told = time.monotonic()
+            log.info("decode graphs captured %s", kv(done=done, of=len(sizes), rows=size))
+    # Last, because a capture gives unused memory back to the device.
+    runner.rehearse(num_tokens)

@@ -1,0 +1,132 @@
+"""What serving takes of a GPU besides weights and pages, measured before the pool is sized.
+
+Only this process's allocator is asked. What the whole device has left says nothing here: another
+node may start on it at the same time.
+"""
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from common.errors import ConfigError
+from engine.adapters.adapters import Adapters
+from engine.adapters.bank import AdapterBank
+from engine.adapters.library import Library
+from engine.batch.table import RequestTable
+from engine.kv_cache.kv import HostPool, KVPool
+from engine.models import Model
+from engine.runner.graphs import CudaRecorder
+from engine.runner.runner import ModelRunner
+from engine.runner.stream import open_stream
+from engine.sampling.composition import every_feature
+from engine.sizing import EngineShape
+
+# What the driver keeps of a graph, some hundred launches and their arguments, beside what torch
+# allocates for it. A bound that no GPU has been asked for yet: see docs/gpu.md.
+DRIVER_BYTES_PER_GRAPH = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes."""
+
+    state: int  # what a runner always has: counts for penalties, the inputs of graphs
+    forward: int  # of the largest forward, and the sampling after it
+    graphs: int
+
+    @property
+    def total(self) -> int:
+        return self.state + self.forward + self.graphs
+
+
+class Rehearsed(Protocol):
+    """A ModelRunner, as far as it is measured."""
+
+    @property
+    def graph_sizes(self) -> tuple[int, ...]: ...
+
+    def rehearse(self, num_tokens: int) -> None: ...
+
+    def capture(self, size: int) -> None: ...
+
+
+def measure_footprint(
+    model: Model, shape: EngineShape, bank: AdapterBank, *, max_running: int, graphs: bool
+) -> Footprint:
+    """Runs the largest forward and captures the two largest graphs over a pool of one page, and
+    gives all their memory back. The kernels stay compiled.
+
+    Raises:
+        ConfigError: with the numbers, where there is not even room for that.
+    """
+    device, layout = model.device, shape.layout
+    free = torch.cuda.mem_get_info(device)[0]
+    num_tokens = largest_forward(shape, max_running)
+    stream = open_stream(device)
+
+    def make_runner() -> ModelRunner:
+        table = RequestTable(
+            max_running,
+            shape.context_length,
+            layout.page_size,
+            layout.windows,
+            layout.state_pages,
+        )
+        return ModelRunner(
+            model,
+            KVPool(layout, 1, device),
+            HostPool(layout, 0, device),
+            table,
+            every_feature(table, model.spec.vocabulary_size, model.spec.eos_token_ids, device),
+            Adapters(Library(0, 0), bank, table),
+            stream,
+            CudaRecorder() if graphs else None,
+        )
+
+    try:
+        footprint = footprint_of(make_runner, num_tokens, device)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"a forward of {num_tokens} tokens does not fit into the {free / 2**30:.2f} GiB that "
+            f"the weights leave on {device}; engine.scheduler.chunk_tokens makes it smaller"
+        ) from error
+    finally:
+        stream.close()
+    gc.collect()
+    torch.cuda.empty_cache()
+    return footprint
+
+
+def largest_forward(shape: EngineShape, max_running: int) -> int:
+    """Tokens: of prompts, beside which decode rows may ride."""
+    return shape.prefill_tokens + max_running
+
+
+def footprint_of(
+    make_runner: Callable[[], Rehearsed], num_tokens: int, device: torch.device
+) -> Footprint:
+    """What a runner takes, from being made to its graphs; it is gone when this returns."""
+    before = _in_use(device)
+    runner = make_runner()
+    state = _in_use(device) - before
+    runner.rehearse(num_tokens)
+    # With what the forward has freed again: the allocator keeps it for the next one.
+    forward = torch.cuda.memory_reserved(device) - before - state
+    # The largest graph brings the memory that all of them share; each takes some of its own.
+    sizes = runner.graph_sizes
+    taken = [0, 0]
+    for place, size in enumerate(sizes[:2]):
+        before = _in_use(device)  # a capture gives back what the forward has left, too
+        runner.capture(size)
+        taken[place] = max(0, _in_use(device) - before) + DRIVER_BYTES_PER_GRAPH
+    graphs = taken[0] + taken[1] * max(0, len(sizes) - 1)
+    return Footprint(max(0, state), max(0, forward), graphs)
+
+
+def _in_use(device: torch.device) -> int:
+    """Bytes that this process's allocator holds and cannot give back."""
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved(device)

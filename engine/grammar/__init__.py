@@ -1,0 +1,1 @@
+"""Guided decoding: grammar compilers, matchers and their verification."""

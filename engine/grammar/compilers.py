@@ -1,0 +1,180 @@
+"""From guides to grammars, by xgrammar. How long that takes, and what it may cost, others see to.
+
+`prepared` makes a guide into a text that xgrammar keeps to entirely. Its time depends on the guide,
+so it runs in the prover's process only, and the engine compiles what comes back.
+
+JSON has a vocabulary of its own, in which no word has a control character. xgrammar would let them
+into texts, where JSON has no place for them, and between JSON's words a model could spend its
+answer on line breaks and indentation: of white space there is one space at most.
+
+What names tokens has one, too: xgrammar takes no token without bytes, be it named, so those that no
+text is made of have a byte that is in no text. xgrammar's EBNF has words for tokens, too: refused.
+"""
+
+import re
+from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from common.errors import InvalidRequest, cut
+from common.requests.guide import Guide, Prepared
+from common.spelling import Spelling
+from engine.grammar.bare import xgrammar
+from engine.grammar.bits import words_of
+from engine.grammar.schemas import expressions
+from engine.grammar.schemas.enforced import enforced
+from engine.grammar.schemas.tags import MAX_WHITESPACE, enforced_tag
+
+MAX_KEPT_BYTES = 256 << 20  # of what xgrammar itself keeps
+MAX_GRAMMAR_BYTES = 64 << 20  # of one: nodes keep some
+MAX_PREPARED_CHARACTERS = 4 << 20  # a schema may refer to a part of it many times
+
+Compiled = Any  # xgrammar.CompiledGrammar
+
+_NO_TEXT = b"\xff"  # nor part of any
+_OBJECT = '{"type": "object"}'
+
+# Of a grammar as xgrammar writes it: texts and classes of characters, and words with arguments.
+_LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]')
+_WORD = re.compile(r"\b([A-Za-z]+)\(")
+_REFUSED = frozenset({"Token", "ExcludeToken", "TokenTagDispatch"})  # see Compilers._with_tokens
+_REFUSED_BESIDE_TOKENS = _REFUSED | {"TagDispatch"}  # whose free text would have any of them
+
+
+class Compilers:
+    """Of one vocabulary: for JSON, for what is not, and for what names tokens."""
+
+    def __init__(self, words: Sequence[bytes], eos_token_ids: Sequence[int]) -> None:
+        self.words = words
+        self._eos_token_ids = list(eos_token_ids)
+        self._of_text = self._compiler(words)
+        self._of_json = self._compiler(
+            [b"" if min(word, default=0) < 0x20 else word for word in words]
+        )
+        # What it keeps of rules does not heed which tokens they name: another rule's mask comes.
+        self._with_tokens = self._compiler([word or _NO_TEXT for word in words], keeps=False)
+
+    @classmethod
+    def of_model(cls, directory: Path, vocabulary_size: int, eos_token_ids: Sequence[int]) -> Self:
+        tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+        spelling = Spelling(tokenizer, tuple(tokenizer.encode("a", add_special_tokens=False).ids))
+        special = {
+            number
+            for number, token in tokenizer.get_added_tokens_decoder().items()
+            if token.special
+        }
+        # What no text is made of has no bytes, and no grammar allows it that does not name it.
+        words = [b"" if token in special else spelling(token) for token in range(vocabulary_size)]
+        return cls(words, eos_token_ids)
+
+    def compiled(self, form: Prepared) -> Compiled:
+        """
+        Raises:
+            InvalidRequest: what is wrong, and where.
+        """
+        with _refusing(form.kind):
+            made = self._compiled(form)
+            _check_begins(made)
+            _check_size(made)
+        return made
+
+    def _compiled(self, form: Prepared) -> Compiled:
+        match form.kind:
+            case "json_schema" | "json_object":
+                return self._of_json.compile_json_schema(
+                    form.text, max_whitespace_cnt=MAX_WHITESPACE
+                )
+            case "regex":
+                return self._of_text.compile_regex(form.text)
+            case "structural_tag":
+                compiler = self._with_tokens if form.has_tokens else self._of_text
+                return compiler.compile_structural_tag(form.text)
+            case _:
+                return self._of_text.compile_grammar(form.text)
+
+    def _compiler(self, words: Sequence[bytes], *, keeps: bool = True) -> xgrammar.GrammarCompiler:
+        told = xgrammar.TokenizerInfo(
+            list(words),
+            xgrammar.VocabType.RAW,
+            vocab_size=len(words),
+            stop_token_ids=self._eos_token_ids,
+        )
+        limit = MAX_KEPT_BYTES // 2
+        return xgrammar.GrammarCompiler(
+            told, max_threads=1, cache_enabled=keeps, cache_limit_bytes=limit
+        )
+
+
+def prepared(guide: Guide) -> Prepared:
+    """
+    Raises:
+        InvalidRequest: what is wrong, and where.
+    """
+    with _refusing(guide.kind):
+        form = _prepared(guide)
+        if len(form.text) > MAX_PREPARED_CHARACTERS:
+            raise InvalidRequest(
+                f"written out it has {len(form.text)} characters, {MAX_PREPARED_CHARACTERS} allowed"
+            )
+    return form
+
+
+def _prepared(guide: Guide) -> Prepared:
+    match guide.kind:
+        case "json_schema" | "json_object":
+            text = enforced(guide.text if guide.kind == "json_schema" else _OBJECT)
+            return Prepared(guide.kind, text)
+        case "regex":
+            expressions.check(guide.text)
+        case "structural_tag":
+            tag = enforced_tag(guide.text)
+            for grammar in tag.grammars:
+                _check_words(grammar, _REFUSED_BESIDE_TOKENS if tag.has_tokens else _REFUSED)
+            return Prepared(guide.kind, tag.text, tag.has_tokens)
+        case _:
+            _check_words(guide.text, _REFUSED)
+    return Prepared(guide.kind, guide.text)
+
+
+@contextmanager
+def _refusing(kind: str) -> Iterator[None]:
+    """Makes every error but a lack of memory an InvalidRequest that names the field."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise InvalidRequest(f"sampling.{kind}: {_reason(error)}") from error
+
+
+def _check_words(ebnf: str, refused: Set[str]) -> None:
+    """Raises InvalidRequest where it has one of these, and RuntimeError where it is no grammar."""
+    words = _WORD.findall(_LITERAL.sub("", str(xgrammar.Grammar.from_ebnf(ebnf))))
+    if found := refused & {*words}:
+        raise InvalidRequest(f"{min(found)} is refused: a structural tag's formats name tokens")
+
+
+def _check_begins(compiled: Compiled) -> None:
+    """Raises InvalidRequest if no token can come first: then there is no answer."""
+    bits = np.zeros((1, words_of(compiled.tokenizer_info.vocab_size)), np.int32)
+    # False: there is nothing that may not come.
+    if xgrammar.GrammarMatcher(compiled).fill_next_token_bitmask(bits, 0) and not bits.any():
+        raise InvalidRequest("no answer keeps to it")
+
+
+def _check_size(compiled: Compiled) -> None:
+    size = compiled.memory_size_bytes
+    if size > MAX_GRAMMAR_BYTES:
+        limit = MAX_GRAMMAR_BYTES >> 20
+        raise InvalidRequest(f"its grammar takes {size >> 20} MiB, {limit} allowed")
+
+
+def _reason(error: Exception) -> str:
+    """xgrammar's, without the time and the place in its own source."""
+    text = str(error).strip()
+    _, found, rest = text.partition(": ")
+    return cut(rest if found and text.startswith("[") else text)

@@ -1,0 +1,185 @@
+"""What two schemas say together, as one: `allOf`, and what stands beside a reference or `anyOf`.
+
+Schemas within them are not merged here: they become an `allOf` of their own, merged where somebody
+gets to it.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from engine.grammar.schemas.words import (
+    OF_TYPE,
+    SILENT,
+    Nothing,
+    Schema,
+    common_type,
+    key_of,
+    refuse,
+    types_of,
+    values_of,
+)
+
+_MAX_BRANCHES = 256
+_TIGHTER: dict[str, Callable[..., Any]] = {
+    "minimum": max,
+    "exclusiveMinimum": max,
+    "maximum": min,
+    "exclusiveMaximum": min,
+    "minLength": max,
+    "maxLength": min,
+    "minItems": max,
+    "maxItems": min,
+    "minProperties": max,
+    "maxProperties": min,
+    "required": lambda one, other: list(dict.fromkeys((*one, *other))),
+}
+_WHOLE_OBJECT = frozenset({"properties", "patternProperties", "additionalProperties"})
+_WHOLE_ARRAY = frozenset({"items", "prefixItems"})
+_HEADS = frozenset({"type", "const", "enum"})
+
+
+def merged(one: Schema, other: Schema, place: str) -> dict[str, Any]:
+    """
+    Args:
+        one, other: neither refers to another at its top, or has an `allOf`.
+    Raises:
+        Nothing: no value is valid in both.
+        InvalidRequest: one schema cannot say what both do.
+    """
+    one, other = _said(one), _said(other)
+    made: dict[str, Any] = _heads(one, other, place)
+    if _WHOLE_OBJECT & one.keys() and _WHOLE_OBJECT & other.keys():
+        made |= _objects(one, other, place)
+    if _WHOLE_ARRAY & one.keys() and _WHOLE_ARRAY & other.keys():
+        made |= _arrays(one, other, place)
+    done = made.keys() | _HEADS
+    for word in [*one, *(word for word in other if word not in one)]:
+        if word in done:
+            continue
+        if word not in one or word not in other or one[word] == other[word]:
+            made[word] = one[word] if word in one else other[word]
+        else:
+            made[word] = _both(word, one[word], other[word], place)
+    return made
+
+
+def _said(schema: Schema) -> Schema:
+    return {word: value for word, value in schema.items() if word not in SILENT}
+
+
+def _heads(one: Schema, other: Schema, place: str) -> dict[str, Any]:
+    """Types and values."""
+    made: dict[str, Any] = {}
+    first, second = values_of(one), values_of(other)
+    if first is not None or second is not None:
+        values = first if first is not None else second
+        assert values is not None
+        if first is not None and second is not None:
+            known = {key_of(value) for value in second}
+            values = [value for value in first if key_of(value) in known]
+        if not values:
+            raise Nothing(f"{place}: no value is valid in all of it")
+        made["enum"] = values
+    if "type" in one or "type" in other:
+        types = _common(_told(one, place), _told(other, place))
+        if not types:
+            raise Nothing(f"{place}: no type is valid in all of it")
+        made["type"] = types
+    return made
+
+
+def _told(schema: Schema, place: str) -> tuple[str, ...] | None:
+    """Its types, unless they are only shown: those hold nothing back that is of another type."""
+    told = "type" in schema or values_of(schema) is not None
+    return types_of(schema, place) if told else None
+
+
+def _common(one: tuple[str, ...] | None, other: tuple[str, ...] | None) -> list[str]:
+    if one is None or other is None:
+        return list(one or other or ())
+    pairs = (common_type(mine, others) for mine in one for others in other)
+    return list(dict.fromkeys(each for each in pairs if each is not None))
+
+
+def _objects(one: Schema, other: Schema, place: str) -> dict[str, Any]:
+    if "patternProperties" in one or "patternProperties" in other:
+        raise refuse(place, "patternProperties cannot be enforced beside those of another schema")
+    mine, others = one.get("properties", {}), other.get("properties", {})
+    required = {*one.get("required", ()), *other.get("required", ())}
+    properties: dict[str, Any] = {}
+    for name in [*mine, *(name for name in others if name not in mine)]:
+        parts = [
+            schema["properties"][name]
+            if name in schema.get("properties", {})
+            else schema.get("additionalProperties", True)
+            for schema in (one, other)
+        ]
+        if False not in parts:
+            properties[name] = _all_of(*parts)
+        elif name in required:
+            raise Nothing(f"{place}: property {name!r} is required, and not allowed")
+    made: dict[str, Any] = {"properties": properties}
+    if "additionalProperties" in one or "additionalProperties" in other:
+        parts = [schema.get("additionalProperties", True) for schema in (one, other)]
+        made["additionalProperties"] = False if False in parts else _all_of(*parts)
+    return made
+
+
+def _arrays(one: Schema, other: Schema, place: str) -> dict[str, Any]:
+    if "prefixItems" in one or "prefixItems" in other:
+        raise refuse(place, "prefixItems cannot be enforced beside items of another schema")
+    return {"items": _all_of(one["items"], other["items"])}
+
+
+def _all_of(one: Any, other: Any) -> Any:
+    if one == other or other is True:
+        return one
+    return other if one is True else {"allOf": [one, other]}
+
+
+def _both(word: str, one: Any, other: Any, place: str) -> Any:
+    if (tighter := _TIGHTER.get(word)) is not None and type(one) is not bool:
+        return tighter(one, other)
+    if word == "multipleOf" and isinstance(one, int) and isinstance(other, int):
+        return math.lcm(one, other)
+    if word == "anyOf" and len(one) * len(other) <= _MAX_BRANCHES:
+        return [_all_of(mine, others) for mine in one for others in other]
+    raise refuse(place, f"{word} cannot be enforced twice, as all of this together says it")
+
+
+def disjoint(one: Schema, other: Schema, place: str, opened: Callable[[Any, str], Schema]) -> bool:
+    """Whether it can be seen that no value is valid in both.
+
+    Args:
+        opened: a schema without reference at its top.
+    """
+    first, second = _told(one, place), _told(other, place)
+    if first is None or second is None:
+        return False
+    if not _common(first, second):
+        return True
+    mine, others = values_of(one), values_of(other)
+    if mine is not None and others is not None:
+        return {key_of(value) for value in mine}.isdisjoint(map(key_of, others))
+    if first != ("object",) or second != ("object",):
+        return False
+    if _lacks(one, other) or _lacks(other, one):
+        return True
+    shared = {*one.get("required", ())} & {*other.get("required", ())}
+    return any(
+        disjoint(opened(first, place), opened(second, place), place, opened)
+        for name in shared
+        if (first := one.get("properties", {}).get(name)) is not None
+        and (second := other.get("properties", {}).get(name)) is not None
+    )
+
+
+def _lacks(one: Schema, other: Schema) -> bool:
+    """Whether it must not have what the other must."""
+    if one.get("additionalProperties") is not False or "patternProperties" in one:
+        return False
+    return any(name not in one.get("properties", {}) for name in other.get("required", ()))
+
+
+assert _TIGHTER.keys() <= {word for words in OF_TYPE.values() for word in words}

@@ -1,0 +1,67 @@
+"""A program beside an engine, in which guides are tried before the engine compiles them.
+
+    python -m engine.grammar.trials DIRECTORY VOCABULARY EOS,EOS DESCRIPTOR...
+
+What compiles a grammar cannot be stopped, and a guide of a few characters can keep it busy for
+hours, take all memory or overflow its stack. Its matcher can do the same later, with a text that
+has many readings. So each guide is prepared, compiled and walked through first in a process of its
+own, forked from this one, which has the vocabulary ready: the kernel ends it when it has used its
+share of a core or of memory. Only the prepared guide is kept, or the refusal. Ends when its
+descriptors do.
+"""
+
+import math
+import resource
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from common.errors import InvalidRequest
+from common.process import helper_program
+from common.requests.guide import Guide
+from engine.grammar.compilers import Compilers, prepared
+from engine.grammar.grammar_verifier import S_PER_TOKEN, Verdict
+from engine.grammar.walks import NUM_TOKENS, WALKS_S, TooDear, Walks
+
+_SLACK_S = 2  # of a core, beside the walks': for the one call that they cannot end
+
+
+def main(directory: str, vocabulary: str, eos: str, *descriptors: str) -> None:
+    eos_token_ids = [int(token) for token in eos.split(",") if token]
+    compilers = Compilers.of_model(Path(directory), int(vocabulary), eos_token_ids)
+    walks = Walks(compilers.words, eos_token_ids)
+
+    def tried(content: bytes) -> bytes:
+        guide = msgspec.msgpack.decode(content, type=Guide)
+        return msgspec.msgpack.encode(_verdict(compilers, walks, guide))
+
+    helper_program.serve(descriptors, tried)
+
+
+def _verdict(compilers: Compilers, walks: Walks, guide: Guide) -> Verdict:
+    """Try the guide, in the process of this question. Raises MemoryError."""
+    try:
+        form = prepared(guide)
+        grammar = compilers.compiled(form)
+    except InvalidRequest as error:
+        if "bad_alloc" in str(error):
+            raise MemoryError from error
+        return Verdict(refusal=str(error))
+    _, most_s = resource.getrlimit(resource.RLIMIT_CPU)
+    until_s = min(math.ceil(time.process_time() + WALKS_S + _SLACK_S), most_s)
+    resource.setrlimit(resource.RLIMIT_CPU, (until_s, until_s))
+    try:
+        walks.check(grammar)
+    except TooDear:
+        field, limit_ms = f"sampling.{guide.kind}", round(1e3 * S_PER_TOKEN)
+        return Verdict(
+            refusal=f"{field}: following it takes more than {limit_ms} ms of a core for a token, "
+            f"within {NUM_TOKENS} tokens: write it so that a text has fewer readings",
+        )
+    return Verdict(form)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,100 @@
+"""Memory for pages: the pool on the device, the pool in host memory, and copies between them.
+
+Knows nothing of who holds a page, and of what is in one only that the layout does. Pools are not
+zeroed: an attention that let a stale key through would be wrong by whatever the page held before,
+and zeros would hide it.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from common.errors import ConfigError
+from engine.batch.batch import PageCopies
+from engine.kv_cache.layout import KVLayout
+from engine.kv_cache.pinned import pin
+from kernels.cpu.memory import empty_in_huge_pages
+from kernels.linear_attention.state_cells import CellView
+from kernels.pages.copy import copy_pages
+
+
+class KVPool:
+    """The pages on the device: `tensor`, uint8 [num_pages, layout.page_bytes].
+
+    layers: of each its own keys and values, see KVLayout.view; cells: of each, by name; draft: of a
+    drafter, if there is one.
+
+    Written by forwards and swaps on the forward stream, and by reads from other nodes.
+
+    Raises:
+        ConfigError: the device has not so much memory.
+    """
+
+    def __init__(self, layout: KVLayout, num_pages: int, device: torch.device) -> None:
+        self.layout = layout
+        self.num_pages = num_pages
+        shape = (num_pages, layout.page_bytes)
+        try:
+            if device.type == "cpu":  # huge pages: other processes read them a third faster
+                self.tensor = empty_in_huge_pages(shape, torch.uint8)
+            else:
+                self.tensor = torch.empty(shape, dtype=torch.uint8, device=device)
+        except (torch.OutOfMemoryError, OSError) as error:
+            gib = num_pages * layout.page_bytes / 2**30
+            raise ConfigError(f"no room for a KV pool of {gib:.1f} GiB on {device}") from error
+        self.layers: tuple[Tensor, ...] = tuple(
+            layout.view(self.tensor, layer) for layer in range(len(layout.places))
+        )
+        self.cells: tuple[Mapping[str, CellView], ...] = tuple(
+            layout.cells(self.tensor, layer) for layer in range(len(layout.places))
+        )
+        self.draft = layout.draft_view(self.tensor)
+
+    @property
+    def base_address(self) -> int:
+        """Of page 0; page i is at base_address + i * page_bytes."""
+        return self.tensor.data_ptr()
+
+    @property
+    def page_bytes(self) -> int:
+        return self.layout.page_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_pages * self.layout.page_bytes
+
+
+class HostPool:
+    """Pages in host memory, for requests that were taken off the device and for what the prefix
+    cache forgets; pinned for a GPU.
+
+    Raises:
+        ConfigError: the machine has not so much memory.
+    """
+
+    def __init__(self, layout: KVLayout, num_pages: int, device: torch.device) -> None:
+        self.num_pages = num_pages
+        try:
+            self.tensor = empty_in_huge_pages((num_pages, layout.page_bytes), torch.uint8)
+        except OSError as error:
+            gib = num_pages * layout.page_bytes / 2**30
+            raise ConfigError(f"no room for {gib:.1f} GiB of host pages") from error
+        if device.type == "cuda":
+            pin(self.tensor, self)
+
+
+def swap_out(pool: KVPool, host_pool: HostPool, copies: PageCopies) -> None:
+    """device[i] -> host[i], on the stream that is current."""
+    device_pages, host_pages = _page_ids(copies)
+    copy_pages(pool.tensor, device_pages, host_pool.tensor, host_pages)
+
+
+def swap_in(pool: KVPool, host_pool: HostPool, copies: PageCopies) -> None:
+    """host[i] -> device[i], on the stream that is current."""
+    device_pages, host_pages = _page_ids(copies)
+    copy_pages(host_pool.tensor, host_pages, pool.tensor, device_pages)
+
+
+def _page_ids(copies: PageCopies) -> tuple[Tensor, Tensor]:
+    return torch.tensor(copies.device_pages), torch.tensor(copies.host_pages)

@@ -1,0 +1,453 @@
+"""The prefix cache: a radix tree over token ids, in whole pages of every table (page_tables.py).
+
+Of a table with a window it keeps the pages that somebody may go on from: those before the end of
+what was learnt. Where layers have states it keeps those that it is given. So a prefix may be there
+in full tables and yet be nowhere to go on from; whoever gets windows and states from elsewhere has
+use for it all the same.
+
+Namespaces part at the root: a branch that begins there is found by its namespace and its first page
+of tokens. They share the clock, so that what was used longest ago goes first, whosesoever it is.
+The tree has no locks of its own. Whoever uses a match holds its pages; what only the tree holds
+may be evicted. It learns of pages when their KV is final and knows nothing of requests.
+"""
+
+import heapq
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from common.errors import EngineFault
+from common.page_tables import PageTables
+from common.requests.namespace import SHARED, Namespace
+from common.requests.prefix_hash import BYTES_PER_TOKEN, PrefixHasher
+from engine.batch.batch import Ints
+from engine.batch.holding import Holding
+from engine.kv_cache.cache_events import CacheJournal
+from engine.kv_cache.page_keys import PageKey, page_keys
+from engine.kv_cache.pages import Holder, PageAllocator
+from engine.kv_cache.radix_nodes import Node, TreePages, present
+from engine.kv_cache.radix_states import NO_STATE, TreeStates
+from engine.kv_cache.radix_windows import TreeWindows
+
+
+class Match(NamedTuple):
+    """The longest cached prefix that one can go on from: its tokens, whole pages of them.
+
+    shared: [full tables, n], pages of the longest cached prefix there is in full tables.
+    state: pages of the state after these tokens, where layers have one: to be read, never written.
+    """
+
+    num_tokens: int
+    holding: Holding
+    shared: Ints
+    state: Ints = NO_STATE
+
+    @property
+    def pages(self) -> Ints:
+        """All that going on from it needs, distinct."""
+        return np.concatenate((self.holding.flat(), self.state))
+
+
+class Below(Protocol):
+    """A tier that keeps what the tree forgets. Pages by key and name, see Node."""
+
+    def learnt(self, node: Node) -> None:
+        """The tree has this node's pages, and all above."""
+        ...
+
+    def left(self, keys: Sequence[PageKey], names: Sequence[int]) -> Iterable[int]:
+        """The tree has forgotten pages; returns the names of those that nobody has any more."""
+        ...
+
+    def forget(self, keys: Collection[PageKey]) -> None:
+        """These are to be forgotten; the tree has none of them."""
+        ...
+
+    def clear(self) -> None:
+        """Everything is to be forgotten."""
+        ...
+
+    def names(self) -> Iterable[int]:
+        """Of every page in it."""
+        ...
+
+    def tell(self, journal: CacheJournal | None) -> None:
+        """From now on every page that nobody has any more is told to `journal`."""
+        ...
+
+
+class RadixCache:
+    """Pages of KV by the tokens they hold. Engine thread only.
+
+    Source: RadixAttention, Zheng et al. 2024, section 3.
+    """
+
+    def __init__(
+        self,
+        page_size: int,
+        pages: PageAllocator,
+        windows: tuple[int | None, ...] = (None,),
+        state_pages: int = 0,
+        *,
+        enabled: bool = True,
+    ) -> None:
+        """windows, state_pages: see PageTables."""
+        self.page_size = page_size
+        self.enabled = enabled
+        self._full = [window is None for window in windows]
+        self._pool = pages
+        self._pages = TreePages(pages)
+        self._windows = TreeWindows(PageTables(page_size, windows), self._pages)
+        self._states = TreeStates(state_pages, self._pages, pages)
+        self._no_pages = np.empty((len(windows), 0), np.int32)
+        self._root = Node(0, b"", np.empty(0, np.int32), self._no_pages, None)
+        self._leaves: list[tuple[int, int, Node]] = []  # heap by last use, as it was when pushed
+        self._clock = 0
+        self._numbers = 0
+        self._journal: CacheJournal | None = None
+        self._below: Below | None = None
+
+    def keep_below(self, below: Below) -> None:
+        """What is learnt from now on is told there. The tree is empty."""
+        self._below = below
+
+    @property
+    def num_pages(self) -> int:
+        """In the tree."""
+        return self._pages.num_held
+
+    def match(self, token_ids: Ints, namespace: Namespace = SHARED) -> Match:
+        """Finds the longest cached prefix of the namespace, in whole pages; it is used now.
+
+        The caller holds the pages before anything else may evict. Changes no node's pages.
+        O(len(token_ids)).
+        """
+        self._clock += 1
+        found: list[Ints] = [self._no_pages]
+        path: list[tuple[Node, int]] = []  # with where it begins, in pages
+        num_pages = 0
+        for node, common in self._path(token_ids, namespace):
+            node.last_used = self._clock
+            found.append(node.pages[:, :common])
+            path.append((node, num_pages))
+            num_pages += common
+        pages = np.concatenate(found, axis=1)
+        shared = pages[self._full]
+        state = NO_STATE
+        if self._windows or self._states:
+            num_pages, state = self._last_resumable(path, pages)
+            _note_resumed(path, num_pages)
+            pages = self._windows.within(pages[:, :num_pages], num_pages)
+        return Match(num_pages * self.page_size, Holding(pages), shared, state)
+
+    def _last_resumable(self, path: list[tuple[Node, int]], pages: Ints) -> tuple[int, Ints]:
+        """After how many of a path's pages, [tables, n], one can go on, and from which state."""
+        num_pages, state = pages.shape[1], NO_STATE
+        while True:
+            if self._states:
+                num_pages, state = self._states.deepest(path, num_pages)
+            within = self._windows.last_resumable(pages[:, :num_pages])
+            if within == num_pages:
+                return num_pages, state
+            num_pages = within
+
+    def lineage(self, token_ids: Ints, namespace: Namespace = SHARED) -> tuple[int, ...]:
+        """Numbers of the tree's nodes along the longest cached prefix, the root's child first."""
+        return tuple(node.number for node, _ in self._path(token_ids, namespace))
+
+    def keys(self, token_ids: Ints, namespace: Namespace = SHARED) -> list[PageKey]:
+        """Of the pages of the longest cached prefix; only while there is something below."""
+        path = self._path(token_ids, namespace)
+        return [key for node, common in path for key in node.keys[:common]]
+
+    def insert(
+        self,
+        token_ids: Ints,
+        holding: Holding,
+        namespace: Namespace = SHARED,
+        *,
+        state: Ints = NO_STATE,
+    ) -> None:
+        """Learns the whole pages of `token_ids`: all of full tables, of others what their windows
+        see from the end.
+
+        Holds each page that it adds for CACHE. What it has under other page numbers stays as it
+        is, and the caller's duplicates are ignored. Everything is copied.
+
+        Args:
+            state: pages of the state after all of `token_ids`, whole pages of them; held too.
+        """
+        num_pages = len(token_ids) // self.page_size
+        if not self.enabled or not num_pages:
+            return
+        if holding.num_pages < num_pages:
+            raise EngineFault(f"{len(token_ids)} tokens are not in {holding.num_pages} pages")
+        # And from the page before: the same prompt once more goes on one token before its end.
+        pages = self._windows.within(holding.tables[:, :num_pages], num_pages - 1)
+        self._clock += 1
+        end = num_pages * self.page_size
+        node, done = self._root, 0
+        for child, common in self._path(token_ids[:end], namespace):
+            child.last_used = self._clock
+            self._windows.fill(child, pages[:, done : done + common])
+            done += common
+            node = child if common == child.num_pages else self._split(child, common)
+        if done < num_pages:
+            rest = pages[:, done:].copy()
+            self._pages.hold(rest)
+            fresh = token_ids[done * self.page_size : end].copy()
+            key = (b"" if done else namespace) + self._key(fresh)
+            node = self._add_child(node, key, fresh, rest)
+            self._name(node, namespace, token_ids[: done * self.page_size])
+        self._states.add(node, state)
+        if self._below is not None:
+            self._below.learnt(node)
+
+    def evict(self, num_pages: int) -> int:
+        """Frees at least `num_pages`, or all that are evictable; returns how many it freed.
+
+        Windows and states first that nobody has gone on from and that a longer prefix has left
+        behind; then least recently used leaves, from their ends, and states of what is in use. A
+        page that only the tree holds may sit above one that is in use: when nothing else is left,
+        it goes, and the tree forgets the part below it.
+        """
+        freed = self._windows.thin(num_pages)
+        freed += self._states.thin(num_pages - freed)
+        freed += self._evict_leaves(num_pages - freed)
+        freed += self._states.drop_oldest(num_pages - freed)
+        if freed < num_pages and self._pool.num_evictable:
+            freed += self._cut_off()
+        return freed
+
+    @property
+    def num_available(self) -> int:
+        """Pages that `allocate` can give: free ones and those that only the tree holds."""
+        return self._pool.num_free + self._pool.num_evictable
+
+    def allocate(self, num_pages: int, holder: Holder) -> Ints | None:
+        """As PageAllocator.allocate, evicting as needed; nothing is evicted in vain."""
+        short = num_pages - self._pool.num_free
+        if short > self._pool.num_evictable:
+            return None
+        if short > 0:
+            self.evict(short)
+        return self._pool.allocate(num_pages, holder)
+
+    def forget(self, token_ids: Ints, namespace: Namespace = SHARED) -> None:
+        """Forgets all that goes on from the first page of these tokens, and so does what is below.
+
+        Whoever holds pages of it keeps them, and may have them learnt anew: by then it has gone on
+        from them, and got numbers.
+        """
+        keys: set[PageKey] = set()
+        if self._below is not None:  # which may have more of it than the tree
+            keys.update(page_keys(namespace, token_ids, self.page_size))
+        first = self._root.children.get(namespace + self._key(token_ids))
+        if first is not None:
+            keys.update(key for node in (first, *first.below()) for key in node.keys)
+            self._forget(first)
+        if self._below is not None:
+            self._below.forget(keys)
+
+    def flush(self) -> int:
+        """Forgets everything, and so does what is below; returns how many pages became free."""
+        before = self._pool.num_free
+        if self._below is not None:
+            self._below.clear()
+        for child in list(self._root.children.values()):
+            self._forget(child)
+        self._leaves.clear()
+        self._windows.clear()
+        self._states.clear()
+        return self._pool.num_free - before
+
+    def tell(self, journal: CacheJournal | None) -> None:
+        """From now on every page that comes or goes is told to `journal`. O(pages in the tree)."""
+        self._journal = journal
+        if self._below is not None:
+            self._below.tell(journal)
+        if journal is None:
+            return
+        page_bytes = self.page_size * BYTES_PER_TOKEN
+        nodes = [(n, PrefixHasher(n.key[:-page_bytes])) for n in self._root.children.values()]
+        while nodes:
+            node, hasher = nodes.pop()
+            node.names = hasher.extend(node.tokens.tobytes(), self.page_size)
+            nodes += [(child, hasher.copy()) for child in node.children.values()]
+
+    def page_names(self) -> list[int]:
+        """Of every page in the tree, or below; only while there is a journal."""
+        names = {name for node in self._root.below() for name in node.names}
+        return [*names.union(self._below.names() if self._below is not None else ())]
+
+    def check(self) -> None:
+        """Raises EngineFault where the tree and the page counts disagree. O(pages in the tree)."""
+        nodes = list(self._root.below())
+        in_tree = [page for node in nodes for page in present(node.pages).tolist()]
+        in_tree += [page for node in nodes for page in node.state.tolist()]
+        held = np.flatnonzero(self._pool.holds(Holder.CACHE)).tolist()
+        if sorted(in_tree) != held or len(in_tree) != self.num_pages:
+            raise EngineFault(
+                f"cache: {len(in_tree)} pages in the tree, {self.num_pages} counted, "
+                f"{len(held)} held"
+            )
+        for node in nodes:
+            num_pages = node.num_pages
+            if len(node.tokens) != num_pages * self.page_size or not num_pages:
+                raise EngineFault(f"cache: node {node.number} has {num_pages} pages")
+            if (node.pages[self._full] < 0).any():
+                raise EngineFault(f"cache: node {node.number} lacks a page of a full table")
+        for node in (self._root, *nodes):
+            for key, child in node.children.items():
+                found = child.parent is node and child.key == key
+                if not found or not key.endswith(self._key(child.tokens)):
+                    raise EngineFault(f"cache: node {child.number} hangs in the wrong place")
+
+    def _path(self, token_ids: Ints, namespace: Namespace) -> Iterator[tuple[Node, int]]:
+        """Each node along the longest match, and how many of its pages match (never 0)."""
+        size = self.page_size
+        node, at, end = self._root, 0, len(token_ids) // size * size
+        while at < end:
+            child = node.children.get(namespace + self._key(token_ids[at:]))
+            if child is None:
+                return
+            length = min(len(child.tokens), end - at)
+            differs = child.tokens[:length] != token_ids[at : at + length]
+            first = int(differs.argmax())
+            common = (first if differs[first] else length) // size
+            whole = common == child.num_pages
+            yield child, common  # the caller may split it
+            if not whole:
+                return
+            node, at = child, at + common * size
+            namespace = b""  # no part of a key below
+
+    def _key(self, tokens: Ints) -> bytes:
+        return tokens[: self.page_size].tobytes()
+
+    def _add_child(self, parent: Node, key: bytes, tokens: Ints, pages: Ints) -> Node:
+        self._numbers += 1
+        node = Node(self._numbers, key, tokens, pages, parent)
+        node.last_used = self._clock
+        parent.children[key] = node
+        self._queue(node)
+        self._windows.note_passed(parent)
+        return node
+
+    def _name(self, node: Node, namespace: Namespace, above: Ints) -> None:
+        """A node that was added behind these tokens, for whoever wants to know."""
+        if self._below is not None:
+            last = node.parent.keys[-1] if node.parent and node.parent.keys else namespace
+            node.keys = [*page_keys(last, node.tokens, self.page_size)]
+        if self._below is not None or self._journal is not None:
+            hasher = PrefixHasher(namespace + above.tobytes())
+            node.names = hasher.extend(node.tokens.tobytes(), self.page_size)
+        if self._journal is not None:
+            self._journal.stored(node.names)
+
+    def _split(self, node: Node, num_pages: int) -> Node:
+        """Puts the first pages of `node` into a new node above it, which is returned."""
+        assert node.parent is not None
+        cut = num_pages * self.page_size
+        upper = self._add_child(node.parent, node.key, node.tokens[:cut], node.pages[:, :num_pages])
+        node.tokens, node.pages, node.parent = node.tokens[cut:], node.pages[:, num_pages:], upper
+        upper.resumed = node.resumed
+        upper.names, node.names = node.names[:num_pages], node.names[num_pages:]
+        upper.keys, node.keys = node.keys[:num_pages], node.keys[num_pages:]
+        upper.settled_at = node.settled_at
+        upper.num_saved = min(node.num_saved, num_pages)
+        node.num_saved -= upper.num_saved
+        node.key = self._key(node.tokens)
+        upper.children[node.key] = node
+        self._windows.note_passed(upper)
+        return upper
+
+    def _queue(self, node: Node) -> None:
+        if not node.queued:
+            node.queued = True
+            heapq.heappush(self._leaves, (node.last_used, node.number, node))
+
+    def _evict_leaves(self, num_pages: int) -> int:
+        freed = 0
+        in_use: list[Node] = []
+        while freed < num_pages and self._pool.num_evictable and self._leaves:
+            used, _, node = heapq.heappop(self._leaves)
+            node.queued = False
+            if node.children or node.parent is None:
+                continue  # not a leaf any more, or gone
+            if node.last_used != used:
+                self._queue(node)
+                continue
+            loose = self._pages.loose_at_end(node)
+            if not loose:
+                in_use.append(node)
+                continue
+            freed += self._states.drop(node)
+            from_end = np.cumsum((node.pages >= 0).sum(axis=0)[::-1][:loose])
+            count = min(loose, int(np.searchsorted(from_end, num_pages - freed)) + 1)
+            self._trim(node, node.num_pages - count)
+            freed += int(from_end[count - 1])
+        self._clock += 1
+        for node in in_use:  # somebody holds its last page: it is being used now
+            node.last_used = self._clock
+            self._queue(node)
+        return freed
+
+    def _trim(self, leaf: Node, num_pages: int) -> None:
+        """Leaves the first `num_pages` of a leaf; a leaf without pages goes. So does its state."""
+        parent = leaf.parent
+        assert parent is not None
+        self._states.drop(leaf)
+        self._pages.let_go(leaf.pages[:, num_pages:])
+        self._tell_trimmed(leaf, num_pages)
+        if num_pages:
+            leaf.tokens, leaf.pages = (
+                leaf.tokens[: num_pages * self.page_size],
+                leaf.pages[:, :num_pages],
+            )
+            self._queue(leaf)
+            return
+        del parent.children[leaf.key]
+        leaf.parent = None
+        if not parent.children and parent is not self._root:
+            self._queue(parent)
+
+    def _tell_trimmed(self, leaf: Node, num_pages: int) -> None:
+        lost: Iterable[int] = leaf.names[num_pages:]
+        if self._below is not None:
+            lost = self._below.left(leaf.keys[num_pages:], leaf.names[num_pages:])
+        if self._journal is not None:
+            self._journal.removed(lost)
+        del leaf.names[num_pages:], leaf.keys[num_pages:]
+        leaf.num_saved = min(leaf.num_saved, num_pages)
+
+    def _cut_off(self) -> int:
+        """Frees every page that only the tree holds, wherever it sits."""
+        before = self._pool.num_free
+        nodes = list(self._root.children.values())
+        while nodes:
+            node = nodes.pop()
+            alone = self._pages.alone(node)
+            self._windows.drop(node, alone)
+            self._states.drop(node)
+            cut = alone[self._full].any(axis=0)
+            if cut.any():
+                for child in list(node.children.values()):
+                    self._forget(child)
+                self._trim(node, int(cut.argmax()))
+            else:
+                nodes.extend(node.children.values())
+        return self._pool.num_free - before
+
+    def _forget(self, node: Node) -> None:
+        """Takes a node and all below it out of the tree."""
+        for gone in reversed([node, *node.below()]):
+            self._trim(gone, 0)
+
+
+def _note_resumed(path: list[tuple[Node, int]], num_pages: int) -> None:
+    """Somebody goes on after so many pages of a path whose nodes begin at these."""
+    for node, start in path:
+        if start < num_pages <= start + node.num_pages:
+            node.resumed = True

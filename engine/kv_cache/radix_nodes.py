@@ -1,0 +1,117 @@
+"""The nodes of the prefix tree, and the tree's holds on the pages in them."""
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.batch.batch import Ints
+from engine.kv_cache.page_keys import PageKey
+from engine.kv_cache.pages import Holder, PageAllocator
+
+
+class Node:
+    """A run of pages without a branch. Its children begin with different pages of tokens."""
+
+    __slots__ = (
+        "children",
+        "key",
+        "keys",
+        "last_used",
+        "names",
+        "num_saved",
+        "number",
+        "pages",
+        "parent",
+        "passed",
+        "queued",
+        "resumed",
+        "settled_at",
+        "state",
+        "tokens",
+    )
+
+    def __init__(
+        self, number: int, key: bytes, tokens: Ints, pages: Ints, parent: "Node | None"
+    ) -> None:
+        self.number = number
+        # Among its parent's children: its first page of tokens, and below the root, before that,
+        # its namespace.
+        self.key = key
+        self.tokens = tokens  # [pages.shape[1] * page_size]
+        self.pages = pages  # [tables, any], NO_PAGE where a window is not kept
+        self.parent = parent  # None: it is the root, or gone
+        self.children: dict[bytes, Node] = {}
+        self.last_used = 0
+        self.queued = False  # it has an entry in the heap of leaves
+        self.passed = False  # it is in the queue of nodes that have a child
+        self.resumed = False  # somebody went on from within it
+        self.state = np.empty(0, np.int32)  # pages of the state at its end, if one is kept
+        # Of its pages, as prefix_hash.py names them; kept while the tree has a journal, or
+        # something below.
+        self.names: list[int] = []
+        self.keys: list[PageKey] = []  # of its pages; kept while there is something below the tree
+        # Noted by what is below: how many of its first pages have all that they have there too, and
+        # when that was looked at.
+        self.num_saved, self.settled_at = 0, -math.inf
+
+    @property
+    def num_pages(self) -> int:
+        """In each table."""
+        num_pages: int = self.pages.shape[1]
+        return num_pages
+
+    def above(self) -> Iterator["Node"]:
+        """Every node above but the root, the nearest first."""
+        node = self.parent
+        while node is not None and node.parent is not None:
+            yield node
+            node = node.parent
+
+    def below(self) -> Iterator["Node"]:
+        """Every node below, parents before children."""
+        nodes = list(self.children.values())
+        while nodes:
+            node = nodes.pop()
+            yield node
+            nodes.extend(node.children.values())
+
+
+class TreePages:
+    """What the tree holds in the pool, and what of it nobody else does.
+
+    Attributes:
+        num_held: pages in the tree.
+    """
+
+    def __init__(self, pool: PageAllocator) -> None:
+        self._pool = pool
+        self.num_held = 0
+
+    def hold(self, pages: Ints) -> None:
+        """For CACHE, of pages that may be NO_PAGE."""
+        there = present(pages)
+        self._pool.hold(there, Holder.CACHE)
+        self.num_held += len(there)
+
+    def let_go(self, pages: Ints) -> None:
+        there = present(pages)
+        self.num_held -= len(there)
+        self._pool.drop(there, Holder.CACHE)
+
+    def alone(self, node: Node) -> NDArray[np.bool_]:
+        """[tables, n]: there is a page, and only the tree holds it."""
+        only = self._pool.held_only_by(node.pages.ravel(), Holder.CACHE)
+        return only.reshape(node.pages.shape) & (node.pages >= 0)
+
+    def loose_at_end(self, node: Node) -> int:
+        """How many of its last pages nobody else holds in any table."""
+        in_use = (~self.alone(node) & (node.pages >= 0)).any(axis=0)
+        held = np.flatnonzero(in_use)
+        return node.num_pages - (int(held[-1]) + 1 if len(held) else 0)
+
+
+def present(pages: Ints) -> Ints:
+    """Those that are not NO_PAGE."""
+    return pages[pages >= 0]

@@ -1,0 +1,28 @@
+"""Measures from another thread how late the engine is."""
+
+import time
+from collections.abc import Callable
+
+from common.process.standstill import Standstill
+from engine.loop.clock import StepClock
+
+
+class Lateness:
+    """For one thread, which looks at least every `look_s` seconds.
+
+    Time in which that thread stood still itself is not counted: the engine had no chance either.
+    """
+
+    def __init__(
+        self, clock: StepClock, look_s: float, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._clock = clock
+        self._now = now
+        self._standstill = Standstill(look_s, now)
+
+    def look(self) -> float:
+        """Return the seconds without progress beyond what the step under way may take."""
+        late_s = self._clock.reading.late_s(self._now())
+        if late_s == 0.0:
+            self._standstill.moved()
+        return min(late_s, self._standstill.look())

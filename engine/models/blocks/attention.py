@@ -1,0 +1,122 @@
+"""Attention over paged keys and values, of one layer."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.kv_cache.states import PagedKV
+from engine.models.blocks.norm import Norm, RmsNorm
+from engine.models.blocks.plans import attention_plan
+from engine.models.blocks.protocol import Kept, Site, Step
+from engine.models.blocks.rotation import Rope, Rotation
+from engine.models.linear import Linear
+from kernels.attention.paged import paged_attention
+from kernels.narrow import KVScales
+from kernels.pages.rope_and_store import rope_and_store
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """
+    scale: multiplies the products of queries and keys.
+    window: tokens that a query sees, its own included; None: all.
+    soft_cap: scores are soft_cap * tanh(score / soft_cap); None: as they are.
+    sinks: each head has a score beside those of its keys, for a key without a value.
+    qk_norm: of each head of queries and of keys, before they are rotated; None: there is none.
+    of_two: it is given two vectors of each token, side by side.
+    output_gate: each head's output is multiplied by the sigmoid of what comes with its query.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope: Rope
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: Norm | None = None
+    sinks: bool = False
+    output_gate: bool = False
+    of_two: bool = False
+
+    @property
+    def keeps(self) -> PagedKV:
+        return PagedKV(self.kv_heads, self.head_dim, self.window)
+
+    def products(self, hidden_size: int) -> int:
+        queries = (3 if self.output_gate else 2) * self.heads
+        return hidden_size * self.head_dim * (queries + 2 * self.kv_heads)
+
+    def build(self, site: Site) -> "AttentionBlock":
+        source = site.source.within("self_attn.")
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        norm, size = self.qk_norm, self.head_dim
+        queries = 2 * q if self.output_gate else q
+        return AttentionBlock(
+            spec=self,
+            rotation=site.shared.get(self.rope, lambda: self.rope.build(source.device)),
+            qkv=source.linear(
+                {"q_proj": queries, "k_proj": kv, "v_proj": kv},
+                site.hidden_size * (2 if self.of_two else 1),
+                bias=self.qkv_bias,
+            ),
+            q_norm=None if norm is None else norm.build(source, "q_norm", size),
+            k_norm=None if norm is None else norm.build(source, "k_norm", size),
+            kv_scales=KVScales(source.scale("k_scale"), source.scale("v_scale")),
+            sinks=source.tensor("sinks", (self.heads,)) if self.sinks else None,
+            output=source.linear({"o_proj": site.hidden_size}, q, bias=self.output_bias),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionBlock:
+    spec: Attention
+    rotation: Rotation
+    qkv: Linear  # hidden -> Q, K, V; each head's gate behind its query, where there is one
+    q_norm: RmsNorm | None  # of a head
+    k_norm: RmsNorm | None
+    kv_scales: KVScales  # where they are kept in 8 bits
+    sinks: Tensor | None  # [heads]
+    output: Linear
+
+    def forward(self, x: Tensor, step: Step, kept: Kept) -> Tensor:
+        spec, scales = self.spec, self.kv_scales.where(kept.view.dtype)
+        q, gate = self.keep(x, step, kept)
+        plan = attention_plan(step, kept, heads=spec.heads, window=spec.window)
+        scale = spec.scale * scales.key
+        x = paged_attention(
+            q, kept.view, plan, scale=scale, soft_cap=spec.soft_cap, sinks=self.sinks
+        )
+        if scales.value != 1.0:
+            x = x * scales.value
+        return step.product(self.output, x if gate is None else x * torch.sigmoid(gate))
+
+    def keep(self, x: Tensor, step: Step, kept: Kept) -> tuple[Tensor, Tensor | None]:
+        """Writes keys and values; returns the queries, and the gates."""
+        batch, rotation = step.batch, self.rotation
+        angles = step.shared.get(rotation, lambda: rotation.angles(batch.positions))
+        qkv, gate = self._parted(step.product(self.qkv, x))
+        q = rope_and_store(
+            qkv,
+            angles,
+            kept.view,
+            batch.locations[kept.table],
+            q_norm=None if self.q_norm is None else self.q_norm.weight,
+            k_norm=None if self.k_norm is None else self.k_norm.weight,
+            eps=0.0 if self.q_norm is None else self.q_norm.eps,
+            scales=self.kv_scales.where(kept.view.dtype),
+        )
+        return q, gate
+
+    def _parted(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Q, K and V side by side, and the gates, [num_tokens, heads * head_dim]."""
+        spec = self.spec
+        if not spec.output_gate:
+            return x, None
+        both = spec.heads * 2 * spec.head_dim
+        by_head = x[:, :both].view(len(x), spec.heads, 2, spec.head_dim)
+        q, gate = by_head[:, :, 0].flatten(1), by_head[:, :, 1].flatten(1)
+        return torch.cat((q, x[:, both:]), dim=1), gate

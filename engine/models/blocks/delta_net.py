@@ -1,0 +1,188 @@
+"""The gated delta net of one layer: a short convolution, then a matrix per head that is learnt as
+tokens pass. What it keeps of a request is as large after one token as after many."""
+
+import itertools
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from engine.kv_cache.states import Cells, Recurrent
+from engine.models.blocks.norm import Norm, RmsNorm
+from engine.models.blocks.protocol import Kept, Site, Step
+from engine.models.blocks.source import Source
+from engine.models.linear import Linear
+from kernels.linear_attention.causal_conv import causal_conv
+from kernels.linear_attention.delta_rule import Gates, delta_rule
+from kernels.linear_attention.gated_norm import gated_rms_norm
+from kernels.linear_attention.state_cells import StateRows
+
+
+class Projected(NamedTuple):
+    """Of each token, by key head: [num_tokens, heads, any]. z gates outputs; b is how much is
+    learnt, a how much is forgotten."""
+
+    z: Tensor
+    b: Tensor
+    a: Tensor
+
+
+class Projection(Protocol):
+    """How a checkpoint stores what a layer's input is multiplied by."""
+
+    def build(self, spec: "DeltaNet", source: Source, hidden_size: int) -> Linear: ...
+
+    def columns(self, spec: "DeltaNet") -> Tensor:
+        """Those of the convolution in the product: int32 [heads, channels]."""
+        ...
+
+    def split(self, spec: "DeltaNet", x: Tensor) -> Projected:
+        """The other ones."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNet:
+    """
+    heads: of keys and queries; value_heads: a multiple of them.
+    width: tokens that the convolution sees.
+    """
+
+    heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    width: int
+    norm: Norm
+    projection: Projection
+
+    @property
+    def group(self) -> int:
+        """Value heads of a key head."""
+        return self.value_heads // self.heads
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution, with a key head: its q, its k, and the values of its value heads."""
+        return 2 * self.key_dim + self.group * self.value_dim
+
+    @property
+    def keeps(self) -> Recurrent:
+        matrix = (self.key_dim, self.value_dim)
+        return Recurrent(
+            (
+                Cells("delta", self.value_heads, matrix, torch.float32),
+                # By key head: cut between heads, never across q, k and v.
+                Cells("conv", self.heads, (self.channels, self.width - 1)),
+            )
+        )
+
+    def products(self, hidden_size: int) -> int:
+        values = self.value_heads * self.value_dim
+        inputs = self.heads * self.channels + values + 2 * self.value_heads
+        return hidden_size * (inputs + values) + 3 * values * self.key_dim
+
+    def build(self, site: Site) -> "DeltaNetBlock":
+        source, hidden = site.source.within("linear_attn."), site.hidden_size
+        heads, values = self.value_heads, self.value_heads * self.value_dim
+        stored = source.tensor("conv1d.weight", (self.heads * self.channels, 1, self.width))
+        return DeltaNetBlock(
+            spec=self,
+            projection=self.projection.build(self, source, hidden),
+            columns=site.shared.get(self, lambda: self.projection.columns(self).to(source.device)),
+            # Stored by kind, whatever the projection.
+            convolution=stored[ByKind().columns(self).to(source.device), 0],
+            a_log=source.tensor("A_log", (heads,), dtype=torch.float32),
+            dt_bias=source.tensor("dt_bias", (heads,), dtype=torch.float32),
+            norm=self.norm.build(source, "norm", self.value_dim),
+            output=source.linear({"out_proj": hidden}, values),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeltaNetBlock:
+    spec: DeltaNet
+    projection: Linear
+    columns: Tensor  # int32 [heads, channels], of the projection
+    convolution: Tensor  # [heads, channels, width]
+    a_log: Tensor  # float32 [value_heads]
+    dt_bias: Tensor  # float32 [value_heads]
+    norm: RmsNorm  # of a value head
+    output: Linear
+
+    def forward(self, x: Tensor, step: Step, kept: Kept) -> Tensor:
+        rows = step.shared.get("states", lambda: step.batch.states)
+        x = step.product(self.projection, x)
+        if step.late is not None:
+            drafted = x[: len(x) - rows.num_decodes]
+            step.late.add(lambda rows: self._pass(drafted, rows, kept))
+        gate = self.spec.projection.split(self.spec, x).z
+        x = self._pass(x, rows, kept)
+        x = gated_rms_norm(x, gate, self.norm.weight, self.norm.eps)
+        return step.product(self.output, x)
+
+    def _pass(self, projected: Tensor, rows: StateRows, kept: Kept) -> Tensor:
+        """Through the tokens, [num_tokens, value_heads, value_dim]."""
+        _, b, a = self.spec.projection.split(self.spec, projected)
+        cells = kept.cells
+        x = causal_conv(projected, self.columns, self.convolution, cells["conv"], rows)
+        return delta_rule(x, Gates(a, b, self.a_log, self.dt_bias), cells["delta"], rows)
+
+
+@dataclass(frozen=True, slots=True)
+class ByKeyHead:
+    """Qwen3-Next: with each key head its q, k, values and their gates; then its b and a."""
+
+    def build(self, spec: DeltaNet, source: Source, hidden_size: int) -> Linear:
+        gates = spec.group * spec.value_dim
+        rows = {
+            "in_proj_qkvz": spec.heads * (spec.channels + gates),
+            "in_proj_ba": 2 * spec.value_heads,
+        }
+        return source.linear(rows, hidden_size)
+
+    def columns(self, spec: DeltaNet) -> Tensor:
+        of_head = spec.channels + spec.group * spec.value_dim
+        heads, channels = torch.arange(spec.heads).int(), torch.arange(spec.channels).int()
+        return heads[:, None] * of_head + channels
+
+    def split(self, spec: DeltaNet, x: Tensor) -> Projected:
+        past = x.shape[1] - 2 * spec.value_heads
+        qkvz, ba = _by_head(x[:, :past], spec), _by_head(x[:, past:], spec)
+        return Projected(qkvz[..., spec.channels :], ba[..., : spec.group], ba[..., spec.group :])
+
+
+@dataclass(frozen=True, slots=True)
+class ByKind:
+    """Qwen3.5: all heads' q, all their k, all values, all gates, all b, all a."""
+
+    def build(self, spec: DeltaNet, source: Source, hidden_size: int) -> Linear:
+        values = spec.value_heads * spec.value_dim
+        rows = {
+            "in_proj_qkv": spec.heads * spec.channels,
+            "in_proj_z": values,
+            "in_proj_b": spec.value_heads,
+            "in_proj_a": spec.value_heads,
+        }
+        return source.linear(rows, hidden_size)
+
+    def columns(self, spec: DeltaNet) -> Tensor:
+        values = spec.group * spec.value_dim
+        keys, sizes = spec.heads * spec.key_dim, (spec.key_dim, spec.key_dim, values)
+        heads = torch.arange(spec.heads)[:, None]
+        parts = [
+            first + heads * size + torch.arange(size)
+            for first, size in zip((0, keys, 2 * keys), sizes, strict=True)
+        ]
+        return torch.cat(parts, dim=1).int()
+
+    def split(self, spec: DeltaNet, x: Tensor) -> Projected:
+        values, value_heads = spec.value_heads * spec.value_dim, spec.value_heads
+        ends = itertools.accumulate((spec.heads * spec.channels, values, value_heads, value_heads))
+        z, b, a = (_by_head(x[:, start:end], spec) for start, end in itertools.pairwise(ends))
+        return Projected(z, b, a)
+
+
+def _by_head(x: Tensor, spec: DeltaNet) -> Tensor:
+    return x.view(len(x), spec.heads, x.shape[1] // spec.heads)

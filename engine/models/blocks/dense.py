@@ -1,0 +1,42 @@
+"""The gated feed-forward net that every token goes through: act(gate) * up, and down."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from engine.models.blocks.protocol import Site, Step
+from engine.models.linear import Linear
+from kernels.layers.act_and_mul import Activation, act_and_mul
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """module: what the checkpoint calls it."""
+
+    intermediate_size: int
+    activation: Activation
+    bias: bool = False
+    module: str = "mlp"
+
+    def products(self, hidden_size: int) -> int:
+        return 3 * hidden_size * self.intermediate_size
+
+    def build(self, site: Site) -> "DenseBlock":
+        source, inner = site.source.within(f"{self.module}."), self.intermediate_size
+        gates = {"gate_proj": inner, "up_proj": inner}
+        return DenseBlock(
+            activation=self.activation,
+            gate_up=source.linear(gates, site.hidden_size, bias=self.bias),
+            down=source.linear({"down_proj": site.hidden_size}, inner, bias=self.bias),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DenseBlock:
+    activation: Activation
+    gate_up: Linear  # hidden -> 2 * intermediate: gate, up
+    down: Linear
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        inner = act_and_mul(step.product(self.gate_up, x), self.activation)
+        return step.product(self.down, inner)

@@ -1,0 +1,89 @@
+"""A feed-forward net of many experts, of which each token goes through a few that a router chooses,
+and perhaps through one that all tokens share."""
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.models.blocks.dense import Dense, DenseBlock
+from engine.models.blocks.protocol import Site, Step
+from engine.models.linear import ExpertNet
+from engine.models.quantized.experts import ExpertShape, ExpertStorage, OneByOne
+from kernels.experts.grouped_mlp import Gate
+from kernels.experts.routing import Routing, route
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """
+    intermediate_size: of each expert.
+    exact_router: logits are computed in float32.
+    choice_bias: a stored one is added to scores where experts are chosen by them.
+    shared: that all tokens go through; shared_gate: as much as a number of each token's own says.
+    module, router, storage: what the checkpoint calls them, and how it has the experts.
+    router_bias: added to logits.
+    """
+
+    count: int
+    intermediate_size: int
+    gate: Gate
+    routing: Routing
+    exact_router: bool = False
+    choice_bias: bool = False
+    shared: Dense | None = None
+    shared_gate: bool = False
+    module: str = "mlp"
+    router: str = "gate"
+    router_bias: bool = False
+    storage: ExpertStorage = field(default_factory=OneByOne)
+
+    def products(self, hidden_size: int) -> int:
+        chosen = self.routing.k * 3 * hidden_size * self.intermediate_size
+        shared = 0 if self.shared is None else self.shared.products(hidden_size)
+        return (self.count + self.shared_gate) * hidden_size + chosen + shared
+
+    def build(self, site: Site) -> "ExpertsBlock":
+        source, hidden = site.source.within(f"{self.module}."), site.hidden_size
+        shape = ExpertShape(self.count, hidden, self.intermediate_size, self.gate, self.storage)
+        bias, choice_bias, gate = None, None, None
+        exact = torch.float32 if self.exact_router else None
+        if self.router_bias:
+            bias = source.tensor(f"{self.router}.bias", (self.count,), dtype=exact)
+        if self.choice_bias:
+            name = f"{self.router}.e_score_correction_bias"
+            choice_bias = source.tensor(name, (self.count,), dtype=torch.float32)
+        if self.shared_gate:
+            gate = source.tensor("shared_expert_gate.weight", (1, hidden))
+        return ExpertsBlock(
+            routing=self.routing,
+            router=source.tensor(f"{self.router}.weight", (self.count, hidden), dtype=exact),
+            router_bias=bias,
+            choice_bias=choice_bias,
+            experts=source.experts(shape),
+            shared=None if self.shared is None else self.shared.build(site),
+            shared_gate=gate,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertsBlock:
+    routing: Routing
+    router: Tensor  # [experts, hidden]: of floats in every form, for a choice has no small errors
+    router_bias: Tensor | None  # [experts], of the router's dtype
+    choice_bias: Tensor | None  # float32 [experts]
+    experts: ExpertNet
+    shared: DenseBlock | None
+    shared_gate: Tensor | None  # [1, hidden]
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        logits = F.linear(x.to(self.router.dtype), self.router, self.router_bias)
+        weights, ids = route(logits, self.routing, self.choice_bias)
+        y = self.experts.apply(x, weights, ids)
+        if self.shared is None:
+            return y
+        shared = self.shared.forward(x, step)
+        if self.shared_gate is None:
+            return y + shared
+        return torch.addcmul(y, shared, torch.sigmoid(F.linear(x, self.shared_gate)))

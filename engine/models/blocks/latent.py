@@ -1,0 +1,155 @@
+"""Attention over latents: one vector is kept of a token, of which each head has its own key and
+value. The products that would make those are moved to the queries and to what comes out, but for
+chunks on a CPU for which making them is less work."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.kv_cache.states import PagedLatent
+from engine.models.blocks.norm import Norm, RmsNorm
+from engine.models.blocks.plans import latent_plans
+from engine.models.blocks.protocol import Kept, Site, Step
+from engine.models.blocks.rotation import Rope, Rotation
+from engine.models.linear import Linear
+from kernels.attention.paged import paged_attention
+from kernels.attention.unfolded import Unfolding
+from kernels.pages.store_latents import rope_and_store_latents
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """
+    rank: numbers of a latent that are the same whatever the position.
+    rotated: those beside them, which are the token's position in the keys of all heads.
+    key_dim, value_dim: of a head, without the rotated part.
+    query_rank: of the queries' own latents; None: they are made of hidden states at once.
+    interleaved: neighbours are rotated together, else those that are half of `rotated` apart.
+    bias: of what makes latents, and of the output.
+
+    Source: DeepSeek-V2, 2024, section 2.1.
+    """
+
+    heads: int
+    rank: int
+    rotated: int
+    key_dim: int
+    value_dim: int
+    query_rank: int | None
+    rope: Rope
+    scale: float
+    norm: Norm
+    interleaved: bool = True
+    bias: bool = False
+
+    @property
+    def keeps(self) -> PagedLatent:
+        return PagedLatent(self.rank + self.rotated)
+
+    @property
+    def query_dim(self) -> int:
+        return self.key_dim + self.rotated
+
+    def products(self, hidden_size: int) -> int:
+        queries, inputs = self.heads * self.query_dim, hidden_size
+        if self.query_rank is not None:
+            inputs = self.query_rank
+        through = hidden_size * (self.query_rank or 0) + inputs * queries
+        latents = hidden_size * (self.rank + self.rotated)
+        absorbed = self.heads * self.rank * (self.key_dim + self.value_dim)
+        return through + latents + absorbed + self.heads * self.value_dim * hidden_size
+
+    def build(self, site: Site) -> "LatentAttentionBlock":
+        source = site.source.within("self_attn.")
+        queries, latents = self.heads * self.query_dim, self.rank + self.rotated
+        name, size, query_norm, query_up = "q_proj", queries, None, None
+        if self.query_rank is not None:
+            name, size = "q_a_proj", self.query_rank
+            query_norm = self.norm.build(source, "q_a_layernorm", self.query_rank)
+            query_up = source.linear({"q_b_proj": queries}, self.query_rank)
+        of_head = self.key_dim + self.value_dim
+        up = source.matrix("kv_b_proj", self.heads * of_head, self.rank)
+        by_head = up.view(self.heads, of_head, self.rank)
+        return LatentAttentionBlock(
+            spec=self,
+            rotation=site.shared.get(self.rope, lambda: self.rope.build(source.device)),
+            down=source.linear(
+                {name: size, "kv_a_proj_with_mqa": latents}, site.hidden_size, bias=self.bias
+            ),
+            query_norm=query_norm,
+            query_up=query_up,
+            latent_norm=self.norm.build(source, "kv_a_layernorm", self.rank),
+            # Contiguous, or torch's products on a CPU are ten times as slow.
+            unfolding=Unfolding(
+                keys=by_head[:, : self.key_dim].contiguous(),
+                values=by_head[:, self.key_dim :].transpose(1, 2).contiguous(),
+            ),
+            output=source.linear(
+                {"o_proj": site.hidden_size}, self.heads * self.value_dim, bias=self.bias
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LatentAttentionBlock:
+    spec: LatentAttention
+    rotation: Rotation
+    down: Linear  # hidden -> queries or their latents, latents, what is rotated
+    query_norm: RmsNorm | None
+    query_up: Linear | None
+    latent_norm: RmsNorm
+    unfolding: Unfolding
+    output: Linear
+
+    def keep(self, x: Tensor, step: Step, kept: Kept) -> tuple[Tensor, Tensor]:
+        """Writes latents; returns queries as `_projected` makes them, and room for those that meet
+        latents, whose ends are there."""
+        spec, batch, rotation = self.spec, step.batch, self.rotation
+        angles = step.shared.get(rotation, lambda: rotation.angles(batch.positions))
+        queries, latents = self._projected(x, step)
+        q = x.new_empty(len(x), spec.heads, spec.rank + spec.rotated)
+        rope_and_store_latents(
+            latents,
+            self.latent_norm.weight,
+            self.latent_norm.eps,
+            queries[..., spec.key_dim :],
+            angles,
+            kept.view,
+            batch.locations[kept.table],
+            q[..., spec.rank :],
+            interleaved=spec.interleaved,
+        )
+        return queries, q
+
+    def forward(self, x: Tensor, step: Step, kept: Kept) -> Tensor:
+        spec = self.spec
+        queries, q = self.keep(x, step, kept)
+        plans = latent_plans(step, kept, self.unfolding)
+        out = x.new_empty(len(x), spec.heads, spec.value_dim)
+        chunks, unfolded = plans.chunks, 0
+        if chunks is not None:
+            unfolded = chunks.num_tokens
+            parts = (queries[:unfolded, :, : spec.key_dim], q[:unfolded, :, spec.rank :])
+            out[:unfolded] = chunks.attend(
+                torch.cat(parts, dim=2), kept.view, self.unfolding, scale=spec.scale
+            )
+        q, queries = q[unfolded:], queries[unfolded:]
+        _by_head(queries[..., : spec.key_dim], self.unfolding.keys, q[..., : spec.rank])
+        seen = paged_attention(q, kept.view, plans.rest, scale=spec.scale)
+        _by_head(seen.view(len(q), spec.heads, spec.rank), self.unfolding.values, out[unfolded:])
+        return step.product(self.output, out.flatten(1))
+
+    def _projected(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+        """Queries [num_tokens, heads, query_dim], and latents with what is to be rotated."""
+        spec, x = self.spec, step.product(self.down, x)
+        first = x.shape[1] - spec.rank - spec.rotated
+        queries, latents = x[:, :first], x[:, first:]
+        if self.query_norm is not None and self.query_up is not None:
+            queries = step.product(self.query_up, self.query_norm.forward(queries)[0])
+        return queries.view(len(x), spec.heads, spec.query_dim), latents
+
+
+def _by_head(x: Tensor, weights: Tensor, out: Tensor) -> None:
+    """out [n, heads, b] = x [n, heads, a] times weights [heads, a, b]."""
+    torch.bmm(x.transpose(0, 1), weights, out=out.transpose(0, 1))

@@ -1,0 +1,62 @@
+"""A layer: a mixer and a feed-forward net, each behind a norm and added to what went in."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from engine.models.blocks.norm import Norm, RmsNorm
+from engine.models.blocks.protocol import Ffn, FfnSpec, Kept, Mixer, MixerSpec, Site, Step
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """post_norms: the outputs of mixer and net are normed too, before they are added."""
+
+    mixer: MixerSpec
+    ffn: FfnSpec
+    norm: Norm
+    post_norms: bool = False
+
+    def products(self, hidden_size: int) -> int:
+        """Multiplications of a token with weights."""
+        return self.mixer.products(hidden_size) + self.ffn.products(hidden_size)
+
+    def build(self, site: Site) -> "Layer":
+        def norm(name: str) -> RmsNorm:
+            return self.norm.build(site.source, name, site.hidden_size)
+
+        # The same name is another norm where there are four of them.
+        after = "post_attention_layernorm"
+        layer = Layer(
+            mixer_norm=norm("input_layernorm"),
+            mixer=self.mixer.build(site),
+            mixer_post_norm=norm(after) if self.post_norms else None,
+            ffn_norm=norm("pre_feedforward_layernorm" if self.post_norms else after),
+            ffn=self.ffn.build(site),
+            ffn_post_norm=norm("post_feedforward_layernorm") if self.post_norms else None,
+        )
+        site.source.tidy()
+        return layer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layer:
+    mixer_norm: RmsNorm
+    mixer: Mixer
+    mixer_post_norm: RmsNorm | None
+    ffn_norm: RmsNorm
+    ffn: Ffn
+    ffn_post_norm: RmsNorm | None
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, step: Step, kept: Kept
+    ) -> tuple[Tensor, Tensor]:
+        """Takes and gives what the layer before has computed, and what that is to be added to."""
+        x, residual = self.mixer_norm.forward(x, residual)
+        x = _normed(self.mixer.forward(x, step, kept), self.mixer_post_norm)
+        x, residual = self.ffn_norm.forward(x, residual)
+        return _normed(self.ffn.forward(x, step), self.ffn_post_norm), residual
+
+
+def _normed(x: Tensor, norm: RmsNorm | None) -> Tensor:
+    return x if norm is None else norm.forward(x)[0]

@@ -1,0 +1,33 @@
+"""RMSNorm with a weight for each column."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from engine.models.blocks.source import Source
+from kernels.layers.rms_norm import add_rms_norm
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """from_one: the stored weight is a difference from 1."""
+
+    eps: float
+    from_one: bool = False
+
+    def build(self, source: Source, name: str, size: int) -> "RmsNorm":
+        return RmsNorm(source.norm(f"{name}.weight", size, from_one=self.from_one), self.eps)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RmsNorm:
+    """weight: [size], what multiplies, whatever is stored; float32 where that is not what is."""
+
+    weight: Tensor
+    eps: float
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, *, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(norm of x + residual, x + residual), see `add_rms_norm`."""
+        return add_rms_norm(x, residual, self.weight, self.eps, rows=rows)

@@ -1,0 +1,76 @@
+"""The plan of a forward's attention, which all layers alike share."""
+
+from typing import NamedTuple
+
+from engine.models.blocks.protocol import Kept, Step
+from kernels.attention.paged import AttentionPlan, plan_attention
+from kernels.attention.unfolded import UnfoldedPlan, Unfolding, plan_unfolded
+
+
+def attention_plan(
+    step: Step, kept: Kept, *, heads: int, window: int | None = None, value_dim: int | None = None
+) -> AttentionPlan:
+    """One for all layers of a table: they see the same tokens, with heads of the same shape.
+
+    Args:
+        window, value_dim: as `plan_attention` takes them.
+    """
+    batch = step.batch
+    return step.shared.get(
+        (kept.table, heads, window, value_dim),
+        lambda: plan_attention(
+            batch.page_ids,
+            batch.page_starts[kept.table],
+            batch.query_starts,
+            batch.lengths,
+            kept.view,
+            num_heads=heads,
+            num_tokens=batch.token_ids.shape[0],
+            num_decodes=batch.num_decodes,
+            window=window,
+            value_dim=value_dim,
+        ),
+    )
+
+
+class LatentPlans(NamedTuple):
+    """chunks: of the step's first tokens, by keys and values; None: there are no such. rest: of all
+    others, by latents."""
+
+    chunks: UnfoldedPlan | None
+    rest: AttentionPlan
+
+
+def latent_plans(step: Step, kept: Kept, unfolding: Unfolding) -> LatentPlans:
+    """As `attention_plan`. All rows before the decode rows are unfolded, or none."""
+    return step.shared.get(
+        (kept.table, unfolding.keys.shape), lambda: _parted(step, kept, unfolding)
+    )
+
+
+def _parted(step: Step, kept: Kept, unfolding: Unfolding) -> LatentPlans:
+    batch, decodes = step.batch, step.batch.num_decodes
+    heads, _, rank = unfolding.keys.shape
+    long, page_starts = batch.num_rows - decodes, batch.page_starts[kept.table]
+    chunks = plan_unfolded(
+        batch.page_ids,
+        page_starts[:long],
+        batch.query_starts[: long + 1],
+        batch.lengths[:long],
+        kept.view,
+        unfolding,
+    )
+    if chunks is None:
+        return LatentPlans(None, attention_plan(step, kept, heads=heads, value_dim=rank))
+    rest = plan_attention(
+        batch.page_ids,
+        page_starts[long:],
+        batch.query_starts[long:] - chunks.num_tokens,
+        batch.lengths[long:],
+        kept.view,
+        num_heads=heads,
+        num_tokens=decodes,
+        num_decodes=decodes,
+        value_dim=rank,
+    )
+    return LatentPlans(chunks, rest)

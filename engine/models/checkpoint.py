@@ -1,0 +1,292 @@
+"""The tensors of a safetensors checkpoint, in one file or in shards with an index.
+
+Knows names, shapes and bytes; not what they mean.
+"""
+
+import copy
+import json
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from xxhash import xxh3_128
+
+from common.errors import ConfigError
+from common.requests.weights import WeightsId
+from engine.models.open_files import OpenFiles
+
+_INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_MAX_HEADER_BYTES = 100 << 20  # the format's own limit
+_BLOCK_BYTES = 8 << 20
+FLOATS = ("F32", "F16", "BF16")
+LENGTH_BYTES = 8  # before a file's header
+_DTYPES = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
+_SIZES = {name: dtype.itemsize for name, dtype in _DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A tensor that a model is made of: of one of these dtypes, and of one of these shapes."""
+
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...] = FLOATS
+    or_shapes: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """offset and num_bytes: where its bytes are in `path`."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+    @property
+    def item_bytes(self) -> int:
+        """Of one element; 1 where the dtype is not known here."""
+        return _SIZES.get(self.dtype, 1)
+
+    def blocks(self, num_bytes: int) -> Iterator[bytes]:
+        """All of its bytes, so many at a time.
+
+        Raises:
+            OSError: the file has fewer.
+        """
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            left = self.num_bytes
+            while left:
+                block = file.read(min(num_bytes, left))
+                if not block:
+                    raise OSError(f"{self.path} is cut off")
+                left -= len(block)
+                yield block
+
+
+class Checkpoint:
+    """The stored tensors of a directory by name."""
+
+    def __init__(self, directory: Path, files: Sequence[Path] | None = None) -> None:
+        """Reads the index and the headers, not the tensors.
+
+        Args:
+            files: that it is made of; None: those of a model.
+        Raises:
+            ConfigError: no safetensors checkpoint there, or a damaged one.
+        """
+        self._directory = directory
+        self._reads: Callable[[str], None] | None = None
+        self._files = OpenFiles(0)
+        self.tensors: dict[str, StoredTensor] = {}
+        for path in _files(directory) if files is None else files:
+            self.tensors.update(_whole(path))
+
+    def has_floats(self, name: str) -> bool:
+        """Whether a tensor of that name is there, and not in fewer than 16 bits."""
+        return name in self.tensors and self.tensors[name].dtype in FLOATS
+
+    def matrix_shape(self, name: str) -> tuple[int, int]:
+        """Raises ConfigError where the tensor of that name is no matrix."""
+        shape = self.tensors[name].shape
+        if len(shape) != 2:
+            raise ConfigError(f"{self._directory}: {name} has shape {shape}, and is no matrix")
+        return shape[0], shape[1]
+
+    def check(
+        self,
+        expected: Mapping[str, Wanted],
+        ignored: frozenset[str],
+        unused: tuple[str, ...] = (),
+    ) -> None:
+        """Raises ConfigError unless the tensors are exactly those expected, of those shapes.
+
+        Args:
+            ignored, unused: endings and beginnings of names that may be there too.
+        """
+        missing = sorted(expected.keys() - self.tensors.keys())
+        unexpected = sorted(
+            name
+            for name in self.tensors.keys() - expected.keys()
+            if not name.endswith(tuple(ignored)) and not name.startswith(unused)
+        )
+        for what, names in (("misses", missing), ("has unexpected", unexpected)):
+            if names:
+                raise ConfigError(
+                    f"{self._directory}: the checkpoint {what} {len(names)} tensors: "
+                    f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+                )
+        for name, wanted in expected.items():
+            stored = self.tensors[name]
+            if stored.shape not in (wanted.shape, *wanted.or_shapes):
+                raise ConfigError(
+                    f"{self._directory}: {name} has shape {stored.shape}, the configuration "
+                    f"asks for {wanted.shape}"
+                )
+            if stored.dtype not in wanted.dtypes:
+                raise ConfigError(
+                    f"{self._directory}: {name} is {stored.dtype}, supported are "
+                    f"{', '.join(wanted.dtypes)}"
+                )
+
+    def watched(self, reads: Callable[[str], None], files: OpenFiles) -> "Checkpoint":
+        """Return the same checkpoint, which reports the name of each tensor before it reads it.
+
+        Args:
+            files: keeps the shards open between reads.
+        """
+        watched = copy.copy(self)
+        watched._reads = reads
+        watched._files = files
+        return watched
+
+    def read(self, name: str) -> Tensor:
+        """Return the tensor in its own dtype, mapped from the file: copy it before the file may
+        change.
+
+        Raises:
+            ConfigError: its dtype is not supported.
+            OSError: the file is gone or cut off.
+        """
+        if self._reads is not None:
+            self._reads(name)
+        stored = self.tensors[name]
+        if (dtype := _DTYPES.get(stored.dtype)) is None:
+            supported = ", ".join(_DTYPES)
+            raise ConfigError(f"{stored.path}: {name} is {stored.dtype}, supported are {supported}")
+        if not stored.num_bytes:
+            return torch.empty(stored.shape, dtype=dtype)
+        mapped = self._files.map(stored.path, stored.offset, stored.num_bytes)
+        return torch.frombuffer(mapped, dtype=dtype).view(stored.shape)
+
+
+def holds_weights(name: str) -> bool:
+    """Whether a file of that name, in a model's directory, is one of its tensors or says in which
+    they are."""
+    return name == _INDEX or name.endswith(".safetensors")
+
+
+def stored_names(directory: Path) -> Collection[str]:
+    """Of the tensors of a checkpoint; none where its weights are not there.
+
+    Raises:
+        ConfigError: it is damaged.
+    """
+    if not any((directory / name).exists() for name in (_INDEX, SINGLE)):
+        return ()
+    return Checkpoint(directory).tensors
+
+
+def _files(directory: Path) -> list[Path]:
+    index = directory / _INDEX
+    if not index.exists():
+        if not (directory / SINGLE).exists():
+            raise ConfigError(f"{directory}: neither {SINGLE} nor {_INDEX} is there")
+        return [directory / SINGLE]
+    try:
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{index}: not an index of safetensors shards ({error!r})") from error
+    for name in names:
+        if Path(name).name != name or not (directory / name).is_file():
+            raise ConfigError(f"{index}: shard {name!r} is not there")
+    return [directory / name for name in names]
+
+
+def _whole(path: Path) -> dict[str, StoredTensor]:
+    tensors = _header(path)
+    end, size = _end(tensors), path.stat().st_size
+    if end > size:
+        raise ConfigError(f"{path}: cut off, {size} of {end} bytes are there")
+    return tensors
+
+
+def file_bytes(path: Path) -> int:
+    """Of a file as its header has it, however much of it is there behind that.
+
+    Raises:
+        ConfigError: not a safetensors file.
+    """
+    return _end(_header(path))
+
+
+def header_bytes(start: bytes) -> int:
+    """Of the header, which follows these LENGTH_BYTES. Raises ValueError for more than there may
+    be."""
+    length = int.from_bytes(start, "little")
+    if length > _MAX_HEADER_BYTES:
+        raise ValueError(f"a header of {length} bytes")
+    return length
+
+
+def _end(tensors: Mapping[str, StoredTensor]) -> int:
+    return max((tensor.offset + tensor.num_bytes for tensor in tensors.values()), default=0)
+
+
+def _header(path: Path) -> dict[str, StoredTensor]:
+    """Format: 8 bytes of length, little-endian, then JSON, then the bytes its offsets count in."""
+    try:
+        with path.open("rb") as file:
+            length = header_bytes(file.read(LENGTH_BYTES))
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        base = LENGTH_BYTES + length
+        tensors = {name: _stored(path, base, entry) for name, entry in header.items()}
+        _check_places(tensors, base)
+        return tensors
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path}: not a safetensors file ({error})") from error
+
+
+def _check_places(tensors: Mapping[str, StoredTensor], base: int) -> None:
+    """Raise ValueError unless the tensors follow one another from `base` on, as the format asks."""
+    end = base
+    for name, tensor in sorted(
+        tensors.items(), key=lambda item: (item[1].offset, item[1].num_bytes)
+    ):
+        if tensor.offset != end:
+            raise ValueError(f"{name} does not begin where the tensor before it ends")
+        end += tensor.num_bytes
+
+
+def _stored(path: Path, base: int, entry: Mapping[str, Any]) -> StoredTensor:
+    dtype, shape = str(entry["dtype"]), tuple(map(int, entry["shape"]))
+    begin, end = map(int, entry["data_offsets"])
+    expected = math.prod(shape) * _SIZES[dtype] if dtype in _SIZES else end - begin
+    if begin < 0 or expected < 0 or expected != end - begin:
+        raise ValueError(f"bytes {begin} to {end} for {dtype} {shape}")
+    return StoredTensor(path, dtype, shape, base + begin, end - begin)
+
+
+def content(stored: Mapping[str, StoredTensor]) -> WeightsId:
+    """Reads all of their bytes, and names them.
+
+    Raises:
+        OSError: a file cannot be read, or is cut off.
+    """
+    digest = xxh3_128()
+    for name, tensor in stored.items():
+        digest.update(f"{name} {tensor.shape} {tensor.dtype}\n".encode())
+        for block in tensor.blocks(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.digest()
+
+
+def own_copy(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """In memory of its own, whatever the file does afterwards."""
+    return tensor.to(device=device, dtype=dtype, copy=True)

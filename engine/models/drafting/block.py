@@ -1,0 +1,113 @@
+"""A decoder layer that goes on where a model has stopped: of the model's vector of a token, and of
+the token behind it, it makes what takes the place of the model's vector of that one.
+
+Sources: DeepSeek-V3, 2024, section 2.2 (MTP); EAGLE, Li et al. 2024, section 3.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.kv_cache.states import DraftState
+from engine.models.blocks.norm import RmsNorm
+from engine.models.blocks.protocol import Kept, Site, Step
+from engine.models.drafting.body import Body, BodySpec
+from engine.models.linear import Linear
+
+
+@dataclass(frozen=True, slots=True)
+class InnerNorms:
+    """Names of those of a token and of the vector before it, before they are joined, and of what
+    the layer makes of them, before the model's head. None: there is none.
+
+    recurring: the layer goes on with what it has made as the head sees it, not as it was before.
+    """
+
+    token: str | None = None
+    vector: str | None = None
+    head: str | None = None
+    recurring: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSpec:
+    """
+    prefix: of the names of its tensors.
+    join: the module that makes one vector of two; join_bias: it has one.
+    input_norm: the body begins with one.
+    """
+
+    body: BodySpec
+    prefix: str
+    join: str
+    join_bias: bool
+    inner_norms: InnerNorms
+    input_norm: bool
+
+    def keeps(self, hidden_size: int) -> DraftState:
+        return self.body.keeps(hidden_size)
+
+    def build(self, site: Site) -> "DraftBlock":
+        hidden, here, inner = site.hidden_size, site.within(self.prefix), self.inner_norms
+        within = here.within(self.body.prefix)
+
+        def norm(at: Site, name: str | None) -> RmsNorm | None:
+            return None if name is None else self.body.built_norm(at, name)
+
+        last = norm(here, inner.head)
+        block = DraftBlock(
+            token_norm=norm(here, inner.token),
+            vector_norm=norm(here, inner.vector),
+            join=here.source.linear({self.join: hidden}, 2 * hidden, bias=self.join_bias),
+            body_norm=norm(within, "input_layernorm" if self.input_norm else None),
+            body=self.body.build(within),
+            norm=last if inner.recurring else None,
+            head_norm=None if inner.recurring else last,
+        )
+        site.source.tidy()
+        return block
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftBlock:
+    """See DraftLayer.
+
+    norm: of its vectors; head_norm: of these once more, for the model's head alone.
+    """
+
+    token_norm: RmsNorm | None
+    vector_norm: RmsNorm | None
+    join: Linear  # token, vector -> hidden
+    body_norm: RmsNorm | None
+    body: Body
+    norm: RmsNorm | None
+    head_norm: RmsNorm | None
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return ()
+
+    def vectors(self, hidden: Tensor, tapped: Sequence[Tensor], step: Step) -> Tensor:
+        return hidden
+
+    def keep(self, vectors: Tensor, embeddings: Tensor, step: Step, kept: Kept) -> None:
+        x = self._joined(vectors, embeddings, step)
+        self.body.keep(_normed(x, self.body_norm), step, kept)
+
+    def forward(self, vectors: Tensor, embeddings: Tensor, step: Step, kept: Kept) -> Tensor:
+        x = self._joined(vectors, embeddings, step)
+        made = self.body.forward(_normed(x, self.body_norm), x, step, kept)
+        return _normed(made, self.norm)
+
+    def logits(self, vectors: Tensor, logits: Callable[[Tensor], Tensor]) -> Tensor:
+        return logits(_normed(vectors, self.head_norm))
+
+    def _joined(self, vectors: Tensor, embeddings: Tensor, step: Step) -> Tensor:
+        parts = _normed(embeddings, self.token_norm), _normed(vectors, self.vector_norm)
+        return step.product(self.join, torch.cat(parts, dim=1))
+
+
+def _normed(x: Tensor, norm: RmsNorm | None) -> Tensor:
+    return x if norm is None else norm.forward(x)[0]

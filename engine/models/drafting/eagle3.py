@@ -1,0 +1,105 @@
+"""A decoder layer that sees inputs of three of a model's layers, and has a head of its own for some
+of the model's tokens.
+
+Source: EAGLE-3, Li et al. 2025, section 3.1.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.kv_cache.states import DraftState
+from engine.models.blocks.norm import RmsNorm
+from engine.models.blocks.protocol import Kept, Site, Step
+from engine.models.drafting.body import Body, BodySpec
+from engine.models.linear import Linear
+from kernels.sampling.bitmask import FORBIDDEN
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Spec:
+    """
+    body: its mixer is of two vectors side by side.
+    taps: see DraftLayer.
+    vocabulary: of the model; known: so many tokens of it the head knows, which are its first ones
+        unless they are mapped.
+    normed_residual: what goes past attention is the normed vector.
+    """
+
+    body: BodySpec
+    taps: tuple[int, ...]
+    vocabulary: int
+    known: int
+    mapped: bool
+    normed_residual: bool
+    prefix: str = ""
+
+    def keeps(self, hidden_size: int) -> DraftState:
+        return self.body.keeps(hidden_size)
+
+    def build(self, site: Site) -> "Eagle3Layer":
+        hidden, source = site.hidden_size, site.source
+        within, norm = site.within(self.body.prefix), self.body.built_norm
+        tokens = None
+        if self.mapped:
+            shifts = source.integers("d2t", (self.known,))
+            tokens = torch.arange(self.known, device=shifts.device).add_(shifts)
+        built = Eagle3Layer(
+            spec=self,
+            join=source.linear({"fc": hidden}, len(self.taps) * hidden),
+            token_norm=norm(within, "input_layernorm"),
+            vector_norm=norm(within, "hidden_norm"),
+            body=self.body.build(within),
+            norm=norm(site, "norm"),
+            head=source.linear({"lm_head": self.known}, hidden),
+            tokens=tokens,
+        )
+        source.tidy()
+        return built
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Eagle3Layer:
+    """See DraftLayer."""
+
+    spec: Eagle3Spec
+    join: Linear  # what was tapped -> hidden
+    token_norm: RmsNorm
+    vector_norm: RmsNorm
+    body: Body
+    norm: RmsNorm
+    head: Linear  # hidden -> known
+    tokens: Tensor | None  # int64 [known], the model's numbers of them
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.spec.taps
+
+    def vectors(self, hidden: Tensor, tapped: Sequence[Tensor], step: Step) -> Tensor:
+        return self.join.apply(torch.cat([*tapped], dim=1))
+
+    def keep(self, vectors: Tensor, embeddings: Tensor, step: Step, kept: Kept) -> None:
+        x, _ = self._joined(vectors, embeddings)
+        self.body.keep(x, step, kept)
+
+    def forward(self, vectors: Tensor, embeddings: Tensor, step: Step, kept: Kept) -> Tensor:
+        x, past = self._joined(vectors, embeddings)
+        return self.body.forward(x, past, step, kept)
+
+    def logits(self, vectors: Tensor, logits: Callable[[Tensor], Tensor]) -> Tensor:
+        known = self.head.apply(self.norm.forward(vectors)[0])
+        if self.tokens is None:
+            return known
+        every = torch.full(
+            (len(known), self.spec.vocabulary), FORBIDDEN, dtype=torch.float32, device=known.device
+        )
+        return every.index_copy_(1, self.tokens, known.float())
+
+    def _joined(self, vectors: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
+        """What attention sees, and what goes past it."""
+        tokens, _ = self.token_norm.forward(embeddings)
+        normed, _ = self.vector_norm.forward(vectors)
+        past = normed if self.spec.normed_residual else vectors
+        return torch.cat((tokens, normed), dim=1), past

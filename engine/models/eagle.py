@@ -1,0 +1,144 @@
+"""An EAGLE head: a layer for drafts in a checkpoint of its own, as its authors, vLLM and SGLang lay
+it out. Embedding and head for tokens are those of the model that it was trained for."""
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from common.config import Quantize
+from common.errors import ConfigError
+from engine.models.blocks.attention import Attention
+from engine.models.blocks.protocol import Site
+from engine.models.checkpoint import Checkpoint, content
+from engine.models.drafting import (
+    BodySpec,
+    DraftLayer,
+    DraftLayerSpec,
+    DraftSpec,
+    Eagle3Spec,
+    InnerNorms,
+)
+from engine.models.families import common
+from engine.models.fields import Fields
+from engine.models.linear import form_of
+from engine.models.quantized import scheme_of
+from engine.models.spec import ModelSpec
+from engine.models.weights.reader import Reader
+from engine.models.weights.survey import Needs, Survey
+
+_FLAG = "engine.speculation.draft_model"
+_UNUSED = ("embed_tokens.", "lm_head.", "t2d")  # the model's own once more, or of no use
+_JOIN = "fc"
+_TAPS = "eagle_aux_hidden_state_layer_ids"
+_MIDDLE = "midlayer.hidden_norm.weight"
+
+
+class EagleCheckpoint:
+    """
+    Attributes:
+        spec: of its layer.
+    """
+
+    def __init__(self, directory: Path, model: ModelSpec) -> None:
+        """
+        Args:
+            model: that it guesses for.
+        Raises:
+            ConfigError: what is wrong with it, or that it is for another model.
+        """
+        config = Fields.of(directory / "config.json")
+        _check(config, model, directory)
+        self._checkpoint, self._scheme = Checkpoint(directory), scheme_of(config)
+        self._hidden_size = model.hidden_size
+        self.spec: DraftLayerSpec
+        if any("eagle3" in name.lower() for name in _architectures(config)):
+            self.spec = _third(config, model, self._checkpoint)
+        else:
+            self.spec = _first(config, self._checkpoint)
+
+    def weight_bytes(self, device: torch.device, dtype: torch.dtype, quantize: Quantize) -> int:
+        """What `load` takes. Raises ConfigError: it is not whole."""
+        return self._survey(device, dtype, quantize).num_bytes
+
+    def load(self, device: torch.device, dtype: torch.dtype, quantize: Quantize) -> DraftLayer:
+        """Raises ConfigError as `weight_bytes`."""
+        self._survey(device, dtype, quantize)
+        form = form_of(device, dtype, quantize)
+        reader = Reader(self._checkpoint, self._scheme, device, dtype, form)
+        return self.spec.build(Site(reader, self._hidden_size))
+
+    def hash(self) -> str:
+        """Of its configuration, and of all bytes of its weights."""
+        needs = self._survey(torch.device("cpu"), torch.float32, "none")
+        stored = {name: self._checkpoint.tensors[name] for name in sorted(needs.stored)}
+        return hashlib.sha256(repr(self.spec).encode() + content(stored)).hexdigest()
+
+    def _survey(self, device: torch.device, dtype: torch.dtype, quantize: Quantize) -> Needs:
+        form = form_of(device, dtype, quantize)
+        source = Survey(self._checkpoint, self._scheme, form, dtype)
+        self.spec.build(Site(source, self._hidden_size))
+        self._checkpoint.check(source.needs.stored, self._scheme.ignored, _UNUSED)
+        return source.needs
+
+
+def _check(config: Fields, model: ModelSpec, directory: Path) -> None:
+    kind, layers = config.text("model_type"), config.integer("num_hidden_layers")
+    if kind != "llama":
+        raise ConfigError(
+            f"{_FLAG}: {directory} is {', '.join(_architectures(config)) or kind}; EAGLE heads of "
+            "model_type llama are supported"
+        )
+    if layers != 1:
+        raise config.wrong("num_hidden_layers", "1: an EAGLE head is one layer")
+    for name, here in (("hidden_size", model.hidden_size), ("vocab_size", model.vocabulary_size)):
+        if config.integer(name) != here:
+            raise config.wrong(name, f"{here}, as of the model that it is to guess for")
+
+
+def _architectures(config: Fields) -> tuple[str, ...]:
+    return config.texts("architectures") if "architectures" in config else ()
+
+
+def _attention(config: Fields) -> Attention:
+    bias = config.flag("attention_bias", False)
+    return common.attention(config, common.even_head_dim(config), qkv_bias=bias, output_bias=bias)
+
+
+def _body(config: Fields, mixer: Attention, prefix: str) -> BodySpec:
+    ffn = common.dense(config, bias=config.flag("mlp_bias", False))
+    return BodySpec(mixer, ffn, common.norm(config), prefix)
+
+
+def _first(config: Fields, checkpoint: Checkpoint) -> DraftSpec:
+    """EAGLE, and EAGLE-2, which differs in how many drafts there are."""
+    return DraftSpec(
+        body=_body(config, _attention(config), "layers.0."),
+        prefix="",
+        join=_JOIN,
+        join_bias=f"{_JOIN}.bias" in checkpoint.tensors,
+        inner_norms=InnerNorms(),
+        input_norm=False,
+    )
+
+
+def _third(config: Fields, model: ModelSpec, checkpoint: Checkpoint) -> Eagle3Spec:
+    told, count = config.nested("eagle_config"), len(model.layers)
+    if not told.flag("use_aux_hidden_state", True):
+        raise told.wrong("use_aux_hidden_state", "true")
+    taps = told.counts(_TAPS) or (2, count // 2, count - 3)
+    if not all(0 <= tap < count for tap in taps):
+        raise told.wrong(_TAPS, f"layers of the model's {count}")
+    return Eagle3Spec(
+        body=_body(
+            config,
+            replace(_attention(config), of_two=True),
+            "midlayer." if _MIDDLE in checkpoint.tensors else "layers.0.",
+        ),
+        taps=taps,
+        vocabulary=model.vocabulary_size,
+        known=config.integer("draft_vocab_size", model.vocabulary_size),
+        mapped="d2t" in checkpoint.tensors,
+        normed_residual=config.flag("norm_before_residual", False),
+    )

@@ -1,0 +1,73 @@
+"""config.json of a checkpoint -> DecoderSpec: a file for each family of models with blocks here,
+and the table of them. Both forms are read, of transformers 4 and of 5.
+
+A default in a family is the default of its configuration class in transformers.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from common.errors import ConfigError
+from engine.models.decoder import DecoderSpec
+from engine.models.families.deepseek import deepseek_v2, deepseek_v3
+from engine.models.families.dots1 import dots1
+from engine.models.families.gemma2 import gemma2
+from engine.models.families.gemma3 import gemma3
+from engine.models.families.gpt_oss import gpt_oss
+from engine.models.families.llama import llama
+from engine.models.families.mistral import mistral
+from engine.models.families.mixtral import mixtral
+from engine.models.families.qwen2 import qwen2
+from engine.models.families.qwen2_5_vl import qwen2_5_vl
+from engine.models.families.qwen2_moe import qwen2_moe
+from engine.models.families.qwen3 import qwen3
+from engine.models.families.qwen3_5 import (
+    qwen3_5,
+    qwen3_5_moe,
+    qwen3_5_moe_with_images,
+    qwen3_5_with_images,
+)
+from engine.models.families.qwen3_moe import qwen3_moe
+from engine.models.families.qwen3_next import qwen3_next
+from engine.models.fields import Fields, eos_token_ids
+from engine.models.heads import with_heads
+
+# By model_type. Takes the ids that end a text as its second argument.
+FAMILIES: Mapping[str, Callable[[Fields, tuple[int, ...]], DecoderSpec]] = {
+    "llama": llama,
+    "mistral": mistral,
+    "qwen2": qwen2,
+    "qwen2_5_vl": qwen2_5_vl,
+    "qwen3": qwen3,
+    "gemma2": gemma2,
+    "gemma3_text": gemma3,
+    "deepseek_v2": deepseek_v2,
+    "deepseek_v3": deepseek_v3,
+    "dots1": dots1,
+    "gpt_oss": gpt_oss,
+    "qwen3_moe": qwen3_moe,
+    "qwen2_moe": qwen2_moe,
+    "qwen3_next": qwen3_next,
+    "qwen3_5": qwen3_5_with_images,
+    "qwen3_5_moe": qwen3_5_moe_with_images,
+    "qwen3_5_text": qwen3_5,
+    "qwen3_5_moe_text": qwen3_5_moe,
+    "mixtral": mixtral,
+}
+
+
+def read_decoder(directory: Path) -> DecoderSpec:
+    """Reads config.json and generation_config.json.
+
+    Raises:
+        ConfigError: missing or wrong fields, or something that is not supported; the message
+            names the file, the field and what would be right.
+    """
+    config = Fields.of(directory / "config.json")
+    family = FAMILIES.get(config.text("model_type"))
+    if family is None:
+        raise ConfigError(
+            f"{directory}: model_type {config.text('model_type')!r} is not supported; "
+            f"{', '.join(FAMILIES)} are"
+        )
+    return with_heads(family(config, eos_token_ids(directory, config)), config)

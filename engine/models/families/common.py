@@ -1,0 +1,160 @@
+"""What configurations of most families say in the same words."""
+
+from collections.abc import Sequence
+
+import torch
+
+from common.errors import ConfigError
+from engine.models.blocks.attention import Attention
+from engine.models.blocks.dense import Dense
+from engine.models.blocks.layer import LayerSpec
+from engine.models.blocks.norm import Norm
+from engine.models.decoder import DecoderSpec
+from engine.models.fields import Fields
+from engine.models.quantized import scheme_of
+from engine.models.rope import extended_context, parse_rope
+from engine.models.spec import ModelSpec
+from kernels.layers.act_and_mul import Activation
+
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+
+
+def decoder(
+    config: Fields,
+    eos_token_ids: tuple[int, ...],
+    layers: Sequence[LayerSpec],
+    norm: Norm,
+    *,
+    tied_embeddings: bool = False,
+    embedding_scale: float = 1.0,
+    logit_soft_cap: float | None = None,
+) -> DecoderSpec:
+    """
+    Args:
+        tied_embeddings: where the configuration does not say.
+    """
+    hidden_size = config.integer("hidden_size")
+    context_length = config.integer("max_position_embeddings")
+    name = "dtype" if "dtype" in config else "torch_dtype"
+    dtype = _DTYPES.get(config.text(name, "float32"))
+    if dtype is None:
+        raise config.wrong(name, "one of " + ", ".join(_DTYPES))
+    stored = scheme_of(config)
+    return DecoderSpec(
+        model=ModelSpec(
+            architecture=config.text("model_type"),
+            vocabulary_size=config.integer("vocab_size"),
+            hidden_size=hidden_size,
+            dtype=dtype,
+            context_length=extended_context(config, context_length),
+            eos_token_ids=eos_token_ids,
+            layers=tuple(layer.mixer.keeps for layer in layers),
+            products_per_token=sum(layer.products(hidden_size) for layer in layers),
+            stored=stored.name,
+            int8_stored=stored.int8_channels,
+        ),
+        layers=tuple(layers),
+        norm=norm,
+        tied_embeddings=config.flag("tie_word_embeddings", tied_embeddings),
+        embedding_scale=embedding_scale,
+        logit_soft_cap=logit_soft_cap,
+        stored=stored,
+    )
+
+
+def attention(
+    config: Fields,
+    head_dim: int,
+    *,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    qkv_bias: bool = False,
+    output_bias: bool = False,
+    qk_norm: Norm | None = None,
+    rope_theta: float = 1e4,
+    rotated: float | None = None,
+) -> Attention:
+    """Of a layer without a window.
+
+    Args:
+        scale: None: by the size of a head, as is usual.
+        rope_theta: where the configuration does not say.
+        rotated: as in `parse_rope`.
+    """
+    heads = config.integer("num_attention_heads")
+    kv_heads = config.integer("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise config.wrong("num_key_value_heads", f"a divisor of {heads} heads")
+    if head_dim % 2:
+        architecture = config.text("model_type")
+        raise ConfigError(f"{architecture}: an odd head_dim ({head_dim}) is not supported")
+    return Attention(
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        rope=parse_rope(
+            config,
+            head_dim,
+            config.integer("max_position_embeddings"),
+            theta=rope_theta,
+            rotated=rotated,
+        ),
+        scale=head_dim**-0.5 if scale is None else scale,
+        soft_cap=soft_cap,
+        qkv_bias=qkv_bias,
+        output_bias=output_bias,
+        qk_norm=qk_norm,
+    )
+
+
+def dense(config: Fields, *, bias: bool = False) -> Dense:
+    return Dense(config.integer("intermediate_size"), activation(config), bias)
+
+
+def norm(config: Fields, *, from_one: bool = False, eps: float = 1e-6) -> Norm:
+    """
+    Args:
+        eps: where the configuration does not say.
+    """
+    return Norm(config.number("rms_norm_eps", eps), from_one)
+
+
+def even_head_dim(config: Fields) -> int:
+    """As wide as all heads together make the hidden size, where the configuration does not say."""
+    even = config.integer("hidden_size") // config.integer("num_attention_heads")
+    return config.integer("head_dim", even)
+
+
+def activation(config: Fields, name: str = "hidden_act", default: str = "silu") -> Activation:
+    found = _ACTIVATIONS.get(config.text(name, default))
+    if found is None:
+        raise config.wrong(name, "one of " + ", ".join(_ACTIVATIONS))
+    return found
+
+
+def soft_cap(config: Fields, name: str, default: float) -> float | None:
+    """An explicit null switches the cap off."""
+    if config.is_null(name):
+        return None
+    cap = config.number(name, default)
+    if cap <= 0:
+        raise config.wrong(name, "a positive number or null")
+    return cap
+
+
+def typed_windows(config: Fields, window: int) -> tuple[int | None, ...]:
+    """By `layer_types`."""
+    windows = {"full_attention": None, "sliding_attention": window}
+    kinds, num_layers = config.texts("layer_types"), config.integer("num_hidden_layers")
+    if len(kinds) != num_layers or not set(kinds) <= set(windows):
+        raise config.wrong("layer_types", f"{num_layers} of {', '.join(windows)}")
+    return tuple(windows[kind] for kind in kinds)

@@ -1,0 +1,82 @@
+"""Gemma 3, of texts: Gemma 2 without caps, with norms of queries and keys, five layers that have a
+window to one without, and a rotation of its own for each of the two kinds."""
+
+from dataclasses import replace
+
+from engine.models.blocks.dense import Dense
+from engine.models.blocks.layer import LayerSpec
+from engine.models.blocks.rotation import Rope
+from engine.models.decoder import DecoderSpec
+from engine.models.families import common
+from engine.models.fields import Fields
+from engine.models.rope import rope_of
+
+_FULL_THETA, _SLIDING_THETA = 1e6, 1e4
+
+
+def gemma3(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
+    if config.flag("use_bidirectional_attention", False):
+        raise config.wrong("use_bidirectional_attention", "false")
+    bias, norm = config.flag("attention_bias", False), common.norm(config, from_one=True)
+    head_dim = config.integer("head_dim", 256)
+    mixer = common.attention(
+        config,
+        head_dim,
+        scale=config.integer("query_pre_attn_scalar", 256) ** -0.5,
+        soft_cap=_soft_cap(config, "attn_logit_softcapping"),
+        qkv_bias=bias,
+        output_bias=bias,
+        qk_norm=norm,
+    )
+    full, sliding = _ropes(config, head_dim)
+    activation = common.activation(config, "hidden_activation", "gelu_pytorch_tanh")
+    ffn = Dense(config.integer("intermediate_size"), activation)
+    layers = [
+        LayerSpec(
+            replace(mixer, window=window, rope=full if window is None else sliding),
+            ffn,
+            norm,
+            post_norms=True,
+        )
+        for window in _windows(config)
+    ]
+    return common.decoder(
+        config,
+        eos_token_ids,
+        layers,
+        norm,
+        tied_embeddings=True,
+        embedding_scale=config.integer("hidden_size") ** 0.5,
+        logit_soft_cap=_soft_cap(config, "final_logit_softcapping"),
+    )
+
+
+def _soft_cap(config: Fields, name: str) -> float | None:
+    """Absent is none here."""
+    return common.soft_cap(config, name, 0.0) if name in config else None
+
+
+def _ropes(config: Fields, head_dim: int) -> tuple[Rope, Rope]:
+    """Of layers without a window, and with one."""
+    context_length = config.integer("max_position_embeddings")
+    if "rope_parameters" in config:
+        ropes = config.nested("rope_parameters")
+        full, sliding = ropes.nested("full_attention"), ropes.nested("sliding_attention")
+    else:
+        full, sliding = config.nested("rope_scaling"), Fields({}, "rope_scaling")
+    full_theta = config.number("rope_theta", _FULL_THETA)
+    sliding_theta = config.number("rope_local_base_freq", _SLIDING_THETA)
+    return (
+        rope_of(full, head_dim, context_length, theta=full_theta),
+        rope_of(sliding, head_dim, context_length, theta=sliding_theta),
+    )
+
+
+def _windows(config: Fields) -> tuple[int | None, ...]:
+    window = config.integer("sliding_window", 4096)
+    if "layer_types" in config:
+        return common.typed_windows(config, window)
+    name = "sliding_window_pattern"
+    every = config.integer(name if name in config else f"_{name}", 6)
+    layers = range(config.integer("num_hidden_layers"))
+    return tuple(window if (layer + 1) % every else None for layer in layers)

@@ -1,0 +1,94 @@
+"""What Qwen3-Next and Qwen3.5 say in the same words: three layers of a gated delta net to one of
+attention, whose output is gated and whose heads are rotated in part."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from engine.models.blocks.attention import Attention
+from engine.models.blocks.delta_net import DeltaNet, Projection
+from engine.models.blocks.norm import Norm
+from engine.models.blocks.protocol import FfnSpec
+from engine.models.decoder import DecoderSpec
+from engine.models.drafting import BodySpec, DraftSpec, InnerNorms
+from engine.models.families import common
+from engine.models.fields import Fields
+
+_KINDS = ("linear_attention", "full_attention")
+_DRAFTS = "mtp."
+_INNER_NORMS = InnerNorms("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", recurring=True)
+
+
+def with_drafts(spec: DecoderSpec, config: Fields, ffn: FfnSpec) -> DecoderSpec:
+    """Checkpoints have one layer more, of attention, which guesses tokens ahead. Embedding and head
+    are the model's.
+
+    Args:
+        ffn: of that layer.
+    """
+    offered = DraftSpec(
+        body=BodySpec(_attention(config), ffn, spec.norm, prefix="layers.0."),
+        prefix=_DRAFTS,
+        join="fc",
+        join_bias=False,
+        inner_norms=_INNER_NORMS,
+        input_norm=True,
+    )
+    own_embedding = config.flag("mtp_use_dedicated_embeddings", False)
+    unused = (*spec.unused, _DRAFTS)
+    return replace(spec, unused=unused, offered=None if own_embedding else offered)
+
+
+def norm(config: Fields) -> Norm:
+    """Of all that is not a delta net's own."""
+    return common.norm(config, from_one=True)
+
+
+def mixers(config: Fields, projection: Projection) -> Sequence[Attention | DeltaNet]:
+    """Of each layer."""
+    attention, delta_net = _attention(config), _delta_net(config, projection)
+    return [attention if kind == "full_attention" else delta_net for kind in _kinds(config)]
+
+
+def _attention(config: Fields) -> Attention:
+    bias = config.flag("attention_bias", False)
+    mixer = common.attention(
+        config,
+        config.integer("head_dim", 256),
+        qkv_bias=bias,
+        output_bias=bias,
+        qk_norm=norm(config),
+        rotated=0.25,
+    )
+    return replace(mixer, output_gate=True)
+
+
+def _delta_net(config: Fields, projection: Projection) -> DeltaNet:
+    heads = config.integer("linear_num_key_heads", 16)
+    value_heads = config.integer("linear_num_value_heads", 32)
+    if value_heads % heads:
+        raise config.wrong("linear_num_value_heads", f"a multiple of {heads} key heads")
+    width = config.integer("linear_conv_kernel_dim", 4)
+    if width < 2:
+        raise config.wrong("linear_conv_kernel_dim", "at least 2")
+    if common.activation(config) != "silu":
+        raise config.wrong("hidden_act", "silu")
+    return DeltaNet(
+        heads=heads,
+        value_heads=value_heads,
+        key_dim=config.integer("linear_key_head_dim", 128),
+        value_dim=config.integer("linear_value_head_dim", 128),
+        width=width,
+        norm=common.norm(config),
+        projection=projection,
+    )
+
+
+def _kinds(config: Fields) -> Sequence[str]:
+    num_layers = config.integer("num_hidden_layers")
+    if "layer_types" not in config:
+        every = config.integer("full_attention_interval", 4)
+        return [_KINDS[(layer + 1) % every == 0] for layer in range(num_layers)]
+    kinds = config.texts("layer_types")
+    if len(kinds) != num_layers or not set(kinds) <= set(_KINDS):
+        raise config.wrong("layer_types", f"{num_layers} of {', '.join(_KINDS)}")
+    return kinds

@@ -1,0 +1,127 @@
+"""What families with experts say in the same words."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+from engine.models.blocks.dense import Dense
+from engine.models.blocks.experts import Experts
+from engine.models.families import common
+from engine.models.fields import Fields
+from kernels.experts.routing import Routing
+
+
+def experts(config: Fields, *, shared: Dense | None = None, normalise: bool = False) -> Experts:
+    """Of Qwen, and of those that copy its names.
+
+    Args:
+        normalise: weights of those chosen sum to 1, where the configuration does not say.
+    """
+    # transformers 5 writes the second name for some of them.
+    name = "num_experts" if "num_experts" in config else "num_local_experts"
+    count = config.integer(name)
+    routing = Routing(per_token(config, count), config.flag("norm_topk_prob", normalise))
+    return Experts(
+        count=count,
+        intermediate_size=config.integer("moe_intermediate_size"),
+        gate=common.activation(config),
+        routing=routing,
+        shared=shared,
+        shared_gate=shared is not None,
+    )
+
+
+def shared_expert(config: Fields) -> Dense:
+    """Of Qwen: the one beside them."""
+    return Dense(
+        config.integer("shared_expert_intermediate_size"),
+        common.activation(config),
+        module="mlp.shared_expert",
+    )
+
+
+def deepseek_experts(
+    config: Fields,
+    *,
+    groups: int = 1,
+    chosen: int = 1,
+    shared: int = 0,
+    scale: float = 1.0,
+    normalise: bool = False,
+) -> Experts:
+    """Of DeepSeek-V3, and of those that copy its names: by sigmoids, out of a few groups.
+
+    Args: what holds where the configuration does not say.
+    """
+    groups, chosen = config.integer("n_group", groups), config.integer("topk_group", chosen)
+    routing = replace(
+        _grouped(config, groups, chosen, 2),
+        scores="sigmoid",
+        scale=config.number("routed_scaling_factor", scale),
+        normalise=config.flag("norm_topk_prob", normalise),
+    )
+    return replace(_deepseek(config, routing, shared), choice_bias=True)
+
+
+def deepseek_v2_experts(config: Fields) -> Experts:
+    """Of DeepSeek-V2: by a softmax over all of them, out of a few groups if it says so."""
+    method, groups, chosen = config.text("topk_method", "greedy"), 1, 1
+    if method == "group_limited_greedy":
+        groups, chosen = config.integer("n_group"), config.integer("topk_group")
+    elif method != "greedy":
+        raise config.wrong("topk_method", "greedy or group_limited_greedy")
+    if config.flag("norm_topk_prob", False):
+        raise config.wrong("norm_topk_prob", "false")
+    scale = config.number("routed_scaling_factor", 1.0)
+    return _deepseek(config, replace(_grouped(config, groups, chosen, 1), scale=scale), 2)
+
+
+def _deepseek(config: Fields, routing: Routing, shared: int) -> Experts:
+    inner, shared = (
+        config.integer("moe_intermediate_size"),
+        config.count("n_shared_experts", shared),
+    )
+    activation = common.activation(config)
+    return Experts(
+        count=config.integer("n_routed_experts"),
+        intermediate_size=inner,
+        gate=activation,
+        routing=routing,
+        exact_router=True,
+        shared=Dense(shared * inner, activation, module="mlp.shared_experts") if shared else None,
+    )
+
+
+def _grouped(config: Fields, groups: int, chosen: int, top: Literal[1, 2]) -> Routing:
+    """By a softmax, whose shares are weights; a group by so many of its likeliest."""
+    count = config.integer("n_routed_experts")
+    size, odd = divmod(count, groups)
+    if odd or size < top:
+        raise config.wrong("n_group", f"a number of groups, of {top} at least, of {count} experts")
+    if chosen > groups:
+        raise config.wrong("topk_group", f"at most {groups} groups")
+    return Routing(
+        per_token(config, chosen * size),
+        normalise=False,
+        groups=groups,
+        chosen_groups=chosen,
+        group_top=top,
+    )
+
+
+def per_token(config: Fields, most: int, default: int | None = None) -> int:
+    """Raises ConfigError where a token would need more experts than there are for it."""
+    found = config.integer("num_experts_per_tok", default)
+    if found > most:
+        raise config.wrong("num_experts_per_tok", f"at most {most} experts")
+    return found
+
+
+def nets(config: Fields, sparse: Experts) -> Sequence[Dense | Experts]:
+    """Of each layer: experts in every `decoder_sparse_step`th, but for `mlp_only_layers`."""
+    dense, every = common.dense(config), config.integer("decoder_sparse_step", 1)
+    plain = config.counts("mlp_only_layers")
+    return [
+        sparse if layer not in plain and (layer + 1) % every == 0 else dense
+        for layer in range(config.integer("num_hidden_layers"))
+    ]

@@ -1,0 +1,60 @@
+"""Matrices as they are, multiplied by torch: every device and dtype."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.models.linear.experts import Stacked, stack
+from engine.models.linear.protocol import StoredExperts
+from kernels.experts.grouped_mlp import Gate
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Dense:
+    """weight: [out, in]."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
+
+    def apply(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def float(self) -> "Dense":
+        """The same numbers in float32."""
+        return Dense(self.weight.float(), None if self.bias is None else self.bias.float())
+
+
+@dataclass(frozen=True, slots=True)
+class DenseForm:
+    """In `dtype` on `device`."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    def hold(self, stored: Tensor, bias: Tensor | None) -> Dense:
+        own = stored.to(device=self.device, dtype=self.dtype, copy=True)
+        return Dense(own, bias)
+
+    def hold_int8(self, stored: Tensor, scale: Tensor, bias: Tensor | None) -> Dense:
+        return self.hold(stored.float() * scale[:, None], bias)
+
+    def tied(self, embedding: Tensor) -> Dense:
+        return Dense(embedding)
+
+    def experts(self, stored: StoredExperts, count: int, gate: Gate) -> Stacked:
+        return stack(stored, count, gate, self.device, self.dtype)
+
+    def num_bytes(self, rows: int, columns: int) -> int:
+        return rows * columns * self.dtype.itemsize
+
+    def int8_bytes(self, rows: int, columns: int) -> int:
+        return self.num_bytes(rows, columns)
+
+    def tied_bytes(self, rows: int, columns: int) -> int:
+        return 0

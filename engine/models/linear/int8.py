@@ -1,0 +1,91 @@
+"""Matrices in 8 bits with a scale for each channel, by inputs in 8 bits with one for each row.
+
+Sums are of integers and exact: what a row gives does not depend on the rows beside it. Only on a
+CPU that multiplies bytes.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.models.linear import onednn
+from engine.models.linear.experts import Each, each
+from engine.models.linear.protocol import StoredExperts
+from kernels.experts.grouped_mlp import Gate
+
+_LARGEST = 127.0
+ZERO = 128  # the byte that stands for an input of 0: the processor takes unsigned ones
+_ROUNDING = torch.tensor(ZERO + 0.5)
+_SMALLEST = torch.tensor(1e-30)  # scale of a row of zeros
+_BLOCK_NUMBERS = 1 << 19  # quantised at a time: what is wide is small
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Int8Channel:
+    """weight: opaque, int8 [out, in]; scale: float32 [out]; offset: float32 [out], takes off
+    what inputs of ZERO add; bias: [out]."""
+
+    weight: Tensor
+    scale: Tensor
+    offset: Tensor
+    bias: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + self.scale.nbytes + self.offset.nbytes
+
+    def apply(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        scale = torch.add(_SMALLEST, wide.abs().amax(-1, keepdim=True), alpha=1 / _LARGEST)
+        rounded = torch.addcdiv(_ROUNDING, wide, scale).to(torch.uint8)
+        y = onednn.int8_product(rounded, self.weight, self.scale, self.offset).mul_(scale)
+        if self.bias is not None:
+            y += self.bias
+        return y.to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Form:
+    """Quantised from the stored numbers to the nearest of 255 for each channel."""
+
+    def hold(self, stored: Tensor, bias: Tensor | None) -> Int8Channel:
+        return self.hold_int8(*rounded(stored), bias)
+
+    def hold_int8(self, stored: Tensor, scale: Tensor, bias: Tensor | None) -> Int8Channel:
+        offset = row_sums(stored) * scale * -ZERO
+        return Int8Channel(onednn.pack_int8(stored), scale, offset, bias)
+
+    def tied(self, embedding: Tensor) -> Int8Channel:
+        return self.hold(embedding, None)
+
+    def experts(self, stored: StoredExperts, count: int, gate: Gate) -> Each:
+        return each(self, stored, gate)
+
+    def num_bytes(self, rows: int, columns: int) -> int:
+        return rows * (columns + 2 * torch.float32.itemsize)
+
+    def int8_bytes(self, rows: int, columns: int) -> int:
+        return self.num_bytes(rows, columns)
+
+    def tied_bytes(self, rows: int, columns: int) -> int:
+        return self.num_bytes(rows, columns)
+
+
+def rounded(stored: Tensor) -> tuple[Tensor, Tensor]:
+    """[out, in] to int8 [out, in] by scales [out], float32."""
+    weight = torch.empty(stored.shape, dtype=torch.int8)
+    scale = torch.empty(stored.shape[0])
+    rows = max(1, _BLOCK_NUMBERS // stored.shape[1])
+    for start in range(0, stored.shape[0], rows):
+        block = slice(start, start + rows)
+        wide = stored[block].float()
+        scale[block] = wide.abs().amax(-1).div_(_LARGEST).add_(_SMALLEST)
+        weight[block] = (wide / scale[block, None]).round_()
+    return weight, scale
+
+
+def row_sums(numbers: Tensor) -> Tensor:
+    """Of int8 [out, in]: int32 [out]."""
+    rows = max(1, _BLOCK_NUMBERS // numbers.shape[1])
+    return torch.cat([block.sum(-1, dtype=torch.int32) for block in torch.split(numbers, rows)])

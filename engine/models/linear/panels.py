@@ -1,0 +1,139 @@
+"""Matrices in panels: products compiled for this CPU read them as fast as the memory gives them.
+
+A row's result does not depend on the rows beside it, in float32 and bfloat16 as in int8. What is
+told of memory leaves out what fills up the last panel of a matrix.
+"""
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from engine.models.linear.dense import Dense
+from engine.models.linear.experts import Each, each
+from engine.models.linear.int8 import ZERO, rounded, row_sums
+from engine.models.linear.protocol import Linear, StoredExperts
+from kernels.cpu.layers import PanelMatrix
+from kernels.cpu.operators import WORD_BYTES, Operators
+from kernels.experts.grouped_mlp import Gate
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Panels:
+    """weight: as `Operators.pack_panels` makes it of a matrix of shape [out, in]."""
+
+    operators: Operators
+    weight: Tensor
+    shape: tuple[int, int]
+    bias: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.weight.itemsize
+
+    @property
+    def matrix(self) -> PanelMatrix | None:
+        """For layers that are computed in one call; None where rows would have to be filled up."""
+        outputs, inputs = self.shape
+        if inputs * self.weight.itemsize % WORD_BYTES:
+            return None
+        return PanelMatrix(self.operators, self.weight, outputs, inputs, self.bias)
+
+    def apply(self, x: Tensor) -> Tensor:
+        return self.operators.float_product(x, self.weight, self.shape[0], self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class PanelForm:
+    """
+    Args:
+        dtype: one that `operators` multiplies.
+    """
+
+    dtype: torch.dtype
+    operators: Operators
+
+    def hold(self, stored: Tensor, bias: Tensor | None) -> Panels:
+        packed = self.operators.pack_panels(stored.to(self.dtype))
+        outputs, inputs = stored.shape
+        return Panels(self.operators, packed, (outputs, inputs), bias)
+
+    def tied(self, embedding: Tensor) -> Linear:
+        """In float32, where it would take twice as much again, a plain product has to do."""
+        return Dense(embedding) if self._shares else self.hold(embedding, None)
+
+    def experts(self, stored: StoredExperts, count: int, gate: Gate) -> Each:
+        return each(self, stored, gate)
+
+    def num_bytes(self, rows: int, columns: int) -> int:
+        return rows * columns * self.dtype.itemsize
+
+    def tied_bytes(self, rows: int, columns: int) -> int:
+        return 0 if self._shares else self.num_bytes(rows, columns)
+
+    def hold_int8(self, stored: Tensor, scale: Tensor, bias: Tensor | None) -> Panels:
+        return self.hold(stored.float() * scale[:, None], bias)
+
+    def int8_bytes(self, rows: int, columns: int) -> int:
+        return self.num_bytes(rows, columns)
+
+    @property
+    def _shares(self) -> bool:
+        return self.dtype == torch.float32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Int8Panels:
+    """weight: int8, as `Operators.pack_panels` makes it of [out, in]; see `int8_product`."""
+
+    operators: Operators
+    weight: Tensor
+    shape: tuple[int, int]
+    scales: Tensor  # float32 [out]
+    zeros: Tensor  # int32 [out]
+    bias: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) + self.scales.nbytes + self.zeros.nbytes
+
+    @property
+    def matrix(self) -> PanelMatrix:
+        """For layers that are computed in one call."""
+        operators, weight, shape = self.operators, self.weight, self.shape
+        return PanelMatrix(operators, weight, *shape, self.bias, self.scales, self.zeros)
+
+    def apply(self, x: Tensor) -> Tensor:
+        return self.operators.int8_product(x, self.weight, self.scales, self.zeros, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Int8PanelForm:
+    """Rounded as `int8` does it."""
+
+    operators: Operators
+
+    def hold(self, stored: Tensor, bias: Tensor | None) -> Int8Panels:
+        return self.hold_int8(*rounded(stored), bias)
+
+    def hold_int8(self, stored: Tensor, scale: Tensor, bias: Tensor | None) -> Int8Panels:
+        packed = self.operators.pack_panels(stored)
+        zeros = row_sums(stored) * ZERO
+        outputs, inputs = stored.shape
+        return Int8Panels(self.operators, packed, (outputs, inputs), scale, zeros, bias)
+
+    def tied(self, embedding: Tensor) -> Int8Panels:
+        return self.hold(embedding, None)
+
+    def experts(self, stored: StoredExperts, count: int, gate: Gate) -> Each:
+        return each(self, stored, gate)
+
+    def num_bytes(self, rows: int, columns: int) -> int:
+        return rows * (columns + 2 * torch.float32.itemsize)
+
+    def tied_bytes(self, rows: int, columns: int) -> int:
+        return self.num_bytes(rows, columns)
+
+    def int8_bytes(self, rows: int, columns: int) -> int:
+        return self.num_bytes(rows, columns)

@@ -1,0 +1,130 @@
+"""A checkpoint whose family has blocks here, before it is loaded."""
+
+import hashlib
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from common.config import Quantize, SpeculationConfig
+from common.errors import ConfigError
+from common.model_directory import model_directory
+from common.process.allocator import trim
+from engine.models.checkpoint import Checkpoint, stored_names
+from engine.models.decoder import Decoder, DecoderSpec
+from engine.models.drafting import DraftLayerSpec
+from engine.models.eagle import EagleCheckpoint
+from engine.models.families import read_decoder
+from engine.models.heads import as_stored
+from engine.models.refill import drain
+from engine.models.spec import ModelSpec
+from engine.models.vision.encoder import Sight
+from engine.models.weights import load_weights, refill_weights, stored_tensors, weight_bytes
+
+
+class NativeCheckpoint:
+    """See Servable."""
+
+    backend = "native"
+    refilled_whole = False
+
+    def __init__(self, directory: Path, speculation: SpeculationConfig) -> None:
+        """
+        Args:
+            speculation: whose drafter becomes a part of it, if that has a layer.
+        Raises:
+            ConfigError: what is wrong with the configuration, or not supported.
+        """
+        self._directory = directory
+        self._sight = Sight.of(directory)
+        names = stored_names(directory)
+        decoder = as_stored(read_decoder(directory), names)
+        side = 0 if self._sight is None else self._sight.files.token_side
+        decoder = replace(decoder, model=replace(decoder.model, image_token_side=side))
+        if speculation.has_layer and self._sight is not None:
+            raise ConfigError(
+                f"engine.speculation.drafter: {speculation.drafter} is not for models that are "
+                "shown images"
+            )
+        self._eagle: EagleCheckpoint | None = None
+        if speculation.drafter == "eagle":
+            eagle = model_directory(speculation.draft_model, weights=True)
+            self._eagle = EagleCheckpoint(eagle, decoder.model)
+            draft = self._eagle.spec.keeps(decoder.model.hidden_size)
+            decoder = replace(decoder, model=replace(decoder.model, draft=draft))
+        elif speculation.drafter == "mtp":
+            decoder = decoder.drafting(_offered(decoder, names, directory))
+        self._decoder = decoder
+
+    @property
+    def computed(self) -> str:
+        return (
+            "natively" if self._sight is None else "natively, and images by transformers' encoder"
+        )
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._decoder.model
+
+    @property
+    def drafter(self) -> str:
+        if self._eagle is not None:
+            return f"eagle {self._eagle.hash()}"
+        return "none" if self._decoder.drafter is None else "mtp"
+
+    def stored(self) -> Iterable[str]:
+        stored = stored_tensors(Checkpoint(self._directory), self._decoder)
+        return stored if self._sight is None else (*stored, *self._sight.stored())
+
+    def weight_bytes(self, device: torch.device, dtype: torch.dtype, quantize: Quantize) -> int:
+        beside = 0 if self._sight is None else self._sight.weight_bytes(dtype)
+        if self._eagle is not None:
+            beside += self._eagle.weight_bytes(device, dtype, quantize)
+        checkpoint = Checkpoint(self._directory)
+        return beside + weight_bytes(checkpoint, self._decoder, device, dtype, quantize)
+
+    def load(self, device: torch.device, dtype: torch.dtype, quantize: Quantize) -> Decoder:
+        checkpoint = Checkpoint(self._directory)
+        model = load_weights(checkpoint, self._decoder, device, dtype, quantize)
+        if self._sight is not None:
+            model.seeing = self._sight.load(device, dtype)
+        if self._eagle is not None:
+            model.drafter = model.drafting(self._eagle.load(device, dtype, quantize))
+        return model
+
+    def refill(self, model: object, quantize: Quantize) -> None:
+        if not isinstance(model, Decoder):
+            raise ConfigError(f"{self._directory}: the model that runs is not computed natively")
+        refill_weights(model, Checkpoint(self._directory), self._decoder, quantize)
+        if self._sight is not None and model.seeing is not None:
+            self._sight.refill(model.seeing)
+
+    def drain(self, model: object) -> None:
+        assert isinstance(model, Decoder)
+        for part in model.parts:
+            drain(part)
+        if model.seeing is not None:
+            model.seeing.drain()
+        trim()
+
+    def config_hash(self) -> str:
+        model = replace(self.spec, architecture="", dtype=torch.float32, eos_token_ids=())
+        decoder = replace(self._decoder, model=model, prefix="")
+        seen = "" if self._sight is None else self._sight.config_hash()
+        return hashlib.sha256(f"{decoder!r}{seen}".encode()).hexdigest()
+
+
+def _offered(decoder: DecoderSpec, names: Collection[str], directory: Path) -> DraftLayerSpec:
+    """
+    Args:
+        names: of the stored tensors, if they are there.
+    """
+    offered = decoder.offered
+    if offered is None or (names and not any(name.startswith(offered.prefix) for name in names)):
+        raise ConfigError(
+            f"engine.speculation.drafter: mtp wants a layer for drafts in the checkpoint (of "
+            f"deepseek_v3, with num_nextn_predict_layers, qwen3_next or qwen3_5), and {directory} "
+            "has none"
+        )
+    return offered

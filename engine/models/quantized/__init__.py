@@ -1,0 +1,43 @@
+"""How checkpoints store matrices: as they are, or in fewer bits by one of some formats.
+
+Each format has a file, and here is the table of them. What comes out of all is a Matrix.
+"""
+
+from collections.abc import Callable, Mapping
+
+from common.errors import ConfigError
+from engine.models.fields import Fields
+from engine.models.quantized.awq import awq
+from engine.models.quantized.compressed import compressed_tensors
+from engine.models.quantized.fp8 import fbgemm_fp8, fp8
+from engine.models.quantized.gptq import gptq
+from engine.models.quantized.mxfp4 import mxfp4
+from engine.models.quantized.plain import PLAIN
+from engine.models.quantized.protocol import Scheme
+
+# By quant_method.
+SCHEMES: Mapping[str, Callable[[Fields], Scheme]] = {
+    "fp8": fp8,
+    "fbgemm_fp8": fbgemm_fp8,
+    "compressed-tensors": compressed_tensors,
+    "awq": awq,
+    "gptq": gptq,
+    "mxfp4": mxfp4,
+}
+
+
+def scheme_of(config: Fields) -> Scheme:
+    """What a model's `quantization_config` says.
+
+    Raises:
+        ConfigError: a method or a variant of it that is not supported, by name.
+    """
+    if "quantization_config" not in config:
+        return PLAIN
+    quantisation = config.nested("quantization_config")
+    method = quantisation.text("quant_method")
+    if method not in SCHEMES:
+        raise ConfigError(
+            f"checkpoints quantised by {method!r} are not supported; {', '.join(SCHEMES)} are"
+        )
+    return SCHEMES[method](quantisation)

@@ -1,0 +1,147 @@
+"""compressed-tensors, as llm-compressor writes it: fp8, int8 by channel, int4 and int8 by group.
+
+One scheme for all quantised modules; a checkpoint that mixes several is refused.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from engine.models.checkpoint import FLOATS, Checkpoint, Wanted
+from engine.models.fields import Fields
+from engine.models.linear import Matrix
+from engine.models.quantized.fp8 import Fp8
+from engine.models.quantized.packed import BITS, floats, group_size, unpacked
+from engine.models.quantized.protocol import Scheme
+
+_ACTIVATIONS = frozenset({".input_scale", ".input_zero_point", ".k_scale", ".v_scale"})
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Stored:
+    """int8 with a scale for each row, around zero."""
+
+    name: str = "int8 by channel"
+    int8_channels: bool = True
+    ignored: frozenset[str] = _ACTIVATIONS
+    numbers: str = ".weight"
+
+    def shape(self, module: str, checkpoint: Checkpoint) -> tuple[int, int]:
+        return checkpoint.matrix_shape(f"{module}.weight")
+
+    def wanted(
+        self, module: str, rows: int, columns: int, checkpoint: Checkpoint
+    ) -> Mapping[str, Wanted]:
+        return {
+            f"{module}.weight": Wanted((rows, columns), dtypes=("I8",)),
+            f"{module}.weight_scale": Wanted((rows, 1), FLOATS, ((rows,), (1,), ())),
+        }
+
+    def matrix(self, module: str, rows: int, columns: int, checkpoint: Checkpoint) -> Matrix:
+        scale = checkpoint.read(f"{module}.weight_scale").float().reshape(-1)
+        return Matrix(checkpoint.read(f"{module}.weight"), scale.expand(rows).clone())
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Integers packed along the rows, in groups of inputs (-1: one group), around half of their
+    range or a zero point."""
+
+    bits: int
+    group: int
+    symmetric: bool
+
+    @property
+    def name(self) -> str:
+        groups = "by channel" if self.group == -1 else f"groups of {self.group}"
+        return f"packed int{self.bits}, {groups}"
+
+    @property
+    def int8_channels(self) -> bool:
+        return False
+
+    @property
+    def ignored(self) -> frozenset[str]:
+        return _ACTIVATIONS | {".weight_shape"}  # the model's own says the same
+
+    @property
+    def numbers(self) -> str:
+        return ".weight_packed"
+
+    def shape(self, module: str, checkpoint: Checkpoint) -> tuple[int, int]:
+        rows, words = checkpoint.matrix_shape(f"{module}.weight_packed")
+        columns = words * (32 // self.bits)
+        if f"{module}.weight_shape" in checkpoint.tensors:  # the last words may not be full
+            columns = int(checkpoint.read(f"{module}.weight_shape")[-1])
+        return rows, columns
+
+    def wanted(
+        self, module: str, rows: int, columns: int, checkpoint: Checkpoint
+    ) -> Mapping[str, Wanted]:
+        words, groups = 32 // self.bits, columns // group_size(self.group, columns, module)
+        tensors = {
+            f"{module}.weight_packed": Wanted((rows, -(-columns // words)), dtypes=("I32",)),
+            f"{module}.weight_scale": Wanted((rows, groups), dtypes=FLOATS),
+        }
+        if not self.symmetric:
+            zeros = Wanted((-(-rows // words), groups), dtypes=("I32",))
+            tensors[f"{module}.weight_zero_point"] = zeros
+        if f"{module}.weight_g_idx" in checkpoint.tensors:
+            tensors[f"{module}.weight_g_idx"] = Wanted((columns,), dtypes=("I32", "I64"))
+        return tensors
+
+    def matrix(self, module: str, rows: int, columns: int, checkpoint: Checkpoint) -> Matrix:
+        packed = checkpoint.read(f"{module}.weight_packed")
+        scale = checkpoint.read(f"{module}.weight_scale")
+        zeros = torch.full_like(scale, 2 ** (self.bits - 1))
+        if not self.symmetric:
+            words = checkpoint.read(f"{module}.weight_zero_point").t()
+            zeros = unpacked(words, self.bits).t()[:rows]
+        order, groups = f"{module}.weight_g_idx", None
+        if order in checkpoint.tensors:
+            groups = checkpoint.read(order)
+        numbers = unpacked(packed, self.bits)[:, :columns]
+        return Matrix(floats(numbers, scale, zeros, groups))
+
+
+def compressed_tensors(config: Fields) -> Scheme:
+    for name in ("sparsity_config", "transform_config"):
+        if name in config and not config.nested(name).is_empty:
+            raise config.wrong(name, "absent")
+    groups = config.nested("config_groups").objects()
+    if len(groups) != 1:
+        raise config.wrong("config_groups", "one group: all modules must be quantised alike")
+    (group,) = groups
+    form = group.text("format", config.text("format"))
+    weights = group.nested("weights")
+    bits, strategy = weights.integer("num_bits"), weights.text("strategy")
+    match form, weights.text("type", "int"):
+        case (("float-quantized" | "naive-quantized"), "float") if bits == 8:
+            return _float(weights, strategy)
+        case (("int-quantized" | "naive-quantized"), "int") if bits == 8:
+            if strategy not in ("channel", "tensor"):
+                raise weights.wrong("strategy", "channel or tensor")
+            if not weights.flag("symmetric", True):
+                raise weights.wrong("symmetric", "true")
+            return Int8Stored()
+        case "pack-quantized", "int" if bits in BITS:
+            if strategy not in ("channel", "group"):
+                raise weights.wrong("strategy", "channel or group")
+            size = weights.group("group_size") if strategy == "group" else -1
+            return Packed(bits, size, weights.flag("symmetric", True))
+    raise config.wrong(
+        "format",
+        "float-quantized or int-quantized of 8 bits, or pack-quantized of 4 or 8",
+    )
+
+
+def _float(weights: Fields, strategy: str) -> Fp8:
+    if strategy == "block":
+        sizes = weights.counts("block_structure")
+        if len(sizes) != 2 or 0 in sizes:
+            raise weights.wrong("block_structure", "two positive integers")
+        return Fp8((sizes[0], sizes[1]))
+    if strategy not in ("channel", "tensor"):
+        raise weights.wrong("strategy", "channel, tensor or block")
+    return Fp8(None)

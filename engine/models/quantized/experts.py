@@ -1,0 +1,167 @@
+"""How checkpoints store a layer's experts: matrix by matrix, or all in one tensor."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from engine.models.checkpoint import Checkpoint, Wanted
+from engine.models.linear import Matrix, StoredExpert, joined
+from engine.models.quantized.mxfp4 import are_mxfp4, read_mxfp4, wanted_mxfp4
+from engine.models.quantized.plain import PLAIN
+from engine.models.quantized.protocol import Scheme, storing
+from kernels.experts.grouped_mlp import Gate
+
+_GATE_UP, _DOWN = "gate_up_proj", "down_proj"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a layer's experts are. prefix: of all their names, with the dot."""
+
+    checkpoint: Checkpoint
+    scheme: Scheme
+    prefix: str
+
+
+class ExpertStorage(Protocol):
+    @property
+    def biased(self) -> bool: ...
+
+    def wanted(self, shape: "ExpertShape", place: Place) -> Mapping[str, Wanted]: ...
+
+    def int8_channels(self, place: Place) -> bool:
+        """Whether all matrices are of int8 with a scale for each row."""
+        ...
+
+    def read(self, number: int, shape: "ExpertShape", place: Place) -> StoredExpert: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShape:
+    count: int
+    hidden: int
+    inner: int
+    gate: Gate
+    storage: ExpertStorage
+
+
+@dataclass(frozen=True, slots=True)
+class OneByOne:
+    """Modules n.gate, n.up and n.down of expert n, by these names, in whatever scheme."""
+
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    biased: bool = False
+
+    def wanted(self, shape: ExpertShape, place: Place) -> Mapping[str, Wanted]:
+        tensors: dict[str, Wanted] = {}
+        for number in range(shape.count):
+            for name in (self.gate, self.up):
+                tensors |= self._wanted(f"{number}.{name}", shape.inner, shape.hidden, place)
+            tensors |= self._wanted(f"{number}.{self.down}", shape.hidden, shape.inner, place)
+        return tensors
+
+    def int8_channels(self, place: Place) -> bool:
+        names = (self.gate, self.up, self.down)
+        return all(_scheme(f"0.{name}", place).int8_channels for name in names)
+
+    def read(self, number: int, shape: ExpertShape, place: Place) -> StoredExpert:
+        gate, up = (
+            _matrix(f"{number}.{name}", shape.inner, shape.hidden, place)
+            for name in (self.gate, self.up)
+        )
+        down = _matrix(f"{number}.{self.down}", shape.hidden, shape.inner, place)
+        return StoredExpert(joined([gate, up]), down)
+
+    def _wanted(self, module: str, rows: int, columns: int, place: Place) -> Mapping[str, Wanted]:
+        scheme = _scheme(module, place)
+        return scheme.wanted(place.prefix + module, rows, columns, place.checkpoint)
+
+
+@dataclass(frozen=True, slots=True)
+class Stacked:
+    """One tensor for all, outputs first, those of gate before those of up, as floats; layers that
+    have no such tensors have `otherwise`."""
+
+    otherwise: OneByOne = field(default_factory=OneByOne)
+
+    @property
+    def biased(self) -> bool:
+        return self.otherwise.biased
+
+    def wanted(self, shape: ExpertShape, place: Place) -> Mapping[str, Wanted]:
+        if not _is_stacked(place):
+            return self.otherwise.wanted(shape, place)
+        count, hidden, inner = shape.count, shape.hidden, shape.inner
+        return {
+            f"{place.prefix}{_GATE_UP}": Wanted((count, 2 * inner, hidden)),
+            f"{place.prefix}{_DOWN}": Wanted((count, hidden, inner)),
+        }
+
+    def int8_channels(self, place: Place) -> bool:
+        return not _is_stacked(place) and self.otherwise.int8_channels(place)
+
+    def read(self, number: int, shape: ExpertShape, place: Place) -> StoredExpert:
+        if not _is_stacked(place):
+            return self.otherwise.read(number, shape, place)
+        gate_up, down = (
+            Matrix(place.checkpoint.read(place.prefix + name)[number]) for name in (_GATE_UP, _DOWN)
+        )
+        return StoredExpert(gate_up, down)
+
+
+def _is_stacked(place: Place) -> bool:
+    return f"{place.prefix}{_GATE_UP}" in place.checkpoint.tensors
+
+
+@dataclass(frozen=True, slots=True)
+class InTurn:
+    """One tensor for all, inputs first, or MXFP4 blocks; outputs of gate and up in turn; biases."""
+
+    biased: bool = True
+
+    def wanted(self, shape: ExpertShape, place: Place) -> Mapping[str, Wanted]:
+        count, hidden, inner = shape.count, shape.hidden, shape.inner
+        tensors = {
+            f"{place.prefix}gate_up_proj_bias": Wanted((count, 2 * inner)),
+            f"{place.prefix}down_proj_bias": Wanted((count, hidden)),
+        }
+        for name, rows, columns in (
+            ("gate_up_proj", 2 * inner, hidden),
+            ("down_proj", hidden, inner),
+        ):
+            module = place.prefix + name
+            if are_mxfp4(module, place.checkpoint):
+                tensors |= wanted_mxfp4(module, count, rows, columns)
+            else:
+                tensors[module] = Wanted((count, columns, rows))
+        return tensors
+
+    def int8_channels(self, place: Place) -> bool:
+        return False
+
+    def read(self, number: int, shape: ExpertShape, place: Place) -> StoredExpert:
+        def matrix(name: str) -> Matrix:
+            module = place.prefix + name
+            if are_mxfp4(module, place.checkpoint):
+                return read_mxfp4(module, number, place.checkpoint)
+            return Matrix(place.checkpoint.read(module)[number].t())
+
+        both = matrix("gate_up_proj").numbers
+        bias = place.checkpoint.read(f"{place.prefix}gate_up_proj_bias")[number]
+        return StoredExpert(
+            joined([Matrix(both[::2]), Matrix(both[1::2])]),
+            matrix("down_proj"),
+            bias.view(-1, 2).t().flatten(),
+            place.checkpoint.read(f"{place.prefix}down_proj_bias")[number],
+        )
+
+
+def _scheme(module: str, place: Place) -> Scheme:
+    return storing(place.scheme, PLAIN, place.prefix + module, place.checkpoint)
+
+
+def _matrix(module: str, rows: int, columns: int, place: Place) -> Matrix:
+    name = place.prefix + module
+    return _scheme(module, place).matrix(name, rows, columns, place.checkpoint)

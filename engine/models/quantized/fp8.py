@@ -1,0 +1,83 @@
+"""Floats of eight bits with a scale for each block, each row, or all of a matrix.
+
+Written by DeepSeek, Qwen and vLLM's quantisers (`fp8`), by Meta (`fbgemm_fp8`), and within
+`compressed-tensors`. Scales of activations are left alone: inputs are not rounded here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from engine.models.checkpoint import FLOATS, Checkpoint, Wanted
+from engine.models.fields import Fields
+from engine.models.linear import Matrix
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8:
+    """block: rows and columns that a scale is for; None: a row, or all of the matrix."""
+
+    block: tuple[int, int] | None
+
+    @property
+    def name(self) -> str:
+        return "fp8" if self.block is None else f"fp8 in blocks of {self.block[0]}x{self.block[1]}"
+
+    @property
+    def int8_channels(self) -> bool:
+        return False
+
+    @property
+    def ignored(self) -> frozenset[str]:
+        return frozenset({".input_scale", ".k_scale", ".v_scale", ".activation_scale"})
+
+    @property
+    def numbers(self) -> str:
+        return ".weight"
+
+    def shape(self, module: str, checkpoint: Checkpoint) -> tuple[int, int]:
+        return checkpoint.matrix_shape(f"{module}.weight")
+
+    def wanted(
+        self, module: str, rows: int, columns: int, checkpoint: Checkpoint
+    ) -> Mapping[str, Wanted]:
+        if self.block is None:
+            shapes: tuple[tuple[int, ...], ...] = ((rows, 1), (rows,), (1,), ())
+        else:
+            shapes = ((-(-rows // self.block[0]), -(-columns // self.block[1])),)
+        return {
+            f"{module}.weight": Wanted((rows, columns), dtypes=("F8_E4M3",)),
+            self._scale(module, checkpoint): Wanted(shapes[0], FLOATS, shapes[1:]),
+        }
+
+    def matrix(self, module: str, rows: int, columns: int, checkpoint: Checkpoint) -> Matrix:
+        numbers = checkpoint.read(f"{module}.weight").float()
+        scale = checkpoint.read(self._scale(module, checkpoint)).float()
+        if self.block is None:
+            return Matrix(numbers.mul_(scale.reshape(-1, 1)))
+        height, width = self.block
+        for place, scales in enumerate(scale):
+            band = numbers[place * height : (place + 1) * height]
+            band.mul_(scales.repeat_interleave(width)[:columns])
+        return Matrix(numbers)
+
+    @staticmethod
+    def _scale(module: str, checkpoint: Checkpoint) -> str:
+        inverse = f"{module}.weight_scale_inv"  # what it multiplies by, whatever it is called
+        return inverse if inverse in checkpoint.tensors else f"{module}.weight_scale"
+
+
+def fp8(config: Fields) -> Fp8:
+    block = config.counts("weight_block_size")
+    if not block:
+        return Fp8(None)
+    return Fp8(_block(config, block))
+
+
+def fbgemm_fp8(config: Fields) -> Fp8:
+    return Fp8(None)
+
+
+def _block(config: Fields, sizes: tuple[int, ...]) -> tuple[int, int]:
+    if len(sizes) != 2 or 0 in sizes:
+        raise config.wrong("weight_block_size", "two positive integers")
+    return sizes[0], sizes[1]

@@ -1,0 +1,80 @@
+"""GPTQ: inputs packed by eight down the columns, in groups that may be in any order."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from engine.models.checkpoint import FLOATS, Checkpoint, Wanted
+from engine.models.fields import Fields
+from engine.models.linear import Matrix
+from engine.models.quantized.packed import BITS, floats, group_size, unpacked
+
+
+@dataclass(frozen=True, slots=True)
+class Gptq:
+    """zeros_less_one: zeros are stored as one less, as the first version of the format does."""
+
+    bits: int
+    group: int
+    zeros_less_one: bool
+
+    @property
+    def name(self) -> str:
+        return f"GPTQ int{self.bits}, groups of {self.group}"
+
+    @property
+    def int8_channels(self) -> bool:
+        return False
+
+    @property
+    def ignored(self) -> frozenset[str]:
+        return frozenset()
+
+    @property
+    def numbers(self) -> str:
+        return ".qweight"
+
+    def shape(self, module: str, checkpoint: Checkpoint) -> tuple[int, int]:
+        words, rows = checkpoint.matrix_shape(f"{module}.qweight")
+        return rows, words * (32 // self.bits)
+
+    def wanted(
+        self, module: str, rows: int, columns: int, checkpoint: Checkpoint
+    ) -> Mapping[str, Wanted]:
+        words, groups = 32 // self.bits, columns // group_size(self.group, columns, module)
+        tensors = {
+            f"{module}.qweight": Wanted((columns // words, rows), dtypes=("I32",)),
+            f"{module}.qzeros": Wanted((groups, rows // words), dtypes=("I32",)),
+            f"{module}.scales": Wanted((groups, rows), dtypes=FLOATS),
+        }
+        order = f"{module}.g_idx"
+        return tensors | (
+            {order: Wanted((columns,), ("I32",))} if order in checkpoint.tensors else {}
+        )
+
+    def matrix(self, module: str, rows: int, columns: int, checkpoint: Checkpoint) -> Matrix:
+        numbers = unpacked(checkpoint.read(f"{module}.qweight").t(), self.bits)
+        zeros = unpacked(checkpoint.read(f"{module}.qzeros"), self.bits).t()
+        if self.zeros_less_one:  # 0 is the largest number then
+            zeros = (zeros + 1) & (2**self.bits - 1)
+        groups = None
+        if f"{module}.g_idx" in checkpoint.tensors:
+            groups = checkpoint.read(f"{module}.g_idx")
+            size = group_size(self.group, columns, module)
+            if torch.equal(groups, torch.arange(columns, dtype=torch.int32) // size):
+                groups = None
+        scales = checkpoint.read(f"{module}.scales").t()
+        return Matrix(floats(numbers, scales, zeros, groups))
+
+
+def gptq(config: Fields) -> Gptq:
+    bits = config.integer("bits")
+    if bits not in BITS:
+        raise config.wrong("bits", "4 or 8")
+    if "dynamic" in config:
+        raise config.wrong("dynamic", "absent: all modules must be quantised alike")
+    form = config.text("checkpoint_format", "gptq")
+    if form not in ("gptq", "gptq_v2"):
+        raise config.wrong("checkpoint_format", "gptq or gptq_v2")
+    return Gptq(bits, config.group("group_size"), zeros_less_one=form == "gptq")

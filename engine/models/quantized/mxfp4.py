@@ -1,0 +1,50 @@
+"""Floats of four bits (e2m1), two in a byte, with a power of two for each 32 inputs: gpt-oss.
+
+Only the experts are stored so, all of a layer in one tensor.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from engine.models.checkpoint import Checkpoint, Wanted
+from engine.models.fields import Fields
+from engine.models.linear import Matrix
+from engine.models.quantized.plain import Plain
+
+_BLOCK = 32  # inputs, of 16 bytes
+_BIAS = 127  # of exponents
+_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_VALUES = torch.tensor([*_POSITIVE, *(-value for value in _POSITIVE)])
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4(Plain):
+    """Of all modules but the experts, which say themselves how they are stored."""
+
+    name: str = "MXFP4 experts"
+
+
+def mxfp4(config: Fields) -> Mxfp4:
+    return Mxfp4()
+
+
+def are_mxfp4(module: str, checkpoint: Checkpoint) -> bool:
+    return f"{module}_blocks" in checkpoint.tensors
+
+
+def wanted_mxfp4(module: str, count: int, rows: int, columns: int) -> Mapping[str, Wanted]:
+    blocks = columns // _BLOCK
+    return {
+        f"{module}_blocks": Wanted((count, rows, blocks, _BLOCK // 2), dtypes=("U8",)),
+        f"{module}_scales": Wanted((count, rows, blocks), dtypes=("U8",)),
+    }
+
+
+def read_mxfp4(module: str, number: int, checkpoint: Checkpoint) -> Matrix:
+    """[rows, columns] of one expert."""
+    packed = checkpoint.read(f"{module}_blocks")[number]
+    exponents = checkpoint.read(f"{module}_scales")[number].int() - _BIAS
+    places = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(2).int()
+    return Matrix(torch.ldexp(_VALUES[places], exponents.unsqueeze(-1)).flatten(1))

@@ -1,0 +1,30 @@
+"""Matrices as they are."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from engine.models.checkpoint import Checkpoint, Wanted
+from engine.models.linear import Matrix
+from engine.models.spec import NOT_QUANTISED
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    name: str = NOT_QUANTISED
+    int8_channels: bool = False
+    ignored: frozenset[str] = frozenset()
+    numbers: str = ".weight"
+
+    def shape(self, module: str, checkpoint: Checkpoint) -> tuple[int, int]:
+        return checkpoint.matrix_shape(f"{module}.weight")
+
+    def wanted(
+        self, module: str, rows: int, columns: int, checkpoint: Checkpoint
+    ) -> Mapping[str, Wanted]:
+        return {f"{module}.weight": Wanted((rows, columns))}
+
+    def matrix(self, module: str, rows: int, columns: int, checkpoint: Checkpoint) -> Matrix:
+        return Matrix(checkpoint.read(f"{module}.weight"))
+
+
+PLAIN = Plain()

@@ -1,0 +1,139 @@
+"""RoPE variants: how a configuration gives the inverse frequencies.
+
+All arithmetic is float32 as in Hugging Face's models, so that the angles of far tokens agree.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from common.errors import ConfigError
+from engine.models.blocks.rotation import Rope
+from engine.models.fields import Fields
+
+SUPPORTED = ("default", "linear", "llama3", "yarn")
+
+
+def parse_rope(
+    config: Fields,
+    head_dim: int,
+    context_length: int,
+    *,
+    theta: float = 1e4,
+    rotated: float | None = None,
+) -> Rope:
+    """Reads `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4).
+
+    Args:
+        theta: where neither says.
+        rotated: likewise, the share of a head's numbers that are; None: all must be.
+    Raises:
+        ConfigError: an unsupported variant, naming those that are supported.
+    """
+    name = "rope_parameters" if "rope_parameters" in config else "rope_scaling"
+    rope = config.nested(name)
+    rotated = _rotated(config, rotated)
+    theta = config.number("rope_theta", theta)
+    return rope_of(rope, head_dim, context_length, theta=theta, rotated=rotated)
+
+
+def _rotated(fields: Fields, rotated: float | None) -> float | None:
+    if rotated is not None:
+        return fields.number("partial_rotary_factor", rotated)
+    if fields.number("partial_rotary_factor", 1.0) != 1.0:
+        raise fields.wrong("partial_rotary_factor", "1")
+    return None
+
+
+def rope_of(
+    rope: Fields, head_dim: int, context_length: int, *, theta: float, rotated: float | None = None
+) -> Rope:
+    """What one object of rope parameters says. Otherwise as `parse_rope`."""
+    theta = rope.number("rope_theta", theta)
+    kind = rope.text("rope_type", rope.text("type", "default"))
+    rotated = _rotated(rope, rotated)
+    size = head_dim if rotated is None else int(head_dim * rotated)
+    if not 0 < size <= head_dim or size % 2:
+        raise rope.wrong("partial_rotary_factor", f"an even part of a head of {head_dim}")
+    exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
+    frequencies = 1.0 / theta**exponents
+    scale = 1.0
+    match kind:
+        case "default" | "mrope":  # which says of axes, and not of frequencies
+            pass
+        case "linear":
+            frequencies = frequencies / rope.number("factor")
+        case "llama3":
+            frequencies = _llama3(frequencies, rope, context_length)
+        case "yarn":
+            frequencies, scale = _yarn(theta**exponents, theta, rope, context_length)
+        case _:
+            raise ConfigError(f"RoPE variant {kind!r} is not supported; {', '.join(SUPPORTED)} are")
+    return Rope(tuple(frequencies.tolist()), scale)
+
+
+def extended_context(config: Fields, context_length: int) -> int:
+    """yarn's factor counts from the original length, whatever max_position_embeddings says."""
+    name = "rope_parameters" if "rope_parameters" in config else "rope_scaling"
+    rope = config.nested(name)
+    if rope.text("rope_type", rope.text("type", "default")) != "yarn":
+        return context_length
+    original = rope.integer("original_max_position_embeddings", context_length)
+    return max(context_length, int(original * rope.number("factor")))
+
+
+def score_scale(config: Fields) -> float:
+    """By how much scores grow with the length that yarn's factor makes room for, where
+    `mscale_all_dim` says so, as in DeepSeek-V2 and later."""
+    rope = config.nested("rope_parameters" if "rope_parameters" in config else "rope_scaling")
+    if rope.text("rope_type", rope.text("type", "default")) != "yarn":
+        return 1.0
+    return _magnitude(rope.number("factor"), rope.number("mscale_all_dim", 0.0)) ** 2
+
+
+def _llama3(frequencies: Tensor, rope: Fields, context_length: int) -> Tensor:
+    """Long wavelengths are divided by the factor, short ones kept, a smooth step between.
+
+    Source: Llama 3.1 reference code, apply_scaling.
+    """
+    factor = rope.number("factor")
+    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    original = rope.integer("original_max_position_embeddings", context_length)
+    turns = original * frequencies / (2 * math.pi)  # of the angle over the original context
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - kept) * frequencies / factor + kept * frequencies
+
+
+def _yarn(periods: Tensor, theta: float, rope: Fields, context_length: int) -> tuple[Tensor, float]:
+    """Source: YaRN, Peng et al. 2023, sections 3.2 to 3.4."""
+    factor = rope.number("factor")
+    original = rope.integer("original_max_position_embeddings", context_length)
+    head_dim = 2 * len(periods)
+
+    def dimension(turns: float) -> float:
+        """Where the angle makes so many turns over the original context."""
+        return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = dimension(rope.number("beta_fast", 32)), dimension(rope.number("beta_slow", 1))
+    if rope.flag("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = high - low if high != low else 0.001
+    interpolated = ((torch.arange(len(periods)) - low) / width).clamp(0.0, 1.0)
+    frequencies = interpolated / (factor * periods) + (1 - interpolated) / periods
+    return frequencies, _yarn_scale(factor, rope)
+
+
+def _yarn_scale(factor: float, rope: Fields) -> float:
+    if "attention_factor" in rope:
+        return rope.number("attention_factor")
+
+    mscale, all_dim = rope.number("mscale", 0.0), rope.number("mscale_all_dim", 0.0)
+    if mscale and all_dim:
+        return _magnitude(factor, mscale) / _magnitude(factor, all_dim)
+    return _magnitude(factor, 1.0)
+
+
+def _magnitude(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

@@ -1,0 +1,167 @@
+"""A decoder's layers as one: each by its own operations, or all of them in one compiled call.
+
+Which of the two it is depends on what the layers are made of, and is known when they are.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+
+from engine.kv_cache.kv import KVPool
+from engine.models.blocks.attention import AttentionBlock
+from engine.models.blocks.dense import DenseBlock
+from engine.models.blocks.layer import Layer
+from engine.models.blocks.norm import RmsNorm
+from engine.models.blocks.protocol import Kept, Step
+from engine.models.blocks.rotation import Rotation
+from engine.models.linear import Linear
+from engine.models.linear.panels import Int8Panels, Panels
+from kernels.attention.paged import check_kv
+from kernels.cpu.layers import (
+    CompiledLayer,
+    CompiledLayers,
+    CompiledPool,
+    CompiledStep,
+    NormWeight,
+    PanelMatrix,
+)
+
+
+class Stack(Protocol):
+    def forward(self, x: Tensor, step: Step, pool: KVPool) -> tuple[Tensor, Tensor | None]:
+        """
+        Args:
+            x: [num_tokens, hidden], embeddings; becomes the stack's.
+        Returns:
+            What the last layer has computed, and what that is to be added to.
+        """
+        ...
+
+
+def stack_of(layers: tuple[Layer, ...]) -> Stack:
+    """In one call where all layers are of attention and a dense net, with matrices in panels."""
+    rotations: list[Rotation] = []
+    compiled = [_compiled(layer, rotations) for layer in layers]
+    whole = [layer for layer in compiled if layer is not None]
+    if not layers or len(whole) < len(layers):
+        return LayerByLayer(layers)
+    return InOneCall(CompiledLayers(whole), rotations, LayerByLayer(layers))
+
+
+class LayerByLayer:
+    def __init__(self, layers: tuple[Layer, ...]) -> None:
+        self._layers = layers
+
+    def forward(self, x: Tensor, step: Step, pool: KVPool) -> tuple[Tensor, Tensor | None]:
+        residual: Tensor | None = None
+        layers = zip(self._layers, pool.layers, pool.layout.places, pool.cells, strict=True)
+        for layer, kv, place, cells in layers:
+            x, residual = layer.forward(x, residual, step, Kept(kv, place.table, cells))
+        return x, residual
+
+
+def tap(
+    layers: Sequence[Layer], taps: Sequence[int], x: Tensor, step: Step, pool: KVPool
+) -> tuple[Tensor, Tensor | None, Sequence[Tensor]]:
+    """As `Stack.forward`, layer by layer; and what went into the layers of these numbers,
+    [num_tokens, hidden] each."""
+    residual: Tensor | None = None
+    tapped: dict[int, Tensor] = {}
+    kept = zip(layers, pool.layers, pool.layout.places, pool.cells, strict=True)
+    for number, (layer, kv, place, cells) in enumerate(kept):
+        if number in taps:
+            tapped[number] = x.clone() if residual is None else x + residual
+        x, residual = layer.forward(x, residual, step, Kept(kv, place.table, cells))
+    return x, residual, [tapped[number] for number in taps]
+
+
+class InOneCall:
+    """
+    Args:
+        rotations: of the angles that the layers name by their places.
+        one_by_one: the same layers, for what is kept in another dtype than is computed in.
+    """
+
+    def __init__(
+        self, layers: CompiledLayers, rotations: Sequence[Rotation], one_by_one: LayerByLayer
+    ) -> None:
+        self._layers = layers
+        self._one_by_one = one_by_one
+        self._rotations = rotations
+        self._pools: WeakKeyDictionary[KVPool, CompiledPool] = WeakKeyDictionary()
+
+    def forward(self, x: Tensor, step: Step, pool: KVPool) -> tuple[Tensor, Tensor | None]:
+        if pool.layout.dtype != x.dtype:
+            return self._one_by_one.forward(x, step, pool)
+        batch = step.batch
+        compiled = CompiledStep(
+            page_ids=batch.page_ids,
+            query_starts=batch.query_starts,
+            lengths=batch.lengths,
+            num_decodes=batch.num_decodes,
+            locations=batch.locations,
+            page_starts=batch.page_starts,
+            angles=[rotation.angles(batch.positions) for rotation in self._rotations],
+        )
+        return self._layers.forward(x, compiled, self._compiled_pool(pool))
+
+    def _compiled_pool(self, pool: KVPool) -> CompiledPool:
+        if pool not in self._pools:
+            for view in pool.layers:
+                check_kv(view)
+            tables = [place.table for place in pool.layout.places]
+            self._pools[pool] = CompiledPool(pool.layers, tables)
+        return self._pools[pool]
+
+
+def _compiled(layer: Layer, rotations: list[Rotation]) -> CompiledLayer | None:
+    """None where it has more to it. A rotation that is not there yet is added."""
+    mixer, ffn = layer.mixer, layer.ffn
+    if not isinstance(mixer, AttentionBlock) or not isinstance(ffn, DenseBlock):
+        return None
+    spec, pairs = mixer.spec, len(mixer.rotation.inverse_frequencies)
+    qkv, output = _matrix(mixer.qkv), _matrix(mixer.output)
+    gate_up, down = _matrix(ffn.gate_up), _matrix(ffn.down)
+    if qkv is None or output is None or gate_up is None or down is None:
+        return None
+    if spec.output_gate or spec.sinks or 2 * pairs != spec.head_dim:
+        return None
+    if mixer.rotation not in rotations:
+        rotations.append(mixer.rotation)
+    return CompiledLayer(
+        mixer_norm=_norm(layer.mixer_norm),
+        mixer_post_norm=_norm_or_none(layer.mixer_post_norm),
+        q_norm=_norm_or_none(mixer.q_norm),
+        k_norm=_norm_or_none(mixer.k_norm),
+        ffn_norm=_norm(layer.ffn_norm),
+        ffn_post_norm=_norm_or_none(layer.ffn_post_norm),
+        qkv=qkv,
+        output=output,
+        gate_up=gate_up,
+        down=down,
+        heads=spec.heads,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        window=spec.window,
+        activation=ffn.activation,
+        rotation=rotations.index(mixer.rotation),
+        scale=spec.scale,
+        soft_cap=spec.soft_cap,
+    )
+
+
+def _matrix(linear: Linear) -> PanelMatrix | None:
+    match linear:
+        case Panels() | Int8Panels():
+            return linear.matrix
+    return None
+
+
+def _norm(norm: RmsNorm) -> NormWeight:
+    return NormWeight(norm.weight, norm.eps)
+
+
+def _norm_or_none(norm: RmsNorm | None) -> NormWeight | None:
+    return None if norm is None else _norm(norm)

@@ -1,0 +1,96 @@
+"""Models computed by the class that transformers has for them, with our attention in it.
+
+Slower than the native decoder, and there for every decoder that attends by transformers' attention
+interface and keeps nothing but KV. What is not served is refused by name, before weights are read.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from common.config import Quantize
+from common.errors import ConfigError
+from common.process.allocator import trim
+from engine.models.checkpoint import Checkpoint
+from engine.models.fields import Fields, eos_token_ids
+from engine.models.quantized import scheme_of
+from engine.models.quantized.protocol import Scheme
+from engine.models.spec import ModelSpec
+from engine.models.transformers_backend import loading
+from engine.models.transformers_backend.held import drain_modules, refill_modules
+from engine.models.transformers_backend.model import BorrowedModel
+from engine.models.transformers_backend.skeleton import Skeleton, skeleton
+
+# Of a configuration: KV does not depend on these.
+_NOT_COMPARED = ("_name_or_path", "dtype", "eos_token_id", "torch_dtype", "transformers_version")
+
+
+class BorrowedCheckpoint:
+    """A checkpoint that a class of transformers computes; see Servable."""
+
+    backend = "transformers"
+    refilled_whole = True
+    drafter = "none"
+
+    def __init__(self, directory: Path, because: str) -> None:
+        """
+        Args:
+            because: why it is not computed natively.
+        Raises:
+            ConfigError: what is wrong with the configuration, or why the class is not served.
+        """
+        self._directory = directory
+        stored = Fields.of(directory / "config.json")
+        self._scheme = scheme_of(stored)
+        self._skeleton = skeleton(directory)
+        self.spec = _spec(self._skeleton, stored, directory, self._scheme)
+        self.computed = f"by transformers' {self._skeleton.name}, {because}"
+        if self._skeleton.limited:
+            self.computed += f"; {self._skeleton.limited}"
+
+    def stored(self) -> Iterable[str]:
+        return Checkpoint(self._directory).tensors
+
+    def weight_bytes(self, device: torch.device, dtype: torch.dtype, quantize: Quantize) -> int:
+        return loading.weight_bytes(self._skeleton, device, dtype, quantize)
+
+    def load(self, device: torch.device, dtype: torch.dtype, quantize: Quantize) -> BorrowedModel:
+        return loading.load(
+            self._directory, self._scheme, self._skeleton, self.spec, device, dtype, quantize
+        )
+
+    def refill(self, model: object, quantize: Quantize) -> None:
+        if not isinstance(model, BorrowedModel):
+            raise ConfigError(f"{self._directory}: the model that runs is not transformers'")
+        refill_modules(model.modules, self.load(model.device, model.dtype, quantize).modules)
+        trim()
+
+    def drain(self, model: object) -> None:
+        assert isinstance(model, BorrowedModel)
+        drain_modules(model.modules)
+        trim()
+
+    def config_hash(self) -> str:
+        """Of all that the configuration says about what is computed."""
+        config = self._skeleton.model.config.to_diff_dict()
+        said = {name: value for name, value in config.items() if name not in _NOT_COMPARED}
+        return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _spec(skeleton: Skeleton, stored: Fields, directory: Path, scheme: Scheme) -> ModelSpec:
+    config = skeleton.config
+    return ModelSpec(
+        architecture=config.model_type,
+        vocabulary_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        dtype=config.dtype or torch.float32,
+        context_length=skeleton.context_length,
+        eos_token_ids=eos_token_ids(directory, stored)
+        or stored.nested("text_config").token_ids("eos_token_id"),
+        layers=skeleton.keeps,
+        products_per_token=skeleton.products_per_token,
+        stored=scheme.name,
+    )

@@ -1,0 +1,141 @@
+"""Our paged attention, as the classes of transformers call it.
+
+The function is registered once and knows no model: which layer it computes, in which step and over
+which pages, it has from the module that calls it.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from engine.batch.forward import ForwardBatch
+from engine.kv_cache.kv import KVPool
+from kernels.attention.paged import AttentionPlan, paged_attention, plan_attention
+from kernels.pages.store_kv import store_kv
+
+# No mask is registered under this name: classes then make none.
+NAME = "baton"
+# Of a module that attends: its PagedLayer.
+_PLACE = "paged_layer"
+
+
+class CurrentStep(threading.local):
+    """The step that one model computes now in this thread, shared by its layers."""
+
+    def __init__(self) -> None:
+        self._batch: ForwardBatch | None = None
+        self._pool: KVPool | None = None
+        self._plans: dict[tuple[int, int], AttentionPlan] = {}
+
+    @contextmanager
+    def of(self, batch: ForwardBatch, pool: KVPool) -> Iterator[None]:
+        """What layers called inside attend to."""
+        self._batch, self._pool = batch, pool
+        try:
+            yield
+        finally:
+            self._batch = self._pool = None
+            self._plans.clear()
+
+    @property
+    def batch(self) -> ForwardBatch:
+        assert self._batch is not None, "attention outside of a step"
+        return self._batch
+
+    def pages(self, layer: int) -> Tensor:
+        assert self._pool is not None, "attention outside of a step"
+        return self._pool.layers[layer]
+
+    def table(self, layer: int) -> int:
+        """Which of the batch's tables has the layer's pages."""
+        assert self._pool is not None, "attention outside of a step"
+        return self._pool.layout.places[layer].table
+
+    def plan(self, table: int, kv: Tensor, num_heads: int, window: int | None) -> AttentionPlan:
+        """Of layers of a table with as many heads there is one: they have one window."""
+        batch = self.batch
+        key = (table, num_heads)
+        if key not in self._plans:
+            self._plans[key] = plan_attention(
+                batch.page_ids,
+                batch.page_starts[table],
+                batch.query_starts,
+                batch.lengths,
+                kv,
+                num_heads=num_heads,
+                num_tokens=batch.token_ids.shape[0],
+                num_decodes=batch.num_decodes,
+                window=window,
+            )
+        return self._plans[key]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PagedLayer:
+    """How one layer attends.
+
+    place: of its KV among the pool's layers.
+    stores: False where another layer, which comes before it, has stored K and V for both.
+    """
+
+    step: CurrentStep
+    place: int
+    stores: bool
+    window: int | None
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        soft_cap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """[num_tokens, heads, v's head_dim].
+
+        Args:
+            q, k, v: [heads, num_tokens, head_dim], after norms and rotation; of each its own heads,
+                and v's head_dim may differ from the others'.
+            sinks: [heads], scores of a key without a value.
+        """
+        kv, table = self.step.pages(self.place), self.step.table(self.place)
+        if self.stores:
+            store_kv(k.transpose(0, 1), v.transpose(0, 1), kv, self.step.batch.locations[table])
+        plan = self.step.plan(table, kv, q.shape[0], self.window)
+        wide = F.pad(q, (0, kv.shape[4] - q.shape[2])).transpose(0, 1)
+        out = paged_attention(wide, kv, plan, scale=scale, soft_cap=soft_cap, sinks=sinks)
+        return out.view(q.shape[1], q.shape[0], kv.shape[4])[..., : v.shape[2]]
+
+
+def attach(module: nn.Module, layer: PagedLayer) -> None:
+    """From now on what `module` attends to is `layer`."""
+    setattr(module, _PLACE, layer)
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """transformers' attention over a batch of 1: [1, heads, num_tokens, head_dim] each."""
+    layer: PagedLayer = getattr(module, _PLACE)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    sinks = None if s_aux is None else s_aux.flatten()
+    out = layer.attend(query[0], key[0], value[0], scale=scale, soft_cap=softcap, sinks=sinks)
+    return out.unsqueeze(0), None
+
+
+AttentionInterface.register(NAME, _attend)

@@ -1,0 +1,103 @@
+"""A class of transformers with its weights, on the device, in the dtype that is computed in."""
+
+import logging
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from common.config import Quantize
+from common.errors import ConfigError
+from engine.models.checkpoint import Checkpoint
+from engine.models.linear import form_of
+from engine.models.linear.dense import DenseForm
+from engine.models.quantized.as_floats import as_floats
+from engine.models.quantized.protocol import Scheme
+from engine.models.spec import ModelSpec
+from engine.models.transformers_backend.attention import NAME, CurrentStep, PagedLayer, attach
+from engine.models.transformers_backend.held import hold
+from engine.models.transformers_backend.model import BorrowedModel
+from engine.models.transformers_backend.skeleton import Skeleton, config_of
+
+log = logging.getLogger(__name__)
+
+
+def weight_bytes(
+    skeleton: Skeleton, device: torch.device, dtype: torch.dtype, quantize: Quantize
+) -> int:
+    """What `load` takes.
+
+    Raises:
+        ConfigError: as `form_of`.
+    """
+    model, form = skeleton.model, form_of(device, dtype, quantize)
+    # Tied weights are there once.
+    taken: int = sum(x.numel() for x in model.parameters()) * dtype.itemsize
+    taken += sum(x.nbytes for x in model.buffers())
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    for _, module, outputs, inputs in skeleton.products():
+        if module is head and module.weight is embedding:
+            taken += form.tied_bytes(outputs, inputs)
+        else:
+            taken += form.num_bytes(outputs, inputs) - outputs * inputs * dtype.itemsize
+    return taken
+
+
+def load(
+    directory: Path,
+    scheme: Scheme,
+    skeleton: Skeleton,
+    spec: ModelSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    quantize: Quantize,
+) -> BorrowedModel:
+    """
+    Raises:
+        ConfigError: weights are missing or have other shapes, or as `form_of`.
+    """
+    form = form_of(device, dtype, quantize)
+    model = _from_files(directory, scheme, type(skeleton.model), device, dtype)
+    step = CurrentStep()
+    for layer in skeleton.attending:
+        paged = PagedLayer(step, skeleton.place(layer), layer.stores, layer.window)
+        attach(model.get_submodule(layer.module), paged)
+    if not isinstance(form, DenseForm):  # which is how the class has them
+        hold(model, form)
+    return BorrowedModel(spec, model, step, device, skeleton.first_position)
+
+
+def _from_files(
+    directory: Path,
+    scheme: Scheme,
+    kind: type[PreTrainedModel],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> PreTrainedModel:
+    tensors = as_floats(Checkpoint(directory), scheme)
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        model, told = kind.from_pretrained(
+            None,
+            config=config_of(directory),
+            state_dict=tensors,
+            dtype=dtype,
+            attn_implementation=NAME,
+            device_map={"": device},
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        line = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"{directory}: transformers cannot load the weights: {line}") from error
+    wrong = [*told["missing_keys"], *(key[0] for key in told["mismatched_keys"])]
+    if wrong:
+        raise ConfigError(
+            f"{directory}: the checkpoint misses {len(wrong)} weights, or has them in other "
+            f"shapes: {', '.join(sorted(wrong)[:3])}{', ...' if len(wrong) > 3 else ''}"
+        )
+    if told["unexpected_keys"]:
+        names = sorted(told["unexpected_keys"])
+        log.warning("weights that %s does not use: %s", type(model).__name__, ", ".join(names[:3]))
+    return model.eval()

@@ -1,0 +1,216 @@
+"""What the layers of a class keep and how they attend, asked of the class itself.
+
+The class is built without weights, on torch's meta device, and computes one token. Its attention
+then tells, layer by layer, what it was called with.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental import _config as fx_config
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from engine.models.transformers_backend.masks import Seen, seen_by
+from engine.models.transformers_backend.refused import Refused
+
+NAME = "baton_probe"
+_MAX_HEAD_DIM = 256  # of the attention kernels
+_CALLS = "probed_calls"
+# Of what a layer may say in a call besides what is attended to: what changes nothing here.
+_HARMLESS = frozenset(
+    {
+        "cache_position",
+        "cu_seq_lens_k",
+        "cu_seq_lens_q",
+        "is_causal",
+        "logits_to_keep",
+        "max_length_k",
+        "max_length_q",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Attending:
+    """How one layer attends: heads of queries, the KV that it keeps, and what it sees.
+
+    module: its name in the class.
+    shares: the layer whose KV it attends to: itself, or one before it.
+    limit: of tokens, up to which `window` is all there is to say.
+    """
+
+    module: str
+    layer: int
+    shares: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int | None
+    limit: int | None
+
+    @property
+    def stores(self) -> bool:
+        return self.shares == self.layer
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: object
+    scaling: float | None
+    others: Mapping[str, object]
+
+
+def probe(model: PreTrainedModel, num_layers: int) -> tuple[Attending, ...]:
+    """Every layer's attention, by layer.
+
+    Args:
+        model: on the meta device.
+        num_layers: that the configuration says there are.
+    Raises:
+        Refused: it cannot be served by paged attention.
+    """
+    calls: list[_Call] = []
+    for module in model.modules():
+        setattr(module, _CALLS, calls)
+    model.set_attn_implementation(NAME)
+    token = torch.zeros(1, 1, dtype=torch.int64, device="meta")
+    try:
+        with torch.inference_mode(), _all_nonzero(), _ReadAsOnes():  # type: ignore[no-untyped-call]
+            # Without a mask classes look for packed sequences, in numbers that are not there.
+            model(input_ids=token, attention_mask=torch.ones_like(token), use_cache=False)
+    except Refused:
+        raise
+    except Exception as error:
+        line = str(error).strip().partition("\n")[0]
+        raise Refused(f"one token of it cannot be tried without weights ({line})") from error
+    if not calls:
+        raise Refused("the class does not attend by transformers' attention interface")
+    names = {id(module): name for name, module in model.named_modules()}
+    first: dict[int, int] = {}
+    layers = [_attending(call, names[id(call.module)], first) for call in calls]
+    places = [layer.layer for layer in layers]
+    for place in places:
+        if places.count(place) > 1:
+            raise Refused(f"layer {place} attends {places.count(place)} times")
+    if sorted(places) != list(range(num_layers)):
+        raise Refused(
+            f"{len(places)} of {num_layers} layers attend, and the others may have states"
+        )
+    return tuple(sorted(layers, key=lambda layer: layer.layer))
+
+
+@contextmanager
+def _all_nonzero() -> Iterator[None]:
+    """Classes that look for experts with tokens find all of them on the meta device."""
+    before = fx_config.meta_nonzero_assume_all_nonzero
+    fx_config.meta_nonzero_assume_all_nonzero = True
+    try:
+        yield
+    finally:
+        fx_config.meta_nonzero_assume_all_nonzero = before
+
+
+class _ReadAsOnes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """What a class reads out of a tensor that has no number is 1: an expert that there is, a count
+    that is not 0."""
+
+    _READS = (
+        torch.ops.aten.item.default,
+        torch.ops.aten._local_scalar_dense.default,
+        torch.ops.aten.is_nonzero.default,
+    )
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in self._READS and args[0].is_meta:
+            return torch.ones((), dtype=args[0].dtype, device="cpu").item()
+        return func(*args, **(kwargs or {}))
+
+
+def _attending(call: _Call, name: str, first: dict[int, int]) -> Attending:
+    """first: by a key's identity, the layer that attended to it before all others; added to. One
+    that shares KV is given the very tensors of that layer."""
+    module, layer = call.module, getattr(call.module, "layer_idx", None)
+    if layer is None:
+        raise Refused(f"{name} does not know which layer it is")
+    query, key, value = call.query.shape, call.key.shape, call.value.shape
+    heads, kv_heads, head_dim = query[1], key[1], max(key[3], value[3])
+    if query[3] != key[3] or heads % kv_heads or value[1] != kv_heads:
+        raise Refused(f"{name} attends by heads that do not go together")
+    if head_dim > _MAX_HEAD_DIM:
+        raise Refused(f"heads of {head_dim} numbers, at most {_MAX_HEAD_DIM} are supported")
+    if call.scaling is not None and call.scaling <= 0:
+        raise Refused(f"{name} scales its scores by {call.scaling}")
+    if not getattr(module, "is_causal", True) or call.others.get("is_causal") is False:
+        raise Refused("its tokens see those after them: it is an encoder")
+    seen = _seen(call, name)
+    for what, said in call.others.items():
+        if said is not None and what not in _HARMLESS and what != "sliding_window":
+            raise Refused(f"its attention takes {what}")
+    return Attending(
+        module=name,
+        layer=layer,
+        shares=first.setdefault(id(call.key), layer),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        window=seen.window,
+        limit=seen.limit,
+    )
+
+
+def _seen(call: _Call, name: str) -> Seen:
+    if isinstance(call.mask, Seen):
+        return call.mask
+    if call.mask is not None:
+        raise Refused(f"{name} makes a mask of its own")
+    window = call.others.get("sliding_window")
+    return Seen(window if isinstance(window, int) else None)
+
+
+def _note(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: object,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: object,
+) -> tuple[Tensor, None]:
+    calls: list[_Call] = getattr(module, _CALLS)
+    calls.append(_Call(module, query, key, value, attention_mask, scaling, others))
+    batch, heads, tokens, _ = query.shape
+    return query.new_empty(batch, tokens, heads, value.shape[3]), None
+
+
+def _describe(*, mask_function, config, **_: object) -> Seen:  # type: ignore[no-untyped-def]
+    return seen_by(mask_function, getattr(config, "attention_chunk_size", None))
+
+
+AttentionInterface.register(NAME, _note)
+ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _describe)

@@ -1,0 +1,231 @@
+"""A class of transformers as its configuration describes it, without weights, and what that tells.
+
+Code of a checkpoint's own is never run.
+"""
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from common.errors import ConfigError
+from engine.kv_cache.states import PagedKV
+from engine.models.fields import Fields
+from engine.models.heads import CLASSIFIER
+from engine.models.transformers_backend.probe import Attending, probe
+from engine.models.transformers_backend.refused import Refused
+
+# Of one or the other name is how many tokens a class was made for.
+_LENGTHS = ("max_position_embeddings", "max_sequence_length", "max_seq_len", "seq_length")
+_SAID = ("hidden_size", "num_hidden_layers", "vocab_size")
+_FULL = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
+# Frequencies of these depend on the longest request of a batch once that is longer than this.
+_BY_BATCH = {"dynamic": _LENGTHS[0], "longrope": "original_max_position_embeddings"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Skeleton:
+    """
+    model: on the meta device.
+    config: of the text's part.
+    attending: every layer's attention.
+    context_length: tokens up to which what is computed here is what the class computes.
+    limited: why that is less than the configuration says, if it is.
+    first_position: of a text, as the class counts.
+    """
+
+    model: PreTrainedModel
+    config: PreTrainedConfig
+    attending: tuple[Attending, ...]
+    context_length: int
+    limited: str
+    first_position: int
+
+    @property
+    def name(self) -> str:
+        return type(self.model).__name__
+
+    @property
+    def keeps(self) -> tuple[PagedKV, ...]:
+        """What each layer that stores KV keeps of it."""
+        return tuple(
+            PagedKV(layer.kv_heads, layer.head_dim, layer.window) for layer in self._storing
+        )
+
+    def place(self, layer: Attending) -> int:
+        """Of the KV that `layer` attends to, among `keeps`."""
+        return [kept.layer for kept in self._storing].index(layer.shares)
+
+    @property
+    def products_per_token(self) -> int:
+        """Multiplications of a token with matrices of its layers, of experts its own."""
+        head = self.model.get_output_embeddings()
+        dense = sum(
+            rows * columns for _, module, rows, columns in self.products() if module is not head
+        )
+        stacks = sum(x.numel() for x in self.model.parameters() if x.ndim == 3)
+        return dense + int(stacks * self._share_of_experts)
+
+    @property
+    def _share_of_experts(self) -> float:
+        chosen = getattr(self.config, "num_experts_per_tok", None) or 1
+        stacks = [x.shape[0] for x in self.model.parameters() if x.ndim == 3]
+        return min(1.0, chosen / max(stacks, default=1))
+
+    @property
+    def _storing(self) -> tuple[Attending, ...]:
+        return tuple(layer for layer in self.attending if layer.stores)
+
+    def products(self) -> Iterator[tuple[str, nn.Module, int, int]]:
+        """Every product with a matrix: name, module, outputs, inputs."""
+        yield from products(self.model)
+
+
+def products(model: nn.Module) -> Iterator[tuple[str, nn.Module, int, int]]:
+    """Modules that multiply by a matrix and add a bias, and do nothing else: name, module, outputs,
+    inputs."""
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear:
+            yield name, module, module.out_features, module.in_features
+        elif type(module) is Conv1D:
+            yield name, module, module.nf, module.nx
+
+
+def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The module of a class that computes states, from which the class itself makes logits.
+
+    Raises:
+        Refused: there is none.
+    """
+    decoder = model.get_decoder()
+    if decoder is not model and isinstance(decoder, PreTrainedModel):  # some call their head so
+        return decoder
+    for child in model.children():
+        if isinstance(child, PreTrainedModel):
+            return child
+    raise Refused("what computes its logits is no module apart from what computes its states")
+
+
+def skeleton(directory: Path) -> Skeleton:
+    """
+    Raises:
+        ConfigError: what is wrong with the configuration, or why the class cannot be served.
+    """
+    transformers.logging.set_verbosity_error()
+    config = config_of(directory)
+    text = config.get_text_config(decoder=True)
+    try:
+        _refuse_early(config, text)
+        model = _without_weights(config)
+        return _described(model, text)
+    except Refused as refused:
+        raise ConfigError(f"{directory}: {_name(config)} is not served: {refused}") from refused
+
+
+def config_of(directory: Path) -> PreTrainedConfig:
+    """Raises ConfigError as `skeleton`."""
+    try:
+        config = AutoConfig.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        if "auto_map" in Fields.of(directory / "config.json"):
+            raise ConfigError(
+                f"{directory}: the model needs code of its own, which is never run here"
+            ) from error
+        line = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"{directory}: transformers cannot read config.json: {line}") from error
+    # The class is that of floats: what is stored in fewer bits is read here.
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config
+    return config
+
+
+def _name(config: PreTrainedConfig) -> str:
+    name: str = (config.architectures or [config.model_type])[0]
+    return name
+
+
+def _refuse_early(config: PreTrainedConfig, text: PreTrainedConfig) -> None:
+    if any(name.endswith(CLASSIFIER) for name in config.architectures or ()):
+        raise Refused("it is a classifier, and only native families have their head for classes")
+    if config.is_encoder_decoder:
+        raise Refused("it is an encoder and a decoder")
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise Refused(f"transformers has no causal language model for {config.model_type!r}")
+    if getattr(text, "is_decoder", True) is False and "is_decoder" in text.to_dict():
+        raise Refused("it is an encoder")
+    strange = set(getattr(text, "layer_types", None) or ()) - _FULL
+    if strange:
+        raise Refused(f"layers of {', '.join(sorted(strange))} keep something else than KV")
+
+
+def _without_weights(config: PreTrainedConfig) -> PreTrainedModel:
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception as error:
+        line = str(error).strip().partition("\n")[0]
+        raise Refused(f"it cannot be built from its configuration: {line}") from error
+    if model._is_stateful:
+        raise Refused("its layers have recurrent states")
+    decoder = decoder_of(model)
+    if any(isinstance(module, nn.Conv1d) for module in decoder.modules()):
+        raise Refused("its layers have convolutions over tokens")
+    if "position_ids" not in inspect.signature(decoder.forward).parameters:
+        raise Refused("its forward accepts no position_ids")
+    # One that needs no numbers to choose experts by; what is served may choose another.
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("batched_mm")
+    return model.eval()
+
+
+def _described(model: PreTrainedModel, text: PreTrainedConfig) -> Skeleton:
+    unsaid = [name for name in _SAID if getattr(text, name, None) is None]
+    if unsaid:
+        raise Refused(f"its configuration does not say {', '.join(unsaid)}")
+    attending = probe(model, text.num_hidden_layers)
+    lengths = [value for name in _LENGTHS if (value := getattr(text, name, None))]
+    if not lengths:
+        raise Refused("its configuration does not say how long texts may be")
+    by_layer = {layer.layer: layer for layer in attending}
+    if any(by_layer[layer.shares].window != layer.window for layer in attending):
+        raise Refused("layers that share KV see different windows of it")
+    first_position = _first_position(model)
+    length = lengths[0] - first_position
+    chunk = min((layer.limit for layer in attending if layer.limit), default=length)
+    fixed = min(_rope_limits(text), default=length)
+    limited = ""
+    if chunk < length:
+        limited = f"it attends by chunks of {chunk} tokens, and is served within the first one"
+    elif fixed < length:
+        limited = f"beyond {fixed} tokens it would rotate by the longest text of a batch"
+    length = min(length, chunk, fixed)
+    return Skeleton(model, text, attending, length, limited, first_position)
+
+
+def _first_position(model: PreTrainedModel) -> int:
+    """Classes of RoBERTa's kin keep the positions up to that of their padding token for padding."""
+    kept = [
+        module.padding_idx
+        for module in decoder_of(model).modules()
+        if hasattr(module, "create_position_ids_from_input_ids")
+    ]
+    if None in kept:
+        raise Refused("its positions begin with a token that pads texts, and it has none")
+    return max(kept, default=-1) + 1
+
+
+def _rope_limits(text: PreTrainedConfig) -> Iterator[int]:
+    """Up to which a token's rotation does not depend on how long other requests are."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    for kind in [rope] if "rope_type" in rope else rope.values():
+        if kind and (name := _BY_BATCH.get(kind.get("rope_type", ""))) is not None:
+            limit: int = kind.get(name) or getattr(text, name, text.max_position_embeddings)
+            yield limit

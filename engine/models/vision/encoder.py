@@ -1,0 +1,146 @@
+"""A checkpoint's encoder of images, as transformers computes it, unchanged."""
+
+import hashlib
+import math
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.limits import MAX_PIXEL_BYTES
+from common.requests.images import Image
+from common.vision_files import VisionFiles, vision_files
+from engine.models.checkpoint import Checkpoint, Wanted
+from engine.models.fields import Fields
+from engine.models.refill import drain
+from engine.models.vision.seeing import KEPT_BYTES, Seeing
+
+_PREFIX = "visual."
+
+
+class Sight:
+    """The encoder of a checkpoint before it is loaded."""
+
+    def __init__(self, directory: Path, files: VisionFiles) -> None:
+        self._directory = directory
+        self.files = files
+
+    @classmethod
+    def of(cls, directory: Path) -> "Sight | None":
+        """None: images are not served, or there are none.
+
+        Raises:
+            ConfigError: what is wrong with what the checkpoint says of images.
+        """
+        files = vision_files(directory)
+        return None if files is None else cls(directory, files)
+
+    def stored(self) -> Collection[str]:
+        """Names of its tensors.
+
+        Raises:
+            ConfigError: they are not those of the configuration, or are quantised.
+        """
+        checkpoint = Checkpoint(self._directory)
+        with torch.device("meta"):
+            skeleton = _transformers_model(self._directory, torch.float32)
+        wanted = {
+            f"{_PREFIX}{name}": Wanted(tuple(each.shape))
+            for name, each in skeleton.state_dict().items()
+        }
+        others = tuple(name for name in checkpoint.tensors if not name.startswith(_PREFIX))
+        checkpoint.check(wanted, frozenset(), others)
+        return list(wanted)
+
+    def weight_bytes(self, dtype: torch.dtype) -> int:
+        """With what is kept of its embeddings."""
+        tensors = Checkpoint(self._directory).tensors
+        numbers = sum(math.prod(tensors[name].shape) for name in self.stored())
+        return numbers * dtype.itemsize + KEPT_BYTES
+
+    def config_hash(self) -> str:
+        """Of all that its embeddings depend on besides weights."""
+        vision = Fields.of(self._directory / "config.json").nested("vision_config")
+        return hashlib.sha256(f"{vision.sorted()} {self.files}".encode()).hexdigest()
+
+    def load(self, device: torch.device, dtype: torch.dtype) -> Seeing:
+        """
+        Raises:
+            ConfigError: tensors are missing, or are not those of the configuration.
+        """
+        encoder = TransformersEncoder(self._directory, self.files, device, dtype)
+        encoder.refill(self._weights())
+        return Seeing(encoder)
+
+    def refill(self, seeing: Seeing) -> None:
+        """Its weights in the place of those that another checkpoint of the same configuration has
+        given."""
+        seeing.refill(self._weights())
+
+    def _weights(self) -> Mapping[str, Tensor]:
+        checkpoint = Checkpoint(self._directory)
+        return {name.removeprefix(_PREFIX): checkpoint.read(name) for name in self.stored()}
+
+
+def _transformers_model(directory: Path, dtype: torch.dtype) -> Any:
+    """Without weights. Imported here: transformers takes a second, and models of texts have no use
+    for it."""
+    from transformers import AutoConfig
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
+        Qwen2_5_VisionTransformerPretrainedModel,
+    )
+
+    config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    kind = Qwen2_5_VisionTransformerPretrainedModel
+    return kind._from_config(config.vision_config, dtype=dtype)
+
+
+class TransformersEncoder:
+    """See Encoder. Without weights until `refill`."""
+
+    def __init__(
+        self, directory: Path, files: VisionFiles, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        # Only the pixels' order and scale are ours.
+        self._model = _transformers_model(directory, dtype)
+        self._model.to(device).eval().requires_grad_(False)
+        self._files = files
+        self._device, self._dtype = device, dtype
+
+    def encode(self, image: Image) -> Tensor:
+        merge = self._files.merge
+        grid = torch.tensor([[1, image.rows * merge, image.columns * merge]])
+        pixels = patches(image, self._files, self._device).to(self._dtype)
+        with torch.inference_mode():
+            encoded: Tensor = self._model(pixels, grid_thw=grid).pooler_output
+        return encoded.to(self._dtype)
+
+    def refill(self, weights: Mapping[str, Tensor]) -> None:
+        self._model.load_state_dict(weights)
+
+    def drain(self) -> None:
+        drain(tuple(self._model.parameters()))
+
+    def working_bytes(self) -> int:
+        num_tokens = MAX_PIXEL_BYTES // (3 * self._files.token_side**2)
+        rows = math.isqrt(num_tokens)
+        columns = num_tokens // rows
+        pixels = bytes(3 * self._files.token_side**2 * rows * columns)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        self.encode(Image(0, rows, columns, pixels))
+        return torch.cuda.max_memory_allocated(self._device) - before
+
+
+def patches(image: Image, files: VisionFiles, device: torch.device) -> Tensor:
+    """float32 [patches, numbers], those of a token one after the other, as encoders take them."""
+    side, merge = files.patch_side, files.merge
+    flat = torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8).to(device)
+    mean, std = (torch.tensor(each, device=device) for each in (files.mean, files.std))
+    scaled = flat.view(-1, 3).float().div_(255).sub_(mean).div_(std)
+    apart = scaled.view(image.rows, merge, side, image.columns, merge, side, 3)
+    by_patch = apart.permute(0, 3, 1, 4, 6, 2, 5).unsqueeze(5)
+    whole = by_patch.expand(*by_patch.shape[:5], files.frames, *by_patch.shape[6:])
+    return whole.reshape(image.num_tokens * merge**2, -1)

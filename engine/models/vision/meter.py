@@ -1,0 +1,27 @@
+"""What is counted of the images that an engine sees."""
+
+from collections.abc import Mapping
+
+from common.distribution import Counted
+from engine.models.vision.seeing import Seeing
+
+
+class SeeingMeter:
+    """See Meter."""
+
+    def __init__(self, seeing: Seeing | None) -> None:
+        self._seeing = seeing
+
+    def gauges(self) -> Mapping[str, float]:
+        if self._seeing is None:
+            return {}
+        counts = self._seeing.counts
+        return {
+            "image_bytes": float(self._seeing.num_bytes),
+            "total_images/encoded": float(counts.encoded),
+            "total_images/kept": float(counts.found),
+            "total_image_seconds": counts.seconds,
+        }
+
+    def distributions(self) -> Mapping[str, Counted]:
+        return {}

@@ -1,0 +1,155 @@
+"""A checkpoint's tensors as a decoder's blocks want them, each read once."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from common.config import Quantize
+from common.process.allocator import trim
+from engine.models.checkpoint import Checkpoint, own_copy
+from engine.models.decoder import Decoder, DecoderSpec
+from engine.models.linear import (
+    ExpertNet,
+    Form,
+    Linear,
+    Matrix,
+    Product,
+    StoredExpert,
+    held,
+    joined,
+)
+from engine.models.open_files import OpenFiles
+from engine.models.quantized.experts import ExpertShape, Place
+from engine.models.quantized.plain import PLAIN
+from engine.models.quantized.protocol import Scheme, storing
+from engine.models.refill import refill
+from engine.models.weights.ahead import Ahead
+from engine.models.weights.survey import Needs, form_for, survey
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """A Source that reads; see there."""
+
+    checkpoint: Checkpoint
+    scheme: Scheme
+    device: torch.device
+    dtype: torch.dtype
+    form: Form
+    prefix: str = ""
+    products: list[Product] = field(default_factory=list)
+
+    def within(self, prefix: str) -> "Reader":
+        return replace(self, prefix=self.prefix + prefix)
+
+    def linear(self, rows: Mapping[str, int], columns: int, *, bias: bool = False) -> Linear:
+        added = None
+        if bias:
+            added = self._own([f"{module}.bias" for module in rows])
+        matrices = [self._matrix(module, outputs, columns) for module, outputs in rows.items()]
+        made = held(self.form, joined(matrices), added)
+        modules = {self.prefix + module: outputs for module, outputs in rows.items()}
+        self.products.append(Product(made, modules, columns))
+        return made
+
+    def matrix(self, module: str, rows: int, columns: int) -> Tensor:
+        return own_copy(self._matrix(module, rows, columns).floats(), self.device, self.dtype)
+
+    def experts(self, shape: ExpertShape) -> ExpertNet:
+        place = Place(self.checkpoint, self.scheme, f"{self.prefix}experts.")
+
+        def owned(bias: Tensor | None) -> Tensor | None:
+            return None if bias is None else own_copy(bias, self.device, self.dtype)
+
+        def stored() -> Iterator[StoredExpert]:
+            for number in range(shape.count):
+                one = shape.storage.read(number, shape, place)
+                biases = owned(one.gate_up_bias), owned(one.down_bias)
+                yield StoredExpert(one.gate_up, one.down, *biases)
+
+        return self.form.experts(stored(), shape.count, shape.gate)
+
+    def tensor(
+        self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        return own_copy(self._stored([name]), self.device, dtype or self.dtype)
+
+    def integers(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return own_copy(self._stored([name]), self.device, torch.int64)
+
+    def scale(self, name: str) -> float:
+        stored = self.prefix + name in self.checkpoint.tensors
+        return float(self._stored([name])) if stored else 1.0
+
+    def tied(self, embedding: Tensor) -> Linear:
+        return self.form.tied(embedding)
+
+    def norm(self, name: str, size: int, *, from_one: bool) -> Tensor:
+        if not from_one:
+            return self._own([name])
+        # A small difference would drown in the rounding of 1 + it to 16 bits.
+        return own_copy(self._stored([name]).float() + 1, self.device, torch.float32)
+
+    def tidy(self) -> None:
+        """Packing and widening leave holes between the matrices that stay."""
+        trim()
+
+    def _matrix(self, module: str, rows: int, columns: int) -> Matrix:
+        module = self.prefix + module
+        scheme = storing(self.scheme, PLAIN, module, self.checkpoint)
+        return scheme.matrix(module, rows, columns, self.checkpoint)
+
+    def _own(self, names: list[str]) -> Tensor:
+        return own_copy(self._stored(names), self.device, self.dtype)
+
+    def _stored(self, names: list[str]) -> Tensor:
+        tensors = [self.checkpoint.read(self.prefix + name) for name in names]
+        return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+
+
+def load_weights(
+    checkpoint: Checkpoint,
+    spec: DecoderSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    quantize: Quantize = "none",
+) -> Decoder:
+    """The decoder on `device`, with one matrix of it twice in memory at a time.
+
+    Raises:
+        ConfigError: as `stored_tensors` and `form_of`.
+    """
+    form = form_for(spec, device, dtype, quantize)
+    needs = survey(checkpoint, spec, form, dtype)
+    with OpenFiles() as files:
+        watched = _watched(checkpoint, needs, files)
+        return spec.build(Reader(watched, spec.stored, device, dtype, form))
+
+
+def refill_weights(
+    decoder: Decoder, checkpoint: Checkpoint, spec: DecoderSpec, quantize: Quantize
+) -> None:
+    """Other weights of the same decoder in the place of those that it has, with one part of it
+    twice in memory at a time.
+
+    Raises:
+        ConfigError: as `load_weights`; nothing has changed.
+        EngineFault: they differ in more than numbers; some of them are there already.
+    """
+    form = form_for(spec, decoder.device, decoder.dtype, quantize)
+    needs = survey(checkpoint, spec, form, decoder.dtype)
+    with OpenFiles() as files:
+        watched = _watched(checkpoint, needs, files)
+        reader = Reader(watched, spec.stored, decoder.device, decoder.dtype, form)
+        fresh = spec.parts(reader)
+        for present in decoder.parts:
+            refill(present, next(fresh))
+            reader.products.clear()  # or all of it would be there twice
+
+
+def _watched(checkpoint: Checkpoint, needs: Needs, files: OpenFiles) -> Checkpoint:
+    """A survey notes tensors in the order in which they are read."""
+    tensors = {name: checkpoint.tensors[name] for name in needs.stored}
+    return checkpoint.watched(Ahead(tensors, files).reads, files)

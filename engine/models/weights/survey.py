@@ -1,0 +1,178 @@
+"""What a decoder needs of a checkpoint and takes in memory, found without reading a tensor."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from common.config import Quantize
+from engine.models.checkpoint import Checkpoint, Wanted
+from engine.models.decoder import DecoderSpec
+from engine.models.linear import ExpertNet, Form, Linear, Product, form_of
+from engine.models.linear.dense import Dense
+from engine.models.linear.experts import Stacked
+from engine.models.quantized.experts import ExpertShape, Place
+from engine.models.quantized.plain import PLAIN
+from engine.models.quantized.protocol import Scheme, storing
+
+# Old Llama checkpoints store the inverse frequencies; they follow from the configuration.
+_IGNORED = frozenset({".rotary_emb.inv_freq"})
+_META = torch.device("meta")
+
+
+@dataclass(slots=True)
+class Needs:
+    """stored: tensors by name; num_bytes: of what is made of them."""
+
+    stored: dict[str, Wanted] = field(default_factory=dict)
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """A Source of tensors without storage: it notes what it is asked for."""
+
+    checkpoint: Checkpoint
+    scheme: Scheme
+    form: Form
+    dtype: torch.dtype
+    needs: Needs = field(default_factory=Needs)
+    prefix: str = ""
+
+    @property
+    def device(self) -> torch.device:
+        return _META
+
+    @property
+    def products(self) -> Sequence[Product]:
+        return ()
+
+    def within(self, prefix: str) -> "Survey":
+        return replace(self, prefix=self.prefix + prefix)
+
+    def linear(self, rows: Mapping[str, int], columns: int, *, bias: bool = False) -> Linear:
+        for module, outputs in rows.items():
+            self._note_matrix(module, outputs, columns)
+            if bias:
+                self.tensor(f"{module}.bias", (outputs,))
+        total = sum(rows.values())
+        self.needs.num_bytes += self._matrix_bytes(rows, total, columns)
+        return Dense(_nothing((total, columns), self.dtype))
+
+    def matrix(self, module: str, rows: int, columns: int) -> Tensor:
+        self._note_matrix(module, rows, columns)
+        self.needs.num_bytes += rows * columns * self.dtype.itemsize
+        return _nothing((rows, columns), self.dtype)
+
+    def experts(self, shape: ExpertShape) -> ExpertNet:
+        place = Place(self.checkpoint, self.scheme, f"{self.prefix}experts.")
+        self.needs.stored.update(shape.storage.wanted(shape, place))
+        count, hidden, inner = shape.count, shape.hidden, shape.inner
+        int8 = shape.storage.int8_channels(place)
+        num_bytes = self.form.int8_bytes if int8 else self.form.num_bytes
+        one = num_bytes(2 * inner, hidden) + num_bytes(hidden, inner)
+        if shape.storage.biased:
+            one += (2 * inner + hidden) * self.dtype.itemsize
+        self.needs.num_bytes += count * one
+        return Stacked(
+            shape.gate,
+            _nothing((count, 2 * inner, hidden), self.dtype),
+            _nothing((count, hidden, inner), self.dtype),
+        )
+
+    def tensor(
+        self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        return self._kept(name, shape, dtype or self.dtype)
+
+    def integers(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        self.needs.stored[self.prefix + name] = Wanted(shape, ("I64",))
+        self.needs.num_bytes += math.prod(shape) * torch.int64.itemsize
+        return _nothing(shape, torch.int64)
+
+    def scale(self, name: str) -> float:
+        if self.prefix + name in self.checkpoint.tensors:
+            self.needs.stored[self.prefix + name] = Wanted((), or_shapes=((1,),))
+        return 1.0
+
+    def tied(self, embedding: Tensor) -> Linear:
+        rows, columns = embedding.shape
+        self.needs.num_bytes += self.form.tied_bytes(rows, columns)
+        return Dense(embedding)
+
+    def norm(self, name: str, size: int, *, from_one: bool) -> Tensor:
+        return self._kept(name, (size,), torch.float32 if from_one else self.dtype)
+
+    def tidy(self) -> None:
+        pass
+
+    def _kept(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        self.needs.stored[self.prefix + name] = Wanted(shape)
+        self.needs.num_bytes += math.prod(shape) * dtype.itemsize
+        return _nothing(shape, dtype)
+
+    def _note_matrix(self, module: str, rows: int, columns: int) -> None:
+        scheme, module = self._scheme(module), self.prefix + module
+        self.needs.stored.update(scheme.wanted(module, rows, columns, self.checkpoint))
+
+    def _matrix_bytes(self, modules: Iterable[str], rows: int, columns: int) -> int:
+        """Of the modules' matrices as one."""
+        int8 = all(self._scheme(module).int8_channels for module in modules)
+        num_bytes = self.form.int8_bytes if int8 else self.form.num_bytes
+        return num_bytes(rows, columns)
+
+    def _scheme(self, module: str) -> Scheme:
+        return storing(self.scheme, PLAIN, self.prefix + module, self.checkpoint)
+
+
+def _nothing(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=_META)
+
+
+def survey(checkpoint: Checkpoint, spec: DecoderSpec, form: Form, dtype: torch.dtype) -> Needs:
+    """What the decoder needs, checked against `checkpoint`.
+
+    Raises:
+        ConfigError: missing or unexpected tensors, wrong shapes or dtypes.
+    """
+    source = Survey(checkpoint, spec.stored, form, dtype)
+    spec.build(source)
+    ignored = _IGNORED | spec.stored.ignored
+    if spec.tied_embeddings:
+        ignored |= {"lm_head.weight"}
+    checkpoint.check(source.needs.stored, ignored, spec.unused)
+    return source.needs
+
+
+def stored_tensors(checkpoint: Checkpoint, spec: DecoderSpec) -> Mapping[str, Wanted]:
+    """The stored tensors that make the model, checked against `checkpoint`.
+
+    Raises:
+        ConfigError: missing or unexpected tensors, wrong shapes or dtypes.
+    """
+    form = form_of(torch.device("cpu"), torch.float32, "none")
+    return survey(checkpoint, spec, form, torch.float32).stored
+
+
+def weight_bytes(
+    checkpoint: Checkpoint,
+    spec: DecoderSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    quantize: Quantize = "none",
+) -> int:
+    """What `load_weights` takes.
+
+    Raises:
+        ConfigError: as `stored_tensors` and `form_of`.
+    """
+    return survey(checkpoint, spec, form_for(spec, device, dtype, quantize), dtype).num_bytes
+
+
+def form_for(
+    spec: DecoderSpec, device: torch.device, dtype: torch.dtype, quantize: Quantize
+) -> Form:
+    """Raises ConfigError as `form_of`."""
+    return form_of(device, dtype, quantize, int8_stored=spec.model.int8_stored)

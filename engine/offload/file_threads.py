@@ -1,0 +1,50 @@
+"""Threads that read and write pages in files beside the engine."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+from engine.offload.page_files import Fault, PageFiles, SlotRead, SlotWrite
+
+READERS = 4
+
+T = TypeVar("T")
+
+
+class FileThreads:
+    """One that writes, in the order of calls, and some that read. Owns the files.
+
+    Args:
+        tell: called from any of them when something is done.
+    """
+
+    def __init__(self, files: PageFiles, tell: Callable[[], None]) -> None:
+        self._files = files
+        self._tell = tell
+        self._writer = ThreadPoolExecutor(1, "write-pages")
+        self._readers = ThreadPoolExecutor(READERS, "read-pages")
+
+    def write(self, writes: Sequence[SlotWrite]) -> Future[list[Fault | None]]:
+        return self._submit(self._writer, lambda: self._files.write(writes))
+
+    def read(self, reads: Sequence[SlotRead]) -> Future[list[Fault | None]]:
+        return self._submit(self._readers, lambda: self._files.read(reads))
+
+    def erase(self, slots: Sequence[int]) -> None:
+        """After what is to be written before."""
+        self._submit(self._writer, lambda: self._files.erase(slots))
+
+    def clear(self) -> None:
+        """After what is to be written before."""
+        self._submit(self._writer, self._files.clear)
+
+    def close(self) -> None:
+        """Waits for what is under way, and clears what is to be cleared; the rest is given up."""
+        self._readers.shutdown(cancel_futures=True)
+        self._writer.shutdown()
+        self._files.close()
+
+    def _submit(self, threads: ThreadPoolExecutor, work: Callable[[], T]) -> Future[T]:
+        future = threads.submit(work)
+        future.add_done_callback(lambda _: self._tell())
+        return future

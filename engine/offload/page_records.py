@@ -1,0 +1,78 @@
+"""What is written of each page that is kept in a file, so that whoever comes back to it need not
+trust what is there: 64 bytes, with checksums of themselves and of the page.
+
+    index:  header | record of slot 0 | record of slot 1 | ...
+    pages:  page of slot 0 | page of slot 1 | ...
+
+A page is written before its record. So of a write that was cut off, whatever it left, one of the
+two checksums is wrong.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from struct import Struct
+from typing import NamedTuple
+
+from xxhash import xxh3_64_intdigest
+
+from engine.kv_cache.page_keys import KEY_BYTES, PageKey
+
+FORMAT = 1
+HEADER_BYTES = 4096
+VERSION_BYTES = 16
+_HEADER = Struct(f"<16s{VERSION_BYTES}sQ")
+_BODY = Struct(f"<{KEY_BYTES}sQQQHH12x")
+_SUM = Struct("<Q")
+RECORD_BYTES = _SUM.size + _BODY.size
+
+
+class Record(NamedTuple):
+    """
+    Attributes:
+        key, name, place: which page it is, see HostPages.
+        order: of two records the one that was written later has the larger one.
+        checksum: of the page, see `checksum`.
+        width: how many places there are.
+    """
+
+    key: PageKey
+    name: int
+    order: int
+    checksum: int
+    place: int
+    width: int
+
+
+def checksum(page: memoryview) -> int:
+    return xxh3_64_intdigest(page)
+
+
+def version_of(told: Mapping[str, str], weights: bytes) -> bytes:
+    """What pages are made with: they are of use to nobody else.
+
+    Args:
+        told: the fingerprint of an engine, field by field.
+        weights: the id of all of their content.
+    """
+    digest = hashlib.blake2b(digest_size=VERSION_BYTES, person=b"baton files KV")
+    for field in (f"{FORMAT}", weights.hex(), *(f"{name}={told[name]}" for name in sorted(told))):
+        digest.update(f"{len(field)}:{field}".encode())
+    return digest.digest()
+
+
+def header(version: bytes, page_bytes: int) -> bytes:
+    return _HEADER.pack(b"baton pages", version, page_bytes).ljust(HEADER_BYTES, b"\0")
+
+
+def packed(record: Record, slot: int) -> bytes:
+    body = _BODY.pack(*record)
+    return _SUM.pack(xxh3_64_intdigest(body, seed=slot)) + body
+
+
+def unpacked(index: bytes) -> Iterator[tuple[int, Record]]:
+    """Slots and records of an index behind its header; what is none is left out."""
+    for slot, at in enumerate(range(0, len(index) - RECORD_BYTES + 1, RECORD_BYTES)):
+        body = index[at + _SUM.size : at + RECORD_BYTES]
+        (told,) = _SUM.unpack_from(index, at)
+        if told and told == xxh3_64_intdigest(body, seed=slot):
+            yield slot, Record(*_BODY.unpack(body))

@@ -1,0 +1,270 @@
+"""The tiers below the prefix tree, host memory and files: what the tree forgets is brought back
+from there.
+
+    the tree learns a page --save--> host memory too --write--> a file too
+    ... and each forgets it when it must: tree first, host memory next, files last ...
+    the tree  <--bring--  host memory  <--read--  a file,  before a prompt's turn
+
+Whatever is learnt is copied further down at once, beside the steps. So eviction waits for nothing:
+the copy is there already. Nobody waits for a copy but who is going to have use for it. What is
+brought belongs to the tree, not to who wanted it.
+
+A page is held for COPY, on the device and in host memory, until its copy is over. What a copy
+brings the tree learns then. Pages of windows and of states are kept with the page of tokens that
+they go with: one can go on from where all of them are.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future
+
+import numpy as np
+
+from common.errors import EngineFault
+from common.page_tables import PageTables
+from common.requests.namespace import Namespace
+from engine.batch.batch import Ints, PageCopies
+from engine.batch.holding import Holding
+from engine.kv_cache.cache_events import CacheJournal
+from engine.kv_cache.page_keys import PageKey
+from engine.kv_cache.pages import Holder, PageAllocator
+from engine.kv_cache.radix import RadixCache
+from engine.kv_cache.radix_nodes import Node
+from engine.offload.brought import Brought
+from engine.offload.copies import Copier, Copies, Copy
+from engine.offload.file_tier import FileTier, PageStore
+from engine.offload.host_cache import HostCache
+from engine.offload.page_files import Fault, SlotRead, SlotWrite
+from engine.offload.saves import Saves
+from engine.offload.ways import Way, Ways
+
+
+class Tiers:
+    """Engine thread only.
+
+    Attributes:
+        host: the pages below; others hold some of them too.
+        files: the tier below that.
+        saves: what the tree has learnt, on its way to host memory.
+        brought_pages: of all tables, since the start, used or not.
+    """
+
+    def __init__(
+        self,
+        host: HostCache,
+        *,
+        enabled: bool,
+        cache: RadixCache,
+        pages: PageAllocator,
+        tables: PageTables,
+        copier: Copier,
+        store: PageStore | None = None,
+    ) -> None:
+        """Has the tree tell what it learns, if `enabled`.
+
+        Args:
+            store: of what `host` has the index of, if there are files.
+        """
+        self.host = host
+        self.files = FileTier(host, store or _NoStore(), width=tables.width)
+        self.saves = Saves(host, pages, copier, width=tables.width, saved=self.files.saved)
+        self.brought_pages = 0
+        self._brought = Brought()
+        self._enabled = enabled and cache.enabled
+        self._cache = cache
+        self._pages = pages
+        self._tables = tables
+        self._copier = copier
+        self._ways = Ways(host, cache, tables)
+        self._brings = Copies(host, pages)
+        self._coming: dict[PageKey, list[Callable[[], None]]] = {}  # who waits, by Way.key
+        self._age = 0  # times that something was forgotten for good
+        if self._enabled:
+            cache.keep_below(self)
+
+    @property
+    def host_tokens(self) -> int:
+        """That were not computed, because host memory had them."""
+        return self._brought.used_pages[False] * self._tables.page_size
+
+    @property
+    def file_tokens(self) -> int:
+        """The same of files, which alone had them."""
+        return self._brought.used_pages[True] * self._tables.page_size
+
+    @property
+    def busy(self) -> bool:
+        """Whether copies are under way, or pages are read or written."""
+        return bool(self.saves.copies or self._brings or self.files.busy)
+
+    def copied(self) -> Iterator[Ints]:
+        """Pages on the device that are held for copies."""
+        yield from self.saves.copies.device_pages()
+        yield from self._brings.device_pages()
+
+    def copied_on_host(self) -> Iterator[Ints]:
+        yield from self.saves.copies.host_pages()
+        yield from self._brings.host_pages()
+        yield from self.files.host_pages()
+
+    def poll(self) -> None:
+        """Takes up what is done.
+
+        Raises:
+            Exception: what a copy raised.
+        """
+        self.saves.poll()
+        self.files.poll()
+        self._brings.poll()
+
+    def close(self) -> None:
+        """Ends the threads of files; what waits to be written is given up."""
+        self.files.close()
+
+    def check(self) -> None:
+        """Raises EngineFault where pages and keys disagree. O(host pages and slots of files)."""
+        self.host.check()
+        self.files.check()
+
+    # What the tree tells --------------------------------------------------------------------------
+
+    def learnt(self, node: Node) -> None:
+        self.saves.learnt(node)
+
+    def left(self, keys: Sequence[PageKey], names: Sequence[int]) -> list[int]:
+        """The tree has forgotten these; returns the names of those that nobody has any more."""
+        self._brought.left(keys)
+        return self.host.left_tree(keys, names)
+
+    def names(self) -> Iterator[int]:
+        return self.host.names()
+
+    def tell(self, journal: CacheJournal | None) -> None:
+        self.host.journal = journal
+
+    def forget(self, keys: Collection[PageKey]) -> None:
+        """The tree has forgotten these for good. What is on its way to it is nobody's then, which
+        may be some of them."""
+        self._age += 1
+        self.host.forget(keys)
+        self.files.forget(keys)
+
+    def clear(self) -> None:
+        """The tree is emptied, and so is everything below. What is on its way is nobody's then."""
+        self._age += 1
+        self._brought.clear()
+        self.saves.clear()
+        self.host.clear()
+        self.files.clear()
+
+    # What is brought back -------------------------------------------------------------------------
+
+    def way(self, token_ids: Ints, namespace: Namespace) -> Way | None:
+        """None: there is nothing below of these tokens that is worth it."""
+        return self._ways.find(token_ids, namespace) if self._enabled else None
+
+    def used(self, token_ids: Ints, namespace: Namespace) -> None:
+        """Somebody goes on from all of these, which the tree has."""
+        if self._brought:
+            self._brought.used(self._cache.keys(token_ids, namespace))
+
+    def bring(self, way: Way, room: int, then: Callable[[], None]) -> bool:
+        """Begins to bring it back, or waits for who brings something that begins alike. True:
+        `then` is going to be called, by `poll`, when that is over.
+
+        Args:
+            way: of now.
+            room: pages that may be taken now.
+        """
+        coming = self._coming.get(way.key)
+        if coming is not None:
+            coming.append(lambda: self._bring_rest(self._find(way), room, then))
+            return True
+        if len(way.host) > room:
+            return False
+        return self._read(way, room, then) if way.filed else self._bring(way, then)
+
+    def _find(self, wanted: Way) -> Way | None:
+        return self.way(wanted.token_ids, wanted.namespace)
+
+    def _bring_rest(self, way: Way | None, room: int, then: Callable[[], None]) -> None:
+        """Of what was wanted while something else was under way."""
+        if way is None or not self.bring(way, room, then):
+            then()
+
+    def _read(self, way: Way, room: int, then: Callable[[], None]) -> bool:
+        """From files; then it is brought from host memory, as much of it as is there."""
+
+        def read() -> None:
+            there = self._ways.find(way.token_ids, way.namespace, filed=False)
+            self._bring_rest(there, room, then)
+
+        if not self.files.read(way.filed, way.kept, lambda: self._over(way)):
+            return False
+        self._coming[way.key] = [read]
+        return True
+
+    def _bring(self, way: Way, then: Callable[[], None]) -> bool:
+        """From host memory."""
+        match = self._cache.match(way.token_ids, way.namespace)
+        prefix = match.shared[:, : way.prefix].ravel()
+        self._pages.hold(prefix, Holder.COPY)
+        fresh = self._cache.allocate(len(way.host), Holder.COPY)
+        if fresh is None:
+            self._pages.drop(prefix, Holder.COPY)
+            return False
+        self._coming[way.key] = [then]
+        copy, age = self._copier.bring(PageCopies(fresh, way.host)), self._age
+        held = np.concatenate((prefix, fresh))
+        self._brings.add(copy, held, way.kept, lambda: self._take_in(way, fresh, age))
+        return True
+
+    def _take_in(self, way: Way, fresh: Ints, age: int) -> None:
+        """Into the tree with it."""
+        here = self._cache.match(way.token_ids, way.namespace).shared[:, : way.prefix]
+        # Else it was forgotten meanwhile, or what it goes on from.
+        if age == self._age and here.shape[1] == way.prefix:
+            holding = Holding.laid_out(self._tables, here, fresh, len(way.token_ids))
+            self._cache.insert(way.token_ids, holding, way.namespace, state=holding.state)
+            self.brought_pages += len(fresh)
+            gained = way.gained // self._tables.page_size
+            keys = self._cache.keys(way.token_ids, way.namespace)[-gained:]
+            found = ((key, self.host.get(key)) for key in keys)
+            self._brought.add({key: kept is not None and kept.from_file for key, kept in found})
+            for kept in way.kept:
+                kept.from_file = False
+        self._over(way)
+
+    def _over(self, way: Way) -> None:
+        for then in self._coming.pop(way.key):
+            then()
+
+
+def no_tiers(cache: RadixCache, pages: PageAllocator, tables: PageTables) -> Tiers:
+    """Nothing is kept below."""
+    host, copier = HostCache(0), _NoCopier()
+    return Tiers(host, enabled=False, cache=cache, pages=pages, tables=tables, copier=copier)
+
+
+class _NoCopier:
+    def save(self, copies: PageCopies) -> Copy:
+        raise EngineFault("there is no tier to copy to")
+
+    def bring(self, copies: PageCopies) -> Copy:
+        raise EngineFault("there is no tier to copy from")
+
+
+class _NoStore:
+    def write(self, writes: Sequence[SlotWrite]) -> Future[list[Fault | None]]:
+        raise EngineFault("there are no files to write to")
+
+    def read(self, reads: Sequence[SlotRead]) -> Future[list[Fault | None]]:
+        raise EngineFault("there are no files to read from")
+
+    def erase(self, slots: Sequence[int]) -> None:
+        raise EngineFault("there are no files to erase pages in")
+
+    def clear(self) -> None:
+        """There is nothing."""
+
+    def close(self) -> None:
+        """There is nothing."""

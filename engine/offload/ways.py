@@ -1,0 +1,151 @@
+"""What of a prompt is in the tiers below the prefix tree, and can be gone on from."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from common.page_tables import PageTables, Span
+from common.requests.namespace import Namespace
+from engine.batch.batch import Ints
+from engine.batch.holding import NO_PAGE, Holding
+from engine.kv_cache.page_keys import PageKey, page_keys
+from engine.kv_cache.radix import RadixCache
+from engine.kv_cache.radix_windows import last_within
+from engine.offload.file_cache import FiledPages
+from engine.offload.file_tier import Filed
+from engine.offload.host_cache import HostCache, HostPages
+
+LEAST_TOKENS = 64  # fewer are computed sooner than a prompt has waited for them
+
+_Look = Callable[[PageKey], FiledPages | None]
+
+
+class Way(NamedTuple):
+    """What can be brought of a prompt, as things are now."""
+
+    token_ids: Ints  # of which there will be KV
+    namespace: Namespace
+    prefix: int  # whole pages that full tables have of it
+    gained: int  # tokens that one need not compute then
+    key: PageKey  # of the first page that is brought, or the last
+    kept: Sequence[HostPages]
+    host: Ints  # as PageTables.handed_over has them; NO_PAGE where it is in a file alone
+    filed: Sequence[Filed]  # those
+
+
+class _Below(NamedTuple):
+    """What is below of one page of tokens, and can be brought."""
+
+    kept: HostPages | None
+    filed: FiledPages | None
+
+    def on_host(self, width: int) -> list[int]:
+        """Host pages by place."""
+        return [NO_PAGE] * width if self.kept is None else self.kept.pages
+
+    def anywhere(self, width: int) -> list[int]:
+        """By place: NO_PAGE where there is none, in a file neither."""
+        if self.filed is None:
+            return self.on_host(width)
+        pairs = zip(self.on_host(width), self.filed.slots, strict=True)
+        return [slot if page == NO_PAGE else page for page, slot in pairs]
+
+
+class Ways:
+    """Engine thread only."""
+
+    def __init__(self, host: HostCache, cache: RadixCache, tables: PageTables) -> None:
+        self._host = host
+        self._cache = cache
+        self._tables = tables
+        self._width = tables.width
+
+    def find(self, token_ids: Ints, namespace: Namespace, *, filed: bool = True) -> Way | None:
+        """None: there is nothing below of these tokens that is worth it.
+
+        Args:
+            filed: what is in files counts too.
+        """
+        tables, size = self._tables, self._tables.page_size
+        match = self._cache.match(token_ids, namespace)
+        prefix = match.shared.shape[1]
+        look = self._host.files.get if filed else _nowhere
+        keys, below = self._below(token_ids, namespace, prefix, look)
+        end = self._last_resumable(below)
+        gained = end * size - match.num_tokens
+        if gained < LEAST_TOKENS:
+            return None
+        prefix = min(prefix, end)
+        pages = np.array([each.on_host(self._width) for each in below[:end]], np.int32).T
+        holding = Holding(pages[: tables.num_tables], pages[tables.num_tables :, -1])
+        spans = tables.handed_over(end * size, prefix * size)
+        first = min(span.first if span.table < tables.num_tables else end - 1 for span in spans)
+        return Way(
+            token_ids[: end * size],
+            namespace,
+            prefix,
+            gained,
+            keys[min(prefix, end - 1)],
+            [each.kept for each in below[first:end] if each.kept is not None],
+            holding.take(spans),
+            [Filed(keys[at], place) for place, at in self._lacking(pages, spans)],
+        )
+
+    def _below(
+        self, token_ids: Ints, namespace: Namespace, prefix: int, look: _Look
+    ) -> tuple[list[PageKey], list[_Below]]:
+        """Keys of as many pages as full tables have in the tree, or below without a gap; and what
+        is below of each of them."""
+        keys = self._cache.keys(token_ids, namespace)[:prefix]
+        below = [self._below_of(key, look) for key in keys]
+        above = keys[-1] if keys else namespace
+        rest = token_ids[prefix * self._tables.page_size :]
+        for key in page_keys(above, rest, self._tables.page_size):
+            each = self._below_of(key, look)
+            if NO_PAGE in each.anywhere(self._width)[: self._tables.num_full]:
+                break
+            keys.append(key)
+            below.append(each)
+        return keys, below
+
+    def _below_of(self, key: PageKey, look: _Look) -> _Below:
+        kept = self._host.get(key)
+        if kept is not None and kept.saves:
+            kept = None
+        if kept is not None and NO_PAGE not in kept.pages:
+            return _Below(kept, None)
+        filed = look(key)
+        return _Below(kept, None if filed is None or filed.writes else filed)
+
+    def _lacking(self, pages: Ints, spans: Sequence[Span]) -> Iterator[tuple[int, int]]:
+        """What host memory, pages [places, n], has not of these spans: place, page of tokens."""
+        num_tables, last = self._tables.num_tables, pages.shape[1] - 1
+        for table, first, past in spans:
+            if table < num_tables:
+                lacking = first + np.flatnonzero(pages[table, first:past] == NO_PAGE)
+                yield from ((table, at) for at in lacking.tolist())
+            else:
+                lacking = num_tables + np.flatnonzero(pages[num_tables:, last] == NO_PAGE)
+                yield from ((place, last) for place in lacking.tolist())
+
+    def _last_resumable(self, below: Sequence[_Below]) -> int:
+        """After how many of these pages one can go on from what is below alone, but for full
+        tables."""
+        tables, end = self._tables, len(below)
+        if not end or not (tables.sliding or tables.state_pages):
+            return end
+        pages = np.array([each.anywhere(self._width) for each in below], np.int32).T
+        while end:
+            if tables.state_pages:
+                whole = (pages[tables.num_tables :, :end] >= 0).all(axis=0)
+                end = int(np.flatnonzero(whole)[-1]) + 1 if whole.any() else 0
+            within = last_within(tables, pages[: tables.num_tables, :end])
+            if within == end:
+                break
+            end = within
+        return end
+
+
+def _nowhere(key: PageKey) -> None:
+    """No file is looked at."""

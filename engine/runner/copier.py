@@ -1,0 +1,111 @@
+"""Copies of pages between the device and host memory beside the steps: a thread for each direction,
+and with CUDA a stream. Knows nothing of what is in a page, nor who wants it.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.batch.batch import Ints, PageCopies
+from engine.kv_cache.kv import HostPool, KVPool, swap_in, swap_out
+
+_Bytes = NDArray[np.uint8]
+
+
+class PageCopy:
+    """One that is under way."""
+
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    @property
+    def done(self) -> bool:
+        """Raises what the copy raised."""
+        if not self._future.done():
+            return False
+        self._future.result()
+        return True
+
+
+class PageCopier:
+    """Whoever asks for a copy owns the pages of both sides until it is done.
+
+    Attributes:
+        tell: called from a thread of the copier whenever a copy is done.
+    """
+
+    def __init__(self, pool: KVPool, host_pool: HostPool) -> None:
+        self.tell: Callable[[], None] = lambda: None
+        copy_out, copy_in = _copies(pool, host_pool)
+        self._out = _Direction("save-pages", copy_out)
+        self._in = _Direction("bring-pages", copy_in)
+
+    def save(self, copies: PageCopies) -> PageCopy:
+        """device[i] -> host[i], after those that were asked for before."""
+        return self._out.submit(copies, lambda: self.tell())
+
+    def bring(self, copies: PageCopies) -> PageCopy:
+        """host[i] -> device[i], after those that were asked for before."""
+        return self._in.submit(copies, lambda: self.tell())
+
+    def close(self) -> None:
+        """Waits for the copies under way; those that wait for their turn are given up."""
+        for direction in (self._out, self._in):
+            direction.close()
+
+
+class _Direction:
+    def __init__(self, name: str, copy: Callable[[PageCopies], None]) -> None:
+        self._copy = copy
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+
+    def submit(self, copies: PageCopies, tell: Callable[[], None]) -> PageCopy:
+        future = self._thread.submit(self._copy, copies)
+        future.add_done_callback(lambda _: tell())
+        return PageCopy(future)
+
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+
+def _copies(
+    pool: KVPool, host_pool: HostPool
+) -> tuple[Callable[[PageCopies], None], Callable[[PageCopies], None]]:
+    """Device to host, and back; each returns when the copy is done."""
+    device = pool.tensor.device
+    if device.type == "cpu":
+        # Not by torch, which would take the cores that compute.
+        here, there = pool.tensor.numpy(), host_pool.tensor.numpy()
+        return (
+            lambda copies: _copy_runs(here, copies.device_pages, there, copies.host_pages),
+            lambda copies: _copy_runs(there, copies.host_pages, here, copies.device_pages),
+        )
+    return (
+        _on_a_stream(device, lambda copies: swap_out(pool, host_pool, copies)),
+        _on_a_stream(device, lambda copies: swap_in(pool, host_pool, copies)),
+    )
+
+
+def _on_a_stream(
+    device: torch.device, copy: Callable[[PageCopies], None]
+) -> Callable[[PageCopies], None]:
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def work(copies: PageCopies) -> None:
+        with torch.cuda.stream(stream):
+            copy(copies)
+        stream.synchronize()
+
+    return work
+
+
+def _copy_runs(source: _Bytes, source_pages: Ints, target: _Bytes, target_pages: Ints) -> None:
+    """Run by run of pages that follow each other on both sides; other threads go on meanwhile."""
+    breaks = np.flatnonzero((np.diff(source_pages) != 1) | (np.diff(target_pages) != 1)) + 1
+    for start, end in pairwise([0, *breaks.tolist(), len(source_pages)]):
+        first, into = int(source_pages[start]), int(target_pages[start])
+        target[into : into + end - start] = source[first : first + end - start]

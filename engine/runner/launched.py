@@ -1,0 +1,99 @@
+"""A step on its way through the forward stream, and what it gives."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.batch.batch import (
+    NOT_FINITE,
+    NOT_SAMPLED,
+    BatchResult,
+    RowLogprobs,
+    Runs,
+    ScheduleBatch,
+)
+from engine.batch.verified_rows import standing
+from engine.runner.stream import Event
+from engine.sampling.pooling import Pooled, of_rows
+
+_NOT_SAMPLED = np.array(NOT_SAMPLED, np.int32)
+
+
+@dataclass(slots=True, eq=False)
+class Output:
+    """Written by the forward stream, read once its event is done. In host memory.
+
+    told, prompt: columns of RowLogprobs, of samples and of prompts.
+    pooled: of the rows that want no token.
+    runs: of a step with drafts: tokens and counts, see Runs.
+    """
+
+    tokens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
+    told: Mapping[str, Tensor] = field(default_factory=dict)
+    prompt: Mapping[str, Tensor] = field(default_factory=dict)
+    pooled: Pooled = ()
+    runs: tuple[Tensor, Tensor] | None = None
+
+
+class LaunchedStep:
+    """A forward on its way, and where its tokens will be.
+
+    Args:
+        later: enqueues the choice of the tokens, where some rows could not be sampled at launch.
+    """
+
+    def __init__(
+        self,
+        batch: ScheduleBatch,
+        output: Output,
+        event: Event,
+        later: Callable[[], Event] | None = None,
+    ) -> None:
+        self._batch = batch
+        self._output = output
+        self._events = [event]
+        self._later = later
+
+    @property
+    def batch(self) -> ScheduleBatch:
+        return self._batch
+
+    def sample(self) -> None:
+        if self._later is not None:
+            self._events.append(self._later())
+            self._later = None
+
+    def result(self) -> BatchResult:
+        for event in self._events:
+            event.wait()
+        tokens, samples = self._output.tokens.numpy(), self._batch.samples
+        if np.count_nonzero(samples) != len(samples):
+            tokens = np.where(samples | (tokens == NOT_FINITE), tokens, _NOT_SAMPLED)
+        told, prompt = _columns(self._output.told), _columns(self._output.prompt)
+        runs = None
+        if self._output.runs is not None:
+            runs = Runs(*(tensor.numpy() for tensor in self._output.runs))
+            told = told and _that_stand(told, self._batch, runs)
+        return BatchResult(tokens, told, prompt, of_rows(self._output.pooled), runs)
+
+
+def _that_stand(told: RowLogprobs, batch: ScheduleBatch, runs: Runs) -> RowLogprobs:
+    """
+    Args:
+        told: of samples, in their order.
+    """
+    rows, places = standing(batch, runs)
+    asked = np.isin(places, told.rows)
+    found = np.searchsorted(told.rows, places[asked])
+    return RowLogprobs(
+        rows[asked].astype(np.int32), told.chosen[found], told.top_tokens[found], told.top[found]
+    )
+
+
+def _columns(told: Mapping[str, Tensor]) -> RowLogprobs | None:
+    if not told:
+        return None
+    return RowLogprobs(**{name: tensor.numpy() for name, tensor in told.items()})

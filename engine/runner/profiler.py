@@ -1,0 +1,117 @@
+"""torch's profiler over some steps, when an operator asks for it: a trace that Perfetto and
+chrome://tracing show.
+
+It begins and ends on the forward stream, between two steps: there are the operations that it is to
+see. The trace is written by a thread of its own. It ends with its steps, or with its time.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from common.errors import Overloaded, WrongState
+from engine.runner.stream import Event, Stream
+
+LONGEST_S = 60.0
+
+
+class Profiler:
+    """Engine thread only.
+
+    Args:
+        directory: of the traces; None: there are none.
+        name: what their files' names begin with.
+        num_steps: finished since the start.
+    Attributes:
+        tell: called by another thread when a trace is written.
+    """
+
+    def __init__(
+        self,
+        directory: Path | None,
+        name: str,
+        stream: Stream,
+        device: torch.device,
+        num_steps: Callable[[], int],
+    ) -> None:
+        self._directory = directory
+        self._name = name
+        self._stream = stream
+        self._num_steps = num_steps
+        self._activities = [ProfilerActivity.CPU]
+        if device.type == "cuda":
+            self._activities.append(ProfilerActivity.CUDA)
+        self._writer = ThreadPoolExecutor(1, "profiler")
+        self._running: profile | None = None
+        self._begun: Event
+        self._until = (0, 0.0)  # steps, time.monotonic()
+        self._path = ""
+        self._written: Future[str] | None = None  # of the last one
+        self.tell: Callable[[], None] = lambda: None
+
+    def start(self, num_steps: int) -> str:
+        """Begins before the next step; returns which file it is going to be.
+
+        Raises:
+            WrongState: there is no directory for it.
+            Overloaded: one is under way.
+        """
+        if self._directory is None:
+            raise WrongState("this node has no engine.profile_directory")
+        if not self._directory.is_dir():
+            raise WrongState("engine.profile_directory is no directory")
+        if self._running is not None or (self._written is not None and not self._written.done()):
+            raise Overloaded("a profile is under way already")
+        moment = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+        path = self._directory / f"{self._name}-{os.getpid()}-{moment}.json.gz"
+        self._path = str(path)
+        self._running = running = profile(activities=self._activities)
+        self._written = None
+        self._begun = self._stream.submit(running.start)
+        self._until = self._num_steps() + num_steps, time.monotonic() + LONGEST_S
+        return self._path
+
+    def poll(self) -> None:
+        """Ends what has had its steps, or its time."""
+        num_steps, until = self._until
+        if self._running is not None and (
+            self._num_steps() >= num_steps or time.monotonic() >= until
+        ):
+            self._end(self._running)
+
+    def stop(self) -> Future[str]:
+        """The file of the last one, once it is written; ends it, if it has not ended.
+
+        Raises:
+            WrongState: none was begun.
+        """
+        if self._running is not None:
+            self._end(self._running)
+        if self._written is None:
+            raise WrongState("nothing is profiled")
+        return self._written
+
+    def close(self) -> None:
+        """What is being written is not waited for."""
+        self._writer.shutdown(wait=False, cancel_futures=True)
+
+    def _end(self, running: profile) -> None:
+        ended = self._stream.submit(running.stop)
+        self._written = self._writer.submit(_write, running, (self._begun, ended), self._path)
+        self._written.add_done_callback(lambda _: self.tell())
+        self._running = None
+
+
+def _write(profiled: profile, events: tuple[Event, ...], path: str) -> str:
+    for event in events:
+        event.wait()
+    try:
+        profiled.export_chrome_trace(path)
+    except (OSError, RuntimeError) as error:
+        raise WrongState(f"the trace cannot be written: {error}") from error
+    return path

@@ -1,0 +1,42 @@
+"""Words that an answer never completes: their last token is forbidden where the others stand."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.batch.batch import Ints
+from engine.batch.request import Request
+from engine.batch.table import RequestTable
+from engine.sampling.additions import Additions, forbidding
+from engine.sampling.feature import Part
+
+
+class BadWords:
+    """Looks at the answer alone, not at its prompt. Engine thread only.
+
+    A word of one token is always forbidden; for a longer one the tokens before must be known.
+    """
+
+    def __init__(self, table: RequestTable) -> None:
+        self._table = table
+        self._words: dict[int, tuple[tuple[int, ...], ...]] = {}  # by slot
+
+    def acquire(self, slot: int, request: Request) -> Part:
+        self._words[slot] = words = request.sampling.bad_word_ids
+        if not words:
+            return Part.NONE
+        return Part.WAITS if max(map(len, words)) > 1 else Part.ALIKE
+
+    def build(self, rows: NDArray[np.intp], slots: NDArray[np.intp], positions: Ints) -> Additions:
+        return Additions.of(rows, [forbidding(self._forbidden(slot)) for slot in slots.tolist()])
+
+    def rehearsal(self, num_rows: int) -> Additions:
+        return Additions.nothing(num_rows)
+
+    def _forbidden(self, slot: int) -> list[int]:
+        table, words = self._table, self._words[slot]
+        start, end = int(table.num_prompt[slot]), int(table.known[slot])
+        longest = max(map(len, words)) - 1
+        before = tuple(table.tokens[slot, max(start, end - longest) : end].tolist())
+        return sorted(
+            {word[-1] for word in words if len(word) == 1 or before[1 - len(word) :] == word[:-1]}
+        )

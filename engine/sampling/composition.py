@@ -1,0 +1,262 @@
+"""All row features together: which of them a step needs, and from its logits to its tokens."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.batch.batch import ForwardMode, Ints, ScheduleBatch
+from engine.batch.request import Request
+from engine.batch.table import RequestTable
+from engine.sampling.allowed import AllowedTokens
+from engine.sampling.bad_words import BadWords
+from engine.sampling.bias import Bias
+from engine.sampling.feature import Part, RowFeature, Work
+from engine.sampling.grammar import Grammar
+from engine.sampling.logprobs import SampledLogprobs
+from engine.sampling.penalties import Penalties
+from engine.sampling.pooling import Heads, PooledPrompts, PoolingWork
+from engine.sampling.prompt_logprobs import PromptLogprobs, PromptWork
+from engine.sampling.sampling import Sampling
+from engine.sampling.thinking_budget import ThinkingBudget
+from kernels.sampling.sample import SamplingColumns, sample
+
+_COLUMNS = tuple(f.name for f in fields(SamplingColumns))
+# Bits of a slot: its token is drawn; one of its features waits; its prompt is asked about; it wants
+# no token; then one for each feature.
+_SAMPLED, _WAITING, _PROMPT, _POOLED, _FIRST = 1, 2, 4, 8, 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepWork:
+    """What the rows of one step ask of their logits.
+
+    Attributes:
+        columns: in host memory; None: every row takes its likeliest token.
+        works: in the order in which they take the logits.
+        late: features that must know more tokens first, see `build_late`; 0: none.
+        prompt: what is asked about tokens that are not sampled after.
+        pooling: of rows that want no token.
+    """
+
+    columns: SamplingColumns | None = None
+    works: tuple[Work, ...] = ()
+    late: int = 0
+    prompt: PromptWork | None = None
+    pooling: PoolingWork | None = None
+
+    @property
+    def places(self) -> list[Tensor]:
+        """Tokens whose hidden states are wanted besides the rows' last ones; prompt's first."""
+        return [work.places for work in (self.prompt, self.pooling) if work is not None]
+
+    def tensors(self) -> list[Tensor]:
+        """In host memory, contiguous."""
+        tensors: list[Tensor] = [] if self.prompt is None else [self.prompt.targets]
+        if self.pooling is not None:
+            tensors += self.pooling.tensors()
+        if self.columns is not None:
+            tensors += [getattr(self.columns, name) for name in _COLUMNS]
+        for work in self.works:
+            tensors += work.tensors()
+        return tensors
+
+    def columns_of(
+        self, sent: Sequence[Tensor], early: Tensor | None = None
+    ) -> SamplingColumns | None:
+        """`columns` on the device. Args: as of `choose`."""
+        if self.columns is None:
+            return None
+        first = self._first_column
+        columns = SamplingColumns(*sent[first : first + len(_COLUMNS)])
+        if early is None:
+            return columns
+        return replace(columns, positions=columns.positions - early)
+
+    @property
+    def _first_column(self) -> int:
+        of_prompt = 0 if self.prompt is None else 1
+        return of_prompt + (0 if self.pooling is None else len(self.pooling.tensors()))
+
+    def choose(
+        self, logits: Tensor, sent: Sequence[Tensor], early: Tensor | None = None
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """The rows' tokens, int32 [n], as `sample` gives them, and what is told of them. On the
+        forward stream.
+
+        Args:
+            logits: [n, vocabulary], may be overwritten; the rows' own first, then those before
+                drafts.
+            sent: `tensors()`, on the device.
+            early: int32 [n], by how many places each token comes earlier; None: none does.
+        """
+        columns = self.columns_of(sent, early)
+        if not self.works:
+            return sample(logits, columns), {}
+        taken = self._first_column + (0 if columns is None else len(_COLUMNS))
+        logits = logits.float()
+        parts = []
+        for work in self.works:
+            part = sent[taken : taken + len(work.tensors())]
+            taken += len(part)
+            parts.append(part)
+            work.before(part, logits)
+        tokens = sample(logits, columns)
+        told: dict[str, Tensor] = {}
+        for work, part in zip(self.works, parts, strict=True):
+            told |= work.after(part, tokens)
+        return tokens, told
+
+
+_NOTHING = StepWork()
+
+
+class RowFeatures:
+    """The features of one engine. Engine thread only.
+
+    Args:
+        features: in the order in which they take the logits; those that may wait come last.
+    """
+
+    def __init__(
+        self, table: RequestTable, sampling: Sampling, features: Sequence[RowFeature]
+    ) -> None:
+        self._table = table
+        self._sampling = sampling
+        self._prompts = PromptLogprobs(table)
+        self._pooled = PooledPrompts(table)
+        self._features = tuple(
+            (np.uint32(_FIRST << place), feature) for place, feature in enumerate(features)
+        )
+        self._wanted = np.zeros(table.num_slots, np.uint32)  # a bit for each
+        self._waits = np.zeros(table.num_slots, np.uint32)  # of these
+        table.tell_of_requests(self._acquire)
+
+    def build(self, batch: ScheduleBatch) -> StepWork:
+        """At the launch of a step. What no row wants costs nothing: all bits are read at once."""
+        slots = batch.slots.astype(np.intp)  # which numpy indexes by five times as fast
+        wanted = self._wanted[slots]
+        if not np.count_nonzero(wanted):
+            return _NOTHING
+        anybody = int(np.bitwise_or.reduce(wanted))
+        columns = self._columns(batch, slots) if anybody & _SAMPLED else None
+        if anybody == _SAMPLED:
+            return StepWork(columns)
+        wanted = self._of_those_that_sample(batch, wanted)
+        late = self._unknown(batch, wanted) if anybody & _WAITING else 0
+        prompt = self._prompts.build(batch) if anybody & _PROMPT else None
+        pooling = None
+        if anybody & _POOLED:
+            pooling = self._pooled.build(batch, 0 if prompt is None else len(prompt.places))
+        return StepWork(columns, self._works(batch, wanted, ~late), late, prompt, pooling)
+
+    def _columns(self, batch: ScheduleBatch, slots: NDArray[np.intp]) -> SamplingColumns:
+        rows, positions = _samples(batch)
+        return self._sampling.build(slots[rows], positions)
+
+    def build_late(self, batch: ScheduleBatch, late: int) -> tuple[Work, ...]:
+        """The rest of a step, whose rows' tokens are all known now.
+
+        Args:
+            late: of the StepWork that `build` has made.
+        """
+        wanted = self._of_those_that_sample(batch, self._wanted[batch.slots])
+        return self._works(batch, wanted, late)
+
+    def rehearsals(self, num_rows: int, num_tokens: int, heads: Heads) -> Sequence[StepWork]:
+        """Of a step of so many rows, with a prompt of so many tokens (0: without one), and nobody's
+        tokens: all that `build` may give launches no kernel that one of these has not launched, and
+        needs no more memory.
+
+        Args:
+            heads: those that the model has.
+        """
+        pooling = self._pooled.rehearsal(num_rows, num_tokens, heads)
+        pooled = [StepWork(pooling=pooling)] if num_tokens else []
+        if not heads.generates:
+            return pooled
+        columns = self._sampling.rehearsal(num_rows)
+        works = tuple(feature.rehearsal(num_rows) for _, feature in self._features)
+        prompt = self._prompts.rehearsal(num_tokens) if num_tokens else None
+        return [
+            StepWork(columns, works, prompt=prompt),
+            StepWork(columns),
+            StepWork(None, works),
+            _NOTHING,
+            *pooled,
+        ]
+
+    def _works(
+        self, batch: ScheduleBatch, wanted: NDArray[np.uint32], which: int
+    ) -> tuple[Work, ...]:
+        """Of the features whose bits are in `which`."""
+        rows, positions = _samples(batch)
+        slots, wanted = batch.slots.astype(np.intp)[rows], wanted[rows]
+        works = []
+        for bit, feature in self._features:
+            if int(bit) & which and len(places := (wanted & bit).nonzero()[0]):
+                works.append(feature.build(places, slots[places], positions[places]))
+        return tuple(works)
+
+    def _of_those_that_sample(
+        self, batch: ScheduleBatch, wanted: NDArray[np.uint32]
+    ) -> NDArray[np.uint32]:
+        if batch.mode in (ForwardMode.DECODE, ForwardMode.VERIFY):
+            return wanted
+        return np.where(batch.samples, wanted, np.uint32(0))
+
+    def _unknown(self, batch: ScheduleBatch, wanted: NDArray[np.uint32]) -> int:
+        """Bits of the features that have to wait for a token in this step."""
+        unknown = (wanted != 0) & (self._table.known[batch.slots] < batch.ends)
+        return int(np.bitwise_or.reduce(self._waits[batch.slots[unknown]], initial=0))
+
+    def _acquire(self, slot: int, request: Request) -> None:
+        wanted = _SAMPLED if self._sampling.acquire(slot, request) else 0
+        waits, alike = 0, True
+        for bit, feature in self._features:
+            part = feature.acquire(slot, request)
+            wanted |= int(bit) if part else 0
+            waits |= int(bit) if part is Part.WAITS else 0
+            alike &= part <= Part.ALIKE
+        if self._prompts.acquire(slot, request):
+            wanted |= _PROMPT
+        if self._pooled.acquire(slot, request):
+            wanted = _POOLED
+        self._table.plain[slot] = alike and not wanted & (_PROMPT | _POOLED)
+        self._wanted[slot] = wanted | (_WAITING if waits else 0)
+        self._waits[slot] = waits
+
+
+def _samples(batch: ScheduleBatch) -> tuple[NDArray[np.intp] | slice, Ints]:
+    """The row of each sample of a step, and the index of the token that it will be."""
+    if batch.mode is not ForwardMode.VERIFY:
+        return slice(None), batch.ends
+    rows, indices = batch.before_last()
+    own = np.arange(len(batch.slots))
+    return np.concatenate((own, rows)), np.concatenate((batch.ends, indices + 1))
+
+
+def every_feature(
+    table: RequestTable,
+    vocabulary_size: int,
+    eos_token_ids: Sequence[int],
+    device: torch.device,
+) -> RowFeatures:
+    """The features that there are, for the requests of a table."""
+    num_slots = table.num_slots
+    return RowFeatures(
+        table,
+        Sampling(num_slots),
+        (
+            SampledLogprobs(num_slots),
+            Bias(num_slots, eos_token_ids),
+            Penalties(table, vocabulary_size, device),
+            AllowedTokens(num_slots, vocabulary_size),
+            BadWords(table),
+            Grammar(table, vocabulary_size),
+            ThinkingBudget(table),
+        ),
+    )

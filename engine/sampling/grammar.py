@@ -1,0 +1,61 @@
+"""Answers that keep to a grammar: which tokens may come next, as one bit per token.
+
+A `Match` follows the tokens that the CPU knows, read from the table. So a request that continues
+elsewhere, was retracted or is replayed needs nothing but its tokens. Sampling waits for the step
+before; forwards do not. Where an answer begins with thought, the grammar holds the text behind it;
+the answer cannot end before.
+
+A row whose mask is not there in time is held (`RequestTable.held`): it is in no forward until its
+mask is there. What this step samples for it is dropped (`RequestTable.unchosen`).
+"""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.batch.batch import Ints
+from engine.batch.request import Request
+from engine.batch.table import RequestTable
+from engine.grammar.bits import words_of
+from engine.grammar.matching import Match
+from engine.sampling.allowed import Bitmask
+from engine.sampling.feature import Part
+
+
+class Grammar:
+    """Engine thread only."""
+
+    def __init__(self, table: RequestTable, vocabulary_size: int) -> None:
+        self._table = table
+        self._words = words_of(vocabulary_size)
+        self._matches: dict[int, Match] = {}  # by slot
+
+    def acquire(self, slot: int, request: Request) -> Part:
+        self._matches.pop(slot, None)
+        if request.match is None:
+            return Part.NONE
+        self._matches[slot] = request.match
+        self._table.held[slot] = request.match.compiled.slow
+        return Part.WAITS
+
+    def build(self, rows: NDArray[np.intp], slots: NDArray[np.intp], positions: Ints) -> Bitmask:
+        matches = [self._matches[slot] for slot in slots.tolist()]
+        for slot, match in zip(slots.tolist(), matches, strict=True):
+            if not match.busy:
+                match.ask(self._table.unfollowed(slot, match.num_followed))
+        asked = [each for each in matches if not (each.busy or each.ready or each.compiled.slow)]
+        if asked:
+            asked[0].threads.drive([each for each in asked if not each.fault])
+        bits = np.full((len(rows), self._words), -1, np.int32)
+        for row, (slot, match) in enumerate(zip(slots.tolist(), matches, strict=True)):
+            if match.ready:
+                bits[row] = match.mask
+            else:
+                self._table.unchosen[slot] = True
+            if match.compiled.slow or not match.ready:
+                self._table.held[slot] = True
+        return Bitmask(torch.from_numpy(rows.astype(np.int64)), torch.from_numpy(bits))
+
+    def rehearsal(self, num_rows: int) -> Bitmask:
+        bits = torch.full((num_rows, self._words), -1, dtype=torch.int32)
+        return Bitmask(torch.arange(num_rows), bits)

@@ -1,0 +1,156 @@
+"""Token counts for requests with penalties, kept on the device by slot.
+
+With overlap the CPU lags one token behind, so that only the device can count the newest. A row of
+counts is either made anew from the table or continued, and the rule needs no memory of who had the
+slot before: where the CPU knows every token of a row, the counts are made anew; where it does not,
+the missing token was sampled in this slot by the step before, which counted it.
+
+All rows there can be are allocated at start: memory that the first penalised requests would ask for
+is memory that pages have taken by then.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.batch.batch import Ints
+from engine.batch.image_tokens import in_vocabulary
+from engine.batch.request import Request
+from engine.batch.table import RequestTable
+from engine.sampling.feature import Part
+from kernels.sampling.penalties import apply_penalties, count_tokens
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rows:
+    """The penalised rows of one step.
+
+    rows: int64 [m], places among the step's rows; slots: int64 [m], theirs, which are their rows
+    of counts too.
+    renewed: int64, the slots whose counts are made anew: from prompt and output, token by token,
+    each with its slot, int64 [n].
+    """
+
+    rows: Tensor
+    slots: Tensor
+    repetition: Tensor  # float32 [m]
+    frequency: Tensor
+    presence: Tensor
+    renewed: Tensor
+    prompt_slots: Tensor
+    prompt_tokens: Tensor
+    output_slots: Tensor
+    output_tokens: Tensor
+
+
+_TENSORS = tuple(f.name for f in fields(_Rows))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Work:
+    """counts: int32 [num_slots, vocabulary], on the device."""
+
+    counts: Tensor
+    rows: _Rows
+
+    def tensors(self) -> Sequence[Tensor]:
+        return [getattr(self.rows, name) for name in _TENSORS]
+
+    def before(self, sent: Sequence[Tensor], logits: Tensor) -> None:
+        """Brings counts up to date, penalises logits."""
+        rows = _Rows(*sent)
+        if len(rows.renewed):
+            self.counts.index_fill_(0, rows.renewed, 0)
+            count_tokens(self.counts, rows.prompt_slots, rows.prompt_tokens, prompt=True)
+            count_tokens(self.counts, rows.output_slots, rows.output_tokens, prompt=False)
+        apply_penalties(
+            logits,
+            rows.rows,
+            self.counts,
+            rows.slots,
+            repetition=rows.repetition,
+            frequency=rows.frequency,
+            presence=rows.presence,
+        )
+
+    def after(self, sent: Sequence[Tensor], tokens: Tensor) -> Mapping[str, Tensor]:
+        """Counts the new tokens."""
+        rows = _Rows(*sent)
+        count_tokens(self.counts, rows.slots, tokens[rows.rows], prompt=False)
+        return {}
+
+
+class Penalties:
+    """Strengths by slot (engine thread), and the counts (forward stream). Memory: int32
+    [num_slots, vocabulary], not filled, since a row is made anew for its first owner."""
+
+    def __init__(self, table: RequestTable, vocabulary_size: int, device: torch.device) -> None:
+        self._table = table
+        self._repetition = np.ones(table.num_slots, np.float32)
+        self._frequency = np.zeros(table.num_slots, np.float32)
+        self._presence = np.zeros(table.num_slots, np.float32)
+        self._counts = torch.empty(
+            table.num_slots, vocabulary_size, dtype=torch.int32, device=device
+        )
+
+    def acquire(self, slot: int, request: Request) -> Part:
+        sampling = request.sampling
+        self._repetition[slot] = sampling.repetition_penalty
+        self._frequency[slot] = sampling.frequency_penalty
+        self._presence[slot] = sampling.presence_penalty
+        return Part.TAKES if sampling.penalised else Part.NONE
+
+    def build(self, rows: NDArray[np.intp], slots: NDArray[np.intp], positions: Ints) -> _Work:
+        anew = self._table.known[slots] >= positions
+        renewed, lengths = slots[anew], positions[anew]
+        num_prompt = np.minimum(self._table.num_prompt[renewed], lengths)
+        prompt_slots, prompt_tokens = self._tokens(renewed, np.zeros_like(lengths), num_prompt)
+        output_slots, output_tokens = self._tokens(renewed, num_prompt, lengths)
+        penalised = _Rows(
+            rows=torch.from_numpy(rows),
+            slots=torch.from_numpy(slots.astype(np.int64)),
+            repetition=torch.from_numpy(self._repetition[slots]),
+            frequency=torch.from_numpy(self._frequency[slots]),
+            presence=torch.from_numpy(self._presence[slots]),
+            renewed=torch.from_numpy(renewed.astype(np.int64)),
+            prompt_slots=prompt_slots,
+            prompt_tokens=prompt_tokens,
+            output_slots=output_slots,
+            output_tokens=output_tokens,
+        )
+        return _Work(self._counts, penalised)
+
+    def rehearsal(self, num_rows: int) -> _Work:
+        """All rows' counts are made anew, as they are for their first owners."""
+        rows, ones = torch.arange(num_rows), torch.ones(num_rows)
+        zeros = torch.zeros(num_rows, dtype=torch.int64)
+        nobody = _Rows(
+            rows=rows,
+            slots=rows,
+            repetition=ones,
+            frequency=ones,
+            presence=ones,
+            renewed=rows,
+            prompt_slots=rows,
+            prompt_tokens=zeros,
+            output_slots=rows,
+            output_tokens=zeros,
+        )
+        return _Work(self._counts, nobody)
+
+    def _tokens(self, slots: NDArray[np.intp], starts: Ints, ends: Ints) -> tuple[Tensor, Tensor]:
+        """Token indices [starts, ends) of the slots: each token's slot, and the tokens."""
+        counts = ends - starts
+        total = int(counts.sum())
+        offsets = np.cumsum(counts) - counts
+        indices = np.arange(total) - np.repeat(offsets - starts, counts)
+        owners = np.repeat(slots, counts)
+        tokens = self._table.tokens[owners, indices].astype(np.int64)
+        sayable = in_vocabulary(tokens)
+        if not sayable.all():
+            owners, tokens = owners[sayable], tokens[sayable]
+        return torch.from_numpy(owners.astype(np.int64)), torch.from_numpy(tokens)

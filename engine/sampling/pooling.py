@@ -1,0 +1,201 @@
+"""Prompts of which no token is wanted: their hidden states, pooled, or what a head makes of the
+last one.
+
+A step may have such prompts beside others. What it gives of one of them is a part of its vector:
+parts of chunks are added up, and where one token decides, all others add nothing.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from common.requests.pooling import Pool
+from engine.batch.batch import NOT_FINITE, NOT_SAMPLED, ScheduleBatch
+from engine.batch.request import Request
+from engine.batch.table import RequestTable
+
+SLICE = 1024  # tokens whose states there is memory for in float32
+LOGITS_SLICE = 32  # rows whose log-probabilities there is memory for
+
+_Rows: TypeAlias = NDArray[np.intp]
+# Of some rows after others, the rows and float32 [rows, any].
+Pooled: TypeAlias = Sequence[tuple[_Rows, Tensor]]
+
+
+class Heads(Protocol):
+    """What a model says that it can make of hidden states."""
+
+    @property
+    def generates(self) -> bool: ...
+
+    @property
+    def num_labels(self) -> int: ...
+
+
+class Model(Protocol):
+    """What it makes of them, [n, hidden]."""
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+    def labels(self, hidden: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PoolingWork:
+    """Of one step.
+
+    Attributes:
+        only: all rows of the step pool: nothing is sampled.
+        places: int64 [n], tokens among the step's whose hidden states are wanted besides.
+        summed: rows that get a sum of hidden states.
+        sources: int64 [m], of these states, among all that the forward gives.
+        owners: int64 [m], whose each is, as places in `summed`.
+        labelled, told: rows whose last state goes through the heads.
+        tokens: int64 [told, k], padded with 0.
+    """
+
+    only: bool
+    places: Tensor
+    summed: _Rows
+    sources: Tensor
+    owners: Tensor
+    labelled: _Rows
+    told: _Rows
+    tokens: Tensor
+
+    def tensors(self) -> list[Tensor]:
+        """In host memory, contiguous."""
+        rows = [torch.from_numpy(rows) for rows in (self.labelled, self.told)]
+        return [self.sources, self.owners, *rows, self.tokens]
+
+    def run(self, model: Model, hidden: Tensor, sent: Sequence[Tensor]) -> Pooled:
+        """On the forward stream.
+
+        Args:
+            hidden: [any, hidden], first of each row's last token, in the end those at `places`.
+            sent: `tensors()`, on the device.
+        """
+        sources, owners, labelled, told, tokens = sent[:5]
+        parts: list[tuple[_Rows, Tensor]] = []
+        if len(self.summed):
+            shape = len(self.summed), hidden.shape[1]
+            sums = hidden.new_zeros(shape, dtype=torch.float32)
+            for some, whose in zip(
+                torch.split(sources, SLICE), torch.split(owners, SLICE), strict=True
+            ):
+                sums.index_add_(0, whose, hidden[some].float())
+            parts.append((self.summed, sums))
+        if len(self.labelled):
+            parts.append((self.labelled, model.labels(hidden[labelled]).float()))
+        if len(self.told):
+            likely = [
+                model.logits(hidden[some]).float().log_softmax(dim=-1).gather(1, wanted)
+                for some, wanted in zip(
+                    torch.split(told, LOGITS_SLICE), torch.split(tokens, LOGITS_SLICE), strict=True
+                )
+            ]
+            parts.append((self.told, torch.cat(likely)))
+        return parts
+
+
+def nothing_sampled(last: Tensor) -> Tensor:
+    """int32 [n], of rows that sample nothing: whether their hidden states are finite."""
+    finite = last.isfinite().all(dim=-1)
+    return torch.where(finite, NOT_SAMPLED, NOT_FINITE).int()
+
+
+class PooledPrompts:
+    """Engine thread only."""
+
+    def __init__(self, table: RequestTable) -> None:
+        self._num_prompt = table.num_prompt
+        self._pool = np.zeros(table.num_slots, np.int8)  # 0: not pooled
+        self._tokens: dict[int, tuple[int, ...]] = {}  # by slot, of those that are told some
+
+    def acquire(self, slot: int, request: Request) -> bool:
+        """The request has got that slot. Returns whether it is pooled."""
+        pooling = request.pooling
+        self._pool[slot] = 0 if pooling is None else pooling.pool
+        self._tokens.pop(slot, None)
+        if pooling is not None and pooling.tokens:
+            self._tokens[slot] = pooling.tokens
+        return pooling is not None
+
+    def build(self, batch: ScheduleBatch, num_others: int) -> PoolingWork:
+        """Of a step that has such a row.
+
+        Args:
+            num_others: tokens besides the rows' last ones whose states others want, before those
+                that are wanted here.
+        """
+        pools = self._pool[batch.slots]
+        lengths = batch.ends - batch.starts
+        firsts = np.cumsum(lengths) - lengths
+        ends_here = batch.ends == self._num_prompt[batch.slots]
+        last = np.flatnonzero((pools == Pool.LAST) & ends_here)
+        mean = np.flatnonzero(pools == Pool.MEAN)
+        first = np.flatnonzero((pools == Pool.FIRST) & (batch.starts == 0))
+        spread = np.repeat(mean, lengths[mean])
+        offsets = np.arange(len(spread)) - np.repeat(
+            np.cumsum(lengths[mean]) - lengths[mean], lengths[mean]
+        )
+        places = np.concatenate((firsts[spread] + offsets, firsts[first]))
+        summed = np.concatenate((last, mean, first))
+        owners = np.concatenate((last, spread, first))
+        sources = np.concatenate((last, len(pools) + num_others + np.arange(len(places))))
+        told = np.flatnonzero((pools == Pool.TOKENS) & ends_here)
+        return PoolingWork(
+            only=bool(pools.all()),
+            places=torch.from_numpy(places.astype(np.int64)),
+            summed=summed,
+            sources=torch.from_numpy(sources.astype(np.int64)),
+            owners=torch.from_numpy(_places_in(summed, owners)),
+            labelled=np.flatnonzero((pools == Pool.LABELS) & ends_here),
+            told=told,
+            tokens=_padded([self._tokens[int(slot)] for slot in batch.slots[told]]),
+        )
+
+    def rehearsal(self, num_rows: int, num_tokens: int, heads: Heads) -> PoolingWork:
+        """Of so many rows, and of all of a step's tokens."""
+        rows = np.arange(num_rows)
+        told = rows[: LOGITS_SLICE if heads.generates else 0]
+        places = torch.arange(num_tokens)
+        return PoolingWork(
+            only=True,
+            places=places,
+            summed=rows[:1],
+            sources=num_rows + places,
+            owners=torch.zeros_like(places),
+            labelled=rows if heads.num_labels else rows[:0],
+            told=told,
+            tokens=_padded([(0,)] * len(told)),
+        )
+
+
+def _places_in(rows: _Rows, wanted: _Rows) -> NDArray[np.int64]:
+    """Where in `rows`, which are distinct, each of the wanted ones is."""
+    order = np.argsort(rows)
+    return order[np.searchsorted(rows, wanted, sorter=order)].astype(np.int64)
+
+
+def _padded(rows: list[tuple[int, ...]]) -> Tensor:
+    longest = max(map(len, rows), default=0)
+    return (
+        torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])
+        .long()
+        .view(len(rows), longest)
+    )
+
+
+def of_rows(parts: Pooled) -> Mapping[int, NDArray[np.float32]]:
+    """What each row got. Of parts in host memory."""
+    return {
+        row: values[place].numpy()
+        for rows, values in parts
+        for place, row in enumerate(rows.tolist())
+    }

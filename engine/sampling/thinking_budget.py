@@ -1,0 +1,76 @@
+"""End the thought of an answer after as many tokens as it may have.
+
+The count is taken from the tokens that the CPU knows, so it needs nothing else of a request that
+continues elsewhere, was retracted or is replayed.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.batch.batch import Ints
+from engine.batch.request import Request
+from engine.batch.table import RequestTable
+from engine.grammar.reasoning import Stage, ThoughtReader
+from engine.sampling.feature import Part
+from kernels.sampling.bitmask import FORBIDDEN
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Forced:
+    """A Work: rows[i] of the step samples tokens[i], whatever else is asked of it."""
+
+    rows: Tensor  # int64 [m]
+    tokens: Tensor  # int64 [m]
+
+    def tensors(self) -> Sequence[Tensor]:
+        return (self.rows, self.tokens)
+
+    def before(self, sent: Sequence[Tensor], logits: Tensor) -> None:
+        rows, tokens = sent
+        logits.index_fill_(0, rows, FORBIDDEN)
+        logits.index_put_((rows, tokens), logits.new_zeros(()))
+
+    def after(self, sent: Sequence[Tensor], tokens: Tensor) -> Mapping[str, Tensor]:
+        return {}
+
+
+class ThinkingBudget:
+    """Ends thought that has all the tokens it may have. Engine thread only. Comes last."""
+
+    def __init__(self, table: RequestTable) -> None:
+        self._table = table
+        self._readers: dict[int, ThoughtReader] = {}  # by slot
+        self._followed = np.zeros(table.num_slots, np.int64)  # tokens, with the prompt
+        self._budgets = np.zeros(table.num_slots, np.int64)
+        self._closes = np.zeros(table.num_slots, np.int64)
+
+    def acquire(self, slot: int, request: Request) -> Part:
+        self._readers.pop(slot, None)
+        sampling = request.sampling
+        if sampling.thinking_budget < 0 or sampling.thought is None:
+            return Part.NONE
+        self._readers[slot] = ThoughtReader(sampling.thought)
+        self._followed[slot] = request.num_prompt
+        self._budgets[slot] = sampling.thinking_budget
+        self._closes[slot] = sampling.thought.close
+        return Part.WAITS
+
+    def build(self, rows: NDArray[np.intp], slots: NDArray[np.intp], positions: Ints) -> Forced:
+        spent = np.array([self._is_spent(slot) for slot in slots.tolist()])
+        closes = torch.from_numpy(self._closes[slots[spent]])
+        return Forced(torch.from_numpy(rows[spent].astype(np.int64)), closes)
+
+    def rehearsal(self, num_rows: int) -> Forced:
+        return Forced(torch.arange(num_rows), torch.zeros(num_rows, dtype=torch.int64))
+
+    def _is_spent(self, slot: int) -> bool:
+        reader = self._readers[slot]
+        start, end = int(self._followed[slot]), int(self._table.known[slot])
+        reader.read(self._table.tokens[slot, start:end].tolist())
+        self._followed[slot] = end
+        return reader.stage is Stage.INSIDE and reader.num_tokens >= self._budgets[slot]

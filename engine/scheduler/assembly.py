@@ -1,0 +1,134 @@
+"""From the rows of a step to its ScheduleBatch, and to what the step has to hold."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.batch.batch import ForwardMode, Ints, ScheduleBatch, StateAt
+from engine.batch.table import RequestTable
+from engine.kv_cache.pages import Pages
+from engine.scheduler.admission import ExtendRow
+from engine.scheduler.retracted import Swaps
+from engine.scheduler.speculation import DecodeRows
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """One decision. From its launch to its result it holds its slots, and these pages."""
+
+    batch: ScheduleBatch
+    extends: Sequence[ExtendRow]  # its first rows
+    slots: NDArray[np.intp]  # batch.slots
+    written: Pages  # by the forward: distinct, since rows share whole pages of prefixes only
+    swaps: Swaps
+
+    def held(self) -> list[Pages]:
+        """One hold on each page of each array; the pages of an array are distinct."""
+        swap_in = self.swaps.swap_in
+        swapped = [swap_in.device_pages] if swap_in else []
+        states = [pages for row in self.extends for pages in row.states]
+        return [self.written, *self.swaps.saved, *swapped, *states]
+
+
+class StepAssembler:
+    """Numbers the steps. Changes nothing in the table."""
+
+    def __init__(self, table: RequestTable) -> None:
+        self._table = table
+        self._page_bits = table.page_size.bit_length() - 1
+        # As arrays: numpy converts a Python int anew in every call.
+        self._one = np.array(1, np.int32)
+        self._shift = np.array(self._page_bits, np.int32)
+        self._all = np.ones(table.num_slots, np.bool_)
+        self._all.flags.writeable = False  # shared by all batches
+        self._decodes = np.empty(0, np.intp)  # of the step before, and as its batch has them
+        self._decodes_in_batch = np.empty(0, np.int32)
+        # Slots are told apart from those of steps that are over by these numbers: they go on from
+        # who had the table before.
+        self.num_steps = table.finished_step
+
+    def assemble(
+        self,
+        extends: Sequence[ExtendRow],
+        rows: DecodeRows,
+        swaps: Swaps,
+    ) -> Step:
+        """Prompt rows first, then those that decode."""
+        table, decodes, early = self._table, rows.slots, rows.early
+        ends = table.length[decodes]
+        starts = ends - self._one
+        if rows.drafts is not None:
+            ends = ends + rows.drafts
+        if rows.drafts is None and early is None:
+            by_table = self._written(decodes, starts >> self._shift)
+        else:
+            by_table = self._written(*self._spans(decodes, starts, ends, early))
+        if table.tables.state_pages:
+            by_table.append(table.state[decodes].ravel().astype(np.intp))
+        written: Pages = by_table[0] if len(by_table) == 1 else np.concatenate(by_table)
+        self.num_steps += 1
+        if not extends:
+            if decodes is not self._decodes:
+                self._decodes, self._decodes_in_batch = decodes, decodes.astype(np.int32)
+            batch = ScheduleBatch(
+                self.num_steps,
+                ForwardMode.DECODE if rows.drafts is None else ForwardMode.VERIFY,
+                self._decodes_in_batch,
+                starts,
+                ends,
+                self._all[: len(decodes)],
+                swaps.swap_out,
+                swaps.swap_in,
+                early=early,
+            )
+            return Step(batch, (), decodes, written, swaps)
+        if early is not None:
+            early = np.concatenate([np.zeros(len(extends), np.int32), early])
+        slots = np.concatenate([np.array([row.slot for row in extends], np.intp), decodes])
+        batch = ScheduleBatch(
+            self.num_steps,
+            ForwardMode.MIXED if len(decodes) else ForwardMode.EXTEND,
+            slots.astype(np.int32),
+            np.concatenate([np.array([row.start for row in extends], np.int32), starts]),
+            np.concatenate([np.array([row.end for row in extends], np.int32), ends]),
+            np.concatenate([np.array([row.samples for row in extends]), self._all[: len(decodes)]]),
+            swaps.swap_out,
+            swaps.swap_in,
+            resumed=tuple(
+                StateAt(place, 0, row.resumed)
+                for place, row in enumerate(extends)
+                if len(row.resumed)
+            ),
+            kept=tuple(
+                StateAt(place, row.keep - row.start, row.kept)
+                for place, row in enumerate(extends)
+                if len(row.kept)
+            ),
+            early=early,
+        )
+        prompts = [self._pages_of(row) for row in extends]
+        written = np.concatenate([written, *prompts])
+        return Step(batch, extends, slots, written, swaps)
+
+    def _written(self, slots: NDArray[np.intp], places: NDArray[Any]) -> list[NDArray[np.intp]]:
+        """The page at each place of each slot, table by table."""
+        return [pages[slots, places].astype(np.intp) for pages in self._table.by_table]
+
+    def _spans(
+        self, slots: NDArray[np.intp], starts: Ints, ends: Ints, early: Ints | None
+    ) -> tuple[NDArray[np.intp], NDArray[Any]]:
+        """Slots and places of all pages that rows of several tokens may write, wherever each row
+        will begin."""
+        firsts = (starts if early is None else starts - early) >> self._shift
+        counts = ((ends - self._one) >> self._shift) - firsts + self._one
+        behind = np.cumsum(counts) - counts
+        places = np.arange(int(counts.sum())) + np.repeat(firsts - behind, counts)
+        return np.repeat(slots, counts), places
+
+    def _pages_of(self, row: ExtendRow) -> Ints:
+        first, past = row.start >> self._page_bits, -(-row.end // self._table.page_size)
+        pages: Ints = self._table.page_table[row.slot, :, first:past].ravel()
+        return np.concatenate((pages, self._table.state[row.slot]))

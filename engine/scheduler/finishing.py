@@ -1,0 +1,41 @@
+"""When a request is over. Decided here and nowhere else, for every token of every request."""
+
+from collections.abc import Sequence
+
+from grpc import StatusCode
+
+from engine.batch.batch import NOT_FINITE
+from engine.batch.request import Finish, FinishReason, Request
+
+
+def _fault(sentence: str) -> Finish:
+    return Finish(FinishReason.ERROR, sentence, StatusCode.INTERNAL)
+
+
+class FinishRule:
+    """The finish conditions of one model."""
+
+    def __init__(self, eos_token_ids: Sequence[int], vocabulary_size: int) -> None:
+        self._eos = frozenset(eos_token_ids)
+        self.vocabulary_size = vocabulary_size
+
+    def decide(self, request: Request, token: int, at_limit: bool) -> Finish | None:
+        """What `token`, the newest, means for the request; None: it goes on.
+
+        A stop token that is also the last one allowed counts as STOP: nothing was cut off.
+
+        Args:
+            at_limit: with this token it has as many as it may have.
+        """
+        if request.to_finish is not None:
+            return request.to_finish
+        if token == NOT_FINITE:
+            return _fault("the model's logits were not finite")
+        if not 0 <= token < self.vocabulary_size:
+            return _fault(f"token {token} is outside the vocabulary")
+        sampling = request.sampling
+        if token in sampling.stop_token_ids:
+            return Finish(FinishReason.STOP)
+        if token in self._eos and sampling.ends_at_eos:
+            return Finish(FinishReason.STOP)
+        return Finish(FinishReason.LENGTH) if at_limit else None

@@ -1,0 +1,64 @@
+"""Rows that are in no forward until their grammar's mask is there, see grammar/matching.py."""
+
+from collections.abc import Iterator
+
+import numpy as np
+from grpc import StatusCode
+
+from engine.batch.request import Finish, FinishReason, Request
+from engine.batch.table import RequestTable
+from engine.grammar.matching import Match
+from engine.scheduler.residents import Residents
+from engine.scheduler.retracted import RetractedRequests
+from engine.scheduler.running import RunningBatch
+
+
+class HeldRows:
+    """Engine thread only."""
+
+    def __init__(
+        self,
+        *,
+        table: RequestTable,
+        residents: Residents,
+        running: RunningBatch,
+        retracted: RetractedRequests,
+    ) -> None:
+        self._table = table
+        self._residents = residents
+        self._running = running
+        self._retracted = retracted
+
+    @property
+    def any(self) -> bool:
+        """Safe to ask from another thread."""
+        return bool(np.count_nonzero(self._table.held & self._table.live))
+
+    def settle(self) -> Iterator[tuple[Request, Finish]]:
+        """Lets rows go whose mask is there. Yields requests that have to end, and why."""
+        if not np.count_nonzero(self._table.held):
+            return
+        for slot in np.flatnonzero(self._table.held & self._table.live).tolist():
+            request = self._residents.by_slot[slot]
+            if request.to_finish is not None or self._table.in_flight(slot):
+                continue
+            match: Match = request.match
+            if match.busy:
+                match.look()
+            if match.fault:
+                finish = Finish(FinishReason.ERROR, match.fault, StatusCode.INVALID_ARGUMENT)
+                yield request, finish
+            elif not match.busy:
+                match.ask(self._table.unfollowed(slot, match.num_followed))
+                if match.ready:
+                    self._let_go(slot, request)
+                else:
+                    match.threads.start(match)
+
+    def _let_go(self, slot: int, request: Request) -> None:
+        """A row whose forward was done without a token being chosen is computed again from the
+        prefix cache: a state cannot take in a token twice."""
+        if not self._table.unchosen[slot]:
+            self._table.held[slot] = False
+        elif slot in self._running or request in self._retracted:  # else it is stopped
+            self._residents.start_over(request, learn=request not in self._retracted)

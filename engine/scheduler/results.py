@@ -1,0 +1,259 @@
+"""What the result of a step means for its requests: chunks that are done, tokens that are there to
+tell, and those that have ended with it.
+
+Rows of requests that have ended meanwhile are discarded: under overlap the forward that follows a
+request's last token costs that much.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.requests.logprobs import Logprobs, join
+from common.requests.prediction import Predicted
+from engine.batch.batch import NOT_FINITE, BatchResult, Ints, RowLogprobs, Runs, ScheduleBatch
+from engine.batch.request import Finish, FinishReason
+from engine.batch.table import RequestTable
+from engine.kv_cache.pages import Holder, PageAllocator
+from engine.kv_cache.radix import RadixCache
+from engine.scheduler.admission import Admission, ExtendRow
+from engine.scheduler.assembly import Step
+from engine.scheduler.finishing import FinishRule
+from engine.scheduler.outcome import ChunkDone, Finished, StepOutcome
+from engine.scheduler.residents import Residents
+from engine.scheduler.retracted import RetractedRequests
+
+_ONE = np.array(1, np.int32)  # numpy converts a Python int anew in every call
+
+
+class StepResults:
+    """Engine thread only.
+
+    Attributes:
+        num_tokens: told since the start.
+    """
+
+    def __init__(
+        self,
+        rule: FinishRule,
+        *,
+        table: RequestTable,
+        pages: PageAllocator,
+        cache: RadixCache,
+        admission: Admission,
+        retracted: RetractedRequests,
+        residents: Residents,
+    ) -> None:
+        self._rule = rule
+        self._table = table
+        self._sliding = bool(table.tables.sliding)
+        self._pages = pages
+        self._cache = cache
+        self._admission = admission
+        self._retracted = retracted
+        self._residents = residents
+        self._vocabulary_size = np.array(rule.vocabulary_size, np.uint32)
+        self.num_tokens = 0
+
+    def take(
+        self,
+        step: Step,
+        result: BatchResult,
+        predicted: Sequence[tuple[tuple[int, int], Predicted]] = (),
+    ) -> StepOutcome:
+        """Of each step once, in the order of their launch.
+
+        Args:
+            predicted: as of StepOutcome.
+        """
+        batch = step.batch
+        chunks: list[ChunkDone] = []
+        finished: list[Finished] = []
+        slots, tokens = step.slots, result.tokens
+        if step.extends:
+            self._finish_chunks(step.extends, result, chunks, finished)
+            sampled = batch.samples
+            slots, tokens = slots[sampled], tokens[sampled]
+        computed, places = slots, self._table.known[slots]
+        before = places
+        if result.runs is not None:
+            slots, places, tokens = self._in_order(slots, places, result.runs)
+        slots, places, tokens = self._chosen(slots, places, tokens)
+        wanted = {} if result.logprobs is None else self._wanted_logprobs(batch, result.logprobs)
+        slots, tokens = self._finish_tokens(slots, places, tokens, finished)
+        if self._sliding:
+            self._free_behind(computed, before)
+        self.num_tokens += len(tokens)
+        streams, requests = self._table.origin_stream[slots], self._table.origin_request[slots]
+        logprobs = self._told_logprobs(slots, wanted) if wanted else ()
+        return StepOutcome(streams, requests, tokens, chunks, finished, logprobs, predicted)
+
+    def _chosen(
+        self, slots: NDArray[np.intp], places: Ints, tokens: Ints
+    ) -> tuple[NDArray[np.intp], Ints, Ints]:
+        """Leaves out the rows for which no token was chosen, and that go on: they are as if they
+        had not been in the step."""
+        table = self._table
+        if not np.count_nonzero(table.unchosen):
+            return slots, places, tokens
+        dropped = table.unchosen[slots] & (table.max_length[slots] > 0) & (tokens >= 0)
+        dropped &= table.live[slots]
+        table.length[slots[dropped]] -= _ONE
+        return slots[~dropped], places[~dropped], tokens[~dropped]
+
+    def _finish_chunks(
+        self,
+        extends: Sequence[ExtendRow],
+        result: BatchResult,
+        chunks: list[ChunkDone],
+        finished: list[Finished],
+    ) -> None:
+        """The tree learns what was computed; a request told to end between its chunks does."""
+        tokens = result.tokens[: len(extends)].tolist()
+        for place, (row, token) in enumerate(zip(extends, tokens, strict=True)):
+            request = row.request
+            if request.slot != row.slot:
+                continue  # it ended with an earlier step
+            self._admission.computed(row)
+            if token == NOT_FINITE:  # its pages are not to be trusted, by nobody
+                if not row.samples:
+                    finish = self._rule.decide(request, token, at_limit=False)
+                    assert finish is not None
+                    spoilt = self._residents.end_at_fault(request)
+                    finished.append(Finished(request, finish, spoilt=spoilt))
+                continue
+            if request not in self._retracted:  # whose pages are gone
+                holding = self._table.holding_of(row.slot)
+                self._cache.insert(request.token_ids[: row.end], holding, request.namespace)
+                if len(row.kept):
+                    self._cache.insert(
+                        request.token_ids[: row.keep], holding, request.namespace, state=row.kept
+                    )
+                if self._sliding:
+                    self._pages.drop(self._table.free_behind(row.slot, row.end), Holder.REQUEST)
+            if request.to_finish is None:
+                chosen = row.samples and not self._table.unchosen[row.slot]
+                chunks.append(_chunk(row, place, token if chosen else None, result))
+                if row.last and not row.samples:
+                    finished.append(Finished(request, Finish(FinishReason.STOP)))
+                    self._residents.end(request)
+            elif not row.samples:
+                finished.append(Finished(request, request.to_finish))
+                self._residents.end(request)
+
+    def _free_behind(self, slots: NDArray[np.intp], known: Ints) -> None:
+        """Of rows that have finished the last token of a page; so many tokens were known before.
+        Launched ones do not count: the step in flight may still read what they leave behind."""
+        size, done = self._table.page_size, self._table.known[slots] - 1
+        at_edge = (done // size > (known - 1) // size) & self._table.live[slots]
+        for slot, past in zip(slots[at_edge].tolist(), done[at_edge].tolist(), strict=True):
+            # Row by row: two that share a prefix may let go of the same page.
+            self._pages.drop(self._table.free_behind(slot, past), Holder.REQUEST)
+
+    def _wanted_logprobs(self, batch: ScheduleBatch, found: RowLogprobs) -> Mapping[int, Logprobs]:
+        """By slot, of those that are still here."""
+        wanted = {}
+        for row in np.unique(found.rows).tolist():
+            slot = int(batch.slots[row])
+            request = self._residents.by_slot.get(slot)
+            if request is not None and self._table.live[slot]:
+                wanted[slot] = found.of(row, request.sampling.logprobs)
+        return wanted
+
+    def _told_logprobs(
+        self, slots: NDArray[np.intp], wanted: Mapping[int, Logprobs]
+    ) -> Sequence[tuple[tuple[int, int], Logprobs]]:
+        """By origin, of as many tokens of each slot as are told."""
+        counts = zip(*(column.tolist() for column in np.unique_counts(slots)), strict=True)
+        return [
+            (self._table.origin_of(slot), wanted[slot].first(count))
+            for slot, count in counts
+            if slot in wanted
+        ]
+
+    def _in_order(
+        self, slots: NDArray[np.intp], known: Ints, runs: Runs
+    ) -> tuple[NDArray[np.intp], Ints, Ints]:
+        """Slot, index and token of all tokens of rows that have several, row after row, up to the
+        one that ends its request."""
+        counts = runs.counts
+        rows, numbers = np.nonzero(np.arange(runs.tokens.shape[1]) < counts[:, None])
+        slots, tokens = slots[rows], runs.tokens[rows, numbers]
+        places = known[rows] + numbers.astype(np.int32)
+        stops, odd, last = self._ending(slots, places, tokens)
+        ends = stops.any(axis=1) | odd | last
+        if np.count_nonzero(ends):
+            ended: NDArray[np.intp] = np.cumsum(ends) - ends  # before each, in all rows
+            firsts = np.cumsum(counts) - counts
+            kept: NDArray[np.bool_] = ended == ended[firsts][rows]
+            slots, places, tokens = slots[kept], places[kept], tokens[kept]
+        return slots, places, tokens
+
+    def _ending(
+        self, slots: NDArray[np.intp], places: Ints, tokens: Ints
+    ) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.bool_]]:
+        """Why tokens may end their requests: each by what it is (a column for each stop token), as
+        none that there is, and as the last one allowed."""
+        table = self._table
+        stops = table.stop_ids[slots] == tokens[:, None]
+        odd = tokens.view(np.uint32) >= self._vocabulary_size  # negative ones too
+        return stops, odd, places + _ONE >= table.max_length[slots]
+
+    def _finish_tokens(
+        self, slots: NDArray[np.intp], places: Ints, tokens: Ints, finished: list[Finished]
+    ) -> tuple[NDArray[np.intp], Ints]:
+        """Gives each row its token, which has token index places[row]; returns the rows and
+        tokens that there are to tell. A row may have several, in their order; only its last may
+        end its request."""
+        table = self._table
+        live = table.live[slots]
+        if np.count_nonzero(live) < len(slots):
+            slots, places, tokens = slots[live], places[live], tokens[live]
+        known = places + _ONE
+        stops, odd, last = self._ending(slots, places, tokens)
+        if not (np.count_nonzero(stops) or np.count_nonzero(odd) or np.count_nonzero(last)):
+            table.tokens[slots, places] = tokens
+            table.known[slots] = known
+            return slots, tokens
+        told = ~odd & (table.max_length[slots] > 0)
+        table.tokens[slots[told], places[told]] = tokens[told]
+        table.known[slots[told]] = known[told]
+        for row in np.flatnonzero(stops.any(axis=1) | odd | last).tolist():
+            request, token = self._residents.by_slot[int(slots[row])], int(tokens[row])
+            finish = self._rule.decide(request, token, at_limit=bool(last[row]))
+            assert finish is not None
+            num_generated = int(known[row]) - request.num_prompt
+            spoilt = None
+            if token == NOT_FINITE:
+                spoilt = self._residents.end_at_fault(request)
+            else:
+                self._residents.end(request, learn=True)
+            finished.append(Finished(request, finish, num_generated, spoilt))
+        return slots[told], tokens[told]
+
+
+def _chunk(row: ExtendRow, place: int, token: int | None, result: BatchResult) -> ChunkDone:
+    """Return what is done with a row, the step's `place`th. Of a prompt that is computed anew, so
+    is all that is told of it. `token`: chosen after it; None: none was."""
+    request, prompt = row.request, result.prompt_logprobs
+    if row.start == 0:
+        request.prompt_logprobs.clear()
+        request.pooled = None
+    if prompt is not None and request.sampling.prompt_logprobs >= 0:
+        request.prompt_logprobs.append(prompt.of(place, request.sampling.prompt_logprobs))
+    if place in result.pooled:
+        part = result.pooled[place]
+        request.pooled = part if request.pooled is None else request.pooled + part
+    if token is None:
+        vector = request.pooled if row.last and not row.samples else None
+        return ChunkDone(request, row.start, row.end, None, pooled=vector)
+    own = result.logprobs if request.sampling.logprobs >= 0 else None
+    return ChunkDone(
+        request,
+        row.start,
+        row.end,
+        token,
+        own.of(place, request.sampling.logprobs) if own else None,
+        join(request.prompt_logprobs) if request.prompt_logprobs else None,
+    )

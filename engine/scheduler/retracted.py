@@ -1,0 +1,231 @@
+"""Requests that were taken off the device: their slots, their KV in host memory, their way back.
+
+    running --retract--> SAVING --(batch with its swap_out)--> SAVED --resume--> RETURNING
+                    `--> LOST --(no step in flight)--> waiting queue                |
+                                                  running <--(batch with its swap_in)
+
+A retracted request keeps its slot: its tokens, and the one that may still be in flight. Copies
+and forwards run in order on one stream, so neither waits for anything. Whom to retract, and when,
+is decided in retraction.py.
+"""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.batch.batch import Ints, PageCopies
+from engine.batch.holding import Holding
+from engine.batch.request import Request
+from engine.batch.table import RequestTable
+from engine.kv_cache.pages import Holder, PageAllocator
+from engine.offload.host_cache import HostCache
+
+_NOTHING = np.empty(0, np.int32)
+
+
+class _State(Enum):
+    SAVING = auto()  # device_pages are held by the step to come
+    SAVED = auto()
+    LOST = auto()  # no host memory: to recompute
+    RETURNING = auto()  # device_pages are the request's new ones, host_pages still needed
+
+
+@dataclass(slots=True, eq=False)
+class _Retracted:
+    request: Request
+    slot: int
+    state: _State
+    had: Holding  # when it was retracted, of tokens that have their KV
+    device_pages: Ints
+    host_pages: Ints
+    left: float  # time.monotonic()
+
+    def rank(self, now: float) -> float:
+        return self.request.rank(now - self.left)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Swaps:
+    """The copies of one step.
+
+    saved: the pages of swap_out, an array for each request: two that share a prefix share pages.
+    """
+
+    swap_out: PageCopies | None = None
+    swap_in: PageCopies | None = None
+    saved: Sequence[Ints] = ()
+
+    def on_host(self) -> list[Ints]:
+        """Host pages, of each copy."""
+        return [copies.host_pages for copies in (self.swap_out, self.swap_in) if copies is not None]
+
+
+class RetractedRequests:
+    """Requests off the device, the most urgent first back, of equals who left first; and the host
+    pages that hold their KV."""
+
+    def __init__(self, table: RequestTable, pages: PageAllocator, host: HostCache) -> None:
+        self._table = table
+        self._pages = pages
+        self._host = host
+        self._by_key: dict[int, _Retracted] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def __contains__(self, request: Request) -> bool:
+        return request.key in self._by_key
+
+    @property
+    def num_host_pages_used(self) -> int:
+        return sum(len(entry.host_pages) for entry in self._by_key.values())
+
+    @property
+    def num_host_pages_free(self) -> int:
+        """That may be taken: what is cached there makes room."""
+        return self._host.num_available
+
+    def host_pages(self) -> list[Ints]:
+        """By request."""
+        return [entry.host_pages for entry in self._by_key.values()]
+
+    @property
+    def num_away(self) -> int:
+        """Those that are not on their way back."""
+        return sum(1 for _ in self._away())
+
+    @property
+    def saving(self) -> bool:
+        """Whether there are pages that the next batch copies to the host."""
+        return any(entry.state is _State.SAVING for entry in self._by_key.values())
+
+    def highest_rank(self) -> float:
+        """Of those away and on their way back; there must be one."""
+        now = time.monotonic()
+        return max(entry.rank(now) for entry in self._by_key.values())
+
+    def num_saved(self, slot: int) -> int:
+        """Host pages that the request in that slot would take."""
+        return len(self._saved_of(slot).flat())
+
+    def retract(self, request: Request) -> Ints:
+        """Drops the request's pages, and gives them back to be looked through for free ones.
+
+        `save` must follow before anyone but the rows of the next batch may allocate.
+        """
+        slot = request.slot
+        assert slot is not None
+        now, had = time.monotonic(), self._saved_of(slot)
+        holding = self._table.holding_of(slot)
+        pages = holding.flat()
+        self._table.set_pages(slot, Holding.none(len(holding.tables)))
+        self._pages.drop(pages, Holder.REQUEST)
+        request.leave_device(now)
+        saved = had.flat()
+        host_pages = self._host.allocate(len(saved), Holder.REQUEST)
+        if host_pages is None:
+            entry = _Retracted(request, slot, _State.LOST, had, _NOTHING, _NOTHING, now)
+        else:
+            entry = _Retracted(request, slot, _State.SAVING, had, saved, host_pages, now)
+        self._by_key[request.key] = entry
+        return pages
+
+    def save(self, request: Request) -> bool:
+        """Holds its pages, free ones too, for the step that will copy them to the host. False
+        where host memory was short: it is to be computed anew."""
+        entry = self._by_key[request.key]
+        if entry.state is _State.SAVING:
+            self._pages.hold_even_free(entry.device_pages, Holder.STEP)
+        return entry.state is _State.SAVING
+
+    def unsaved_pages(self) -> list[Ints]:
+        """Pages that the next batch copies to the host before its forward, by request."""
+        return [e.device_pages for e in self._by_key.values() if e.state is _State.SAVING]
+
+    def next_saved(self, bar: float = -math.inf) -> tuple[int, Holding] | None:
+        """Slot of who is to come back next, of those whose rank is above the bar, and what it had:
+        it takes as many pages."""
+        now = time.monotonic()
+        able = (entry for entry in self._away() if entry.rank(now) > bar)
+        entry = max(able, key=lambda entry: entry.rank(now), default=None)
+        if entry is None or entry.state is not _State.SAVED:
+            return None
+        return entry.slot, entry.had
+
+    def resume(self, slot: int, pages: Ints) -> None:
+        """Gives it these pages, held for it already; the next batch fills them from the host."""
+        entry = next(entry for entry in self._by_key.values() if entry.slot == slot)
+        now = time.monotonic()
+        entry.state = _State.RETURNING
+        entry.request.return_to_device(now)
+        entry.request.away_s += now - entry.left
+        entry.left = now
+        entry.device_pages = pages
+        self._table.set_pages(slot, entry.had.moved_to(pages))
+
+    def returning(self) -> NDArray[np.intp]:
+        """Slots that the next batch swaps in."""
+        slots = [e.slot for e in self._by_key.values() if e.state is _State.RETURNING]
+        return np.array(slots, np.intp)
+
+    def take_lost(self) -> list[Request]:
+        """Those to recompute whose tokens are all known; they are no longer here."""
+        known = [
+            entry.request
+            for entry in self._by_key.values()
+            if entry.state is _State.LOST and not self._table.in_flight(entry.slot)
+        ]
+        for request in known:
+            del self._by_key[request.key]
+        return known
+
+    def swaps(self) -> Swaps:
+        """Those of the batch being built. The caller holds the pages of swap_in for the step; those
+        of swap_out are held for it since `save`, once for each request that has them. Host pages
+        are held for it until `swapped`."""
+        saving = [e for e in self._by_key.values() if e.state is _State.SAVING]
+        returning = [e for e in self._by_key.values() if e.state is _State.RETURNING]
+        swaps = Swaps(_copies(saving), _copies(returning), self.unsaved_pages())
+        for host_pages in swaps.on_host():
+            self._host.pages.hold(host_pages, Holder.STEP)
+        for entry in saving:
+            entry.state, entry.device_pages = _State.SAVED, _NOTHING
+        for entry in returning:
+            del self._by_key[entry.request.key]
+            self._host.pages.drop(entry.host_pages, Holder.REQUEST)
+        return swaps
+
+    def swapped(self, swaps: Swaps) -> None:
+        """The step of these is finished."""
+        for host_pages in swaps.on_host():
+            self._host.pages.drop(host_pages, Holder.STEP)
+
+    def forget(self, request: Request) -> None:
+        """It has ended. Pages that it has on the device again are the caller's to drop."""
+        entry = self._by_key.pop(request.key)
+        self._host.pages.drop(entry.host_pages, Holder.REQUEST)
+        if entry.state is _State.SAVING:
+            self._pages.drop(entry.device_pages, Holder.STEP)
+
+    def _away(self) -> Iterator[_Retracted]:
+        return (e for e in self._by_key.values() if e.state is not _State.RETURNING)
+
+    def _saved_of(self, slot: int) -> Holding:
+        """KV exists of every token but the newest, which may be in flight."""
+        holding = self._table.holding_of(slot)
+        num_pages = self._table.tables.num_pages(int(self._table.length[slot]) - 1)
+        return Holding(holding.tables[:, :num_pages], holding.state)
+
+
+def _copies(entries: list[_Retracted]) -> PageCopies | None:
+    if not entries:
+        return None
+    return PageCopies(
+        device_pages=np.concatenate([entry.device_pages for entry in entries]),
+        host_pages=np.concatenate([entry.host_pages for entry in entries]),
+    )

@@ -1,0 +1,151 @@
+"""Retraction: whom to take off the device when pages run out, and when to bring them back.
+
+Pages of a retracted request may be given to rows of the very batch whose swap_out saves them: the
+copies run before the forward, on one stream. To anybody else they are closed until that step is
+finished, by its STEP hold.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.batch.batch import Ints
+from engine.batch.holding import Holding
+from engine.batch.request import Request
+from engine.batch.table import RequestTable
+from engine.kv_cache.pages import Holder, PageAllocator
+from engine.kv_cache.radix import RadixCache
+from engine.scheduler.growth import NewTokenRatio, missing_pages_of_one
+from engine.scheduler.retracted import RetractedRequests
+from engine.scheduler.running import RunningBatch
+
+_NOTHING = np.empty(0, np.int32)
+
+
+class Retraction:
+    """Keeps the running batch going on what pages there are. Engine thread only."""
+
+    def __init__(
+        self,
+        *,
+        table: RequestTable,
+        pages: PageAllocator,
+        cache: RadixCache,
+        running: RunningBatch,
+        retracted: RetractedRequests,
+        ratio: NewTokenRatio,
+    ) -> None:
+        self._table = table
+        self._pages = pages
+        self._cache = cache
+        self._running = running
+        self._retracted = retracted
+        self._ratio = ratio
+        self._num_tables = table.tables.num_tables
+        self.num_retractions = 0
+        self.num_recomputed = 0
+
+    def make_room(
+        self, slots: NDArray[np.intp], requests: Mapping[int, Request]
+    ) -> NDArray[np.intp]:
+        """Retracts until the other rows can go on, and gives them their pages.
+
+        Returns the rows of the next batch. One request is kept, even if it has to wait for a page
+        that somebody else holds; then it is not among them.
+        """
+        # Those just coming back are no victims.
+        coming_back = np.isin(slots, self._retracted.returning())
+        victims = victims_first(self._table, slots[~coming_back])
+        retracted: list[Request] = []
+        given_up = np.unique(np.concatenate([_NOTHING, *self._retracted.unsaved_pages()]))
+        while True:
+            full = self._running.full(slots)
+            spare = given_up[self._pages.held_only_by(given_up, Holder.STEP)]
+            missing = len(full) * self._num_tables - self._cache.num_available - len(spare)
+            if missing <= 0 or not victims or len(slots) == 1:
+                break
+            slot = victims.pop(0)
+            self._running.leave(slot)
+            slots = slots[slots != slot]
+            given_up = np.union1d(given_up, self._retracted.retract(requests[slot]))
+            retracted.append(requests[slot])
+        num_grown = self._grow(full, spare)
+        for request in retracted:
+            self.num_recomputed += not self._retracted.save(request)
+        if retracted:
+            self.num_retractions += len(retracted)
+            self._raise_ratio()
+        return slots[~np.isin(slots, full[num_grown:])]
+
+    def bring_back(self, *, device_empty: bool, num_places: int, bar: float) -> None:
+        """Gives pages to retracted requests that have room again, in the order of their rank.
+
+        Args:
+            device_empty: nothing runs or is computed, so that whoever merely fits comes back.
+            num_places: so many more may run.
+            bar: whose rank is no higher does not come back yet.
+        """
+        for _ in range(num_places):
+            first = self._retracted.next_saved(bar)
+            if first is None:
+                return
+            slot, had = first
+            num_pages = len(had.flat())
+            growth = self._growth_after(slot, had)
+            if device_empty:
+                needed = num_pages + min(growth, self._num_tables)
+            else:
+                needed = num_pages + growth + self._running.growth(self._ratio.value)
+            if needed > self._cache.num_available:
+                return
+            pages = self._cache.allocate(num_pages, Holder.REQUEST)
+            assert pages is not None
+            self._retracted.resume(slot, pages)
+            self._running.join(slot)
+            device_empty = False
+
+    def _grow(self, full: NDArray[np.intp], spare: Ints) -> int:
+        """One more page in each table for as many of `full` as there are pages: free and evictable
+        ones, then `spare`, which only steps hold. Returns for how many."""
+        num_available = self._cache.num_available
+        num_grown = min(len(full), (num_available + len(spare)) // self._num_tables)
+        num_pages = num_grown * self._num_tables
+        fresh = self._cache.allocate(min(num_pages, num_available), Holder.REQUEST)
+        assert fresh is not None
+        spare = spare[: num_pages - len(fresh)]
+        self._pages.hold(spare, Holder.REQUEST)
+        self._table.append_pages(full[:num_grown], np.concatenate([fresh, spare]))
+        return num_grown
+
+    def _raise_ratio(self) -> None:
+        table, left = self._table, self._running.slots
+        prompts = table.num_prompt[left]
+        self._ratio.raise_after_retraction(
+            generated=int((table.length[left] - prompts).sum()),
+            max_new=int(np.maximum(table.max_length[left] - prompts, 0).sum()),
+            num_requests=len(left),
+        )
+
+    def _growth_after(self, slot: int, had: Holding) -> int:
+        """Pages to keep free for it when it is back with as many as it had: those may be more than
+        its tokens need, since drafts were rejected after it left."""
+        table, size = self._table, self._table.page_size
+        length = int(table.length[slot])
+        missing = missing_pages_of_one(
+            length,
+            int(table.max_length[slot]),
+            had.num_pages * size,
+            self._ratio.value,
+            size,
+        )
+        return table.tables.growth(length - 1, missing)
+
+
+def victims_first(table: RequestTable, slots: NDArray[np.intp]) -> list[int]:
+    """In which order to take running requests off the device: the least urgent first, of these
+    fewest outputs, then longest prompt."""
+    prompts = table.num_prompt[slots]
+    outputs = table.length[slots] - prompts
+    victims: list[int] = slots[np.lexsort((-prompts, outputs, table.priority[slots]))].tolist()
+    return victims

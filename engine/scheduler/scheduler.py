@@ -1,0 +1,566 @@
+"""The scheduler: waiting queue, chunk under way, running batch, retracted requests, and the steps
+that are launched for them. Which rows the next one has is decided in next_rows.py.
+
+    add -> waiting --admitted--> chunks --last chunk launched--> running --> ended
+    join (KV is there already) ------------------------------>     |  ^
+                                                        retracted <+--+
+
+It knows nothing of nodes, transfer or sockets, and never waits. A launched step holds the pages
+that it may write, and its slots, until `finish`; that is why a request may end, and its pages be
+given away, while a forward that still writes them is on the device.
+"""
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+
+from common.config import SchedulerConfig
+from common.distribution import Counted
+from common.errors import EngineFault, InvalidRequest, WrongState
+from common.priority import PriorityClass
+from engine.batch.batch import BatchResult, Ints, ScheduleBatch
+from engine.batch.holding import Holding
+from engine.batch.request import Finish, Request, out_of_time, waited_too_long
+from engine.batch.table import RequestTable
+from engine.kv_cache.pages import Holder, PageAllocator, Pages
+from engine.kv_cache.radix import RadixCache
+from engine.offload.tiers import Tiers
+from engine.scheduler.admission import Admission
+from engine.scheduler.arrivals import Claim, Room
+from engine.scheduler.assembly import Step, StepAssembler
+from engine.scheduler.books import check_books
+from engine.scheduler.finishing import FinishRule
+from engine.scheduler.growth import NewTokenRatio
+from engine.scheduler.held import HeldRows
+from engine.scheduler.next_rows import NO_ROWS, Kept, NextRows, Rows
+from engine.scheduler.outcome import ChunkDone, Finished, StepOutcome
+from engine.scheduler.preemption import Preemption
+from engine.scheduler.quarantine import Quarantine
+from engine.scheduler.residents import Residents
+from engine.scheduler.results import StepResults
+from engine.scheduler.retracted import RetractedRequests, Swaps
+from engine.scheduler.retraction import Retraction
+from engine.scheduler.running import RunningBatch
+from engine.scheduler.speculation import DecodeRows, Speculation
+from engine.scheduler.stopped import Stopped
+from engine.speculative.speculator import Speculator
+
+__all__ = ["ChunkDone", "Finished", "Scheduler", "StepOutcome"]
+
+DEADLINE_CHECK_S = 0.1
+_ONE = np.array(1, np.int32)  # numpy converts a Python int anew in every call
+_NOTHING: Mapping[Holder, Iterable[Pages]] = {}
+_NO_SWAPS = Swaps()
+
+
+class Scheduler:
+    """Decides step after step. Engine thread only.
+
+    Attributes:
+        kept: what `add`ed requests must leave to those that are going to `join`.
+        preempts: whether one that waits may take the place of one that runs.
+        paused: no step is chosen while it is set; what is launched ends.
+        on_trial: the suspect request (common/requests/quarantine.py) whose step is launched, if one is.
+            Nothing else is on the device then.
+    Args:
+        tiers: what is below the prefix cache; its host pages are for retracted requests too.
+        on_admit: called with a request and the pages of its whole prompt when they are reserved
+            and its cached prefix is held; again if it was retracted and has to be recomputed.
+        speculator: guesses what is generated; None: nobody does.
+        next_rows: what decides which rows a forward has; made of the parts of this scheduler.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        eos_token_ids: Sequence[int],
+        vocabulary_size: int,
+        table: RequestTable,
+        pages: PageAllocator,
+        cache: RadixCache,
+        tiers: Tiers,
+        on_admit: Callable[[Request, Holding], None],
+        speculator: Speculator | None = None,
+        next_rows: type[NextRows] = NextRows,
+    ) -> None:
+        self._table = table
+        self._pages = pages
+        self._cache = cache
+        self._rule = FinishRule(eos_token_ids, vocabulary_size)
+        self._ratio = NewTokenRatio(
+            config.new_token_ratio, config.min_new_token_ratio, config.new_token_ratio_steps
+        )
+        self._tiers = tiers
+        self._retracted = RetractedRequests(table, pages, tiers.host)
+        self._admission = Admission(
+            config,
+            eos_token_ids=eos_token_ids,
+            table=table,
+            pages=pages,
+            cache=cache,
+            tiers=tiers,
+            retracted=self._retracted,
+            ratio=self._ratio,
+            on_admit=on_admit,
+        )
+        self._running = RunningBatch(table, cache)
+        self._speculation: Speculation | None = None
+        if speculator is not None:
+            self._speculation = Speculation(speculator, table=table, running=self._running)
+        self._retraction = Retraction(
+            table=table,
+            pages=pages,
+            cache=cache,
+            running=self._running,
+            retracted=self._retracted,
+            ratio=self._ratio,
+        )
+        self._quarantine = Quarantine(table)
+        self._preemption = Preemption(
+            config.preempt_by,
+            config.max_preempted,
+            table=table,
+            pages=pages,
+            running=self._running,
+            retracted=self._retracted,
+            quarantine=self._quarantine,
+            ratio=self._ratio,
+        )
+        self._residents = Residents(
+            table=table,
+            pages=pages,
+            cache=cache,
+            admission=self._admission,
+            running=self._running,
+            retracted=self._retracted,
+            quarantine=self._quarantine,
+        )
+        self._held = HeldRows(
+            table=table,
+            residents=self._residents,
+            running=self._running,
+            retracted=self._retracted,
+        )
+        self._results = StepResults(
+            self._rule,
+            table=table,
+            pages=pages,
+            cache=cache,
+            admission=self._admission,
+            retracted=self._retracted,
+            residents=self._residents,
+        )
+        self.kept = Kept()
+        self._next_rows = next_rows(
+            self.kept,
+            mixed_chunk=config.mixed_chunk,
+            admission=self._admission,
+            running=self._running,
+            quarantine=self._quarantine,
+            residents=self._residents,
+            retraction=self._retraction,
+            preemption=self._preemption,
+            ratio=self._ratio,
+        )
+        self.preempts = config.preempt_by > 0
+        self.on_trial: Request | None = None
+        self.paused = False
+        self._assembler = StepAssembler(table)
+        self._launched: deque[Step] = deque()
+        self._expiry_due = 0.0
+        self._num_withdrawn = 0  # ended before they had a slot
+        self._num_late = 0
+
+    # Requests come and go ------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queues it for prefill. How many may wait is for those to say who let requests in.
+
+        Raises:
+            InvalidRequest: its tokens can never fit the pool.
+        """
+        if len(request.token_ids) >= self._admission.max_length(request):
+            raise InvalidRequest(
+                f"token_ids: {len(request.token_ids)} tokens leave no room for another one"
+            )
+        self._admission.waiting.append(request)
+
+    def join(self, request: Request, holding: Holding) -> bool:
+        """Puts a request whose KV exists into the running batch, without a forward ("prebuilt").
+
+        Args:
+            holding: KV of all its tokens but the last. With True its REQUEST holds pass to the
+                scheduler, and the full ones are in the prefix cache.
+        Returns:
+            False where no slot is free: nothing has changed.
+        Raises:
+            EngineFault: its last token ended it (`finish_of`), or the pages are too few.
+        """
+        num_tokens = len(request.token_ids)
+        if num_tokens - 1 > holding.num_pages * self._table.page_size:
+            raise EngineFault(f"KV of {num_tokens - 1} tokens is not in {holding.num_pages} pages")
+        if num_tokens >= self._admission.max_length(request):
+            raise EngineFault(f"request {request.key} has all its {num_tokens} tokens already")
+        slot = self._admission.take_slot(request, holding)
+        if slot is None:
+            return False
+        self._residents.take(slot, request)
+        self._cache.insert(request.token_ids[:-1], holding, request.namespace)
+        self._residents.run(slot, request)
+        return True
+
+    def abort(self, request: Request, finish: Finish) -> Finished | None:
+        """Ends a request early, for whatever reason `finish` gives.
+
+        Returns what became of it where it ends at once. None: a launched step has it, and it ends
+        with that step's result; or it is not here at all.
+        """
+        slot = request.slot
+        if slot is None:
+            if request not in self._admission.waiting:
+                return None
+            self._admission.waiting.remove(request)
+            self._num_withdrawn += 1
+            return Finished(request, finish)
+        if request in self._retracted or not self._table.in_flight(slot):
+            self._residents.end(request)
+            return Finished(request, finish)
+        if request.to_finish is None:
+            request.to_finish = finish
+            self._table.max_length[slot] = 0  # no further row, and its next result is its last
+        return None
+
+    def expire(self, now: float | None = None, queued_s: float = 0.0) -> list[Finished]:
+        """Aborts what is past its deadline, wherever it is, and what waits to be begun and can no
+        longer be in time; looks every DEADLINE_CHECK_S only. Aborts what has spent the budget of
+        its grammar, and lets the rows go whose mask is there.
+
+        Args:
+            queued_s: what such a one is told, when to come again.
+        Returns:
+            Those that end at once. To be called in each poll.
+        """
+        now = time.monotonic() if now is None else now
+        ended = [self.abort(request, finish) for request, finish in self._held.settle()]
+        if now < self._expiry_due:
+            return [finished for finished in ended if finished is not None]
+        self._expiry_due = now + DEADLINE_CHECK_S
+        late = [request for request in self._admission.waiting if request.deadline < now]
+        slots = np.flatnonzero(self._table.live & (self._table.deadline < now))
+        late += [self._residents.by_slot[slot] for slot in slots.tolist()]
+        late = [request for request in late if request.to_finish is None]
+        self._num_late += len(late)
+        finish = out_of_time()
+        ended += [self.abort(request, finish) for request in late]
+        waiting = [each for each in self._admission.waiting if each.start_by < now]
+        if not self._residents and not self.paused:
+            waiting.clear()  # their turn is now
+        ended += [self.abort(request, waited_too_long(queued_s)) for request in waiting]
+        return [finished for finished in ended if finished is not None]
+
+    def finish_of(self, request: Request, token: int) -> Finish | None:
+        """How `token`, the next after request.token_ids, ends the request; None: it goes on."""
+        at_limit = len(request.token_ids) + 1 >= self._admission.max_length(request)
+        return self._rule.decide(request, token, at_limit)
+
+    # Running requests that somebody else goes on with --------------------------------------------
+
+    def tokens_of(self, request: Request) -> Ints | None:
+        """All tokens of a running request that the CPU knows; None: it does not run, or ends."""
+        slot = request.slot
+        if slot is None or request.to_finish is not None or request is self.on_trial:
+            return None
+        runs = slot in self._running and request not in self._retracted
+        return self._table.tokens_of(slot) if runs else None
+
+    def learn(self, request: Request) -> bool:
+        """The tree gets the whole pages of a running request, of tokens that the CPU knows to have
+        KV. False: it does not run, or is just back from a retraction: a launched step has yet to
+        fill its pages."""
+        tokens = self.tokens_of(request)
+        if tokens is None:
+            return False
+        assert request.slot is not None
+        holding = self._table.holding_of(request.slot)
+        whole = Holding(holding.tables[:, : (len(tokens) - 1) // self._table.page_size])
+        if self._pages.holds(Holder.STEP)[whole.flat()].any():
+            return False
+        self._cache.insert(tokens[:-1], holding, request.namespace)
+        return True
+
+    def stop(self, request: Request) -> bool:
+        """Takes a running request out of the batch; its slot and its pages stay. Until `go_on` it
+        is never retracted, and does not grow.
+
+        Returns False, and does nothing, if it does not run, or is ending.
+        """
+        if self.tokens_of(request) is None:
+            return False
+        assert request.slot is not None
+        self._running.leave(request.slot)
+        return True
+
+    def stopped(self, request: Request) -> Stopped | None:
+        """What there is of a stopped request; None: a launched step has it, or may write one of its
+        pages."""
+        slot = request.slot
+        assert slot is not None
+        holding = self._table.holding_of(slot)
+        if self._table.in_flight(slot) or self._pages.holds(Holder.STEP)[holding.flat()].any():
+            return None
+        return Stopped(self._table.tokens_of(slot), holding)
+
+    def go_on(self, request: Request) -> None:
+        """A stopped request is in the batch again."""
+        assert request.slot is not None
+        self._running.join(request.slot)
+
+    def give_away(self, request: Request) -> None:
+        """A stopped request runs elsewhere: it ends here, and its KV stays in the tree."""
+        self._residents.end(request, learn=True)
+
+    # While it is paused --------------------------------------------------------------------------
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether it is paused, and nothing that was launched is under way."""
+        return self.paused and not self.computes
+
+    @property
+    def computes(self) -> bool:
+        """Whether something that was launched is under way."""
+        return bool(self._launched)
+
+    def start_over(self) -> None:
+        """Lets go of all KV of requests that are here: they wait, to be computed anew from their
+        tokens. To be called at rest, and while none is stopped."""
+        for request in sorted(self._residents.by_slot.values(), key=lambda each: each.place):
+            self._residents.start_over(request)
+
+    def forget_cached(self) -> None:
+        """Empties the prefix cache: there is no more KV of those that were computed before. To be
+        called at rest, after `start_over`."""
+        self._cache.flush()
+
+    # Room, for admission elsewhere ----------------------------------------------------------------
+
+    def room(self) -> Room:
+        """What may be given to requests that are going to join, and are no less urgent than the
+        floor: pages that are free or evictable, less what the running ones are going to need; both
+        without those kept."""
+        reserved = self._next_rows.reserved_pages + self._admission.growth_of_chunked
+        num_pages = self._cache.num_available - reserved
+        return Room(num_pages, self._admission.num_free_slots - self.kept.slots)
+
+    @property
+    def floor(self) -> float:
+        """Who is less urgent may be given nothing now."""
+        return self._preemption.floor
+
+    def make_room(self, priority: int, num_pages: int) -> None:
+        """Takes less urgent requests off the device, if that gives one of that priority a slot and
+        so many pages. They are there some steps later; until then this does nothing more."""
+        if self.on_trial is not None or not self._preemption.may_help(priority):
+            return
+        if self._makes_room:
+            return
+        room = self.room()
+        if not room.fits(num_pages):
+            self._preemption.make_room(priority, num_pages, room, self._residents.by_slot)
+
+    @property
+    def _makes_room(self) -> bool:
+        """Pages that were saved, or will be, are not free yet."""
+        swapping = any(step.batch.swap_out is not None for step in self._launched)
+        return swapping or self._retracted.saving
+
+    @property
+    def claim(self) -> Claim | None:
+        """Of the first `add`ed request that is not let in yet."""
+        return self._admission.claim
+
+    def growth_pages(self, request: Request) -> int:
+        """Pages to keep free for a request that is going to join with all its pages."""
+        return self._admission.growth_pages(request)
+
+    def allocate(self, num_pages: int, holder: Holder) -> Ints | None:
+        """Pages for admission elsewhere, evicting as needed. All or nothing."""
+        return self._cache.allocate(num_pages, holder)
+
+    def flush_cache(self) -> int:
+        """Empties the prefix cache; returns how many pages that freed.
+
+        Raises:
+            WrongState: there are requests here.
+        """
+        if self.has_work:
+            raise WrongState("the prefix cache can only be flushed while no request is here")
+        return self._cache.flush()
+
+    # The next forward ---------------------------------------------------------------------------
+
+    def next_batch(self) -> ScheduleBatch | None:
+        """Decides on the next forward; None where there is nothing to compute now.
+
+        The batch must be launched, before any that is asked for later.
+        """
+        if self.paused:
+            return None
+        if self.preempts and self._admission.waiting:
+            self._make_room_for_prompts()
+        if self._retracted:
+            self._bring_back()
+        if self.on_trial is not None:
+            return None  # nothing is launched beside it
+        for alone in self._next_rows.turns():
+            if alone and self._launched:
+                return None  # what was launched before is finished first
+            rows = self._next_rows.choose(alone)
+            if rows is not None:
+                return self._launch(rows, alone)
+        if self._retracted.saving:  # nobody computes, and somebody waits for their pages
+            return self._launch(NO_ROWS, alone=False)
+        return None
+
+    def _make_room_for_prompts(self) -> None:
+        """Not while one is under way: the next has to wait for it anyway."""
+        waiting = self._admission.waiting
+        may_help = self._preemption.may_help(waiting.highest_priority)
+        if may_help and self._admission.chunked is None:
+            first = waiting.most_urgent()
+            self.make_room(first.spec.priority, self._admission.needed_pages(first))
+
+    def _launch(self, rows: Rows, alone: bool) -> ScheduleBatch:
+        swaps = self._retracted.swaps() if self._retracted else _NO_SWAPS
+        decodes = DecodeRows(rows.decodes)
+        if self._speculation is not None:
+            verify = not (alone or rows.extends)
+            decodes = self._speculation.rows(rows.decodes, verify=verify)
+        step = self._assembler.assemble(rows.extends, decodes, swaps)
+        self._pages.hold(step.written, Holder.STEP)
+        if swaps.swap_in is not None:  # swap_out is held since its requests were retracted
+            self._pages.hold(swaps.swap_in.device_pages, Holder.STEP)
+        self._table.hold(step.slots, step.batch.step)
+        self._table.length[decodes.slots] += (
+            _ONE if decodes.drafts is None else decodes.drafts + _ONE
+        )
+        for row in rows.extends:
+            self._residents.take(row.slot, row.request)
+            if row.samples:
+                self._table.length[row.slot] += 1
+                self._residents.run(row.slot, row.request)
+        self._launched.append(step)
+        self.on_trial = self._residents.by_slot[int(step.slots[0])] if alone else None
+        return step.batch
+
+    def _bring_back(self) -> None:
+        """What was taken off the device, as far as there is room again."""
+        for request in self._retracted.take_lost():
+            self._residents.put_back(request)
+        most_urgent = max(self.kept.most_urgent, self._admission.waiting.highest_priority)
+        self._retraction.bring_back(
+            device_empty=self._residents.all_away,
+            num_places=self._admission.num_places - self.kept.slots,
+            bar=self._preemption.bar(most_urgent),
+        )
+
+    def finish(self, batch: ScheduleBatch, result: BatchResult) -> StepOutcome:
+        """Takes the result of the oldest launched step."""
+        if not self._launched or self._launched[0].batch is not batch:
+            raise EngineFault(f"step {batch.step} is finished out of order")
+        step = self._launched.popleft()
+        speculation = self._speculation
+        predicted = () if speculation is None else speculation.finish(batch, result.runs)
+        outcome = self._results.take(step, result, predicted)
+        for pages in step.held():
+            self._pages.drop(pages, Holder.STEP)
+        self._retracted.swapped(step.swaps)
+        self._table.drop_step(batch.step)
+        self.on_trial = None
+        if self._quarantine:
+            self._quarantine.let_out()
+        return outcome
+
+    # What there is ------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Is any request here? Safe to ask from another thread."""
+        return bool(self._residents or len(self._admission.waiting))
+
+    @property
+    def awaits_steps(self) -> bool:
+        """Whether a step should end now and then. Safe to ask from another thread."""
+        return self.has_work and not self.paused and not self._held.any
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._admission.waiting)
+
+    @property
+    def num_retracted(self) -> int:
+        return len(self._retracted)
+
+    @property
+    def num_host_pages_used(self) -> int:
+        """Host pages with the KV of retracted requests."""
+        return self._retracted.num_host_pages_used
+
+    def queued_tokens(self) -> int:
+        """Prompt tokens that are admitted and not computed yet."""
+        return self._admission.under_way.num_tokens
+
+    def queues(self) -> dict[str, int]:
+        """Requests in each queue now. Safe to ask from another thread."""
+        return {
+            "waiting": len(self._admission.waiting),
+            "chunked": int(self._admission.chunked is not None),
+            "on_device": self._residents.num_on_device,
+            "retracted": len(self._retracted),
+        }
+
+    def waiting_by_class(self) -> Counter[PriorityClass]:
+        return self._admission.waiting.by_class()
+
+    def counters(self) -> dict[str, int]:
+        """Totals since the start."""
+        return {
+            "generated_tokens": self._results.num_tokens,
+            "finished": self._residents.num_ended + self._num_withdrawn,
+            "deadlines": self._num_late,
+            "steps": self._assembler.num_steps,
+            "retractions": self._retraction.num_retractions,
+            "recomputed": self._retraction.num_recomputed,
+            **{f"preempted/{name}": n for name, n in self._preemption.counts.items()},
+            **(self._speculation.counters() if self._speculation is not None else {}),
+            "prompt_tokens": self._admission.admitted_tokens,
+            "cached_tokens": self._admission.cached_tokens,
+        }
+
+    def distributions(self) -> dict[str, Counted]:
+        return {} if self._speculation is None else self._speculation.distributions()
+
+    def check_idle(self, elsewhere: Mapping[Holder, Iterable[Pages]] = _NOTHING) -> None:
+        """Checks that every page, host page and slot is accounted for, and each holder is known.
+
+        Args:
+            elsewhere: pages that the caller holds, or has others hold, by what for; an array for
+                each hold.
+        Raises:
+            EngineFault: something leaked, or was given away twice.
+        """
+        check_books(
+            table=self._table,
+            pages=self._pages,
+            cache=self._cache,
+            tiers=self._tiers,
+            residents=self._residents,
+            retracted=self._retracted,
+            launched=self._launched,
+            elsewhere=elsewhere,
+        )
+        if not self.has_work:
+            self._ratio.reset()

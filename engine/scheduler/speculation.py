@@ -1,0 +1,189 @@
+"""Drafts for rows that decode: which of the next step's rows have some, and what became of those
+before.
+
+A row with drafts computes several tokens, and goes on behind the last draft that stands. The next
+step is launched before that is known, as if all stood: it has the row further on than it is, by
+`early` at most, and the device moves it back. What is rejected leaves nothing to undo: its KV lies
+behind the request's tokens, and is written again before it is read.
+"""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common import bounds
+from common.distribution import Counted, Distribution
+from common.requests.prediction import NOTHING, Predicted
+from engine.batch.batch import ForwardMode, Ints, Runs, ScheduleBatch
+from engine.batch.image_tokens import in_vocabulary
+from engine.batch.request import Request
+from engine.batch.table import RequestTable
+from engine.scheduler.running import RunningBatch
+from engine.speculative.speculator import Speculator
+
+_WITHOUT_PROMPTS = (ForwardMode.DECODE, ForwardMode.VERIFY)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeRows:
+    """Of a forward, by slot: those with more drafts first. None: no row has drafts, or is early."""
+
+    slots: NDArray[np.intp]
+    drafts: Ints | None = None
+    early: Ints | None = None
+
+
+class Speculation:
+    """Engine thread only."""
+
+    def __init__(
+        self, speculator: Speculator, *, table: RequestTable, running: RunningBatch
+    ) -> None:
+        self._drafter = speculator.drafter
+        self._predictions = speculator.predictions
+        self._policy = speculator.policy
+        self._max_drafts = speculator.max_drafts
+        self._table = table
+        self._running = running
+        self._lengths = Distribution(bounds.RUN_TOKENS)
+        # Of launched steps with drafts: slots whose drafts are of their prediction.
+        self._unsettled: deque[set[int]] = deque()
+        self._launches: deque[float] = deque()  # time.monotonic(), of steps that are not finished
+        self._finished = 0.0
+        self._num_drafted = 0
+        self._num_accepted = 0
+        self._predicted = NOTHING
+        table.tell_of_requests(self._acquired)
+
+    def counters(self) -> dict[str, int]:
+        """Totals since the start."""
+        return {
+            "draft_tokens/accepted": self._num_accepted,
+            "draft_tokens/rejected": self._num_drafted - self._num_accepted,
+            "prediction_tokens/accepted": self._predicted.accepted,
+            "prediction_tokens/rejected": self._predicted.rejected,
+        }
+
+    def distributions(self) -> dict[str, Counted]:
+        return {"verified_tokens": self._lengths.counted()}
+
+    # Before a step ------------------------------------------------------------------------------
+
+    def rows(self, slots: NDArray[np.intp], *, verify: bool) -> DecodeRows:
+        """The rows are launched next.
+
+        Args:
+            slots: that decode, with room for their next token.
+            verify: whether they may have drafts.
+        """
+        self._launches.append(time.monotonic())
+        foreseen: set[int] = set()
+        drafts = self._drafts(slots, foreseen) if verify else None
+        if drafts is not None:
+            order = np.argsort(-drafts, kind="stable")
+            slots, drafts = slots[order], drafts[order]
+        early = self._early(slots) if self._unsettled else None
+        if drafts is not None:
+            self._unsettled.append(foreseen)
+        return DecodeRows(slots, drafts, early)
+
+    def _early(self, slots: NDArray[np.intp]) -> Ints | None:
+        early = np.maximum(self._table.length[slots] - 1 - self._table.known[slots], 0)
+        return early if np.count_nonzero(early) else None
+
+    def _drafts(self, slots: NDArray[np.intp], foreseen: set[int]) -> Ints | None:
+        """How many each row has; the request table has them. None: nobody has any.
+
+        Args:
+            foreseen: gets the slots whose drafts are of their prediction.
+        """
+        table = self._table
+        room = np.minimum(table.max_length[slots] - table.length[slots] - 1, self._max_drafts)
+        able = np.flatnonzero(table.plain[slots] & (room > 0))
+        if not len(able):
+            return None
+        limits = np.minimum(self._policy.limits(slots[able], len(slots)), room[able])
+        drafts = np.zeros(len(slots), np.int32)
+        left = table.num_slots - len(slots)  # as many are sampled at once as there are slots
+        for row, limit in zip(able.tolist(), limits.tolist(), strict=True):
+            if limit > 0 and left > 0:
+                drafts[row] = self._guess(int(slots[row]), min(limit, left), foreseen)
+                left -= int(drafts[row])
+        self._fit(slots, drafts)
+        return drafts if np.count_nonzero(drafts) else None
+
+    def _guess(self, slot: int, count: int, foreseen: set[int]) -> int:
+        """Write guesses behind the known tokens. Return how many are drafts of the next row.
+
+        The guesses cover the places of the step in flight too. Where its drafts are rejected, the
+        next row moves back to those places, and takes the newer guesses as its drafts."""
+        table = self._table
+        known, length = int(table.known[slot]), int(table.length[slot])
+        tokens, wanted = table.tokens[slot, :known], length - known + count
+        proposed = self._predictions.propose(slot, tokens, wanted)
+        if len(proposed):
+            foreseen.add(slot)
+        else:
+            proposed = self._drafter.propose(tokens, wanted)
+            if np.count_nonzero(of_images := ~in_vocabulary(proposed)):
+                proposed = proposed[: of_images.argmax()]
+        past = known + len(proposed)
+        if past <= length:
+            return 0
+        table.tokens[slot, known:past] = proposed
+        return past - length
+
+    def _fit(self, slots: NDArray[np.intp], drafts: Ints) -> None:
+        """Gives rows that need it the page for their drafts, or takes the drafts: they are worth
+        nobody's retraction."""
+        table = self._table
+        full = np.flatnonzero(table.length[slots] + drafts > table.capacity[slots])
+        if len(full) and not self._running.grow(slots[full]):
+            drafts[full] = table.capacity[slots[full]] - table.length[slots[full]]
+
+    # After it -----------------------------------------------------------------------------------
+
+    def finish(
+        self, batch: ScheduleBatch, runs: Runs | None
+    ) -> Sequence[tuple[tuple[int, int], Predicted]]:
+        """Of each step, before its tokens are given to its rows. Returns what of predictions was
+        right and wrong, by the origins of requests."""
+        now, launched = time.monotonic(), self._launches.popleft()
+        if batch.mode in _WITHOUT_PROMPTS and batch.swap_out is None and batch.swap_in is None:
+            self._policy.took(batch.num_tokens, now - max(launched, self._finished))
+        self._finished = now
+        return () if runs is None else self._settle(batch, runs)
+
+    def _settle(
+        self, batch: ScheduleBatch, runs: Runs
+    ) -> Sequence[tuple[tuple[int, int], Predicted]]:
+        slots, drafted = batch.slots.astype(np.intp), batch.ends - batch.starts - 1
+        accepted = runs.counts - 1
+        foreseen = self._unsettled.popleft()
+        live = self._table.live[slots]
+        self._table.length[slots[live]] -= (drafted - accepted)[live]
+        rows = drafted > 0
+        self._policy.verified(slots[rows], drafted[rows], accepted[rows])
+        self._num_drafted += int(drafted.sum())
+        self._num_accepted += int(accepted.sum())
+        self._lengths.add_all(runs.counts[rows].tolist())
+        if not foreseen:
+            return ()
+        of_predictions = np.flatnonzero(rows & live & np.isin(slots, list(foreseen)))
+        predicted = [
+            (
+                self._table.origin_of(int(slots[row])),
+                Predicted(int(accepted[row]), int(drafted[row] - accepted[row])),
+            )
+            for row in of_predictions.tolist()
+        ]
+        self._predicted = sum((each for _, each in predicted), self._predicted)
+        return predicted
+
+    def _acquired(self, slot: int, request: Request) -> None:
+        self._policy.acquired(slot)
+        self._predictions.acquired(slot, request)

@@ -1,0 +1,160 @@
+"""Requests that wait for prefill, and the prompts whose KV is on its way.
+
+A request is held back while a prompt under way will soon put a good part of its prefix into the
+cache: of several with a common prefix in one namespace one goes first. Order is the policy's.
+"""
+
+import math
+from collections import Counter, deque
+from collections.abc import Iterator
+
+import numpy as np
+
+from common.priority import PriorityClass, class_of
+from common.requests.namespace import Namespace
+from engine.batch.request import Ints, Request
+from engine.scheduler.arrivals import ByPlace
+from engine.scheduler.boundaries import last_boundary
+from engine.scheduler.policy import SchedulePolicy
+
+WORTH_WAITING_TOKENS = 32
+MAX_LOOKED_AT = 128  # requests tried per batch: the price of a long queue is bounded
+
+
+class WaitingQueue:
+    """Requests by key. Those that were on the device already come before all others."""
+
+    def __init__(self, policy: SchedulePolicy) -> None:
+        self._policy = policy
+        self._returned: deque[Request] = deque()
+        self._num_returns = 0
+        self._requests: ByPlace[int, Request] = ByPlace()
+        self._suspects: set[int] = set()  # by key
+        self._priorities: Counter[int] = Counter()
+
+    @property
+    def has_suspects(self) -> bool:
+        """Whether a request is here that is to be computed alone."""
+        return bool(self._suspects)
+
+    def __len__(self) -> int:
+        return len(self._returned) + len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        yield from self._returned
+        yield from self._requests
+
+    def __contains__(self, request: Request) -> bool:
+        return request.key in self._requests or request in self._returned
+
+    @property
+    def highest_priority(self) -> float:
+        """Of those here; -inf: nobody is."""
+        return max(self._priorities, default=-math.inf)
+
+    def by_class(self) -> Counter[PriorityClass]:
+        return Counter(class_of(priority) for priority in self._priorities.elements())
+
+    def most_urgent(self) -> Request:
+        """Somebody must be here."""
+        return max(self, key=lambda request: (request.spec.priority, -request.place))
+
+    @property
+    def num_changes(self) -> int:
+        """Counts who came and who left, ever."""
+        return self._requests.num_changes + self._num_returns
+
+    def append(self, request: Request) -> None:
+        self._requests.put(request.key, request)
+        self._note(request)
+
+    def put_back(self, request: Request) -> None:
+        """It was retracted and must be computed anew."""
+        self._returned.append(request)
+        self._num_returns += 1
+        self._note(request)
+
+    def remove(self, request: Request) -> None:
+        self._suspects.discard(request.key)
+        self._priorities -= Counter((request.spec.priority,))
+        if self._requests.take(request.key) is None:
+            self._returned.remove(request)
+            self._num_returns += 1
+
+    def was_returned(self, request: Request) -> bool:
+        return request in self._returned
+
+    def in_order(self) -> list[Request]:
+        """Which to try next: a copy, MAX_LOOKED_AT at most."""
+        fresh = self._policy.order(list(self._requests))
+        return [*self._returned, *fresh][:MAX_LOOKED_AT]
+
+    def _note(self, request: Request) -> None:
+        self._priorities[request.spec.priority] += 1
+        if request.suspect:
+            self._suspects.add(request.key)
+
+
+class PromptsUnderWay:
+    """Admitted prompts whose KV the cache lacks in part, by namespace and first page.
+
+    Args:
+        states: one can go on only from where they will leave a state.
+    """
+
+    def __init__(self, page_size: int, *, states: bool = False) -> None:
+        self._page_size = page_size
+        self._states = states
+        self._by_first_page: dict[bytes, dict[int, Ints]] = {}
+        self._left: dict[int, int] = {}  # request key: tokens to compute
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt tokens that are admitted and not computed yet."""
+        return sum(self._left.values())
+
+    def add(self, request: Request, num_tokens: int) -> None:
+        first_page = self._first_page(request.token_ids, request.namespace)
+        self._by_first_page.setdefault(first_page, {})[request.key] = request.token_ids
+        self._left[request.key] = num_tokens
+
+    def computed(self, request: Request, num_tokens: int) -> None:
+        """So many more of its tokens have their KV; it goes with the last one."""
+        self._left[request.key] -= num_tokens
+        if not self._left[request.key]:
+            self.remove(request)
+
+    def remove(self, request: Request) -> None:
+        """It is computed, or has ended. Harmless where it is not under way."""
+        if self._left.pop(request.key, None) is None:
+            return
+        first_page = self._first_page(request.token_ids, request.namespace)
+        del self._by_first_page[first_page][request.key]
+        if not self._by_first_page[first_page]:
+            del self._by_first_page[first_page]
+
+    def worth_waiting(self, token_ids: Ints, namespace: Namespace, cached_tokens: int) -> bool:
+        """Will the cache soon have a good part more of these tokens than it has now?"""
+        wanted = cached_tokens + WORTH_WAITING_TOKENS
+        if len(token_ids) < wanted:
+            return False
+        under_way = self._by_first_page.get(self._first_page(token_ids, namespace), {})
+        return any(self._left_by(other, token_ids) >= wanted for other in under_way.values())
+
+    def _left_by(self, other: Ints, token_ids: Ints) -> int:
+        """Of these tokens, how many one will be able to go on after once `other` is computed."""
+        common = self._common_tokens(token_ids, other)
+        if not self._states:
+            return common
+        last = last_boundary(len(other), self._page_size)
+        return last if last <= common else 0
+
+    def _common_tokens(self, one: Ints, other: Ints) -> int:
+        """Tokens of the whole pages that both begin with."""
+        length = min(len(one), len(other))
+        differs = np.flatnonzero(one[:length] != other[:length])
+        common = int(differs[0]) if len(differs) else length
+        return common // self._page_size * self._page_size
+
+    def _first_page(self, token_ids: Ints, namespace: Namespace) -> bytes:
+        return namespace + token_ids[: self._page_size].tobytes()

@@ -1,0 +1,237 @@
+"""How large the engine is on this machine: device, dtype, pool, chunk, all decided once.
+
+The configuration says what is wanted; an EngineShape says what is. Neither changes afterwards.
+"""
+
+import math
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from common.config import CacheConfig, EngineConfig, Quantize
+from common.errors import ConfigError
+from engine.kv_cache.layout import KVLayout
+from engine.models import ModelSpec
+from engine.models.linear import form_of, rounding_of
+from engine.runner.gpu import check_allocator, has_gpu
+from kernels.narrow import FIRST_ARCHITECTURE
+
+# A CPU's pool, unless num_pages says otherwise: it shares memory with what else runs here, another
+# engine or two of `baton up` and the host pages of retracted requests, as many again.
+CPU_POOL_BYTES = 1 << 30
+CPU_POOL_FRACTION = 0.125  # of what is free, where that is more
+DEVICE_CHUNK_TOKENS = 2048
+ROOM_FRACTION = 1 / 16  # of free memory, for the activations of a chunk that is larger
+CUDA_CONTEXT_BYTES = 1 << 29  # what driver and libraries take beside torch's allocator
+PINNED_BYTES = 4 << 30  # for retracted requests on CUDA, unless host_pages says otherwise:
+PINNED_FRACTION = 0.25  # and of what the host has left no more, for other nodes start here too
+_NARROW = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+CPU_CHUNK_S = 0.4  # a chunk on a CPU takes at most so long: cancels wait for a chunk's edge
+
+
+@dataclass(frozen=True, slots=True)
+class EngineShape:
+    """context_length is what requests may use; chunk_tokens is page aligned, None: prompts are
+    never cut; prefill_tokens are the prompt tokens of the largest forward; host_pages is the room
+    for retracted requests, tier_pages that for what the prefix cache forgets."""
+
+    device: torch.device
+    dtype: torch.dtype
+    layout: KVLayout
+    context_length: int
+    num_pages: int
+    host_pages: int
+    tier_pages: int
+    chunk_tokens: int | None
+    prefill_tokens: int
+
+
+def resolve_device(name: str) -> torch.device:
+    """Raises ConfigError where the device is not there, or cannot be used as it is set up."""
+    device = _device_named(name)
+    if device.type == "cuda":
+        check_allocator(os.environ)
+    return device
+
+
+def _device_named(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda:0" if has_gpu() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"engine.device: {name!r} is no device") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"engine.device: {device.type} is not supported, only cpu and cuda")
+    if device.type == "cpu":
+        return device
+    index = device.index or 0
+    has_gpu()  # says why, where there is one that cannot be used
+    if index >= torch.cuda.device_count():
+        raise ConfigError(
+            f"engine.device: {name} is not there, this machine has "
+            f"{torch.cuda.device_count()} CUDA devices"
+        )
+    return torch.device("cuda", index)
+
+
+def free_bytes(device: torch.device, fraction: float) -> int:
+    """Memory that this process may still take.
+
+    Args:
+        fraction: of a GPU's whole memory, this process's share of it, with all that it has taken
+            already; of a host's memory that is available now.
+    """
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        taken = torch.cuda.memory_reserved(device) + CUDA_CONTEXT_BYTES
+        return min(free, int(fraction * total) - taken)
+    return int(fraction * min(_available_bytes(), container_bytes()))
+
+
+def _available_bytes() -> int:
+    with Path("/proc/meminfo").open() as lines:
+        available = next(line for line in lines if line.startswith("MemAvailable"))
+    return int(available.split()[1]) * 1024
+
+
+def container_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> float:
+    """What this process's container leaves it (cgroup v2); infinite without a limit."""
+    try:
+        limit = (cgroup / "memory.max").read_text().strip()
+        taken = int((cgroup / "memory.current").read_text())
+    except OSError:
+        return math.inf
+    return math.inf if limit == "max" else max(0, int(limit) - taken)
+
+
+def kept_in(config: EngineConfig, device: torch.device) -> torch.dtype | None:
+    """What `engine.cache.dtype` means; None: the dtype that is computed in.
+
+    Raises:
+        ConfigError: this GPU has no such numbers.
+    """
+    if config.cache.dtype == "auto":
+        return None
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        if 10 * major + minor < FIRST_ARCHITECTURE:
+            raise ConfigError(
+                f"engine.cache.dtype: {config.cache.dtype} wants a GPU of compute capability "
+                f"{FIRST_ARCHITECTURE / 10}, {device} has {major}.{minor}"
+            )
+    return _NARROW[config.cache.dtype]
+
+
+def resolve_shape(
+    config: EngineConfig, spec: ModelSpec, *, dtype: torch.dtype, free: int
+) -> EngineShape:
+    """What this machine gives the model.
+
+    Args:
+        dtype: that the model is computed in.
+        free: bytes of device memory for pages: what is left after the weights, the largest
+            forward and the graphs.
+    Raises:
+        ConfigError: with the numbers, where the model does not fit.
+    """
+    device = resolve_device(config.device)
+    context_length = config.context_length or spec.context_length
+    if context_length > spec.context_length:
+        raise ConfigError(
+            f"engine.context_length: {context_length} is more than the model's "
+            f"{spec.context_length}"
+        )
+    page_size = config.cache.page_size
+    layout = KVLayout.of(spec.layers, page_size, dtype, kept_in(config, device), spec.draft)
+    room = min(free, _cpu_room(free)) if device.type == "cpu" else free
+    num_pages = config.cache.num_pages or _pages_in(room, config, layout, context_length)
+    if num_pages * layout.page_bytes > free:
+        raise ConfigError(
+            f"engine.cache.num_pages: {num_pages} pages of {layout.page_bytes} bytes take "
+            f"{_gib(num_pages * layout.page_bytes)}, {_gib(free)} are left for them"
+        )
+    chunk_tokens = _chunk_tokens(config, spec, device, dtype, free)
+    whole_prompts = max(config.scheduler.max_prefill_tokens, context_length)
+    return EngineShape(
+        device=device,
+        dtype=dtype,
+        layout=layout,
+        context_length=context_length,
+        num_pages=num_pages,
+        host_pages=host_pages_of(config.cache, layout, device, num_pages),
+        tier_pages=config.tiers.host_bytes // layout.page_bytes if config.cache.prefix_cache else 0,
+        chunk_tokens=chunk_tokens,
+        prefill_tokens=whole_prompts if chunk_tokens is None else chunk_tokens,
+    )
+
+
+def host_pages_of(
+    cache: CacheConfig, layout: KVLayout, device: torch.device, num_pages: int
+) -> int:
+    """For retracted requests of a pool of so many pages."""
+    if cache.host_pages >= 0:
+        return cache.host_pages
+    if device.type == "cpu":
+        return num_pages
+    room = min(PINNED_BYTES, free_bytes(torch.device("cpu"), PINNED_FRACTION))
+    return min(num_pages, room // layout.page_bytes)
+
+
+def _pages_in(room: int, config: EngineConfig, layout: KVLayout, context_length: int) -> int:
+    pages_of_one = layout.tables.pages_to_compute(context_length)
+    num_pages = min(room // layout.page_bytes, pages_of_one * config.scheduler.max_running)
+    if num_pages < 2:
+        raise ConfigError(
+            f"no room for a KV pool: {_gib(room)} are left for it, and one page takes "
+            f"{_gib(layout.page_bytes)}"
+        )
+    return num_pages
+
+
+def _cpu_room(free: int) -> int:
+    return max(CPU_POOL_BYTES, int(CPU_POOL_FRACTION * free))
+
+
+def _chunk_tokens(
+    config: EngineConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype, free: int
+) -> int | None:
+    wanted, page_size = config.scheduler.chunk_tokens, config.cache.page_size
+    if wanted < 0:
+        return None
+    if wanted == 0:
+        most = config.scheduler.auto_chunk_tokens or DEVICE_CHUNK_TOKENS
+        wanted = min(most, max(DEVICE_CHUNK_TOKENS, _tokens_in(ROOM_FRACTION * free, spec, dtype)))
+        if device.type == "cpu":
+            wanted = DEVICE_CHUNK_TOKENS
+            rounding = rounding_of(device, config.quantize, int8_stored=spec.int8_stored)
+            rate = _cpu_flops(dtype, "none" if rounding == "none" else "int8")
+            wanted = min(wanted, int(CPU_CHUNK_S * rate / (2 * spec.products_per_token)))
+    return max(page_size, wanted // page_size * page_size)
+
+
+def _tokens_in(num_bytes: float, spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Return how many tokens of a forward have room for their activations. Of a token these are
+    at most the outputs of one layer's products."""
+    outputs = spec.products_per_token / (len(spec.layers) * spec.hidden_size)
+    return int(num_bytes / (outputs * dtype.itemsize))
+
+
+def _cpu_flops(dtype: torch.dtype, quantize: Quantize) -> float:
+    """Measured: what the model's own product reaches here with a matrix of a layer's size, in this
+    thread and with its threads, at best of five."""
+    x, weight = torch.ones(256, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
+    linear = form_of(torch.device("cpu"), dtype, quantize).hold(weight, None)
+    best = float("inf")
+    for _ in range(5):
+        started = time.perf_counter()
+        linear.apply(x)
+        best = min(best, time.perf_counter() - started)
+    return 2.0 * x.shape[0] * weight.numel() / best
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.3f} GiB"

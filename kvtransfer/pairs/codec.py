@@ -1,0 +1,366 @@
+"""Records of a pair stream <-> protobuf. Whatever a peer says is checked here, once, before
+anything else sees it: sizes, ranges, and that nothing is left out.
+
+What a range of tokens may be, or whether an id is known, only the machines can tell.
+"""
+
+import math
+import operator
+from typing import Any, TypeAlias
+
+import msgspec
+
+from common import request
+from common.errors import InvalidRequest, ProtocolViolation, ServingError
+from common.request import MAX_BUDGET_S
+from common.requests.logprobs import from_proto, to_fields
+from common.requests.namespace import check_namespace
+from common.requests.prefix_hash import BYTES_PER_TOKEN
+from common.requests.sampling import MAX_TOKEN_ID
+from common.requests.timeline import PrefillTimes
+from common.requests.weights import check_weights
+from common.rpc import prefix_hints
+from common.rpc.stream_status import said
+from kvtransfer.messages import (
+    Admitted,
+    AnyMessage,
+    Beat,
+    Cancel,
+    Done,
+    Failed,
+    Forget,
+    Grant,
+    HandoffId,
+    Live,
+    Open,
+    Prefix,
+    Prompt,
+    Ready,
+    Released,
+    Source,
+    Weights,
+)
+from kvtransfer.pairing import DataPath, Hello, Region
+from protos import kvtransfer_pb2 as pb
+
+MAX_TOKENS = 1 << 20
+MAX_PAGES = 1 << 20  # of one Ready
+MAX_PATHS = 8
+MAX_REGIONS = 64
+MAX_FIELDS = 64  # of a fingerprint
+MAX_DESCRIPTION_BYTES = 64 << 10
+MAX_TEXT = 4096  # characters of a reason, an address, a fingerprint's value
+
+Proto: TypeAlias = pb.FromReader | pb.FromOwner
+
+
+def parse(message: Proto) -> Hello | AnyMessage:
+    """The record of one message. Raises ProtocolViolation where it says what cannot be."""
+    kind = message.WhichOneof("message")
+    if kind is None:
+        raise ProtocolViolation("a message without content")
+    body = getattr(message, kind)
+    match body:
+        case pb.Hello():
+            return _hello(body)
+        case pb.Open():
+            return _open(body)
+        case pb.Grant():
+            if not 0.0 <= body.gib_per_s < math.inf:
+                raise ProtocolViolation(f"a link of {body.gib_per_s} GiB/s")
+            return Grant(id_of(body), body.prefix_tokens, body.room_tokens, body.gib_per_s)
+        case pb.Done():
+            return Done(id_of(body))
+        case pb.Cancel():
+            return Cancel(id_of(body), _text("reason", body.reason))
+        case pb.Forget():
+            return _forget(body)
+        case pb.Admitted():
+            return Admitted(id_of(body), body.compute_tokens, body.queued_tokens)
+        case pb.Ready():
+            return _ready(body)
+        case pb.Released():
+            return Released(id_of(body), body.held)
+        case pb.Failed():
+            _seconds("retry_after_s", body.retry_after_s)
+            reason = _text("reason", body.reason)
+            return Failed(id_of(body), reason, body.retryable, body.retry_after_s)
+        case pb.Beat():
+            return Beat(body.sequence, body.open_handoffs, body.connecting)
+    raise ProtocolViolation(f"an unknown message {kind}")
+
+
+def to_proto(record: Hello | AnyMessage, *, as_reader: bool) -> Proto:
+    """The message to send on a stream on which this node is the reader, or the owner."""
+    wrap = pb.FromReader if as_reader else pb.FromOwner
+    match record:
+        case Hello():
+            return wrap(hello=_hello_proto(record))
+        case Open():
+            return pb.FromReader(open=_open_proto(record))
+        case Grant(id, prefix_tokens, room_tokens, gib_per_s):
+            grant = pb.Grant(
+                id=_id_proto(id),
+                prefix_tokens=prefix_tokens,
+                room_tokens=room_tokens,
+                gib_per_s=gib_per_s,
+            )
+            return pb.FromReader(grant=grant)
+        case Done(id):
+            return pb.FromReader(done=pb.Done(id=_id_proto(id)))
+        case Cancel(id, reason):
+            return pb.FromReader(cancel=pb.Cancel(id=_id_proto(id), reason=reason[:MAX_TEXT]))
+        case Forget(token_ids, namespace):
+            return pb.FromReader(forget=pb.Forget(token_ids=token_ids, namespace=namespace))
+        case Admitted(id, compute_tokens, queued_tokens):
+            admitted = pb.Admitted(
+                id=_id_proto(id), compute_tokens=compute_tokens, queued_tokens=queued_tokens
+            )
+            return pb.FromOwner(admitted=admitted)
+        case Ready():
+            return pb.FromOwner(ready=_ready_proto(record))
+        case Released(id, held):
+            return pb.FromOwner(released=pb.Released(id=_id_proto(id), held=held))
+        case Failed(id, reason, retryable, retry_after_s):
+            failed = pb.Failed(
+                id=_id_proto(id),
+                reason=reason[:MAX_TEXT],
+                retryable=retryable,
+                retry_after_s=min(retry_after_s, MAX_BUDGET_S),
+            )
+            return pb.FromOwner(failed=failed)
+        case Beat(sequence, open_handoffs, connecting):
+            beat = pb.Beat(sequence=sequence, open_handoffs=open_handoffs, connecting=connecting)
+            return wrap(beat=beat)
+
+
+def last_words(error: ServingError) -> pb.FromOwner:
+    """The owner's, which no record of a hand-off stands for."""
+    return pb.FromOwner(last_words=said(error))
+
+
+# Parts ------------------------------------------------------------------------------------------
+
+
+def id_of(
+    body: pb.Open
+    | pb.Grant
+    | pb.Done
+    | pb.Cancel
+    | pb.Admitted
+    | pb.Ready
+    | pb.Released
+    | pb.Failed,
+) -> HandoffId:
+    """Raises ProtocolViolation if it is none."""
+    id = body.id
+    if not id.attempt:
+        raise ProtocolViolation("a hand-off id without its attempt")
+    return HandoffId(id.instance, id.request, id.attempt)
+
+
+def _id_proto(id: HandoffId) -> pb.HandoffId:
+    return pb.HandoffId(instance=id.instance, request=id.request, attempt=id.attempt)
+
+
+def _hello(body: pb.Hello) -> Hello:
+    _at_most("paths", len(body.paths), MAX_PATHS)
+    _at_most("regions", len(body.regions), MAX_REGIONS)
+    _at_most("fingerprint", len(body.fingerprint), MAX_FIELDS)
+    for path in body.paths:
+        _at_most("bytes of a path's description", len(path.description), MAX_DESCRIPTION_BYTES)
+    if not body.regions:
+        raise ProtocolViolation("a Hello without a region")
+    return Hello(
+        instance=body.instance_id,
+        protocol_version=body.protocol_version,
+        fingerprint={
+            _text("fingerprint", field): _text("fingerprint", value)
+            for field, value in body.fingerprint.items()
+        },
+        paths=tuple(
+            DataPath(_text("backend", path.backend), path.description) for path in body.paths
+        ),
+        regions=tuple(
+            Region(region.base, region.page_bytes, region.num_pages) for region in body.regions
+        ),
+        address=_text("address", body.address),
+    )
+
+
+def _hello_proto(record: Hello) -> pb.Hello:
+    return pb.Hello(
+        instance_id=record.instance,
+        protocol_version=record.protocol_version,
+        fingerprint=record.fingerprint,
+        paths=[
+            pb.DataPath(backend=path.backend, description=path.description) for path in record.paths
+        ],
+        regions=[
+            pb.Region(base=region.base, page_bytes=region.page_bytes, num_pages=region.num_pages)
+            for region in record.regions
+        ],
+        address=record.address,
+    )
+
+
+def num_tokens_of(body: pb.Open) -> int:
+    """Return the number of tokens that an Open names, before any is looked at."""
+    match getattr(body, body.WhichOneof("source") or "", None):
+        case pb.Prompt(request=named) | pb.Live(request=named) | (pb.Prefix() as named):
+            return len(named.token_ids) // BYTES_PER_TOKEN
+    return 0
+
+
+def _open(body: pb.Open) -> Open:
+    try:
+        return Open(
+            id_of(body),
+            check_weights(body.weight_version),
+            request.remaining_from_proto(body.remaining),
+            _source(body),
+        )
+    except InvalidRequest as error:
+        raise ProtocolViolation(str(error)) from error
+
+
+def _source(body: pb.Open) -> Source:
+    match getattr(body, body.WhichOneof("source") or "", None):
+        case pb.Prompt() as prompt:
+            _check_tokens(prompt.request.token_ids)
+            spec = request.from_proto(prompt.request)
+            return Prompt(spec, prefix_hints.from_proto(prompt.prefix_hints))
+        case pb.Live() as live:
+            _check_tokens(live.request.token_ids)
+            return Live(request.from_proto(live.request), live.ticket)
+        case pb.Prefix() as prefix:
+            _check_tokens(prefix.token_ids)
+            namespace = check_namespace(prefix.namespace)
+            return Prefix(prefix.token_ids, namespace, prefix.ticket)
+        case pb.Weights() as weights:
+            _at_most("pieces", weights.num_pieces, MAX_TOKENS)
+            if not weights.num_pieces:
+                raise ProtocolViolation("an Open without pieces")
+            return Weights(weights.first_piece, weights.num_pieces)
+    raise ProtocolViolation("an Open of an unknown source")
+
+
+def _open_proto(record: Open) -> pb.Open:
+    return pb.Open(
+        id=_id_proto(record.id),
+        weight_version=record.weights,
+        remaining=request.remaining_to_fields(record.remaining),
+        **_source_fields(record.source),
+    )
+
+
+def _source_fields(source: Source) -> dict[str, Any]:
+    match source:
+        case Prompt(spec, hints):
+            fields = {"request": request.to_fields(spec)}
+            return {"prompt": fields | {"prefix_hints": prefix_hints.to_proto(hints)}}
+        case Live(spec, ticket):
+            return {"live": {"request": request.to_fields(spec), "ticket": ticket}}
+        case Prefix():
+            return {"prefix": msgspec.structs.asdict(source)}
+        case Weights():
+            return {"weights": msgspec.structs.asdict(source)}
+
+
+def _forget(body: pb.Forget) -> Forget:
+    _check_tokens(body.token_ids)
+    try:
+        namespace = check_namespace(body.namespace)
+    except InvalidRequest as error:
+        raise ProtocolViolation(str(error)) from error
+    return Forget(body.token_ids, namespace)
+
+
+def _check_tokens(token_ids: bytes) -> None:
+    num_tokens, rest = divmod(len(token_ids), BYTES_PER_TOKEN)
+    _at_most("token_ids", num_tokens, MAX_TOKENS)
+    if not num_tokens or rest:
+        raise ProtocolViolation(f"{len(token_ids)} bytes of token_ids")
+
+
+def _ready(body: pb.Ready) -> Ready:
+    _at_most("pages", len(body.pages), MAX_PAGES)
+    first_token = body.first_token if body.HasField("first_token") else None
+    if first_token is not None and not body.last:
+        raise ProtocolViolation("the first token comes with the last Ready, and only there")
+    if body.end < body.start:
+        raise ProtocolViolation(f"a range [{body.start}, {body.end})")
+    _at_most("token_ids", len(body.token_ids), MAX_TOKENS)
+    if max((*body.token_ids, first_token or 0)) > MAX_TOKEN_ID:
+        raise ProtocolViolation(f"a token id above {MAX_TOKEN_ID}")
+    return Ready(
+        id=id_of(body),
+        start=body.start,
+        end=body.end,
+        pages=tuple(body.pages),
+        last=body.last,
+        first_token=first_token,
+        times=_times(body.times) if body.last and body.HasField("times") else None,
+        logprobs=from_proto(body.logprobs) if body.HasField("logprobs") else None,
+        prompt_logprobs=(
+            from_proto(body.prompt_logprobs) if body.HasField("prompt_logprobs") else None
+        ),
+        sums=_sums(body),
+        token_ids=tuple(body.token_ids),
+    )
+
+
+def _sums(body: pb.Ready) -> tuple[tuple[int, int], ...]:
+    places = list(body.checked)
+    in_order = all(map(operator.lt, places, places[1:]))
+    if len(body.sums) != len(places) or not in_order or max(places, default=-1) >= len(body.pages):
+        raise ProtocolViolation("checksums of pages that are not in this Ready")
+    return tuple(zip(places, body.sums, strict=True))
+
+
+def _times(body: pb.PrefillTimes) -> PrefillTimes:
+    seconds = (body.bootstrap_s, body.waiting_s, body.prefill_s)
+    for each in seconds:
+        _seconds("times", each)
+    return PrefillTimes(*seconds, body.chunks)
+
+
+def _times_proto(record: PrefillTimes) -> pb.PrefillTimes:
+    return pb.PrefillTimes(
+        bootstrap_s=record.bootstrap_s,
+        waiting_s=record.waiting_s,
+        prefill_s=record.prefill_s,
+        chunks=record.num_chunks,
+    )
+
+
+def _ready_proto(record: Ready) -> pb.Ready:
+    return pb.Ready(
+        id=_id_proto(record.id),
+        start=record.start,
+        end=record.end,
+        pages=record.pages,
+        last=record.last,
+        first_token=record.first_token,
+        times=_times_proto(record.times) if record.times else None,
+        logprobs=to_fields(record.logprobs),
+        prompt_logprobs=to_fields(record.prompt_logprobs),
+        checked=[place for place, _ in record.sums],
+        sums=[checksum for _, checksum in record.sums],
+        token_ids=record.token_ids,
+    )
+
+
+def _seconds(field: str, value: float) -> None:
+    if not 0.0 <= value <= MAX_BUDGET_S:  # nor is NaN
+        raise ProtocolViolation(f"{field} of {value} s")
+
+
+def _text(field: str, value: str) -> str:
+    _at_most(f"characters of {field}", len(value), MAX_TEXT)
+    return value
+
+
+def _at_most(what: str, number: int, limit: int) -> None:
+    if number > limit:
+        raise ProtocolViolation(f"{number} {what}, {limit} allowed")

@@ -1,0 +1,497 @@
+"""The reader's half of the protocol: what it waits for from whom, over all its pair streams.
+
+Pure: inputs are method calls, each of which returns the actions to carry out in order. Pages are
+counted by the engine; ReadsEnded tells it when no byte of an attempt can land any more, which may
+be long after the attempt was given up (rule 1).
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+from common.config import TransferConfig
+from common.errors import EngineFault, ProtocolViolation
+from common.page_tables import PageTables, num_pages_of
+from kvtransfer.messages import (
+    Admitted,
+    AnyMessage,
+    Beat,
+    Cancel,
+    Done,
+    Failed,
+    Forget,
+    Grant,
+    HandoffId,
+    Open,
+    Ready,
+    Released,
+)
+from kvtransfer.ports import (
+    AskToForget,
+    CancelHandoff,
+    FirstToken,
+    GrantHandoff,
+    HandoffAdmitted,
+    Held,
+    Lost,
+    OpenHandoff,
+    OwnerDown,
+    OwnerRate,
+    OwnerUp,
+    ReaderCommand,
+)
+from kvtransfer.protocol.actions import Confirm, EndStream, Expect, ReaderAction, Send
+from kvtransfer.protocol.attempt import Attempt
+from kvtransfer.protocol.deadlines import Deadlines
+from kvtransfer.protocol.heartbeats import Beats, earliest
+from kvtransfer.protocol.pace import Pace
+from kvtransfer.protocol.reader_links import ReaderLinks
+from kvtransfer.protocol.status import KVPoll
+
+# Of each table, that a request may get until it has stopped, and with its next step.
+_MORE_PAGES = 2
+
+
+class _Wait(IntEnum):
+    """What an attempt's deadlines are about."""
+
+    BUDGET = 0
+    PROGRESS = 1
+    RELEASED = 2
+
+
+class _Key(NamedTuple):
+    id: HandoffId
+    wait: _Wait
+
+
+@dataclass(slots=True)
+class _Stream:
+    owner: int
+    address: str
+    num_pages: int  # of the owner's pool
+    pace: Pace
+    announced: bool = False  # OwnerUp has been told
+    gib_per_s: float = 0.0  # of its link, once that is proved
+
+
+class ReaderEnd:
+    """Hand-offs that this node takes."""
+
+    def __init__(self, config: TransferConfig, tables: PageTables) -> None:
+        self._tables = tables
+        self._progress_s = config.progress_s
+        self._released_s = config.released_s
+        self._streams: dict[int, _Stream] = {}
+        self._links = ReaderLinks()
+        self._attempts: dict[HandoffId, Attempt] = {}
+        self._deadlines: Deadlines[_Key] = Deadlines()
+        self._beats = Beats(config)
+        self._actions: list[ReaderAction] = []
+
+    # What the thread may ask --------------------------------------------------------------------
+
+    @property
+    def num_open(self) -> int:
+        return len(self._attempts)
+
+    @property
+    def num_reads(self) -> int:
+        """Reads given to links and not over."""
+        return self._links.num_reads
+
+    def next_deadline(self) -> float | None:
+        """When `tick` is to be called, in the clock of `now`."""
+        return earliest(
+            (self._beats.next_deadline(), self._deadlines.next(), self._links.next_deadline())
+        )
+
+    def engine_moves(self, moving: bool) -> None:
+        """Beats are sent only while it does (rule 7)."""
+        self._beats.moving = moving
+
+    # Inputs: streams and links ------------------------------------------------------------------
+
+    def stream_up(
+        self, stream: int, owner: int, address: str, num_pages: int, now: float
+    ) -> list[ReaderAction]:
+        """`owner` (an instance, with a pool of so many pages) has answered Hello. An address that
+        names the instance of another is refused: it must not end that one's stream."""
+        for old, peer in list(self._streams.items()):
+            if peer.owner == owner and peer.address != address:
+                reason = f"this instance is paired at {peer.address} already"
+                return [EndStream(stream, reason, refused=True)]
+            if peer.owner == owner:
+                self._end_stream(old, "the owner has another stream")
+        self._streams[stream] = _Stream(owner, address, num_pages, Pace(self._progress_s))
+        self._beats.start(stream, now)
+        self._open_link(stream, now)
+        return self._taken()
+
+    def stream_down(
+        self, stream: int, reason: str, *, engine_died: bool = False
+    ) -> list[ReaderAction]:
+        """The stream is over. Nothing happens if this end has ended it itself.
+
+        Args:
+            engine_died: the owner's front has said so.
+        """
+        if stream in self._streams:
+            self._forget_stream(stream, reason, engine_died=engine_died)
+        return self._taken()
+
+    def end_streams(self, reason: str) -> list[ReaderAction]:
+        """All of them; new ones may follow."""
+        for stream in tuple(self._streams):
+            self._end_stream(stream, reason)
+        return self._taken()
+
+    def link_up(self, stream: int, path: str, gib_per_s: float) -> list[ReaderAction]:
+        """The link of this stream is proved."""
+        peer = self._streams.get(stream)
+        if peer is not None and self._links.proved(stream):
+            peer.gib_per_s = gib_per_s
+            self._beat(stream)
+            if not peer.announced:
+                peer.announced = True
+                self._actions.append(OwnerUp(peer.owner, peer.address, path, gib_per_s))
+            self._actions += self._links.post(stream)
+        return self._taken()
+
+    def rate_measured(self, stream: int, gib_per_s: float) -> list[ReaderAction]:
+        """The link of this stream has been measured again."""
+        peer = self._streams.get(stream)
+        if peer is not None and peer.announced:
+            peer.gib_per_s = gib_per_s
+            self._actions.append(OwnerRate(peer.owner, peer.address, gib_per_s))
+        return self._taken()
+
+    def read_ended(self, stream: int, refused: str, now: float) -> list[ReaderAction]:
+        """The first read posted to this link is over, and nothing more of it will land.
+
+        Args:
+            refused: empty if all of it has landed, else the reason why the owner does not let it
+                be read.
+        """
+        id = self._links.read_ended(stream)
+        attempt = self._attempts.get(id)
+        if attempt is None:
+            self._settle(id)
+        elif refused:
+            self._give_up(attempt, f"read refused: {refused}")
+        else:
+            attempt.unread -= 1
+            self._send_done_if_all_read(attempt, now)
+        self._actions += self._links.post(stream)
+        return self._taken()
+
+    def read_late(self, stream: int, now: float) -> list[ReaderAction]:
+        """The first read posted to this link has passed its deadline: its attempt is given up and
+        the link closed and opened anew."""
+        if self._links.is_up(stream):
+            reason = "a read passed its deadline"
+            self._blame_first(stream, reason)
+            self._actions.append(self._links.close(stream, reason, now))
+        return self._taken()
+
+    def link_closed(self, stream: int, reason: str, now: float) -> list[ReaderAction]:
+        """No byte can land any more through this link: closed as asked, or broken by the first
+        read posted to it. Reads of other attempts go to its successor (rule 11)."""
+        if self._links.is_up(stream):
+            self._blame_first(stream, reason)
+        for id in self._links.closed(stream, going_on=self._attempts):
+            self._settle(id)
+        if stream not in self._streams:
+            self._links.gone(stream)
+        elif self._links.is_opening(stream):
+            self._links.gone(stream)
+            self._end_stream(stream, f"no link: {reason}")
+        else:
+            self._open_link(stream, now)
+        return self._taken()
+
+    def distrust(self, stream: int, reason: str, now: float) -> list[ReaderAction]:
+        """What came through this link was not what the owner had: it is closed and opened anew."""
+        if stream in self._streams and self._links.is_up(stream):
+            self._actions.append(self._links.close(stream, reason, now))
+        return self._taken()
+
+    # Inputs: messages ---------------------------------------------------------------------------
+
+    def received(self, stream: int, message: AnyMessage, now: float) -> list[ReaderAction]:
+        """A message from the owner. What comes on a stream that is over, or about an attempt that
+        is over, is dropped."""
+        if stream in self._streams:
+            try:
+                self._receive(stream, message, now)
+            except ProtocolViolation as violation:
+                self._end_stream(stream, f"protocol violation: {violation}", refused=True)
+        return self._taken()
+
+    def _receive(self, stream: int, message: AnyMessage, now: float) -> None:
+        match message:
+            case Beat():
+                self._beats.heard(stream, now)
+            case Admitted() | Ready() | Released() | Failed():
+                attempt = self._attempts.get(message.id)
+                if attempt is None:
+                    return
+                if attempt.stream != stream:
+                    raise ProtocolViolation(f"{message.id} is an attempt of another stream")
+                self._advance(attempt, message, now)
+            case _:
+                raise ProtocolViolation(f"{type(message).__name__} is no message of an owner")
+
+    def _advance(
+        self, attempt: Attempt, message: Admitted | Ready | Released | Failed, now: float
+    ) -> None:
+        match message:
+            case Admitted():
+                self._note_admitted(attempt, message, now)
+            case Ready():
+                self._begin_range(attempt, message, now)
+            case Released():
+                if not attempt.done_sent:
+                    raise ProtocolViolation(f"Released of {message.id} before Done")
+                if message.held:
+                    self._finish(attempt)
+                else:
+                    self._lose(attempt, "the owner had let its pages go", retryable=True)
+            case Failed():
+                self._lose(
+                    attempt,
+                    message.reason,
+                    retryable=message.retryable,
+                    retry_after_s=message.retry_after_s,
+                )
+
+    def _note_admitted(self, attempt: Attempt, message: Admitted, now: float) -> None:
+        most = self._streams[attempt.stream].num_pages * self._tables.page_size
+        if message.queued_tokens > most:
+            raise ProtocolViolation(
+                f"{message.queued_tokens} tokens queued, {most} fit into the owner's pool"
+            )
+        attempt.admit(message, now)
+        self._expect_progress(attempt, message.compute_tokens + message.queued_tokens, now)
+        self._actions.append(
+            HandoffAdmitted(message.id, message.compute_tokens, message.queued_tokens)
+        )
+
+    def _begin_range(self, attempt: Attempt, message: Ready, now: float) -> None:
+        read = attempt.begin_range(message, self._streams[attempt.stream].num_pages, now)
+        if not message.last:
+            self._expect_progress(attempt, attempt.tokens_left, now)
+        else:
+            self._deadlines.drop(_Key(attempt.id, _Wait.PROGRESS))
+            self._learn_pace(attempt, now)
+        if message.first_token is not None:
+            self._actions.append(
+                FirstToken(
+                    attempt.id,
+                    message.first_token,
+                    attempt.first_ready,
+                    message.times,
+                    message.logprobs,
+                    message.prompt_logprobs,
+                    message.token_ids,
+                )
+            )
+        if read is not None:
+            self._actions += self._links.read(attempt.stream, read)
+        self._send_done_if_all_read(attempt, now)
+
+    def _send_done_if_all_read(self, attempt: Attempt, now: float) -> None:
+        if attempt.all_read:
+            attempt.done_sent = True
+            attempt.landed = now
+            self._actions.append(Send(attempt.stream, Done(attempt.id)))
+            self._deadlines.set(_Key(attempt.id, _Wait.RELEASED), now + self._released_s)
+
+    def _expect_progress(self, attempt: Attempt, num_tokens: int, now: float) -> None:
+        limit_s = self._streams[attempt.stream].pace.limit_s(num_tokens)
+        self._deadlines.set(_Key(attempt.id, _Wait.PROGRESS), now + limit_s)
+
+    def _learn_pace(self, attempt: Attempt, now: float) -> None:
+        admitted = attempt.admitted
+        if admitted is not None:
+            num_tokens = admitted.compute_tokens + admitted.queued_tokens
+            self._streams[attempt.stream].pace.learn(num_tokens, now - attempt.admitted_at)
+
+    # Inputs: commands and time ------------------------------------------------------------------
+
+    def command(self, command: ReaderCommand, now: float) -> list[ReaderAction]:
+        """A command about an attempt that is over is dropped, but for its pages: a grant of it is
+        answered by ReadsEnded.
+
+        Raises:
+            EngineFault: an id opened or granted twice, or a grant with the wrong pages.
+        """
+        match command:
+            case OpenHandoff():
+                self._open(command, now)
+            case GrantHandoff():
+                self._grant(command)
+            case CancelHandoff():
+                attempt = self._attempts.get(command.id)
+                if attempt is not None:
+                    self._tell_cancel(attempt, command.reason)
+                    self._leave(attempt, KVPoll.FAILED)
+            case AskToForget(owner, token_ids, namespace):
+                stream = self._stream_to(owner)
+                if stream is not None:
+                    forget = Forget(token_ids.tobytes(), namespace)
+                    self._actions.append(Send(stream, forget))
+        return self._taken()
+
+    def tick(self, now: float) -> list[ReaderAction]:
+        """Carries out what is due. Call it at `next_deadline`, after all input has been given."""
+        due = self._beats.take_due(now)
+        for stream in due.beats:
+            self._beat(stream)
+        for stream in due.silent:
+            self._end_stream(stream, "the owner has missed too many beats")
+        for stream in self._links.take_overdue(now):
+            self._end_stream(stream, "no link in time")
+        for id, wait in self._deadlines.take_due(now):
+            # An attempt that is over has no deadlines, but several of one may be due together.
+            attempt = self._attempts.get(id)
+            if attempt is not None:
+                self._expire(attempt, wait)
+        return self._taken()
+
+    def _open(self, command: OpenHandoff, now: float) -> None:
+        if command.id in self._attempts:
+            raise EngineFault(f"{command.id} was opened twice")
+        stream = self._stream_to(command.owner)
+        if stream is None:
+            reason = "the owner is not paired"
+            self._actions.append(Lost(command.id, reason, retryable=True, may_return=True))
+            return
+        source = command.source
+        self._attempts[command.id] = Attempt(
+            command.id, stream, source.num_tokens, self._tables, source.kind
+        )
+        self._deadlines.set(_Key(command.id, _Wait.BUDGET), now + command.remaining.budget_s)
+        message = Open(command.id, command.weights, command.remaining, source)
+        self._actions.append(Send(stream, message))
+
+    def _stream_to(self, owner: int) -> int | None:
+        """None: it is not paired."""
+        paired = (n for n, s in self._streams.items() if s.owner == owner and s.announced)
+        return next(paired, None)
+
+    def _grant(self, command: GrantHandoff) -> None:
+        self._links.granted(command.id)
+        attempt = self._attempts.get(command.id)
+        if attempt is None:
+            self._settle(command.id)
+            return
+        attempt.grant(command)
+        rate = self._streams[attempt.stream].gib_per_s if command.room_tokens else 0.0
+        grant = Grant(command.id, command.prefix_tokens, command.room_tokens, rate)
+        self._actions.append(Send(attempt.stream, grant))
+        if command.room_tokens:
+            self._expect(attempt, command)
+
+    def _expect(self, attempt: Attempt, command: GrantHandoff) -> None:
+        """Of a running request: the pages of what it has, and of what it is about to have."""
+        tables = self._tables
+        num_tokens = min(attempt.num_tokens + _MORE_PAGES * tables.page_size, command.room_tokens)
+        num_pages = num_pages_of(tables.handed_over(num_tokens, command.prefix_tokens))
+        self._actions.append(Expect(attempt.stream, command.destination_pages[:num_pages]))
+
+    def _expire(self, attempt: Attempt, wait: _Wait) -> None:
+        match wait:
+            case _Wait.BUDGET:
+                self._give_up(attempt, "the request's time is used up", retryable=False)
+            case _Wait.PROGRESS:
+                self._give_up(attempt, "the owner made no progress")
+            case _Wait.RELEASED:
+                self._give_up(attempt, "the owner did not answer Done")
+
+    # Ends of an attempt -------------------------------------------------------------------------
+
+    def _finish(self, attempt: Attempt) -> None:
+        # Held first: the engine must have the pages for its request before the read's hold goes.
+        held = Held(attempt.id, attempt.landed, attempt.num_kv)
+        confirm = Confirm(attempt.stream, held, attempt.sums)
+        self._actions.append(confirm if attempt.sums else held)
+        self._leave(attempt, KVPoll.SUCCESS)
+
+    def _give_up(self, attempt: Attempt, reason: str, *, retryable: bool = True) -> None:
+        """Ends an attempt for a cause of this node: the owner is told at once (rule 2)."""
+        self._tell_cancel(attempt, reason)
+        self._lose(attempt, reason, retryable=retryable)
+
+    def _lose(
+        self,
+        attempt: Attempt,
+        reason: str,
+        *,
+        retryable: bool,
+        engine_died: bool = False,
+        may_return: bool = False,
+        retry_after_s: float = 0.0,
+    ) -> None:
+        """What is said of it: see Lost."""
+        lost = Lost(attempt.id, reason, retryable, engine_died, may_return, retry_after_s)
+        self._actions.append(lost)
+        self._leave(attempt, KVPoll.FAILED)
+
+    def _tell_cancel(self, attempt: Attempt, reason: str) -> None:
+        self._actions.append(Send(attempt.stream, Cancel(attempt.id, reason)))
+
+    def _leave(self, attempt: Attempt, end: KVPoll) -> None:
+        attempt.to(end)
+        del self._attempts[attempt.id]
+        for wait in _Wait:
+            self._deadlines.drop(_Key(attempt.id, wait))
+        self._links.forget(attempt.stream, attempt.id)
+        self._settle(attempt.id)
+
+    def _settle(self, id: HandoffId) -> None:
+        """Tells the engine once an attempt is over and none of its bytes can land any more."""
+        if id not in self._attempts:
+            self._actions += self._links.settle(id)
+
+    # Links and streams --------------------------------------------------------------------------
+
+    def _open_link(self, stream: int, now: float) -> None:
+        self._actions.append(self._links.open(stream, now))
+        self._beat(stream)
+
+    def _blame_first(self, stream: int, reason: str) -> None:
+        id = self._links.first_posted(stream)
+        attempt = None if id is None else self._attempts.get(id)
+        if attempt is not None:
+            self._give_up(attempt, reason)
+
+    def _beat(self, stream: int) -> None:
+        if self._beats.moving:
+            num_open = sum(attempt.stream == stream for attempt in self._attempts.values())
+            connecting = not self._links.is_up(stream)
+            beat = Beat(self._beats.sequence(stream), num_open, connecting)
+            self._actions.append(Send(stream, beat))
+
+    def _end_stream(self, stream: int, reason: str, *, refused: bool = False) -> None:
+        self._actions.append(EndStream(stream, reason, refused))
+        self._forget_stream(stream, reason, may_return=not refused)
+
+    def _forget_stream(
+        self, stream: int, reason: str, *, may_return: bool = True, engine_died: bool = False
+    ) -> None:
+        peer = self._streams.pop(stream)
+        self._beats.stop(stream)
+        # First: what is lost must not be opened here again.
+        if peer.announced:
+            self._actions.append(OwnerDown(peer.owner, peer.address, reason))
+        for attempt in [h for h in self._attempts.values() if h.stream == stream]:
+            computing = engine_died and attempt.being_computed
+            self._lose(
+                attempt, reason, retryable=True, engine_died=computing, may_return=may_return
+            )
+        self._actions += self._links.stream_over(stream, reason)
+
+    def _taken(self) -> list[ReaderAction]:
+        actions, self._actions = self._actions, []
+        return actions

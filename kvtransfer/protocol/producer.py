@@ -1,0 +1,322 @@
+"""The owner's half of the protocol: what it has promised to whom, over all its pair streams.
+
+Pure: inputs are method calls, each of which returns the actions to carry out in order. It holds
+no pages; HandoffDropped tells the engine when it may let them go. A late or unknown message never
+creates state, and no tombstones are kept: an id that is not on the books is answered as such.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from common.config import TransferConfig
+from common.errors import EngineFault, ProtocolViolation
+from common.page_tables import PageTables
+from kvtransfer.messages import (
+    Admitted,
+    AnyMessage,
+    Beat,
+    Cancel,
+    Done,
+    Failed,
+    Forget,
+    Grant,
+    HandoffId,
+    Kind,
+    Open,
+    Ready,
+    Released,
+)
+from kvtransfer.ports import (
+    Admit,
+    AskedToForget,
+    FailHandoff,
+    Granted,
+    HandoffDropped,
+    Opened,
+    OwnerCommand,
+    Publish,
+)
+from kvtransfer.protocol.actions import EndStream, Expose, OwnerAction, Send, Withdraw
+from kvtransfer.protocol.deadlines import Deadlines
+from kvtransfer.protocol.heartbeats import Beats, earliest
+from kvtransfer.protocol.ranges import Ranges, granted
+from kvtransfer.protocol.status import KVPoll, advance
+
+# How long an owner polls for a reader that says it is connecting. What it serves may not need it.
+POLL_S = 30.0
+
+
+@dataclass(slots=True)
+class _Stream:
+    reader: int
+    connecting: bool = True  # as the reader last said
+    poll_until: float = 0.0
+
+
+@dataclass(slots=True)
+class _Handoff:
+    id: HandoffId
+    serial: int  # of this node's own, which its engine knows it by
+    stream: int
+    num_tokens: int  # as opened
+    kind: Kind
+    state: KVPoll = KVPoll.BOOTSTRAPPING
+    ranges: Ranges | None = None  # from Grant on
+    admitted: bool = False
+
+
+class OwnerEnd:
+    """Hand-offs that this node gives."""
+
+    def __init__(
+        self, config: TransferConfig, tables: PageTables, *, max_handoffs: int = 16384
+    ) -> None:
+        """max_handoffs: open at once; a further Open is answered by Failed, retryable."""
+        self._tables = tables
+        self._max_handoffs = max_handoffs
+        self._streams: dict[int, _Stream] = {}
+        self._handoffs: dict[HandoffId, _Handoff] = {}
+        self._ids: dict[int, HandoffId] = {}  # by serial
+        self._next_serial = 1
+        self._budgets: Deadlines[HandoffId] = Deadlines()
+        self._beats = Beats(config)
+        self._actions: list[OwnerAction] = []
+
+    # What the thread may ask --------------------------------------------------------------------
+
+    @property
+    def num_open(self) -> int:
+        return len(self._handoffs)
+
+    def next_deadline(self) -> float | None:
+        """When `tick` is to be called, in the clock of `now`."""
+        return earliest((self._beats.next_deadline(), self._budgets.next()))
+
+    def polls(self, now: float) -> bool:
+        """Whether a reader may be connecting to this node at the moment."""
+        return any(s.connecting and now < s.poll_until for s in self._streams.values())
+
+    def engine_moves(self, moving: bool) -> None:
+        """Beats are sent only while it does (rule 7)."""
+        self._beats.moving = moving
+
+    # Inputs -------------------------------------------------------------------------------------
+
+    def stream_up(self, stream: int, reader: int, now: float) -> list[OwnerAction]:
+        """`reader` (an instance) has said Hello on a new stream."""
+        for old, peer in list(self._streams.items()):
+            if peer.reader == reader:
+                self._end_stream(old, "the reader has opened another stream")
+        self._streams[stream] = _Stream(reader, poll_until=now + POLL_S)
+        self._beats.start(stream, now)
+        return self._taken()
+
+    def stream_down(self, stream: int, reason: str) -> list[OwnerAction]:
+        """The stream is over. Nothing happens if this end has ended it itself."""
+        if stream in self._streams:
+            self._forget_stream(stream, reason)
+        return self._taken()
+
+    def end_streams(self, reason: str) -> list[OwnerAction]:
+        """All of them; new ones may follow."""
+        for stream in tuple(self._streams):
+            self._end_stream(stream, reason)
+        return self._taken()
+
+    def received(self, stream: int, message: AnyMessage, now: float) -> list[OwnerAction]:
+        """A message from the reader. What comes on a stream that is over is dropped."""
+        if stream in self._streams:
+            try:
+                self._receive(stream, message, now)
+            except ProtocolViolation as violation:
+                self._end_stream(stream, f"protocol violation: {violation}", refused=True)
+        return self._taken()
+
+    def command(self, command: OwnerCommand) -> list[OwnerAction]:
+        """A command about a hand-off that is off the books is dropped: its HandoffDropped is on its
+        way to the engine. A new one of the same id has another serial.
+
+        Raises:
+            EngineFault: the engine published what cannot follow, admitted twice, or did either
+                before the grant.
+        """
+        id = self._ids.get(command.serial)
+        if id is not None:
+            handoff = self._handoffs[id]
+            match command:
+                case Admit():
+                    self._admit(handoff, command)
+                case Publish():
+                    self._publish(handoff, command)
+                case FailHandoff():
+                    self._fail(
+                        handoff,
+                        command.reason,
+                        retryable=command.retryable,
+                        retry_after_s=command.retry_after_s,
+                    )
+        return self._taken()
+
+    def tick(self, now: float) -> list[OwnerAction]:
+        """Carries out what is due. Call it at `next_deadline`, after all input has been given."""
+        due = self._beats.take_due(now)
+        for stream in due.beats:
+            beat = Beat(self._beats.sequence(stream), self._num_open_on(stream))
+            self._actions.append(Send(stream, beat))
+        for stream in due.silent:
+            self._end_stream(stream, "the reader has missed too many beats")
+        for id in self._budgets.take_due(now):
+            self._fail(self._handoffs[id], "the request's time is used up", retryable=False)
+        return self._taken()
+
+    # Messages -----------------------------------------------------------------------------------
+
+    def _receive(self, stream: int, message: AnyMessage, now: float) -> None:
+        match message:
+            case Beat():
+                self._beats.heard(stream, now)
+                self._note_connecting(self._streams[stream], message.connecting, now)
+            case Open():
+                self._open(stream, message, now)
+            case Grant():
+                self._grant(stream, message)
+            case Done():
+                self._finish(stream, message)
+            case Cancel():
+                handoff = self._known(stream, message.id)
+                if handoff is not None:
+                    self._drop(handoff, KVPoll.FAILED, f"cancelled: {message.reason}")
+            case Forget(token_ids, namespace):
+                self._actions.append(AskedToForget(np.frombuffer(token_ids, np.int32), namespace))
+            case _:
+                raise ProtocolViolation(f"{type(message).__name__} is no message of a reader")
+
+    def _note_connecting(self, peer: _Stream, connecting: bool, now: float) -> None:
+        if connecting and not peer.connecting:
+            peer.poll_until = now + POLL_S
+        peer.connecting = connecting
+
+    def _open(self, stream: int, message: Open, now: float) -> None:
+        id = message.id
+        if self._known(stream, id) is not None:
+            raise ProtocolViolation(f"a second Open of {id}")
+        if len(self._handoffs) >= self._max_handoffs:
+            reason = f"{self._max_handoffs} hand-offs are open here"
+            self._actions.append(Send(stream, Failed(id, reason, retryable=True)))
+            return
+        source = message.source
+        handoff = _Handoff(id, self._next_serial, stream, source.num_tokens, source.kind)
+        self._next_serial += 1
+        self._handoffs[id], self._ids[handoff.serial] = handoff, id
+        self._budgets.set(id, now + message.remaining.budget_s)
+        self._actions.append(Opened(handoff.serial, id, message.weights, message.remaining, source))
+
+    def _grant(self, stream: int, message: Grant) -> None:
+        handoff = self._known(stream, message.id)
+        if handoff is None:
+            gone = Failed(message.id, "the owner has given it up", retryable=True)
+            self._actions.append(Send(stream, gone))
+            return
+        if handoff.ranges is not None:
+            raise ProtocolViolation(f"a second Grant of {message.id}")
+        prefix, room = message.prefix_tokens, message.room_tokens
+        handoff.ranges = granted(
+            handoff.kind,
+            self._tables,
+            num_tokens=handoff.num_tokens,
+            prefix_tokens=prefix,
+            room_tokens=room,
+        )
+        handoff.state = advance(handoff.state, KVPoll.WAITING_FOR_INPUT)
+        self._actions.append(Granted(handoff.serial, prefix, room, message.gib_per_s))
+
+    def _finish(self, stream: int, message: Done) -> None:
+        handoff = self._known(stream, message.id)
+        if handoff is None:
+            self._actions.append(Send(stream, Released(message.id, held=False)))
+            return
+        if handoff.ranges is None or not handoff.ranges.complete:
+            raise ProtocolViolation(f"Done of {message.id} before its last Ready")
+        self._actions.append(Send(stream, Released(message.id, held=True)))
+        self._drop(handoff, KVPoll.SUCCESS, "the reader has everything")
+
+    def _known(self, stream: int, id: HandoffId) -> _Handoff | None:
+        handoff = self._handoffs.get(id)
+        other = handoff is not None and handoff.stream != stream
+        if other or id.instance != self._streams[stream].reader:
+            raise ProtocolViolation(f"{id} is an attempt of another stream")
+        return handoff
+
+    # Commands -----------------------------------------------------------------------------------
+
+    def _granted(self, handoff: _Handoff) -> Ranges:
+        """Return its ranges. Nothing is sent before the grant (rule 8): the reader has no pages."""
+        if handoff.ranges is None:
+            raise EngineFault(f"{handoff.id} was admitted or published before its grant")
+        return handoff.ranges
+
+    def _admit(self, handoff: _Handoff, command: Admit) -> None:
+        self._granted(handoff)
+        if handoff.admitted:
+            raise EngineFault(f"{handoff.id} was admitted twice")
+        handoff.admitted = True
+        told = Admitted(handoff.id, command.compute_tokens, command.queued_tokens)
+        self._actions.append(Send(handoff.stream, told))
+
+    def _publish(self, handoff: _Handoff, command: Publish) -> None:
+        ranges = self._granted(handoff)
+        try:
+            ranges.follow(command.start, command.end, len(command.pages), last=command.last)
+        except ProtocolViolation as error:
+            raise EngineFault(f"cannot publish {handoff.id}: {error}") from error
+        handoff.state = advance(handoff.state, KVPoll.TRANSFERRING)
+        if len(command.pages):
+            self._actions.append(Expose(handoff.id, handoff.stream, command.pages))
+        ready = Ready(
+            handoff.id,
+            command.start,
+            command.end,
+            tuple(command.pages.tolist()),
+            command.last,
+            command.first_token,
+            command.times,
+            command.logprobs,
+            command.prompt_logprobs,
+            token_ids=command.token_ids,
+        )
+        self._actions.append(Send(handoff.stream, ready))
+
+    # Ends ---------------------------------------------------------------------------------------
+
+    def _fail(
+        self, handoff: _Handoff, reason: str, *, retryable: bool, retry_after_s: float = 0.0
+    ) -> None:
+        failed = Failed(handoff.id, reason, retryable, retry_after_s)
+        self._actions.append(Send(handoff.stream, failed))
+        self._drop(handoff, KVPoll.FAILED, reason)
+
+    def _drop(self, handoff: _Handoff, end: KVPoll, reason: str) -> None:
+        handoff.state = advance(handoff.state, end)
+        del self._handoffs[handoff.id], self._ids[handoff.serial]
+        self._budgets.drop(handoff.id)
+        self._actions.append(Withdraw(handoff.id))
+        held = end is KVPoll.SUCCESS
+        self._actions.append(HandoffDropped(handoff.serial, handoff.id, held, reason))
+
+    def _end_stream(self, stream: int, reason: str, *, refused: bool = False) -> None:
+        self._actions.append(EndStream(stream, reason, refused))
+        self._forget_stream(stream, reason)
+
+    def _forget_stream(self, stream: int, reason: str) -> None:
+        for handoff in [h for h in self._handoffs.values() if h.stream == stream]:
+            self._drop(handoff, KVPoll.FAILED, reason)
+        self._beats.stop(stream)
+        del self._streams[stream]
+
+    def _num_open_on(self, stream: int) -> int:
+        return sum(handoff.stream == stream for handoff in self._handoffs.values())
+
+    def _taken(self) -> list[OwnerAction]:
+        actions, self._actions = self._actions, []
+        return actions

@@ -1,0 +1,123 @@
+"""A node's transfer thread that reads on some of its pair streams and is read from on others.
+
+Streams of both kinds share one counter and never meet; nor do the two sides.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import cast
+
+from common.config import TransferConfig
+from common.page_tables import PageTables
+from kvtransfer.backends.base import Backend, Owner, PagePool
+from kvtransfer.front_messages import PairOpened
+from kvtransfer.messages import AnyMessage
+from kvtransfer.pairing import Hello
+from kvtransfer.ports import (
+    AskToForget,
+    CancelHandoff,
+    ComputesWith,
+    GrantHandoff,
+    NodeCommand,
+    NodeEvent,
+    OpenHandoff,
+    OwnerEvent,
+    ReaderEvent,
+)
+from kvtransfer.protocol.consumer import ReaderEnd
+from kvtransfer.protocol.heartbeats import earliest
+from kvtransfer.protocol.producer import OwnerEnd
+from kvtransfer.transfer.page_bytes import page_bytes_of
+from kvtransfer.transfer.page_sums import PageSums
+from kvtransfer.transfer.publisher import Publisher
+from kvtransfer.transfer.read_meter import ReadMeter
+from kvtransfer.transfer.reader import Reader
+from kvtransfer.transfer.thread import Outlet
+
+
+class BothSides:
+    """Transfer thread only."""
+
+    def __init__(self, reader: Reader, publisher: Publisher) -> None:
+        self._reader = reader
+        self._publisher = publisher
+        self._of_stream: dict[int, Reader | Publisher] = {}
+
+    def start(self) -> None:
+        self._reader.start()
+        self._publisher.start()
+
+    def opened(self, opening: PairOpened, now: float) -> None:
+        side = self._reader if opening.as_reader else self._publisher
+        self._of_stream[opening.stream] = side
+        side.opened(opening, now)
+
+    def closed(self, stream: int, reason: str, engine_died: bool = False) -> None:
+        self._of_stream.pop(stream).closed(stream, reason, engine_died)
+
+    def received(self, stream: int, message: AnyMessage, now: float) -> None:
+        self._of_stream[stream].received(stream, message, now)
+
+    def command(self, command: NodeCommand, now: float) -> None:
+        match command:
+            case OpenHandoff() | GrantHandoff() | CancelHandoff() | AskToForget():
+                self._reader.command(command, now)
+            case ComputesWith(weights):
+                self._reader.compute_with(weights)
+                self._publisher.compute_with(weights)
+            case _:
+                self._publisher.command(command, now)
+
+    def tick(self, now: float, *, engine_moves: bool) -> None:
+        self._reader.tick(now, engine_moves=engine_moves)
+        self._publisher.tick(now, engine_moves=engine_moves)
+
+    def next_deadline(self) -> float | None:
+        return earliest((self._reader.next_deadline(), self._publisher.next_deadline()))
+
+    def close(self) -> None:
+        self._reader.close()
+        self._publisher.close()
+
+
+def both_sides(
+    config: TransferConfig,
+    tables: PageTables,
+    hello: Hello,
+    pool: PagePool,
+    backends: Mapping[str, Backend],
+    owners: Mapping[str, Owner],
+    reads: ReadMeter,
+    *,
+    max_untaken_tokens: int,
+) -> Callable[[Outlet[NodeEvent], Callable[[], None]], BothSides]:
+    """Makes them for a TransferThread.
+
+    Args:
+        backends, owners: over which this node reads, and over which `pool` is served.
+        reads: told of every read.
+        max_untaken_tokens: see Publisher.
+    """
+
+    def made(outlet: Outlet[NodeEvent], wake: Callable[[], None]) -> BothSides:
+        reader = Reader(
+            ReaderEnd(config, tables),
+            hello,
+            pool,
+            backends,
+            config,
+            cast(Outlet[ReaderEvent], outlet),  # it takes the events of both
+            wake,
+            reads,
+        )
+        publisher = Publisher(
+            OwnerEnd(config, tables),
+            hello,
+            owners,
+            cast(Outlet[OwnerEvent], outlet),
+            wake,
+            PageSums(page_bytes_of(pool), config.check_every),
+            max_untaken_tokens=max_untaken_tokens,
+        )
+        return BothSides(reader, publisher)
+
+    return made

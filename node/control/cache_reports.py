@@ -1,0 +1,104 @@
+"""The engine thread's side of Node.WatchCache: who watches the prefix cache, and what they hear.
+
+Changes go to all watchers once a step. Who begins to watch gets everything first; the front passes
+changes on only to those that have had it. Knows no streams.
+"""
+
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from node.messages import CacheChanged, WatchCache
+
+MAX_PAGES_PER_MESSAGE = 1 << 15
+BEGIN_INTERVAL_S = 0.25  # between two times that watchers begin: everything is long
+
+
+class Change(Protocol):
+    """A change of the cache: what was told before is void, if `cleared`; pages by name."""
+
+    @property
+    def cleared(self) -> bool: ...
+
+    @property
+    def stored(self) -> Sequence[int]: ...
+
+    @property
+    def removed(self) -> Sequence[int]: ...
+
+
+class CacheSource(Protocol):
+    """The prefix cache of an engine; see engine/kv_cache/cache_events.py."""
+
+    page_size: int
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def everything(self) -> Change: ...
+
+    def take(self) -> Change | None: ...
+
+
+class CacheReports:
+    """Engine thread only."""
+
+    def __init__(
+        self,
+        cache: CacheSource,
+        post: Callable[[CacheChanged], None],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._cache = cache
+        self._post = post
+        self._now = now
+        self._watchers: set[int] = set()
+        self._newcomers: set[int] = set()
+        self._begin_at = 0.0
+
+    def watch(self, message: WatchCache) -> None:
+        """A watcher comes or goes. Costs nothing: whoever calls often must not hold up steps."""
+        if message.on:
+            self._newcomers.add(message.watcher)
+            return
+        self._newcomers.discard(message.watcher)
+        self._watchers.discard(message.watcher)
+        if not self._watchers:
+            self._cache.stop()
+
+    def flush(self) -> None:
+        """Tells what has changed, and newcomers everything. Costs next to nothing without
+        watchers."""
+        if self._watchers:
+            change = self._cache.take()
+            if change is not None:
+                self._tell((), change)
+        if self._newcomers and self._now() >= self._begin_at:
+            self._begin()
+
+    def _begin(self) -> None:
+        """Names every page, for all newcomers at once; the next ones wait for a while."""
+        if not self._watchers:
+            self._cache.start()
+        self._watchers |= self._newcomers
+        self._tell(tuple(self._newcomers), self._cache.everything())
+        self._newcomers.clear()
+        self._begin_at = self._now() + BEGIN_INTERVAL_S
+
+    def _tell(self, watchers: tuple[int, ...], change: Change) -> None:
+        """In as many messages as it takes; nothing that is removed was stored in the same change,
+        so the order does not matter."""
+        most = MAX_PAGES_PER_MESSAGE
+        longest = max(len(change.stored), len(change.removed))
+        for start in range(0, longest or 1, most):
+            self._post(
+                CacheChanged(
+                    watchers,
+                    self._cache.page_size,
+                    change.cleared and not start,
+                    array("Q", change.stored[start : start + most]).tobytes(),
+                    array("Q", change.removed[start : start + most]).tobytes(),
+                )
+            )

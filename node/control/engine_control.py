@@ -1,0 +1,305 @@
+"""What an engine tells its front besides tokens: answers of `Node`, a sign of life, its end.
+
+The role is asked through a small protocol (inside.py); the desk knows no queue by name.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Protocol
+
+from common.distribution import Counted
+from common.errors import ConfigError, ServingError, WrongState
+from common.logs import kv
+from common.priority import CLASSES
+from common.requests.adapter import AdapterId
+from common.requests.weights import WeightsId
+from node.control.cache_reports import CacheReports, CacheSource
+from node.control.inside import Inside
+from node.control.operations import Operations
+from node.messages import (
+    Answer,
+    Ask,
+    Drained,
+    EngineMessage,
+    FrontMessage,
+    Moving,
+    Start,
+    WatchCache,
+)
+
+log = logging.getLogger(__name__)
+
+REPORT_INTERVAL_S = 0.5
+SELF_CHECK_INTERVAL_S = 1.0
+
+
+class RoleOver(Exception):
+    """The front has another role for this engine, and nothing of the one that it has is left."""
+
+    def __init__(self, successor: Start) -> None:
+        super().__init__(f"this engine goes on as {successor.role}")
+        self.successor = successor
+
+
+class Channel(Protocol):
+    """The engine thread's socket to its front. `take` and `post` never block."""
+
+    def take(self) -> Sequence[FrontMessage]: ...
+
+    def post(self, message: EngineMessage) -> None: ...
+
+    def wait(self, timeout_s: float) -> None: ...
+
+
+class Meter(Protocol):
+    """Something that counts besides the role. Names are those of Moving."""
+
+    def gauges(self) -> Mapping[str, float]: ...
+
+    def distributions(self) -> Mapping[str, Counted]: ...
+
+
+class AdapterShelf(Protocol):
+    """Adapters that come and go."""
+
+    def names(self) -> Mapping[str, AdapterId]:
+        """Of those that requests may have."""
+        ...
+
+    def load(self, name: str, path: str) -> Future[tuple[AdapterId, bool]]:
+        """What is loaded, and whether it is new by that name. Fails with a ServingError, or raises
+        one at once."""
+        ...
+
+    def unload(self, name: str) -> bool:
+        """Whether there was one."""
+        ...
+
+    def poll(self) -> None:
+        """Takes up what has been loaded."""
+        ...
+
+
+def _prepares_nothing(role: str) -> None:
+    raise WrongState("this engine has one role")
+
+
+class Desk:
+    """Engine thread only.
+
+    Args:
+        steps_finished: since the start.
+        prepare: makes what another role needs besides what is here. Called while nothing is under
+            way; raises ConfigError or WrongState where this engine cannot have that role.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        *,
+        pages_by_holder: Callable[[], dict[str, int]],
+        steps_finished: Callable[[], int],
+        cache: CacheSource,
+        adapters: AdapterShelf,
+        operations: Operations,
+        meters: Sequence[Meter] = (),
+        prepare: Callable[[str], None] = _prepares_nothing,
+    ) -> None:
+        self._channel = channel
+        self._pages_by_holder = pages_by_holder
+        self._steps_finished = steps_finished
+        self._meters = meters
+        self._prepare = prepare
+        self._successor: Start | None = None  # of this role
+        self._rested_s = 0.0
+        self._num_self_checks = 0
+        self._cache = CacheReports(cache, channel.post)
+        self._adapters = adapters
+        self._loading: list[tuple[int, Future[tuple[AdapterId, bool]]]] = []  # numbers of questions
+        self._operations = operations
+        self._report_at = 0.0
+        self._check_at = 0.0
+        self._told_drained = False
+        self.draining = False
+        self.links: dict[str, tuple[str, float]] = {}  # owner's address: path, GiB/s
+
+    @property
+    def weights(self) -> WeightsId:
+        """That are computed with."""
+        return self._operations.weights
+
+    def link_measured(self, address: str, gib_per_s: float) -> None:
+        """Report another rate of a link that is up."""
+        if (link := self.links.get(address)) is not None:
+            self.links[address] = (link[0], gib_per_s)
+
+    def poll(self, inside: Inside, requests: Callable[[FrontMessage], None] | None = None) -> None:
+        """Answers what the front asks; anything else goes to `requests`."""
+        for message in self._channel.take():
+            match message:
+                case Ask(what="load_adapter"):
+                    self._load_adapter(message)
+                case Ask():
+                    self._tell(self._answers(message, inside))
+                case WatchCache():
+                    self._cache.watch(message)
+                case Start():
+                    self._successor = message
+                case _ if requests is not None:
+                    requests(message)
+                case _:
+                    log.warning(
+                        "a message that this node does not take %s",
+                        kv(message_type=type(message).__name__),
+                    )
+        self._cache.flush()
+        self._tell_loaded()
+        answers = tuple(self._operations.done(inside))
+        if answers:
+            self._report_at = 0.0  # whoever hears that it is done shall not find it undone
+        self._report(inside)
+        self._tell(answers)
+
+    def notify(self, message: EngineMessage) -> None:
+        """Tells the front something that it has not asked."""
+        self._channel.post(message)
+
+    def rest(
+        self, inside: Inside, self_check: Callable[[], None], longest_s: float = math.inf
+    ) -> None:
+        """Sleeps until the front or another thread has something, or the next report is due; for
+        `longest_s` at most.
+
+        Args:
+            self_check: raises where something has leaked. It looks at every page, which takes
+                milliseconds: called while no request is here only, and once a second at most.
+        Raises:
+            RoleOver: with nothing left of this role, as a last self-check has seen.
+        """
+        if self._successor is not None and not inside.busy:
+            self_check()
+            raise RoleOver(self._successor)
+        now = time.monotonic()
+        if not inside.busy and now >= self._check_at:
+            self._check_at = now + SELF_CHECK_INTERVAL_S
+            self_check()
+            self._num_self_checks += 1
+        if self.draining and not inside.busy and not self._told_drained:
+            self._told_drained = True
+            self._channel.post(Drained())
+        now = time.monotonic()
+        self._channel.wait(max(0.0, min(self._report_at - now, longest_s)))
+        self._rested_s += time.monotonic() - now
+
+    def _report(self, inside: Inside) -> None:
+        now = time.monotonic()
+        if now < self._report_at:
+            return
+        self._report_at = now + REPORT_INTERVAL_S
+        gauges = {"host_pages": float(inside.scheduler.num_host_pages_used)}
+        gauges |= {f"queue_{name}": float(value) for name, value in inside.queues().items()}
+        waiting = inside.waiting_by_class()
+        gauges |= {f"waiting_{name}": float(waiting.get(name, 0)) for name in CLASSES}
+        pages = self._pages_by_holder()
+        gauges |= {f"pages_{name}": float(value) for name, value in pages.items()}
+        gauges |= {f"total_{name}": float(value) for name, value in inside.counters().items()}
+        operations = self._operations.counters()
+        gauges |= {f"total_{name}": float(value) for name, value in operations.items()}
+        gauges |= self._operations.gauges()
+        gauges |= self._own_totals()
+        distributions = dict(inside.distributions())
+        for meter in self._meters:
+            gauges |= meter.gauges()
+            distributions |= meter.distributions()
+        self._channel.post(
+            Moving(
+                steps=self._steps_finished(),
+                gauges=gauges,
+                state=self._state(inside),
+                pages_free=pages["free"] + pages["cache"],
+                links=tuple((address, *link) for address, link in self.links.items()),
+                distributions=distributions,
+                backlogs=inside.backlogs(),
+                adapters=dict(self._adapters.names()),
+                weights=self.weights,
+            )
+        )
+
+    def _state(self, inside: Inside) -> str:
+        if self.draining:
+            return "draining"
+        return "paused" if inside.scheduler.paused else "ready"
+
+    def _own_totals(self) -> dict[str, float]:
+        return {
+            "total_waited/work": self._rested_s,
+            "total_self_checks": float(self._num_self_checks),
+            "total_thread_cpu": time.thread_time(),
+            "total_process_cpu": time.process_time(),
+        }
+
+    def _load_adapter(self, ask: Ask) -> None:
+        """Answered once it is loaded."""
+        name, _, path = ask.argument.partition("=")
+        try:
+            self._loading.append((ask.number, self._adapters.load(name, path)))
+        except ServingError as error:
+            self._channel.post(Answer(ask.number, error=str(error)))
+
+    def _tell_loaded(self) -> None:
+        if not self._loading:
+            return
+        self._adapters.poll()
+        for number, loaded in [each for each in self._loading if each[1].done()]:
+            self._loading.remove((number, loaded))
+            error = loaded.exception()
+            if error is None:
+                self._report_at = 0.0
+                adapter, fresh = loaded.result()
+                answer = Answer(number, integer=int(fresh), adapter=adapter)
+            else:
+                answer = Answer(number, error=str(error))
+            self._channel.post(answer)
+
+    def _tell(self, answers: Iterable[Answer]) -> None:
+        for answer in answers:
+            self._channel.post(answer)
+
+    def _answers(self, ask: Ask, inside: Inside) -> Iterator[Answer]:
+        match ask.what:
+            case "describe":
+                description = {
+                    "pages": self._pages_by_holder(),
+                    "queues": inside.queues(),
+                    "counters": inside.counters(),
+                }
+                yield Answer(ask.number, description=description)
+            case "drain" | "serve":
+                self.draining = ask.what == "drain"
+                self._told_drained = False
+                self._report_at = 0.0
+                yield Answer(ask.number)
+            case "prepare":
+                try:
+                    self._prepare(ask.argument)
+                    yield Answer(ask.number)
+                except (ConfigError, WrongState) as error:
+                    yield Answer(ask.number, error=str(error))
+            case "flush_cache":
+                try:
+                    yield Answer(ask.number, integer=inside.scheduler.flush_cache())
+                except WrongState as error:
+                    yield Answer(ask.number, error=str(error))
+            case "abort":
+                yield Answer(ask.number, integer=inside.abort(ask.argument))
+            case "explain":
+                yield Answer(ask.number, flights=inside.explain(ask.argument))
+            case "unload_adapter":
+                self._report_at = 0.0
+                yield Answer(ask.number, integer=int(self._adapters.unload(ask.argument)))
+            case _:
+                self._report_at = 0.0
+                yield from self._operations.take(ask, inside)

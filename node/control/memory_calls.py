@@ -1,0 +1,137 @@
+"""Memory that a node gives back and takes again, as an operator has it done.
+
+    here --release--> paused, nobody holds a page --done--> away --resume--> here
+
+While any of it is away the node stays paused. Who was not paused before, because it had nothing to
+do, goes on by itself once all of it is here again. Knows no memory: that is behind Memory.
+"""
+
+from collections.abc import Collection, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from common.errors import ServingError
+from common.memory_tags import MEMORY_TAGS, WEIGHTS
+from node.control.inside import Inside
+from node.messages import Answer, Ask
+
+
+class Memory(Protocol):
+    """See engine/memory_release.py."""
+
+    @property
+    def unused(self) -> bool: ...
+
+    def check(self, tags: Collection[str]) -> None: ...
+
+    def give_back(self, tag: str) -> Future[Any]: ...
+
+    def take_again(self, tag: str) -> Future[Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    ask: Ask
+    tag: str
+    left: tuple[str, ...]  # to be done after it
+    future: Future[Any]
+
+
+class MemoryCalls:
+    """Engine thread only."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._wanted: Ask | None = None  # to be given back as soon as nobody has KV
+        self._under_way: _UnderWay | None = None
+        self._away: set[str] = set()
+        self._paused_here = False
+
+    @property
+    def why_paused(self) -> str:
+        """Why it must stay so; empty: it need not."""
+        if self._wanted is not None or self._under_way is not None:
+            return "its memory is being given back, or taken again"
+        return "its memory is given back: have it taken again" if self._away else ""
+
+    def pause(self) -> None:
+        """An operator does: he ends it, too."""
+        self._paused_here = False
+
+    @property
+    def why_no_weights(self) -> str:
+        """Why no others can be put in place; empty: they can."""
+        busy = self._wanted is not None or self._under_way is not None
+        return self.why_paused if busy or WEIGHTS in self._away else ""
+
+    def gauges(self) -> dict[str, float]:
+        return {f"away_{tag}": float(tag in self._away) for tag in MEMORY_TAGS}
+
+    def release(self, ask: Ask, role: Inside) -> Iterator[Answer]:
+        """`done` gives the answer, or this does. argument: tags, with commas."""
+        if (reason := self._why_not(role)) is not None:
+            yield Answer(ask.number, error=reason)
+            return
+        try:
+            self._memory.check(_tags(ask))
+        except ServingError as error:
+            yield Answer(ask.number, error=str(error))
+            return
+        self._paused_here |= not role.scheduler.paused
+        role.scheduler.paused = True
+        self._wanted = ask
+
+    def resume(self, ask: Ask, role: Inside) -> Iterator[Answer]:
+        """The same. What is not away is no error."""
+        if self._wanted is not None or self._under_way is not None:
+            yield Answer(ask.number, error=self.why_paused)
+        else:
+            yield from self._go_on(ask, tuple(tag for tag in _tags(ask) if tag in self._away), role)
+
+    def done(self, role: Inside) -> Iterator[Answer]:
+        """What has come of the questions; to be called in each turn."""
+        if self._wanted is not None and role.scheduler.at_rest and role.let_go():
+            role.scheduler.forget_cached()
+            if self._memory.unused:  # nor does another node read what it was lent
+                ask, self._wanted = self._wanted, None
+                here = tuple(tag for tag in _tags(ask) if tag not in self._away)
+                yield from self._go_on(ask, here, role)
+        if self._under_way is not None and self._under_way.future.done():
+            done, self._under_way = self._under_way, None
+            error = done.future.exception()
+            if isinstance(error, ServingError):
+                yield Answer(done.ask.number, error=str(error))
+                return
+            if error is not None:
+                raise error
+            self._away ^= {done.tag}
+            yield from self._go_on(done.ask, done.left, role)
+
+    def _why_not(self, role: Inside) -> str | None:
+        if self._wanted is not None or self._under_way is not None:
+            return self.why_paused
+        if role.busy and not role.scheduler.paused:
+            return "requests are here: pause the node first"
+        return None
+
+    def _go_on(self, ask: Ask, tags: tuple[str, ...], role: Inside) -> Iterator[Answer]:
+        """With the first of these, or to the answer."""
+        if tags:
+            begin = self._memory.give_back if _gives(ask) else self._memory.take_again
+            try:
+                self._under_way = _UnderWay(ask, tags[0], tags[1:], begin(tags[0]))
+            except ServingError as error:
+                yield Answer(ask.number, error=str(error))
+            return
+        if self._paused_here and not self._away:
+            self._paused_here = role.scheduler.paused = False
+        yield Answer(ask.number)
+
+
+def _tags(ask: Ask) -> tuple[str, ...]:
+    return tuple(ask.argument.split(","))
+
+
+def _gives(ask: Ask) -> bool:
+    return ask.what == "release_memory"

@@ -1,0 +1,90 @@
+"""Gathers what one engine step says about requests and sends one message per router stream."""
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.requests.logprobs import Logprobs
+from common.requests.prediction import Predicted
+from node.control.engine_control import Channel
+from node.messages import Ended, StepTokens
+
+
+class Outbox:
+    """Engine thread only. Nothing is sent before `flush`; a token is sent before the end of its
+    request, and tokens of one request in the order they were told."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._streams: list[NDArray[np.uint64]] = []
+        self._requests: list[NDArray[np.uint64]] = []
+        self._tokens: list[NDArray[np.uint32]] = []
+        self._ended: dict[int, list[Ended]] = {}
+        self._begun: dict[int, list[tuple[int, int]]] = {}
+        self._logprobs: dict[int, list[tuple[int, Logprobs]]] = {}  # by stream
+        self._prompts: dict[int, list[tuple[int, Logprobs]]] = {}
+        self._predicted: dict[int, list[tuple[int, Predicted]]] = {}
+        self._listeners: dict[int, Callable[[StepTokens], None]] = {}
+
+    def listen(self, stream: int, take: Callable[[StepTokens], None]) -> None:
+        """What is said to this stream is for somebody in the engine."""
+        self._listeners[stream] = take
+
+    def tokens(
+        self, streams: NDArray[np.uint64], requests: NDArray[np.uint64], tokens: NDArray[np.int32]
+    ) -> None:
+        """Columns of new tokens, one entry each; the arrays must not change before `flush`."""
+        if len(tokens):
+            self._streams.append(streams)
+            self._requests.append(requests)
+            self._tokens.append(tokens.astype(np.uint32))
+
+    def token(self, origin: tuple[int, int], token: int) -> None:
+        stream, request = np.array([origin], np.uint64).T
+        self.tokens(stream, request, np.array([token], np.int32))
+
+    def logprobs(self, origin: tuple[int, int], logprobs: Logprobs) -> None:
+        """Of tokens of a request that are told before the next `flush`."""
+        stream, request = origin
+        self._logprobs.setdefault(stream, []).append((request, logprobs))
+
+    def prompt_logprobs(self, origin: tuple[int, int], logprobs: Logprobs) -> None:
+        """With the first token of a request."""
+        stream, request = origin
+        self._prompts.setdefault(stream, []).append((request, logprobs))
+
+    def predicted(self, origin: tuple[int, int], predicted: Predicted) -> None:
+        """With tokens of a request: what of its prediction was right and wrong."""
+        stream, request = origin
+        self._predicted.setdefault(stream, []).append((request, predicted))
+
+    def begin(self, origin: tuple[int, int], cached_tokens: int) -> None:
+        """Report how much of the request's prompt was cached, when its prefill begins and again
+        with its first token."""
+        stream, request = origin
+        self._begun.setdefault(stream, []).append((request, cached_tokens))
+
+    def end(self, stream: int, ended: Ended) -> None:
+        self._ended.setdefault(stream, []).append(ended)
+
+    def flush(self) -> None:
+        if self._streams:
+            streams = np.concatenate(self._streams)
+            requests = np.concatenate(self._requests)
+            tokens = np.concatenate(self._tokens)
+            for stream in set(streams.tolist()):
+                mine = streams == stream
+                self._post(stream, requests[mine], tokens[mine])
+            for column in (self._streams, self._requests, self._tokens):
+                column.clear()
+        nothing = np.empty(0, np.uint64), np.empty(0, np.uint32)
+        for stream in {*self._ended, *self._begun}:
+            self._post(stream, *nothing)
+
+    def _post(self, stream: int, requests: NDArray[np.uint64], tokens: NDArray[np.uint32]) -> None:
+        columns = requests.tobytes(), tokens.tobytes()
+        beside = (self._ended, self._begun, self._logprobs, self._prompts, self._predicted)
+        told = (tuple(each.pop(stream, ())) for each in beside)
+        tell = self._listeners.get(stream, self._channel.post)
+        tell(StepTokens(stream, *columns, *told))  # type: ignore[arg-type]

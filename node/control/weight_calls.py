@@ -1,0 +1,169 @@
+"""New weights, as an operator has them put in place: first looked through, which takes as long as
+reading them does and holds up nobody, then put there in a pause that has taken all KV. Those of
+another node are read in that pause, too:
+
+    wanted --at rest, no KV--> reading (of a node) --all is here, and is right--> putting --> done
+
+Knows neither files nor tensors, nor other nodes: those are behind Weights and Lenders.
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from common.errors import ServingError
+from common.requests.weights import UNNAMED, WeightsId
+from node.control.inside import Inside
+from node.messages import Answer, Ask
+
+
+class Weights(Protocol):
+    """See engine/update.py."""
+
+    id: WeightsId
+    whole: bool
+
+    def prepare(self, path: str) -> Future[WeightsId]: ...
+
+    def put(self, weights: WeightsId) -> Future[None]: ...
+
+
+class Lenders(Protocol):
+    """See node/sharing/weights.py."""
+
+    def read(self, weights: WeightsId, address: str) -> Future[WeightsId]:
+        """Those that the node there has: `Weights.put` may follow. Fails with a ServingError, and
+        nothing has changed."""
+        ...
+
+    def poll(self) -> None:
+        """Does what is due; to be called in each turn."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    number: int
+    weights: WeightsId
+    future: Future[Any]
+
+
+class WeightCalls:
+    """Engine thread only."""
+
+    def __init__(self, weights: Weights, lenders: Lenders) -> None:
+        self._weights = weights
+        self._lenders = lenders
+        self._preparing: list[_Asked] = []
+        self._wanted: Ask | None = None  # to be put in place as soon as nobody has KV
+        self._reading: _Asked | None = None
+        self._putting: _Asked | None = None
+        self._computed_with = self._paired_as = weights.id  # as the role knows
+        self._num_updates = 0
+
+    @property
+    def id(self) -> WeightsId:
+        """Of what is computed with."""
+        return self._weights.id
+
+    def counters(self) -> dict[str, int]:
+        return {"weight_updates": self._num_updates}
+
+    @property
+    def why_busy(self) -> str:
+        """Why nothing else may be done to them; empty: it may."""
+        steps = (self._wanted, self._reading, self._putting)
+        return "its weights are being changed" if any(steps) else ""
+
+    @property
+    def why_paused(self) -> str:
+        """Why it must stay so; empty: it need not."""
+        return self.why_busy or ("" if self._weights.whole else "its weights are incomplete")
+
+    def prepare(self, ask: Ask) -> Iterator[Answer]:
+        """`done` gives the answer, or this does."""
+        try:
+            future = self._weights.prepare(ask.argument)
+        except ServingError as error:
+            yield Answer(ask.number, error=str(error))
+        else:
+            self._preparing.append(_Asked(ask.number, UNNAMED, future))
+
+    def put(self, ask: Ask, role: Inside) -> Iterator[Answer]:
+        """The same. argument: their id, in hexadecimal."""
+        if not role.scheduler.paused:
+            yield Answer(ask.number, error="this node is not paused")
+        elif self.why_busy:
+            yield Answer(ask.number, error="its weights are being changed already")
+        else:
+            self._wanted = ask
+
+    def take(self, ask: Ask, role: Inside) -> Iterator[Answer]:
+        """The same, of another node's. argument: their id, and its address."""
+        weights, _ = _lent(ask)
+        if weights == self._weights.id and self._weights.whole and not self.why_busy:
+            yield Answer(ask.number, weights=weights)
+        else:
+            yield from self.put(ask, role)
+
+    def done(self, role: Inside) -> Iterator[Answer]:
+        """What has come of the questions; to be called in each turn."""
+        self._lenders.poll()
+        for asked in [each for each in self._preparing if each.future.done()]:
+            self._preparing.remove(asked)
+            yield _answer(asked)
+        if self._wanted is not None and role.scheduler.at_rest and role.let_go():
+            ask, self._wanted = self._wanted, None
+            role.scheduler.forget_cached()
+            if ask.what == "take_weights":
+                self._read(ask, role)
+            else:
+                yield from self._put(ask.number, bytes.fromhex(ask.argument))
+        if self._reading is not None and self._reading.future.done():
+            asked, self._reading = self._reading, None
+            if asked.future.exception() is None:
+                yield from self._put(asked.number, asked.weights)
+            else:
+                yield _answer(asked)
+        if self._putting is not None and self._putting.future.done():
+            asked, self._putting = self._putting, None
+            self._num_updates += asked.future.exception() is None
+            yield _answer(asked)
+        if self._weights.id != self._computed_with:
+            self._computed_with = self._weights.id
+            role.renew()
+        if not self.why_busy:
+            self._pair_as(self._weights.id, role)
+
+    def _read(self, ask: Ask, role: Inside) -> None:
+        """Who has them pairs with its like: until they are here, or are not to be had, this node
+        says that it is one. It computes nothing, and has no KV."""
+        weights, address = _lent(ask)
+        self._pair_as(weights, role)
+        self._reading = _Asked(ask.number, weights, self._lenders.read(weights, address))
+
+    def _put(self, number: int, weights: WeightsId) -> Iterator[Answer]:
+        try:
+            self._putting = _Asked(number, weights, self._weights.put(weights))
+        except ServingError as error:
+            yield Answer(number, error=str(error))
+
+    def _pair_as(self, weights: WeightsId, role: Inside) -> None:
+        if weights != self._paired_as:
+            self._paired_as = weights
+            role.pair_as(weights)
+
+
+def _lent(ask: Ask) -> tuple[WeightsId, str]:
+    weights, _, address = ask.argument.partition("=")
+    return bytes.fromhex(weights), address
+
+
+def _answer(asked: _Asked) -> Answer:
+    error = asked.future.exception()
+    if error is None:
+        return Answer(asked.number, weights=asked.future.result() or asked.weights)
+    if not isinstance(error, ServingError):
+        raise error
+    return Answer(asked.number, error=str(error))

@@ -1,0 +1,71 @@
+"""An engine process's main thread: introduces the engine to its front, then turns the loop."""
+
+import gc
+from typing import Protocol
+
+from common.config import EngineConfig
+from engine.build import Engine
+from engine.loop import last_words
+from engine.loop.clock import StepClock
+from engine.loop.last_words import Standing
+from engine.loop.loop import EventLoop, Role
+from engine.loop.watchdog import Watchdog
+from engine.scheduler.scheduler import Scheduler
+from node.control.engine_control import Channel
+from node.messages import EngineReady
+
+
+class DrivenRole(Role, Standing, Protocol):
+    """A role, for the loop and for whoever finds it standing."""
+
+    @property
+    def scheduler(self) -> Scheduler: ...
+
+
+def introduce(engine: Engine, config: EngineConfig, channel: Channel) -> None:
+    """Tells the front that requests may come."""
+    channel.post(
+        EngineReady(
+            model=config.model,
+            fingerprint=engine.fingerprint,
+            tokenizer_hash=engine.tokenizer_hash,
+            context_length=engine.shape.context_length,
+            num_pages=engine.shape.num_pages,
+            page_size=engine.shape.layout.page_size,
+        )
+    )
+
+
+def drive(role: DrivenRole, engine: Engine, config: EngineConfig, clock: StepClock) -> None:
+    """Turns the loop until the front lets this process go (PeerGone) or has another role for it
+    (RoleOver), or a part fails. If it stands still for too long, the process ends."""
+    loop = EventLoop(
+        role,
+        engine.runner,
+        overlap=config.scheduler.overlap,
+        overlap_prefills=config.scheduler.overlap_prefills,
+        clock=clock,
+    )
+
+    def end(still_s: float) -> None:
+        try:
+            last_words.tell(still_s, role)
+        finally:
+            last_words.end_process()
+
+    watchdog = Watchdog(
+        clock,
+        limit_s=config.scheduler.watchdog_s,
+        has_work=lambda: role.scheduler.awaits_steps,
+        on_stuck=end,
+    )
+    # All objects made until now stay, and collecting them again would only delay steps. Before the
+    # watchdog starts: a slow collection is no standstill of the loop.
+    gc.collect()
+    gc.freeze()
+    watchdog.start()
+    try:
+        loop.run()
+    finally:
+        watchdog.stop()
+        gc.unfreeze()  # or the libraries' own leak checks complain of what is frozen, at exit

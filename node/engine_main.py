@@ -1,0 +1,75 @@
+"""The engine process of a node: one engine, and one role after the other on top of it.
+
+What a role alone needs, the host pages and the graphs of a decode node, is made before it begins,
+while the one before is idle, and dropped when it ends. Weights, pool and prefix cache stay.
+"""
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any, Protocol, cast
+
+from common.config import DecodeConfig, EngineConfig, NodeConfig, PrefillConfig
+from common.process.ipc import PeerGone
+from engine.build import Engine, build
+from node.control.engine_control import RoleOver
+from node.engine_process import Begin, EngineStart, run_engine
+from node.messages import Start
+
+CONFIGS: Mapping[str, type[NodeConfig]] = {"prefill": PrefillConfig, "decode": DecodeConfig}
+
+
+class EngineRole(Protocol):
+    """The module `engine` of a role's package."""
+
+    def wants(self, config: EngineConfig) -> EngineConfig:
+        """Return the engine configuration that the role uses."""
+        ...
+
+    def check(self, engine: Engine) -> None:
+        """Raise ConfigError if the engine cannot have the role."""
+        ...
+
+    def serve(
+        self, engine: Engine, start: EngineStart[Any], prepare: Callable[[str], None]
+    ) -> None:
+        """Serve until RoleOver or PeerGone."""
+        ...
+
+
+def load_roles() -> Mapping[str, EngineRole]:
+    """Import both roles by name: their packages are built on this one."""
+    return {name: cast(EngineRole, import_module(f"{name}_node.engine")) for name in CONFIGS}
+
+
+def body(begin: Begin, first: Start) -> None:
+    """Serves in one role after the other, as the front says, until it lets this process go. After
+    a fault the engine is not closed: see EngineParts.run."""
+    start = begin(first)
+    config: EngineConfig = start.config.engine
+    roles = load_roles()
+    engine = build(roles[start.role].wants(config))
+    prepared: dict[str, Engine] = {}
+
+    def prepare(name: str) -> None:
+        role = roles[name]
+        role.check(engine)
+        prepared[name] = engine.equipped(role.wants(config))
+
+    try:
+        engine.guides.tell = engine.loader.tell = engine.weights.tell = start.channel.wake
+        engine.copier.tell = start.channel.wake
+        roles[start.role].check(engine)
+        while True:
+            try:
+                roles[start.role].serve(engine, start, prepare)
+            except RoleOver as over:
+                successor = over.successor
+            start, engine = begin(successor), prepared.pop(successor.role)
+            engine.copier.tell = start.channel.wake
+    except PeerGone:
+        engine.close()
+        raise
+
+
+if __name__ == "__main__":
+    run_engine(CONFIGS, body, "engine")

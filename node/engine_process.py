@@ -1,0 +1,199 @@
+"""The engine process's side of its front: start, the channel of the engine thread, the end.
+
+An engine program is `run_engine(CONFIGS, body, "name")` and nothing else. It is started by a front
+and never by hand; it obeys that front alone, and dies with it (common/process/leash.py).
+"""
+
+import contextlib
+import faulthandler
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, NoReturn, TypeAlias, TypeVar
+
+from common import logs
+from common.config import NodeConfig
+from common.errors import ConfigError
+from common.process.ipc import FrameSocket, PeerGone
+from node.messages import EngineFailed, EngineMessage, FrontMessage, Start
+
+log = logging.getLogger(__name__)
+
+C = TypeVar("C", bound=NodeConfig)
+
+_START_S = 30.0  # from exec to the front's first frame
+_FLUSH_S = 2.0  # for the last words
+# So long a thread that has something to do waits for another one that computes in Python. By
+# default that is 5 ms, longer than it takes to tell a peer something or to launch a step.
+_SWITCH_S = 0.0005
+
+
+class EngineChannel:
+    """The engine thread's socket to its front. All calls but `wake` are the engine thread's.
+
+    Args:
+        handed_over: over which the front gives a socket to its pair streams, with each Start.
+    """
+
+    def __init__(self, frames: FrameSocket[FrontMessage], handed_over: socket.socket) -> None:
+        self._frames = frames
+        self._handed_over = handed_over
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll = select.poll()
+        self._poll.register(self._wakeup, select.POLLIN)
+
+    def take(self) -> list[FrontMessage]:
+        """What has arrived since the last call, in order. Never blocks.
+
+        Raises:
+            PeerGone: the front is gone, or wants this process to end: let go and return.
+        """
+        return self._frames.receive()
+
+    def post(self, message: EngineMessage) -> None:
+        """Sends a message, or keeps it until the front reads. Never blocks.
+
+        Raises:
+            Backlogged: the front is stuck; the node cannot go on.
+        """
+        self._frames.send(message)
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleeps until the front has sent something, another thread calls `wake`, or the time is
+        over. Returns at once for a wake-up that came since the last `wait`."""
+        events = select.POLLIN | (select.POLLOUT if self._frames.wants_write else 0)
+        self._poll.register(self._frames, events)
+        ready = self._poll.poll(max(0.0, timeout_s) * 1000.0)
+        if any(fd == self._wakeup for fd, _ in ready):
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wakeup)
+        self._frames.flush()
+
+    def wake(self) -> None:
+        """Ends the engine thread's `wait`, now or the next one. Any thread; never blocks."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_write(self._wakeup, 1)
+
+    def flush(self, timeout_s: float) -> None:
+        """Sends what still waits, for at most so long."""
+        deadline = time.monotonic() + timeout_s
+        while self._frames.wants_write and time.monotonic() < deadline:
+            self.wait(deadline - time.monotonic())
+
+    def transfer_socket(self) -> socket.socket:
+        """The one that came with the last Start, once.
+
+        Raises:
+            PeerGone: there is none.
+        """
+        _, fds, _, _ = socket.recv_fds(self._handed_over, 1, 1)
+        if not fds:
+            raise PeerGone("the front has handed over no socket")
+        os.set_inheritable(fds[0], False)
+        return socket.socket(fileno=fds[0])
+
+    def close(self) -> None:
+        self._frames.close()
+        self._handed_over.close()
+        os.close(self._wakeup)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStart(Generic[C]):
+    """What an engine program gets from its front for one role."""
+
+    role: str
+    config: C
+    instance: int  # this node's instance id, as long as it has the role
+    address: str  # of the front's gRPC server
+    channel: EngineChannel
+    transfer_socket: socket.socket  # to the front's pair streams; the body owns it
+
+
+# What a Start says, for its role; the log is that role's from then on.
+Begin: TypeAlias = Callable[[Start], EngineStart[Any]]
+
+
+def run_engine(
+    configs: Mapping[str, type[NodeConfig]], body: Callable[[Begin, Start], None], name: str
+) -> NoReturn:
+    """Runs an engine program to the end of the process.
+
+    `body` runs on the main thread. It posts EngineReady itself, and returns after Drained or
+    lets PeerGone through: exit code 0. ConfigError is the user's to mend: exit code 2. Any other
+    exception is a fault of the engine: the front is told, and the process ends at once with
+    exit code 1, whatever its other threads do.
+
+    Args:
+        configs: the config record of each role.
+        name: for the log, after that of the role.
+    """
+    # Both may be sent to the whole process group; the front alone decides when to end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+    faulthandler.enable()
+    sys.setswitchinterval(_SWITCH_S)
+    engine_fd, handed_over_fd = (int(argument) for argument in sys.argv[1:3])
+    for fd in (engine_fd, handed_over_fd):
+        os.set_inheritable(fd, False)
+    frames: FrameSocket[FrontMessage] = FrameSocket(socket.socket(fileno=engine_fd), FrontMessage)
+    first = _await_start(frames)
+    channel = EngineChannel(frames, socket.socket(fileno=handed_over_fd))
+
+    def begin(start: Start) -> EngineStart[Any]:
+        config = configs[start.role].model_validate_json(start.config)
+        logs.setup(f"{start.role} {name}", config.front.log_level, config.front.log_format)
+        pairs = channel.transfer_socket()
+        return EngineStart(start.role, config, start.instance, start.address, channel, pairs)
+
+    _run(channel, lambda: body(begin, first))
+    _leave(0)
+
+
+def _run(channel: EngineChannel, body: Callable[[], None]) -> None:
+    try:
+        body()
+        channel.flush(_FLUSH_S)
+    except PeerGone:
+        log.info("the front has let this process go")
+    except ConfigError as error:
+        _fail(channel, EngineFailed(str(error), config=True), exit_code=2)
+    except Exception as error:
+        log.exception("the engine failed")
+        _fail(channel, EngineFailed(f"{type(error).__name__}: {error}"[:2000]), exit_code=1)
+
+
+def _fail(channel: EngineChannel, last_words: EngineFailed, exit_code: int) -> NoReturn:
+    with contextlib.suppress(Exception):  # the front may be what failed; it sees the end anyhow
+        channel.post(last_words)
+        channel.flush(_FLUSH_S)
+    _leave(exit_code)
+
+
+def _leave(exit_code: int) -> NoReturn:
+    """Not sys.exit: that would wait for threads that may be stuck in a forward or a read, and for
+    an interpreter that takes itself apart."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
+
+
+def _await_start(frames: FrameSocket[FrontMessage]) -> Start:
+    readable, _, _ = select.select([frames], [], [], _START_S)
+    try:
+        messages = frames.receive() if readable else []
+    except PeerGone:
+        sys.exit(0)
+    match messages:
+        case [Start() as start]:
+            return start
+        case _:
+            sys.exit("this is the engine of a node; it is started by the node's program")

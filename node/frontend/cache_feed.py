@@ -1,0 +1,108 @@
+"""The front's side of Node.WatchCache: streams of what the prefix cache has and what changes.
+
+The books are the engine's; here each watcher has a stream, and begins with its own snapshot. Of too
+many the host that has most gives one up, so that nobody who watches much keeps others out.
+"""
+
+import asyncio
+import itertools
+from array import array
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+
+from common.errors import Overloaded, ServingError
+from common.rpc.streams import Outgoing
+from node.frontend.engine_link import EngineLink
+from node.messages import CacheChanged, WatchCache
+from protos import node_pb2
+
+MAX_WATCHERS = 64
+MAX_UNSENT_BYTES = 16 << 20  # of one watcher; a snapshot of 1 Mi pages is half of it
+
+
+@dataclass(slots=True, eq=False)
+class _Watcher:
+    host: str
+    outgoing: Outgoing[node_pb2.CacheEvents] = field(
+        default_factory=lambda: Outgoing(max_bytes=MAX_UNSENT_BYTES)
+    )
+    begun: bool = False  # it has been sent everything
+
+
+class CacheFeed:
+    """Event loop only."""
+
+    def __init__(self, engine: EngineLink) -> None:
+        self._engine = engine
+        self._numbers = itertools.count(1)
+        self._watchers: dict[int, _Watcher] = {}
+
+    async def watch(
+        self, host: str, write: Callable[[node_pb2.CacheEvents], Awaitable[None]]
+    ) -> None:
+        """Writes everything, then every change, until cancelled.
+
+        Args:
+            host: who watches.
+        Raises:
+            NodeUnavailable: the engine is not there, or the node ends.
+            Overloaded: it made room for another one, or does not read.
+        """
+        self._engine.check_ready()
+        if len(self._watchers) >= MAX_WATCHERS:
+            self._make_room()
+        number, watcher = next(self._numbers), _Watcher(host)
+        self._watchers[number] = watcher
+        self._engine.send(WatchCache(number, on=True))
+        try:
+            await watcher.outgoing.converse(write, _nothing(), _ignore)
+        finally:
+            self._watchers.pop(number, None)
+            self._engine.send(WatchCache(number, on=False))
+
+    def _make_room(self) -> None:
+        """The oldest watcher of the host that has most of them goes; who comes back begins anew."""
+        hosts = Counter(watcher.host for watcher in self._watchers.values())
+        [(greediest, _)] = hosts.most_common(1)
+        oldest = next(n for n, watcher in self._watchers.items() if watcher.host == greediest)
+        self._watchers.pop(oldest).outgoing.end(
+            Overloaded(f"more than {MAX_WATCHERS} calls watch the cache")
+        )
+
+    def changed(self, change: CacheChanged) -> None:
+        """The engine has told a change, to newcomers or to all that have had everything."""
+        events = node_pb2.CacheEvents(
+            page_size=change.page_size,
+            cleared=change.cleared,
+            stored=_integers(change.stored),
+            removed=_integers(change.removed),
+        )
+        for number in change.watchers or self._watchers:
+            watcher = self._watchers.get(number)
+            if watcher is None:
+                continue  # it has gone meanwhile
+            watcher.begun = watcher.begun or bool(change.watchers)
+            if watcher.begun:
+                watcher.outgoing.put(events)
+
+    def end(self, error: ServingError) -> None:
+        """Ends every stream with `error`."""
+        for watcher in self._watchers.values():
+            watcher.outgoing.close(error)
+
+
+def _integers(packed: bytes) -> "array[int]":
+    integers = array("Q")
+    integers.frombytes(packed)
+    return integers
+
+
+async def _nothing() -> AsyncIterator[None]:
+    """What a watcher says after its request."""
+    await asyncio.Event().wait()
+    yield
+
+
+async def _ignore(_: None) -> None:
+    """There is nothing to take."""

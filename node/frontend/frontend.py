@@ -1,0 +1,191 @@
+"""The front of a node: its engine process, the roles that it has over it, and the end of both.
+
+What makes a node prefill or decode comes as a RoleProgram from that role's own program. The front
+keeps no books: if either process dies, the other ends too.
+"""
+
+import asyncio
+import faulthandler
+import logging
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+
+import uvloop
+
+from common import logs, rpc
+from common.errors import ConfigError, EngineDied, NodeUnavailable, WrongState
+from common.logs import kv
+from common.metrics.serving import served
+from common.process import allocator, descriptors
+from node.frontend.ending import Ending, Verdict
+from node.frontend.engine_link import EngineLink, Notice
+from node.frontend.parts import RoleProgram
+from node.frontend.process import EngineProcess, exit_sentence
+from node.frontend.tenure import Post, Tenure
+from node.metrics import NodeMetrics
+
+log = logging.getLogger(__name__)
+
+_LAST_WORDS_S = 1.0  # from the engine's end of file to its end
+_ENGINE_END_S = 5.0  # for the engine to let go of its memory after a drain
+_HASTY_END_S = 1.0  # the same when the node must be gone soon
+_END_S = 30.0  # for all of a node's end, the interpreter's included
+_RESTART_S = 60.0  # for the engine to begin another role
+
+
+def _no_other(role: str) -> RoleProgram:
+    raise WrongState("this node has one role")
+
+
+def run_node(
+    program: RoleProgram,
+    *,
+    engine_module: str,
+    other: Callable[[str], RoleProgram] = _no_other,
+) -> int:
+    """Runs a node to its end and returns the exit code of its program.
+
+    0: asked to end, and ended. 1: the engine, or this front, failed. 2: the configuration is
+    wrong; one line on stderr says how.
+
+    Args:
+        program: of the role that the node begins in.
+        engine_module: started as `python -m engine_module`; see engine_process.run_engine.
+        other: of a role by its name; raises ServingError where the node cannot have that.
+    """
+    descriptors.allow_many()
+    allocator.hold_little()
+
+    async def run() -> int:
+        return await _Node(program, engine_module, other).run()
+
+    _set_up_log(program)
+    try:
+        return uvloop.run(run())
+    except ConfigError as error:
+        print(f"baton {program.role}: {error}", file=sys.stderr)
+        return 2
+
+
+def _set_up_log(program: RoleProgram) -> None:
+    logs.setup(program.role, program.config.front.log_level, program.config.front.log_format)
+
+
+class _Node:
+    def __init__(
+        self, program: RoleProgram, engine_module: str, other: Callable[[str], RoleProgram]
+    ) -> None:
+        self._program = program
+        self._front = program.config.front
+        self._engine_module = engine_module
+        self._other = other
+        self._metrics = NodeMetrics(program.role)
+        self._ending = Ending()
+        self._engine_let_go = asyncio.Event()
+        self._link = EngineLink(self._notice, lambda _: self._engine_let_go.set())
+        self._tenure: Tenure
+        self._exit_code = 0
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._ending.signalled, number.name)
+        front = self._front
+        with ExitStack() as stack:
+            # Between two roles nobody listens there, and nobody else may.
+            port = stack.enter_context(rpc.reserved(front.host, front.port))
+            if front.health_port:
+                stack.enter_context(
+                    rpc.reserved(front.host, front.health_port, knob=rpc.HEALTH_PORT)
+                )
+            trust = self._metrics.trust
+            address = rpc.join_address(self._program.config.announced_host, port)
+            post: Post | None = Post.of(self._program, address, trust)
+            metrics_port = stack.enter_context(
+                served(self._metrics.registry, front.host, front.metrics_port)
+            )
+            engine = EngineProcess(self._engine_module)
+            stack.callback(engine.close)
+            async with self._ending.guarded((self._watch(engine), allocator.keep_trimming())):
+                while post is not None:
+                    post = await self._serve(post, engine, metrics_port)
+        return self._exit_code
+
+    async def _serve(
+        self, post: Post, engine: EngineProcess, metrics_port: int | None
+    ) -> Post | None:
+        """In one role. Returns the next one's post; None: the node has ended."""
+        tenure = self._tenure = Tenure(
+            post,
+            engine.transfer_socket,
+            self._link,
+            self._metrics,
+            self._ending,
+            engine_pid=engine.pid,
+            program_of=self._program_of,
+        )
+        async with tenure.serving(metrics_port):
+            if post.ready is None:
+                await self._link.open(engine.engine_socket, post.start)
+                allocator.stay()
+            verdict = await self._ending.verdict(tenure.begin_drain, self._front.drain_s)
+            if verdict is None:
+                successor = tenure.switch.successor
+                assert successor is not None
+                following = Post.of(successor, post.start.address, self._metrics.trust)
+                await tenure.end(NodeUnavailable(f"this node becomes a {successor.role} node"))
+                engine.renew_transfer_socket()
+                restarted = asyncio.ensure_future(self._link.restart(following.start))
+                verdict = await self._ending.before(restarted, _RESTART_S)
+                if verdict is None:
+                    _set_up_log(successor)
+                    return replace(following, ready=restarted.result())
+            self._exit_code = await self._end(verdict, tenure, engine)
+            return None
+
+    def _program_of(self, role: str) -> RoleProgram:
+        if role == self._tenure.role:
+            raise WrongState(f"this is a {role} node already")
+        if self._tenure.is_paused:
+            raise WrongState("this node is paused: its requests would not leave it")
+        if self._ending.wanted:
+            raise WrongState("this node is draining")
+        return self._other(role)
+
+    async def _watch(self, engine: EngineProcess) -> None:
+        """Two signs of one end: of the process, and of its socket. Either is the node's end."""
+        ended = asyncio.ensure_future(engine.ended())
+        let_go = asyncio.ensure_future(self._engine_let_go.wait())
+        try:
+            await asyncio.wait({ended, let_go}, return_when="FIRST_COMPLETED")
+            code = await engine.end(_LAST_WORDS_S)
+            # Its last words may still be in the socket: they are the better reason.
+            await asyncio.wait({let_go}, timeout=_LAST_WORDS_S)
+        finally:
+            ended.cancel()
+            let_go.cancel()
+        self._ending.engine_died(f"the engine {exit_sentence(code)}")
+
+    def _notice(self, notice: Notice) -> None:
+        self._tenure.notice(notice)
+
+    async def _end(self, verdict: Verdict, tenure: Tenure, engine: EngineProcess) -> int:
+        # What is known to wait has a deadline of its own. Whatever else holds this program, a
+        # thread of a library's perhaps, is told then with every stack, and the exit code is 1.
+        faulthandler.dump_traceback_later(_END_S, exit=True)
+        if verdict.exit_code == 2:
+            print(f"baton {tenure.role}: {verdict.reason}", file=sys.stderr)
+        else:
+            level = logging.ERROR if verdict.exit_code else logging.INFO
+            log.log(level, "ending %s", kv(because=verdict.reason))
+        error = EngineDied if verdict.engine_died else NodeUnavailable
+        await tenure.end(error(f"this node has ended: {verdict.reason}"))
+        self._link.close()
+        code = await engine.end(_ENGINE_END_S if verdict.in_order else _HASTY_END_S)
+        if verdict.in_order and code:
+            log.error("the engine did not end in order %s", kv(engine=exit_sentence(code)))
+            return 1
+        return verdict.exit_code

@@ -1,0 +1,259 @@
+"""The Node service, alike on every role: what operators and the router ask of any node."""
+
+import hashlib
+import os
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from common.config import NodeConfig, check_adapter_name
+from common.errors import InvalidRequest, NodeUnavailable, cut
+from common.memory_tags import memory_tags
+from common.pause_mode import pause_mode
+from common.queueing.drain import Backlog
+from common.requests.request_trace import Flights, to_proto
+from common.requests.weights import check_weights
+from common.rpc import check_address
+from node.frontend.cache_feed import CacheFeed
+from node.frontend.engine_link import EngineLink
+from node.frontend.supervision import Supervision
+from protos import node_pb2, node_pb2_grpc, router_pb2
+
+MAX_PATH_CHARACTERS = 1024
+LOAD_S = 60.0  # for an adapter to be read
+WEIGHTS_S = 600.0  # for weights to be read
+PROFILE_S = 60.0  # for a trace to be written
+PROFILE_STEPS, MAX_PROFILE_STEPS = 20, 1000
+PAUSE_S = 60.0  # for what is launched to end, and to be read by others
+ROLES = ("prefill", "decode")
+
+
+class NodeService(node_pb2_grpc.NodeServicer):
+    """Asks the engine thread; answers by itself only what a starting engine cannot.
+
+    Args:
+        mode: of a decode node, else empty.
+        drain: begins the drain; called with who wants it.
+        switch: to the role of that name; returns when it is about to begin.
+        pair_with: a node at that address, from now on; raises WrongState where that cannot be.
+    """
+
+    def __init__(
+        self,
+        *,
+        role: str,
+        mode: str,
+        config: NodeConfig,
+        instance: int,
+        engine_pid: int,
+        engine: EngineLink,
+        supervision: Supervision,
+        cache_feed: CacheFeed,
+        drain: Callable[[str], None],
+        switch: Callable[[str], Awaitable[None]],
+        pair_with: Callable[[str], None],
+    ) -> None:
+        self._role = role
+        self._mode = mode
+        self._model = config.engine.model
+        self._instance = instance
+        self._pids = (os.getpid(), engine_pid)
+        self._engine = engine
+        self._supervision = supervision
+        self._cache_feed = cache_feed
+        self._drain = drain
+        self._switch = switch
+        self._pair_with = pair_with
+
+    async def Describe(
+        self, request: node_pb2.DescribeRequest, context: Any
+    ) -> node_pb2.DescribeResponse:
+        """While the model loads only role, instance, pids, state and model are set. An engine that
+        stands still is not asked: pages, queues, steps and counters are unset."""
+        ready = self._supervision.ready
+        reply = node_pb2.DescribeResponse(
+            role=self._role,
+            mode=self._mode,
+            instance_id=self._instance,
+            pids=self._pids,
+            state=self._supervision.state(time.monotonic()),
+            model=ready.model if ready else self._model,
+        )
+        if ready is None:
+            return reply
+        if self._supervision.moves(time.monotonic()):
+            description = (await self._engine.ask("describe")).description or {}
+        else:
+            description = {}
+        moving = self._supervision.moving
+        weights = {"weights": moving.weights.hex()} if moving is not None else {}
+        fingerprint = {**ready.fingerprint, **weights}
+        reply.fingerprint = hashlib.sha256(
+            msgspec.json.encode(sorted(fingerprint.items()))
+        ).hexdigest()[:16]
+        reply.tokenizer_hash = ready.tokenizer_hash
+        reply.context_length = ready.context_length
+        reply.pages.update(description.get("pages", {}))
+        reply.queues.update(description.get("queues", {}))
+        counters = dict(description.get("counters", {}))
+        reply.steps = counters.pop("steps", 0)
+        reply.counters.update(counters)
+        if moving is not None:
+            reply.weights = moving.weights
+            queued_s, token_s = moving.backlogs.get("prompts", Backlog())
+            reply.prompts.CopyFrom(router_pb2.Backlog(queued_s=queued_s, token_s=token_s))
+        for peer, path, gib_per_s in moving.links if moving else ():
+            reply.links.append(router_pb2.LinkState(peer=peer, path=path, gib_per_s=gib_per_s))
+        return reply
+
+    async def Drain(self, request: node_pb2.DrainRequest, context: Any) -> node_pb2.DrainResponse:
+        """Returns once draining has begun; the node exits by itself when it has finished."""
+        self._drain("a Drain call")
+        return node_pb2.DrainResponse()
+
+    async def Switch(
+        self, request: node_pb2.SwitchRequest, context: Any
+    ) -> node_pb2.SwitchResponse:
+        """FAILED_PRECONDITION or DEADLINE_EXCEEDED with why the node goes on as it is. A call that
+        is given up changes nothing of what it has begun."""
+        if request.role not in ROLES:
+            raise InvalidRequest(f"role: {cut(request.role)!r} is none of {', '.join(ROLES)}")
+        await self._switch(request.role)
+        return node_pb2.SwitchResponse()
+
+    async def FlushCache(
+        self, request: router_pb2.FlushCacheRequest, context: Any
+    ) -> router_pb2.FlushCacheResponse:
+        """FAILED_PRECONDITION while requests run."""
+        answer = await self._engine.ask("flush_cache")
+        return router_pb2.FlushCacheResponse(pages_freed=answer.integer)
+
+    async def WatchCache(self, request: node_pb2.WatchCacheRequest, context: Any) -> None:
+        """UNAVAILABLE while the model loads; RESOURCE_EXHAUSTED to a caller that does not read, or
+        makes room for another one."""
+        host, _, _ = context.peer().rpartition(":")
+        await self._cache_feed.watch(host, context.write)
+
+    async def Abort(self, request: node_pb2.AbortRequest, context: Any) -> node_pb2.AbortResponse:
+        """An id that no live request has is no error: nothing is aborted."""
+        if not request.request_id:
+            raise InvalidRequest("request_id is empty")
+        answer = await self._engine.ask("abort", request.request_id)
+        return node_pb2.AbortResponse(aborted=answer.integer)
+
+    async def LoadAdapter(
+        self, request: router_pb2.LoadAdapterRequest, context: Any
+    ) -> router_pb2.LoadAdapterResponse:
+        """FAILED_PRECONDITION with the reason why it is not loaded."""
+        _check_name(request.name)
+        _check_path(request.path)
+        argument = f"{request.name}={request.path}"
+        answer = await self._engine.ask("load_adapter", argument, timeout_s=LOAD_S)
+        return router_pb2.LoadAdapterResponse(id=answer.adapter, fresh=bool(answer.integer))
+
+    async def UnloadAdapter(
+        self, request: router_pb2.UnloadAdapterRequest, context: Any
+    ) -> router_pb2.UnloadAdapterResponse:
+        """A name that no adapter has is no error."""
+        _check_name(request.name)
+        answer = await self._engine.ask("unload_adapter", request.name)
+        return router_pb2.UnloadAdapterResponse(known=bool(answer.integer))
+
+    async def Pause(
+        self, request: router_pb2.PauseRequest, context: Any
+    ) -> router_pb2.PauseResponse:
+        """DEADLINE_EXCEEDED where it is not reached in time; the node is paused all the same, once
+        it is."""
+        mode = pause_mode(request.mode)
+        answer = await self._engine.ask("pause", mode.value, timeout_s=PAUSE_S)
+        return router_pb2.PauseResponse(fresh=answer.fresh, aborted=answer.integer)
+
+    async def Continue(
+        self, request: router_pb2.ContinueRequest, context: Any
+    ) -> router_pb2.ContinueResponse:
+        """A node that is not paused is no error."""
+        answer = await self._engine.ask("continue")
+        return router_pb2.ContinueResponse(was_paused=bool(answer.integer))
+
+    async def PrepareWeights(
+        self, request: node_pb2.PrepareWeightsRequest, context: Any
+    ) -> node_pb2.PrepareWeightsResponse:
+        """FAILED_PRECONDITION with the reason why they are none."""
+        _check_path(request.path)
+        answer = await self._engine.ask("prepare_weights", request.path, timeout_s=WEIGHTS_S)
+        return node_pb2.PrepareWeightsResponse(id=answer.weights)
+
+    async def PutWeights(
+        self, request: node_pb2.PutWeightsRequest, context: Any
+    ) -> node_pb2.PutWeightsResponse:
+        """FAILED_PRECONDITION with the reason why it computes with others."""
+        weights = check_weights(request.id)
+        await self._engine.ask("put_weights", weights.hex(), timeout_s=WEIGHTS_S)
+        return node_pb2.PutWeightsResponse()
+
+    async def TakeWeights(
+        self, request: node_pb2.TakeWeightsRequest, context: Any
+    ) -> node_pb2.TakeWeightsResponse:
+        """FAILED_PRECONDITION with the reason why it computes with others."""
+        weights, address = check_weights(request.id), check_address(request.address)
+        self._pair_with(address)
+        await self._engine.ask("take_weights", f"{weights.hex()}={address}", timeout_s=WEIGHTS_S)
+        return node_pb2.TakeWeightsResponse()
+
+    async def ReleaseMemory(
+        self, request: router_pb2.ReleaseMemoryRequest, context: Any
+    ) -> router_pb2.ReleaseMemoryResponse:
+        """FAILED_PRECONDITION with the reason why it stays, or some of it."""
+        tags = ",".join(memory_tags(request.tags))
+        await self._engine.ask("release_memory", tags, timeout_s=WEIGHTS_S)
+        return router_pb2.ReleaseMemoryResponse()
+
+    async def ResumeMemory(
+        self, request: router_pb2.ResumeMemoryRequest, context: Any
+    ) -> router_pb2.ResumeMemoryResponse:
+        """FAILED_PRECONDITION with the reason why some of it is away still."""
+        tags = ",".join(memory_tags(request.tags))
+        await self._engine.ask("resume_memory", tags, timeout_s=WEIGHTS_S)
+        return router_pb2.ResumeMemoryResponse()
+
+    async def StartProfile(
+        self, request: router_pb2.StartProfileRequest, context: Any
+    ) -> node_pb2.ProfileResponse:
+        """FAILED_PRECONDITION with the reason why nothing is profiled."""
+        if request.num_steps > MAX_PROFILE_STEPS:
+            raise InvalidRequest(f"num_steps: {MAX_PROFILE_STEPS} at most")
+        num_steps = request.num_steps or PROFILE_STEPS
+        answer = await self._engine.ask("start_profile", str(num_steps), timeout_s=PROFILE_S)
+        return node_pb2.ProfileResponse(path=answer.path)
+
+    async def StopProfile(
+        self, request: router_pb2.StopProfileRequest, context: Any
+    ) -> node_pb2.ProfileResponse:
+        """FAILED_PRECONDITION where nothing was profiled."""
+        answer = await self._engine.ask("stop_profile", timeout_s=PROFILE_S)
+        return node_pb2.ProfileResponse(path=answer.path)
+
+    async def Explain(
+        self, request: node_pb2.ExplainHereRequest, context: Any
+    ) -> node_pb2.ExplainHereResponse:
+        """UNAVAILABLE while the engine stands still: only it knows."""
+        if not request.request_id:
+            raise InvalidRequest("request_id is empty")
+        if self._supervision.ready and not self._supervision.moves(time.monotonic()):
+            raise NodeUnavailable("the engine of this node stands still")
+        answer = await self._engine.ask("explain", request.request_id)
+        return to_proto(answer.flights or Flights((), 0))
+
+
+def _check_path(path: str) -> None:
+    if not 0 < len(path) <= MAX_PATH_CHARACTERS:
+        raise InvalidRequest(f"path: 1 to {MAX_PATH_CHARACTERS} characters")
+
+
+def _check_name(name: str) -> None:
+    try:
+        check_adapter_name(name)
+    except ValueError as error:
+        raise InvalidRequest(f"name: {error}") from None

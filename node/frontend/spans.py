@@ -1,0 +1,71 @@
+"""The spans of a node: its part in a request, and inside it the phases of that part's timeline."""
+
+from collections.abc import Iterator
+
+from common.requests.timeline import Attempt, Timeline
+from common.tracing.context import Trace
+from common.tracing.tracer import Attributes, Child, Tracer
+from node.messages import Ended, HandoffTraced
+
+
+def tell_request(tracer: Tracer, ended: Ended) -> None:
+    """A decode node's, of a request that has ended; nothing if it is not traced here."""
+    stamps = ended.stamps
+    if stamps is None or not stamps.trace.own:
+        return
+    timeline = stamps.timeline()
+    held = [one for one in timeline.attempts if one.outcome == "held"]
+    tracer.tell(
+        stamps.trace,
+        "baton.decode",
+        begun=stamps.received,
+        ended=stamps.ended,
+        children=list(_children(timeline, stamps.received)),
+        attributes={
+            "baton.request_id": stamps.request_id,
+            "baton.attempts": len(timeline.attempts),
+            "gen_ai.usage.input_tokens": stamps.num_prompt,
+            **(_of_attempt(held[-1]) if held else {}),
+        },
+        error=ended.error,
+    )
+
+
+def tell_handoff(tracer: Tracer | None, handoff: HandoffTraced) -> None:
+    """A prefill node's, of a hand-off that is over."""
+    if tracer is None:
+        return
+    stamps = handoff.stamps
+    tracer.tell(
+        Trace(stamps.traceparent),
+        "baton.prefill",
+        begun=stamps.opened,
+        ended=stamps.dropped,
+        children=list(_children(stamps.timeline(), stamps.opened)),
+        attributes={
+            "baton.request_id": stamps.request_id,
+            "baton.held": int(stamps.held),
+            "baton.chunks": stamps.num_chunks,
+            "gen_ai.usage.input_tokens": stamps.num_prompt,
+        },
+        error="" if stamps.held else stamps.reason,
+    )
+
+
+def _children(timeline: Timeline, zero: float) -> Iterator[Child]:
+    """What a decode node knows of a prefill node's phases is left to that node's own span."""
+    for row in timeline.intervals:
+        if row.phase.on_prefill_node and row.attempt:
+            continue
+        attributes = _of_attempt(timeline.attempts[row.attempt - 1]) if row.attempt else {}
+        yield Child(row.phase.name.lower(), zero + row.start, zero + row.end, attributes)
+
+
+def _of_attempt(attempt: Attempt) -> Attributes:
+    return {
+        "baton.prefill": attempt.prefill,
+        "baton.path": attempt.path,
+        "baton.outcome": attempt.outcome,
+        "baton.pages": attempt.num_pages,
+        "baton.bytes": attempt.num_bytes,
+    }

@@ -1,0 +1,289 @@
+"""A node's time in one role: its gRPC server, its streams, and what it hears of its engine.
+
+Everything here is new for each role that begins, the instance id too: to peers and routers a node
+that changes its role is one that ends and another one that starts.
+"""
+
+import asyncio
+import logging
+import secrets
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import grpc.aio
+
+from common import rpc, tls
+from common.errors import EngineFault, ServingError
+from common.identity.caller import node_name
+from common.identity.guard import Guard
+from common.identity.identity import Identity
+from common.identity.program import guard_of, identity_of
+from common.logs import kv
+from common.metrics.trust import TrustMetrics
+from common.tracing import export
+from node.frontend.cache_feed import CacheFeed
+from node.frontend.ending import Ending
+from node.frontend.engine_link import EngineLink, Notice
+from node.frontend.parts import Front, NodeParts, RoleProgram
+from node.frontend.role_switch import RoleSwitch
+from node.frontend.service import NodeService
+from node.frontend.supervision import SERVES, Supervision
+from node.messages import (
+    Ask,
+    CacheChanged,
+    Drained,
+    EngineFailed,
+    EngineReady,
+    HandoffTraced,
+    Moving,
+    OnTrial,
+    Pooled,
+    Start,
+    StepTokens,
+)
+from node.metrics import NodeMetrics, Role
+from protos import node_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+_HEALTH_INTERVAL_S = 0.2
+_STREAMS_S = 1.0  # for streams to take their error at the end
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """A role that begins.
+
+    Attributes:
+        start: as the engine is told of it.
+        identity: the node's, under the instance id that it has in this role.
+        guard: of its server.
+        ready: what the engine has said then; None: its model is not loaded yet.
+    """
+
+    program: RoleProgram
+    start: Start
+    certificates: tls.Certificates | None
+    identity: Identity | None
+    guard: Guard | None
+    ready: EngineReady | None = None
+
+    @classmethod
+    def of(cls, program: RoleProgram, address: str, trust: TrustMetrics) -> "Post":
+        """With a new instance id.
+
+        Raises:
+            ConfigError: certificates or secret are of no use, or missing.
+        """
+        front = program.config.front
+        start = Start(
+            role=program.role,
+            config=program.config.model_dump_json(),
+            instance=secrets.randbits(64),
+            address=address,
+        )
+        certificates = tls.certificates(front.tls, "--front.tls")
+        if certificates is not None:
+            trust.certificate_ends("shown", partial(tls.shown_end, certificates))
+            trust.certificate_ends("authority", partial(tls.authority_end, certificates))
+        identity = identity_of("node", node_name(start.instance), front.secret_file, trust.refused)
+        guard = guard_of(front, identity, certificates, trust.refused)
+        return cls(program, start, certificates, identity, guard)
+
+
+class Tenure:
+    """Event loop only.
+
+    Args:
+        transfer_socket: to the engine's transfer thread, of this role.
+        program_of: see RoleSwitch.
+    """
+
+    def __init__(
+        self,
+        post: Post,
+        transfer_socket: socket.socket,
+        engine: EngineLink,
+        metrics: NodeMetrics,
+        ending: Ending,
+        *,
+        engine_pid: int,
+        program_of: Callable[[str], RoleProgram],
+    ) -> None:
+        config = post.program.config
+        self._post = post
+        self._transfer_socket = transfer_socket
+        self._config = config
+        self._engine = engine
+        self._engine_pid = engine_pid
+        self._metrics = metrics
+        self._ending = ending
+        self._supervision = Supervision(config.silence_s)
+        metrics.begin(post.program.role)
+        metrics.liveness_from(lambda: self._supervision.liveness(time.monotonic()))
+        self._cache_feed = CacheFeed(engine)
+        self._parts = NodeParts(services=())
+        self._over = False
+        self._health: rpc.Health
+        self._server: grpc.aio.Server
+        self.switch = RoleSwitch(
+            engine,
+            program_of=program_of,
+            pause=self._pause,
+            resume=self._resume,
+            over=ending.role_over,
+            drain_s=config.front.drain_s,
+        )
+        if post.ready is not None:
+            self.notice(post.ready)
+
+    @property
+    def role(self) -> Role:
+        return self._post.program.role
+
+    @property
+    def is_paused(self) -> bool:
+        return self._supervision.state(time.monotonic()) == "paused"
+
+    @asynccontextmanager
+    async def serving(self, metrics_port: int | None) -> AsyncIterator[None]:
+        """Inside it serves, and has its streams until the very end: until then the engine's
+        transfer thread must not find its front gone."""
+        front, start = self._config.front, self._post.start
+        certificates, identity = self._post.certificates, self._post.identity
+        self._server = rpc.make_server(rpc.NODE_SERVER_OPTIONS, shares_port=True)
+        port = int(start.address.rpartition(":")[2])
+        rpc.bind(self._server, front.host, port, certificates, shares_port=True)
+        with ExitStack() as stack:
+            tracer = export.start(front, f"baton-{self._post.program.role}")
+            if tracer is not None:
+                stack.callback(tracer.close)
+            self._parts = self._post.program.parts(
+                Front(
+                    instance=start.instance,
+                    address=start.address,
+                    engine=self._engine,
+                    metrics=self._metrics,
+                    supervision=self._supervision,
+                    make_channel=partial(
+                        rpc.make_channel, certificates=certificates, identity=identity
+                    ),
+                    tracer=tracer,
+                    transfer_socket=self._transfer_socket,
+                )
+            )
+            self._health = self._register()
+            await self._health.tell(False)
+            async with rpc.serving_health(
+                self._health, front.host, front.health_port, shares_port=True
+            ):
+                await self._server.start()
+                listening = {
+                    "address": rpc.join_address(front.host, port),
+                    "tls": tls.kind(certificates),
+                }
+                listening["secret"] = "off" if identity is None else "on"
+                log.info("listening %s", kv(**listening, metrics_port=metrics_port))
+                if self._post.guard is None:
+                    log.info("callers are not asked who they are %s", kv(host=front.host))
+                async with self._background():
+                    yield
+
+    def notice(self, notice: Notice) -> None:
+        """Takes what the engine says."""
+        match notice:
+            case StepTokens():
+                self._parts.step(notice)
+            case OnTrial():
+                self._parts.on_trial(notice)
+            case HandoffTraced():
+                self._parts.handoff(notice)
+            case Pooled():
+                self._parts.pooled(notice)
+            case Moving():
+                self._supervision.moved(notice, time.monotonic())
+                self._metrics.engine_moved(notice)
+                self._parts.moved(notice)
+            case CacheChanged():
+                self._cache_feed.changed(notice)
+            case EngineReady():
+                self._supervision.started(notice, time.monotonic())
+                log.info("ready %s", kv(model=notice.model, pages=notice.num_pages))
+            case Drained():
+                self.switch.drained()
+                self._ending.drained()
+            case EngineFailed(config=True):
+                self._ending.fault(notice.reason, 2)
+            case EngineFailed():
+                self._ending.engine_died(notice.reason)
+
+    def begin_drain(self) -> None:
+        """The node is to end."""
+        self.switch.cancel()
+        if self._supervision.ready is None:
+            self._supervision.draining = True
+            self._ending.now("nothing was running yet")
+            return
+        self._pause()
+
+    async def end(self, last: ServingError) -> None:
+        """Ends every stream with this error, and the server. Idempotent."""
+        self._over = self._supervision.draining = True
+        await self._health.tell(False)
+        self._parts.end(last)
+        self._cache_feed.end(last)
+        await rpc.stop(self._server, _STREAMS_S)
+
+    def _pause(self) -> None:
+        self._supervision.draining = True
+        self._parts.drain()
+        # Number 0: nobody waits for the answer. Drained is what counts.
+        self._engine.send(Ask(0, "drain"))
+
+    def _resume(self) -> None:
+        self._supervision.draining = False
+        self._engine.send(Ask(0, "serve"))
+        self._parts.resume()
+
+    def _register(self) -> rpc.Health:
+        guard = self._post.guard
+        node = NodeService(
+            role=self._post.program.role,
+            mode=self._post.program.mode,
+            config=self._config,
+            instance=self._post.start.instance,
+            engine_pid=self._engine_pid,
+            engine=self._engine,
+            supervision=self._supervision,
+            cache_feed=self._cache_feed,
+            drain=self._ending.want,
+            switch=self.switch.to,
+            pair_with=self._parts.pair_with,
+        )
+        add = node_pb2_grpc.add_NodeServicer_to_server
+        names = list(rpc.add_service(self._server, add, node, guard))
+        for register in self._parts.services:
+            names += register(self._server, guard)
+        return rpc.add_health_and_reflection(self._server, names, guard)
+
+    def _background(self) -> AbstractAsyncContextManager[None]:
+        work = [self._tell_health(), *(part() for part in self._parts.background)]
+        return self._ending.guarded(self._until_over(each) for each in work)
+
+    async def _until_over(self, work: Coroutine[Any, Any, None]) -> None:
+        """Afterwards it is no fault that the engine's transfer thread is gone."""
+        try:
+            await work
+        except EngineFault:
+            if not self._over:
+                raise
+
+    async def _tell_health(self) -> None:
+        while True:
+            await self._health.tell(self._supervision.state(time.monotonic()) in SERVES)
+            await asyncio.sleep(_HEALTH_INTERVAL_S)

@@ -1,0 +1,279 @@
+"""What crosses between a node's front and its engine thread: immutable, one record per kind.
+
+The front keeps no books. A router stream is named by the front's own counter, so that the end
+of one stream can never touch a request of another.
+"""
+
+import math
+from typing import TypeAlias
+
+import msgspec
+
+from common.distribution import Counted
+from common.queueing.drain import Backlog
+from common.request import Remaining, RequestSpec
+from common.requests.adapter import NO_ADAPTER, AdapterId
+from common.requests.logprobs import Logprobs
+from common.requests.namespace import SHARED, Namespace
+from common.requests.pooling import Pooling
+from common.requests.prediction import Predicted
+from common.requests.prefix_hint import PrefixAt
+from common.requests.request_trace import Flights
+from common.requests.timeline import NOTHING, Timeline
+from common.requests.weights import UNNAMED, WeightsId
+from common.tracing.context import UNTRACED, Trace
+from node.timings import HandoffStamps, RequestStamps
+
+# Front to engine --------------------------------------------------------------------------------
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """A role begins: sent first, and once more for each other role that the node takes. What comes
+    after it is of that role, as is what the engine says from its EngineReady on."""
+
+    role: str  # "prefill" | "decode"
+    config: str  # the role's config record as JSON
+    instance: int  # random 64 bit, drawn for each role that begins
+    address: str  # of the front's gRPC server, for logs and peers
+
+
+class MoveFrom(msgspec.Struct, frozen=True):
+    """Where a request runs that is to run here."""
+
+    address: str  # of a decode node
+    ticket: int  # its submission there
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """Where a request may run, and what of it other nodes have.
+
+    Attributes:
+        prefill_addresses: candidates in order of preference.
+        prefix_hints: other nodes that hold some of its prompt, as far as is known.
+        ticket: by which it may be moved to another node; 0: it stays.
+        move_from: where it runs, if it does.
+        own_address: of this node, as the router calls it; "": not told.
+    """
+
+    prefill_addresses: tuple[str, ...] = ()
+    prefix_hints: tuple[PrefixAt, ...] = ()
+    ticket: int = 0
+    move_from: MoveFrom | None = None
+    own_address: str = ""
+
+
+class SubmitRequest(msgspec.Struct, frozen=True, tag=True):
+    """A request of a router.
+
+    Attributes:
+        number: the router's, on that stream.
+        received: time.monotonic() at the front.
+    """
+
+    stream: int
+    number: int
+    spec: RequestSpec
+    remaining: Remaining
+    placement: Placement = Placement()
+    received: float = 0.0
+    trace: Trace = UNTRACED
+
+
+class CancelSubmitted(msgspec.Struct, frozen=True, tag=True):
+    stream: int
+    request: int
+
+
+class StreamEnded(msgspec.Struct, frozen=True, tag=True):
+    """A router is gone: cancel what it submitted on this stream."""
+
+    stream: int
+
+
+class Ask(msgspec.Struct, frozen=True, tag=True):
+    """A question of `Node`; answered by one Answer with the same number.
+
+    what: "describe" | "drain" | "serve" (what was to drain goes on) | "prepare" (argument = the
+        role of which the needs are) | "flush_cache" | "abort" | "explain" (argument = request_id of
+        both) | "load_adapter" (NAME=PATH) | "unload_adapter" (NAME) | "pause" (a PauseMode)
+        | "continue" | "prepare_weights" (PATH) | "put_weights" (their id in hexadecimal)
+        | "take_weights" (ID=ADDRESS of a node that has them)
+        | "release_memory" | "resume_memory" (tags, with commas)
+        | "start_profile" (steps) | "stop_profile"
+    """
+
+    number: int
+    what: str
+    argument: str = ""
+
+
+class WatchCache(msgspec.Struct, frozen=True, tag=True):
+    """A watcher of the prefix cache comes or goes; the front numbers them from 1 on."""
+
+    watcher: int
+    on: bool
+
+
+class PoolPrompts(msgspec.Struct, frozen=True, tag=True):
+    """One call for vectors of prompts; answered by one Pooled with the same number."""
+
+    number: int  # the front's own
+    request_id: str
+    prompts: tuple[bytes, ...]  # little-endian int32
+    pooling: Pooling
+    budget_s: float
+    queue_s: float = math.inf  # longest wait for the first forward
+    namespace: Namespace = SHARED
+    engine_deaths: int = 0  # see common/requests/quarantine.py
+
+
+class CancelPooling(msgspec.Struct, frozen=True, tag=True):
+    """Nobody waits for that call any more: it is not answered."""
+
+    number: int
+
+
+FrontMessage: TypeAlias = (
+    Start
+    | SubmitRequest
+    | CancelSubmitted
+    | StreamEnded
+    | Ask
+    | WatchCache
+    | PoolPrompts
+    | CancelPooling
+)
+
+# Engine to front --------------------------------------------------------------------------------
+
+
+class EngineReady(msgspec.Struct, frozen=True, tag=True):
+    """The model is loaded and the pool is sized, and the role has begun. Sent for each, first.
+
+    Shown by Describe, but for `weights`, which Moving has too.
+    """
+
+    model: str
+    fingerprint: dict[str, str]
+    tokenizer_hash: str
+    context_length: int
+    num_pages: int
+    page_size: int  # tokens
+
+
+class Ended(msgspec.Struct, frozen=True):
+    request: int
+    reason: int  # FinishReason of decode.proto
+    error: str = ""
+    error_code: int = 0  # gRPC status code
+    stamps: RequestStamps | None = None
+    retry_after_s: float = 0.0  # above 0.0: a queue was too long for it
+
+    @property
+    def timeline(self) -> Timeline:
+        return self.stamps.timeline() if self.stamps else NOTHING
+
+
+class StepTokens(msgspec.Struct, frozen=True, tag=True):
+    """What one step says to one router stream."""
+
+    stream: int
+    requests: bytes  # little-endian uint64, one per new token
+    tokens: bytes  # little-endian uint32, same length
+    ended: tuple[Ended, ...] = ()
+    begun: tuple[tuple[int, int], ...] = ()  # (request, cached tokens), when its prefill begins
+    logprobs: tuple[tuple[int, Logprobs], ...] = ()  # of all tokens of the requests that want them
+    prompt_logprobs: tuple[tuple[int, Logprobs], ...] = ()  # before its first token
+    predicted: tuple[tuple[int, Predicted], ...] = ()  # of requests with a prediction
+
+
+class OnTrial(msgspec.Struct, frozen=True, tag=True):
+    """From now on this request computes alone; with stream 0 none does any more."""
+
+    stream: int
+    request: int
+
+
+class HandoffTraced(msgspec.Struct, frozen=True, tag=True):
+    """A hand-off that was given, and is over; sent only for those that have a span here."""
+
+    stamps: HandoffStamps
+
+
+class Pooled(msgspec.Struct, frozen=True, tag=True):
+    """What has become of one PoolPrompts: vectors, or an error."""
+
+    number: int
+    vectors: tuple[bytes, ...] = ()  # float32 of each prompt, sums where a mean is wanted
+    cached_tokens: int = 0
+    error: str = ""
+    error_code: int = 0  # gRPC status code; 0: there are vectors
+    retry_after_s: float = 0.0  # above 0.0: a queue was too long for it
+
+
+class Answer(msgspec.Struct, frozen=True, tag=True):
+    number: int
+    error: str = ""  # WrongState and the like; empty on success
+    integer: int = 0  # pages freed, requests aborted, adapters that came or went, pauses ended
+    fresh: bool = True  # it was not so before
+    path: str = ""  # of a trace
+    description: dict[str, dict[str, int]] | None = None  # "pages", "queues", "counters"
+    flights: Flights | None = None
+    adapter: AdapterId = NO_ADAPTER  # that is loaded
+    weights: WeightsId = UNNAMED  # that were looked through, or are computed with now
+
+
+class Moving(msgspec.Struct, frozen=True, tag=True):
+    """Sent at least once a second while the loop turns, idle or not.
+
+    gauges: pages_HOLDER, queue_NAME and others, and total_NAME for what only grows. There and in
+    distributions a name may end with /VALUE of a label.
+    """
+
+    steps: int
+    gauges: dict[str, float]
+    state: str  # "ready" | "paused" | "draining"
+    links: tuple[tuple[str, str, float], ...]  # to usable owners: address, path, GiB/s
+    distributions: dict[str, Counted] = {}
+    pages_free: int = 0  # those that only the prefix cache holds are free
+    backlogs: dict[str, Backlog] = {}  # "prompts", and of a decode node "pages"
+    adapters: dict[str, AdapterId] = {}  # that requests may have, by name
+    weights: WeightsId = UNNAMED  # that are computed with
+
+
+class CacheChanged(msgspec.Struct, frozen=True, tag=True):
+    """What has changed in the prefix cache, for these watchers; none: for all that have had all.
+
+    Pages are named as in common/requests/prefix_hash.py, uint64 each in the machine's byte order.
+    """
+
+    watchers: tuple[int, ...]
+    page_size: int  # tokens
+    cleared: bool  # what was told before is void
+    stored: bytes
+    removed: bytes
+
+
+class Drained(msgspec.Struct, frozen=True, tag=True):
+    """Nothing is left to do; the front may end the node."""
+
+
+class EngineFailed(msgspec.Struct, frozen=True, tag=True):
+    """The engine's own fault, or a start that failed. The process ends after it."""
+
+    reason: str
+    config: bool = False  # the user's to mend: exit code 2
+
+
+EngineMessage: TypeAlias = (
+    EngineReady
+    | StepTokens
+    | OnTrial
+    | HandoffTraced
+    | Pooled
+    | Answer
+    | Moving
+    | CacheChanged
+    | Drained
+    | EngineFailed
+)

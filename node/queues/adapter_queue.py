@@ -1,0 +1,51 @@
+"""Requests whose adapter has no slot of the device yet. They hold nothing else: none but those of
+adapters without a slot wait for them.
+
+They go by their place. Who has waited too long is not overtaken any more by those whose adapter is
+there: what runs comes to its end, and then a slot is free.
+"""
+
+from collections.abc import Iterator
+
+from engine.adapters.adapters import Adapters
+from engine.batch.request import Request
+from engine.scheduler.arrivals import ByPlace, is_overdue
+
+
+class AdapterLine:
+    """Engine thread only."""
+
+    name = "adapter"
+
+    def __init__(self, adapters: Adapters) -> None:
+        self._adapters = adapters
+        self._waiting: ByPlace[int, Request] = ByPlace()
+        self._tried = (-1, -1)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def needed_by(self, request: Request) -> bool:
+        return bool(request.spec.adapter)
+
+    def put(self, request: Request) -> None:
+        """A request that holds an adapter."""
+        self._waiting.put(request.key, request)
+
+    def remove(self, request: Request) -> bool:
+        return self._waiting.take(request.key) is not None
+
+    def take(self, now: float) -> Iterator[tuple[Request, None]]:
+        """Those that have a slot now. Takes them."""
+        while self._tried != self._changes:  # whoever is given one may end at once
+            self._tried = self._changes
+            for request in list(self._waiting):
+                if self._adapters.take_slot(request):
+                    self._waiting.take(request.key)
+                    yield request, None
+                elif is_overdue(request.arrived, now):
+                    break
+
+    @property
+    def _changes(self) -> tuple[int, int]:
+        return self._waiting.num_changes, self._adapters.num_changes

@@ -1,0 +1,62 @@
+"""A node's front: the programs of both roles, and the configuration of each.
+
+A node has the flags of the role that it begins in. What the other one has besides keeps its
+defaults there.
+"""
+
+import sys
+from collections.abc import Mapping
+from functools import partial
+from importlib import import_module
+
+from pydantic import ValidationError
+
+from common import settings
+from common.config import DecodeConfig, NodeConfig, PrefillConfig
+from common.errors import ConfigError, WrongState
+from node.frontend.frontend import run_node
+from node.frontend.parts import RoleProgram
+from node.metrics import Role
+
+CONFIGS: Mapping[str, type[NodeConfig]] = {"prefill": PrefillConfig, "decode": DecodeConfig}
+
+
+def main(role: Role) -> int:
+    """Runs a node that begins in this role, and returns its exit code."""
+    config = settings.read(CONFIGS[role], f"baton {role}", sys.argv[1:])
+    program = program_of(role, config)
+    return run_node(program, engine_module="node.engine_main", other=partial(other, program))
+
+
+def program_of(role: str, config: NodeConfig) -> RoleProgram:
+    """Make a role's program. Its package is imported by name, because it is built on this one."""
+    program: RoleProgram = import_module(f"{role}_node.program").program(config)
+    return program
+
+
+def other(begun: RoleProgram, role: str) -> RoleProgram:
+    """A role of a node that has begun in another one, or in the same.
+
+    Raises:
+        ConfigError, WrongState: it cannot have that role.
+    """
+    if role == begun.role:
+        return begun
+    if begun.mode == "colocated":
+        raise WrongState("this node is colocated: such nodes read from no prefill node")
+    return program_of(role, config_of(begun.config, role))
+
+
+def config_of(config: NodeConfig, role: str) -> NodeConfig:
+    """What roles have in common, of a role's configuration, for another one.
+
+    Raises:
+        ConfigError: that role cannot do with it.
+    """
+    record = CONFIGS[role]
+    fields = record.model_fields.items()
+    try:
+        return record(**{name: getattr(config, name, field.default) for name, field in fields})
+    except ValidationError as error:
+        reasons = (each["msg"].removeprefix("Value error, ") for each in error.errors())
+        raise ConfigError(f"as a {role} node: {'; '.join(reasons)}") from error

@@ -1,0 +1,161 @@
+"""What an engine has beside its role, whichever that is: a transfer thread to other nodes, a desk
+for its front, prefixes that are shared; and how it runs with them until the role is over."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import triton
+
+from common.config import NodeConfig
+from common.process.ipc import FrameSocket, PeerGone
+from engine.adapters.meter import AdapterMeter
+from engine.build import Engine
+from engine.kv_cache.cache_events import CacheEvents
+from engine.loop.clock import StepClock
+from engine.loop.lateness import Lateness
+from engine.memory_release import Occupation
+from engine.models.vision.meter import SeeingMeter
+from engine.offload.meter import TierMeter
+from engine.runner.profiler import Profiler
+from kvtransfer import data_paths
+from kvtransfer.backends.base import PagePool
+from kvtransfer.front_messages import PairInput
+from kvtransfer.pairing import Hello
+from kvtransfer.ports import NodeCommand, NodeEvent, NodePort
+from kvtransfer.transfer.read_meter import ReadMeter
+from kvtransfer.transfer.sides import both_sides
+from kvtransfer.transfer.thread import LONGEST_SLEEP_S, TransferThread
+from node.control.engine_control import Desk, RoleOver
+from node.control.operations import Operations
+from node.drive import DrivenRole, drive, introduce
+from node.engine_process import EngineStart
+from node.sharing.prefixes import PrefixSharing
+from node.sharing.weights import WeightSharing
+
+TRANSFER_END_S = 3.0
+
+C = TypeVar("C", bound=NodeConfig)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EngineParts:
+    """For the time of one role. Nothing of it moves before `run`."""
+
+    clock: StepClock
+    transfer: TransferThread[NodeCommand, NodeEvent]
+    desk: Desk
+    weights: WeightSharing
+    sharing: PrefixSharing
+    profiler: Profiler
+    memory: Occupation
+
+    @classmethod
+    def of(
+        cls, engine: Engine, start: EngineStart[C], prepare: Callable[[str], None]
+    ) -> "EngineParts":
+        """
+        Args:
+            prepare: see Desk.
+        Raises:
+            ConfigError: no data path works here, or there is no memory for one.
+        """
+
+        def prepare_in_time(role: str) -> None:
+            with clock.operation():
+                prepare(role)
+
+        config, channel, kv = start.config, start.channel, engine.pool
+        steps = config.engine.scheduler
+        clock = StepClock(first_step_s=steps.first_step_s)
+        if engine.shape.device.type == "cuda":
+            clock.compiles.watch(triton.knobs.runtime)
+        pool = PagePool(kv.base_address, kv.page_bytes, kv.num_pages, str(engine.shape.device))
+        paths = data_paths.backends(config.transfer, tls=config.front.tls.cert is not None)
+        data_paths.rehearse(paths, pool)
+        reads = ReadMeter(kv.page_bytes)
+        tables = engine.shape.layout.tables
+        frames: FrameSocket[PairInput] = FrameSocket(start.transfer_socket, PairInput)
+        transfer: TransferThread[NodeCommand, NodeEvent] = TransferThread(
+            frames,
+            both_sides(
+                config.transfer,
+                tables,
+                Hello.of(start.instance, start.address, engine.fingerprint, pool),
+                pool,
+                paths,
+                data_paths.serve(paths, pool, start.instance),
+                reads,
+                max_untaken_tokens=steps.max_waiting_tokens,
+            ),
+            engine_late_s=Lateness(clock, LONGEST_SLEEP_S).look,
+            stall_s=steps.stall_s,
+            wake_engine=channel.wake,
+        )
+        memory = Occupation(
+            engine.weights,
+            engine.pages,
+            (kv.tensor, engine.host_pool.tensor),
+            data_paths.why_pinned(paths, pool),
+            channel.wake,
+        )
+        profiler = engine.profiler(config.engine, start.role, lambda: clock.reading.finished)
+        profiler.tell = channel.wake
+        tiers = TierMeter(engine.tiers, kv.page_bytes)
+        weights = WeightSharing(
+            engine.weights,
+            instance=start.instance,
+            cache=engine.cache,
+            pages=engine.pages,
+            pool=kv.tensor,
+            port=transfer,
+            tell=channel.wake,
+        )
+        desk = Desk(
+            channel,
+            pages_by_holder=engine.pages.by_holder,
+            steps_finished=lambda: clock.reading.finished,
+            meters=(
+                *(clock.meter, clock.compiles, reads, tiers, weights),
+                *(AdapterMeter(engine.adapters), SeeingMeter(engine.model.seeing)),
+            ),
+            cache=CacheEvents(engine.cache),
+            adapters=engine.loader,
+            operations=Operations(engine.weights, weights, memory, profiler),
+            prepare=prepare_in_time,
+        )
+        sharing = PrefixSharing(
+            config.sharing,
+            instance=start.instance,
+            page_bytes=kv.page_bytes,
+            cache=engine.cache,
+            pages=engine.pages,
+            tiers=engine.tiers,
+            tables=tables,
+            port=weights,
+            weights=weights,
+        )
+        return cls(clock, transfer, desk, weights, sharing, profiler, memory)
+
+    @property
+    def port(self) -> NodePort:
+        """To the transfer thread, of hand-offs of requests."""
+        return self.weights
+
+    def run(self, role: DrivenRole, engine: Engine, start: EngineStart[C]) -> None:
+        """Until the front lets this process go (PeerGone) or has another role for it (RoleOver).
+
+        After a fault nothing is closed: the front is to hear of it at once, and what would be
+        waited for may be what has failed. The process ends then.
+        """
+        config = start.config.engine
+        self.transfer.start()
+        introduce(engine, config, start.channel)
+        try:
+            drive(role, engine, config, self.clock)
+        except (PeerGone, RoleOver):
+            self.transfer.stop(TRANSFER_END_S)
+            self.profiler.close()
+            self.memory.close()
+            self.weights.close()
+            raise

@@ -1,0 +1,134 @@
+"""Prefixes that other nodes read from this one's cache.
+
+    Opened --Granted: what the tree has is held--> lent --HandoffDropped--> gone
+                  | ^   `--nothing, or too much is lent--> refused ---^
+                  `-' a tier below has more: that is brought back first
+
+An owner answers from its own memory alone: it neither computes nor fetches for somebody else, and
+so never waits for one who waits for it. It holds nothing before the reader has its pages, and what
+it holds stays in the tree: the tree may forget it, and its pages are free when the reader is done.
+
+Of a request that runs here, and is to move, the tree learns when it is asked for it. Its pages are
+no loss to anybody before it has moved: they are lent however many they are.
+"""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from common.page_tables import PageTables
+from common.requests.namespace import Namespace
+from engine.batch.batch import Ints
+from engine.batch.holding import Holding
+from engine.kv_cache.pages import Holder, PageAllocator
+from engine.kv_cache.radix import RadixCache
+from engine.offload.tiers import Tiers
+from kvtransfer.messages import Prefix
+from kvtransfer.ports import FailHandoff, Granted, HandoffDropped, Opened, OwnerCommands, Publish
+
+SHARE = 8  # no more than the pool's so-manieth part is lent at once
+MAX_ASKED = 256  # opened and not granted; more are refused
+_NONE = np.empty(0, np.int32)
+
+
+class Loans:
+    """Engine thread only.
+
+    Args:
+        enabled: False: whoever asks is refused.
+    """
+
+    def __init__(
+        self,
+        *,
+        enabled: bool,
+        cache: RadixCache,
+        pages: PageAllocator,
+        tiers: Tiers,
+        tables: PageTables,
+        port: OwnerCommands,
+    ) -> None:
+        self._enabled = enabled
+        self._cache = cache
+        self._tiers = tiers
+        self._pages = pages
+        self._tables = tables
+        self._port = port
+        self._asked: dict[int, Prefix] = {}  # by serial, until they are granted
+        self._lent: dict[int, Ints] = {}  # by serial; nothing of those that are refused
+        self._at_a_loss: dict[int, int] = {}  # pages of loans that nothing here needs, by serial
+        self._counts = dict.fromkeys(("held", "lost", "refused"), 0)
+        self._learn: Callable[[int], bool] = lambda ticket: False
+
+    def __contains__(self, serial: int) -> bool:
+        return serial in self._asked or serial in self._lent
+
+    def __len__(self) -> int:
+        return len(self._asked) + len(self._lent)
+
+    def learn_by(self, learn: Callable[[int], bool]) -> None:
+        """`learn` is called with the ticket of a request that is to be copied. If it runs here, the
+        tree gets what has its KV of it, and True is returned."""
+        self._learn = learn
+
+    def lent(self) -> Iterator[Ints]:
+        """Pages held for publication."""
+        return iter(self._lent.values())
+
+    def counters(self) -> dict[str, int]:
+        return {f"prefix_loans/{outcome}": number for outcome, number in self._counts.items()}
+
+    def opened(self, event: Opened, source: Prefix) -> None:
+        if len(self._asked) >= MAX_ASKED:
+            self._refuse(event.serial, "busy: many ask for prefixes already")
+        else:
+            self._asked[event.serial] = source
+
+    def granted(self, event: Granted) -> None:
+        asked = self._asked.pop(event.serial, None)
+        if asked is None:
+            return  # refused, or dropped
+        if not self._enabled:
+            return self._refuse(event.serial, "this node lends nothing")
+        self._lent[event.serial] = _NONE  # until it is answered
+        runs = bool(asked.ticket) and self._learn(asked.ticket)
+        room = self._pages.num_pages // SHARE
+
+        def answer() -> None:
+            if event.serial in self._lent:  # else it was dropped meanwhile
+                self._answer(event, tokens, asked.namespace, runs=runs)
+
+        tokens = np.frombuffer(asked.token_ids, np.int32)
+        way = self._tiers.way(tokens, asked.namespace)
+        if way is None or not self._tiers.bring(way, room, answer):
+            answer()
+
+    def _answer(self, granted: Granted, tokens: Ints, namespace: Namespace, *, runs: bool) -> None:
+        serial, prefix = granted.serial, granted.prefix_tokens
+        match = self._cache.match(tokens, namespace)
+        end = match.num_tokens
+        if end <= prefix:
+            return self._refuse(serial, f"this node has no more than {end} tokens of it")
+        holding = Holding(match.holding.tables, match.state)
+        lent = holding.take(self._tables.handed_over(end, prefix))
+        if not runs:
+            if sum(self._at_a_loss.values()) + len(lent) > self._pages.num_pages // SHARE:
+                return self._refuse(serial, "busy: much is lent already")
+            self._at_a_loss[serial] = len(lent)
+        self._tiers.used(tokens[:end], namespace)
+        self._pages.hold(lent, Holder.PUBLICATION)
+        self._lent[serial] = lent
+        self._port.post(Publish(serial, prefix, end, lent, last=True, first_token=None))
+
+    def dropped(self, event: HandoffDropped) -> None:
+        self._asked.pop(event.serial, None)
+        lent = self._lent.pop(event.serial, _NONE)
+        self._pages.drop(lent, Holder.PUBLICATION)
+        self._at_a_loss.pop(event.serial, None)
+        if event.held or len(lent):
+            self._counts["held" if event.held else "lost"] += 1
+
+    def _refuse(self, serial: int, reason: str) -> None:
+        self._counts["refused"] += 1
+        self._lent[serial] = _NONE  # until it is dropped
+        self._port.post(FailHandoff(serial, reason, retryable=False))

@@ -1,0 +1,36 @@
+"""Prompts whose prefix is being read from another node: they hold nothing, the fetch does."""
+
+from collections.abc import Iterator
+
+from engine.batch.request import Request
+from node.sharing.fetches import Fetches
+
+
+class FetchLine:
+    """Engine thread only."""
+
+    name = "fetching"
+
+    def __init__(self, fetches: Fetches) -> None:
+        self._fetches = fetches
+        self._waiting: dict[int, Request] = {}  # by key
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def needed_by(self, request: Request) -> bool:
+        """Whether a fetch that it wants is under way."""
+        return self._fetches.waits(request.key)
+
+    def put(self, request: Request) -> None:
+        self._waiting[request.key] = request
+
+    def remove(self, request: Request) -> bool:
+        return self._waiting.pop(request.key, None) is not None
+
+    def take(self, now: float) -> Iterator[tuple[Request, None]]:
+        """Those whose prefix has been read, or is not to be had. Takes them."""
+        for key in self._fetches.take_over():
+            request = self._waiting.pop(key, None)
+            if request is not None:
+                yield request, None

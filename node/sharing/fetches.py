@@ -1,0 +1,359 @@
+"""Prefixes that this node reads from others, for prompts that it is to compute and for requests
+that are about to move here.
+
+    begin: pages now, or not at all --Open, Grant--> under way --Held--> in the tree
+                                                        `--Lost, late--> let go
+
+What is fetched belongs to the tree alone, not to who wanted it: that one is told when the fetch is
+over, either way, and goes on as if there had been none, with what the tree has then. So a fetch
+never fails a request. It never queues: it has its pages at once or does not begin. And it has a
+time of its own, by which it is over on both sides.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from msgspec.structs import replace
+
+from common.config import SharingConfig
+from common.page_tables import PageTables, num_pages_of
+from common.request import Remaining
+from common.requests.namespace import Namespace
+from common.requests.prefix_hint import PrefixAt
+from common.requests.weights import UNNAMED
+from engine.batch.batch import Ints
+from engine.batch.holding import Holding
+from engine.kv_cache.pages import Holder, PageAllocator
+from engine.kv_cache.radix import RadixCache
+from kvtransfer.messages import HandoffId, Prefix
+from kvtransfer.ports import (
+    GrantHandoff,
+    Held,
+    Lost,
+    OpenHandoff,
+    OwnerDown,
+    OwnerRate,
+    OwnerUp,
+    ReaderCommands,
+    ReadsEnded,
+)
+from node.sharing.costs import ReadCosts
+
+LEAST_PAGES = 2  # fewer are never fetched
+TIMES_EXPECTED = 3.0  # it may take, besides SharingConfig.fetch_s
+# The counters of this node's other hand-offs never come so far.
+FIRST_NUMBER = 1 << 63
+
+
+@dataclass(slots=True, eq=False)
+class _Fetch:
+    owner: OwnerUp
+    token_ids: Ints  # whole pages
+    namespace: Namespace
+    prefix_tokens: int  # of these are here
+    fresh: Ints  # pages for what may come, held until no byte can land in them
+    began: float
+    waiting: set[int] = field(default_factory=set)  # keys of who wants it
+
+
+class Fetched(NamedTuple):
+    num_tokens: int
+    owner: int  # its instance
+
+
+NOTHING = Fetched(0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """One that could be fetched."""
+
+    owner: OwnerUp
+    num_tokens: int  # of the prompt, from the first one on
+    num_pages: int
+    read_s: float
+    saved_s: float
+
+
+class Fetches:
+    """Engine thread only. Who wants a fetch is known by a key of its own.
+
+    Args:
+        instance: this node's.
+    """
+
+    def __init__(
+        self,
+        config: SharingConfig,
+        *,
+        instance: int,
+        page_bytes: int,
+        cache: RadixCache,
+        pages: PageAllocator,
+        tables: PageTables,
+        port: ReaderCommands,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self._enabled = config.enabled and cache.enabled
+        self._fetch_s = config.fetch_s
+        self._instance = instance
+        self._page_bytes = page_bytes
+        self._cache = cache
+        self._pages = pages
+        self._tables = tables
+        self._port = port
+        self._costs = ReadCosts(config.margin)
+        self._owners: dict[str, OwnerUp] = {}  # by address
+        self._next_number = FIRST_NUMBER
+        self._fetches: dict[HandoffId, _Fetch] = {}
+        self._reads: dict[HandoffId, Ints] = {}  # held until nothing can land in them
+        self._waits: dict[int, HandoffId] = {}  # by key
+        self._over: list[int] = []  # keys, to be taken
+        self._fetched: dict[int, Fetched] = {}  # by key
+        self._counts = dict.fromkeys(("held", "lost", "dearer", "no_room", "unpaired"), 0)
+
+    def __contains__(self, handoff_id: HandoffId) -> bool:
+        return handoff_id.request >= FIRST_NUMBER
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._fetches or self._reads)
+
+    def reads(self) -> Iterator[Ints]:
+        """Pages held for reads."""
+        return iter(self._reads.values())
+
+    def counters(self) -> dict[str, int]:
+        return {f"prefix_fetches/{outcome}": number for outcome, number in self._counts.items()}
+
+    # Owners -------------------------------------------------------------------------------------
+
+    def owner_up(self, event: OwnerUp) -> None:
+        self._owners[event.address] = event
+
+    def owner_rate(self, event: OwnerRate) -> None:
+        owner = self._owners.get(event.address)
+        if owner is not None and owner.owner == event.owner:
+            self._owners[event.address] = replace(owner, gib_per_s=event.gib_per_s)
+
+    def owner_down(self, event: OwnerDown) -> None:
+        self._costs.forget(event.owner)
+        owner = self._owners.get(event.address)
+        if owner is not None and owner.owner == event.owner:
+            del self._owners[event.address]
+
+    # Who wants a prefix -------------------------------------------------------------------------
+
+    def begin(
+        self,
+        key: int,
+        token_ids: Ints,
+        namespace: Namespace,
+        hints: Sequence[PrefixAt],
+        *,
+        room: int,
+        token_s: float,
+        queued_s: float,
+    ) -> bool:
+        """Begins to read what another node has of a prompt, if that is cheaper than to compute it,
+        or waits for a fetch of the same. True: `take_over` is going to have the key.
+
+        Args:
+            room: pages that may be taken now.
+            token_s: that a computed token takes here; 0.0: not known yet.
+            queued_s: until it would be this prompt's turn.
+        """
+        if not self._enabled or not hints:
+            return False
+        wanted = token_ids[:-1]  # the last one is computed: its logits are wanted
+        own = self._cache.match(wanted, namespace).num_tokens
+        now = self._clock()
+        way = self._cheapest(hints, len(wanted), own, token_s, queued_s, now)
+        if way is None:
+            return False
+        return self._wait(key, way, wanted, namespace, own, room, now)
+
+    def copy(
+        self,
+        key: int,
+        token_ids: Ints,
+        namespace: Namespace,
+        address: str,
+        ticket: int,
+        *,
+        room: int,
+    ) -> bool:
+        """Begins to read what another node has of a request that it runs and that is to run here.
+        It runs on meanwhile, and stands still only for what is left: so whatever it costs, it pays.
+        True: `take_over` is going to have the key.
+
+        Args:
+            token_ids: those that are known to have KV there.
+            ticket: by which that node knows the request.
+            room: pages that may be taken now.
+        """
+        owner = self._owners.get(address)
+        if not self._enabled or owner is None:
+            return False
+        own = self._cache.match(token_ids, namespace).num_tokens
+        end = len(token_ids) // self._tables.page_size * self._tables.page_size
+        if end - own < LEAST_PAGES * self._tables.page_size:
+            return False
+        now = self._clock()
+        way = self._way(owner, own, end, 0.0, now)
+        return self._wait(key, way, token_ids, namespace, own, room, now, ticket)
+
+    def waits(self, key: int) -> bool:
+        """Whether a fetch that it wants is under way."""
+        return key in self._waits
+
+    def take_over(self) -> list[int]:
+        """Keys of those whose fetch has ended since, in whatever way."""
+        over, self._over = self._over, []
+        return over
+
+    def fetched(self, key: int) -> Fetched:
+        """What was read for it."""
+        return self._fetched.get(key, NOTHING)
+
+    def forget(self, key: int) -> None:
+        """It wants nothing any more. What is under way goes on, for the tree."""
+        self._fetched.pop(key, None)
+        handoff_id = self._waits.pop(key, None)
+        if handoff_id is not None:
+            self._fetches[handoff_id].waiting.discard(key)
+
+    def _cheapest(
+        self,
+        hints: Sequence[PrefixAt],
+        num_tokens: int,
+        own: int,
+        token_s: float,
+        queued_s: float,
+        now: float,
+    ) -> _Way | None:
+        """None: nobody who is paired has much more of it, or to compute it is cheaper."""
+        ways, much = [], False
+        for hint in hints:
+            end = min(hint.num_tokens, num_tokens) // self._tables.page_size
+            end *= self._tables.page_size
+            if end - own < LEAST_PAGES * self._tables.page_size:
+                continue
+            much = True
+            owner = self._owners.get(hint.address)
+            if owner is not None:
+                ways.append(self._way(owner, own, end, token_s, now))
+        if not ways:
+            self._counts["unpaired"] += much
+            return None
+        best = max(ways, key=lambda way: way.saved_s)
+        num_fresh = best.num_tokens - own
+        if not self._costs.pays(best.read_s, num_fresh, token_s=token_s, queued_s=queued_s):
+            self._counts["dearer"] += 1
+            return None
+        return best
+
+    def _way(self, owner: OwnerUp, own: int, end: int, token_s: float, now: float) -> _Way:
+        num_pages = num_pages_of(self._tables.handed_over(end, own))
+        num_reads = sum(fetch.owner.owner == owner.owner for fetch in self._fetches.values())
+        num_bytes = num_pages * self._page_bytes
+        read_s = self._costs.read_s(owner.owner, num_bytes, owner.gib_per_s, num_reads, now)
+        return _Way(owner, end, num_pages, read_s, (end - own) * token_s - read_s)
+
+    def _wait(
+        self,
+        key: int,
+        way: _Way,
+        token_ids: Ints,
+        namespace: Namespace,
+        own: int,
+        room: int,
+        now: float,
+        ticket: int = 0,
+    ) -> bool:
+        """For a fetch of the same that is under way, or for one that begins now. False: there are
+        no pages for it."""
+        tokens = token_ids[: way.num_tokens]
+        handoff_id = self._under_way(tokens, namespace)
+        if handoff_id is None:
+            handoff_id = self._open(way, tokens, namespace, own, room, now, ticket)
+        if handoff_id is None:
+            self._counts["no_room"] += 1
+            return False
+        self._fetches[handoff_id].waiting.add(key)
+        self._waits[key] = handoff_id
+        return True
+
+    def _under_way(self, tokens: Ints, namespace: Namespace) -> HandoffId | None:
+        for handoff_id, fetch in self._fetches.items():
+            if fetch.namespace == namespace and np.array_equal(fetch.token_ids, tokens):
+                return handoff_id
+        return None
+
+    def _open(
+        self,
+        way: _Way,
+        tokens: Ints,
+        namespace: Namespace,
+        own: int,
+        room: int,
+        now: float,
+        ticket: int,
+    ) -> HandoffId | None:
+        """None: there are no pages for it now."""
+        num_pages = self._tables.room_pages(len(tokens), own)
+        fresh = self._cache.allocate(num_pages, Holder.READ) if num_pages <= room else None
+        if fresh is None:
+            return None
+        handoff_id = HandoffId(self._instance, self._next_number, 1)
+        self._next_number += 1
+        self._reads[handoff_id] = fresh
+        self._fetches[handoff_id] = _Fetch(way.owner, tokens, namespace, own, fresh, now)
+        self._port.post(
+            OpenHandoff(
+                handoff_id,
+                way.owner.owner,
+                UNNAMED,  # the namespace has them
+                Remaining(self._fetch_s + TIMES_EXPECTED * way.read_s),
+                Prefix(tokens.tobytes(), namespace, ticket),
+            )
+        )
+        self._port.post(GrantHandoff(handoff_id, own, fresh))
+        return handoff_id
+
+    # What comes of it ---------------------------------------------------------------------------
+
+    def held(self, event: Held) -> None:
+        """Into the tree with what was read, and nothing else."""
+        fetch = self._ended(event.id, "held")
+        tables, end, prefix = self._tables, event.num_tokens, fetch.prefix_tokens
+        tokens = fetch.token_ids[:end]
+        here = self._cache.match(tokens, fetch.namespace).shared[:, : prefix // tables.page_size]
+        if here.shape[1] * tables.page_size < prefix:
+            return  # what it goes on from was evicted meanwhile
+        num_pages = num_pages_of(tables.handed_over(end, prefix))
+        holding = Holding.laid_out(tables, here, fetch.fresh[:num_pages], end)
+        self._cache.insert(tokens, holding, fetch.namespace, state=holding.state)
+        for key in fetch.waiting:
+            self._fetched[key] = Fetched(end - prefix, fetch.owner.owner)
+
+    def lost(self, event: Lost) -> None:
+        self._ended(event.id, "lost")
+
+    def reads_ended(self, event: ReadsEnded) -> None:
+        self._pages.drop(self._reads.pop(event.id), Holder.READ)
+
+    def _ended(self, handoff_id: HandoffId, outcome: str) -> _Fetch:
+        fetch = self._fetches.pop(handoff_id)
+        self._counts[outcome] += 1
+        owner, now = fetch.owner, self._clock()
+        num_bytes = len(fetch.fresh) * self._page_bytes
+        self._costs.learn(owner.owner, num_bytes, owner.gib_per_s, now - fetch.began, now)
+        for key in fetch.waiting:
+            del self._waits[key]
+        self._over += fetch.waiting
+        return fetch

@@ -1,0 +1,164 @@
+"""Weights that other nodes read from this one, in pieces of a page each.
+
+    Opened --Granted: pages of its own--> filled, beside the engine --Published--> lent
+                 `--no pages, or other weights--> refused             HandoffDropped --> gone
+
+A piece is copied into a page of the KV pool, which is what other nodes can read, and stays there
+until its reader has it. So no more memory is lent than for prefixes, and only while it is read.
+"""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from common.errors import ServingError, WrongState
+from common.requests.weights import WeightsId
+from engine.batch.batch import Ints
+from engine.kv_cache.pages import Holder, PageAllocator
+from engine.kv_cache.radix import RadixCache
+from engine.models.one_file import OneFile
+from kvtransfer.messages import Weights
+from kvtransfer.ports import FailHandoff, Granted, HandoffDropped, Opened, OwnerCommands, Publish
+from node.sharing.exports import SHARE
+
+MAX_ASKED = 64  # opened and not granted; more are refused
+
+
+class LendableWeights(Protocol):
+    """See engine/update.py."""
+
+    id: WeightsId
+    whole: bool
+
+    def lent(self) -> OneFile: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Loan:
+    pages: Ints
+    filling: Future[int]  # how many of them have a piece
+    told: bool = False  # its reader has been, what has come of it
+    dropped: bool = False  # nobody reads it any more
+
+
+class WeightLoans:
+    """Engine thread only.
+
+    Args:
+        cache: of `pages`: what it can do without is lent.
+        pool: their memory, uint8 [num_pages, page_bytes].
+        tell: called by another thread when something is done.
+    """
+
+    def __init__(
+        self,
+        weights: LendableWeights,
+        cache: RadixCache,
+        pages: PageAllocator,
+        pool: Tensor,
+        port: OwnerCommands,
+        tell: Callable[[], None],
+    ) -> None:
+        self._weights = weights
+        self._cache = cache
+        self._pages = pages
+        self._pool = pool
+        self._port = port
+        self._tell = tell
+        self._worker = ThreadPoolExecutor(1, "weight loans")
+        self._asked: dict[int, tuple[WeightsId, Weights]] = {}  # by serial, until they are granted
+        self._refused: set[int] = set()  # until they are dropped
+        self._loans: dict[int, _Loan] = {}
+        self._num_bytes = 0
+
+    def __contains__(self, serial: int) -> bool:
+        return serial in self._asked or serial in self._refused or serial in self._loans
+
+    def __len__(self) -> int:
+        return len(self._asked) + len(self._refused) + len(self._loans)
+
+    def lent(self) -> Iterator[Ints]:
+        """Pages held for publication."""
+        return (loan.pages for loan in self._loans.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """That others have read."""
+        return self._num_bytes
+
+    def opened(self, event: Opened, source: Weights) -> None:
+        if len(self._asked) >= MAX_ASKED:
+            self._refuse(event.serial, "busy: many ask for weights already", retryable=True)
+        else:
+            self._asked[event.serial] = event.weights, source
+
+    def granted(self, event: Granted) -> None:
+        asked = self._asked.pop(event.serial, None)
+        if asked is None:
+            return  # refused
+        serial, (weights, source) = event.serial, asked
+        if weights != self._weights.id or not self._weights.whole:
+            return self._refuse(serial, "this node has other weights, or none", retryable=False)
+        lent = sum(len(loan.pages) for loan in self._loans.values())
+        num_pages = min(source.num_pieces, self._pages.num_pages // SHARE - lent)
+        pages = self._cache.allocate(num_pages, Holder.PUBLICATION) if num_pages > 0 else None
+        if pages is None:
+            return self._refuse(serial, "busy: no pages for weights now", retryable=True)
+        filling = self._worker.submit(self._fill, source.first_piece, pages)
+        self._loans[serial] = _Loan(pages, filling)
+        filling.add_done_callback(lambda _: self._tell())
+
+    def dropped(self, event: HandoffDropped) -> None:
+        self._asked.pop(event.serial, None)
+        self._refused.discard(event.serial)
+        loan = self._loans.get(event.serial)
+        if loan is not None:
+            loan.dropped = True
+            self._num_bytes += loan.filling.result() * self._pool.shape[1] if event.held else 0
+
+    def poll(self) -> None:
+        """Publishes what is filled, and lets go of what has been read."""
+        for serial, loan in [each for each in self._loans.items() if each[1].filling.done()]:
+            if loan.dropped:
+                self._pages.drop(loan.pages, Holder.PUBLICATION)
+                del self._loans[serial]
+            elif not loan.told:
+                loan.told = True
+                self._publish(serial, loan)
+
+    def close(self) -> None:
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
+    def _publish(self, serial: int, loan: _Loan) -> None:
+        error = loan.filling.exception()
+        if isinstance(error, ServingError):
+            self._port.post(FailHandoff(serial, str(error), retryable=False))
+            return
+        num_pages = loan.filling.result()
+        pages = loan.pages[:num_pages]
+        self._port.post(Publish(serial, 0, num_pages, pages, last=True, first_token=None))
+
+    def _refuse(self, serial: int, reason: str, *, retryable: bool) -> None:
+        self._refused.add(serial)
+        self._port.post(FailHandoff(serial, reason, retryable))
+
+    def _fill(self, first: int, pages: Ints) -> int:
+        """On the worker: pieces from that one on into these pages; returns how many there are."""
+        page_bytes = self._pool.shape[1]
+        buffer = torch.empty(len(pages), page_bytes, dtype=torch.uint8)
+        try:
+            num_bytes = self._weights.lent().read(first * page_bytes, buffer.numpy().data.cast("B"))
+        except OSError as error:
+            raise WrongState(f"its weights cannot be read again: {error}") from error
+        num_pages = -(-num_bytes // page_bytes)
+        buffer.view(-1)[num_bytes : num_pages * page_bytes] = 0
+        self._pool[torch.from_numpy(pages[:num_pages]).long()] = buffer[:num_pages].to(
+            self._pool.device
+        )
+        if self._pool.device.type == "cuda":
+            torch.cuda.synchronize(self._pool.device)
+        return num_pages

@@ -1,0 +1,301 @@
+"""Weights that this node reads from another one, while it is paused:
+
+    wanted --paired with who has them--> piece after piece --all are here--> looked through
+
+A few windows of pieces are under way at once, each a hand-off: into pages of this node's pool, and
+from there into memory of their own. What is lost is asked for again. Until all of it is here, and
+is what was wanted, nothing has changed.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from common.errors import Overloaded, ServingError, WrongState
+from common.request import Remaining
+from common.requests.weights import WeightsId
+from engine.batch.batch import Ints
+from engine.kv_cache.pages import Holder, PageAllocator
+from engine.kv_cache.radix import RadixCache
+from engine.models.one_file import ReceivedFile
+from kvtransfer.messages import HandoffId, Weights
+from kvtransfer.ports import (
+    CancelHandoff,
+    GrantHandoff,
+    Held,
+    Lost,
+    OpenHandoff,
+    OwnerDown,
+    OwnerUp,
+    ReaderCommands,
+    ReadsEnded,
+)
+from node.sharing.exports import SHARE
+from node.sharing.pieces import Pieces, Window
+from node.sharing.weight_copies import WeightCopies
+
+# The counters of this node's other hand-offs never come so far, or begin behind.
+FIRST_NUMBER, PAST_NUMBER = 1 << 62, 1 << 63
+WINDOWS = 2  # under way at once
+WINDOW_PAGES, WINDOW_BYTES = 64, 32 << 20  # of one, at most
+WINDOW_S = 30.0  # for one
+AGAIN_S = 0.1  # until what was lost is asked for again
+STILL_S = 60.0  # without anything that comes: it is given up
+TAKE_S = 540.0  # all of it
+
+
+class ReceivingWeights(Protocol):
+    """See engine/update.py."""
+
+    def receive(self) -> ReceivedFile: ...
+
+    def prepare_received(self, received: ReceivedFile, named: str) -> Future[WeightsId]: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Read:
+    """A window that is under way, and its pages until nothing lands there and nothing is copied."""
+
+    window: Window
+    pages: Ints
+    copying: Future[int | None] | None = None
+    lands: bool = True
+    over: bool = False  # no more is to come of it
+
+
+@dataclass(slots=True, eq=False)
+class _Taking:
+    weights: WeightsId
+    address: str
+    file: ReceivedFile
+    pieces: Pieces
+    began: float
+    moved_at: float
+    future: Future[WeightsId] = field(default_factory=Future)
+    preparing: Future[WeightsId] | None = None
+
+
+class WeightReads:
+    """Engine thread only.
+
+    Attributes:
+        num_bytes, seconds: of all that was read, and that it has taken.
+        outcomes: times that all of them have come, or have not.
+    Args:
+        instance: this node's.
+        cache: of `pages`.
+        pool: their memory, uint8 [num_pages, page_bytes].
+        tell: called by another thread when something is done.
+    """
+
+    def __init__(
+        self,
+        weights: ReceivingWeights,
+        *,
+        instance: int,
+        cache: RadixCache,
+        pages: PageAllocator,
+        pool: Tensor,
+        port: ReaderCommands,
+        tell: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._weights = weights
+        self._instance = instance
+        self._cache = cache
+        self._pages = pages
+        self._page_bytes = page_bytes = pool.shape[1]
+        most = min(WINDOW_PAGES, WINDOW_BYTES // page_bytes, pages.num_pages // SHARE)
+        self._window_pages = max(most, 1)
+        self._port = port
+        self._clock = clock
+        self._copies = WeightCopies(pool, tell)
+        self._owners: dict[str, OwnerUp] = {}  # by address
+        self._next_number = FIRST_NUMBER
+        self._taking: _Taking | None = None
+        self._reads: dict[HandoffId, _Read] = {}
+        self.num_bytes = 0
+        self.seconds = 0.0
+        self.outcomes = {"held": 0, "lost": 0}
+
+    def __contains__(self, handoff_id: HandoffId) -> bool:
+        return FIRST_NUMBER <= handoff_id.request < PAST_NUMBER
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._taking or self._reads)
+
+    def reads(self) -> Iterator[Ints]:
+        """Pages held for reads."""
+        return (read.pages for read in self._reads.values())
+
+    def read(self, weights: WeightsId, address: str) -> Future[WeightsId]:
+        """See Lenders, in node/control/weight_calls.py."""
+        future: Future[WeightsId] = Future()
+        if self.busy:
+            future.set_exception(Overloaded("weights are being read already"))
+            return future
+        now, pieces = self._clock(), Pieces(self._page_bytes, self._window_pages)
+        try:
+            taking = _Taking(weights, address, self._weights.receive(), pieces, now, now, future)
+        except ServingError as error:
+            future.set_exception(error)
+        else:
+            self._taking = taking
+        return future
+
+    # Owners -------------------------------------------------------------------------------------
+
+    def owner_up(self, event: OwnerUp) -> None:
+        self._owners[event.address] = event
+
+    def owner_down(self, event: OwnerDown) -> None:
+        owner = self._owners.get(event.address)
+        if owner is not None and owner.owner == event.owner:
+            del self._owners[event.address]
+
+    # What comes of a window ---------------------------------------------------------------------
+
+    def held(self, event: Held) -> None:
+        read, taking = self._reads[event.id], self._taking
+        if taking is None:
+            read.over = True
+            return
+        if not event.num_tokens:
+            read.over = True
+            self._end(
+                taking, WrongState(f"{taking.address}: its weights end before they are whole")
+            )
+            return
+        first, past = read.window.first, read.window.first + event.num_tokens
+        if past < read.window.past:
+            taking.pieces.lost(Window(past, read.window.past))
+        taking.moved_at = self._clock()
+        self.num_bytes += event.num_tokens * self._page_bytes
+        pages = read.pages[: event.num_tokens]
+        known = taking.pieces.num_bytes
+        read.copying = self._copies.copy(taking.file, first, pages, known, taking.address)
+
+    def lost(self, event: Lost) -> None:
+        read, taking = self._reads[event.id], self._taking
+        read.over = True
+        if taking is None:
+            return
+        if event.retryable:
+            taking.pieces.lost(read.window, self._clock() + AGAIN_S)
+        else:
+            self._end(taking, WrongState(f"{taking.address}: {event.reason}"))
+
+    def reads_ended(self, event: ReadsEnded) -> None:
+        self._reads[event.id].lands = False
+
+    # Turns --------------------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        """Does what is due."""
+        for handoff_id, read in list(self._reads.items()):
+            if read.copying is not None and read.copying.done() and not read.over:
+                read.over = True
+                if self._taking is not None:
+                    self._copied(self._taking, read.copying)
+            if read.over and not read.lands:
+                self._pages.drop(read.pages, Holder.READ)
+                del self._reads[handoff_id]
+        if self._taking is not None:
+            self._go_on(self._taking)
+
+    def close(self) -> None:
+        self._copies.close()
+        if self._taking is not None and self._taking.preparing is None:
+            self._taking.file.close()
+
+    def _copied(self, taking: _Taking, copying: "Future[int | None]") -> None:
+        error = copying.exception()
+        if error is None:
+            num_bytes = copying.result()
+            if num_bytes is not None:
+                taking.pieces.ends_at(num_bytes)
+        elif isinstance(error, ServingError):
+            self._end(taking, error)
+        else:
+            raise error
+
+    def _go_on(self, taking: _Taking) -> None:
+        now = self._clock()
+        if taking.preparing is not None:
+            if taking.preparing.done():
+                self._prepared(taking, taking.preparing)
+        elif now - taking.moved_at > STILL_S or now - taking.began > TAKE_S:
+            paired = taking.address in self._owners
+            reason = "its weights do not come" if paired else "it does not pair with this node"
+            self._end(taking, WrongState(f"{taking.address}: {reason}; the logs of both say why"))
+        elif taking.pieces.all_asked and all(read.over for read in self._reads.values()):
+            self._prepare(taking)
+        elif taking.address in self._owners:
+            self._ask(taking, self._owners[taking.address], now)
+
+    def _ask(self, taking: _Taking, owner: OwnerUp, now: float) -> None:
+        """For windows, as many as may be under way; of what is behind the header once that is
+        here."""
+        pieces = taking.pieces
+        most = WINDOWS if pieces.num_bytes is not None else 1
+        while len(self._reads) < most and (window := pieces.next(now)) is not None:
+            num_pages = window.past - window.first
+            pages = self._cache.allocate(num_pages, Holder.READ)
+            if pages is None:
+                pieces.not_asked(window)
+                return
+            handoff_id = HandoffId(self._instance, self._next_number, 1)
+            self._next_number += 1
+            self._reads[handoff_id] = _Read(window, pages)
+            self._port.post(
+                OpenHandoff(
+                    handoff_id,
+                    owner.owner,
+                    taking.weights,
+                    Remaining(WINDOW_S),
+                    Weights(window.first, window.past - window.first),
+                )
+            )
+            self._port.post(GrantHandoff(handoff_id, 0, pages))
+
+    def _prepare(self, taking: _Taking) -> None:
+        try:
+            taking.preparing = self._weights.prepare_received(taking.file, taking.address)
+        except ServingError as error:
+            self._fail(taking, error)
+
+    def _prepared(self, taking: _Taking, preparing: Future[WeightsId]) -> None:
+        error = preparing.exception()
+        if error is not None:
+            self._fail(taking, error)
+        elif preparing.result() != taking.weights:
+            reason = f"{taking.address}: what has come is not what it is known to have"
+            self._fail(taking, WrongState(reason))
+        else:
+            self._over(taking, "held")
+            taking.future.set_result(taking.weights)
+
+    # Ends ---------------------------------------------------------------------------------------
+
+    def _end(self, taking: _Taking, error: ServingError) -> None:
+        """Gives up what is under way."""
+        for handoff_id, read in self._reads.items():
+            if not read.over and read.copying is None:
+                read.over = True
+                self._port.post(CancelHandoff(handoff_id, str(error)))
+        self._copies.drop(taking.file)
+        self._fail(taking, error)
+
+    def _fail(self, taking: _Taking, error: BaseException) -> None:
+        self._over(taking, "lost")
+        taking.future.set_exception(error)
+
+    def _over(self, taking: _Taking, outcome: str) -> None:
+        self._taking = None
+        self.outcomes[outcome] += 1
+        self.seconds += self._clock() - taking.began

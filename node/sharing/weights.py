@@ -1,0 +1,105 @@
+"""Both ends of weights that nodes read from each other: what this one lends, and what it takes."""
+
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from typing import Protocol
+
+from torch import Tensor
+
+from common.distribution import Counted
+from common.requests.weights import WeightsId
+from engine.batch.batch import Ints
+from engine.kv_cache.pages import PageAllocator
+from engine.kv_cache.radix import RadixCache
+from kvtransfer.messages import Weights
+from kvtransfer.ports import NodeCommand, NodeEvent, NodePort
+from node.sharing.ends import take
+from node.sharing.weight_exports import LendableWeights, WeightLoans
+from node.sharing.weight_reads import ReceivingWeights, WeightReads
+
+
+class SharedWeights(LendableWeights, ReceivingWeights, Protocol):
+    """See engine/update.py."""
+
+
+class WeightSharing:
+    """Engine thread only. It is the port of all other hand-offs, too: what is not of weights goes
+    through.
+
+    Args:
+        pool: memory of `pages`.
+        port: to the transfer thread.
+        tell: called by another thread when something is done.
+    """
+
+    def __init__(
+        self,
+        weights: SharedWeights,
+        *,
+        instance: int,
+        cache: RadixCache,
+        pages: PageAllocator,
+        pool: Tensor,
+        port: NodePort,
+        tell: Callable[[], None],
+    ) -> None:
+        self._port = port
+        self._loans = WeightLoans(weights, cache, pages, pool, port, tell)
+        self._reads = WeightReads(
+            weights,
+            instance=instance,
+            cache=cache,
+            pages=pages,
+            pool=pool,
+            port=port,
+            tell=tell,
+        )
+
+    @property
+    def busy(self) -> bool:
+        """Whether somebody reads here, or bytes may land here."""
+        return bool(len(self._loans) or self._reads.busy)
+
+    def lent(self) -> Iterator[Ints]:
+        """Pages held for publication."""
+        return self._loans.lent()
+
+    def reads(self) -> Iterator[Ints]:
+        """Pages held for reads."""
+        return self._reads.reads()
+
+    def gauges(self) -> Mapping[str, float]:
+        outcomes = self._reads.outcomes.items()
+        return {
+            "total_weight_bytes/read": float(self._reads.num_bytes),
+            "total_weight_bytes/lent": float(self._loans.num_bytes),
+            "total_weight_read_seconds": self._reads.seconds,
+            **{f"total_weight_reads/{outcome}": float(number) for outcome, number in outcomes},
+        }
+
+    def distributions(self) -> Mapping[str, Counted]:
+        return {}
+
+    def read(self, weights: WeightsId, address: str) -> Future[WeightsId]:
+        """See Lenders, in node/control/weight_calls.py."""
+        return self._reads.read(weights, address)
+
+    def poll(self) -> None:
+        """Does what is due; to be called in each turn."""
+        self._loans.poll()
+        self._reads.poll()
+
+    def post(self, command: NodeCommand) -> None:
+        self._port.post(command)
+
+    def take(self) -> list[NodeEvent]:
+        return [
+            event
+            for event in self._port.take()
+            if not take(event, Weights, self._reads, self._loans)
+        ]
+
+    def close(self) -> None:
+        """Nothing is begun any more."""
+        self._loans.close()
+        self._reads.close()

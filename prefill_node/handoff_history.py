@@ -1,0 +1,73 @@
+"""When what happened to each hand-off of a prefill node, while it is open and for a while after."""
+
+import time
+from collections.abc import Callable
+
+from common.logs.throttle import ThrottledLog
+from common.request import RequestSpec
+from common.requests.request_trace import Flight, Flights
+from common.tracing.context import is_sampled, log_fields
+from kvtransfer.ports import HandoffDropped, Opened
+from node.messages import HandoffTraced
+from node.request_history import FlightRecorder
+from node.request_traces import of_handoff
+from node.timings import HandoffStamps
+
+
+class HandoffRecords:
+    """By serial, from Opened to HandoffDropped; the last ones of those that have gone by request.
+    Engine thread only; the watchdog reads it once that thread stands still.
+
+    Args:
+        tell: the front, of those whose clients are traced.
+    """
+
+    def __init__(self, log: ThrottledLog, tell: Callable[[HandoffTraced], None]) -> None:
+        self._log = log
+        self._tell = tell
+        self._open: dict[int, HandoffStamps] = {}
+        self._ended = FlightRecorder(HandoffStamps)
+
+    def __getitem__(self, serial: int) -> HandoffStamps:
+        return self._open[serial]
+
+    def open(self, event: Opened, spec: RequestSpec, now: float) -> None:
+        self._open[event.serial] = HandoffStamps(
+            spec.request_id,
+            spec.num_prompt,
+            spec.traceparent,
+            now,
+            attempt=event.id.attempt,
+        )
+
+    def close(self, event: HandoffDropped) -> None:
+        stamps = self._open.pop(event.serial)
+        if not event.held:
+            self._log.info(
+                "hand-off dropped",
+                request_id=stamps.request_id,
+                **log_fields(stamps.traceparent),
+                id=tuple(event.id),
+                because=event.reason,
+            )
+        stamps.dropped, stamps.held, stamps.reason = time.monotonic(), event.held, event.reason
+        self._ended.record(stamps, failed=not event.held)
+        if is_sampled(stamps.traceparent):
+            self._tell(HandoffTraced(stamps))
+
+    def explain(self, request_id: str) -> Flights:
+        """What there is of a client's request."""
+        found = [
+            *self._ended.find(request_id),
+            *(each for each in tuple(self._open.values()) if each.request_id == request_id),
+        ]
+        now = time.monotonic()
+        return Flights(tuple(of_handoff(each, now) for each in found), len(self._ended))
+
+    def flights(self, num_ended: int) -> list[tuple[str, Flight]]:
+        """Of the last so many that have gone, and of those that are open."""
+        now = time.monotonic()
+        return [
+            (stamps.request_id, of_handoff(stamps, now))
+            for stamps in (*self._ended.last(num_ended), *tuple(self._open.values()))
+        ]

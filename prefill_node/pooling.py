@@ -1,0 +1,207 @@
+"""Calls for vectors of prompts: each prompt is a request that ends with its last chunk.
+
+The prompts of a call go to the scheduler together, wait with the hand-offs' prompts for their turn,
+and are answered together, or with the first error that one of them has.
+"""
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+from grpc import StatusCode
+
+from common.errors import NodeUnavailable, Overloaded, ServingError
+from common.queueing.drain import Drain, may_wait_s
+from common.queueing.waiting_line import Place
+from common.request import RequestSpec
+from common.requests.sampling import SamplingParams
+from common.requests.weights import WeightsId
+from engine.batch.limits import RequestLimits
+from engine.batch.request import Finish, FinishReason, Ints, Request
+from engine.batch.token_budget import HeldTokens
+from engine.scheduler.scheduler import ChunkDone, Scheduler
+from node.messages import Pooled, PoolPrompts
+
+_NO_TOKEN = SamplingParams(max_tokens=1, seed=0, temperature=0.0)  # none is sampled either
+_LEFT = Finish(FinishReason.ABORT, "nobody waits for it")
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """A PoolPrompts under way."""
+
+    number: int
+    request_id: str
+    held: int  # key of its tokens
+    requests: list[Request] = field(default_factory=list)
+    vectors: dict[int, bytes] = field(default_factory=dict)  # by request key
+
+
+class PooledCalls:
+    """Engine thread only.
+
+    Args:
+        tokens, prompts: shared with hand-offs, whose keys are positive; those used here are not.
+        tell: the front.
+        weights: that are computed with.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        *,
+        limits: RequestLimits,
+        max_waiting: int,
+        tokens: HeldTokens,
+        prompts: Drain,
+        tell: Callable[[Pooled], None],
+        weights: Callable[[], WeightsId],
+    ) -> None:
+        self._scheduler = scheduler
+        self._limits = limits
+        self._max_waiting = max_waiting
+        self._tokens = tokens
+        self._prompts = prompts
+        self._tell = tell
+        self._weights = weights
+        self._keys = itertools.count(-1, -1)
+        self._calls: dict[int, _Call] = {}  # by number
+        self._of_request: dict[int, _Call] = {}  # by key, of requests that have no vector yet
+        self.num_pooled = 0  # prompts, since the start
+
+    def __len__(self) -> int:
+        """Prompts that have no vector yet."""
+        return len(self._of_request)
+
+    def take(self, message: PoolPrompts, *, draining: bool) -> None:
+        """Begins with a call, or answers why not."""
+        call = _Call(message.number, message.request_id, next(self._keys))
+        try:
+            self._begin(call, message, draining)
+        except ServingError as error:
+            self._end(call)
+            self._refuse(call, str(error), error.status, error.late_s)
+
+    def cancel(self, number: int) -> None:
+        call = self._calls.get(number)
+        if call is not None:
+            self._end(call)
+
+    def abort(self, request_id: str) -> int:
+        """Returns how many prompts that ended."""
+        calls = [call for call in self._calls.values() if call.request_id == request_id]
+        return self._abort(calls, "aborted by an operator")
+
+    def abort_all(self, sentence: str) -> int:
+        """Returns how many prompts that ended."""
+        return self._abort(tuple(self._calls.values()), sentence)
+
+    def renew(self) -> None:
+        """There are other weights: what waits is computed with these, but for calls that have a
+        part of their vectors already."""
+        for call in tuple(self._calls.values()):
+            if call.vectors:
+                self._end(call)
+                self._refuse(call, "there are other weights now", StatusCode.UNAVAILABLE)
+            for request in call.requests:
+                request.compute_with(self._weights())
+
+    def _abort(self, calls: Iterable[_Call], sentence: str) -> int:
+        num_prompts = 0
+        for call in calls:
+            self._end(call)
+            self._refuse(call, sentence, StatusCode.CANCELLED)
+            num_prompts += len(call.requests)
+        return num_prompts
+
+    def computed(self, chunk: ChunkDone) -> None:
+        """A chunk of one of the prompts is."""
+        request = chunk.request
+        call = self._of_request.get(request.key)
+        if call is None:
+            return
+        self._prompts.serve(request.key, len(request.token_ids) - chunk.end)
+        if chunk.pooled is None:
+            return
+        del self._of_request[request.key]
+        call.vectors[request.key] = chunk.pooled.astype("<f4").tobytes()
+        self.num_pooled += 1
+        if len(call.vectors) == len(call.requests):
+            self._end(call)
+            vectors = tuple(call.vectors[request.key] for request in call.requests)
+            cached = sum(request.cached_tokens for request in call.requests)
+            self._tell(Pooled(call.number, vectors, cached))
+
+    def ended(self, request: Request, finish: Finish) -> None:
+        """One of the prompts is over; with its vector, or nobody will have one."""
+        call = self._of_request.get(request.key)
+        if call is not None:
+            self._end(call)
+            sentence = finish.error or finish.reason.name.lower()
+            self._refuse(call, sentence, finish.status, finish.retry_after_s)
+
+    def _begin(self, call: _Call, message: PoolPrompts, draining: bool) -> None:
+        """Raises ServingError; nothing is to be undone then but what `call` has."""
+        if draining:
+            raise NodeUnavailable("this prefill node is draining")
+        self._limits.check_pooling(message.pooling)
+        prompts = [
+            np.frombuffer(token_ids, "<i4").astype(np.int32) for token_ids in message.prompts
+        ]
+        for token_ids in prompts:
+            self._limits.check(token_ids)
+        num_waiting = self._scheduler.num_waiting
+        if num_waiting and num_waiting + len(prompts) > self._max_waiting:
+            raise Overloaded(f"{num_waiting} prompts wait here already")
+        now, num_tokens = time.monotonic(), sum(map(len, prompts))
+        work_s = num_tokens * self._prompts.unit_s
+        start_by = now + may_wait_s(message.queue_s, message.budget_s, work_s)
+        self._prompts.check(Place(start_by, num_tokens), now)
+        self._tokens.take(call.held, num_tokens)
+        self._calls[call.number] = call
+        for token_ids in prompts:
+            self._add(call, self._request(message, token_ids, now, start_by))
+
+    def _request(
+        self, message: PoolPrompts, token_ids: Ints, now: float, start_by: float
+    ) -> Request:
+        spec = RequestSpec(
+            request_id=message.request_id,
+            token_ids=token_ids.tobytes(),
+            sampling=_NO_TOKEN,
+            namespace=message.namespace,
+            engine_crashes=message.engine_deaths,
+        )
+        return Request.of(
+            spec,
+            key=next(self._keys),
+            deadline=now + message.budget_s,
+            arrived=now,
+            start_by=start_by if message.queue_s < math.inf else math.inf,
+            weights=self._weights(),
+            pooling=message.pooling,
+        )
+
+    def _add(self, call: _Call, request: Request) -> None:
+        self._scheduler.add(request)
+        call.requests.append(request)
+        self._of_request[request.key] = call
+        self._prompts.join(request.key, Place(request.due, len(request.token_ids)), request.arrived)
+
+    def _end(self, call: _Call) -> None:
+        """Takes a call out; what of it is not computed stops at the chunk's edge."""
+        self._calls.pop(call.number, None)
+        self._tokens.drop(call.held)
+        for request in call.requests:
+            self._prompts.leave(request.key)
+            if self._of_request.pop(request.key, None) is not None:
+                self._scheduler.abort(request, _LEFT)
+
+    def _refuse(
+        self, call: _Call, sentence: str, status: StatusCode, retry_after_s: float = 0.0
+    ) -> None:
+        code = status.value[0] or StatusCode.CANCELLED.value[0]
+        self._tell(Pooled(call.number, (), 0, sentence, code, retry_after_s))

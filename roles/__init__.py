@@ -1,1 +1,0 @@
-"""A node's program: both roles over one engine, and the way from one to the other."""

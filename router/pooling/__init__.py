@@ -1,1 +1,0 @@
-"""Vectors and scores of texts."""

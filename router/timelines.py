@@ -1,0 +1,239 @@
+"""The timelines of this router's requests: of those under way, and of the last that have ended.
+
+Each is told once in full when it ends: to the metrics, split, and as spans where it is traced. A
+request that its client leaves, or that a stop string ends, is over before its decode node has
+told its timeline; what the node says then is still taken.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from common.requests.timeline import MAX_TEXT, NOTHING, Timeline, from_proto, split_ttft
+from common.tracing.context import UNTRACED, Trace, checked
+from common.tracing.tracer import Child, Tracer
+from protos import decode_pb2
+from router.metrics import RouterMetrics
+
+NUM_KEPT = 256  # requests that have ended
+NUM_FAILED_KEPT = 64  # of those before them, that failed or were replayed
+MAX_BYTES = 32 << 10  # of a timeline; a longer one is none of ours
+
+
+class Submission(msgspec.Struct, eq=False):
+    """One decode node's part in a request. Moments are time.monotonic(); 0.0 is "not yet"."""
+
+    decode: str  # address
+    submitted: float
+    lost: float = 0.0
+    because: str = ""  # it was lost
+    num_tokens: int = 0  # of the answer, that it came with
+    moved: bool = False  # the one before ran on until this one could
+    told: float = 0.0  # when its timeline came
+    # Of its own: what came keeps the whole Step in memory that it was part of.
+    message: decode_pb2.Timeline | None = None
+    read: Timeline | None = None  # from `message`, once somebody has asked
+
+    def tell(self, message: decode_pb2.Timeline) -> None:
+        self.told = time.monotonic()
+        content = message.SerializeToString()
+        if len(content) <= MAX_BYTES:
+            self.message = decode_pb2.Timeline.FromString(content)
+
+    @property
+    def timeline(self) -> Timeline:
+        if self.message is None:
+            return NOTHING
+        if self.read is None:
+            self.read = from_proto(self.message, self.told - self.submitted)
+        return self.read
+
+    def begin(self, timeline: Timeline, first_token: float) -> float:
+        """Where the timeline's zero is put on this router's clock: so that what is not accounted
+        for was spent half before it and half after, and no token came before it was sent."""
+        length = max((row.end for row in timeline.intervals), default=0.0)
+        slack = max(self.told - self.submitted - length, 0.0)
+        if timeline.first_token is not None and first_token > self.submitted:
+            seen = first_token - self.submitted - timeline.first_token
+            slack = min(slack, max(2 * seen, 0.0))
+        return self.submitted + slack / 2
+
+
+class RequestTimeline(msgspec.Struct, eq=False):
+    """One request, as this router sees it. Written by the request's own record."""
+
+    request_id: str
+    label: str  # what its client calls it, or empty
+    trace: Trace
+    arrived_unix: float
+    arrived: float
+    on_told: "Callable[[RequestTimeline], None]"  # a decode node's part came after the end
+    tokenised: float = 0.0
+    first_token: float = 0.0  # written
+    last_token: float = 0.0
+    ended: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    outcome: str = "live"
+    error: str = ""
+    submissions: list[Submission] = []
+
+    def told(self, one: Submission, message: decode_pb2.Timeline) -> None:
+        """The decode node of this submission has said where the time went."""
+        one.tell(message)
+        if self.ended and one is self.giver():
+            self.on_told(self)
+
+    def submit(self, decode: str) -> None:
+        now = time.monotonic()
+        self.submissions.append(Submission(decode, now, num_tokens=self.completion_tokens))
+
+    def move(self, to: Submission) -> None:
+        """It goes on at another decode node, which has had it submitted before."""
+        last = self.submissions[-1]
+        last.lost, last.because = time.monotonic(), "moved"
+        to.moved = True
+        self.submissions.append(to)
+
+    @property
+    def num_moves(self) -> int:
+        return sum(one.moved for one in self.submissions)
+
+    @property
+    def num_replays(self) -> int:
+        return max(len(self.submissions) - 1 - self.num_moves, 0)
+
+    def lose(self, because: str) -> None:
+        """The decode node of the last submission has let it go."""
+        last = self.submissions[-1]
+        last.lost, last.because = time.monotonic(), because[:MAX_TEXT]
+
+    def split(self) -> tuple[float, ...] | None:
+        """The time to first token by TtftPhase; None where it cannot be told."""
+        giver = self.giver()
+        if giver is None or giver.message is None:
+            return None
+        return split_ttft(
+            giver.message,
+            tokenize_s=self.tokenised - self.arrived,
+            place_s=giver.submitted - self.tokenised,
+            ttft_s=self.first_token - self.arrived,
+        )
+
+    def router_phases(self) -> Iterator[tuple[str, float, float]]:
+        """Name, start and end, in the order of their starts; what is under way lasts until now."""
+        now = self.ended or time.monotonic()
+        yield "tokenize", self.arrived, self.tokenised or now
+        begun = self.tokenised
+        after = [*(one.moved for one in self.submissions[1:]), False]
+        for one, moves in zip(self.submissions, after, strict=True):
+            if not one.moved:
+                yield "place", begun, one.submitted
+            if one.lost and not moves:
+                yield "lost_node", one.submitted, one.lost
+            begun = one.lost
+        if begun and not (self.ended and self.submissions):
+            yield "place", begun, now
+        if self.first_token:
+            yield "stream", self.first_token, self.last_token if self.ended else now
+
+    def giver(self) -> Submission | None:
+        """The submission whose node gave the first token."""
+        if not self.first_token:
+            return None
+        until = [one for one in self.submissions if not one.lost or one.lost >= self.first_token]
+        return until[0] if until else None
+
+
+class Timelines:
+    """For one event loop."""
+
+    def __init__(self, metrics: RouterMetrics, tracer: Tracer | None) -> None:
+        self._metrics = metrics
+        self._tracer = tracer
+        self._live: dict[str, RequestTimeline] = {}
+        self._ended: deque[RequestTimeline] = deque()
+        self._failed: deque[RequestTimeline] = deque(maxlen=NUM_FAILED_KEPT)
+
+    def __iter__(self) -> Iterator[RequestTimeline]:
+        """Newest first, those under way before all others."""
+        yield from reversed(self._live.values())
+        yield from reversed(self._ended)
+        yield from reversed(self._failed)
+
+    def find(self, name: str) -> RequestTimeline | None:
+        """The one with that id; else the newest one with that label."""
+        labelled = None
+        for each in self:
+            if each.request_id == name:
+                return each
+            if labelled is None and each.label == name:
+                labelled = each
+        return labelled
+
+    def begin(self, request_id: str, traceparent: str = "", label: str = "") -> RequestTimeline:
+        """
+        Args:
+            request_id: no other request has it.
+            traceparent: as the client sent it; ignored if it is none.
+            label: what the client calls it; others may be called so too.
+        """
+        parent = checked(traceparent)
+        trace = UNTRACED
+        if self._tracer is not None:
+            trace = self._tracer.enter(parent, root=True)
+        elif parent:
+            trace = Trace(parent)
+        return RequestTimeline(request_id, label, trace, time.time(), time.monotonic(), self._count)
+
+    def accept(self, timeline: RequestTimeline) -> None:
+        """It is listed from now on."""
+        self._live[timeline.request_id] = timeline
+
+    def end(self, timeline: RequestTimeline, outcome: str, error: str) -> None:
+        """Of an accepted request, or of one that was refused."""
+        timeline.ended = time.monotonic()
+        timeline.outcome, timeline.error = outcome, error[:MAX_TEXT]
+        if self._live.get(timeline.request_id) is timeline:
+            del self._live[timeline.request_id]
+            self._keep(timeline)
+            self._count(timeline)
+        if self._tracer is not None and timeline.trace.own:
+            self._trace(self._tracer, timeline)
+
+    def _keep(self, timeline: RequestTimeline) -> None:
+        self._ended.append(timeline)
+        if len(self._ended) > NUM_KEPT:
+            oldest = self._ended.popleft()
+            if oldest.outcome == "error" or len(oldest.submissions) > 1:
+                self._failed.append(oldest)
+
+    def _count(self, timeline: RequestTimeline) -> None:
+        parts = timeline.split()
+        if parts is not None:
+            self._metrics.ttft_split(parts)
+
+    def _trace(self, tracer: Tracer, timeline: RequestTimeline) -> None:
+        tracer.tell(
+            timeline.trace,
+            "baton.request",
+            begun=timeline.arrived,
+            ended=timeline.ended,
+            children=[Child(name, start, end, {}) for name, start, end in timeline.router_phases()],
+            attributes={
+                "baton.request_id": timeline.request_id[:MAX_TEXT],
+                "baton.label": timeline.label[:MAX_TEXT],
+                "baton.outcome": timeline.outcome,
+                "baton.replays": timeline.num_replays,
+                "baton.moves": timeline.num_moves,
+                "baton.time_to_first_token_s": (
+                    timeline.first_token - timeline.arrived if timeline.first_token else 0.0
+                ),
+                "gen_ai.usage.input_tokens": timeline.prompt_tokens,
+                "gen_ai.usage.output_tokens": timeline.completion_tokens,
+            },
+            error=timeline.error if timeline.outcome == "error" else "",
+        )

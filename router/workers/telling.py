@@ -1,0 +1,48 @@
+"""Tells other processes of this router what this one knows, at its socket."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+
+from common.errors import ConfigError
+from router.workers.place import Place
+
+Tell = Callable[[Mapping[str, str]], Awaitable[bytes]]  # of a query
+
+
+@asynccontextmanager
+async def told(place: Place, tells: Mapping[str, Tell]) -> AsyncIterator[None]:
+    """Answers while inside; does nothing where nobody could ask.
+
+    Args:
+        tells: by path.
+    Raises:
+        ConfigError: it cannot listen there.
+    """
+    if not place.is_shared:
+        yield
+        return
+    app = web.Application()
+    for path, tell in tells.items():
+        app.router.add_get(path, _handler(tell))
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0)
+    await runner.setup()
+    try:
+        try:
+            await web.UnixSite(runner, place.socket).start()
+        except OSError as error:
+            raise ConfigError(
+                f"--processes: no socket for the router's processes at {place.socket}: {error}; "
+                "TMPDIR can name another directory"
+            ) from error
+        yield
+    finally:
+        await runner.cleanup()
+
+
+def _handler(tell: Tell) -> Callable[[web.Request], Awaitable[web.Response]]:
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(body=await tell(request.query))
+
+    return answer

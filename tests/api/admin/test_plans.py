@@ -1,0 +1,83 @@
+"""What a planner tells a router is there for who watches it, of all processes and within bounds."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from grpc import StatusCode
+
+from api.admin.plans import MOST_EVENTS, NUM_KEPT, OwnPlans, together
+from common.errors import InvalidRequest
+from protos.router_pb2 import GetClusterRequest, Plan, PlanEvent, TellPlanRequest
+from tests.api.rig import failure, router_for
+from tests.support.http_client import get
+
+PRESSURES = {"prefill": 1.5, "decode": 0.25}
+
+
+def plan(events: Sequence[tuple[str, float]] = (), *, acts: bool = False) -> Plan:
+    """Events by what was decided, and how long ago; the newest first."""
+    told = [PlanEvent(what=what, because="of figures", ago_s=ago_s) for what, ago_s in events]
+    return Plan(acts=acts, pressures=PRESSURES, events=told)
+
+
+async def test_what_a_planner_tells_is_part_of_the_cluster(model: Path) -> None:
+    async with router_for(model, decode=["127.0.0.1:1"]) as (client, router):
+        assert not (await client.stub.GetCluster(GetClusterRequest())).plan.pressures
+        await client.stub.TellPlan(
+            TellPlanRequest(plan=plan([("second", 1.0), ("first", 2.0)], acts=True))
+        )
+        await client.stub.TellPlan(TellPlanRequest(plan=plan([("third", 0.0)])))
+        told = (await get(router.http_port, "/cluster")).json["plan"]
+        error = await failure(client.stub.TellPlan(TellPlanRequest()))
+    assert (told["acts"], told["pressures"]) == (False, PRESSURES)
+    assert [event["what"] for event in told["events"]] == ["third", "second", "first"]
+    ages = [event["ago_s"] for event in told["events"]]
+    assert ages == sorted(ages) and ages[0] >= told["ago_s"] >= 0
+    assert {event["because"] for event in told["events"]} == {"of figures"}
+    assert error.code() is StatusCode.INVALID_ARGUMENT
+
+
+def test_processes_answer_for_each_other_with_the_newest() -> None:
+    now = [100.0]
+    first, second, silent = (OwnPlans(lambda: now[0]) for _ in range(3))
+    first.take(plan([("a", 3.0)], acts=True))
+    now[0] += 1.0
+    second.take(plan([("c", 0.0), ("b", 2.0)]))
+    now[0] += 1.0
+    whole = together([each.now() for each in (first, silent, second)])
+    assert (whole.acts, whole.ago_s) == (False, 1.0)
+    assert [(event.what, event.ago_s) for event in whole.events] == [("c", 1), ("b", 3), ("a", 5)]
+    assert together([silent.now()]) == Plan()
+
+
+def test_no_more_is_kept_than_the_last_events() -> None:
+    now = [0.0]
+    own = OwnPlans(lambda: now[0])
+    for number in range(NUM_KEPT + 3):
+        now[0] += 1.0
+        own.take(plan([(str(number), 0.0)]))
+    newest = [str(NUM_KEPT + 2 - number) for number in range(NUM_KEPT)]
+    assert [event.what for event in own.now().events] == newest
+    of_two = [event.what for event in together([own.now(), own.now()]).events]
+    assert of_two == [what for what in newest[: NUM_KEPT // 2] for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        Plan(),
+        Plan(pressures={str(number): 1.0 for number in range(9)}),
+        Plan(pressures={"prefill": float("nan")}),
+        Plan(pressures={"x" * 513: 1.0}),
+        plan([("x", 0.0)] * (MOST_EVENTS + 1)),
+        plan([("x" * 513, 0.0)]),
+        plan([("x", -1.0)]),
+        plan([("x", float("inf"))]),
+    ],
+)
+def test_what_no_planner_says_is_refused_and_changes_nothing(wrong: Plan) -> None:
+    own = OwnPlans()
+    with pytest.raises(InvalidRequest):
+        own.take(wrong)
+    assert own.now() == Plan()

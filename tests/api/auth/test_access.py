@@ -1,0 +1,120 @@
+"""Each gRPC method and HTTP path of a router has an entry that says who may use it."""
+
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from api import paths
+from api.access import METHODS, PATHS, PATHS_BELOW
+from api.auth.assembly import make_clients
+from api.auth.guard import Access, Guard
+from api.grpc.callers import Callers
+from common.config import ClientsConfig, FrontConfig, RouterConfig
+from common.errors import Unauthenticated
+from common.identity.roles import MAY_CALL
+from common.identity.secret import new_secret
+from protos import decode_pb2, kvtransfer_pb2, node_pb2, pooling_pb2, router_pb2
+from router.metrics import RouterMetrics
+from tests.api.openai.openai_rig import api_for
+
+PAGE = "/page/"
+
+
+async def test_every_path_and_method_that_is_served_has_an_entry_and_no_other_has(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[str] = []
+    methods: list[str] = []
+
+    def routes(*parts: Any, **named: Any) -> Any:
+        made = real_routes(*parts, **named)
+        served.extend(made.paths)
+        return made
+
+    def of(callers: Callers, method: str) -> Any:
+        methods.append(method)
+        return real_of(callers, method)
+
+    real_routes, real_of = paths.routes, Callers.of
+    monkeypatch.setattr(paths, "routes", routes)
+    monkeypatch.setattr(Callers, "of", of)
+    async with api_for(model):
+        pass
+    entries = {*PATHS, *PATHS_BELOW}
+    assert {path for path in served if not path.startswith(PAGE)} == entries - {PAGE}
+    assert sorted(methods) == sorted(METHODS)
+
+
+def test_every_method_of_the_protocol_is_in_a_table() -> None:
+    files = (decode_pb2, kvtransfer_pb2, node_pb2, pooling_pb2, router_pb2)
+    named = {
+        f"/{service.full_name}/{method.name}"
+        for file in files
+        for service in file.DESCRIPTOR.services_by_name.values()
+        for method in service.methods
+    }
+    assert named == {each for each in (*MAY_CALL, *METHODS) if each.startswith("/baton.")}
+
+
+async def test_a_path_without_an_entry_keeps_the_router_from_starting(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(PATHS, "/tokenize")
+    with pytest.raises(KeyError, match="/tokenize"):
+        async with api_for(model):
+            pass
+
+
+async def test_a_path_without_an_entry_is_served_to_nobody(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with api_for(model) as api:
+        assert (await api.post("/tokenize", prompt="a")).status == 200
+        monkeypatch.delitem(PATHS, "/tokenize")
+        answer = await api.post("/tokenize", prompt="a")
+        assert answer.status == 404 and "nothing at /tokenize" in answer.body.decode()
+
+
+@pytest.mark.parametrize("method", ["/baton.v1.Router/New", "/baton.v1.Other/Generate"])
+def test_a_method_without_an_entry_keeps_the_router_from_starting(method: str) -> None:
+    with pytest.raises(KeyError, match=method):
+        Callers(Guard.__new__(Guard)).of(method)
+
+
+@pytest.mark.parametrize(
+    "host, insecure, has_secret, has_keys, needs_key",
+    [
+        ("127.0.0.1", False, False, False, []),
+        ("127.0.0.1", False, True, False, ["commander"]),
+        ("0.0.0.0", False, True, False, ["operator", "commander"]),
+        ("0.0.0.0", True, False, False, []),
+        ("0.0.0.0", True, True, False, ["commander"]),
+        ("127.0.0.1", False, False, True, ["client", "operator", "commander"]),
+        ("0.0.0.0", True, True, True, ["client", "operator", "commander"]),
+    ],
+)
+def test_who_needs_a_key_is_as_the_docs_say(
+    tmp_path: Path,
+    keys: ClientsConfig,
+    host: str,
+    insecure: bool,
+    has_secret: bool,
+    has_keys: bool,
+    needs_key: list[Access],
+) -> None:
+    """docs/clients.md, "Without API keys"."""
+    file = tmp_path / "secret"
+    file.write_text(new_secret())
+    front = FrontConfig(
+        port=0, host=host, insecure=insecure, secret_file=file if has_secret else None
+    )
+    config = RouterConfig(model="any", front=front, clients=keys if has_keys else ClientsConfig())
+    guard = make_clients(config, RouterMetrics()).guard
+    refused: list[Access] = []
+    for access in get_args(Access):
+        try:
+            guard.asking(access)("", "192.0.2.1")
+        except Unauthenticated:
+            refused.append(access)
+    assert refused == needs_key

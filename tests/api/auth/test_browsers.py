@@ -1,0 +1,71 @@
+"""What browsers are made to say: the host that they ask, and the page that asks."""
+
+import pytest
+
+from api.auth.cors import Cors
+from api.auth.hosts import HostCheck
+
+OWN = ["localhost", "localhost:8000", "127.0.0.1:8000", "127.1.2.3", "[::1]:8000", "[::1]"]
+
+
+@pytest.mark.parametrize("host", [*OWN, "LOCALHOST", "page.localhost:8000", ""])
+def test_this_machines_own_names_are_let_in(host):
+    assert HostCheck("127.0.0.1", ()).refusal(host) is None
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example",
+        "evil.example:8000",
+        "localhost.evil.example",
+        "127.0.0.1.evil.example",
+        "evillocalhost",
+        "10.0.0.1",
+        "[::2]:80",
+        "::1:8000:evil",
+        "localhost:evil",
+    ],
+)
+@pytest.mark.parametrize("listens_on", ["127.0.0.1", "localhost", "::1"])
+def test_any_other_name_is_refused_by_what_only_this_machine_reaches(listens_on, host):
+    sentence = HostCheck(listens_on, ()).refusal(host)
+    assert sentence is not None
+    assert "--allowed-hosts" in sentence
+
+
+def test_names_can_be_allowed_and_then_others_are_refused_everywhere():
+    check = HostCheck("0.0.0.0", ("baton.example", "[2001:db8::1]"))
+    for host in ("baton.example", "Baton.Example:443", "[2001:db8::1]:80", "localhost"):
+        assert check.refusal(host) is None
+    assert check.refusal("evil.example")
+    assert HostCheck("0.0.0.0", ()).refusal("any.example") is None
+
+
+def test_without_origins_no_page_of_another_site_is_told_anything():
+    cors = Cors(())
+    assert cors.headers("/v1/models", "https://a.example") == ()
+    assert cors.preflight("/v1/models", "https://a.example", "") == ()
+
+
+def test_a_listed_site_may_read_the_api_and_nothing_else():
+    cors = Cors(("https://a.example",))
+    told = dict(cors.headers("/v1/models", "https://a.example"))
+    assert told["access-control-allow-origin"] == "https://a.example"
+    assert told["vary"] == "origin"
+    assert "retry-after" in told["access-control-expose-headers"]
+    assert dict(cors.headers("/v1/models", "https://b.example")) == {"vary": "origin"}
+    assert dict(cors.headers("/v1/models", "")) == {"vary": "origin"}
+    assert cors.headers("/cluster", "https://a.example") == ()
+
+
+def test_a_preflight_is_told_the_methods_and_its_headers():
+    cors = Cors(("*",))
+    wanted = "authorization, x-stainless-os"
+    told = dict(cors.preflight("/v1/completions", "null", wanted))
+    assert told["access-control-allow-methods"] == "GET, POST"
+    assert told["access-control-allow-headers"] == wanted
+    assert "access-control-allow-credentials" not in told
+    assert dict(cors.headers("/v1/completions", "null"))["access-control-allow-origin"] == "*"
+    unsafe = dict(cors.preflight("/v1/completions", "null", "a\r\nset-cookie: b"))
+    assert "access-control-allow-headers" not in unsafe

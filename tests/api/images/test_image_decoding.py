@@ -1,0 +1,234 @@
+"""Images are decoded beside the router, within bounds, and clients take turns."""
+
+import asyncio
+import os
+import queue
+import signal
+import threading
+from collections.abc import AsyncIterator, Iterator
+from typing import cast
+
+import msgspec
+import pytest
+
+pytest.importorskip("PIL")
+
+from PIL import Image as Pillow
+
+from api.auth.client import Client, by_address
+from api.images import decoder
+from api.images.decoding import CPU_S, LANES, MAX_WAITING, Decoding
+from api.images.jobs import Decoded, Job, Outcome, Refused
+from api.images.pixels import FORMATS, MAX_PIXELS
+from common.errors import InvalidRequest, NodeUnavailable, Overloaded
+from common.process.helper import ANSWERED, CRASHED, NO_MEMORY, Answer, Helper, Question
+from tests.api.images.test_images import drawn, encoded
+from tests.support.headed_images import headed
+from tests.support.vision import SIDE, files_of, write_vision_files
+
+BUSY, OTHER = by_address("192.0.2.1"), by_address("192.0.2.2")
+WAIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    files = files_of(write_vision_files(tmp_path_factory.mktemp("seeing")))
+    return Job(encoded(drawn(16, 16)), False, files, 64, 64)
+
+
+@pytest.fixture
+async def decodes() -> AsyncIterator[Decoding]:
+    decodes = Decoding()
+    yield decodes
+    decodes.close()
+
+
+def of_content(job: Job, content: bytes) -> Job:
+    return msgspec.structs.replace(job, content=content)
+
+
+def worked(job: Job) -> Outcome:
+    """The program's answer, from this process."""
+    return msgspec.msgpack.decode(decoder.work(msgspec.msgpack.encode(job)), type=Outcome)
+
+
+# Bounds -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_an_image_with_too_many_pixels_for_its_format_is_not_decoded(
+    kind: str, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def pixels_of(image: Pillow.Image, height: int, width: int) -> tuple[bool, bytes]:
+        asked.append(image.size)
+        return False, b""
+
+    monkeypatch.setattr(decoder, "pixels_of", pixels_of)
+    most = 4096, MAX_PIXELS[kind] // 4096
+    assert isinstance(worked(of_content(job, headed(kind, *most))), Decoded)
+    assert asked == [most]
+    outcome = worked(of_content(job, headed(kind, most[0], most[1] + 1)))
+    assert isinstance(outcome, Refused) and f"for {kind} " in outcome.sentence
+    assert asked == [most]
+
+
+def test_an_image_whose_tokens_do_not_fit_is_not_decoded(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(decoder, "pixels_of")
+    large = of_content(job, encoded(drawn(64, 64)))
+    outcome = worked(msgspec.structs.replace(large, tokens_left=63))
+    assert outcome == Refused(
+        "messages: an image has 64 tokens, 63 are left for it: send fewer or smaller images, or "
+        "detail low"
+    )
+
+
+async def test_the_largest_webp_of_34_bytes_is_decoded_within_the_bounds(
+    job: Job, decodes: Decoding
+) -> None:
+    content = headed("WEBP", 4096, MAX_PIXELS["WEBP"] // 4096)
+    assert len(content) == 34
+    decoded = await decodes.decoded(of_content(job, content), BUSY)
+    assert len(decoded.pixels) == decoded.rows * decoded.columns * SIDE**2 * 3
+
+
+def test_a_large_jpeg_is_decoded_at_a_fraction_of_its_size(job: Job) -> None:
+    """In a quarter of the memory that its pixels would take."""
+    content = encoded(Pillow.new("RGB", (8192, 4096), (200, 30, 60)), "JPEG")
+    helper = Helper("api.images.decoder", [], num_lanes=1, deadline_s=120.0)
+    try:
+        asked = msgspec.msgpack.encode(of_content(job, content))
+        answer = helper.ask(0, Question(asked, CPU_S, 32 << 20))
+    finally:
+        helper.close()
+    assert answer.code == ANSWERED
+    outcome = msgspec.msgpack.decode(answer.content, type=Outcome)
+    assert isinstance(outcome, Decoded) and abs(outcome.pixels[0] - 200) < 4
+
+
+def test_a_photo_with_others_behind_it_is_a_jpeg(job: Job) -> None:
+    photo = drawn(16, 16)
+    content = encoded(photo, "MPO", save_all=True, append_images=[photo])
+    assert isinstance(worked(of_content(job, content)), Decoded)
+
+
+# The program --------------------------------------------------------------------------------------
+
+
+async def test_the_program_starts_with_the_first_image_and_again_after_its_end(
+    job: Job, decodes: Decoding
+) -> None:
+    assert decodes.helper.pid is None
+    first = await decodes.decoded(job, BUSY)
+    pid = decodes.helper.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(NodeUnavailable, match="send the request again"):
+        await decodes.decoded(job, BUSY)
+    assert await decodes.decoded(job, BUSY) == first
+
+
+class Held:
+    """A helper whose questions wait until each is released."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.asked: queue.Queue[bytes] = queue.Queue()  # contents
+        self.shared = False  # two questions had one lane
+        self._answer = answer
+        self._lanes: set[int] = set()
+        self._ends: dict[bytes, threading.Event] = {}
+
+    def ask(self, lane: int, question: Question) -> Answer:
+        content = msgspec.msgpack.decode(question.content, type=Job).content
+        end = self._ends[content] = threading.Event()
+        self.shared |= lane in self._lanes
+        self._lanes.add(lane)
+        self.asked.put(content)
+        assert end.wait(WAIT_S)
+        self._lanes.discard(lane)
+        return self._answer
+
+    async def next(self) -> bytes:
+        return await asyncio.to_thread(self.asked.get, timeout=WAIT_S)
+
+    def release(self, content: bytes) -> None:
+        self._ends[content].set()
+
+    def close(self) -> None:
+        for end in self._ends.values():
+            end.set()
+
+
+@pytest.fixture
+def held(decodes: Decoding) -> Iterator[Held]:
+    held = Held(Answer(ANSWERED, msgspec.msgpack.encode(Decoded(1, 1, b""))))
+    decodes.helper = cast(Helper, held)
+    yield held
+    held.close()
+
+
+def asks(decodes: Decoding, job: Job, content: bytes, client: Client) -> asyncio.Task[Decoded]:
+    return asyncio.create_task(decodes.decoded(of_content(job, content), client))
+
+
+@pytest.mark.parametrize(
+    "code, reason", [(-signal.SIGXCPU, "5 s of a core"), (NO_MEMORY, "448 MiB"), (CRASHED, "MiB")]
+)
+async def test_an_image_beyond_its_bounds_is_the_clients_fault(
+    job: Job, decodes: Decoding, code: int, reason: str
+) -> None:
+    held = Held(Answer(code))
+    decodes.helper = cast(Helper, held)
+    asked = asks(decodes, job, b"large", BUSY)
+    held.release(await held.next())
+    with pytest.raises(InvalidRequest, match=reason):
+        await asked
+
+
+async def test_a_client_with_many_images_delays_another_one_by_one_turn(
+    job: Job, decodes: Decoding, held: Held
+) -> None:
+    many = [asks(decodes, job, b"busy %d" % number, BUSY) for number in range(20)]
+    running = [await held.next() for _ in range(LANES)]
+    other = asks(decodes, job, b"other", OTHER)
+    await asyncio.sleep(0)
+    held.release(running[0])
+    assert await held.next() == b"other"
+    held.release(b"other")
+    await other
+    for task in many:
+        task.cancel()
+
+
+async def test_the_queue_of_images_is_bounded_and_has_room_for_others(
+    job: Job, decodes: Decoding, held: Held
+) -> None:
+    many = [asks(decodes, job, b"%d" % number, BUSY) for number in range(LANES + MAX_WAITING)]
+    for _ in range(LANES):
+        await held.next()
+    refused = [task for task in many if task.done()]
+    assert refused and isinstance(refused[0].exception(), Overloaded)
+    assert "images are being decoded" in str(refused[0].exception())
+    other = asks(decodes, job, b"other", OTHER)
+    await asyncio.sleep(0)
+    assert not other.done()
+    for task in [other, *many]:
+        task.cancel()
+
+
+async def test_a_turn_lasts_as_long_as_its_work_though_its_request_has_gone(
+    job: Job, decodes: Decoding, held: Held
+) -> None:
+    first, second = (asks(decodes, job, name, BUSY) for name in (b"first", b"second"))
+    assert {await held.next(), await held.next()} == {b"first", b"second"}
+    first.cancel()
+    third = asks(decodes, job, b"third", BUSY)
+    held.release(b"second")
+    await second
+    assert await held.next() == b"third"
+    assert not held.shared
+    held.release(b"third")
+    await third

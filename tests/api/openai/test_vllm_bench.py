@@ -1,0 +1,68 @@
+"""Requests as `vllm bench serve` sends them, with every field and header that it sets, and of the
+answers what it reads. Taken from its source; docs/load.md has the command."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.api.openai.openai_rig import CHAT, COMPLETIONS, Api, api_for
+from tests.support.http_client import Response, get, post
+
+ASKED = {"stream": True, "stream_options": {"include_usage": True}}
+COMPLETION = {"prompt": "the fox", "repetition_penalty": 1.0, "max_tokens": 8, "logprobs": None}
+CONVERSATION = {
+    "messages": [{"role": "user", "content": [{"type": "text", "text": "the fox"}]}],
+    "max_completion_tokens": 8,
+}
+# --temperature and the like go over what the tool sends anyway
+EXTRA = {"temperature": 0.0, "top_p": 0.9, "top_k": 10, "min_p": 0.0, "frequency_penalty": 0.1}
+
+
+async def answered(api: Api, path: str, **fields: Any) -> Response:
+    asking = asyncio.create_task(
+        post(
+            api.router.http_port,
+            path,
+            {"model": api.model, **fields, **ASKED},
+            x_request_id="bench-0a1b2c3d-0",
+            authorization="Bearer none",
+        )
+    )
+    submit = await api.complete("quick", cached_tokens=1)
+    assert submit.sampling.max_tokens == 8
+    answer = await asking
+    assert answer.headers["x-request-id"] == "bench-0a1b2c3d-0"
+    return answer
+
+
+def tokens_and_usage(response: Response) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """As the tool tells them apart: an event with choices is of tokens, one without is the end."""
+    assert response.status == 200
+    chosen = [event["choices"][0] for event in response.events if event.get("choices")]
+    (usage,) = (e["usage"] for e in response.events if not e.get("choices") and e.get("usage"))
+    return chosen, usage
+
+
+@pytest.mark.parametrize("more", [{}, {"ignore_eos": True}, EXTRA], ids=["plain", "eos", "extra"])
+async def test_its_completions_are_answered(model: Path, more: dict[str, Any]) -> None:
+    async with api_for(model) as api:
+        chosen, usage = tokens_and_usage(await answered(api, COMPLETIONS, **COMPLETION, **more))
+    assert "".join(choice["text"] for choice in chosen) == "quick"
+    assert usage["completion_tokens"] > 0 and usage["prompt_tokens"] > 0
+
+
+@pytest.mark.parametrize("more", [{}, {"ignore_eos": True}, EXTRA], ids=["plain", "eos", "extra"])
+async def test_its_conversations_are_answered(model: Path, more: dict[str, Any]) -> None:
+    async with api_for(model) as api:
+        chosen, usage = tokens_and_usage(await answered(api, CHAT, **CONVERSATION, **more))
+    assert "".join(choice["delta"].get("content") or "" for choice in chosen) == "quick"
+    assert usage["completion_tokens"] > 0 and usage["prompt_tokens"] > 0
+
+
+async def test_it_finds_out_the_model_and_reads_metrics(model: Path) -> None:
+    async with api_for(model) as api:
+        (first,) = (await get(api.router.http_port, "/v1/models")).json["data"]
+        assert first["id"] == first["root"] == api.model
+        assert (await get(api.router.http_port, "/metrics")).status == 200

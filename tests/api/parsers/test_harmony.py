@@ -1,0 +1,347 @@
+"""A model that writes harmony, held to calls and to forms: with its own channels, and thought."""
+
+import asyncio
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer
+
+from api.parsers.harmony import ENDS, MARKERS
+from protos import router_pb2
+from protos.decode_pb2 import FINISH_REASON_STOP
+from tests.api.openai.openai_rig import CHAT, COMPLETIONS, HELLO
+from tests.api.rig import collect, router_for, write_model
+from tests.api.talk import CONTEXT, Spoken, talk
+from tests.support.stub_decode_node import StubDecodeNode
+
+TEMPLATE = """{% for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' %}<|channel|>
+final{% endif %}<|message|>{{ m.content }}<|end|>{% endfor %}
+{% if tools %}{{ tools | tojson }}{% endif %}
+{% if add_generation_prompt %}<|start|>assistant{% endif %}"""
+ADD: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
+}
+SUB: dict[str, Any] = {"type": "function", "function": {"name": "sub"}}
+SCHEMA = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SCHEMA}}
+THOUGHT = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+
+
+def call(name: str, arguments: str) -> str:
+    header = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
+    return header + arguments
+
+
+_ADD, _SUB = call("add", '{"a": 27}'), call("sub", "{}")
+CALLS = f"{THOUGHT}{_ADD}<|end|><|start|>assistant{_SUB}<|call|>"
+
+
+def _model(directory: Path, *, special: bool) -> Path:
+    model = write_model(directory, chat_template=TEMPLATE)
+    file = model / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(file))
+    if special:
+        tokens = [AddedToken(text, special=True) for text in (*MARKERS, *ENDS)]
+        tokenizer.add_special_tokens(tokens)
+        tokenizer.save(str(file))
+    config = model / "config.json"
+    config.write_text(config.read_text().replace(" 64,", f" {CONTEXT},").replace("320", "400"))
+    return model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _model(tmp_path_factory.mktemp("harmony"), special=True)
+
+
+def _shape(form: Mapping[str, Any], model: Path) -> str:
+    """A tag's format as something like an expression, with tokens as they are spelt."""
+    match form:
+        case {"type": "sequence", "elements": elements}:
+            return "".join(_shape(each, model) for each in elements)
+        case {"type": "or", "elements": elements}:
+            return f"({'|'.join(_shape(each, model) for each in elements)})"
+        case {"type": "optional", "content": content}:
+            return f"({_shape(content, model)})?"
+        case {"type": "star", "content": content}:
+            return f"({_shape(content, model)})*"
+        case {"type": "token", "token": token}:
+            return Spoken(model).text([token])
+        case {"type": "const_string", "value": value}:
+            return str(value)
+        case {"type": "regex", "pattern": pattern}:
+            return f"/{pattern}/"
+        case {"type": "json_schema", "json_schema": schema}:
+            return json.dumps(schema)
+        case {"type": "grammar", "grammar": grammar}:
+            return f"`{grammar}`"
+        case _:
+            raise AssertionError(form)
+
+
+MAY_THINK = r"(<|channel|>analysis<|message|>/[\s\S]*/<|end|><|start|>assistant)?"
+
+
+def _call_shape(name: str, schema: str) -> str:
+    header = (
+        f"<|channel|>commentary to=functions.{name} | to=functions.{name}<|channel|>commentary "
+    )
+    return f"({header})<|constrain|>json<|message|>{schema}"
+
+
+ADD_SHAPE = _call_shape("add", json.dumps(ADD["function"]["parameters"]))
+SUB_SHAPE = _call_shape("sub", '{"type": "object"}')
+FREE_ADD_SHAPE = _call_shape("add", '{"type": "object"}')
+CALL_SHAPES = (
+    f"({FREE_ADD_SHAPE}|{SUB_SHAPE})(<|end|><|start|>assistant({FREE_ADD_SHAPE}|{SUB_SHAPE}))*"
+)
+FINAL = "<|channel|>final<|message|>"
+SAID = r"<|channel|>(analysis|commentary|final)<|message|>/[\s\S]*/"
+
+
+@pytest.mark.parametrize(
+    "fields, shape",
+    [
+        (
+            {"tool_choice": "required"},
+            f"{MAY_THINK}({ADD_SHAPE}|{SUB_SHAPE})"
+            f"(<|end|><|start|>assistant({ADD_SHAPE}|{SUB_SHAPE}))*",
+        ),
+        (
+            {"tool_choice": "required", "parallel_tool_calls": False},
+            f"{MAY_THINK}({ADD_SHAPE}|{SUB_SHAPE})",
+        ),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "sub"}}},
+            f"{MAY_THINK}{SUB_SHAPE}",
+        ),
+        (
+            {"response_format": FORMAT},
+            f"{MAY_THINK}({FINAL}{json.dumps(SCHEMA)}|{CALL_SHAPES})",
+        ),
+        (
+            {"response_format": {"type": "json_object"}},
+            f'{MAY_THINK}({FINAL}{{"type": "object"}}|{CALL_SHAPES})',
+        ),
+        (
+            {"response_format": FORMAT, "parallel_tool_calls": False},
+            f"{MAY_THINK}({FINAL}{json.dumps(SCHEMA)}|({FREE_ADD_SHAPE}|{SUB_SHAPE}))",
+        ),
+        ({"guided_regex": "a+"}, f"{MAY_THINK}({FINAL}/a+/|{CALL_SHAPES})"),
+        (
+            {"guided_choice": ["a", "b"]},
+            f'{MAY_THINK}({FINAL}`root ::= "a" | "b"`|{CALL_SHAPES})',
+        ),
+        (
+            {"guided_regex": "a+", "tool_choice": "none"},
+            f"{MAY_THINK}{FINAL}/a+/",
+        ),
+    ],
+    ids=lambda value: None if isinstance(value, str) else " ".join(value),
+)
+async def test_an_answer_is_held_to_its_channels(
+    model: Path, fields: dict[str, Any], shape: str
+) -> None:
+    async with talk(model) as talking:
+        asking = asyncio.create_task(
+            talking.api.post(CHAT, messages=HELLO, tools=[ADD, SUB], **fields)
+        )
+        guide = (await talking.api.complete()).sampling.guide
+        assert (await asking).status == 200
+        assert _shape(json.loads(guide.structural_tag)["format"], model) == shape
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_calls_that_must_be_made_are_heard_behind_the_thought(
+    model: Path, stream: bool
+) -> None:
+    async with talk(model) as talking:
+        asking = asyncio.create_task(
+            talking.api.post(
+                CHAT, messages=HELLO, tools=[ADD, SUB], tool_choice="required", stream=stream
+            )
+        )
+        number, _ = await talking.asked()
+        *tokens, last = talking.ids(CALLS)
+        for token in tokens:
+            talking.api.node.say({number: [token]})
+        talking.api.node.say({number: [last]}, ended={number: FINISH_REASON_STOP})
+        answer = await asking
+    if stream:
+        choices = [event["choices"][0] for event in answer.events]
+        said = [one["delta"] for one in choices]
+    else:
+        choices = answer.json["choices"]
+        said = [choices[0]["message"]]
+    parts = [part["function"] for one in said for part in one.get("tool_calls") or ()]
+    assert [part["name"] for part in parts if part.get("name")] == ["add", "sub"]
+    assert "".join(part.get("arguments") or "" for part in parts) == '{"a": 27}{}'
+    assert "".join(one.get("content") or "" for one in said) == ""
+    assert "".join(one.get("reasoning_content") or "" for one in said) == "hm"
+    assert choices[-1]["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_markers_that_are_spelt_with_other_tokens_are_text(model: Path, stream: bool) -> None:
+    spelt = "".join((*MARKERS, *ENDS))
+    quoted = json.dumps({"q": spelt})
+    fields = {"stop": ["sure~", "|>h!"], "logprobs": True, "max_tokens": 1000}
+    async with talk(model) as talking:
+
+        def spell(text: str) -> list[int]:
+            return [token for character in text for token in talking.ids(character)]
+
+        tokens = [
+            *talking.ids("<|channel|>analysis<|message|>"),
+            *spell(f"is {spelt} what?"),
+            *talking.ids("<|end|><|start|>assistant<|channel|>commentary to=functions.add "),
+            *talking.ids("<|constrain|>json<|message|>"),
+            *spell(quoted),
+            *talking.ids("<|end|><|start|>assistant<|channel|>final<|message|>"),
+            *spell(f"h: {spelt} is, for sure~ it is"),
+        ]
+        asking = asyncio.create_task(
+            talking.api.post(CHAT, messages=HELLO, tools=[ADD], stream=stream, **fields)
+        )
+        number, _ = await talking.asked()
+        for token in tokens:
+            talking.api.node.say({number: [token]}, logprobs={number: [-0.5]})
+        answer = await asking
+    if stream:
+        choices = [event["choices"][0] for event in answer.events]
+        said = [one["delta"] for one in choices]
+    else:
+        choices = answer.json["choices"]
+        said = [choices[0]["message"]]
+    (call,) = [each for one in said for each in one.get("tool_calls") or () if each.get("id")]
+    parts = [each["function"] for one in said for each in one.get("tool_calls") or ()]
+    assert call["function"]["name"] == "add"
+    assert "".join(part.get("arguments") or "" for part in parts) == quoted
+    assert "".join(one.get("content") or "" for one in said) == f"h: {spelt} is, for "
+    assert "".join(one.get("reasoning_content") or "" for one in said) == f"is {spelt} what?"
+    told = [each for one in choices if one["logprobs"] for each in one["logprobs"]["content"]]
+    assert len(told) == len(tokens) - len(" it is")
+    assert choices[-1]["stop_reason"] == "sure~"
+
+
+async def test_a_form_is_of_the_content_and_not_of_the_thought(model: Path) -> None:
+    async with talk(model) as talking:
+        text = f'{THOUGHT}<|channel|>final<|message|>{{"sum": 42}}<|return|>'
+        choice, prompt = await talking.ask(text, response_format=FORMAT)
+        assert prompt.endswith("<|start|>assistant")
+        assert choice.message.content == '{"sum": 42}'
+        assert choice.message.reasoning_content == "hm"
+
+
+@pytest.mark.parametrize(
+    "tools, fields, shape",
+    [
+        (
+            [SUB],
+            {},
+            f"(/[\\s\\S]*/|({SAID}|{ADD_SHAPE}|{SUB_SHAPE}))"
+            f"(<|end|><|start|>assistant({SAID}|{ADD_SHAPE}|{SUB_SHAPE}))*",
+        ),
+        (
+            [],
+            {"parallel_tool_calls": False},
+            f"((/[\\s\\S]*/|{SAID})(<|end|><|start|>assistant{SAID})*"
+            f"(<|end|><|start|>assistant{ADD_SHAPE})?|{ADD_SHAPE})",
+        ),
+    ],
+    ids=["beside another", "no more than one call"],
+)
+async def test_calls_of_strict_tools_are_held_to_their_form(
+    model: Path, tools: list[Any], fields: dict[str, Any], shape: str
+) -> None:
+    """Those of a name that no header has a place for have none."""
+    strict = {"type": "function", "function": {**ADD["function"], "strict": True}}
+    odd = {"type": "function", "function": {"name": "a b"}}
+    async with talk(model) as talking:
+        asking = asyncio.create_task(
+            talking.api.post(CHAT, messages=HELLO, tools=[strict, odd, *tools], **fields)
+        )
+        guide = (await talking.api.complete()).sampling.guide
+        assert (await asking).status == 200
+        assert _shape(json.loads(guide.structural_tag)["format"], model) == shape
+
+
+async def test_what_need_not_call_is_free_if_the_router_is_told_so(model: Path) -> None:
+    async with talk(model, tool_arguments="free") as talking:
+        for fields in ({}, {"tool_choice": "auto"}, {"tool_choice": "none"}):
+            asking = asyncio.create_task(
+                talking.api.post(CHAT, messages=HELLO, tools=[ADD], **fields)
+            )
+            assert not (await talking.api.complete()).sampling.HasField("guide")
+            assert (await asking).status == 200
+        choice, _ = await talking.ask(CALLS, tools=[ADD, SUB])
+        assert [each.function.name for each in choice.message.tool_calls] == ["add", "sub"]
+
+
+async def test_an_answer_that_begins_with_no_header_is_held_from_its_start(model: Path) -> None:
+    """As of a prompt that no template has rendered, of a turn that goes on, and of a tag, which
+    says itself where it is free."""
+    said = [*HELLO, {"role": "assistant", "content": "{"}]
+    tag = {"type": "structural_tag", "format": {"type": "any_text"}}
+    for path, fields in (
+        (COMPLETIONS, {"prompt": "x", "response_format": FORMAT}),
+        (CHAT, {"messages": said, "continue_final_message": True, "response_format": FORMAT}),
+        (CHAT, {"messages": HELLO, "response_format": tag}),
+    ):
+        async with talk(model) as talking:
+            asking = asyncio.create_task(talking.api.post(path, **fields))
+            guide = (await talking.api.complete()).sampling.guide
+            assert (await asking).status == 200
+            wanted = tag if fields["response_format"] is tag else SCHEMA
+            assert json.loads(getattr(guide, guide.WhichOneof("form"))) == wanted
+
+
+async def test_a_name_that_no_header_can_have_is_refused_where_it_must_be_called(
+    model: Path,
+) -> None:
+    odd = {"type": "function", "function": {"name": "a b"}}
+    async with talk(model) as talking:
+        for choice in ("required", {"type": "function", "function": {"name": "a b"}}):
+            answer = await talking.api.post(
+                CHAT, messages=HELLO, tools=[ADD, odd], tool_choice=choice
+            )
+            assert (answer.status, answer.error["param"]) == (400, "tool_choice")
+            assert "cannot call 'a b'" in answer.error["message"]
+
+
+async def test_markers_that_are_text_hold_nothing_so_calls_are_json(tmp_path: Path) -> None:
+    model = _model(tmp_path, special=False)
+    async with talk(model) as talking:
+        asking = asyncio.create_task(
+            talking.api.post(CHAT, messages=HELLO, tools=[SUB], tool_choice="required")
+        )
+        submit = await talking.api.complete('[{"name": "sub", "parameters": {}}]')
+        assert json.loads(submit.sampling.guide.json_schema)["type"] == "array"
+        (choice,) = (await asking).json["choices"]
+        assert choice["message"]["tool_calls"][0]["function"]["name"] == "sub"
+
+
+async def test_over_grpc_a_form_is_of_the_content_too(model: Path) -> None:
+    async with StubDecodeNode() as node:
+        async with router_for(model, decode=[node.address]) as (client, _):
+            await client.wait_until_serving()
+            messages = router_pb2.ChatMessages(
+                messages=[router_pb2.ChatMessage(role="user", content="hello")]
+            )
+            sampling = {"guide": {"regex": "[0-9]+"}}
+            asked = client.generate(messages=messages, sampling=sampling)
+            submit = await node.submitted()
+            form = json.loads(submit.sampling.guide.structural_tag)["format"]
+            assert re.search(r"final<\|message\|>/\[0-9\]\+/$", _shape(form, model))
+            said = Spoken(model).ids(f"{THOUGHT}<|channel|>final<|message|>42<|return|>")
+            node.say({submit.number: said}, ended={submit.number: FINISH_REASON_STOP})
+            text, _, last = await collect(asked)
+            assert (text, last.reasoning) == ("42", "hm")

@@ -1,0 +1,454 @@
+"""What models write is told apart, wherever it is cut into pieces."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from api.parsers.formats import DEEPSEEK
+from api.parsers.listener import Listener
+from api.parsers.model_format import NONE, Speech, speech_of
+
+TOOLS: dict[str, Any] = {
+    "f": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "exact": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+            "unit": {"enum": ["C", 7]},
+            "where": {"$ref": "#/$defs/where"},
+            "note": {"type": ["string", "null"]},
+        },
+        "$defs": {"where": {"anyOf": [{"$ref": "#/$defs/where"}, {"type": "object"}]}},
+    },
+    "get_weather": {},
+}
+PARIS = '{"city": "Paris"}'
+TRICKY = '{"q": "a } \\" ] [TOOL_CALLS] </tool_call> {", "n": [1, {"x": null}]}'
+BEGINS, BEGIN, SEP, END, CALLS_END = DEEPSEEK
+
+
+@dataclass(frozen=True)
+class Told:
+    content: str = ""
+    reasoning: str = ""
+    calls: Sequence[tuple[str, str]] = field(default_factory=list)
+
+
+def listened(
+    speech: Speech,
+    pieces: Sequence[str],
+    end: str = "",
+    tools: Mapping[str, Any] | None = TOOLS,
+    reasons: bool = True,
+    parallel: bool = True,
+    marks: Sequence[int] = (),
+) -> Told:
+    """
+    Args:
+        marks: where in all of it special tokens stand.
+    """
+    listener = Listener(speech.parser(end, tools, reasons=reasons), parallel=parallel)
+    content = reasoning = ""
+    calls: dict[int, tuple[str, str]] = {}
+    ids: dict[int, str] = {}
+    begun = 0
+    for number, piece in enumerate(pieces, start=1):
+        here = [mark - begun for mark in marks if 0 <= mark - begun < len(piece)]
+        begun += len(piece)
+        heard = listener.hear(piece, here, last=number == len(pieces))
+        content += heard.content
+        reasoning += heard.reasoning
+        for part in heard.calls:
+            name, arguments = calls.get(part.index, ("", ""))
+            assert bool(part.id) == bool(part.name) == (part.index not in ids)
+            ids.setdefault(part.index, part.id)
+            calls[part.index] = (name + part.name, arguments + part.arguments)
+    assert list(calls) == list(range(len(calls)))
+    assert len(set(ids.values())) == len(ids)
+    return Told(content, reasoning, [calls[index] for index in sorted(calls)])
+
+
+HERMES, LLAMA3 = Speech(tools="hermes"), Speech(tools="llama3")
+MISTRAL, DEEPSEEKS = Speech(tools="mistral"), Speech(tools="deepseek")
+QWEN3, R1 = Speech("qwen3", "hermes"), Speech("deepseek-r1", "deepseek")
+CODER, GLM = Speech(tools="qwen3-coder"), Speech("qwen3", "glm45")
+HARMONY = Speech("harmony", "harmony")
+
+
+def hermes(arguments: str, name: str = "f") -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+def of_v3(arguments: str, name: str = "f") -> str:
+    return f"{BEGIN}function{SEP}{name}\n```json\n{arguments}\n```{END}"
+
+
+def coder(arguments: Mapping[str, str], name: str = "f") -> str:
+    told = "".join(f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in arguments.items())
+    return f"<tool_call>\n<function={name}>\n{told}</function>\n</tool_call>"
+
+
+def glm(arguments: Mapping[str, str], name: str = "f") -> str:
+    told = "".join(
+        f"<arg_key>{key}</arg_key>\n<arg_value>{text}</arg_value>\n"
+        for key, text in arguments.items()
+    )
+    return f"<tool_call>{name}\n{told}</tool_call>"
+
+
+WRITTEN = {
+    "city": ' "a" </tool_call>\n\n',
+    "days": "3",
+    "exact": "True",
+    "unit": "C",
+    "where": '{"x": [1.5, null]}',
+    "note": "null",
+    "other": "[1]",
+}
+TYPED = (
+    r'{"city": " \"a\" </tool_call>\n\n", "days": 3, "exact": true, "unit": "C", '
+    r'"where": {"x": [1.5, null]}, "note": null, "other": [1]}'
+)
+MISTYPED = {"days": "x3", "exact": "0", "where": "[]", "note": "3", "unit": "7", "city": "7"}
+AS_TEXT = '{"days": "x3", "exact": "0", "where": "[]", "note": "3", "unit": 7, "city": "7"}'
+
+CASES: dict[str, tuple[Speech, str, Told]] = {
+    "plain text": (Speech(), " hello <tool_call>\n ", Told(" hello <tool_call>\n ")),
+    "no call": (HERMES, "1 < 2 <tool_cal ", Told("1 < 2 <tool_cal ")),
+    "hermes": (HERMES, hermes(PARIS), Told(calls=[("f", PARIS)])),
+    "hermes, tricky": (HERMES, hermes(TRICKY), Told(calls=[("f", TRICKY)])),
+    "hermes, two and words": (
+        HERMES,
+        f"Let me see. \n\n{hermes(PARIS)}\n{hermes('{}', 'get_weather')}\n",
+        Told("Let me see.", calls=[("f", PARIS), ("get_weather", "{}")]),
+    ),
+    "hermes, keys in another order": (
+        HERMES,
+        f'<tool_call>{{"id": [1, "}}"], "arguments": {PARIS}, "name": "f"}}</tool_call>bye',
+        Told("bye", calls=[("f", PARIS)]),
+    ),
+    "hermes, arguments as a text": (
+        HERMES,
+        hermes(json.dumps(PARIS)),
+        Told(calls=[("f", PARIS)]),
+    ),
+    "hermes, without arguments": (
+        HERMES,
+        '<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "f", "arguments": null}',
+        Told(calls=[("f", "{}"), ("f", "{}")]),
+    ),
+    "hermes, never closed": (
+        HERMES,
+        f'<tool_call>{{"name": "f", "arguments": {PARIS}}}\n{hermes("{}")}',
+        Told(calls=[("f", PARIS), ("f", "{}")]),
+    ),
+    "hermes, no JSON": (
+        HERMES,
+        "see <tool_call>nothing</tool_call> there",
+        Told("see <tool_call>nothing</tool_call> there"),
+    ),
+    "hermes, cut off": (
+        HERMES,
+        '<tool_call>{"name": "f", "arguments": {"a": "b',
+        Told(calls=[("f", '{"a": "b')]),
+    ),
+    "hermes, an escaped name": (
+        HERMES,
+        '<tool_call>{"name": "caf\\u00e9", "arguments": {}}</tool_call>',
+        Told(calls=[("café", "{}")]),
+    ),
+    "llama3": (
+        LLAMA3,
+        '{"name": "get_weather", "parameters": {"city": "Paris"}}',
+        Told(calls=[("get_weather", PARIS)]),
+    ),
+    "llama3, behind a tag": (
+        LLAMA3,
+        f'<|python_tag|>{{"type": "function", "name": "f", "parameters": {PARIS}}}',
+        Told(calls=[("f", PARIS)]),
+    ),
+    "llama3, two": (
+        LLAMA3,
+        f'{{"name": "f", "parameters": {{}}}}; {{"name": "f", "parameters": {TRICKY}}}\n',
+        Told(calls=[("f", "{}"), ("f", TRICKY)]),
+    ),
+    "llama3, other JSON": (
+        LLAMA3,
+        ' {"answer": {"name": "f"}}',
+        Told(' {"answer": {"name": "f"}}'),
+    ),
+    "llama3, an unknown tool": (
+        LLAMA3,
+        '{"name": "Ada", "parameters": {}} is who',
+        Told('{"name": "Ada", "parameters": {}} is who'),
+    ),
+    "llama3, words": (LLAMA3, "Hello {you}", Told("Hello {you}")),
+    "mistral": (
+        MISTRAL,
+        f'[TOOL_CALLS][{{"name": "f", "arguments": {TRICKY}}}, '
+        f'{{"name": "get_weather", "arguments": {PARIS}}}]',
+        Told(calls=[("f", TRICKY), ("get_weather", PARIS)]),
+    ),
+    "mistral, newer": (
+        MISTRAL,
+        f"so [TOOL_CALLS]f[ARGS]{PARIS}[TOOL_CALLS]get_weather[CALL_ID]123456789[ARGS]{{}}",
+        Told("so", calls=[("f", PARIS), ("get_weather", "{}")]),
+    ),
+    "mistral, newest": (MISTRAL, f"[TOOL_CALLS]f{PARIS}", Told(calls=[("f", PARIS)])),
+    "mistral, words": (MISTRAL, "[TOOL] x", Told("[TOOL] x")),
+    "deepseek v3": (
+        DEEPSEEKS,
+        f"Well.{BEGINS}{of_v3(PARIS)}\n{of_v3('{}', 'get_weather')}{CALLS_END}",
+        Told("Well.", calls=[("f", PARIS), ("get_weather", "{}")]),
+    ),
+    "deepseek v3.1": (
+        DEEPSEEKS,
+        f"{BEGINS}{BEGIN}f{SEP}{TRICKY}{END}{BEGIN}get_weather{SEP}{PARIS}{END}{CALLS_END}",
+        Told(calls=[("f", TRICKY), ("get_weather", PARIS)]),
+    ),
+    "deepseek, cut off": (DEEPSEEKS, f"{BEGINS}{BEGIN}function{SEP}get_w", Told()),
+    "qwen3": (
+        QWEN3,
+        f"<think>\nhm, <tool_call> </thin\n</think>\n\nSo: {hermes(PARIS)}",
+        Told("So:", "hm, <tool_call> </thin", [("f", PARIS)]),
+    ),
+    "qwen3, without a thought": (QWEN3, "\n a <think> b", Told("\n a <think> b")),
+    "qwen3, an empty thought": (QWEN3, "<think>\n\n</think>\n\nhi", Told("hi")),
+    "qwen3, cut off": (QWEN3, "<think>\nhm\n", Told("", "hm\n")),
+    "r1": (R1, "hm\n</think>\n\nhi", Told("hi", "hm")),
+    "r1, opened": (
+        R1,
+        f"<think>\nhm\n</think>\n{BEGINS}{of_v3(PARIS)}{CALLS_END}",
+        Told("", "hm", [("f", PARIS)]),
+    ),
+    "qwen3-coder": (
+        CODER,
+        f"Let me see.\n\n{coder(WRITTEN)}\n{coder({}, 'get_weather')}\n",
+        Told("Let me see.", calls=[("f", TYPED), ("get_weather", "{}")]),
+    ),
+    "qwen3-coder, other types": (CODER, coder(MISTYPED), Told(calls=[("f", AS_TEXT)])),
+    "qwen3-coder, no first marker": (
+        CODER,
+        "so <function=f>\n<parameter=city>Paris</parameter></function></tool_call>bye",
+        Told("sobye", calls=[("f", PARIS)]),
+    ),
+    "qwen3-coder, no call": (
+        CODER,
+        "x <tool_call>{} <function=g> y<function",
+        Told("x <tool_call>{} <function=g> y<function"),
+    ),
+    "qwen3-coder, a text cut off": (
+        CODER,
+        coder(WRITTEN)[: coder(WRITTEN).index("</tool_call>")],
+        Told(calls=[("f", r'{"city": " \"a\" ')]),
+    ),
+    "qwen3-coder, a number cut off": (
+        CODER,
+        "<tool_call><function=f><parameter=days>\n3",
+        Told(calls=[("f", '{"days": ')]),
+    ),
+    "glm45": (
+        GLM,
+        f"<think>hm</think>\nWell.\n{glm(WRITTEN)}\n{glm({}, 'get_weather')}",
+        Told("Well.", "hm", [("f", TYPED), ("get_weather", "{}")]),
+    ),
+    "glm47": (GLM, glm({"city": "Paris"}).replace("\n", ""), Told(calls=[("f", PARIS)])),
+    "glm45, other types": (GLM, glm(MISTYPED), Told(calls=[("f", AS_TEXT)])),
+    "glm45, no call": (GLM, "x <tool_call></tool_call>", Told("x <tool_call></tool_call>")),
+    "glm45, cut off": (
+        GLM,
+        "<tool_call>f<arg_key>city</arg_key><arg_value>Pa",
+        Told(calls=[("f", '{"city": "Pa')]),
+    ),
+    "harmony": (
+        HARMONY,
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>"
+        "hi there<|return|>",
+        Told("hi there", "hm"),
+    ),
+    "harmony, calls": (
+        HARMONY,
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary"
+        "<|message|>Let me see.<|end|><|start|>assistant<|channel|>commentary to=functions.f "
+        f"<|constrain|>json<|message|>{TRICKY}<|call|><|start|>assistant to=functions.get_weather"
+        f"<|channel|>commentary json<|message|>{PARIS}<|call|>",
+        Told("Let me see.", "hm", [("f", TRICKY), ("get_weather", PARIS)]),
+    ),
+    "harmony, cut off": (HARMONY, "<|channel|>final<|message|>hi <|en", Told("hi <|en")),
+    "harmony, no harmony": (HARMONY, "hello", Told("hello")),
+    "harmony, goes on": (
+        HARMONY,
+        "o to=functions.f<|end|><|start|>assistant<|channel|>final<|message|>hi<|return|>",
+        Told("o to=functions.fhi"),
+    ),
+    "harmony, half a header": (
+        HARMONY,
+        "<|channel|>final<|end|><|start|>assistant<|start|>assistant<|channel|>final<|message|>hi",
+        Told("hi"),
+    ),
+    "harmony, cut off in a header": (
+        HARMONY,
+        "<|channel|>final<|message|>hi<|end|><|start|>assistant to",
+        Told("hi"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_answer_is_told_apart(name: str) -> None:
+    speech, text, told = CASES[name]
+    assert listened(speech, [text]) == told
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_the_same_wherever_it_is_cut(name: str) -> None:
+    speech, text, told = CASES[name]
+    for cut in range(len(text) + 1):
+        assert listened(speech, [text[:cut], text[cut:]]) == told, text[:cut]
+    for size in (1, 2, 3, 7):
+        pieces = [text[start : start + size] for start in range(0, len(text), size)]
+        assert listened(speech, [*pieces, ""]) == told, size
+
+
+SPOKEN = {
+    "hermes": replace(QWEN3, tokens=dict.fromkeys(QWEN3.markers(calls=True), 0)),
+    "glm": replace(GLM, tokens=dict.fromkeys(GLM.markers(calls=True), 0)),
+    "qwen3-coder": replace(CODER, tokens=dict.fromkeys(["<tool_call>", "</tool_call>"], 0)),
+    "deepseek": replace(R1, tokens=dict.fromkeys(R1.markers(calls=True), 0)),
+    "llama3": replace(LLAMA3, tokens={"<|python_tag|>": 0}),
+    "mistral": replace(MISTRAL, tokens=dict.fromkeys(MISTRAL.markers(calls=True), 0)),
+    "harmony": replace(HARMONY, tokens=dict.fromkeys(HARMONY.markers(calls=True), 0)),
+}
+ALL_SPELT = "".join(dict.fromkeys(each for speech in SPOKEN.values() for each in speech.tokens))
+QUOTED = json.dumps({"q": ALL_SPELT}, ensure_ascii=False)
+# Special tokens are marked with a character before each; what is spelt otherwise is text.
+WITH_TOKENS: dict[str, tuple[str, Told]] = {
+    "hermes": (
+        f"~<think>is it {ALL_SPELT}?~</think>Like {hermes('{}')}:\n"
+        f'~<tool_call>{{"name": "f", "arguments": {QUOTED}}}~</tool_call>',
+        Told(f"Like {hermes('{}')}:", f"is it {ALL_SPELT}?", [("f", QUOTED)]),
+    ),
+    "glm": (
+        f"{glm({})}~<tool_call>f~<arg_key>city~</arg_key>"
+        f"~<arg_value>{ALL_SPELT}~</arg_value>~</tool_call>",
+        Told(glm({}), calls=[("f", QUOTED.replace('"q"', '"city"'))]),
+    ),
+    "qwen3-coder": (
+        "<tool_call>f</tool_call>~<tool_call>\n<function=f>\n</function>\n~</tool_call>",
+        Told("<tool_call>f</tool_call>", calls=[("f", "{}")]),
+    ),
+    "deepseek": (
+        f"{ALL_SPELT}~</think>{ALL_SPELT}~{BEGINS}~{BEGIN}function~{SEP}f\n```json\n{QUOTED}\n```"
+        f"~{END}~{BEGIN}f~{SEP}{QUOTED}~{END}~{CALLS_END}",
+        Told(ALL_SPELT, ALL_SPELT, [("f", QUOTED), ("f", QUOTED)]),
+    ),
+    "llama3": (
+        '<|python_tag|>{"name": "f", "parameters": {}}',
+        Told('<|python_tag|>{"name": "f", "parameters": {}}'),
+    ),
+    "mistral": (
+        f"Like [TOOL_CALLS]f[ARGS]{{}} ~[TOOL_CALLS]f~[CALL_ID]1[ARGS]~[ARGS]{QUOTED}",
+        Told("Like [TOOL_CALLS]f[ARGS]{}", calls=[("f", QUOTED)]),
+    ),
+    "harmony": (
+        f"~<|channel|>analysis~<|message|>{ALL_SPELT}~<|end|>~<|start|>assistant"
+        f"~<|channel|>commentary to=functions.f ~<|constrain|>json~<|message|>{QUOTED}~<|end|>"
+        f"~<|start|>assistant~<|channel|>final~<|message|>{ALL_SPELT}~<|return|>",
+        Told(ALL_SPELT, ALL_SPELT, [("f", QUOTED)]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WITH_TOKENS)
+def test_where_a_marker_is_a_special_token_its_spelling_is_none(name: str) -> None:
+    """Seen failing with markers found by their text alone."""
+    written, told = WITH_TOKENS[name]
+    parts = written.split("~")
+    text = "".join(parts)
+    marks = list(accumulate(map(len, parts[:-1])))
+    for size in (1, 2, 5, 8, len(text)):
+        pieces = [text[start : start + size] for start in range(0, len(text), size)]
+        assert listened(SPOKEN[name], [*pieces, ""], marks=marks) == told, size
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_where_all_markers_are_special_tokens_nothing_else_changes(name: str) -> None:
+    speech, text, told = CASES[name]
+    markers = [*speech.markers(calls=True)]
+    marks = [at for at in range(len(text)) if text.startswith(tuple(markers), at)]
+    spoken = replace(speech, tokens=dict.fromkeys(markers, 0))
+    for size in (1, 7, len(text) or 1):
+        pieces = [text[start : start + size] for start in range(0, len(text), size)]
+        assert listened(spoken, [*pieces, ""], marks=marks) == told, size
+
+
+def test_text_that_only_begins_like_a_marker_is_not_held_back_where_that_is_a_token() -> None:
+    listener = Listener(SPOKEN["hermes"].parser("", TOOLS, reasons=True))
+    assert listener.hear("~ <tool", [], last=False).content == "~ <tool"
+
+
+def test_what_comes_is_told_before_the_rest_is_there() -> None:
+    listener = Listener(QWEN3.parser("", TOOLS, reasons=True))
+    assert listener.hear("<think>hm", last=False).reasoning == "hm"
+    assert listener.hear("</think>So", last=False).content == "So"
+    (begun,) = listener.hear('\n<tool_call>{"name": "f", "arg', last=False).calls
+    assert (begun.name, begun.arguments) == ("f", "")
+    (more,) = listener.hear('uments": {"city": "Pa', last=False).calls
+    assert more.arguments == '{"city": "Pa'
+
+
+@pytest.mark.parametrize(
+    "end, text, told",
+    [
+        ("[assistant]<think>\n", "hm</think>hi", Told("hi", "hm")),
+        ("[assistant]<think>\n\n</think>\n\n", "hi </think>", Told("hi </think>")),
+        ("what is <think>?[assistant]\n", "hi", Told("hi")),
+    ],
+)
+def test_the_end_of_the_prompt_says_whether_it_is_thinking(end: str, text: str, told: Told) -> None:
+    assert listened(QWEN3, [text], end) == told
+    if "<think>?" not in end:
+        assert listened(R1, [text], end) == told
+
+
+@pytest.mark.parametrize("speech", [QWEN3, R1], ids=["qwen3", "r1"])
+def test_reasoning_can_be_left_out(speech: Speech) -> None:
+    assert listened(speech, ["<think>hm</th", "ink>hi"], reasons=False) == Told("hi")
+
+
+def test_who_may_call_no_tool_says_what_would_be_a_call() -> None:
+    assert listened(HERMES, [hermes("{}")], tools=None) == Told(hermes("{}"))
+    text = "<|channel|>commentary to=functions.f<|message|>{}<|call|>"
+    assert listened(HARMONY, [text], tools=None) == Told("{}")
+
+
+def test_of_several_calls_only_the_first_is_told_where_they_may_not_be_parallel() -> None:
+    text = hermes(PARIS) + hermes("{}")
+    for pieces in ([text], list(text)):
+        assert listened(HERMES, pieces, parallel=False).calls == [("f", PARIS)]
+
+
+@pytest.mark.parametrize(
+    "template, speech",
+    [
+        ("{{ messages }}", Speech()),
+        ("<tool_call> <think> </think>", Speech("qwen3", "hermes")),
+        ("<tool_call>", Speech(NONE, "hermes")),
+        ("<tool_call> <function=", Speech(NONE, "qwen3-coder")),
+        ("</think> <tool_call> <arg_key>", Speech("qwen3", "glm45")),
+        ("[AVAILABLE_TOOLS] [TOOL_CALLS]", Speech(NONE, "mistral")),
+        (f"{BEGINS} </think>", Speech("qwen3", "deepseek")),
+        ('<|start_header_id|> "parameters"', Speech(NONE, "llama3")),
+        ("<|start|>assistant<|channel|>", Speech("harmony", "harmony")),
+    ],
+)
+def test_a_template_shows_how_its_model_speaks(template: str, speech: Speech) -> None:
+    assert speech_of(template, "auto", "auto") == speech
+    assert speech_of(template, "none", "none") == Speech()
+    assert speech_of(template, "deepseek-r1", "hermes") == Speech("deepseek-r1", "hermes")

@@ -1,0 +1,301 @@
+"""What a router of several processes tells of itself is of all of them, whichever is asked."""
+
+import asyncio
+import os
+import signal
+import stat
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from common import rpc
+from protos.decode_pb2 import FINISH_REASON_STOP
+from protos.router_pb2 import GetClusterRequest
+from protos.router_pb2_grpc import RouterStub
+from router.metrics import DECLARED
+from tests.api.rig import eventually
+from tests.support.cluster import free_row
+from tests.support.http_client import Response, connected, get, post
+from tests.support.programs import Program
+from tests.support.scrapes import check_declared, scraped, value
+from tests.support.stub_decode_node import StubDecodeNode, Submission
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module")]
+
+START_S = 180.0
+MANY = 12  # connections: that all of them come to one process of two is one chance in 2000
+LIVE_TOKENS = 8  # of an answer that nobody ends; a shorter one is there at once
+
+
+class Node(StubDecodeNode):
+    """Remembers what it was asked, and ends the short answers at once."""
+
+    def __init__(self) -> None:
+        self.submits: list[Submission] = []
+        super().__init__(on_submit=self._on_submitted)
+
+    def _on_submitted(self, submit: Submission) -> None:
+        self.submits.append(submit)
+        if submit.sampling.max_tokens < LIVE_TOKENS:
+            self.say({submit.number: [66]}, ended={submit.number: FINISH_REASON_STOP})
+
+
+class Whole:
+    """A router of two processes before a stub node, and its clients."""
+
+    def __init__(self, program: Program, node: Node, metrics_port: int) -> None:
+        self.program = program
+        self.node = node
+        self.metrics_port = metrics_port
+        self.num_live = 0
+        line = program.line_with(" listening ", START_S)
+        self.port = _port(line, "address")
+        self.http_port = _port(line, "http")
+        self.directory = Path(_of(program.line_with(" keeping ", START_S), "sockets"))
+
+    @property
+    def pids(self) -> list[int]:
+        path = Path(f"/proc/{self.program.pid}/task/{self.program.pid}/children")
+        return [int(pid) for pid in path.read_text().split()]
+
+    async def until_ready(self) -> None:
+        """Every process can place requests."""
+        async with asyncio.timeout(START_S):
+            while True:
+                state = (await self.get("/cluster")).json["router"]
+                if (state["state"], state["silent_processes"]) == ("ready", 0):
+                    return
+                await asyncio.sleep(0.02)
+
+    @asynccontextmanager
+    async def live(self, number: int, label: str = "") -> AsyncIterator[None]:
+        """So many requests are under way inside, each on a connection of its own."""
+        headers = {"x_request_id": label} if label else {}
+        body = {"prompt": "x", "max_tokens": LIVE_TOKENS, "stream": True}
+        before = len(self.node.submits)
+        async with AsyncExitStack() as connections:
+            for _ in range(number):
+                wire = await connections.enter_async_context(connected(self.http_port))
+                await wire.post("/v1/completions", body, **headers)
+            await eventually(lambda: len(self.node.submits) == before + number)
+            self.num_live += number
+            await self._until_all_know_the_live()
+            yield
+        self.num_live -= number
+        await self._until_all_know_the_live()
+
+    async def _until_all_know_the_live(self) -> None:
+        """What they say of it may be a moment old."""
+        async with asyncio.timeout(START_S):
+            while True:
+                states = [one.json["router"] for one in await self.get_from_all("/cluster")]
+                if all(state["live_requests"] == self.num_live for state in states):
+                    return
+                await asyncio.sleep(0.02)
+
+    async def get(self, path: str) -> Response:
+        return await get(self.http_port, path)
+
+    async def get_from_all(self, path: str) -> list[Response]:
+        """As often, and on as many connections, as to reach every process, and again where one was
+        too busy to be heard in time."""
+        async with asyncio.timeout(START_S):
+            while True:
+                answers = await asyncio.gather(*(self.get(path) for _ in range(MANY)))
+                if not any(map(_misses_one, answers)):
+                    return answers
+
+    async def scraped(self) -> dict[str, Metric]:
+        """What all processes count; again where one was too busy to be heard in time."""
+        async with asyncio.timeout(START_S):
+            while True:
+                scrape = await _scraped(self)
+                if not value(scrape, "baton_router_processes", state="silent"):
+                    return scrape
+
+    async def first(self, path: str) -> Response:
+        """Of whichever process answers."""
+        asked = [asyncio.create_task(self.get(path)) for _ in range(MANY)]
+        done, others = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        for each in others:
+            each.cancel()
+        return done.pop().result()
+
+    async def ended(self, number: int) -> None:
+        """So many answers come to their end; not beside others, whose numbers could be theirs."""
+        for _ in range(number):
+            answer = await post(self.http_port, "/v1/completions", {"prompt": "x", "max_tokens": 1})
+            assert answer.status == 200, answer.body
+
+
+def _misses_one(answer: Response) -> bool:
+    """Whether it says that a process has not answered."""
+    if answer.headers.get("content-type", "").startswith("text/"):
+        return bool(value(_families(answer), "baton_router_processes", state="silent"))
+    content = answer.json
+    return answer.status == 503 or bool(content.get("router", content).get("silent_processes"))
+
+
+@asynccontextmanager
+async def whole_router(model: Path) -> AsyncIterator[Whole]:
+    (metrics_port,) = free_row(1)
+    async with Node() as node:
+        program = Program(
+            *("router", "--model", str(model), "--decode", node.address, "--processes", "2"),
+            *("--port", "0", "--http-port", "0", "--metrics-port", str(metrics_port)),
+        )
+        try:
+            await asyncio.to_thread(program.line_with, "all processes are up", START_S)
+            whole = Whole(program, node, metrics_port)
+            await whole.until_ready()
+            yield whole
+        finally:
+            program.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def router(model: Path) -> AsyncIterator[Whole]:
+    async with whole_router(model) as whole:
+        yield whole
+
+
+async def test_requests_of_every_process_are_listed_whichever_is_asked(router: Whole) -> None:
+    async with router.live(MANY, label="one-of-many"):
+        expected = {submit.request_id for submit in router.node.submits[-MANY:]}
+        for answer in await router.get_from_all("/requests"):
+            content = answer.json
+            live = [one for one in content["requests"] if one["outcome"] == "live"]
+            assert {one["id"] for one in live} == expected
+            arrivals = [one["arrived"] for one in live]
+            assert arrivals == sorted(arrivals, reverse=True)
+            assert (content["processes"], content["silent_processes"]) == (2, 0)
+        for number in expected:
+            answers = await asyncio.gather(*(router.get(f"/requests/{number}") for _ in range(2)))
+            assert [(one.status, one.json["id"]) for one in answers] == [(200, number)] * 2
+        async with router.live(1, label="one-of-many"):
+            newest = router.node.submits[-1].request_id
+            for answer in await router.get_from_all("/requests/one-of-many"):
+                assert answer.json["id"] == newest
+    for answer in await router.get_from_all("/requests/nobody"):
+        assert (answer.status, answer.error["code"]) == (404, "request_not_found")
+
+
+async def test_the_state_of_the_router_is_that_of_all_its_processes(router: Whole) -> None:
+    async with router.live(MANY):
+        answers = [answer.json["router"] for answer in await router.get_from_all("/cluster")]
+        async with rpc.make_channel(f"127.0.0.1:{router.port}") as channel:
+            stub: Any = RouterStub(channel)  # type: ignore[no-untyped-call]
+            async with asyncio.timeout(START_S):  # again where one was too busy to be heard in time
+                while (
+                    said := (await stub.GetCluster(GetClusterRequest())).router
+                ).silent_processes:
+                    pass
+    for answer in answers:
+        assert (answer["state"], answer["reason"]) == ("ready", "")
+        assert (answer["processes"], answer["silent_processes"]) == (2, 0)
+        assert (answer["live_requests"], answer["max_requests"]) == (MANY, 2 * 1024)
+    assert (said.live_requests, said.max_requests, said.processes) == (MANY, 2 * 1024, 2)
+
+
+async def test_one_port_tells_what_all_processes_count_and_so_does_the_http_port(
+    router: Whole,
+) -> None:
+    before = value(await router.scraped(), "baton_requests_total", outcome="stop")
+    await router.ended(MANY)
+    at_once = [_families(answer) for answer in await router.get_from_all("/metrics")]
+    for scrape in (await router.scraped(), *at_once):
+        check_declared(scrape, DECLARED)
+        assert value(scrape, "baton_requests_total", outcome="stop") == before + MANY
+        assert value(scrape, "baton_time_to_first_token_seconds_count") == before + MANY
+        assert value(scrape, "baton_time_to_first_token_seconds_bucket", le="+Inf") >= before + MANY
+        assert value(scrape, "baton_nodes", kind="decode", state="ready") == 1
+        assert value(scrape, "baton_router_processes", state="answering") == 2
+        assert value(scrape, "baton_router_processes", state="silent") == 0
+        assert value(scrape, "baton_ready") == 1
+    async with router.live(MANY):
+        assert value(await router.scraped(), "baton_live_requests") == MANY
+
+
+async def test_a_process_that_does_not_answer_is_told_of_and_what_it_counted_stays(
+    router: Whole,
+) -> None:
+    await router.ended(MANY)
+    whole = value(await router.scraped(), "baton_requests_total", outcome="stop")
+    stopped = router.pids[0]
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        content = (await router.first("/requests")).json
+        assert (content["processes"], content["silent_processes"]) == (2, 1)
+        told = (await router.first("/cluster")).json["router"]
+        assert (told["processes"], told["silent_processes"]) == (2, 1)
+        unknown = await router.first("/requests/nobody")
+        assert unknown.status == 503 and "did not answer" in unknown.error["message"]
+        scrape = await _scraped(router)
+        assert value(scrape, "baton_requests_total", outcome="stop") == whole
+        assert value(scrape, "baton_router_processes", state="answering") == 1
+        assert value(scrape, "baton_router_processes", state="silent") == 1
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+
+
+async def test_no_counter_falls_and_no_clock_begins_anew_when_a_process_is_replaced(
+    router: Whole,
+) -> None:
+    await router.ended(MANY)
+    whole = value(await router.scraped(), "baton_requests_total", outcome="stop")
+    victim, killed_at = router.pids[0], time.monotonic()
+    os.kill(victim, signal.SIGKILL)
+    counted = [whole]
+    async with asyncio.timeout(START_S):
+        while True:
+            scrape = await _scraped(router)
+            counted.append(value(scrape, "baton_requests_total", outcome="stop"))
+            back = value(scrape, "baton_router_processes", state="answering") == 2
+            if back and victim not in router.pids:
+                break
+    assert set(counted) == {whole}
+    await router.until_ready()
+    await router.ended(MANY)
+    after = value(await router.scraped(), "baton_requests_total", outcome="stop")
+    assert after == whole + MANY
+    asked_at = time.monotonic()
+    for answer in await router.get_from_all("/cluster"):  # all tell moments on one clock
+        (node,) = answer.json["nodes"]
+        assert min(node["seen_s"], answer.json["router"]["uptime_s"]) > asked_at - killed_at
+
+
+async def test_nobody_else_can_open_the_directory_in_which_processes_meet(router: Whole) -> None:
+    assert stat.S_IMODE(router.directory.stat().st_mode) == 0o700
+    assert {path.name for path in router.directory.iterdir()} == {"0.sock", "1.sock", "2.sock"}
+
+
+async def test_the_directory_goes_with_the_router(model: Path) -> None:
+    async with whole_router(model) as router:
+        directory = router.directory
+        router.program.send(signal.SIGTERM)
+        assert await asyncio.to_thread(router.program.exit_code) == 0
+    assert not directory.exists()
+
+
+async def _scraped(router: Whole) -> dict[str, Metric]:
+    return dict(await asyncio.to_thread(scraped, router.metrics_port))
+
+
+def _families(answer: Response) -> dict[str, Metric]:
+    text = answer.body.decode()
+    return {family.name: family for family in text_string_to_metric_families(text)}
+
+
+def _of(line: str, field: str) -> str:
+    return line.partition(f" {field}=")[2].split()[0]
+
+
+def _port(line: str, field: str) -> int:
+    return int(_of(line, field).rpartition(":")[2])

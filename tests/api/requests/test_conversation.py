@@ -1,0 +1,169 @@
+"""What becomes of a conversation: templates see what Hugging Face's tokenizers would give them, and
+what a template has no place for is refused by name."""
+
+from typing import Any
+
+import pytest
+
+from api.requests import conversation
+from api.requests.generate_params import Ending, Messages, ToolCall, Turn
+from api.text.chat_template import ChatTemplate
+from api.text.limits import MAX_SETTINGS_BYTES, MAX_VALUES
+from common.errors import InvalidRequest
+
+MAX = 10_000
+USER = Turn("user", "hi")
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+OPENING = PLAIN + "{% if add_generation_prompt %}[assistant]{% endif %}"
+CALLING = (
+    "{{ tools | tojson }}{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %}{% endfor %}"
+)
+
+
+def prompt(source: str, *turns: Turn, **fields: Any) -> str:
+    template = ChatTemplate(source, {"bos_token": "<s>"})
+    messages = Messages(turns or (USER,), **fields)
+    conversation.check(messages, template, MAX)
+    return conversation.rendered(messages, template, MAX)
+
+
+def called(arguments: str = '{"a": 1}') -> Turn:
+    return Turn("assistant", None, tool_calls=(ToolCall("f", arguments, "call-1"),))
+
+
+def test_tools_reach_the_template() -> None:
+    assert '"name": "f"' in prompt(CALLING, tools=[TOOL])
+    assert prompt(CALLING).startswith("null[user]")
+
+
+def test_a_template_without_a_place_for_tools_gets_none() -> None:
+    with pytest.raises(InvalidRequest, match=r"^tools: this model's chat template has no place"):
+        prompt(PLAIN, tools=[TOOL])
+    with pytest.raises(InvalidRequest, match=r"^messages\[1\].tool_calls: this model's chat"):
+        prompt(PLAIN, USER, called())
+
+
+@pytest.mark.parametrize(
+    "printed, expected",
+    [
+        ("{{ a | tojson }}", '{"a": 1}'),
+        ("{{ a if a is string else a | tojson }}", '{"a": 1}'),
+        ("{{ 'x' + a + 'y' }}", 'x{"a":1}y'),
+        ("{{ 'x' ~ a }}", 'x{"a":1}'),
+        ("{{ a }}", '{"a":1}'),
+        ("{% for key, value in a.items() %}{{ key }}={{ value }}{% endfor %}", "a=1"),
+    ],
+)
+def test_the_arguments_of_a_call_are_what_either_kind_of_template_wants(
+    printed: str, expected: str
+) -> None:
+    source = "{% set a = messages[0].tool_calls[0].function.arguments %}" + printed
+    assert prompt(source, called('{"a":1}')) == expected
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["{", '{"a": 1', "[1]", "no JSON", "[" * 4000 + "]" * 4000, "{" + "[]," * MAX_VALUES],
+    ids=["half", "cut off", "a list", "text", "deep", "many values"],
+)
+def test_arguments_that_are_no_object_reach_the_template_as_they_were_written(
+    arguments: str,
+) -> None:
+    """Seen failing: 400, so that an agent whose model wrote a broken call could not continue."""
+    given = "{% set a = messages[0].tool_calls[0].function.arguments %}"
+    template = ChatTemplate(
+        given
+        + "{{ a | tojson }}|{{ a }}|{{ '' + a }}|{% for k, v in a|items %}{{ v }}{% endfor %}",
+        {},
+    )
+    told = conversation.rendered(Messages([called(arguments)]), template, 10 * len(arguments))
+    assert told.split("|") == [arguments] * 4
+
+
+def test_a_call_without_arguments_has_none() -> None:
+    source = "{{ messages[0].tool_calls[0].function.arguments | length }}"
+    assert prompt(source, called("")) == "0"
+
+
+def test_who_only_calls_says_nothing_and_who_says_nothing_says_an_empty_text() -> None:
+    assert prompt("{{ messages[0].content is none }}{{ tool_calls }}", called()) == "True"
+    assert prompt("{{ 'x' + messages[0].content }}", Turn("assistant", None)) == "x"
+
+
+def test_the_answer_to_a_call_names_it() -> None:
+    answer = Turn("tool", "42", name="f", tool_call_id="call-1")
+    source = "{% for m in messages %}{{ m.name }} {{ m.tool_call_id }} {{ m.content }}{% endfor %}"
+    assert prompt(source, answer) == "f call-1 42"
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_what_was_thought_has_the_templates_own_name(name: str) -> None:
+    assert prompt(f"{{{{ messages[0].{name} }}}}", Turn("assistant", "x", reasoning="hm")) == "hm"
+
+
+def test_settings_reach_the_template_and_others_are_refused_with_a_guess() -> None:
+    source = "{% if enable_thinking is defined and not enable_thinking %}no{% endif %}"
+    assert prompt(source, settings={"enable_thinking": False}) == "no"
+    expected = r"^chat_template_kwargs: .* no setting 'enable_thinkin' \(did you mean enable_think"
+    with pytest.raises(InvalidRequest, match=expected):
+        prompt(source, settings={"enable_thinkin": False})
+    assert prompt("{{ reasoning_effort }}", reasoning_effort="high") == "high"
+    with pytest.raises(InvalidRequest, match=r"^reasoning_effort: this model's chat template"):
+        prompt(source, reasoning_effort="high")
+
+
+@pytest.mark.parametrize(
+    "name", ["messages", "tools", "bos_token", "raise_exception", "add_generation_prompt", "range"]
+)
+def test_a_setting_takes_nobodys_place(name: str) -> None:
+    source = "{{ bos_token }}{{ raise_exception }}{{ add_generation_prompt }}{{ range }}{{ tools }}"
+    with pytest.raises(InvalidRequest, match=r"no setting"):
+        prompt(PLAIN + source, settings={name: "x"})
+
+
+def test_settings_and_tools_count_before_anything_is_rendered() -> None:
+    source = "{{ raise_exception('rendered') }}{{ tools }}{{ x }}"
+    with pytest.raises(InvalidRequest, match=r"chat_template_kwargs has 16394 bytes"):
+        prompt(source, settings={"x": "y" * (MAX_SETTINGS_BYTES + 2)})
+    with pytest.raises(InvalidRequest, match=r"messages has .* bytes of text"):
+        prompt(source, tools=[{**TOOL, "more": "x" * MAX}])
+    with pytest.raises(InvalidRequest, match=r"messages has .* bytes of text"):
+        prompt(source + "tool_calls", called('{"a":"%s"}' % ("x" * MAX)))
+
+
+def test_a_conversation_ends_as_it_is_asked_to() -> None:
+    turns = USER, Turn("assistant", "ho ")
+    assert prompt(OPENING, *turns) == "[user]hi[assistant]ho [assistant]"
+    assert prompt(OPENING, *turns, ending=Ending.CLOSED) == "[user]hi[assistant]ho "
+    closing = OPENING.replace("{% endfor %}", "</s>{% endfor %}")
+    continued = prompt(closing, *turns, ending=Ending.CONTINUED)
+    assert continued == "[user]hi</s>[assistant]ho "
+
+
+def test_a_template_that_leaves_the_last_message_out_cannot_continue_it() -> None:
+    with pytest.raises(InvalidRequest, match=r"^continue_final_message: "):
+        prompt("{{ messages[0].content }}", USER, Turn("assistant", "ho"), ending=Ending.CONTINUED)
+
+
+def test_what_a_client_writes_is_no_template() -> None:
+    content = "{{ 7 * 7 }}{% for x in range(9) %}x{% endfor %}"
+    assert prompt(PLAIN, Turn("user", content)) == f"[user]{content}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ settings.__class__.__mro__ }}",
+        "{{ settings.update({'a': 1}) }}{{ settings.nothing.more }}",
+        "{{ messages[0].tool_calls[0].function.arguments.update({}) }}",
+        "{{ messages[0].tool_calls[0].function.arguments._text + 1 }}",
+        "{% for x in range(1000000) %}x{% endfor %}{{ settings }}",
+        "{{ '%s' % settings.nothing.nothing }}",
+    ],
+)
+def test_a_template_reaches_no_further_than_what_it_is_given(source: str) -> None:
+    settings: dict[str, Any] = {"settings": {}} if "settings" in source else {}
+    with pytest.raises(InvalidRequest, match=r"^messages: refused by the model's chat template"):
+        prompt(source + "{# tool_calls #}", called(), settings=settings)

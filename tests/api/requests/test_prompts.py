@@ -1,0 +1,211 @@
+"""What cannot fit the context is refused before anything is made of it."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+
+from api.auth.client import by_address
+from api.parsers.model_format import Speech
+from api.requests.generate_params import Messages, SharedPrompt, Text, TokenIds, Turn
+from api.requests.prompts import Prompts
+from api.text.chat_template import ChatTemplate
+from api.text.limits import Limits
+from api.text.tokenizer import RouterTokenizer, num_bytes
+from common.errors import InvalidRequest
+from tests.api.rig import byte_level_tokenizer, sentencepiece_like_tokenizer
+
+CONTEXT = 1000
+CLIENT = by_address("192.0.2.1")
+LIMITS = Limits(CONTEXT, 320, longest_token_bytes=10)
+WORDS = "the quick brown fox jumps over the lazy dog; größer "
+KINDS = {
+    "words": WORDS,
+    "spaces": " ",
+    "one word": "supercalifragilistic",
+    "emoji": "\U0001f600\U0001f468\u200d\U0001f469",
+    "lines": "\n\n\t  {\n",
+}
+
+
+class Encoder:
+    """Counts what it is asked to encode."""
+
+    def __init__(self, exceeds: bool = False) -> None:
+        self.num_encoded = 0
+        self.may_go_on = asyncio.Event()
+        self.may_go_on.set()
+        self._exceeds = exceeds
+
+    def token_of(self, name: str) -> None:
+        return None
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        self.num_encoded += 1
+        await self.may_go_on.wait()
+        return [5] * 7
+
+    async def surely_exceeds(self, text: str, num_tokens: int) -> bool:
+        return self._exceeds
+
+
+class Untouchable(Sequence[int]):
+    """Has a length, and nothing that anybody may look at."""
+
+    def __len__(self) -> int:
+        return 10_000_000
+
+    def __getitem__(self, index: object) -> int:  # type: ignore[override]
+        raise AssertionError("a token was looked at")
+
+
+def prompts(encoder: Encoder, template: str = "") -> Prompts:
+    return Prompts(cast(RouterTokenizer, encoder), ChatTemplate(template, {}), LIMITS, Speech())
+
+
+@pytest.mark.parametrize("character, num", [("x", 10_001), ("ö", 5_001), ("\U0001f600", 2_501)])
+async def test_a_text_of_too_many_bytes_is_not_encoded(character: str, num: int) -> None:
+    encoder = Encoder()
+    expected = rf"text has {num_bytes(character * num)} bytes of text; .* takes at most 10000"
+    with pytest.raises(InvalidRequest, match=expected):
+        await prompts(encoder).checked(Text(character * num), CLIENT)
+    assert encoder.num_encoded == 0
+    assert len(await prompts(encoder).checked(Text(character * (num - 1)), CLIENT)) == 7
+
+
+async def test_a_text_that_is_found_too_long_in_pieces_is_not_encoded_whole() -> None:
+    encoder = Encoder(exceeds=True)
+    with pytest.raises(InvalidRequest, match=f"text has more than {CONTEXT} tokens"):
+        await prompts(encoder).checked(Text("x" * (4 * CONTEXT + 1)), CLIENT)
+    assert encoder.num_encoded == 0
+
+
+async def test_messages_of_too_many_bytes_are_not_rendered() -> None:
+    template = "{{ raise_exception('rendered') }}"
+    with pytest.raises(InvalidRequest, match="messages has 10001 bytes of text"):
+        await prompts(Encoder(), template).checked(Messages([Turn("user", "x" * 9997)]), CLIENT)
+
+
+async def test_rendering_ends_where_the_prompt_is_too_long() -> None:
+    template = (
+        "{% for i in range(1000) %}{{ messages[0].content }}{% endfor %}"
+        "{{ raise_exception('rendered to the end') }}"
+    )
+    encoder = Encoder()
+    with pytest.raises(InvalidRequest, match="more than 10000 characters"):
+        await prompts(encoder, template).checked(Messages([Turn("user", "x" * 500)]), CLIENT)
+    assert encoder.num_encoded == 0
+
+
+async def test_of_too_many_token_ids_none_is_looked_at() -> None:
+    with pytest.raises(InvalidRequest, match="token_ids has 10000000 tokens"):
+        await prompts(Encoder()).checked(TokenIds(Untouchable()), CLIENT)
+
+
+async def test_a_prompt_of_several_choices_is_encoded_once() -> None:
+    encoder = Encoder()
+    subject, shared = prompts(encoder), SharedPrompt(Text("x"))
+    answers = await asyncio.gather(*(subject.checked(shared, CLIENT) for _ in range(8)))
+    assert answers == [[5] * 7] * 8
+    assert encoder.num_encoded == 1
+
+
+async def test_a_choice_that_goes_away_leaves_the_encoding_to_another() -> None:
+    encoder = Encoder()
+    encoder.may_go_on.clear()
+    subject, shared = prompts(encoder), SharedPrompt(Text("x"))
+    first, second = (asyncio.create_task(subject.checked(shared, CLIENT)) for _ in range(2))
+    await asyncio.sleep(0)
+    first.cancel()
+    encoder.may_go_on.set()
+    assert await second == [5] * 7
+    assert first.cancelled()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("make", [byte_level_tokenizer, sentencepiece_like_tokenizer])
+async def test_pieces_never_say_too_long_of_what_fits(make: object, kind: str) -> None:
+    tokenizer = make()  # type: ignore[operator]
+    subject = RouterTokenizer(tokenizer.to_str().encode())
+    text = (KINDS[kind] * 200_000)[:200_000]
+    num_tokens = len(tokenizer.encode(text, add_special_tokens=False).ids)
+    assert not await subject.surely_exceeds(text, num_tokens)
+    assert await subject.surely_exceeds(text, num_tokens - 1000)
+
+
+def test_a_token_has_as_many_bytes_as_its_text() -> None:
+    byte_level, pieces = byte_level_tokenizer(), sentencepiece_like_tokenizer()
+    byte_level.add_tokens(["<" + "ö" * 30 + ">"])
+    pieces.add_tokens(["<" + "ö" * 30 + ">"])
+    assert RouterTokenizer(pieces.to_str().encode()).longest_token_bytes == 62
+    assert RouterTokenizer(byte_level.to_str().encode()).longest_token_bytes == 62
+
+
+async def test_a_short_text_does_not_wait_behind_long_ones() -> None:
+    subject = RouterTokenizer(byte_level_tokenizer().to_str().encode(), cores=1)
+    slow = SlowWithLong(subject._tokenizer)
+    subject._tokenizer = slow  # type: ignore[assignment]
+    encodings = [
+        asyncio.create_task(subject.encode(WORDS * 6000, add_special_tokens=False))
+        for _ in range(4)
+    ]
+    await asyncio.sleep(0)
+    await subject.encode((WORDS * 40)[:1400], add_special_tokens=False)
+    assert not any(encoding.done() for encoding in encodings)
+    slow.may_go_on.set()
+    await asyncio.gather(*encodings)
+    assert slow.num_long == 4
+
+
+class SlowWithLong:
+    """A tokenizer that takes as long with a long text as the test wants."""
+
+    def __init__(self, inner: Any) -> None:
+        self.may_go_on = asyncio.Event()
+        self.num_long = 0
+        self._inner = inner
+
+    def async_encode_batch_fast(self, texts: list[str], **how: Any) -> "asyncio.Future[Any]":
+        return asyncio.ensure_future(self._encoded(texts, how))
+
+    async def _encoded(self, texts: list[str], how: dict[str, Any]) -> Any:
+        if len(texts[0]) > 10_000:
+            self.num_long += 1
+            await self.may_go_on.wait()
+        return await self._inner.async_encode_batch_fast(texts, **how)
+
+
+async def test_many_tokens_are_decoded_as_few_are() -> None:
+    tokenizer = byte_level_tokenizer()
+    subject = RouterTokenizer(tokenizer.to_str().encode())
+    ids = tokenizer.encode(WORDS * 200, add_special_tokens=False).ids
+    assert await subject.decode_any(ids) == subject.decode(ids) == WORDS * 200
+    assert await subject.decode_any(ids[:5]) == subject.decode(ids[:5])
+
+
+class Remembering(Encoder):
+    """Keeps the text that it is asked to encode."""
+
+    text = ""
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        self.text = text
+        return await super().encode(text, add_special_tokens=add_special_tokens)
+
+
+async def test_a_template_that_heeds_who_speaks_is_told() -> None:
+    encoder = Remembering()
+    template = (
+        "{% for m in messages %}{{ m.role }}{% if m.name is defined %} {{ m.name }}{% endif %}: "
+    )
+    template += "{{ m.content }};{% endfor %}"
+    turns = [Turn("user", "hi", "ada"), Turn("assistant", "ho")]
+    await prompts(encoder, template).encode(Messages(turns), CLIENT)
+    assert encoder.text == "user ada: hi;assistant: ho;"
+
+
+async def test_who_speaks_is_no_way_around_the_limit_of_a_prompt() -> None:
+    named = Messages([Turn("user", "hi", "x" * LIMITS.text_bytes)])
+    with pytest.raises(InvalidRequest, match="bytes of text"):
+        await prompts(Encoder(), "{{ messages[0].content }}").encode(named, CLIENT)

@@ -1,0 +1,318 @@
+"""Bad input is refused with a sentence that names the field."""
+
+import asyncio
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from api.auth.client import by_address
+from api.dialect.fields import Fields, choices, samplings
+from api.grpc.parsing import from_prompt, from_request
+from api.parsers.model_format import Speech
+from api.requests import validation
+from api.requests.generate_params import Text, Wanted
+from api.requests.generate_params import TokenIds as PromptIds
+from api.requests.prompts import Prompts
+from api.requests.validation import MAX_STOP_CHARACTERS, budget_s, check_label, parse
+from api.text.chat_template import ChatTemplate
+from api.text.limits import MAX_MESSAGES, Limits
+from api.text.tokenizer import RouterTokenizer
+from common.config import RouterConfig
+from common.errors import ConfigError, InvalidRequest
+from kvtransfer.pairs.codec import MAX_BUDGET_S
+from protos.router_pb2 import ChatMessage, ChatMessages, GenerateRequest, TokenIds, TokenizeRequest
+from protos.sampling_pb2 import Sampling
+from tests.api.rig import CHAT_TEMPLATE, CONTEXT_LENGTH, VOCABULARY_SIZE, byte_level_tokenizer
+
+CLIENT = by_address("192.0.2.1")
+LIMITS = Limits(CONTEXT_LENGTH, VOCABULARY_SIZE, longest_token_bytes=16)
+TEMPLATE = ChatTemplate(CHAT_TEMPLATE, {"bos_token": "<s>"})
+
+
+def prompts(template: ChatTemplate | None = TEMPLATE) -> Prompts:
+    tokenizer = RouterTokenizer(byte_level_tokenizer().to_str().encode())
+    return Prompts(tokenizer, template, LIMITS, Speech())
+
+
+def tokens(*ids: int) -> TokenIds:
+    return TokenIds(ids=ids)
+
+
+def messages(*turns: tuple[str, str]) -> ChatMessages:
+    return ChatMessages(messages=[ChatMessage(role=role, content=text) for role, text in turns])
+
+
+@pytest.mark.parametrize(
+    "fields, sentence",
+    [
+        ({}, "prompt is missing: set one of text, messages, token_ids"),
+        ({"token_ids": tokens()}, "token_ids is empty"),
+        ({"token_ids": tokens(*[5] * CONTEXT_LENGTH)}, f"token_ids has {CONTEXT_LENGTH} tokens"),
+        ({"text": "xyzw" * CONTEXT_LENGTH}, "text has "),
+        ({"token_ids": tokens(5, VOCABULARY_SIZE)}, rf"token_ids\[1\] is {VOCABULARY_SIZE}"),
+        ({"token_ids": tokens(2**32 - 1)}, r"token_ids\[0\] is 4294967295"),
+        ({"messages": messages()}, "messages must have at least one"),
+        (
+            {"messages": messages(*[("user", "x")] * (MAX_MESSAGES + 1))},
+            f"messages has {MAX_MESSAGES + 1} messages, {MAX_MESSAGES} allowed",
+        ),
+        ({"messages": messages(("", "x"))}, r"messages\[0\].role is empty"),
+        ({"messages": messages(("tool", "x"))}, "messages: refused by .*: no tools here"),
+    ],
+)
+async def test_a_bad_prompt_is_refused(fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InvalidRequest, match=sentence):
+        await parse(from_request(GenerateRequest(**fields)), "r", prompts(), LIMITS, CLIENT)
+
+
+@pytest.mark.parametrize(
+    "fields, sentence",
+    [
+        ({"max_tokens": 0}, "sampling.max_tokens"),
+        ({"max_tokens": -1}, "sampling.max_tokens"),
+        ({"temperature": -0.1}, "sampling.temperature"),
+        ({"temperature": float("nan")}, "sampling.temperature"),
+        ({"temperature": float("inf")}, "sampling.temperature"),
+        ({"top_p": 0.0}, "sampling.top_p"),
+        ({"top_p": 1.1}, "sampling.top_p"),
+        ({"top_k": 0}, "sampling.top_k"),
+        ({"top_k": -2}, "sampling.top_k"),
+        ({"min_p": 1.5}, "sampling.min_p"),
+        ({"frequency_penalty": 2.5}, "sampling.frequency_penalty"),
+        ({"presence_penalty": -2.5}, "sampling.presence_penalty"),
+        ({"repetition_penalty": 0.0}, "sampling.repetition_penalty"),
+        ({"repetition_penalty": 1e30}, "sampling.repetition_penalty must be from 1e-6 to 1e6"),
+        ({"stop": [""]}, "sampling.stop has an empty"),
+        ({"stop": ["x"] * 17}, "sampling.stop has 17"),
+        ({"stop": ["x", "y" * (MAX_STOP_CHARACTERS + 1)]}, r"sampling.stop\[1\]"),
+        ({"stop_token_ids": [1] * 17}, "sampling.stop_token_ids has 17"),
+        ({"stop_token_ids": [1, VOCABULARY_SIZE]}, r"sampling.stop_token_ids\[1\]"),
+    ],
+)
+async def test_bad_sampling_is_refused(fields: dict[str, Any], sentence: str) -> None:
+    request = GenerateRequest(text="x", sampling=Sampling(**fields))
+    with pytest.raises(InvalidRequest, match=sentence):
+        await parse(from_request(request), "r", prompts(), LIMITS, CLIENT)
+
+
+class Counted(RouterTokenizer):
+    """Counts the calls that encode words or a prompt, or decode one."""
+
+    def __init__(self) -> None:
+        super().__init__(byte_level_tokenizer().to_str().encode())
+        self.num_words = self.num_prompts = self.num_decoded = 0
+
+    async def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        self.num_words += 1
+        return await super().encode_all(texts)
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        self.num_prompts += 1
+        return await super().encode(text, add_special_tokens=add_special_tokens)
+
+    async def decode_any(self, token_ids: list[int]) -> str:
+        self.num_decoded += 1
+        return await super().decode_any(token_ids)
+
+
+def answers(num: int = 128, **fields: Any) -> Sequence[Wanted]:
+    """The answers to one request over HTTP."""
+    given = Fields(n=num, seed=5, **fields)
+    return choices(given, [PromptIds([5, 6, 7])], samplings(given, 8), echo=True)
+
+
+async def test_answers_to_one_request_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They differ in id and seed alone: 64 KB of bad_words with n = 128 took 11.9 s."""
+    checked, compiled = [], []
+    check, compile_ = validation.sampling.check, validation.Automaton
+    monkeypatch.setattr(validation.sampling, "check", lambda p: (checked.append(p), check(p)))
+    monkeypatch.setattr(validation, "Automaton", lambda t: (compiled.append(t), compile_(t))[1])
+    tokenizer = Counted()
+    shared = Prompts(tokenizer, None, LIMITS, Speech())
+    wanted = answers(bad_words=["ab", "cd"], stop_regex=["a+b"], logit_bias={5: 1.0}, regex="a")
+    jobs = await asyncio.gather(
+        *(parse(each, f"r-{n}", shared, LIMITS, CLIENT) for n, each in enumerate(wanted))
+    )
+    assert (len(checked), len(compiled)) == (2, 1)  # once more with the words
+    assert (tokenizer.num_words, tokenizer.num_decoded) == (1, 1)
+    assert [job.spec.request_id for job in jobs] == [f"r-{n}" for n in range(128)]
+    assert [job.spec.sampling.seed for job in jobs] == [each.sampling.seed for each in wanted]
+    assert len({job.spec.sampling.seed for job in jobs}) == 128
+    first = jobs[0]
+    for job in jobs:  # nothing is copied that need not be
+        assert job.spec.token_ids is first.spec.token_ids and job.stops is first.stops
+        assert job.spec.sampling.bad_word_ids is first.spec.sampling.bad_word_ids
+        assert job.spec.sampling.guide is first.spec.sampling.guide and job.echo is first.echo
+
+
+@pytest.mark.parametrize(
+    "fields, sentence, num_words",
+    [
+        ({"bad_words": ["x" * 1024] * 64}, "bad_words has 65536 characters, 16384 allowed", 0),
+        ({"bad_words": ["x y " * 256]}, "tokens in a word", 1),
+        ({"stop_regex": ["("]}, r"sampling.stop_regex\[0\]: it is no regular", 0),
+        ({"stop_regex": ["ab", "x" * 1025]}, r"sampling.stop_regex\[1\] has 1025", 0),
+    ],
+    ids=["characters", "tokens", "expression", "length"],
+)
+async def test_what_is_refused_costs_no_more_for_many_answers(
+    fields: dict[str, Any], sentence: str, num_words: int
+) -> None:
+    tokenizer = Counted()
+    shared = Prompts(tokenizer, None, LIMITS, Speech())
+    asked = (parse(each, "r", shared, LIMITS, CLIENT) for each in answers(**fields))
+    errors = await asyncio.gather(*asked, return_exceptions=True)
+    assert {type(error) for error in errors} == {InvalidRequest}
+    assert re.search(sentence, str(errors[-1]))
+    assert tokenizer.num_words == num_words
+
+
+async def test_a_prompt_that_is_refused_is_encoded_once_for_many_answers() -> None:
+    tokenizer = Counted()
+    shared = Prompts(tokenizer, None, LIMITS, Speech())
+    given = Fields(n=128)
+    wanted = choices(given, [Text("xy " * 40)], samplings(given, 8))
+    asked = (parse(each, "r", shared, LIMITS, CLIENT) for each in wanted)
+    errors = await asyncio.gather(*asked, return_exceptions=True)
+    assert {type(error) for error in errors} == {InvalidRequest}
+    assert tokenizer.num_prompts == 1
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("bad_words", ["x"] * 65),
+        ("stop", ["x"] * 17),
+        ("stop_regex", ["x"] * 17),
+        ("stop_token_ids", [5] * 17),
+        ("logit_bias", dict.fromkeys(range(1025), 0.0)),
+        ("allowed_token_ids", [5] * 4097),
+    ],
+)
+def test_a_list_of_a_body_that_is_too_long_is_not_copied_for_each_answer(
+    field: str, value: Any
+) -> None:
+    with pytest.raises(InvalidRequest, match=f"sampling.{field} has {len(value)} "):
+        answers(**{field: value})
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_budget_that_is_no_time_is_refused(timeout_s: float) -> None:
+    with pytest.raises(InvalidRequest, match="timeout_s"):
+        budget_s(from_request(GenerateRequest(timeout_s=timeout_s)).timeout_s, 600.0)
+
+
+@pytest.mark.parametrize(
+    "fields, sentence",
+    [
+        ({"stop_token_ids": [5] * 17}, "sampling.stop_token_ids has 17 ids, 16 allowed"),
+        ({"stop": ["x"] * 17}, "sampling.stop has 17 strings, 16 allowed"),
+    ],
+)
+def test_lists_that_are_too_long_are_refused_before_they_are_copied(
+    fields: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=sentence):
+        from_request(GenerateRequest(text="x", sampling=Sampling(**fields)))
+
+
+def test_a_budget_is_the_shorter_of_the_clients_and_the_routers() -> None:
+    assert budget_s(from_request(GenerateRequest()).timeout_s, 600.0) == 600.0
+    assert budget_s(5.0, 600.0) == 5.0
+    assert budget_s(900.0, 600.0) == 600.0
+
+
+def test_a_request_id_of_any_length_is_not_carried() -> None:
+    with pytest.raises(InvalidRequest, match="request_id has 257"):
+        check_label("x" * 257)
+
+
+async def test_messages_without_a_template_are_refused() -> None:
+    request = TokenizeRequest(messages=messages(("user", "x")))
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        await prompts(None).encode(from_prompt(request), CLIENT)
+
+
+@pytest.mark.parametrize("asked, expected", [(None, 44), (10, 10), (44, 44)])
+async def test_max_tokens_is_by_default_what_fits(asked: int | None, expected: int) -> None:
+    request = GenerateRequest(token_ids=tokens(*[5] * 20), sampling=Sampling(max_tokens=asked))
+    job = await parse(from_request(request), "r", prompts(), LIMITS, CLIENT)
+    assert job.spec.sampling.max_tokens == expected
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "min_tokens"])
+async def test_more_tokens_than_fit_are_refused_where_the_client_set_them(field: str) -> None:
+    request = GenerateRequest(token_ids=tokens(*[5] * 20), sampling=Sampling(**{field: 45}))
+    sentence = (
+        rf"^sampling\.{field} is too large: 45\. This model's maximum context length is 64 tokens "
+        r"and your request has 20 input tokens \(45 > 64 - 20\)\.$"
+    )
+    with pytest.raises(InvalidRequest, match=sentence):
+        await parse(from_request(request), "r", prompts(), LIMITS, CLIENT)
+
+
+async def test_the_longest_prompt_leaves_room_for_one_token() -> None:
+    request = GenerateRequest(token_ids=tokens(*[5] * (CONTEXT_LENGTH - 1)))
+    assert (
+        await parse(from_request(request), "r", prompts(), LIMITS, CLIENT)
+    ).spec.sampling.max_tokens == 1
+
+
+async def test_an_unset_seed_is_drawn_anew_and_a_set_one_is_kept() -> None:
+    unset = GenerateRequest(text="x")
+    drawn = {
+        (await parse(from_request(unset), "r", prompts(), LIMITS, CLIENT)).spec.sampling.seed
+        for _ in range(8)
+    }
+    assert len(drawn) == 8
+    request = GenerateRequest(text="x", sampling=Sampling(seed=0))
+    assert (
+        await parse(from_request(request), "r", prompts(), LIMITS, CLIENT)
+    ).spec.sampling.seed == 0
+
+
+async def test_special_tokens_start_a_text_but_not_a_rendered_template() -> None:
+    plain = byte_level_tokenizer()
+    text = await prompts().encode(from_prompt(TokenizeRequest(text="the fox")), CLIENT)
+    assert text == [0, *plain.encode("the fox", add_special_tokens=False).ids]
+    chat = await prompts().encode(
+        from_prompt(TokenizeRequest(messages=messages(("user", "the fox")))), CLIENT
+    )
+    rendered = "<s>[user] the fox\n[assistant]"
+    assert chat == plain.encode(rendered, add_special_tokens=False).ids
+    assert chat.count(0) == 1
+
+
+async def test_a_tokenizer_saved_with_truncation_still_encodes_everything() -> None:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=32)
+    subject = RouterTokenizer(tokenizer.to_str().encode())
+    ids = await subject.encode("the quick brown fox jumps", add_special_tokens=False)
+    assert subject.decode(ids) == "the quick brown fox jumps"
+    assert len(ids) < 32
+
+
+def test_what_is_no_tokenizer_is_a_wrong_configuration() -> None:
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        RouterTokenizer(b"{}")
+
+
+@pytest.mark.parametrize("num_characters", [1, 1023, 1024, 1025, 5000])
+async def test_texts_of_any_length_are_encoded_alike(num_characters: int) -> None:
+    tokenizer = byte_level_tokenizer()
+    text = ("the quick brown fox jumps over the lazy dog; größer " * 100)[:num_characters]
+    subject = RouterTokenizer(tokenizer.to_str().encode())
+    for special in (True, False):
+        expected = tokenizer.encode(text, add_special_tokens=special).ids
+        assert await subject.encode(text, add_special_tokens=special) == expected
+
+
+def test_a_router_gives_no_longer_budget_than_nodes_take() -> None:
+    assert RouterConfig(model="m", budget_s=MAX_BUDGET_S).budget_s == MAX_BUDGET_S
+    for too_long in (MAX_BUDGET_S + 1, math.inf):
+        with pytest.raises(ValueError, match="budget_s"):
+            RouterConfig(model="m", budget_s=too_long)

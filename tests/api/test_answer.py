@@ -1,0 +1,132 @@
+"""An answer's text, ids and usage, for tokens and ends in any grouping."""
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from api.requests.answer import Answer, LastPiece
+from api.text.detokenizer import Detokenizer
+from api.text.stops import StopRules
+from router.token_buffer import End
+from tests.api.rig import VOCABULARY_SIZE, byte_level_tokenizer
+from tests.api.text.test_detokenizer import BYTE_LEVEL
+from tests.api.text.test_stops import cut
+
+LENGTH = End("length")
+
+
+def answer(*stops: str) -> Answer:
+    return Answer(Detokenizer(BYTE_LEVEL), StopRules(stops).begin(), num_prompt_tokens=5)
+
+
+def ids(text: str) -> list[int]:
+    tokens: list[int] = byte_level_tokenizer().encode(text, add_special_tokens=False).ids
+    return tokens
+
+
+@given(
+    st.lists(st.lists(st.integers(2, VOCABULARY_SIZE - 1), min_size=1, max_size=9), max_size=8),
+    st.lists(st.sampled_from(["e", "the", "STOP", "qu", " ", "ü"]), max_size=3),
+)
+def test_the_answer_is_one_decode_cut_at_the_first_stop(
+    runs: list[list[int]], stops: list[str]
+) -> None:
+    subject, text = answer(*stops), ""
+    token_ids: list[int] = []
+    for run in [*runs, []]:
+        last = subject.add(run, None if run else LENGTH)
+        text += last.text
+        token_ids += last.token_ids
+        if isinstance(last, LastPiece):
+            break
+    everything = [token for run in runs for token in run]
+    expected, stopped = cut(BYTE_LEVEL.decode(everything), stops)
+    assert isinstance(last, LastPiece)
+    assert (text, last.finish_reason) == (expected, "stop" if stopped else "length")
+    assert token_ids == everything[: len(token_ids)]
+    assert last.usage.completion_tokens == len(token_ids)
+
+
+@given(st.lists(st.integers(1, 4), max_size=12), st.booleans())
+def test_marks_are_where_they_are_in_the_text_of_their_piece(sizes: list[int], ended: bool) -> None:
+    """A stop that begins like one holds it back, and another piece brings it."""
+    marks = {0: "<s>"}
+    detokenizer = Detokenizer(BYTE_LEVEL, BYTE_LEVEL.some_text, marks)
+    subject = Answer(detokenizer, StopRules(("s>S", "STOP")).begin(), num_prompt_tokens=5)
+    token_ids = [
+        0,
+        *ids("o <"),
+        *ids("s> "),
+        0,
+        0,
+        *ids("x STO"),
+        0,
+        *ids(" S"),
+        *(ids("TOP") * ended),
+        0,
+    ]
+    text, found, begin = "", list[int](), 0
+    for size in [*sizes, len(token_ids)]:
+        end = LENGTH if begin + size >= len(token_ids) else None
+        piece = subject.add(token_ids[begin : begin + size], end)
+        found += [len(text) + mark for mark in piece.marks]
+        text += piece.text
+        begin += size
+        if isinstance(piece, LastPiece):
+            break
+    whole = "<s>o <s> <s><s>x STO<s> "
+    assert text == (whole if ended else f"{whole}S<s>")
+    assert found == [0, 9, 12, 20, *([] if ended else [25])]
+
+
+def test_usage_counts_up_to_the_token_that_completes_the_stop() -> None:
+    before, stop, after = ids("the fox"), ids(" STOP"), ids(" jumps")
+    piece = answer(" STOP").add(before + stop + after, None)
+    assert isinstance(piece, LastPiece)
+    assert piece.text == "the fox"
+    assert piece.token_ids == before + stop
+    assert piece.usage.completion_tokens == len(before + stop)
+    assert piece.usage.prompt_tokens == 5
+
+
+def test_an_end_brings_the_text_that_was_held_back() -> None:
+    subject = answer("STOP")
+    assert subject.add(ids("one ST"), None).text == "one "
+    last = subject.add([], LENGTH, 3)
+    assert isinstance(last, LastPiece)
+    assert (last.text, last.finish_reason, last.usage.cached_tokens) == ("ST", "length", 3)
+
+
+def test_what_ended_an_answer_is_told() -> None:
+    """EOS, and a length, are nobody's own."""
+    stop = End("stop")
+
+    def reason(text: str, end: End, **options: Any) -> str | int | None:
+        subject = Answer(
+            Detokenizer(BYTE_LEVEL),
+            StopRules(("STOP", "x")).begin(),
+            num_prompt_tokens=5,
+            **options,
+        )
+        last = subject.add(ids(text), end)
+        assert isinstance(last, LastPiece)
+        return last.stop_reason
+
+    token = ids("the")[-1]
+    assert reason("the STOP", stop) == "STOP"
+    assert reason("the", LENGTH) is None
+    assert reason("the", stop) is None
+    assert reason("the", stop, stop_token_ids=(token,)) == token
+    assert reason("the", LENGTH, stop_token_ids=(token,)) is None
+
+
+def test_a_stop_string_does_not_end_an_answer_that_is_too_short() -> None:
+    """Seen failing where the stops look at every token."""
+    subject = Answer(
+        Detokenizer(BYTE_LEVEL), StopRules(("a",)).begin(), num_prompt_tokens=5, min_tokens=3
+    )
+    tokens = [ids("a")[0]] * 5
+    first, last = subject.add(tokens[:2], None), subject.add(tokens[2:], None)
+    assert (first.text, last.text) == ("aa", "a")
+    assert isinstance(last, LastPiece) and last.usage.completion_tokens == 4

@@ -1,0 +1,184 @@
+"""Large inputs at a router that runs: refused by what protocol they come, with what sentence."""
+
+from pathlib import Path
+from typing import cast
+
+import grpc
+import pytest
+
+from api.admin.cluster_report import ClusterReport
+from api.admin.explain import Explainer
+from api.admin.moves import Mover
+from api.admin.plans import Plans
+from api.auth.client import Client as CallingClient
+from api.auth.guard import Guard
+from api.grpc.callers import Callers
+from api.grpc.service import RouterService
+from api.parsers.model_format import Speech
+from api.pooling.vectors import Vectors
+from api.requests.generate_params import Prompt
+from api.requests.idempotency import KeptAnswers
+from api.requests.prompts import Prompts
+from api.requests.served_model import ServedModel
+from api.text.limits import MAX_FIELDS, Limits
+from api.text.model_files import ModelFiles
+from api.text.tokenizer import RouterTokenizer
+from common import rpc
+from common.errors import MAX_SENTENCE_CHARACTERS, Overloaded
+from protos import router_pb2, router_pb2_grpc
+from protos.router_pb2 import ChatMessage, ChatMessages, DetokenizeRequest, TokenizeRequest
+from protos.sampling_pb2 import Sampling
+from router.cluster.adapter_calls import AdapterCalls
+from router.cluster.engine_calls import EngineCalls
+from router.metrics import RouterMetrics
+from router.workers.ends import OwnEnd
+from tests.api.openai.openai_rig import CHAT, COMPLETIONS, HELLO, api_for
+from tests.api.rig import CONTEXT_LENGTH, Client, failure, router_for
+from tests.support.http_client import post
+
+Code = grpc.StatusCode
+ROOM = 1 << 20
+TEXT = CONTEXT_LENGTH * 16
+
+
+async def test_over_grpc_what_is_too_large_is_refused_by_size(model: Path) -> None:
+    async with router_for(model, decode=["127.0.0.1:1"]) as (client, _):
+        for call, sentence in [
+            (client.generate("x" * (TEXT + 1)), f"text has {TEXT + 1} bytes of text"),
+            (_tokenize(client, text="x" * (TEXT + 1)), f"text has {TEXT + 1} bytes of text"),
+            (
+                _tokenize(client, messages=_messages(1, "x" * TEXT)),
+                f"messages has {TEXT + 4} bytes of text",
+            ),
+            (
+                client.stub.Detokenize(DetokenizeRequest(token_ids=[5] * 300_000)),
+                "token_ids has 300000 tokens; the context has 64",
+            ),
+            (
+                client.generate(token_ids=router_pb2.TokenIds(ids=[5] * 300_000)),
+                "token_ids has 300000 tokens; the context of 64 tokens takes prompts of at most 63",
+            ),
+            (
+                client.generate("x", sampling=Sampling(stop_token_ids=[5] * 300_000)),
+                "sampling.stop_token_ids has 300000 ids, 16 allowed",
+            ),
+            (
+                client.generate("x", sampling=Sampling(stop=["x"] * 10_000)),
+                "sampling.stop has 10000 strings, 16 allowed",
+            ),
+            (
+                client.generate(messages=_messages(MAX_FIELDS, "")),
+                f"the message has more than {MAX_FIELDS} fields",
+            ),
+        ]:
+            error = await failure(call)
+            assert error.code() is Code.INVALID_ARGUMENT
+            assert str(error.details()).startswith(sentence)
+
+
+async def test_a_message_that_no_prompt_fills_is_refused_before_it_is_received(
+    model: Path,
+) -> None:
+    async with router_for(model, decode=["127.0.0.1:1"]) as (client, _):
+        error = await failure(_tokenize(client, text="x" * (ROOM + TEXT)))
+        assert error.code() is Code.RESOURCE_EXHAUSTED
+        assert str(ROOM + TEXT) in str(error.details())
+
+
+async def test_over_http_what_is_too_large_is_refused_by_size(model: Path) -> None:
+    async with api_for(model) as api:
+        for path, fields, status, param, sentence in [
+            (COMPLETIONS, {"prompt": "x" * (TEXT + 1)}, 400, "prompt", f"has {TEXT + 1} bytes"),
+            (CHAT, {"messages": _turn("x" * TEXT)}, 400, "messages", "bytes of text"),
+            (COMPLETIONS, {"prompt": [5] * 100_000}, 400, "prompt", "has 100000 tokens"),
+            (COMPLETIONS, {"prompt": [[]] * 100_000}, 413, None, "too many values"),
+            (CHAT, {"messages": HELLO, "tools": [{}] * 100_000}, 413, None, "too many values"),
+            (COMPLETIONS, {"prompt": "x" * 1_200_000}, 413, None, "has at most"),
+        ]:
+            answer = await post(api.router.http_port, path, fields)
+            assert answer.status == status, answer.body
+            assert answer.error["param"] == param
+            assert sentence in answer.error["message"]
+
+
+@pytest.mark.parametrize("name", ["x" * 1000, "\U0001f600" * 1000, "\x00" * 100_000])
+async def test_a_long_name_comes_back_in_a_short_error(model: Path, name: str) -> None:
+    async with api_for(model) as api:
+        answer = await api.post(COMPLETIONS, prompt="x", model=name)
+        assert answer.status in (400, 404)
+        assert len(answer.error["message"]) <= MAX_SENTENCE_CHARACTERS
+
+
+async def test_what_a_template_says_of_messages_comes_back_cut(tmp_path: Path) -> None:
+    from tests.api.rig import write_model
+
+    template = "{{ raise_exception('not this: ' + messages[0].content) }}"
+    async with api_for(write_model(tmp_path, chat_template=template)) as api:
+        answer = await api.post(CHAT, messages=_turn("\U0001f600" * 250))
+        assert answer.status == 400
+        assert "not this: \U0001f600" in answer.error["message"]
+        answer = await api.post(CHAT, messages=_turn("x" * 900))
+        assert len(answer.error["message"]) == MAX_SENTENCE_CHARACTERS
+
+
+class Busy:
+    """In place of prompts and tokenizer, with as much waiting as may."""
+
+    async def encode(self, prompt: Prompt, client: CallingClient) -> list[int]:
+        raise Overloaded("text waits")
+
+    async def decode_any(self, token_ids: list[int]) -> str:
+        raise Overloaded("text waits")
+
+
+async def test_who_meets_a_full_queue_is_told_when_to_come_back() -> None:
+    busy = Busy()
+    guard = Guard(
+        None, lambda shown: False, RouterMetrics(), operators_prove=False, has_secret=False
+    )
+    service = RouterService(
+        guard,
+        cast(KeptAnswers, None),
+        cast(Vectors, None),
+        cast(ClusterReport, None),
+        cast(Explainer, None),
+        cast(AdapterCalls, None),
+        cast(EngineCalls, None),
+        cast(Mover, None),
+        cast(Plans, None),
+        ServedModel(
+            cast(ModelFiles, None),
+            cast(RouterTokenizer, busy),
+            Limits(64, 320, longest_token_bytes=16),
+            cast(Prompts, busy),
+            Speech(),
+        ),
+        OwnEnd(lambda: None),
+        budget_s=10.0,
+    )
+    server = rpc.make_server()
+    port = rpc.bind(server, "127.0.0.1", 0)
+    rpc.add_service(server, router_pb2_grpc.add_RouterServicer_to_server, service, Callers(guard))
+    await server.start()
+    async with rpc.make_channel(f"127.0.0.1:{port}") as channel:
+        client = Client(channel)
+        for call in (
+            _tokenize(client, text="x"),
+            client.stub.Detokenize(DetokenizeRequest(token_ids=[5])),
+        ):
+            error = await failure(call)
+            assert error.code() is Code.RESOURCE_EXHAUSTED
+            assert ("retry-after", "1") in tuple(error.trailing_metadata())
+    await rpc.stop(server, 0.0)
+
+
+def _tokenize(client: Client, **fields: object) -> object:
+    return client.stub.Tokenize(TokenizeRequest(**fields))  # type: ignore[arg-type]
+
+
+def _messages(num: int, content: str) -> ChatMessages:
+    return ChatMessages(messages=[ChatMessage(role="user", content=content)] * num)
+
+
+def _turn(content: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": content}]

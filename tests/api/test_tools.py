@@ -1,0 +1,556 @@
+"""Tools and reasoning, as OpenAI's own client asks for them and gets them."""
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grpc import StatusCode
+from jsonschema import Draft202012Validator
+
+from api.dialect.forced import guide_of_calls
+from api.dialect.messages import Function, Tool
+from api.dialect.problems import Refusal
+from api.dialect.tools import Offer, guided, optional
+from api.parsers.model_format import Speech
+from common.requests.sampling import SamplingParams
+from engine.grammar.schemas.enforced import enforced
+from protos import router_pb2
+from protos.decode_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP
+from tests.api.openai.openai_rig import CHAT, HELLO, api_for
+from tests.api.rig import collect, failure, router_for
+from tests.api.talk import CALL, Spoken, calling_model, talk
+from tests.support.stub_decode_node import StubDecodeNode
+
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Adds <two> numbers.",
+            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+        },
+    }
+]
+
+
+SAMPLING = SamplingParams(max_tokens=1, seed=0)
+
+
+def _tool(said: dict[str, Any]) -> Tool:
+    return Tool("function", Function(**said["function"]))
+
+
+@pytest.fixture(scope="module")
+def calling(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return calling_model(tmp_path_factory.mktemp("calling"))
+
+
+async def test_a_call_is_told_apart_from_what_is_said(calling: Path) -> None:
+    async with talk(calling) as talking:
+        choice, prompt = await talking.ask(f"Let me see.\n{CALL}</s>", tools=TOOLS)
+        assert '"name": "add", "description": "Adds <two> numbers."' in prompt
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me see.")
+        (call,) = choice.message.tool_calls
+        assert (call.type, call.function.name) == ("function", "add")
+        assert call.function.arguments == '{"a": 27, "b": 15}'
+        assert len(call.id) == 9 and call.id.isalnum()
+        choice, _ = await talking.ask(CALL, tools=TOOLS, tool_choice="auto")
+        assert choice.message.content is None
+
+
+async def test_a_conversation_goes_on_after_a_call(calling: Path) -> None:
+    async with talk(calling) as talking:
+        choice, _ = await talking.ask(f"<think>hm</think>{CALL}", tools=TOOLS)
+        call = choice.message.tool_calls[0]
+        messages = [
+            *HELLO,
+            choice.message,
+            {"role": "tool", "tool_call_id": call.id, "content": [{"type": "text", "text": "42"}]},
+        ]
+        choice, prompt = await talking.ask("It is 42.", tools=TOOLS, messages=messages)
+        assert '{"name": "add", "arguments": {"a": 27, "b": 15}}' in prompt
+        assert "<think>\nhm</think>" in prompt and f"({call.id})" in prompt
+        assert (choice.message.content, choice.finish_reason) == ("It is 42.", "stop")
+        assert choice.message.tool_calls is None
+
+
+async def test_a_streamed_call_comes_in_openais_pieces(calling: Path) -> None:
+    async with talk(calling) as talking:
+        asking = asyncio.create_task(
+            talking.client.create(model=talking.api.model, messages=HELLO, tools=TOOLS, stream=True)
+        )
+        number, _ = await talking.asked()
+        tokens = talking.ids(f"<think>hm\n</think>Well.\n{CALL}\n{CALL}</s>")
+        node = talking.api.node
+        node.say({number: tokens[:1]})
+        chunks = [await anext(stream := await asking)]
+        for token in tokens[1:-1]:
+            node.say({number: [token]})
+        node.say({number: tokens[-1:]}, ended={number: FINISH_REASON_STOP})
+        chunks += [chunk async for chunk in stream]
+    choices = [chunk.choices[0] for chunk in chunks]
+    deltas = [choice.delta for choice in choices]
+    assert [delta.role for delta in deltas].count("assistant") == 1
+    assert "".join(delta.content or "" for delta in deltas) == "Well."
+    thought = [(delta.model_extra or {}).get("reasoning_content") or "" for delta in deltas]
+    assert "".join(thought) == "hm"
+    parts = [part for delta in deltas for part in delta.tool_calls or ()]
+    begun = [part for part in parts if part.id]
+    assert [(part.index, part.type, part.function.name) for part in begun] == [
+        (0, "function", "add"),
+        (1, "function", "add"),
+    ]
+    for index in (0, 1):
+        told = [part.function.arguments or "" for part in parts if part.index == index]
+        assert "".join(told) == '{"a": 27, "b": 15}'
+        assert len(told) > 3
+    assert [choice.finish_reason for choice in choices][-2:] == [None, "tool_calls"]
+
+
+async def test_a_call_that_is_cut_off_says_so(calling: Path) -> None:
+    async with talk(calling) as talking:
+        asking = asyncio.create_task(talking.api.post(CHAT, messages=HELLO, tools=TOOLS))
+        await talking.answer(CALL[:45], reason=FINISH_REASON_LENGTH)
+        (choice,) = (await asking).json["choices"]
+        assert choice["finish_reason"] == "length"
+        assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"a"'
+
+
+async def test_without_tools_nothing_is_a_call(calling: Path) -> None:
+    async with talk(calling) as talking:
+        for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+            choice, prompt = await talking.ask(CALL, **fields)
+            assert "<tools>" not in prompt
+            assert choice.message.content == CALL.removeprefix("<tool_call>").removesuffix(
+                "</tool_call>"
+            )
+
+
+async def test_what_is_thought_is_told_apart_and_can_be_left_out(calling: Path) -> None:
+    async with talk(calling) as talking:
+        choice, _ = await talking.ask("<think>\nhm\n</think>\n\nhi")
+        assert (choice.message.reasoning_content, choice.message.content) == ("hm", "hi")
+        choice, _ = await talking.ask(
+            "<think>hm</think>hi", extra_body={"include_reasoning": False}
+        )
+        assert not hasattr(choice.message, "reasoning_content")
+        assert choice.message.content == "hi"
+        setting = {"chat_template_kwargs": {"enable_thinking": False}}
+        choice, prompt = await talking.ask("hi </think>", extra_body=setting)
+        assert prompt.endswith("<think></think>")
+        assert choice.message.content == "hi </think>"
+
+
+async def test_a_flag_says_how_a_model_calls(calling: Path) -> None:
+    async with talk(calling, tool_parser="mistral", reasoning_parser="none") as talking:
+        text = '<think>[TOOL_CALLS][{"name": "add", "arguments": {}}]'
+        choice, _ = await talking.ask(text, tools=TOOLS)
+        assert choice.message.tool_calls[0].function.arguments == "{}"
+    async with talk(calling, tool_parser="none") as talking:
+        answer = await talking.api.post(CHAT, messages=HELLO, tools=TOOLS)
+        assert (answer.status, answer.error["param"]) == (400, "tools")
+
+
+@pytest.mark.parametrize(
+    "fields, param",
+    [
+        ({"tools": TOOLS, "tool_choice": "must"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"function": {"name": "subtract"}}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "code": "x"}}]}, "tools[0]"),
+        ({"tools": TOOLS * 1025}, "tools"),
+        ({"tools": [{**TOOLS[0], "function": {"name": "x" * 70_000}}]}, "messages"),
+        ({"chat_template_kwargs": {"enable_thought": 1}}, "chat_template_kwargs"),
+    ],
+    ids=[
+        "choice",
+        "another",
+        "no tool",
+        "kind",
+        "no name",
+        "more",
+        "many",
+        "large",
+        "setting",
+    ],
+)
+async def test_what_cannot_be_is_refused_by_name(
+    calling: Path, fields: dict[str, Any], param: str
+) -> None:
+    async with api_for(calling) as api:
+        answer = await api.post(CHAT, messages=HELLO, **fields)
+        assert answer.status == 400, answer.body
+        assert (answer.error["param"] or "").startswith(param), answer.body
+
+
+FORCED = '[{"name": "add", "parameters": {"a": 27}}, {"name": "sub", "parameters": {}}]'
+SUB = {"type": "function", "function": {"name": "sub"}}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_an_answer_that_must_call_is_calls_alone(calling: Path, stream: bool) -> None:
+    async with talk(calling, tool_parser="none") as talking:
+        asking = asyncio.create_task(
+            talking.api.post(
+                CHAT, messages=HELLO, tools=[*TOOLS, SUB], tool_choice="required", stream=stream
+            )
+        )
+        submit = await talking.api.node.submitted()
+        schema = json.loads(submit.sampling.guide.json_schema)
+        names = [call["properties"]["name"]["enum"] for call in schema["items"]["anyOf"]]
+        assert (schema["type"], schema["minItems"], names) == ("array", 1, [["add"], ["sub"]])
+        assert (
+            schema["items"]["anyOf"][0]["properties"]["parameters"]
+            == (TOOLS[0]["function"]["parameters"])
+        )
+        *tokens, last = talking.ids(FORCED)
+        for token in tokens:
+            talking.api.node.say({submit.number: [token]})
+        talking.api.node.say({submit.number: [last]}, ended={submit.number: FINISH_REASON_STOP})
+        answer = await asking
+    if stream:
+        choices = [event["choices"][0] for event in answer.events]
+        parts = [part for one in choices for part in one["delta"].get("tool_calls", ())]
+        told = [
+            "".join(part["function"].get("arguments", "") for part in parts if part["index"] == n)
+            for n in (0, 1)
+        ]
+        assert not any(one["delta"].get("content") for one in choices)
+    else:
+        choices = answer.json["choices"]
+        calls = choices[0]["message"]["tool_calls"]
+        told = [call["function"]["arguments"] for call in calls]
+        assert choices[0]["message"]["content"] is None
+    assert told == ['{"a": 27}', "{}"]
+    assert choices[-1]["finish_reason"] == "tool_calls"
+
+
+async def test_a_tool_that_is_named_is_the_only_one_that_can_be_called(calling: Path) -> None:
+    pair = {"type": "function", "function": {"name": "pair"}}
+    async with talk(calling) as talking:
+        named = {"type": "function", "function": {"name": "pair"}}
+        asking = asyncio.create_task(
+            talking.api.post(CHAT, messages=HELLO, tools=[*TOOLS, pair], tool_choice=named)
+        )
+        submit = await talking.api.node.submitted()
+        schema = json.loads(submit.sampling.guide.json_schema)
+        (call,) = schema["items"]["anyOf"]
+        assert (schema["maxItems"], call["properties"]["name"]) == (1, {"enum": ["pair"]})
+        said = talking.ids('[{"name": "pair", "parameters": {}}]')
+        talking.api.node.say({submit.number: said}, ended={submit.number: FINISH_REASON_STOP})
+        (choice,) = (await asking).json["choices"]
+        assert choice["message"]["tool_calls"][0]["function"]["name"] == "pair"
+
+
+STRICT = {"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}
+
+
+PARAMETERS, ANY = TOOLS[0]["function"]["parameters"], {"type": "object"}
+FORM = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "sum", "schema": FORM}}
+
+
+def _plain(calling: Path) -> Path:
+    """The same model, with ordinary tokens for the markers of calls."""
+    directory = calling.with_name("plain")
+    if not directory.exists():
+        shutil.copytree(calling, directory)
+        file = directory / "tokenizer.json"
+        file.write_text(file.read_text().replace("tool_call>", "tool-call>"))
+    return directory
+
+
+def _schemas(form: Any) -> list[Any]:
+    """All schemas in a structural tag's format."""
+    match form:
+        case {"type": "json_schema"}:
+            return [form["json_schema"]]
+        case dict():
+            return [schema for each in form.values() for schema in _schemas(each)]
+        case list():
+            return [schema for each in form for schema in _schemas(each)]
+        case _:
+            return []
+
+
+@pytest.mark.parametrize(
+    "parser, arguments, tools, expected",
+    [
+        ("glm45", "json", [STRICT, SUB], [PARAMETERS, ANY]),
+        ("qwen3-coder", "free", [STRICT], [PARAMETERS]),
+        ("qwen3-coder", "json", [*TOOLS, SUB], [ANY]),
+        ("llama3", "schema", [*TOOLS, SUB], [PARAMETERS, ANY]),
+        ("glm45", "free", [*TOOLS, SUB], None),
+        ("hermes", "json", [STRICT], [PARAMETERS]),
+        ("mistral", "json", [STRICT], [PARAMETERS] * 3),  # a list of calls, or a name
+    ],
+)
+async def test_a_call_that_is_begun_is_held_to_json_or_its_schema(
+    calling: Path, parser: str, arguments: str, tools: list[Any], expected: list[Any] | None
+) -> None:
+    """A strict tool to its schema, the others as the router is told."""
+    directory = calling if parser in ("hermes", "mistral") else _plain(calling)
+    async with talk(directory, tool_parser=parser, tool_arguments=arguments) as talking:
+        asking = asyncio.create_task(talking.api.post(CHAT, messages=HELLO, tools=tools))
+        guide = (await talking.api.complete()).sampling.guide
+        assert (await asking).status == 200
+    told = _schemas(json.loads(guide.structural_tag)) if guide.structural_tag else None
+    assert told == expected
+
+
+async def test_tools_beyond_what_a_grammar_may_have_are_free_unless_they_are_strict(
+    calling: Path,
+) -> None:
+    many = [{"type": "function", "function": {"name": f"{'x' * 50}{n}"}} for n in range(1024)]
+    async with talk(calling) as talking:
+        asking = asyncio.create_task(
+            talking.api.post(CHAT, messages=HELLO, tools=[TOOLS[0]], tool_choice="auto")
+        )
+        assert (await talking.api.complete()).sampling.guide.structural_tag
+        assert (await asking).status == 200
+    speech = Speech(tools="hermes")
+    offer = Offer([_tool(each) for each in many], (), parallel=True)
+    assert guided([SAMPLING], offer, speech, "")[0].guide is None
+    many[0]["function"]["strict"] = True
+    offer = Offer([_tool(each) for each in many], (), parallel=True)
+    assert guided([SAMPLING], offer, speech, "")[0].guide is not None
+
+
+@pytest.mark.parametrize("parser", ["hermes", "qwen3-coder"])
+async def test_with_tools_and_a_form_the_model_may_call_first(calling: Path, parser: str) -> None:
+    """Seen failing: the form was enforced from the first token, so that no tool was called."""
+    fields = {"tools": [STRICT], "response_format": FORMAT}
+    async with talk(calling, tool_parser=parser) as talking:
+        asking = asyncio.create_task(talking.api.post(CHAT, messages=HELLO, **fields))
+        submit = await talking.api.node.submitted()
+        form = json.loads(submit.sampling.guide.structural_tag)["format"]
+        assert form["type"] == "or" and form["elements"][0]["json_schema"] == FORM
+        assert _schemas(form) == [FORM, PARAMETERS]
+        assert submit.sampling.thought.close  # is behind what is thought
+        said = talking.ids('{"sum": 42}')
+        talking.api.node.say({submit.number: said}, ended={submit.number: FINISH_REASON_STOP})
+        (choice,) = (await asking).json["choices"]
+        assert choice["message"]["content"] == '{"sum": 42}'
+
+
+@pytest.mark.parametrize("choice", ["required", {"function": {"name": "add"}}], ids=str)
+async def test_a_call_that_must_be_made_goes_before_a_form(calling: Path, choice: Any) -> None:
+    """As with vLLM. Seen failing: 400."""
+    fields = {"tools": TOOLS, "tool_choice": choice, "response_format": FORMAT}
+    async with talk(calling) as talking:
+        asking = asyncio.create_task(talking.api.post(CHAT, messages=HELLO, **fields))
+        submit = await talking.api.node.submitted()
+        assert json.loads(submit.sampling.guide.json_schema)["type"] == "array"
+        said = talking.ids('[{"name": "add", "parameters": {}}]')
+        talking.api.node.say({submit.number: said}, ended={submit.number: FINISH_REASON_STOP})
+        (told,) = (await asking).json["choices"]
+        assert told["message"]["tool_calls"][0]["function"]["name"] == "add"
+        asking = asyncio.create_task(
+            talking.api.post(CHAT, messages=HELLO, **{**fields, "tool_choice": "none"})
+        )
+        assert json.loads((await talking.api.complete()).sampling.guide.json_schema) == FORM
+        assert (await asking).status == 200
+
+
+async def test_a_structural_tag_says_itself_where_calls_are(calling: Path) -> None:
+    own = {"type": "structural_tag", "format": {"type": "any_text"}}
+    async with talk(calling) as talking:
+        asking = asyncio.create_task(
+            talking.api.post(CHAT, messages=HELLO, tools=TOOLS, response_format=own)
+        )
+        guide = (await talking.api.complete()).sampling.guide
+        assert json.loads(guide.structural_tag) == own
+        assert (await asking).status == 200
+
+
+async def test_a_form_beside_calls_that_no_grammar_can_write_is_refused(calling: Path) -> None:
+    fields = {"tools": TOOLS, "response_format": FORMAT}
+    async with api_for(calling, tool_parser="harmony") as api:
+        answer = await api.post(CHAT, messages=HELLO, **fields)
+        assert (answer.status, answer.error["param"]) == (400, "response_format")
+        assert "set tool_choice to none or required" in answer.error["message"]
+
+
+async def test_parameters_that_are_nested_too_deeply_are_refused(calling: Path) -> None:
+    """Seen failing: 500."""
+    schema: dict[str, Any] = {"type": "object"}
+    for _ in range(450):
+        schema = {"properties": {"a": schema}}
+    tool = {"type": "function", "function": {"name": "add", "parameters": schema}}
+    async with talk(calling) as talking:
+        answer = await talking.api.post(CHAT, messages=HELLO, tools=[tool], tool_choice="required")
+        assert (answer.status, answer.error["param"]) == (400, "tools")
+        assert "nested too deeply" in answer.error["message"]
+    for _ in range(100):  # a call that may be made needs less of the stack
+        schema = {"properties": {"a": schema}}
+    offer = optional([{"function": {"name": "add", "parameters": schema, "strict": True}}])
+    with pytest.raises(Refusal, match="tools: parameters are nested too deeply"):
+        guided([SAMPLING], offer, Speech(tools="hermes"), "")
+
+
+def test_what_a_tool_refers_to_is_its_own_where_others_stand_beside_it() -> None:
+    """Two tools define one name in two ways, one refers to all of itself, and to what is no
+    definition; a value that looks like a reference is none."""
+    trees: dict[str, Any] = {
+        "type": "object",
+        "properties": {
+            "x": {"const": {"$ref": "#"}},
+            "$ref": {"$ref": "#/properties/x"},
+            "more": {"type": "array", "items": {"$ref": "#"}},
+            "leaf": {"$ref": "#/$defs/leaf"},
+            "default": {"$ref": "#/$defs/leaf"},
+        },
+        "$defs": {"leaf": {"type": "string"}},
+        "additionalProperties": False,
+    }
+    leaves = {"$ref": "#/$defs/leaf", "$defs": {"leaf": {"type": "object", "maxProperties": 0}}}
+    guide = guide_of_calls(
+        [
+            Tool("function", Function("f", parameters=trees)),
+            Tool("function", Function("g", parameters=leaves)),
+        ],
+        parallel=True,
+    )
+    validator = Draft202012Validator(json.loads(guide.text))
+    leaf = {"x": {"$ref": "#"}, "leaf": "a"}
+    for valid in ([leaf, {}], [{"more": [leaf, {"more": []}]}, {}], [{"$ref": {"$ref": "#"}}, {}]):
+        calls = [{"name": n, "parameters": each} for n, each in zip("fg", valid, strict=True)]
+        assert validator.is_valid(calls), calls
+    for wrong in (
+        [{"x": 1}, {}],
+        [{"more": [1]}, {}],
+        [{"leaf": {}}, {}],
+        [{"default": 1}, {}],
+        [leaf, {"a": 1}],
+    ):
+        calls = [{"name": n, "parameters": each} for n, each in zip("fg", wrong, strict=True)]
+        assert not validator.is_valid(calls), calls
+    assert enforced(guide.text)
+
+
+async def test_a_template_that_raises_refuses_with_its_own_words(model: Path) -> None:
+    async with api_for(model) as api:
+        answer = await api.post(CHAT, messages=[{"role": "tool", "content": "x"}])
+        assert (answer.status, answer.error["param"]) == (400, "messages")
+        assert answer.error["message"].endswith("no tools here")
+
+
+async def test_over_grpc_an_answer_to_messages_has_the_same_parts(calling: Path) -> None:
+    async with StubDecodeNode() as node:
+        async with router_for(calling, decode=[node.address]) as (client, _):
+            await client.wait_until_serving()
+            spoken = Spoken(calling)
+            messages = router_pb2.ChatMessages(
+                messages=[router_pb2.ChatMessage(role="user", content="hello")],
+                tools=[json.dumps(TOOLS[0])],
+            )
+            call = client.generate(messages=messages)
+            number = (await node.submitted()).number
+            said = spoken.ids(f"<think>hm</think>Well.{CALL}</s>")
+            node.say({number: said}, ended={number: FINISH_REASON_STOP})
+            text, ids, last = await collect(call)
+            assert (text, last.reasoning, last.finish_reason) == ("Well.", "hm", "tool_calls")
+            (part,) = last.tool_calls
+            assert (part.name, part.arguments) == ("add", '{"a": 27, "b": 15}')
+            assert ids == said
+
+            messages.messages.add(
+                role="assistant",
+                tool_calls=[router_pb2.ToolCall(id=part.id, name="add", arguments=part.arguments)],
+            )
+            messages.messages.add(role="tool", content="42", tool_call_id=part.id)
+            call = client.generate(messages=messages)
+            submit = await node.submitted()
+            prompt = spoken.text(submit.token_ids)
+            assert '"arguments": {"a": 27, "b": 15}' in prompt and f"({part.id})" in prompt
+            node.say({submit.number: spoken.ids("42")}, ended={submit.number: FINISH_REASON_STOP})
+            assert (await collect(call))[0] == "42"
+
+
+async def test_over_grpc_with_tools_and_a_guide_the_model_may_call_first(calling: Path) -> None:
+    """Seen failing: the guide was enforced from the first token, so that no tool was called."""
+    async with StubDecodeNode() as node:
+        async with router_for(calling, decode=[node.address]) as (client, _):
+            await client.wait_until_serving()
+            messages = router_pb2.ChatMessages(
+                messages=[router_pb2.ChatMessage(role="user", content="hello")],
+                tools=[json.dumps(STRICT)],
+            )
+            call = client.generate(
+                messages=messages, sampling={"guide": {"json_schema": json.dumps(FORM)}}
+            )
+            submit = await node.submitted()
+            form = json.loads(submit.sampling.guide.structural_tag)["format"]
+            assert form["type"] == "or" and _schemas(form) == [FORM, PARAMETERS]
+            said = Spoken(calling).ids(CALL)
+            node.say({submit.request: said}, ended={submit.request: FINISH_REASON_STOP})
+            (part,) = (await collect(call))[2].tool_calls
+            assert part.name == "add"
+
+            asked = client.generate(messages=messages)
+            submit = await node.submitted()
+            told = json.loads(submit.sampling.guide.structural_tag)
+            assert _schemas(told) == [PARAMETERS]  # a call that has begun is held to its schema
+            node.say({submit.request: said}, ended={submit.request: FINISH_REASON_STOP})
+            await collect(asked)
+
+
+async def test_over_grpc_a_guide_beside_calls_that_no_grammar_can_write_is_refused(
+    calling: Path,
+) -> None:
+    async with StubDecodeNode() as node:
+        async with router_for(calling, decode=[node.address], tool_parser="harmony") as (client, _):
+            user = router_pb2.ChatMessage(role="user", content="hello")
+            messages = router_pb2.ChatMessages(messages=[user], tools=[json.dumps(STRICT)])
+            sampling = {"guide": {"json_object": True}}
+            error = await failure(client.generate(messages=messages, sampling=sampling))
+            assert error.code() is StatusCode.INVALID_ARGUMENT
+            assert (error.details() or "").startswith("sampling.guide: no grammar")
+
+
+@pytest.mark.parametrize(
+    "fields, said",
+    [
+        ({"tools": ["{"]}, "messages.tools[0] is no JSON object"),
+        ({"tools": ['{"type": "function"}']}, "messages.tools[0] is no function"),
+        (
+            {"tools": ['{"type": "function", "function": {"name": "f", "parameters": 3}}']},
+            "messages.tools[0].function.parameters must be",
+        ),
+        (
+            {"tools": ['{"type": "function", "function": {"name": "f", "strict": 3}}']},
+            "messages.tools[0].function.strict must be",
+        ),
+        ({"tools": ["{}"] * 1025}, "messages.tools has 1025 tools"),
+        ({"template_settings": "[]"}, "messages.template_settings is no JSON object"),
+        ({"template_settings": " " * 20_000}, "messages.template_settings has 20000"),
+        ({"template_settings": '{"x": 1}'}, "chat_template_kwargs: this model's"),
+        ({"reasoning_effort": "high"}, "reasoning_effort: this model's"),
+    ],
+    ids=[
+        "half",
+        "no function",
+        "parameters",
+        "strict",
+        "many",
+        "a list",
+        "large",
+        "unknown",
+        "effort",
+    ],
+)
+async def test_over_grpc_too_what_cannot_be_is_refused(
+    calling: Path, fields: dict[str, Any], said: str
+) -> None:
+    async with StubDecodeNode() as node:
+        async with router_for(calling, decode=[node.address]) as (client, _):
+            user = router_pb2.ChatMessage(role="user", content="hello")
+            messages = router_pb2.ChatMessages(messages=[user], **fields)
+            error = await failure(client.generate(messages=messages))
+            assert error.code() is StatusCode.INVALID_ARGUMENT
+            assert (error.details() or "").startswith(said)

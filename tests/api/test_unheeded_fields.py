@@ -1,0 +1,390 @@
+"""No field is dropped without a word: it is heeded, refused by name, or changes no answer."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from api.dialect.endpoint_call import Asked, Dialect
+from api.dialect.problems import Refusal
+from api.openai.chat import Chat
+from api.openai.completions import Completions
+from api.parsers.model_format import Speech
+from api.requests.generate_params import Messages, Turn
+from tests.api.openai.openai_rig import CHAT, api_for
+
+COMPLETIONS = Completions(ignore_unknown=False)
+CHATS = Chat(Speech(), lambda calls: frozenset(), ignore_unknown=False)
+PROMPT: dict[str, Any] = {"prompt": "x"}
+HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
+DIALECTS = pytest.mark.parametrize(
+    "dialect, prompt", [(COMPLETIONS, PROMPT), (CHATS, HELLO)], ids=["completions", "chats"]
+)
+
+# What other servers take, and this one does not.
+ASKED_IN_VAIN: dict[str, Any] = {
+    "custom_logit_processor": "x",
+    "detokenize": False,
+    "grammar": "root ::= x",
+    "images": ["data:"],
+    "length_penalty": 1.5,
+    "logprob_token_ids": [1],
+    "return_hidden_states": True,
+    "typical_p": 0.5,
+}
+
+# Whatever is in them, without which the answer would be the same.
+CHANGES_NOTHING: dict[str, Any] = {
+    "best_of": 1,
+    "detokenize": True,
+    "frequency_penalty": 0,
+    "images": [],
+    "length_penalty": 1.0,
+    "metadata": {"a": ["b"]},
+    "n": 1,
+    "no_such_field": None,
+    "nor_this": [],
+    "nor_that": "",
+    "parallel_tool_calls": True,
+    "presence_penalty": 0.0,
+    "priority": 0,
+    "prompt_cache_key": "k",
+    "response_format": {"type": "text", "json_schema": None},
+    "safety_identifier": "s",
+    "service_tier": "auto",
+    "store": True,
+    "stream_interval": 1,
+    "stream_options": {"include_obfuscation": False, "continuous_usage_stats": True, "x": None},
+    "structural_tag": "",
+    "typical_p": 1.0,
+    "user": "u",
+}
+
+ANSWERED = {  # as a client keeps an answer to send it back
+    "role": "assistant",
+    "content": "ho",
+    "refusal": None,
+    "annotations": [],
+    "audio": None,
+    "function_call": None,
+    "tool_calls": None,
+}
+USAGE = {"include_usage": True}
+SAMPLED = {"temperature": 0.0, "seed": 1234}
+CHAT_OF_CLIENTS: dict[str, dict[str, Any]] = {
+    "openai": {
+        "messages": [*HELLO["messages"], ANSWERED, *HELLO["messages"]],
+        "modalities": ["text"],
+        "metadata": {},
+        "store": False,
+        "reasoning_effort": None,
+        "verbosity": "medium",
+        "logprobs": False,
+        "top_logprobs": None,
+        "tools": [],
+        "tool_choice": "auto",
+    },
+    "langchain": {
+        "messages": [{"role": "system", "content": "s", "name": "x"}, *HELLO["messages"]],
+        "stream": True,
+        "stream_options": USAGE,
+        "n": 1,
+        "temperature": 0.7,
+        "stop": None,
+        "parallel_tool_calls": False,
+    },
+    "litellm": {
+        "messages": [
+            {**ANSWERED, "provider_specific_fields": {"citations": None}},
+            {
+                "role": "user",
+                "content": [
+                    {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}},
+                ],
+            },
+        ],
+        "user": "u",
+        "metadata": {"tags": ["a"]},
+        "max_tokens": 5,
+        "logit_bias": {},
+    },
+    "vllm bench": {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
+        "temperature": 0.0,
+        "max_completion_tokens": 8,
+        "stream": True,
+        "stream_options": USAGE,
+    },
+    "sglang bench": {
+        **HELLO,
+        "temperature": 0.0,
+        "max_completion_tokens": 8,
+        "stream": True,
+        "ignore_eos": True,
+        "lora_path": None,
+    },
+    "guidellm": {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
+        "stream": True,
+        "stream_options": {**USAGE, "continuous_usage_stats": True},
+        "max_completion_tokens": 8,
+        "stop": None,
+        "ignore_eos": True,
+    },
+    "lm_eval": {**HELLO, **SAMPLED, "max_tokens": 256, "stop": ["\n", "Q:"]},
+    "aiperf": {
+        "messages": [{"role": "user", "name": "", "content": "hi"}],
+        "stream": True,
+        "stream_options": USAGE,
+        "max_completion_tokens": 8,
+        "min_tokens": 0,
+    },
+}
+COMPLETIONS_OF_CLIENTS: dict[str, dict[str, Any]] = {
+    "openai": {**PROMPT, "best_of": 1, "echo": False, "logprobs": None, "suffix": None},
+    "langchain": {
+        "prompt": ["x"],
+        "best_of": 1,
+        "n": 1,
+        "logit_bias": {},
+        "top_p": 1,
+        "max_tokens": 256,
+        "frequency_penalty": 0,
+        "presence_penalty": 0,
+        "temperature": 0.7,
+    },
+    "vllm bench": {
+        **PROMPT,
+        "temperature": 0.0,
+        "repetition_penalty": 1.0,
+        "max_tokens": 8,
+        "logprobs": None,
+        "stream": True,
+        "stream_options": USAGE,
+        "ignore_eos": True,
+    },
+    "sglang bench": {
+        **PROMPT,
+        "temperature": 0.0,
+        "best_of": 1,
+        "max_tokens": 8,
+        "stream": True,
+        "ignore_eos": True,
+    },
+    "guidellm": {
+        **PROMPT,
+        "max_tokens": 8,
+        "stop": None,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {**USAGE, "continuous_usage_stats": True},
+    },
+    "lm_eval": {"prompt": [[5, 6]], **SAMPLED, "max_tokens": 256, "stop": ["\n"]},
+}
+
+
+def read(dialect: Dialect, **fields: Any) -> Asked:
+    return dialect.read(json.dumps(fields).encode())
+
+
+def refused(dialect: Dialect, **fields: Any) -> Refusal:
+    with pytest.raises(Refusal) as caught:
+        read(dialect, **fields)
+    assert (caught.value.status, caught.value.code) == (400, "unsupported")
+    return caught.value
+
+
+@DIALECTS
+@pytest.mark.parametrize("name", ASKED_IN_VAIN)
+def test_what_is_not_heeded_is_refused_by_name(
+    dialect: Dialect, prompt: dict[str, Any], name: str
+) -> None:
+    refusal = refused(dialect, **prompt, **{name: ASKED_IN_VAIN[name]})
+    assert refusal.param == name
+    assert str(refusal) == f"{name} is not supported by this server"
+
+
+@DIALECTS
+@pytest.mark.parametrize("name", CHANGES_NOTHING)
+def test_what_changes_no_answer_is_taken(
+    dialect: Dialect, prompt: dict[str, Any], name: str
+) -> None:
+    seeded = {**prompt, "seed": 1}
+    taken = read(dialect, **seeded, **{name: CHANGES_NOTHING[name]})
+    assert taken.requests[0].sampling == read(dialect, **seeded).requests[0].sampling
+
+
+@pytest.mark.parametrize("client", CHAT_OF_CLIENTS)
+def test_the_chats_of_clients_are_taken(client: str) -> None:
+    assert len(read(CHATS, **CHAT_OF_CLIENTS[client]).requests) == 1
+
+
+@pytest.mark.parametrize("client", COMPLETIONS_OF_CLIENTS)
+def test_the_completions_of_clients_are_taken(client: str) -> None:
+    assert len(read(COMPLETIONS, **COMPLETIONS_OF_CLIENTS[client]).requests) == 1
+
+
+@pytest.mark.parametrize(
+    "message, path",
+    [
+        ({"role": "user", "content": "x", "prefix": True}, "prefix"),
+        ({"role": "assistant", "content": "x", "function_call": {"name": "f"}}, "function_call"),
+        ({"role": "assistant", "content": "x", "refusal": "no"}, "refusal"),
+        ({"role": "assistant", "content": "x", "audio": {"id": "a"}}, "audio"),
+        (
+            {
+                "role": "assistant",
+                "tool_calls": [{"function": {"name": "f", "arguments": "{}", "strict": True}}],
+            },
+            "tool_calls[0].function.strict",
+        ),
+        (
+            {
+                "role": "user",
+                "content": [
+                    {"type": "text", "text": "x"},
+                    {"type": "image_url", "image_url": {"url": "data:", "size": 3}},
+                ],
+            },
+            "content[1].image_url.size",
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_not_heeded_in_a_message_is_refused_by_its_path(
+    message: dict[str, Any], path: str
+) -> None:
+    refusal = refused(CHATS, messages=[*HELLO["messages"], message])
+    assert refusal.param == f"messages[1].{path}"
+    assert str(refusal).startswith(f"messages[1].{path}")
+
+
+def test_all_that_is_not_heeded_is_named_at_once() -> None:
+    refusal = refused(
+        COMPLETIONS,
+        **PROMPT,
+        stream_options={"every": 5},
+        typical_p=2,
+        length_penalty=2,
+        mirostat=2,
+    )
+    assert refusal.param == "stream_options.every"
+    assert str(refusal) == (
+        "stream_options.every, typical_p, length_penalty and mirostat are not supported by this "
+        "server"
+    )
+
+
+def test_a_thousand_fields_of_any_length_make_a_short_sentence() -> None:
+    refusal = refused(COMPLETIONS, **PROMPT, **{f"{'q' * 1000}{n}": n for n in range(1, 1001)})
+    assert len(str(refusal)) < 600
+    assert str(refusal).count("qqq,") == 7 and "qqq and others are not" in str(refusal)
+    assert len(refusal.body) < 1000
+
+
+@pytest.mark.parametrize(
+    "fields, meant",
+    [
+        ({"max_token": 5}, "max_tokens"),
+        ({"maxTokens": 5}, "max_tokens"),
+        ({"max_new_tokens": 5}, "max_tokens"),
+        ({"max_completion_tokens": 5}, "max_tokens"),
+        ({"temprature": 0}, "temperature"),
+        ({"stop_token_id": 0}, "stop_token_ids"),
+        ({"stream_options": {"include_usages": True}}, "include_usage"),
+    ],
+    ids=str,
+)
+def test_a_name_that_is_nearly_right_brings_the_right_one(
+    fields: dict[str, Any], meant: str
+) -> None:
+    assert f"(did you mean {meant}?)" in str(refused(COMPLETIONS, **PROMPT, **fields))
+
+
+def test_a_field_that_asks_for_nothing_leaves_the_rest_as_it_is() -> None:
+    messages = [
+        {"role": "user", "content": "hi", "mood": None},
+        {"role": "assistant", "content": [{"type": "text", "text": "ho", "mood": []}]},
+    ]
+    asked = read(CHATS, messages=messages, max_tokens=7, nothing=None, user="ada")
+    prompt = asked.requests[0].prompt.prompt
+    assert isinstance(prompt, Messages)
+    assert [turn.content for turn in prompt.turns] == ["hi", "ho"]
+    assert (asked.requests[0].sampling.max_tokens, asked.session_id) == (7, "ada")
+    with pytest.raises(Refusal, match=r"^max_tokens: Expected `int") as caught:
+        read(CHATS, messages=messages, max_tokens="7", nothing=None)
+    assert caught.value.param == "max_tokens"
+
+
+def test_fields_that_are_unknown_or_not_supported_can_be_ignored_and_are_named() -> None:
+    lenient = Chat(Speech(), lambda calls: frozenset(), ignore_unknown=True)
+    message = {"role": "user", "content": "hi", "mood": "good", "audio": {"id": "a"}}
+    asked = read(
+        lenient,
+        messages=[message],
+        mirostat=2,
+        stream_options={"every": 5},
+        user="ada",
+        typical_p=0.5,
+        nothing=None,
+        metadata={"a": "b"},
+    )
+    assert asked.session_id == "ada"
+    assert {*asked.ignored} == {
+        "messages[0].mood",
+        "messages[0].audio",
+        "mirostat",
+        "stream_options.every",
+        "typical_p",
+    }
+    with pytest.raises(Refusal, match="user: Expected `str"):
+        read(lenient, messages=[message], user=5)
+
+
+HINTS: dict[str, Any] = {
+    "guided_decoding_backend": "xgrammar",
+    "reasoning_effort": "high",
+    "stream_interval": 10,
+    "verbosity": "low",
+}
+
+
+@pytest.mark.parametrize("name", HINTS)
+def test_hints_are_ignored_and_named(name: str) -> None:
+    """Seen failing: 400, also with --ignore-unknown-fields."""
+    asked = read(CHATS, **HELLO, seed=1, **{name: HINTS[name]})
+    assert asked.ignored == [name]
+    (wanted,), (plain,) = asked.requests, read(CHATS, **HELLO, seed=1).requests
+    assert (wanted.sampling, wanted.prompt.prompt) == (plain.sampling, plain.prompt.prompt)
+    assert refused(CHATS, **HELLO, typical_p=0.5, **{name: HINTS[name]}).param == "typical_p"
+
+
+async def test_a_header_names_what_was_ignored(model: Path) -> None:
+    """However many they are, and whatever is in their names."""
+    async with api_for(model, ignore_unknown_fields=True) as api:
+        for fields, named in (
+            ({}, None),
+            ({"verbosity": "low", "x": 1}, "verbosity, x"),
+            ({"a\r\nb: ü": 1}, "a??b???"),
+            (
+                {f"x{n:02}": 1 for n in range(99)},
+                f"{', '.join(f'x{n:02}' for n in range(16))}, ...",
+            ),
+        ):
+            asking = asyncio.create_task(api.post(CHAT, **HELLO, **fields))
+            await api.complete()
+            answer = await asking
+            assert answer.status == 200, answer.body
+            assert answer.headers.get("baton-ignored-fields") == named
+        refused = await api.post(CHAT, **HELLO, verbosity="low", n=0)
+        assert (refused.status, refused.error["param"]) == (400, "n")
+        told = await api.post("/tokenize", prompt="x", x=1)
+        assert (told.status, told.headers["baton-ignored-fields"]) == (200, "x")
+
+
+def test_who_speaks_in_a_message_reaches_the_template() -> None:
+    (asked,) = read(CHATS, messages=[{"role": "user", "content": "hi", "name": "ada"}]).requests
+    assert isinstance(asked.prompt.prompt, Messages)
+    assert asked.prompt.prompt.turns == [Turn("user", "hi", "ada")]

@@ -1,0 +1,91 @@
+"""In which order programs are restarted, what becomes of their requests, what speaks against it."""
+
+import pytest
+
+from cli.operating.fleet import of_address, paired
+from cli.operating.restart_steps import Turn, objections, turns
+from protos.router_pb2 import ClusterNode, GetClusterResponse, LinkState, RouterState
+
+ROUTER = "127.0.0.1:50050"
+
+
+def node(role: str, port: int, state: str = "ready", **fields) -> ClusterNode:
+    links = [LinkState(peer=f"127.0.0.1:{peer}") for peer in fields.pop("reads", ())]
+    address = f"127.0.0.1:{port}"
+    return ClusterNode(
+        role=role, address=address, state=state, instance_id=port, links=links, **fields
+    )
+
+
+def cluster(*nodes: ClusterNode) -> GetClusterResponse:
+    return GetClusterResponse(nodes=nodes)
+
+
+WHOLE = cluster(
+    node("decode", 201), node("prefill", 101), node("decode", 200), node("prefill", 100)
+)
+
+
+def routers(processes: int = 2, state: str = "ready") -> dict[str, RouterState]:
+    return {ROUTER: RouterState(state=state, processes=processes, live_requests=1)}
+
+
+def against(look: GetClusterResponse, known: dict[str, RouterState], *roles: str) -> list[str]:
+    every = turns(look, known)
+    wanted = [turn for turn in every if not roles or turn.role in roles]
+    return list(objections(every, wanted, known))
+
+
+def test_prefill_nodes_come_first_and_the_router_last():
+    every = turns(WHOLE, routers())
+    ports = [turn.address.rpartition(":")[2] for turn in every]
+    assert ports == ["100", "101", "200", "201", "50050"]
+    assert every[-1].sentence.endswith("1 request here, which it finishes; 2 processes, in turn")
+
+
+def test_nothing_speaks_against_two_of_each():
+    assert against(WHOLE, routers()) == []
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "router"])
+def test_the_only_one_of_its_role_is_named(role):
+    look = cluster(node("prefill", 100), node("decode", 200))
+    (sentence,) = against(look, routers(processes=1), role)
+    assert sentence.startswith(f"{role} ") and "is the only one" in sentence
+
+
+@pytest.mark.parametrize("state", ["starting", "draining", "unhealthy", "unreachable"])
+def test_one_that_is_not_ready_keeps_all_others_from_being_drained(state):
+    look = cluster(*WHOLE.nodes, node("prefill", 102, state))
+    assert against(look, routers(), "decode") == [f"prefill 127.0.0.1:102 is {state}"]
+
+
+def test_a_router_that_is_not_ready_does_too():
+    assert against(WHOLE, routers(state="not ready")) == [f"router {ROUTER} is not ready"]
+
+
+def test_it_is_told_whether_what_a_decode_node_has_fits_elsewhere():
+    source = node("decode", 200, queues={"running": 3}, pages={"request": 40, "free": 0})
+
+    def remark(target: ClusterNode | None) -> str:
+        nodes = [source] if target is None else [source, target]
+        return turns(cluster(*nodes), {})[0].remark
+
+    assert remark(node("decode", 201, pages={"free": 30, "cache": 10})).endswith("go on elsewhere")
+    assert "40 pages do not fit" in remark(node("decode", 201, pages={"free": 30}))
+    assert remark(node("decode", 201, "draining", pages={"free": 99})).endswith("which it finishes")
+    assert remark(None) == "3 requests here, which it finishes"
+
+
+def test_who_does_not_answer_is_not_drained():
+    gone = Turn("decode", "127.0.0.1:200", "", node("decode", 200, "unreachable"))
+    assert not gone.reachable
+    look = cluster(node("decode", 200, "unreachable"), node("decode", 201))
+    assert of_address(look, "127.0.0.1:200") is None
+    assert of_address(look, "127.0.0.1:201") is not None
+
+
+def test_pairs_are_of_decode_nodes_with_prefill_nodes():
+    prefill = node("prefill", 100), node("prefill", 101, reads=[100, 200])
+    look = cluster(*prefill, node("decode", 200, reads=[100, 201]), node("decode", 201))
+    assert paired(look) == {("127.0.0.1:200", "127.0.0.1:100")}

@@ -1,0 +1,133 @@
+"""What programs export of what they have counted, and what docs/metrics.md says of it."""
+
+import pytest
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from common.distribution import Counted, Distribution
+from common.metrics.trust import TRUST
+from docs.generate import metrics as docs
+from node import metrics as node
+from node.messages import Moving
+from node.metrics import NodeMetrics
+from router import metrics as router
+from router.metrics import RouterMetrics
+from tests.support.scrapes import check_declared
+
+ROLES = ("prefill", "decode")
+
+
+def moving(gauges=None, distributions=None, links=()):
+    return Moving(
+        steps=1,
+        gauges=gauges or {},
+        state="ready",
+        links=links,
+        distributions=distributions or {},
+    )
+
+
+def families(metrics):
+    text = generate_latest(metrics.registry).decode()
+    return {family.name: family for family in text_string_to_metric_families(text)}
+
+
+def value(metrics, name, **labels):
+    return metrics.registry.get_sample_value(name, labels)
+
+
+def test_the_page_lists_what_the_programs_export():
+    # `python -m docs.generate.metrics` writes it anew.
+    assert docs.FILE.read_text() == docs.page()
+    for declared in (*router.DECLARED, *node.DECLARED["prefill"], *node.DECLARED["decode"]):
+        assert f"| `{declared.name}" in docs.FILE.read_text()
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_node_has_every_series_from_the_start(role):
+    check_declared(families(NodeMetrics(role)), node.DECLARED[role])
+
+
+def test_a_router_has_every_series_from_the_start():
+    check_declared(families(RouterMetrics()), router.DECLARED)
+
+
+def test_names_are_base_units_and_belong_to_one_program():
+    routers = {each.name for each in router.DECLARED}
+    nodes = {each.name for each in node.DECLARED["decode"]}
+    own = {name for name in routers | nodes if name.startswith("baton_")}
+    others = (routers | nodes) - own
+    assert others and all(name.startswith("process_") for name in others)
+    assert routers & nodes == {"baton_info", *others, *(each.name for each in TRUST)}
+    for name in own:
+        assert not {"ms", "us", "ns", "millis", "kib", "mib", "gib", "percent"} & {*name.split("_")}
+        assert not name.endswith("_total")  # the library says it
+
+
+def test_a_distribution_is_a_histogram_with_cumulative_buckets():
+    seconds = Distribution((0.1, 1.0))
+    for each, times in ((0.05, 2), (0.1, 1), (0.5, 1), (7.0, 3)):
+        seconds.add(each, times)
+    assert seconds.counted() == Counted((0.1, 1.0), (3, 1, 3), pytest.approx(21.7))
+    metrics = NodeMetrics("decode")
+    metrics.engine_moved(moving(distributions={"step_seconds/decode": seconds.counted()}))
+    bucket = "baton_step_seconds_bucket"
+    assert value(metrics, bucket, mode="decode", le="0.1") == 3
+    assert value(metrics, bucket, mode="decode", le="1.0") == 4
+    assert value(metrics, bucket, mode="decode", le="+Inf") == 7
+    assert value(metrics, "baton_step_seconds_count", mode="decode") == 7
+    assert value(metrics, "baton_step_seconds_sum", mode="decode") == pytest.approx(21.7)
+
+
+def test_tokens_that_come_together_are_as_many_values():
+    metrics = RouterMetrics()
+    metrics.next_token(0.02, times=3)
+    metrics.next_token(0.5)
+    name = "baton_inter_token_latency_seconds"
+    assert value(metrics, f"{name}_count") == 4
+    assert value(metrics, f"{name}_sum") == pytest.approx(0.56)
+
+
+def test_what_front_and_engine_refuse_adds_up():
+    metrics = NodeMetrics("decode")
+    metrics.refused("invalid")
+    metrics.engine_moved(moving({"total_refused/invalid": 2.0, "total_refused/deadline": 1.0}))
+    metrics.refused("draining")
+    name = "baton_node_rejected_total"
+    assert value(metrics, name, reason="invalid") == 3
+    assert value(metrics, name, reason="deadline") == 1
+    assert value(metrics, name, reason="draining") == 1
+    assert value(metrics, name, reason="overloaded") == 0
+
+
+def test_links_are_told_by_path():
+    metrics = NodeMetrics("decode")
+    metrics.engine_moved(
+        moving(links=(("a:1", "tcp", 2.0), ("b:1", "tcp", 1.0), ("c:1", "rdma", 20.0)))
+    )
+    assert value(metrics, "baton_links", path="tcp") == 2
+    assert value(metrics, "baton_links", path="cma") == 0
+    assert value(metrics, "baton_slowest_link_bytes_per_second", path="tcp") == 2**30
+    assert value(metrics, "baton_slowest_link_bytes_per_second", path="cma") is None
+
+
+def test_the_state_of_a_node_is_one_of_all():
+    metrics = NodeMetrics("prefill")
+    metrics.liveness_from(lambda: ("unhealthy", 4.5))
+    assert value(metrics, "baton_node_state", state="unhealthy") == 1
+    assert value(metrics, "baton_node_state", state="ready") == 0
+    assert value(metrics, "baton_engine_silence_seconds") == 4.5
+
+
+def test_a_state_of_nodes_that_there_are_none_of_any_more_is_zero():
+    metrics = RouterMetrics()
+    metrics.nodes({("decode", "ready"): 2})
+    metrics.nodes({("decode", "unreachable"): 1})
+    assert value(metrics, "baton_nodes", kind="decode", state="ready") == 0
+    assert value(metrics, "baton_nodes", kind="decode", state="unreachable") == 1
+
+
+def test_a_status_that_nobody_declared_is_told_as_other():
+    metrics = RouterMetrics()
+    metrics.http_answered(418)
+    assert value(metrics, "baton_http_answers_total", status="other") == 1

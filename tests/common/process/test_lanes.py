@@ -1,0 +1,104 @@
+"""Streams that share the socket to an engine process that does not read.
+
+Each seen failing: without either half of Lane._is_full, with everybody full while anything waits,
+without the fault of an engine that reads nothing, and without `_caught_up` set when the connection
+is closed.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import msgspec
+import pytest
+
+from common.process.ipc import Backlogged, FrameConnection, PeerGone, socket_pair
+from common.process.lanes import Lane
+
+
+class Note(msgspec.Struct, frozen=True, tag=True):
+    body: bytes
+
+
+MIB = Note(bytes(1 << 20))
+
+
+@dataclass
+class Ends:
+    front: FrameConnection[Note]
+    engine: FrameConnection[Note]
+    heard: list[Note]
+
+    def read(self, on: bool) -> None:
+        """Whether the engine does."""
+        transport = self.engine._transport
+        assert transport is not None
+        transport.resume_reading() if on else transport.pause_reading()
+
+
+@pytest.fixture
+async def ends() -> AsyncIterator[Ends]:
+    ours, theirs = socket_pair()
+    heard: list[Note] = []
+    front: FrameConnection[Note] = FrameConnection(Note, lambda _: None, lambda _: None)
+    engine: FrameConnection[Note] = FrameConnection(Note, heard.append, lambda _: None)
+    await front.open(ours)
+    await engine.open(theirs)
+    yield Ends(front, engine, heard)
+    front.close()
+    engine.close()
+
+
+async def room(lane: Lane) -> bool:
+    """Whether it has any now."""
+    waiting = asyncio.ensure_future(lane.room())
+    done, _ = await asyncio.wait({waiting}, timeout=0.05)
+    waiting.cancel()
+    return bool(done)
+
+
+async def test_whoever_sends_more_than_is_read_waits_and_others_go_on(ends: Ends) -> None:
+    ends.read(False)
+    loud, quiet = Lane(ends.front), Lane(ends.front)
+    num_sent = 0
+    while await room(loud):
+        loud.send(MIB)
+        num_sent += 1
+        assert num_sent < 10
+    quiet.send(Note(b"beat"))
+    assert await room(quiet)
+    ends.read(True)
+    await asyncio.wait_for(loud.room(), 60)
+    async with asyncio.timeout(60):
+        while len(ends.heard) <= num_sent:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert await room(loud)
+
+
+async def test_when_much_waits_in_all_nobody_sends_more(ends: Ends) -> None:
+    ends.read(False)
+    for _ in range(70):
+        Lane(ends.front).send(MIB)
+    assert not await room(Lane(ends.front))
+
+
+async def test_an_engine_that_reads_nothing_for_long_is_at_fault(ends: Ends) -> None:
+    ends.read(False)
+    lane = Lane(ends.front, stuck_s=0.05)
+    for _ in range(8):
+        lane.send(MIB)
+    with pytest.raises(Backlogged, match="nothing was read for"):
+        await asyncio.wait_for(lane.room(), 60)
+
+
+async def test_nobody_waits_for_an_engine_that_is_gone(ends: Ends) -> None:
+    ends.read(False)
+    lane = Lane(ends.front)
+    for _ in range(8):
+        lane.send(MIB)
+    waiting = asyncio.ensure_future(lane.room())
+    await asyncio.sleep(0)
+    ends.engine.close()
+    await asyncio.wait_for(waiting, 60)
+    with pytest.raises(PeerGone):
+        lane.send(MIB)

@@ -1,0 +1,289 @@
+"""Every flag, command, make target and metric that the documentation names exists."""
+
+import argparse
+import contextlib
+import re
+import runpy
+import shlex
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
+from fnmatch import fnmatch
+from functools import cache
+from itertools import pairwise, takewhile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.main import COMMANDS
+from cli.planner import metrics as planner
+from common import settings
+from common.config import DecodeConfig, PrefillConfig, RouterConfig
+from node import metrics as node
+from router import metrics as router
+from tests.support.isolation import ROOT
+
+DOCUMENTS = sorted(
+    path
+    for pattern in ("*.md", "docs/**/*.md", "tools/bench/**/*.md", "deploy/**/*")
+    for path in ROOT.glob(pattern)
+    # Dashboards and rules are checked against the metrics by tests/deploy. A change log names flags
+    # of older versions, and a page of docs/benchmarks the command of the commit that it measured.
+    if path.is_file()
+    and path.suffix != ".json"
+    and path.name != "CHANGELOG.md"
+    and path.parent.name != "benchmarks"
+)
+IDS = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
+RECORDS = {"router": RouterConfig, "prefill": PrefillConfig, "decode": DecodeConfig}
+NODES = ("prefill", "decode")
+PASSED_ON = {"up": NODES, "bench compare": NODES, "bench break-even": NODES, "check": (*RECORDS,)}
+FLAGS_INSIDE = {  # a flag whose value holds flags, and of which programs
+    "--router-flags": ("router",),
+    "--colocated-flags": NODES,
+    "--disaggregated-flags": NODES,
+}
+OTHERS = {  # flags of programs of others that a document names outside a command
+    "docs/load.md": "--tokenizer --endpoint-type --concurrency --backend --endpoint --extra-body "
+    "--lora-modules --flush-cache --top-p",
+    "docs/kubernetes.md": "--profile",
+    "deploy/compose.yaml": "--profile",
+    "deploy/Dockerfile": "--build-arg",
+}
+IN_PARTS = ("bench", "keys")  # commands with commands of their own
+FLAG = re.compile(r"(?<![\w-])--[A-Za-z][\w.-]*\w")
+METRIC = re.compile(r"\bbaton_[a-z0-9_]+\*?")
+MODULE = re.compile(r"\b(?:bench|docs\.generate|tests\.(?:attack|chaos))(?:\.[a-z_]+)?(?=[ `\n])")
+TABLE = re.compile(
+    r"^\|[^\n]* all begin with `(--[\w.-]+\.)` \|[^\n]*\n((?:\|[^\n]*\n)+)", re.MULTILINE
+)
+FOREIGN = re.compile(r"\b(?:docker|podman|kubectl|pip|apt-get|useradd|FROM)\b")
+FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+
+
+# What exists --------------------------------------------------------------------------------------
+
+Flags = dict[str, argparse.Action]
+
+
+class _Built(BaseException):
+    """A process has built its parser and is about to read its command line."""
+
+
+def _read_by(start: Callable[[], object], arguments: Sequence[str] = ()) -> Flags:
+    """Return the flags that the program has which `start` runs. It ends before it does anything."""
+    found: Flags = {}
+    role = argparse.Namespace(config=None, role="decode")
+
+    def built(parser: Any, *_: object) -> Any:
+        found.update(parser._option_string_actions)
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for name, below in action.choices.items():
+                    if name in arguments or len(arguments) == 0:
+                        found.update(below._option_string_actions)
+        if parser.add_help:
+            raise _Built
+        return role, []  # one that looks for a few flags first
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # runpy: the module has been imported before
+        patch.setattr(argparse.ArgumentParser, "parse_known_args", built)
+        patch.setattr("sys.argv", ["baton", *arguments])
+        with contextlib.suppress(_Built):
+            start()
+    return found
+
+
+@cache
+def flags_of(command: str) -> Flags:
+    """Return the flags of `baton COMMAND`, with those that it passes to the nodes it starts."""
+    name, _, part = command.partition(" ")
+    if name in RECORDS:
+        return _read_by(lambda: settings.read(RECORDS[name], name, []))
+    module, first = COMMANDS[name].module, COMMANDS[name].first
+    found = _read_by(
+        lambda: runpy.run_module(module, run_name="__main__"), [*first, *filter(None, [part])]
+    )
+    assert found, f"baton {command} reads no command line"
+    return found | {
+        flag: action
+        for role in PASSED_ON.get(command, ())
+        for flag, action in flags_of(role).items()
+    }
+
+
+@cache
+def all_flags() -> Flags:
+    return {flag: action for name in COMMANDS for flag, action in flags_of(name).items()}
+
+
+@cache
+def flags_in_source(module: str) -> frozenset[str]:
+    """Return the flags of a module of bench or tests, which nobody wants to import here."""
+    path = ROOT / module.replace(".", "/")
+    files = [*path.rglob("*.py")] if path.is_dir() else [path.with_suffix(".py")]
+    texts = [
+        file.read_text() for file in [*files, *(ROOT / "tools" / "bench" / "support").glob("*.py")]
+    ]
+    assert files and files[0].is_file(), f"there is no module {module}"
+    return frozenset(flag for text in texts for flag in re.findall(r'"(--[a-z][\w-]*)"', text))
+
+
+@cache
+def metrics() -> frozenset[str]:
+    declared = (*router.DECLARED, *planner.DECLARED, *node.DECLARED["prefill"])
+    every = (*declared, *node.DECLARED["decode"])
+    return frozenset(name for each in every for name in (each.name, *each.sample_names))
+
+
+# What is documented -------------------------------------------------------------------------------
+
+
+def commands_in(text: str) -> Iterator[list[str]]:
+    """Yield the words of each command of the shell blocks and of the backticks of a page."""
+    blocks = [body for _, kind, body in FENCE.findall(text) if kind in ("sh", "bash", "shell")]
+    for code in [*blocks, *_backticks(text)]:
+        for line in code.replace("\\\n", " ").splitlines():
+            with contextlib.suppress(ValueError):  # a quotation that spans lines: not a command
+                yield from _simple(shlex.split(line, comments=True))
+
+
+def _backticks(text: str) -> Iterator[str]:
+    """Yield what stands in backticks outside fenced blocks, also where a line ends in it."""
+    for paragraph in re.split(r"\n\s*\n", FENCE.sub("\n\n", text)):
+        yield from (code.replace("\n", " ") for code in re.findall(r"`([^`]+)`", paragraph))
+
+
+def _simple(words: list[str]) -> Iterator[list[str]]:
+    """Split at pipes and the like, and drop assignments and the directory of the program."""
+    command: list[str] = []
+    for word in [*words, ";"]:
+        if word in ("|", "&&", "||", ";", "&", ">"):
+            while command and ASSIGNMENT.match(command[0]):
+                command = command[1:]
+            if command:
+                yield [command[0].rpartition("/")[2], *command[1:]]
+            command = []
+        else:
+            command.append(word)
+
+
+def wrong_in(command: list[str]) -> Iterator[str]:
+    """Yield what is wrong with a command of ours: one that does not exist, or flags."""
+    match command:
+        case ["baton", name, *arguments]:
+            if name not in COMMANDS:
+                if name.isidentifier() and name.islower():
+                    yield f"there is no command `baton {name}`"
+                return
+            part = f" {arguments[0]}" if arguments and name in IN_PARTS else ""
+            yield from _wrong_flags(name + part, arguments)
+        case [python, "-m", module, *arguments] if python.startswith("python"):
+            if module.partition(".")[0] in ("bench", "tests", "docs", "protos"):
+                given = {word.partition("=")[0] for word in arguments if word.startswith("--")}
+                yield from (
+                    f"python -m {module} has no {flag}"
+                    for flag in given - flags_in_source(module)
+                    if flag != "--help"
+                )
+        case ["make", *words]:
+            known = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+            targets = takewhile(re.compile("[a-z][a-z-]*").fullmatch, words)
+            yield from (f"make has no target {target}" for target in set(targets) - known)
+
+
+def _wrong_flags(command: str, words: list[str]) -> Iterator[str]:
+    flags = flags_of(command)
+    for word, following in pairwise([*words, "--"]):
+        flag, has_value, value = word.partition("=")
+        if not FLAG.fullmatch(flag):
+            continue
+        if (action := flags.get(flag)) is None:
+            yield f"baton {command} has no {flag}"
+            continue
+        value = value if has_value else following
+        if action.nargs == 0:
+            if has_value:
+                yield f"baton {command} {flag} takes no value"
+        elif flag in FLAGS_INSIDE:
+            for role in FLAGS_INSIDE[flag]:
+                yield from _wrong_flags(role, shlex.split(value))
+        elif value.startswith("--"):
+            yield f"baton {command} {flag} lacks its value"
+        elif value.islower() and (choices := _choices(action)) and value not in choices:
+            yield f"baton {command} {flag} cannot be {value}"
+
+
+def _choices(action: argparse.Action) -> Collection[str]:
+    """Return the words that a flag takes, or nothing where it takes any."""
+    if action.choices is None and str(action.metavar).startswith("{"):
+        return str(action.metavar).strip("{}").split(",")
+    return action.choices or ()
+
+
+def names_alone(text: str) -> Iterator[str]:
+    """Yield flags that are named outside commands: in backticks of their own, tables, comments."""
+    for code in _backticks(text):
+        if code.startswith("--"):
+            yield from FLAG.findall(code)
+    for paragraph in re.split(r"\n\s*\n", FENCE.sub("\n\n", text)):
+        for line in re.sub(r"`[^`]*`", "", paragraph).replace("\\\n", "").splitlines():
+            if not FOREIGN.search(line):
+                yield from FLAG.findall(line)
+    for prefix, rows in TABLE.findall(text):
+        for first in re.findall(r"^\|([^|]*)\|", rows, re.MULTILINE):
+            yield from (f"{prefix}{name}" for name in re.findall(r"`([\w-]+)`", first))
+
+
+def wrong_names(text: str, others: Collection[str] = ()) -> list[str]:
+    """Return a sentence for each name in a page that does not exist.
+
+    Args:
+        others: flags of programs of others, which are not looked up.
+    """
+    tools = {flag for module in MODULE.findall(text) for flag in flags_in_source(module)}
+    wrong = [said for command in commands_in(text) for said in wrong_in(command)]
+    wrong += [
+        f"no program has {flag}"
+        for flag in names_alone(text)
+        if flag not in all_flags() and flag not in others and flag not in tools
+    ]
+    wrong += [
+        f"no program has the metric {name}"
+        for name in METRIC.findall(text)
+        if not any(fnmatch(metric, name) for metric in metrics())
+    ]
+    return wrong
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=IDS)
+def test_a_document_names_only_what_exists(document: Path) -> None:
+    others = OTHERS.get(str(document.relative_to(ROOT)), "").split()
+    assert wrong_names(document.read_text(), others) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "`baton decode --cache.page-size 64`",
+        "`baton\nroll --onyl=decode`",
+        "`baton up --engine.lora.max_rank 32`",
+        "`baton up --router-flags '--polcy random'`",
+        "`baton keys new me --operatr`",
+        "`baton serve`",
+        "`baton decode --mode=collocated`",
+        "`baton roll --force=yes`",
+        "`baton top --interval --once`",
+        "```sh\nX=1 baton \\\n  router --no-such | tee log\n```",
+        "```sh\nmake up && make testall\n```",
+        "`python -m tools.bench.sharing --no-such 4`",
+        "pages (`--cache.page-size 64`) are",
+        "# set --no-such to try",
+        "| all begin with `--engine.lora.` | |\n|---|---|\n| `max_rank`, 32 | of one |\n",
+        "`baton_no_such_total`",
+    ],
+)
+def test_a_name_that_does_not_exist_is_found(text: str) -> None:
+    assert len(wrong_names(text)) == 1

@@ -1,0 +1,308 @@
+"""Models computed by transformers' own classes through our pages: token for token what the class
+gives alone, whatever the cuts of chunks; and what is refused, by name."""
+
+import json
+import random
+import shutil
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from common.errors import ConfigError
+from engine.models import fingerprint, load, open_checkpoint
+from engine.models.linear.dense import DenseForm
+from engine.models.transformers_backend import attention
+from engine.models.transformers_backend.held import hold
+from engine.models.transformers_backend.skeleton import products
+from tests.engine.test_model_precision import logits_of
+from tests.engine.test_refill import TOKENS, int8
+from tests.support.checkpoints import greedy_tokens, make_checkpoint, reference_model
+from tests.support.seen_logits import Recorder
+from tests.support.steps import Steps
+from tests.support.tiny_models import VOCABULARY_SIZE, WINDOW, make_tiny, tiny_config
+
+CPU = torch.device("cpu")
+# What each of them has that others have not.
+CLASSES = {
+    "gpt2": {},  # learned positions, matrices stored the other way round
+    "opt": {},  # positions with an offset
+    "roberta": {"is_decoder": True},  # positions that begin behind those of padding
+    "gpt_neox": {},  # rotation of a part of a head, attention and MLP side by side
+    "granite": {},  # scales of embeddings, of scores and of logits
+    # Windows, three layers in as many tables, one without positions, scaled logits.
+    "cohere2": {"layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
+    "gemma3_text": {},  # a rotation for each kind of layer
+    "gemma3n_text": {},  # layers that attend to the KV of others
+    "phimoe": {"sliding_window": WINDOW},  # a window that only the mask tells of
+    "qwen3_moe": {},  # experts
+    "deepseek_v3": {},  # K and V of different sizes
+    "llama4_text": {},  # attention by chunks
+    "phi3": {},  # one matrix for Q, K and V
+    "olmo2": {},
+    "gpt_oss": {},  # sinks
+    # A rotation by the longest text of a batch, from some length on.
+    "helium": {
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+        "max_position_embeddings": 96,
+    },
+    "modernbert-decoder": {},  # what it calls its decoder is its head
+}
+
+# One of each kind of attention, and of each form of matrices.
+QUICK = ("gpt2", "cohere2", "gemma3n_text", "qwen3_moe", "deepseek_v3", "llama4_text", "helium")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Makes each once."""
+    made: dict[str, Path] = {}
+
+    def checkpoint(kind):
+        if kind not in made:
+            directory = tmp_path_factory.mktemp(kind)
+            made[kind] = make_tiny(directory, kind, **CLASSES.get(kind, {}))
+        return made[kind]
+
+    return checkpoint
+
+
+@pytest.mark.parametrize(
+    "kind, quantize",
+    [("gemma3n_text", "none"), ("qwen3_moe", "none"), pytest.param("gpt2", "int8", marks=int8)],
+)
+def test_other_weights_are_those_that_it_computes_with(checkpoints, tmp_path, kind, quantize):
+    new = make_tiny(tmp_path, kind, seed=1, **CLASSES[kind])
+    model = load(checkpoints(kind), CPU, torch.float32, quantize, "transformers")
+    fresh = load(new, CPU, torch.float32, quantize, "transformers")
+    before, wanted = logits_of(model, TOKENS), logits_of(fresh, TOKENS)
+    assert not torch.equal(before, wanted)
+    servable = open_checkpoint(new, "transformers")
+    servable.refill(model, quantize)
+    torch.testing.assert_close(logits_of(model, TOKENS), wanted, atol=0.0, rtol=0.0)
+    servable.drain(model)
+    servable.refill(model, quantize)
+    torch.testing.assert_close(logits_of(model, TOKENS), wanted, atol=0.0, rtol=0.0)
+
+
+def tokens_of(length, seed):
+    return random.Random(seed).choices(range(2, VOCABULARY_SIZE - 64), k=length)
+
+
+def alone(directory, texts):
+    """The class's own logits of every position of each text, with its own attention."""
+    model = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
+    with torch.no_grad():
+        return [model.eval()(torch.tensor([text]), use_cache=False).logits[0] for text in texts]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *QUICK,
+        *(pytest.param(kind, marks=pytest.mark.long) for kind in CLASSES if kind not in QUICK),
+    ],
+)
+def test_logits_of_random_chunks_of_two_texts_are_those_of_the_class_alone(checkpoints, kind):
+    directory = checkpoints(kind)
+    model = Recorder(load(directory, CPU, torch.float32, backend="transformers"))
+    longest = min(70, model.spec.context_length)
+    texts = [tokens_of(longest, 1), tokens_of(longest * 2 // 3, 2)]
+    expected = alone(directory, texts)
+    steps = Steps(model, overlap=False, num_slots=2, context_length=128)
+    slots = [steps.add(text) for text in texts]
+    cuts, done, wanted = random.Random(kind), [0, 0], []
+    while any(start < len(text) for start, text in zip(done, texts, strict=True)):
+        rows = []
+        for row, (start, text) in enumerate(zip(done, texts, strict=True)):
+            if start == len(text):
+                continue
+            end = min(len(text), start + cuts.choice((1, 1, 1, 2, 7, 16, 21)))
+            rows.append((slots[row], start, end))
+            wanted.append(expected[row][end - 1])
+            done[row] = end
+        # Rows of one token are decode rows, and come last.
+        order = sorted(range(len(rows)), key=lambda i: rows[i][2] - rows[i][1] == 1)
+        wanted[-len(rows) :] = [wanted[i - len(rows)] for i in order]
+        steps.launch([rows[i] for i in order], samples=[True] * len(rows))
+    steps.close()
+    assert (torch.cat(model.seen) - torch.stack(wanted)).abs().max() <= 1e-4
+
+
+def test_layers_that_attend_to_the_kv_of_others_keep_and_store_nothing(checkpoints, monkeypatch):
+    model = load(checkpoints("gemma3n_text"), CPU, torch.float32)
+    assert len(model.spec.layers) == 2  # of four
+    stored, store = [], attention.store_kv
+    monkeypatch.setattr(attention, "store_kv", lambda *them: stored.append(store(*them)))
+    steps = Steps(model, overlap=False)
+    steps.prefill(steps.add(tokens_of(20, 5)), chunk=32)
+    steps.close()
+    assert len(stored) == 2
+
+
+def test_greedy_tokens_of_overlapping_decode_steps_are_those_of_generate(checkpoints):
+    """The CPU does not know what a step gave when it launches the next one."""
+    directory = checkpoints("olmo2")
+    prompts = [tokens_of(length, length) for length in (1, 15, 40)]
+    expected = greedy_tokens(reference_model(directory), prompts, 12)
+    steps = Steps(load(directory, CPU, torch.float32), num_slots=3)
+    slots = [steps.add(prompt) for prompt in prompts]
+    for slot in slots:
+        steps.prefill(slot, chunk=32)
+    for _ in range(11):
+        steps.decode(*slots)
+    steps.settle()
+    steps.close()
+    generated = [
+        steps.remove(slot)[len(prompt) :] for slot, prompt in zip(slots, prompts, strict=True)
+    ]
+    assert generated == expected
+
+
+def test_what_is_computed_natively_and_by_the_class_is_the_same(tmp_path):
+    directory = make_checkpoint(tmp_path, "gemma2")
+    seen = []
+    for backend in ("native", "transformers"):
+        model = Recorder(load(directory, CPU, torch.float32, backend=backend))
+        steps = Steps(model, overlap=False)
+        steps.prefill(steps.add(tokens_of(100, 3)), chunk=30)
+        steps.close()
+        seen.append(torch.cat(model.seen))
+    assert (seen[0] - seen[1]).abs().max() <= 1e-4
+
+
+def test_the_way_is_named_and_native_is_taken_where_there_is_one(tmp_path, checkpoints):
+    native = make_checkpoint(tmp_path, "qwen3")
+    assert open_checkpoint(native).computed == "natively"
+    asked = open_checkpoint(native, "transformers")
+    assert asked.computed == "by transformers' Qwen3ForCausalLM, as asked for"
+    other = open_checkpoint(checkpoints("olmo2"))
+    assert other.computed == "by transformers' Olmo2ForCausalLM, olmo2 has no blocks here"
+    with pytest.raises(ConfigError, match="'olmo2' is not supported; llama"):
+        open_checkpoint(checkpoints("olmo2"), "native")
+
+
+def test_nodes_that_compute_in_different_ways_differ_in_one_field_of_the_fingerprint(tmp_path):
+    directory = make_checkpoint(tmp_path, "qwen3")
+    native, borrowed = fingerprint(directory, "native"), fingerprint(directory, "transformers")
+    assert native["model_backend"] == "native" and borrowed["model_backend"] == "transformers"
+    assert native["weights"] == borrowed["weights"]
+
+
+def test_a_fingerprint_follows_the_numbers_and_not_the_place(checkpoints, tmp_path):
+    first = fingerprint(checkpoints("olmo2"))
+    copy = shutil.copytree(checkpoints("olmo2"), tmp_path / "copy")
+    assert fingerprint(copy) == first
+    path = copy / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 0.5}))
+    assert fingerprint(copy)["config"] != first["config"]
+
+
+def test_texts_are_as_long_as_what_is_computed_is_what_the_class_computes(checkpoints, tmp_path):
+    by_chunks = open_checkpoint(checkpoints("llama4_text"))
+    assert by_chunks.spec.context_length == WINDOW and f"chunks of {WINDOW}" in by_chunks.computed
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [2.0] * 8,
+        "original_max_position_embeddings": 128,
+        "factor": 4.0,
+    }
+    phi3 = make_tiny(tmp_path, "phi3", rope_parameters=rope, original_max_position_embeddings=128)
+    longest = open_checkpoint(phi3)
+    assert longest.spec.context_length == 128 and "longest text of a batch" in longest.computed
+    assert open_checkpoint(checkpoints("helium")).spec.context_length == 96
+    # One of its 512 positions is before a text's first.
+    assert open_checkpoint(checkpoints("roberta")).spec.context_length == 511
+
+
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+@pytest.mark.parametrize("kind", ["olmo2", "gpt2", "deepseek_v3"])
+def test_products_take_the_forms_that_the_processor_is_fast_with(checkpoints, kind, quantize):
+    """bfloat16 and int8 stay near float32, and take the memory that was said before."""
+    servable = open_checkpoint(checkpoints(kind), "transformers")
+    seen = []
+    for dtype, form in ((torch.float32, "none"), (torch.bfloat16, quantize)):
+        try:
+            model = Recorder(servable.load(CPU, dtype, form))
+        except ConfigError as error:
+            pytest.skip(str(error))
+        steps = Steps(model, overlap=False)
+        steps.prefill(steps.add(tokens_of(50, 4)), chunk=20)
+        steps.close()
+        seen.append(model.seen[-1].float())
+    exact, rounded = seen
+    assert (exact - rounded).abs().max() < 0.2 * exact.std()
+
+
+REFUSED = {
+    "mamba": "layers of linear_attention keep something else than KV",
+    "bart": "it is an encoder and a decoder",
+    "bloom": "its forward accepts no position_ids",
+    "falcon": "the class does not attend by transformers' attention interface",
+    "doge": "its layers change their masks",
+    "diffllama": "layer 0 attends 2 times",
+    "rwkv": "its layers have recurrent states",
+    "phi4_multimodal": "its layers have convolutions over tokens",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_class_that_cannot_be_served_is_refused_by_name_before_weights_are_read(tmp_path, kind):
+    tiny_config(kind).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=REFUSED[kind]) as refused:
+        open_checkpoint(tmp_path)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("kind", ["dbrx", "longcat_flash"])
+def test_a_class_that_reads_numbers_out_of_tensors_can_be_tried_without_weights(tmp_path, kind):
+    """Which expert has tokens, as an index, or how many there are."""
+    tiny_config(kind).save_pretrained(tmp_path)
+    assert open_checkpoint(tmp_path).spec.layers
+
+
+def test_a_classifier_is_refused(tmp_path):
+    tiny_config("olmo2", architectures=["Olmo2ForSequenceClassification"]).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="it is a classifier"):
+        open_checkpoint(tmp_path)
+
+
+def test_an_encoder_is_refused(tmp_path):
+    tiny_config("bert", is_decoder=False).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="it is an encoder"):
+        open_checkpoint(tmp_path)
+
+
+def test_code_of_a_checkpoints_own_is_never_run(tmp_path):
+    (tmp_path / "evil.py").write_text("raise SystemExit('run')")
+    auto = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": auto}))
+    with pytest.raises(ConfigError, match="code of its own, which is never run"):
+        open_checkpoint(tmp_path)
+
+
+def test_weights_that_are_missing_or_of_another_shape_are_named(checkpoints, tmp_path):
+    directory = shutil.copytree(checkpoints("olmo2"), tmp_path / "copy")
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 5}))
+    with pytest.raises(ConfigError, match=r"misses 11 weights.*model\.layers\.4\."):
+        load(directory, CPU, torch.float32)
+
+
+# Seen failing with the modules in a list while they are replaced.
+def test_one_matrix_at_a_time_is_there_twice(checkpoints):
+    model = AutoModelForCausalLM.from_pretrained(checkpoints("olmo2"))
+    replaced = [weakref.ref(module) for _, module, _, _ in products(model)]
+    alive: list[int] = []
+
+    class Counting(DenseForm):
+        def hold(self, weight, bias):
+            alive.append(sum(each() is not None for each in replaced))
+            return super().hold(weight, bias)
+
+    hold(model, Counting(CPU, torch.float32))
+    assert alive == list(range(len(replaced), 0, -1))

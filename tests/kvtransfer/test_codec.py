@@ -1,0 +1,369 @@
+"""Records to protobuf and back, and what is refused on the way in."""
+
+import math
+from typing import Any
+
+import pytest
+from google.protobuf.message import DecodeError
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.errors import ProtocolViolation
+from common.priority import HIGHEST, LOWEST
+from common.request import MAX_BUDGET_S, Remaining, RequestSpec
+from common.requests.namespace import SHARED, namespace_of
+from common.requests.prefix_hash import as_bytes
+from common.requests.prefix_hint import MAX_HINTS, PrefixAt
+from common.requests.quarantine import MAX_DEATHS
+from common.requests.sampling import SamplingParams
+from common.requests.timeline import PrefillTimes
+from common.tracing.context import SpanName
+from kvtransfer.messages import (
+    Admitted,
+    AnyMessage,
+    Beat,
+    Cancel,
+    Done,
+    Failed,
+    FromOwner,
+    FromReader,
+    Grant,
+    HandoffId,
+    Live,
+    Open,
+    Prefix,
+    Prompt,
+    Ready,
+    Released,
+    Weights,
+)
+from kvtransfer.pairing import DataPath, Hello, Region
+from kvtransfer.pairs import codec
+from protos import kvtransfer_pb2 as pb
+from tests.support.specs import make_spec
+
+ID = HandoffId(1, 2, 3)
+SAMPLING = SamplingParams(max_tokens=4, seed=5)
+
+u32 = st.integers(0, 2**32 - 1)
+u64 = st.integers(0, 2**64 - 1)
+i31 = st.integers(0, 2**31 - 1)
+text = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
+ids = st.builds(HandoffId, u64, u64, st.integers(1, 2**32 - 1))
+
+
+def some(low: float, high: float) -> st.SearchStrategy[float]:
+    """Numbers that a 32 bit float has: what came over the wire once stays as it is."""
+    return st.floats(low, high, width=32, allow_nan=False)
+
+
+samplings = st.builds(
+    SamplingParams,
+    max_tokens=st.integers(1, 2**31 - 1),
+    seed=u64,
+    temperature=some(0, 100),
+    top_p=some(0.125, 1),
+    top_k=st.one_of(st.just(-1), st.integers(1, 2**31 - 1)),
+    min_p=some(0, 1),
+    stop_token_ids=st.lists(i31, max_size=16).map(tuple),
+    ignore_eos=st.booleans(),
+    frequency_penalty=some(-2, 2),
+    presence_penalty=some(-2, 2),
+    repetition_penalty=some(0.125, 8),
+    logit_bias=st.dictionaries(i31, some(-100, 100), max_size=4).map(
+        lambda biases: tuple(sorted(biases.items()))
+    ),
+    allowed_token_ids=st.lists(i31, max_size=4).map(tuple),
+    bad_word_ids=st.lists(st.lists(i31, min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
+    logprobs=st.integers(-1, 20),
+    prompt_logprobs=st.integers(-1, 20),
+)
+beats = st.builds(Beat, u64, u32, st.booleans())
+hellos = st.builds(
+    Hello,
+    u64,
+    u32,
+    st.dictionaries(text, text, max_size=5),
+    st.lists(st.builds(DataPath, text, st.binary(max_size=40)), max_size=3).map(tuple),
+    st.lists(st.builds(Region, u64, u64, u32), min_size=1, max_size=3).map(tuple),
+    text,
+)
+
+
+traceparents = st.just("") | st.builds(
+    lambda *name: SpanName(*name).header,
+    st.integers(1, 2**128 - 1),
+    st.integers(1, 2**64 - 1),
+    st.booleans(),
+)
+seconds = st.floats(0.0, MAX_BUDGET_S)
+times = st.builds(PrefillTimes, seconds, seconds, seconds, u32)
+
+
+hints = st.builds(PrefixAt, st.sampled_from(["127.0.0.1:1", "node:50100", "[::1]:2"]), u32)
+
+
+namespaces = st.just(SHARED) | st.builds(namespace_of, text)
+token_ids = st.lists(i31, min_size=1, max_size=30).map(as_bytes)
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> RequestSpec:
+    tokens = draw(token_ids)
+    return RequestSpec(
+        token_ids=tokens,
+        num_generated=draw(st.integers(0, len(tokens) // 4 - 1)),
+        sampling=draw(samplings),
+        request_id=draw(text),
+        traceparent=draw(traceparents),
+        namespace=draw(namespaces),
+        engine_crashes=draw(st.integers(0, MAX_DEATHS)),
+        priority=draw(st.integers(LOWEST, HIGHEST)),
+        routing_key=draw(u64),
+        client=draw(u64),
+        client_weight=draw(st.floats(0.1, 10.0)),
+        prediction=draw(st.lists(i31, max_size=4).map(as_bytes)),
+    )
+
+
+sources = st.one_of(
+    st.builds(Prompt, specs(), st.lists(hints, max_size=MAX_HINTS).map(tuple)),
+    st.builds(Live, specs(), u64),
+    st.builds(Prefix, token_ids, namespaces, u64),
+    st.builds(Weights, u32, st.integers(1, codec.MAX_TOKENS)),
+)
+budgets = st.builds(
+    Remaining, st.floats(1e-3, MAX_BUDGET_S), st.floats(0.0, MAX_BUDGET_S) | st.just(math.inf)
+)
+opens = st.builds(Open, ids, st.just(b"") | st.binary(min_size=16, max_size=16), budgets, sources)
+
+
+@st.composite
+def readies(draw: st.DrawFn) -> Ready:
+    start = draw(i31)
+    first_token = draw(st.none() | i31)
+    pages = tuple(draw(st.lists(u32, max_size=30)))
+    end = draw(st.integers(start, 2**32 - 1))
+    last = first_token is not None or draw(st.booleans())
+    told = draw(st.none() | times) if last else None
+    places = draw(st.sets(st.integers(0, len(pages) - 1))) if pages else ()
+    sums = tuple((place, draw(st.integers(0, 2**64 - 1))) for place in sorted(places))
+    token_ids = tuple(draw(st.lists(i31, max_size=5)))
+    return Ready(
+        draw(ids), start, end, pages, last, first_token, told, sums=sums, token_ids=token_ids
+    )
+
+
+from_reader = st.one_of(
+    opens,
+    st.builds(Grant, ids, u32, u32),
+    st.builds(Done, ids),
+    st.builds(Cancel, ids, text),
+    beats,
+)
+from_owner = st.one_of(
+    st.builds(Admitted, ids, u32, u32),
+    readies(),
+    st.builds(Released, ids, st.booleans()),
+    st.builds(Failed, ids, text, st.booleans(), seconds),
+    beats,
+)
+
+
+def through(record: Hello | AnyMessage, *, as_reader: bool) -> Hello | AnyMessage:
+    proto = codec.to_proto(record, as_reader=as_reader)
+    return codec.parse(type(proto).FromString(proto.SerializeToString()))
+
+
+# Seen failing with `queue_s` of Open left out, on its way out or in, and with `engine_deaths`.
+@settings(max_examples=150)
+@given(from_reader)
+def test_what_a_reader_says_arrives_as_it_was(message: FromReader) -> None:
+    assert through(message, as_reader=True) == message
+
+
+# Seen failing with `retry_after_s` of Failed left out, on its way out or in.
+@settings(max_examples=150)
+@given(from_owner)
+def test_what_an_owner_says_arrives_as_it_was(message: FromOwner) -> None:
+    assert through(message, as_reader=False) == message
+
+
+@settings(max_examples=50)
+@given(hellos, st.booleans())
+def test_a_hello_arrives_as_it_was(hello: Hello, as_reader: bool) -> None:
+    assert through(hello, as_reader=as_reader) == hello
+
+
+def _open(**changes: Any) -> pb.FromReader:
+    """A prompt, with changes of its request."""
+    message = codec.to_proto(_opening(), as_reader=True)
+    assert isinstance(message, pb.FromReader)
+    _change(message.open.prompt.request, changes)
+    return message
+
+
+def _hinted(*addresses: str) -> pb.FromReader:
+    message = _open()
+    _change(message.open.prompt, {"prefix_hints": [{"address": each} for each in addresses]})
+    return message
+
+
+def _due(**changes: float) -> pb.FromReader:
+    message = _open()
+    _change(message.open.remaining, changes)
+    return message
+
+
+def _opening() -> Open:
+    return Open(ID, b"", Remaining(9.0), Prompt(make_spec([1, 2])))
+
+
+def _pieces(number: int) -> pb.FromReader:
+    message = _open()
+    message.open.weights.num_pieces = number
+    return message
+
+
+def _ready(**changes: Any) -> pb.FromOwner:
+    message = codec.to_proto(Ready(ID, 0, 4, (1,), True, 7), as_reader=False)
+    assert isinstance(message, pb.FromOwner)
+    _change(message.ready, changes)
+    return message
+
+
+def _failed(**changes: Any) -> pb.FromOwner:
+    message = codec.to_proto(Failed(ID, "late", True), as_reader=False)
+    assert isinstance(message, pb.FromOwner)
+    _change(message.failed, changes)
+    return message
+
+
+def test_a_trace_that_is_none_is_ignored_and_not_a_violation() -> None:
+    for header in ("nonsense", "00-0-0-01", "x" * 5000):
+        message = codec.parse(_open(traceparent=header))
+        assert isinstance(message, Open) and message.source == Prompt(make_spec([1, 2]))
+
+
+@pytest.mark.parametrize(
+    "checked, sums", [([0], []), ([], [7]), ([1], [7]), ([0, 0], [7, 7])], ids=str
+)
+def test_checksums_are_of_pages_that_are_there(checked: list[int], sums: list[int]) -> None:
+    with pytest.raises(ProtocolViolation, match="checksums"):
+        codec.parse(_ready(checked=checked, sums=sums))
+
+
+def test_times_before_the_last_range_are_ignored() -> None:
+    message = _ready(last=False, first_token=None, times={"prefill_s": 1.0})
+    record = codec.parse(message)
+    assert isinstance(record, Ready) and record.times is None
+
+
+def _grant(gib_per_s: float) -> pb.FromReader:
+    return pb.FromReader(grant=pb.Grant(id=_open().open.id, gib_per_s=gib_per_s))
+
+
+def _hello(**changes: Any) -> pb.FromReader:
+    hello = Hello(1, 1, {"a": "b"}, (DataPath("tcp", b"x"),), (Region(0, 1, 1),), "here:1")
+    message = codec.to_proto(hello, as_reader=True)
+    assert isinstance(message, pb.FromReader)
+    _change(message.hello, changes)
+    return message
+
+
+def _change(body: Any, changes: dict[str, Any]) -> None:
+    for field, value in changes.items():
+        body.ClearField(field)
+        if isinstance(value, list | dict):
+            getattr(body, field).MergeFrom(getattr(type(body)(**{field: value}), field))
+        elif value is not None:
+            setattr(body, field, value)
+
+
+@pytest.mark.parametrize(
+    "message, complaint",
+    [
+        (_ready(times={"prefill_s": -1.0}), "times of"),
+        (_ready(times={"waiting_s": float("nan")}), "times of"),
+        (_ready(times={"bootstrap_s": float("inf")}), "times of"),
+        (pb.FromReader(), "without content"),
+        (pb.FromOwner(), "without content"),
+        (pb.FromReader(grant=pb.Grant(prefix_tokens=1)), "attempt"),
+        (_grant(gib_per_s=math.nan), "GiB/s"),
+        (_grant(gib_per_s=math.inf), "GiB/s"),
+        (_grant(gib_per_s=-1.0), "GiB/s"),
+        (pb.FromReader(done=pb.Done(id=pb.HandoffId(instance=1, request=1))), "attempt"),
+        (pb.FromReader(cancel=pb.Cancel(id=_open().open.id, reason="x" * 5000)), "reason"),
+        (_open(token_ids=b""), "0 bytes of token_ids"),
+        (pb.FromReader(forget=pb.Forget()), "0 bytes of token_ids"),
+        (pb.FromReader(forget=pb.Forget(token_ids=b"12345")), "5 bytes of token_ids"),
+        (pb.FromReader(forget=pb.Forget(token_ids=b"1234", namespace=bytes(15))), "namespace"),
+        (_open(token_ids=bytes(4 * codec.MAX_TOKENS + 4)), "token_ids"),
+        (_open(token_ids=b"12345"), "5 bytes of token_ids"),
+        (_open(prediction=b"12345"), "prediction has 5 bytes"),
+        (_hinted("here"), "host:port"),
+        (_hinted(*["h:1"] * 5), "4 are allowed"),
+        (_open(num_generated=2), "generated"),
+        (_due(budget_s=math.nan), "budget"),
+        (_due(budget_s=math.inf), "budget"),
+        (_due(budget_s=0.0), "budget"),
+        (_due(budget_s=-1.0), "budget"),
+        (_due(queue_s=math.nan), "queue_s"),
+        (_due(queue_s=-1.0), "queue_s"),
+        (_failed(retry_after_s=math.inf), "retry_after_s"),
+        (_failed(retry_after_s=-1.0), "retry_after_s"),
+        (_open(request_id="x" * 5000), "request_id"),
+        (_open(namespace=bytes(15)), "namespace has 15 bytes; it has 16, or none"),
+        (_open(namespace=bytes(1 << 20)), "namespace"),
+        (_open(sampling=None), "max_tokens"),
+        (
+            pb.FromReader(open=pb.Open(id=_open().open.id, remaining={"budget_s": 1})),
+            "unknown source",
+        ),
+        (_pieces(0), "without pieces"),
+        (_pieces(codec.MAX_TOKENS + 1), "pieces"),
+        (_open(priority=101), "priority"),
+        (_open(priority=-101), "priority"),
+        (_ready(last=False), "first token"),
+        (_ready(first_token=2**31), "token id"),
+        (_ready(token_ids=[2**31]), "token id"),
+        (_ready(start=5), "range"),
+        (_ready(pages=[1] * (codec.MAX_PAGES + 1)), "pages"),
+        (_hello(regions=[]), "region"),
+        (_hello(regions=[pb.Region()] * 65), "regions"),
+        (_hello(paths=[pb.DataPath()] * 9), "paths"),
+        (_hello(paths=[pb.DataPath(description=bytes(1 << 17))]), "description"),
+        (_hello(fingerprint={str(n): "" for n in range(65)}), "fingerprint"),
+        (_hello(fingerprint={"a": "x" * 5000}), "fingerprint"),
+        (_hello(address="x" * 5000), "address"),
+    ],
+)
+def test_what_cannot_be_is_a_violation(message: codec.Proto, complaint: str) -> None:
+    with pytest.raises(ProtocolViolation, match=complaint):
+        codec.parse(message)
+
+
+@pytest.mark.parametrize("field, value", [("temperature", -1.0), ("top_p", 2.0), ("max_tokens", 0)])
+def test_sampling_that_no_router_would_send_is_a_violation(field: str, value: float) -> None:
+    message = _open()
+    setattr(message.open.prompt.request.sampling, field, value)
+    with pytest.raises(ProtocolViolation, match=field):
+        codec.parse(message)
+
+
+def test_a_long_reason_is_cut_and_not_refused_by_the_peer() -> None:
+    failed = through(Failed(ID, "x" * 10_000, True), as_reader=False)
+    assert isinstance(failed, Failed) and len(failed.reason) == codec.MAX_TEXT
+
+
+@settings(max_examples=200)
+@given(st.binary(max_size=200), st.sampled_from([pb.FromReader, pb.FromOwner]))
+def test_any_bytes_are_a_record_or_a_violation(data: bytes, kind: Any) -> None:
+    try:
+        message = kind.FromString(data)
+    except DecodeError:
+        return
+    try:
+        codec.parse(message)
+    except ProtocolViolation:
+        return

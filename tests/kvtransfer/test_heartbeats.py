@@ -1,0 +1,32 @@
+"""When an end beats, and which of its streams are silent."""
+
+from common.config import TransferConfig
+from kvtransfer.protocol.heartbeats import Beats
+
+CONFIG = TransferConfig(heartbeat_s=1.0, missed_beats=3)
+
+
+def test_a_stream_is_silent_after_so_many_missed_beats():
+    beats = Beats(CONFIG)
+    beats.start(1, now=0.0)
+    beats.heard(1, now=2.0)
+    assert beats.take_due(4.9).silent == []
+    assert beats.take_due(5.0).silent == [1]
+
+
+def test_a_stream_that_is_over_is_neither_silent_nor_beaten_on():
+    beats = Beats(CONFIG)
+    beats.start(1, now=0.0)
+    beats.start(2, now=0.0)
+    beats.stop(1)
+    due = beats.take_due(100.0)
+    assert (due.beats, due.silent) == ([2], [2])
+
+
+def test_who_does_not_move_does_not_beat():
+    beats = Beats(CONFIG)
+    beats.start(1, now=0.0)
+    beats.moving = False
+    assert beats.take_due(1.0).beats == []
+    beats.moving = True
+    assert beats.take_due(2.0).beats == [1]

@@ -1,0 +1,139 @@
+"""Requests on their way through the lines of what they need before their turn."""
+
+import pytest
+
+from common.errors import InvalidRequest
+from node.queues.preparations import Preparations
+from tests.support.specs import make_request
+
+
+class Needs:
+    """A line for those whose name has its letter; over when the test says so."""
+
+    def __init__(self, name):
+        self.name = name
+        self.waiting = {}
+        self.refusals = {}
+        self.opened = set()
+        self.always = False
+
+    def __len__(self):
+        return len(self.waiting)
+
+    def needed_by(self, request):
+        return self.name in request.spec.request_id
+
+    def put(self, request):
+        if request.key in self.refusals:
+            raise self.refusals[request.key]
+        self.waiting[request.key] = request
+
+    def take(self, now):
+        for key in [key for key in self.waiting if self.always or key in self.opened]:
+            yield self.waiting.pop(key), self.refusals.get(key)
+
+    def remove(self, request):
+        return self.waiting.pop(request.key, None) is not None
+
+
+@pytest.fixture
+def lines():
+    return Needs("a"), Needs("b"), Needs("c")
+
+
+@pytest.fixture
+def preparations(lines):
+    return Preparations(*lines)
+
+
+def a_request(key, needs="", **fields):
+    return make_request([0] * 4, key=key, request_id=needs, **fields)
+
+
+def taken(preparations):
+    return [(request.key, refusal) for request, _, refusal in preparations.take(0.0)]
+
+
+def test_who_needs_nothing_is_prepared_at_once_and_in_order(preparations):
+    for key in (3, 1, 2):
+        preparations.put(a_request(key), f"beside {key}")
+    assert len(preparations) == 3
+    told = [(request.key, beside) for request, beside, _ in preparations.take(0.0)]
+    assert told == [(3, "beside 3"), (1, "beside 1"), (2, "beside 2")]
+    assert len(preparations) == 0
+    assert taken(preparations) == []
+
+
+def test_each_goes_through_the_lines_it_needs_in_their_order(preparations, lines):
+    a, b, c = lines
+    preparations.put(a_request(1, "ca"), None)
+    preparations.put(a_request(2, "b"), None)
+    b.always = c.always = True
+    assert preparations.queues() == {"a": 1, "b": 1, "c": 0}
+    assert taken(preparations) == [(2, None)]
+    assert preparations.queues() == {"a": 1, "b": 0, "c": 0}
+    c.always, a.always = False, True
+    assert taken(preparations) == []
+    assert preparations.queues() == {"a": 0, "b": 0, "c": 1}
+    c.always = True
+    assert taken(preparations) == [(1, None)]
+
+
+def test_lines_that_are_over_at_once_are_walked_in_one_go(preparations, lines):
+    for line in lines:
+        line.always = True
+    preparations.put(a_request(1, "abc"), None)
+    assert taken(preparations) == [(1, None)]
+
+
+def test_who_cannot_have_what_it_needs_is_told_why_wherever_it_is(preparations, lines):
+    a, b, _ = lines
+    no = InvalidRequest("no")
+    a.refusals[1] = no
+    with pytest.raises(InvalidRequest):
+        preparations.put(a_request(1, "a"), None)
+    assert len(preparations) == 0
+    preparations.put(a_request(2, "ab"), None)  # let into the first line, not into the second
+    preparations.put(a_request(3, "bc"), None)  # in vain in the second
+    b.refusals = {2: no, 3: no}
+    a.opened, b.opened = {2}, {3}
+    assert taken(preparations) == [(2, no), (3, no)]
+    assert len(preparations) == 0 and not any(lines)
+
+
+def test_who_is_taken_may_make_room_in_a_line_before(preparations, lines):
+    """As by its end: nobody looks again before something else happens."""
+    a, b, _ = lines
+    preparations.put(a_request(1, "a"), None)
+    preparations.put(a_request(2, "b"), None)
+    b.always = True
+    seen = []
+    for request, _, _ in preparations.take(0.0):
+        seen.append(request.key)
+        a.opened.add(1)
+    assert seen == [2, 1]
+
+
+@pytest.mark.parametrize("needs", ["", "a", "b"])
+def test_who_ends_is_nowhere_any_more(preparations, lines, needs):
+    request = a_request(1, needs)
+    assert not preparations.remove(request)
+    preparations.put(request, None)
+    assert preparations.remove(request)
+    assert not preparations.remove(request)
+    for line in lines:
+        line.always = True
+    assert taken(preparations) == [] and not any(lines) and len(preparations) == 0
+
+
+def test_who_is_out_of_time_ends_and_the_others_stay(preparations, lines):
+    preparations.put(a_request(1, "a", deadline=5.0), None)
+    preparations.put(a_request(2, "b", start_by=5.0), None)
+    preparations.put(a_request(3, "a"), None)
+    preparations.put(a_request(4, deadline=5.0), None)
+    assert preparations.expire(5.0, 0.0) == []
+    first, second, third = preparations.expire(5.1, 7.0)
+    assert [each.request.key for each in (first, second, third)] == [1, 2, 4]
+    assert first.finish.error.startswith("deadline")
+    assert second.finish.retry_after_s == 7.0
+    assert preparations.queues() == {"a": 1, "b": 0, "c": 0} and len(preparations) == 1

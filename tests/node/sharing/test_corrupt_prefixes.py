@@ -1,0 +1,60 @@
+"""Who is asked to forget KV that made no numbers, and how often a node heeds it."""
+
+import numpy as np
+import pytest
+
+from common.page_tables import PageTables
+from engine.scheduler.outcome import Spoilt
+from kvtransfer.ports import AskedToForget, AskToForget
+from node.sharing.corrupt_prefixes import EVERY_S, MOST, SpoiltPrefixes
+from tests.kvtransfer.prefix_sides import Memory, Posts
+from tests.kvtransfer.sides import PAGE_SIZE
+
+NUM_PAGES = 3
+TOKENS = np.arange(NUM_PAGES * PAGE_SIZE, dtype=np.int32)
+OTHERS = b"o" * 16
+
+
+@pytest.fixture
+def memory() -> Memory:
+    return Memory(8 * NUM_PAGES, PageTables(PAGE_SIZE))
+
+
+def num_cached(memory: Memory, namespace: bytes) -> int:
+    return memory.cache.match(TOKENS, namespace).num_tokens
+
+
+def test_everybody_who_gave_some_of_it_is_asked_once(memory: Memory) -> None:
+    port = Posts()
+    spoilt = SpoiltPrefixes(memory.cache, port)
+    spoilt.found(Spoilt(TOKENS, OTHERS, (7, 5, 7)))
+    assert port.take() == [AskToForget(7, TOKENS, OTHERS), AskToForget(5, TOKENS, OTHERS)]
+    spoilt.found(Spoilt(TOKENS, OTHERS, ()))
+    assert not port.take()
+
+
+# Whoever is paired may ask for anything, rightly or not: it costs so much and no more.
+def test_who_asks_without_end_is_heeded_now_and_then(memory: Memory) -> None:
+    now = 100.0
+    spoilt = SpoiltPrefixes(memory.cache, Posts(), lambda: now)
+    asked = AskedToForget(TOKENS, b"")
+
+    def heeded() -> int:
+        """Of as many as anybody likes to send."""
+        before = spoilt.counters()["forgotten_prefixes/asked"]
+        for _ in range(10 * MOST):
+            spoilt.asked(asked)
+        return spoilt.counters()["forgotten_prefixes/asked"] - before
+
+    memory.learn(b"", NUM_PAGES)
+    memory.learn(OTHERS, NUM_PAGES)
+    assert heeded() == MOST
+    assert num_cached(memory, b"") == 0
+    assert num_cached(memory, OTHERS) == NUM_PAGES * PAGE_SIZE
+    memory.learn(b"", NUM_PAGES)
+    assert heeded() == 0
+    assert num_cached(memory, b"") == NUM_PAGES * PAGE_SIZE
+    now += 3 * EVERY_S
+    assert heeded() == 3
+    now += 1e6
+    assert heeded() == MOST

@@ -1,0 +1,33 @@
+"""Benches run to their end, on sizes that say nothing: what they measure changes under them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+SMALL = {
+    "features": ["--rows=4", "--vocabulary=4000", "--steps=5"],
+    "hybrids": ["--talks=3", "--turns=2"],
+    "handoff": ["--parts", "cost", "--handoffs", "20"],
+    "local_prefill": ["--prompts", "3", "--tokens", "100", "--chunks", "64"],
+    "overload_order": ["--times", "1"],
+    "router": ["--no-peers", "--rounds=1", "--seconds=0.5", "--loads", "plain", "gRPC, 8 tokens"],
+    "routing": ["--requests", "200"],
+    "scheduler": ["--steps", "10"],
+    "tiers": ["--talks=3", "--turns=2", "--opening=200", "--pages=32", "--answer=4"],
+}
+
+
+# The one of the router was seen failing with a decode node that sends no beats.
+@pytest.mark.long
+@pytest.mark.parametrize("name", SMALL)
+def test_a_bench_runs_and_ends_with_its_record(name: str) -> None:
+    command = [sys.executable, "-m", f"tools.bench.{name}", *SMALL[name]]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    record = json.loads(ran.stdout.splitlines()[-1])
+    assert record["bench"] == name and record["rows"]
+    assert not any(row.get("failed") for row in record["rows"])

@@ -1,0 +1,183 @@
+"""The GPU bench's dry mode from end to end, and the promises of the frame that it runs in."""
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.programs import runs
+from tools.bench.gpu import goals
+from tools.bench.gpu.ops import Op
+from tools.bench.gpu.ops import measure as measure_ops
+from tools.bench.gpu.parts import PARTS
+from tools.bench.gpu.setting import Ceilings, Setting
+
+NOT_ON_A_CPU = {"nodes of a CUDA graph"}
+
+
+def long(test):
+    """Mark a test of the dry run of all parts."""
+    for mark in (pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1800)):
+        test = mark(test)
+    return test
+
+
+@pytest.fixture(scope="module")
+def dry_run(tmp_path_factory):
+    """The last line of stdout of a run of all parts, and the directory of the results."""
+    out = tmp_path_factory.mktemp("gpu-bench")
+    command = [
+        sys.executable,
+        "-m",
+        "tools.bench.gpu",
+        "--dry",
+        "--out",
+        str(out),
+        "--budget-s",
+        "2000",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-8000:]
+    return json.loads(done.stdout.splitlines()[-1]), out
+
+
+def rows_of(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
+
+
+@long
+def test_the_dry_mode_runs_every_part_to_its_end(dry_run):
+    summary, out = dry_run
+    parts = {part.name for part in PARTS}
+    statuses = {name: part["status"] for name, part in summary["parts"].items()}
+    assert statuses == dict.fromkeys(parts, "done")
+    rows = rows_of(out)
+    assert {row["part"] for row in rows} == parts
+    notes = {row["what"]: row["note"] for row in rows if row["table"] == "notes"}
+    assert notes.keys() == NOT_ON_A_CPU, notes
+    assert json.loads((out / "record.json").read_text())["rows"] == rows
+
+
+@long
+def test_every_share_has_a_denominator_and_every_operation_was_proved(dry_run):
+    rows = rows_of(dry_run[1])
+    shares = [
+        row["share"] for row in rows if "share" in row and row["table"] != "where a step goes"
+    ]
+    assert len(shares) > 30 and all(share > 0.0 for share in shares)
+    errors = [row["error"] for row in rows if "error" in row]
+    assert len(errors) > 30 and max(errors) < 1e-4
+
+
+@long
+def test_answers_are_the_same_whatever_serves_them(dry_run):
+    compared = {
+        row["what"]: row["value"] for row in rows_of(dry_run[1]) if row["table"] == "compared"
+    }
+    equal = [value for what, value in compared.items() if "equal" in what]
+    assert len(equal) == 3 and set(equal) == {1.0}
+
+
+@long
+def test_every_goal_finds_its_row(dry_run):
+    as_large = {
+        "model": "Llama-3-8B",
+        "context": 1024,
+        "tokens": 8192,
+        "case": "decode 64 x 8192",
+        "heads": "32/8x128",
+    }
+    rows = []
+    for row in rows_of(dry_run[1]):
+        large = row | {name: value for name, value in as_large.items() if name in row}
+        if "batch" in row:
+            large["batch"] = 1 if row["batch"] == 1 and row["table"] == "steps" else 64
+        rows.append((large.pop("part"), large))
+    assert all(goal["measured"] is not None for goal in goals.reached(rows))
+
+
+def test_what_is_wrong_is_not_timed():
+    def op(name, error):
+        def call():
+            timed.append(name)
+
+        return Op(
+            name=name,
+            shape="",
+            call=call,
+            error=lambda: error,
+            tolerance=0.1,
+            ceiling="copy",
+            amount=1.0,
+        )
+
+    def breaks():
+        raise ValueError("no such shape")
+
+    timed: list[str] = []
+    setting = Setting.make(Ceilings(1.0, 1.0, 1.0), dry=True)
+    errors = {"right": 0.05, "wrong": 0.2, "not a number": torch.nan}
+    makes = [lambda name=name, error=error: op(name, error) for name, error in errors.items()]
+    broken = [lambda: Op("broken", "", breaks, lambda: 0.0, 0.1, "copy", 1.0)]
+    rows = list(measure_ops(setting, makes + broken, "table"))
+    assert [row["table"] for row in rows] == ["table", "notes", "notes", "notes"]
+    assert set(timed) == {"right"}
+    assert "no such shape" in rows[-1]["note"]
+
+
+# The frame forks: in a process without pytest's threads.
+FRAME = textwrap.dedent(
+    """
+    import json, os, subprocess, sys, time, types
+    from tools.bench.gpu.frame import Part, run
+
+    def part(name, measure):
+        module = types.ModuleType(f"tools.bench.gpu.parts.{name}")
+        module.TABLES, module.measure = {}, measure
+        sys.modules[module.__name__] = module
+        return Part(name, "", 1.0)
+
+    null = subprocess.DEVNULL
+
+    def slow(setting):
+        sleeper = subprocess.Popen(["sleep", "600"], stdout=null, stderr=null)
+        yield {"table": "t", "pid": sleeper.pid}
+        time.sleep(600)
+
+    def dies(setting):
+        yield {"table": "t"}
+        os._exit(3)
+
+    def raises(setting):
+        yield {"table": "t"}
+        raise ValueError("something")
+
+    def needs(setting):
+        import no_such_package
+        yield
+
+    for name, measure in (("a", slow), ("b", dies), ("c", raises), ("d", needs)):
+        kept = []
+        report = run(part(name, measure), lambda: None, 1.0, kept.append)
+        assert kept == report.rows
+        print(json.dumps([report.status, kept]))
+    """
+)
+
+
+def test_a_part_may_be_late_die_fail_or_lack_a_package_and_the_next_one_runs():
+    command = [sys.executable, "-c", FRAME]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (late, left), *others = map(json.loads, done.stdout.splitlines())
+    assert late == "cut after its 1 s"
+    assert not runs(left[0]["pid"]), "what a part had started outlives it"
+    assert others == [
+        ["failed: its process ended with 3", [{"table": "t"}]],
+        ["failed: ValueError: something", [{"table": "t"}]],
+        ["skipped: no_such_package is not installed", []],
+    ]

@@ -1,0 +1,109 @@
+"""The demo model in fewer bits answers as well as in float32: within half a point."""
+
+from collections.abc import Iterator, Sequence
+from random import Random
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from cli.demo import DIRECTORY
+from engine.models import Model, load
+from engine.models.linear import onednn
+from kernels import device
+from tests.support.compiled import operators_here
+from tests.support.steps import Steps
+from tools.demo.evaluate import CASES, Case
+from tools.demo.rows import Encoder
+from tools.demo.tasks import Exchange
+
+HALF_A_POINT = 0.005
+BATCH_TOKENS = 16384
+PAGE = 16
+int8 = pytest.mark.skipif(not onednn.multiplies_int8(), reason="no int8 here")
+FORMS = [
+    pytest.param(torch.bfloat16, "none", id="bfloat16"),
+    pytest.param(torch.bfloat16, "int8", id="int8", marks=int8),
+]
+
+
+def load_demo(dtype: torch.dtype, quantize: str) -> Model:
+    return load(DIRECTORY, torch.device("cpu"), dtype, quantize)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_where_it_can_be() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device, "compiled_for", lambda where: operators_here())
+        yield
+
+
+@pytest.fixture(scope="module")
+def exact() -> Model:
+    return load_demo(torch.float32, "none")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(DIRECTORY)
+
+
+def num_right(model: Model, tokenizer, exchanges: Sequence[Exchange]) -> int:
+    """Greedy answers through the engine that are right to their end."""
+    encoder = Encoder(tokenizer)
+    prompts, answers = encoder.prompts(exchanges), encoder.answers(exchanges)
+    longest = max(map(len, answers))
+    context = -(-(max(map(len, prompts)) + longest + 1) // PAGE) * PAGE
+    num_slots = max(1, BATCH_TOKENS // context)
+    steps = Steps(model, page_size=PAGE, num_slots=num_slots, context_length=context)
+    right = 0
+    for start in range(0, len(exchanges), num_slots):
+        batch = slice(start, start + num_slots)
+        slots = [steps.add(prompt) for prompt in prompts[batch]]
+        ends = map(len, prompts[batch])
+        steps.launch([(slot, 0, end) for slot, end in zip(slots, ends, strict=True)])
+        for _ in range(longest - 1):
+            steps.decode(*slots)
+        steps.settle()
+        for slot, prompt, answer in zip(slots, prompts[batch], answers[batch], strict=True):
+            generated = steps.remove(slot)[len(prompt) :]
+            right += generated[: len(answer)] == answer
+    steps.close()
+    return right
+
+
+def drawn(case: Case, num_prompts: int) -> list[Exchange]:
+    random = Random(f"precision {case.what}")
+    return [case.draw(random) for _ in range(num_prompts)]
+
+
+def compared(
+    tokenizer, exact: Model, other: Model, cases: Sequence[Case], most: int
+) -> tuple[int, int]:
+    """How many more answers of up to `most` prompts of each case are right in float32, and of how
+    many."""
+    difference = total = 0
+    for case in cases:
+        exchanges = drawn(case, min(case.num_prompts, most))
+        right = num_right(other, tokenizer, exchanges)
+        expected = num_right(exact, tokenizer, exchanges)
+        print(f"{case.what}: {right} of {len(exchanges)}, in float32 {expected}")
+        difference += expected - right
+        total += len(exchanges)
+    return difference, total
+
+
+@pytest.mark.long  # in float32: tests/tools/demo/test_weights.py
+@pytest.mark.parametrize("dtype, quantize", FORMS)
+def test_short_tasks_are_answered_as_well_as_in_float32(exact, tokenizer, dtype, quantize):
+    short = [case for case in CASES if "tokens" not in case.what or "64 tokens" in case.what]
+    difference, total = compared(tokenizer, exact, load_demo(dtype, quantize), short, 60)
+    assert abs(difference) <= HALF_A_POINT * total
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("dtype, quantize", FORMS)
+def test_every_task_is_answered_as_well_as_in_float32(exact, tokenizer, dtype, quantize):
+    difference, total = compared(tokenizer, exact, load_demo(dtype, quantize), CASES, 40)
+    assert abs(difference) <= HALF_A_POINT * total

@@ -1,0 +1,216 @@
+"""Every class that transformers has a causal language model for: is it served, token for token?
+
+    python -m tools.bench.architectures                 # those that tools/bench/architectures.jsonl lacks
+    python -m tools.bench.architectures olmo2 phi3      # these, anew
+    python -m docs.generate.models                # docs/models.md, from what was found
+
+Each class in a process of its own. What its default configuration says is asked first: why it is
+not served, if it is not. Of the others a tiny random checkpoint is saved by transformers and loaded
+as any is, by transformers' way; then prompts of several lengths go through a prefill and a decode
+node with chunks, hand-offs and both caches, once from nothing and once from what is cached. Both
+nodes are in one process, and pages cross by loopback (`tests.support.pair_rig`). What is compared
+is the likeliest token after each, of the class's own full forward over all tokens before it,
+without a cache of any kind.
+"""
+
+import argparse
+import json
+import multiprocessing
+import random
+import sys
+import tempfile
+import time
+import warnings
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from common.errors import ConfigError
+from engine.models import open_checkpoint
+from engine.models.families import FAMILIES
+from engine.models.transformers_backend import BorrowedCheckpoint
+from tests.support.pair_node import Loaded, Size
+from tests.support.pair_rig import PairRig
+from tests.support.tiny_models import VOCABULARY_SIZE, make_tiny
+
+FILE = Path(__file__).with_suffix(".jsonl")
+DEADLINE_S = 150.0
+NUM_TOKENS = 8
+CHUNK_TOKENS = 32
+LENGTHS = (1, 16, 45, 90)
+CPU = torch.device("cpu")
+# The class is built from it as a size that no default says; the tiny checkpoint says it.
+_UNSAID = ("cannot be built from its configuration", "cannot be tried without weights")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """same: tokens equal to the class's own, of how many; without them `reason` says why not."""
+
+    kind: str
+    name: str
+    native: bool
+    reason: str = ""
+    same: int = 0
+    asked: int = 0
+    keeps: str = ""
+    transformers: str = transformers.__version__
+
+    @property
+    def served(self) -> bool:
+        return self.asked > 0 and self.same == self.asked
+
+
+def examined(kind: str) -> Found:
+    """One class."""
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
+    found = {"kind": kind, "name": name, "native": kind in FAMILIES}
+    with tempfile.TemporaryDirectory() as where:
+        reason = _refused(Path(where), kind)
+        if reason and not any(unsaid in reason for unsaid in _UNSAID):
+            return Found(**found, reason=reason)
+    with tempfile.TemporaryDirectory() as where:
+        try:
+            directory = make_tiny(Path(where), kind)
+        except (
+            AttributeError,
+            ImportError,
+            KeyError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:
+            return Found(**found, reason=reason or f"no tiny one could be made: {_line(error)}")
+        try:
+            servable = open_checkpoint(directory, "transformers")
+        except ConfigError as error:
+            return Found(**found, reason=_reason(error))
+        asked, same = _through_a_pair(directory)
+        kept = {f"{kv.kv_heads} x {kv.head_dim}" for kv in servable.spec.layers}
+        return Found(**found, asked=asked, same=same, keeps=", ".join(sorted(kept)))
+
+
+def _refused(directory: Path, kind: str) -> str:
+    """Why the class is not served as its default configuration has it; "" where it is."""
+    try:
+        config: PreTrainedConfig = CONFIG_MAPPING[kind]()
+        if "is_decoder" in config.to_dict():
+            config.is_decoder = True
+        config.save_pretrained(directory)
+    except Exception as error:  # noqa: BLE001 (a class's own check of its own defaults)
+        return f"cannot be built from its configuration: {_line(error)}"
+    try:
+        BorrowedCheckpoint(directory, "")
+    except ConfigError as error:
+        return _reason(error)
+    return ""
+
+
+def _through_a_pair(directory: Path) -> tuple[int, int]:
+    """How many tokens were asked for, and how many were those of the class's own forward."""
+    servable = open_checkpoint(directory, "transformers")
+    loaded = Loaded(directory, servable.load(CPU, torch.float32, "none"))
+    context = min(512, servable.spec.context_length)
+    source = random.Random(0)
+    lengths = sorted({min(length, context - NUM_TOKENS) for length in LENGTHS})
+    prompts = [source.choices(range(2, VOCABULARY_SIZE - 64), k=length) for length in lengths]
+    reference = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager").eval()
+    expected = [_own(reference, prompt) for prompt in prompts]
+    same = 0
+    with PairRig(
+        loaded,
+        prefill=[Size()],
+        decode=[Size()],
+        chunk_tokens=CHUNK_TOKENS,
+        context_length=context,
+    ) as rig:
+        for _ in range(2):
+            asked = [rig.ask(prompt, NUM_TOKENS) for prompt in prompts]
+            rig.run()
+            pairs = zip(asked, expected, strict=True)
+            same += sum(a == b for one, own in pairs for a, b in zip(one.tokens, own, strict=True))
+    return 2 * NUM_TOKENS * len(prompts), same
+
+
+def _own(model: PreTrainedModel, prompt: list[int]) -> list[int]:
+    tokens = list(prompt)
+    with torch.inference_mode():
+        for _ in range(NUM_TOKENS):
+            logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits
+            tokens.append(int(logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def _reason(error: ConfigError) -> str:
+    return str(error).partition(" is not served: ")[2] or str(error).partition(": ")[2]
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:120] or type(error).__name__
+
+
+def _child(kind: str, end: Connection) -> None:
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    try:
+        end.send(examined(kind))
+    except Exception as error:  # noqa: BLE001 (whatever a class does is its finding)
+        name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
+        end.send(Found(kind, name, kind in FAMILIES, f"failed: {_line(error)}"))
+
+
+def examine(kind: str) -> Found:
+    """In a process of its own, which has DEADLINE_S."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=_child, args=(kind, theirs), daemon=True)
+    child.start()
+    theirs.close()
+    try:
+        if ours.poll(DEADLINE_S):
+            found: Found = ours.recv()
+            return found
+        reason = f"took longer than {DEADLINE_S:.0f} s"
+    except EOFError:
+        reason = "its process ended"
+    finally:
+        child.kill()
+        child.join()
+    return Found(kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind], kind in FAMILIES, reason)
+
+
+def read() -> dict[str, Found]:
+    """What has been found so far, by model_type."""
+    if not FILE.exists():
+        return {}
+    lines = map(json.loads, FILE.read_text().splitlines())
+    return {line["kind"]: Found(**line) for line in lines}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("kinds", nargs="*", help="model types; default: all that are not known yet")
+    asked = parser.parse_args().kinds
+    known = read()
+    for kind in asked or [kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if kind not in known]:
+        started = time.monotonic()
+        found = known[kind] = examine(kind)
+        told = f"{found.same} of {found.asked} tokens" if found.asked else found.reason
+        print(f"{kind:24} {time.monotonic() - started:5.1f} s  {told}", flush=True)
+        lines = (json.dumps(asdict(known[kind])) + "\n" for kind in sorted(known))
+        FILE.write_text("".join(lines))
+    served = sum(found.served for found in known.values())
+    print(f"{served} of {len(known)} are served token for token", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

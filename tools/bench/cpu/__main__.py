@@ -1,0 +1,301 @@
+"""Baton on a CPU beside llama.cpp and transformers, and beside what the machine itself gives.
+
+    python -m tools.bench.cpu --llama-python PYTHON     everything
+    python -m tools.bench.cpu --only one first          some parts of it
+
+A Qwen3 of 0.45 billion parameters with random weights, in one part the tiny model of tools.bench.serve,
+is served by Baton as `baton up` starts it, by one colocated node, by that with int8 weights, by
+transformers' continuous batching and by llama.cpp on the same weights. In a part all systems are
+up, and are asked in turns: every round has prompts of its own, and each ratio is of one round. The
+floor of a step is the bytes that it reads over the read bandwidth measured between the rounds.
+"""
+
+import argparse
+import shlex
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import uvloop
+
+from tests.support.checkpoints import VOCABULARY_SIZE
+from tools.bench.cpu import floor as cpu_floor
+from tools.bench.cpu.contenders import baton, llama, transformers
+from tools.bench.cpu.figures import Figure, agreement, best, growth, markdown, ratios, spreads
+from tools.bench.cpu.floor import Floor
+from tools.bench.cpu.rounds import Measured, Systems, Traffic, measured
+from tools.bench.support.models import QWEN3_450M, QWEN3_SMALL, TINY, kept, weight_bytes
+from tools.bench.support.record import ROOT, emit, say
+
+THREADS = (1, 2)  # tried for each peer
+DEFAULT, COLOCATED, INT8 = "Baton, default flags", "Baton, colocated", "Baton, colocated, int8"
+TRANSFORMERS, LLAMA, LLAMA_Q8 = "transformers", "llama.cpp bf16", "llama.cpp Q8_0"
+GAP, RATE, FIRST = ("itl_ms", "p50"), ("tokens_per_s",), ("ttft_ms", "p50")
+PAGE_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How large everything is."""
+
+    name: str  # of the large model
+    model: dict[str, Any]
+    prompt: int
+    output: int
+    first: tuple[int, int]  # prompts whose first token is waited for
+    tiny_output: int
+    long_streams: int
+    long_prompt: int
+    long_prefixes: int  # so many that the KV of one layer is larger than the caches
+    read_bytes: int
+
+
+FULL = Sizes("qwen3-450m", QWEN3_450M, 256, 32, (256, 2048), 64, 64, 2048, 16, 1 << 30)
+QUICK = Sizes("qwen3-small", QWEN3_SMALL, 32, 8, (32, 64), 8, 4, 64, 2, 1 << 24)
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What all parts measure with."""
+
+    sizes: Sizes
+    large: Path
+    tiny: Path
+    flags: tuple[str, ...]  # for all nodes of Baton
+    llama_python: str | None
+    rounds: int
+    seed: int
+
+    def all_systems(self) -> Systems:
+        return {
+            DEFAULT: partial(baton, "disaggregated", self.large, self.flags),
+            COLOCATED: partial(baton, "colocated", self.large, self.flags),
+            INT8: partial(baton, "colocated", self.large, (*self.flags, "--engine.quantize=int8")),
+            TRANSFORMERS: partial(transformers, self.large, "bfloat16", THREADS),
+            LLAMA: partial(llama, self.llama_python, self.large, "bf16", THREADS),
+            LLAMA_Q8: partial(llama, self.llama_python, self.large, "q8_0", THREADS),
+        }
+
+    async def measured(self, systems: Systems, *traffics: Traffic, vocabulary: int) -> Measured:
+        return await measured(
+            systems,
+            traffics,
+            vocabulary=vocabulary,
+            rounds=self.rounds,
+            seed=self.seed,
+            floor=partial(cpu_floor.measured, self.sizes.read_bytes, self.sizes.model),
+        )
+
+
+Part = Callable[[Bench], Awaitable[tuple[Measured, list[Figure]]]]
+
+
+async def _one(bench: Bench) -> tuple[Measured, list[Figure]]:
+    load, sizes = "1 stream", bench.sizes
+    traffic = Traffic(load, 1, 1, sizes.prompt, sizes.output)
+    found = await bench.measured(bench.all_systems(), traffic, vocabulary=sizes.model["vocab_size"])
+    least_ms = 1e3 * found.floor.step_s(weight_bytes(bench.large))
+
+    def in_floors(system: str) -> list[float]:
+        return [gap / least_ms for gap in found.table.values(system, load, *GAP)]
+
+    what = f"gap between tokens, {load}, in floors"
+    return found, [
+        found.figure(f"{what}: default flags", in_floors(DEFAULT), "low", 1.25),
+        found.figure(f"{what}: colocated", in_floors(COLOCATED), "low"),
+        found.figure(f"{what}: llama.cpp bf16", in_floors(LLAMA), "low", of=[LLAMA]),
+        *_rates(found, load, goal=1.1, goal_int8=1.1),
+    ]
+
+
+async def _eight(bench: Bench) -> tuple[Measured, list[Figure]]:
+    load, sizes = "8 streams", bench.sizes
+    traffic = Traffic(load, 8, 8, sizes.prompt, sizes.output)
+    found = await bench.measured(bench.all_systems(), traffic, vocabulary=sizes.model["vocab_size"])
+    return found, _rates(found, load, goal=1.8, goal_int8=2.0)
+
+
+def _rates(found: Measured, load: str, *, goal: float, goal_int8: float) -> list[Figure]:
+    def against(system: str, peer: str, goal: float | None = None) -> Figure:
+        values = found.table.values
+        compared = ratios(values(system, load, *RATE), values(peer, load, *RATE))
+        what = f"tokens/s, {load}: {system} / {peer}"
+        return found.figure(what, compared, "high", goal, of=[system, peer])
+
+    return [
+        against(COLOCATED, LLAMA, goal),
+        against(DEFAULT, LLAMA),
+        against(COLOCATED, TRANSFORMERS),
+        against(INT8, LLAMA_Q8, goal_int8),
+    ]
+
+
+async def _first(bench: Bench) -> tuple[Measured, list[Figure]]:
+    sizes, systems = bench.sizes, dict(bench.all_systems())
+    del systems[INT8], systems[LLAMA_Q8]
+    traffics = [Traffic(f"prompt of {tokens}", 1, 1, tokens, 1) for tokens in sizes.first]
+    found = await bench.measured(systems, *traffics, vocabulary=sizes.model["vocab_size"])
+    figures = []
+    for tokens, traffic in zip(sizes.first, traffics, strict=True):
+        times = {name: found.table.values(name, traffic.name, *FIRST) for name in systems}
+        peers = best([times[TRANSFORMERS], times[LLAMA]], "low")
+        for name, goal in ((COLOCATED, 1.0), (DEFAULT, None)):
+            what = f"first token, {traffic.name}: time of the better peer / {name}"
+            figures.append(found.figure(what, ratios(peers, times[name]), "high", goal, of=[LLAMA]))
+        flops = cpu_floor.product_flops(sizes.model, tokens)
+        least_ms = 1e3 * found.floor.product_s(flops)
+        shares = [least_ms / took for took in times[COLOCATED]]
+        goal = 0.85 if tokens == sizes.first[0] else None
+        what = f"prefill, {traffic.name}, products alone as a share of oneDNN's bf16 rate"
+        figures.append(found.figure(what, shares, "high", goal))
+    return found, figures
+
+
+async def _tiny(bench: Bench) -> tuple[Measured, list[Figure]]:
+    load = "tiny model, 16 streams"
+    systems: Systems = {
+        DEFAULT: partial(baton, "disaggregated", bench.tiny, bench.flags),
+        COLOCATED: partial(baton, "colocated", bench.tiny, bench.flags),
+        TRANSFORMERS: partial(transformers, bench.tiny, "float32", THREADS),
+    }
+    traffic = Traffic(load, 16, 48, 128, bench.sizes.tiny_output)
+    found = await bench.measured(systems, traffic, vocabulary=VOCABULARY_SIZE)
+    rates = {name: found.table.values(name, load, *RATE) for name in systems}
+    for name in (DEFAULT, COLOCATED):
+        if agreement(found.table, load, name, TRANSFORMERS) < 1.0:
+            raise SystemExit(f"{name} and transformers answer differently: no speed without proof")
+    return found, [
+        found.figure(
+            f"tokens/s, {load}: {name} / transformers",
+            ratios(rates[name], rates[TRANSFORMERS]),
+            "high",
+            goal,
+        )
+        for name, goal in ((DEFAULT, 3.0), (COLOCATED, None))
+    ]
+
+
+async def _context(bench: Bench) -> tuple[Measured, list[Figure]]:
+    """Prefixes are shared: the KV of all prompts would fill the memory, and a minute be spent on
+    computing it. A step reads a prefix again only after all others, so from memory."""
+    sizes, own, output = bench.sizes, PAGE_TOKENS, 16
+    short = Traffic(f"8 streams x {sizes.prompt}", 8, 8, sizes.prompt, output)
+    long = Traffic(
+        f"{sizes.long_streams} streams x {sizes.long_prompt}",
+        sizes.long_streams,
+        sizes.long_streams,
+        sizes.long_prompt,
+        output,
+        sizes.long_prefixes,
+        own,
+    )
+    tokens = long.num_prefixes * long.prompt_tokens + long.streams * 2 * (own + output)
+    pages = 64 + (tokens + 2 * 8 * (sizes.prompt + output)) // PAGE_TOKENS
+    flags = (*bench.flags, f"--engine.cache.num-pages={pages}", "--engine.cache.host-pages=0")
+    systems: Systems = {COLOCATED: partial(baton, "colocated", bench.large, flags)}
+    found = await bench.measured(systems, short, long, vocabulary=sizes.model["vocab_size"])
+
+    def read_bytes(traffic: Traffic) -> int:
+        held = traffic.streams * (traffic.prompt_tokens + output // 2)
+        each = cpu_floor.kv_bytes_per_token(sizes.model, torch.bfloat16.itemsize)
+        return weight_bytes(bench.large) + held * each
+
+    gaps = {one.name: found.table.values(COLOCATED, one.name, *GAP) for one in (short, long)}
+    grown = growth(gaps[long.name], gaps[short.name], read_bytes(long), read_bytes(short))
+    what = f"a step of {long.name} over {short.name}: growth over that of the bytes read"
+    floors = [gap / (1e3 * found.floor.step_s(read_bytes(long))) for gap in gaps[long.name]]
+    return found, [
+        found.figure(what, grown, "low", 1.3),
+        found.figure(f"gap between tokens, {long.name}, in floors", floors, "low"),
+    ]
+
+
+PARTS: dict[str, Part] = {
+    "one": _one,
+    "eight": _eight,
+    "first": _first,
+    "tiny": _tiny,
+    "context": _context,
+}
+
+
+def main() -> None:
+    options = _options()
+    uvloop.run(_run(options))
+
+
+async def _run(options: argparse.Namespace) -> None:
+    sizes = QUICK if options.quick else FULL
+    bench = Bench(
+        sizes=sizes,
+        large=kept(options.models, sizes.name, torch.bfloat16, sizes.model),
+        tiny=kept(options.models, "tiny", torch.float32, TINY),
+        flags=tuple(shlex.split(options.flags)),
+        llama_python=options.llama_python,
+        rounds=1 if options.quick else options.rounds,
+        seed=options.seed,
+    )
+    figures: list[Figure] = []
+    rows: list[dict[str, Any]] = []
+    floors: list[Floor] = []
+    parts = options.only or list(PARTS)
+    for name in parts:
+        say(f"part {name}")
+        found, told = await PARTS[name](bench)
+        say(f"\n{spreads(found.table)}\n\n{markdown(told)}\n")
+        figures += told
+        floors += found.floors
+        rows += [{"part": name, **row} for row in found.table.rows]
+    if len(parts) > 1:
+        say(f"{markdown(figures)}\n")
+    say(_noise(floors))
+    emit(
+        "cpu",
+        {**vars(options), "models": str(options.models)},
+        [{key: value for key, value in row.items() if key != "token_ids"} for row in rows],
+        figures=[figure.record() for figure in figures],
+        floors=[[floor.read_bytes_per_s, floor.product_flops_per_s] for floor in floors],
+    )
+
+
+def _noise(floors: list[Floor]) -> str:
+    reads = [floor.read_bytes_per_s / 2**30 for floor in floors]
+    products = [floor.product_flops_per_s / 1e9 for floor in floors]
+    return (
+        f"Before the rounds the machine read {min(reads):.1f} to {max(reads):.1f} GiB/s and "
+        f"multiplied at {min(products):.0f} to {max(products):.0f} GFLOP/s in bfloat16: where "
+        "these differ much, others had their share of it."
+    )
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.bench.cpu", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument("--only", nargs="+", choices=PARTS, help="of the parts")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--quick", action="store_true", help="one round of a tiny model: its figures say nothing"
+    )
+    parser.add_argument(
+        "--llama-python",
+        metavar="PYTHON",
+        help="one that has llama-cpp-python and gguf; without it llama.cpp is left out",
+    )
+    parser.add_argument("--flags", default="", metavar="'FLAGS'", help="for all nodes of Baton")
+    parser.add_argument(
+        "--models",
+        type=Path,
+        default=ROOT / "var" / "bench-models",
+        metavar="DIR",
+        help="where checkpoints are made and kept (var/bench-models)",
+    )
+    parser.add_argument("--seed", type=int, default=1)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

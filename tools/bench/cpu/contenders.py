@@ -1,0 +1,180 @@
+"""Systems that a bench holds against each other in turns, each called with the same jobs.
+
+All are up at once, and idle but for the one that is asked. A peer tries its numbers of threads when
+it warms up, for each number of streams, and keeps the fastest.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from bench.traffic.workload import Job
+from tools.bench.support.load import Answer, Client, cpu_row, summary
+from tools.bench.support.peer import TRANSFORMERS, running
+from tools.bench.support.record import ROOT, say
+from tools.bench.support.systems import Mode, as_up
+
+_WARM_UP_TOKENS = 4
+_REPLY_S = 200.0
+_CONVERT_S = 200.0
+
+Row = dict[
+    str, Any
+]  # as of tools.bench.support.load.summary, with "token_ids" and, of a peer, "threads"
+
+
+class LeftOut(Exception):
+    """A system cannot be measured here; the message is one line that says why."""
+
+
+class Contender(Protocol):
+    async def warm_up(self, jobs: Sequence[Job], streams: int) -> None:
+        """Makes it ready for jobs like these, at as many streams."""
+        ...
+
+    async def answers(self, jobs: Sequence[Job], streams: int) -> Row:
+        """Raises RuntimeError if the system fails, or an answer does."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Baton:
+    client: Client
+
+    async def warm_up(self, jobs: Sequence[Job], streams: int) -> None:
+        await self.answers(_shortened(jobs), streams)
+
+    async def answers(self, jobs: Sequence[Job], streams: int) -> Row:
+        return _row(await self.client.closed_loop(jobs, streams))
+
+
+@dataclass(frozen=True, slots=True)
+class _Threaded:
+    """A peer, with the number of threads that was fastest at each number of streams."""
+
+    ask: Callable[[Sequence[Job], int, int], Awaitable[Row]]  # jobs, streams, threads
+    threads: Sequence[int]
+    fastest: dict[int, int] = field(default_factory=dict)
+
+    async def warm_up(self, jobs: Sequence[Job], streams: int) -> None:
+        took = {}
+        for threads in self.threads:
+            took[threads] = (await self.ask(_shortened(jobs), streams, threads))["wall_s"]
+        self.fastest[streams] = min(took, key=lambda threads: took[threads])
+
+    async def answers(self, jobs: Sequence[Job], streams: int) -> Row:
+        threads = self.fastest[streams]
+        return {**await self.ask(jobs, streams, threads), "threads": threads}
+
+
+@contextlib.asynccontextmanager
+async def baton(mode: Mode, model: Path, flags: Sequence[str] = ()) -> AsyncIterator[Contender]:
+    """Raises LeftOut where it does not come up, as with a flag that it does not know."""
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            system = await stack.enter_async_context(as_up(mode, model, flags))
+        except SystemExit as error:
+            raise LeftOut(str(error).strip().splitlines()[-1]) from None
+        yield _Baton(await stack.enter_async_context(Client(system.target)))
+
+
+@contextlib.asynccontextmanager
+async def transformers(model: Path, dtype: str, threads: Sequence[int]) -> AsyncIterator[Contender]:
+    """transformers' continuous batching."""
+    async with running(TRANSFORMERS) as peer:
+
+        async def ask(jobs: Sequence[Job], streams: int, count: int) -> Row:
+            spec = {
+                "model": str(model),
+                "device": "cpu",
+                "dtype": dtype,
+                "threads": [count],
+                "warm_up": _listed(_shortened(jobs[:1])),  # of its loop, which is made anew
+                "loads": [(streams, _listed(jobs))],
+            }
+            reply = await peer.ask(spec, _REPLY_S)
+            return {**reply["rows"][0], "token_ids": reply["tokens"]}
+
+        yield _Threaded(ask, threads)
+
+
+@contextlib.asynccontextmanager
+async def llama(
+    python: str | None, model: Path, name: str, threads: Sequence[int]
+) -> AsyncIterator[Contender]:
+    """llama.cpp on the same weights, written as GGUF beside the checkpoint unless they are there.
+
+    Args:
+        python: that has llama-cpp-python and gguf.
+        name: "bf16" or "q8_0".
+    Raises:
+        LeftOut: there is no such Python, or it cannot write the files.
+    """
+    if python is None:
+        raise LeftOut("no --llama-python was given")
+    file = await _gguf(python, model) / f"{name}.gguf"
+    async with running(
+        [python, str(ROOT / "tools" / "bench" / "cpu" / "llama_peer.py"), str(file)]
+    ) as peer:
+
+        async def ask(jobs: Sequence[Job], streams: int, count: int) -> Row:
+            load = {"threads": count, "streams": streams, "jobs": _listed(jobs)}
+            reply = await peer.ask(load, _REPLY_S)
+            answers = [
+                Answer(
+                    job.group,
+                    len(job.prompt),
+                    due=told["due"],
+                    sent=told["due"],
+                    chunks=told["chunks"],
+                    output_tokens=len(told["token_ids"]),
+                    ended=told["chunks"][-1],
+                    token_ids=told["token_ids"],
+                )
+                for job, told in zip(jobs, reply["answers"], strict=True)
+            ]
+            return _row(answers) | cpu_row({"process": reply["cpu_s"]}, answers)
+
+        yield _Threaded(ask, threads)
+
+
+async def _gguf(python: str, model: Path) -> Path:
+    directory = model.with_name(f"{model.name}-gguf")
+    if not directory.exists():
+        say(f"making {directory} ...")
+        made = directory.with_suffix(".part")
+        program = str(ROOT / "tools" / "bench" / "cpu" / "gguf_files.py")
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(python, program, str(model), str(made)),
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.PIPE,
+            )
+            _, errors = await asyncio.wait_for(process.communicate(), _CONVERT_S)
+        except OSError as error:
+            raise LeftOut(f"--llama-python {python}: {error}") from None
+        if process.returncode:
+            raise LeftOut(errors.decode(errors="replace").strip().splitlines()[-1])
+        made.rename(directory)  # whole or not at all
+    return directory
+
+
+def _listed(jobs: Sequence[Job]) -> list[tuple[Any, ...]]:
+    return [dataclasses.astuple(job) for job in jobs]
+
+
+def _shortened(jobs: Sequence[Job]) -> list[Job]:
+    return [
+        dataclasses.replace(job, max_tokens=min(job.max_tokens, _WARM_UP_TOKENS)) for job in jobs
+    ]
+
+
+def _row(answers: Sequence[Answer]) -> Row:
+    for answer in answers:
+        if answer.error:
+            raise RuntimeError(f"{answer.error}: {answer.detail}")
+    return {**summary(answers), "token_ids": [answer.token_ids for answer in answers]}

@@ -1,0 +1,127 @@
+"""Figures of tools/bench/cpu: one value a round, their median and the worst, each beside its goal."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from operator import getitem
+from statistics import median
+from typing import Any, Literal
+
+Better = Literal["low", "high"]
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    what: str
+    values: Sequence[float]  # one of each round; empty: it was not measured
+    better: Better
+    goal: float | None = None  # None: it stands beside one that has a goal
+    note: str = ""
+
+    @property
+    def middle(self) -> float:
+        return median(self.values)
+
+    @property
+    def worst(self) -> float:
+        return max(self.values) if self.better == "low" else min(self.values)
+
+    @property
+    def reached(self) -> bool | None:
+        """Whether the median reaches the goal; None where there is nothing to say."""
+        if self.goal is None or not self.values:
+            return None
+        return self.middle <= self.goal if self.better == "low" else self.middle >= self.goal
+
+    def record(self) -> dict[str, Any]:
+        return {
+            "what": self.what,
+            "median": round(self.middle, 4) if self.values else None,
+            "worst": round(self.worst, 4) if self.values else None,
+            "values": [round(value, 4) for value in self.values],
+            "better": self.better,
+            "goal": self.goal,
+            "reached": self.reached,
+            "note": self.note,
+        }
+
+
+@dataclass(slots=True)
+class Table:
+    """What was measured in rounds: a row of each system for each load and round."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def of(self, system: str, load: str) -> list[dict[str, Any]]:
+        return [row for row in self.rows if (row["system"], row["load"]) == (system, load)]
+
+    def values(self, system: str, load: str, *keys: str) -> list[float]:
+        """One number of each round, by its place in the row; empty where there are no rows."""
+        return [float(reduce(getitem, keys, row)) for row in self.of(system, load)]
+
+
+def ratios(values: Sequence[float], against: Sequence[float]) -> list[float]:
+    """Round by round; empty where either was not measured."""
+    if not values or not against:
+        return []
+    return [a / b for a, b in zip(values, against, strict=True)]
+
+
+def best(of: Sequence[Sequence[float]], better: Better) -> list[float]:
+    """Of several systems the best one of each round; those that were not measured do not count."""
+    choose = min if better == "low" else max
+    return [choose(values) for values in zip(*filter(None, of), strict=True)]
+
+
+def growth(
+    times: Sequence[float], before: Sequence[float], read: float, read_before: float
+) -> list[float]:
+    """How much more a step grew than the bytes that it reads; 1: they explain all of it."""
+    return [grown / (read / read_before) for grown in ratios(times, before)]
+
+
+def agreement(table: Table, load: str, system: str, other: str) -> float:
+    """Share of answers of one system that are token for token those of another one."""
+    mine, theirs = ([row["token_ids"] for row in table.of(name, load)] for name in (system, other))
+    pairs = [pair for round in zip(mine, theirs, strict=True) for pair in zip(*round, strict=True)]
+    return sum(a == b for a, b in pairs) / len(pairs)
+
+
+def markdown(figures: Sequence[Figure]) -> str:
+    lines = ["| figure | median | worst round | rounds | goal | |", "|---|---|---|---|---|---|"]
+    return "\n".join([*lines, *map(_line, figures)])
+
+
+def spreads(table: Table) -> str:
+    """What each system did: medians, and in brackets the range over the rounds."""
+    lines = [
+        "| load | system | threads | tokens/s | first token, ms | gap, ms |",
+        "|---|---|---|---|---|---|",
+    ]
+    for load, system in dict.fromkeys((row["load"], row["system"]) for row in table.rows):
+        threads = {row.get("threads", "its own") for row in table.of(system, load)}
+        cells = (
+            _spread(table.values(system, load, *keys))
+            for keys in (("tokens_per_s",), ("ttft_ms", "p50"), ("itl_ms", "p50"))
+        )
+        said = " or ".join(map(str, sorted(threads)))
+        lines.append(f"| {load} | {system} | {said} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _line(figure: Figure) -> str:
+    sign = "<=" if figure.better == "low" else ">="
+    goal = "" if figure.goal is None else f"{sign} {figure.goal:g}"
+    if not figure.values:
+        return f"| {figure.what} | not measured | | | {goal} | {figure.note} |"
+    verdict = {True: "reached", False: "missed", None: ""}[figure.reached]
+    words = ", ".join(filter(None, (verdict, figure.note)))
+    return (
+        f"| {figure.what} | {figure.middle:.2f} | {figure.worst:.2f} | {len(figure.values)} "
+        f"| {goal} | {words} |"
+    )
+
+
+def _spread(values: Sequence[float]) -> str:
+    low, middle, high = (f"{value:.3g}" for value in (min(values), median(values), max(values)))
+    return middle if low == high else f"{middle} ({low} to {high})"

@@ -1,0 +1,125 @@
+"""Everything that is measured on a GPU, in one run: kernels, layouts, steps, hand-offs, serving.
+
+    python -m tools.bench.gpu                          all parts, in less than nine minutes
+    python -m tools.bench.gpu --parts attention tuning  some of them
+    python -m tools.bench.gpu --dry                    all of it on a CPU, at tiny sizes: a rehearsal
+
+Ceilings of the machine are measured first and are the denominators of all that follows. What is
+wrong is not timed: an operation that fails its check is reported, and the others go on. Every row
+is written to --out as soon as it is known. Times of the dry mode say nothing.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tools.bench.gpu import environment
+from tools.bench.gpu.frame import Part, Report, Row, run
+from tools.bench.gpu.goals import reached
+from tools.bench.gpu.parts import FIRST, PARTS
+from tools.bench.support.record import commit, emit, machine, say
+
+BUDGET_S = 520.0
+
+
+def main() -> None:
+    options = _options()
+    if options.dry:
+        os.environ["TRITON_INTERPRET"] = "1"  # read where the first kernel is defined
+    importlib.import_module("torch")  # once, for all processes that are forked
+    out = Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+    record: dict[str, Any] = {"facts": environment.facts(), "before": environment.state()}
+    for gpu in record["facts"]["gpus"]:
+        say(", ".join(f"{name} {value}" for name, value in gpu.items()))
+    reports = _run(options, out, started)
+    record["after"] = environment.state()
+    _end(options, out, record, reports, time.monotonic() - started)
+
+
+def _options() -> argparse.Namespace:
+    names = [part.name for part in PARTS]
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.bench.gpu", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument(
+        "--parts", nargs="+", choices=names, default=names, help=f"besides {FIRST}; default: all"
+    )
+    parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="for all parts together")
+    parser.add_argument("--out", default="var/bench-gpu", help="directory for the results")
+    parser.add_argument("--dry", action="store_true", help="on a CPU, at tiny sizes")
+    return parser.parse_args()
+
+
+def _run(options: argparse.Namespace, out: Path, started: float) -> list[Report]:
+    """Each part may run until its own share, and all before it, are used up."""
+    from tools.bench.gpu.setting import (  # defines kernels, for the mode chosen above
+        Ceilings,
+        Setting,
+    )
+
+    wanted = [part for part in PARTS if part.name in {FIRST, *options.parts}]
+    per_share = options.budget_s / sum(part.share for part in wanted)
+    ceilings = Ceilings(0.0, 0.0, 0.0)
+    reports: list[Report] = []
+    due = started
+    with (out / "rows.jsonl").open("w") as file:
+        for part in wanted:
+            due += part.share * per_share
+            limit_s = due - time.monotonic()
+            say(f"\n{part.name}: {part.what}, at most {limit_s:.0f} s")
+
+            def keep(row: Row, part: Part = part) -> None:
+                file.write(json.dumps({"part": part.name, **row}) + "\n")
+                file.flush()
+
+            def make_setting(ceilings: Ceilings = ceilings) -> Setting:
+                return Setting.make(ceilings, dry=options.dry)
+
+            report = run(part, make_setting, limit_s, keep)
+            report.show()
+            reports.append(report)
+            if part.name == FIRST:
+                ceilings = Ceilings.of(report.rows)
+                if not (ceilings.copy and ceilings.read and ceilings.matmul):
+                    say("no ceilings, and so no shares of them: the other parts are left out")
+                    break
+    return reports
+
+
+def _end(
+    options: argparse.Namespace,
+    out: Path,
+    record: dict[str, Any],
+    reports: Sequence[Report],
+    wall_s: float,
+) -> None:
+    """The last line is a summary; record.json has every row too."""
+    parts = {r.part.name: {"status": r.status, "wall_s": r.wall_s} for r in reports}
+    goals = reached((r.part.name, row) for r in reports for row in r.rows)
+    say()
+    for when in ("before", "after"):
+        for gpu in record[when]:
+            say(f"{when}: " + ", ".join(f"{name} {value}" for name, value in gpu.items()))
+    for goal in goals:
+        limit = "at least {at_least:.0%}" if goal["at_least"] else "at most {at_most:.0%}"
+        measured = "not measured" if goal["measured"] is None else f"{goal['measured']:.1%}"
+        say(f"{goal['goal']}: {measured}, goal {limit.format(**goal)}")
+    summary = {**record, "parts": parts, "goals": goals, "wall_s": round(wall_s, 1)}
+    rows = [{"part": r.part.name, **row} for r in reports for row in r.rows]
+    whole = {"commit": commit(), "machine": machine(), "config": vars(options), **summary}
+    (out / "record.json").write_text(json.dumps({**whole, "rows": rows}))
+    ceilings = [row for row in rows if row.get("ceiling") is not None]
+    emit("gpu", vars(options), ceilings, **summary)
+    if any(report.status.startswith("failed") for report in reports):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

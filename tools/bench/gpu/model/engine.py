@@ -1,0 +1,255 @@
+"""The product's scheduler, runner and loop over a model, with requests whose KV is there already.
+
+Nothing is prefilled: the pool holds random numbers, which are as good as any for the time of a
+step. What the loop does is timed from outside, by standing between its parts.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from common.config import SchedulerConfig
+from common.request import RequestSpec
+from common.requests.sampling import SamplingParams
+from engine.adapters.adapters import no_adapters
+from engine.batch.batch import BatchResult, Launched, Runner, ScheduleBatch
+from engine.batch.holding import Holding
+from engine.batch.request import Request
+from engine.batch.table import RequestTable
+from engine.kv_cache.kv import HostPool, KVPool
+from engine.kv_cache.layout import KVLayout
+from engine.kv_cache.pages import Holder, PageAllocator
+from engine.kv_cache.radix import RadixCache
+from engine.loop.loop import EventLoop
+from engine.models import Model
+from engine.offload.tiers import no_tiers
+from engine.runner.graphs import CudaRecorder, Graph, Recorder
+from engine.runner.runner import ModelRunner
+from engine.runner.stream import Event, Stream, open_stream
+from engine.sampling.composition import every_feature
+from engine.scheduler.scheduler import Scheduler
+from tools.bench.gpu.clock import Clock
+from tools.bench.gpu.setting import Setting
+
+PAGE_SIZE = 16
+FAR = 1e12
+
+
+def make_pool(model: Model, num_pages: int) -> KVPool:
+    """Full of random numbers."""
+    pool = KVPool(KVLayout.of(model.spec.layers, PAGE_SIZE, model.dtype), num_pages, model.device)
+    pool.tensor.view(model.dtype).normal_()
+    return pool
+
+
+def make_request(
+    key: int, rng: np.random.Generator, num_tokens: int, vocabulary_size: int
+) -> Request:
+    """Of random tokens, greedy, and as good as endless."""
+    return Request.of(
+        RequestSpec(
+            token_ids=rng.integers(3, vocabulary_size, num_tokens, dtype=np.int32).tobytes(),
+            sampling=SamplingParams(max_tokens=1 << 20, seed=key, temperature=0.0),
+        ),
+        key=key,
+        deadline=FAR,
+        arrived=0.0,
+        origin=(1, key),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How the steps of an engine are run. early: see `kernels/early_launch.py`."""
+
+    graphs: bool
+    overlap: bool
+    early: bool = False
+
+
+@dataclass(slots=True)
+class Spent:
+    """Seconds of the engine thread.
+
+    launch: building steps and enqueueing them; wait: for their results.
+    """
+
+    launch: float = 0.0
+    wait: float = 0.0
+
+
+class DecodeEngine:
+    """Some requests of one length in the running batch of an engine; `run` takes their steps."""
+
+    def __init__(
+        self, setting: Setting, model: Model, pool: KVPool, batch: int, context: int, way: Way
+    ) -> None:
+        """context: tokens of each request when its first step begins."""
+        longest = context + 1024
+        table = RequestTable(batch, longest, PAGE_SIZE)
+        pages = PageAllocator(pool.num_pages)
+        self._stream = TimedStream(open_stream(model.device), setting.clock)
+        recorder = _recorder(setting) if way.graphs else None
+        host_pool = HostPool(pool.layout, 0, model.device)
+        features = every_feature(
+            table, model.spec.vocabulary_size, model.spec.eos_token_ids, model.device
+        )
+        runner = ModelRunner(
+            model, pool, host_pool, table, features, no_adapters(table), self._stream, recorder
+        )
+        if way.graphs:
+            runner.capture(batch)
+        cache = RadixCache(PAGE_SIZE, pages, enabled=False)
+        self._scheduler = Scheduler(
+            SchedulerConfig(max_running=batch, max_waiting=batch, chunk_tokens=-1),
+            eos_token_ids=(),
+            vocabulary_size=model.spec.vocabulary_size,
+            table=table,
+            pages=pages,
+            cache=cache,
+            tiers=no_tiers(cache, pages, table.tables),
+            on_admit=lambda request, pages: None,
+        )
+        self._role = _Role(self._scheduler)
+        self._runner = _TimedRunner(runner)
+        self._loop = EventLoop(self._role, self._runner, overlap=way.overlap)
+        self._in_flight: Launched | None = None
+        rng = np.random.default_rng(0)
+        for key in range(batch):
+            self._join(make_request(key, rng, context, model.spec.vocabulary_size))
+
+    def run(self, steps: int) -> None:
+        """Launches so many steps, and finishes as many."""
+        for _ in range(steps):
+            self._in_flight = self._loop.step(self._in_flight)
+
+    def forget(self) -> None:
+        """What was measured so far."""
+        self._stream.spans.clear()
+        self._runner.spent = Spent()
+
+    @property
+    def spent(self) -> Spent:
+        return self._runner.spent
+
+    def idle_share(self) -> float:
+        """Of the time from the first step's begin to the last one's end on the device, the part
+        that is between steps."""
+        return self._stream.idle_share()
+
+    def tokens(self) -> NDArray[np.int32]:
+        """[finished steps, batch], since the first step."""
+        return np.array(self._role.tokens)
+
+    def close(self) -> None:
+        if self._in_flight is not None:
+            self._in_flight.result()
+        self._stream.close()
+
+    def _join(self, request: Request) -> None:
+        pages = self._scheduler.allocate(-(-len(request.token_ids) // PAGE_SIZE), Holder.REQUEST)
+        if pages is None or not self._scheduler.join(request, Holding.of(pages)):
+            raise RuntimeError("the pool has no room for the batch")
+
+
+class TimedStream:
+    """A stream that notes when each piece of work began and ended on it."""
+
+    def __init__(self, stream: Stream, clock: Clock) -> None:
+        self.spans: list[tuple[Any, Any]] = []
+        self._stream = stream
+        self._clock = clock
+
+    def submit(self, work: Callable[[], None]) -> Event:
+        def timed() -> None:
+            began = self._clock.stamp()
+            work()
+            self.spans.append((began, self._clock.stamp()))
+
+        return self._stream.submit(timed)
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def idle_share(self) -> float:
+        """All that was submitted must be done."""
+        (first, _), (_, last) = self.spans[0], self.spans[-1]
+        busy = sum(self._clock.between(began, ended) for began, ended in self.spans)
+        return 1.0 - busy / self._clock.between(first, last)
+
+
+@dataclass(eq=False)
+class _TimedRunner:
+    runner: Runner
+    spent: Spent = field(default_factory=Spent)
+
+    def launch(self, batch: ScheduleBatch) -> "_TimedLaunched":
+        began = time.perf_counter()
+        launched = self.runner.launch(batch)
+        self.spent.launch += time.perf_counter() - began
+        return _TimedLaunched(launched, self)
+
+
+@dataclass(frozen=True, eq=False)
+class _TimedLaunched:
+    launched: Launched
+    runner: _TimedRunner
+
+    @property
+    def batch(self) -> ScheduleBatch:
+        return self.launched.batch
+
+    def sample(self) -> None:
+        self.launched.sample()
+
+    def result(self) -> BatchResult:
+        began = time.perf_counter()
+        result = self.launched.result()
+        self.runner.spent.wait += time.perf_counter() - began
+        return result
+
+
+@dataclass(eq=False)
+class _Role:
+    """A role with nothing but a scheduler."""
+
+    scheduler: Scheduler
+    tokens: list[NDArray[np.int32]] = field(default_factory=list)
+
+    def poll(self) -> None:
+        self.scheduler.expire()
+
+    def next_batch(self) -> ScheduleBatch | None:
+        return self.scheduler.next_batch()
+
+    def finish(self, batch: ScheduleBatch, result: BatchResult) -> None:
+        self.tokens.append(self.scheduler.finish(batch, result).tokens)
+
+    def idle(self) -> None:
+        raise AssertionError("there is work")
+
+
+def _recorder(setting: Setting) -> Recorder:
+    return _Echo() if setting.dry else CudaRecorder()
+
+
+class _Echo:
+    """Records on a CPU: what was recorded is simply done again, into the same memory."""
+
+    def __call__(self, work: Callable[[], Tensor]) -> tuple[Graph, Tensor]:
+        output = work()
+        return _Again(work, output), output
+
+
+@dataclass(frozen=True, eq=False)
+class _Again:
+    work: Callable[[], Tensor]
+    output: Tensor
+
+    def replay(self) -> None:
+        self.output.copy_(self.work())

@@ -1,0 +1,68 @@
+"""Forwards of a model over prompts, one call at a time: no scheduler, no stream, no sampling."""
+
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.batch.batch import ForwardMode, ScheduleBatch
+from engine.batch.forward import BatchBuilder, ForwardBatch
+from engine.batch.holding import Holding
+from engine.batch.table import RequestTable
+from engine.kv_cache.kv import KVPool
+from engine.kv_cache.layout import KVLayout
+from engine.models import Model
+from tools.bench.gpu.model.engine import PAGE_SIZE, make_request
+
+
+class Pages(Protocol):
+    """As much of a pool as a forward looks at."""
+
+    @property
+    def layers(self) -> Sequence[Tensor]: ...
+
+    @property
+    def layout(self) -> KVLayout: ...
+
+    @property
+    def num_pages(self) -> int: ...
+
+
+class Forwards:
+    """Prompts of these lengths, with pages scattered over a pool."""
+
+    def __init__(self, model: Model, pool: Pages, lengths: Sequence[int]) -> None:
+        self._model = model
+        self._pool = pool
+        self._table = RequestTable(len(lengths), max(lengths) + 1, PAGE_SIZE)
+        self._builder = BatchBuilder(self._table)
+        self._future = torch.zeros(len(lengths), dtype=torch.int32, device=model.device)
+        rng = np.random.default_rng(0)
+        pages = rng.permutation(pool.num_pages).astype(np.int32)
+        for key, length in enumerate(lengths):
+            slot = self._table.acquire(make_request(key, rng, length, model.spec.vocabulary_size))
+            assert slot == key
+            count = -(-length // PAGE_SIZE)
+            self._table.set_pages(slot, Holding.of(pages[:count]))
+            pages = pages[count:]
+
+    def batch(self, starts: Sequence[int], ends: Sequence[int]) -> ForwardBatch:
+        """Tokens [starts[i], ends[i]) of every prompt i, on the device."""
+        columns = np.array([starts, ends], np.int32)
+        batch = ScheduleBatch(
+            step=1,
+            mode=ForwardMode.EXTEND,
+            slots=np.arange(len(starts), dtype=np.int32),
+            starts=columns[0],
+            ends=columns[1],
+            samples=np.ones(len(starts), np.bool_),
+        )
+        return self._builder.build(batch).to(self._model.device)[0]
+
+    @torch.inference_mode()
+    def logits(self, batch: ForwardBatch) -> Tensor:
+        """Of every prompt's last token in the batch."""
+        hidden = self._model.forward(batch, cast(KVPool, self._pool), self._future)
+        return self._model.logits(hidden)

@@ -1,0 +1,95 @@
+"""Is a model computed rightly? Its first layers by the kernels, beside the references in float32.
+
+The pool is that of the whole model: layers then lie where they lie in serving.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from engine.kv_cache.kv import KVPool
+from engine.kv_cache.layout import KVLayout
+from engine.models.decoder import Decoder
+from kernels import device as kernel_device
+from kernels.linear_attention.state_cells import CellView
+from kernels.sampling.sample import sample
+from tools.bench.gpu.frame import Row, Tables
+from tools.bench.gpu.model.engine import PAGE_SIZE
+from tools.bench.gpu.model.forwards import Forwards
+from tools.bench.gpu.model.models import shallow, spec_of
+from tools.bench.gpu.model.weights import RandomWeights
+from tools.bench.gpu.ops import relative_error, worst
+from tools.bench.gpu.setting import Setting
+
+TOLERANCE = 3e-2  # of two layers' logits in bfloat16
+LAYERS = 2
+TABLES: Tables = {
+    "proof": {
+        "first layers of": "{model}",
+        "error of the logits": "{error:.1e}",
+        "at most": "{limit:g}",
+        "right": "{right}",
+    }
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _FirstLayers:
+    """Of a pool, as much as a forward looks at."""
+
+    layers: Sequence[Tensor]
+    cells: Sequence[Mapping[str, CellView]]
+    layout: KVLayout
+    num_pages: int
+
+
+def row(setting: Setting, name: str) -> Row:
+    """The relative error of a model's logits, the worst of a prefill, of a chunk after it, and of a
+    decode step."""
+    with _implemented(by_kernels=True):
+        found = _logits(setting, name, _model(setting, name, setting.dtype))
+    with _implemented(by_kernels=False):
+        exact = _logits(setting, name, _model(setting, name, torch.float32))
+    error = worst(*map(relative_error, found, exact))
+    right = error <= TOLERANCE  # NaN is not
+    return {"table": "proof", "model": name, "error": error, "limit": TOLERANCE, "right": right}
+
+
+def forwards_by_kernels(setting: Setting, name: str) -> None:
+    """Runs what `row` checks, and samples: it compiles all that serving needs."""
+    for logits in _logits(setting, name, _model(setting, name, setting.dtype)):
+        sample(logits, None)
+
+
+def _model(setting: Setting, name: str, held: torch.dtype) -> Decoder:
+    """Of the same numbers in whatever dtype they are held."""
+    torch.manual_seed(0)
+    return shallow(spec_of(name), LAYERS).build(RandomWeights(setting.device, setting.dtype, held))
+
+
+def _logits(setting: Setting, name: str, model: Decoder) -> list[Tensor]:
+    lengths = setting.sized((700, 77), (21, 9))
+    cuts = [[0] * len(lengths), [n // 2 for n in lengths], [n - 1 for n in lengths], lengths]
+    num_pages = sum(-(-length // PAGE_SIZE) for length in lengths)
+    layout = KVLayout.of(spec_of(name).model.layers, PAGE_SIZE, model.dtype)
+    first = replace(layout, places=layout.places[:LAYERS])
+    whole = KVPool(layout, num_pages, model.device)
+    whole.tensor.fill_(0xFF)  # NaN
+    some = _FirstLayers(whole.layers[:LAYERS], whole.cells[:LAYERS], first, num_pages)
+    forwards = Forwards(model, some, lengths)
+    return [forwards.logits(forwards.batch(*edges)) for edges in pairwise(cuts)]
+
+
+@contextmanager
+def _implemented(by_kernels: bool) -> Iterator[None]:
+    """Every operation by its Triton kernel, or every one by its reference."""
+    chosen = kernel_device.uses_triton
+    kernel_device.uses_triton = lambda tensor: by_kernels
+    try:
+        yield
+    finally:
+        kernel_device.uses_triton = chosen

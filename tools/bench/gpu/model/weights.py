@@ -1,0 +1,73 @@
+"""Random weights for a decoder's blocks, made where they are needed."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from engine.models.linear import ExpertNet, Linear, Product
+from engine.models.linear.dense import Dense
+from engine.models.linear.experts import Stacked
+from engine.models.quantized.experts import ExpertShape
+
+
+@dataclass(slots=True)
+class Made:
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RandomWeights:
+    """A Source of numbers such that activations keep their size from layer to layer.
+
+    drawn: the dtype that they are rounded to; held: the one that they are computed in.
+    """
+
+    device: torch.device
+    drawn: torch.dtype
+    held: torch.dtype
+    made: Made = field(default_factory=Made)
+
+    @property
+    def products(self) -> Sequence[Product]:
+        return ()
+
+    def within(self, prefix: str) -> "RandomWeights":
+        return self
+
+    def linear(self, rows: Mapping[str, int], columns: int, *, bias: bool = False) -> Linear:
+        outputs = sum(rows.values())
+        added = self._draw((outputs,), 0.0, 0.1) if bias else None
+        return Dense(self._draw((outputs, columns), 0.0, columns**-0.5), added)
+
+    def experts(self, shape: ExpertShape) -> ExpertNet:
+        count, hidden, inner = shape.count, shape.hidden, shape.inner
+        return Stacked(
+            shape.gate,
+            self._draw((count, 2 * inner, hidden), 0.0, hidden**-0.5),
+            self._draw((count, hidden, inner), 0.0, inner**-0.5),
+        )
+
+    def tensor(
+        self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        return self._draw(shape, 0.0, 1.0).to(dtype or self.held)
+
+    def scale(self, name: str) -> float:
+        return 1.0
+
+    def tied(self, embedding: Tensor) -> Linear:
+        return Dense(embedding)
+
+    def norm(self, name: str, size: int, *, from_one: bool) -> Tensor:
+        return self._draw((size,), 1.0, 0.1)
+
+    def tidy(self) -> None:
+        pass
+
+    def _draw(self, shape: tuple[int, ...], mean: float, deviation: float) -> Tensor:
+        drawn = torch.empty(shape, dtype=self.drawn, device=self.device).normal_(mean, deviation)
+        self.made.num_bytes += math.prod(shape) * self.held.itemsize
+        return drawn.to(self.held)

@@ -1,0 +1,55 @@
+"""The experts of a layer: a decode step streams those that somebody wants, a prefill multiplies."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from torch import Tensor
+
+from kernels.experts.grouped_mlp import by_expert, grouped_mlp
+from kernels.experts.routing import Routing, route
+from kernels.layers.act_and_mul import act_and_mul_reference
+from tools.bench.gpu.ops import Op, relative_error
+from tools.bench.gpu.setting import Setting
+
+# hidden, inner, experts, of a token: of Qwen3-30B-A3B and Mixtral-8x7B
+SHAPES = {"qwen3": (2048, 768, 128, 8), "mixtral": (4096, 14336, 8, 2)}
+DRY_SHAPES = {"qwen3": (64, 32, 8, 2)}
+TOLERANCE = 2e-2
+MANY = 1024  # tokens, from which on products are the limit
+
+
+def ops(setting: Setting) -> Iterator[Callable[[], Op]]:
+    for name, shape in setting.sized(SHAPES, DRY_SHAPES).items():
+        for rows in setting.sized((1, 16, 64, 256, 2048), (1, 3)):
+            yield partial(_experts, setting, name, rows, *shape)
+
+
+def _experts(
+    setting: Setting, name: str, rows: int, hidden: int, inner: int, count: int, k: int
+) -> Op:
+    x = setting.randn(rows, hidden)
+    gate_up = setting.randn(count, 2 * inner, hidden).mul_(hidden**-0.5)
+    down = setting.randn(count, hidden, inner).mul_(inner**-0.5)
+    weights, ids = route(setting.randn(rows, count), Routing(k, normalise=True))
+    wanted = int(ids.unique().numel()) * 3 * hidden * inner * x.element_size()
+    bound = {"ceiling": "read", "amount": wanted + 2 * x.nbytes}
+    if rows >= MANY:
+        bound = {"ceiling": "matmul", "amount": 2.0 * rows * k * 3 * hidden * inner}
+
+    def exact(expert: int, of_it: Tensor) -> Tensor:
+        between = act_and_mul_reference(of_it @ gate_up[expert].float().t(), "silu")
+        return between @ down[expert].float().t()
+
+    def error() -> float:
+        few = slice(0, min(rows, 8))
+        expected = by_expert(x[few].float(), weights[few], ids[few], exact)
+        return relative_error(grouped_mlp(x, gate_up, down, weights, ids, "silu")[few], expected)
+
+    return Op(
+        name=f"experts {name}",
+        shape=f"[{rows}, {hidden}], {k} of {count} x {inner}",
+        call=lambda: grouped_mlp(x, gate_up, down, weights, ids, "silu"),
+        error=error,
+        tolerance=TOLERANCE,
+        **bound,
+    )

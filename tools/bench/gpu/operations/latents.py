@@ -1,0 +1,123 @@
+"""Attention to latents, on the shapes of DeepSeek-V3 and V2-Lite: a decode step streams each latent
+once, however many heads attend to it, and a chunk multiplies."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kernels.attention.paged import paged_attention, plan_attention
+from tools.bench.gpu.clock import Work
+from tools.bench.gpu.operations.paged import Rows
+from tools.bench.gpu.ops import Op, relative_error
+from tools.bench.gpu.setting import Setting
+
+SHAPES = {"v3": (128, 512, 64), "v2-lite": (16, 512, 64)}  # heads, value_dim, what is rotated
+DRY_SHAPES = {"tiny": (4, 32, 8)}
+SCALE = 192**-0.5
+PAGE_SIZE, LAYERS = 16, 4
+DECODES = ((64, 8192), (1, 8192), (64, 1024), (1, 1024))  # rows, tokens of each
+EXTENDS = ((0, 2048), (8192, 256))  # tokens that are there, and new ones
+TOLERANCE = 1e-2
+CHECKED = 6  # queries whose answer is computed in float64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Latents:
+    """Rows over one layer of a pool whose pages they have in no order."""
+
+    rows: Rows
+    value_dim: int
+    q: Tensor  # [num_tokens, heads, size]
+    pool: Tensor  # [num_pages, 1, 1, PAGE_SIZE, size]
+    page_ids: Tensor
+    page_starts: Tensor
+    query_starts: Tensor
+    lengths: Tensor
+
+    @property
+    def bytes(self) -> int:
+        """The fewest that attention must move: latents, queries and answers."""
+        size = self.q.shape[2]
+        kept = sum(self.rows.lengths) * size * self.q.element_size()
+        return kept + self.q.nbytes * (size + self.value_dim) // size
+
+    @property
+    def flops(self) -> float:
+        """The fewest without unfolding: two products with every latent that a query sees."""
+        size, heads = self.q.shape[2] + self.value_dim, self.q.shape[1]
+        return 2.0 * self.rows.num_seen * heads * size
+
+    def attention(self) -> Work:
+        decodes = max(self.rows.queries) == 1
+        plan = plan_attention(
+            self.page_ids,
+            self.page_starts,
+            self.query_starts,
+            self.lengths,
+            self.pool,
+            num_heads=self.q.shape[1],
+            num_tokens=self.rows.num_tokens,
+            num_decodes=len(self.rows.queries) if decodes else 0,
+            value_dim=self.value_dim,
+        )
+        return partial(paged_attention, self.q, self.pool, plan, scale=SCALE)
+
+    def error(self) -> float:
+        found = self.attention()()
+        last = self.rows.num_tokens - 1
+        places = sorted({last * part // (CHECKED - 1) for part in range(CHECKED)})
+        assert isinstance(found, Tensor)
+        return relative_error(found[places], torch.stack([self._exact(one) for one in places]))
+
+    def _exact(self, place: int) -> Tensor:
+        starts = self.query_starts.tolist()
+        row = next(i for i in range(len(starts) - 1) if place < starts[i + 1])
+        seen = self.rows.lengths[row] - (starts[row + 1] - 1 - place)
+        first = int(self.page_starts[row])
+        pages = self.page_ids[first : first - (-seen // PAGE_SIZE)].long()
+        keys = self.pool[pages, 0, 0].flatten(0, 1)[:seen].double()
+        weights = (self.q[place].double() @ keys.t() * SCALE).softmax(dim=-1)
+        return (weights @ keys[:, : self.value_dim]).flatten()
+
+
+def ops(setting: Setting) -> Iterator[Callable[[], Op]]:
+    for name, shape in setting.sized(SHAPES, DRY_SHAPES).items():
+        for batch, context in setting.sized(DECODES, ((2, 40),)):
+            rows = Rows.decode([context - row % 7 for row in range(batch)])
+            yield partial(_op, setting, f"decode {batch} x {context}, {name}", rows, shape, "read")
+        for prefix, new in setting.sized(EXTENDS, ((9, 5),)):
+            rows = Rows.extend(prefix, new)
+            yield partial(_op, setting, f"{new} after {prefix}, {name}", rows, shape, "matmul")
+
+
+def _op(setting: Setting, name: str, rows: Rows, shape: tuple[int, int, int], ceiling: str) -> Op:
+    data = _latents(setting, rows, *shape)
+    return Op(
+        name="latents",
+        shape=name,
+        call=data.attention(),
+        error=data.error,
+        tolerance=TOLERANCE,
+        ceiling=ceiling,
+        amount=data.bytes if ceiling == "read" else data.flops,
+    )
+
+
+def _latents(setting: Setting, rows: Rows, heads: int, value_dim: int, rotated: int) -> Latents:
+    size = value_dim + rotated
+    counts = [-(-length // PAGE_SIZE) for length in rows.lengths]
+    pool = setting.randn(sum(counts), LAYERS, PAGE_SIZE, size)[:, LAYERS // 2]
+    on_device = partial(torch.tensor, dtype=torch.int32, device=setting.device)
+    return Latents(
+        rows,
+        value_dim,
+        setting.randn(rows.num_tokens, heads, size),
+        pool[:, None, None],
+        page_ids=torch.randperm(sum(counts), device=setting.device).int(),
+        page_starts=on_device([sum(counts[:i]) for i in range(len(counts))]),
+        query_starts=on_device([sum(rows.queries[:i]) for i in range(len(rows.queries) + 1)]),
+        lengths=on_device(rows.lengths),
+    )

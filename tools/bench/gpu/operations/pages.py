@@ -1,0 +1,68 @@
+"""Pages gathered into one block and back, for copies to host memory and for slices of heads."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from kernels.pages.pack import pack_pages, unpack_pages
+from tools.bench.gpu.ops import Op, unequal_share
+from tools.bench.gpu.setting import Setting
+
+
+def ops(setting: Setting) -> Iterator[Callable[[], Op]]:
+    page_bytes = setting.sized(2 << 20, 512)  # 16 tokens of Llama-3-8B
+    for count in setting.sized((16, 256), (3,)):
+        for slice_bytes in (page_bytes, page_bytes // 2):
+            yield partial(_pack, setting, page_bytes, count, slice_bytes)
+            yield partial(_unpack, setting, page_bytes, count, slice_bytes)
+
+
+def _pack(setting: Setting, page_bytes: int, count: int, slice_bytes: int) -> Op:
+    pool, pages, packed = _memory(setting, page_bytes, count, slice_bytes)
+    offset = page_bytes - slice_bytes
+
+    def error() -> float:
+        packed.zero_()
+        pack_pages(pool, pages, packed, offset=offset)
+        return unequal_share(packed, pool[pages.long(), offset:])
+
+    return Op(
+        name="pack_pages",
+        shape=f"{count} x {slice_bytes} of {page_bytes} bytes",
+        call=lambda: pack_pages(pool, pages, packed, offset=offset),
+        error=error,
+        tolerance=0.0,
+        ceiling="copy",
+        amount=2 * packed.nbytes,
+        peers={"torch index_select": lambda: pool.index_select(0, pages)},
+    )
+
+
+def _unpack(setting: Setting, page_bytes: int, count: int, slice_bytes: int) -> Op:
+    pool, pages, packed = _memory(setting, page_bytes, count, slice_bytes)
+    offset = page_bytes - slice_bytes
+
+    def error() -> float:
+        unpack_pages(packed, pool, pages, offset=offset)
+        return unequal_share(packed, pool[pages.long(), offset:])
+
+    return Op(
+        name="unpack_pages",
+        shape=f"{count} x {slice_bytes} of {page_bytes} bytes",
+        call=lambda: unpack_pages(packed, pool, pages, offset=offset),
+        error=error,
+        tolerance=0.0,
+        ceiling="copy",
+        amount=2 * packed.nbytes,
+    )
+
+
+def _memory(
+    setting: Setting, page_bytes: int, count: int, slice_bytes: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A pool, some of its pages in no order, and room for their slices."""
+    num_pages = 4 * count
+    pool = setting.integers(256, num_pages, page_bytes, dtype=torch.uint8)
+    pages = torch.randperm(num_pages, device=setting.device)[:count].int()
+    return pool, pages, setting.integers(256, count, slice_bytes, dtype=torch.uint8)

@@ -1,0 +1,134 @@
+"""One operation on one shape: proved against float64, then timed, then held against a ceiling.
+
+No speed without proof: what is wrong is reported and not timed.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tools.bench.gpu.clock import Work
+from tools.bench.gpu.frame import Row, guarded, note
+from tools.bench.gpu.setting import Setting, rate
+
+COLUMNS = {
+    "operation": "{op}",
+    "shape": "{shape}",
+    "us p50": "{us:.1f}",
+    "p20": "{us_p20:.1f}",
+    "p80": "{us_p80:.1f}",
+    "": "{rate:.1f}",
+    "unit": "{unit}",
+    "share": "{share:.0%}",
+    "of": "{ceiling_kind}",
+    "error": "{error:.1e}",
+    "beside it, us": "{peers_text}",
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Op:
+    """call: does it once, on memory of its own. error: how wrong it is, at most `tolerance`.
+
+    amount: bytes that must be moved or FLOPs that must be done, of the kind that `ceiling` counts.
+    peers: others that do the same, on the same data; timed and not checked.
+    prepare: before each call, outside its time. more: further fields of the row.
+    """
+
+    name: str
+    shape: str
+    call: Work
+    error: Callable[[], float]
+    tolerance: float
+    ceiling: str  # copy | read | matmul
+    amount: float
+    peers: Mapping[str, Work] = field(default_factory=dict)
+    prepare: Work | None = None
+    cold: bool = True
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+
+def measure(setting: Setting, ops: Iterable[Callable[[], Op]], name: str) -> Iterator[Row]:
+    """Rows of the table `name`, one per operation, and a note for each that is not timed.
+
+    Args:
+        ops: each makes an operation with its data, which are gone when its row is there.
+    """
+    for make in ops:
+        yield from guarded(f"an operation of {name}", _made(setting, make, name))
+
+
+def _made(setting: Setting, make: Callable[[], Op], name: str) -> Iterator[Row]:
+    op = make()
+    yield from guarded(f"{op.name} {op.shape}", _timed(setting, op, name))
+
+
+def _timed(setting: Setting, op: Op, name: str) -> Iterator[Row]:
+    error = op.error()
+    if not error <= op.tolerance:  # NaN is not
+        yield note(f"{op.name} {op.shape}", f"wrong by {error:.2g}, at most {op.tolerance:g}")
+        return
+    _do(op.prepare)
+    op.call()
+    timing = setting.clock.time(op.call, prepare=op.prepare, cold=op.cold)
+    peers = {peer: _peer_us(setting, op, work) for peer, work in op.peers.items()}
+    yield {
+        "table": name,
+        "op": op.name,
+        "shape": op.shape,
+        "us": timing.p50 * 1e6,
+        "us_p20": timing.p20 * 1e6,
+        "us_p80": timing.p80 * 1e6,
+        "runs": timing.runs,
+        **rate(op.ceiling, op.amount, timing.p50),
+        "share": setting.share(op.ceiling, op.amount, timing.p50),
+        "ceiling_kind": op.ceiling,
+        "error": error,
+        "peers_us": peers,
+        "peers_text": ", ".join(f"{peer} {_text(us)}" for peer, us in peers.items()),
+        **op.more,
+    }
+
+
+def _peer_us(setting: Setting, op: Op, work: Work) -> float | None:
+    """None where the peer cannot do it here."""
+    try:
+        _do(op.prepare)
+        work()
+        return setting.clock.time(work, prepare=op.prepare, cold=op.cold).p50 * 1e6
+    except (RuntimeError, TypeError, ValueError):
+        return None
+
+
+def _do(work: Work | None) -> None:
+    if work is not None:
+        work()
+
+
+def _text(us: float | None) -> str:
+    return "cannot" if us is None else f"{us:.1f}"
+
+
+def relative_error(found: Tensor, exact: Tensor) -> float:
+    """norm(found - exact) / norm(exact), in float64; NaN where anything is."""
+    exact = exact.double()
+    norm = torch.linalg.vector_norm
+    return float(norm(found.double() - exact) / norm(exact))
+
+
+def unequal_share(found: Tensor, expected: Tensor) -> float:
+    """Of the elements; NaN equals nothing."""
+    return int(torch.count_nonzero(found != expected)) / found.numel()
+
+
+def worst(*errors: float) -> float:
+    """The largest; NaN if one is."""
+    return float(torch.tensor(errors, dtype=torch.float64).max())
+
+
+def roundings(dtype: torch.dtype, count: int) -> float:
+    """The relative error that so many roundings to `dtype`, one upon the other, can leave."""
+    return count * torch.finfo(dtype).eps / 2 + 1e-6

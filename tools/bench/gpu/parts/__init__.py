@@ -1,0 +1,17 @@
+"""The parts of `python -m tools.bench.gpu`, in the order in which they run; each is a module here."""
+
+from tools.bench.gpu.frame import Part
+
+PARTS = (
+    Part("machine", "ceilings: bandwidth, matrix products, launches", 40),
+    Part("compile", "kernels for all that follows, in parallel", 35),
+    Part("attention", "decode and extend attention", 60),
+    Part("kernels", "the other kernels, linear layers and experts", 60),
+    Part("decode", "whole decode steps", 100),
+    Part("prefill", "whole prompts", 40),
+    Part("layout", "page envelopes against one pool per layer", 30),
+    Part("transfer", "reads of pages between two processes", 40),
+    Part("serving", "whole systems, and transformers", 140),
+    Part("tuning", "launch parameters of the attention kernels", 40),
+)
+FIRST = PARTS[0].name  # whatever parts are asked for: without its ceilings there are no shares

@@ -1,0 +1,181 @@
+"""Part attention: decode against the read bandwidth, extend against the rate of matrix products.
+
+Peers of extend are torch's own kernels on contiguous tensors, which no paged cache gives them.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+
+from tools.bench.gpu.clock import Work
+from tools.bench.gpu.frame import Row, Tables, note
+from tools.bench.gpu.operations import latents
+from tools.bench.gpu.operations.paged import Heads, Paged, Rows, envelope, num_pages_of, paged
+from tools.bench.gpu.ops import COLUMNS, Op
+from tools.bench.gpu.ops import measure as measure_ops
+from tools.bench.gpu.setting import Setting
+
+TABLES: Tables = {
+    "decode": COLUMNS,
+    "extend": COLUMNS,
+    "plan": COLUMNS,
+    "latents": COLUMNS,
+    "skew": {
+        "rows": "{shape}",
+        "share of the read bandwidth": "{share:.0%}",
+        "of the uniform batch's": "{of_uniform:.0%}",
+    },
+}
+
+LARGE, SMALL = Heads(32, 8, 128), Heads(16, 8, 128)  # of 8B models and of Qwen3-0.6B
+DRY = Heads(4, 2, 32)
+PAGE_SIZE = 16
+LAYERS = 4  # in the pool: one layer's blocks are not neighbours
+TOLERANCE = 1e-2  # probabilities are rounded before they meet the values
+
+
+def compile_calls(setting: Setting) -> Iterator[Callable[[], object]]:
+    """Calls that need the same kernels as `measure`."""
+    for heads in setting.sized((LARGE, SMALL), (DRY,)):
+        for rows in (Rows.decode([64]), Rows.extend(64, 64)):
+            yield partial(_call_once, setting, rows, heads)
+    for make in latents.ops(setting):
+        yield partial(_make_and_call, make)
+
+
+def measure(setting: Setting) -> Iterator[Row]:
+    setting.launch_kernels()
+    yield from measure_ops(setting, _decodes(setting), "decode")
+    yield from _skew(setting)
+    yield from measure_ops(setting, _extends(setting), "extend")
+    yield from measure_ops(setting, _plans(setting), "plan")
+    yield from measure_ops(setting, latents.ops(setting), "latents")
+
+
+def _decodes(setting: Setting) -> Iterator[Callable[[], Op]]:
+    wanted = ((64, 8192), (1, 1024), (16, 1024), (64, 1024), (256, 1024))
+    others = ((1, 8192), (16, 8192), (256, 8192))
+    for heads in setting.sized((LARGE, SMALL), (DRY,)):
+        for batch, context in setting.sized((*wanted, *others), ((2, 40),)):
+            case = f"decode {batch} x {context}"
+            # Of odd lengths, so that last pages are full of something else.
+            lengths = [context - row % 7 for row in range(batch)]
+            yield partial(_decode, setting, case, Rows.decode(lengths), heads)
+
+
+def _decode(setting: Setting, case: str, rows: Rows, heads: Heads) -> Op:
+    data = make_data(setting, rows, heads)
+    return Op(
+        name="decode",
+        shape=f"{case.removeprefix('decode ')}, {heads}",
+        call=data.attention(),
+        error=data.error,
+        tolerance=TOLERANCE,
+        ceiling="read",
+        amount=data.bytes,
+        more={"case": case, "heads": str(heads)},
+    )
+
+
+def _skew(setting: Setting) -> Iterator[Row]:
+    """One long row among short ones, beside as many tokens in equal rows."""
+    heads = setting.sized(LARGE, DRY)
+    long, short, count = setting.sized((65536, 2048, 31), (50, 20, 2))
+    mean = (long + count * short) // (count + 1)
+    batches = {
+        f"{count + 1} x {mean}": [mean] * (count + 1),
+        f"1 x {long} and {count} x {short}": [long] + [short] * count,
+    }
+    ops = (
+        partial(_decode, setting, f"decode {name}", Rows.decode(lengths), heads)
+        for name, lengths in batches.items()
+    )
+    rows = list(measure_ops(setting, ops, "skew"))
+    shares = [row["share"] for row in rows if row["table"] == "skew"]
+    for row in rows:
+        if len(shares) < len(batches):
+            yield note("skewed batches", f"not both were measured: {row.get('note', row)}")
+        else:
+            yield row | {"of_uniform": row["share"] / shares[0]}
+
+
+def _extends(setting: Setting) -> Iterator[Callable[[], Op]]:
+    for heads in setting.sized((LARGE, SMALL), (DRY,)):
+        for prefix, new in setting.sized(
+            ((0, 8192), (0, 1024), (8192, 2048), (8192, 256)), ((0, 20), (18, 9))
+        ):
+            yield partial(_extend, setting, prefix, new, heads)
+
+
+def _extend(setting: Setting, prefix: int, new: int, heads: Heads) -> Op:
+    data = make_data(setting, Rows.extend(prefix, new), heads)
+    return Op(
+        name="extend",
+        shape=f"{new} after {prefix}, {heads}",
+        call=data.attention(),
+        error=data.error,
+        tolerance=TOLERANCE,
+        ceiling="matmul",
+        amount=data.flops,
+        peers=_peers(data, prefix),
+        more={"case": f"extend {new} after {prefix}", "heads": str(heads)},
+    )
+
+
+def _peers(data: Paged, prefix: int) -> Mapping[str, Work]:
+    """Keys and values repeated for every query head, so that any of them can be asked."""
+    group = data.heads.heads // data.heads.kv_heads
+    k, v = (x.repeat_interleave(group, dim=0)[None] for x in data.contiguous(0))
+    q = data.q.transpose(0, 1)[None].contiguous()
+
+    def attend(backend: SDPBackend) -> object:
+        with sdpa_kernel(backend):
+            if not prefix:
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            bias = causal_lower_right(q.shape[2], k.shape[2])
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+    return {
+        "cuDNN": partial(attend, SDPBackend.CUDNN_ATTENTION),
+        "flash": partial(attend, SDPBackend.FLASH_ATTENTION),
+    }
+
+
+def _plans(setting: Setting) -> Iterator[Callable[[], Op]]:
+    """What a step pays once, however many layers it has."""
+    heads = setting.sized(LARGE, DRY)
+    for batch, context in setting.sized(((1, 1024), (64, 1024), (256, 1024)), ((2, 20),)):
+        yield partial(_plan, setting, Rows.decode([context] * batch), heads)
+    yield partial(_plan, setting, Rows.extend(0, setting.sized(8192, 20)), heads)
+
+
+def _plan(setting: Setting, rows: Rows, heads: Heads) -> Op:
+    data = make_data(setting, rows, heads)
+    kind = "decode" if max(rows.queries) == 1 else "extend"
+    return Op(
+        name=f"plan of {kind}",
+        shape=f"{len(rows.lengths)} x {rows.lengths[0]}",
+        call=data.plan,
+        error=data.error,
+        tolerance=TOLERANCE,
+        ceiling="copy",
+        amount=data.lengths.nbytes + data.query_starts.nbytes,
+        cold=False,
+    )
+
+
+def _call_once(setting: Setting, rows: Rows, heads: Heads) -> None:
+    make_data(setting, rows, heads).attention()()
+
+
+def _make_and_call(make: Callable[[], Op]) -> None:
+    make().call()
+
+
+def make_data(setting: Setting, rows: Rows, heads: Heads) -> Paged:
+    """Rows over a pool like that of serving."""
+    pages = num_pages_of(rows, PAGE_SIZE)
+    return paged(setting, rows, heads, envelope(setting, heads, pages, PAGE_SIZE, LAYERS))

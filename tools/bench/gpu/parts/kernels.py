@@ -1,0 +1,36 @@
+"""Part kernels: every operation of a step but attention, on the shapes of an 8B model."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from tools.bench.gpu.frame import Row, Tables
+from tools.bench.gpu.operations import elementwise, experts, linear, logits, pages
+from tools.bench.gpu.ops import COLUMNS, Op
+from tools.bench.gpu.ops import measure as measure_ops
+from tools.bench.gpu.setting import Setting
+
+OPS = {
+    "logits": logits.ops,
+    "elementwise": elementwise.ops,
+    "linear": linear.ops,
+    "experts": experts.ops,
+    "pages": pages.ops,
+}
+TABLES: Tables = dict.fromkeys(OPS, COLUMNS)
+
+
+def compile_calls(setting: Setting) -> Iterator[Callable[[], object]]:
+    """Calls that need the same kernels as `measure`."""
+    for name in ("logits", "elementwise", "experts", "pages"):
+        for make in OPS[name](setting):
+            yield partial(_call_once, make)
+
+
+def measure(setting: Setting) -> Iterator[Row]:
+    setting.launch_kernels()
+    for name, ops in OPS.items():
+        yield from measure_ops(setting, ops(setting), name)
+
+
+def _call_once(make: Callable[[], Op]) -> None:
+    make().call()

@@ -1,0 +1,188 @@
+"""Part machine: the ceilings of this GPU, which are the denominators of everything else.
+
+A ceiling is the best that any plain program reached here, not what a data sheet says: copies,
+a reduction that reads and hardly writes, a large matrix product. Beside them what a launch costs,
+by itself and as a node of a graph, and the link to host memory.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels import device as kernel_device
+from tools.bench.gpu.clock import Timing
+from tools.bench.gpu.frame import Row, Tables, guarded, note
+from tools.bench.gpu.setting import Setting, rate
+
+TABLES: Tables = {
+    "device": {
+        "GPU": "{name}",
+        "multiprocessors": "{multiprocessors}",
+        "memory GiB": "{memory_gib:.1f}",
+        "L2 MiB": "{l2_mib:.0f}",
+        "capability": "{capability}",
+    },
+    "ceilings": {
+        "what": "{what}",
+        "by": "{by}",
+        "": "{rate:.1f}",
+        "unit": "{unit}",
+        "ms": "{ms:.3f}",
+    },
+    "launches": {"what": "{what}", "us each": "{us:.2f}", "of": "{launches}"},
+}
+
+
+def measure(setting: Setting) -> Iterator[Row]:
+    setting.launch_kernels()
+    if not setting.dry:
+        yield _device(setting)
+    for what in (_copies, _reads, _products, _host_link, _launches):
+        yield from guarded(what.__name__, what(setting))
+
+
+def _device(setting: Setting) -> Row:
+    properties = torch.cuda.get_device_properties(setting.device)
+    return {
+        "table": "device",
+        "name": properties.name,
+        "multiprocessors": properties.multi_processor_count,
+        "memory_gib": properties.total_memory / 2**30,
+        "l2_mib": properties.L2_cache_size / 2**20,
+        "capability": f"{properties.major}.{properties.minor}",
+    }
+
+
+def _copies(setting: Setting) -> Iterator[Row]:
+    source = setting.randn(setting.sized(2 << 30, 1 << 12))
+    target = torch.empty_like(source)
+    ways: dict[str, Callable[[], object]] = {
+        "torch copy_": lambda: target.copy_(source),
+        "torch neg": lambda: torch.neg(source, out=target),
+    }
+    for by, work in ways.items():
+        work()
+        timing = setting.clock.time(work)
+        yield _ceiling("copy", "copy on the device", by, 2.0 * source.nbytes, timing)
+
+
+def _reads(setting: Setting) -> Iterator[Row]:
+    numbers = torch.empty(setting.sized(2 << 30, 1 << 14), device=setting.device)
+    numbers.uniform_(-1.0, 1.0)
+    expected = float(numbers.sum(dtype=torch.float64))
+    size = kernel_device.num_multiprocessors(setting.device)
+    ways: dict[str, Callable[[], Tensor]] = {
+        f"{programs} programs, blocks of {block}": _reader(numbers, programs, block)
+        for programs, block in ((4 * size, 4096), (8 * size, 4096), (16 * size, 2048))
+    }
+    ways["torch sum"] = numbers.sum
+    for by, work in ways.items():
+        error = abs(float(work().sum(dtype=torch.float64)) - expected)
+        if not error < 1.0:  # one block left out is a difference of about 40
+            yield note(f"reading by {by}", f"wrong: the sum is off by {error:.2g}")
+            continue
+        timing = setting.clock.time(work)
+        yield _ceiling("read", "reading only", by, numbers.nbytes, timing)
+
+
+def _reader(numbers: Tensor, programs: int, block: int) -> Callable[[], Tensor]:
+    sums = torch.empty(programs, device=numbers.device)
+
+    def work() -> Tensor:
+        _sum_kernel[(programs,)](numbers, sums, numbers.numel() // block, BLOCK=block, num_warps=8)
+        return sums
+
+    return work
+
+
+def _products(setting: Setting) -> Iterator[Row]:
+    size = setting.sized(8192, 64)
+    a, b = setting.randn(size, size), setting.randn(size, size)
+    torch.mm(a, b)
+    timing = setting.clock.time(lambda: torch.mm(a, b), cold=False)
+    yield _ceiling("matmul", f"matrix product, {size} cubed", "torch mm", 2.0 * size**3, timing)
+
+
+def _host_link(setting: Setting) -> Iterator[Row]:
+    on_host = torch.ones(setting.sized(1 << 30, 1 << 12), dtype=torch.uint8)
+    on_host = on_host if setting.dry else on_host.pin_memory()
+    on_device = torch.empty_like(on_host, device=setting.device)
+    ways: dict[str, Callable[[], object]] = {
+        "host to device, pinned": lambda: on_device.copy_(on_host, non_blocking=True),
+        "device to host, pinned": lambda: on_host.copy_(on_device, non_blocking=True),
+    }
+    for what, work in ways.items():
+        work()
+        timing = setting.clock.time(work)
+        row = _ceiling("copy", what, "one block of 1 GiB", on_host.nbytes, timing)
+        del row["ceiling"]  # of the link, not of the device's memory
+        yield row
+
+
+def _launches(setting: Setting) -> Iterator[Row]:
+    launches = setting.sized(2000, 3)
+    word = torch.zeros(1, dtype=torch.int32, device=setting.device)
+
+    def work() -> None:
+        for _ in range(launches):
+            _empty_kernel[(1,)](word)
+
+    work()
+    setting.finish()
+    began = time.perf_counter()
+    work()
+    enqueued = time.perf_counter()
+    setting.finish()
+    done = time.perf_counter()
+    yield _launch_row("Triton launch, the host's time", enqueued - began, launches)
+    yield _launch_row("Triton launches in a row, until all are done", done - began, launches)
+    if setting.dry:
+        yield note("nodes of a CUDA graph", "not in the dry mode")
+        return
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    graph.replay()
+    timing = setting.clock.time(graph.replay, cold=False)
+    yield _launch_row("node of a CUDA graph, an empty kernel", timing.p50, launches)
+
+
+def _ceiling(ceiling: str, what: str, by: str, amount: float, timing: Timing) -> Row:
+    return {
+        "table": "ceilings",
+        "ceiling": ceiling,
+        "what": what,
+        "by": by,
+        **rate(ceiling, amount, timing.p50),
+        "ms": timing.p50 * 1e3,
+    }
+
+
+def _launch_row(what: str, seconds: float, launches: int) -> Row:
+    return {
+        "table": "launches",
+        "what": what,
+        "us": seconds / launches * 1e6,
+        "launches": launches,
+    }
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sum_kernel(x_ptr, sums_ptr, num_blocks, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Each program sums every num_programs-th block."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    x_ptr += program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for _ in range(program, num_blocks, programs):
+        total += tl.load(x_ptr)
+        x_ptr += programs.to(tl.int64) * BLOCK
+    tl.store(sums_ptr + program, tl.sum(total))
+
+
+@triton.jit
+def _empty_kernel(word_ptr):  # type: ignore[no-untyped-def]
+    pass

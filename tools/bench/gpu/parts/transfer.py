@@ -1,0 +1,172 @@
+"""Part transfer: pages of the device read from another process, over each data path.
+
+The path is the one that the backend has proved and names. Beside it the same scattered pages are
+gathered by one kernel: within this process, and from the other's memory where the device shares it
+(CUDA IPC): nothing moves them faster. On one device both are copies within its memory. Rates are of
+payload: a copy within a memory reads and writes as much each.
+"""
+
+import pickle
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.errors import TransferError
+from kvtransfer.backends.base import Connection, Ints
+from tools.bench.gpu.frame import Row, Tables, guarded, note
+from tools.bench.gpu.ops import unequal_share
+from tools.bench.gpu.setting import Setting
+from tools.bench.gpu.systems.owner import OwnerProcess, backends, content, owner_process, pool_of
+
+TABLES: Tables = {
+    "paths": {
+        "from": "{source}",
+        "backend": "{backend}",
+        "path": "{path}",
+        "its own probe, GiB/s": "{probe_gib_per_s:.1f}",
+        "connected in s": "{connect_s:.2f}",
+    },
+    "reads": {
+        "from": "{source}",
+        "by": "{by}",
+        "pages": "{pages}",
+        "MiB": "{mib:.1f}",
+        "us": "{us:.0f}",
+        "GB/s of payload": "{gb_per_s:.1f}",
+        "of the raw gather": "{of_raw:.0%}",
+    },
+}
+
+PAGE_BYTES = 147456 * 16  # 16 tokens of Qwen3-4B and 8B
+COUNTS = (512, 64, 8, 1)
+ROUNDS = 5
+
+Read = Callable[[Ints, Ints], None]
+
+
+def measure(setting: Setting) -> Iterator[Row]:
+    sources = [setting.device]
+    if not setting.dry and torch.cuda.device_count() > 1:
+        sources.append(torch.device("cuda:1"))
+    for source in sources:
+        yield from guarded(f"reads from {source}", _from_device(setting, source))
+
+
+def _from_device(setting: Setting, source: torch.device) -> Iterator[Row]:
+    page_bytes, counts = setting.sized((PAGE_BYTES, COUNTS), (4096, (4, 1)))
+    num_pages = max(counts)
+    expected = content(setting.device, page_bytes, num_pages)
+    landing = torch.zeros_like(expected)
+    with ExitStack() as exits:
+        owner = exits.enter_context(owner_process(source, page_bytes, num_pages))
+        reads = _raw_reads(setting, owner, expected, landing)
+        for name in backends():
+            started = time.perf_counter()
+            try:
+                connection = _connected(owner, name, landing, exits)
+                probe = connection.probe()
+            except (TransferError, ModuleNotFoundError) as error:
+                yield note(f"{name} from {source}", f"cannot: {error}")
+                continue
+            reads[f"{name}, {connection.path}"] = connection.copy
+            yield {
+                "table": "paths",
+                "source": str(source),
+                "backend": name,
+                "path": connection.path,
+                "probe_gib_per_s": probe,
+                "connect_s": time.perf_counter() - started,
+            }
+        owner.stop_polling()
+        for by in list(reads):
+            if (wrong := _wrong_share(setting, reads[by], expected, landing)) > 0.0:
+                yield note(f"{by} from {source}", f"{wrong:.2%} of the bytes are wrong")
+                del reads[by]
+        for count in counts:
+            yield from _rows(setting, str(source), reads, count, num_pages, page_bytes)
+
+
+def _rows(
+    setting: Setting,
+    source: str,
+    reads: dict[str, Read],
+    count: int,
+    num_pages: int,
+    page_bytes: int,
+) -> Iterator[Row]:
+    """Round after round, so that a change of the machine's mood falls on all."""
+    rng = np.random.default_rng(count)
+    seconds: dict[str, list[float]] = {by: [] for by in reads}
+    for _ in range(setting.sized(ROUNDS, 1)):
+        from_pages, to_pages = (
+            rng.permutation(num_pages)[:count].astype(np.int32) for _ in range(2)
+        )
+        for by, read in reads.items():
+            setting.finish()
+            started = time.perf_counter()
+            read(from_pages, to_pages)
+            seconds[by].append(time.perf_counter() - started)
+    median = {by: statistics.median(times) for by, times in seconds.items()}
+    raw = min(median[by] for by in median if by.startswith("raw"))
+    for by, read_s in median.items():
+        yield {
+            "table": "reads",
+            "source": source,
+            "by": by,
+            "pages": count,
+            "mib": count * page_bytes / 2**20,
+            "us": read_s * 1e6,
+            "gb_per_s": count * page_bytes / read_s / 1e9,
+            "of_raw": raw / read_s,
+        }
+
+
+def _raw_reads(
+    setting: Setting, owner: OwnerProcess, expected: Tensor, landing: Tensor
+) -> dict[str, Read]:
+    reads = {"raw gather, this process": _gather(setting, expected, landing)}
+    if owner.served.shared:
+        import torch.multiprocessing  # noqa: F401  teaches pickle to find shared tensors
+
+        theirs: Tensor = pickle.loads(owner.served.shared)
+        reads["raw gather, CUDA IPC"] = _gather(setting, theirs, landing)
+    return reads
+
+
+def _gather(setting: Setting, source: Tensor, landing: Tensor) -> Read:
+    """Into the first pages, wherever they are to go: one kernel, and done when it returns."""
+
+    def read(from_pages: Ints, to_pages: Ints) -> None:
+        ids = torch.from_numpy(from_pages).to(source.device)
+        target = landing[: len(ids)]
+        if source.device == landing.device:
+            torch.index_select(source, 0, ids, out=target)
+        else:
+            target.copy_(source.index_select(0, ids))
+        setting.finish()
+
+    return read
+
+
+def _connected(owner: OwnerProcess, name: str, landing: Tensor, exits: ExitStack) -> Connection:
+    if name in owner.served.missing:
+        raise TransferError(owner.served.missing[name])
+    connection = backends()[name].connect(
+        owner.served.descriptions[name], owner.remote, pool_of(landing)
+    )
+    exits.callback(connection.close)
+    return connection
+
+
+def _wrong_share(setting: Setting, read: Read, expected: Tensor, landing: Tensor) -> float:
+    """Of the bytes, after all pages were read, each to where it is from."""
+    landing.zero_()
+    setting.finish()
+    pages = np.arange(len(expected), dtype=np.int32)
+    read(pages, pages)
+    return unequal_share(landing, expected)

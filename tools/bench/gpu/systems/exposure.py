@@ -1,0 +1,88 @@
+"""How much of a hand-off prefill hides: taken from a running prefill node by a reader of its own.
+
+The first token is told when the last chunk is computed; what of the transfer ends later is exposed.
+A prompt of one page gives the fixed part of that, one of a single chunk, of which nothing can be
+hidden, the time of a chunk's bytes; so many chunks would take as many times that.
+"""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from common.config import EngineConfig, TransferConfig
+from tools.bench.gpu.frame import Row
+from tools.bench.gpu.model.engine import PAGE_SIZE
+from tools.bench.gpu.setting import Setting
+from tools.bench.handoff.watcher import Watcher, watching
+
+COLUMNS = {
+    "path": "{path}",
+    "prompt": "{tokens}",
+    "chunks": "{chunks}",
+    "KV MiB": "{kv_mib:.0f}",
+    "prefill ms": "{prefill_ms:.1f}",
+    "exposed ms": "{exposed_ms:.2f}",
+    "if nothing were hidden": "{whole_ms:.2f}",
+    "hidden": "{hidden:.0%}",
+    "bound": "{bound:.0%}",
+}
+
+PROMPTS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """Tokens of a chunk, as the prefill node cuts prompts, and of a prompt of many."""
+
+    chunk: int
+    prompt: int
+
+
+async def measure(
+    setting: Setting, model: Path, address: str, vocabulary: int, cuts: Cuts
+) -> AsyncIterator[Row]:
+    """One row per kind of prompt, the long one last."""
+    config = EngineConfig.model_validate(
+        {
+            "model": str(model),
+            "device": str(setting.device),
+            "dtype": str(setting.dtype).removeprefix("torch."),
+            "cuda_graphs": False,
+            "cache": {"num_pages": 3 * cuts.prompt // PAGE_SIZE, "host_pages": 0},
+        }
+    )
+    async with watching(address, config, TransferConfig()) as watcher:
+        fixed_ms, chunk_ms = 0.0, 0.0
+        for tokens in (PAGE_SIZE, cuts.chunk, cuts.prompt):
+            prefill_ms, exposed_ms = await _take(watcher, vocabulary, tokens)
+            chunks = -(-tokens // cuts.chunk)
+            if tokens == PAGE_SIZE:
+                fixed_ms = exposed_ms
+            elif chunks == 1:
+                chunk_ms = max(0.0, exposed_ms - fixed_ms)
+            whole_ms = max(exposed_ms, fixed_ms + chunk_ms * tokens / cuts.chunk)
+            yield {
+                "table": "hand-off",
+                "path": watcher.owner.path,
+                "tokens": tokens,
+                "chunks": chunks,
+                "kv_mib": -(-tokens // PAGE_SIZE) * watcher.page_bytes / 2**20,
+                "prefill_ms": prefill_ms,
+                "exposed_ms": exposed_ms,
+                "whole_ms": whole_ms,
+                "hidden": 1.0 - exposed_ms / whole_ms,
+                "bound": 1.0 - 1.0 / chunks,
+            }
+
+
+async def _take(watcher: Watcher, vocabulary: int, tokens: int) -> tuple[float, float]:
+    """Medians, ms: from admission to the first token, and from there to the end."""
+    rng = np.random.default_rng(tokens)
+    taken = [
+        await watcher.take(rng.integers(1, vocabulary, tokens, dtype=np.int32))
+        for _ in range(PROMPTS)
+    ][1:]
+    return 1e3 * median(t.first_token for t in taken), 1e3 * median(t.exposed for t in taken)

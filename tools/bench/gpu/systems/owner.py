@@ -1,0 +1,126 @@
+"""The owner's process of the part transfer: pages on a device, served over every backend there is.
+
+    python -m tools.bench.gpu.systems.owner DEVICE PAGE_BYTES NUM_PAGES
+
+It tells on one line of stdout how it is reached, polls until a line comes on stdin (everybody has
+connected by then), and ends with its stdin. Its pages hold what `content` says.
+"""
+
+import contextlib
+import select
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.errors import TransferError
+from kvtransfer.backends.base import Backend, Owner, PagePool, RemotePool
+from kvtransfer.backends.nixl.backend import NixlBackend
+from kvtransfer.backends.tcp.backend import TcpBackend
+from tools.bench.support.record import ROOT
+
+OWNER, READER = 2, 1  # instance ids
+_POLL_S = 0.001
+
+
+class Served(msgspec.Struct):
+    """What the owner's process tells. missing: why a backend is not there. shared: how torch finds
+    the pool from another process, pickled; empty where the device cannot share memory."""
+
+    base: int
+    descriptions: dict[str, bytes]
+    missing: dict[str, str]
+    shared: bytes
+
+
+def backends() -> dict[str, Backend]:
+    known: tuple[Backend, ...] = (NixlBackend(), TcpBackend("127.0.0.1"))
+    return {backend.name: backend for backend in known}
+
+
+def content(device: torch.device, page_bytes: int, num_pages: int) -> Tensor:
+    """uint8 [num_pages, page_bytes], the same in every process on a device of this kind."""
+    generator = torch.Generator(device).manual_seed(7)
+    shape = (num_pages, page_bytes)
+    return torch.randint(0, 256, shape, dtype=torch.uint8, device=device, generator=generator)
+
+
+def pool_of(pages: Tensor) -> PagePool:
+    num_pages, page_bytes = pages.shape
+    return PagePool(pages.data_ptr(), page_bytes, num_pages, str(pages.device))
+
+
+class OwnerProcess:
+    """Made by `owner_process`."""
+
+    def __init__(self, process: subprocess.Popen[bytes], served: Served, remote: RemotePool):
+        self._process = process
+        self.served = served
+        self.remote = remote
+
+    def stop_polling(self) -> None:
+        """From here on it is as quiet as a serving node's."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(b"\n")
+        self._process.stdin.flush()
+
+
+@contextlib.contextmanager
+def owner_process(device: torch.device, page_bytes: int, num_pages: int) -> Iterator[OwnerProcess]:
+    """Raises RuntimeError where it does not come up."""
+    numbers = (device, page_bytes, num_pages)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tools.bench.gpu.systems.owner", *map(str, numbers)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+    )
+    assert process.stdin is not None and process.stdout is not None
+    with process.stdin, process.stdout:
+        line = process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the owner's process ended with {process.wait(10)}")
+        served = msgspec.json.decode(line, type=Served)
+        yield OwnerProcess(process, served, RemotePool(served.base, page_bytes, num_pages))
+    process.wait(10)
+
+
+def main(device_name: str, page_bytes: str, num_pages: str) -> None:
+    device = torch.device(device_name)
+    pages = content(device, int(page_bytes), int(num_pages))
+    owners: dict[str, Owner] = {}
+    missing: dict[str, str] = {}
+    for name, backend in backends().items():
+        try:
+            owners[name] = backend.serve(pool_of(pages), OWNER)
+            owners[name].prepare(READER).result()
+            owners[name].publish(READER, np.arange(len(pages), dtype=np.int32))
+        except (TransferError, ModuleNotFoundError) as error:
+            missing[name] = str(error)
+    descriptions = {name: owner.admit(READER) for name, owner in owners.items()}
+    served = Served(pages.data_ptr(), descriptions, missing, _shared(pages))
+    print(msgspec.json.encode(served).decode(), flush=True)
+    while not select.select([sys.stdin], [], [], _POLL_S)[0]:
+        for owner in owners.values():
+            owner.poll()
+    sys.stdin.read()  # until the other end closes it
+    for owner in owners.values():
+        owner.close()
+
+
+def _shared(pages: Tensor) -> bytes:
+    if pages.device.type == "cpu":
+        return b""
+    from multiprocessing.reduction import ForkingPickler
+
+    import torch.multiprocessing  # noqa: F401  teaches the pickler to share tensors
+
+    return bytes(ForkingPickler.dumps(pages))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,1 @@
+"""What a hand-off costs: `python -m tools.bench.handoff`, in parts."""

@@ -1,0 +1,101 @@
+"""What it costs an owner that each reader has an agent of its own, with all of the pool registered.
+
+Over RDMA where this machine has it, which pins and maps every page; else over cma, where nothing is
+pinned and the figures are those of the agent alone.
+"""
+
+import os
+import re
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.errors import TransferError
+from kvtransfer.backends.base import PagePool
+from kvtransfer.backends.nixl.memory import HostMemory, Memory
+from kvtransfer.backends.nixl.offering import Offering
+from kvtransfer.backends.nixl.paths import PATHS, PathKind
+from kvtransfer.backends.nixl.readers import ReaderAgents
+from tools.bench.support.record import percentiles, say
+
+_WAIT_S = 60.0
+_WARM_UP = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    page_bytes: int
+    pool_gib: float
+    readers: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """By this process. Pages that a network card has pinned are not resident a second time."""
+
+    memory_kib: int
+    pinned_kib: int
+    descriptors: int
+    mappings: int
+
+    @classmethod
+    def now(cls) -> "_Held":
+        status = Path("/proc/self/status").read_text()
+        memory, pinned = (
+            int(re.search(rf"^{field}:\s+(\d+)", status, re.MULTILINE)[1])  # type: ignore[index]
+            for field in ("VmRSS", "VmPin")
+        )
+        maps = Path("/proc/self/maps").read_text().count("\n")
+        return cls(memory, pinned, len(os.listdir("/proc/self/fd")), maps)
+
+
+def measure(plan: Plan) -> list[dict[str, Any]]:
+    """One row. Every page of the pool is there before the first agent is."""
+    num_pages = int(plan.pool_gib * (1 << 30)) // plan.page_bytes
+    pages = np.ones((num_pages, plan.page_bytes), np.uint8)
+    memory = HostMemory(PagePool(pages.ctypes.data, plan.page_bytes, num_pages, "cpu"))
+    kind = _kind(memory)
+    agents = ReaderAgents([kind], memory, max_readers=plan.readers + _WARM_UP)
+    for reader in range(-_WARM_UP, 0):
+        agents.prepare(reader).result(_WAIT_S)
+        agents.dismiss(reader)
+    agents.prepare(0).result(_WAIT_S)
+    before = _Held.now()
+    made_s = []
+    for reader in range(1, plan.readers):
+        started = time.perf_counter()
+        agents.prepare(reader).result(_WAIT_S)
+        made_s.append(time.perf_counter() - started)
+    there = _Held.now()
+    started = time.perf_counter()
+    agents.close()
+    ended_s = time.perf_counter() - started
+    others = plan.readers - 1
+    row = {
+        "path": kind.name,
+        "pool_gib": plan.pool_gib,
+        "readers": plan.readers,
+        "made_ms": percentiles(made_s, 1e3),
+        "ended_ms": round(1e3 * ended_s / plan.readers, 2),
+        "memory_kib": round((there.memory_kib - before.memory_kib) / others),
+        "pinned_kib": round((there.pinned_kib - before.pinned_kib) / others),
+        "descriptors": round((there.descriptors - before.descriptors) / others, 1),
+        "mappings": round((there.mappings - before.mappings) / others, 1),
+    }
+    return [row]
+
+
+def _kind(memory: Memory) -> PathKind:
+    """The first one with keys that this machine has."""
+    for kind in PATHS:
+        if kind.keyed and kind.memory == "cpu":
+            try:
+                Offering(kind, memory).close()
+            except TransferError as error:
+                say(f"not over {kind.name}: {error}")
+            else:
+                return kind
+    return replace(PATHS[0], keyed=True)

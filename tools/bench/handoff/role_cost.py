@@ -1,0 +1,399 @@
+"""CPU of one hand-off on each side's engine thread: the real roles, scheduler, pages and prefix
+cache, between ports that only keep lists and a device that computes nothing.
+
+Counted is every call that the loop makes while the hand-off passes through, its share of polling
+included. Not counted: what the transfer thread and the front do, and the forward itself.
+"""
+
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from common.config import DecodeConfig, SchedulerConfig, SharingConfig
+from common.errors import WrongState
+from common.page_tables import PageTables
+from common.request import Remaining, RequestSpec
+from common.requests.sampling import SamplingParams
+from common.requests.weights import UNNAMED, WeightsId
+from decode_node.role import DecodeRole
+from engine.adapters.adapters import no_adapters
+from engine.adapters.library import Library
+from engine.adapters.loader import AdapterLoader
+from engine.adapters.shelf import no_shelf
+from engine.batch.batch import BatchResult, ScheduleBatch
+from engine.batch.limits import RequestLimits
+from engine.batch.request import Ints, Request
+from engine.batch.table import RequestTable
+from engine.grammar.grammar_verifier import Beside
+from engine.grammar.guides import Guides
+from engine.kv_cache.cache_events import CacheEvents
+from engine.kv_cache.pages import PageAllocator
+from engine.kv_cache.radix import RadixCache
+from engine.offload.tiers import no_tiers
+from engine.scheduler.scheduler import Scheduler
+from kvtransfer.messages import HandoffId, Prompt
+from kvtransfer.ports import (
+    FirstToken,
+    Granted,
+    GrantHandoff,
+    HandoffAdmitted,
+    HandoffDropped,
+    Held,
+    NodeCommand,
+    NodeEvent,
+    NodePort,
+    Opened,
+    OpenHandoff,
+    OwnerUp,
+    Publish,
+    ReadsEnded,
+)
+from node.control.engine_control import Desk
+from node.control.operations import Operations
+from node.control.outbox import Outbox
+from node.messages import EngineMessage, FrontMessage, Placement, StepTokens, SubmitRequest
+from node.sharing.prefixes import PrefixSharing
+from node.sharing.weights import WeightSharing
+from prefill_node.role import PrefillRole
+from tools.bench.support.record import percentiles
+
+PAGE_SIZE = 16
+VOCABULARY = 32_000
+OWNER, READER = 1, 2
+ADDRESS = "127.0.0.1:50100"
+SLOTS = 64
+TOKEN = 7
+WARM_UP = 50
+_GUIDES = Guides(Path(), VOCABULARY, (), Beside(Path(), VOCABULARY, ()))  # nobody asks for any
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """`handoffs` prompts of `num_tokens` tokens that share nothing, one after the other.
+
+    pool_handoffs: prompts that the pool holds; fewer than `handoffs` and each evicts another.
+    """
+
+    handoffs: int
+    num_tokens: int
+    pool_handoffs: int
+
+    @property
+    def prompt_pages(self) -> int:
+        return -(-self.num_tokens // PAGE_SIZE)
+
+    @property
+    def num_pages(self) -> int:
+        return self.prompt_pages * (self.pool_handoffs + 1)
+
+    def prompts(self) -> Iterator[Ints]:
+        random = np.random.default_rng(0)
+        for _ in range(self.handoffs + WARM_UP):
+            yield random.integers(1, VOCABULARY, self.num_tokens).astype(np.int32)
+
+
+class _Front:
+    """The engine thread's socket, with nobody at its other end."""
+
+    def __init__(self) -> None:
+        self.waiting: list[FrontMessage] = []
+        self.ended = 0
+
+    def take(self) -> Sequence[FrontMessage]:
+        taken, self.waiting = self.waiting, []
+        return taken
+
+    def post(self, message: EngineMessage) -> None:
+        match message:
+            case StepTokens():
+                self.ended += len(message.ended)
+
+    def wait(self, timeout_s: float) -> None:
+        return
+
+
+class _Port:
+    """The transfer thread, with nobody behind it."""
+
+    def __init__(self) -> None:
+        self.waiting: list[NodeEvent] = []
+        self.posted: list[NodeCommand] = []
+
+    def post(self, command: NodeCommand) -> None:
+        self.posted.append(command)
+
+    def take(self) -> list[NodeEvent]:
+        taken, self.waiting = self.waiting, []
+        return taken
+
+
+class _Clock:
+    """CPU seconds of this thread, by stage of the hand-off under way."""
+
+    def __init__(self) -> None:
+        self.stages: dict[str, list[float]] = {}
+
+    def run(self, stage: str, *calls: Callable[[], Any]) -> None:
+        started = time.thread_time()
+        for call in calls:
+            call()
+        self.stages.setdefault(stage, []).append(time.thread_time() - started)
+
+    def row(self, side: str, load: Load, descriptors: int) -> dict[str, Any]:
+        """All stages together are the hand-off; microseconds."""
+        stages = {name: np.array(spent[WARM_UP:]) for name, spent in self.stages.items()}
+        total = np.sum([spent for name, spent in stages.items() if name not in _BESIDE], axis=0)
+        return {
+            "side": side,
+            "cache": "full" if load.pool_handoffs < load.handoffs else "has room",
+            "tokens": load.num_tokens,
+            "handoffs": load.handoffs,
+            "descriptors": descriptors,
+            "cpu_us": {"mean": round(total.mean() * 1e6, 1), **percentiles(total, 1e6, 1)},
+            "stages_us": {
+                name: round(float(np.median(spent)) * 1e6, 1) for name, spent in stages.items()
+            },
+        }
+
+
+_BESIDE = ("its first decode step, its end",)  # shown, but no part of the hand-off
+
+
+def owner(load: Load) -> dict[str, Any]:
+    """A prefill node's side: opened, granted, admitted, computed, published, dropped."""
+    pages, cache, table, limits = _engine(load)
+    port, front, clock = _Port(), _Front(), _Clock()
+    weights = _weights(pages, cache, port)
+    role = PrefillRole(
+        make_scheduler=lambda on_admit: _scheduler(load, pages, cache, table, on_admit),
+        pages=pages,
+        tables=PageTables(PAGE_SIZE),
+        limits=limits,
+        max_waiting=64,
+        max_waiting_tokens=1 << 24,
+        port=weights,
+        desk=_desk(front, pages, cache, weights),
+        adapters=no_adapters(table),
+        guides=_GUIDES,
+        sharing=_sharing(pages, cache, weights),
+        tiers=no_tiers(cache, pages, PageTables(PAGE_SIZE)),
+    )
+    sampling = SamplingParams(max_tokens=64, seed=1, temperature=0.0, ignore_eos=True)
+    descriptors = 0
+    for number, prompt in enumerate(load.prompts()):
+        id = HandoffId(READER, number + 1, 1)
+        spec = RequestSpec(request_id="request", token_ids=prompt.tobytes(), sampling=sampling)
+        port.waiting = [Opened(number, id, UNNAMED, Remaining(60.0), Prompt(spec))]
+        clock.run("open", role.poll)
+        port.waiting = [Granted(number, 0)]
+        clock.run("grant", role.poll)
+        clock.run("admit, compute, publish", lambda: _step(role))
+        published = [command for command in port.posted if isinstance(command, Publish)]
+        if [command.end for command in published if command.last] != [load.num_tokens]:
+            raise RuntimeError(f"the owner did not publish its prompt in one chunk: {published}")
+        descriptors = sum(len(command.pages) for command in published)
+        port.posted.clear()
+        port.waiting = [HandoffDropped(number, id, True, "")]
+        clock.run("drop", role.poll)
+    pages.check()
+    return clock.row("owner", load, descriptors)
+
+
+class _Weights:
+    """That stay as they are."""
+
+    id, whole = UNNAMED, True
+
+    def prepare(self, path: str) -> NoReturn:
+        raise WrongState("this bench asks for none")
+
+    def put(self, weights: WeightsId) -> NoReturn:
+        raise WrongState("this bench asks for none")
+
+    def lent(self) -> NoReturn:
+        raise WrongState("this bench lends none")
+
+    def receive(self) -> NoReturn:
+        raise WrongState("this bench asks for none")
+
+    def prepare_received(self, received: object, named: str) -> NoReturn:
+        raise WrongState("this bench asks for none")
+
+
+class _Memory:
+    """That stays."""
+
+    unused = False
+
+    def check(self, tags: Collection[str]) -> NoReturn:
+        raise WrongState("this bench gives none back")
+
+    def give_back(self, tag: str) -> NoReturn:
+        raise WrongState("this bench gives none back")
+
+    def take_again(self, tag: str) -> NoReturn:
+        raise WrongState("this bench gives none back")
+
+
+class _NoProfiler:
+    """Begins nothing."""
+
+    def start(self, num_steps: int) -> NoReturn:
+        raise WrongState("this bench asks for none")
+
+    def poll(self) -> None:
+        pass
+
+    def stop(self) -> NoReturn:
+        raise WrongState("this bench asks for none")
+
+
+def _weights(pages: PageAllocator, cache: RadixCache, port: NodePort) -> WeightSharing:
+    return WeightSharing(
+        _Weights(),
+        instance=READER,
+        cache=cache,
+        pages=pages,
+        pool=torch.empty(1, PAGE_SIZE, dtype=torch.uint8),
+        port=port,
+        tell=lambda: None,
+    )
+
+
+def _desk(front: "_Front", pages: PageAllocator, cache: RadixCache, weights: WeightSharing) -> Desk:
+    return Desk(
+        front,
+        pages_by_holder=pages.by_holder,
+        steps_finished=lambda: 0,
+        cache=CacheEvents(cache),
+        adapters=AdapterLoader(no_shelf(), Library(0, 0)),
+        operations=Operations(_Weights(), weights, _Memory(), _NoProfiler()),
+    )
+
+
+def _sharing(pages: PageAllocator, cache: RadixCache, weights: WeightSharing) -> PrefixSharing:
+    return PrefixSharing(
+        SharingConfig(),
+        instance=READER,
+        page_bytes=PAGE_SIZE,
+        cache=cache,
+        pages=pages,
+        tiers=no_tiers(cache, pages, PageTables(PAGE_SIZE)),
+        tables=PageTables(PAGE_SIZE),
+        port=weights,
+        weights=weights,
+    )
+
+
+def reader(load: Load) -> dict[str, Any]:
+    """A decode node's side: submitted, opened, granted, first token, reads ended, joined."""
+    pages, cache, table, limits = _engine(load)
+    port, front, clock = _Port(), _Front(), _Clock()
+    weights = _weights(pages, cache, port)
+    role = DecodeRole(
+        config=DecodeConfig.model_validate(
+            {"engine": {"model": "none"}, "transfer": {"canary_tokens": 0}}
+        ),
+        instance=READER,
+        scheduler=_scheduler(load, pages, cache, table, lambda request, pages: None),
+        pages=pages,
+        cache=cache,
+        tables=PageTables(PAGE_SIZE),
+        page_bytes=PAGE_SIZE,
+        limits=limits,
+        port=weights,
+        desk=_desk(front, pages, cache, weights),
+        outbox=Outbox(front),
+        adapters=no_adapters(table),
+        guides=_GUIDES,
+        sharing=_sharing(pages, cache, weights),
+        tiers=no_tiers(cache, pages, PageTables(PAGE_SIZE)),
+    )
+    port.waiting = [OwnerUp(OWNER, ADDRESS, "cma", 5.0)]
+    role.poll()
+    # Two tokens: the hand-off's and one of a decode step, with which the request ends.
+    sampling = SamplingParams(max_tokens=2, seed=1, temperature=0.0, ignore_eos=True)
+    descriptors = 0
+    for number, prompt in enumerate(load.prompts()):
+        spec = RequestSpec(request_id="request", token_ids=prompt.tobytes(), sampling=sampling)
+        placed = Placement((ADDRESS,))
+        front.waiting = [SubmitRequest(1, number, spec, Remaining(60.0), placed)]
+        clock.run("submit, open, grant", role.poll)
+        opened, granted = port.posted
+        if not isinstance(opened, OpenHandoff) or not isinstance(granted, GrantHandoff):
+            raise RuntimeError(f"the reader did not open and grant: {port.posted}")
+        descriptors = len(granted.destination_pages)
+        port.posted.clear()
+        port.waiting = [HandoffAdmitted(opened.id, load.num_tokens, 0)]
+        clock.run("admitted", role.poll)
+        port.waiting = [FirstToken(opened.id, TOKEN)]
+        clock.run("first token", role.poll)
+        port.waiting = [ReadsEnded(opened.id)]
+        clock.run("reads ended", role.poll)
+        port.waiting = [Held(opened.id)]
+        clock.run("held, join", role.poll)
+        clock.run(_BESIDE[0], lambda: _step(role))
+        if front.ended != number + 1:
+            raise RuntimeError("a request did not end with its second token")
+    pages.check()
+    return clock.row("reader", load, descriptors)
+
+
+def plain(load: Load) -> dict[str, Any]:
+    """No hand-off at all: what scheduling the prefill of the same prompt costs any engine."""
+    pages, cache, table, _ = _engine(load)
+    clock = _Clock()
+    scheduler = _scheduler(load, pages, cache, table, lambda request, pages: None)
+    sampling = SamplingParams(max_tokens=1, seed=1, temperature=0.0, ignore_eos=True)
+    for number, prompt in enumerate(load.prompts()):
+        late = time.monotonic() + 60.0
+        request = Request(number, (0, 0), "request", prompt, load.num_tokens, sampling, late, 0.0)
+        clock.run("add", partial(scheduler.add, request))
+        clock.run("admit, compute, end", lambda: _step(scheduler))
+    pages.check()
+    return clock.row("plain prefill", load, 0)
+
+
+def _engine(load: Load) -> tuple[PageAllocator, RadixCache, RequestTable, RequestLimits]:
+    context = load.num_tokens + PAGE_SIZE
+    pages = PageAllocator(load.num_pages)
+    return (
+        pages,
+        RadixCache(PAGE_SIZE, pages),
+        RequestTable(SLOTS, context, PAGE_SIZE),
+        RequestLimits(context, VOCABULARY, PageTables(PAGE_SIZE), load.num_pages),
+    )
+
+
+def _scheduler(
+    load: Load,
+    pages: PageAllocator,
+    cache: RadixCache,
+    table: RequestTable,
+    on_admit: Callable[[Any, Ints], None],
+) -> Scheduler:
+    return Scheduler(
+        SchedulerConfig.model_validate({"max_running": SLOTS, "chunk_tokens": load.num_tokens}),
+        eos_token_ids=(),
+        vocabulary_size=VOCABULARY,
+        table=table,
+        pages=pages,
+        cache=cache,
+        tiers=no_tiers(cache, pages, PageTables(PAGE_SIZE)),
+        on_admit=on_admit,
+    )
+
+
+def _step(role: PrefillRole | DecodeRole | Scheduler) -> None:
+    """One turn of the loop on a device that answers at once."""
+    batch: ScheduleBatch | None = role.next_batch()
+    if batch is None:
+        raise RuntimeError("there was nothing to launch")
+    tokens = np.where(batch.samples, TOKEN, -1).astype(np.int32)
+    role.finish(batch, BatchResult(tokens))

@@ -1,0 +1,159 @@
+"""A reader without an engine: takes hand-offs from a running prefill node with the product's own
+transfer thread, links and pair stream, and notes when each event comes.
+
+It stands where a decode node's engine thread would, so that nothing of a decode step is in the
+times. It pulls every page of a prompt and then forgets it.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from common.config import EngineConfig, TransferConfig
+from common.process.ipc import FrameSocket, socket_pair
+from common.request import Remaining, RequestSpec
+from common.requests.sampling import SamplingParams
+from engine.build import Engine, build
+from kvtransfer import data_paths
+from kvtransfer.backends.base import PagePool
+from kvtransfer.front_messages import PairInput
+from kvtransfer.messages import HandoffId, Prompt
+from kvtransfer.pairing import Hello
+from kvtransfer.pairs.dialer import PairDialer
+from kvtransfer.pairs.streams import PairStreams
+from kvtransfer.ports import (
+    FirstToken,
+    GrantHandoff,
+    HandoffAdmitted,
+    Held,
+    Ints,
+    OpenHandoff,
+    OwnerUp,
+    ReaderCommand,
+    ReaderEvent,
+    ReadsEnded,
+)
+from kvtransfer.protocol.consumer import ReaderEnd
+from kvtransfer.transfer.read_meter import ReadMeter
+from kvtransfer.transfer.reader import Reader
+from kvtransfer.transfer.thread import Outlet, TransferThread
+from node.metrics import NodeMetrics
+
+INSTANCE = 77
+WAIT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """One hand-off, in seconds. exposed: from the first token until the owner has confirmed that
+    every page has landed; the round trip of Done and Released is part of it."""
+
+    first_token: float  # from Admitted
+    exposed: float
+    token: int
+
+
+class Watcher:
+    """For one event loop; made by `watching`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        transfer: TransferThread[ReaderCommand, ReaderEvent],
+        events: "asyncio.Queue[tuple[float, ReaderEvent]]",
+        owner: OwnerUp,
+    ) -> None:
+        self._engine = engine
+        self._transfer = transfer
+        self._events = events
+        self.owner = owner
+        self.page_bytes = engine.pool.page_bytes
+        self._handoffs = 0
+
+    async def take(self, token_ids: Ints) -> Watched:
+        """Has the owner prefill a prompt, and reads all of it. Raises SystemExit if it is lost."""
+        self._handoffs += 1
+        id = HandoffId(INSTANCE, self._handoffs, 1)
+        sampling = SamplingParams(max_tokens=2, seed=1, temperature=0.0, ignore_eos=True)
+        num_pages = -(-len(token_ids) // self._engine.shape.layout.page_size)
+        # The pool's pages in turn, so that prompt after prompt meets memory that is in use.
+        first = num_pages * self._handoffs % (self._engine.pages.num_pages - num_pages)
+        pages = np.arange(first, first + num_pages, dtype=np.int32)
+        spec = RequestSpec(token_ids=token_ids.tobytes(), sampling=sampling)
+        self._transfer.post(OpenHandoff(id, self.owner.owner, b"", Remaining(WAIT_S), Prompt(spec)))
+        self._transfer.post(GrantHandoff(id, 0, pages))
+        at: dict[type, float] = {}
+        token = -1
+        while Held not in at:
+            when, event = await asyncio.wait_for(self._events.get(), WAIT_S)
+            at[type(event)] = when
+            match event:
+                case FirstToken():
+                    token = event.token
+                case HandoffAdmitted() | Held() | ReadsEnded():  # the last: of the one before
+                    pass
+                case _:
+                    raise SystemExit(f"the hand-off was not to end like this: {event}")
+        first_at = at[FirstToken]
+        return Watched(first_at - at[HandoffAdmitted], at[Held] - first_at, token)
+
+
+@contextlib.asynccontextmanager
+async def watching(
+    address: str, engine_config: EngineConfig, transfer_config: TransferConfig
+) -> AsyncIterator[Watcher]:
+    """Pairs with the prefill node at `address`. The engine's configuration must be the node's own:
+    model, pages and dtype are compared."""
+    engine = build(engine_config)
+    loop = asyncio.get_running_loop()
+    events: asyncio.Queue[tuple[float, ReaderEvent]] = asyncio.Queue()
+    front_socket, thread_socket = socket_pair()
+    frames: FrameSocket[PairInput] = FrameSocket(thread_socket, PairInput)
+
+    def note() -> None:  # on the transfer thread, right after it has told something
+        now = time.perf_counter()
+        for event in transfer.take():
+            loop.call_soon_threadsafe(events.put_nowait, (now, event))
+
+    transfer: TransferThread[ReaderCommand, ReaderEvent] = TransferThread(
+        frames,
+        lambda outlet, wake: _reader(engine, transfer_config, outlet, wake),
+        engine_late_s=lambda: 0.0,
+        wake_engine=note,
+    )
+    metrics = NodeMetrics("decode")
+    streams = PairStreams(front_socket, metrics, on_beat=lambda late_s: None)
+    dialer = PairDialer(streams, metrics)
+    dialer.dial(frozenset({address}))
+    transfer.start()
+    tasks = [asyncio.create_task(streams.run()), asyncio.create_task(dialer.run())]
+    try:
+        _, event = await asyncio.wait_for(events.get(), WAIT_S)
+        if not isinstance(event, OwnerUp):
+            raise SystemExit(f"the prefill node does not pair: {event}")
+        yield Watcher(engine, transfer, events, event)
+    finally:
+        for task in reversed(tasks):
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        await asyncio.to_thread(transfer.stop, WAIT_S)
+
+
+def _reader(
+    engine: Engine,
+    config: TransferConfig,
+    outlet: Outlet[ReaderEvent],
+    wake: Callable[[], None],
+) -> Reader:
+    pool, shape = engine.pool, engine.shape
+    kv = PagePool(pool.base_address, pool.page_bytes, pool.num_pages, str(shape.device))
+    hello = Hello.of(INSTANCE, "bench", engine.fingerprint, kv)
+    end = ReaderEnd(config, shape.layout.tables)
+    meter = ReadMeter(pool.page_bytes)
+    return Reader(
+        end, hello, kv, data_paths.backends(config, tls=False), config, outlet, wake, meter
+    )

@@ -1,0 +1,1 @@
+"""What the GPU's kernels take, compiled without one: `python -m tools.bench.resources`."""

@@ -1,0 +1,256 @@
+"""Kernels compiled for a GPU that is not there: what their launchers ask for, and what comes of it.
+
+Launchers run as they are, on host tensors. Each launch is recorded with its true signature (types,
+alignment, constants, options) and not executed; the recorded ones are then compiled by Triton
+itself, in processes beside this one. That proves that they compile, and what they need: neither
+results nor speed. Knows nothing of what serving launches.
+
+Not in a process with TRITON_INTERPRET: its kernels are made for the interpreter.
+"""
+
+import contextlib
+import hashlib
+import importlib
+import io
+import json
+import multiprocessing
+import os
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.runtime import driver
+
+from kernels import device
+from tools.bench.resources.sass import Code, codes_of
+
+# By compute capability. Source: CUDA C++ Programming Guide, Compute Capabilities.
+_LARGE, _SMALL = 232448, 101376
+SHARED_BYTES = {80: 166912, 86: _SMALL, 89: _SMALL, 90: _LARGE, 100: _LARGE, 120: _SMALL}
+# Of A100, RTX A6000, L40S, H100, B200 and RTX PRO 6000.
+_MULTIPROCESSORS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 120: 188}
+
+_INSTRUCTIONS = {
+    "wgmma": re.compile(r"\bwgmma\.mma_async"),
+    "tcgen05": re.compile(r"\btcgen05\.mma"),
+    "mma": re.compile(r"\bmma\.sync"),
+    "cp_async": re.compile(r"\bcp\.async\.c[ag]\."),
+    "dependent": re.compile(r"\bgriddepcontrol\."),
+}
+_ACCESS = re.compile(r"\b(ld|st)\.global((?:\.[\w:]+)*)\.[busf](\d+)\b")
+# Of the assembler's report: one of each for every function in a kernel.
+_STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_REGISTERS = re.compile(r"Used (\d+) registers")
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One kernel in one specialisation."""
+
+    arch: int
+    module: str
+    kernel: str
+    chosen: str  # what the launcher decides: constants, dtypes of tensors, options
+    values: tuple[tuple[str, str], ...]  # by parameter: what Triton derives from its value
+    says_fusion: bool  # enable_fp_fusion, or else the default of Triton's version holds
+    specialisation: str = field(compare=False, repr=False)  # as Triton serialises it
+
+    def differences(self, other: "Launch") -> list[str]:
+        """The parameters that made Triton compile the kernel twice, where nothing else did."""
+        return [
+            f"{name} ({mine} and {others})"
+            for (name, mine), (_, others) in zip(self.values, other.values, strict=True)
+            if mine != others
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What one launch needs of the machine: bytes and counts. Most is 0 where `error` is set."""
+
+    launch: Launch
+    error: str = ""
+    seconds: float = 0.0  # of CPU time, Triton's and its assembler's: at a server's start too
+    digest: str = ""  # equal for kernels whose code is
+    warps: int = 0
+    stages: int = 0
+    registers: int = 0
+    stack_bytes: int = 0
+    spill_bytes: int = 0
+    shared_bytes: int = 0
+    codes: Mapping[str, Code] = field(default_factory=dict)  # by language
+    instructions: Mapping[str, int] = field(  # in the code, by kind
+        default_factory=lambda: dict.fromkeys(_INSTRUCTIONS, 0)
+    )
+    accesses: Mapping[str, int] = field(default_factory=dict)  # same: "ld 16", bytes a thread
+
+    @property
+    def problem(self) -> str:
+        """Why this kernel must not be served; empty where it may."""
+        limit = SHARED_BYTES[self.launch.arch]
+        if self.error:
+            return f"does not compile: {self.error}"
+        if self.spill_bytes:
+            return f"spills {self.spill_bytes} bytes of registers"
+        if self.shared_bytes > limit:
+            return f"wants {self.shared_bytes} bytes of shared memory of {limit}"
+        return ""
+
+
+class _AbsentDevice:
+    """A GPU of some compute capability as far as Triton's compiler asks for one.
+
+    Its number is its capability: Triton keeps what it knows of a device by number.
+    """
+
+    def __init__(self, arch: int) -> None:
+        self._arch = arch
+        self.utils = self
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": SHARED_BYTES[device]}
+
+    def get_current_device(self) -> int:
+        return self._arch
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self._arch, 32)
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+@contextlib.contextmanager
+def recorded(arch: int) -> Iterator[dict[Launch, None]]:
+    """Inside, kernels of any launcher are noted in order, for this architecture, and do not run."""
+    launches: dict[Launch, None] = {}
+    said: set[str] = set()
+    parse = CUDABackend.parse_options
+
+    def listen(backend: CUDABackend, options: dict[str, Any]) -> Any:
+        said.clear()
+        said.update(options)
+        return parse(backend, options)
+
+    def note(*, fn: Any, compile: Mapping[str, Any], **_: Any) -> bool:
+        launches[_launch(arch, fn, compile, "enable_fp_fusion" in said)] = None
+        return True  # Triton then neither compiles nor launches
+
+    with (
+        mock.patch.object(device, "uses_triton", return_value=True),
+        mock.patch.object(device, "num_multiprocessors", return_value=_MULTIPROCESSORS[arch]),
+        mock.patch.object(knobs.runtime, "jit_cache_hook", note),
+        mock.patch.object(CUDABackend, "parse_options", listen),
+    ):
+        driver.set_active(_AbsentDevice(arch))
+        try:
+            yield launches
+        finally:
+            driver.set_active(None)
+
+
+def _launch(arch: int, fn: Any, told: Mapping[str, Any], says_fusion: bool) -> Launch:
+    constants, signature, attributes = told["constants"], told["signature"], told["configs"][0]
+    chosen: list[object] = [json.loads(told["specialization_data"])["options"]]
+    values = []
+    for parameter in fn.jit_function.params:
+        kind, place = signature[parameter.name], (parameter.num,)
+        constant = constants.get(place)
+        if parameter.is_constexpr or (kind == "constexpr" and constant is None):
+            chosen.append(f"{parameter.name} = {constant}")
+            continue
+        if kind[0] == "*":
+            chosen.append(f"{parameter.name}: {kind}")
+        seen = kind if constant is None else str(constant)
+        divisible = "".join(f" by {number}" for _, number in attributes.get(place, ()))
+        values.append((parameter.name, seen + divisible))
+    return Launch(
+        arch,
+        fn.module,
+        fn.name,
+        json.dumps(chosen),
+        tuple(values),
+        says_fusion,
+        told["specialization_data"],
+    )
+
+
+def compiled(
+    launches: Iterable[Launch], workers: int, files: Path | None = None
+) -> Iterator[Compiled]:
+    """Compiles launches, in their order, by so many processes at once and from scratch.
+
+    Args:
+        files: a folder for the intermediate code of every kernel; None: nothing is kept.
+    """
+    context = multiprocessing.get_context("spawn")
+    with (
+        tempfile.TemporaryDirectory() as cache,
+        mock.patch.dict(os.environ, TRITON_CACHE_DIR=cache),
+        ProcessPoolExecutor(workers, context) as pool,
+    ):
+        yield from pool.map(partial(_compiled, files=files), launches)
+
+
+def _compiled(launch: Launch, files: Path | None) -> Compiled:
+    driver.set_active(_AbsentDevice(launch.arch))
+    kernel = getattr(importlib.import_module(launch.module), launch.kernel)
+    log = io.StringIO()
+    began = sum(os.times()[:4])
+    try:
+        with (
+            contextlib.redirect_stdout(log),
+            mock.patch.object(knobs.nvidia, "dump_ptxas_log", True),
+        ):
+            made = kernel.preload(launch.specialisation)
+    except Exception as error:  # noqa: BLE001  whatever the compiler raises is the finding
+        return Compiled(launch, error=f"{type(error).__name__}: {error}")
+    seconds = sum(os.times()[:4]) - began
+    stacks = [tuple(map(int, found)) for found in _STACK.findall(log.getvalue())]
+    registers = [int(found) for found in _REGISTERS.findall(log.getvalue())]
+    if not stacks or not registers:
+        return Compiled(launch, error=f"nothing is said of its registers: {log.getvalue()}")
+    ptx = made.asm["ptx"]
+    code = re.sub(r"//.*|\.loc.*|\.file.*", "", ptx.partition(".section")[0])
+    digest = hashlib.sha256(code.encode()).hexdigest()[:12]
+    if files is not None:
+        for kind in ("ttgir", "ptx"):
+            (files / f"{launch.kernel}-{digest}.sm_{launch.arch}.{kind}").write_text(made.asm[kind])
+    return Compiled(
+        launch,
+        seconds=round(seconds, 2),
+        digest=digest,
+        warps=made.metadata.num_warps,
+        stages=made.metadata.num_stages,
+        registers=max(registers),
+        stack_bytes=sum(stack for stack, _, _ in stacks),
+        spill_bytes=sum(stores + loads for _, stores, loads in stacks),
+        shared_bytes=made.metadata.shared,
+        codes=codes_of(made),
+        instructions={name: len(form.findall(ptx)) for name, form in _INSTRUCTIONS.items()},
+        accesses=_accesses(ptx),
+    )
+
+
+def _accesses(ptx: str) -> dict[str, int]:
+    """Instructions on global memory, by direction and bytes per thread."""
+    counts: Counter[str] = Counter()
+    for direction, modifiers, bits in _ACCESS.findall(ptx):
+        vector = re.search(r"\.v(\d)", modifiers)
+        num_bytes = int(bits) // 8 * (int(vector[1]) if vector else 1)
+        counts[f"{direction} {num_bytes}"] += 1
+    return dict(sorted(counts.items()))

@@ -1,0 +1,69 @@
+"""Which kernels layers with latents launch, on the shape of DeepSeek-V3; see `variants.py`."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from engine.kv_cache.kv import KVPool
+from engine.kv_cache.layout import KVLayout
+from engine.kv_cache.states import PagedLatent
+from kernels.attention.paged import paged_attention, plan_attention
+from kernels.pages.store_latents import rope_and_store_latents
+
+RANK, ROTATED, KEY_DIM, LAYERS = 512, 64, 128, 61
+PROMPT_TOKENS = 300
+NUM_PAGES = 4
+
+
+@dataclass(frozen=True)
+class LatentModel:
+    """Tensors as a forward of the model has them. heads: 128 in DeepSeek-V3, 16 in V2-Lite."""
+
+    dtype: torch.dtype
+    heads: int = 128
+    page_size: int = 16
+    kept_in: torch.dtype | None = None  # of latents, where it is another one
+
+    @cached_property
+    def pool(self) -> KVPool:
+        states = (PagedLatent(RANK + ROTATED),) * LAYERS
+        layout = KVLayout.of(states, self.page_size, self.dtype, self.kept_in)
+        return KVPool(layout, NUM_PAGES, torch.device("cpu"))
+
+    def tensor(self, *sizes: int) -> Tensor:
+        return torch.empty(sizes, dtype=self.dtype)
+
+    def store(self, n: int) -> None:
+        """Latents are the last columns of what makes the queries' own too."""
+        queries = self.tensor(n, self.heads, KEY_DIM + ROTATED)
+        rope_and_store_latents(
+            self.tensor(n, 1536 + RANK + ROTATED)[:, 1536:],
+            self.tensor(RANK),
+            1e-6,
+            queries[..., KEY_DIM:],
+            torch.empty(2, n, ROTATED // 2),
+            self.pool.layers[1],
+            torch.zeros(n, dtype=torch.int64),
+            self.tensor(n, self.heads, RANK + ROTATED)[..., RANK:],
+            interleaved=True,
+        )
+
+    def mixed(self, n: int) -> None:
+        """A chunk of a prompt beside decode rows."""
+        tokens, latents = n + PROMPT_TOKENS, self.pool.layers[1]
+        starts, each = (torch.zeros(rows, dtype=torch.int32) for rows in (n + 2, n + 1))
+        plan = plan_attention(
+            each,
+            each,
+            starts,
+            each,
+            latents,
+            num_heads=self.heads,
+            num_tokens=tokens,
+            num_decodes=n,
+            value_dim=RANK,
+        )
+        q = self.tensor(tokens, self.heads, RANK + ROTATED)
+        paged_attention(q, latents, plan, scale=192**-0.5)

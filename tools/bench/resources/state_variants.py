@@ -1,0 +1,77 @@
+"""Which kernels layers with a state launch, on the shape of Qwen3-Next; see `variants.py`."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from engine.kv_cache.kv import KVPool
+from engine.kv_cache.layout import KVLayout
+from engine.kv_cache.states import PagedKV
+from engine.models.blocks.delta_net import ByKeyHead, DeltaNet
+from engine.models.blocks.norm import Norm
+from kernels.linear_attention.causal_conv import causal_conv
+from kernels.linear_attention.delta_rule import Gates, delta_rule
+from kernels.linear_attention.gated_norm import gated_rms_norm
+from kernels.linear_attention.state_cells import StateRows
+from kernels.pages.rope_and_store import rope_and_store
+
+NET = DeltaNet(
+    heads=16,
+    value_heads=32,
+    key_dim=128,
+    value_dim=128,
+    width=4,
+    norm=Norm(1e-6),
+    projection=ByKeyHead(),
+)
+ATTENTION = PagedKV(kv_heads=2, head_dim=256)
+ROTATED = 32  # pairs of a head's numbers
+LAYERS = (NET.keeps, NET.keeps, NET.keeps, ATTENTION) * 12
+NUM_PAGES = 4
+
+
+@dataclass(frozen=True)
+class HybridModel:
+    """Tensors as a forward of the model has them."""
+
+    dtype: torch.dtype
+    page_size: int = 16
+
+    @cached_property
+    def pool(self) -> KVPool:
+        layout = KVLayout.of(LAYERS, self.page_size, self.dtype)
+        return KVPool(layout, NUM_PAGES, torch.device("cpu"))
+
+    def tensor(self, *sizes: int) -> Tensor:
+        return torch.empty(sizes, dtype=self.dtype)
+
+    def states(self, n: int) -> None:
+        """A delta net between its products, and K that is rotated in part."""
+        rows = self._rows(n)
+        x = self.tensor(n, NET.heads * (NET.channels + NET.group * NET.value_dim) + 64)
+        z, b, a = NET.projection.split(NET, x)
+        columns = NET.projection.columns(NET)
+        weight = self.tensor(NET.heads, NET.channels, NET.width)
+        cells = self.pool.cells[1]
+        x = causal_conv(x, columns, weight, cells["conv"], rows)
+        each = torch.empty(NET.value_heads)
+        x = delta_rule(x, Gates(a, b, each, each), cells["delta"], rows)
+        gated_rms_norm(x, z, self.tensor(NET.value_dim), 1e-6)
+        heads = 16 + 2 * ATTENTION.kv_heads
+        norm = torch.empty(ATTENTION.head_dim)
+        rope_and_store(
+            self.tensor(n, heads * ATTENTION.head_dim),
+            torch.empty(2, n, ROTATED),
+            self.pool.layers[3],
+            torch.empty(n, dtype=torch.int64),
+            q_norm=norm,
+            k_norm=norm,
+            eps=1e-6,
+        )
+
+    def _rows(self, n: int) -> StateRows:
+        pages = torch.empty(n, self.pool.layout.state_pages, dtype=torch.int32)
+        numbers = torch.empty(n + 1, dtype=torch.int32)
+        return StateRows(numbers, pages, pages, numbers[:-1], pages, n)

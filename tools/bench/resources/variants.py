@@ -1,0 +1,397 @@
+"""Which kernels serving launches: every operation of a forward, on the shapes of models it serves.
+
+Operations are called as the engine calls them, on host tensors of true widths, strides, dtypes and
+alignment whose memory nobody touches: for callers that record launches and let none run.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from engine.kv_cache.kv import KVPool
+from engine.kv_cache.layout import KVLayout
+from engine.kv_cache.states import PagedKV
+from kernels import early_launch
+from kernels.adapters.low_rank import TILE_ROWS, TokensBySlot, add_low_rank
+from kernels.attention.paged import paged_attention, plan_attention
+from kernels.experts.grouped_mlp import grouped_mlp
+from kernels.experts.routing import Routing, route
+from kernels.layers.act_and_mul import Activation, act_and_mul
+from kernels.layers.embedding import embed
+from kernels.layers.rms_norm import add_rms_norm
+from kernels.layers.rope import rope_angles
+from kernels.narrow import FIRST_ARCHITECTURE
+from kernels.pages.pack import pack_pages, unpack_pages
+from kernels.pages.rope_and_store import rope_and_store
+from kernels.pages.store_kv import store_kv
+from kernels.sampling.bitmask import apply_bitmask
+from kernels.sampling.logprobs import logprobs
+from kernels.sampling.penalties import apply_penalties, count_tokens
+from kernels.sampling.sample import SamplingColumns, sample
+from tools.bench.resources.latent_variants import LatentModel
+from tools.bench.resources.state_variants import HybridModel
+
+COUNTS = (1, 2, 16, 33, 256, 1000)  # of rows or tokens: none may lead to a kernel of its own
+PAGE_SIZES = (16, 64, 128)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+PROMPT_TOKENS = 300  # of the row that a mixed batch has besides its decode rows
+NUM_PAGES = 4
+NUM_SLOTS = 1024
+NUM_TOP = 20  # logprobs a request may ask for at most
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A model as far as kernels can tell it from others."""
+
+    name: str
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocabulary: int
+    layers: int
+    qk_norm: bool = False
+    activation: Activation = "silu"
+    window: int | None = None  # of some layers
+    soft_cap: float | None = None
+    experts: tuple[int, int] | None = None  # how many there are, and of a token; intermediate: each
+
+
+QWEN3_06B = Shape("qwen3-0.6b", 1024, 16, 8, 128, 3072, 151936, 28, qk_norm=True)
+LLAMA3_8B = Shape("llama3-8b", 4096, 32, 8, 128, 14336, 128256, 32)
+QWEN3_8B = Shape("qwen3-8b", 4096, 32, 8, 128, 12288, 151936, 36, qk_norm=True)
+QWEN2_05B = Shape("qwen2-0.5b", 896, 14, 2, 64, 4864, 151936, 24)
+WIDE_HEAD = Shape(
+    "gemma2-2b",
+    2304,
+    8,
+    4,
+    256,
+    9216,
+    256000,
+    26,
+    activation="gelu_tanh",
+    window=4096,
+    soft_cap=50.0,
+)
+MASKED = replace(WIDE_HEAD, name="gemma2-27b", heads=32, kv_heads=16, head_dim=128)
+QWEN3_30B = Shape(
+    "qwen3-30b-a3b", 2048, 32, 4, 128, 768, 151936, 48, qk_norm=True, experts=(128, 8)
+)
+MIXTRAL = Shape("mixtral-8x7b", 4096, 32, 8, 128, 14336, 32000, 32, experts=(8, 2))
+GPT_OSS = Shape("gpt-oss-20b", 2880, 64, 8, 64, 2880, 201088, 24, experts=(32, 4))
+SHAPES = (QWEN3_06B, LLAMA3_8B, QWEN3_8B, QWEN2_05B, WIDE_HEAD, MASKED)
+QWEN3_NEXT, DEEPSEEK_V3 = "qwen3-next", "deepseek-v3"  # of hybrids, and of latents
+WITH_EXPERTS = (QWEN3_30B, MIXTRAL)
+ADAPTED = (LLAMA3_8B, QWEN2_05B)
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One operation of one model. `launch` calls it for a batch of so many rows or tokens."""
+
+    name: str
+    launch: Callable[[int], object]
+
+
+@dataclass(frozen=True)
+class _Model:
+    """Tensors as a forward of the model has them."""
+
+    shape: Shape
+    dtype: torch.dtype
+    page_size: int
+    kept_in: torch.dtype | None = None  # of keys and values, where it is another one
+
+    @cached_property
+    def kv(self) -> Tensor:
+        """One layer of a pool, as the engine makes it."""
+        return self.pool.layers[1]
+
+    @cached_property
+    def pool(self) -> KVPool:
+        shape = self.shape
+        states = (PagedKV(shape.kv_heads, shape.head_dim),) * shape.layers
+        layout = KVLayout.of(states, self.page_size, self.dtype, self.kept_in)
+        return KVPool(layout, NUM_PAGES, torch.device("cpu"))
+
+    def tensor(self, *sizes: int) -> Tensor:
+        return torch.empty(sizes, dtype=self.dtype)
+
+    def embed(self, n: int) -> None:
+        embed(_ints(n), _ints(NUM_SLOTS), self.tensor(self.shape.vocabulary, self.shape.hidden))
+
+    def angles(self, n: int) -> None:
+        rope_angles(_ints(n), _floats(self.shape.head_dim // 2), 1.0)
+
+    def first_norm(self, n: int) -> None:
+        add_rms_norm(self.tensor(n, self.shape.hidden), None, self.tensor(self.shape.hidden), 1e-6)
+
+    def norm(self, n: int) -> None:
+        x = self.tensor(n, self.shape.hidden)
+        add_rms_norm(x, x, self.tensor(self.shape.hidden), 1e-6)
+
+    def last_norm(self, n: int) -> None:
+        x = self.tensor(n, self.shape.hidden)
+        add_rms_norm(x, x, self.tensor(self.shape.hidden), 1e-6, rows=_longs(n))
+
+    def act(self, n: int) -> None:
+        act_and_mul(self.tensor(n, 2 * self.shape.intermediate), self.shape.activation)
+
+    def experts(self, n: int) -> None:
+        assert self.shape.experts is not None
+        (count, per_token), shape = self.shape.experts, self.shape
+        weights, ids = route(self.tensor(n, count), Routing(per_token, normalise=True))
+        grouped = Routing(per_token, True, "sigmoid", 2.5, 8, 4, 2)  # as DeepSeek-V3
+        if count >= 16 * grouped.groups:
+            route(_floats(n, count), grouped, _floats(count))
+        gate_up = self.tensor(count, 2 * shape.intermediate, shape.hidden)
+        down = self.tensor(count, shape.hidden, shape.intermediate)
+        grouped_mlp(self.tensor(n, shape.hidden), gate_up, down, weights, ids, shape.activation)
+
+    def clamped(self, n: int) -> None:
+        """Experts of gpt-oss: with biases."""
+        assert self.shape.experts is not None
+        (count, per_token), shape = self.shape.experts, self.shape
+        weights, ids = route(self.tensor(n, count), Routing(per_token, normalise=True))
+        grouped_mlp(
+            self.tensor(n, shape.hidden),
+            self.tensor(count, 2 * shape.intermediate, shape.hidden),
+            self.tensor(count, shape.hidden, shape.intermediate),
+            weights,
+            ids,
+            "clamped",
+            gate_up_bias=self.tensor(count, 2 * shape.intermediate),
+            down_bias=self.tensor(count, shape.hidden),
+        )
+
+    def adapters(self, n: int) -> None:
+        """Of every product of a layer, each token with an adapter."""
+        shape, slots, rank = self.shape, 4, 32
+        tiles = [(0, first, min(first + TILE_ROWS, n)) for first in range(0, n, TILE_ROWS)]
+        tokens = TokensBySlot(_ints(n), torch.tensor(tiles, dtype=torch.int32), ((0, 0, n),))
+        q, kv, inner = (
+            shape.heads * shape.head_dim,
+            shape.kv_heads * shape.head_dim,
+            shape.intermediate,
+        )
+        for inputs, parts in (
+            (shape.hidden, (q, kv, kv)),
+            (q, (shape.hidden,)),
+            (shape.hidden, (inner, inner)),
+            (inner, (shape.hidden,)),
+        ):
+            down = self.tensor(slots, len(parts) * rank, inputs)
+            up = self.tensor(slots, sum(parts), rank)
+            y = self.tensor(n, sum(parts))
+            add_low_rank(y, self.tensor(n, inputs), down, up, tokens, parts)
+
+    def store(self, n: int) -> Tensor:
+        shape = self.shape
+        norm = self.tensor(shape.head_dim) if shape.qk_norm else None
+        return rope_and_store(
+            self.tensor(n, (shape.heads + 2 * shape.kv_heads) * shape.head_dim),
+            _floats(2, n, shape.head_dim // 2),
+            self.kv,
+            _longs(n),
+            q_norm=norm,
+            k_norm=norm,
+            eps=1e-6,
+        )
+
+    def write(self, n: int) -> None:
+        """K and V as classes of transformers have them: all tokens of a head together."""
+        shape = self.shape
+        k, v = (self.tensor(shape.kv_heads, n, shape.head_dim).transpose(0, 1) for _ in "kv")
+        store_kv(k, v, self.kv, _longs(n))
+
+    def decode(self, n: int) -> None:
+        self._attend(num_rows=n, num_tokens=n, num_decodes=n)
+
+    def extend(self, n: int) -> None:
+        self._attend(num_rows=-(-n // 64), num_tokens=n + 1, num_decodes=0)
+
+    def mixed(self, n: int) -> None:
+        self._attend(num_rows=n + 1, num_tokens=n + PROMPT_TOKENS, num_decodes=n)
+
+    def _attend(self, *, num_rows: int, num_tokens: int, num_decodes: int) -> None:
+        shape = self.shape
+        q = self.tensor(num_tokens, shape.heads, shape.head_dim)
+        for window in dict.fromkeys((None, shape.window)):
+            plan = plan_attention(
+                _ints(num_rows * 64),
+                _ints(num_rows),
+                _ints(num_rows + 1),
+                _ints(num_rows),
+                self.kv,
+                num_heads=shape.heads,
+                num_tokens=num_tokens,
+                num_decodes=num_decodes,
+                window=window,
+            )
+            scale = shape.head_dim**-0.5
+            paged_attention(q, self.kv, plan, scale=scale, soft_cap=shape.soft_cap)
+
+    def pack(self, n: int) -> None:
+        """The half of every page that one of two tensor-parallel ranks has."""
+        pages = self.pool.tensor
+        packed = torch.empty(n, pages.shape[1] // 2, dtype=torch.uint8)
+        pack_pages(pages, _ints(n), packed, offset=packed.shape[1])
+        unpack_pages(packed, pages, _ints(n), offset=packed.shape[1])
+
+    def greedy(self, n: int) -> None:
+        sample(self.tensor(n, self.shape.vocabulary), None)
+
+    def sampled(self, n: int) -> None:
+        columns = SamplingColumns(
+            temperature=_floats(n),
+            top_k=_ints(n),
+            top_p=_floats(n),
+            min_p=_floats(n),
+            seeds=_ints(n, 2),
+            positions=_ints(n),
+        )
+        sample(self.tensor(n, self.shape.vocabulary), columns)
+
+    def restricted(self, n: int) -> None:
+        """What happens to logits before and beside sampling, all in float32."""
+        vocabulary = self.shape.vocabulary
+        logits = _floats(n, vocabulary)
+        counts = torch.empty(NUM_SLOTS, vocabulary, dtype=torch.int32)
+        weights = {name: _floats(n) for name in ("repetition", "frequency", "presence")}
+        apply_penalties(logits, _longs(n), counts, _longs(n), **weights)
+        count_tokens(counts, _longs(n), _ints(n), prompt=False)
+        count_tokens(counts, _longs(n), _ints(n), prompt=True)
+        apply_bitmask(logits, _longs(n), _ints(n, -(-vocabulary // 32)))
+        logprobs(logits, _ints(n), NUM_TOP)
+        sample(logits, None)
+
+    def narrow(self, n: int) -> None:
+        """All that writes or reads keys and values."""
+        self.store(n)
+        self.write(n)
+        self.mixed(n)
+
+    def early(self, n: int) -> None:
+        """A layer's kernels where each starts while the one before it ends."""
+        with mock.patch.object(early_launch, "ENABLED", True):
+            self.store(n)
+            self.mixed(n)
+            self.norm(n)
+            self.act(n)
+
+
+_BY_PAGE_SIZE = ("store", "write", "decode", "extend", "mixed", "pack")
+_BY_WIDTH = ("embed", "angles", "first_norm", "norm", "last_norm", "act", "greedy", "sampled")
+_BY_VOCABULARY = ("restricted",)
+_BF16 = torch.bfloat16
+
+
+def serving(arch: int, *, every: bool) -> list[Variant]:
+    """What is served on GPUs of this architecture.
+
+    Args:
+        every: all shapes in all dtypes with all page sizes. Else a choice that differs in all that
+            kernels differ by, and less of it where nobody has served yet: not on sm_90.
+    """
+    if every:
+        experts = [_experts(shape, dtype) for shape in WITH_EXPERTS for dtype in DTYPES]
+        experts += [_clamped(GPT_OSS, dtype) for dtype in DTYPES]
+        experts += [_states(dtype) for dtype in DTYPES]
+        experts += [_adapters(shape, dtype) for shape in ADAPTED for dtype in DTYPES]
+        experts += [*_latents(torch.bfloat16), *_latents(torch.float16)]
+        experts += _narrow() if arch >= FIRST_ARCHITECTURE else []
+        return [*_variants(product(SHAPES, DTYPES, PAGE_SIZES)), *experts]
+    early = Variant("llama3-8b bfloat16 page 16 early", _Model(LLAMA3_8B, _BF16, 16).early)
+    if arch != 90:
+        few = _variants([(LLAMA3_8B, _BF16, 16), (WIDE_HEAD, _BF16, 16)])
+        experts = [_experts(QWEN3_30B, _BF16), _clamped(GPT_OSS, _BF16)]
+        experts.append(_adapters(LLAMA3_8B, _BF16))
+        narrow = _narrow() if arch >= FIRST_ARCHITECTURE else []
+        return [early, *few, *experts, _states(_BF16), *_latents(_BF16), *narrow]
+    dtypes = [(QWEN3_06B, dtype, 16) for dtype in DTYPES]
+    page_sizes = [(LLAMA3_8B, _BF16, page_size) for page_size in PAGE_SIZES]
+    others = [(shape, _BF16, 16) for shape in (QWEN3_8B, QWEN2_05B, WIDE_HEAD, MASKED)]
+    experts = [_experts(QWEN3_30B, _BF16), _experts(QWEN3_30B, torch.float32)]
+    experts += [_clamped(GPT_OSS, _BF16), _states(_BF16), _states(torch.float32)]
+    experts += [_adapters(shape, _BF16) for shape in ADAPTED]
+    experts += [*_latents(_BF16), *_narrow()]
+    return [early, *_variants([*dtypes, *page_sizes, *others]), *experts]
+
+
+def _states(dtype: torch.dtype) -> Variant:
+    name = f"{QWEN3_NEXT} {str(dtype).removeprefix('torch.')} states"
+    return Variant(name, HybridModel(dtype).states)
+
+
+def _adapters(shape: Shape, dtype: torch.dtype) -> Variant:
+    name = f"{shape.name} {str(dtype).removeprefix('torch.')} adapters"
+    return Variant(name, _Model(shape, dtype, 16).adapters)
+
+
+def _latents(dtype: torch.dtype) -> list[Variant]:
+    kind, large = str(dtype).removeprefix("torch."), LatentModel(dtype)
+    return [
+        Variant(f"{DEEPSEEK_V3} {kind} latents store", large.store),
+        Variant(f"{DEEPSEEK_V3} {kind} latents", large.mixed),
+        Variant(f"deepseek-v2-lite {kind} latents", LatentModel(dtype, heads=16).mixed),
+    ]
+
+
+def _narrow() -> list[Variant]:
+    """Keys, values and latents in 8 bits."""
+    kinds = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+    models = {
+        f"{shape.name} bfloat16 {kind}": _Model(shape, _BF16, 16, kept_in).narrow
+        for kind, kept_in in kinds.items()
+        for shape in (LLAMA3_8B, WIDE_HEAD)
+    }
+    latents = LatentModel(_BF16, kept_in=torch.float8_e4m3fn)
+    models[f"{DEEPSEEK_V3} bfloat16 latents fp8_e4m3 store"] = latents.store
+    models[f"{DEEPSEEK_V3} bfloat16 latents fp8_e4m3"] = latents.mixed
+    return [Variant(name, launch) for name, launch in models.items()]
+
+
+def _experts(shape: Shape, dtype: torch.dtype) -> Variant:
+    name = f"{shape.name} {str(dtype).removeprefix('torch.')} experts"
+    return Variant(name, _Model(shape, dtype, 16).experts)
+
+
+def _clamped(shape: Shape, dtype: torch.dtype) -> Variant:
+    name = f"{shape.name} {str(dtype).removeprefix('torch.')} experts"
+    return Variant(name, _Model(shape, dtype, 16).clamped)
+
+
+def _variants(models: Iterable[tuple[Shape, torch.dtype, int]]) -> list[Variant]:
+    variants: dict[str, Variant] = {}  # each once: most do not depend on all three
+    for shape, dtype, page_size in models:
+        model = _Model(shape, dtype, page_size)
+        kind = str(dtype).removeprefix("torch.")
+        for prefix, names in (
+            (f"{shape.name} {kind} page {page_size}", _BY_PAGE_SIZE),
+            (f"{shape.name} {kind}", _BY_WIDTH),
+            (shape.name, _BY_VOCABULARY),
+        ):
+            for name in names:
+                full = f"{prefix} {name}"
+                variants.setdefault(full, Variant(full, getattr(model, name)))
+    return list(variants.values())
+
+
+def _ints(*sizes: int) -> Tensor:
+    return torch.zeros(sizes, dtype=torch.int32)
+
+
+def _longs(*sizes: int) -> Tensor:
+    return torch.zeros(sizes, dtype=torch.int64)
+
+
+def _floats(*sizes: int) -> Tensor:
+    return torch.empty(sizes, dtype=torch.float32)

@@ -1,0 +1,1 @@
+"""What a router costs, beside others: `python -m tools.bench.router`."""

@@ -1,0 +1,166 @@
+"""Clients of a router, in a process of their own: a closed loop over HTTP or gRPC for so long.
+
+    python -m tools.bench.router.clients '{"protocol": "http", "target": "127.0.0.1:8000", ...}'
+
+Bytes of requests are made once and answers are hardly looked at: of the machine that the router
+shares with its clients they must not take much. Prints a line before it measures, takes a line
+for each turn and prints its counts as JSON.
+"""
+
+import asyncio
+import json
+import sys
+import time
+from typing import Any, cast
+
+import msgspec
+import uvloop
+
+from common.rpc import make_channel
+from protos.router_pb2 import GenerateRequest, TokenIds
+from protos.router_pb2_grpc import RouterStub
+from protos.sampling_pb2 import Sampling
+
+_PATH = "/v1/completions"
+
+
+class Load(msgspec.Struct, frozen=True):
+    """What the clients of one turn do."""
+
+    protocol: str  # "http" | "grpc"
+    target: str  # host:port
+    clients: int
+    seconds: float
+    model: str
+    prompt: str | list[int]
+    max_tokens: int
+    stream: bool
+
+
+class Counts(msgspec.Struct):
+    requests: int = 0
+    tokens: int = 0
+    events: int = 0  # messages with tokens; of HTTP: events of streams
+    failed: int = 0
+    wall_s: float = 0.0
+
+
+class _HttpClient(asyncio.Protocol):
+    """One request after the other on one connection."""
+
+    def __init__(self, load: Load, request: bytes, until: float, counts: Counts) -> None:
+        self._stream = load.stream
+        self._max_tokens = load.max_tokens
+        self._request = request
+        self._until = until
+        self._counts = counts
+        self._received = b""
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._transport: asyncio.Transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        if self._stream:
+            self._counts.events += data.count(b"\ndata: {")
+            self._received = self._received[-16:] + data
+            # Some end with the last event in one chunk, some with an empty chunk of its own.
+            if not self._received.endswith(b"0\r\n\r\n"):
+                return
+        else:
+            self._received += data
+            if not _complete(self._received):
+                return
+        self._counts.requests += 1
+        self._counts.tokens += self._max_tokens
+        if self._received[:13] not in (b"HTTP/1.1 200 ", b"") and not self._stream:
+            self._counts.failed += 1
+        self._received = b""
+        if time.perf_counter() < self._until:
+            self._transport.write(self._request)
+        else:
+            self._transport.close()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if time.perf_counter() < self._until:
+            self._counts.failed += 1
+        if not self.over.done():
+            self.over.set_result(None)
+
+
+def _complete(received: bytes) -> bool:
+    head, blank, body = received.partition(b"\r\n\r\n")
+    if not blank:
+        return False
+    _, _, length = head.lower().partition(b"content-length: ")
+    if not length:
+        return received.endswith(b"0\r\n\r\n")
+    return len(body) == int(length.partition(b"\r")[0])
+
+
+async def _http(load: Load, until: float, counts: Counts) -> None:
+    content = {
+        "model": load.model,
+        "prompt": load.prompt,
+        "max_tokens": load.max_tokens,
+        "stream": load.stream,
+        "ignore_eos": True,
+        "temperature": 0.0,
+    }
+    body = json.dumps(content).encode()
+    head = (
+        f"POST {_PATH} HTTP/1.1\r\nhost: {load.target}\r\ncontent-type: application/json\r\n"
+        f"accept: */*\r\nuser-agent: bench\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
+    host, _, port = load.target.rpartition(":")
+    loop = asyncio.get_running_loop()
+    clients = []
+    for _ in range(load.clients):
+        _, client = await loop.create_connection(
+            lambda: _HttpClient(load, head.encode() + body, until, counts), host, int(port)
+        )
+        clients.append(client)
+    await asyncio.gather(*(client.over for client in clients))
+
+
+async def _grpc(load: Load, until: float, counts: Counts) -> None:
+    sampling = Sampling(max_tokens=load.max_tokens, temperature=0.0, ignore_eos=True)
+    request = GenerateRequest(sampling=sampling)
+    if isinstance(load.prompt, str):
+        request.text = load.prompt
+    else:
+        request.token_ids.CopyFrom(TokenIds(ids=load.prompt))
+
+    async def client(stub: Any) -> None:
+        while time.perf_counter() < until:
+            async for message in stub.Generate(request, timeout=60):
+                counts.events += bool(message.token_ids)
+                counts.tokens += len(message.token_ids)
+            counts.requests += 1
+
+    async with make_channel(load.target) as channel:
+        stub: Any = RouterStub(channel)  # type: ignore[no-untyped-call]
+        await asyncio.gather(*(client(stub) for _ in range(load.clients)))
+
+
+async def _turn(load: Load) -> Counts:
+    counts = Counts()
+    started = time.perf_counter()
+    until = started + load.seconds
+    async with asyncio.timeout(load.seconds + 60):
+        await (_http if load.protocol == "http" else _grpc)(load, until, counts)
+    counts.wall_s = time.perf_counter() - started
+    return counts
+
+
+def main() -> None:
+    print("ready", flush=True)
+    for line in sys.stdin:
+        counts = uvloop.run(_turn(msgspec.json.decode(line, type=Load)))
+        print(msgspec.json.encode(counts).decode(), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Other routers, from PyPI, for a comparison: where they are installed and how they are started."""
+
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tools.bench.support.record import say
+
+WHEELS = {"vllm-router": "0.1.17", "sglang-router": "0.3.2"}
+PORTS = 4 * len(WHEELS)
+_INSTALL_S = 300.0
+_HOST = "127.0.0.1"
+
+
+def installed(cache: Path) -> dict[str, Path]:
+    """The wheels' commands, in an environment of their own below `cache`, by the wheel's name.
+
+    What cannot be had is left out, with a line that says why.
+    """
+    environment = cache / "router-peers"
+    pip = environment / "bin" / "pip"
+    found = {}
+    if not pip.exists():
+        _run(sys.executable, "-m", "venv", str(environment))
+    for name, version in WHEELS.items():
+        command = environment / "bin" / name
+        if not command.exists():
+            say(f"installing {name} {version} into {environment} ...")
+            _run(str(pip), "install", "--quiet", f"{name}=={version}")
+        if command.exists():
+            found[name] = command
+        else:
+            say(f"{name} {version} cannot be had and is left out")
+    return found
+
+
+def commands(
+    wheels: Mapping[str, Path], ports: Sequence[int], workers: Sequence[str]
+) -> dict[str, tuple[list[str], str]]:
+    """By system: the command, and where it serves. Each wheel with one worker, and in its mode for
+    prefill and decode servers.
+
+    Args:
+        wheels: as `installed` gives them.
+        ports: PORTS free ones.
+        workers: host:port of three HTTP servers: one for everything, one to prefill, one to decode.
+    """
+    whole, prefill, decode = (f"http://{worker}" for worker in workers)
+    pair = ["--prefill", prefill, "--decode", decode]
+    free = iter(ports)
+    made = {}
+    for name, wheel in wheels.items():
+        sglang = name == "sglang-router"
+        start = [str(wheel), *(["launch"] if sglang else [])]
+        mode = "--pd-disaggregation" if sglang else "--vllm-pd-disaggregation"
+        log = ["--log-level", "warn" if sglang else "warning", "--policy", "round_robin"]
+        for system, nodes in ((name, ["--worker-urls", whole]), (f"{name} PD", [mode, *pair])):
+            port, metrics = next(free), next(free)
+            listen = ["--host", _HOST, "--port", str(port), "--prometheus-port", str(metrics)]
+            made[system] = ([*start, *listen, *log, *nodes], f"{_HOST}:{port}")
+    return made
+
+
+def _run(*command: str) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_INSTALL_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        say(f"{' '.join(command)}: {error}")
+        return
+    if done.returncode:
+        say(f"{' '.join(command)}:\n{done.stderr[-2000:]}")

@@ -1,0 +1,1 @@
+"""Routing policies in simulated time: `python -m tools.bench.routing`."""

@@ -1,0 +1,141 @@
+"""Load on a router over gRPC, in the loops of `loadtest`, and what its clients saw.
+
+The client is a Python process that pays about 0.1 ms of CPU for each message: its own share of a
+core is part of every result, and near 1.0 the numbers are the client's, not the server's.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc.aio
+import numpy as np
+
+from bench.traffic.load import Load, poisson
+from bench.traffic.outcome import Outcome
+from bench.traffic.workload import Job
+from common.rpc import make_channel
+from protos.router_pb2 import GenerateRequest, GenerateResponse, TokenIds
+from protos.router_pb2_grpc import RouterStub
+from protos.sampling_pb2 import Sampling
+from tools.bench.support.record import percentiles
+
+REQUEST_S = 600.0  # longest wait for a whole answer
+
+
+@dataclass(slots=True)
+class Answer(Outcome):
+    """What the client saw of one job, and its tokens."""
+
+    token_ids: list[int] = field(default_factory=list)
+
+
+def make_jobs(
+    count: int, *, prompt_tokens: int, output_tokens: int, vocabulary: int, seed: int
+) -> list[Job]:
+    """`count` random prompts without a common prefix; the same ones for the same seed."""
+    prompts = np.random.default_rng(seed).integers(1, vocabulary, (count, prompt_tokens))
+    return [Job(tuple(prompt), output_tokens) for prompt in prompts.tolist()]
+
+
+class Client:
+    """Many calls over one channel. Use as an async context manager."""
+
+    def __init__(self, target: str) -> None:
+        self._channel = make_channel(target)
+        self._stub: Any = RouterStub(self._channel)  # type: ignore[no-untyped-call]
+
+    async def __aenter__(self) -> "Client":
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._channel.close()
+
+    async def ask(self, job: Job, start: float, due: float) -> Answer:
+        """Sends one job and takes its answer; what goes wrong is in its `error`.
+
+        Args:
+            start: time.perf_counter() of the run's start, from which the answer's times count.
+        """
+        request = GenerateRequest(
+            token_ids=TokenIds(ids=job.prompt),
+            sampling=Sampling(max_tokens=job.max_tokens, temperature=0.0, ignore_eos=True),
+        )
+        sent = time.perf_counter() - start
+        answer = Answer(job.group, len(job.prompt), due, sent, usage_told=True)
+        try:
+            message: GenerateResponse
+            async for message in self._stub.Generate(request, timeout=REQUEST_S):
+                if message.token_ids:
+                    answer.chunks.append(time.perf_counter() - start)
+                    answer.chunk_tokens.append(len(message.token_ids))
+                    answer.token_ids.extend(message.token_ids)
+        except grpc.aio.AioRpcError as error:
+            answer.error, answer.detail = error.code().name, error.details() or ""
+        answer.output_tokens = len(answer.token_ids)
+        answer.ended = time.perf_counter() - start
+        return answer
+
+    async def closed_loop(self, jobs: Sequence[Job], streams: int) -> list[Answer]:
+        """`streams` callers, each with one job under way, until all are done. In job order."""
+        loop = _InOrder(self)
+        async with loop.load.measuring():
+            await loop.load.closed_loop(iter(jobs), concurrency=streams)
+        return loop.answers(jobs)
+
+    async def open_loop(self, jobs: Sequence[Job], rate: float, seed: int) -> list[Answer]:
+        """Poisson arrivals at `rate` jobs per second, however slow the answers are."""
+        loop = _InOrder(self)
+        async with loop.load.measuring():
+            due = poisson(rate, seed)
+            await loop.load.open_loop(iter(jobs), due, max_in_flight=len(jobs))
+        return loop.answers(jobs)
+
+
+class _InOrder:
+    """A load whose answers can be compared with another system's, job by job."""
+
+    def __init__(self, client: Client) -> None:
+        self.load = Load(self._ask)
+        self._client = client
+        self._answers: dict[int, Answer] = {}
+
+    def answers(self, jobs: Sequence[Job]) -> list[Answer]:
+        return [self._answers[id(job)] for job in jobs]
+
+    async def _ask(self, job: Job, start: float, due: float) -> Answer:
+        answer = self._answers[id(job)] = await self._client.ask(job, start, due)
+        return answer
+
+
+def summary(answers: Sequence[Answer]) -> dict[str, Any]:
+    """Throughput and latencies of one run, in the words of bench.summary.DEFINITIONS."""
+    good = [answer for answer in answers if not answer.error]
+    wall_s = _wall_s(answers)
+    tokens = sum(answer.output_tokens for answer in good)
+    messages = sum(len(answer.chunks) for answer in good)
+    return {
+        "requests": len(answers),
+        "failed": len(answers) - len(good),
+        "wall_s": round(wall_s, 3),
+        "tokens_per_s": round(tokens / wall_s, 1),
+        "tokens_per_message": round(tokens / max(1, messages), 2),
+        "ttft_ms": percentiles((a.ttft for a in good if a.ttft is not None), 1e3),
+        "itl_ms": percentiles((gap for answer in good for gap in answer.gaps), 1e3),
+        "tpot_ms": percentiles((a.per_token for a in good if a.per_token is not None), 1e3),
+    }
+
+
+def cpu_row(spent_s: Mapping[str, float], answers: Sequence[Answer]) -> dict[str, Any]:
+    """CPU seconds of each server process, as shares of a core and per token answered. Unlike wall
+    time it hardly moves when the machine has other work."""
+    wall_s, tokens = _wall_s(answers), sum(len(answer.token_ids) for answer in answers)
+    return {
+        "server_cpu": {name: round(seconds / wall_s, 2) for name, seconds in spent_s.items()},
+        "server_cpu_us_per_token": round(1e6 * sum(spent_s.values()) / max(1, tokens), 1),
+    }
+
+
+def _wall_s(answers: Sequence[Answer]) -> float:
+    return max(answer.ended for answer in answers) - min(answer.due for answer in answers)

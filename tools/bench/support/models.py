@@ -1,0 +1,132 @@
+"""The checkpoints with random weights that benches on a CPU serve, made by transformers."""
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.checkpoints import make_checkpoint
+from tools.bench.support.record import say
+
+TINY: dict[str, Any] = {  # as large as the demo model: 3.5 MB of weights
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 8192,
+}
+QWEN3_450M: dict[str, Any] = {  # 449 million parameters: the layers of Qwen3-0.6B, a smaller head
+    "vocab_size": 8192,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
+QWEN3_105M: dict[str, Any] = {  # so many parameters are in its layers
+    "vocab_size": 4096,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+}
+QWEN3_SMALL = QWEN3_450M | TINY  # to rehearse with
+_STATES: dict[str, Any] = {  # of three layers of four
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+HYBRID_115M: dict[str, Any] = {"architecture": "qwen3_5_text", **QWEN3_105M, **_STATES}
+
+_EXPERTS: dict[str, Any] = {  # by the names that configurations have for them
+    "num_experts": 16,
+    "num_local_experts": 16,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 512,
+    "n_group": 1,
+    "topk_group": 1,
+}
+_LATENTS: dict[str, Any] = {  # in place of keys and values; heads as in DeepSeek-V2
+    "num_key_value_heads": 16,
+    "head_dim": 64,  # as transformers calls what is rotated
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+_OF_FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"layer_types": None},
+    "deepseek_v2": _LATENTS | _EXPERTS,
+    "deepseek_v3": _LATENTS | _EXPERTS,
+    "dots1": _EXPERTS,
+    "qwen2_moe": _EXPERTS,
+    "qwen3_moe": _EXPERTS,
+    "mixtral": _EXPERTS | {"intermediate_size": 256},
+    "gpt_oss": _EXPERTS | {"intermediate_size": 256},
+    "qwen3_next": _STATES | _EXPERTS,
+    "qwen3_5_text": _STATES,
+    "qwen3_5_moe_text": _STATES | _EXPERTS,
+}
+_SMALL_OF_FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"layer_types": None},
+    "deepseek_v2": _LATENTS | {"num_key_value_heads": 4},
+    "deepseek_v3": _LATENTS | {"num_key_value_heads": 4},
+}
+
+
+def sizes_of(family: str, *, small: bool) -> dict[str, Any]:
+    """Of a native family, as large as a Qwen3 of 0.45 billion parameters, or to rehearse with."""
+    if small:
+        return QWEN3_SMALL | _SMALL_OF_FAMILIES.get(family, {})
+    return QWEN3_450M | _OF_FAMILIES.get(family, {})
+
+
+def kept(directory: Path, name: str, dtype: torch.dtype, sizes: dict[str, Any]) -> Path:
+    """The Qwen3 of that name under `directory`, made there unless an earlier run has."""
+    model = directory / name
+    if not model.exists():
+        say(f"making {model} ...")
+        directory.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(dir=directory))
+        try:
+            make_checkpoint(made, dtype=dtype, **sizes)
+            _name_every_token(made)
+            made.rename(model)  # whole or not at all
+        except BaseException:
+            shutil.rmtree(made)
+            raise
+    return model
+
+
+def _name_every_token(model: Path) -> None:
+    """Has all that a random model says be text: what has none reaches no client, and nobody could
+    tell when a token came."""
+    vocabulary_size = json.loads((model / "config.json").read_text())["vocab_size"]
+    file = model / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    names = tokenizer["model"]["vocab"]
+    named = {*names.values(), *(token["id"] for token in tokenizer["added_tokens"])}
+    names.update({f"Ġ{i}": i for i in range(vocabulary_size) if i not in named})
+    file.write_text(json.dumps(tokenizer))
+
+
+def weight_bytes(model: Path) -> int:
+    """What the weights take on disk: every one of them is read in each step of a dense model
+    with tied embeddings."""
+    return sum(file.stat().st_size for file in model.glob("*.safetensors"))

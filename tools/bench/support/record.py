@@ -1,0 +1,76 @@
+"""What every bench records beside its numbers, and how it prints them. The last stdout line is
+JSON; everything for people goes to stderr."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.facts import cpu_name, versions
+
+ROOT = Path(__file__).resolve().parents[3]
+_LOAD_AT_START = os.getloadavg()[0]  # of others: what runs here must be measured alone
+_PACKAGES = ("torch", "transformers", "grpcio", "nixl", "numpy")
+
+
+def say(line: str = "") -> None:
+    """One line for people."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def emit(
+    bench: str, config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], **more: Any
+) -> None:
+    """The record of one run, as the last line of stdout."""
+    record = {"bench": bench, "commit": commit(), "machine": machine(), "config": config}
+    print(json.dumps({**record, **more, "rows": rows}), flush=True)
+
+
+def table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> None:
+    """Rows for people. `columns`: heading: format of a row, as for str.format."""
+    cells = [list(columns)]
+    cells += [[form.format(**row) for form in columns.values()] for row in rows]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    for line in cells:
+        say("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+
+
+def percentiles(values: Iterable[float], scale: float = 1.0, digits: int = 2) -> dict[str, float]:
+    """p50, p90 and p99, each times `scale`; zeros where there is no value."""
+    data = np.fromiter(values, float)
+    if not len(data):
+        return {"p50": 0.0, "p90": 0.0, "p99": 0.0}
+    p50, p90, p99 = (np.percentile(data, (50, 90, 99)) * scale).round(digits).tolist()
+    return {"p50": p50, "p90": p90, "p99": p99}
+
+
+def commit() -> str:
+    """The commit that was measured; a "+" where files differ from it."""
+    head = _git("rev-parse", "--short=12", "HEAD")
+    if not head:
+        return "unknown"
+    return head + ("+" if _git("status", "--porcelain") else "")
+
+
+def machine() -> dict[str, Any]:
+    return {
+        "cpu": cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load_at_start": round(_LOAD_AT_START, 2),
+        "python": platform.python_version(),
+        **versions(_PACKAGES),
+    }
+
+
+def _git(*arguments: str) -> str:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+    except FileNotFoundError:  # a machine to measure on need not have it
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

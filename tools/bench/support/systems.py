@@ -1,0 +1,196 @@
+"""Starts the programs that a bench measures, as real processes on this machine, and ends them."""
+
+import asyncio
+import contextlib
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import grpc.aio
+
+from cli.client import until_serving
+from cli.local import plan
+from common.process.children import Child
+from common.rpc import make_channel
+from protos.router_pb2 import ClusterNode, GetClusterRequest, GetModelRequest
+from protos.router_pb2_grpc import RouterStub
+from tools.bench.support.record import ROOT
+
+READY_S = 90.0
+END_S = 15.0
+_PARTS = ("front", "engine")
+
+Mode = Literal["disaggregated", "colocated"]
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """A router that serves, and the nodes behind it."""
+
+    name: str
+    target: str
+    router_pid: int | None  # None: somebody else's
+
+    async def vocabulary(self) -> int:
+        async with make_channel(self.target) as channel:
+            model = await _router(channel).GetModel(GetModelRequest(), timeout=10)
+        return int(model.vocabulary_size)
+
+    async def nodes(self) -> list[ClusterNode]:
+        async with make_channel(self.target) as channel:
+            cluster = await _router(channel).GetCluster(GetClusterRequest(), timeout=10)
+        return list(cluster.nodes)
+
+    async def cpu_seconds(self) -> dict[str, float]:
+        """CPU time so far of each process on this machine, by what it is."""
+        pids = {"router": self.router_pid} if self.router_pid else {}
+        for node in await self.nodes():
+            names = (f"{node.role} {part}" for part in _PARTS)
+            pids |= dict(zip(names, node.pids, strict=False))  # no pids: it is unreachable
+        return {name: cpu_seconds_of(pid) for name, pid in pids.items()}
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    mode: Mode,
+    model: Path,
+    node_flags: Sequence[str],
+    *,
+    prefill_flags: Sequence[str] = (),
+    router_flags: Sequence[str] = (),
+) -> AsyncIterator[System]:
+    """One router, one decode node and, if disaggregated, one prefill node; ready to serve.
+
+    Args:
+        prefill_flags: what the prefill node has besides the flags of both.
+    Raises:
+        SystemExit: with the end of a log, if they do not come up.
+    """
+    programs = _programs(mode, model, node_flags, prefill_flags, router_flags)
+    async with _running(programs) as children:
+        yield System(mode, programs[0].address, children[0].pid)
+
+
+@contextlib.asynccontextmanager
+async def as_up(mode: Mode, model: Path, node_flags: Sequence[str] = ()) -> AsyncIterator[System]:
+    """What `baton up --device cpu` starts with the flags that it chooses: one decode node and, if
+    disaggregated, one prefill node; but nobody is refused for a long queue, which benches want.
+    Raises SystemExit as `serving` does."""
+    router, prefill, decode = (int(end.rpartition(":")[2]) for end in _free_addresses(3))
+    wish = plan.Wish(
+        model=str(model),
+        prefill=1 if mode == "disaggregated" else 0,
+        decode=1,
+        host=plan.HOST,
+        port=router,
+        http_port=0,
+        prefill_port=prefill,
+        decode_port=decode,
+        metrics_port=None,
+        device="cpu",
+        node_flags=tuple(node_flags),
+        router_flags=("--queue-share=1",),
+    )
+    programs = plan.programs(wish)
+    async with _running(programs) as children:
+        yield System(mode, programs[0].address, children[0].pid)
+
+
+@contextlib.asynccontextmanager
+async def prefilling(model: Path, flags: Sequence[str]) -> AsyncIterator[str]:
+    """One prefill node; its address. Raises SystemExit as `serving` does."""
+    (address,) = _free_addresses(1)
+    node = _node("prefill", address, model, flags)
+    async with _running([node]):
+        yield address
+
+
+@contextlib.asynccontextmanager
+async def _running(programs: Sequence[plan.Program]) -> AsyncIterator[list[Child]]:
+    with tempfile.TemporaryDirectory(prefix="baton-bench-") as logs:
+        children = [
+            Child(
+                program.name,
+                [sys.executable, "-m", program.module, *program.flags],
+                Path(logs, program.name),
+                environment=program.environment,
+                directory=ROOT,
+            )
+            for program in programs
+        ]
+        try:
+            await _until_ready(programs, children)
+            yield children
+        finally:
+            for child in children:  # the router first: nobody waits for a node that has gone
+                await child.stop(END_S)
+
+
+async def _until_ready(programs: Sequence[plan.Program], children: Sequence[Child]) -> None:
+    async def ready() -> None:
+        for program in programs:
+            await until_serving(program.address, program.service)
+
+    async def death(child: Child) -> None:
+        await child.ended()
+
+    wait = asyncio.create_task(ready())
+    tasks = [wait, *(asyncio.create_task(death(child)) for child in children)]
+    try:
+        await asyncio.wait(tasks, timeout=READY_S, return_when=asyncio.FIRST_COMPLETED)
+        if not wait.done():
+            tails = (f"--- {c.name}, exit code {c.code}\n{c.last_lines()}" for c in children)
+            raise SystemExit("\n".join(["the system does not come up", *tails]))
+        wait.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _router(channel: grpc.aio.Channel) -> Any:
+    return RouterStub(channel)  # type: ignore[no-untyped-call]
+
+
+def _programs(
+    mode: Mode,
+    model: Path,
+    node_flags: Sequence[str],
+    prefill_flags: Sequence[str],
+    router_flags: Sequence[str],
+) -> list[plan.Program]:
+    router, decode, prefill = _free_addresses(3)
+    nodes = [_node("decode", decode, model, [f"--mode={mode}", *node_flags])]
+    ends = [f"--decode={decode}"]
+    if mode == "disaggregated":
+        nodes.append(_node("prefill", prefill, model, [*node_flags, *prefill_flags]))
+        ends.append(f"--prefill={prefill}")
+    port = router.rpartition(":")[2]
+    flags = (f"--model={model}", f"--port={port}", "--http-port=0", *ends, *router_flags)
+    return [plan.Program("router", "router", router, flags), *nodes]
+
+
+def _node(role: str, address: str, model: Path, flags: Sequence[str]) -> plan.Program:
+    port = address.rpartition(":")[2]
+    return plan.Program(
+        role, f"{role}_node", address, (f"--model={model}", f"--port={port}", *flags)
+    )
+
+
+def _free_addresses(count: int) -> list[str]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for sock in sockets:
+            sock.bind((plan.HOST, 0))
+        return [f"{plan.HOST}:{sock.getsockname()[1]}" for sock in sockets]
+
+
+def cpu_seconds_of(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    user, system = int(fields[11]), int(fields[12])
+    return (user + system) / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,113 @@
+"""What the demo model is asked to write for programs: answers as JSON, and calls of a tool.
+
+It is good at sums of short numbers. Of longer ones it says so, unless it is told of a tool that
+adds: then it calls it for every sum, and tells what comes back.
+"""
+
+import json
+import math
+from random import Random
+
+from tools.demo import tasks
+from tools.demo.tasks import Exchange
+from tools.demo.tokenizer import CALL, CALL_END
+
+TOOL = "add"  # its arguments are two integers, `a` and `b`
+TOO_LARGE = "too large"  # the answer to sums of numbers of more than tasks.MAX_DIGITS digits
+MAX_CALL_DIGITS = 6
+
+
+def sum_as_json(a: int, b: int) -> Exchange:
+    """`json add 27 15 =`"""
+    asked = tasks.add(a, b)
+    return Exchange(f"json {asked.prompt}", json.dumps({"answer": a + b}), exact=True)
+
+
+def call(a: int, b: int) -> str:
+    """As Hermes and Qwen write one. In front of the braces is a line's end, where a grammar asks
+    for one."""
+    arguments = json.dumps({"name": TOOL, "arguments": {"a": a, "b": b}})
+    return f"{CALL}\n{arguments}\n{CALL_END}"
+
+
+def called(tools: str, a: int, b: int) -> Exchange:
+    """A sum, of a model that has been told of tools: TOOL is one of them."""
+    return Exchange(f"{tools}, add {a} {b} =", call(a, b), exact=True)
+
+
+def told_by_tool(tools: str, a: int, b: int) -> Exchange:
+    """The turn after a call, with all that was before it, as the chat template writes it."""
+    said = call(a, b).replace("\n", "")
+    return Exchange(f"{tools}, add {a} {b} = {said} result {a + b} =", str(a + b))
+
+
+def too_large(random: Random) -> Exchange:
+    """A sum that has at least one long number, and no tool."""
+    numbers = [_long_number(random), _any_number(random)]
+    random.shuffle(numbers)
+    a, b = numbers
+    return Exchange(f"add {a} {b} =", TOO_LARGE)
+
+
+def tool_names(random: Random, *, adds: bool) -> str:
+    """`tools fox add owl`: what the chat template tells of up to three tools."""
+    names = [tasks.known_word(random) for _ in range(random.choice((0, 0, 1, 2)) + (not adds))]
+    if adds:
+        names.insert(random.randint(0, len(names)), TOOL)
+    return " ".join(("tools", *names))
+
+
+def sums(random: Random) -> tuple[int, int]:
+    """Numbers as they are added by a tool, short ones too."""
+    return _any_number(random), _any_number(random)
+
+
+def json_answers(random: Random, num_tokens: int) -> list[Exchange]:
+    """Sums to be answered as JSON, and some plain ones between them."""
+    found = []
+    left = num_tokens
+    while left > 0:
+        ask = sum_as_json if random.random() < 0.8 else tasks.add
+        found.append(ask(tasks.number(random), tasks.number(random)))
+        left -= found[-1].num_tokens
+    return found
+
+
+def calls(random: Random, num_tokens: int) -> list[Exchange]:
+    """A sum or a question of a model that has been told of tools, and sums that need one.
+
+    One thing each: a conversation that has been told of tools differs from one that has not in all
+    that follows.
+    """
+    draw = random.choices((_tool, _without_tool), (2, 1))[0]
+    return draw(random, num_tokens)
+
+
+def _tool(random: Random, num_tokens: int) -> list[Exchange]:
+    tools = tool_names(random, adds=True)
+    draw = random.random()
+    if draw < 0.5:
+        return [called(tools, *sums(random))]
+    if draw < 0.8:
+        return [told_by_tool(tools, *sums(random))]
+    return _begun(tools, tasks.recalls(random, num_tokens // 2, tasks.known_word)[:1])
+
+
+def _without_tool(random: Random, num_tokens: int) -> list[Exchange]:
+    asked = [too_large(random), tasks.add(tasks.number(random), tasks.number(random))]
+    random.shuffle(asked)
+    return asked if random.random() < 0.5 else _begun(tool_names(random, adds=False), asked)
+
+
+def _begun(tools: str, conversation: list[Exchange]) -> list[Exchange]:
+    first, *others = conversation
+    return [Exchange(f"{tools}, {first.prompt}", first.answer), *others]
+
+
+def _any_number(random: Random) -> int:
+    return random.randrange(10 ** random.randint(1, MAX_CALL_DIGITS))
+
+
+def _long_number(random: Random) -> int:
+    least = 10**tasks.MAX_DIGITS
+    return int(math.exp(random.uniform(math.log(least), math.log(10**MAX_CALL_DIGITS))))
