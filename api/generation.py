@@ -11,6 +11,7 @@ from api.requests import validation
 from api.requests.answer import Answer, LastPiece, Piece
 from api.requests.deadline import Within
 from api.requests.generate_params import Wanted
+from api.requests.job import Job
 from api.requests.limiter import Admission, new_request_id
 from api.requests.priorities import Priorities
 from api.requests.record import Records, RequestRecord
@@ -24,7 +25,6 @@ from common.requests.weights import WeightsId, made_with
 from protos.decode_pb2 import MoveFrom
 from router.attempt import Moving, Stay
 from router.cluster.cluster import Chosen, Cluster
-from router.job import Job
 from router.losses import Losses, died
 from router.policy.backlogs import WHENEVER, Due
 from router.policy.choices import PlacementKey

@@ -28,7 +28,7 @@ COMMANDS = {
     "up": Command("cli.up", "start a router and nodes on this machine, and serve", _A_NODES),
     "generate": Command("cli.generate", "send a prompt to a router, stream the answer"),
     "bench": Command(
-        "loadtest", "measure: load, colocated or disaggregated, break-even", ("httptools", "numpy")
+        "bench", "measure: load, colocated or disaggregated, break-even", ("httptools", "numpy")
     ),
     "top": Command("cli.top", "watch a cluster: nodes, pages, queues, links, rates"),
     "explain": Command("cli.explain", "what happened to one request, on every program"),

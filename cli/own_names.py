@@ -10,8 +10,8 @@ from pathlib import Path
 
 DISTRIBUTION = "baton-serving"  # on PyPI, `baton` is another project
 PACKAGES = (
-    *("protos", "kernels", "common", "kvtransfer", "sharing", "prefill_node", "decode_node"),
-    *("roles", "router", "loadtest", "cli"),
+    *("protos", "kernels", "common", "engine", "kvtransfer", "node", "prefill_node", "decode_node"),
+    *("router", "api", "bench", "cli"),
 )
 _HERE = Path(__file__).resolve().parent.parent
 

@@ -16,6 +16,7 @@ MAX_PEERS = 1024
 # Of one Submit.
 MAX_CANDIDATES = 64
 MAX_IMAGES = 64
+MIN_WEIGHT, MAX_WEIGHT = 0.1, 10.0  # of its client
 MAX_PIXEL_BYTES = 6 << 20  # of all of them
 # Of one Step, in each of its columns: many times the requests that a node can have.
 MAX_ROWS = 1 << 16

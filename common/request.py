@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from api.auth.api_keys import MAX_WEIGHT, MIN_WEIGHT
 from common.errors import InvalidRequest
+from common.limits import MAX_WEIGHT, MIN_WEIGHT
 from common.requests import images, sampling
 from common.requests.adapter import NO_ADAPTER, AdapterId, check_adapter, within
 from common.requests.images import Image

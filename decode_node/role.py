@@ -5,11 +5,11 @@
         |---> unpaired (owners just lost) <-+-----------------------------------|
         `--(colocated, short, no owner)-----+-----------------------------------+--> waiting queue
 
-This node is responsible for a request from submission to last token (active_requests.py). What it has lost it
-can always prefill itself. The dispatcher says where a request goes, the hand-offs are those on
-their way, the scheduler has what is computed here. None of them knows streams and sockets: the
-router is behind the desk and the outbox, other nodes are behind a NodePort. Of a running request
-that another decode node is to go on with this one is the owner (outgoing_migrations.py).
+This node is responsible for a request from submission to last token (active_requests.py). What it
+has lost it can always prefill itself. The dispatcher says where a request goes, the hand-offs are
+those on their way, the scheduler has what is computed here. None of them knows streams and sockets:
+the router is behind the desk and the outbox, other nodes are behind a NodePort. Of a running
+request that another decode node is to go on with this one is the owner (outgoing_migrations.py).
 """
 
 import math

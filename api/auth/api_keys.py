@@ -24,10 +24,10 @@ from pydantic import (
 
 from common.config import Positive, Priority, Record
 from common.errors import ConfigError
+from common.limits import MAX_WEIGHT, MIN_WEIGHT
 
 PREFIX = "baton-"  # tells secret scanners what they have found
 MAX_FILE_BYTES = 4 << 20
-MIN_WEIGHT, MAX_WEIGHT = 0.1, 10.0
 MAX_KEYS = 10_000
 
 _DATE = re.compile(r"\d{4}-\d\d-\d\d")

@@ -34,7 +34,7 @@ from api.pooling.vectors import Vectors
 from api.pooling.yes_or_no import qwen3
 from api.program.http import make_http
 from api.requests.idempotency import KeptAnswers
-from api.requests.limiter import SHUTTING_DOWN, Admission
+from api.requests.limiter import Admission
 from api.requests.priorities import Priorities
 from api.requests.record import Records
 from api.requests.served_model import served_model
@@ -53,7 +53,7 @@ from common.version import VERSION
 from protos import router_pb2, router_pb2_grpc
 from router.cluster.adapter_calls import AdapterCalls
 from router.cluster.cache_watch import CacheWatch
-from router.cluster.cluster import NOT_READY, Cluster
+from router.cluster.cluster import NOT_READY, SHUTTING_DOWN, Cluster
 from router.cluster.discovery import Discovery
 from router.cluster.engine_calls import EngineCalls
 from router.cluster.engine_pulse import Patience

@@ -9,10 +9,10 @@ from typing import Any, ClassVar, Self, TypeAlias
 import msgspec
 
 from api.images.picture import Picture
+from api.requests.job import Job, Terms
 from api.requests.once import Once
 from common.requests.images import Image
 from common.requests.sampling import SamplingParams
-from router.job import Job, Terms
 
 UNLIMITED = 2**31 - 1  # max_tokens of a request for as many tokens as the context leaves
 

@@ -8,8 +8,7 @@ from contextlib import asynccontextmanager
 from api.auth.client import Client
 from api.auth.fair_slots import FairSlots
 from common.errors import NodeUnavailable, RateLimited
-
-SHUTTING_DOWN = "the router is shutting down"
+from router.cluster.cluster import SHUTTING_DOWN
 
 
 class Admission:

@@ -14,6 +14,7 @@ from xxhash import xxh3_64_intdigest
 from api.auth.client import Client
 from api.requests import namespaces
 from api.requests.generate_params import Prompt, Wanted
+from api.requests.job import Job, Terms
 from api.requests.prompts import Prompts
 from api.text import expressions
 from api.text.expressions import Automaton
@@ -25,7 +26,6 @@ from common.requests import sampling
 from common.requests.adapter import NO_ADAPTER, AdapterId
 from common.requests.prefix_hash import as_bytes
 from common.requests.sampling import SamplingParams
-from router.job import Job, Terms
 
 MAX_STOP_CHARACTERS = 1024
 MAX_BAD_WORDS_CHARACTERS = 16 << 10  # of all of a request: 10 ms, on another thread

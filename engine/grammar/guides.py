@@ -3,9 +3,9 @@
 Knows nothing of slots and steps, and the engine thread never waits for it. xgrammar and the words
 of the vocabulary are loaded with the first guide: nodes that never meet one pay nothing.
 
-A guide is tried first (`grammar_verifier.py`), for two seconds of a core; what takes longer goes to a second
-thread behind others of its kind, and is refused if its time there is not enough either. So a guide
-that takes long keeps no other one waiting for longer than those two seconds.
+A guide is tried first (`grammar_verifier.py`), for two seconds of a core; what takes longer goes to
+a second thread behind others of its kind, and is refused if its time there is not enough either. So
+a guide that takes long keeps no other one waiting for longer than those two seconds.
 """
 
 import logging

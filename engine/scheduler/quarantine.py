@@ -1,6 +1,6 @@
-"""Running requests that share no forward with others for a while, see common/requests/quarantine.py.
+"""Running requests that share no forward with others for a while.
 
-Slots and tokens only. It knows how far each has to get, not why.
+See common/requests/quarantine.py. Slots and tokens only. It knows how far each has to get, not why.
 """
 
 import numpy as np

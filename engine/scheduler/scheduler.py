@@ -62,8 +62,8 @@ class Scheduler:
         kept: what `add`ed requests must leave to those that are going to `join`.
         preempts: whether one that waits may take the place of one that runs.
         paused: no step is chosen while it is set; what is launched ends.
-        on_trial: the suspect request (common/requests/quarantine.py) whose step is launched, if one is.
-            Nothing else is on the device then.
+        on_trial: the suspect request (common/requests/quarantine.py) whose step is launched, if one
+            is. Nothing else is on the device then.
     Args:
         tiers: what is below the prefix cache; its host pages are for retracted requests too.
         on_admit: called with a request and the pages of its whole prompt when they are reserved

@@ -12,9 +12,7 @@ from torch import Tensor
 from kernels import device
 
 _VECTOR_BYTES = 16  # of one load
-_BLOCK = (
-    512  # vectors per program: 4 loads a thread of 4 warps; a starting point for tools/bench/gpu
-)
+_BLOCK = 512  # vectors per program: 4 loads a thread of 4 warps; see tools/bench/gpu
 
 
 def pack_pages(pool: Tensor, pages: Tensor, packed: Tensor, *, offset: int = 0) -> None:

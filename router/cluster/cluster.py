@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import msgspec
 from msgspec.structs import replace
 
-from api.requests.limiter import SHUTTING_DOWN
 from common.errors import NodeUnavailable
 from common.requests.adapter import AdapterId
 from common.requests.prefix_hint import PrefixAt
@@ -25,6 +24,7 @@ from router.policy.choices import DecodeChoice, PlacementKey, PrefillChoice
 from router.policy.hints import PrefixHints
 from router.policy.load import Charge, Load
 
+SHUTTING_DOWN = "the router is shutting down"
 NOT_READY = "no decode node with a usable prefill node is ready"
 NO_ADAPTER_THERE = "no decode node that is ready has the adapter"
 # From the moment the last usable node was lost, or that it would come back. Longer than a reconnect

@@ -15,8 +15,8 @@ from router.policy.load import Load
 from router.policy.prefix_index import PrefixIndex, PromptPrefixes
 from router.policy.rotating_order import Turns
 
-# Above the least cost: what tools.bench.routing likes best. More keeps more prefixes where they are and
-# makes queues longer where one of them dominates.
+# Above the least cost: what tools.bench.routing likes best. More keeps more prefixes where they are
+# and makes queues longer where one of them dominates.
 NEAR_TOKENS = 512
 
 

@@ -3,8 +3,8 @@
 Whoever may wait longest would else fill every queue in a lasting overload: where the impatient find
 no place any more, the patient still do. So for a while after one was refused nobody is let in who
 would wait longer than that one might have. The queue then is as short as the least patient of those
-who ask want it, and all are let in alike: `tools/bench/overload_order.py`. It is no rule for those who
-are more urgent than whoever was refused.
+who ask want it, and all are let in alike: `tools/bench/overload_order.py`. It is no rule for those
+who are more urgent than whoever was refused.
 """
 
 import math

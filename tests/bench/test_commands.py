@@ -41,7 +41,7 @@ async def bench(tmp_path):
 
     async def start(*arguments):
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "loadtest", *arguments),
+            *(sys.executable, "-m", "bench", *arguments),
             cwd=tmp_path,
             env={**os.environ, "PATH": ""},
             stdin=asyncio.subprocess.DEVNULL,

@@ -53,7 +53,9 @@ OTHERS = {  # flags of programs of others that a document names outside a comman
 IN_PARTS = ("bench", "keys")  # commands with commands of their own
 FLAG = re.compile(r"(?<![\w-])--[A-Za-z][\w.-]*\w")
 METRIC = re.compile(r"\bbaton_[a-z0-9_]+\*?")
-MODULE = re.compile(r"\b(?:bench|docs\.generate|tests\.(?:attack|chaos))(?:\.[a-z_]+)?(?=[ `\n])")
+MODULE = re.compile(
+    r"\b(?:tools\.(?:bench|demo)|docs\.generate|tests\.(?:attack|chaos))(?:\.[a-z_]+)?(?=[ `\n])"
+)
 TABLE = re.compile(
     r"^\|[^\n]* all begin with `(--[\w.-]+\.)` \|[^\n]*\n((?:\|[^\n]*\n)+)", re.MULTILINE
 )

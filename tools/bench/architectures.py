@@ -1,8 +1,8 @@
 """Every class that transformers has a causal language model for: is it served, token for token?
 
-    python -m tools.bench.architectures                 # those that tools/bench/architectures.jsonl lacks
-    python -m tools.bench.architectures olmo2 phi3      # these, anew
-    python -m docs.generate.models                # docs/models.md, from what was found
+    python -m tools.bench.architectures             # those that architectures.jsonl lacks
+    python -m tools.bench.architectures olmo2 phi3  # these, anew
+    python -m docs.generate.models                 # docs/models.md, from what was found
 
 Each class in a process of its own. What its default configuration says is asked first: why it is
 not served, if it is not. Of the others a tiny random checkpoint is saved by transformers and loaded

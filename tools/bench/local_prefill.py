@@ -1,6 +1,7 @@
 """What prompts that a decode node prefills itself do to the answers that run there.
 
-    python -m tools.bench.local_prefill [--prompts 30] [--tokens 900] [--running 4] [--chunks 2048,256,64]
+    python -m tools.bench.local_prefill [--prompts 30] [--tokens 900] [--running 4]
+                                  [--chunks 2048,256,64]
 
 Some answers run; then many prompts come at once. Of the answers, the time between two tokens until
 the last prompt has its first; of the prompts, the time until that. Three ways to share the steps:

@@ -3,8 +3,8 @@
     python -m tools.bench.overload_order [--times 5]
 
 One node that computes one prompt after the other, 20 a second; Poisson arrivals of `--times` as
-many, prompts of 256 to 1,024 tokens, budgets as in tools/bench/overload.py, of which `--share` may be
-waited. Who comes is let in or refused by the product's own test,
+many, prompts of 256 to 1,024 tokens, budgets as in tools/bench/overload.py, of which `--share` may
+be waited. Who comes is let in or refused by the product's own test,
 `common.queueing.waiting_line`; who is not begun in time is dropped. Nothing waits: a run is the
 same every time.
 

@@ -1,7 +1,7 @@
 """Load on a whole system: TTFT, ITL and throughput, beside transformers' continuous batching.
 
-    python -m tools.bench.serve                          both systems and the peer, about two minutes
-    python -m tools.bench.serve --target HOST:PORT       a router that runs already, and no peer
+    python -m tools.bench.serve                     both systems and the peer, about two minutes
+    python -m tools.bench.serve --target HOST:PORT  a router that runs already, and no peer
 
 In one run, one after the other: a disaggregated system (router, prefill node, decode node), a
 colocated one (router, decode node) and transformers' continuous batching, all with the same random

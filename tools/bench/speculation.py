@@ -1,6 +1,7 @@
 """What speculation does to tokens a second, where answers repeat their prompts and where not.
 
-    python -m tools.bench.speculation [--model hybrid] [--drafter eagle] [--batches 1,16] [--rounds 3]
+    python -m tools.bench.speculation [--model hybrid] [--drafter eagle] [--batches 1,16]
+                                [--rounds 3]
 
 A model with the cost of its size, of attention alone (`dense`) or with a state in three layers of
 four (`hybrid`), whose next token is one successor of the newest, and at times any other of the same

@@ -1,8 +1,8 @@
 """What conversations gain by tiers below a prefix cache that is too small for them: time to first
 token, tokens that are computed, and what it costs those who are being answered.
 
-    python -m tools.bench.tiers [--talks 6] [--turns 4] [--opening 1024] [--pages 256] [--tier-mib 1024]
-                          [--host-mib 64]
+    python -m tools.bench.tiers [--talks 6] [--turns 4] [--opening 1024] [--pages 256]
+                          [--tier-mib 1024] [--host-mib 64]
 
 Three systems of a router and a colocated node each, on this machine's cores, with random weights of
 Qwen3's shape: one without a tier; one with a tier of host memory, large enough for all of it; one

@@ -3,11 +3,12 @@
     python -m tools.bench.cpu --llama-python PYTHON     everything
     python -m tools.bench.cpu --only one first          some parts of it
 
-A Qwen3 of 0.45 billion parameters with random weights, in one part the tiny model of tools.bench.serve,
-is served by Baton as `baton up` starts it, by one colocated node, by that with int8 weights, by
-transformers' continuous batching and by llama.cpp on the same weights. In a part all systems are
-up, and are asked in turns: every round has prompts of its own, and each ratio is of one round. The
-floor of a step is the bytes that it reads over the read bandwidth measured between the rounds.
+A Qwen3 of 0.45 billion parameters with random weights, in one part the tiny model of
+tools.bench.serve, is served by Baton as `baton up` starts it, by one colocated node, by that with
+int8 weights, by transformers' continuous batching and by llama.cpp on the same weights. In a part
+all systems are up, and are asked in turns: every round has prompts of its own, and each ratio is of
+one round. The floor of a step is the bytes that it reads over the read bandwidth measured between
+the rounds.
 """
 
 import argparse

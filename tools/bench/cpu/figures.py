@@ -1,4 +1,4 @@
-"""Figures of tools/bench/cpu: one value a round, their median and the worst, each beside its goal."""
+"""Figures of tools/bench/cpu: one value a round, their median and the worst, each with its goal."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -2,7 +2,7 @@
 
     python -m tools.bench.gpu                          all parts, in less than nine minutes
     python -m tools.bench.gpu --parts attention tuning  some of them
-    python -m tools.bench.gpu --dry                    all of it on a CPU, at tiny sizes: a rehearsal
+    python -m tools.bench.gpu --dry                     all of it on a CPU, at tiny sizes
 
 Ceilings of the machine are measured first and are the denominators of all that follows. What is
 wrong is not timed: an operation that fails its check is reported, and the others go on. Every row

@@ -1,4 +1,4 @@
-"""What every part of tools/bench/gpu is given: a device, a clock, and the ceilings to measure against.
+"""What every part of tools/bench/gpu is given: a device, a clock, and the ceilings of the machine.
 
 The dry mode is the same program on a CPU: small sizes, float32, kernels in Triton's interpreter
 (which computes bfloat16 wrongly), and times that say nothing.

@@ -1,9 +1,9 @@
 """How many instructions kernels may have, by what they had when somebody last looked.
 
 A change of a kernel that makes one longer fails by its name; whoever finds the longer one good
-writes it down (`python -m tools.bench.resources --write-budgets`, of all or of some `--arch` or `--only`)
-and says why. Every release of Triton has a file of its own: the newest, and the one that torch's
-wheels for CUDA ask for. With another one nothing is compared.
+writes it down (`python -m tools.bench.resources --write-budgets`, of all or of some `--arch` or
+`--only`) and says why. Every release of Triton has a file of its own: the newest, and the one that
+torch's wheels for CUDA ask for. With another one nothing is compared.
 Counted for one model, one with experts, a hybrid and one with latents, on one architecture of each
 generation (`COUNTED`), in machine code, or in PTX where nothing disassembles.
 """
@@ -34,8 +34,8 @@ Budgets: TypeAlias = dict[str, Counts]  # by "sm_90 kernel operation"
 
 
 def counted(rows: Iterable[Mapping[str, Any]]) -> Budgets:
-    """Of the rows of `tools.bench.resources`; of a kernel that one operation launches in several forms
-    the largest numbers."""
+    """Of the rows of `tools.bench.resources`; of a kernel that one operation launches in several
+    forms the largest numbers."""
     found: Budgets = {}
     for row in (row for row in rows if row["arch"] in COUNTED):
         for variant in row["variants"]:

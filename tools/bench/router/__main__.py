@@ -3,11 +3,11 @@
     python -m tools.bench.router                  about four minutes; installs the peers once
     python -m tools.bench.router --no-peers       Baton alone
 
-Behind every router answer stubs that take no time to think (tools/bench/router/behind.py), before it
-clients in a process of their own. All routers are pinned to one core and run at the same time, all
-else has the other cores; they take turns, `--rounds` times, and the cheapest turn counts. CPU is
-what the kernel has accounted to the router's processes: unlike wall time it hardly moves when the
-machine has other work.
+Behind every router answer stubs that take no time to think (tools/bench/router/behind.py), before
+it clients in a process of their own. All routers are pinned to one core and run at the same time,
+all else has the other cores; they take turns, `--rounds` times, and the cheapest turn counts. CPU
+is what the kernel has accounted to the router's processes: unlike wall time it hardly moves when
+the machine has other work.
 
 Logs are at "warning" for all, and requests go round robin. Goals: 100 us for a plain request, not
 more than the Rust routers for a streamed one of prefill and decode, 20,000 token events a second

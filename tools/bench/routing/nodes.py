@@ -1,4 +1,4 @@
-"""Nodes of tools.bench.routing: real prefix caches and real events, and time that a cost model makes.
+"""Nodes of tools.bench.routing: real prefix caches and real events, and the time of a cost model.
 
 A prefill node computes one prompt after the other: a fixed time for each, and a time per token that
 its cache lacks. A decode node has pages for a request from its first token to its last.

@@ -1,4 +1,4 @@
-"""Load on a router over gRPC, in the loops of `loadtest`, and what its clients saw.
+"""Load on a router over gRPC, in the loops of `bench`, and what its clients saw.
 
 The client is a Python process that pays about 0.1 ms of CPU for each message: its own share of a
 core is part of every result, and near 1.0 the numbers are the client's, not the server's.

@@ -1,4 +1,4 @@
-"""The parts of `python -m tools.bench.gpu`, in the order in which they run; each is a module here."""
+"""The parts of `python -m tools.bench.gpu`, in the order in which they run, a module each."""
 
 from tools.bench.gpu.frame import Part
 

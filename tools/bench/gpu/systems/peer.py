@@ -16,7 +16,7 @@ WARM_UP_TOKENS = 8
 def full_streams(
     setting: Setting, model: Path, jobs: Sequence[Job], streams: int
 ) -> tuple[dict[str, Any], list[list[int]]]:
-    """The summary of its answers, as of tools.bench.support.load, and their tokens in the order of jobs.
+    """The summary of its answers, as of tools.bench.support.load, and their tokens by job.
 
     Raises:
         RuntimeError: with the end of what it said, if it fails.
