@@ -123,7 +123,7 @@ def all_flags() -> Flags:
 
 @cache
 def flags_in_source(module: str) -> frozenset[str]:
-    """Return the flags of a module of bench or tests, which nobody wants to import here."""
+    """Return the flags of a module of tools or tests, which nobody wants to import here."""
     path = ROOT / module.replace(".", "/")
     files = [*path.rglob("*.py")] if path.is_dir() else [path.with_suffix(".py")]
     texts = [
@@ -183,7 +183,7 @@ def wrong_in(command: list[str]) -> Iterator[str]:
             part = f" {arguments[0]}" if arguments and name in IN_PARTS else ""
             yield from _wrong_flags(name + part, arguments)
         case [python, "-m", module, *arguments] if python.startswith("python"):
-            if module.partition(".")[0] in ("bench", "tests", "docs", "protos"):
+            if module.partition(".")[0] in ("tools", "tests", "docs", "protos"):
                 given = {word.partition("=")[0] for word in arguments if word.startswith("--")}
                 yield from (
                     f"python -m {module} has no {flag}"

@@ -72,7 +72,7 @@ def _programs(pid: int, parent: str = "") -> dict[str, int]:
     for child in children_of(pid):
         command = Path(f"/proc/{child}/cmdline").read_text().split("\0")
         module = command[command.index("-m") + 1]
-        name = module.replace("roles", parent)
+        name = f"{parent}.engine" if module == "node.engine_main" else module
         found |= {name: child} | _programs(child, module)
     return found
 

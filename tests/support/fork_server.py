@@ -239,9 +239,11 @@ def main(descriptor: int) -> None:
     """Serve until the asking process closes its socket."""
     import api.program.processes
     import api.program.serving  # noqa: F401
-    import decode_node.engine  # noqa: F401
+    import decode_node.engine
+    import decode_node.program  # noqa: F401
     import node.roles  # noqa: F401
-    import prefill_node.engine  # noqa: F401
+    import prefill_node.engine
+    import prefill_node.program  # noqa: F401
 
     (thread,) = os.listdir("/proc/self/task")
     assert int(thread) == os.getpid(), "a thread before the fork"
