@@ -488,7 +488,7 @@ async def test_over_grpc_with_tools_and_a_guide_the_model_may_call_first(calling
             form = json.loads(submit.sampling.guide.structural_tag)["format"]
             assert form["type"] == "or" and _schemas(form) == [FORM, PARAMETERS]
             said = Spoken(calling).ids(CALL)
-            node.say({submit.request: said}, ended={submit.request: FINISH_REASON_STOP})
+            node.say({submit.number: said}, ended={submit.number: FINISH_REASON_STOP})
             (part,) = (await collect(call))[2].tool_calls
             assert part.name == "add"
 
@@ -496,7 +496,7 @@ async def test_over_grpc_with_tools_and_a_guide_the_model_may_call_first(calling
             submit = await node.submitted()
             told = json.loads(submit.sampling.guide.structural_tag)
             assert _schemas(told) == [PARAMETERS]  # a call that has begun is held to its schema
-            node.say({submit.request: said}, ended={submit.request: FINISH_REASON_STOP})
+            node.say({submit.number: said}, ended={submit.number: FINISH_REASON_STOP})
             await collect(asked)
 
 

@@ -238,7 +238,7 @@ def test_nobody_waits_longer_than_a_step_for_one_more_urgent_by_a_step(policy, r
         waiting.append(_request(second + 1, [1] * 9, priority=1, arrived=float(second)))
         begun = order(sorted(waiting, key=lambda request: request.place))[0]
         waiting.remove(begun)
-        if not begun.priority:
+        if not begun.spec.priority:
             break
     assert second == STEP_S
 

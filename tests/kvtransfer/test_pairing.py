@@ -35,7 +35,7 @@ def test_nodes_of_one_model_and_layout_pair_whatever_their_pools_and_addresses()
     "changes, sentence",
     [
         ({"instance": 1}, "It is this node itself."),
-        ({"protocol_version": 9}, f"protocol_version is {PROTOCOL_VERSION} here and 9 there."),
+        ({"protocol_version": 99}, f"protocol_version is {PROTOCOL_VERSION} here and 99 there."),
         (
             {"fingerprint": {"model": "xyz", "page_size": "16"}},
             "model is 'abc' here and 'xyz' there.",
@@ -77,7 +77,7 @@ def test_what_follows_from_a_flag_is_told_where_no_flag_explains_it() -> None:
 
 def test_every_difference_is_told() -> None:
     with pytest.raises(LayoutMismatch) as refusal:
-        compare(OURS, theirs(fingerprint={"model": "x", "page_size": "32"}, protocol_version=9))
+        compare(OURS, theirs(fingerprint={"model": "x", "page_size": "32"}, protocol_version=99))
     text = str(refusal.value)
     assert text.startswith("there:1 cannot pair: ")
     assert all(f"{field} is" in text for field in ("model", "page_size", "protocol_version"))
@@ -91,7 +91,7 @@ def test_weights_alone_may_become_the_same_later() -> None:
     assert not lasts(ours, changed)
     compare(ours.with_weights(b"b" * 16), changed)
     assert lasts(ours, theirs(fingerprint={**changed.fingerprint, "page_size": "32"}))
-    assert lasts(ours, msgspec.structs.replace(changed, protocol_version=9))
+    assert lasts(ours, msgspec.structs.replace(changed, protocol_version=99))
 
 
 @pytest.mark.skipif(not onednn.multiplies_int8(), reason="no int8 here")

@@ -19,16 +19,16 @@ WAIT_S = 180.0  # an engine's start is seconds of a core that others use too
 class Program:
     """`python -m MODULE ARGUMENTS` in a process group of its own. Close it.
 
-    Routers and nodes are started by the fork server.
+    Routers and nodes are started by the fork server, unless they are not to be `forked`.
     """
 
-    def __init__(self, module: str, *arguments: str) -> None:
+    def __init__(self, module: str, *arguments: str, forked: bool = True) -> None:
         environment = {**os.environ}
         environment.pop("GRPC_VERBOSITY", None)
         read, write = os.pipe()
         self._output = open(read)  # noqa: SIM115
         with open(os.devnull, "rb") as nothing, open(write, "wb") as output:
-            if module in fork_server.PROGRAMS:
+            if forked and module in fork_server.PROGRAMS:
                 files = (nothing.fileno(), write, write)
                 self.process: Any = fork_server.start(
                     module, arguments, environment, Path.cwd(), files

@@ -11,7 +11,7 @@ import torch
 from common.config import LoraConfig
 from common.requests.adapter import NO_ADAPTER
 from common.requests.sampling import SamplingParams
-from engine.adapters.adapters import Adapters
+from engine.adapters.adapters import Adapters, no_adapters
 from engine.adapters.library import Library
 from engine.adapters.making import bank_of, load_all, shelf_of
 from engine.batch.batch import ForwardMode, Ints, PageCopies, ScheduleBatch
@@ -63,7 +63,9 @@ class Steps:
         self.features = every_feature(
             self.table, model.spec.vocabulary_size, model.spec.eos_token_ids, model.device
         )
-        self.adapters = _adapters(lora or LoraConfig(), model, self.table)
+        self.adapters = (
+            no_adapters(self.table) if lora is None else _adapters(lora, model, self.table)
+        )
         self.runner = ModelRunner(
             model,
             self.pool,

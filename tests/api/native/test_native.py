@@ -170,7 +170,7 @@ async def test_a_form_that_a_node_refuses_is_named_as_its_client_sent_it(model: 
         )
         submit = await api.node.submitted()
         api.node.say(
-            ended={submit.request: FINISH_REASON_ERROR},
+            ended={submit.number: FINISH_REASON_ERROR},
             error="sampling.guide: it has no such type",
             error_code=StatusCode.INVALID_ARGUMENT.value[0],
         )

@@ -124,7 +124,8 @@ async def test_metrics_count_requests_and_tokens(model: Path, programs: list[Pro
 
 async def test_a_live_router_has_mapped_no_torch(model: Path, programs: list[Program]) -> None:
     async with StubDecodeNode() as node:
-        router = Program("router", "--model", str(model), "--decode", node.address, *ANY_PORTS)
+        arguments = ("--model", str(model), "--decode", node.address, *ANY_PORTS)
+        router = Program("router", *arguments, forked=False)
         programs.append(router)
         async with rpc.make_channel(router.address()) as channel:
             client = Client(channel)
@@ -142,7 +143,8 @@ async def test_a_second_signal_does_not_wait_for_live_requests(
     model: Path, programs: list[Program]
 ) -> None:
     async with StubDecodeNode() as node:
-        router = Program("router", "--model", str(model), "--decode", node.address, *ANY_PORTS)
+        arguments = ("--model", str(model), "--decode", node.address, *ANY_PORTS)
+        router = Program("router", *arguments, forked=False)
         programs.append(router)
         async with rpc.make_channel(router.address()) as channel:
             client = Client(channel)

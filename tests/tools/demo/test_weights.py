@@ -51,9 +51,9 @@ def answer(model, tokenizer) -> Callable[[str], str]:
 
 
 def _documented() -> list[tuple[str, str]]:
-    """Prompts and answers, as the README shows them: `baton generate "PROMPT"  # ANSWER`."""
-    readme = (ROOT / "README.md").read_text()
-    return re.findall(r'^baton generate "(.* =)".*?# (.*)$', readme, re.MULTILINE)
+    """Return the prompts and responses of the table in the quick start."""
+    page = (ROOT / "docs/quickstart.md").read_text()
+    return re.findall(r"^\| `(.* =)` \| `([^`]*)`", page, re.MULTILINE)
 
 
 def test_it_is_small(model):
@@ -81,11 +81,11 @@ def test_the_written_accuracy_is_what_is_measured(tokenizer, model):
 
 
 @pytest.mark.parametrize("prompt, expected", _documented())
-def test_what_the_readme_shows_is_what_it_answers(answer, prompt, expected):
+def test_what_the_quick_start_shows_is_what_it_answers(answer, prompt, expected):
     assert answer(prompt) == expected
 
 
-def test_the_readme_shows_every_task():
+def test_the_quick_start_shows_every_task():
     prompts = [prompt for prompt, _ in _documented()]
     for start in ("add ", "copy ", "reverse "):
         assert any(prompt.startswith(start) for prompt in prompts)

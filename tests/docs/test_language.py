@@ -1,6 +1,6 @@
 """The documentation follows the language rules: a ratchet over the count of each page.
 
-`python -m tests.test_language PAGE...` lists what breaks a rule. With `--record` it writes the
+`python -m tests.docs.test_language PAGE...` lists what breaks a rule. With `--record` it writes the
 counts of all pages into language.json. A count may fall and must not rise.
 """
 
@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
     page for pattern in ("*.md", "docs/**/*.md", "*/README.md") for page in ROOT.glob(pattern)
 )
-COUNTS = ROOT / "tests" / "language.json"
+COUNTS = ROOT / "tests" / "docs" / "language.json"
 LONGEST = 35  # words of a sentence
 WORDS = re.compile(
     r"\b(told|tells?|let in|goes? on|going on|went on|anew|besides|heed(?:s|ed)?|mend(?:s|ed)?"
