@@ -1,1 +1,1 @@
-"""What a step is about: requests, the table of their rows, a batch and its tensors."""
+"""Inputs of a step: requests, the table of their rows, the batch and its tensors."""

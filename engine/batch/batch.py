@@ -1,4 +1,4 @@
-"""What crosses between the scheduler and the runner: one decision, one launch, one result."""
+"""The interface between the scheduler and the runner: one decision, one launch, one result."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,12 +17,12 @@ class ForwardMode(IntEnum):
     EXTEND = 1  # prompts, or chunks of prompts
     DECODE = 2  # one token per row
     MIXED = 3  # a chunk of a prompt, and decode rows in the same forward
-    VERIFY = 4  # decode rows, the first of which have drafts behind their newest token
+    VERIFY = 4  # decode rows; the first of them have drafts after their newest token
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PageCopies:
-    """Whole pages between the pool and host memory, in order: device[i] <-> host[i]."""
+    """Copies of whole pages between the pool and host memory, in order: device[i] <-> host[i]."""
 
     device_pages: Ints
     host_pages: Ints
@@ -30,7 +30,7 @@ class PageCopies:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateAt:
-    """Pages with the state of the request in a batch's row, after so many of the row's tokens."""
+    """Pages that hold the state of row `row`'s request after `num_tokens` of the row's tokens."""
 
     row: int
     num_tokens: int
@@ -41,22 +41,24 @@ class StateAt:
 class ScheduleBatch:
     """The scheduler's decision for one step. Plain integers in columns, one entry per row.
 
-    Row i computes token indices [starts[i], ends[i]) of the request in slots[i]; its KV before
-    starts[i] is valid. A row with samples[i] False is a chunk that is not its prompt's last: what
-    is computed after it tells whether it is finite, and is no token.
-    In EXTEND and MIXED batches extend rows come first, decode rows last. One without rows is there
-    for its copies alone.
-    Nobody changes a batch, or an array of one, after it is made.
+    Row i computes token indices [starts[i], ends[i]) of the request in slots[i]. Its KV before
+    starts[i] is valid. A row with samples[i] False is a chunk that is not the last of its prompt:
+    its logits are only checked for NaN or Inf, and no token is sampled from them. In EXTEND and
+    MIXED batches extend rows come first and decode rows last. A batch without rows only carries its
+    copies. A batch and its arrays are immutable after creation.
 
-    In VERIFY batches a row's tokens but the first are drafts, which the request table has behind
-    its known tokens; each is sampled after. Rows with more drafts come first. `early`: row i may
-    begin earlier, by early[i] tokens at most and with all that it computes: by as many as are
-    rejected of the drafts of the step before, which only the device knows yet. None: no row may.
+    In VERIFY batches all tokens of a row but the first are drafts. The request table stores them
+    after the row's known tokens, and a token is sampled after each. Rows with more drafts come
+    first.
 
-    A row that starts at token 0 begins with an empty state; any other goes on from the one in its
-    request's own pages, unless it is among `resumed` (after 0 of its tokens). Each leaves its state
-    in those own pages. `kept`: states on the way, or at the end, that are wanted in other pages
-    too; one of a row at most.
+    `early`: row i with everything it computes may begin up to early[i] tokens earlier. The exact
+    number is the number of drafts of the previous step that are rejected, which only the device
+    knows yet. None: no row may begin earlier.
+
+    A row that starts at token 0 begins with an empty state. Any other row continues from the state
+    in its request's own pages, unless the row is listed in `resumed` (after 0 of its tokens). Each
+    row writes its state to its request's own pages. `kept`: intermediate or final states to be
+    written to other pages as well, at most one per row.
     """
 
     step: int
@@ -76,7 +78,7 @@ class ScheduleBatch:
         return int((self.ends - self.starts).sum())
 
     def before_last(self) -> tuple[NDArray[np.intp], Ints]:
-        """All tokens but each row's last, row after row: the row and the index of each."""
+        """Return the row and the token index of all tokens except each row's last, row by row."""
         counts = self.ends - self.starts - 1
         rows = np.repeat(np.arange(len(counts)), counts)
         firsts = np.cumsum(counts) - counts
@@ -86,15 +88,17 @@ class ScheduleBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowLogprobs:
-    """Of tokens that some rows have: entry i is of row rows[i], whose entries follow each other."""
+    """Logprobs of the tokens of some rows. Entry i belongs to row rows[i]. Entries of a row are
+    adjacent."""
 
-    rows: Ints  # [n], places among the batch's rows
+    rows: Ints  # [n], indices of the batch's rows
     chosen: NDArray[np.float32]  # [n]
-    top_tokens: Ints  # [n, k], of each place the likeliest, in falling order
+    top_tokens: Ints  # [n, k], the most likely tokens at each position, in descending order
     top: NDArray[np.float32]  # [n, k]
 
     def of(self, row: int, num_top: int) -> Logprobs:
-        """What one row has, at most `num_top` of the likeliest tokens of each place."""
+        """Return the logprobs of one row, with at most `num_top` of the most likely tokens per
+        position."""
         mine = self.rows == row
         top_tokens, top = self.top_tokens[mine, :num_top], self.top[mine, :num_top]
         return Logprobs(
@@ -107,7 +111,8 @@ class RowLogprobs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Runs:
-    """What the rows of a VERIFY step gave: row i the first counts[i] of tokens[i], at least one."""
+    """Accepted tokens of a VERIFY step: the first counts[i] of tokens[i] for row i, at least
+    one."""
 
     tokens: Ints  # [rows, most tokens of a row]
     counts: Ints  # [rows]
@@ -115,15 +120,15 @@ class Runs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchResult:
-    """What one step gave, on the host. tokens[i] belongs to row i; -1 where the row sampled
-    nothing; -2 where its logits were not finite, whether it samples or not: then nothing of its KV
-    is to be trusted.
+    """The result of one step, on the host. tokens[i] belongs to row i: -1 if the row sampled
+    nothing, -2 if its logits contain NaN or Inf, whether it samples or not. In that case none of
+    the row's KV may be trusted.
 
-    runs: of a VERIFY step, and only of one; tokens has the last of each.
+    runs: set for VERIFY steps only. `tokens` then holds the last token of each run.
 
-    logprobs: of the tokens, for the rows that ask for them; prompt_logprobs: of the prompt's tokens
-    that follow those which the step has computed. pooled: by row, what the step adds to the vectors
-    of those that want no token.
+    logprobs: for the sampled tokens of rows that ask for them. prompt_logprobs: for the prompt
+    tokens that follow the computed ones. pooled: by row, the step's contribution to the vectors of
+    requests that want no token.
     """
 
     tokens: Ints
@@ -133,33 +138,33 @@ class BatchResult:
     runs: Runs | None = None
 
 
-# Of a draft that only the device will know, see engine/models/drafting.
+# Placeholder for a draft that only the device will know, see engine/models/drafting.
 TO_GUESS = int(np.iinfo(np.int32).min)
 NOT_SAMPLED = -1
 NOT_FINITE = -2
 
 
 class Launched(Protocol):
-    """A forward that the device is working on."""
+    """A forward that the device is executing."""
 
     @property
     def batch(self) -> ScheduleBatch: ...
 
     def sample(self) -> None:
-        """Once the step before is finished: chooses the tokens of a step whose rows had to wait for
-        that. Of any other step nothing is left to do."""
+        """Choose the tokens of a step whose rows had to wait for the previous step. Call it once
+        the previous step is finished. It does nothing for any other step."""
         ...
 
     def result(self) -> BatchResult:
-        """Waits for the copy-done event of this step: the only wait of the engine thread.
+        """Wait for the copy-done event of this step. This is the engine thread's only wait.
 
         Raises:
-            Exception: whatever the forward raised; it is the node's own fault, and fatal.
+            Exception: any error of the forward. It is the node's own fault, and fatal.
         """
         ...
 
 
 class Runner(Protocol):
-    """Launches forwards; never waits for the device."""
+    """A launcher of forwards that never waits for the device."""
 
     def launch(self, batch: ScheduleBatch) -> Launched: ...

@@ -1,8 +1,9 @@
-"""Rows that begin where drafts of the step before were rejected, which the CPU does not know yet.
+"""Rows that begin where drafts of the previous step were rejected, which the CPU does not know yet.
 
-A step is launched as if all drafts before it stood. The forward stream knows better by then, and
-moves each row back by as many tokens as were rejected. What a drafter guesses is guessed for a
-place: the drafts that the row then computes are those for its places, not those it had.
+A step is launched as if all previous drafts were accepted. On the forward stream the result is
+known, and each row is moved back by the number of rejected drafts. A drafter's guess belongs to a
+token index. A moved row therefore computes the drafts of its new indices, not those of its old
+ones.
 """
 
 from collections.abc import Sequence
@@ -21,18 +22,21 @@ from engine.batch.table import RequestTable
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EarlyRows:
-    """Of one step. A row's drafts are in a window of what was guessed, from the first place that
-    one of them may have."""
+    """Early rows of one step. Each row's drafts lie in a window of the guesses, which begins at the
+    first index that one of its drafts may have."""
 
-    most: Tensor  # int32 [num_rows]: so many tokens earlier, at most
-    rows: Tensor  # int64 [num_tokens]: of each token
-    tokens: Tensor  # int32 [num_tokens]: of its request, the index of each, if nothing is rejected
-    guesses: Tensor  # int32 [any], window after window
-    places: Tensor  # int64 [num_tokens]: of a draft in `guesses`, if nothing is rejected; else -1
+    most: Tensor  # int32 [num_rows]: maximum number of tokens that the row moves back
+    rows: Tensor  # int64 [num_tokens]: row of each token
+    # int32 [num_tokens]: index of each token in its request, if no draft is rejected
+    tokens: Tensor
+    guesses: Tensor  # int32 [any], all windows concatenated
+    # int64 [num_tokens]: index of a draft in `guesses`, if none is rejected; else -1
+    places: Tensor
 
     @classmethod
     def of(cls, batch: ScheduleBatch, table: RequestTable) -> Self | None:
-        """At the launch of a step, in host memory; None where all rows begin where they say."""
+        """Build the rows in host memory at the launch of a step. Return None if no row may begin
+        early."""
         if batch.early is None:
             return None
         early, counts = batch.early, batch.ends - batch.starts
@@ -56,19 +60,18 @@ class EarlyRows:
         return [getattr(self, field.name) for field in fields(self)]
 
     def on_device(self, sent: Sequence[Tensor]) -> Self:
-        """The same of its `tensors`, uploaded."""
+        """Return the same object with the uploaded copies of its `tensors`."""
         return type(self)(*sent)
 
     def moved(
         self, batch: ForwardBatch, rejected: Tensor, page_size: int
     ) -> tuple[ForwardBatch, Tensor]:
-        """On the forward stream, with all on the device.
+        """Move the rows of a step back. Runs on the forward stream with all tensors on the device.
 
         Args:
-            rejected: int32 [num_slots], by the step before.
+            rejected: int32 [num_slots], written by the previous step.
         Returns:
-            The step as it is to be computed, and by how much earlier each token is, int32
-            [num_tokens].
+            The step to compute, and how far each token was moved back, int32 [num_tokens].
         """
         by_row = torch.minimum(rejected[batch.slots], self.most)
         by_token = by_row[self.rows]
@@ -99,6 +102,6 @@ class EarlyRows:
 
 
 def _ranges(counts: NDArray[np.integer[Any]]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """0 .. counts[i] - 1 for each i, one after the other: the i and the number of each."""
+    """Concatenate 0 .. counts[i] - 1 for all i. Return the i and the number of each entry."""
     rows = np.repeat(np.arange(len(counts)), counts)
     return rows, np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -1,6 +1,6 @@
-"""One step as tensors, made from the scheduler's decision and the request table.
+"""One step as tensors, built from the scheduler's decision and the request table.
 
-Built on the engine thread by column operations, a few per step whatever the number of rows; every
+The engine thread builds a step with a few column operations, whatever the number of rows. Every
 tensor is a copy, so that a launched forward never sees the table change.
 """
 
@@ -19,43 +19,45 @@ from engine.batch.table import RequestTable
 from engine.batch.upload import packed_bytes, upload
 from kernels.linear_attention.state_cells import StateRows
 
-# So many times the tokens that there are: whole rows are copied as much faster than single pages.
+# Maximum padding as a multiple of the real tokens. Copying whole rows is faster than copying single
+# pages by about this factor.
 MAX_PADDING = 4
 _ONE_FULL = (None,)  # tables
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForwardBatch:
-    """Rows are consecutive ranges of tokens. Nothing of it is ever changed in place.
+    """A step's rows as consecutive ranges of tokens. Immutable.
 
-    A request's pages are in one table or in several, and a layer's KV is in the pages of one table
-    (KVLayout). What is a tuple has an entry for each table: tensors of their own, since kernels are
-    compiled for where a tensor begins.
+    A request's pages are in one table or in several. A layer's KV is in the pages of one table
+    (KVLayout). Tuples have one entry per table. Each entry is a separate tensor, because kernels
+    are compiled for the alignment of a tensor's start.
 
-    Padding, which gives a captured graph its size, are decode rows of length 0 with token 0 at
-    location -1: they read and write no page, and nobody wants their logits.
+    A captured graph needs a fixed number of rows. Padding consists of decode rows of length 0 with
+    token 0 at location -1. They read and write no page, and their logits are not used.
 
-    positions: where in the text each token is, for its rotation: its index, but for requests with
-    images. Where the step has tokens of images, their rows and columns count too: [3, num_tokens].
-    Tokens of images have id 0 here; `seen` says which of what image they are.
+    positions: the rotary position of each token. It equals the token's index except in requests
+    with images. If the step has image tokens, there is one entry for time, row and column: [3,
+    num_tokens]. Image tokens have id 0 here, and `seen` maps them to their images.
     """
 
-    locations: tuple[Tensor, ...]  # int64 [num_tokens], page * page_size + offset: where KV goes
+    # int64 [num_tokens], page * page_size + offset: where KV is written
+    locations: tuple[Tensor, ...]
     page_starts: tuple[Tensor, ...]  # int32 [num_rows]: row i's pages are page_ids[starts[i] + j]
-    token_ids: Tensor  # int32 [num_tokens]; -(slot + 1): the last token sampled in that slot
+    token_ids: Tensor  # int32 [num_tokens]; -(slot + 1) means the last token sampled in that slot
     positions: Tensor  # int32 [num_tokens], or [3, num_tokens]
-    lengths: Tensor  # int32 [num_rows], tokens of the request up to this step's last
+    lengths: Tensor  # int32 [num_rows], tokens of the request up to the last of this step
     query_starts: Tensor  # int32 [num_rows + 1], in tokens
-    sampled: Tensor  # int64 [any], tokens whose logits are wanted: each row's last, then others
-    # Of states, see kernels/linear_attention; int32 [num_rows, state pages], and [num_rows]. A row
-    # with drafts writes none until it is known which of them stand: then to `state_kept`.
+    sampled: Tensor  # int64 [any], tokens whose logits are needed: each row's last, then others
+    # State pages, see kernels/linear_attention; int32 [num_rows, state pages], and [num_rows] for
+    # marks. A row with drafts writes its state only after verification, to `state_kept`.
     state_reads: Tensor
     state_writes: Tensor
     state_marks: Tensor
     state_kept: Tensor
     page_ids: Tensor  # int32 [any]
     slots: Tensor  # int64 [num_rows without padding]
-    num_decodes: int  # of the last rows, how many have one token each
+    num_decodes: int  # number of rows at the end that have one token each
     seen: tuple[Seen, ...]
 
     @property
@@ -64,11 +66,11 @@ class ForwardBatch:
 
     @property
     def packed_bytes(self) -> int:
-        """What `to` needs of its destination."""
+        """Bytes that `to` needs in its destination."""
         return packed_bytes(self._tensors())
 
     def padded(self, num_rows: int) -> "ForwardBatch":
-        """A decode step as one of so many rows. `slots` stay as they are."""
+        """Return a decode step padded to `num_rows` rows. `slots` stay unchanged."""
         added = num_rows - self.num_rows
         if not added:
             return self
@@ -101,8 +103,12 @@ class ForwardBatch:
         )
 
     def states_after(self, counts: Tensor) -> StateRows:
-        """Of a step with drafts, the rows that have some: they write the states after so many of
-        their tokens, int32 [num_rows]."""
+        """Return the states of the rows with drafts, to be written after verification.
+
+        Args:
+            counts: int32 [num_rows], the number of the row's tokens after which its state is
+                written.
+        """
         rows = self.num_rows - self.num_decodes
         return StateRows(
             self.query_starts[: rows + 1],
@@ -114,16 +120,16 @@ class ForwardBatch:
         )
 
     def wanting(self, places: Tensor) -> "ForwardBatch":
-        """The same step, of whose tokens these (int64 [any]) are wanted besides."""
+        """Return the same step that also computes the logits of these tokens (int64 [any])."""
         return replace(self, sampled=torch.cat((self.sampled, places)))
 
     def to(
         self, device: torch.device, into: Tensor | None = None, beside: Sequence[Tensor] = ()
     ) -> tuple["ForwardBatch", list[Tensor]]:
-        """The batch and what goes beside it, on the device, see `upload`.
+        """Copy the batch and the tensors in `beside` to the device, see `upload`.
 
-        What a graph reads comes first. Where `into` has no room for all of `beside`, that is a
-        copy of its own.
+        The graph's inputs come first. If `into` has no room for all of `beside`, a second copy is
+        made.
         """
         own = self._tensors()
         together = [*own, *beside]
@@ -153,16 +159,16 @@ def _grown(tensor: Tensor, added: int, filler: int) -> Tensor:
 
 
 class BatchBuilder:
-    """Makes the tensors of steps, in host memory. Engine thread only."""
+    """A builder of step tensors in host memory. Engine thread only."""
 
     def __init__(self, table: RequestTable) -> None:
         self._table = table
         self._images = RowImages(table)
         self._windows = table.tables.windows
-        # As arrays: numpy converts a Python int anew in every call.
+        # Arrays, because numpy converts a Python int again in every call.
         self._page_size = np.array(table.page_size, np.int64)
         self._page_size_32 = np.array(table.page_size, np.int32)
-        # Where every row has one token the places of tokens are 0, 1, 2, ...
+        # If every row has one token, the tokens' offsets are 0, 1, 2, ...
         self._places = np.arange(table.num_slots + 1)
         self._rows_32 = np.arange(table.num_slots + 1, dtype=np.int32)
         self._places_32 = torch.from_numpy(self._rows_32)
@@ -170,7 +176,7 @@ class BatchBuilder:
         self._stateless: dict[int, dict[str, Tensor]] = {}  # by number of rows
 
     def build(self, batch: ScheduleBatch) -> ForwardBatch:
-        """O(tokens + pages of all rows)."""
+        """Build the tensors of a step. O(tokens + pages of all rows)."""
         built = self._of_tokens(batch)
         if not self._images.among(batch):
             return built
@@ -184,7 +190,7 @@ class BatchBuilder:
         )
 
     def _of_tokens(self, batch: ScheduleBatch) -> ForwardBatch:
-        """As if no row had images."""
+        """Build the step as if no row had images."""
         slots, starts, ends = batch.slots.astype(np.intp), batch.starts, batch.ends
         num_rows = len(slots)
         earliest = starts if batch.early is None else starts - batch.early
@@ -192,7 +198,7 @@ class BatchBuilder:
         lengths = torch.from_numpy(ends)
         if self._table.state.shape[1]:
             states = self._states(batch, slots)
-        elif (known := self._stateless.get(num_rows)) is not None:  # as most models' rows are
+        elif (known := self._stateless.get(num_rows)) is not None:  # as for most models
             states = known
         else:
             states = self._stateless[num_rows] = self._states(batch, slots)
@@ -262,9 +268,12 @@ class BatchBuilder:
     def _pages(
         self, slots: NDArray[np.intp], starts: Ints, ends: Ints
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Pages of rows of such lengths, and where each row's start. Of a table with a window only
-        those that the row's tokens see: its starts lie as far before them as if all were there."""
-        if self._windows == _ONE_FULL:  # as most models have: nothing to put together
+        """Return the page ids of the rows, and where each row starts among them.
+
+        A table with a window lists only the pages that the row's tokens see. Its starts are shifted
+        back as if all earlier pages were listed.
+        """
+        if self._windows == _ONE_FULL:  # as for most models: nothing to concatenate
             page_ids, page_starts = self._all_pages(0, slots, ends)
             return torch.from_numpy(page_ids), (torch.from_numpy(page_starts),)
         found = [
@@ -283,7 +292,7 @@ class BatchBuilder:
         )
 
     def _all_pages(self, table: int, slots: NDArray[np.intp], ends: Ints) -> tuple[Ints, Ints]:
-        """Row after row, or all rows as wide as the longest where that is little more."""
+        """Return the pages row by row, or padded to the longest row if that adds little."""
         longest = int(np.maximum.reduce(ends))
         if len(slots) * longest <= MAX_PADDING * int(np.add.reduce(ends)):
             num_pages = -(-longest // self._table.page_size)
@@ -294,7 +303,7 @@ class BatchBuilder:
     def _seen_pages(
         self, table: int, slots: NDArray[np.intp], oldest: Ints, ends: Ints
     ) -> tuple[Ints, Ints]:
-        """Those with tokens [oldest[i], ends[i]) of each row."""
+        """Return the pages that contain tokens [oldest[i], ends[i]) of each row."""
         size = self._page_size_32
         firsts = oldest // size
         page_ids, starts = self._row_by_row(table, slots, -(-ends // size) - firsts, firsts)
@@ -314,8 +323,10 @@ class BatchBuilder:
         positions: Ints,
         guessed: NDArray[np.bool_] | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Ids and locations of tokens, each given by its slot and its index; `guessed` are those
-        that the table has though nobody knows them."""
+        """Return ids and locations of tokens, each given by its slot and its index.
+
+        `guessed` marks drafts: the table stores them although they are not confirmed yet.
+        """
         table = self._table
         unknown = positions >= table.known[slots]
         if guessed is not None:

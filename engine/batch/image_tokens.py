@@ -1,4 +1,4 @@
-"""Tokens of images among those of a prompt (common/requests/images.py)."""
+"""Image tokens among the tokens of a prompt (common/requests/images.py)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,12 +11,12 @@ from engine.batch.batch import Ints
 
 
 def in_vocabulary(token_ids: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
-    """Which of them are no tokens of images."""
+    """Return a mask of the tokens that are not image tokens."""
     return token_ids < FIRST_IMAGE_TOKEN
 
 
 def text_of(token_ids: Ints, images: Sequence[Image]) -> Ints:
-    """Those that are no tokens of these images."""
+    """Return the tokens outside these images."""
     kept = np.ones(len(token_ids), np.bool_)
     for image in images:
         kept[image.at : image.end] = False

@@ -1,7 +1,7 @@
-"""Images among the rows of a step: which of their tokens it computes, and where those are.
+"""Images in the rows of a step: the image tokens that it computes, and their positions.
 
-An image takes as many positions as its longer side has tokens, however many tokens it has; they
-are apart by row and column. What follows an image is so many positions earlier than tokens.
+An image takes as many positions as its longer side has tokens, however many tokens it has. Its
+tokens differ by row and column. Positions after an image are therefore smaller than token indices.
 
 Source: Qwen2-VL, Wang et al. 2024, section 2.1 (M-RoPE).
 """
@@ -23,7 +23,7 @@ AXES = 3  # time, height, width
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Seen:
-    """Tokens [first, last) of an image, which are those of the step from `place` on."""
+    """Tokens [first, last) of an image. They start at token `place` of the step."""
 
     image: Image
     first: int
@@ -33,7 +33,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shown:
-    """What a step's tokens become where rows have images; see ForwardBatch."""
+    """A step's token ids and positions where rows have images; see ForwardBatch."""
 
     token_ids: Ints
     positions: Ints
@@ -41,25 +41,28 @@ class Shown:
 
 
 class RowImages:
-    """Of the requests in a table's slots. Engine thread only."""
+    """Images of the requests in a table's slots. Engine thread only."""
 
     def __init__(self, table: RequestTable) -> None:
         self._table = table
         self._images: dict[int, tuple[Image, ...]] = {}  # by slot
         self._have = np.zeros(table.num_slots, np.bool_)
-        self._shift = np.zeros(table.num_slots, np.int32)  # of what follows the last image
+        # applied to positions after the last image
+        self._shift = np.zeros(table.num_slots, np.int32)
         table.tell_of_requests(self._acquired)
 
     def among(self, batch: ScheduleBatch) -> bool:
-        """Whether a row of the step has images."""
+        """Return whether a row of the step has images."""
         return bool(self._images) and bool(np.count_nonzero(self._have[batch.slots]))
 
     def shown(
         self, batch: ScheduleBatch, query_starts: Ints, token_ids: Ints, positions: Ints
     ) -> Shown:
-        """
+        """Return the step's tokens and positions with images applied.
+
         Args:
-            query_starts, token_ids, positions: of ForwardBatch, as if there were no images.
+            query_starts, token_ids, positions: fields of ForwardBatch, built as if there were
+                no images.
         """
         counts = batch.ends - batch.starts
         moved = positions + np.repeat(self._shift[batch.slots], counts)
@@ -77,7 +80,8 @@ class RowImages:
         return Shown(known, moved, tuple(seen))
 
     def _acquired(self, slot: int, request: Request) -> None:
-        # Whoever has left needs its pixels no more: a launched step has its own hold of them.
+        # Requests that left the table no longer need their pixels: a launched step holds its own
+        # reference.
         live = self._table.live
         self._images = {each: images for each, images in self._images.items() if live[each]}
         self._images.pop(slot, None)
@@ -88,12 +92,13 @@ class RowImages:
 
 
 def shift_of(images: Sequence[Image]) -> int:
-    """By how much positions behind these images are more than token indices: never above 0."""
+    """Return position minus token index after these images. Never above 0."""
     return sum(max(image.rows, image.columns) - image.num_tokens for image in images)
 
 
 def positions_of(images: Sequence[Image], start: int, end: int) -> NDArray[np.int32]:
-    """[3, end - start], of tokens [start, end) of a prompt with these images."""
+    """Return the positions of tokens [start, end) of a prompt with these images: [3, end -
+    start]."""
     index = np.arange(start, end, dtype=np.int32)
     positions = np.tile(index, (AXES, 1))
     shift = 0
@@ -108,7 +113,8 @@ def positions_of(images: Sequence[Image], start: int, end: int) -> NDArray[np.in
 
 
 def _seen(images: Sequence[Image], start: int, end: int, place: int) -> list[Seen]:
-    """Of a row that computes tokens [start, end), the first of which is at `place`."""
+    """Return the visible images of a row that computes tokens [start, end), the first at
+    `place`."""
     return [
         Seen(image, first - image.at, last - image.at, place + first - start)
         for image in images

@@ -1,4 +1,4 @@
-"""What this node can ever serve: checked once, before a request is queued anywhere."""
+"""Limits of what this node can serve, checked once before a request is queued."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,8 +17,12 @@ from engine.batch.request import Ints
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """context_length counts prompt and output; num_pages is the whole pool. The others: heads, and
-    how many pixels a side a token of an image has; 0: the model sees none."""
+    """Limits of the model and of the page pool.
+
+    context_length counts prompt and output. num_pages is the whole pool. generates, num_labels: the
+    heads that the model has. image_token_side: pixels per side of an image token; 0: no image
+    input.
+    """
 
     context_length: int
     vocabulary_size: int
@@ -29,7 +33,7 @@ class RequestLimits:
     image_token_side: int = 0
 
     def check_request(self, spec: RequestSpec) -> None:
-        """Raises InvalidRequest, with a sentence that names the field, for what can never be
+        """Raise InvalidRequest, with an error that names the field, for a request that can never be
         served."""
         self.check(np.frombuffer(spec.token_ids, np.int32), spec.images)
         self.check_sampling(spec.sampling, spec.images)
@@ -37,8 +41,8 @@ class RequestLimits:
             self.check_prediction(np.frombuffer(spec.prediction, np.int32))
 
     def check_sampling(self, sampling: SamplingParams, images: Sequence[Image] = ()) -> None:
-        """Raises InvalidRequest, with a sentence that names the field, for a token that there is
-        not among those that are written to the logits; or where there are no logits."""
+        """Raise InvalidRequest if a token written to the logits is outside the vocabulary, or if
+        the model has no logits. The error names the field."""
         if images and sampling.prompt_logprobs >= 0:
             raise InvalidRequest("sampling.prompt_logprobs: there are none of a prompt with images")
         if not self.generates:
@@ -57,7 +61,8 @@ class RequestLimits:
                 )
 
     def check_pooling(self, pooling: Pooling) -> None:
-        """Raises InvalidRequest for what the model has no head for, or a token that it has not."""
+        """Raise InvalidRequest if the model has no such head or a token is outside the
+        vocabulary."""
         if pooling.pool is Pool.LABELS and not self.num_labels:
             raise InvalidRequest("model: it has no head for classes")
         if pooling.pool is Pool.TOKENS and not self.generates:
@@ -70,7 +75,7 @@ class RequestLimits:
             )
 
     def check_prediction(self, token_ids: Ints) -> None:
-        """Raises InvalidRequest, as `check`, for what is no text that an answer can have."""
+        """Raise InvalidRequest, as `check` does, if a response can never equal this text."""
         self._check_known("prediction", token_ids)
         if len(token_ids) >= self.context_length:
             raise InvalidRequest(
@@ -78,8 +83,12 @@ class RequestLimits:
             )
 
     def check(self, token_ids: Ints, images: Sequence[Image] = ()) -> None:
-        """Raises InvalidRequest, with a sentence that names the field, where the tokens (prompt,
-        then what was generated already) can never be served with at least one token more."""
+        """Raise InvalidRequest if the tokens can never be served with at least one more token. The
+        error names the field.
+
+        Args:
+            token_ids: the prompt, then the tokens generated earlier.
+        """
         num_tokens = len(token_ids)
         if not num_tokens:
             raise InvalidRequest("token_ids: the prompt is empty")

@@ -1,4 +1,4 @@
-"""One request's life on this node, and what the scheduler needs to know of it."""
+"""One request's life cycle on this node, and its facts that the scheduler needs."""
 
 import math
 from dataclasses import dataclass, field
@@ -20,11 +20,11 @@ from common.requests.weights import UNNAMED, WeightsId, made_with
 
 Ints = NDArray[np.int32]
 
-MAX_ABSENCES = 16  # from the device, told of one request
+MAX_ABSENCES = 16  # swap-outs recorded per request
 
 
 class FinishReason(IntEnum):
-    """The numbers of decode.proto."""
+    """Finish reasons, numbered as in decode.proto."""
 
     STOP = 1
     LENGTH = 2
@@ -35,11 +35,11 @@ class FinishReason(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Why a request is over.
+    """The reason why a request ended.
 
     Attributes:
-        status: what its client is told; OK unless reason is ERROR.
-        retry_after_s: when to come again, of one that a queue was too long for; else 0.0.
+        status: reported to the client; OK unless reason is ERROR.
+        retry_after_s: when to retry, if the queue was too long; else 0.0.
     """
 
     reason: FinishReason
@@ -49,58 +49,60 @@ class Finish:
 
 
 def out_of_time() -> Finish:
-    """The end of a request whose total budget is spent."""
+    """Return the end of a request whose total time budget is spent."""
     sentence = "deadline: the total budget is spent"
     return Finish(FinishReason.ERROR, sentence, StatusCode.DEADLINE_EXCEEDED)
 
 
 def waited_too_long(retry_after_s: float) -> Finish:
-    """The end of a request whose turn has not come while it could still be answered in time."""
+    """Return the end of a request that was not scheduled within its queue limit."""
     sentence = "overloaded: its turn did not come within the time that it may wait"
     status = StatusCode.RESOURCE_EXHAUSTED
     return Finish(FinishReason.ERROR, sentence, status, max(retry_after_s, 1.0))
 
 
 def moved() -> Finish:
-    """The end, on this node, of a request that runs on another one."""
+    """Return the end, on this node, of a request that was migrated to another one."""
     return Finish(FinishReason.MOVED)
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A prompt and what has been generated from it. Engine thread only.
+    """A prompt and the tokens generated from it. Engine thread only.
 
-    While the request has a slot, its tokens are in the slot's row of the RequestTable and
-    `token_ids` is what it came with; `RequestTable.tokens(slot)` has them all.
+    While the request has a slot, its tokens are in the slot's row of the RequestTable, and
+    `token_ids` holds those it arrived with. `RequestTable.tokens_of(slot)` returns all of them.
     """
 
-    key: int  # this node's own number for it, new for every request
-    origin: tuple[int, int]  # router stream and the router's number for it; (0, 0) on an owner
+    key: int  # this node's own number for it, unique
+    # router stream and the router's number for it; (0, 0) on a prefill node
+    origin: tuple[int, int]
     spec: RequestSpec
-    token_ids: Ints  # prompt, then tokens already generated
+    token_ids: Ints  # prompt, then tokens generated earlier
     num_prompt: int
-    sampling: SamplingParams  # of the spec, except on a node that samples one token only
+    sampling: SamplingParams  # from the spec, except on a node that samples one token only
     deadline: float  # time.monotonic() by which it must have ended
     arrived: float  # time.monotonic()
     start_by: float = math.inf  # time.monotonic() by which its prompt's first forward must begin
     pooling: Pooling | None = None  # wanted in place of tokens: it ends with its prompt
-    namespace: Namespace = SHARED  # of the prefix cache, in which its KV is found and left
-    weights: WeightsId = UNNAMED  # that compute it
-    given_by: list[int] = field(default_factory=list)  # nodes that KV of it was read from
-    engine_deaths: int = 0  # engines that died with it aboard, see common/requests/quarantine.py
-    alone_until: int = 0  # it shares no forward before it has so many tokens
+    namespace: Namespace = SHARED  # of the prefix cache: its KV is looked up and stored there
+    weights: WeightsId = UNNAMED  # weights that compute it
+    given_by: list[int] = field(default_factory=list)  # nodes that some of its KV was read from
+    engine_deaths: int = 0  # engine crashes while it was running, see common/requests/quarantine.py
+    alone_until: int = 0  # computed alone until it has this many tokens
     cached_tokens: int = 0  # prompt tokens whose KV was found in a cache
-    brought: bool | None = None  # what a tier below has of it; False: that is on its way
-    bringing: list[float] = field(default_factory=list)  # when that began, was over, began ...
+    brought: bool | None = None  # result of the lower tier's lookup; False: the load is under way
+    bringing: list[float] = field(default_factory=list)  # when a load began, ended, began ...
     slot: int | None = field(default=None)
-    match: Any = None  # features.matching.Match: made before it waits for anything else
-    prompt_logprobs: list[Logprobs] = field(default_factory=list)  # as far as it is computed
-    pooled: NDArray[np.float32] | None = None  # its vector, as far as it is computed
+    match: Any = None  # features.matching.Match: created before it waits for anything else
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)  # computed so far
+    pooled: NDArray[np.float32] | None = None  # its vector, computed so far
     to_finish: Finish | None = field(default=None)  # applied at the next result of its step
     admitted: float = 0.0  # time.monotonic() when its first forward was chosen
-    away: list[float] = field(default_factory=list)  # when it left the device, came back, left ...
-    preemptions: int = 0  # how often it left it for one that is more urgent
-    away_s: float = 0.0  # in sum, of absences that are over
+    # when it was swapped out, swapped in, swapped out ...
+    away: list[float] = field(default_factory=list)
+    preemptions: int = 0  # how often it was swapped out for a more urgent request
+    away_s: float = 0.0  # total of completed swap-outs
 
     @classmethod
     def of(
@@ -115,7 +117,7 @@ class Request:
         weights: WeightsId = UNNAMED,
         pooling: Pooling | None = None,
     ) -> "Request":
-        """Return a request as it arrives."""
+        """Create a request as it arrives."""
         token_ids = np.frombuffer(spec.token_ids, np.int32)
         request = cls(
             key=key,
@@ -134,72 +136,75 @@ class Request:
         return request
 
     def compute_with(self, weights: WeightsId) -> None:
-        """Take other weights. Not while it has KV."""
+        """Switch to other weights. Must not be called while the request has KV."""
         self.weights, self.namespace = weights, made_with(self.spec.cache_namespace, weights)
 
     def leave_device(self, now: float) -> None:
-        """Of too many absences the last ones become one."""
+        """Record a swap-out. Beyond MAX_ABSENCES, merge the last two."""
         if len(self.away) < 2 * MAX_ABSENCES:
             self.away.append(now)
         else:
             self.away.pop()
 
     def note_brought(self, now: float) -> None:
-        """What was brought for it, if anything was, is there."""
+        """Record the end of a load from a lower tier, if one is under way."""
         if len(self.bringing) % 2:
             self.bringing.append(now)
             del self.bringing[: -2 * MAX_ABSENCES]
 
     @property
     def is_away(self) -> bool:
-        """Whether it has left the device, and not returned."""
+        """Return whether the request is swapped out."""
         return len(self.away) % 2 == 1
 
     def return_to_device(self, now: float) -> None:
         self.away.append(now)
 
     def rank(self, away_s: float = 0.0) -> float:
-        """How urgent it is by now, on the scale of priorities, in whole steps: whoever has a slot,
-        and was away from the device, has waited so long in its favour.
+        """Return its current urgency on the priority scale, in whole steps. Time that a request
+        with a slot spent swapped out counts in its favour.
 
         Args:
-            away_s: of an absence that is not over.
+            away_s: length of the current swap-out.
         """
         return self.spec.priority + (self.away_s + away_s) // STEP_S
 
     def suspect_of(self, engine_deaths: int) -> None:
-        """That many engines have died with it aboard; not to be called while it has a slot."""
+        """Set the number of engine crashes while it was running. Must not be called while it has a
+        slot."""
         self.engine_deaths = engine_deaths
         self.alone_until = len(self.token_ids) + TRIAL_TOKENS if engine_deaths else 0
 
     @property
     def suspect(self) -> bool:
-        """Whether it is to be computed alone. Of one with a slot, only Quarantine knows."""
+        """Return whether it must be computed alone. For a request with a slot, ask Quarantine
+        instead."""
         return len(self.token_ids) < self.alone_until
 
     @property
     def computed_whole(self) -> bool:
-        """Whether something is wanted of tokens whose KV a cache may have."""
+        """Return whether it needs results of tokens whose KV a cache may hold."""
         if self.pooling is not None:
             return self.pooling.of_all
         return self.sampling.prompt_logprobs >= 0
 
     @property
     def place(self) -> float:
-        """In line, where the least goes first: as they came, the urgent as if they had earlier."""
+        """Position in the queue, lowest first: arrival time, moved earlier by the priority's head
+        start."""
         return self.arrived - head_start_s(self.spec.priority)
 
     @property
     def due(self) -> float:
-        """What may wait longest comes last; what may wait without end, as it came."""
+        """Time by which it must start. A request without a queue limit uses its arrival time."""
         return self.start_by if self.start_by < math.inf else self.arrived
 
     @property
     def turn(self) -> float:
-        """As it is due, the urgent as if they could wait less."""
+        """Start time `due`, moved earlier by the priority's head start."""
         return self.due - head_start_s(self.spec.priority)
 
     @property
     def num_generated(self) -> int:
-        """Of token_ids; what a slot has added since is not counted."""
+        """Generated tokens in `token_ids`. Tokens that its slot added since are not counted."""
         return len(self.token_ids) - self.num_prompt

@@ -1,7 +1,7 @@
 """The rows of the engine: one slot per request on the device, one numpy column per fact.
 
-A step's work over its rows is a handful of column operations, whatever the number of rows. This
-module knows nothing of queues and decides nothing.
+A step's work over its rows is a few column operations, whatever the number of rows. This module
+knows no queues and makes no decisions.
 """
 
 from collections import Counter
@@ -17,36 +17,37 @@ from engine.batch.batch import Ints
 from engine.batch.holding import NO_PAGE, Holding
 from engine.batch.request import Request
 
-Slots: TypeAlias = NDArray[np.integer[Any]]  # numpy indexes fastest by np.intp
+Slots: TypeAlias = NDArray[np.integer[Any]]  # numpy indexes fastest with np.intp
 
 _NO_PAGES = np.empty(0, np.int32)
 
 
 class RequestTable:
-    """Slot-indexed columns. Engine thread only; what a forward reads of them is copied at launch.
+    """Slot-indexed columns. Engine thread only. A launch copies what its forward reads.
 
-    A slot is taken by `acquire` and given back by `release`; it is free for the next request once
-    no launched step has it, so that a late result can never meet a new request. Steps are
-    launched in the order of their numbers (`hold`), and finished in that order (`drop_step`).
+    `acquire` assigns a slot and `release` returns it. A released slot is reused once no launched
+    step has it, so that a late result can never reach a new request. Steps are launched (`hold`)
+    and finished (`drop_step`) in the order of their numbers.
 
-    Columns, [num_slots] unless said otherwise:
-        tokens [num_slots, context_length]: prompt, then what was generated; `known` are valid, and
-            behind them may be what a drafter has guessed.
-        page_table [num_slots, tables, max_pages]: pages of the request in order, by table;
-            `num_pages` are valid, and none of them is a page behind a window.
+    Columns, [num_slots] unless stated otherwise:
+        tokens [num_slots, context_length]: prompt, then generated tokens. `known` of them are
+            valid, drafts may follow.
+        page_table [num_slots, tables, max_pages]: pages of the request in order, by table.
+            `num_pages` are valid. Pages behind a window are NO_PAGE.
         known: tokens that the CPU knows.
-        length: `known` and those in flight, with drafts that may yet be rejected. A decode row
-            computes token index length - 1.
-        max_length: the request has its last token when it has so many.
-        capacity: tokens that its pages have room for, num_pages * page_size.
+        length: `known` plus tokens in flight, including drafts that may be rejected. A decode
+            row computes token index length - 1.
+        max_length: number of tokens at which the request has its last token.
+        capacity: tokens that fit its pages, num_pages * page_size.
         by_table: page_table's columns of each table, [num_slots, max_pages] views.
         first_page [num_slots, tables]: pages before it are behind a window.
-        state [num_slots, state pages]: of the request's own state, for as long as it has pages.
-        stop_ids [num_slots, n]: tokens that end it, padded with -1; EOS among them where it does.
+        state [num_slots, state pages]: pages of the request's own state, while it has pages.
+        stop_ids [num_slots, n]: tokens that end it, padded with -1. Includes EOS if EOS ends
+            it.
         live: the slot has a request that has not ended.
-        plain: what is asked of its logits is the same whatever stands before a token.
-        held: the row is in no forward now: the mask of its next token is not there yet.
-        unchosen: the row's newest forward was done, and no token chosen after it.
+        plain: the processing of its logits does not depend on the preceding tokens.
+        held: the row is excluded from forwards until the mask of its next token is ready.
+        unchosen: the row's newest forward is done, but no token was chosen after it.
         deadline: time.monotonic().
         priority: of the request.
         routing_key: of the request; 0: it has none.
@@ -60,12 +61,12 @@ class RequestTable:
         windows: tuple[int | None, ...] = (None,),
         state_pages: int = 0,
     ) -> None:
-        """windows, state_pages: see PageTables."""
+        """Create an empty table. For windows and state_pages see PageTables."""
         self.tables = PageTables(page_size, windows, state_pages)
         self.num_slots = num_slots
         self.context_length = context_length
         self.page_size = page_size
-        # As arrays: numpy converts a Python int anew in every call.
+        # Arrays, because numpy converts a Python int again in every call.
         self._one, self._page_size = np.array(1, np.int32), np.array(page_size, np.int32)
         max_pages = -(-context_length // page_size)
         self.tokens = np.zeros((num_slots, context_length), np.int32)
@@ -92,8 +93,8 @@ class RequestTable:
         self.origin_request = np.zeros(num_slots, np.uint64)
         self._free = list(range(num_slots - 1, -1, -1))
         self._last_step = np.zeros(num_slots, np.int64)  # the newest step that has the slot
-        self.finished_step = 0  # no step up to this one is under way
-        self._leaving: list[int] = []  # released, but in a launched step
+        self.finished_step = 0  # all steps up to this one are finished
+        self._leaving: list[int] = []  # released, but still in a launched step
         self._told: list[Callable[[int, Request], None]] = []
 
     @property
@@ -106,18 +107,19 @@ class RequestTable:
         return self.num_slots - len(self._free) - len(self._leaving)
 
     def routing_keys(self) -> Counter[int]:
-        """How many requests that have not ended have each of them."""
+        """Count the running requests per routing key."""
         keys = self.routing_key[self.live]
         return Counter(keys[keys != 0].tolist())
 
     def tell_of_requests(self, listener: Callable[[int, Request], None]) -> None:
-        """`listener` is called with every slot that is acquired from now on, and its request."""
+        """Call `listener` with each slot acquired from now on, and its request."""
         self._told.append(listener)
 
     def acquire(self, request: Request, eos_token_ids: Sequence[int] = ()) -> int | None:
-        """Gives the request a slot, sets `request.slot` and fills its columns; it has no pages.
+        """Give the request a slot without pages, set `request.slot` and fill its columns.
 
-        Returns None where no slot is free.
+        Returns:
+            The slot, or None if no slot is free.
         """
         if not self._free:
             return None
@@ -144,7 +146,8 @@ class RequestTable:
         return slot
 
     def release(self, request: Request) -> None:
-        """The request has ended, or left the device: its slot is free once no step has it."""
+        """Release the slot of a request that ended or was swapped out. The slot is reused once no
+        launched step has it."""
         slot = request.slot
         if slot is None or not self.live[slot]:
             raise EngineFault(f"request {request.key} releases a slot that it does not have")
@@ -156,11 +159,11 @@ class RequestTable:
             self._free.append(slot)
 
     def hold(self, slots: Slots, step: int) -> None:
-        """A step with these rows is launched."""
+        """Record that a step with these rows was launched."""
         self._last_step[slots] = step
 
     def drop_step(self, step: int) -> None:
-        """That step, and all before it, are finished."""
+        """Record that this step and all before it are finished."""
         self.finished_step = step
         if self._leaving:
             leaving, self._leaving = self._leaving, []
@@ -168,11 +171,11 @@ class RequestTable:
                 (self._leaving if self.in_flight(slot) else self._free).append(slot)
 
     def in_flight(self, slot: int) -> bool:
-        """Has a launched step, not finished yet, this slot?"""
+        """Return whether an unfinished launched step has this slot."""
         return bool(self._last_step[slot] > self.finished_step)
 
     def set_pages(self, slot: int, holding: Holding) -> None:
-        """These are all pages of the request."""
+        """Set all pages of the request."""
         num_pages = holding.num_pages
         self.page_table[slot] = NO_PAGE
         self.page_table[slot, :, :num_pages] = holding.tables
@@ -182,7 +185,7 @@ class RequestTable:
         self.capacity[slot] = num_pages * self.page_size
 
     def append_pages(self, slots: Slots, pages: Ints) -> None:
-        """One page more in each table of each slot: pages [len(slots) * tables], slot by slot."""
+        """Append one page to each table of each slot: pages [len(slots) * tables], slot by slot."""
         num_pages = self.num_pages[slots]
         for table, mine in enumerate(self.by_table):
             mine[slots, num_pages] = pages[table :: len(self.by_table)]
@@ -190,8 +193,8 @@ class RequestTable:
         self.capacity[slots] += self._page_size
 
     def free_behind(self, slot: int, num_tokens: int) -> Ints:
-        """Takes out the pages that no window sees any more once so many of the request's tokens are
-        *finished* (PageTables.live_from); returns them, still held for it. A copy."""
+        """Remove and return the pages that no window sees once `num_tokens` of the request's tokens
+        are *finished* (PageTables.live_from). The caller must still free them. A copy."""
         gone = [_NO_PAGES]
         for table, _ in self._sliding:
             first = int(self.first_page[slot, table])
@@ -203,7 +206,8 @@ class RequestTable:
         return np.concatenate(gone)
 
     def growth(self, slots: Slots, more_pages: Ints) -> int:
-        """Pages of all tables that they take up whose full tables grow by so many each."""
+        """Return the pages, over all tables, needed to grow each slot's full tables by
+        `more_pages`."""
         growth = self._num_full * int(more_pages.sum())
         for table, _ in self._sliding:
             live = self.num_pages[slots] - self.first_page[slots, table]
@@ -212,30 +216,30 @@ class RequestTable:
         return growth
 
     def holding_of(self, slot: int) -> Holding:
-        """A copy."""
+        """Return a copy of the request's pages."""
         state = self.state[slot]
         return Holding(self.page_table[slot, :, : self.num_pages[slot]].copy(), state[state >= 0])
 
     def pages_of(self, slot: int) -> Ints:
-        """All pages of the request, distinct. A copy."""
+        """Return all pages of the request, distinct. A copy."""
         return self.holding_of(slot).flat()
 
     def tokens_of(self, slot: int) -> Ints:
-        """The tokens that the CPU knows. A copy."""
+        """Return the tokens that the CPU knows. A copy."""
         return self.tokens[slot, : self.known[slot]].copy()
 
     def unfollowed(self, slot: int, num_followed: int) -> list[int]:
-        """Return the tokens of the answer that the CPU knows, but for the first `num_followed`."""
+        """Return the known tokens of the response, except the first `num_followed`."""
         start = int(self.num_prompt[slot]) + num_followed
         tokens: list[int] = self.tokens[slot, start : self.known[slot]].tolist()
         return tokens
 
     def origin_of(self, slot: int) -> tuple[int, int]:
-        """As of Request."""
+        """Return the request's origin, as `Request.origin`."""
         return int(self.origin_stream[slot]), int(self.origin_request[slot])
 
     def check(self) -> None:
-        """Raises EngineFault where a slot is lost or given out twice."""
+        """Raise EngineFault if a slot is lost or assigned twice."""
         free = np.zeros(self.num_slots, np.bool_)
         free[self._free] = True
         if len(self._free) != np.count_nonzero(free):

@@ -1,13 +1,13 @@
-"""Tokens of the requests that a node keeps in memory before it can compute them. Bounded."""
+"""A bounded budget of tokens for requests that are held in memory before they can be computed."""
 
 from common.errors import Overloaded
 
 
 class HeldTokens:
-    """Engine thread only.
+    """A token budget. Engine thread only.
 
     Args:
-        most: of all requests together; a single one may have more.
+        most: limit for all requests together; a single request may exceed it.
     """
 
     def __init__(self, most: int) -> None:
@@ -16,7 +16,7 @@ class HeldTokens:
         self._num_tokens = 0
 
     def take(self, key: int, num_tokens: int, *, times: int = 1) -> None:
-        """Raises Overloaded where there is no room for them in `times` as much as there may be."""
+        """Count `num_tokens` for the request. Raise Overloaded if they exceed `times` the limit."""
         most = self._most * times
         if self._num_tokens and self._num_tokens + num_tokens > most:
             raise Overloaded(f"{self._num_tokens} tokens wait here already, of {most}")
@@ -24,5 +24,5 @@ class HeldTokens:
         self._num_tokens += num_tokens
 
     def drop(self, key: int) -> None:
-        """Nothing happens if none are held for it."""
+        """Release the tokens of the request, if any."""
         self._num_tokens -= self._by_key.pop(key, 0)

@@ -7,31 +7,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_ALIGNMENT = 16  # of every tensor: kernels are compiled for it, and load 16 bytes at a time
+_ALIGNMENT = 16  # for every tensor: kernels are compiled for it, and load 16 bytes at a time
 
 
 def packed_bytes(tensors: Sequence[Tensor]) -> int:
-    """What `upload` needs of its destination."""
+    """Return the bytes that `upload` needs in its destination."""
     return sum(_aligned(tensor.nbytes) for tensor in tensors)
 
 
 def upload(
     tensors: Sequence[Tensor], device: torch.device, into: Tensor | None = None
 ) -> list[Tensor]:
-    """Copies tensors of host memory, contiguous ones, on the current stream and without waiting.
+    """Copy contiguous host tensors to the device on the current stream, without waiting.
 
-    Where a tensor comes to lie depends only on the sizes of those before it, so that a graph which
-    was captured over `into` finds the next step's tensors in the same places.
+    A tensor's address depends only on the sizes of the tensors before it. A graph that was captured
+    over `into` therefore finds the next step's tensors at the same addresses.
 
     Args:
-        into: uint8 [any] on the device, at least `packed_bytes`; None: memory of its own.
+        into: uint8 [any] on the device, at least `packed_bytes`; None: allocate new memory.
     Returns:
         The same tensors on the device; on a CPU, without `into`, the tensors themselves.
     """
     if device.type == "cpu" and into is None:
         return list(tensors)
     num_bytes = packed_bytes(tensors)
-    # The allocator of pinned memory gives a block away again only when the copy is done.
+    # The pinned-memory allocator reuses a block only when its copy is done.
     staged = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     host = staged.numpy()
     starts = []
@@ -51,7 +51,7 @@ def upload(
 
 
 def divided(sent: Sequence[Tensor], parts: Iterable[Sequence[Tensor]]) -> list[Sequence[Tensor]]:
-    """What was uploaded of each of these, which were uploaded one after the other."""
+    """Split the uploaded tensors into the parts that were uploaded one after the other."""
     rest = iter(sent)
     return [[*islice(rest, len(part))] for part in parts]
 

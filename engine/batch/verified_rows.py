@@ -1,7 +1,8 @@
-"""Which drafts of a VERIFY step stand: on the forward stream, which needs to know at once.
+"""Acceptance of drafts in a VERIFY step, computed on the forward stream, which needs it at once.
 
-A token is sampled after each token of a row. A draft stands if it is what was sampled in its place,
-and so do all before it: then the next sample is the request's own, whatever drew it.
+A token is sampled after each token of a row. A draft is accepted if it equals the token sampled at
+its index and all drafts before it are accepted. The next sample is then the request's own token,
+however the draft was made.
 """
 
 from collections.abc import Sequence
@@ -18,9 +19,12 @@ from engine.batch.batch import ForwardMode, Runs, ScheduleBatch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Verified:
-    """tokens int32 [num_rows, most tokens of a row], the first counts[i] of row i are its new ones;
-    newest, rejected: int32 [num_rows], the last of those, and the drafts that did not stand; last:
-    int64 [num_rows], the place of the last token that stands among the step's samples."""
+    """Tokens of a VERIFY step after verification.
+
+    tokens: int32 [num_rows, most tokens of a row], the first counts[i] of row i are new. newest,
+    rejected: int32 [num_rows], the last new token and the number of rejected drafts. last: int64
+    [num_rows], the index of the last accepted token among the step's samples.
+    """
 
     tokens: Tensor
     counts: Tensor
@@ -31,16 +35,17 @@ class Verified:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VerifiedRows:
-    """Of one step. Its samples are those after each row's last token, then the others, row after
-    row (ForwardBatch.sampled)."""
+    """Rows of one step to verify. Its samples are those after each row's last token, then the
+    others, row by row (ForwardBatch.sampled)."""
 
     counts: Tensor  # int32 [num_rows], tokens
-    samples: Tensor  # int64 [num_rows, most]: of each token, the place of what is sampled after it
-    drafts: Tensor  # int64 [num_rows, most - 1]: the draft behind each, among the tokens; else -1
+    samples: Tensor  # int64 [num_rows, most]: for each token, the index of the sample after it
+    drafts: Tensor  # int64 [num_rows, most - 1]: index of the draft after each token; else -1
 
     @classmethod
     def of(cls, batch: ScheduleBatch) -> Self | None:
-        """At the launch of a step, in host memory; None where no row has drafts."""
+        """Build the rows in host memory at the launch of a step. Return None if no row has
+        drafts."""
         if batch.mode is not ForwardMode.VERIFY:
             return None
         counts = (batch.ends - batch.starts).astype(np.int64)
@@ -56,14 +61,14 @@ class VerifiedRows:
         return [getattr(self, field.name) for field in fields(self)]
 
     def on_device(self, sent: Sequence[Tensor]) -> Self:
-        """The same of its `tensors`, uploaded."""
+        """Return the same object with the uploaded copies of its `tensors`."""
         return type(self)(*sent)
 
     def judge(self, token_ids: Tensor, sampled: Tensor) -> Verified:
-        """On the forward stream, with all on the device.
+        """Compare drafts with samples. Runs on the forward stream with all tensors on the device.
 
         Args:
-            token_ids: int32 [num_tokens], what was computed.
+            token_ids: int32 [num_tokens], the computed tokens.
             sampled: int32 [num_tokens].
         """
         tokens = sampled[self.samples]
@@ -76,16 +81,15 @@ class VerifiedRows:
 
 
 def standing(batch: ScheduleBatch, runs: Runs) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
-    """Of each token that the rows have got, row after row: its row, and its place among the
-    samples."""
+    """Return the row of each accepted token, row by row, and its index among the samples."""
     samples = _samples((batch.ends - batch.starts).astype(np.int64))
     rows, numbers = np.nonzero(np.arange(samples.shape[1]) < runs.counts[:, None])
     return rows, samples[rows, numbers]
 
 
 def _samples(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """As of VerifiedRows, of rows of so many tokens."""
+    """Return `VerifiedRows.samples` for rows with these token counts."""
     firsts = np.cumsum(counts) - counts
     each, rows = np.arange(counts.max()), np.arange(len(counts))[:, None]
-    others = len(counts) + (firsts[:, None] - rows) + each  # a row before has one sample less
+    others = len(counts) + (firsts[:, None] - rows) + each  # each earlier row has one sample less
     return np.where(each < counts[:, None] - 1, others, rows)
