@@ -1,1 +1,1 @@
-"""Which requests a step computes: admission, growth, retraction, finishing."""
+"""The choice of the requests that a step computes: admission, growth, retraction, finishing."""

@@ -1,12 +1,13 @@
-"""PrefillAdder: which prompts, and how much of each, go into one prefill forward.
+"""PrefillAdder: selects the prompts, and the part of each, for one prefill forward.
 
-Three budgets: pages (free and evictable, less what running requests will grow into), input tokens
-of the forward, and tokens of the chunk. Pure arithmetic: it moves no page and knows no request.
+It tracks three budgets: pages (free and evictable, minus the expected growth of running requests),
+input tokens of the forward, and tokens of the chunk. It is pure arithmetic: it moves no page and
+knows no request.
 """
 
 
 class PrefillAdder:
-    """The budgets of one prefill batch; what is taken is gone.
+    """The budgets of one prefill batch. Each reservation reduces them.
 
     Args:
         reserved_pages: pages kept free for the growth of others.
@@ -24,18 +25,21 @@ class PrefillAdder:
         self._empty = True
 
     def has_room(self, num_pages: float, available: int) -> bool:
-        """May a request that can come to need `num_pages` take them from `available` ones?"""
+        """Return whether a request that may need up to `num_pages` can get them from `available`
+        pages."""
         return num_pages <= available - self._reserved_pages
 
     def reserve(self, num_pages: int) -> None:
-        """Keeps so many more pages free: the growth of a request of this batch."""
+        """Keep this many more pages free, for the growth of a request of this batch."""
         self._reserved_pages += num_pages
 
     def cut(self, start: int, end: int) -> int:
-        """Takes what fits of the tokens [start, end), start being page aligned.
+        """Use the budgets for as many of the tokens [start, end) as fit. `start` is page aligned.
 
-        Returns where this forward must stop: `end`, or a page boundary before it, or `start` where
-        the budgets are used up. The first row of a batch gets one page at least.
+        Returns:
+            The token index at which this forward must stop: `end`, or a page boundary before
+                it, or `start` if the budgets are used up. The first row of a batch gets one page at
+                least.
         """
         num_tokens = end - start
         if self._chunk_left is not None and num_tokens > self._chunk_left:

@@ -1,10 +1,10 @@
 """Admission: from the waiting queue to the rows of a prefill forward.
 
-A request is admitted all or nothing: its cached prefix is held, the pages of its whole prompt are
-reserved and it has a slot, or it holds nothing. Its prompt may then take several forwards, one
-chunk each; one request at most is between chunks, and it goes first. Who finds no room may be
-overtaken by who does, until it has waited too long (arrivals.py). Of whom a tier below the prefix
-cache has more waits for that, once, when there is room for it.
+A request is admitted completely or not at all. An admitted request holds its cached prefix, the
+pages of its whole prompt, and a slot. Its prompt may then take several forwards, one chunk each. At
+most one request is between chunks, and it goes first. A request that does not fit may be overtaken
+by smaller ones until it has waited too long (arrivals.py). If a tier below the prefix cache has
+more of a request's prefix, the request waits once for that load, when there is capacity for it.
 """
 
 import math
@@ -36,10 +36,11 @@ DEFAULT_CHUNK_TOKENS = 2048
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExtendRow:
-    """Token indices [start, end) of a request's prompt; `last` ends it.
+    """Token indices [start, end) of a request's prompt. `last`: the prompt ends there.
 
-    Pages of states, if any, are held by the step to come: `resumed` has the one that the row goes
-    on from, `kept` takes the one after token `keep`, for the cache. `branch`: see boundaries.py.
+    The step to come holds the state pages, if any. `resumed`: pages of the state that the row
+    continues from. `kept`: pages for a copy of the state after token `keep`, for the cache.
+    `branch`: see boundaries.py.
     """
 
     request: Request
@@ -54,25 +55,26 @@ class ExtendRow:
 
     @property
     def states(self) -> tuple[Ints, ...]:
-        """Those that the step holds."""
+        """State pages that the step holds."""
         return tuple(pages for pages in (self.resumed, self.kept) if len(pages))
 
     @property
     def samples(self) -> bool:
-        """Whether a token follows."""
+        """Return whether a token is sampled after this row."""
         return self.last and self.request.pooling is None
 
 
 @dataclass(frozen=True, slots=True)
 class _Full:
-    """batch_is_full: of these nobody can get in with less room than that."""
+    """A failed admission pass: no request fits with fewer than `num_pages` pages
+    (batch_is_full)."""
 
     of: tuple[int, int, float, float]  # changes of the queue, pages in the cache, barrier, floor
     num_pages: float
 
 
 class Admission:
-    """The waiting queue and the chunk under way. Engine thread only."""
+    """The waiting queue and the current chunk. Engine thread only."""
 
     def __init__(
         self,
@@ -100,24 +102,25 @@ class Admission:
         self._max_prefill_tokens = config.max_prefill_tokens
         chunk = config.chunk_tokens or DEFAULT_CHUNK_TOKENS
         self._chunk_tokens = None if chunk < 0 else max(chunk, table.page_size)
-        self._full: dict[bool, _Full] = {}  # by whether it is of suspects
+        self._full: dict[bool, _Full] = {}  # key: whether the pass tried suspect requests
         self.waiting = WaitingQueue(SchedulePolicy(config.policy, cache, table.routing_keys))
         self.under_way = PromptsUnderWay(table.page_size, states=self._tables.state_pages > 0)
-        self.chunked: ExtendRow | None = None  # the last chunk launched of a prompt with more
+        self.chunked: ExtendRow | None = None  # the last launched chunk of an unfinished prompt
         self.cached_tokens = 0
         self.admitted_tokens = 0
 
     def max_length(self, request: Request) -> int:
-        """Tokens that it may have at most: asked for, in the context, in the whole pool."""
+        """Return its maximum number of tokens: requested, limited by the context and the whole
+        pool."""
         return min(
             request.num_prompt + request.sampling.max_tokens,
             self._table.context_length,
-            self._tables.max_tokens(self._pages.num_pages) + 1,  # the last one has no KV
+            self._tables.max_tokens(self._pages.num_pages) + 1,  # the last token has no KV
         )
 
     def growth_pages(self, request: Request) -> int:
-        """Pages to keep free for a request that has the pages of its tokens, and its next token
-        in flight."""
+        """Return the pages to keep free for a request that has pages for its tokens and for the
+        next token, which is in flight."""
         num_tokens, size = len(request.token_ids), self._table.page_size
         missing = missing_pages_of_one(
             num_tokens + 1,
@@ -129,7 +132,7 @@ class Admission:
         return self._tables.growth(num_tokens, missing)
 
     def take_slot(self, request: Request, holding: Holding) -> int | None:
-        """Puts a request and its pages into the table. None: no slot is free."""
+        """Put a request and its pages into the table. Return None if no slot is free."""
         slot = self._table.acquire(request, self._eos_token_ids)
         if slot is not None:
             self._table.max_length[slot] = self.max_length(request)
@@ -147,16 +150,19 @@ class Admission:
         alone: bool,
         suspect: bool = False,
     ) -> list[ExtendRow]:
-        """The prefill rows of the next forward; empty where there is nothing to prefill.
+        """Return the prefill rows of the next forward, or an empty list if there is nothing to
+        prefill.
 
         Args:
             reserved_pages: kept free for the growth of running requests.
-            num_decode_rows: rows that will ride along, and take from the chunk's budget.
-            floor: nobody who is less urgent is let in.
-            kept_slots: not to be taken.
-            barrier: nobody whose place is behind this is let in.
-            alone: nothing is on the device, so that a request which merely fits must be let in.
-            suspect: False: of requests that may share a forward; True: of one that may not.
+            num_decode_rows: decode rows of the same forward, which use part of the chunk's
+                budget.
+            floor: minimum priority that is admitted.
+            kept_slots: slots that must stay free.
+            barrier: requests whose place is behind it are not admitted.
+            alone: the device is empty, so that any request that fits at all must be admitted.
+            suspect: False: only requests that may share a forward; True: only those that may
+                not.
         """
         chunk_tokens = self._chunk_tokens
         adder = PrefillAdder(
@@ -180,30 +186,30 @@ class Admission:
         return rows
 
     def has_slot(self, kept_slots: int, floor: float = -math.inf) -> bool:
-        """Does anybody wait that is so urgent, and is there a slot for him?"""
+        """Return whether a waiting request of at least this priority could get a slot."""
         if not self.waiting or self.waiting.highest_priority < floor:
             return False
         return self.num_free_slots > kept_slots
 
     @property
     def num_free_slots(self) -> int:
-        """For who is let in."""
+        """Slots available to new requests."""
         return min(self._table.num_free, self.num_places)
 
     @property
     def num_places(self) -> int:
-        """How many more may run or be computed; those that were taken off the device have slots,
-        and no place there."""
+        """Number of further requests that may run or be computed. Swapped-out requests keep their
+        slots, but do not count against this limit."""
         return self._most_on_device - self._table.num_live + self._retracted.num_away
 
     def needed_pages(self, request: Request) -> int:
-        """That it would take now, with all that has to be kept free for it."""
+        """Return the pages that it would need now, including those kept free for its growth."""
         match = self._match(request)
         return self._needed_pages(request, match) + self.growth_pages(request)
 
     @property
     def claim(self) -> Claim | None:
-        """Of the first that waits, for room or for its turn: the pages that it needs at most."""
+        """The claim of the first waiting request: the pages that it needs at most."""
         first = next(iter(self.waiting), None)
         if first is None:
             return None
@@ -212,22 +218,22 @@ class Admission:
 
     @property
     def suspect_waits(self) -> bool:
-        """Whether the next rows might be those of a request that shares no forward."""
+        """Return whether the next rows might belong to a request that shares no forward."""
         if self.chunked is not None:
             return self.chunked.request.suspect
         return self.waiting.has_suspects
 
     @property
     def growth_of_chunked(self) -> int:
-        """Pages to keep free for the prompt under way, which is not running yet."""
+        """Pages to keep free for the current chunked prompt, which is not running yet."""
         return 0 if self.chunked is None else self.growth_pages(self.chunked.request)
 
     def computed(self, row: ExtendRow) -> None:
-        """The forward of this row is done."""
+        """Record that the forward of this row is done."""
         self.under_way.computed(row.request, row.end - row.start)
 
     def forget(self, request: Request) -> None:
-        """It has ended, or left the device, wherever it was on its way."""
+        """Remove a request that ended or was swapped out before its prompt was computed."""
         self.under_way.remove(request)
         if self.chunked is not None and self.chunked.request is request:
             self.chunked = None
@@ -259,7 +265,8 @@ class Admission:
         return row
 
     def _room_for_state(self, adder: PrefillAdder) -> Ints:
-        """Pages for one to keep, unless somebody may need them; nothing fails for want of it."""
+        """Return pages for a state to keep, or none if they may be needed otherwise. Keeping is
+        optional."""
         num_pages = self._tables.state_pages
         if not adder.has_room(num_pages, self._cache.num_available):
             return NO_STATE
@@ -267,7 +274,8 @@ class Admission:
         return NO_STATE if pages is None else pages
 
     def _is_full(self, adder: PrefillAdder, barrier: float, floor: float, suspect: bool) -> bool:
-        """Has nothing changed since everybody was tried in vain that could let one of them in?"""
+        """Return whether no waiting request can fit, because nothing changed since the last failed
+        pass."""
         full = self._full.get(suspect)
         if full is None or full.of != self._tried(barrier, floor):
             return False
@@ -286,7 +294,7 @@ class Admission:
         alone: bool,
         suspect: bool,
     ) -> None:
-        """Adds rows while budgets last; of suspects one."""
+        """Add rows while the budgets last, but only one suspect request."""
         self._full.pop(suspect, None)
         now, least = time.monotonic(), math.inf
         held_back = False
@@ -296,7 +304,7 @@ class Admission:
             returned = self.waiting.was_returned(request)
             if request.spec.priority < floor or (request.place > barrier and not returned):
                 continue
-            if request.suspect is not suspect:  # its turn is another step
+            if request.suspect is not suspect:  # computed in another step
                 if is_overdue(request.arrived, now):
                     break
                 continue
@@ -320,7 +328,8 @@ class Admission:
                 continue
             end = adder.cut(match.num_tokens, len(request.token_ids))
             if end == match.num_tokens:
-                return  # budgets of this forward, not room: try again next time
+                # the budgets of this forward are used up, not the pages: retry in the next one
+                return
             adder.reserve(growth)
             rows.append(self._let_in(request, match, end, adder))
             if self.chunked is not None or suspect:
@@ -329,7 +338,8 @@ class Admission:
             self._full[suspect] = _Full(self._tried(barrier, floor), least)
 
     def _is_coming(self, request: Request) -> bool:
-        """Whether what a tier below has of it is on its way, now that there is room for it."""
+        """Return whether a lower tier's load for this request is under way. Start one if there is
+        capacity."""
 
         def over() -> None:
             request.brought = True
@@ -343,15 +353,15 @@ class Admission:
         return request.brought is False
 
     def _wanted(self, request: Request) -> Ints:
-        """Of its tokens, those whose KV may come from the cache."""
+        """Return the tokens whose KV may come from the cache."""
         return request.token_ids[: 0 if request.computed_whole else -1]
 
     def _match(self, request: Request) -> Match:
         return self._cache.match(self._wanted(request), request.namespace)
 
     def _needed_pages(self, request: Request, match: Match) -> int:
-        """Pages that it takes from those available now: fresh ones, and those of its cached
-        prefix that could be evicted as long as it does not hold them."""
+        """Return the pages that it takes from the available ones: fresh pages, plus evictable pages
+        of its cached prefix, which it will hold."""
         loose = self._pages.held_only_by(match.pages, Holder.CACHE)
         return self._fresh_pages(request, match) + int(np.count_nonzero(loose))
 

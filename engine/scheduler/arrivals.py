@@ -1,10 +1,10 @@
-"""Who came first: the order of every queue for pages, and how long it may be left.
+"""The order of all queues for pages, and the maximum time that a request may be overtaken.
 
-Room goes by arrival; what is urgent counts as having come so much earlier (common/priority.py).
-What does not fit yet may be overtaken by what does, for a while, so that nothing lies idle; after
-that nobody passes whose place is behind. Where clients are known, those with equal priority take
-turns. What waits, a prompt to be computed or KV to be read,
-makes no difference. This module knows nothing of what a place in a queue is for.
+Capacity is given in order of arrival. A higher priority counts as an earlier arrival
+(common/priority.py). A request that does not fit yet may be overtaken by requests that do, for a
+limited time, so that no capacity is idle. After that time no request behind it may pass. If clients
+are known, those of equal priority take turns. The rules are the same for prompts to be computed and
+for KV to be read. This module does not know the purpose of a queue.
 """
 
 import heapq
@@ -16,13 +16,13 @@ from typing import Generic, Protocol, TypeVar
 
 from common.priority import head_start_s
 
-SKIP_AHEAD_S = 2.0  # who has waited longer than this is not overtaken any more from behind
+SKIP_AHEAD_S = 2.0  # requests that waited longer are not overtaken any more
 
 
 class InLine(Protocol):
     @property
     def place(self) -> float:
-        """The least goes first; as Request's."""
+        """Position in the queue, lowest first; see `Request.place`."""
         ...
 
 
@@ -32,12 +32,12 @@ class OfClient(InLine, Protocol):
 
     @property
     def client(self) -> int:
-        """Its number; 0: not known."""
+        """The client's number; 0: unknown."""
         ...
 
     @property
     def client_weight(self) -> float:
-        """The client's share beside others, above 0."""
+        """The client's share relative to other clients, above 0."""
         ...
 
 
@@ -47,10 +47,10 @@ _Owned = TypeVar("_Owned", bound=OfClient)
 
 
 class ByPlace(Generic[_Key, _Value]):
-    """A queue by key. Who comes to it late, from another queue, goes where its place is.
+    """A queue by key. A request that arrives late, from another queue, is inserted at its place.
 
     Attributes:
-        num_changes: counts who came and who left, ever.
+        num_changes: total number of insertions and removals.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class ByPlace(Generic[_Key, _Value]):
             self._values = dict(places)
 
     def take(self, key: _Key) -> _Value | None:
-        """Takes it out; None where it is not here."""
+        """Remove and return it, or return None if it is not in the queue."""
         value = self._values.pop(key, None)
         self.num_changes += value is not None
         return value
@@ -83,11 +83,11 @@ class ByPlace(Generic[_Key, _Value]):
 
 @dataclass(slots=True, eq=False)
 class _Line(Generic[_Owned]):
-    """What one client has waiting, by place.
+    """The waiting requests of one client, by place.
 
     Attributes:
-        number: of all lines that ever were.
-        round: in which the foremost has its turn.
+        number: unique among all lines ever created.
+        round: the round in which the first request has its turn.
     """
 
     number: int
@@ -96,28 +96,28 @@ class _Line(Generic[_Owned]):
 
     @property
     def turn(self) -> "_Turn[_Owned]":
-        """Of the foremost. The least goes first."""
+        """The turn of the first request. The lowest turn goes first."""
         return self.round, self.waiting[0].place, self.number, 0, self.waiting
 
 
-# Round, place, number of the line, index in it, all of it.
+# Round, place, number of the line, index in the line, all requests of the line.
 _Turn = tuple[float, float, int, int, list[_Owned]]
 
 
 class _Rounds(Generic[_Owned]):
-    """Requests of one priority. Falsy where there are none."""
+    """Requests of one priority. False if there are none."""
 
     def __init__(self) -> None:
-        self._lines: dict[int, _Line[_Owned]] = {}  # by client; none is empty
+        self._lines: dict[int, _Line[_Owned]] = {}  # by client, never empty
         self._turns: list[_Turn[_Owned]] = []  # of all lines, in order
-        self._served = 0.0  # the round that was served last
+        self._served = 0.0  # the round of the last served request
         self._numbers = count()
 
     def __bool__(self) -> bool:
         return bool(self._lines)
 
     def in_turn(self) -> Iterator[_Owned]:
-        turns = self._turns.copy()  # in order: a heap
+        turns = self._turns.copy()  # a sorted list is a valid heap
         while turns:
             at, _, number, index, waiting = turns[0]
             yield (value := waiting[index])
@@ -138,9 +138,10 @@ class _Rounds(Generic[_Owned]):
         insort(self._turns, line.turn)
 
     def take(self, value: _Owned, *, served: bool) -> None:
-        """
+        """Remove a request.
+
         Args:
-            served: whether it was its client's turn.
+            served: whether it is removed because it was its client's turn.
         """
         line = self._lines[value.client]
         self._forget_turn(line)
@@ -160,25 +161,26 @@ class _Rounds(Generic[_Owned]):
 class FairQueue(Generic[_Key, _Owned]):
     """A queue by key and place, in which clients take turns.
 
-    The places say when a request of some priority has its turn, as in ByPlace. Which request of
-    that priority has it goes round by client: one request of each client in each round, of weight 2
-    two. A client that comes joins the next round. In a round the places decide. So no client waits
-    for more than a round of others, however many requests or clients come.
+    The places decide when a request of a given priority has its turn, as in ByPlace. Among requests
+    of that priority, clients take turns: each round serves one request of each client, or two of a
+    client with weight 2. A new client joins the next round. Within a round the places decide. A
+    client therefore waits for at most one round of others, however many requests or clients arrive.
     """
 
     def __init__(self) -> None:
         self._by_place: ByPlace[_Key, _Owned] = ByPlace()
-        self._rounds: dict[int, _Rounds[_Owned]] = {}  # by priority; none is empty
+        self._rounds: dict[int, _Rounds[_Owned]] = {}  # by priority, never empty
 
     def __len__(self) -> int:
         return len(self._by_place)
 
     def __iter__(self) -> Iterator[_Owned]:
-        """By place alone."""
+        """Iterate by place alone."""
         return iter(self._by_place)
 
     def in_turn(self) -> Iterator[_Owned]:
-        """Yield all in the order in which they have their turns. Ends with the first change."""
+        """Yield all requests in the order of their turns. The iterator is invalid after a
+        change."""
         turns = {priority: rounds.in_turn() for priority, rounds in self._rounds.items()}
         for position in self._by_place:
             yield next(turns[position.priority])
@@ -188,11 +190,11 @@ class FairQueue(Generic[_Key, _Owned]):
         self._rounds.setdefault(value.priority, _Rounds()).put(value)
 
     def serve(self, key: _Key) -> _Owned | None:
-        """Take one out, which is its client's turn; None where it is not here."""
+        """Remove a request whose turn it is. Return None if it is not in the queue."""
         return self._take(key, served=True)
 
     def take(self, key: _Key) -> _Owned | None:
-        """Take one out that has no turn; None where it is not here."""
+        """Remove a request out of turn. Return None if it is not in the queue."""
         return self._take(key, served=False)
 
     def _take(self, key: _Key, *, served: bool) -> _Owned | None:
@@ -207,7 +209,7 @@ class FairQueue(Generic[_Key, _Owned]):
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """On pages, and a slot, of the first one in another queue."""
+    """The claim of another queue's first request on pages and a slot."""
 
     arrived: float
     num_pages: int
@@ -220,20 +222,20 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Pages and slots that may be given away now."""
+    """Pages and slots that may be allocated now."""
 
     num_pages: int
     num_slots: int
 
     def fits(self, num_pages: int) -> bool:
-        """For one that needs so many pages, and a slot?"""
+        """Return whether a request that needs this many pages and one slot fits."""
         return self.num_slots > 0 and num_pages <= self.num_pages
 
     def without(self, num_pages: int) -> "Room":
-        """What is left once one that fits has got so many pages and its slot."""
+        """Return the remaining capacity after a request that fits got its pages and its slot."""
         return Room(self.num_pages - num_pages, self.num_slots - 1)
 
 
 def is_overdue(arrived: float, now: float) -> bool:
-    """Has it waited so long that nobody whose place is behind may overtake it?"""
+    """Return whether it has waited so long that no request behind it may overtake it."""
     return now - arrived > SKIP_AHEAD_S

@@ -1,4 +1,4 @@
-"""From the rows of a step to its ScheduleBatch, and to what the step has to hold."""
+"""Assembly of a step's rows into its ScheduleBatch, and the list of pages that the step holds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,16 +17,18 @@ from engine.scheduler.speculation import DecodeRows
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """One decision. From its launch to its result it holds its slots, and these pages."""
+    """One scheduling decision. It holds its slots and these pages from launch to result."""
 
     batch: ScheduleBatch
     extends: Sequence[ExtendRow]  # its first rows
     slots: NDArray[np.intp]  # batch.slots
-    written: Pages  # by the forward: distinct, since rows share whole pages of prefixes only
+    # pages written by the forward: distinct, since rows share only whole pages of prefixes
+    written: Pages
     swaps: Swaps
 
     def held(self) -> list[Pages]:
-        """One hold on each page of each array; the pages of an array are distinct."""
+        """Return the pages to hold, one hold on each page of each array. Each array's pages are
+        distinct."""
         swap_in = self.swaps.swap_in
         swapped = [swap_in.device_pages] if swap_in else []
         states = [pages for row in self.extends for pages in row.states]
@@ -34,20 +36,20 @@ class Step:
 
 
 class StepAssembler:
-    """Numbers the steps. Changes nothing in the table."""
+    """A builder and numberer of steps. It does not modify the table."""
 
     def __init__(self, table: RequestTable) -> None:
         self._table = table
         self._page_bits = table.page_size.bit_length() - 1
-        # As arrays: numpy converts a Python int anew in every call.
+        # Arrays, because numpy converts a Python int again in every call.
         self._one = np.array(1, np.int32)
         self._shift = np.array(self._page_bits, np.int32)
         self._all = np.ones(table.num_slots, np.bool_)
         self._all.flags.writeable = False  # shared by all batches
-        self._decodes = np.empty(0, np.intp)  # of the step before, and as its batch has them
+        self._decodes = np.empty(0, np.intp)  # of the previous step, and as its batch has them
         self._decodes_in_batch = np.empty(0, np.int32)
-        # Slots are told apart from those of steps that are over by these numbers: they go on from
-        # who had the table before.
+        # Slots in flight are recognised by step number. Therefore numbering continues from the
+        # previous scheduler that used this table.
         self.num_steps = table.finished_step
 
     def assemble(
@@ -56,7 +58,7 @@ class StepAssembler:
         rows: DecodeRows,
         swaps: Swaps,
     ) -> Step:
-        """Prompt rows first, then those that decode."""
+        """Build a step: prompt rows first, then decode rows."""
         table, decodes, early = self._table, rows.slots, rows.early
         ends = table.length[decodes]
         starts = ends - self._one
@@ -114,14 +116,14 @@ class StepAssembler:
         return Step(batch, extends, slots, written, swaps)
 
     def _written(self, slots: NDArray[np.intp], places: NDArray[Any]) -> list[NDArray[np.intp]]:
-        """The page at each place of each slot, table by table."""
+        """Return the page at each place of each slot, table by table."""
         return [pages[slots, places].astype(np.intp) for pages in self._table.by_table]
 
     def _spans(
         self, slots: NDArray[np.intp], starts: Ints, ends: Ints, early: Ints | None
     ) -> tuple[NDArray[np.intp], NDArray[Any]]:
-        """Slots and places of all pages that rows of several tokens may write, wherever each row
-        will begin."""
+        """Return slots and places of all pages that rows of several tokens may write, wherever each
+        row will begin."""
         firsts = (starts if early is None else starts - early) >> self._shift
         counts = ((ends - self._one) >> self._shift) - firsts + self._one
         behind = np.cumsum(counts) - counts

@@ -1,4 +1,4 @@
-"""The scheduler's books: every page, host page and slot is accounted for, and each holder known."""
+"""Consistency check of the scheduler: every page, host page and slot has a known holder."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -25,12 +25,12 @@ def check_books(
     launched: Sequence[Step],
     elsewhere: Mapping[Holder, Iterable[Pages]],
 ) -> None:
-    """Compares what is held with what somebody knows of.
+    """Compare the holds on pages with the holders that are known.
 
     Args:
-        elsewhere: pages that others hold, by what for; an array for each hold.
+        elsewhere: pages that others hold, by kind of holder; one array per hold.
     Raises:
-        EngineFault: something leaked, or was given away twice.
+        EngineFault: a page or slot leaked, or was allocated twice.
     """
     pages.check()
     cache.check()
@@ -44,7 +44,7 @@ def check_books(
     known[Holder.STEP] = [held for step in launched for held in step.held()]
     known[Holder.STEP] += retracted.unsaved_pages()
     known[Holder.COPY].extend(tiers.copied())
-    del known[Holder.CACHE]  # the tree has checked those
+    del known[Holder.CACHE]  # the tree has checked these
     for holder, mine in known.items():
         _check_holds(pages, holder, [*mine, *elsewhere.get(holder, ())])
     swapped = [copied for step in launched for copied in step.swaps.on_host()]

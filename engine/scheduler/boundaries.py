@@ -1,27 +1,29 @@
-"""Where on its way through a prompt a state is kept for those that come later. Pure arithmetic.
+"""Positions in a prompt at which a state is kept for later requests. Pure arithmetic.
 
-At the last page's edge at which the same prompt, once more, could go on: it matches all but its
-last token. And where the prompt parts from one that the cache has: those that begin like both come
-again. A chunk that is on its way past such a branch ends there.
+A state is kept at the last page boundary from which the same prompt could continue if it comes
+again: it matches all but its last token. Another one is kept where the prompt branches off a cached
+one, since prompts with that common prefix are likely to come again. A chunk that would pass such a
+branch ends there.
 """
 
 from typing import NamedTuple
 
 
 class Stretch(NamedTuple):
-    """A forward of a prompt ends at `end`; after `keep` of its tokens the state is wanted, 0: it is
-    nowhere."""
+    """One forward of a prompt, which ends at `end`. Its state after token `keep` is kept; 0: none
+    is."""
 
     end: int
     keep: int
 
 
 def stretch(start: int, end: int, *, num_tokens: int, branch: int, page_size: int) -> Stretch:
-    """
+    """Return where the next forward of a prompt ends and which state it keeps.
+
     Args:
-        start, end: token indices of what would be computed next.
+        start, end: token indices that would be computed next.
         num_tokens: of the whole prompt.
-        branch: where the prompt parts from what is cached, a page's edge; 0: nowhere.
+        branch: page boundary at which the prompt branches off the cached one; 0: none.
     """
     last = last_boundary(num_tokens, page_size)
     if start < branch < last and branch <= end:
@@ -30,5 +32,5 @@ def stretch(start: int, end: int, *, num_tokens: int, branch: int, page_size: in
 
 
 def last_boundary(num_tokens: int, page_size: int) -> int:
-    """From where the same prompt can be gone on from, once more."""
+    """Return the last page boundary from which a repetition of the prompt can continue."""
     return (num_tokens - 1) // page_size * page_size

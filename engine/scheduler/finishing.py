@@ -1,4 +1,4 @@
-"""When a request is over. Decided here and nowhere else, for every token of every request."""
+"""The finish conditions of requests. Only this module decides whether a token ends a request."""
 
 from collections.abc import Sequence
 
@@ -20,12 +20,12 @@ class FinishRule:
         self.vocabulary_size = vocabulary_size
 
     def decide(self, request: Request, token: int, at_limit: bool) -> Finish | None:
-        """What `token`, the newest, means for the request; None: it goes on.
+        """Return how `token`, the newest, ends the request, or None if the request continues.
 
-        A stop token that is also the last one allowed counts as STOP: nothing was cut off.
+        A stop token that is also the last one allowed counts as STOP, because nothing was cut off.
 
         Args:
-            at_limit: with this token it has as many as it may have.
+            at_limit: with this token it has as many tokens as allowed.
         """
         if request.to_finish is not None:
             return request.to_finish

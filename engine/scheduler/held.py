@@ -1,4 +1,4 @@
-"""Rows that are in no forward until their grammar's mask is there, see grammar/matching.py."""
+"""Rows that wait for their grammar's mask and are in no forward, see grammar/matching.py."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,7 @@ from engine.scheduler.running import RunningBatch
 
 
 class HeldRows:
-    """Engine thread only."""
+    """Rows held back for their grammar. Engine thread only."""
 
     def __init__(
         self,
@@ -31,11 +31,11 @@ class HeldRows:
 
     @property
     def any(self) -> bool:
-        """Safe to ask from another thread."""
+        """Return whether a row is held. Safe to call from another thread."""
         return bool(np.count_nonzero(self._table.held & self._table.live))
 
     def settle(self) -> Iterator[tuple[Request, Finish]]:
-        """Lets rows go whose mask is there. Yields requests that have to end, and why."""
+        """Release rows whose mask is ready. Yield requests that have to end, and the reason."""
         if not np.count_nonzero(self._table.held):
             return
         for slot in np.flatnonzero(self._table.held & self._table.live).tolist():
@@ -56,8 +56,8 @@ class HeldRows:
                     match.threads.start(match)
 
     def _let_go(self, slot: int, request: Request) -> None:
-        """A row whose forward was done without a token being chosen is computed again from the
-        prefix cache: a state cannot take in a token twice."""
+        """Release a row. If its forward was done without choosing a token, restart it from the
+        prefix cache: a state must not process a token twice."""
         if not self._table.unchosen[slot]:
             self._table.held[slot] = False
         elif slot in self._running or request in self._retracted:  # else it is stopped

@@ -1,8 +1,9 @@
-"""Which rows the next forward computes: of prompts, with those that decode riding along, or, where
-there are none, of all that decode.
+"""The choice of the rows of the next forward: prompt rows, optionally with decode rows, or all
+decode rows if there are no prompts.
 
-Where a page is missing for one that decodes, another one is retracted; beside a prompt it merely
-waits. Requests that may share no forward (common/requests/quarantine.py) have every second step.
+If a decode row lacks a page, another request is retracted. If the step computes prompts, the row
+only waits instead. Requests that may share no forward (common/requests/quarantine.py) get every
+second step.
 """
 
 import math
@@ -26,16 +27,17 @@ _NO_SLOTS = np.empty(0, np.intp)
 
 @dataclass(slots=True)
 class Kept:
-    """What nobody who is let in may take: it is for those who are going to join, with their KV.
+    """Capacity that admission must leave to requests that are going to join with their KV.
 
     Attributes:
-        slots: one for each of those that holds pages already. Whoever holds pages must be able to
-            join, and so to be retracted: else a last running request can wait for those pages for
-            ever.
+        slots: one for each of those that holds pages already. A request that holds pages must
+            be able to join, and thereby to be retracted. Otherwise a last running request could
+            wait for those pages for ever.
         pages: for the growth of those.
-        barrier: requests whose place is behind this wait: somebody who is going to join is before
-            them, and has waited for room for too long.
-        most_urgent: priority of those that are going to join and wait for room; -inf: nobody does.
+        barrier: requests whose place is behind it wait, because a request that is going to join
+            is ahead of them and has waited for capacity too long.
+        most_urgent: highest priority of those that are going to join and wait for capacity;
+            -inf: none.
     """
 
     slots: int = 0
@@ -45,7 +47,7 @@ class Kept:
 
 
 class Rows(NamedTuple):
-    """Of a forward. decodes: slots."""
+    """The rows of a forward. decodes: slots."""
 
     extends: Sequence[ExtendRow]
     decodes: NDArray[np.intp]
@@ -55,7 +57,7 @@ NO_ROWS = Rows((), _NO_SLOTS)
 
 
 class NextRows:
-    """Engine thread only."""
+    """The choice of each forward's rows. Engine thread only."""
 
     def __init__(
         self,
@@ -70,9 +72,10 @@ class NextRows:
         preemption: Preemption,
         ratio: NewTokenRatio,
     ) -> None:
-        """
+        """Create the selector from the parts of a scheduler.
+
         Args:
-            mixed_chunk: whether rows that decode ride beside prompts.
+            mixed_chunk: whether decode rows share forwards with prompts.
         """
         self._kept = kept
         self._mixed_chunk = mixed_chunk
@@ -86,14 +89,15 @@ class NextRows:
         self._after_trial = False
 
     def turns(self) -> Sequence[bool]:
-        """Whether the next step is one of all, or of a suspect request alone; they take turns."""
+        """Return which kinds of step to try, in order. False: a shared step; True: a step of one
+        suspect request alone. The two kinds alternate."""
         if not self._quarantine and not self._admission.suspect_waits:
             return (False,)
         return (False, True) if self._after_trial else (True, False)
 
     def choose(self, alone: bool) -> Rows | None:
-        """Of all that may share a forward, or of one request that may not; None: there are none.
-        Who asks must launch them."""
+        """Choose rows that may share a forward, or one request that may not. Return None if there
+        are none. The caller must launch the rows."""
         rows = self._of_one() if alone else self._of_all()
         if not rows.extends and not len(rows.decodes):
             return None
@@ -102,7 +106,7 @@ class NextRows:
 
     @property
     def reserved_pages(self) -> int:
-        """Not for anybody new: for the growth of what runs, and of what is going to join."""
+        """Pages not for new requests: for the growth of those that run or are going to join."""
         return self._running.growth(self._ratio.value) + self._kept.pages
 
     def _of_all(self) -> Rows:
@@ -130,7 +134,8 @@ class NextRows:
         )
 
     def _riders(self) -> NDArray[np.intp]:
-        """Decode rows beside a chunk: those that find a page, if they need one."""
+        """Return the decode rows that share a forward with a chunk: those that can get a page, if
+        they need one."""
         slots = self._quarantine.outside(self._running.ready())
         full = self._running.full(slots)
         if len(full) and not self._running.grow(full):
@@ -140,10 +145,11 @@ class NextRows:
         return slots
 
     def _decodes(self, slots: NDArray[np.intp]) -> NDArray[np.intp]:
-        """Those of `slots` that can go on."""
+        """Return those of `slots` that can continue."""
         full = self._running.full(slots)
         if len(full) and not self._running.grow(full):
-            # Of all: pages that keep these from going on may be in a quarantine, or outside.
+            # All running rows are considered: the missing pages may belong to quarantined rows or
+            # to others.
             kept = self._retraction.make_room(self._running.ready(), self._residents.by_slot)
             return slots[np.isin(slots, kept)]
         self._ratio.decay()

@@ -1,4 +1,4 @@
-"""What a finished step means for the world outside the scheduler."""
+"""The results of a finished step, as reported outside the scheduler."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from engine.batch.request import Finish, Request
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkDone:
-    """KV of token indices [start, end) is final, in the request's own pages unless it has been
-    retracted since. With the last chunk comes the token sampled after it, or the vector that is
-    wanted instead.
+    """A computed chunk. KV of token indices [start, end) is final, in the request's own pages
+    unless it has been retracted since. The last chunk comes with the token sampled after it, or
+    with the vector that is wanted instead.
 
-    logprobs: of that token, prompt_logprobs: of those of the prompt but the first one; where they
-    are asked for.
+    logprobs: of that token, if requested. prompt_logprobs: of the prompt tokens except the first,
+    if requested.
     """
 
     request: Request
@@ -33,7 +33,8 @@ class ChunkDone:
 
 
 class Spoilt(NamedTuple):
-    """KV that made logits that are no numbers. Nobody finds it here any more."""
+    """Token ids of corrupt KV, which produced logits with NaN or Inf. It is removed from the
+    cache."""
 
     token_ids: NDArray[np.int32]
     namespace: Namespace
@@ -42,8 +43,11 @@ class Spoilt(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """num_generated: tokens of the answer, where its own last one has ended it; else 0.
-    spoilt: where its logits have."""
+    """A request that has ended.
+
+    num_generated: tokens of the response, if its own last token ended it; else 0. spoilt: its
+    corrupt KV, if its logits contained NaN or Inf.
+    """
 
     request: Request
     finish: Finish
@@ -53,9 +57,12 @@ class Finished:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepOutcome:
-    """New tokens come in columns, one entry each; the token that ends a request is among them.
-    `streams` and `requests` are the origins. `logprobs`: of those tokens whose requests ask for
-    them, by origin. `predicted`: what of requests' predictions was right and wrong, likewise."""
+    """The results of one step.
+
+    New tokens come in columns, one entry each, including a token that ends its request. `streams`
+    and `requests` are the origins. `logprobs`: by origin, of the tokens of requests that ask for
+    them. `predicted`: by origin, accepted and rejected tokens of the requests' predictions.
+    """
 
     streams: NDArray[np.uint64]
     requests: NDArray[np.uint64]

@@ -1,16 +1,15 @@
-"""SchedulePolicy: in which order the waiting queue is tried. Order only; admission decides.
+"""SchedulePolicy: the order in which the waiting queue is tried. Admission decides which fit.
 
-Of several priorities (common/priority.py) the higher goes first, whatever the policy says
-of those that are alike. What has waited rises, a step in each STEP_S. slack and fcfs count the same
-steps as seconds.
+Higher priorities (common/priority.py) go first. The policy orders requests of equal priority. A
+waiting request rises by one level per STEP_S. slack and fcfs apply the same levels as seconds.
 
-slack       who must be begun soonest first; of equal budgets, as they came
-fcfs        as they came
-lpm         longest cached prefix first; fcfs when the queue is long, for its price
+slack       earliest start deadline first; equal ones in order of arrival
+fcfs        order of arrival
+lpm         longest cached prefix first; fcfs while the queue is long, because of the cost
 dfs-weight  depth first through the prefix tree, branches with most requests first
 lof         longest output first
 random      any
-routing-key of whose key most requests are on the device; those of no such key last
+routing-key requests whose key is most frequent on the device first; those without such a key last
 """
 
 import math
@@ -26,17 +25,17 @@ from engine.kv_cache.radix import RadixCache
 
 PolicyName = Literal["slack", "fcfs", "lpm", "dfs-weight", "lof", "random", "routing-key"]
 LPM_MAX_WAITING = 128
-_LAST = (1, 0)  # after every branch: weights are negative there
+_LAST = (1, 0)  # after every branch, whose weights are negative
 
 
 _Order: TypeAlias = Callable[[Collection[Request]], list[Request]]
 
 
 class SchedulePolicy:
-    """Orders requests that wait for prefill. Equal ones stay in order of arrival.
+    """The order of requests that wait for prefill. Equal ones stay in order of arrival.
 
     Args:
-        routing_keys: of the requests on the device, how many have each.
+        routing_keys: counts the requests on the device per routing key.
     """
 
     def __init__(
@@ -99,8 +98,8 @@ class SchedulePolicy:
 
 
 def _urgent_first(order: _Order) -> _Order:
-    """By levels, each of which is in that order. What waits rises to that of the most urgent here
-    and no further."""
+    """Sort by priority level, and by `order` within a level. A waiting request rises to the level
+    of the most urgent one in the queue and no further."""
 
     def by_level(waiting: Collection[Request]) -> list[Request]:
         ordered = order(waiting)

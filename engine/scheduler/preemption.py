@@ -1,9 +1,9 @@
-"""Preemption: a request that waits takes the place of running ones that are much less urgent.
+"""Preemption: a waiting request replaces running ones that are much less urgent.
 
-Those go to host memory as the retracted do (retracted.py), keep their slots, and come back. While
-they are away nobody is let in but who might have taken their place too. What is away gets more
-urgent with the time, a step in each STEP_S, until nobody goes before it; and who was preempted a
-few times is never again. So everybody comes back, and ends.
+Preempted requests are swapped out to host memory like retracted ones (retracted.py), keep their
+slots, and come back. While they are away, only requests that could have preempted them are
+admitted. A swapped-out request gains one priority step per STEP_S, until no request goes before it.
+A request is preempted only a limited number of times. Every request therefore comes back and ends.
 """
 
 import math
@@ -22,15 +22,15 @@ from engine.scheduler.retracted import RetractedRequests
 from engine.scheduler.retraction import victims_first
 from engine.scheduler.running import RunningBatch
 
-MAX_PREEMPTIONS = 8  # of one request
+MAX_PREEMPTIONS = 8  # per request
 _KEEPS_BUSY = (Holder.REQUEST, Holder.READ, Holder.PUBLICATION)  # a step's hold ends by itself
 
 
 class Preemption:
-    """Engine thread only.
+    """Preemption of running requests. Engine thread only.
 
     Attributes:
-        counts: requests that were preempted since the start, by class.
+        counts: preempted requests since the start, by class.
     """
 
     def __init__(
@@ -45,10 +45,11 @@ class Preemption:
         quarantine: Quarantine,
         ratio: NewTokenRatio,
     ) -> None:
-        """
+        """Create the preemption of a scheduler.
+
         Args:
-            by: how much less urgent one must be; 0: nobody is ever preempted.
-            most: that may be off the device for it to go on.
+            by: how much less urgent a victim must be; 0: preemption is disabled.
+            most: no further request is preempted while this many are swapped out.
         """
         self.by = by
         self._most = most
@@ -62,18 +63,18 @@ class Preemption:
 
     @property
     def floor(self) -> float:
-        """Who is less urgent than this is not let in: who was taken off the device comes first."""
+        """Minimum priority that admission accepts now. Swapped-out requests come first."""
         if not self._retracted:
             return -math.inf
         return self._retracted.highest_rank() + self.by if self.by else math.inf
 
     def bar(self, most_urgent: float) -> float:
-        """Whose rank is no higher than this does not come back, while one that is so urgent waits
-        for room."""
+        """Return the rank that a swapped-out request must exceed to come back while a request of
+        priority `most_urgent` waits for capacity."""
         return most_urgent - self.by if self.by else -math.inf
 
     def may_help(self, priority: float) -> bool:
-        """Whether one of that priority might take anybody's place."""
+        """Return whether a request of that priority might preempt any running one."""
         slots = self._running.slots
         return bool(
             self.by and len(slots) and self._table.priority[slots].min() + self.by <= priority
@@ -82,13 +83,12 @@ class Preemption:
     def make_room(
         self, priority: int, num_pages: int, room: Room, requests: Mapping[int, Request]
     ) -> None:
-        """Takes off the device whom one of that priority may take the place of, as few as make room
-        for it; nobody, if all of them would not. The room is there once the step that saves them
-        is finished.
+        """Preempt as few requests as make room for one of that priority, or none if all victims
+        together would not. The pages are free once the step that saves them is finished.
 
         Args:
-            num_pages: that it needs.
-            room: that there is.
+            num_pages: pages that it needs.
+            room: pages and slots that are free.
         """
         chosen = self._enough(self._victims(priority, requests), num_pages, room)
         for slot in chosen:
@@ -101,7 +101,7 @@ class Preemption:
             self.counts[class_of(request.spec.priority)] += 1
 
     def _victims(self, priority: int, requests: Mapping[int, Request]) -> list[int]:
-        """Those that have their last token in flight end anyway."""
+        """Return the possible victims. Requests whose last token is in flight end anyway."""
         slots = self._quarantine.outside(self._running.ready())
         slots = slots[self._table.priority[slots] + self.by <= priority]
         slots = slots[~np.isin(slots, self._retracted.returning())]
@@ -113,7 +113,7 @@ class Preemption:
         ]
 
     def _enough(self, victims: list[int], num_pages: int, room: Room) -> list[int]:
-        """The first of them that together make room; none where all do not."""
+        """Return the first victims that together make room, or none if all together do not."""
         missing, host_left = num_pages - room.num_pages, self._retracted.num_host_pages_free
         holds = np.sum([self._pages.holds(holder) for holder in _KEEPS_BUSY], axis=0)
         chosen: list[int] = []

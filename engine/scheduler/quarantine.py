@@ -1,6 +1,6 @@
-"""Running requests that share no forward with others for a while.
+"""Running requests that temporarily share no forward with others.
 
-See common/requests/quarantine.py. Slots and tokens only. It knows how far each has to get, not why.
+See common/requests/quarantine.py. This module knows slots and token counts only, not the reason.
 """
 
 import numpy as np
@@ -11,26 +11,27 @@ from engine.batch.table import RequestTable
 
 
 class Quarantine:
-    """Engine thread only. Nearly always empty."""
+    """The quarantined slots. Engine thread only. Nearly always empty."""
 
     def __init__(self, table: RequestTable) -> None:
         self._table = table
-        self._until: dict[int, int] = {}  # slot: tokens it must have to be let out
+        self._until: dict[int, int] = {}  # slot: number of tokens at which it is released
 
     def __bool__(self) -> bool:
         return bool(self._until)
 
     def take(self, slot: int, request: Request) -> None:
-        """A request begins to run; it is kept apart if it is suspect."""
+        """Quarantine a request that begins to run, if it is suspect."""
         if request.suspect:
             self._until[slot] = request.alone_until
 
     def forget(self, slot: int) -> None:
-        """It has ended, or is to be computed anew. Harmless where the slot is not here."""
+        """Remove a request that ended or has to be recomputed. Does nothing if the slot is not
+        here."""
         self._until.pop(slot, None)
 
     def let_out(self) -> None:
-        """Those that have got far enough, by the tokens that are known."""
+        """Release requests that have enough known tokens."""
         known = self._table.known
         self._until = {slot: until for slot, until in self._until.items() if known[slot] < until}
 
@@ -38,5 +39,6 @@ class Quarantine:
         return slots[np.isin(slots, list(self._until))]
 
     def outside(self, slots: NDArray[np.intp]) -> NDArray[np.intp]:
-        """The very same array while nobody is inside."""
+        """Return the slots that are not quarantined: the very same array while the quarantine is
+        empty."""
         return slots[~np.isin(slots, list(self._until))] if self._until else slots

@@ -1,7 +1,7 @@
 """The requests that have a slot, from admission to their end: in chunks, running or retracted.
 
-One way to run and one way out, whoever asks: every part of the scheduler that keeps something of a
-request is told here.
+All starts and ends of requests go through this module, which updates every part of the scheduler
+that keeps state of a request.
 """
 
 import time
@@ -20,7 +20,7 @@ from engine.scheduler.running import RunningBatch
 
 
 class Residents:
-    """By slot. Engine thread only.
+    """Requests by slot. Engine thread only.
 
     Attributes:
         num_ended: since the start.
@@ -52,7 +52,7 @@ class Residents:
 
     @property
     def by_slot(self) -> Mapping[int, Request]:
-        """Not to be changed."""
+        """Requests by slot. Read-only."""
         return self._requests
 
     @property
@@ -61,26 +61,31 @@ class Residents:
 
     @property
     def all_away(self) -> bool:
-        """Whether none of them has pages on the device, or is about to have its own back."""
+        """Return whether all of them are swapped out and none is on its way back."""
         return len(self._requests) == self._retracted.num_away
 
     def take(self, slot: int, request: Request) -> None:
-        """It has this slot; of each chunk anew."""
+        """Record that the request has this slot. Called again for each chunk."""
         self._requests[slot] = request
 
     def run(self, slot: int, request: Request) -> None:
-        """Its prompt is computed, or will be by a launched step: it decodes from now on."""
+        """Start decoding. The prompt is computed, or will be by a launched step."""
         self._running.join(slot)
         self._quarantine.take(slot, request)
 
     def end(self, request: Request, *, learn: bool = False) -> None:
-        """Takes a request out, with its pages. With `learn`, once its forward is finished, the
-        tree gets its full pages: KV of all tokens that are known but the newest."""
+        """Remove a request, with its pages.
+
+        Args:
+            learn: insert its full pages into the prefix tree: KV of all known tokens but the
+                newest. Only valid once its forward is finished.
+        """
         self._leave(self._let_go(request, learn), request)
         self.num_ended += 1
 
     def end_at_fault(self, request: Request) -> Spoilt:
-        """As `end`; and nobody finds its KV any more, which makes logits that are no numbers."""
+        """End a request whose logits contain NaN or Inf, and remove its KV from the prefix
+        cache."""
         assert request.slot is not None
         spoilt = Spoilt(
             self._table.tokens_of(request.slot), request.namespace, tuple(request.given_by)
@@ -90,16 +95,16 @@ class Residents:
         return spoilt
 
     def start_over(self, request: Request, *, learn: bool = False) -> None:
-        """Puts it at the head of the waiting queue, with all its tokens and without its KV,
-        wherever that is. No launched step may have it. `learn`: see `end`."""
+        """Put a request back at the head of the waiting queue, with all its tokens and without its
+        KV. No launched step may have it. `learn`: see `end`."""
         self._let_go(request, learn)
         if not request.is_away:
             request.leave_device(time.monotonic())
         self.put_back(request)
 
     def put_back(self, request: Request) -> None:
-        """To the head of the waiting queue, with all its tokens: it was retracted and nothing of
-        its KV is left."""
+        """Put a retracted request, none of whose KV is left, at the head of the waiting queue with
+        all its tokens."""
         slot = request.slot
         assert slot is not None
         request.token_ids = self._table.tokens_of(slot)
@@ -109,7 +114,8 @@ class Residents:
         self._admission.waiting.put_back(request)
 
     def _let_go(self, request: Request, learn: bool) -> int:
-        """Of its pages, here and in host memory. Returns its slot, which it still has."""
+        """Release its pages on the device and in host memory. Return its slot, which it still
+        has."""
         slot = request.slot
         assert slot is not None
         holding = self._table.holding_of(slot)

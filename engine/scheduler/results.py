@@ -1,8 +1,7 @@
-"""What the result of a step means for its requests: chunks that are done, tokens that are there to
-tell, and those that have ended with it.
+"""Application of a step's result to its requests: finished chunks, new tokens, ended requests.
 
-Rows of requests that have ended meanwhile are discarded: under overlap the forward that follows a
-request's last token costs that much.
+Rows of requests that have ended in the meantime are discarded. With overlap, this wastes one row in
+the forward that follows a request's last token.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,14 +23,14 @@ from engine.scheduler.outcome import ChunkDone, Finished, StepOutcome
 from engine.scheduler.residents import Residents
 from engine.scheduler.retracted import RetractedRequests
 
-_ONE = np.array(1, np.int32)  # numpy converts a Python int anew in every call
+_ONE = np.array(1, np.int32)  # numpy converts a Python int again in every call
 
 
 class StepResults:
-    """Engine thread only.
+    """The application of step results. Engine thread only.
 
     Attributes:
-        num_tokens: told since the start.
+        num_tokens: tokens reported since the start.
     """
 
     def __init__(
@@ -62,10 +61,10 @@ class StepResults:
         result: BatchResult,
         predicted: Sequence[tuple[tuple[int, int], Predicted]] = (),
     ) -> StepOutcome:
-        """Of each step once, in the order of their launch.
+        """Apply the result of a step. Must be called once per step, in launch order.
 
         Args:
-            predicted: as of StepOutcome.
+            predicted: as in StepOutcome.
         """
         batch = step.batch
         chunks: list[ChunkDone] = []
@@ -92,8 +91,8 @@ class StepResults:
     def _chosen(
         self, slots: NDArray[np.intp], places: Ints, tokens: Ints
     ) -> tuple[NDArray[np.intp], Ints, Ints]:
-        """Leaves out the rows for which no token was chosen, and that go on: they are as if they
-        had not been in the step."""
+        """Drop rows that continue but for which no token was chosen, as if they had not been in the
+        step."""
         table = self._table
         if not np.count_nonzero(table.unchosen):
             return slots, places, tokens
@@ -109,21 +108,22 @@ class StepResults:
         chunks: list[ChunkDone],
         finished: list[Finished],
     ) -> None:
-        """The tree learns what was computed; a request told to end between its chunks does."""
+        """Insert computed chunks into the tree, and end requests that were to end between their
+        chunks."""
         tokens = result.tokens[: len(extends)].tolist()
         for place, (row, token) in enumerate(zip(extends, tokens, strict=True)):
             request = row.request
             if request.slot != row.slot:
-                continue  # it ended with an earlier step
+                continue  # it ended in an earlier step
             self._admission.computed(row)
-            if token == NOT_FINITE:  # its pages are not to be trusted, by nobody
+            if token == NOT_FINITE:  # its pages must not be used by any request
                 if not row.samples:
                     finish = self._rule.decide(request, token, at_limit=False)
                     assert finish is not None
                     spoilt = self._residents.end_at_fault(request)
                     finished.append(Finished(request, finish, spoilt=spoilt))
                 continue
-            if request not in self._retracted:  # whose pages are gone
+            if request not in self._retracted:  # retracted ones have no pages here
                 holding = self._table.holding_of(row.slot)
                 self._cache.insert(request.token_ids[: row.end], holding, request.namespace)
                 if len(row.kept):
@@ -143,16 +143,21 @@ class StepResults:
                 self._residents.end(request)
 
     def _free_behind(self, slots: NDArray[np.intp], known: Ints) -> None:
-        """Of rows that have finished the last token of a page; so many tokens were known before.
-        Launched ones do not count: the step in flight may still read what they leave behind."""
+        """Free pages behind a window, for rows that finished the last token of a page.
+
+        Tokens in flight do not count, because the launched step may still read those pages.
+
+        Args:
+            known: number of tokens known before this step, by row.
+        """
         size, done = self._table.page_size, self._table.known[slots] - 1
         at_edge = (done // size > (known - 1) // size) & self._table.live[slots]
         for slot, past in zip(slots[at_edge].tolist(), done[at_edge].tolist(), strict=True):
-            # Row by row: two that share a prefix may let go of the same page.
+            # Row by row, because two rows that share a prefix may release the same page.
             self._pages.drop(self._table.free_behind(slot, past), Holder.REQUEST)
 
     def _wanted_logprobs(self, batch: ScheduleBatch, found: RowLogprobs) -> Mapping[int, Logprobs]:
-        """By slot, of those that are still here."""
+        """Return the logprobs by slot, for requests that still have one."""
         wanted = {}
         for row in np.unique(found.rows).tolist():
             slot = int(batch.slots[row])
@@ -164,7 +169,7 @@ class StepResults:
     def _told_logprobs(
         self, slots: NDArray[np.intp], wanted: Mapping[int, Logprobs]
     ) -> Sequence[tuple[tuple[int, int], Logprobs]]:
-        """By origin, of as many tokens of each slot as are told."""
+        """Return the logprobs by origin, for as many tokens of each slot as are reported."""
         counts = zip(*(column.tolist() for column in np.unique_counts(slots)), strict=True)
         return [
             (self._table.origin_of(slot), wanted[slot].first(count))
@@ -175,8 +180,8 @@ class StepResults:
     def _in_order(
         self, slots: NDArray[np.intp], known: Ints, runs: Runs
     ) -> tuple[NDArray[np.intp], Ints, Ints]:
-        """Slot, index and token of all tokens of rows that have several, row after row, up to the
-        one that ends its request."""
+        """Return slot, index and token of all tokens of rows with several tokens, row by row, up to
+        the token that ends its request."""
         counts = runs.counts
         rows, numbers = np.nonzero(np.arange(runs.tokens.shape[1]) < counts[:, None])
         slots, tokens = slots[rows], runs.tokens[rows, numbers]
@@ -184,7 +189,8 @@ class StepResults:
         stops, odd, last = self._ending(slots, places, tokens)
         ends = stops.any(axis=1) | odd | last
         if np.count_nonzero(ends):
-            ended: NDArray[np.intp] = np.cumsum(ends) - ends  # before each, in all rows
+            # number of ending tokens before each, over all rows
+            ended: NDArray[np.intp] = np.cumsum(ends) - ends
             firsts = np.cumsum(counts) - counts
             kept: NDArray[np.bool_] = ended == ended[firsts][rows]
             slots, places, tokens = slots[kept], places[kept], tokens[kept]
@@ -193,8 +199,8 @@ class StepResults:
     def _ending(
         self, slots: NDArray[np.intp], places: Ints, tokens: Ints
     ) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.bool_]]:
-        """Why tokens may end their requests: each by what it is (a column for each stop token), as
-        none that there is, and as the last one allowed."""
+        """Return why tokens may end their requests: a stop token (one column per stop token), an id
+        outside the vocabulary, or the last token allowed."""
         table = self._table
         stops = table.stop_ids[slots] == tokens[:, None]
         odd = tokens.view(np.uint32) >= self._vocabulary_size  # negative ones too
@@ -203,9 +209,11 @@ class StepResults:
     def _finish_tokens(
         self, slots: NDArray[np.intp], places: Ints, tokens: Ints, finished: list[Finished]
     ) -> tuple[NDArray[np.intp], Ints]:
-        """Gives each row its token, which has token index places[row]; returns the rows and
-        tokens that there are to tell. A row may have several, in their order; only its last may
-        end its request."""
+        """Append each token to its row at token index places[row]. Return the rows and tokens to
+        report.
+
+        A row may have several tokens, in order. Only its last one may end its request.
+        """
         table = self._table
         live = table.live[slots]
         if np.count_nonzero(live) < len(slots):
@@ -234,8 +242,11 @@ class StepResults:
 
 
 def _chunk(row: ExtendRow, place: int, token: int | None, result: BatchResult) -> ChunkDone:
-    """Return what is done with a row, the step's `place`th. Of a prompt that is computed anew, so
-    is all that is told of it. `token`: chosen after it; None: none was."""
+    """Return the finished chunk of row `place` of the step.
+
+    A prompt that is recomputed from its start discards its earlier logprobs and pooled vector.
+    `token`: the token chosen after the chunk; None: none was.
+    """
     request, prompt = row.request, result.prompt_logprobs
     if row.start == 0:
         request.prompt_logprobs.clear()

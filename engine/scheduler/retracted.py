@@ -1,12 +1,12 @@
-"""Requests that were taken off the device: their slots, their KV in host memory, their way back.
+"""Requests that were swapped out: their slots, their KV in host memory, and their return.
 
     running --retract--> SAVING --(batch with its swap_out)--> SAVED --resume--> RETURNING
                     `--> LOST --(no step in flight)--> waiting queue                |
                                                   running <--(batch with its swap_in)
 
-A retracted request keeps its slot: its tokens, and the one that may still be in flight. Copies
-and forwards run in order on one stream, so neither waits for anything. Whom to retract, and when,
-is decided in retraction.py.
+A retracted request keeps its slot, its tokens, and a token that may still be in flight. Copies and
+forwards run in order on one stream, so neither waits for anything. retraction.py decides which
+request to retract, and when.
 """
 
 import math
@@ -29,10 +29,10 @@ _NOTHING = np.empty(0, np.int32)
 
 
 class _State(Enum):
-    SAVING = auto()  # device_pages are held by the step to come
+    SAVING = auto()  # device_pages are held by the next step
     SAVED = auto()
-    LOST = auto()  # no host memory: to recompute
-    RETURNING = auto()  # device_pages are the request's new ones, host_pages still needed
+    LOST = auto()  # host memory was full: recompute
+    RETURNING = auto()  # device_pages are the request's new ones, host_pages are still needed
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +40,7 @@ class _Retracted:
     request: Request
     slot: int
     state: _State
-    had: Holding  # when it was retracted, of tokens that have their KV
+    had: Holding  # at retraction, for tokens that have KV
     device_pages: Ints
     host_pages: Ints
     left: float  # time.monotonic()
@@ -53,7 +53,8 @@ class _Retracted:
 class Swaps:
     """The copies of one step.
 
-    saved: the pages of swap_out, an array for each request: two that share a prefix share pages.
+    saved: the pages of swap_out, one array per request: two requests that share a prefix share
+    pages.
     """
 
     swap_out: PageCopies | None = None
@@ -61,13 +62,13 @@ class Swaps:
     saved: Sequence[Ints] = ()
 
     def on_host(self) -> list[Ints]:
-        """Host pages, of each copy."""
+        """Return the host pages of each copy."""
         return [copies.host_pages for copies in (self.swap_out, self.swap_in) if copies is not None]
 
 
 class RetractedRequests:
-    """Requests off the device, the most urgent first back, of equals who left first; and the host
-    pages that hold their KV."""
+    """Swapped-out requests and the host pages with their KV. The most urgent one returns first,
+    equal ones in the order in which they left."""
 
     def __init__(self, table: RequestTable, pages: PageAllocator, host: HostCache) -> None:
         self._table = table
@@ -87,36 +88,36 @@ class RetractedRequests:
 
     @property
     def num_host_pages_free(self) -> int:
-        """That may be taken: what is cached there makes room."""
+        """Host pages that may be allocated, including those of the evictable cache."""
         return self._host.num_available
 
     def host_pages(self) -> list[Ints]:
-        """By request."""
+        """Return the host pages by request."""
         return [entry.host_pages for entry in self._by_key.values()]
 
     @property
     def num_away(self) -> int:
-        """Those that are not on their way back."""
+        """Number of requests that are not on their way back."""
         return sum(1 for _ in self._away())
 
     @property
     def saving(self) -> bool:
-        """Whether there are pages that the next batch copies to the host."""
+        """Return whether the next batch has pages to copy to the host."""
         return any(entry.state is _State.SAVING for entry in self._by_key.values())
 
     def highest_rank(self) -> float:
-        """Of those away and on their way back; there must be one."""
+        """Return the highest rank of swapped-out requests. Requires at least one."""
         now = time.monotonic()
         return max(entry.rank(now) for entry in self._by_key.values())
 
     def num_saved(self, slot: int) -> int:
-        """Host pages that the request in that slot would take."""
+        """Return the host pages that the request in that slot would take."""
         return len(self._saved_of(slot).flat())
 
     def retract(self, request: Request) -> Ints:
-        """Drops the request's pages, and gives them back to be looked through for free ones.
+        """Drop the request's pages, and return them so that the caller can look for free ones.
 
-        `save` must follow before anyone but the rows of the next batch may allocate.
+        Before `save` is called, only the rows of the next batch may allocate pages.
         """
         slot = request.slot
         assert slot is not None
@@ -136,20 +137,21 @@ class RetractedRequests:
         return pages
 
     def save(self, request: Request) -> bool:
-        """Holds its pages, free ones too, for the step that will copy them to the host. False
-        where host memory was short: it is to be computed anew."""
+        """Hold its pages, including free ones, for the step that will copy them to the host. Return
+        False if host memory was full: the request has to be recomputed."""
         entry = self._by_key[request.key]
         if entry.state is _State.SAVING:
             self._pages.hold_even_free(entry.device_pages, Holder.STEP)
         return entry.state is _State.SAVING
 
     def unsaved_pages(self) -> list[Ints]:
-        """Pages that the next batch copies to the host before its forward, by request."""
+        """Return the pages that the next batch copies to the host before its forward, by
+        request."""
         return [e.device_pages for e in self._by_key.values() if e.state is _State.SAVING]
 
     def next_saved(self, bar: float = -math.inf) -> tuple[int, Holding] | None:
-        """Slot of who is to come back next, of those whose rank is above the bar, and what it had:
-        it takes as many pages."""
+        """Return slot and former pages of the request to bring back next, among those whose rank is
+        above the bar. It needs as many pages as it had."""
         now = time.monotonic()
         able = (entry for entry in self._away() if entry.rank(now) > bar)
         entry = max(able, key=lambda entry: entry.rank(now), default=None)
@@ -158,7 +160,8 @@ class RetractedRequests:
         return entry.slot, entry.had
 
     def resume(self, slot: int, pages: Ints) -> None:
-        """Gives it these pages, held for it already; the next batch fills them from the host."""
+        """Assign pages that are already held for the request. The next batch fills them from the
+        host."""
         entry = next(entry for entry in self._by_key.values() if entry.slot == slot)
         now = time.monotonic()
         entry.state = _State.RETURNING
@@ -169,12 +172,12 @@ class RetractedRequests:
         self._table.set_pages(slot, entry.had.moved_to(pages))
 
     def returning(self) -> NDArray[np.intp]:
-        """Slots that the next batch swaps in."""
+        """Return the slots that the next batch swaps in."""
         slots = [e.slot for e in self._by_key.values() if e.state is _State.RETURNING]
         return np.array(slots, np.intp)
 
     def take_lost(self) -> list[Request]:
-        """Those to recompute whose tokens are all known; they are no longer here."""
+        """Remove and return the requests to recompute whose tokens are all known."""
         known = [
             entry.request
             for entry in self._by_key.values()
@@ -185,9 +188,11 @@ class RetractedRequests:
         return known
 
     def swaps(self) -> Swaps:
-        """Those of the batch being built. The caller holds the pages of swap_in for the step; those
-        of swap_out are held for it since `save`, once for each request that has them. Host pages
-        are held for it until `swapped`."""
+        """Return the copies of the batch being built.
+
+        The caller holds the pages of swap_in for the step. Those of swap_out are held for it since
+        `save`, once per request that has them. Host pages are held for it until `swapped`.
+        """
         saving = [e for e in self._by_key.values() if e.state is _State.SAVING]
         returning = [e for e in self._by_key.values() if e.state is _State.RETURNING]
         swaps = Swaps(_copies(saving), _copies(returning), self.unsaved_pages())
@@ -201,12 +206,13 @@ class RetractedRequests:
         return swaps
 
     def swapped(self, swaps: Swaps) -> None:
-        """The step of these is finished."""
+        """Release the host pages of a finished step's copies."""
         for host_pages in swaps.on_host():
             self._host.pages.drop(host_pages, Holder.STEP)
 
     def forget(self, request: Request) -> None:
-        """It has ended. Pages that it has on the device again are the caller's to drop."""
+        """Remove a request that ended. The caller drops any pages that it has on the device
+        again."""
         entry = self._by_key.pop(request.key)
         self._host.pages.drop(entry.host_pages, Holder.REQUEST)
         if entry.state is _State.SAVING:
@@ -216,7 +222,7 @@ class RetractedRequests:
         return (e for e in self._by_key.values() if e.state is not _State.RETURNING)
 
     def _saved_of(self, slot: int) -> Holding:
-        """KV exists of every token but the newest, which may be in flight."""
+        """Return the pages with KV: that of every token but the newest, which may be in flight."""
         holding = self._table.holding_of(slot)
         num_pages = self._table.tables.num_pages(int(self._table.length[slot]) - 1)
         return Holding(holding.tables[:, :num_pages], holding.state)

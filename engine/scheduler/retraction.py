@@ -1,8 +1,8 @@
-"""Retraction: whom to take off the device when pages run out, and when to bring them back.
+"""Retraction: which requests to swap out when pages run out, and when to bring them back.
 
-Pages of a retracted request may be given to rows of the very batch whose swap_out saves them: the
-copies run before the forward, on one stream. To anybody else they are closed until that step is
-finished, by its STEP hold.
+Rows of a batch may get the pages that the same batch's swap_out saves, because the copies run
+before the forward on one stream. For all others the step's STEP hold keeps them allocated until it
+is finished.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,8 @@ _NOTHING = np.empty(0, np.int32)
 
 
 class Retraction:
-    """Keeps the running batch going on what pages there are. Engine thread only."""
+    """The swap-out and return of requests, so that the running batch fits the pages. Engine thread
+    only."""
 
     def __init__(
         self,
@@ -49,12 +50,13 @@ class Retraction:
     def make_room(
         self, slots: NDArray[np.intp], requests: Mapping[int, Request]
     ) -> NDArray[np.intp]:
-        """Retracts until the other rows can go on, and gives them their pages.
+        """Retract requests until the other rows can continue, and give those their pages.
 
-        Returns the rows of the next batch. One request is kept, even if it has to wait for a page
-        that somebody else holds; then it is not among them.
+        Returns:
+            The rows of the next batch. One request is always kept. It is not among the rows if
+                it has to wait for a page that another holder has.
         """
-        # Those just coming back are no victims.
+        # Requests that are just coming back are no victims.
         coming_back = np.isin(slots, self._retracted.returning())
         victims = victims_first(self._table, slots[~coming_back])
         retracted: list[Request] = []
@@ -79,12 +81,13 @@ class Retraction:
         return slots[~np.isin(slots, full[num_grown:])]
 
     def bring_back(self, *, device_empty: bool, num_places: int, bar: float) -> None:
-        """Gives pages to retracted requests that have room again, in the order of their rank.
+        """Give pages to retracted requests that fit again, in the order of their rank.
 
         Args:
-            device_empty: nothing runs or is computed, so that whoever merely fits comes back.
-            num_places: so many more may run.
-            bar: whose rank is no higher does not come back yet.
+            device_empty: nothing runs or is computed, so that a request that fits at all comes
+                back.
+            num_places: maximum number of requests to bring back.
+            bar: requests whose rank is not above it do not come back yet.
         """
         for _ in range(num_places):
             first = self._retracted.next_saved(bar)
@@ -106,8 +109,8 @@ class Retraction:
             device_empty = False
 
     def _grow(self, full: NDArray[np.intp], spare: Ints) -> int:
-        """One more page in each table for as many of `full` as there are pages: free and evictable
-        ones, then `spare`, which only steps hold. Returns for how many."""
+        """Append a page in each table for as many of `full` as there are pages: free and evictable
+        ones, then `spare`, which only steps hold. Return the number of grown rows."""
         num_available = self._cache.num_available
         num_grown = min(len(full), (num_available + len(spare)) // self._num_tables)
         num_pages = num_grown * self._num_tables
@@ -128,8 +131,8 @@ class Retraction:
         )
 
     def _growth_after(self, slot: int, had: Holding) -> int:
-        """Pages to keep free for it when it is back with as many as it had: those may be more than
-        its tokens need, since drafts were rejected after it left."""
+        """Return the pages to keep free for it once it is back with as many pages as it had. Those
+        may be more than its tokens need, since drafts may have been rejected after it left."""
         table, size = self._table, self._table.page_size
         length = int(table.length[slot])
         missing = missing_pages_of_one(
@@ -143,8 +146,8 @@ class Retraction:
 
 
 def victims_first(table: RequestTable, slots: NDArray[np.intp]) -> list[int]:
-    """In which order to take running requests off the device: the least urgent first, of these
-    fewest outputs, then longest prompt."""
+    """Return the order in which to swap out running requests: least urgent first, then fewest
+    outputs, then longest prompt."""
     prompts = table.num_prompt[slots]
     outputs = table.length[slots] - prompts
     victims: list[int] = slots[np.lexsort((-prompts, outputs, table.priority[slots]))].tolist()

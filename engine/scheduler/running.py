@@ -1,6 +1,6 @@
 """The running batch: rows that decode, one token each per step.
 
-Slots and columns only; a row costs Python work when it joins, leaves or grows by a page.
+It stores slots and columns only. A row costs Python work only when it joins, leaves or grows.
 """
 
 import numpy as np
@@ -27,7 +27,7 @@ class RunningBatch:
 
     @property
     def slots(self) -> NDArray[np.intp]:
-        """Ascending; the same array until somebody joins or leaves. Not to be changed."""
+        """Slots in ascending order. The same array until a request joins or leaves. Read-only."""
         if self._stale:
             self._slots = np.flatnonzero(self._member)
             self._stale = False
@@ -41,13 +41,13 @@ class RunningBatch:
         self._stale = True
 
     def leave(self, slot: int) -> None:
-        """Harmless where the slot is not in it."""
+        """Remove the slot, if it is in the batch."""
         if self._member[slot]:
             self._member[slot] = False
             self._stale = True
 
     def growth(self, ratio: float, slots: NDArray[np.intp] | None = None) -> int:
-        """Pages to keep free for what is running, or for some of it."""
+        """Return the pages to keep free for all running requests, or for those in `slots`."""
         table, slots = self._table, self.slots if slots is None else slots
         missing = missing_pages(
             table.length[slots],
@@ -59,8 +59,8 @@ class RunningBatch:
         return table.growth(slots, missing)
 
     def ready(self) -> NDArray[np.intp]:
-        """Rows that want another token now: those whose last one is in flight want none, and held
-        ones wait for their mask."""
+        """Return the rows that need another token now. Excludes rows whose last token is in flight,
+        and held rows that wait for their mask."""
         slots = self.slots
         wants = self._table.length[slots] < self._table.max_length[slots]
         if np.count_nonzero(self._table.held):
@@ -68,11 +68,12 @@ class RunningBatch:
         return slots if np.count_nonzero(wants) == len(slots) else slots[wants]
 
     def full(self, slots: NDArray[np.intp]) -> NDArray[np.intp]:
-        """Those whose next token needs a page that they do not have yet."""
+        """Return the rows whose next token needs a page that they do not have yet."""
         return slots[self._table.length[slots] > self._table.capacity[slots]]
 
     def grow(self, slots: NDArray[np.intp]) -> bool:
-        """One page more for each, in every table, evicting as needed. All or nothing."""
+        """Append a page to every table of each row, evicting as needed. Return False, without any
+        change, if the pages do not suffice."""
         pages = self._cache.allocate(len(slots) * self._table.tables.num_tables, Holder.REQUEST)
         if pages is None:
             return False

@@ -1,13 +1,13 @@
-"""The scheduler: waiting queue, chunk under way, running batch, retracted requests, and the steps
-that are launched for them. Which rows the next one has is decided in next_rows.py.
+"""The scheduler: waiting queue, current chunk, running batch, retracted requests, and the steps
+launched for them. next_rows.py decides which rows the next step has.
 
     add -> waiting --admitted--> chunks --last chunk launched--> running --> ended
     join (KV is there already) ------------------------------>     |  ^
                                                         retracted <+--+
 
 It knows nothing of nodes, transfer or sockets, and never waits. A launched step holds the pages
-that it may write, and its slots, until `finish`; that is why a request may end, and its pages be
-given away, while a forward that still writes them is on the device.
+that it may write, and its slots, until `finish`. A request may therefore end, and its pages be
+released, while a forward on the device still writes them.
 """
 
 import time
@@ -50,26 +50,27 @@ from engine.speculative.speculator import Speculator
 __all__ = ["ChunkDone", "Finished", "Scheduler", "StepOutcome"]
 
 DEADLINE_CHECK_S = 0.1
-_ONE = np.array(1, np.int32)  # numpy converts a Python int anew in every call
+_ONE = np.array(1, np.int32)  # numpy converts a Python int again in every call
 _NOTHING: Mapping[Holder, Iterable[Pages]] = {}
 _NO_SWAPS = Swaps()
 
 
 class Scheduler:
-    """Decides step after step. Engine thread only.
+    """The scheduler of a node's engine. Engine thread only.
 
     Attributes:
-        kept: what `add`ed requests must leave to those that are going to `join`.
-        preempts: whether one that waits may take the place of one that runs.
-        paused: no step is chosen while it is set; what is launched ends.
-        on_trial: the suspect request (common/requests/quarantine.py) whose step is launched, if one
-            is. Nothing else is on the device then.
+        kept: capacity that `add`ed requests must leave to those that are going to `join`.
+        preempts: whether a waiting request may preempt a running one.
+        paused: no step is chosen while it is set; launched steps finish.
+        on_trial: the suspect request (common/requests/quarantine.py) whose step is launched, if
+            any. Nothing else is on the device then.
     Args:
-        tiers: what is below the prefix cache; its host pages are for retracted requests too.
+        tiers: the tiers below the prefix cache; their host pages also serve retracted requests.
         on_admit: called with a request and the pages of its whole prompt when they are reserved
             and its cached prefix is held; again if it was retracted and has to be recomputed.
-        speculator: guesses what is generated; None: nobody does.
-        next_rows: what decides which rows a forward has; made of the parts of this scheduler.
+        speculator: proposes draft tokens; None: no speculation.
+        next_rows: the class that chooses each forward's rows, created from the parts of this
+            scheduler.
     """
 
     def __init__(
@@ -174,10 +175,10 @@ class Scheduler:
         self._num_withdrawn = 0  # ended before they had a slot
         self._num_late = 0
 
-    # Requests come and go ------------------------------------------------------------------------
+    # Requests arrive and end ----------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queues it for prefill. How many may wait is for those to say who let requests in.
+        """Queue a request for prefill. The caller limits the number of waiting requests.
 
         Raises:
             InvalidRequest: its tokens can never fit the pool.
@@ -189,13 +190,13 @@ class Scheduler:
         self._admission.waiting.append(request)
 
     def join(self, request: Request, holding: Holding) -> bool:
-        """Puts a request whose KV exists into the running batch, without a forward ("prebuilt").
+        """Put a request whose KV exists into the running batch, without a forward ("prebuilt").
 
         Args:
-            holding: KV of all its tokens but the last. With True its REQUEST holds pass to the
-                scheduler, and the full ones are in the prefix cache.
+            holding: KV of all its tokens but the last. On success its REQUEST holds pass to the
+                scheduler, and its full pages are inserted into the prefix cache.
         Returns:
-            False where no slot is free: nothing has changed.
+            False if no slot is free: nothing has changed.
         Raises:
             EngineFault: its last token ended it (`finish_of`), or the pages are too few.
         """
@@ -213,10 +214,11 @@ class Scheduler:
         return True
 
     def abort(self, request: Request, finish: Finish) -> Finished | None:
-        """Ends a request early, for whatever reason `finish` gives.
+        """End a request early, for the reason in `finish`.
 
-        Returns what became of it where it ends at once. None: a launched step has it, and it ends
-        with that step's result; or it is not here at all.
+        Returns:
+            The ended request if it ends at once. None if a launched step has it, so that it
+                ends with that step's result, or if it is not here.
         """
         slot = request.slot
         if slot is None:
@@ -234,14 +236,14 @@ class Scheduler:
         return None
 
     def expire(self, now: float | None = None, queued_s: float = 0.0) -> list[Finished]:
-        """Aborts what is past its deadline, wherever it is, and what waits to be begun and can no
-        longer be in time; looks every DEADLINE_CHECK_S only. Aborts what has spent the budget of
-        its grammar, and lets the rows go whose mask is there.
+        """Abort requests past their deadline, and waiting requests past their queue limit. Checks
+        both every DEADLINE_CHECK_S only. Also abort requests that exceeded the time budget of their
+        grammar, and release held rows whose mask is ready. To be called in each poll.
 
         Args:
-            queued_s: what such a one is told, when to come again.
+            queued_s: retry delay reported to requests past their queue limit.
         Returns:
-            Those that end at once. To be called in each poll.
+            The requests that end at once.
         """
         now = time.monotonic() if now is None else now
         ended = [self.abort(request, finish) for request, finish in self._held.settle()]
@@ -257,19 +259,20 @@ class Scheduler:
         ended += [self.abort(request, finish) for request in late]
         waiting = [each for each in self._admission.waiting if each.start_by < now]
         if not self._residents and not self.paused:
-            waiting.clear()  # their turn is now
+            waiting.clear()  # they are next
         ended += [self.abort(request, waited_too_long(queued_s)) for request in waiting]
         return [finished for finished in ended if finished is not None]
 
     def finish_of(self, request: Request, token: int) -> Finish | None:
-        """How `token`, the next after request.token_ids, ends the request; None: it goes on."""
+        """Return how `token`, the next after request.token_ids, ends the request; None: it
+        continues."""
         at_limit = len(request.token_ids) + 1 >= self._admission.max_length(request)
         return self._rule.decide(request, token, at_limit)
 
-    # Running requests that somebody else goes on with --------------------------------------------
+    # Running requests that are migrated -----------------------------------------------------------
 
     def tokens_of(self, request: Request) -> Ints | None:
-        """All tokens of a running request that the CPU knows; None: it does not run, or ends."""
+        """Return all known tokens of a running request, or None if it does not run or is ending."""
         slot = request.slot
         if slot is None or request.to_finish is not None or request is self.on_trial:
             return None
@@ -277,9 +280,9 @@ class Scheduler:
         return self._table.tokens_of(slot) if runs else None
 
     def learn(self, request: Request) -> bool:
-        """The tree gets the whole pages of a running request, of tokens that the CPU knows to have
-        KV. False: it does not run, or is just back from a retraction: a launched step has yet to
-        fill its pages."""
+        """Insert the whole pages of a running request into the tree: tokens that are known to have
+        KV. Return False if it does not run, or just came back from a retraction and a launched step
+        has yet to fill its pages."""
         tokens = self.tokens_of(request)
         if tokens is None:
             return False
@@ -292,10 +295,11 @@ class Scheduler:
         return True
 
     def stop(self, request: Request) -> bool:
-        """Takes a running request out of the batch; its slot and its pages stay. Until `go_on` it
-        is never retracted, and does not grow.
+        """Take a running request out of the batch. Its slot and its pages stay. Until `go_on` it is
+        never retracted, and does not grow.
 
-        Returns False, and does nothing, if it does not run, or is ending.
+        Returns:
+            False, without any change, if it does not run or is ending.
         """
         if self.tokens_of(request) is None:
             return False
@@ -304,8 +308,8 @@ class Scheduler:
         return True
 
     def stopped(self, request: Request) -> Stopped | None:
-        """What there is of a stopped request; None: a launched step has it, or may write one of its
-        pages."""
+        """Return the tokens and pages of a stopped request, or None while a launched step has it or
+        may write one of its pages."""
         slot = request.slot
         assert slot is not None
         holding = self._table.holding_of(slot)
@@ -314,55 +318,57 @@ class Scheduler:
         return Stopped(self._table.tokens_of(slot), holding)
 
     def go_on(self, request: Request) -> None:
-        """A stopped request is in the batch again."""
+        """Put a stopped request back into the batch."""
         assert request.slot is not None
         self._running.join(request.slot)
 
     def give_away(self, request: Request) -> None:
-        """A stopped request runs elsewhere: it ends here, and its KV stays in the tree."""
+        """End a stopped request that now runs on another node. Its KV stays in the tree."""
         self._residents.end(request, learn=True)
 
-    # While it is paused --------------------------------------------------------------------------
+    # While it is paused ---------------------------------------------------------------------------
 
     @property
     def at_rest(self) -> bool:
-        """Whether it is paused, and nothing that was launched is under way."""
+        """Return whether it is paused, and no launched step is unfinished."""
         return self.paused and not self.computes
 
     @property
     def computes(self) -> bool:
-        """Whether something that was launched is under way."""
+        """Return whether a launched step is unfinished."""
         return bool(self._launched)
 
     def start_over(self) -> None:
-        """Lets go of all KV of requests that are here: they wait, to be computed anew from their
-        tokens. To be called at rest, and while none is stopped."""
+        """Release all KV of the requests. They wait to be recomputed from their tokens. To be
+        called at rest, and while none is stopped."""
         for request in sorted(self._residents.by_slot.values(), key=lambda each: each.place):
             self._residents.start_over(request)
 
     def forget_cached(self) -> None:
-        """Empties the prefix cache: there is no more KV of those that were computed before. To be
-        called at rest, after `start_over`."""
+        """Empty the prefix cache. To be called at rest, after `start_over`."""
         self._cache.flush()
 
-    # Room, for admission elsewhere ----------------------------------------------------------------
+    # Capacity, for admission elsewhere ------------------------------------------------------------
 
     def room(self) -> Room:
-        """What may be given to requests that are going to join, and are no less urgent than the
-        floor: pages that are free or evictable, less what the running ones are going to need; both
-        without those kept."""
+        """Return the capacity for requests that are going to join and have at least the priority
+        `floor`.
+
+        Pages: free or evictable ones, minus the expected growth of running requests and the kept
+        pages. Slots: free ones, minus the kept slots.
+        """
         reserved = self._next_rows.reserved_pages + self._admission.growth_of_chunked
         num_pages = self._cache.num_available - reserved
         return Room(num_pages, self._admission.num_free_slots - self.kept.slots)
 
     @property
     def floor(self) -> float:
-        """Who is less urgent may be given nothing now."""
+        """Minimum priority that admission accepts now."""
         return self._preemption.floor
 
     def make_room(self, priority: int, num_pages: int) -> None:
-        """Takes less urgent requests off the device, if that gives one of that priority a slot and
-        so many pages. They are there some steps later; until then this does nothing more."""
+        """Preempt less urgent requests, if that gives a request of this priority a slot and its
+        pages. They are free a few steps later. Until then further calls do nothing."""
         if self.on_trial is not None or not self._preemption.may_help(priority):
             return
         if self._makes_room:
@@ -373,25 +379,25 @@ class Scheduler:
 
     @property
     def _makes_room(self) -> bool:
-        """Pages that were saved, or will be, are not free yet."""
+        """Return whether pages that were saved, or will be, are not free yet."""
         swapping = any(step.batch.swap_out is not None for step in self._launched)
         return swapping or self._retracted.saving
 
     @property
     def claim(self) -> Claim | None:
-        """Of the first `add`ed request that is not let in yet."""
+        """The claim of the first `add`ed request that is not admitted yet."""
         return self._admission.claim
 
     def growth_pages(self, request: Request) -> int:
-        """Pages to keep free for a request that is going to join with all its pages."""
+        """Return the pages to keep free for a request that is going to join with all its pages."""
         return self._admission.growth_pages(request)
 
     def allocate(self, num_pages: int, holder: Holder) -> Ints | None:
-        """Pages for admission elsewhere, evicting as needed. All or nothing."""
+        """Allocate pages for admission elsewhere, evicting as needed. All or nothing."""
         return self._cache.allocate(num_pages, holder)
 
     def flush_cache(self) -> int:
-        """Empties the prefix cache; returns how many pages that freed.
+        """Empty the prefix cache. Return how many pages that freed.
 
         Raises:
             WrongState: there are requests here.
@@ -400,12 +406,12 @@ class Scheduler:
             raise WrongState("the prefix cache can only be flushed while no request is here")
         return self._cache.flush()
 
-    # The next forward ---------------------------------------------------------------------------
+    # The next forward -----------------------------------------------------------------------------
 
     def next_batch(self) -> ScheduleBatch | None:
-        """Decides on the next forward; None where there is nothing to compute now.
+        """Choose the next forward. Return None if there is nothing to compute now.
 
-        The batch must be launched, before any that is asked for later.
+        The caller must launch the batch before it requests another one.
         """
         if self.paused:
             return None
@@ -414,19 +420,20 @@ class Scheduler:
         if self._retracted:
             self._bring_back()
         if self.on_trial is not None:
-            return None  # nothing is launched beside it
+            return None  # nothing runs together with it
         for alone in self._next_rows.turns():
             if alone and self._launched:
-                return None  # what was launched before is finished first
+                return None  # earlier steps must finish first
             rows = self._next_rows.choose(alone)
             if rows is not None:
                 return self._launch(rows, alone)
-        if self._retracted.saving:  # nobody computes, and somebody waits for their pages
+        if self._retracted.saving:  # no row to compute, but requests wait for pages being saved
             return self._launch(NO_ROWS, alone=False)
         return None
 
     def _make_room_for_prompts(self) -> None:
-        """Not while one is under way: the next has to wait for it anyway."""
+        """Preempt for the most urgent waiting request. Not while a prompt is chunked: the next
+        prompt has to wait for it anyway."""
         waiting = self._admission.waiting
         may_help = self._preemption.may_help(waiting.highest_priority)
         if may_help and self._admission.chunked is None:
@@ -457,7 +464,7 @@ class Scheduler:
         return step.batch
 
     def _bring_back(self) -> None:
-        """What was taken off the device, as far as there is room again."""
+        """Bring back swapped-out requests as far as there is capacity."""
         for request in self._retracted.take_lost():
             self._residents.put_back(request)
         most_urgent = max(self.kept.most_urgent, self._admission.waiting.highest_priority)
@@ -468,7 +475,7 @@ class Scheduler:
         )
 
     def finish(self, batch: ScheduleBatch, result: BatchResult) -> StepOutcome:
-        """Takes the result of the oldest launched step."""
+        """Apply the result of the oldest launched step."""
         if not self._launched or self._launched[0].batch is not batch:
             raise EngineFault(f"step {batch.step} is finished out of order")
         step = self._launched.popleft()
@@ -484,16 +491,17 @@ class Scheduler:
             self._quarantine.let_out()
         return outcome
 
-    # What there is ------------------------------------------------------------------------------
+    # State and counters ---------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
-        """Is any request here? Safe to ask from another thread."""
+        """Return whether any request is here. Safe to call from another thread."""
         return bool(self._residents or len(self._admission.waiting))
 
     @property
     def awaits_steps(self) -> bool:
-        """Whether a step should end now and then. Safe to ask from another thread."""
+        """Return whether steps are expected to finish regularly. Safe to call from another
+        thread."""
         return self.has_work and not self.paused and not self._held.any
 
     @property
@@ -510,11 +518,11 @@ class Scheduler:
         return self._retracted.num_host_pages_used
 
     def queued_tokens(self) -> int:
-        """Prompt tokens that are admitted and not computed yet."""
+        """Return the number of prompt tokens that are admitted and not computed yet."""
         return self._admission.under_way.num_tokens
 
     def queues(self) -> dict[str, int]:
-        """Requests in each queue now. Safe to ask from another thread."""
+        """Return the number of requests in each queue. Safe to call from another thread."""
         return {
             "waiting": len(self._admission.waiting),
             "chunked": int(self._admission.chunked is not None),
@@ -526,7 +534,7 @@ class Scheduler:
         return self._admission.waiting.by_class()
 
     def counters(self) -> dict[str, int]:
-        """Totals since the start."""
+        """Return the totals since the start."""
         return {
             "generated_tokens": self._results.num_tokens,
             "finished": self._residents.num_ended + self._num_withdrawn,
@@ -544,13 +552,14 @@ class Scheduler:
         return {} if self._speculation is None else self._speculation.distributions()
 
     def check_idle(self, elsewhere: Mapping[Holder, Iterable[Pages]] = _NOTHING) -> None:
-        """Checks that every page, host page and slot is accounted for, and each holder is known.
+        """Check that every page, host page and slot has a known holder. Reset the growth ratio if
+        idle.
 
         Args:
-            elsewhere: pages that the caller holds, or has others hold, by what for; an array for
-                each hold.
+            elsewhere: pages that the caller or others hold, by kind of holder; one array per
+                hold.
         Raises:
-            EngineFault: something leaked, or was given away twice.
+            EngineFault: a page or slot leaked, or was allocated twice.
         """
         check_books(
             table=self._table,

@@ -1,10 +1,9 @@
-"""Drafts for rows that decode: which of the next step's rows have some, and what became of those
-before.
+"""Drafts for decode rows: which rows of the next step have drafts, and the outcome of earlier ones.
 
-A row with drafts computes several tokens, and goes on behind the last draft that stands. The next
-step is launched before that is known, as if all stood: it has the row further on than it is, by
-`early` at most, and the device moves it back. What is rejected leaves nothing to undo: its KV lies
-behind the request's tokens, and is written again before it is read.
+A row with drafts computes several tokens, and continues after the last accepted draft. The next
+step is launched before that is known, as if all drafts were accepted. Its rows may therefore be up
+to `early` tokens ahead, and the device moves them back. Rejected drafts need no undo: their KV lies
+after the request's tokens, and is overwritten before it is read.
 """
 
 import time
@@ -30,7 +29,8 @@ _WITHOUT_PROMPTS = (ForwardMode.DECODE, ForwardMode.VERIFY)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeRows:
-    """Of a forward, by slot: those with more drafts first. None: no row has drafts, or is early."""
+    """Decode rows of a forward, by slot, those with more drafts first. drafts, early: None if all
+    are 0."""
 
     slots: NDArray[np.intp]
     drafts: Ints | None = None
@@ -38,7 +38,7 @@ class DecodeRows:
 
 
 class Speculation:
-    """Engine thread only."""
+    """Speculative decoding of a scheduler. Engine thread only."""
 
     def __init__(
         self, speculator: Speculator, *, table: RequestTable, running: RunningBatch
@@ -50,9 +50,9 @@ class Speculation:
         self._table = table
         self._running = running
         self._lengths = Distribution(bounds.RUN_TOKENS)
-        # Of launched steps with drafts: slots whose drafts are of their prediction.
+        # Per launched step with drafts: slots whose drafts come from their prediction.
         self._unsettled: deque[set[int]] = deque()
-        self._launches: deque[float] = deque()  # time.monotonic(), of steps that are not finished
+        self._launches: deque[float] = deque()  # time.monotonic(), of unfinished steps
         self._finished = 0.0
         self._num_drafted = 0
         self._num_accepted = 0
@@ -60,7 +60,7 @@ class Speculation:
         table.tell_of_requests(self._acquired)
 
     def counters(self) -> dict[str, int]:
-        """Totals since the start."""
+        """Return the totals since the start."""
         return {
             "draft_tokens/accepted": self._num_accepted,
             "draft_tokens/rejected": self._num_drafted - self._num_accepted,
@@ -71,13 +71,13 @@ class Speculation:
     def distributions(self) -> dict[str, Counted]:
         return {"verified_tokens": self._lengths.counted()}
 
-    # Before a step ------------------------------------------------------------------------------
+    # Before a step --------------------------------------------------------------------------------
 
     def rows(self, slots: NDArray[np.intp], *, verify: bool) -> DecodeRows:
-        """The rows are launched next.
+        """Return the decode rows of the step that is launched next, with their drafts.
 
         Args:
-            slots: that decode, with room for their next token.
+            slots: decode rows, with pages for their next token.
             verify: whether they may have drafts.
         """
         self._launches.append(time.monotonic())
@@ -96,10 +96,11 @@ class Speculation:
         return early if np.count_nonzero(early) else None
 
     def _drafts(self, slots: NDArray[np.intp], foreseen: set[int]) -> Ints | None:
-        """How many each row has; the request table has them. None: nobody has any.
+        """Write drafts to the request table. Return each row's number of drafts, or None if no row
+        has any.
 
         Args:
-            foreseen: gets the slots whose drafts are of their prediction.
+            foreseen: receives the slots whose drafts come from their prediction.
         """
         table = self._table
         room = np.minimum(table.max_length[slots] - table.length[slots] - 1, self._max_drafts)
@@ -108,7 +109,7 @@ class Speculation:
             return None
         limits = np.minimum(self._policy.limits(slots[able], len(slots)), room[able])
         drafts = np.zeros(len(slots), np.int32)
-        left = table.num_slots - len(slots)  # as many are sampled at once as there are slots
+        left = table.num_slots - len(slots)  # at most one sample per slot of the table in one step
         for row, limit in zip(able.tolist(), limits.tolist(), strict=True):
             if limit > 0 and left > 0:
                 drafts[row] = self._guess(int(slots[row]), min(limit, left), foreseen)
@@ -117,10 +118,11 @@ class Speculation:
         return drafts if np.count_nonzero(drafts) else None
 
     def _guess(self, slot: int, count: int, foreseen: set[int]) -> int:
-        """Write guesses behind the known tokens. Return how many are drafts of the next row.
+        """Write guesses after the known tokens. Return how many of them are drafts of the next row.
 
-        The guesses cover the places of the step in flight too. Where its drafts are rejected, the
-        next row moves back to those places, and takes the newer guesses as its drafts."""
+        The guesses also cover the token indices of the step in flight. If its drafts are rejected,
+        the next row moves back to those indices and uses the newer guesses as its drafts.
+        """
         table = self._table
         known, length = int(table.known[slot]), int(table.length[slot])
         tokens, wanted = table.tokens[slot, :known], length - known + count
@@ -138,20 +140,20 @@ class Speculation:
         return past - length
 
     def _fit(self, slots: NDArray[np.intp], drafts: Ints) -> None:
-        """Gives rows that need it the page for their drafts, or takes the drafts: they are worth
-        nobody's retraction."""
+        """Give rows the page that their drafts need, or remove the drafts. Drafts never cause a
+        retraction."""
         table = self._table
         full = np.flatnonzero(table.length[slots] + drafts > table.capacity[slots])
         if len(full) and not self._running.grow(slots[full]):
             drafts[full] = table.capacity[slots[full]] - table.length[slots[full]]
 
-    # After it -----------------------------------------------------------------------------------
+    # After a step ---------------------------------------------------------------------------------
 
     def finish(
         self, batch: ScheduleBatch, runs: Runs | None
     ) -> Sequence[tuple[tuple[int, int], Predicted]]:
-        """Of each step, before its tokens are given to its rows. Returns what of predictions was
-        right and wrong, by the origins of requests."""
+        """Record the outcome of a step. To be called before its tokens are given to its rows.
+        Return the accepted and rejected tokens of predictions, by origin."""
         now, launched = time.monotonic(), self._launches.popleft()
         if batch.mode in _WITHOUT_PROMPTS and batch.swap_out is None and batch.swap_in is None:
             self._policy.took(batch.num_tokens, now - max(launched, self._finished))

@@ -1,4 +1,4 @@
-"""A request that was taken out of the running batch, and that no launched step has any more."""
+"""A request that was taken out of the running batch, and that is in no launched step."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from engine.batch.holding import Holding
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stopped:
-    """token_ids: all of them; the newest has no KV yet."""
+    """A stopped request. token_ids: all tokens; the newest has no KV yet."""
 
     token_ids: Ints
     holding: Holding

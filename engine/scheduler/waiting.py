@@ -1,7 +1,8 @@
-"""Requests that wait for prefill, and the prompts whose KV is on its way.
+"""Requests that wait for prefill, and the prompts whose KV is being computed.
 
-A request is held back while a prompt under way will soon put a good part of its prefix into the
-cache: of several with a common prefix in one namespace one goes first. Order is the policy's.
+A request is held back while a prompt being computed will soon put a good part of its prefix into
+the cache. Of several requests with a common prefix in one namespace, one goes first. The policy
+decides the order.
 """
 
 import math
@@ -18,11 +19,11 @@ from engine.scheduler.boundaries import last_boundary
 from engine.scheduler.policy import SchedulePolicy
 
 WORTH_WAITING_TOKENS = 32
-MAX_LOOKED_AT = 128  # requests tried per batch: the price of a long queue is bounded
+MAX_LOOKED_AT = 128  # requests tried per batch: bounds the cost of a long queue
 
 
 class WaitingQueue:
-    """Requests by key. Those that were on the device already come before all others."""
+    """Waiting requests by key. Those that were on the device before come first."""
 
     def __init__(self, policy: SchedulePolicy) -> None:
         self._policy = policy
@@ -34,7 +35,7 @@ class WaitingQueue:
 
     @property
     def has_suspects(self) -> bool:
-        """Whether a request is here that is to be computed alone."""
+        """Return whether a request is here that must be computed alone."""
         return bool(self._suspects)
 
     def __len__(self) -> int:
@@ -49,19 +50,19 @@ class WaitingQueue:
 
     @property
     def highest_priority(self) -> float:
-        """Of those here; -inf: nobody is."""
+        """Highest priority in the queue; -inf if it is empty."""
         return max(self._priorities, default=-math.inf)
 
     def by_class(self) -> Counter[PriorityClass]:
         return Counter(class_of(priority) for priority in self._priorities.elements())
 
     def most_urgent(self) -> Request:
-        """Somebody must be here."""
+        """Return the request of the highest priority. The queue must not be empty."""
         return max(self, key=lambda request: (request.spec.priority, -request.place))
 
     @property
     def num_changes(self) -> int:
-        """Counts who came and who left, ever."""
+        """Total number of insertions and removals."""
         return self._requests.num_changes + self._num_returns
 
     def append(self, request: Request) -> None:
@@ -69,7 +70,7 @@ class WaitingQueue:
         self._note(request)
 
     def put_back(self, request: Request) -> None:
-        """It was retracted and must be computed anew."""
+        """Queue a request that was retracted and must be recomputed."""
         self._returned.append(request)
         self._num_returns += 1
         self._note(request)
@@ -85,7 +86,7 @@ class WaitingQueue:
         return request in self._returned
 
     def in_order(self) -> list[Request]:
-        """Which to try next: a copy, MAX_LOOKED_AT at most."""
+        """Return the requests to try next: a copy, at most MAX_LOOKED_AT."""
         fresh = self._policy.order(list(self._requests))
         return [*self._returned, *fresh][:MAX_LOOKED_AT]
 
@@ -96,10 +97,11 @@ class WaitingQueue:
 
 
 class PromptsUnderWay:
-    """Admitted prompts whose KV the cache lacks in part, by namespace and first page.
+    """Admitted prompts that the cache lacks in part, by namespace and first page.
 
     Args:
-        states: one can go on only from where they will leave a state.
+        states: others can continue only from the positions at which these prompts leave a
+            state.
     """
 
     def __init__(self, page_size: int, *, states: bool = False) -> None:
@@ -119,13 +121,14 @@ class PromptsUnderWay:
         self._left[request.key] = num_tokens
 
     def computed(self, request: Request, num_tokens: int) -> None:
-        """So many more of its tokens have their KV; it goes with the last one."""
+        """Record that `num_tokens` more tokens have KV. The prompt is removed after the last
+        one."""
         self._left[request.key] -= num_tokens
         if not self._left[request.key]:
             self.remove(request)
 
     def remove(self, request: Request) -> None:
-        """It is computed, or has ended. Harmless where it is not under way."""
+        """Remove a prompt that is computed or ended. Does nothing if it is not here."""
         if self._left.pop(request.key, None) is None:
             return
         first_page = self._first_page(request.token_ids, request.namespace)
@@ -134,7 +137,7 @@ class PromptsUnderWay:
             del self._by_first_page[first_page]
 
     def worth_waiting(self, token_ids: Ints, namespace: Namespace, cached_tokens: int) -> bool:
-        """Will the cache soon have a good part more of these tokens than it has now?"""
+        """Return whether the cache will soon hold many more of these tokens than now."""
         wanted = cached_tokens + WORTH_WAITING_TOKENS
         if len(token_ids) < wanted:
             return False
@@ -142,7 +145,7 @@ class PromptsUnderWay:
         return any(self._left_by(other, token_ids) >= wanted for other in under_way.values())
 
     def _left_by(self, other: Ints, token_ids: Ints) -> int:
-        """Of these tokens, how many one will be able to go on after once `other` is computed."""
+        """Return how many of these tokens can be reused once `other` is computed."""
         common = self._common_tokens(token_ids, other)
         if not self._states:
             return common
@@ -150,7 +153,7 @@ class PromptsUnderWay:
         return last if last <= common else 0
 
     def _common_tokens(self, one: Ints, other: Ints) -> int:
-        """Tokens of the whole pages that both begin with."""
+        """Return the number of tokens in the whole pages that both begin with."""
         length = min(len(one), len(other))
         differs = np.flatnonzero(one[:length] != other[:length])
         common = int(differs[0]) if len(differs) else length
