@@ -1,1 +1,1 @@
-"""Pages of KV: the pool, who holds a page, the prefix cache and what it tells."""
+"""Pages of KV: the pool, the holders of each page, the prefix cache and its events."""

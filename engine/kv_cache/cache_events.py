@@ -1,27 +1,28 @@
-"""What the prefix cache tells whoever watches it: pages that came and pages that went.
+"""Events of the prefix cache for its subscribers: pages that were added or removed.
 
     RadixCache --stored, removed--> CacheJournal --take--> CacheEvents --> the desk, once a step
 
-Without a watcher there is no journal: the tree asks `is None` and nothing else. A page is named by
-the prefix that it ends (common/requests/prefix_hash.py). Nobody here knows who watches.
+Without a subscriber there is no journal, and the tree only checks `is None`. A page is named by the
+prefix that it ends (common/requests/prefix_hash.py). This module does not know the subscribers.
 """
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
-MAX_UNTOLD = 1 << 16  # changes kept for one `take`; with more it tells everything anew
+# changes kept for one `take`; beyond this limit the next event lists all pages
+MAX_UNTOLD = 1 << 16
 
 
 class CacheChange(NamedTuple):
-    """Everything since the change before. Sets: without order, no page in both."""
+    """All changes since the previous event. Unordered sets; no page is in both."""
 
-    cleared: bool  # what was told before is void
+    cleared: bool  # earlier events are void
     stored: Sequence[int]
     removed: Sequence[int]
 
 
 class CacheJournal:
-    """The net changes since they were last taken, bounded. Engine thread only."""
+    """The net changes since the last `take`, bounded. Engine thread only."""
 
     def __init__(self, max_pages: int = MAX_UNTOLD) -> None:
         self._max_pages = max_pages
@@ -35,7 +36,7 @@ class CacheJournal:
         self._note(dict.fromkeys(pages, False))
 
     def take(self) -> tuple[list[int], list[int]]:
-        """Pages stored and pages removed, and forgets them."""
+        """Return the stored and the removed pages, and clear the journal."""
         changes, self._is_stored, self.overflowed = self._is_stored, {}, False
         stored = [page for page, is_stored in changes.items() if is_stored]
         return stored, [page for page, is_stored in changes.items() if not is_stored]
@@ -54,22 +55,22 @@ class CacheJournal:
 
 
 class Journalled(Protocol):
-    """The prefix cache, as seen from here."""
+    """The prefix cache, as this module uses it."""
 
     @property
     def page_size(self) -> int: ...
 
     def tell(self, journal: CacheJournal | None) -> None:
-        """From now on every change goes to `journal`."""
+        """Record every change from now on in `journal`."""
         ...
 
     def page_names(self) -> list[int]:
-        """Of every page in it. Only while it tells."""
+        """Return the names of all pages in the cache. Only valid while it records changes."""
         ...
 
 
 class CacheEvents:
-    """Watches one cache, or does not. Engine thread only."""
+    """The event source of one cache, which may be stopped. Engine thread only."""
 
     def __init__(self, cache: Journalled, max_pages: int = MAX_UNTOLD) -> None:
         self._cache = cache
@@ -78,7 +79,7 @@ class CacheEvents:
         self.page_size = cache.page_size
 
     def start(self) -> None:
-        """Names every page that the cache has: some 25 ms for each 100,000 pages."""
+        """Start recording. Names every page in the cache: about 25 ms per 100,000 pages."""
         self._journal = CacheJournal(self._max_pages)
         self._cache.tell(self._journal)
 
@@ -87,11 +88,11 @@ class CacheEvents:
         self._cache.tell(None)
 
     def everything(self) -> CacheChange:
-        """All that is there now, as one who has been told nothing needs it."""
+        """Return all pages that are in the cache now, as a new subscriber needs them."""
         return CacheChange(True, self._cache.page_names(), ())
 
     def take(self) -> CacheChange | None:
-        """What has changed since the last call; None: nothing."""
+        """Return the changes since the last call, or None if there are none."""
         if self._journal is None or self._journal.empty:
             return None
         if self._journal.overflowed:

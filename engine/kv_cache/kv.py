@@ -1,8 +1,7 @@
 """Memory for pages: the pool on the device, the pool in host memory, and copies between them.
 
-Knows nothing of who holds a page, and of what is in one only that the layout does. Pools are not
-zeroed: an attention that let a stale key through would be wrong by whatever the page held before,
-and zeros would hide it.
+This module does not know the holders of pages. Only the layout knows the contents of a page. Pools
+are not zeroed: if attention let a stale key through, zeros would hide the error.
 """
 
 from collections.abc import Mapping
@@ -22,13 +21,13 @@ from kernels.pages.copy import copy_pages
 class KVPool:
     """The pages on the device: `tensor`, uint8 [num_pages, layout.page_bytes].
 
-    layers: of each its own keys and values, see KVLayout.view; cells: of each, by name; draft: of a
-    drafter, if there is one.
+    layers: keys and values of each layer, see KVLayout.view. cells: state cells of each layer, by
+    name. draft: the drafter's part, if there is a drafter.
 
-    Written by forwards and swaps on the forward stream, and by reads from other nodes.
+    The pool is written by forwards and swaps on the forward stream, and by reads from other nodes.
 
     Raises:
-        ConfigError: the device has not so much memory.
+        ConfigError: the device does not have enough memory.
     """
 
     def __init__(self, layout: KVLayout, num_pages: int, device: torch.device) -> None:
@@ -36,7 +35,7 @@ class KVPool:
         self.num_pages = num_pages
         shape = (num_pages, layout.page_bytes)
         try:
-            if device.type == "cpu":  # huge pages: other processes read them a third faster
+            if device.type == "cpu":  # huge pages: other processes read them about a third faster
                 self.tensor = empty_in_huge_pages(shape, torch.uint8)
             else:
                 self.tensor = torch.empty(shape, dtype=torch.uint8, device=device)
@@ -53,7 +52,7 @@ class KVPool:
 
     @property
     def base_address(self) -> int:
-        """Of page 0; page i is at base_address + i * page_bytes."""
+        """Address of page 0. Page i is at base_address + i * page_bytes."""
         return self.tensor.data_ptr()
 
     @property
@@ -66,11 +65,10 @@ class KVPool:
 
 
 class HostPool:
-    """Pages in host memory, for requests that were taken off the device and for what the prefix
-    cache forgets; pinned for a GPU.
+    """Pages in host memory, for swapped-out requests and for evicted prefixes. Pinned for a GPU.
 
     Raises:
-        ConfigError: the machine has not so much memory.
+        ConfigError: the machine does not have enough memory.
     """
 
     def __init__(self, layout: KVLayout, num_pages: int, device: torch.device) -> None:
@@ -85,13 +83,13 @@ class HostPool:
 
 
 def swap_out(pool: KVPool, host_pool: HostPool, copies: PageCopies) -> None:
-    """device[i] -> host[i], on the stream that is current."""
+    """Copy device[i] -> host[i] on the current stream."""
     device_pages, host_pages = _page_ids(copies)
     copy_pages(pool.tensor, device_pages, host_pool.tensor, host_pages)
 
 
 def swap_in(pool: KVPool, host_pool: HostPool, copies: PageCopies) -> None:
-    """host[i] -> device[i], on the stream that is current."""
+    """Copy host[i] -> device[i] on the current stream."""
     device_pages, host_pages = _page_ids(copies)
     copy_pages(host_pool.tensor, host_pages, pool.tensor, device_pages)
 

@@ -1,15 +1,16 @@
-"""What lies where in a page. Nobody else knows what a page holds.
+"""The layout of a page. Only this module knows the contents of a page.
 
-Layers that keep the same of as many tokens are a kind; a kind is cut into tables of some layers
-each, and a page of a table is the envelope of these layers. All tables' pages are equally large, so
-that there is one pool, one allocator and one transfer descriptor per page. In a page the head is
-outermost, so that a tensor-parallel slice is one descriptor too.
+Layers that keep the same data for the same tokens form a kind. A kind is split into tables of some
+layers each, and a page of a table contains the KV of these layers. Pages of all tables have the
+same size, so that there is one pool, one allocator and one transfer descriptor per page. The head
+is the outermost dimension in a page, so that a tensor-parallel slice is one descriptor too.
 
-A drafter's layer lies behind the others, in the pages of the first table, whatever its shape is;
-behind it its vector, one a page.
+A drafter's layer, whatever its shape, lies after the others in the pages of the first table. The
+drafter's vector, one per page, follows it.
 
-What layers keep of a request as a whole, its state, is cut into cells, one for each head and layer,
-and these are packed into pages of the same pool: the head outermost again, no cell across an edge.
+The state of a request, which layers keep for all its tokens together, is split into cells, one per
+head and layer. Cells are packed into pages of the same pool: the head is outermost again, and no
+cell crosses a page boundary.
 """
 
 import math
@@ -24,19 +25,21 @@ from common.page_tables import PageTables
 from engine.kv_cache.states import Cells, DraftState, State
 from kernels.linear_attention.state_cells import CellView
 
-MAX_PADDING = 0.05  # of what a request holds, at each of these lengths
+MAX_PADDING = 0.05  # maximum share of a request's pages at each of these lengths
 TYPICAL_TOKENS = (2 << 10, 8 << 10, 32 << 10)
 
 
 ALIGNED = 64  # bytes
 
-NO_TABLE = -1  # of a layer that keeps nothing of tokens
+NO_TABLE = -1  # for a layer that keeps no KV per token
 
 
 @dataclass(frozen=True, slots=True)
 class CellPlace:
-    """Where a layer's cells of one name are: with those of `num_layers` layers, from a state's page
-    `first_page` on; head h's of layer l is number h * num_layers + l there."""
+    """The place of a layer's cells of one name, packed with those of `num_layers` layers.
+
+    They begin at page `first_page` of the state. Head h of layer l is cell h * num_layers + l.
+    """
 
     cells: Cells
     first_page: int
@@ -47,8 +50,8 @@ class CellPlace:
 
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
-    """Where a layer's KV is: in the pages of `table`, one of so many layers there; and its cells,
-    in the pages of states."""
+    """The place of a layer's KV: in the pages of `table`, as layer `index` of `num_layers`.
+    `cells`: the places of its cells in the state's pages."""
 
     state: State
     table: int
@@ -59,7 +62,7 @@ class LayerPlace:
 
 @dataclass(frozen=True, slots=True)
 class DraftPlace:
-    """Where a drafter's layer and its vector begin in a page, in bytes."""
+    """The offsets of a drafter's layer and its vector in a page, in bytes."""
 
     state: DraftState
     layer: int
@@ -68,8 +71,11 @@ class DraftPlace:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftView:
-    """tokens: as KVLayout.view, of one layer. vectors: [num_pages, 1, 2, 1, n / 2], as if they were
-    the key and the value of a token that has the page to itself."""
+    """Views of a drafter's data.
+
+    tokens: as KVLayout.view, of one layer. vectors: [num_pages, 1, 2, 1, n / 2], shaped like the
+    key and the value of one token per page.
+    """
 
     tokens: Tensor
     vectors: Tensor
@@ -77,12 +83,14 @@ class DraftView:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """
-    places: by layer.
-    dtype: of all that is kept of tokens.
-    cell_dtype: of cells that say nothing else, and of a drafter's vector.
-    state_pages: of one request's state.
-    draft: None: there is no drafter with a layer.
+    """The layout of pages for one model.
+
+    Attributes:
+        places: by layer.
+        dtype: for everything kept per token.
+        cell_dtype: for cells without a dtype of their own, and for a drafter's vector.
+        state_pages: pages of one request's state.
+        draft: None: there is no drafter with a layer.
     """
 
     page_size: int
@@ -103,14 +111,14 @@ class KVLayout:
         kept_in: torch.dtype | None = None,
         draft: DraftState | None = None,
     ) -> "KVLayout":
-        """The layout for a model's layers: of the page sizes that waste little, the largest.
+        """Create the layout for a model's layers: the largest page size that wastes little memory.
 
         Args:
-            dtype: that the model computes in.
-            kept_in: of what is kept of tokens; None: the same.
+            dtype: the dtype that the model computes in.
+            kept_in: the dtype of data kept per token; None: the same.
         Raises:
-            ConfigError: no layer keeps keys and values, or a cell is larger than a page; or there
-                is a drafter, and no layer sees all tokens.
+            ConfigError: no layer keeps keys and values, or a cell is larger than a page; or
+                there is a drafter, and no layer sees all tokens.
         """
         sizes = {
             state: _token_bytes(state, kept_in or dtype) * page_size
@@ -181,7 +189,7 @@ class KVLayout:
 
     @property
     def token_bytes(self) -> int:
-        """Of one token that all layers keep."""
+        """Bytes per token over all layers."""
         layers = [place.state for place in self.places]
         if self.draft is not None:
             layers.append(self.draft.state.layer)
@@ -189,7 +197,7 @@ class KVLayout:
 
     @property
     def padding(self) -> float:
-        """Bytes that lie idle, for each that is used, at the worst of typical lengths."""
+        """Unused bytes per used byte, at the worst of the typical lengths."""
         return max(self._padding(num_tokens) for num_tokens in TYPICAL_TOKENS)
 
     def _padding(self, num_tokens: int) -> float:
@@ -205,7 +213,7 @@ class KVLayout:
         return num_pages * self.page_bytes / used - 1
 
     def describe(self) -> str:
-        """What another node must lay out alike to read these pages."""
+        """Return a text that must be equal on another node for it to read these pages."""
         tables: dict[int, str] = {}
         states: dict[str, None] = {}
         for place in self.places:
@@ -222,14 +230,14 @@ class KVLayout:
         return f"{described}; head,layer: {', '.join(states)}" if states else described
 
     def view(self, pages: Tensor, layer: int) -> Tensor:
-        """What a layer keeps of tokens, in pages, uint8 [num_pages, page_bytes]: [num_pages, heads,
-        vectors, page_size, size]. Of keys and values K is the first vector, V the second. No heads
-        where it keeps nothing."""
+        """Return a layer's KV in pages, uint8 [num_pages, page_bytes], as a view [num_pages, heads,
+        vectors, page_size, size]. Vector 0 holds keys, vector 1 values. The view has no heads if
+        the layer keeps nothing per token."""
         place = self.places[layer]
         return self._of_tokens(pages, place.state, place.index, place.num_layers)
 
     def draft_view(self, pages: Tensor) -> DraftView | None:
-        """What a drafter keeps in such pages; None: there is none."""
+        """Return a drafter's part of such pages, or None if there is no drafter."""
         place = self.draft
         if place is None:
             return None
@@ -238,7 +246,7 @@ class KVLayout:
         return DraftView(tokens, vectors.view(len(pages), 1, 2, 1, place.state.vector // 2))
 
     def _of_tokens(self, pages: Tensor, state: State, index: int, num_layers: int) -> Tensor:
-        """Of one of so many layers that begin where `pages` do."""
+        """Return the view of layer `index` of `num_layers` layers that begin where `pages` do."""
         heads, vectors, size = state.shape
         part = self.page_size * size
         numbers = pages.view(self.dtype)
@@ -249,7 +257,7 @@ class KVLayout:
         )
 
     def cells(self, pages: Tensor, layer: int) -> dict[str, CellView]:
-        """A layer's cells in pages, uint8 [num_pages, page_bytes], by name."""
+        """Return a layer's cells in pages, uint8 [num_pages, page_bytes], by name."""
         return {
             place.cells.name: self._cell_view(pages, place) for place in self.places[layer].cells
         }
@@ -270,7 +278,7 @@ class KVLayout:
 def _cell_places(
     layers: Sequence[State], page_size: int, dtype: torch.dtype, page_bytes: int
 ) -> tuple[list[tuple[CellPlace, ...]], int]:
-    """Of each layer, and how many pages a state takes."""
+    """Return the places of each layer's cells, and the number of pages of a state."""
     places: list[list[CellPlace]] = [[] for _ in layers]
     state_pages = 0
     for cells in dict.fromkeys(each for state in layers for each in state.cells):

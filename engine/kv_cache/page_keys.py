@@ -1,8 +1,8 @@
-"""What a page of KV is found by below the tree: a hash of its namespace and of all tokens up to its
-end, 128 bits, alike in every process.
+"""Keys of KV pages below the tree: a 128-bit hash of the namespace and of all tokens up to the
+page's end, equal in every process.
 
-Whoever finds a page by it gets its KV, and nobody compares tokens any more. So the hash is a
-cryptographic one, unlike the names that routers are told (common/requests/prefix_hash.py).
+A lookup by key returns KV without comparing tokens. The hash is therefore cryptographic, unlike the
+page names that are reported to routers (common/requests/prefix_hash.py).
 """
 
 from collections.abc import Iterator
@@ -15,10 +15,10 @@ PageKey = bytes
 
 
 def page_keys(above: bytes, token_ids: Ints, page_size: int) -> Iterator[PageKey]:
-    """Of each whole page of these tokens; each is made when it is asked for.
+    """Yield the key of each whole page of these tokens, computed on demand.
 
     Args:
-        above: the key of the page before; of a prompt's first page, its namespace.
+        above: the key of the previous page; for a prompt's first page, its namespace.
     """
     packed, size = token_ids.astype("<i4", copy=False).tobytes(), 4 * page_size
     for start in range(0, len(packed) - size + 1, size):

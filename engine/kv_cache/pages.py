@@ -1,7 +1,7 @@
-"""Who holds which KV page. One count per page and kind of holder; nothing else counts pages.
+"""The holds on KV pages: one count per page and kind of holder. Only this module counts pages.
 
-A page is free exactly when nobody holds it. This module knows page numbers only: not what is in
-a page, not which request or peer a hold belongs to.
+A page is free exactly if it has no holds. This module knows page numbers only, not the contents of
+a page, and not which request or peer a hold belongs to.
 """
 
 from enum import IntEnum
@@ -13,32 +13,32 @@ from numpy.typing import NDArray
 from common.errors import EngineFault
 from engine.batch.batch import Ints
 
-# An array, since numpy converts a Python int anew in every call: half the time of a short one.
+# An array, because numpy converts a Python int in every call, half the time of a short one.
 _ONE = np.array(1, np.int32)
 
-Pages: TypeAlias = NDArray[np.integer[Any]]  # numpy indexes fastest by np.intp
+Pages: TypeAlias = NDArray[np.integer[Any]]  # numpy indexes fastest with np.intp
 
 
 class Holder(IntEnum):
-    """Why a page must not be given away."""
+    """The reason why a page must not be reused."""
 
-    REQUEST = 0  # a live request's page table points at it; the radix lock is this hold
+    REQUEST = 0  # in a live request's page table; the radix lock is this hold
     STEP = 1  # a launched forward, or a copy before it, may still write or read it
-    READ = 2  # bytes of a peer's pages may still land in it
+    READ = 2  # bytes of a peer's pages may still arrive in it
     PUBLICATION = 3  # a peer may still read it
-    COPY = 4  # it is being copied, to another tier or from there, beside the steps
-    CACHE = 5  # it is in the radix tree; of a host page: in the tier below
+    COPY = 4  # copied to or from another tier, in parallel to the steps
+    CACHE = 5  # in the radix tree; for a host page: in the tier below
 
 
 class FreeList(Protocol):
-    """Pages that nobody holds, and the order in which they are given out."""
+    """Free pages, and the order in which they are allocated."""
 
     def __len__(self) -> int: ...
 
     def put(self, pages: Ints) -> None: ...
 
     def take(self, num_pages: int) -> Ints:
-        """At most `num_pages`, which must not exceed the length."""
+        """Remove and return `num_pages` pages. There must be as many."""
         ...
 
     def remove(self, pages: Ints) -> None: ...
@@ -47,9 +47,9 @@ class FreeList(Protocol):
 
 
 class AscendingRuns:
-    """Gives out ascending page numbers, so that a prompt's pages tend to be neighbours.
+    """A free list in ascending order, so that a prompt's pages tend to be neighbours.
 
-    What was freed waits unsorted until the sorted part runs out: a sort is paid once per round
+    Freed pages stay unsorted until the sorted part is used up. A sort is thus paid once per round
     through the pool, not once per call.
     """
 
@@ -87,8 +87,7 @@ class AscendingRuns:
 
 
 class LastFreed:
-    """Gives out what was freed last: in tests, whoever lets go of a page too early meets its
-    next owner at once."""
+    """A LIFO free list for tests: a page that is dropped too early is reused at once."""
 
     def __init__(self, num_pages: int) -> None:
         self._stack = list(range(num_pages - 1, -1, -1))
@@ -115,14 +114,14 @@ class LastFreed:
 class PageAllocator:
     """The pages of one pool. Engine thread only.
 
-    Every call that takes pages wants them distinct within that call. Holds of one kind add up:
-    two requests may hold one page. Evictable: held by the cache alone, however often.
+    Calls that take pages require them to be distinct within the call. Holds of one kind add up: two
+    requests may hold one page. A page is evictable if it has only CACHE holds.
 
     Attributes:
         num_pages: pages in the pool, constant.
         num_evictable: pages that `RadixCache.evict` can free now.
-        num_released: counts pages that stopped being in use, ever; whoever found no room tries
-            again when it has moved.
+        num_released: total pages that went out of use. Callers that found no free pages retry
+            when it has changed.
     """
 
     def __init__(self, num_pages: int, *, lifo: bool = False) -> None:
@@ -140,7 +139,7 @@ class PageAllocator:
         return len(self._free)
 
     def allocate(self, num_pages: int, holder: Holder) -> Ints | None:
-        """Takes free pages and holds them for `holder`. All or nothing; never evicts."""
+        """Allocate free pages and hold them for `holder`. All or nothing; never evicts."""
         if num_pages > len(self._free):
             return None
         pages = self._free.take(num_pages)
@@ -151,7 +150,7 @@ class PageAllocator:
         return pages
 
     def hold(self, pages: Pages, holder: Holder) -> None:
-        """One more hold on pages that somebody holds already.
+        """Add a hold on pages that are already held.
 
         Raises:
             EngineFault: one of them is free.
@@ -165,7 +164,7 @@ class PageAllocator:
         self._total[pages] = total + _ONE
 
     def hold_even_free(self, pages: Pages, holder: Holder) -> None:
-        """As `hold`, and pages that are free leave the free list. O(free pages)."""
+        """Add a hold as `hold` does, and remove free pages from the free list. O(free pages)."""
         free = pages[self._total[pages] == 0].astype(np.int32)
         if len(free):
             self._free.remove(free)
@@ -176,7 +175,7 @@ class PageAllocator:
         self.hold(pages[~np.isin(pages, free)], holder)
 
     def drop(self, pages: Pages, holder: Holder) -> None:
-        """Ends one hold of this kind on each page; frees those that nobody holds any more.
+        """End one hold of this kind on each page. Pages without any holds become free.
 
         Raises:
             EngineFault: one of them is not held by `holder`.
@@ -189,7 +188,7 @@ class PageAllocator:
         self._of[holder][pages] = held - _ONE
         total = self._total[pages] - _ONE
         self._total[pages] = total
-        num_loose = int(np.count_nonzero(total <= self._cached[pages]))  # held by the cache at most
+        num_loose = int(np.count_nonzero(total <= self._cached[pages]))  # only CACHE holds, or none
         if not num_loose:
             return
         free = pages[total == 0].astype(np.int32)
@@ -202,21 +201,24 @@ class PageAllocator:
             self._free.put(free)
 
     def held_only_by(self, pages: Pages, holder: Holder) -> NDArray[np.bool_]:
-        """For each page: is it held, and by nobody but `holder`?"""
+        """Return for each page whether `holder` is its only kind of holder. False for free
+        pages."""
         total = self._total[pages]
         only: NDArray[np.bool_] = (total > 0) & (self._holds[holder, pages] == total)
         return only
 
     def holds(self, holder: Holder) -> Ints:
-        """How often this kind holds each page of the pool. A copy."""
+        """Return the number of holds of this kind on each page of the pool. A copy."""
         counts: Ints = self._holds[holder].copy()
         return counts
 
     def by_holder(self) -> dict[str, int]:
-        """Free pages, and those of each kind of holder; together they are the pool. O(num_pages).
+        """Count the free pages and the pages of each kind of holder. The sum is the pool.
+        O(num_pages).
 
-        A page that several kinds hold counts for the first of them in the order of Holder, so
-        "cache" are the evictable ones."""
+        A page with several kinds of holders counts for the first in the order of Holder. "cache"
+        therefore counts the evictable pages.
+        """
         counts = {"free": self.num_free}
         left = self._total > 0
         for holder in Holder:
@@ -226,7 +228,7 @@ class PageAllocator:
         return counts
 
     def check(self) -> None:
-        """Raises EngineFault where the books disagree. O(num_pages)."""
+        """Raise EngineFault if the counts are inconsistent. O(num_pages)."""
         total = self._holds.sum(axis=0, dtype=np.int32)
         free = self._free.all()
         listed = np.zeros(self.num_pages, np.bool_)

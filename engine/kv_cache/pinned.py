@@ -1,7 +1,7 @@
-"""Host memory that a GPU copies from and into by itself, of the size that is asked for.
+"""Pinned host memory of exactly the requested size, which a GPU copies from and to.
 
-torch's own allocator of pinned memory is for the small buffers of a step: it rounds up to a power
-of two, so that 35 GiB would take 64.
+torch's allocator of pinned memory is for the small buffers of a step. It rounds up to a power of
+two, so that 35 GiB would take 64.
 """
 
 import weakref
@@ -13,10 +13,10 @@ from common.errors import ConfigError
 
 
 def pin(memory: Tensor, owner: object) -> None:
-    """Pins host memory where it is, until `owner` is gone, which must keep it alive so long.
+    """Pin host memory in place until `owner` is deleted. `owner` must keep the memory alive.
 
     Raises:
-        ConfigError: the driver refuses so much.
+        ConfigError: the driver cannot pin this much memory.
     """
     if not memory.nbytes:
         return
@@ -28,5 +28,5 @@ def pin(memory: Tensor, owner: object) -> None:
             f"{memory.nbytes / 2**30:.1f} GiB of host memory cannot be pinned (CUDA error "
             f"{int(result)}); engine.cache.host_pages and engine.tiers.host_bytes make it smaller"
         )
-    # Not at exit, when the driver may be gone before; the process's end unpins too.
+    # Not at exit, because the driver may be gone by then. The end of the process unpins too.
     weakref.finalize(owner, runtime.cudaHostUnregister, address).atexit = False

@@ -1,14 +1,15 @@
 """The prefix cache: a radix tree over token ids, in whole pages of every table (page_tables.py).
 
-Of a table with a window it keeps the pages that somebody may go on from: those before the end of
-what was learnt. Where layers have states it keeps those that it is given. So a prefix may be there
-in full tables and yet be nowhere to go on from; whoever gets windows and states from elsewhere has
-use for it all the same.
+In a table with a window the tree keeps the pages from which a request may continue: those before
+the end of an inserted prefix. If layers have states, it keeps the states that it is given. A prefix
+may therefore be present in full tables although no request can continue from it. Consumers that get
+windows and states from another source can still use it.
 
-Namespaces part at the root: a branch that begins there is found by its namespace and its first page
-of tokens. They share the clock, so that what was used longest ago goes first, whosesoever it is.
-The tree has no locks of its own. Whoever uses a match holds its pages; what only the tree holds
-may be evicted. It learns of pages when their KV is final and knows nothing of requests.
+Namespaces branch at the root: a branch that begins there is found by its namespace and its first
+page of tokens. All namespaces share one clock, so that the least recently used pages of any of them
+are evicted first. The tree has no locks of its own. Users of a match hold its pages, and pages that
+only the tree holds may be evicted. Pages are inserted when their KV is final. The tree knows
+nothing of requests.
 """
 
 import heapq
@@ -32,10 +33,11 @@ from engine.kv_cache.radix_windows import TreeWindows
 
 
 class Match(NamedTuple):
-    """The longest cached prefix that one can go on from: its tokens, whole pages of them.
+    """The longest cached prefix that a request can continue from: its tokens, in whole pages.
 
-    shared: [full tables, n], pages of the longest cached prefix there is in full tables.
-    state: pages of the state after these tokens, where layers have one: to be read, never written.
+    Attributes:
+        shared: [full tables, n], pages of the longest prefix that is cached in full tables.
+        state: pages of the state after these tokens, if layers have one. Read-only.
     """
 
     num_tokens: int
@@ -45,35 +47,37 @@ class Match(NamedTuple):
 
     @property
     def pages(self) -> Ints:
-        """All that going on from it needs, distinct."""
+        """All pages that are needed to continue from it, distinct."""
         return np.concatenate((self.holding.flat(), self.state))
 
 
 class Below(Protocol):
-    """A tier that keeps what the tree forgets. Pages by key and name, see Node."""
+    """A tier that keeps pages evicted from the tree. It identifies pages by key and name, see
+    Node."""
 
     def learnt(self, node: Node) -> None:
-        """The tree has this node's pages, and all above."""
+        """Note that the tree has this node's pages, and all above."""
         ...
 
     def left(self, keys: Sequence[PageKey], names: Sequence[int]) -> Iterable[int]:
-        """The tree has forgotten pages; returns the names of those that nobody has any more."""
+        """Note that the tree has evicted pages. Return the names of those that no tier has any
+        more."""
         ...
 
     def forget(self, keys: Collection[PageKey]) -> None:
-        """These are to be forgotten; the tree has none of them."""
+        """Remove these pages. The tree has none of them."""
         ...
 
     def clear(self) -> None:
-        """Everything is to be forgotten."""
+        """Remove all pages."""
         ...
 
     def names(self) -> Iterable[int]:
-        """Of every page in it."""
+        """Return the names of all pages in the tier."""
         ...
 
     def tell(self, journal: CacheJournal | None) -> None:
-        """From now on every page that nobody has any more is told to `journal`."""
+        """Record in `journal`, from now on, every page that no tier has any more."""
         ...
 
 
@@ -92,7 +96,7 @@ class RadixCache:
         *,
         enabled: bool = True,
     ) -> None:
-        """windows, state_pages: see PageTables."""
+        """Create an empty tree. For windows and state_pages see PageTables."""
         self.page_size = page_size
         self.enabled = enabled
         self._full = [window is None for window in windows]
@@ -102,30 +106,30 @@ class RadixCache:
         self._states = TreeStates(state_pages, self._pages, pages)
         self._no_pages = np.empty((len(windows), 0), np.int32)
         self._root = Node(0, b"", np.empty(0, np.int32), self._no_pages, None)
-        self._leaves: list[tuple[int, int, Node]] = []  # heap by last use, as it was when pushed
+        self._leaves: list[tuple[int, int, Node]] = []  # heap by last use, as of the push
         self._clock = 0
         self._numbers = 0
         self._journal: CacheJournal | None = None
         self._below: Below | None = None
 
     def keep_below(self, below: Below) -> None:
-        """What is learnt from now on is told there. The tree is empty."""
+        """Report pages inserted from now on to the lower tier. The tree must be empty."""
         self._below = below
 
     @property
     def num_pages(self) -> int:
-        """In the tree."""
+        """Pages in the tree."""
         return self._pages.num_held
 
     def match(self, token_ids: Ints, namespace: Namespace = SHARED) -> Match:
-        """Finds the longest cached prefix of the namespace, in whole pages; it is used now.
+        """Return the longest cached prefix in the namespace, in whole pages, and mark it as used.
 
-        The caller holds the pages before anything else may evict. Changes no node's pages.
+        The caller must hold the pages before the next eviction. Changes no node's pages.
         O(len(token_ids)).
         """
         self._clock += 1
         found: list[Ints] = [self._no_pages]
-        path: list[tuple[Node, int]] = []  # with where it begins, in pages
+        path: list[tuple[Node, int]] = []  # each with its start, in pages
         num_pages = 0
         for node, common in self._path(token_ids, namespace):
             node.last_used = self._clock
@@ -142,7 +146,8 @@ class RadixCache:
         return Match(num_pages * self.page_size, Holding(pages), shared, state)
 
     def _last_resumable(self, path: list[tuple[Node, int]], pages: Ints) -> tuple[int, Ints]:
-        """After how many of a path's pages, [tables, n], one can go on, and from which state."""
+        """Return the largest number of a path's pages, [tables, n], after which a request can
+        continue, and the state at that point."""
         num_pages, state = pages.shape[1], NO_STATE
         while True:
             if self._states:
@@ -153,11 +158,13 @@ class RadixCache:
             num_pages = within
 
     def lineage(self, token_ids: Ints, namespace: Namespace = SHARED) -> tuple[int, ...]:
-        """Numbers of the tree's nodes along the longest cached prefix, the root's child first."""
+        """Return the numbers of the tree's nodes along the longest cached prefix, the root's child
+        first."""
         return tuple(node.number for node, _ in self._path(token_ids, namespace))
 
     def keys(self, token_ids: Ints, namespace: Namespace = SHARED) -> list[PageKey]:
-        """Of the pages of the longest cached prefix; only while there is something below."""
+        """Return the keys of the pages of the longest cached prefix. Only valid with a lower
+        tier."""
         path = self._path(token_ids, namespace)
         return [key for node, common in path for key in node.keys[:common]]
 
@@ -169,21 +176,22 @@ class RadixCache:
         *,
         state: Ints = NO_STATE,
     ) -> None:
-        """Learns the whole pages of `token_ids`: all of full tables, of others what their windows
-        see from the end.
+        """Insert the whole pages of `token_ids`: all pages of full tables, and in other tables the
+        pages that their windows see from the end.
 
-        Holds each page that it adds for CACHE. What it has under other page numbers stays as it
-        is, and the caller's duplicates are ignored. Everything is copied.
+        Holds each page that it adds for CACHE. Pages already in the tree under other page numbers
+        stay, and the caller's duplicates are ignored. Everything is copied.
 
         Args:
-            state: pages of the state after all of `token_ids`, whole pages of them; held too.
+            state: pages of the state after all of `token_ids`, which must be whole pages; held
+                too.
         """
         num_pages = len(token_ids) // self.page_size
         if not self.enabled or not num_pages:
             return
         if holding.num_pages < num_pages:
             raise EngineFault(f"{len(token_ids)} tokens are not in {holding.num_pages} pages")
-        # And from the page before: the same prompt once more goes on one token before its end.
+        # Also from one page earlier, because a repeated prompt continues one token before its end.
         pages = self._windows.within(holding.tables[:, :num_pages], num_pages - 1)
         self._clock += 1
         end = num_pages * self.page_size
@@ -205,12 +213,12 @@ class RadixCache:
             self._below.learnt(node)
 
     def evict(self, num_pages: int) -> int:
-        """Frees at least `num_pages`, or all that are evictable; returns how many it freed.
+        """Free at least `num_pages`, or all evictable pages. Return the number of freed pages.
 
-        Windows and states first that nobody has gone on from and that a longer prefix has left
-        behind; then least recently used leaves, from their ends, and states of what is in use. A
-        page that only the tree holds may sit above one that is in use: when nothing else is left,
-        it goes, and the tree forgets the part below it.
+        The order is: first, windows and states from which no request continued and that a longer
+        prefix made obsolete. Next, least recently used leaves, from their ends, and states of nodes
+        in use. A page that only the tree holds may be above one that is in use. It is freed last,
+        and the tree then drops everything below it.
         """
         freed = self._windows.thin(num_pages)
         freed += self._states.thin(num_pages - freed)
@@ -222,11 +230,12 @@ class RadixCache:
 
     @property
     def num_available(self) -> int:
-        """Pages that `allocate` can give: free ones and those that only the tree holds."""
+        """Pages that `allocate` can return: free ones and those that only the tree holds."""
         return self._pool.num_free + self._pool.num_evictable
 
     def allocate(self, num_pages: int, holder: Holder) -> Ints | None:
-        """As PageAllocator.allocate, evicting as needed; nothing is evicted in vain."""
+        """Allocate as PageAllocator.allocate does, evicting as needed. Evicts nothing if it must
+        fail."""
         short = num_pages - self._pool.num_free
         if short > self._pool.num_evictable:
             return None
@@ -235,13 +244,13 @@ class RadixCache:
         return self._pool.allocate(num_pages, holder)
 
     def forget(self, token_ids: Ints, namespace: Namespace = SHARED) -> None:
-        """Forgets all that goes on from the first page of these tokens, and so does what is below.
+        """Remove everything that begins with the first page of these tokens, in the lower tier too.
 
-        Whoever holds pages of it keeps them, and may have them learnt anew: by then it has gone on
-        from them, and got numbers.
+        Holders of such pages keep them, and may insert them again after a forward has computed
+        finite logits from them.
         """
         keys: set[PageKey] = set()
-        if self._below is not None:  # which may have more of it than the tree
+        if self._below is not None:  # it may have more of the prefix than the tree
             keys.update(page_keys(namespace, token_ids, self.page_size))
         first = self._root.children.get(namespace + self._key(token_ids))
         if first is not None:
@@ -251,7 +260,7 @@ class RadixCache:
             self._below.forget(keys)
 
     def flush(self) -> int:
-        """Forgets everything, and so does what is below; returns how many pages became free."""
+        """Remove everything, in the lower tier too. Return the number of freed pages."""
         before = self._pool.num_free
         if self._below is not None:
             self._below.clear()
@@ -263,7 +272,7 @@ class RadixCache:
         return self._pool.num_free - before
 
     def tell(self, journal: CacheJournal | None) -> None:
-        """From now on every page that comes or goes is told to `journal`. O(pages in the tree)."""
+        """Record every change from now on in `journal`. O(pages in the tree)."""
         self._journal = journal
         if self._below is not None:
             self._below.tell(journal)
@@ -277,12 +286,14 @@ class RadixCache:
             nodes += [(child, hasher.copy()) for child in node.children.values()]
 
     def page_names(self) -> list[int]:
-        """Of every page in the tree, or below; only while there is a journal."""
+        """Return the names of all pages in the tree or the lower tier. Only valid with a
+        journal."""
         names = {name for node in self._root.below() for name in node.names}
         return [*names.union(self._below.names() if self._below is not None else ())]
 
     def check(self) -> None:
-        """Raises EngineFault where the tree and the page counts disagree. O(pages in the tree)."""
+        """Raise EngineFault if the tree and the page counts are inconsistent. O(pages in the
+        tree)."""
         nodes = list(self._root.below())
         in_tree = [page for node in nodes for page in present(node.pages).tolist()]
         in_tree += [page for node in nodes for page in node.state.tolist()]
@@ -305,7 +316,7 @@ class RadixCache:
                     raise EngineFault(f"cache: node {child.number} hangs in the wrong place")
 
     def _path(self, token_ids: Ints, namespace: Namespace) -> Iterator[tuple[Node, int]]:
-        """Each node along the longest match, and how many of its pages match (never 0)."""
+        """Yield each node along the longest match, and how many of its pages match (never 0)."""
         size = self.page_size
         node, at, end = self._root, 0, len(token_ids) // size * size
         while at < end:
@@ -321,7 +332,7 @@ class RadixCache:
             if not whole:
                 return
             node, at = child, at + common * size
-            namespace = b""  # no part of a key below
+            namespace = b""  # not part of a key below
 
     def _key(self, tokens: Ints) -> bytes:
         return tokens[: self.page_size].tobytes()
@@ -336,7 +347,8 @@ class RadixCache:
         return node
 
     def _name(self, node: Node, namespace: Namespace, above: Ints) -> None:
-        """A node that was added behind these tokens, for whoever wants to know."""
+        """Set the keys and names of a node that was added after these tokens, where they are
+        needed."""
         if self._below is not None:
             last = node.parent.keys[-1] if node.parent and node.parent.keys else namespace
             node.keys = [*page_keys(last, node.tokens, self.page_size)]
@@ -347,7 +359,7 @@ class RadixCache:
             self._journal.stored(node.names)
 
     def _split(self, node: Node, num_pages: int) -> Node:
-        """Puts the first pages of `node` into a new node above it, which is returned."""
+        """Move the first pages of `node` into a new node above it. Return the new node."""
         assert node.parent is not None
         cut = num_pages * self.page_size
         upper = self._add_child(node.parent, node.key, node.tokens[:cut], node.pages[:, :num_pages])
@@ -375,7 +387,7 @@ class RadixCache:
             used, _, node = heapq.heappop(self._leaves)
             node.queued = False
             if node.children or node.parent is None:
-                continue  # not a leaf any more, or gone
+                continue  # no longer a leaf, or removed
             if node.last_used != used:
                 self._queue(node)
                 continue
@@ -389,13 +401,13 @@ class RadixCache:
             self._trim(node, node.num_pages - count)
             freed += int(from_end[count - 1])
         self._clock += 1
-        for node in in_use:  # somebody holds its last page: it is being used now
+        for node in in_use:  # their last page is held, so they are in use now
             node.last_used = self._clock
             self._queue(node)
         return freed
 
     def _trim(self, leaf: Node, num_pages: int) -> None:
-        """Leaves the first `num_pages` of a leaf; a leaf without pages goes. So does its state."""
+        """Shorten a leaf to `num_pages`, without its state. A leaf without pages is removed."""
         parent = leaf.parent
         assert parent is not None
         self._states.drop(leaf)
@@ -423,7 +435,7 @@ class RadixCache:
         leaf.num_saved = min(leaf.num_saved, num_pages)
 
     def _cut_off(self) -> int:
-        """Frees every page that only the tree holds, wherever it sits."""
+        """Free every page that only the tree holds, wherever it is."""
         before = self._pool.num_free
         nodes = list(self._root.children.values())
         while nodes:
@@ -441,13 +453,14 @@ class RadixCache:
         return self._pool.num_free - before
 
     def _forget(self, node: Node) -> None:
-        """Takes a node and all below it out of the tree."""
+        """Remove a node and all below it from the tree."""
         for gone in reversed([node, *node.below()]):
             self._trim(gone, 0)
 
 
 def _note_resumed(path: list[tuple[Node, int]], num_pages: int) -> None:
-    """Somebody goes on after so many pages of a path whose nodes begin at these."""
+    """Mark the node in which a request continues after `num_pages` pages. The path has each node's
+    start."""
     for node, start in path:
         if start < num_pages <= start + node.num_pages:
             node.resumed = True

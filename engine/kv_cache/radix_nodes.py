@@ -1,4 +1,4 @@
-"""The nodes of the prefix tree, and the tree's holds on the pages in them."""
+"""The nodes of the prefix tree, and the tree's holds on their pages."""
 
 import math
 from collections.abc import Iterator
@@ -36,41 +36,40 @@ class Node:
         self, number: int, key: bytes, tokens: Ints, pages: Ints, parent: "Node | None"
     ) -> None:
         self.number = number
-        # Among its parent's children: its first page of tokens, and below the root, before that,
-        # its namespace.
+        # Key among its parent's children: its first page of tokens, preceded by the namespace
+        # directly below the root.
         self.key = key
         self.tokens = tokens  # [pages.shape[1] * page_size]
-        self.pages = pages  # [tables, any], NO_PAGE where a window is not kept
-        self.parent = parent  # None: it is the root, or gone
+        self.pages = pages  # [tables, any], NO_PAGE outside kept windows
+        self.parent = parent  # None: the root, or removed
         self.children: dict[bytes, Node] = {}
         self.last_used = 0
-        self.queued = False  # it has an entry in the heap of leaves
-        self.passed = False  # it is in the queue of nodes that have a child
-        self.resumed = False  # somebody went on from within it
+        self.queued = False  # has an entry in the heap of leaves
+        self.passed = False  # is in the queue of nodes that have a child
+        self.resumed = False  # a request continued from within it
         self.state = np.empty(0, np.int32)  # pages of the state at its end, if one is kept
-        # Of its pages, as prefix_hash.py names them; kept while the tree has a journal, or
-        # something below.
+        # Names of its pages (prefix_hash.py), set while the tree has a journal or a lower tier.
         self.names: list[int] = []
-        self.keys: list[PageKey] = []  # of its pages; kept while there is something below the tree
-        # Noted by what is below: how many of its first pages have all that they have there too, and
-        # when that was looked at.
+        self.keys: list[PageKey] = []  # keys of its pages, set while the tree has a lower tier
+        # Set by the lower tier: how many of its first pages are completely saved there, and when
+        # this was checked.
         self.num_saved, self.settled_at = 0, -math.inf
 
     @property
     def num_pages(self) -> int:
-        """In each table."""
+        """Pages in each table."""
         num_pages: int = self.pages.shape[1]
         return num_pages
 
     def above(self) -> Iterator["Node"]:
-        """Every node above but the root, the nearest first."""
+        """Yield every node above except the root, the nearest first."""
         node = self.parent
         while node is not None and node.parent is not None:
             yield node
             node = node.parent
 
     def below(self) -> Iterator["Node"]:
-        """Every node below, parents before children."""
+        """Yield every node below, parents before children."""
         nodes = list(self.children.values())
         while nodes:
             node = nodes.pop()
@@ -79,7 +78,7 @@ class Node:
 
 
 class TreePages:
-    """What the tree holds in the pool, and what of it nobody else does.
+    """The tree's holds in the pool, and which of its pages have no other holder.
 
     Attributes:
         num_held: pages in the tree.
@@ -90,7 +89,7 @@ class TreePages:
         self.num_held = 0
 
     def hold(self, pages: Ints) -> None:
-        """For CACHE, of pages that may be NO_PAGE."""
+        """Hold pages for CACHE. Entries may be NO_PAGE."""
         there = present(pages)
         self._pool.hold(there, Holder.CACHE)
         self.num_held += len(there)
@@ -101,17 +100,17 @@ class TreePages:
         self._pool.drop(there, Holder.CACHE)
 
     def alone(self, node: Node) -> NDArray[np.bool_]:
-        """[tables, n]: there is a page, and only the tree holds it."""
+        """Return where there is a page that only the tree holds: [tables, n]."""
         only = self._pool.held_only_by(node.pages.ravel(), Holder.CACHE)
         return only.reshape(node.pages.shape) & (node.pages >= 0)
 
     def loose_at_end(self, node: Node) -> int:
-        """How many of its last pages nobody else holds in any table."""
+        """Return the number of pages at its end that have no other holder in any table."""
         in_use = (~self.alone(node) & (node.pages >= 0)).any(axis=0)
         held = np.flatnonzero(in_use)
         return node.num_pages - (int(held[-1]) + 1 if len(held) else 0)
 
 
 def present(pages: Ints) -> Ints:
-    """Those that are not NO_PAGE."""
+    """Return the pages that are not NO_PAGE."""
     return pages[pages >= 0]

@@ -1,7 +1,9 @@
-"""States that the prefix tree keeps: where one can go on from it although layers keep no KV.
+"""States that the prefix tree keeps, so that requests can continue from it although layers keep no
+KV.
 
-A state is at a node's end, since whatever is learnt with one ends there. It is as large as the KV
-of many tokens, so what a deeper one has left behind, and nobody has gone on from, goes first.
+A state is always at a node's end, since a prefix inserted with a state ends there. It is as large
+as the KV of many tokens. States that a deeper one made obsolete, and from which no request
+continued, are therefore evicted first.
 """
 
 from collections import deque
@@ -16,24 +18,24 @@ NO_STATE = np.empty(0, np.int32)
 
 
 class TreeStates:
-    """Engine thread only. Where models have no states, all of it does nothing."""
+    """The states in the tree. Engine thread only. Does nothing for models without states."""
 
     def __init__(self, state_pages: int, pages: TreePages, pool: PageAllocator) -> None:
         self._state_pages = state_pages
         self._pages = pages
         self._pool = pool
         self._having: dict[Node, None] = {}  # nodes with a state
-        self._passed: deque[Node] = deque()  # those that have got a deeper one below
+        self._passed: deque[Node] = deque()  # nodes with a deeper state below
 
     def __bool__(self) -> bool:
         return self._state_pages > 0
 
     def deepest(self, path: list[tuple[Node, int]], num_pages: int) -> tuple[int, Ints]:
-        """The last place on a path, after at most so many pages, where one can go on, and its
-        state; the beginning needs none.
+        """Return the last position on a path, after at most `num_pages` pages, at which a request
+        can continue, and its state. Position 0 needs no state.
 
         Args:
-            path: nodes with where they begin, in pages.
+            path: nodes with their starts, in pages.
         """
         for node, start in reversed(path):
             if len(node.state) and start + node.num_pages <= num_pages:
@@ -41,7 +43,7 @@ class TreeStates:
         return 0, NO_STATE
 
     def add(self, node: Node, state: Ints) -> None:
-        """Holds a state at the node's end, unless there is one."""
+        """Hold a state at the node's end, unless there is one."""
         if len(node.state) or not len(state):
             return
         node.state = state.copy()
@@ -55,7 +57,7 @@ class TreeStates:
             self._passed.append(above)
 
     def drop(self, node: Node) -> int:
-        """Lets go of the node's state, if it has one; returns how many pages that freed."""
+        """Release the node's state, if it has one. Return the number of freed pages."""
         state, node.state = node.state, NO_STATE
         if not len(state):
             return 0
@@ -65,12 +67,12 @@ class TreeStates:
         return self._pool.num_free - before
 
     def clear(self) -> None:
-        """The tree is empty."""
+        """Note that the tree is empty."""
         self._passed.clear()
 
     def thin(self, num_pages: int) -> int:
-        """Frees states that a deeper one follows and nobody went on from, until so many pages are
-        free; returns how many are."""
+        """Free states that a deeper one follows and from which no request continued, until
+        `num_pages` are free. Return the number of freed pages."""
         freed = 0
         for _ in range(len(self._passed)):
             if freed >= num_pages:
@@ -85,7 +87,8 @@ class TreeStates:
         return freed
 
     def drop_oldest(self, num_pages: int) -> int:
-        """The same of any, those first that were walked past longest ago."""
+        """Free any states, least recently used first, until `num_pages` are free. Return the number
+        of freed pages."""
         freed = 0
         for node in sorted(self._having, key=lambda node: node.last_used):
             if freed >= num_pages:

@@ -1,7 +1,7 @@
-"""What the prefix tree keeps of tables with windows, and where one can go on from it.
+"""The pages that the prefix tree keeps in tables with windows, and where requests can continue.
 
-Pages before an end that somebody went on from, or may, are worth keeping; what a longer prefix has
-left behind goes first when room is needed. Where no table has a window, all of it does nothing.
+Pages before an end from which a request continued, or may continue, are worth keeping. Pages that a
+longer prefix made obsolete are evicted first. Without windows this module does nothing.
 """
 
 from collections import deque
@@ -16,24 +16,25 @@ from engine.kv_cache.radix_nodes import Node, TreePages
 
 
 class TreeWindows:
-    """Engine thread only."""
+    """The windows in the tree. Engine thread only."""
 
     def __init__(self, tables: PageTables, pages: TreePages) -> None:
         self._tables = tables
         self._sliding = tables.sliding
         self._has_window = np.array([[window is not None] for window in tables.windows])
         self._pages = pages
-        self._passed: deque[Node] = deque()  # nodes with a child, to be looked at
+        self._passed: deque[Node] = deque()  # nodes with a child, to be checked
 
     def __bool__(self) -> bool:
         return bool(self._sliding)
 
     def last_resumable(self, pages: Ints) -> int:
-        """See last_within."""
+        """Return the result of `last_within` for the model's tables."""
         return last_within(self._tables, pages)
 
     def within(self, pages: Ints, num_pages: int) -> Ints:
-        """Of pages [tables, n] those that are looked at from the end of so many on. A copy."""
+        """Return pages [tables, n] with only those that are visible after `num_pages` of them; the
+        others become NO_PAGE. A copy."""
         kept = pages.copy()
         num_tokens = num_pages * self._tables.page_size
         for table, _ in self._sliding:
@@ -41,13 +42,13 @@ class TreeWindows:
         return kept
 
     def note_passed(self, node: Node) -> None:
-        """It has a child: its own windows may be left behind."""
+        """Note that the node has a child: its own windows may be obsolete."""
         if self._sliding and node.parent is not None and not node.passed:
             node.passed = True
             self._passed.append(node)
 
     def fill(self, node: Node, pages: Ints) -> None:
-        """Adds pages that a node lacks among its first ones."""
+        """Add pages that a node lacks among its first ones."""
         if self._sliding:
             mine = node.pages[:, : pages.shape[1]]
             new = np.where(mine < 0, pages, NO_PAGE)
@@ -57,8 +58,8 @@ class TreeWindows:
                 node.num_saved = 0
 
     def thin(self, num_pages: int) -> int:
-        """Frees windows of nodes with a child that no end worth going on from needs, until so many
-        pages are free; returns how many are."""
+        """Free windows of nodes with a child that no end worth keeping needs, until `num_pages` are
+        free. Return the number of freed pages."""
         freed = 0
         for _ in range(len(self._passed)):
             if freed >= num_pages:
@@ -70,7 +71,8 @@ class TreeWindows:
         return freed
 
     def drop(self, node: Node, which: NDArray[np.bool_]) -> int:
-        """Lets go of a node's pages in tables with windows, where [tables, pages] is true."""
+        """Release a node's pages in tables with windows, where [tables, pages] is true. Return how
+        many."""
         which = which & self._has_window
         gone = node.pages[which]
         if len(gone):
@@ -79,11 +81,11 @@ class TreeWindows:
         return len(gone)
 
     def clear(self) -> None:
-        """The tree is empty."""
+        """Note that the tree is empty."""
         self._passed.clear()
 
     def _thin(self, node: Node) -> int:
-        """Returns how many pages that freed. What somebody else holds is looked at again."""
+        """Return the number of freed pages. Pages with other holders are checked again later."""
         below = _tokens_to_next_end(node)
         spare = np.zeros(node.pages.shape, np.bool_)
         for table, window in self._sliding:
@@ -98,7 +100,8 @@ class TreeWindows:
 
 
 def last_within(tables: PageTables, pages: Ints) -> int:
-    """After how many of these pages, [tables, n], all that windows see is there: at most n."""
+    """Return the largest number, at most n, of these pages, [tables, n], after which all pages that
+    windows see are present."""
     ends = np.arange(pages.shape[1] + 1)
     whole = np.ones(len(ends), np.bool_)
     for table, window in tables.sliding:
@@ -109,8 +112,8 @@ def last_within(tables: PageTables, pages: Ints) -> int:
 
 
 def _tokens_to_next_end(node: Node) -> int:
-    """From a node's end to the first one below that somebody went on from, or may: a branch, or a
-    leaf's end."""
+    """Return the tokens from a node's end to the first end below from which a request continued, or
+    may continue: a branch, or a leaf's end."""
     num_tokens = 0
     while len(node.children) == 1 and not node.resumed:
         (node,) = node.children.values()

@@ -1,4 +1,4 @@
-"""What one layer of a model keeps of the tokens before: of each of them, or of all together."""
+"""The data that one layer of a model keeps of earlier tokens: per token, or for all together."""
 
 import math
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """A tensor of a request, in `count` parts (heads) that are kept apart.
+    """A tensor of a request, in `count` parts (heads) that are stored separately.
 
     shape: of a part. dtype: None: the one that the model computes in.
     """
@@ -20,12 +20,12 @@ class Cells:
     dtype: torch.dtype | None = None
 
     def num_bytes(self, computed_in: torch.dtype) -> int:
-        """Of one part."""
+        """Return the bytes of one part."""
         return math.prod(self.shape) * (self.dtype or computed_in).itemsize
 
 
 class State(Protocol):
-    """What a layer keeps. What is not of its kind is nothing, and so takes nothing."""
+    """The data that a layer keeps. Properties that do not apply are empty and take no memory."""
 
     @property
     def window(self) -> int | None:
@@ -34,28 +34,28 @@ class State(Protocol):
 
     @property
     def token_numbers(self) -> int:
-        """Kept of each token."""
+        """Numbers kept per token."""
         ...
 
     @property
     def cells(self) -> tuple[Cells, ...]:
-        """Kept of the request, whatever its length."""
+        """Cells kept per request, whatever its length."""
         ...
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of what is kept of a token: heads, vectors of each, and numbers of a vector."""
+        """Shape per token: heads, vectors per head, and numbers per vector."""
         ...
 
     @property
     def words(self) -> str:
-        """That shape, as nodes compare it."""
+        """The shape as text, which nodes compare."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PagedKV:
-    """A key and a value for each head, of every token or of those within a window.
+    """A key and a value for each head, for every token or for those within a window.
 
     window: tokens that a query sees, its own included; None: all.
     """
@@ -83,7 +83,7 @@ class PagedKV:
 
 @dataclass(frozen=True, slots=True)
 class PagedLatent:
-    """One vector for each token, from which every head makes its key and its value."""
+    """One vector per token, from which every head computes its key and its value."""
 
     size: int
 
@@ -110,8 +110,8 @@ class PagedLatent:
 
 @dataclass(frozen=True, slots=True)
 class DraftState:
-    """What a drafter keeps beside a model's layers: of each token as a layer does, and once a page
-    a vector of so many numbers, an even number of them."""
+    """The data that a drafter keeps: per token the data of a layer, and per page a vector of
+    `vector` numbers. `vector` is even."""
 
     layer: State
     vector: int
@@ -123,7 +123,7 @@ class DraftState:
 
 @dataclass(frozen=True, slots=True)
 class Recurrent:
-    """Tensors that every token changes, and that are as large after one as after many."""
+    """Tensors that every token updates, and whose size does not depend on the number of tokens."""
 
     cells: tuple[Cells, ...]
 
