@@ -1,1 +1,1 @@
-"""The overlap loop, and who watches that it moves."""
+"""The event loop with overlap, and the watchdog that checks its progress."""

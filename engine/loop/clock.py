@@ -1,13 +1,13 @@
-"""How far the engine is: which step is under way, since when, how long it should take, and whether
-the engine makes any progress.
+"""The progress of the engine: the current step, its start and expected duration, and whether the
+engine is late.
 
-Progress is a turn of the loop, a launch that begins or is done, the end of a step. The engine is
-late once it has made none for longer than the step under way may take: five times what such steps
-took before, or `first_step_s` while no step of its kind has ended, since kernels may be compiled
-then. A kernel that is compiled meanwhile may take `first_step_s`, too, and its end is progress.
-With no step under way nothing may take long: the engine is late from its last progress on.
+Progress is a turn of the loop, the beginning or end of a launch, or the end of a step. The engine
+is late if it makes no progress for longer than the current step may take. The limit is five times
+the average duration of such steps, or `first_step_s` until a step of its kind has ended, since
+kernels may be compiled then. A kernel compilation may also take `first_step_s`, and its end is
+progress. Without a current step the limit is 0: the engine is late from its last progress on.
 
-Written by the engine thread, read by any other: one immutable record is replaced at a time.
+The engine thread writes, any other thread may read: one immutable record is replaced at a time.
 """
 
 import time
@@ -20,20 +20,21 @@ from engine.batch.batch import ForwardMode, ScheduleBatch
 from engine.loop.compiles import Compiles
 from engine.loop.step_meter import StepMeter
 
-_NEWEST_WEIGHT = 0.2  # of a duration in the running average
-PATIENCE = 5.0  # times the expected duration
+_NEWEST_WEIGHT = 0.2  # of a new duration in the running average
+PATIENCE = 5.0  # multiple of the expected duration
 
 
 class StepReading(NamedTuple):
-    """`started_at` is None between steps, and `step` the last one finished then."""
+    """A snapshot of the progress. Between steps `started_at` is None, and `step` is the last
+    finished one."""
 
     step: int
     started_at: float | None  # time.monotonic()
-    expected_s: float  # 0.0 where nothing is known yet
-    finished: int  # steps finished so far
-    turns: int  # of the loop so far
-    moved_at: float  # the last progress
-    allowed_s: float  # until the next: of the step under way, 0.0 without one
+    expected_s: float  # 0.0 if unknown
+    finished: int  # finished steps so far
+    turns: int  # turns of the loop so far
+    moved_at: float  # time of the last progress
+    allowed_s: float  # time until the next progress is due: for the current step; 0.0 without one
 
     def late_s(self, now: float) -> float:
         """Return the seconds by which the next progress is overdue."""
@@ -41,11 +42,10 @@ class StepReading(NamedTuple):
 
 
 class _Moved(NamedTuple):
-    """The last progress, and what is under way since: what a reading is made of, by whoever wants
-    one."""
+    """The last progress and the current work, from which readers compute a StepReading."""
 
     at: float
-    under_way: ScheduleBatch | None  # the oldest launched
+    under_way: ScheduleBatch | None  # the oldest launched one
     launching: ScheduleBatch | None
     operates: bool
     started_at: float | None
@@ -55,8 +55,8 @@ class _Moved(NamedTuple):
 
 
 class StepClock:
-    """Durations are averaged per token of forwards with prompts, and per step of those without:
-    a decode step's time hardly depends on its rows."""
+    """A clock of steps. Durations are averaged per token for forwards with prompts, and per step
+    for others, because a decode step's time hardly depends on its rows."""
 
     def __init__(
         self,
@@ -64,10 +64,11 @@ class StepClock:
         *,
         first_step_s: float = 120.0,
     ) -> None:
-        """
+        """Create the clock.
+
         Args:
-            first_step_s: longest time that a step may take while none of its kind has ended, and
-                that an operation or the compilation of a kernel may take.
+            first_step_s: maximum duration of a step until one of its kind has ended, of an
+                operation, and of the compilation of a kernel.
         """
         self.compiles = Compiles(now)
         self._first_step_s = first_step_s
@@ -75,7 +76,7 @@ class StepClock:
         self._launching: ScheduleBatch | None = None
         self._operates = False
         self._launched: deque[ScheduleBatch] = deque()
-        self._started_at: float | None = None  # of the oldest launched
+        self._started_at: float | None = None  # of the oldest launched step
         self._step = 0
         self._finished = 0
         self._turns = 0
@@ -87,12 +88,12 @@ class StepClock:
         self._note(now())
 
     def turned(self) -> None:
-        """The loop begins a turn."""
+        """Note that the loop begins a turn."""
         self._turns += 1
         self._note(self._now())
 
     def launching(self, batch: ScheduleBatch) -> None:
-        """Its launch begins: kernels that it needs may have to be compiled."""
+        """Note that a launch begins. It may have to compile kernels."""
         self._launching = batch
         self._note(self._now())
 
@@ -105,13 +106,13 @@ class StepClock:
         self._note(now)
 
     def finished(self) -> None:
-        """The oldest launched step is done; the next one, if any, starts now."""
+        """Note that the oldest launched step is done. The next one, if any, starts now."""
         batch = self._launched.popleft()
         assert self._started_at is not None
         now = self._now()
         elapsed = now - self._started_at
         if not len(batch.slots):
-            pass  # copies say nothing of what a forward takes
+            pass  # copies say nothing about the duration of a forward
         elif batch.mode is ForwardMode.DECODE:
             self._note_step(batch.mode, elapsed)
             self.meter.decoded(len(batch.slots), elapsed)
@@ -129,7 +130,7 @@ class StepClock:
 
     @contextmanager
     def operation(self) -> Iterator[None]:
-        """Allow `first_step_s` for work on the engine thread that is no step."""
+        """Allow `first_step_s` for work on the engine thread that is not a step."""
         self._operates = True
         self._note(self._now())
         try:
@@ -143,7 +144,7 @@ class StepClock:
 
     @property
     def reading(self) -> StepReading:
-        """On any thread."""
+        """The current progress. Safe on any thread."""
         moved = self._moved
         allowed_s = self._first_step_s if moved.operates else 0.0
         for batch in (moved.under_way, moved.launching):
@@ -178,7 +179,7 @@ class StepClock:
         )
 
     def _expected(self, batch: ScheduleBatch) -> float | None:
-        """None: nothing of its kind has been seen."""
+        """Return the expected seconds, or None if no step of its kind has ended."""
         if batch.mode in self._per_step:
             return self._per_step[batch.mode]
         return None if self._per_token is None else self._per_token * batch.num_tokens

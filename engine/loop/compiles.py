@@ -1,7 +1,7 @@
 """Kernels that Triton compiles in this process while it serves.
 
-The rehearsal compiles all kernels that serving is known to launch. A kernel that it missed is
-compiled within a step, which then takes seconds longer than any step before.
+The rehearsal compiles all kernels that serving is known to launch. A missed kernel is compiled
+during a step, which then takes seconds longer than any earlier step.
 """
 
 import logging
@@ -15,26 +15,26 @@ from common.logs import kv
 
 log = logging.getLogger(__name__)
 
-_WORTH_A_WARNING_S = 1.0  # a kernel that is read from Triton's cache takes milliseconds
+_WORTH_A_WARNING_S = 1.0  # reading a kernel from Triton's cache takes milliseconds
 
 
 class Compiles:
-    """Counts compilations. Written by the thread that compiles, read by any other."""
+    """A counter of compilations. The compiling thread writes, any other thread may read."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._under_way: dict[int, float] = {}  # by thread: since when
+        self._under_way: dict[int, float] = {}  # start time by thread
         self._num_ended = 0
         self._seconds = 0.0
-        self.ended_at = float("-inf")  # the last one
+        self.ended_at = float("-inf")  # time of the last end
 
     @property
     def began(self) -> float | None:
-        """When the oldest compilation under way began, None without one."""
+        """Start time of the oldest compilation in progress, or None."""
         return min(tuple(self._under_way.values()), default=None)
 
     def watch(self, runtime: Any) -> None:
-        """Have Triton report compilations here from now on.
+        """Make Triton report compilations here from now on.
 
         Args:
             runtime: `triton.knobs.runtime`.
@@ -52,7 +52,7 @@ class Compiles:
         return {}
 
     def _begin(self, **_: Any) -> bool:
-        """Return False, with which Triton compiles."""
+        """Note a start. Return False, so that Triton compiles."""
         self._under_way[threading.get_ident()] = self._now()
         return False
 

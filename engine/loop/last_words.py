@@ -1,7 +1,7 @@
-"""The end of an engine that stands still: what it had, where it stands, and out.
+"""The end of a stalled engine: log its state, then exit the process.
 
-Called on the watchdog's thread. Nothing is asked of the engine thread, which would not answer; the
-front sees the process end, and with it the node, whose requests go on elsewhere.
+Called on the watchdog's thread. The engine thread is not asked, because it would not respond. The
+front detects the end of the process, and the router replays the node's requests on other nodes.
 """
 
 import faulthandler
@@ -16,32 +16,34 @@ from common.requests.request_trace import Flight
 
 log = logging.getLogger(__name__)
 
-NUM_ENDED = 32  # of the last that did, told
-NUM_TOLD = 256  # with those that are here
+NUM_ENDED = 32  # recently ended requests to log
+NUM_TOLD = 256  # limit including the current ones
 
-Fields = Mapping[str, object]  # of a line of the log
+Fields = Mapping[str, object]  # of a log line
 
 
 class Standing(Protocol):
-    """A role, as it is found. Asked on another thread than its own, which stands still."""
+    """A role of a stalled engine. Called on another thread than the engine thread, which is
+    stuck."""
 
     def queues(self) -> dict[str, int]:
-        """Of the scheduler and the role, by name."""
+        """Return the queue lengths of the scheduler and the role, by name."""
         ...
 
     def handoffs(self) -> Iterable[Fields]:
-        """One entry for each that is open: the queue it is in, whose it is, how far it is."""
+        """Return the log fields of each open hand-off, such as its queue, its request and its
+        progress."""
         ...
 
     def flights(self, num_ended: int) -> Iterable[tuple[str, Flight]]:
-        """What has happened to each request that is here, and to the last that have ended: its id
-        and its flight."""
+        """Return the request id and the events of each current request and of the last `num_ended`
+        ended ones."""
         ...
 
 
 def tell(seconds: float, role: Standing) -> None:
-    """Writes all queues, every hand-off, the last events of requests and every thread's stack to
-    the log."""
+    """Log all queues, every open hand-off, the last events of requests, and every thread's
+    stack."""
     log.error("the engine stands still and ends %s", kv(seconds=seconds, **role.queues()))
     for fields in role.handoffs():
         log.error("an open hand-off %s", kv(**fields))
@@ -54,6 +56,6 @@ def tell(seconds: float, role: Standing) -> None:
 
 
 def end_process() -> NoReturn:
-    """At once: other threads may be stuck in a forward or a read."""
+    """Exit immediately, because other threads may be stuck in a forward or a read."""
     logging.shutdown()
     os._exit(1)

@@ -1,4 +1,4 @@
-"""Measures from another thread how late the engine is."""
+"""Measurement of the engine's lateness from another thread."""
 
 import time
 from collections.abc import Callable
@@ -8,9 +8,10 @@ from engine.loop.clock import StepClock
 
 
 class Lateness:
-    """For one thread, which looks at least every `look_s` seconds.
+    """A lateness meter for one thread, which calls `look` at least every `look_s` seconds.
 
-    Time in which that thread stood still itself is not counted: the engine had no chance either.
+    Time in which that thread itself was suspended is not counted, because the engine was probably
+    suspended too.
     """
 
     def __init__(
@@ -21,7 +22,7 @@ class Lateness:
         self._standstill = Standstill(look_s, now)
 
     def look(self) -> float:
-        """Return the seconds without progress beyond what the step under way may take."""
+        """Return the seconds without progress beyond what the current step may take."""
         late_s = self._clock.reading.late_s(self._now())
         if late_s == 0.0:
             self._standstill.moved()

@@ -1,7 +1,7 @@
-"""The event loop of every node: poll, choose a forward, launch it, finish the one before.
+"""The event loop of every node: poll, choose a forward, launch it, finish the previous one.
 
-With overlap the CPU works on step N while the device runs step N+1; the pipeline is exactly one
-step deep. What kind of node this is, only the role knows.
+With overlap the CPU works on step N while the device runs step N+1. The pipeline is exactly one
+step deep. Only the role knows the kind of node.
 """
 
 import threading
@@ -15,32 +15,35 @@ _PROMPTS = (ForwardMode.EXTEND, ForwardMode.MIXED)
 
 
 class Role(Protocol):
-    """What makes a node a prefill or a decode node. All calls come from the engine thread."""
+    """The part that makes a node a prefill or a decode node. Called by the engine thread only."""
 
     def poll(self) -> None:
-        """Takes messages and moves queues; never blocks."""
+        """Receive messages and advance queues. Never blocks."""
         ...
 
     def next_batch(self) -> ScheduleBatch | None:
-        """Chooses the next forward, which will be launched."""
+        """Choose the next forward, which will be launched."""
         ...
 
     def finish(self, batch: ScheduleBatch, result: BatchResult) -> None:
-        """Once per batch, in the order of launches."""
+        """Apply the result of a batch. Called once per batch, in launch order."""
         ...
 
     def idle(self) -> None:
-        """Nothing to launch and nothing in flight: checks invariants, sleeps until woken or due."""
+        """Check invariants and sleep until woken or due. Called if nothing is to launch or in
+        flight."""
         ...
 
 
 class EventLoop:
-    """Turns until `stop`.
+    """The loop of a node, which runs until `stop`.
 
     Args:
-        overlap: False finishes each step before the next is chosen: for debugging, and as oracle.
-        overlap_prefills: False finishes the first of two prefills in a row before the second is
-            launched; its first token leaves earlier, and the device waits for the CPU meanwhile.
+        overlap: False finishes each step before the next is chosen: for debugging, and as the
+            test oracle.
+        overlap_prefills: False finishes the first of two consecutive prefills before the second
+            is launched. Its first token is sent earlier, but the device waits for the CPU in
+            between.
     """
 
     def __init__(
@@ -60,8 +63,8 @@ class EventLoop:
         self.clock = clock or StepClock()
 
     def run(self) -> None:
-        """Steps until stopped, then finishes what is in flight. Raises whatever a part raises: an
-        engine that failed is not to be trusted with another step."""
+        """Run steps until stopped, then finish the step in flight. Raises the error of any part,
+        because a failed engine must not run another step."""
         in_flight: Launched | None = None
         while not self._stopped.is_set():
             in_flight = self.step(in_flight)
@@ -69,11 +72,12 @@ class EventLoop:
             self._finish(in_flight)
 
     def stop(self) -> None:
-        """From any thread. Whoever calls it wakes the role, should it sleep."""
+        """Stop the loop. May be called from any thread. The caller must wake the role if it
+        sleeps."""
         self._stopped.set()
 
     def step(self, in_flight: Launched | None) -> Launched | None:
-        """One turn. Takes the launch that is in flight and returns the one that is then."""
+        """Run one turn. Takes the launch in flight and returns the one in flight afterwards."""
         self.clock.turned()
         self._role.poll()
         batch = self._role.next_batch()

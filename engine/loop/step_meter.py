@@ -1,18 +1,18 @@
-"""How large steps are and how long they take, and how long the engine thread waits for them.
+"""Metrics of step sizes, step durations, and the engine thread's waiting time.
 
-Engine thread only; nothing is counted per token. Decode steps are counted many at a time: one by
-one they would cost a small batch's step some 3 %.
+Engine thread only. Nothing is counted per token. Decode steps are counted in groups, because
+counting them one by one would cost about 3 % of a small batch's step.
 """
 
 from common import bounds
 from common.distribution import Counted, Distribution
 from engine.batch.batch import ForwardMode
 
-_UNCOUNTED = 256  # steps at the most
+_UNCOUNTED = 256  # maximum number of steps per group
 
 
 class _Mode:
-    """The steps of one forward mode."""
+    """The metrics of one forward mode."""
 
     __slots__ = ("requests", "seconds", "tokens")
 
@@ -23,19 +23,20 @@ class _Mode:
 
 
 class StepMeter:
-    """
+    """The metrics of all steps.
+
     Attributes:
-        waited_s: for results, in sum.
+        waited_s: total time spent waiting for results.
     """
 
     def __init__(self) -> None:
-        self._modes = [_Mode() for _ in range(max(ForwardMode) + 1)]  # a mode is an index
-        self._decode_requests: list[int] = []  # of steps that are not counted yet
+        self._modes = [_Mode() for _ in range(max(ForwardMode) + 1)]  # indexed by mode
+        self._decode_requests: list[int] = []  # of steps not counted yet
         self._decode_seconds: list[float] = []
         self.waited_s = 0.0
 
     def decoded(self, num_requests: int, seconds: float) -> None:
-        """A step of mode DECODE: a token each."""
+        """Record a step of mode DECODE, with one token per request."""
         self._decode_requests.append(num_requests)
         self._decode_seconds.append(seconds)
         if len(self._decode_seconds) >= _UNCOUNTED:
@@ -44,7 +45,7 @@ class StepMeter:
     def computed(
         self, mode: ForwardMode, num_requests: int, num_tokens: int, seconds: float
     ) -> None:
-        """A step of another mode: with prompts, or with drafts."""
+        """Record a step of another mode: with prompts, or with drafts."""
         of_mode = self._modes[mode]
         of_mode.seconds.add(seconds)
         of_mode.requests.add(num_requests)

@@ -1,7 +1,7 @@
-"""The watchdog: finds an engine that stands still, though it should move.
+"""The watchdog: detects a stalled engine.
 
-It looks from a thread of its own, since the engine thread may be the one that is stuck. With work
-waiting a step must end now and then; without, the loop must turn.
+It runs on its own thread, since the engine thread may be stuck. While there is work, steps must
+finish. Otherwise the loop must turn.
 """
 
 import threading
@@ -11,15 +11,16 @@ from collections.abc import Callable
 from common.process.standstill import Standstill
 from engine.loop.clock import StepClock
 
-_LOOKS = 8  # within its limit
+_LOOKS = 8  # checks per limit
 
 
 class Watchdog:
-    """Tells of each standstill once.
+    """A watchdog that reports each stall once.
 
     Args:
-        has_work: is there anything that a step could be finished for? Asked on any thread.
-        on_stuck: gets the seconds of standstill, on the watchdog's thread.
+        has_work: returns whether there is work for which a step should finish. Called on any
+            thread.
+        on_stuck: called with the seconds of the stall, on the watchdog's thread.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Watchdog:
         self._thread.join()
 
     def look(self) -> None:
-        """Looks once. `start` does it several times per limit."""
+        """Check once. `start` calls this several times per limit."""
         reading = self._clock.reading
         working = reading.started_at is not None or self._has_work()
         seen = (working, reading.finished if working else reading.turns)
