@@ -1,1 +1,1 @@
-"""Below the prefix cache: what it forgets is kept in host memory, and brought back from there."""
+"""The offload tiers below the prefix cache: evicted pages are kept there and loaded back."""

@@ -1,5 +1,5 @@
-"""What has been brought back to the prefix tree, until somebody has use for it or the tree forgets
-it: only what was used need not be computed."""
+"""Pages loaded back into the prefix tree, until a request uses them or the tree evicts them. Only
+used pages count as saved computation."""
 
 from collections.abc import Iterable, Mapping
 
@@ -7,10 +7,10 @@ from engine.kv_cache.page_keys import PageKey
 
 
 class Brought:
-    """Engine thread only.
+    """Loaded pages that no request has used yet. Engine thread only.
 
     Attributes:
-        used_pages: of tokens, since the start, by whether a file alone had them.
+        used_pages: pages of tokens, since the start. Key: whether only a file had them.
     """
 
     def __init__(self) -> None:
@@ -18,22 +18,22 @@ class Brought:
         self._unused: dict[PageKey, bool] = {}
 
     def __bool__(self) -> bool:
-        """Whether there is anything that nobody has used."""
+        """Return whether there are unused pages."""
         return bool(self._unused)
 
     def add(self, pages: Mapping[PageKey, bool]) -> None:
-        """The tree has these; by whether a file alone had them."""
+        """Add pages that are now in the tree. Values: whether only a file had the page."""
         self._unused.update(pages)
 
     def used(self, keys: Iterable[PageKey]) -> None:
-        """Somebody goes on from these: each counts once."""
+        """Note that a request continues from these pages. Each page counts once."""
         for key in keys:
             filed = self._unused.pop(key, None)
             if filed is not None:
                 self.used_pages[filed] += 1
 
     def left(self, keys: Iterable[PageKey]) -> None:
-        """The tree has forgotten these."""
+        """Note that the tree has evicted these."""
         for key in keys:
             self._unused.pop(key, None)
 

@@ -1,6 +1,5 @@
-"""Copies between the device and host memory that are under way, and what is held until they are
-over: pages for COPY, on either side.
-"""
+"""Copies in progress between device and host memory, and the pages held for them on both sides
+(COPY)."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -15,12 +14,12 @@ from engine.offload.host_cache import HostCache, HostPages
 class Copy(Protocol):
     @property
     def done(self) -> bool:
-        """Raises what the copy raised."""
+        """Return whether the copy is done. Raise the error of a failed copy."""
         ...
 
 
 class Copier(Protocol):
-    """Copies pages beside the steps. Saves are done in their order, and so are brings."""
+    """A copier of pages in parallel to the steps. Saves run in order, and so do loads."""
 
     def save(self, copies: PageCopies) -> Copy: ...
 
@@ -37,7 +36,7 @@ class _Job:
 
 
 class Copies:
-    """In one direction, first in, first out. Engine thread only."""
+    """The copies of one direction, first in, first out. Engine thread only."""
 
     def __init__(self, host: HostCache, pages: PageAllocator) -> None:
         self._host = host
@@ -50,20 +49,21 @@ class Copies:
     def add(
         self, copy: Copy, device: Ints, kept: Sequence[HostPages], then: Callable[[], None]
     ) -> None:
-        """One that has begun.
+        """Add a copy that has begun.
 
         Args:
-            device: pages that are held for it already; they are dropped when it is over.
-            kept: what it writes or reads: it stays where it is, with all pages that go with it.
-            then: called when it is over, before anything is dropped.
+            device: pages that are already held for it; they are dropped when it is done.
+            kept: entries that it writes or reads. They stay in host memory with all their
+                pages.
+            then: called when it is done, before anything is dropped.
         """
         self._jobs.append(_Job(copy, device, self._host.pin(kept), kept, then))
 
     def poll(self) -> None:
-        """Takes up those that are over.
+        """Finish the copies that are done.
 
         Raises:
-            Exception: what a copy raised.
+            Exception: the error of a failed copy.
         """
         while self._jobs and self._jobs[0].copy.done:
             job = self._jobs.popleft()
@@ -72,7 +72,7 @@ class Copies:
             self._host.unpin(job.kept, job.host)
 
     def device_pages(self) -> Iterator[Ints]:
-        """An array for each hold."""
+        """Yield the device pages, one array per hold."""
         return (job.device for job in self._jobs)
 
     def host_pages(self) -> Iterator[Ints]:

@@ -1,8 +1,8 @@
-"""Which pages are in files, below host memory: found by key like those there (host_cache.py), each
-in a slot (page_files.py).
+"""The index of pages in files, below host memory. Entries are found by key as in host_cache.py, and
+each page is in a slot (page_files.py).
 
-Of what is there that goes first which was written or used longest ago. Whoever reads or writes a
-page has it stay. Knows nothing of how that is done.
+The least recently written or used entries are evicted first. An entry in use by a read or write is
+not evicted. This module does not read or write files.
 """
 
 from collections import OrderedDict
@@ -15,19 +15,19 @@ from engine.batch.holding import NO_PAGE
 from engine.kv_cache.page_keys import PageKey
 from engine.offload.page_records import Record
 
-MOST_NAMED = 1 << 17  # of which watchers hear at once: half of what a router keeps of a node
+MOST_NAMED = 1 << 17  # names reported to subscribers at once: half of a router's limit per node
 
 
 @dataclass(slots=True, eq=False)
 class FiledPages:
-    """The KV of one page of tokens.
+    """The KV of one page of tokens, in files.
 
     Attributes:
-        name: what routers know it by.
-        slots: by place, as HostPages.pages; NO_PAGE where none has it.
+        name: the name that routers know it by.
+        slots: by place, as HostPages.pages; NO_PAGE where no slot has it.
         in_tree: the prefix tree has it too.
-        uses: reads and writes under way; until they are over it stays.
-        writes: of these; until they are over it is not all there.
+        uses: reads and writes in progress. The entry is not evicted before they end.
+        writes: writes among them. The entry is incomplete before they end.
     """
 
     name: int
@@ -41,31 +41,33 @@ class FiledPages:
 
 
 class FileCache:
-    """Engine thread only.
+    """The index of the files. Engine thread only.
 
     Attributes:
         num_slots: constant.
-        num_evicted: keys that went to make room, since the start.
+        num_evicted: keys evicted since the start.
     """
 
     def __init__(
         self, num_slots: int, width: int, found: Iterable[tuple[int, Record]] = ()
     ) -> None:
-        """
+        """Create the index.
+
         Args:
-            width: places of a page of tokens.
-            found: slots that are filled from before; of two with one page the newer one counts.
+            width: places per page of tokens.
+            found: filled slots of an earlier process; of two with the same page the newer one
+                counts.
         """
         self.num_slots = num_slots
         self.num_evicted = 0
-        self._limit = num_slots  # slots from there on are given to nobody
+        self._limit = num_slots  # slots from here on are not allocated
         self._width = width
-        self._kept: OrderedDict[PageKey, FiledPages] = OrderedDict()  # used longest ago first
-        self._free: list[int] = []  # that have been used; those from _fresh on never were
+        self._kept: OrderedDict[PageKey, FiledPages] = OrderedDict()  # least recently used first
+        self._free: list[int] = []  # used before; slots from _fresh on were never used
         self._fresh = 0
-        self._withheld: list[int] = []  # free, and behind the limit
+        self._withheld: list[int] = []  # free, and beyond the limit
         self._order = 0
-        self._leaving: list[FiledPages] = []  # removed, and used still
+        self._leaving: list[FiledPages] = []  # removed, but still in use
         self._recover(found)
 
     def __len__(self) -> int:
@@ -83,14 +85,15 @@ class FileCache:
         return self._kept.get(key)
 
     def touch(self, key: PageKey) -> None:
-        """The tree has it, and somebody uses it now."""
+        """Note that the tree has it, and that it was used now."""
         filed = self._kept.get(key)
         if filed is not None:
             filed.in_tree = True
             self._kept.move_to_end(key)
 
     def allocate(self, num_slots: int) -> tuple[list[int], list[tuple[PageKey, FiledPages]]] | None:
-        """So many slots, and what went to make room for them. None: there are not so many."""
+        """Return `num_slots` slots, and the entries evicted for them. Return None if there are not
+        enough."""
         gone = self._evict(num_slots - max(0, self._limit - self._fresh) - len(self._free))
         if gone is None:
             return None
@@ -101,42 +104,42 @@ class FileCache:
         return slots, gone
 
     def limit_to(self, num_slots: int) -> None:
-        """The disk has no room for others than the first ones, so many."""
+        """Limit allocation to the first `num_slots` slots, because the disk is full."""
         self._limit = min(self._limit, num_slots)
         free, self._free = self._free, []
         self._release(free)
 
     def lift_limit(self) -> None:
-        """It may have room again."""
+        """Allow all slots again, since the disk may have space again."""
         self._limit = self.num_slots
         self._free += self._withheld
         self._withheld.clear()
 
     def use(self, filed: FiledPages) -> None:
-        """Somebody reads or writes it."""
+        """Note that a read or write of it begins."""
         filed.uses += 1
 
     def let_go(self, filed: FiledPages) -> None:
-        """That is over."""
+        """Note that a read or write of it has ended."""
         filed.uses -= 1
         if not filed.uses and filed in self._leaving:
             self._leaving.remove(filed)
             self._release(filed.present())
 
     def next_order(self) -> int:
-        """Of the next record."""
+        """Return the order number of the next record."""
         self._order += 1
         return self._order
 
     def add(self, key: PageKey, name: int, *, in_tree: bool) -> FiledPages:
-        """What is kept under a key, from now on."""
+        """Return the entry of this key, which is created if it does not exist."""
         filed = self._kept.get(key)
         if filed is None:
             filed = self._kept[key] = FiledPages(name, [NO_PAGE] * self._width, in_tree)
         return filed
 
     def remove(self, key: PageKey) -> None:
-        """It is not there any more; its slots are free once nobody uses it."""
+        """Remove an entry. Its slots become free when no read or write uses it."""
         filed = self._kept.pop(key)
         if filed.uses:
             self._leaving.append(filed)
@@ -144,18 +147,18 @@ class FileCache:
             self._release(filed.present())
 
     def left_tree(self, keys: Sequence[PageKey]) -> None:
-        """The tree has forgotten these."""
+        """Note that the tree has evicted these."""
         for key in keys:
             filed = self._kept.get(key)
             if filed is not None:
                 filed.in_tree = False
 
     def names(self) -> Iterator[int]:
-        """Of those that were used last, MOST_NAMED at most."""
+        """Return the names of the most recently used entries, at most MOST_NAMED."""
         return (kept.name for kept in islice(reversed(self._kept.values()), MOST_NAMED))
 
     def clear(self) -> list[tuple[PageKey, FiledPages]]:
-        """Forgets everything, and that any slot was ever used, or is; returns what there was."""
+        """Remove everything, and mark all slots as never used. Return the removed entries."""
         gone = list(self._kept.items())
         self._kept.clear()
         self._leaving.clear()
@@ -165,7 +168,7 @@ class FileCache:
         return gone
 
     def check(self) -> None:
-        """Raises EngineFault where a slot is nobody's, or two have it. O(slots)."""
+        """Raise EngineFault if a slot is lost or has two owners. O(slots)."""
         mine = [s for each in (*self._kept.values(), *self._leaving) for s in each.present()]
         free = [*self._free, *self._withheld]
         if sorted([*mine, *free]) != list(range(self._fresh)):
@@ -175,7 +178,8 @@ class FileCache:
             )
 
     def _evict(self, num_slots: int) -> list[tuple[PageKey, FiledPages]] | None:
-        """So many slots become free, or nothing changes."""
+        """Evict entries until `num_slots` more slots are free. Return None, without any change, if
+        that is impossible."""
         gone: list[tuple[PageKey, FiledPages]] = []
         for key, filed in self._kept.items():
             if num_slots <= 0:

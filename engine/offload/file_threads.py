@@ -1,4 +1,4 @@
-"""Threads that read and write pages in files beside the engine."""
+"""Threads that read and write pages in files in parallel to the engine."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,10 +12,10 @@ T = TypeVar("T")
 
 
 class FileThreads:
-    """One that writes, in the order of calls, and some that read. Owns the files.
+    """One writer thread, which keeps the order of calls, and some reader threads. Owns the files.
 
     Args:
-        tell: called from any of them when something is done.
+        tell: called from any of the threads when a job is done.
     """
 
     def __init__(self, files: PageFiles, tell: Callable[[], None]) -> None:
@@ -31,15 +31,15 @@ class FileThreads:
         return self._submit(self._readers, lambda: self._files.read(reads))
 
     def erase(self, slots: Sequence[int]) -> None:
-        """After what is to be written before."""
+        """Erase slots after all earlier writes."""
         self._submit(self._writer, lambda: self._files.erase(slots))
 
     def clear(self) -> None:
-        """After what is to be written before."""
+        """Erase all slots after all earlier writes."""
         self._submit(self._writer, self._files.clear)
 
     def close(self) -> None:
-        """Waits for what is under way, and clears what is to be cleared; the rest is given up."""
+        """Wait for running jobs and for queued writer jobs. Cancel queued reads."""
         self._readers.shutdown(cancel_futures=True)
         self._writer.shutdown()
         self._files.close()

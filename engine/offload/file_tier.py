@@ -1,9 +1,10 @@
-"""The tier of files below host memory: what comes into host memory is written to files beside the
-steps, a little at once, and is there when host memory has forgotten it. It is read back into host
-memory before somebody who wants it has its turn.
+"""The file tier below host memory. Pages that enter host memory are also written to files, a few at
+a time and in parallel to the steps. They can be loaded after host memory has evicted them. They are
+read back into host memory before the request that needs them is scheduled.
 
-Pages of host memory are held for COPY while they are written, or read into. What a read brings host
-memory learns then, if it was right. Of a disk that fails nothing is expected but what it has still.
+Pages of host memory are held for COPY while they are written to files or read into. Read pages are
+added to host memory at the end of the read, if they were correct. After a disk error the tier only
+relies on the entries that it still has.
 """
 
 import time
@@ -26,13 +27,13 @@ from engine.offload.host_cache import HostCache, HostPages
 from engine.offload.page_files import Fault, SlotRead, SlotWrite
 from engine.offload.page_records import Record
 
-MOST_WRITING = 64  # pages at once,
-WRITING_SHARE = 16  # and no more than this part of host memory,
-LEAST_WRITING = 8  # or so many
-READING_SHARE = 2  # no more than this part of host memory is being read into
-READ_TOGETHER = 32  # pages, by one thread
-MAX_BEHIND = 1 << 14  # pages of tokens that wait to be written; those that waited longest are not
-AFTER_FAULT_S = 60.0  # until it is tried again
+MOST_WRITING = 64  # pages at a time,
+WRITING_SHARE = 16  # limited to this part of host memory,
+LEAST_WRITING = 8  # but at least this many
+READING_SHARE = 2  # reads may use at most this part of host memory
+READ_TOGETHER = 32  # pages per job of a thread
+MAX_BEHIND = 1 << 14  # queued pages of tokens; beyond this the oldest are not written
+AFTER_FAULT_S = 60.0  # until the next attempt
 
 
 class Filed(NamedTuple):
@@ -43,8 +44,8 @@ class Filed(NamedTuple):
 
 
 class PageStore(Protocol):
-    """Beside the steps. Writes are done in their order, `erase` and `clear` between those before
-    and those after. Results say of each page why it failed."""
+    """An asynchronous store of pages. Writes keep their order, with `erase` and `clear` in between.
+    Results contain the fault of each page, or None."""
 
     def write(self, writes: Sequence[SlotWrite]) -> Future[list[Fault | None]]: ...
 
@@ -58,7 +59,7 @@ class PageStore(Protocol):
 
 
 class _Piece(NamedTuple):
-    """One page, on its way from host memory to a slot, or back."""
+    """One page on its way from host memory to a slot, or back."""
 
     key: PageKey
     filed: FiledPages
@@ -72,12 +73,13 @@ class _Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Job:
-    """
+    """A group of reads or writes in progress.
+
     Attributes:
-        futures: of all pieces, one after the other.
-        kept: what stays in host memory until it is over.
-        held: all pages of these, by this job.
-        age: of the tier, when it began.
+        futures: of all pieces, in order.
+        kept: entries that stay in host memory until the job is done.
+        held: all pages of these entries, held by this job.
+        age: the tier's age when the job began.
     """
 
     futures: Sequence[Future[list[Fault | None]]]
@@ -92,7 +94,7 @@ class _Job:
         return all(future.done() for future in self.futures)
 
     def faults(self) -> Iterator[Fault | None]:
-        """Of each piece."""
+        """Yield the fault of each piece, or None."""
         return chain.from_iterable(future.result() for future in self.futures)
 
     def host_pages(self) -> Ints:
@@ -100,12 +102,12 @@ class _Job:
 
 
 class FileTier:
-    """Engine thread only.
+    """The file tier. Engine thread only.
 
     Attributes:
-        cache: what is in files.
+        cache: the index of the files.
         num_written, num_read: pages, since the start.
-        faults: of pages, by kind.
+        faults: number of faulty pages, by kind.
     """
 
     def __init__(
@@ -116,9 +118,10 @@ class FileTier:
         width: int,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """
+        """Create the tier.
+
         Args:
-            host: with the index of what `store` has.
+            host: host memory, with the index of `store`.
             width: see HostPages.
         """
         self.cache: FileCache = host.files
@@ -134,31 +137,31 @@ class FileTier:
         self._reads: list[_Job] = []
         self._num_writing = 0
         self._num_reading = 0
-        self._age = 0  # times that everything was forgotten
+        self._age = 0  # number of times that everything was removed
         self._faulty_until = 0.0
         self._full_until: float | None = None
 
     @property
     def busy(self) -> bool:
-        """Whether pages are being read or written."""
+        """Return whether pages are being read or written."""
         return bool(self._writes or self._reads)
 
     def host_pages(self) -> Iterator[Ints]:
-        """Of host memory, held for COPY: an array for each hold."""
+        """Yield the pages of host memory held for COPY, one array per hold."""
         for job in (*self._writes, *self._reads):
             yield job.held
         for job in self._reads:
             yield job.host_pages()
 
     def saved(self, keys: Sequence[PageKey]) -> None:
-        """Host memory has more of these."""
+        """Queue keys of which host memory has got more pages."""
         if self.cache.num_slots:
             self._behind.update(dict.fromkeys(keys))
             while len(self._behind) > MAX_BEHIND:
                 self._behind.popitem(last=False)
 
     def poll(self) -> None:
-        """Takes up what is done, and goes on with what has waited for its turn."""
+        """Finish the jobs that are done, and start the next queued writes."""
         while self._writes and self._writes[0].done:
             self._written(self._writes.popleft())
         for job in [job for job in self._reads if job.done]:
@@ -170,12 +173,12 @@ class FileTier:
     def read(
         self, wanted: Sequence[Filed], kept: Sequence[HostPages], then: Callable[[], None]
     ) -> bool:
-        """Begins to read these back into host memory. True: `then` is going to be called, by
-        `poll`, when that is over, with what of it was right in host memory.
+        """Start reading pages back into host memory. On True, `poll` will call `then` at the end of
+        the read, when the correct pages are in host memory. On False nothing has changed.
 
         Args:
-            wanted: as `cache` has them now.
-            kept: stays in host memory until then, and while it is called.
+            wanted: pages that `cache` has now.
+            kept: entries that stay in host memory until `then` returns.
         """
         num_pages = len(wanted)
         if self._num_reading + num_pages > self._host.pages.num_pages // READING_SHARE:
@@ -199,7 +202,8 @@ class FileTier:
         return True
 
     def forget(self, keys: Iterable[PageKey]) -> None:
-        """Those that are here, so that nobody finds them after a restart either."""
+        """Remove these keys, as far as they are here, so that they are not found after a restart
+        either."""
         found = ((key, self.cache.get(key)) for key in keys)
         gone = [(key, filed) for key, filed in found if filed is not None]
         for key, _ in gone:
@@ -209,18 +213,18 @@ class FileTier:
             self._store.erase([slot for _, filed in gone for slot in filed.present()])
 
     def clear(self) -> None:
-        """Forgets everything. What is on its way is nobody's then."""
+        """Remove everything. The results of jobs in progress are discarded."""
         self._age += 1
         self._behind.clear()
         self._host.left_files(self.cache.clear())
         self._store.clear()
 
     def close(self) -> None:
-        """Waits for what is being read and written; the rest is given up."""
+        """Wait for running reads and for submitted writes. Cancel queued reads."""
         self._store.close()
 
     def check(self) -> None:
-        """Raises EngineFault where slots and keys disagree. O(slots)."""
+        """Raise EngineFault if slots and keys are inconsistent. O(slots)."""
         self.cache.check()
 
     # To files -------------------------------------------------------------------------------------
@@ -261,8 +265,8 @@ class FileTier:
         return max(most, LEAST_WRITING) - self._num_writing
 
     def _lacking(self, key: PageKey, kept: HostPages | None) -> list[int]:
-        """Places that host memory has of it, and files have not. None if not all of it is there
-        yet: it comes again when it is."""
+        """Return the places that host memory has and files do not. Return none while a save is in
+        progress: the key is queued again at its end."""
         if kept is None or kept.saves:
             return []
         filed = self.cache.get(key)
@@ -281,7 +285,7 @@ class FileTier:
     def _begin_to_write(
         self, key: PageKey, kept: HostPages, slots: Mapping[int, int]
     ) -> list[_Piece]:
-        """slots: by place."""
+        """Create the pieces of a write. slots: by place."""
         filed = self.cache.add(key, kept.name, in_tree=kept.in_tree)
         for place, slot in slots.items():
             filed.slots[place] = slot
@@ -313,7 +317,7 @@ class FileTier:
     def _have_read(self, job: _Job) -> None:
         right = []
         for piece, fault in zip(job.pieces, job.faults(), strict=True):
-            if fault is None and self.cache.get(piece.key) is piece.filed:  # else it is forgotten
+            if fault is None and self.cache.get(piece.key) is piece.filed:  # else it was removed
                 right.append(piece)
             self._end(job, piece, fault)
         self._num_reading -= len(job.pieces)
@@ -324,10 +328,10 @@ class FileTier:
         job.then()
         self._host.unpin(job.kept, job.held)
 
-    # Either way -----------------------------------------------------------------------------------
+    # Both directions ------------------------------------------------------------------------------
 
     def _end(self, job: _Job, piece: _Piece, fault: Fault | None) -> None:
-        """What failed is not looked for in files any more."""
+        """End a piece. After a fault its entry is removed from the index."""
         key, filed = piece.key, piece.filed
         if fault is not None:
             self._note(fault, piece)

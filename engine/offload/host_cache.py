@@ -1,8 +1,8 @@
-"""The pages of host memory: those with the KV of retracted requests, and in all others the tier
-below the prefix tree, which is found by key (page_keys.py).
+"""The pages of host memory. Some hold the KV of retracted requests. All others form the tier below
+the prefix tree, which is found by key (page_keys.py).
 
-What a request needs goes before what is cached. Of that goes first what was learnt or brought back
-longest ago. Knows nothing of copies but that some are under way.
+Requests have priority over cached pages. The least recently inserted or loaded entries are evicted
+first. This module does not copy pages; it only knows which copies are in progress.
 """
 
 from collections import OrderedDict
@@ -23,15 +23,17 @@ from engine.offload.file_cache import FileCache, FiledPages
 
 @dataclass(slots=True, eq=False)
 class HostPages:
-    """The KV of one page of tokens.
+    """The KV of one page of tokens, in host memory.
 
     Attributes:
-        name: what routers know it by.
-        pages: by table, then of the state after it, if one is kept; NO_PAGE where there is none.
+        name: the name that routers know it by.
+        pages: by table, then of the state after it, if one is kept; NO_PAGE where there is
+            none.
         in_tree: the prefix tree has it too.
-        copies: under way, into these pages or from them: until they are over it stays.
-        saves: of these, into them: until they are over it is not all there.
-        from_file: it was read from a file, and has not been brought to the device since.
+        copies: copies in progress to or from these pages. The entry is not evicted before they
+            end.
+        saves: copies to these pages among them. The entry is incomplete before they end.
+        from_file: it was read from a file, and has not been loaded to the device since.
     """
 
     name: int
@@ -46,13 +48,13 @@ class HostPages:
 
 
 class HostCache:
-    """Engine thread only.
+    """Host memory: pages of retracted requests, and the tier below the tree. Engine thread only.
 
     Attributes:
-        pages: who holds which host page. REQUEST: with the KV of a retracted one; STEP: a launched
-            one copies it; COPY: so does somebody else; CACHE: it is found by its key.
-        num_evicted: keys that are not here any more, since the start.
-        journal: is told of those that neither the tree nor a file has.
+        pages: holders of each host page. REQUEST: KV of a retracted request; STEP: a launched
+            step copies it; COPY: another copy is in progress; CACHE: it is found by its key.
+        num_evicted: keys evicted since the start.
+        journal: receives the keys that neither the tree nor a file has any more.
         files: the tier below this one.
     """
 
@@ -61,7 +63,7 @@ class HostCache:
         self.files = FileCache(0, 0) if files is None else files
         self.num_evicted = 0
         self.journal: CacheJournal | None = None
-        self._kept: OrderedDict[PageKey, HostPages] = OrderedDict()  # used longest ago first
+        self._kept: OrderedDict[PageKey, HostPages] = OrderedDict()  # least recently used first
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -79,11 +81,12 @@ class HostCache:
 
     @property
     def num_available(self) -> int:
-        """Pages that `allocate` can give."""
+        """Pages that `allocate` can return."""
         return self.pages.num_free + self.pages.num_evictable
 
     def allocate(self, num_pages: int, holder: Holder) -> Ints | None:
-        """As PageAllocator.allocate, forgetting as much as needed; nothing in vain."""
+        """Allocate as PageAllocator.allocate does, evicting as needed. Evicts nothing if it must
+        fail."""
         short = num_pages - self.pages.num_free
         if short > self.pages.num_evictable:
             return None
@@ -92,7 +95,8 @@ class HostCache:
         return self.pages.allocate(num_pages, holder)
 
     def touch(self, keys: Iterable[PageKey]) -> None:
-        """The tree has them, and somebody uses them now; who is named last goes last."""
+        """Note that the tree has them, and that they were used now. The last key is evicted
+        last."""
         for key in keys:
             kept = self._kept.get(key)
             if kept is not None:
@@ -101,15 +105,16 @@ class HostCache:
             self.files.touch(key)
 
     def add(self, key: PageKey, name: int, num_pages: int, *, in_tree: bool = True) -> HostPages:
-        """What is kept under a key, from now on, with room for so many pages."""
+        """Return the entry of this key, which is created with `num_pages` places if it does not
+        exist."""
         kept = self._kept.get(key)
         if kept is None:
             kept = self._kept[key] = HostPages(name, [NO_PAGE] * num_pages, in_tree)
         return kept
 
     def take_in(self, read: Iterable[tuple[PageKey, FiledPages, int, int]], width: int) -> None:
-        """Learns pages that were read from files: key, name and whether the tree has it, place,
-        host page, which somebody holds. What is here under other page numbers stays as it is."""
+        """Add pages that were read from files: key, entry, place, and a host page that is held.
+        Pages already here under other page numbers stay."""
         taken = []
         for key, filed, place, page in read:
             kept = self.add(key, filed.name, width, in_tree=filed.in_tree)
@@ -120,7 +125,7 @@ class HostCache:
         self.pages.hold(np.array(taken, np.int32), Holder.CACHE)
 
     def pin(self, kept: Sequence[HostPages]) -> Ints:
-        """Holds all pages of these, distinct ones, for a copy; returns which."""
+        """Hold all pages of these entries for a copy. They must be distinct. Return them."""
         for each in kept:
             each.copies += 1
         pages = np.array([page for each in kept for page in each.present()], np.int32)
@@ -128,13 +133,14 @@ class HostCache:
         return pages
 
     def unpin(self, kept: Sequence[HostPages], pages: Ints) -> None:
-        """The copy that `pin` was called for is over."""
+        """End the holds of the copy for which `pin` was called."""
         for each in kept:
             each.copies -= 1
         self.pages.drop(pages, Holder.COPY)
 
     def left_tree(self, keys: Sequence[PageKey], names: Sequence[int]) -> list[int]:
-        """The tree has forgotten these; returns the names of those that nobody has any more."""
+        """Note that the tree has evicted these. Return the names of those that no tier has any
+        more."""
         self.files.left_tree(keys)
         lost = []
         for key, name in zip(keys, names, strict=True):
@@ -146,28 +152,29 @@ class HostCache:
         return lost
 
     def left_files(self, gone: Iterable[tuple[PageKey, FiledPages]]) -> None:
-        """No file has these any more."""
+        """Note that no file has these any more."""
         if self.journal is not None:
             left = (filed.name for key, filed in gone if not filed.in_tree and key not in self)
             self.journal.removed(left)
 
     def names(self) -> Iterator[int]:
-        """Of all pages here, and of those in files."""
+        """Yield the names of all pages here, and of those in files."""
         yield from (kept.name for kept in self._kept.values())
         yield from self.files.names()
 
     def forget(self, keys: Iterable[PageKey]) -> None:
-        """Those that are here; what is being copied is held until that is over."""
+        """Remove these keys, as far as they are here. Pages being copied stay held until the copy
+        ends."""
         self._drop([(key, self._kept.pop(key)) for key in keys if key in self._kept])
 
     def clear(self) -> None:
-        """Forgets everything; what is being copied is held until that is over."""
+        """Remove everything. Pages being copied stay held until the copy ends."""
         kept = list(self._kept.items())
         self._kept.clear()
         self._drop(kept)
 
     def check(self) -> None:
-        """Raises EngineFault where keys and page counts disagree. O(pages)."""
+        """Raise EngineFault if keys and page counts are inconsistent. O(pages)."""
         self.pages.check()
         pages = np.fromiter(
             chain.from_iterable(each.pages for each in self._kept.values()), np.int32
@@ -178,7 +185,7 @@ class HostCache:
             raise EngineFault(f"host pages: {len(cached)} are found by their keys, others are held")
 
     def _evict(self, num_pages: int) -> None:
-        """Of keys that no copy is under way of, until so many pages are free."""
+        """Evict keys without copies in progress until `num_pages` are free."""
         gone: list[tuple[PageKey, HostPages]] = []
         busy: list[tuple[PageKey, HostPages]] = []
         left = num_pages

@@ -1,4 +1,4 @@
-"""What is counted of the tiers below the prefix cache."""
+"""Metrics of the tiers below the prefix cache."""
 
 from collections.abc import Mapping
 
@@ -8,7 +8,7 @@ from engine.offload.tiers import Tiers
 
 
 class TierMeter:
-    """Engine thread only. See Meter."""
+    """A meter of the tiers. Engine thread only. See Meter."""
 
     def __init__(self, tiers: Tiers, page_bytes: int) -> None:
         self._tiers = tiers

@@ -1,8 +1,8 @@
-"""Pages in two files of a directory, in slots: one has the pages, the other a record of each
-(page_records.py). Nothing that is read is believed before its checksum is right.
+"""Pages in slots of two files in a directory: one holds the pages, the other a record of each page
+(page_records.py). Data is used only if its checksum is correct.
 
-One process has a directory at a time. Knows nothing of what is in a page, nor which slot is to be
-used. Any thread may call, but what concerns one slot only in turns.
+Each directory belongs to one process at a time. This module does not know the contents of a page,
+or which slot to use. Any thread may call it, but calls for the same slot must not overlap.
 """
 
 import errno
@@ -30,7 +30,7 @@ from engine.offload.page_records import (
 )
 from engine.offload.private_files import open_directory, open_file
 
-MOST_NODES = 64  # that share a directory, each with one below it
+MOST_NODES = 64  # nodes that share a directory, each in its own subdirectory
 _FLAG = "engine.tiers.file_dir"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 class Fault(Enum):
-    """Why a page is not in its slot, or cannot be had from there."""
+    """The reason why a page is not in its slot, or cannot be read from it."""
 
     FULL = "full"
     WRITE = "write"
@@ -47,7 +47,7 @@ class Fault(Enum):
 
 
 class SlotWrite(NamedTuple):
-    """record: but for its checksum."""
+    """A page to write. record: complete except for its checksum."""
 
     slot: int
     host_page: int
@@ -60,23 +60,26 @@ class SlotRead(NamedTuple):
 
 
 class PageFiles:
-    """
+    """The files of one process.
+
     Attributes:
-        directory: the one below what was asked for that is this process's.
-        num_slots: for a page each.
+        directory: this process's subdirectory of `root`.
+        num_slots: slots of one page each.
     """
 
     def __init__(
         self, root: Path, memory: NDArray[np.uint8], *, version: bytes, num_bytes: int
     ) -> None:
-        """
+        """Open the files, and discard pages of another version.
+
         Args:
-            root: what is below it is only for those who may read prompts.
+            root: parent directory. Its contents must only be readable by users that may read
+                prompts.
             memory: host pages [n, page bytes], contiguous.
-            version: see version_of. What is there of another one is given up.
-            num_bytes: that the files have at most.
+            version: see version_of. Existing pages of another version are discarded.
+            num_bytes: maximum size of the files.
         Raises:
-            ConfigError: they cannot be there, or would have no page.
+            ConfigError: the files cannot be created, or would hold no page.
         """
         page_bytes = memory.shape[1]
         self._page_bytes = page_bytes
@@ -93,12 +96,12 @@ class PageFiles:
             self._fit()
         except OSError as error:
             raise ConfigError(f"{_FLAG}: {error}") from error
-        self._checksums = np.zeros(self.num_slots, np.uint64)  # by slot, of what ought to be there
+        self._checksums = np.zeros(self.num_slots, np.uint64)  # expected checksum by slot
         self._told: set[Fault] = set()
 
     def found(self) -> Iterator[tuple[int, Record]]:
-        """Slots and records of what is there from before. To be read through before anything is
-        written."""
+        """Yield slots and records of an earlier process. Must be exhausted before the first
+        write."""
         index = bytearray(max(0, os.fstat(self._index).st_size - HEADER_BYTES))
         num_read = _read_all(self._index, memoryview(index), HEADER_BYTES)
         num_pages = os.fstat(self._pages).st_size // self._page_bytes
@@ -108,15 +111,15 @@ class PageFiles:
                 yield slot, record
 
     def write(self, writes: Sequence[SlotWrite]) -> list[Fault | None]:
-        """Returns of each why it failed."""
+        """Write pages. Return the fault of each page, or None."""
         return [self._write(each) for each in writes]
 
     def read(self, reads: Sequence[SlotRead]) -> list[Fault | None]:
-        """Into host pages; returns of each why there is nothing to be used there."""
+        """Read pages into host pages. Return the fault of each page, or None."""
         return [self._read(each) for each in reads]
 
     def erase(self, slots: Sequence[int]) -> None:
-        """These are empty: nobody finds what was there."""
+        """Mark slots as empty, so that their pages are not found any more."""
         try:
             for slot in slots:
                 _write_all(self._index, memoryview(bytes(RECORD_BYTES)), _record_at(slot))
@@ -124,14 +127,14 @@ class PageFiles:
             self._tell(Fault.WRITE, error)
 
     def clear(self) -> None:
-        """All slots are empty, and the disk has its room back."""
+        """Mark all slots as empty, and free the disk space."""
         try:
             self._empty()
         except OSError as error:
             self._tell(Fault.WRITE, error)
 
     def close(self) -> None:
-        """Others may have the directory."""
+        """Close the files. Another process may then use the directory."""
         os.close(self._pages)
         os.close(self._index)
 
@@ -161,7 +164,7 @@ class PageFiles:
         return None
 
     def _fit(self) -> None:
-        """Of what is there from before nothing is left that is of another version, or too much."""
+        """Discard existing data of another version, or beyond the size limit."""
         if os.pread(self._index, HEADER_BYTES, 0) != self._header:
             self._empty()
         _cut(self._index, _record_at(self.num_slots))
@@ -173,7 +176,7 @@ class PageFiles:
         _write_all(self._index, memoryview(self._header), 0)
 
     def _tell(self, fault: Fault, error: OSError | None) -> None:
-        """Once of each kind: metrics count them."""
+        """Log the first fault of each kind. Metrics count all faults."""
         if fault not in self._told:
             self._told.add(fault)
             why = "its checksum is wrong" if error is None else str(error)
@@ -184,8 +187,8 @@ class PageFiles:
 
 
 def _claim(root: Path, header: bytes) -> tuple[Path, int]:
-    """A directory below `root` that no process has, and its index, locked until that is closed:
-    rather one that was left with this header."""
+    """Return a subdirectory of `root` that no process uses, and its index file. The file is locked
+    until it is closed. A subdirectory with the same header is preferred."""
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     places = [root / str(number) for number in range(MOST_NODES)]
     for place in places:
@@ -202,7 +205,7 @@ def _claim(root: Path, header: bytes) -> tuple[Path, int]:
 
 
 def _lock(place: Path) -> int | None:
-    """None: somebody has it."""
+    """Return the locked index file, or None if another process has it."""
     index = _opened(place, "index")
     try:
         fcntl.flock(index, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -213,7 +216,8 @@ def _lock(place: Path) -> int | None:
 
 
 def _opened(place: Path, name: str) -> int:
-    """Open a file of one of the directories; see private_files.py for what is refused."""
+    """Open a file of one of the directories; see private_files.py for the files that are
+    rejected."""
     directory = open_directory(place)
     try:
         return open_file(place / name, directory)
@@ -237,7 +241,7 @@ def _write_all(file: int, data: memoryview, at: int) -> None:
 
 
 def _read_all(file: int, into: memoryview, at: int) -> int:
-    """Returns how many bytes there were."""
+    """Read until `into` is full or the file ends. Return the number of bytes."""
     num_read = 0
     while num_read < len(into):
         more = os.preadv(file, [into[num_read:]], at + num_read)

@@ -1,11 +1,11 @@
-"""What is written of each page that is kept in a file, so that whoever comes back to it need not
-trust what is there: 64 bytes, with checksums of themselves and of the page.
+"""The record of each page that is kept in a file: 64 bytes, with checksums of the record and of the
+page. A later process can therefore verify the files instead of trusting them.
 
     index:  header | record of slot 0 | record of slot 1 | ...
     pages:  page of slot 0 | page of slot 1 | ...
 
-A page is written before its record. So of a write that was cut off, whatever it left, one of the
-two checksums is wrong.
+A page is written before its record. After an interrupted write, one of the two checksums is
+therefore wrong.
 """
 
 import hashlib
@@ -27,12 +27,13 @@ RECORD_BYTES = _SUM.size + _BODY.size
 
 
 class Record(NamedTuple):
-    """
+    """The record of one page.
+
     Attributes:
-        key, name, place: which page it is, see HostPages.
-        order: of two records the one that was written later has the larger one.
+        key, name, place: identify the page, see HostPages.
+        order: the later of two records has the larger number.
         checksum: of the page, see `checksum`.
-        width: how many places there are.
+        width: number of places.
     """
 
     key: PageKey
@@ -48,11 +49,11 @@ def checksum(page: memoryview) -> int:
 
 
 def version_of(told: Mapping[str, str], weights: bytes) -> bytes:
-    """What pages are made with: they are of use to nobody else.
+    """Return the version of pages: a digest of everything that they depend on.
 
     Args:
         told: the fingerprint of an engine, field by field.
-        weights: the id of all of their content.
+        weights: the id of the content of all weights.
     """
     digest = hashlib.blake2b(digest_size=VERSION_BYTES, person=b"baton files KV")
     for field in (f"{FORMAT}", weights.hex(), *(f"{name}={told[name]}" for name in sorted(told))):
@@ -70,7 +71,7 @@ def packed(record: Record, slot: int) -> bytes:
 
 
 def unpacked(index: bytes) -> Iterator[tuple[int, Record]]:
-    """Slots and records of an index behind its header; what is none is left out."""
+    """Yield slots and records of an index without its header. Invalid records are skipped."""
     for slot, at in enumerate(range(0, len(index) - RECORD_BYTES + 1, RECORD_BYTES)):
         body = index[at + _SUM.size : at + RECORD_BYTES]
         (told,) = _SUM.unpack_from(index, at)

@@ -1,8 +1,8 @@
-"""Opens files and directories that no other user has prepared, with modes that keep others out.
+"""Opening of files and directories so that other users cannot prepare or access them.
 
-An attacker who can write to a shared directory may leave a symbolic link, a hard link or a file of
-its own under a name that is opened later. Each is checked on the open descriptor, before anything
-is read or truncated.
+An attacker with write access to a shared directory may create a symbolic link, a hard link or a
+file under a name that is opened later. Each is checked on the open descriptor, before anything is
+read or truncated.
 """
 
 import errno
@@ -11,7 +11,7 @@ import stat
 from pathlib import Path
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# Without O_NONBLOCK the open of a FIFO may wait for ever. It means nothing for regular files.
+# Without O_NONBLOCK, opening a FIFO may block for ever. It has no effect on regular files.
 _FILE = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
@@ -29,9 +29,10 @@ def open_file(path: Path, directory: int) -> int:
     """Return a descriptor of a regular file, which is created if it does not exist.
 
     Args:
-        directory: descriptor of the directory that has it.
+        directory: descriptor of the directory that contains it.
     Raises:
-        OSError: it is a symbolic link, has another owner or a second name, or is no regular file.
+        OSError: it is a symbolic link, has another owner or a second name, or is not a regular
+            file.
     """
     file = _opened(path, path.name, _FILE, directory)
     try:

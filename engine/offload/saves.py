@@ -1,7 +1,8 @@
-"""Pages that the prefix tree learns, on their way to the tier below: copied at once, beside the
-steps, a few at a time. So what is evicted has been copied before, and eviction waits for nothing.
-Of a prompt that is longer than host memory its beginning is saved, which is what others can go on
-from: the rest would only take its place, and it the rest's, for ever.
+"""Saves of inserted pages to the tier below the prefix tree. Pages are copied as soon as they are
+inserted, a few at a time and in parallel to the steps. Eviction therefore does not wait for copies.
+
+If a prompt is longer than host memory, only its beginning is saved, which other requests can
+continue from. Saving the rest as well would make both parts evict each other for ever.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,15 +18,16 @@ from engine.kv_cache.radix_nodes import Node
 from engine.offload.copies import Copier, Copies
 from engine.offload.host_cache import HostCache, HostPages
 
-SAVING_SHARE = 16  # no more than this part of either memory is being saved at once,
-LEAST_SAVING = 8  # or so many pages,
-MOST_SAVING = 128  # and never more: what it takes the engine thread holds up a step
-MAX_BEHIND = 1024  # nodes that wait to be saved; of more those that have waited longest are not
-SLACK_SHARE = 8  # of the keys: so many may go until what is used is marked as used anew
+SAVING_SHARE = 16  # maximum part of either memory being saved at a time,
+LEAST_SAVING = 8  # but at least this many pages,
+MOST_SAVING = 128  # and at most this many: larger saves delay the engine thread's step
+MAX_BEHIND = 1024  # queued nodes; beyond this the oldest are not saved
+SLACK_SHARE = 8  # part of the keys that may be evicted before used pages are marked as used again
 
 
 class _Lacking(NamedTuple):
-    """What is not below of one page of tokens: pages on the device by place in HostPages.pages."""
+    """The pages of one page of tokens that the lower tier lacks: device pages by place in
+    HostPages.pages."""
 
     key: PageKey
     name: int
@@ -33,14 +35,14 @@ class _Lacking(NamedTuple):
 
 
 class Saves:
-    """Engine thread only.
+    """The saves of the prefix tree's pages. Engine thread only.
 
     Attributes:
-        copies: that are under way.
+        copies: copies in progress.
         num_pages: saved since the start.
     Args:
-        width: pages of one page of tokens, see HostPages.
-        saved: told which keys host memory has more of.
+        width: pages per page of tokens, see HostPages.
+        saved: called with the keys of which host memory has got more pages.
     """
 
     def __init__(
@@ -60,19 +62,20 @@ class Saves:
         self.copies = Copies(host, pages)
         self.num_pages = 0
         self._num_saving = 0
-        self._behind: dict[Node, None] = {}  # learnt, and not all of it is being saved yet
+        self._behind: dict[Node, None] = {}  # inserted, and not all of it is being saved yet
 
     def learnt(self, node: Node) -> None:
-        """It has these pages, from the first of a prompt to the last of the node. What is not below
-        yet is saved, when it is its turn."""
-        for each in (node, *node.above()):  # what is deepest is forgotten first
+        """Save the pages from the start of a prompt to the end of the node, as far as the tier
+        below lacks them. Saves that exceed the limit are queued."""
+        # deepest nodes are marked first, so that they are evicted first
+        for each in (node, *node.above()):
             if not self._is_settled(each):
                 self._host.touch(reversed(each.keys))
         self._save_path(node)
 
     def _save_path(self, node: Node) -> bool:
-        """Saves what is not below of a node and of those above, first things first. False: there is
-        no room for now; its turn will come."""
+        """Save the pages of a node and of those above that the tier below lacks, from the root
+        down. Return False if the limit was reached: the node is then queued."""
         room, places = self._room_to_save(), self._room_of_all()
         lacking: list[_Lacking] = []
         for each in (*reversed([*node.above()]), node):
@@ -96,7 +99,7 @@ class Saves:
         return True
 
     def poll(self) -> None:
-        """Goes on with what has waited for its turn."""
+        """Finish the copies that are done, and start queued saves."""
         self.copies.poll()
         # Not while requests have all of host memory.
         while self._behind and not self._num_saving and self._host.num_available:
@@ -105,15 +108,15 @@ class Saves:
                 del self._behind[node]
 
     def clear(self) -> None:
-        """The tree is emptied."""
+        """Drop all queued nodes, because the tree is being emptied."""
         self._behind.clear()
 
     def _is_settled(self, node: Node) -> bool:
-        """Everything of it was below not long ago, and marked as used."""
+        """Return whether all of it was recently in the tier below, and marked as used."""
         return node.num_saved == node.num_pages and self._is_recent(node)
 
     def _is_recent(self, node: Node) -> bool:
-        """What was noted of it is still so, for the most part."""
+        """Return whether few keys were evicted since the node was last checked."""
         slack = len(self._host) // SLACK_SHARE
         return self._host.num_evicted - node.settled_at <= slack
 
@@ -124,12 +127,12 @@ class Saves:
         return min(most - self._num_saving, self._host.num_available)
 
     def _room_of_all(self) -> int:
-        """Host pages that may have what the tree has."""
+        """Return the number of host pages that can hold pages of the tree."""
         return self._host.num_available + self._num_saving
 
     def _lacking(self, node: Node, end: int) -> Iterator[_Lacking]:
-        """Of the node's pages before `end` those that are not below, the first ones first. Notes
-        how many pages are, or are going to be: whoever takes one saves it."""
+        """Yield the node's pages before `end` that the tier below lacks, in order. Updates the
+        number of saved pages: the caller must save each page that it receives."""
         if not self._is_recent(node):
             node.num_saved, node.settled_at = 0, self._host.num_evicted
         while (first := node.num_saved) < end:
@@ -153,10 +156,10 @@ class Saves:
         if not len(device):
             return
         host = self._host.allocate(len(device), Holder.CACHE)
-        assert host is not None  # room was looked at before
+        assert host is not None  # free pages were counted before
         self._pages.hold(device, Holder.COPY)
         numbers = host.tolist()
-        deepest_first = lacking[::-1]  # what is deepest is forgotten first
+        deepest_first = lacking[::-1]  # deepest first, so that they are evicted first
         saved: list[HostPages] = []
         for one in deepest_first:
             kept = self._host.add(one.key, one.name, self._width)
@@ -178,8 +181,8 @@ class Saves:
 
 
 def _pages_up_to(node: Node) -> Ints:
-    """How many pages of all tables the node has up to each of its pages of tokens, and with its
-    state, which goes with the last."""
+    """Return the cumulative number of pages of all tables up to each page of tokens. The last entry
+    includes the pages of the state."""
     counts = np.count_nonzero(node.pages != NO_PAGE, axis=0)
     counts[-1] += len(node.state)
     return np.cumsum(counts, dtype=np.int32)

@@ -1,17 +1,17 @@
-"""The tiers below the prefix tree, host memory and files: what the tree forgets is brought back
-from there.
+"""The tiers below the prefix tree: host memory and files. They keep pages that the tree evicts.
 
     the tree learns a page --save--> host memory too --write--> a file too
-    ... and each forgets it when it must: tree first, host memory next, files last ...
+    ... evicted when space is needed: tree first, host memory next, files last ...
     the tree  <--bring--  host memory  <--read--  a file,  before a prompt's turn
 
-Whatever is learnt is copied further down at once, beside the steps. So eviction waits for nothing:
-the copy is there already. Nobody waits for a copy but who is going to have use for it. What is
-brought belongs to the tree, not to who wanted it.
+Inserted pages are copied to the lower tiers at once, in parallel to the steps. Eviction therefore
+waits for nothing, because the copy already exists. Only requests that will use a copy wait for it.
+Loaded pages belong to the tree, not to the request that asked for them.
 
-A page is held for COPY, on the device and in host memory, until its copy is over. What a copy
-brings the tree learns then. Pages of windows and of states are kept with the page of tokens that
-they go with: one can go on from where all of them are.
+A page is held for COPY, on the device and in host memory, until its copy ends. Loaded pages are
+inserted into the tree at the end of the copy. Pages of windows and of states are stored with the
+page of tokens that they belong to. A request can continue after a page for which all of them are
+present.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -39,13 +39,13 @@ from engine.offload.ways import Way, Ways
 
 
 class Tiers:
-    """Engine thread only.
+    """The tiers of one engine. Engine thread only.
 
     Attributes:
-        host: the pages below; others hold some of them too.
+        host: the pages of host memory; others hold some of them too.
         files: the tier below that.
-        saves: what the tree has learnt, on its way to host memory.
-        brought_pages: of all tables, since the start, used or not.
+        saves: saves of inserted pages to host memory.
+        brought_pages: loaded pages of all tables, since the start, used or not.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class Tiers:
         copier: Copier,
         store: PageStore | None = None,
     ) -> None:
-        """Has the tree tell what it learns, if `enabled`.
+        """Create the tiers, and connect them to the tree if `enabled`.
 
         Args:
-            store: of what `host` has the index of, if there are files.
+            store: the store that the index in `host` describes, if there are files.
         """
         self.host = host
         self.files = FileTier(host, store or _NoStore(), width=tables.width)
@@ -76,28 +76,29 @@ class Tiers:
         self._copier = copier
         self._ways = Ways(host, cache, tables)
         self._brings = Copies(host, pages)
-        self._coming: dict[PageKey, list[Callable[[], None]]] = {}  # who waits, by Way.key
-        self._age = 0  # times that something was forgotten for good
+        # callbacks of waiting requests, by Way.key
+        self._coming: dict[PageKey, list[Callable[[], None]]] = {}
+        self._age = 0  # number of times that pages were removed for good
         if self._enabled:
             cache.keep_below(self)
 
     @property
     def host_tokens(self) -> int:
-        """That were not computed, because host memory had them."""
+        """Tokens that were not computed because host memory had them."""
         return self._brought.used_pages[False] * self._tables.page_size
 
     @property
     def file_tokens(self) -> int:
-        """The same of files, which alone had them."""
+        """Tokens that were not computed because files had them, and host memory had not."""
         return self._brought.used_pages[True] * self._tables.page_size
 
     @property
     def busy(self) -> bool:
-        """Whether copies are under way, or pages are read or written."""
+        """Return whether copies are in progress, or pages are being read or written."""
         return bool(self.saves.copies or self._brings or self.files.busy)
 
     def copied(self) -> Iterator[Ints]:
-        """Pages on the device that are held for copies."""
+        """Yield the device pages that are held for copies."""
         yield from self.saves.copies.device_pages()
         yield from self._brings.device_pages()
 
@@ -107,31 +108,33 @@ class Tiers:
         yield from self.files.host_pages()
 
     def poll(self) -> None:
-        """Takes up what is done.
+        """Finish the jobs that are done.
 
         Raises:
-            Exception: what a copy raised.
+            Exception: the error of a failed copy.
         """
         self.saves.poll()
         self.files.poll()
         self._brings.poll()
 
     def close(self) -> None:
-        """Ends the threads of files; what waits to be written is given up."""
+        """End the threads of files. Writes that are not submitted yet are dropped."""
         self.files.close()
 
     def check(self) -> None:
-        """Raises EngineFault where pages and keys disagree. O(host pages and slots of files)."""
+        """Raise EngineFault if pages and keys are inconsistent. O(host pages and slots of
+        files)."""
         self.host.check()
         self.files.check()
 
-    # What the tree tells --------------------------------------------------------------------------
+    # Calls from the tree --------------------------------------------------------------------------
 
     def learnt(self, node: Node) -> None:
         self.saves.learnt(node)
 
     def left(self, keys: Sequence[PageKey], names: Sequence[int]) -> list[int]:
-        """The tree has forgotten these; returns the names of those that nobody has any more."""
+        """Note that the tree has evicted these. Return the names of those that no tier has any
+        more."""
         self._brought.left(keys)
         return self.host.left_tree(keys, names)
 
@@ -142,38 +145,39 @@ class Tiers:
         self.host.journal = journal
 
     def forget(self, keys: Collection[PageKey]) -> None:
-        """The tree has forgotten these for good. What is on its way to it is nobody's then, which
-        may be some of them."""
+        """Remove keys that the tree has removed for good. The results of loads in progress are
+        discarded, since they may contain some of them."""
         self._age += 1
         self.host.forget(keys)
         self.files.forget(keys)
 
     def clear(self) -> None:
-        """The tree is emptied, and so is everything below. What is on its way is nobody's then."""
+        """Remove everything below, because the tree is being emptied. The results of loads in
+        progress are discarded."""
         self._age += 1
         self._brought.clear()
         self.saves.clear()
         self.host.clear()
         self.files.clear()
 
-    # What is brought back -------------------------------------------------------------------------
+    # Loads into the tree --------------------------------------------------------------------------
 
     def way(self, token_ids: Ints, namespace: Namespace) -> Way | None:
-        """None: there is nothing below of these tokens that is worth it."""
+        """Return the loadable pages for these tokens, or None if a load is not worth it."""
         return self._ways.find(token_ids, namespace) if self._enabled else None
 
     def used(self, token_ids: Ints, namespace: Namespace) -> None:
-        """Somebody goes on from all of these, which the tree has."""
+        """Note that a request continues from all of these tokens, which the tree has."""
         if self._brought:
             self._brought.used(self._cache.keys(token_ids, namespace))
 
     def bring(self, way: Way, room: int, then: Callable[[], None]) -> bool:
-        """Begins to bring it back, or waits for who brings something that begins alike. True:
-        `then` is going to be called, by `poll`, when that is over.
+        """Start a load, or wait for a load in progress that begins with the same page. On True,
+        `poll` will call `then` at its end.
 
         Args:
-            way: of now.
-            room: pages that may be taken now.
+            way: a current result of `way`.
+            room: pages that may be allocated now.
         """
         coming = self._coming.get(way.key)
         if coming is not None:
@@ -187,12 +191,12 @@ class Tiers:
         return self.way(wanted.token_ids, wanted.namespace)
 
     def _bring_rest(self, way: Way | None, room: int, then: Callable[[], None]) -> None:
-        """Of what was wanted while something else was under way."""
+        """Load the remaining pages of a request after the load that it waited for has ended."""
         if way is None or not self.bring(way, room, then):
             then()
 
     def _read(self, way: Way, room: int, then: Callable[[], None]) -> bool:
-        """From files; then it is brought from host memory, as much of it as is there."""
+        """Read pages from files, then load from host memory as much as is there."""
 
         def read() -> None:
             there = self._ways.find(way.token_ids, way.namespace, filed=False)
@@ -204,7 +208,7 @@ class Tiers:
         return True
 
     def _bring(self, way: Way, then: Callable[[], None]) -> bool:
-        """From host memory."""
+        """Load pages from host memory."""
         match = self._cache.match(way.token_ids, way.namespace)
         prefix = match.shared[:, : way.prefix].ravel()
         self._pages.hold(prefix, Holder.COPY)
@@ -219,9 +223,9 @@ class Tiers:
         return True
 
     def _take_in(self, way: Way, fresh: Ints, age: int) -> None:
-        """Into the tree with it."""
+        """Insert loaded pages into the tree."""
         here = self._cache.match(way.token_ids, way.namespace).shared[:, : way.prefix]
-        # Else it was forgotten meanwhile, or what it goes on from.
+        # Else the pages, or the prefix that they continue, were removed in the meantime.
         if age == self._age and here.shape[1] == way.prefix:
             holding = Holding.laid_out(self._tables, here, fresh, len(way.token_ids))
             self._cache.insert(way.token_ids, holding, way.namespace, state=holding.state)
@@ -240,7 +244,7 @@ class Tiers:
 
 
 def no_tiers(cache: RadixCache, pages: PageAllocator, tables: PageTables) -> Tiers:
-    """Nothing is kept below."""
+    """Return disabled tiers, which keep nothing."""
     host, copier = HostCache(0), _NoCopier()
     return Tiers(host, enabled=False, cache=cache, pages=pages, tables=tables, copier=copier)
 
@@ -264,7 +268,7 @@ class _NoStore:
         raise EngineFault("there are no files to erase pages in")
 
     def clear(self) -> None:
-        """There is nothing."""
+        """Do nothing: there are no files."""
 
     def close(self) -> None:
-        """There is nothing."""
+        """Do nothing: there are no files."""

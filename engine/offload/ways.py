@@ -1,4 +1,4 @@
-"""What of a prompt is in the tiers below the prefix tree, and can be gone on from."""
+"""Lookup of the part of a prompt that is in the tiers below the prefix tree and can be loaded."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -16,36 +16,36 @@ from engine.offload.file_cache import FiledPages
 from engine.offload.file_tier import Filed
 from engine.offload.host_cache import HostCache, HostPages
 
-LEAST_TOKENS = 64  # fewer are computed sooner than a prompt has waited for them
+LEAST_TOKENS = 64  # computing fewer is faster than the wait for a load
 
 _Look = Callable[[PageKey], FiledPages | None]
 
 
 class Way(NamedTuple):
-    """What can be brought of a prompt, as things are now."""
+    """The part of a prompt that can be loaded, at the time of the lookup."""
 
-    token_ids: Ints  # of which there will be KV
+    token_ids: Ints  # tokens that will have KV
     namespace: Namespace
-    prefix: int  # whole pages that full tables have of it
-    gained: int  # tokens that one need not compute then
-    key: PageKey  # of the first page that is brought, or the last
+    prefix: int  # whole pages of it that the tree has in full tables
+    gained: int  # tokens that need not be computed then
+    key: PageKey  # of the first loaded page, or the last
     kept: Sequence[HostPages]
-    host: Ints  # as PageTables.handed_over has them; NO_PAGE where it is in a file alone
-    filed: Sequence[Filed]  # those
+    host: Ints  # in the order of PageTables.handed_over; NO_PAGE for pages that only files have
+    filed: Sequence[Filed]  # the pages that only files have
 
 
 class _Below(NamedTuple):
-    """What is below of one page of tokens, and can be brought."""
+    """The loadable pages below the tree for one page of tokens."""
 
     kept: HostPages | None
     filed: FiledPages | None
 
     def on_host(self, width: int) -> list[int]:
-        """Host pages by place."""
+        """Return the host pages by place."""
         return [NO_PAGE] * width if self.kept is None else self.kept.pages
 
     def anywhere(self, width: int) -> list[int]:
-        """By place: NO_PAGE where there is none, in a file neither."""
+        """Return pages or slots by place: NO_PAGE where neither host memory nor a file has one."""
         if self.filed is None:
             return self.on_host(width)
         pairs = zip(self.on_host(width), self.filed.slots, strict=True)
@@ -53,7 +53,7 @@ class _Below(NamedTuple):
 
 
 class Ways:
-    """Engine thread only."""
+    """The lookup in the tiers. Engine thread only."""
 
     def __init__(self, host: HostCache, cache: RadixCache, tables: PageTables) -> None:
         self._host = host
@@ -62,10 +62,10 @@ class Ways:
         self._width = tables.width
 
     def find(self, token_ids: Ints, namespace: Namespace, *, filed: bool = True) -> Way | None:
-        """None: there is nothing below of these tokens that is worth it.
+        """Return the loadable pages for these tokens, or None if a load is not worth it.
 
         Args:
-            filed: what is in files counts too.
+            filed: include pages in files.
         """
         tables, size = self._tables, self._tables.page_size
         match = self._cache.match(token_ids, namespace)
@@ -95,8 +95,8 @@ class Ways:
     def _below(
         self, token_ids: Ints, namespace: Namespace, prefix: int, look: _Look
     ) -> tuple[list[PageKey], list[_Below]]:
-        """Keys of as many pages as full tables have in the tree, or below without a gap; and what
-        is below of each of them."""
+        """Return the keys of all pages that full tables have in the tree or, without a gap, below
+        it. Also return the entries below the tree for each of them."""
         keys = self._cache.keys(token_ids, namespace)[:prefix]
         below = [self._below_of(key, look) for key in keys]
         above = keys[-1] if keys else namespace
@@ -119,7 +119,8 @@ class Ways:
         return _Below(kept, None if filed is None or filed.writes else filed)
 
     def _lacking(self, pages: Ints, spans: Sequence[Span]) -> Iterator[tuple[int, int]]:
-        """What host memory, pages [places, n], has not of these spans: place, page of tokens."""
+        """Yield (place, page of tokens) for each entry of these spans that host memory, pages
+        [places, n], lacks."""
         num_tables, last = self._tables.num_tables, pages.shape[1] - 1
         for table, first, past in spans:
             if table < num_tables:
@@ -130,8 +131,8 @@ class Ways:
                 yield from ((place, last) for place in lacking.tolist())
 
     def _last_resumable(self, below: Sequence[_Below]) -> int:
-        """After how many of these pages one can go on from what is below alone, but for full
-        tables."""
+        """Return the largest number of these pages after which a request can continue with pages
+        from below alone, apart from full tables."""
         tables, end = self._tables, len(below)
         if not end or not (tables.sliding or tables.state_pages):
             return end
@@ -148,4 +149,4 @@ class Ways:
 
 
 def _nowhere(key: PageKey) -> None:
-    """No file is looked at."""
+    """Return None: no file is searched."""
