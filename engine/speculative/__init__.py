@@ -1,1 +1,1 @@
-"""Who guesses what an answer's next tokens are, and how many guesses pay."""
+"""Speculative decoding: drafters that propose tokens, and the number of drafts that pays off."""

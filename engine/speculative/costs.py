@@ -1,16 +1,15 @@
-"""What a decode step costs, as a line through those that were: so much whatever is in it, and so
-much for each token. Both change with the batch's contexts, and with what else the machine does, so
-that older steps count less and less.
+"""The cost of a decode step, as a linear fit over past steps: a fixed part and a part per token.
+Both change with the batch's contexts and with the machine's other load, so older steps count less.
 
-Steps of as many tokens as any other say nothing of what a token costs: what was learnt of that
-stays until a step differs."""
+Steps with the same number of tokens as usual give no information about the cost per token. The
+estimate stays until a step differs.
+"""
 
 _NEWEST_WEIGHT = 0.05
-# Taken for true as long as all steps had as many tokens: so much of a step of one token is for that
-# token. So nothing is guessed in large batches before it is known that it pays: there it costs most
-# where it does not.
+# Assumed while all steps had the same number of tokens: the token's share of a one-token step. It
+# keeps large batches from drafting, which costs most there, before drafting is known to pay off.
 _FIRST_SHARE = 0.15
-_FIRST_WEIGHT = 0.5  # of that, in tokens squared
+_FIRST_WEIGHT = 0.5  # of this assumption, in tokens squared
 _LEAST_DIFFERENCE = 0.5  # tokens
 
 
@@ -35,7 +34,7 @@ class StepCosts:
         self._covariance = kept * (self._covariance + _NEWEST_WEIGHT * more_tokens * more_seconds)
 
     def share(self, num_tokens: int) -> float:
-        """Of the time of a step of so many tokens, what is for its tokens; between 0 and 1."""
+        """Return the tokens' share of the time of a step with this many tokens, between 0 and 1."""
         if self._seconds is None:
             return _FIRST_SHARE * num_tokens / _first_step(num_tokens)
         average = self._seconds / self._tokens
@@ -48,5 +47,5 @@ class StepCosts:
 
 
 def _first_step(num_tokens: float) -> float:
-    """Of so many tokens, where one of one token takes 1."""
+    """Return the assumed time of a step of this many tokens, relative to a step of one token."""
     return 1 - _FIRST_SHARE + _FIRST_SHARE * num_tokens

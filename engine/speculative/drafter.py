@@ -1,5 +1,5 @@
-"""What a drafter is: it guesses what follows a request's tokens. A wrong guess costs time, never an
-answer."""
+"""The drafter interface: proposes the tokens that follow a request's tokens. A wrong draft costs
+time, but never changes the response."""
 
 from typing import Protocol
 
@@ -7,16 +7,17 @@ from engine.batch.batch import Ints
 
 
 class Drafter(Protocol):
-    """Engine thread only, for every request and step: some microseconds each."""
+    """A drafter of one node. Engine thread only. Called for every request and step: some
+    microseconds each."""
 
     def propose(self, tokens: Ints, count: int) -> Ints:
-        """The likeliest continuation.
+        """Return the most likely continuation.
 
         Args:
-            tokens: all that the CPU knows of a request, at least one; a view. With overlap the
-                request is one step further already.
-            count: of tokens wanted.
+            tokens: all tokens of a request that the CPU knows, at least one; a view. With
+                overlap the request is already one step further.
+            count: number of tokens wanted.
         Returns:
-            At most so many, in their order; none where there is no idea.
+            At most `count` tokens, in order; none if there is no proposal.
         """
         ...

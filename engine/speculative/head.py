@@ -1,5 +1,5 @@
-"""Guesses by a layer behind the model: the device makes them, at the beginning of the step that
-verifies them. Here there is only room for them."""
+"""Drafts by a drafter layer after the model. The device computes them at the beginning of the step
+that verifies them. This module only reserves their positions."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from engine.batch.batch import TO_GUESS, Ints
 
 
 class HeadDrafter:
-    """See Drafter."""
+    """A drafter that returns placeholders. See Drafter."""
 
     def propose(self, tokens: Ints, count: int) -> Ints:
         return np.full(count, TO_GUESS, np.int32)

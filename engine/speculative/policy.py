@@ -1,8 +1,8 @@
-"""How many drafts a row may have.
+"""The number of drafts per row.
 
-A draft that stands saves a step of its row; one that does not has cost a token's share of a step.
-In a small batch that share is small, since a step reads the weights whatever it computes; in a
-large one it is most of the step.
+An accepted draft saves a step of its row. A rejected one costs a token's share of a step. In a
+small batch that share is small, since a step reads the weights whatever it computes. In a large
+batch it is most of the step.
 """
 
 from typing import Protocol
@@ -13,40 +13,40 @@ from numpy.typing import NDArray
 from engine.batch.batch import Ints
 from engine.speculative.costs import StepCosts
 
-_NEWEST_WEIGHT = 0.15  # of a draft, in how likely one of its request is to stand
-_TYPICAL_WEIGHT = 0.02  # of a verified row, in what is expected of a request that is new
+_NEWEST_WEIGHT = 0.15  # of one draft, in its request's acceptance rate
+_TYPICAL_WEIGHT = 0.02  # of one verified row, in the rate assumed for new requests
 _FIRST_LIKELY = 0.7
-# Where drafts do not pay they are thought a little better of with every step, and tried again: an
-# answer may begin to quote at any time.
+# While drafts do not pay off, their estimated rate rises a little with every step, so that they are
+# tried again: a response may begin to quote at any time.
 _HOPE, _HOPE_WEIGHT = 0.9, 0.003
-# After so many steps without any, one request in so many is given some, whatever is thought of
-# them: else it would never be known what they cost. In a batch that computes all the time such a
-# step takes a third as long again. The first time it is soon, for nothing is known.
+# After this many steps without drafts, one request in _TRIED_OF gets some regardless, to measure
+# their cost. In a busy batch such a step takes a third longer. The first trial is early, since
+# nothing is known yet.
 _TRIED_AFTER, _TRIED_OF, _FIRST_TRIED_AFTER = 96, 16, 3
 
 
 class DraftPolicy(Protocol):
-    """Engine thread only."""
+    """The policy for the number of drafts. Engine thread only."""
 
     def acquired(self, slot: int) -> None:
-        """It has a new request."""
+        """Note that the slot has a new request."""
         ...
 
     def limits(self, slots: NDArray[np.intp], num_rows: int) -> Ints:
-        """Drafts for each, at most, in a step of so many rows."""
+        """Return the maximum number of drafts for each slot, in a step of `num_rows` rows."""
         ...
 
     def verified(self, slots: NDArray[np.intp], drafted: Ints, accepted: Ints) -> None:
-        """So many drafts, one at least, of each have stood."""
+        """Record the number of accepted drafts of each slot. Each slot had at least one draft."""
         ...
 
     def took(self, num_tokens: int, seconds: float) -> None:
-        """A step without prompts."""
+        """Record the duration of a step without prompts."""
         ...
 
 
 class AllDrafts:
-    """As many as there are."""
+    """A policy without adaptation: always the maximum number."""
 
     def __init__(self, max_drafts: int) -> None:
         self._max_drafts = max_drafts
@@ -65,14 +65,15 @@ class AllDrafts:
 
 
 class PayingDrafts:
-    """As many as give the most tokens a second, if every row had them."""
+    """An adaptive policy: the number that gives the most tokens per second if every row had it."""
 
     def __init__(self, num_slots: int, max_drafts: int) -> None:
         self._costs = StepCosts()
-        self._likely = np.zeros(num_slots)  # that a draft stands, if those before it do
+        # probability that a draft is accepted, given that those before it are
+        self._likely = np.zeros(num_slots)
         self._typical = _FIRST_LIKELY
         self._counts = np.arange(max_drafts + 1)
-        self._num_without = _TRIED_AFTER - _FIRST_TRIED_AFTER  # steps in turn
+        self._num_without = _TRIED_AFTER - _FIRST_TRIED_AFTER  # consecutive steps
         self._num_trials = 0
 
     def acquired(self, slot: int) -> None:
@@ -80,8 +81,8 @@ class PayingDrafts:
 
     def limits(self, slots: NDArray[np.intp], num_rows: int) -> Ints:
         likely = self._likely[slots]
-        tokens = np.cumsum(likely[:, None] ** self._counts, axis=1)  # to be expected of a row
-        steps = 1 + self._costs.share(num_rows) * self._counts  # what they cost
+        tokens = np.cumsum(likely[:, None] ** self._counts, axis=1)  # expected tokens of a row
+        steps = 1 + self._costs.share(num_rows) * self._counts  # their cost
         limits: Ints = np.argmax(tokens / steps, axis=1).astype(np.int32)
         none = slots[limits == 0]
         self._likely[none] += _HOPE_WEIGHT * (_HOPE - self._likely[none])

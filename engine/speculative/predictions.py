@@ -1,7 +1,8 @@
-"""What clients expect of their answers, as a text to guess from: it is the likeliest to follow.
+"""Predicted outputs: texts that clients expect as their responses, used as the best source of
+drafts.
 
-A prediction is looked in as if it stood behind its prompt: the first tokens of an answer that
-begins as expected find their place, too.
+A prediction is searched as if it followed its prompt. The first tokens of a response that begins as
+predicted therefore match as well.
 """
 
 import numpy as np
@@ -12,10 +13,10 @@ from engine.speculative.ngram import LONGEST_MATCH, NOTHING, NgramDrafter
 
 
 class Predictions:
-    """By slot. Engine thread only.
+    """The predictions by slot. Engine thread only.
 
     Args:
-        min_match: as of NgramDrafter.
+        min_match: as in NgramDrafter.
     """
 
     def __init__(self, min_match: int) -> None:
@@ -23,7 +24,7 @@ class Predictions:
         self._texts: dict[int, Ints] = {}
 
     def acquired(self, slot: int, request: Request) -> None:
-        """It has a new request."""
+        """Note that the slot has a new request."""
         self._texts.pop(slot, None)
         if request.spec.prediction:
             predicted = np.frombuffer(request.spec.prediction, np.int32)
@@ -31,6 +32,6 @@ class Predictions:
             self._texts[slot] = np.concatenate((prompt[-LONGEST_MATCH:], predicted))
 
     def propose(self, slot: int, tokens: Ints, count: int) -> Ints:
-        """As of Drafter, for the request in a slot."""
+        """Return drafts for the request in a slot, as Drafter.propose does."""
         text = self._texts.get(slot)
         return NOTHING if text is None else self._drafter.found_in(text, tokens, count)

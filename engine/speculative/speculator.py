@@ -1,4 +1,4 @@
-"""The parts of speculation as they are configured."""
+"""The configured parts of speculative decoding."""
 
 from dataclasses import dataclass, field
 from typing import Self
@@ -13,7 +13,7 @@ from engine.speculative.predictions import Predictions
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Speculator:
-    """max_drafts: for a row and step, less than a page has tokens."""
+    """The parts of speculation. max_drafts: per row and step, fewer than a page has tokens."""
 
     drafter: Drafter
     policy: DraftPolicy
@@ -22,7 +22,7 @@ class Speculator:
 
     @classmethod
     def of(cls, config: SpeculationConfig, num_slots: int) -> Self | None:
-        """None: nothing is to be guessed."""
+        """Create the parts, or return None if speculation is disabled."""
         if config.drafter == "none":
             return None
         most = config.max_drafts
