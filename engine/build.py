@@ -1,4 +1,4 @@
-"""Builds an engine, part after part, in the order in which they need each other."""
+"""The construction of an engine, part by part in the order of their dependencies."""
 
 import logging
 import os
@@ -71,13 +71,13 @@ from engine.sizing import (
 from engine.speculative.speculator import Speculator
 from engine.update import WeightsUpdate
 
-PROGRESS_S = 1.0  # between two lines about captured graphs
+PROGRESS_S = 1.0  # between two log lines about captured graphs
 
 log = logging.getLogger(__name__)
 
 
 class _Host(NamedTuple):
-    """Pages beside the device: for retracted requests, and a tier below the prefix cache."""
+    """The pages in host memory: for retracted requests, and as a tier below the prefix cache."""
 
     pool: HostPool
     tiers: Tiers
@@ -86,7 +86,8 @@ class _Host(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Engine:
-    """All that a role and a loop are built on. constants: what of the fingerprint stays."""
+    """The parts that a role and a loop are built on. constants: the constant part of the
+    fingerprint."""
 
     shape: EngineShape
     model: Model
@@ -111,14 +112,14 @@ class Engine:
 
     @property
     def fingerprint(self) -> dict[str, str]:
-        """What a peer must agree on, field by field, before one computes on KV that the other
-        made."""
+        """The values that must be equal on a peer, field by field, before one computes on the
+        other's KV."""
         return {**self.constants, "weights": self.weights.id.hex()}
 
     def scheduler(
         self, config: EngineConfig, on_admit: Callable[[Request, Holding], None]
     ) -> Scheduler:
-        """The scheduler of this engine; see Scheduler for `on_admit`."""
+        """Create the scheduler of this engine; see Scheduler for `on_admit`."""
         spec = self.model.spec
         chunked = {"chunk_tokens": self.shape.chunk_tokens or -1}
         return Scheduler(
@@ -134,20 +135,22 @@ class Engine:
         )
 
     def profiler(self, config: EngineConfig, role: str, num_steps: Callable[[], int]) -> Profiler:
-        """Of this engine; see Profiler."""
+        """Create the profiler of this engine; see Profiler."""
         name, device = f"baton-{role}", self.model.device
         return Profiler(config.profile_directory, name, self.stream, device, num_steps)
 
     def equipped(self, config: EngineConfig) -> "Engine":
-        """This engine with the host pages and the decode graphs that another role wants, and
-        without those that it has. The rest, with what is cached, is the same objects: no two may
-        be used at a time, and this one must be idle. Host memory that is a tier stays as it is:
-        retracted requests may have its pages, and what is kept in the others is not lost.
+        """Return this engine with the host pages and the decode graphs of another role in place of
+        its own.
+
+        All other parts, including cached pages, are the same objects. The two engines must not be
+        used at the same time, and this one must be idle. Host memory that is a tier is kept:
+        retracted requests may use its pages, and the contents of the others are not lost.
 
         Args:
-            config: as this engine's, but for those two.
+            config: as this engine's, except for those two.
         Raises:
-            ConfigError: there is no memory for them.
+            ConfigError: there is not enough memory for them.
         """
         device = self.shape.device
         shape, host = self.shape, _Host(self.host_pool, self.tiers, self.copier)
@@ -185,7 +188,7 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Ends its threads, and those of what it has."""
+        """End its threads, and those of its parts."""
         self.stream.close()
         self.guides.close()
         self.loader.close()
@@ -195,7 +198,7 @@ class Engine:
 
 
 def build(config: EngineConfig) -> Engine:
-    """Loads the model and sizes everything else by what is left.
+    """Load the model, and size everything else by the remaining memory.
 
     Raises:
         ConfigError: the model is not supported, or does not fit.
@@ -204,7 +207,7 @@ def build(config: EngineConfig) -> Engine:
     if device.type == "cpu":
         use_cpu(config.threads or threads_at_hand(os.environ), config.cpu_kernels)
     else:
-        use_gpu(device)  # in this thread: the one that launches kernels
+        use_gpu(device)  # in this thread, which launches kernels
     directory = model_directory(config.model, weights=True)
     servable = open_checkpoint(directory, config.model_backend, config.speculation)
     precision = choose_precision(config.dtype, device, Checkpoint(directory), matrix_features())
@@ -285,7 +288,8 @@ def build(config: EngineConfig) -> Engine:
 
 
 def _named(stored: Mapping[str, StoredTensor]) -> Future[WeightsId]:
-    """Beside loading, which reads the same files: each comes from the disk once."""
+    """Compute the weights' id in parallel to loading, so that each file is read from the disk
+    once."""
     worker = ThreadPoolExecutor(1, "weights")
     try:
         return worker.submit(content, stored)
@@ -311,7 +315,8 @@ def _guides(directory: Path, model: Model) -> Guides:
 
 
 def _affordable_host_pages(config: EngineConfig, shape: EngineShape) -> int:
-    """Raises ConfigError where the host has not so much memory."""
+    """Return the number of host pages. Raise ConfigError if the host does not have enough
+    memory."""
     layout = shape.layout
     num_pages = host_pages_of(config.cache, layout, shape.device, shape.num_pages)
     wanted, left = num_pages * layout.page_bytes, free_bytes(torch.device("cpu"), 1.0)
@@ -331,11 +336,13 @@ def _host(
     config: TiersConfig,
     version: bytes | None,
 ) -> _Host:
-    """
+    """Create the host pages and the tiers.
+
     Args:
-        version: of pages in files; None: there are none.
+        version: of pages in files; None: there are no files.
     Raises:
-        ConfigError: there is no room for it, or files cannot be where they are wanted.
+        ConfigError: there is not enough memory, or the files cannot be created where
+            configured.
     """
     num_pages, tables = shape.host_pages + shape.tier_pages, shape.layout.tables
     host_pool = HostPool(shape.layout, num_pages, shape.device)
@@ -369,7 +376,7 @@ def _runner(
     adapters: Adapters,
     stream: Stream,
 ) -> ModelRunner:
-    """With all made that would otherwise hold up its first steps."""
+    """Create the runner, with everything prepared that would otherwise delay its first steps."""
     on_cuda = model.device.type == "cuda"
     recorder = CudaRecorder() if on_cuda and config.cuda_graphs else None
     runner = ModelRunner(model, pool, host_pool, table, features, adapters, stream, recorder)
@@ -418,7 +425,7 @@ def _shape(config: EngineConfig, model: Model, bank: AdapterBank) -> EngineShape
 
 
 def prepare(runner: ModelRunner, num_tokens: int) -> None:
-    """All that would otherwise hold up the first requests: graphs, kernels, memory.
+    """Prepare everything that would otherwise delay the first requests: graphs, kernels, memory.
 
     Args:
         num_tokens: see `largest_forward`.
@@ -430,5 +437,5 @@ def prepare(runner: ModelRunner, num_tokens: int) -> None:
         if time.monotonic() - told > PROGRESS_S or done == len(sizes):
             told = time.monotonic()
             log.info("decode graphs captured %s", kv(done=done, of=len(sizes), rows=size))
-    # Last, because a capture gives unused memory back to the device.
+    # Last, because a capture returns unused memory to the device.
     runner.rehearse(num_tokens)

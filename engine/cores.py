@@ -1,6 +1,7 @@
-"""How many cores this process may keep busy: by its affinity, its container and OMP_NUM_THREADS.
+"""The number of cores that this process may use: by affinity, container and OMP_NUM_THREADS.
 
-Two hyperthreads are one core: they share what multiplies, and what reads memory. Knows no torch.
+Two hyperthreads count as one core, because they share its multipliers and its memory access. This
+module does not import torch.
 """
 
 import math
@@ -12,8 +13,8 @@ _ASKED = "OMP_NUM_THREADS"
 
 
 def threads_at_hand(environment: Mapping[str, str]) -> int:
-    """Threads that a program may compute with: OMP_NUM_THREADS where `environment` has it, as for
-    any program on OpenMP, else one for each usable core."""
+    """Return the number of threads to compute with: OMP_NUM_THREADS if `environment` has it, as in
+    any OpenMP process, else one per usable core."""
     first = environment.get(_ASKED, "").partition(",")[0].strip()  # the rest is for nested teams
     if first.isascii() and first.isdigit() and int(first) > 0:
         return int(first)
@@ -21,13 +22,14 @@ def threads_at_hand(environment: Mapping[str, str]) -> int:
 
 
 def usable_cores() -> int:
-    """Cores that the affinity of this process and the limits of its cgroups let it keep busy."""
+    """Return the number of cores that this process's affinity and cgroup limits allow."""
     own = physical_cores(os.sched_getaffinity(0))
     return max(1, int(min(own, cgroup_cpus())))
 
 
 def physical_cores(cpus: Iterable[int], system: Path = Path("/sys/devices/system/cpu")) -> int:
-    """Cores that have these CPUs; one that the system tells nothing of is a core by itself."""
+    """Return the number of cores of these CPUs. A CPU without topology information counts as a
+    core."""
     cores = set()
     for cpu in cpus:
         try:
@@ -41,8 +43,8 @@ def physical_cores(cpus: Iterable[int], system: Path = Path("/sys/devices/system
 def cgroup_cpus(
     mount: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
 ) -> float:
-    """The least of the CPU limits (cgroup v2) of this process's cgroup and those that have it;
-    infinite without any. In a container the mount is its cgroup, whatever `own` says."""
+    """Return the lowest CPU limit (cgroup v2) of this process's cgroup and its ancestors, or
+    infinity without a limit. In a container the mount is its cgroup, whatever `own` contains."""
     try:
         lines = own.read_text().splitlines()
     except OSError:
@@ -53,7 +55,8 @@ def cgroup_cpus(
 
 
 def _limit(file: Path) -> float:
-    """Format: microseconds of CPU time, or max, in a period of so many microseconds."""
+    """Return the CPUs of a cpu.max file: microseconds of CPU time or `max`, then the period in
+    microseconds."""
     try:
         quota, period = file.read_text().split()
         return math.inf if quota == "max" else int(quota) / int(period)

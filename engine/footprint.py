@@ -1,7 +1,8 @@
-"""What serving takes of a GPU besides weights and pages, measured before the pool is sized.
+"""The GPU memory that serving needs in addition to weights and pages, measured before the pool is
+sized.
 
-Only this process's allocator is asked. What the whole device has left says nothing here: another
-node may start on it at the same time.
+Only this process's allocator is asked. The free memory of the whole device is not used, because
+another node may start on it at the same time.
 """
 
 import gc
@@ -24,16 +25,16 @@ from engine.runner.stream import open_stream
 from engine.sampling.composition import every_feature
 from engine.sizing import EngineShape
 
-# What the driver keeps of a graph, some hundred launches and their arguments, beside what torch
-# allocates for it. A bound that no GPU has been asked for yet: see docs/gpu.md.
+# Memory of the driver per graph (some hundred launches and their arguments), in addition to torch's
+# allocations. An upper bound that was not measured on a GPU yet: see docs/gpu.md.
 DRIVER_BYTES_PER_GRAPH = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes."""
+    """Measured memory in bytes."""
 
-    state: int  # what a runner always has: counts for penalties, the inputs of graphs
+    state: int  # permanent memory of a runner: counts for penalties, the inputs of graphs
     forward: int  # of the largest forward, and the sampling after it
     graphs: int
 
@@ -43,7 +44,7 @@ class Footprint:
 
 
 class Rehearsed(Protocol):
-    """A ModelRunner, as far as it is measured."""
+    """The part of ModelRunner that is measured."""
 
     @property
     def graph_sizes(self) -> tuple[int, ...]: ...
@@ -56,11 +57,11 @@ class Rehearsed(Protocol):
 def measure_footprint(
     model: Model, shape: EngineShape, bank: AdapterBank, *, max_running: int, graphs: bool
 ) -> Footprint:
-    """Runs the largest forward and captures the two largest graphs over a pool of one page, and
-    gives all their memory back. The kernels stay compiled.
+    """Run the largest forward and capture the two largest graphs over a pool of one page, then
+    release all their memory. The kernels stay compiled.
 
     Raises:
-        ConfigError: with the numbers, where there is not even room for that.
+        ConfigError: the memory does not suffice even for that; the error has the numbers.
     """
     device, layout = model.device, shape.layout
     free = torch.cuda.mem_get_info(device)[0]
@@ -101,25 +102,27 @@ def measure_footprint(
 
 
 def largest_forward(shape: EngineShape, max_running: int) -> int:
-    """Tokens: of prompts, beside which decode rows may ride."""
+    """Return the tokens of the largest forward: those of prompts, and one per decode row beside
+    them."""
     return shape.prefill_tokens + max_running
 
 
 def footprint_of(
     make_runner: Callable[[], Rehearsed], num_tokens: int, device: torch.device
 ) -> Footprint:
-    """What a runner takes, from being made to its graphs; it is gone when this returns."""
+    """Return the memory of a runner, from its creation to its graphs. The runner is deleted
+    afterwards."""
     before = _in_use(device)
     runner = make_runner()
     state = _in_use(device) - before
     runner.rehearse(num_tokens)
-    # With what the forward has freed again: the allocator keeps it for the next one.
+    # Includes memory that the forward has freed, which the allocator keeps for the next one.
     forward = torch.cuda.memory_reserved(device) - before - state
-    # The largest graph brings the memory that all of them share; each takes some of its own.
+    # The largest graph allocates the memory that all graphs share. Each also needs some of its own.
     sizes = runner.graph_sizes
     taken = [0, 0]
     for place, size in enumerate(sizes[:2]):
-        before = _in_use(device)  # a capture gives back what the forward has left, too
+        before = _in_use(device)  # a capture also returns memory left by the forward
         runner.capture(size)
         taken[place] = max(0, _in_use(device) - before) + DRIVER_BYTES_PER_GRAPH
     graphs = taken[0] + taken[1] * max(0, len(sizes) - 1)
@@ -127,6 +130,6 @@ def footprint_of(
 
 
 def _in_use(device: torch.device) -> int:
-    """Bytes that this process's allocator holds and cannot give back."""
+    """Return the bytes that this process's allocator holds and cannot release."""
     torch.cuda.empty_cache()
     return torch.cuda.memory_reserved(device)

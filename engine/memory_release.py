@@ -1,7 +1,7 @@
-"""Memory that an engine at rest can do without: given back to the system, and taken again.
+"""Release of the memory of a paused engine to the system, and its reallocation.
 
-In host memory addresses stay what they are, and with them all that others have noted of them: what
-is read over process boundaries, and compiled code. Only what is there goes.
+In host memory the addresses do not change. Everything that refers to them stays valid, such as
+reads across process boundaries and compiled code. Only the contents are lost.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -20,12 +20,12 @@ from kernels.cpu.memory import give_back
 
 
 class Occupation:
-    """Engine thread only.
+    """The releasable memory of an engine. Engine thread only.
 
     Args:
-        pools: memory of `pages`, on the device and beside it.
-        pinned: why it cannot be given back; "": it can.
-        tell: called by another thread when something is done.
+        pools: memory of `pages`, on the device and in host memory.
+        pinned: reason why it cannot be released; "": it can.
+        tell: called by another thread when an operation is done.
     """
 
     def __init__(
@@ -45,25 +45,27 @@ class Occupation:
 
     @property
     def unused(self) -> bool:
-        """Whether nobody holds a page. Not before may any memory be given back."""
+        """Return whether no page is held. Memory may be released only then."""
         return self._pages.num_free == self._pages.num_pages
 
     def check(self, tags: Collection[str]) -> None:
-        """Raises WrongState where one of them cannot be given back."""
+        """Raise WrongState if the memory of one of these tags cannot be released."""
         if KV_CACHE in tags and self._pinned:
             raise WrongState(f"{KV_CACHE}: {self._pinned}")
         if WEIGHTS in tags:
             self._weights.check_drainable()
 
     def give_back(self, tag: str) -> Future[Any]:
-        """After `check`. Raises Overloaded where other weights are under way."""
+        """Release the memory. Requires `check`. Raise Overloaded while a weight update is in
+        progress."""
         if tag == WEIGHTS:
             return self._weights.give_back()
         return self._begin(self._give_back_pools)
 
     def take_again(self, tag: str) -> Future[Any]:
-        """Fails with WrongState, and nothing has changed: there is no room, or the weights are not
-        to be had any more. Raises Overloaded as `give_back`."""
+        """Reallocate the memory. The future fails with WrongState, without any change, if there is
+        not enough memory or the weights are no longer available. Raise Overloaded as `give_back`
+        does."""
         if tag == WEIGHTS:
             return self._weights.bring_back()
         return self._begin(self._find_room)
@@ -81,7 +83,7 @@ class Occupation:
             give_back(pool)
 
     def _find_room(self) -> None:
-        """The system gives the memory page by page, as it is written."""
+        """Only check the free memory: the system allocates each page when it is written."""
         wanted = sum(pool.nbytes for pool in self._pools)
         left = free_bytes(torch.device("cpu"), 1.0)
         if wanted > left:

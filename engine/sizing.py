@@ -1,6 +1,7 @@
-"""How large the engine is on this machine: device, dtype, pool, chunk, all decided once.
+"""The size of the engine on this machine: device, dtype, pool and chunk, decided once.
 
-The configuration says what is wanted; an EngineShape says what is. Neither changes afterwards.
+The configuration contains the requested values, an EngineShape the actual ones. Neither changes
+afterwards.
 """
 
 import math
@@ -19,24 +20,31 @@ from engine.models.linear import form_of, rounding_of
 from engine.runner.gpu import check_allocator, has_gpu
 from kernels.narrow import FIRST_ARCHITECTURE
 
-# A CPU's pool, unless num_pages says otherwise: it shares memory with what else runs here, another
-# engine or two of `baton up` and the host pages of retracted requests, as many again.
+# A CPU's pool, unless num_pages is set. It shares memory with the other processes here: another
+# engine or two of `baton up`, and the same number of host pages for retracted requests.
 CPU_POOL_BYTES = 1 << 30
-CPU_POOL_FRACTION = 0.125  # of what is free, where that is more
+CPU_POOL_FRACTION = 0.125  # of the free memory, if that is more
 DEVICE_CHUNK_TOKENS = 2048
-ROOM_FRACTION = 1 / 16  # of free memory, for the activations of a chunk that is larger
-CUDA_CONTEXT_BYTES = 1 << 29  # what driver and libraries take beside torch's allocator
-PINNED_BYTES = 4 << 30  # for retracted requests on CUDA, unless host_pages says otherwise:
-PINNED_FRACTION = 0.25  # and of what the host has left no more, for other nodes start here too
+ROOM_FRACTION = 1 / 16  # of free memory, for the activations of a larger chunk
+CUDA_CONTEXT_BYTES = 1 << 29  # memory of driver and libraries outside torch's allocator
+PINNED_BYTES = 4 << 30  # for retracted requests on CUDA, unless host_pages is set:
+# limited to this part of the free host memory, since other nodes start here too
+PINNED_FRACTION = 0.25
 _NARROW = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-CPU_CHUNK_S = 0.4  # a chunk on a CPU takes at most so long: cancels wait for a chunk's edge
+CPU_CHUNK_S = 0.4  # maximum duration of a chunk on a CPU: cancels take effect between chunks
 
 
 @dataclass(frozen=True, slots=True)
 class EngineShape:
-    """context_length is what requests may use; chunk_tokens is page aligned, None: prompts are
-    never cut; prefill_tokens are the prompt tokens of the largest forward; host_pages is the room
-    for retracted requests, tier_pages that for what the prefix cache forgets."""
+    """The actual sizes of an engine.
+
+    Attributes:
+        context_length: maximum tokens of a request.
+        chunk_tokens: page aligned; None: prompts are never cut.
+        prefill_tokens: prompt tokens of the largest forward.
+        host_pages: for retracted requests.
+        tier_pages: for pages that the prefix cache evicts.
+    """
 
     device: torch.device
     dtype: torch.dtype
@@ -50,7 +58,8 @@ class EngineShape:
 
 
 def resolve_device(name: str) -> torch.device:
-    """Raises ConfigError where the device is not there, or cannot be used as it is set up."""
+    """Return the device. Raise ConfigError if it does not exist, or cannot be used as it is set
+    up."""
     device = _device_named(name)
     if device.type == "cuda":
         check_allocator(os.environ)
@@ -69,7 +78,7 @@ def _device_named(name: str) -> torch.device:
     if device.type == "cpu":
         return device
     index = device.index or 0
-    has_gpu()  # says why, where there is one that cannot be used
+    has_gpu()  # raises with the reason if there is a GPU that cannot be used
     if index >= torch.cuda.device_count():
         raise ConfigError(
             f"engine.device: {name} is not there, this machine has "
@@ -79,11 +88,11 @@ def _device_named(name: str) -> torch.device:
 
 
 def free_bytes(device: torch.device, fraction: float) -> int:
-    """Memory that this process may still take.
+    """Return the memory that this process may still allocate.
 
     Args:
-        fraction: of a GPU's whole memory, this process's share of it, with all that it has taken
-            already; of a host's memory that is available now.
+        fraction: of a GPU's whole memory, this process's share, including what it has already
+            allocated; of a host's memory, the share of the memory available now.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -99,7 +108,8 @@ def _available_bytes() -> int:
 
 
 def container_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> float:
-    """What this process's container leaves it (cgroup v2); infinite without a limit."""
+    """Return the memory that this process's container has left (cgroup v2); infinity without a
+    limit."""
     try:
         limit = (cgroup / "memory.max").read_text().strip()
         taken = int((cgroup / "memory.current").read_text())
@@ -109,10 +119,10 @@ def container_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> float:
 
 
 def kept_in(config: EngineConfig, device: torch.device) -> torch.dtype | None:
-    """What `engine.cache.dtype` means; None: the dtype that is computed in.
+    """Return the dtype of `engine.cache.dtype`; None: the dtype that is computed in.
 
     Raises:
-        ConfigError: this GPU has no such numbers.
+        ConfigError: this GPU does not support the dtype.
     """
     if config.cache.dtype == "auto":
         return None
@@ -129,14 +139,14 @@ def kept_in(config: EngineConfig, device: torch.device) -> torch.dtype | None:
 def resolve_shape(
     config: EngineConfig, spec: ModelSpec, *, dtype: torch.dtype, free: int
 ) -> EngineShape:
-    """What this machine gives the model.
+    """Determine the actual sizes for the model on this machine.
 
     Args:
         dtype: that the model is computed in.
-        free: bytes of device memory for pages: what is left after the weights, the largest
-            forward and the graphs.
+        free: bytes of device memory for pages, after the weights, the largest forward and the
+            graphs.
     Raises:
-        ConfigError: with the numbers, where the model does not fit.
+        ConfigError: the model does not fit; the error has the numbers.
     """
     device = resolve_device(config.device)
     context_length = config.context_length or spec.context_length
@@ -172,7 +182,7 @@ def resolve_shape(
 def host_pages_of(
     cache: CacheConfig, layout: KVLayout, device: torch.device, num_pages: int
 ) -> int:
-    """For retracted requests of a pool of so many pages."""
+    """Return the number of host pages for retracted requests of a pool of `num_pages`."""
     if cache.host_pages >= 0:
         return cache.host_pages
     if device.type == "cpu":
@@ -214,15 +224,15 @@ def _chunk_tokens(
 
 
 def _tokens_in(num_bytes: float, spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Return how many tokens of a forward have room for their activations. Of a token these are
-    at most the outputs of one layer's products."""
+    """Return the number of tokens of a forward whose activations fit into `num_bytes`. A token's
+    activations are at most the outputs of one layer's products."""
     outputs = spec.products_per_token / (len(spec.layers) * spec.hidden_size)
     return int(num_bytes / (outputs * dtype.itemsize))
 
 
 def _cpu_flops(dtype: torch.dtype, quantize: Quantize) -> float:
-    """Measured: what the model's own product reaches here with a matrix of a layer's size, in this
-    thread and with its threads, at best of five."""
+    """Measure the FLOP/s that the model's own product reaches here with a matrix of a layer's size,
+    in this thread and with its threads: the best of five runs."""
     x, weight = torch.ones(256, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
     linear = form_of(torch.device("cpu"), dtype, quantize).hold(weight, None)
     best = float("inf")

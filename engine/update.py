@@ -1,8 +1,9 @@
-"""Other weights for the model that is served, of the same shape: looked through beside the engine
-while that goes on, or read from another node, then put in the place of the present ones while it is
-at rest. Then it can do without any, too.
+"""Weight updates of the served model: other weights of the same shape replace the current ones.
+They are read from a directory while the engine serves, or received from another node. They are
+applied while the engine is paused. The weights' memory can also be released then.
 
-All on a thread of its own, so the loop turns on. Weights are named by their content.
+All work is done on a separate thread, so that the loop continues. Weights are named by their
+content.
 """
 
 from collections.abc import Callable
@@ -30,12 +31,12 @@ _UNREADABLE = (
     SafetensorError,
 )
 _FLAG = "engine.weights_directory"
-_NAMED = "model_path"  # as who asks for those of a directory calls it
+_NAMED = "model_path"  # the field name that clients use for a directory of weights
 _NOWHERE = (
     "weights: these came from another node, and since others were to come they are nowhere here to "
     "be read again"
 )
-# Numbers that are no tensors of the model: what was made of them is not made anew.
+# Numbers that are not tensors of the model: values derived from them are not recomputed.
 _FIXED = (".k_scale", ".v_scale")
 
 T = TypeVar("T")
@@ -43,9 +44,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Where weights are read.
+    """The place from which weights are read.
 
-    received: from another node; they are here until they are closed.
+    received: file of weights from another node; it exists until it is closed.
     """
 
     directory: Path
@@ -53,19 +54,19 @@ class _Source:
     received: ReceivedFile | None = None
 
     def close(self) -> None:
-        """Nothing is read any more."""
+        """Release a received file. Nothing is read afterwards."""
         if self.received is not None:
             self.received.close()
 
 
 class WeightsUpdate:
-    """Engine thread only.
+    """The current weights and their updates. Engine thread only.
 
     Attributes:
         id: of the weights that are computed with.
-        whole: False: what is there is a part of some and a part of others, or nothing. Both are
-            changed by the other thread, while the engine is at rest.
-        tell: called by another thread when something is done.
+        whole: False: the weights are a mix of two versions, or were released. Both attributes
+            are changed by the other thread, while the engine is paused.
+        tell: called by another thread when an operation is done.
     """
 
     def __init__(
@@ -85,20 +86,20 @@ class WeightsUpdate:
         self._under_way = False
         self._prepared: tuple[WeightsId, _Source] | None = None
         self._directory = directory
-        # Of those that are computed with; None: nowhere any more.
+        # Source of the current weights; None: no longer available.
         self._source: _Source | None = _Source(directory, served)
-        self._lent: tuple[_Source, OneFile] | None = None  # of the thread that reads them
+        self._lent: tuple[_Source, OneFile] | None = None  # used by the thread that reads them
         self.id = weights
         self.whole = True
         self.tell: Callable[[], None] = lambda: None
 
     def prepare(self, path: str) -> Future[WeightsId]:
-        """Looks them through, all bytes of them, and names them; `put` may follow. Fails with
-        InvalidRequest: they are not there, or those of another model.
+        """Read and check all bytes of the weights at `path`, and return their id. `put` may follow.
+        The future fails with InvalidRequest if they do not exist or belong to another model.
 
         Raises:
-            InvalidRequest: the path leads elsewhere, or there is no directory of weights.
-            Overloaded: others are under way.
+            InvalidRequest: the path leads outside, or this node has no directory of weights.
+            Overloaded: another update is in progress.
         """
         if self._root is None:
             raise InvalidRequest(f"model_path: this node has no {_FLAG}")
@@ -108,12 +109,13 @@ class WeightsUpdate:
         return self._begin(lambda: self._look_through(directory))
 
     def receive(self) -> ReceivedFile:
-        """A place for those that are read from another node; `prepare_received` follows, or
-        whoever has it closes it. Present ones that came so are not kept beside them.
+        """Create a file for weights that are read from another node. The caller passes it to
+        `prepare_received`, or closes it. If the current weights were received too, their file is
+        released.
 
         Raises:
-            Overloaded: others are under way.
-            WrongState: there is none.
+            Overloaded: another update is in progress.
+            WrongState: the file cannot be created.
         """
         if self._under_way:
             raise Overloaded("other weights are under way already")
@@ -125,12 +127,12 @@ class WeightsUpdate:
             raise WrongState(f"weights: there is no place for them here: {error}") from error
 
     def prepare_received(self, received: ReceivedFile, named: str) -> Future[WeightsId]:
-        """As `prepare`, of what has been read; owned from now on.
+        """Check received weights as `prepare` does. Takes ownership of `received`.
 
         Args:
-            named: who has lent them.
+            named: the node that exported them.
         Raises:
-            Overloaded: others are under way, and it is closed.
+            Overloaded: another update is in progress, and `received` is closed.
         """
         if self._under_way:
             received.close()
@@ -138,8 +140,9 @@ class WeightsUpdate:
         return self._begin(lambda: self._look_through_received(received, named))
 
     def lent(self) -> OneFile:
-        """Those that are computed with, as another node reads them. On one thread, any; reads
-        headers of files. Raises WrongState: they are not there to be read."""
+        """Return the current weights as one file, as another node reads them. May be called on one
+        thread, which may be any. Reads the headers of files. Raise WrongState if the weights cannot
+        be read."""
         source = self._source
         if source is None or not self.whole:
             raise WrongState(_NOWHERE if self.whole else "weights: they are incomplete")
@@ -155,12 +158,12 @@ class WeightsUpdate:
             raise WrongState(f"weights: they cannot be read again: {error}") from error
 
     def put(self, weights: WeightsId) -> Future[None]:
-        """Puts what was prepared last in place. Fails with WrongState: it could not be read any
-        more; then `whole` says whether the present ones are all there still.
+        """Apply the weights that were prepared last. The future fails with WrongState if they can
+        no longer be read. `whole` then states whether the current weights are still complete.
 
         Raises:
-            WrongState: others were prepared last, or none.
-            Overloaded: others are under way.
+            WrongState: other weights were prepared last, or none.
+            Overloaded: another update is in progress.
         """
         if self._under_way:
             raise Overloaded("other weights are under way already")
@@ -170,35 +173,35 @@ class WeightsUpdate:
         return self._begin(lambda: self._put(*prepared))
 
     def check_drainable(self) -> None:
-        """Raises WrongState where their memory cannot be given back."""
+        """Raise WrongState if their memory cannot be released."""
         if self._model.device.type != "cpu":
             raise WrongState("weights: they are in a device's memory, which is not given back")
         if self._source is None:
             raise WrongState(_NOWHERE)
 
     def give_back(self) -> Future[None]:
-        """Gives their memory back to the system, until `bring_back`. After `check_drainable`.
+        """Release their memory to the system, until `bring_back`. Requires `check_drainable`.
 
         Raises:
-            Overloaded: others are under way, or they are not whole.
+            Overloaded: another update is in progress, or the weights are not whole.
         """
         if self._under_way or not self.whole:
             raise Overloaded("weights: others are under way")
         return self._begin(self._give_back)
 
     def bring_back(self) -> Future[None]:
-        """Reads them again from where they were read. Fails with WrongState: others are there, or
-        none.
+        """Read the weights again from their source. The future fails with WrongState if the source
+        has other weights, or none.
 
         Raises:
-            Overloaded: others are under way.
+            Overloaded: another update is in progress.
         """
         if self._under_way:
             raise Overloaded("weights: others are under way")
         return self._begin(self._bring_back)
 
     def close(self) -> None:
-        """Nothing is begun any more."""
+        """Start no further work, and close the sources."""
         self._worker.shutdown(wait=False, cancel_futures=True)
         if not self._under_way:
             self._forget_prepared()
@@ -234,18 +237,18 @@ class WeightsUpdate:
         self._prepared = weights, source
 
     def _named(self, directory: Path, named: str, hidden: str) -> tuple[Servable, WeightsId]:
-        """Looks all of them through.
+        """Check all weights of a directory.
 
         Args:
-            hidden: what is nobody's business, in what is said of them.
+            hidden: text to remove from error messages, such as the path of the directory.
         Raises:
-            InvalidRequest: they cannot be put in the place of the present ones.
+            InvalidRequest: they cannot replace the current weights.
         """
         try:
             return self._fitting(directory)
         except (ConfigError, InvalidRequest) as error:
             raise InvalidRequest(f"{named}: {str(error).replace(hidden, '')}") from None
-        except _UNREADABLE as error:  # whatever is wrong with a file, the engine goes on
+        except _UNREADABLE as error:  # the engine continues, whatever is wrong with a file
             kind = type(error).__name__
             raise InvalidRequest(f"{named}: what is there cannot be read ({kind})") from error
 
@@ -272,7 +275,7 @@ class WeightsUpdate:
             source.close()
 
     def _check_room(self, there: Servable) -> None:
-        """Raises InvalidRequest where they do not fit beside the present ones, and have to."""
+        """Raise InvalidRequest if they must fit beside the current ones, and do not."""
         if not there.refilled_whole:
             return
         device, config = self._model.device, self._config
@@ -299,7 +302,7 @@ class WeightsUpdate:
         if source is not self._source:
             self._forget_source()
             if source.received is not None:
-                self._prepared = None  # another put would close what is lent
+                self._prepared = None  # another put would close an exported file
         self.id, self.whole, self._source = weights, True, source
 
     def _give_back(self) -> None:
