@@ -1,4 +1,4 @@
-"""Models: from a directory to something that computes logits."""
+"""Models: load a checkpoint directory and compute logits with it."""
 
 from pathlib import Path
 
@@ -26,10 +26,10 @@ __all__ = [
 
 
 def read_spec(directory: Path) -> ModelSpec:
-    """What the engine needs to know of a checkpoint before it is loaded.
+    """Return what the engine must know of a checkpoint before it is loaded.
 
     Raises:
-        ConfigError: what is wrong with the configuration, or not supported.
+        ConfigError: the configuration is wrong or not supported.
     """
     return open_checkpoint(directory).spec
 
@@ -42,9 +42,9 @@ def load(
     backend: ModelBackend = "auto",
     speculation: SpeculationConfig = NO_DRAFTS,
 ) -> Model:
-    """Loads a checkpoint of any model that is served.
+    """Load a checkpoint of any supported model.
 
     Raises:
-        ConfigError: what is wrong with the directory, or not supported.
+        ConfigError: the directory is wrong or not supported.
     """
     return open_checkpoint(directory, backend, speculation).load(device, dtype, quantize)

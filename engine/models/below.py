@@ -1,4 +1,4 @@
-"""Directories that callers name: below one that the operator has named, and nowhere else."""
+"""Paths from callers, restricted to a directory that the operator configured."""
 
 from pathlib import Path
 
@@ -6,13 +6,14 @@ from common.errors import InvalidRequest
 
 
 def below(root: Path, path: str, field: str, flag: str) -> Path:
-    """
+    """Return the resolved path if it lies below `root`.
+
     Args:
         root: resolved.
-        path: relative to it, or whole.
-        field, flag: what the path and the root are called by.
+        path: absolute, or relative to `root`.
+        field, flag: names of the path and of the root in the error.
     Raises:
-        InvalidRequest: it leads elsewhere.
+        InvalidRequest: the path lies outside `root`.
     """
     try:
         directory = (root / path).resolve()

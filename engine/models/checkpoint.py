@@ -1,6 +1,6 @@
 """The tensors of a safetensors checkpoint, in one file or in shards with an index.
 
-Knows names, shapes and bytes; not what they mean.
+Knows names, shapes and bytes, but not their meaning.
 """
 
 import copy
@@ -21,10 +21,10 @@ from engine.models.open_files import OpenFiles
 
 _INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-_MAX_HEADER_BYTES = 100 << 20  # the format's own limit
+_MAX_HEADER_BYTES = 100 << 20  # limit of the format
 _BLOCK_BYTES = 8 << 20
 FLOATS = ("F32", "F16", "BF16")
-LENGTH_BYTES = 8  # before a file's header
+LENGTH_BYTES = 8  # in front of a file's header
 _DTYPES = {
     "F32": torch.float32,
     "F16": torch.float16,
@@ -40,7 +40,7 @@ _SIZES = {name: dtype.itemsize for name, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A tensor that a model is made of: of one of these dtypes, and of one of these shapes."""
+    """A tensor that a model needs, with its allowed dtypes and shapes."""
 
     shape: tuple[int, ...]
     dtypes: tuple[str, ...] = FLOATS
@@ -49,7 +49,11 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """offset and num_bytes: where its bytes are in `path`."""
+    """The location of a tensor in a file.
+
+    Attributes:
+        offset, num_bytes: range of its bytes in `path`.
+    """
 
     path: Path
     dtype: str
@@ -59,14 +63,14 @@ class StoredTensor:
 
     @property
     def item_bytes(self) -> int:
-        """Of one element; 1 where the dtype is not known here."""
+        """Bytes of one element, or 1 if the dtype is unknown."""
         return _SIZES.get(self.dtype, 1)
 
     def blocks(self, num_bytes: int) -> Iterator[bytes]:
-        """All of its bytes, so many at a time.
+        """Yield all bytes of the tensor, in blocks of `num_bytes`.
 
         Raises:
-            OSError: the file has fewer.
+            OSError: the file is shorter.
         """
         with self.path.open("rb") as file:
             file.seek(self.offset)
@@ -83,12 +87,12 @@ class Checkpoint:
     """The stored tensors of a directory by name."""
 
     def __init__(self, directory: Path, files: Sequence[Path] | None = None) -> None:
-        """Reads the index and the headers, not the tensors.
+        """Read the index and the headers, not the tensors.
 
         Args:
-            files: that it is made of; None: those of a model.
+            files: the files of the checkpoint. None: those of a model.
         Raises:
-            ConfigError: no safetensors checkpoint there, or a damaged one.
+            ConfigError: there is no safetensors checkpoint, or it is damaged.
         """
         self._directory = directory
         self._reads: Callable[[str], None] | None = None
@@ -98,11 +102,11 @@ class Checkpoint:
             self.tensors.update(_whole(path))
 
     def has_floats(self, name: str) -> bool:
-        """Whether a tensor of that name is there, and not in fewer than 16 bits."""
+        """Return whether the tensor exists, with at least 16 bits a number."""
         return name in self.tensors and self.tensors[name].dtype in FLOATS
 
     def matrix_shape(self, name: str) -> tuple[int, int]:
-        """Raises ConfigError where the tensor of that name is no matrix."""
+        """Return the tensor's two dimensions. Raises ConfigError if it is not a matrix."""
         shape = self.tensors[name].shape
         if len(shape) != 2:
             raise ConfigError(f"{self._directory}: {name} has shape {shape}, and is no matrix")
@@ -114,10 +118,10 @@ class Checkpoint:
         ignored: frozenset[str],
         unused: tuple[str, ...] = (),
     ) -> None:
-        """Raises ConfigError unless the tensors are exactly those expected, of those shapes.
+        """Raise ConfigError unless the tensors are exactly those expected, with their shapes.
 
         Args:
-            ignored, unused: endings and beginnings of names that may be there too.
+            ignored, unused: endings and beginnings of names that are allowed too.
         """
         missing = sorted(expected.keys() - self.tensors.keys())
         unexpected = sorted(
@@ -156,8 +160,9 @@ class Checkpoint:
         return watched
 
     def read(self, name: str) -> Tensor:
-        """Return the tensor in its own dtype, mapped from the file: copy it before the file may
-        change.
+        """Return the tensor in its own dtype, mapped from the file.
+
+        Copy it before the file may change.
 
         Raises:
             ConfigError: its dtype is not supported.
@@ -176,16 +181,16 @@ class Checkpoint:
 
 
 def holds_weights(name: str) -> bool:
-    """Whether a file of that name, in a model's directory, is one of its tensors or says in which
-    they are."""
+    """Return whether a file of this name, in a model's directory, holds tensors or is their
+    index."""
     return name == _INDEX or name.endswith(".safetensors")
 
 
 def stored_names(directory: Path) -> Collection[str]:
-    """Of the tensors of a checkpoint; none where its weights are not there.
+    """Return the names of a checkpoint's tensors, or none if it has no weights.
 
     Raises:
-        ConfigError: it is damaged.
+        ConfigError: the checkpoint is damaged.
     """
     if not any((directory / name).exists() for name in (_INDEX, SINGLE)):
         return ()
@@ -217,17 +222,18 @@ def _whole(path: Path) -> dict[str, StoredTensor]:
 
 
 def file_bytes(path: Path) -> int:
-    """Of a file as its header has it, however much of it is there behind that.
+    """Return the size of a file in bytes according to its header, which may exceed the bytes that
+    are present.
 
     Raises:
-        ConfigError: not a safetensors file.
+        ConfigError: the file is not a safetensors file.
     """
     return _end(_header(path))
 
 
 def header_bytes(start: bytes) -> int:
-    """Of the header, which follows these LENGTH_BYTES. Raises ValueError for more than there may
-    be."""
+    """Return the length in bytes of the header that follows these LENGTH_BYTES. Raises ValueError
+    above the format's limit."""
     length = int.from_bytes(start, "little")
     if length > _MAX_HEADER_BYTES:
         raise ValueError(f"a header of {length} bytes")
@@ -239,7 +245,10 @@ def _end(tensors: Mapping[str, StoredTensor]) -> int:
 
 
 def _header(path: Path) -> dict[str, StoredTensor]:
-    """Format: 8 bytes of length, little-endian, then JSON, then the bytes its offsets count in."""
+    """Read a file's header.
+
+    Format: 8 bytes of length (little-endian), JSON, then the bytes that its offsets refer to.
+    """
     try:
         with path.open("rb") as file:
             length = header_bytes(file.read(LENGTH_BYTES))
@@ -254,7 +263,8 @@ def _header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _check_places(tensors: Mapping[str, StoredTensor], base: int) -> None:
-    """Raise ValueError unless the tensors follow one another from `base` on, as the format asks."""
+    """Raise ValueError unless the tensors follow one another from `base` on, as the format
+    requires."""
     end = base
     for name, tensor in sorted(
         tensors.items(), key=lambda item: (item[1].offset, item[1].num_bytes)
@@ -274,7 +284,7 @@ def _stored(path: Path, base: int, entry: Mapping[str, Any]) -> StoredTensor:
 
 
 def content(stored: Mapping[str, StoredTensor]) -> WeightsId:
-    """Reads all of their bytes, and names them.
+    """Return a hash of all bytes of the tensors.
 
     Raises:
         OSError: a file cannot be read, or is cut off.
@@ -288,5 +298,5 @@ def content(stored: Mapping[str, StoredTensor]) -> WeightsId:
 
 
 def own_copy(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """In memory of its own, whatever the file does afterwards."""
+    """Return a copy in its own memory, which later changes of the file do not affect."""
     return tensor.to(device=device, dtype=dtype, copy=True)

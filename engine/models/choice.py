@@ -1,4 +1,4 @@
-"""Which way a checkpoint is computed: by our own blocks, or by transformers' class for it."""
+"""Choice of the model backend: native blocks, or the class in transformers."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -25,7 +25,7 @@ NO_DRAFTS = SpeculationConfig()
 
 
 class Model(Protocol):
-    """What the runner needs of a model."""
+    """The interface of a loaded model that the runner uses."""
 
     @property
     def spec(self) -> ModelSpec: ...
@@ -38,17 +38,18 @@ class Model(Protocol):
 
     @property
     def seeing(self) -> Seeing | None:
-        """What makes embeddings of images; None: of a model that sees none."""
+        """Encoder of images. None if the model takes no images."""
         ...
 
     @property
     def drafter(self) -> DraftHead | None:
-        """What guesses tokens from its vectors; None: nothing does."""
+        """Draft head that predicts further tokens from the model's hidden states. None if there is
+        none."""
         ...
 
     @property
     def products(self) -> Sequence[Product]:
-        """Those that adapters may add to; without any it takes no adapters."""
+        """The products that adapters may add to. Empty if the model takes no adapters."""
         ...
 
     def forward(
@@ -61,19 +62,22 @@ class Model(Protocol):
     ) -> Tensor: ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Of one that generates."""
+        """Return logits. Only for a model that generates."""
         ...
 
     def labels(self, hidden: Tensor) -> Tensor:
-        """Of one that has labels, [n, num_labels]."""
+        """Return class logits, [n, num_labels]. Only for a model with labels."""
         ...
 
 
 class Servable(Protocol):
     """A checkpoint that can be served, before it is loaded.
 
-    backend: the way, as nodes that pair compare it; computed: the same in words, with the reason.
-    drafter: as they compare it, whose layer guesses tokens from the model's vectors.
+    Attributes:
+        backend: the backend, as paired nodes compare it.
+        computed: the backend in words, with the reason.
+        drafter: the layer that drafts tokens from the model's hidden states, as paired nodes
+            compare it.
     """
 
     @property
@@ -90,45 +94,48 @@ class Servable(Protocol):
 
     @property
     def refilled_whole(self) -> bool:
-        """Whether `refill` has all weights in memory twice; else it is one part of them."""
+        """True if `refill` holds all weights in memory twice. False if it holds one part twice at a
+        time."""
         ...
 
     def stored(self) -> Iterable[str]:
-        """Names of the stored tensors that make the model.
+        """Return the names of the stored tensors that make the model.
 
         Raises:
-            ConfigError: there is no checkpoint, or not one of this model.
+            ConfigError: there is no checkpoint, or it does not belong to this model.
         """
         ...
 
     def weight_bytes(self, device: torch.device, dtype: torch.dtype, quantize: Quantize) -> int:
-        """What `load` takes.
+        """Return the bytes that `load` allocates.
 
         Raises:
-            ConfigError: as `stored`, or nothing here multiplies what is asked for.
+            ConfigError: as `stored`, or the requested form is not supported here.
         """
         ...
 
     def load(self, device: torch.device, dtype: torch.dtype, quantize: Quantize) -> Model:
-        """Raises ConfigError as `weight_bytes`."""
+        """Load the model. Raises ConfigError as `weight_bytes`."""
         ...
 
     def refill(self, model: Model, quantize: Quantize) -> None:
-        """Puts its weights in the place of those that a model has which was loaded so, from a
-        checkpoint of the same configuration. Nothing may compute with it meanwhile.
+        """Replace the weights of a model that was loaded with the same arguments.
+
+        The new checkpoint has the same configuration. Nothing may compute with the model meanwhile.
 
         Raises:
-            ConfigError: as `load`; nothing has changed.
-            EngineFault: they differ in more than numbers; some of them are there already.
+            ConfigError: as `load`. Nothing has changed.
+            EngineFault: the weights differ in more than values. Some are already replaced.
         """
         ...
 
     def drain(self, model: Model) -> None:
-        """Gives the memory of such a model's weights back to the system, until `refill`."""
+        """Return the memory of such a model's weights to the system, until `refill`."""
         ...
 
     def config_hash(self) -> str:
-        """Of all that the configuration says of what is computed, and that KV depends on."""
+        """Return a hash of all parts of the configuration that affect the computation, and so
+        KV."""
         ...
 
 
@@ -137,11 +144,10 @@ def open_checkpoint(
     backend: ModelBackend = "auto",
     speculation: SpeculationConfig = NO_DRAFTS,
 ) -> Servable:
-    """Reads a checkpoint's configuration, and that of the drafter that is configured, if it has a
-    layer.
+    """Read a checkpoint's configuration, and that of the configured drafter if it has a layer.
 
     Raises:
-        ConfigError: what is wrong with it, or why this model is not served.
+        ConfigError: the configuration is wrong, or the model is not supported.
     """
     kind = Fields.of(directory / "config.json").text("model_type")
     if backend == "native" or (backend == "auto" and kind in FAMILIES):
@@ -151,7 +157,7 @@ def open_checkpoint(
             f"engine.speculation.drafter: {speculation.drafter} is for models that are computed "
             f"natively, {kind} is not"
         )
-    # Imported here: transformers takes a second, and native models have no use for it.
+    # Imported here because transformers takes a second to import and native models do not need it.
     from engine.models.transformers_backend import BorrowedCheckpoint
 
     because = "as asked for" if backend == "transformers" else f"{kind} has no blocks here"

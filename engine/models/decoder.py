@@ -1,4 +1,4 @@
-"""A native decoder: embedding, layers of blocks, head. Knows nothing of what is in a block."""
+"""A native decoder: embedding, layers of blocks, head. Independent of what a block contains."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,17 +27,18 @@ from kernels.layers.embedding import embed
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
-    """A decoder as its configuration says, layer by layer.
+    """A decoder, layer by layer, as its configuration describes it.
 
-    norm: the one before the head.
-    stored: how the checkpoint stores matrices, those that it does not store as they are.
-    embedding_scale: multiplies embeddings, rounded to the dtype that is computed in.
-    logit_soft_cap: logits are cap * tanh(logit / cap); None: as they are.
-    prefix: of the names of the decoder's own tensors; checkpoints of decoders without any head have
-        none.
-    unused: what names of tensors begin with that belong to something else.
-    offered: the layer that the checkpoint has for drafts, which is no part of the decoder; drafter:
-        that which is.
+    Attributes:
+        norm: the norm before the head.
+        stored: the scheme in which the checkpoint stores quantised matrices.
+        embedding_scale: multiplies embeddings, rounded to the compute dtype.
+        logit_soft_cap: logits are cap * tanh(logit / cap). None: no cap.
+        prefix: of the names of the decoder's own tensors. Empty in checkpoints of a decoder without
+            a head.
+        unused: beginnings of tensor names that belong to other modules.
+        offered: the checkpoint's draft layer, which is not part of the decoder.
+        drafter: the draft layer that is part of the decoder.
     """
 
     model: ModelSpec
@@ -53,12 +54,12 @@ class DecoderSpec:
     drafter: DraftLayerSpec | None = None
 
     def drafting(self, drafter: DraftLayerSpec) -> "DecoderSpec":
-        """With a drafter that the checkpoint has."""
+        """Return the spec with a drafter of the checkpoint."""
         draft = drafter.keeps(self.model.hidden_size)
         return replace(self, model=replace(self.model, draft=draft), drafter=drafter)
 
     def build(self, source: Source) -> "Decoder":
-        """The decoder with weights from `source`."""
+        """Return the decoder with weights from `source`."""
         *parts, drafter = self.parts(source)
         embedding, head, classes, *layers, norm = parts
         return Decoder(
@@ -73,10 +74,11 @@ class DecoderSpec:
         )
 
     def parts(self, source: Source) -> Iterator[Any]:
-        """Embedding, head, classes, layers, norm, drafter: each is made when it is asked for."""
+        """Yield embedding, head, classes, layers, norm and drafter. Each is made when it is
+        requested."""
         rows, hidden = self.model.vocabulary_size, self.model.hidden_size
         site = Site(source, hidden)
-        # The largest first: nothing else is there yet while they are there twice.
+        # The largest first: it exists twice while it is made, and nothing else uses memory yet.
         embedding = source.tensor(f"{self.prefix}embed_tokens.weight", (rows, hidden))
         yield embedding
         yield self._head(source, embedding)
@@ -106,17 +108,17 @@ class DecoderSpec:
 
 
 class Decoder:
-    """Weights and the one call that uses them. Stateless: KV is in the pool it is given.
+    """The weights of a decoder and its forward. Stateless: KV is in the pool that is passed in.
 
     Args:
         embedding: [vocabulary, hidden].
-        head: hidden -> vocabulary; None: it generates nothing.
-        classes: [labels, hidden]; None: it has none.
+        head: hidden -> vocabulary. None: the model does not generate.
+        classes: [labels, hidden]. None: the model has no labels.
         products: of the layers.
 
     Attributes:
-        drafter: what guesses tokens from its vectors; None: nothing does.
-        seeing: makes embeddings of images; None: there are none in a step.
+        drafter: drafts tokens from the hidden states. None: no drafter.
+        seeing: makes embeddings of images. None: a step has no images.
     """
 
     def __init__(
@@ -142,19 +144,19 @@ class Decoder:
         self._adaptable = LayerByLayer(layers)
         self.norm = norm
         self.seeing: Seeing | None = None
-        self._draft_layer = drafter  # if it is its own
+        self._draft_layer = drafter  # only if it is the decoder's own
         self.drafter = None if drafter is None else self.drafting(drafter)
         self._embedding_scale = _rounded(spec.embedding_scale, self.dtype)
         self._logit_soft_cap = spec.logit_soft_cap
 
     @property
     def parts(self) -> Sequence[object]:
-        """As `DecoderSpec.parts` makes them."""
+        """The same parts as `DecoderSpec.parts`, in the same order."""
         own = (self.embedding, self.head, self.classes, *self.layers, self.norm)
         return (*own, self._draft_layer)
 
     def drafting(self, layer: DraftLayer) -> DraftHead:
-        """Such a layer behind this decoder."""
+        """Return a draft head with this layer behind this decoder."""
         return DraftHead(layer, self._embedded, self.logits)
 
     def forward(
@@ -165,16 +167,15 @@ class Decoder:
         adapted: Adapted | None = None,
         late: LateStates | None = None,
     ) -> Tensor:
-        """Computes a step and writes what its tokens leave into their pages.
+        """Compute a step and write the KV and states of its tokens into their pages.
 
-        Never waits for the device, and launches the same kernels on the same addresses for
-        batches of the same shapes at the same addresses: it can be captured as a graph.
+        Never waits for the device. Batches of equal shapes at equal addresses launch the same
+        kernels on the same addresses, so a forward can be captured as a graph.
 
         Args:
             future_tokens: int32 [num_slots], the last token sampled in every slot.
-            adapted: None: no row has an adapter.
-            late: of a step with drafts: where layers add what is to be done about their states
-                once it is known which of these stand.
+            adapted: None if no row has an adapter.
+            late: for a step with drafts. Layers add the state updates that follow verification.
         Returns:
             Hidden states of batch.sampled, [num_sampled, hidden], for `logits`.
         """
@@ -198,21 +199,22 @@ class Decoder:
         return x.index_select(0, batch.sampled)
 
     def _embedded(self, token_ids: Tensor, future_tokens: Tensor) -> Tensor:
-        """[num_tokens, hidden], the caller's own."""
+        """Return embeddings [num_tokens, hidden], owned by the caller."""
         x = embed(token_ids, future_tokens, self.embedding)
         if self._embedding_scale != 1.0:
             x *= self._embedding_scale
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[n, vocabulary] in the model's dtype, or in float32 where they are soft-capped."""
+        """Return logits [n, vocabulary] in the model's dtype, or in float32 if they are
+        soft-capped."""
         assert self.head is not None
         logits = self.head.apply(hidden)
         cap = self._logit_soft_cap
         return logits if cap is None else logits.float().div_(cap).tanh_().mul_(cap)
 
     def labels(self, hidden: Tensor) -> Tensor:
-        """[n, num_labels] in the model's dtype."""
+        """Return class logits [n, num_labels] in the model's dtype."""
         assert self.classes is not None
         return F.linear(hidden, self.classes)
 

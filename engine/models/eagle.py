@@ -1,5 +1,5 @@
-"""An EAGLE head: a layer for drafts in a checkpoint of its own, as its authors, vLLM and SGLang lay
-it out. Embedding and head for tokens are those of the model that it was trained for."""
+"""An EAGLE head: a draft layer in its own checkpoint, in the layout of its authors, vLLM and
+SGLang. Embedding and token head are those of the target model."""
 
 import hashlib
 from dataclasses import replace
@@ -29,24 +29,26 @@ from engine.models.weights.reader import Reader
 from engine.models.weights.survey import Needs, Survey
 
 _FLAG = "engine.speculation.draft_model"
-_UNUSED = ("embed_tokens.", "lm_head.", "t2d")  # the model's own once more, or of no use
+_UNUSED = ("embed_tokens.", "lm_head.", "t2d")  # copies of the model's own, or unused
 _JOIN = "fc"
 _TAPS = "eagle_aux_hidden_state_layer_ids"
 _MIDDLE = "midlayer.hidden_norm.weight"
 
 
 class EagleCheckpoint:
-    """
+    """The checkpoint of an EAGLE head.
+
     Attributes:
         spec: of its layer.
     """
 
     def __init__(self, directory: Path, model: ModelSpec) -> None:
-        """
+        """Read the configuration.
+
         Args:
-            model: that it guesses for.
+            model: the target model.
         Raises:
-            ConfigError: what is wrong with it, or that it is for another model.
+            ConfigError: the configuration is wrong, or belongs to another model.
         """
         config = Fields.of(directory / "config.json")
         _check(config, model, directory)
@@ -59,18 +61,19 @@ class EagleCheckpoint:
             self.spec = _first(config, self._checkpoint)
 
     def weight_bytes(self, device: torch.device, dtype: torch.dtype, quantize: Quantize) -> int:
-        """What `load` takes. Raises ConfigError: it is not whole."""
+        """Return the bytes that `load` allocates. Raises ConfigError if the checkpoint is
+        incomplete."""
         return self._survey(device, dtype, quantize).num_bytes
 
     def load(self, device: torch.device, dtype: torch.dtype, quantize: Quantize) -> DraftLayer:
-        """Raises ConfigError as `weight_bytes`."""
+        """Load the layer. Raises ConfigError as `weight_bytes`."""
         self._survey(device, dtype, quantize)
         form = form_of(device, dtype, quantize)
         reader = Reader(self._checkpoint, self._scheme, device, dtype, form)
         return self.spec.build(Site(reader, self._hidden_size))
 
     def hash(self) -> str:
-        """Of its configuration, and of all bytes of its weights."""
+        """Return a hash of its configuration and of all bytes of its weights."""
         needs = self._survey(torch.device("cpu"), torch.float32, "none")
         stored = {name: self._checkpoint.tensors[name] for name in sorted(needs.stored)}
         return hashlib.sha256(repr(self.spec).encode() + content(stored)).hexdigest()
@@ -112,7 +115,8 @@ def _body(config: Fields, mixer: Attention, prefix: str) -> BodySpec:
 
 
 def _first(config: Fields, checkpoint: Checkpoint) -> DraftSpec:
-    """EAGLE, and EAGLE-2, which differs in how many drafts there are."""
+    """Return the spec of an EAGLE or EAGLE-2 layer. EAGLE-2 differs only in the number of
+    drafts."""
     return DraftSpec(
         body=_body(config, _attention(config), "layers.0."),
         prefix="",

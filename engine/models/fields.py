@@ -1,4 +1,4 @@
-"""Reading the JSON of a checkpoint: a wrong file or field is one clear ConfigError."""
+"""Typed access to a checkpoint's JSON. A wrong file or field gives one clear ConfigError."""
 
 import json
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from common.errors import ConfigError
 class Fields:
     """The fields of one JSON object, checked as they are read.
 
-    null counts as absent, as transformers writes it; where it does not: `is_null`.
+    null counts as absent, as transformers writes it. `is_null` tells the two apart.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
@@ -20,7 +20,7 @@ class Fields:
 
     @classmethod
     def of(cls, path: Path) -> "Fields":
-        """Raises ConfigError where `path` is no file with a JSON object."""
+        """Read a file. Raises ConfigError if `path` is not a file with a JSON object."""
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -33,22 +33,22 @@ class Fields:
         return self._values.get(name) is not None
 
     def is_null(self, name: str) -> bool:
-        """Given as null, and not merely absent."""
+        """Return whether the field is explicitly null, not merely absent."""
         return name in self._values and self._values[name] is None
 
     def is_blank(self, name: str) -> bool:
-        """Given as a list or an object of nothing."""
+        """Return whether the field is an empty list or object."""
         return self._values.get(name) in ([], {})
 
     def count(self, name: str, default: int) -> int:
-        """At least 0."""
+        """Return an integer of at least 0."""
         value = self._get(name, default)
         if type(value) is not int or value < 0:
             raise self.wrong(name, "an integer of at least 0")
         return value
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """At least 1."""
+        """Return an integer of at least 1."""
         value = self._get(name, default)
         if type(value) is not int or value < 1:
             raise self.wrong(name, "a positive integer")
@@ -79,14 +79,14 @@ class Fields:
         return tuple(value)
 
     def counts(self, name: str) -> tuple[int, ...]:
-        """Each at least 0; none where the field is absent."""
+        """Return integers of at least 0. Empty if the field is absent."""
         value = self._get(name, [])
         if type(value) is not list or not all(type(item) is int and item >= 0 for item in value):
             raise self.wrong(name, "a list of integers of at least 0")
         return tuple(value)
 
     def token_ids(self, name: str) -> tuple[int, ...]:
-        """One id or a list of them; none where the field is absent."""
+        """Return one token id or a list of them as a tuple. Empty if the field is absent."""
         value = self._values.get(name)
         ids = [] if value is None else value if type(value) is list else [value]
         if not all(type(item) is int and item >= 0 for item in ids):
@@ -94,7 +94,7 @@ class Fields:
         return tuple(ids)
 
     def group(self, name: str) -> int:
-        """How many share something: at least 1, or -1 for all."""
+        """Return a group size: at least 1, or -1 for a single group."""
         value = self._get(name, None)
         if type(value) is not int or (value < 1 and value != -1):
             raise self.wrong(name, "a positive integer, or -1")
@@ -109,11 +109,11 @@ class Fields:
         return not self._values
 
     def objects(self) -> list["Fields"]:
-        """The fields that are objects themselves, as all must be."""
+        """Return all fields as objects, which they must be."""
         return [self.nested(name) for name in self._values]
 
     def nested(self, name: str) -> "Fields":
-        """An empty object where the field is absent."""
+        """Return a field that is an object, or an empty object if it is absent."""
         value = self._values.get(name)
         if value is None:
             value = {}
@@ -122,11 +122,11 @@ class Fields:
         return Fields(value, f"{self._where}: {name}")
 
     def sorted(self) -> str:
-        """All of it as JSON, alike whatever the order in which it is written."""
+        """Return all fields as JSON, independent of their order in the file."""
         return json.dumps(self._values, sort_keys=True)
 
     def wrong(self, name: str, expected: str) -> ConfigError:
-        """The error for a field whose value is not what was expected."""
+        """Return the error for a field whose value is not as expected."""
         value = json.dumps(self._values[name]) if name in self._values else "nothing"
         return ConfigError(f"{self._where}: {name} must be {expected}, got {value}")
 
@@ -136,7 +136,7 @@ class Fields:
 
 
 def eos_token_ids(directory: Path, config: Fields) -> tuple[int, ...]:
-    """What ends a text: of generation_config.json, or of the configuration."""
+    """Return the end-of-sequence ids of generation_config.json, else those of the configuration."""
     path = directory / "generation_config.json"
     generation = Fields.of(path) if path.exists() else Fields({}, str(path))
     return generation.token_ids("eos_token_id") or config.token_ids("eos_token_id")

@@ -1,4 +1,4 @@
-"""What two nodes compare before one computes on KV that the other made."""
+"""The model fingerprint. Two nodes compare it before one computes on the other's KV."""
 
 import hashlib
 from pathlib import Path
@@ -13,9 +13,11 @@ def fingerprint(
     backend: ModelBackend = "auto",
     speculation: SpeculationConfig = NO_DRAFTS,
 ) -> dict[str, str]:
-    """Field -> value; equal where the models are, wherever they lie and however they are sharded:
-    those of `constants`, and `weights`, their name. The dtype computed in is the node's, not the
-    model's.
+    """Return field -> value. The result is equal for equal models, independent of their location
+    and shards.
+
+    It has the fields of `constants`, and `weights`, the hash of the weights. The compute dtype
+    belongs to the node and is not included.
 
     Raises:
         ConfigError: as `load`.
@@ -26,8 +28,11 @@ def fingerprint(
 
 
 def constants(servable: Servable) -> dict[str, str]:
-    """What no other weights change. `architecture`; `model_backend`: the way it is computed;
-    `config`: sha256 of all numbers the forward uses; `drafter`: who has KV beside it."""
+    """Return the fields that do not change with the weights.
+
+    They are `architecture`, `model_backend`, `config` (sha256 of all numbers that the forward
+    uses), and `drafter` (the draft layer that also has KV).
+    """
     return {
         "architecture": servable.spec.architecture,
         "model_backend": servable.backend,
@@ -37,12 +42,14 @@ def constants(servable: Servable) -> dict[str, str]:
 
 
 def stored_of(servable: Servable, directory: Path) -> dict[str, StoredTensor]:
-    """The stored tensors that make the model, by name. Raises ConfigError: they do not."""
+    """Return the stored tensors that make the model, by name. Raises ConfigError if they are
+    incomplete."""
     tensors = Checkpoint(directory).tensors
     return {name: tensors[name] for name in sorted(servable.stored())}
 
 
 def tokenizer_hash(directory: Path) -> str:
-    """sha256 of tokenizer.json, as the router hashes its own; "" where there is none."""
+    """Return the sha256 of tokenizer.json, as the router computes it, or "" if there is no such
+    file."""
     path = directory / "tokenizer.json"
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""

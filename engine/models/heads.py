@@ -1,7 +1,7 @@
-"""Which heads a checkpoint has: one for tokens, one for classes, or none.
+"""Detection of a checkpoint's heads: one for tokens, one for classes, or none.
 
-Its configuration names the class that has saved it. Checkpoints that are made to embed texts may
-be of the decoder alone, whatever class is named: then their tensors have names without a prefix.
+The configuration names the class that saved the checkpoint. Embedding checkpoints may contain the
+decoder alone, despite that class. Their tensor names then have no prefix.
 """
 
 from collections.abc import Collection
@@ -11,11 +11,11 @@ from engine.models.decoder import DecoderSpec
 from engine.models.fields import Fields
 
 CLASSIFIER = "ForSequenceClassification"
-_USUAL_LABELS = 2  # of configurations that do not say, as transformers leaves them out
+_USUAL_LABELS = 2  # default that transformers omits from configurations
 
 
 def with_heads(decoder: DecoderSpec, config: Fields) -> DecoderSpec:
-    """The decoder with the heads that its configuration says it has."""
+    """Return the decoder with the heads that its configuration declares."""
     saved_by = config.texts("architectures") if "architectures" in config else ()
     if any(name.endswith(CLASSIFIER) for name in saved_by):
         labels = config.nested("id2label").size or config.integer("num_labels", _USUAL_LABELS)
@@ -27,7 +27,8 @@ def with_heads(decoder: DecoderSpec, config: Fields) -> DecoderSpec:
 
 
 def as_stored(decoder: DecoderSpec, names: Collection[str]) -> DecoderSpec:
-    """The same by the names of the stored tensors: of the decoder alone, or with its heads."""
+    """Return the decoder adapted to the names of the stored tensors: the decoder alone, or with its
+    heads."""
     if "embed_tokens.weight" not in names or "model.embed_tokens.weight" in names:
         return decoder
     generates = decoder.model.generates and (decoder.tied_embeddings or "lm_head.weight" in names)

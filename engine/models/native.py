@@ -1,4 +1,4 @@
-"""A checkpoint whose family has blocks here, before it is loaded."""
+"""A checkpoint of a native family, before it is loaded."""
 
 import hashlib
 from collections.abc import Collection, Iterable
@@ -24,17 +24,18 @@ from engine.models.weights import load_weights, refill_weights, stored_tensors, 
 
 
 class NativeCheckpoint:
-    """See Servable."""
+    """A checkpoint of a native family, see Servable."""
 
     backend = "native"
     refilled_whole = False
 
     def __init__(self, directory: Path, speculation: SpeculationConfig) -> None:
-        """
+        """Read the configuration.
+
         Args:
-            speculation: whose drafter becomes a part of it, if that has a layer.
+            speculation: its drafter becomes part of the model if it has a layer.
         Raises:
-            ConfigError: what is wrong with the configuration, or not supported.
+            ConfigError: the configuration is wrong or not supported.
         """
         self._directory = directory
         self._sight = Sight.of(directory)
@@ -116,9 +117,10 @@ class NativeCheckpoint:
 
 
 def _offered(decoder: DecoderSpec, names: Collection[str], directory: Path) -> DraftLayerSpec:
-    """
+    """Return the checkpoint's own draft layer.
+
     Args:
-        names: of the stored tensors, if they are there.
+        names: of the stored tensors. Empty if they are not present.
     """
     offered = decoder.offered
     if offered is None or (names and not any(name.startswith(offered.prefix) for name in names)):

@@ -1,5 +1,8 @@
-"""The stored tensors of a model as one safetensors file: what a node lends of its weights, whatever
-files these are in, and what another one has read of them, which it keeps in memory."""
+"""The stored tensors of a model as one safetensors file.
+
+A node exports its weights in this form, independent of their files. A node that has received them
+keeps them in memory.
+"""
 
 import json
 import os
@@ -19,13 +22,14 @@ from engine.models.checkpoint import (
     holds_weights,
 )
 
-_ALIGNED = 8  # bytes, for whoever maps the file
+_ALIGNED = 8  # bytes, for readers that map the file
 
 
 class OneFile:
-    """The file that these tensors are, which is nowhere as such. The same for the same tensors.
+    """A virtual file with the given tensors. Equal tensors give equal bytes.
 
-    num_bytes: of all of it.
+    Attributes:
+        num_bytes: size of the whole file.
     """
 
     def __init__(
@@ -33,12 +37,13 @@ class OneFile:
         stored: Mapping[str, StoredTensor],
         held: AbstractContextManager[object] | None = None,
     ) -> None:
-        """
+        """Lay out the file.
+
         Args:
-            held: entered while they are read; OSError: they are gone.
+            held: context that is entered for each read. Raises OSError if the files are gone.
         """
         self._held = nullcontext() if held is None else held
-        # Large elements first: then all are where their dtype may be.
+        # Large elements first, so that every tensor is aligned to its dtype.
         names = sorted(stored, key=lambda name: (-stored[name].item_bytes, name))
         entries, ends = {}, [0]
         for name in names:
@@ -56,10 +61,11 @@ class OneFile:
         self.num_bytes = base + ends[-1]
 
     def read(self, start: int, buffer: memoryview) -> int:
-        """Fills it with the bytes from `start` on; returns how many: fewer at the end.
+        """Fill the buffer with the bytes from `start` on. Return their number, which is smaller at
+        the end.
 
         Raises:
-            OSError: a file that they are in is gone, or cut off.
+            OSError: a source file is gone, or cut off.
         """
         with self._held:
             return self._read(start, buffer)
@@ -83,12 +89,13 @@ class OneFile:
 
 
 class ReceivedFile:
-    """A directory that is a checkpoint's, but that its weights are in this process's memory, and
-    come piece by piece. Whoever has made it closes it; entered, by any one thread at a time, it
-    stays open until it is left. To enter one that is closed is an OSError.
+    """A checkpoint directory whose weights are in this process's memory and arrive in pieces.
+
+    The creator closes it. Any one thread at a time may enter the context, which keeps the directory
+    open until it is left. Entering a closed one raises OSError.
 
     Args:
-        like: a directory of the same model: all that is no weights is there.
+        like: a directory of the same model, with all files other than weights.
     """
 
     def __init__(self, like: Path) -> None:
@@ -117,30 +124,35 @@ class ReceivedFile:
         self._entered.release()
 
     def write(self, start: int, data: memoryview) -> None:
-        """Raises OSError: there is no memory for it."""
+        """Write received bytes. Raises OSError if there is not enough memory."""
         while data:
             written = os.pwrite(self._file, data, start)
             start, data = start + written, data[written:]
 
     def expected_bytes(self) -> int | None:
-        """Of the whole file, once all of its header is there, from its beginning on.
+        """Return the size of the whole file, or None until its header is complete.
+
+        The header must be received from its beginning on.
 
         Raises:
-            ConfigError: it is no header of safetensors.
+            ConfigError: the bytes are not a safetensors header.
         """
         start = os.pread(self._file, LENGTH_BYTES, 0)
-        with suppress(ValueError):  # which `file_bytes` tells better
+        with suppress(ValueError):  # `file_bytes` reports that with a better message
             if os.fstat(self._file).st_size < LENGTH_BYTES + header_bytes(start):
                 return None
         return file_bytes(self._path)
 
     def set_bytes(self, num_bytes: int) -> None:
-        """It has so many, whatever was written."""
+        """Set the size, independent of what was written."""
         os.truncate(self._file, num_bytes)
 
     def close(self) -> None:
-        """Its memory is free once nobody has mapped it. Waits for who has entered it: what is at
-        its number afterwards is another file."""
+        """Close the file. Waits until the context is left, because its descriptor may be reused
+        afterwards.
+
+        The memory is freed when it is no longer mapped.
+        """
         with self._entered:
             if not self._closed:
                 self._closed = True

@@ -1,4 +1,4 @@
-"""Files that many tensors are read from, each opened once."""
+"""Files from which many tensors are read, each opened once."""
 
 import mmap
 import os
@@ -9,14 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
-MOST_OPEN = 16  # shards: a model is read about one after the other
+MOST_OPEN = 16  # shards: a model is read roughly in their order
 
 
 class OpenFiles:
-    """Files that stay open between reads, for any thread. Leaving the context closes them.
+    """Files that stay open between reads. For any thread. Leaving the context closes them.
 
     Args:
-        most: files that stay open. Further ones close the one that was read longest ago.
+        most: maximum of open files. Beyond it, the least recently read one is closed.
     """
 
     def __init__(self, most: int = MOST_OPEN) -> None:
@@ -37,10 +37,9 @@ class OpenFiles:
             self._close_beyond(0)
 
     def map(self, path: Path, offset: int, num_bytes: int) -> memoryview:
-        """Return these bytes of the file, at least one, mapped: writing to them leaves the file
-        alone.
+        """Return these bytes of the file, at least one, mapped copy-on-write.
 
-        They stay mapped, and no others of the file do, until the last reference to them is gone.
+        Exactly these bytes stay mapped until the last reference to them is gone.
 
         Raises:
             OSError: the file cannot be read.
@@ -55,10 +54,10 @@ class OpenFiles:
         return memoryview(mapped)[offset - page_start :]
 
     def ask_for(self, path: Path, offset: int, num_bytes: int) -> None:
-        """Let the system read these bytes ahead.
+        """Ask the system to read these bytes ahead.
 
         Raises:
-            OSError: the file cannot be read, or its file system takes no such hints.
+            OSError: the file cannot be read, or its file system does not support such hints.
         """
         with self._opened(path) as descriptor:
             os.posix_fadvise(descriptor, offset, num_bytes, os.POSIX_FADV_WILLNEED)

@@ -1,4 +1,4 @@
-"""The dtype that a model is computed in on this machine, and why that one."""
+"""Choice of a model's compute dtype on this machine, with the reason."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,15 +8,19 @@ import torch
 from engine.models.checkpoint import Checkpoint
 from engine.processor import BFLOAT16
 
-# A float32 checkpoint below this stays exact: it was stored so for a reason, and there is little
-# to gain where a step is not bound by reading weights.
+# A smaller float32 checkpoint stays exact. It was stored so deliberately, and a step that is not
+# bound by reading weights gains little.
 SMALL_BYTES = 256 << 20
 _NAMED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """because: the reason, as the end of a sentence."""
+    """A compute dtype.
+
+    Attributes:
+        because: the reason, as the end of a sentence.
+    """
 
     dtype: torch.dtype
     because: str
@@ -28,10 +32,11 @@ class Precision:
 def choose_precision(
     name: str, device: torch.device, checkpoint: Checkpoint, features: Sequence[str]
 ) -> Precision:
-    """What `engine.dtype` means for this model here.
+    """Return the dtype that `engine.dtype` selects for this model on this machine.
 
-    auto is bfloat16 on CUDA. On a CPU it is float32 where the processor does not multiply bfloat16
-    natively, and where the checkpoint is float32 and smaller than SMALL_BYTES; else bfloat16.
+    auto is bfloat16 on CUDA. On a CPU it is float32 if the processor has no native bfloat16
+    products, or if the checkpoint is float32 and smaller than SMALL_BYTES. Otherwise it is
+    bfloat16.
 
     Args:
         features: of the processor, see `matrix_features`.

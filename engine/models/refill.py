@@ -1,5 +1,7 @@
-"""Other numbers in the tensors of a model that is there, or none for a while: whoever holds these,
-or has noted where they are, computes with what is there from then on."""
+"""Replacement of the values in a model's tensors, in place.
+
+Objects that hold these tensors, or have noted their addresses, use the new values from then on.
+"""
 
 from dataclasses import fields, is_dataclass
 
@@ -11,19 +13,19 @@ from kernels.cpu.memory import give_back
 
 
 def refill(present: object, fresh: object) -> None:
-    """Copies all tensors of `fresh` to their places in `present`, which is made of the same parts.
-    Nothing may compute with either meanwhile.
+    """Copy all tensors of `fresh` to the places of those in `present`, which has the same
+    structure. Nothing may compute with either meanwhile.
 
     Raises:
-        EngineFault: they differ in more than numbers; some of them may be copied already.
+        EngineFault: they differ in more than values. Some may be copied already.
     """
     with torch.inference_mode():
         _refill(present, fresh, type(present).__name__)
 
 
 def drain(present: object) -> None:
-    """Gives the memory of all tensors of `present`, on the host, back to the system. They keep
-    their places, and `refill` fills them. Nothing may compute with them meanwhile."""
+    """Return the memory of all host tensors of `present` to the system. They keep their addresses,
+    and `refill` fills them again. Nothing may compute with them meanwhile."""
     if isinstance(present, Tensor):
         give_back(present)
     elif is_dataclass(present):
@@ -60,7 +62,7 @@ def _refill(present: object, fresh: object, place: str) -> None:
 def _refill_field(owner: object, other: object, name: str, place: str) -> None:
     present, fresh = getattr(owner, name), getattr(other, name)
     if isinstance(present, Tensor) and isinstance(fresh, Tensor) and fresh.is_mkldnn:
-        # Opaque: nobody can have noted its address, and nobody can write to it.
+        # An opaque tensor: its address cannot have been noted and its memory cannot be written.
         object.__setattr__(owner, name, fresh)
     else:
         _refill(present, fresh, place)

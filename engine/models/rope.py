@@ -1,6 +1,6 @@
-"""RoPE variants: how a configuration gives the inverse frequencies.
+"""RoPE variants: inverse frequencies from a configuration.
 
-All arithmetic is float32 as in Hugging Face's models, so that the angles of far tokens agree.
+All arithmetic is float32, as in Hugging Face's models, so that the angles of distant tokens agree.
 """
 
 import math
@@ -23,13 +23,13 @@ def parse_rope(
     theta: float = 1e4,
     rotated: float | None = None,
 ) -> Rope:
-    """Reads `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4).
+    """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (4).
 
     Args:
-        theta: where neither says.
-        rotated: likewise, the share of a head's numbers that are; None: all must be.
+        theta: default if neither has it.
+        rotated: default share of a head's numbers that are rotated. None: all must be.
     Raises:
-        ConfigError: an unsupported variant, naming those that are supported.
+        ConfigError: the variant is not supported. The message names the supported ones.
     """
     name = "rope_parameters" if "rope_parameters" in config else "rope_scaling"
     rope = config.nested(name)
@@ -49,7 +49,7 @@ def _rotated(fields: Fields, rotated: float | None) -> float | None:
 def rope_of(
     rope: Fields, head_dim: int, context_length: int, *, theta: float, rotated: float | None = None
 ) -> Rope:
-    """What one object of rope parameters says. Otherwise as `parse_rope`."""
+    """Return the RoPE of one object of rope parameters. Otherwise like `parse_rope`."""
     theta = rope.number("rope_theta", theta)
     kind = rope.text("rope_type", rope.text("type", "default"))
     rotated = _rotated(rope, rotated)
@@ -60,7 +60,7 @@ def rope_of(
     frequencies = 1.0 / theta**exponents
     scale = 1.0
     match kind:
-        case "default" | "mrope":  # which says of axes, and not of frequencies
+        case "default" | "mrope":  # it affects the axes, not the frequencies
             pass
         case "linear":
             frequencies = frequencies / rope.number("factor")
@@ -74,7 +74,8 @@ def rope_of(
 
 
 def extended_context(config: Fields, context_length: int) -> int:
-    """yarn's factor counts from the original length, whatever max_position_embeddings says."""
+    """Return the context length that yarn gives. Its factor multiplies the original length, not
+    max_position_embeddings."""
     name = "rope_parameters" if "rope_parameters" in config else "rope_scaling"
     rope = config.nested(name)
     if rope.text("rope_type", rope.text("type", "default")) != "yarn":
@@ -84,8 +85,10 @@ def extended_context(config: Fields, context_length: int) -> int:
 
 
 def score_scale(config: Fields) -> float:
-    """By how much scores grow with the length that yarn's factor makes room for, where
-    `mscale_all_dim` says so, as in DeepSeek-V2 and later."""
+    """Return the factor by which scores grow with yarn's context extension.
+
+    It differs from 1 where `mscale_all_dim` is set, as in DeepSeek-V2 and later.
+    """
     rope = config.nested("rope_parameters" if "rope_parameters" in config else "rope_scaling")
     if rope.text("rope_type", rope.text("type", "default")) != "yarn":
         return 1.0
@@ -93,7 +96,7 @@ def score_scale(config: Fields) -> float:
 
 
 def _llama3(frequencies: Tensor, rope: Fields, context_length: int) -> Tensor:
-    """Long wavelengths are divided by the factor, short ones kept, a smooth step between.
+    """Divide long wavelengths by the factor, keep short ones, with a smooth step between.
 
     Source: Llama 3.1 reference code, apply_scaling.
     """
@@ -106,13 +109,16 @@ def _llama3(frequencies: Tensor, rope: Fields, context_length: int) -> Tensor:
 
 
 def _yarn(periods: Tensor, theta: float, rope: Fields, context_length: int) -> tuple[Tensor, float]:
-    """Source: YaRN, Peng et al. 2023, sections 3.2 to 3.4."""
+    """Return yarn's frequencies and scale.
+
+    Source: YaRN, Peng et al. 2023, sections 3.2 to 3.4.
+    """
     factor = rope.number("factor")
     original = rope.integer("original_max_position_embeddings", context_length)
     head_dim = 2 * len(periods)
 
     def dimension(turns: float) -> float:
-        """Where the angle makes so many turns over the original context."""
+        """Return the dimension whose angle makes this many turns over the original context."""
         return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = dimension(rope.number("beta_fast", 32)), dimension(rope.number("beta_slow", 1))

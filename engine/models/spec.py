@@ -1,4 +1,4 @@
-"""What the engine knows of any model, whoever computes it."""
+"""The properties of a model that the engine uses, for every backend."""
 
 from dataclasses import dataclass, field
 
@@ -11,16 +11,21 @@ NOT_QUANTISED = "not quantised"
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """
-    dtype: of the checkpoint.
-    context_length: tokens that the model was made for.
-    layers: what each layer keeps of a request: pool, layout and hand-off derive from it.
-    draft: what a drafter that is a part of it keeps beside them; None: none is.
-    products_per_token: multiplications of a token with weights, without the head's.
-    stored: how the checkpoint stores matrices, for people; int8_stored: they are int8 by channel.
-    image_token_side: pixels a side of what a token of an image stands for; 0: it sees none. Not
-        part of the repr, which is compared: images have a hash of their own there.
-    generates: it has a head for tokens; num_labels: of its head for classes, 0: it has none.
+    """The properties of a model.
+
+    Attributes:
+        dtype: of the checkpoint.
+        context_length: tokens that the model was made for.
+        layers: the state that each layer keeps of a request. Pool, layout and hand-off derive from
+            it.
+        draft: the state that a built-in drafter keeps in addition. None: there is no drafter.
+        products_per_token: multiplications of a token with weights, without the head's.
+        stored: storage scheme of the checkpoint's matrices, for people.
+        int8_stored: the stored matrices are int8 by channel.
+        image_token_side: pixels per side of the square that an image token covers. 0: no images.
+            Excluded from the repr, which nodes compare, because images have their own hash there.
+        generates: the model has a head for tokens.
+        num_labels: classes of its classification head. 0: there is none.
     """
 
     architecture: str

@@ -1,6 +1,6 @@
-"""A decoder's layers as one: each by its own operations, or all of them in one compiled call.
+"""A decoder's layers as one stack: run layer by layer, or all in one compiled call.
 
-Which of the two it is depends on what the layers are made of, and is known when they are.
+The structure of the layers decides, when the stack is made.
 """
 
 from collections.abc import Sequence
@@ -31,17 +31,19 @@ from kernels.cpu.layers import (
 
 class Stack(Protocol):
     def forward(self, x: Tensor, step: Step, pool: KVPool) -> tuple[Tensor, Tensor | None]:
-        """
+        """Run all layers.
+
         Args:
-            x: [num_tokens, hidden], embeddings; becomes the stack's.
+            x: [num_tokens, hidden], embeddings. The stack takes ownership.
         Returns:
-            What the last layer has computed, and what that is to be added to.
+            The last layer's output, and the residual that it is to be added to.
         """
         ...
 
 
 def stack_of(layers: tuple[Layer, ...]) -> Stack:
-    """In one call where all layers are of attention and a dense net, with matrices in panels."""
+    """Return the compiled stack if all layers have attention and a dense net with matrices in
+    panels, else the layer-by-layer one."""
     rotations: list[Rotation] = []
     compiled = [_compiled(layer, rotations) for layer in layers]
     whole = [layer for layer in compiled if layer is not None]
@@ -65,7 +67,7 @@ class LayerByLayer:
 def tap(
     layers: Sequence[Layer], taps: Sequence[int], x: Tensor, step: Step, pool: KVPool
 ) -> tuple[Tensor, Tensor | None, Sequence[Tensor]]:
-    """As `Stack.forward`, layer by layer; and what went into the layers of these numbers,
+    """Run all layers like `Stack.forward`, and also return the inputs of the layers in `taps`,
     [num_tokens, hidden] each."""
     residual: Tensor | None = None
     tapped: dict[int, Tensor] = {}
@@ -78,10 +80,11 @@ def tap(
 
 
 class InOneCall:
-    """
+    """All layers in one compiled call.
+
     Args:
-        rotations: of the angles that the layers name by their places.
-        one_by_one: the same layers, for what is kept in another dtype than is computed in.
+        rotations: of the angles, which layers refer to by index.
+        one_by_one: the same layers, for KV stored in another dtype than the compute dtype.
     """
 
     def __init__(
@@ -117,7 +120,8 @@ class InOneCall:
 
 
 def _compiled(layer: Layer, rotations: list[Rotation]) -> CompiledLayer | None:
-    """None where it has more to it. A rotation that is not there yet is added."""
+    """Return the compiled layer, or None if the layer has unsupported parts. Appends its rotation
+    to `rotations` if missing."""
     mixer, ffn = layer.mixer, layer.ffn
     if not isinstance(mixer, AttentionBlock) or not isinstance(ffn, DenseBlock):
         return None

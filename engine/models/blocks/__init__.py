@@ -1,2 +1,4 @@
-"""The blocks of native decoders, one file per mixer and feed-forward net: what one is, as numbers
-of a configuration, beside what computes it."""
+"""The blocks of native decoders, one file per mixer and feed-forward net.
+
+Each file has the spec (numbers of a configuration) and the block that computes it.
+"""

@@ -1,4 +1,4 @@
-"""Attention over paged keys and values, of one layer."""
+"""Attention of one layer over paged keys and values."""
 
 from dataclasses import dataclass
 
@@ -18,14 +18,17 @@ from kernels.pages.rope_and_store import rope_and_store
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """
-    scale: multiplies the products of queries and keys.
-    window: tokens that a query sees, its own included; None: all.
-    soft_cap: scores are soft_cap * tanh(score / soft_cap); None: as they are.
-    sinks: each head has a score beside those of its keys, for a key without a value.
-    qk_norm: of each head of queries and of keys, before they are rotated; None: there is none.
-    of_two: it is given two vectors of each token, side by side.
-    output_gate: each head's output is multiplied by the sigmoid of what comes with its query.
+    """Softmax attention with the numbers that its configuration gives.
+
+    Attributes:
+        scale: multiplies the products of queries and keys.
+        window: tokens that a query sees, including its own. None: all.
+        soft_cap: scores are soft_cap * tanh(score / soft_cap). None: no cap.
+        sinks: each head has one more score, for a key without a value.
+        qk_norm: norm of each head of queries and of keys, before rotation. None: no norm.
+        of_two: the input is two vectors of each token, side by side.
+        output_gate: each head's output is multiplied by the sigmoid of a gate that is projected
+            beside its query.
     """
 
     heads: int
@@ -75,10 +78,10 @@ class Attention:
 class AttentionBlock:
     spec: Attention
     rotation: Rotation
-    qkv: Linear  # hidden -> Q, K, V; each head's gate behind its query, where there is one
-    q_norm: RmsNorm | None  # of a head
+    qkv: Linear  # hidden -> Q, K, V. Each head's gate follows its query, if there are gates
+    q_norm: RmsNorm | None  # over one head
     k_norm: RmsNorm | None
-    kv_scales: KVScales  # where they are kept in 8 bits
+    kv_scales: KVScales  # for keys and values stored in 8 bits
     sinks: Tensor | None  # [heads]
     output: Linear
 
@@ -95,7 +98,7 @@ class AttentionBlock:
         return step.product(self.output, x if gate is None else x * torch.sigmoid(gate))
 
     def keep(self, x: Tensor, step: Step, kept: Kept) -> tuple[Tensor, Tensor | None]:
-        """Writes keys and values; returns the queries, and the gates."""
+        """Write keys and values. Return the queries and the gates."""
         batch, rotation = step.batch, self.rotation
         angles = step.shared.get(rotation, lambda: rotation.angles(batch.positions))
         qkv, gate = self._parted(step.product(self.qkv, x))
@@ -112,7 +115,7 @@ class AttentionBlock:
         return q, gate
 
     def _parted(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Q, K and V side by side, and the gates, [num_tokens, heads * head_dim]."""
+        """Return Q, K and V side by side, and the gates, [num_tokens, heads * head_dim]."""
         spec = self.spec
         if not spec.output_gate:
             return x, None

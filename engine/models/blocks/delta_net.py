@@ -1,5 +1,7 @@
-"""The gated delta net of one layer: a short convolution, then a matrix per head that is learnt as
-tokens pass. What it keeps of a request is as large after one token as after many."""
+"""The gated delta net of one layer: a short convolution, then a recurrent matrix per head.
+
+The state of a request has the same size after any number of tokens.
+"""
 
 import itertools
 from dataclasses import dataclass
@@ -20,8 +22,13 @@ from kernels.linear_attention.state_cells import StateRows
 
 
 class Projected(NamedTuple):
-    """Of each token, by key head: [num_tokens, heads, any]. z gates outputs; b is how much is
-    learnt, a how much is forgotten."""
+    """Gates of each token, by key head: [num_tokens, heads, any].
+
+    Attributes:
+        z: gates the outputs.
+        b: how much is learnt.
+        a: how much is forgotten.
+    """
 
     z: Tensor
     b: Tensor
@@ -29,24 +36,27 @@ class Projected(NamedTuple):
 
 
 class Projection(Protocol):
-    """How a checkpoint stores what a layer's input is multiplied by."""
+    """The layout in which a checkpoint stores the input projection."""
 
     def build(self, spec: "DeltaNet", source: Source, hidden_size: int) -> Linear: ...
 
     def columns(self, spec: "DeltaNet") -> Tensor:
-        """Those of the convolution in the product: int32 [heads, channels]."""
+        """Return the columns of the product that feed the convolution: int32 [heads, channels]."""
         ...
 
     def split(self, spec: "DeltaNet", x: Tensor) -> Projected:
-        """The other ones."""
+        """Return the gates, which the convolution does not take."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaNet:
-    """
-    heads: of keys and queries; value_heads: a multiple of them.
-    width: tokens that the convolution sees.
+    """A gated delta net with the numbers that its configuration gives.
+
+    Attributes:
+        heads: number of key and query heads.
+        value_heads: a multiple of `heads`.
+        width: tokens that the convolution sees.
     """
 
     heads: int
@@ -59,12 +69,12 @@ class DeltaNet:
 
     @property
     def group(self) -> int:
-        """Value heads of a key head."""
+        """Number of value heads per key head."""
         return self.value_heads // self.heads
 
     @property
     def channels(self) -> int:
-        """Of the convolution, with a key head: its q, its k, and the values of its value heads."""
+        """Convolution channels per key head: its q, its k and the values of its value heads."""
         return 2 * self.key_dim + self.group * self.value_dim
 
     @property
@@ -73,7 +83,7 @@ class DeltaNet:
         return Recurrent(
             (
                 Cells("delta", self.value_heads, matrix, torch.float32),
-                # By key head: cut between heads, never across q, k and v.
+                # Cells are by key head, so a split between heads never separates q, k and v.
                 Cells("conv", self.heads, (self.channels, self.width - 1)),
             )
         )
@@ -91,7 +101,7 @@ class DeltaNet:
             spec=self,
             projection=self.projection.build(self, source, hidden),
             columns=site.shared.get(self, lambda: self.projection.columns(self).to(source.device)),
-            # Stored by kind, whatever the projection.
+            # Convolution weights are stored by kind, independent of the projection's layout.
             convolution=stored[ByKind().columns(self).to(source.device), 0],
             a_log=source.tensor("A_log", (heads,), dtype=torch.float32),
             dt_bias=source.tensor("dt_bias", (heads,), dtype=torch.float32),
@@ -104,11 +114,11 @@ class DeltaNet:
 class DeltaNetBlock:
     spec: DeltaNet
     projection: Linear
-    columns: Tensor  # int32 [heads, channels], of the projection
+    columns: Tensor  # int32 [heads, channels], places in the projection
     convolution: Tensor  # [heads, channels, width]
     a_log: Tensor  # float32 [value_heads]
     dt_bias: Tensor  # float32 [value_heads]
-    norm: RmsNorm  # of a value head
+    norm: RmsNorm  # over one value head
     output: Linear
 
     def forward(self, x: Tensor, step: Step, kept: Kept) -> Tensor:
@@ -123,7 +133,7 @@ class DeltaNetBlock:
         return step.product(self.output, x)
 
     def _pass(self, projected: Tensor, rows: StateRows, kept: Kept) -> Tensor:
-        """Through the tokens, [num_tokens, value_heads, value_dim]."""
+        """Run the convolution and the delta rule. Returns [num_tokens, value_heads, value_dim]."""
         _, b, a = self.spec.projection.split(self.spec, projected)
         cells = kept.cells
         x = causal_conv(projected, self.columns, self.convolution, cells["conv"], rows)
@@ -132,7 +142,7 @@ class DeltaNetBlock:
 
 @dataclass(frozen=True, slots=True)
 class ByKeyHead:
-    """Qwen3-Next: with each key head its q, k, values and their gates; then its b and a."""
+    """Layout of Qwen3-Next: for each key head its q, k, values and gates, then its b and a."""
 
     def build(self, spec: DeltaNet, source: Source, hidden_size: int) -> Linear:
         gates = spec.group * spec.value_dim
@@ -155,7 +165,7 @@ class ByKeyHead:
 
 @dataclass(frozen=True, slots=True)
 class ByKind:
-    """Qwen3.5: all heads' q, all their k, all values, all gates, all b, all a."""
+    """Layout of Qwen3.5: q of all heads, then all k, all values, all gates, all b, all a."""
 
     def build(self, spec: DeltaNet, source: Source, hidden_size: int) -> Linear:
         values = spec.value_heads * spec.value_dim

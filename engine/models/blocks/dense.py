@@ -1,4 +1,4 @@
-"""The gated feed-forward net that every token goes through: act(gate) * up, and down."""
+"""The gated feed-forward net for every token: down(act(gate) * up)."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,11 @@ from kernels.layers.act_and_mul import Activation, act_and_mul
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """module: what the checkpoint calls it."""
+    """A gated feed-forward net.
+
+    Attributes:
+        module: its name in the checkpoint.
+    """
 
     intermediate_size: int
     activation: Activation

@@ -1,5 +1,7 @@
-"""A feed-forward net of many experts, of which each token goes through a few that a router chooses,
-and perhaps through one that all tokens share."""
+"""A mixture of experts: a router sends each token through a few experts.
+
+One shared expert for all tokens is optional.
+"""
 
 from dataclasses import dataclass, field
 
@@ -17,13 +19,16 @@ from kernels.experts.routing import Routing, route
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """
-    intermediate_size: of each expert.
-    exact_router: logits are computed in float32.
-    choice_bias: a stored one is added to scores where experts are chosen by them.
-    shared: that all tokens go through; shared_gate: as much as a number of each token's own says.
-    module, router, storage: what the checkpoint calls them, and how it has the experts.
-    router_bias: added to logits.
+    """A mixture of experts with the numbers that its configuration gives.
+
+    Attributes:
+        intermediate_size: of each expert.
+        exact_router: router logits are computed in float32.
+        choice_bias: a stored bias is added to the scores by which experts are chosen.
+        shared: expert that all tokens go through.
+        shared_gate: the shared expert's output is scaled by a gate of each token.
+        module, router, storage: names in the checkpoint, and how it stores the experts.
+        router_bias: a bias is added to router logits.
     """
 
     count: int
@@ -70,8 +75,8 @@ class Experts:
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertsBlock:
     routing: Routing
-    router: Tensor  # [experts, hidden]: of floats in every form, for a choice has no small errors
-    router_bias: Tensor | None  # [experts], of the router's dtype
+    router: Tensor  # [experts, hidden]: never quantised, because small errors change the choice
+    router_bias: Tensor | None  # [experts], in the router's dtype
     choice_bias: Tensor | None  # float32 [experts]
     experts: ExpertNet
     shared: DenseBlock | None

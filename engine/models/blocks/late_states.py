@@ -1,9 +1,10 @@
-"""States behind drafts, which are written once it is known which of these stand.
+"""Recurrent states of rows with drafts, written after verification.
 
-A state cannot give back what it has taken in. So a row with drafts leaves none in the forward that
-computes them: a layer remembers what it has made of the row's tokens before they met, and goes
-through those that stand once more. That is a small part of a forward, and needs some numbers of
-each token for as long as the step takes; a state behind each draft would need as many states.
+A recurrent state cannot be rolled back. So the forward that verifies a row's drafts writes no state
+for that row. Each layer keeps the row's inputs to the recurrence, and runs the recurrence again
+over the accepted tokens. That is a small part of a forward. It needs some numbers of each token
+until the step ends, where one state behind each draft would need as many states as there are
+drafts.
 """
 
 from collections.abc import Callable
@@ -12,18 +13,22 @@ from kernels.linear_attention.state_cells import StateRows
 
 
 class LateStates:
-    """Of one step. Forward stream only."""
+    """The pending state updates of one step. Forward stream only."""
 
     def __init__(self) -> None:
         self._layers: list[Callable[[StateRows], object]] = []
 
     def add(self, write: Callable[[StateRows], object]) -> None:
-        """A layer's way through the first of the step's tokens, those of its rows with drafts: from
-        the states that it is told to those that it is told."""
+        """Add a layer's state update over the step's first tokens, which are those of rows with
+        drafts.
+
+        Args:
+            write: runs the update from the states that its argument reads to those that it writes.
+        """
         self._layers.append(write)
 
     def write(self, rows: StateRows) -> None:
-        """Once, after the verdict.
+        """Run all state updates once, after verification.
 
         Args:
             rows: see ForwardBatch.states_after.

@@ -1,6 +1,9 @@
-"""Attention over latents: one vector is kept of a token, of which each head has its own key and
-value. The products that would make those are moved to the queries and to what comes out, but for
-chunks on a CPU for which making them is less work."""
+"""Multi-head latent attention: one latent vector per token, from which each head has its own key
+and value.
+
+The projections to keys and values are moved to the queries and the outputs. On a CPU, chunks are
+unfolded to keys and values where that needs less work.
+"""
 
 from dataclasses import dataclass
 
@@ -20,13 +23,16 @@ from kernels.pages.store_latents import rope_and_store_latents
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """
-    rank: numbers of a latent that are the same whatever the position.
-    rotated: those beside them, which are the token's position in the keys of all heads.
-    key_dim, value_dim: of a head, without the rotated part.
-    query_rank: of the queries' own latents; None: they are made of hidden states at once.
-    interleaved: neighbours are rotated together, else those that are half of `rotated` apart.
-    bias: of what makes latents, and of the output.
+    """Latent attention with the numbers that its configuration gives.
+
+    Attributes:
+        rank: numbers of a latent that do not depend on the position.
+        rotated: further numbers, which carry the token's position in the keys of all heads.
+        key_dim, value_dim: of one head, without the rotated part.
+        query_rank: of the queries' own latents. None: queries are projected from hidden states
+            directly.
+        interleaved: neighbours are rotated together. False: numbers that are `rotated` / 2 apart.
+        bias: of the projections to latents, and of the output.
 
     Source: DeepSeek-V2, 2024, section 2.1.
     """
@@ -80,7 +86,7 @@ class LatentAttention:
             query_norm=query_norm,
             query_up=query_up,
             latent_norm=self.norm.build(source, "kv_a_layernorm", self.rank),
-            # Contiguous, or torch's products on a CPU are ten times as slow.
+            # Contiguous, because torch's products on a CPU are ten times slower otherwise.
             unfolding=Unfolding(
                 keys=by_head[:, : self.key_dim].contiguous(),
                 values=by_head[:, self.key_dim :].transpose(1, 2).contiguous(),
@@ -95,7 +101,7 @@ class LatentAttention:
 class LatentAttentionBlock:
     spec: LatentAttention
     rotation: Rotation
-    down: Linear  # hidden -> queries or their latents, latents, what is rotated
+    down: Linear  # hidden -> queries or their latents, latents, the rotated part
     query_norm: RmsNorm | None
     query_up: Linear | None
     latent_norm: RmsNorm
@@ -103,8 +109,8 @@ class LatentAttentionBlock:
     output: Linear
 
     def keep(self, x: Tensor, step: Step, kept: Kept) -> tuple[Tensor, Tensor]:
-        """Writes latents; returns queries as `_projected` makes them, and room for those that meet
-        latents, whose ends are there."""
+        """Write latents. Return queries as `_projected` makes them, and a buffer for the queries
+        that attend to latents, whose rotated ends are already written."""
         spec, batch, rotation = self.spec, step.batch, self.rotation
         angles = step.shared.get(rotation, lambda: rotation.angles(batch.positions))
         queries, latents = self._projected(x, step)
@@ -141,7 +147,8 @@ class LatentAttentionBlock:
         return step.product(self.output, out.flatten(1))
 
     def _projected(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor]:
-        """Queries [num_tokens, heads, query_dim], and latents with what is to be rotated."""
+        """Return queries [num_tokens, heads, query_dim], and latents with the part that is still to
+        be rotated."""
         spec, x = self.spec, step.product(self.down, x)
         first = x.shape[1] - spec.rank - spec.rotated
         queries, latents = x[:, :first], x[:, first:]
@@ -151,5 +158,5 @@ class LatentAttentionBlock:
 
 
 def _by_head(x: Tensor, weights: Tensor, out: Tensor) -> None:
-    """out [n, heads, b] = x [n, heads, a] times weights [heads, a, b]."""
+    """Compute out [n, heads, b] = x [n, heads, a] times weights [heads, a, b]."""
     torch.bmm(x.transpose(0, 1), weights, out=out.transpose(0, 1))

@@ -1,4 +1,4 @@
-"""A layer: a mixer and a feed-forward net, each behind a norm and added to what went in."""
+"""A layer: a mixer and a feed-forward net, each after a norm and added to its input."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,11 @@ from engine.models.blocks.protocol import Ffn, FfnSpec, Kept, Mixer, MixerSpec, 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """post_norms: the outputs of mixer and net are normed too, before they are added."""
+    """The numbers of one layer.
+
+    Attributes:
+        post_norms: the outputs of the mixer and of the net are normed too, before they are added.
+    """
 
     mixer: MixerSpec
     ffn: FfnSpec
@@ -18,14 +22,14 @@ class LayerSpec:
     post_norms: bool = False
 
     def products(self, hidden_size: int) -> int:
-        """Multiplications of a token with weights."""
+        """Return the number of multiplications of one token with weights."""
         return self.mixer.products(hidden_size) + self.ffn.products(hidden_size)
 
     def build(self, site: Site) -> "Layer":
         def norm(name: str) -> RmsNorm:
             return self.norm.build(site.source, name, site.hidden_size)
 
-        # The same name is another norm where there are four of them.
+        # With four norms, this name denotes the norm after the mixer.
         after = "post_attention_layernorm"
         layer = Layer(
             mixer_norm=norm("input_layernorm"),
@@ -51,7 +55,14 @@ class Layer:
     def forward(
         self, x: Tensor, residual: Tensor | None, step: Step, kept: Kept
     ) -> tuple[Tensor, Tensor]:
-        """Takes and gives what the layer before has computed, and what that is to be added to."""
+        """Run the layer.
+
+        Args:
+            x: output of the previous layer, not yet added to `residual`.
+            residual: the sum so far. None: in the first layer.
+        Returns:
+            The same two for the next layer.
+        """
         x, residual = self.mixer_norm.forward(x, residual)
         x = _normed(self.mixer.forward(x, step, kept), self.mixer_post_norm)
         x, residual = self.ffn_norm.forward(x, residual)

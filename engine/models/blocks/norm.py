@@ -10,7 +10,11 @@ from kernels.layers.rms_norm import add_rms_norm
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """from_one: the stored weight is a difference from 1."""
+    """The numbers of an RMSNorm.
+
+    Attributes:
+        from_one: the stored weight is a difference from 1.
+    """
 
     eps: float
     from_one: bool = False
@@ -21,7 +25,11 @@ class Norm:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RmsNorm:
-    """weight: [size], what multiplies, whatever is stored; float32 where that is not what is."""
+    """An RMSNorm.
+
+    Attributes:
+        weight: [size], the multiplier. float32 if the stored weight is a difference from 1.
+    """
 
     weight: Tensor
     eps: float
@@ -29,5 +37,5 @@ class RmsNorm:
     def forward(
         self, x: Tensor, residual: Tensor | None = None, *, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """(norm of x + residual, x + residual), see `add_rms_norm`."""
+        """Return (norm of x + residual, x + residual), see `add_rms_norm`."""
         return add_rms_norm(x, residual, self.weight, self.eps, rows=rows)

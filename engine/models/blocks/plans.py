@@ -1,4 +1,4 @@
-"""The plan of a forward's attention, which all layers alike share."""
+"""The attention plan of a forward, shared by all layers of the same shape."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,8 @@ from kernels.attention.unfolded import UnfoldedPlan, Unfolding, plan_unfolded
 def attention_plan(
     step: Step, kept: Kept, *, heads: int, window: int | None = None, value_dim: int | None = None
 ) -> AttentionPlan:
-    """One for all layers of a table: they see the same tokens, with heads of the same shape.
+    """Return the plan of all layers of a page table. They see the same tokens, with heads of the
+    same shape.
 
     Args:
         window, value_dim: as `plan_attention` takes them.
@@ -34,15 +35,21 @@ def attention_plan(
 
 
 class LatentPlans(NamedTuple):
-    """chunks: of the step's first tokens, by keys and values; None: there are no such. rest: of all
-    others, by latents."""
+    """The two plans of a forward over latents.
+
+    Attributes:
+        chunks: attention of the step's first tokens by unfolded keys and values. None: no row is
+            unfolded.
+        rest: attention of all other tokens by latents.
+    """
 
     chunks: UnfoldedPlan | None
     rest: AttentionPlan
 
 
 def latent_plans(step: Step, kept: Kept, unfolding: Unfolding) -> LatentPlans:
-    """As `attention_plan`. All rows before the decode rows are unfolded, or none."""
+    """Return the plans for latent attention, like `attention_plan`. Either all rows before the
+    decode rows are unfolded, or none."""
     return step.shared.get(
         (kept.table, unfolding.keys.shape), lambda: _parted(step, kept, unfolding)
     )

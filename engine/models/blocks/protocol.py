@@ -1,6 +1,6 @@
-"""What a decoder knows of its blocks: how each is built, and how it takes part in a forward.
+"""Protocols between a decoder and its blocks: how a block is built, and how it runs in a forward.
 
-A spec is numbers that come from a configuration; it builds the block that computes by them.
+A spec holds numbers from a configuration. It builds the block that computes with them.
 """
 
 from collections.abc import Callable, Hashable, Mapping
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Shared:
-    """What several blocks have in common, made by the first of them that asks."""
+    """Objects that several blocks share. The first block that asks creates the object."""
 
     def __init__(self) -> None:
         self._made: dict[Hashable, Any] = {}
@@ -34,7 +34,11 @@ class Shared:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where a block is built. shared: among all blocks of the model."""
+    """The place where a block is built.
+
+    Attributes:
+        shared: shared among all blocks of the model.
+    """
 
     source: Source
     hidden_size: int
@@ -45,13 +49,15 @@ class Site:
 
 
 class Adapted(Protocol):
-    """What the adapters of a step's requests add to products with the model's matrices."""
+    """The products that adapters of a step's requests add to products with the model's matrices."""
 
     def add(self, product: Linear, x: Tensor, y: Tensor) -> None:
-        """
+        """Add the adapters' contribution to a product. Without an adapter for `product`, y is
+        unchanged.
+
         Args:
-            product: the model's own; of those that no adapter adds to nothing becomes.
-            x: [num_tokens, in], what was multiplied.
+            product: the model's own matrix.
+            x: [num_tokens, in], the input of the product.
             y: contiguous [num_tokens, out], changed in place.
         """
         ...
@@ -59,8 +65,13 @@ class Adapted(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """One forward. adapted: None where no row has an adapter; late: what layers add to where rows
-    have drafts, else None; shared: among all its layers."""
+    """One forward.
+
+    Attributes:
+        adapted: None where no row has an adapter.
+        late: collects the layers' state updates where rows have drafts, else None.
+        shared: shared among all layers.
+    """
 
     batch: ForwardBatch
     adapted: Adapted | None = None
@@ -68,7 +79,7 @@ class Step:
     shared: Shared = field(default_factory=Shared)
 
     def product(self, linear: Linear, x: Tensor) -> Tensor:
-        """linear.apply(x), with what the adapters of some tokens add."""
+        """Return linear.apply(x), plus the contribution of adapters."""
         y = linear.apply(x)
         if self.adapted is not None:
             self.adapted.add(linear, x, y)
@@ -77,8 +88,13 @@ class Step:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kept:
-    """What a layer keeps of tokens: its view of the pool (KVLayout.view), and the table that has
-    the pages; and of requests: its cells, by name."""
+    """The memory in which a layer keeps its KV and states.
+
+    Attributes:
+        view: the layer's view of the pool (KVLayout.view).
+        table: the page table of the layer's pages.
+        cells: the layer's state cells, by name.
+    """
 
     view: Tensor
     table: int
@@ -86,10 +102,11 @@ class Kept:
 
 
 class Mixer(Protocol):
-    """The part of a layer in which tokens meet; it keeps what later ones will need."""
+    """The part of a layer that mixes tokens. It stores what later tokens need."""
 
     def forward(self, x: Tensor, step: Step, kept: Kept) -> Tensor:
-        """
+        """Mix the step's tokens.
+
         Args:
             x: [num_tokens, hidden].
             kept: where the layer reads and writes.
@@ -101,15 +118,15 @@ class Mixer(Protocol):
 
 class KeepingMixer(Mixer, Protocol):
     def keep(self, x: Tensor, step: Step, kept: Kept) -> object:
-        """Writes what later tokens will need of these, x [num_tokens, hidden], and no more."""
+        """Write what later tokens need of x [num_tokens, hidden], and compute nothing else."""
         ...
 
 
 class Ffn(Protocol):
-    """The part of a layer in which each token is alone."""
+    """The part of a layer that handles each token alone."""
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
-        """x [num_tokens, hidden] -> the same shape."""
+        """Return the output for x [num_tokens, hidden], of the same shape."""
         ...
 
 
@@ -118,7 +135,7 @@ class MixerSpec(Protocol):
     def keeps(self) -> State: ...
 
     def products(self, hidden_size: int) -> int:
-        """Multiplications of a token with weights."""
+        """Return the number of multiplications of one token with weights."""
         ...
 
     def build(self, site: Site) -> Mixer: ...
@@ -133,7 +150,7 @@ class KeepingMixerSpec(Protocol):
 
 class FfnSpec(Protocol):
     def products(self, hidden_size: int) -> int:
-        """Multiplications of a token with weights."""
+        """Return the number of multiplications of one token with weights."""
         ...
 
     def build(self, site: Site) -> Ffn: ...

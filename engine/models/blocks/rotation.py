@@ -1,6 +1,6 @@
 """Rotary position embedding of a layer: frequencies, and the angles of a step's tokens.
 
-Which frequencies a configuration means is read elsewhere (`rope.py`).
+`rope.py` reads the frequencies from a configuration.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,12 @@ from kernels.layers.rope import rope_angles
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """inverse_frequencies: [head_dim / 2]; scale multiplies cosines and sines."""
+    """The numbers of a rotary position embedding.
+
+    Attributes:
+        inverse_frequencies: [head_dim / 2].
+        scale: multiplies cosines and sines.
+    """
 
     inverse_frequencies: tuple[float, ...]
     scale: float
@@ -26,8 +31,13 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class AxialRope(Rope):
-    """sections: numbers of a head's half that turn by time, by height, by width, and again from
-    the first; they are the same position for all tokens but those of images.
+    """A rotation by three positions: time, height and width.
+
+    The positions differ only for image tokens.
+
+    Attributes:
+        sections: pairs of a head that rotate by time, by height, by width, and again from the
+            first.
 
     Source: Qwen2-VL, Wang et al. 2024, section 2.1 (M-RoPE).
     """
@@ -44,13 +54,13 @@ class AxialRope(Rope):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rotation:
-    """The same object for all layers that rotate alike."""
+    """A rotation on the device. Layers that rotate alike share one object."""
 
     inverse_frequencies: Tensor
     scale: float
 
     def angles(self, positions: Tensor) -> Tensor:
-        """float32 [2, num_tokens, head_dim / 2]: cosines, sines.
+        """Return cosines and sines, float32 [2, num_tokens, head_dim / 2].
 
         Args:
             positions: int32 [num_tokens].
@@ -60,14 +70,19 @@ class Rotation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AxialRotation(Rotation):
-    """axes: int64 [head_dim / 2], the one by whose position each pair turns."""
+    """A rotation by three positions.
+
+    Attributes:
+        axes: int64 [head_dim / 2], the axis whose position rotates each pair.
+    """
 
     axes: Tensor
 
     def angles(self, positions: Tensor) -> Tensor:
-        """
+        """Return cosines and sines, float32 [2, num_tokens, head_dim / 2].
+
         Args:
-            positions: int32 [num_tokens], or [3, num_tokens] where the axes' differ.
+            positions: int32 [num_tokens], or [3, num_tokens] where the axes differ.
         """
         if positions.ndim == 1:
             return rope_angles(positions, self.inverse_frequencies, self.scale)

@@ -1,6 +1,7 @@
-"""What a block asks for its weights while it is built.
+"""The interface through which a block requests its weights while it is built.
 
-A block names each stored tensor once, here; names, shapes, bytes and values all come of it.
+A block names each stored tensor once. Names, shapes, byte counts and values all derive from that
+call.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,22 +15,22 @@ from engine.models.quantized.experts import ExpertShape
 
 
 class Source(Protocol):
-    """Names are relative to what `within` has added to them."""
+    """A source of weights. Names are relative to the prefix that `within` has added."""
 
     @property
     def device(self) -> torch.device:
-        """Of all tensors that it gives."""
+        """Device of all tensors from this source."""
         ...
 
     @property
     def products(self) -> Sequence[Product]:
-        """What `linear` has made until now, here and within."""
+        """The products that `linear` has made so far, including those made through `within`."""
         ...
 
     def within(self, prefix: str) -> "Source": ...
 
     def linear(self, rows: Mapping[str, int], columns: int, *, bias: bool = False) -> Linear:
-        """The matrices, and perhaps biases, of modules as one, output after output.
+        """Return the matrices of several modules joined along the outputs, optionally with biases.
 
         Args:
             rows: module -> outputs, of a stored `weight` [outputs, columns] and `bias` [outputs].
@@ -37,40 +38,45 @@ class Source(Protocol):
         ...
 
     def matrix(self, module: str, rows: int, columns: int) -> Tensor:
-        """A module's matrix, [rows, columns] in the dtype that the model computes in, for who
-        multiplies by parts of it."""
+        """Return a module's matrix [rows, columns] in the model's compute dtype, for callers that
+        multiply by parts of it."""
         ...
 
     def experts(self, shape: ExpertShape) -> ExpertNet:
-        """Those stored under the module `experts`."""
+        """Return the experts stored under the module `experts`."""
         ...
 
     def tensor(
         self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """
+        """Return a stored tensor.
+
         Args:
-            dtype: that it is held in; None: the one that the model computes in.
+            dtype: dtype of the result. None: the model's compute dtype.
         """
         ...
 
     def integers(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """int64, as they are stored."""
+        """Return a stored tensor as int64."""
         ...
 
     def scale(self, name: str) -> float:
-        """A stored number; 1 where there is none."""
+        """Return a stored number, or 1 if there is none."""
         ...
 
     def tied(self, embedding: Tensor) -> Linear:
-        """The head that is the embedding [vocabulary, hidden], which lives on beside it."""
+        """Return the head that is tied to the embedding [vocabulary, hidden], which remains in
+        use."""
         ...
 
     def norm(self, name: str, size: int, *, from_one: bool) -> Tensor:
-        """What a norm multiplies by: 1 + the stored difference, in float32, with `from_one`; else
-        what is stored, in the dtype that the model computes in."""
+        """Return the multiplier of a norm.
+
+        With `from_one` this is 1 + the stored difference, in float32. Otherwise it is the stored
+        weight in the model's compute dtype.
+        """
         ...
 
     def tidy(self) -> None:
-        """A layer is whole: what making it has left over may go."""
+        """Free the temporary memory of the layer that was just built."""
         ...

@@ -1,5 +1,5 @@
-"""Layers that guess tokens ahead of a model, from its own hidden vectors: what they are made of,
-and how they are run over its pages."""
+"""Draft layers, which predict further tokens from a model's hidden states: their parts, and how
+they run over the model's pages."""
 
 from engine.models.drafting.block import DraftSpec, InnerNorms
 from engine.models.drafting.body import BodySpec

@@ -1,7 +1,9 @@
-"""A decoder layer that goes on where a model has stopped: of the model's vector of a token, and of
-the token behind it, it makes what takes the place of the model's vector of that one.
+"""A decoder layer that continues after a model's last layer.
 
-Sources: DeepSeek-V3, 2024, section 2.2 (MTP); EAGLE, Li et al. 2024, section 3.
+From the model's hidden state of one token and the next token, it computes a vector that replaces
+the model's hidden state of that next token.
+
+Sources: DeepSeek-V3, 2024, section 2.2 (MTP). EAGLE, Li et al. 2024, section 3.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,10 +21,13 @@ from engine.models.linear import Linear
 
 @dataclass(frozen=True, slots=True)
 class InnerNorms:
-    """Names of those of a token and of the vector before it, before they are joined, and of what
-    the layer makes of them, before the model's head. None: there is none.
+    """Names of the layer's own norms. None: there is no such norm.
 
-    recurring: the layer goes on with what it has made as the head sees it, not as it was before.
+    Attributes:
+        token: norm of the token's embedding, before the two are joined.
+        vector: norm of the hidden state before it, before the two are joined.
+        head: norm of the layer's output, before the model's head.
+        recurring: the next draft step takes the output after the head's norm instead of before it.
     """
 
     token: str | None = None
@@ -33,10 +38,13 @@ class InnerNorms:
 
 @dataclass(frozen=True, slots=True)
 class DraftSpec:
-    """
-    prefix: of the names of its tensors.
-    join: the module that makes one vector of two; join_bias: it has one.
-    input_norm: the body begins with one.
+    """A draft layer with the numbers that its configuration gives.
+
+    Attributes:
+        prefix: of the names of its tensors.
+        join: the module that makes one vector of two.
+        join_bias: the join has a bias.
+        input_norm: the body begins with a norm.
     """
 
     body: BodySpec
@@ -72,9 +80,11 @@ class DraftSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftBlock:
-    """See DraftLayer.
+    """A draft layer, see DraftLayer.
 
-    norm: of its vectors; head_norm: of these once more, for the model's head alone.
+    Attributes:
+        norm: of its output vectors.
+        head_norm: applied before the model's head only.
     """
 
     token_norm: RmsNorm | None

@@ -1,5 +1,5 @@
-"""What a layer for drafts does with a token and the vector before it, once they are joined: a mixer
-and a feed-forward net, as in a model's layers."""
+"""The body of a draft layer, which follows the join: a mixer and a feed-forward net, as in a
+model's layers."""
 
 from dataclasses import dataclass
 
@@ -20,8 +20,10 @@ from engine.models.blocks.protocol import (
 
 @dataclass(frozen=True, slots=True)
 class BodySpec:
-    """
-    prefix: of the names of its tensors, behind that of the layer.
+    """The body of a draft layer with the numbers that its configuration gives.
+
+    Attributes:
+        prefix: of the names of its tensors, relative to that of the layer.
     """
 
     mixer: KeepingMixerSpec
@@ -30,15 +32,19 @@ class BodySpec:
     prefix: str
 
     def keeps(self, hidden_size: int) -> DraftState:
-        """Of the whole layer."""
+        """Return the state that the whole layer stores."""
         return DraftState(self.mixer.keeps, hidden_size)
 
     def built_norm(self, site: Site, name: str) -> RmsNorm:
-        """One of the body's, or of what is around it: all are of a kind."""
+        """Build a norm of the body or of the layer around it. All are of the same kind."""
         return self.norm.build(site.source, name, site.hidden_size)
 
     def build(self, site: Site) -> "Body":
-        """site: within its prefix."""
+        """Build the body.
+
+        Args:
+            site: within the body's prefix.
+        """
         return Body(
             mixer=self.mixer.build(site),
             ffn_norm=self.built_norm(site, "post_attention_layernorm"),
@@ -53,16 +59,20 @@ class Body:
     ffn: Ffn
 
     def keep(self, joined: Tensor, step: Step, kept: Kept) -> None:
-        """See DraftLayer.
+        """Store KV, see DraftLayer.
 
         Args:
-            joined: as the mixer sees it.
+            joined: the mixer's input.
         """
-        # Nothing is before a text's first token: what the layer makes of zeros.
+        # A text's first token has no token before it, so its input is zeros.
         first = (step.batch.positions == 0)[:, None]
         self.mixer.keep(joined.masked_fill(first, 0), step, kept)
 
     def forward(self, joined: Tensor, past: Tensor, step: Step, kept: Kept) -> Tensor:
-        """past: what goes past the mixer, [num_tokens, hidden]."""
+        """Run the body.
+
+        Args:
+            past: what bypasses the mixer, [num_tokens, hidden].
+        """
         normed, residual = self.ffn_norm.forward(self.mixer.forward(joined, step, kept), past)
         return residual + self.ffn.forward(normed, step)

@@ -1,5 +1,5 @@
-"""A decoder layer that sees inputs of three of a model's layers, and has a head of its own for some
-of the model's tokens.
+"""A draft layer that reads the inputs of three of a model's layers, with its own head for a part of
+the model's vocabulary.
 
 Source: EAGLE-3, Li et al. 2025, section 3.1.
 """
@@ -20,12 +20,15 @@ from kernels.sampling.bitmask import FORBIDDEN
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Spec:
-    """
-    body: its mixer is of two vectors side by side.
-    taps: see DraftLayer.
-    vocabulary: of the model; known: so many tokens of it the head knows, which are its first ones
-        unless they are mapped.
-    normed_residual: what goes past attention is the normed vector.
+    """An EAGLE-3 layer with the numbers that its configuration gives.
+
+    Attributes:
+        body: its mixer takes two vectors side by side.
+        taps: see DraftLayer.
+        vocabulary: of the model.
+        known: number of tokens in the layer's own head. Unless `mapped`, they are the first ones of
+            the vocabulary.
+        normed_residual: the normed vector bypasses attention.
     """
 
     body: BodySpec
@@ -62,16 +65,16 @@ class Eagle3Spec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Eagle3Layer:
-    """See DraftLayer."""
+    """An EAGLE-3 layer, see DraftLayer."""
 
     spec: Eagle3Spec
-    join: Linear  # what was tapped -> hidden
+    join: Linear  # tapped vectors -> hidden
     token_norm: RmsNorm
     vector_norm: RmsNorm
     body: Body
     norm: RmsNorm
     head: Linear  # hidden -> known
-    tokens: Tensor | None  # int64 [known], the model's numbers of them
+    tokens: Tensor | None  # int64 [known], their ids in the model's vocabulary
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -98,7 +101,7 @@ class Eagle3Layer:
         return every.index_copy_(1, self.tokens, known.float())
 
     def _joined(self, vectors: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
-        """What attention sees, and what goes past it."""
+        """Return the input of attention, and the vector that bypasses it."""
         tokens, _ = self.token_norm.forward(embeddings)
         normed, _ = self.vector_norm.forward(vectors)
         past = normed if self.spec.normed_residual else vectors

@@ -1,9 +1,9 @@
-"""A drafter's layer over a model's pages.
+"""A draft layer that runs over a model's pages.
 
-What it keeps of a token is made of the token and of the model's vector of the one before, so it
-depends on nothing that follows: it lies in the token's page, and is found wherever the page goes.
-The vector that the next step will need lies there too: of every page that of its newest token.
-Whoever goes on behind a token, on this node or on another one, has its page.
+The KV of a token is made of the token and of the model's hidden state of the token before it. It
+depends on no later token, so it is stored in the token's page and moves with that page. The hidden
+state that the next step needs is stored there too: each page holds that of its newest token. A node
+that continues after a token, on this node or another one, has that page.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,18 +22,18 @@ from engine.models.blocks.protocol import Kept, Step
 from engine.models.drafting.protocol import DraftLayer
 from kernels.pages.store_kv import store_kv
 
-# Of logits [n, any] of the first n rows, the tokens int32 [n] for their draft of a number; negative
-# ones where logits are not finite.
+# Draws int32 [n] draft tokens from logits [n, any] of the first n rows, given the number of the
+# draft. A draft is negative where logits are not finite.
 Draw: TypeAlias = Callable[[Tensor, int], Tensor]
 
-_TABLE = 0  # whose pages have it
+_TABLE = 0  # the page table that it uses
 
 
 class DraftHead:
-    """Forward stream only; never waits for the device.
+    """A draft layer behind a model. Forward stream only. Never waits for the device.
 
     Args:
-        embed: token ids of a batch and the future map's tokens -> embeddings, as of the model.
+        embed: token ids of a batch and the future map's tokens -> embeddings, as in the model.
         logits: of the model.
     """
 
@@ -44,7 +44,7 @@ class DraftHead:
         logits: Callable[[Tensor], Tensor],
     ) -> None:
         self.layer = layer
-        # Vectors of the last step of each pool: engines of one process may share a model.
+        # Hidden states of the last step of each pool: engines of one process may share a model.
         self._newest: WeakKeyDictionary[KVPool, Tensor] = WeakKeyDictionary()
         self._embed = embed
         self._logits = logits
@@ -57,10 +57,10 @@ class DraftHead:
         future_tokens: Tensor,
         pool: KVPool,
     ) -> None:
-        """After the model: what there is to keep of a step's tokens.
+        """Store the draft layer's KV of a step's tokens. Called after the model's forward.
 
         Args:
-            hidden, tapped: as of DraftLayer.
+            hidden, tapped: as in DraftLayer.
         """
         batch, view = step.batch, _view(pool)
         own = self.layer.vectors(hidden, tapped, step)
@@ -72,10 +72,11 @@ class DraftHead:
         self._newest[pool] = own
 
     def go_on_from(self, batch: ForwardBatch, places: Tensor, pool: KVPool) -> None:
-        """After `follow` of a step with drafts, and its verdict: its rows go on behind these.
+        """Store the hidden states from which the rows continue. Called after `follow` of a step
+        with drafts and its verification.
 
         Args:
-            places: int64 [num_rows], of the last token that stands among the step's.
+            places: int64 [num_rows], places of the rows' last accepted tokens in the step.
         """
         pages = batch.locations[_TABLE][places] // pool.layout.page_size
         _store(self._newest[pool][places], pages, _view(pool))
@@ -88,10 +89,12 @@ class DraftHead:
         pool: KVPool,
         draw: Draw,
     ) -> Tensor:
-        """Before a step with drafts: its token ids, with what is drawn in place of each TO_GUESS.
+        """Return the token ids of a step with drafts, with a drawn token in place of each TO_GUESS.
+        Called before the step.
 
         Args:
-            num_rows: that have one draft at least, two, and so on; rows with more come first.
+            num_rows: number of rows with at least one draft, at least two, and so on. Rows with
+                more drafts come first.
         """
         view, firsts = _view(pool), batch.query_starts[:-1].long()
         kept, token_ids = Kept(view.tokens, _TABLE, {}), batch.token_ids.clone()
@@ -113,16 +116,18 @@ def _view(pool: KVPool) -> DraftView:
 
 
 def _vectors_before(batch: ForwardBatch, view: DraftView, page_size: int) -> Tensor:
-    """Of the token before each row's first, [num_rows, hidden]; of none, whatever there is."""
+    """Return the hidden state of the token before each row's first, [num_rows, hidden]. Undefined
+    for rows at position 0."""
     before = batch.positions[batch.query_starts[:-1]] - 1
-    if not len(batch.page_ids):  # no row has begun
+    if not len(batch.page_ids):  # every row starts at position 0
         return view.vectors.new_zeros(len(before), view.vectors[0].numel())
     places = batch.page_starts[_TABLE] + before.clamp(min=0) // page_size
     return view.vectors[batch.page_ids[places].long()].flatten(1)
 
 
 def _newest_of_pages(batch: ForwardBatch, page_size: int) -> Tensor:
-    """The page of each token that is the newest there once the step is over; -1 of others."""
+    """Return the page of each token that is the newest one in its page after the step, and -1 for
+    other tokens."""
     locations = batch.locations[_TABLE]
     newest = (locations + 1) % page_size == 0
     newest.index_fill_(0, batch.query_starts[1:].long() - 1, True)
@@ -135,7 +140,7 @@ def _store(vectors: Tensor, pages: Tensor, view: DraftView) -> None:
 
 
 def _one_token(batch: ForwardBatch, token_ids: Tensor, places: Tensor) -> ForwardBatch:
-    """A decode step of the first rows of a batch: of each the token at one of its places."""
+    """Return a decode step of the batch's first rows, each with the token at one of its places."""
     num_rows, positions = len(places), batch.positions[places]
     starts = torch.arange(num_rows + 1, device=places.device)
     return replace(

@@ -1,4 +1,4 @@
-"""What a head for drafts needs of its layer."""
+"""Protocol between a draft head and its layer."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -10,43 +10,50 @@ from engine.models.blocks.protocol import Kept, Site, Step
 
 
 class DraftLayer(Protocol):
-    """Vectors, and embeddings of the tokens behind them, are [num_tokens, hidden].
+    """A layer that drafts tokens. Vectors, and embeddings of the tokens after them, are
+    [num_tokens, hidden].
 
-    taps: layers of the model whose inputs it wants to see.
+    Attributes:
+        taps: layers of the model whose inputs it reads.
     """
 
     @property
     def taps(self) -> tuple[int, ...]: ...
 
     def vectors(self, hidden: Tensor, tapped: Sequence[Tensor], step: Step) -> Tensor:
-        """Of a step's tokens, [num_tokens, hidden].
+        """Return the input vectors of a step's tokens, [num_tokens, hidden].
 
         Args:
-            hidden: [num_tokens, hidden], as the model's head has them.
-            tapped: of each tap, likewise.
+            hidden: [num_tokens, hidden], the input of the model's head.
+            tapped: [num_tokens, hidden] for each tap.
         """
         ...
 
     def keep(self, vectors: Tensor, embeddings: Tensor, step: Step, kept: Kept) -> None:
-        """Writes what later tokens will need of these, and computes nothing else."""
+        """Write what later tokens need, and compute nothing else."""
         ...
 
     def forward(self, vectors: Tensor, embeddings: Tensor, step: Step, kept: Kept) -> Tensor:
-        """Writes them, too; returns the vectors of those tokens, [num_tokens, hidden]. None of them
-        is a text's first."""
+        """Write what later tokens need, and return the vectors of the tokens, [num_tokens, hidden].
+        None of them is the first of a text."""
         ...
 
     def logits(self, vectors: Tensor, logits: Callable[[Tensor], Tensor]) -> Tensor:
-        """Of the tokens behind, by the model's numbers of them: [n, any], finite, the caller's own.
+        """Return logits of the following tokens: [n, any] by the model's token ids, finite, owned
+        by the caller.
 
         Args:
-            logits: of the model's head, which the layer may use.
+            logits: the model's head, which the layer may use.
         """
         ...
 
 
 class DraftLayerSpec(Protocol):
-    """prefix: of the names of its tensors."""
+    """A draft layer before it is built.
+
+    Attributes:
+        prefix: of the names of its tensors.
+    """
 
     @property
     def prefix(self) -> str: ...

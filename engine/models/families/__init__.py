@@ -1,7 +1,7 @@
-"""config.json of a checkpoint -> DecoderSpec: a file for each family of models with blocks here,
-and the table of them. Both forms are read, of transformers 4 and of 5.
+"""Families of native models: each file reads config.json of one family and returns a DecoderSpec.
 
-A default in a family is the default of its configuration class in transformers.
+Configurations of transformers 4 and 5 are both read. A family's defaults are those of its
+configuration class in transformers.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,7 +32,7 @@ from engine.models.families.qwen3_next import qwen3_next
 from engine.models.fields import Fields, eos_token_ids
 from engine.models.heads import with_heads
 
-# By model_type. Takes the ids that end a text as its second argument.
+# By model_type. The second argument is the end-of-sequence token ids.
 FAMILIES: Mapping[str, Callable[[Fields, tuple[int, ...]], DecoderSpec]] = {
     "llama": llama,
     "mistral": mistral,
@@ -57,11 +57,11 @@ FAMILIES: Mapping[str, Callable[[Fields, tuple[int, ...]], DecoderSpec]] = {
 
 
 def read_decoder(directory: Path) -> DecoderSpec:
-    """Reads config.json and generation_config.json.
+    """Read config.json and generation_config.json.
 
     Raises:
-        ConfigError: missing or wrong fields, or something that is not supported; the message
-            names the file, the field and what would be right.
+        ConfigError: fields are missing, wrong or not supported. The message names the file, the
+            field and the expected value.
     """
     config = Fields.of(directory / "config.json")
     family = FAMILIES.get(config.text("model_type"))

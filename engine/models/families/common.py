@@ -1,4 +1,4 @@
-"""What configurations of most families say in the same words."""
+"""Fields that configurations of most families have in common."""
 
 from collections.abc import Sequence
 
@@ -38,9 +38,10 @@ def decoder(
     embedding_scale: float = 1.0,
     logit_soft_cap: float | None = None,
 ) -> DecoderSpec:
-    """
+    """Return the decoder of a configuration.
+
     Args:
-        tied_embeddings: where the configuration does not say.
+        tied_embeddings: default if the configuration has no such field.
     """
     hidden_size = config.integer("hidden_size")
     context_length = config.integer("max_position_embeddings")
@@ -83,11 +84,11 @@ def attention(
     rope_theta: float = 1e4,
     rotated: float | None = None,
 ) -> Attention:
-    """Of a layer without a window.
+    """Return the attention of a layer without a window.
 
     Args:
-        scale: None: by the size of a head, as is usual.
-        rope_theta: where the configuration does not say.
+        scale: None: derived from the size of a head, as is usual.
+        rope_theta: default if the configuration has no such field.
         rotated: as in `parse_rope`.
     """
     heads = config.integer("num_attention_heads")
@@ -121,15 +122,16 @@ def dense(config: Fields, *, bias: bool = False) -> Dense:
 
 
 def norm(config: Fields, *, from_one: bool = False, eps: float = 1e-6) -> Norm:
-    """
+    """Return the norm of a configuration.
+
     Args:
-        eps: where the configuration does not say.
+        eps: default if the configuration has no such field.
     """
     return Norm(config.number("rms_norm_eps", eps), from_one)
 
 
 def even_head_dim(config: Fields) -> int:
-    """As wide as all heads together make the hidden size, where the configuration does not say."""
+    """Return head_dim. Its default is the hidden size divided by the number of heads."""
     even = config.integer("hidden_size") // config.integer("num_attention_heads")
     return config.integer("head_dim", even)
 
@@ -142,7 +144,8 @@ def activation(config: Fields, name: str = "hidden_act", default: str = "silu") 
 
 
 def soft_cap(config: Fields, name: str, default: float) -> float | None:
-    """An explicit null switches the cap off."""
+    """Return the soft cap of a field, or `default` if it is absent. An explicit null disables the
+    cap."""
     if config.is_null(name):
         return None
     cap = config.number(name, default)
@@ -152,7 +155,7 @@ def soft_cap(config: Fields, name: str, default: float) -> float | None:
 
 
 def typed_windows(config: Fields, window: int) -> tuple[int | None, ...]:
-    """By `layer_types`."""
+    """Return each layer's window according to `layer_types`."""
     windows = {"full_attention": None, "sliding_attention": window}
     kinds, num_layers = config.texts("layer_types"), config.integer("num_hidden_layers")
     if len(kinds) != num_layers or not set(kinds) <= set(windows):

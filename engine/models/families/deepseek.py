@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3 (R1 too): attention over latents, and experts behind the first layers."""
+"""DeepSeek-V2 and V3 (including R1): latent attention, and experts after the first layers."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from engine.models.fields import Fields
 from engine.models.rope import parse_rope, score_scale
 
 _ROTATED = "qk_rope_head_dim"
-_LATENT_NORM = Norm(1e-6)  # whatever the configuration says of the others
+_LATENT_NORM = Norm(1e-6)  # fixed, independent of the configuration's eps
 _INNER_NORMS = InnerNorms("enorm", "hnorm", "shared_head.norm", recurring=False)
 
 
@@ -26,7 +26,7 @@ def deepseek_v3(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
     interleaved = config.flag("rope_interleave", True)
     experts = moe.deepseek_experts(config, groups=8, chosen=4, shared=1, scale=2.5, normalise=True)
     spec = _decoder(config, eos_token_ids, experts, interleaved=interleaved, first_sparse=3)
-    # Checkpoints may have layers more, which guess tokens ahead.
+    # Checkpoints may have additional layers, which predict further tokens (MTP).
     first, more = len(spec.layers), config.count("num_nextn_predict_layers", 0)
     names = (f"model.layers.{layer}." for layer in range(first, first + more))
     offered = _first_behind(spec, experts, _attention(config, interleaved)) if more else None
@@ -34,7 +34,8 @@ def deepseek_v3(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
 
 
 def _first_behind(spec: DecoderSpec, experts: Experts, mixer: LatentAttention) -> DraftSpec:
-    """Embedding and head are the model's own, though they are stored once more."""
+    """Return the first MTP layer. It shares the model's embedding and head, though the checkpoint
+    repeats them."""
     return DraftSpec(
         body=BodySpec(mixer, experts, spec.norm, prefix=""),
         prefix=f"model.layers.{len(spec.layers)}.",
@@ -53,9 +54,10 @@ def _decoder(
     interleaved: bool,
     first_sparse: int,
 ) -> DecoderSpec:
-    """
+    """Return the decoder of a configuration.
+
     Args:
-        first_sparse: the first layer with experts, where the configuration does not say.
+        first_sparse: default of the first layer with experts.
     """
     if config.integer("moe_layer_freq", 1) != 1:
         raise config.wrong("moe_layer_freq", "1")
@@ -73,7 +75,7 @@ def _attention(config: Fields, interleaved: bool) -> LatentAttention:
     key_dim, rotated = config.integer("qk_nope_head_dim", 128), config.integer(_ROTATED, 64)
     if rotated % 2:
         raise config.wrong(_ROTATED, "an even number")
-    # null, as transformers writes it, is no latents of queries.
+    # null, as transformers writes it, means that queries have no latents.
     query_rank = config.integer("q_lora_rank") if "q_lora_rank" in config else None
     bias = config.flag("attention_bias", False)
     if bias and query_rank is None:

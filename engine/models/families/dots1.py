@@ -1,4 +1,4 @@
-"""dots.llm1: Qwen3's attention, and experts as DeepSeek-V3 chooses them."""
+"""dots.llm1: attention of Qwen3, and the expert routing of DeepSeek-V3."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Gemma 2: soft caps, four norms a layer, and a window in every other one."""
+"""Gemma 2: soft caps, four norms per layer, and a window in every other layer."""
 
 from dataclasses import replace
 

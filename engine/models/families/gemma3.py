@@ -1,5 +1,7 @@
-"""Gemma 3, of texts: Gemma 2 without caps, with norms of queries and keys, five layers that have a
-window to one without, and a rotation of its own for each of the two kinds."""
+"""Gemma 3, text only: Gemma 2 without soft caps, with norms of queries and keys.
+
+Five layers with a window alternate with one without. Each of the two kinds has its own RoPE.
+"""
 
 from dataclasses import replace
 
@@ -52,12 +54,12 @@ def gemma3(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
 
 
 def _soft_cap(config: Fields, name: str) -> float | None:
-    """Absent is none here."""
+    """Return the soft cap of a field. An absent field means no cap here."""
     return common.soft_cap(config, name, 0.0) if name in config else None
 
 
 def _ropes(config: Fields, head_dim: int) -> tuple[Rope, Rope]:
-    """Of layers without a window, and with one."""
+    """Return the RoPE of layers without a window and of layers with one."""
     context_length = config.integer("max_position_embeddings")
     if "rope_parameters" in config:
         ropes = config.nested("rope_parameters")

@@ -1,4 +1,5 @@
-"""gpt-oss: sinks, windows in every other layer, and experts with biases and clamped gates."""
+"""gpt-oss: attention sinks, windows in every other layer, and experts with biases and clamped
+gates."""
 
 from dataclasses import replace
 

@@ -1,5 +1,8 @@
-"""What Qwen3-Next and Qwen3.5 say in the same words: three layers of a gated delta net to one of
-attention, whose output is gated and whose heads are rotated in part."""
+"""Fields that Qwen3-Next and Qwen3.5 have in common.
+
+Three layers with a gated delta net alternate with one attention layer, whose output is gated and
+whose heads are partially rotated.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,8 +22,8 @@ _INNER_NORMS = InnerNorms("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm",
 
 
 def with_drafts(spec: DecoderSpec, config: Fields, ffn: FfnSpec) -> DecoderSpec:
-    """Checkpoints have one layer more, of attention, which guesses tokens ahead. Embedding and head
-    are the model's.
+    """Return the decoder with the additional attention layer that checkpoints have, which predicts
+    further tokens (MTP). It shares the model's embedding and head.
 
     Args:
         ffn: of that layer.
@@ -39,12 +42,12 @@ def with_drafts(spec: DecoderSpec, config: Fields, ffn: FfnSpec) -> DecoderSpec:
 
 
 def norm(config: Fields) -> Norm:
-    """Of all that is not a delta net's own."""
+    """Return the norm used everywhere except within the delta net."""
     return common.norm(config, from_one=True)
 
 
 def mixers(config: Fields, projection: Projection) -> Sequence[Attention | DeltaNet]:
-    """Of each layer."""
+    """Return the mixer of each layer."""
     attention, delta_net = _attention(config), _delta_net(config, projection)
     return [attention if kind == "full_attention" else delta_net for kind in _kinds(config)]
 

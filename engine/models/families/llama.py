@@ -1,4 +1,4 @@
-"""Llama, from 2 on."""
+"""Llama 2 and later."""
 
 from engine.models.blocks.layer import LayerSpec
 from engine.models.decoder import DecoderSpec

@@ -1,4 +1,4 @@
-"""Mistral: every layer may see through a window."""
+"""Mistral: all layers may have a sliding window."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from engine.models.fields import Fields
 
 
 def mistral(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
-    # An explicit null switches the window off; transformers fills an absent field with 4096.
+    # An explicit null disables the window. transformers fills an absent field with 4096.
     window = None if config.is_null("sliding_window") else config.integer("sliding_window", 4096)
     mixer = replace(common.attention(config, common.even_head_dim(config)), window=window)
     norm = common.norm(config)

@@ -1,4 +1,4 @@
-"""Mixtral: Mistral with experts in every layer, under names of their own."""
+"""Mixtral: Mistral with experts in every layer, under its own tensor names."""
 
 from dataclasses import replace
 

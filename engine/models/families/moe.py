@@ -1,4 +1,4 @@
-"""What families with experts say in the same words."""
+"""Fields that families with experts have in common."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,12 +12,12 @@ from kernels.experts.routing import Routing
 
 
 def experts(config: Fields, *, shared: Dense | None = None, normalise: bool = False) -> Experts:
-    """Of Qwen, and of those that copy its names.
+    """Return the experts of Qwen, and of families that copy its field names.
 
     Args:
-        normalise: weights of those chosen sum to 1, where the configuration does not say.
+        normalise: default of whether the weights of the chosen experts sum to 1.
     """
-    # transformers 5 writes the second name for some of them.
+    # transformers 5 writes the second name for some families.
     name = "num_experts" if "num_experts" in config else "num_local_experts"
     count = config.integer(name)
     routing = Routing(per_token(config, count), config.flag("norm_topk_prob", normalise))
@@ -32,7 +32,7 @@ def experts(config: Fields, *, shared: Dense | None = None, normalise: bool = Fa
 
 
 def shared_expert(config: Fields) -> Dense:
-    """Of Qwen: the one beside them."""
+    """Return Qwen's shared expert."""
     return Dense(
         config.integer("shared_expert_intermediate_size"),
         common.activation(config),
@@ -49,9 +49,11 @@ def deepseek_experts(
     scale: float = 1.0,
     normalise: bool = False,
 ) -> Experts:
-    """Of DeepSeek-V3, and of those that copy its names: by sigmoids, out of a few groups.
+    """Return the experts of DeepSeek-V3, and of families that copy its field names. The router uses
+    sigmoids and chooses from a few groups.
 
-    Args: what holds where the configuration does not say.
+    Args:
+        groups, chosen, shared, scale, normalise: defaults of absent fields.
     """
     groups, chosen = config.integer("n_group", groups), config.integer("topk_group", chosen)
     routing = replace(
@@ -64,7 +66,8 @@ def deepseek_experts(
 
 
 def deepseek_v2_experts(config: Fields) -> Experts:
-    """Of DeepSeek-V2: by a softmax over all of them, out of a few groups if it says so."""
+    """Return the experts of DeepSeek-V2. The router uses a softmax over all experts, optionally
+    limited to a few groups."""
     method, groups, chosen = config.text("topk_method", "greedy"), 1, 1
     if method == "group_limited_greedy":
         groups, chosen = config.integer("n_group"), config.integer("topk_group")
@@ -93,7 +96,8 @@ def _deepseek(config: Fields, routing: Routing, shared: int) -> Experts:
 
 
 def _grouped(config: Fields, groups: int, chosen: int, top: Literal[1, 2]) -> Routing:
-    """By a softmax, whose shares are weights; a group by so many of its likeliest."""
+    """Return a softmax routing whose probabilities are the weights. Groups are ranked by their
+    `top` likeliest experts."""
     count = config.integer("n_routed_experts")
     size, odd = divmod(count, groups)
     if odd or size < top:
@@ -110,7 +114,8 @@ def _grouped(config: Fields, groups: int, chosen: int, top: Literal[1, 2]) -> Ro
 
 
 def per_token(config: Fields, most: int, default: int | None = None) -> int:
-    """Raises ConfigError where a token would need more experts than there are for it."""
+    """Return the number of experts per token. Raises ConfigError if it exceeds the number of
+    experts."""
     found = config.integer("num_experts_per_tok", default)
     if found > most:
         raise config.wrong("num_experts_per_tok", f"at most {most} experts")
@@ -118,7 +123,8 @@ def per_token(config: Fields, most: int, default: int | None = None) -> int:
 
 
 def nets(config: Fields, sparse: Experts) -> Sequence[Dense | Experts]:
-    """Of each layer: experts in every `decoder_sparse_step`th, but for `mlp_only_layers`."""
+    """Return the feed-forward net of each layer: experts in every `decoder_sparse_step`th layer,
+    except `mlp_only_layers`."""
     dense, every = common.dense(config), config.integer("decoder_sparse_step", 1)
     plain = config.counts("mlp_only_layers")
     return [

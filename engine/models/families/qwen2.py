@@ -1,4 +1,4 @@
-"""Qwen2 and 2.5: biases of queries, keys and values; windows, where they are switched on."""
+"""Qwen2 and 2.5: biases of queries, keys and values, and windows if they are enabled."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ def qwen2(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
 
 
 def windows(config: Fields) -> tuple[int | None, ...]:
-    """Of each layer, in all generations of Qwen."""
+    """Return the window of each layer, for all generations of Qwen."""
     num_layers = config.integer("num_hidden_layers")
     if not config.flag("use_sliding_window", False) or config.is_null("sliding_window"):
         return (None,) * num_layers

@@ -1,5 +1,5 @@
-"""Qwen2.5-VL: Qwen2 whose tokens of images turn by their rows and columns. What makes embeddings of
-images is engine/models/vision/."""
+"""Qwen2.5-VL: Qwen2 with image tokens, which are rotated by their rows and columns.
+engine/models/vision/ makes the embeddings of images."""
 
 from dataclasses import replace
 
@@ -14,7 +14,8 @@ _SECTIONS = (16, 24, 24)
 
 
 def qwen2_5_vl(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
-    """transformers 4 wrote the text's fields beside those of the whole."""
+    """Return the decoder. In configurations of transformers 4, the text model's fields are at the
+    top level."""
     text = config.nested("text_config") if "text_config" in config else config
     norm = common.norm(text, eps=1e-5)
     mixer = common.attention(text, common.even_head_dim(text), qkv_bias=True, rope_theta=1e6)

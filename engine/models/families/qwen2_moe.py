@@ -1,4 +1,4 @@
-"""Qwen2-MoE: Qwen2 with experts, and one expert beside them that all tokens go through."""
+"""Qwen2-MoE: Qwen2 with experts, and one shared expert for all tokens."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ def qwen2_moe(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
 
 
 def _windows(config: Fields) -> tuple[int | None, ...]:
-    """Unlike Qwen2's: every other one of the first layers has one."""
+    """Return each layer's window. Unlike in Qwen2, every other one of the first layers has one."""
     num_layers = config.integer("num_hidden_layers")
     if not config.flag("use_sliding_window", False):
         return (None,) * num_layers

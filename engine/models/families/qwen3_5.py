@@ -1,5 +1,5 @@
-"""Qwen3.5, of texts: a hybrid, with experts or without; by itself, or as a part of the model that
-sees images too, which are not served."""
+"""Qwen3.5, text only: a hybrid model with or without experts, standalone or as part of the
+multimodal model. Images are not served."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ def qwen3_5(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
 def qwen3_5_moe(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
     norm = hybrid.norm(config)
     ffn = moe.experts(config, shared=moe.shared_expert(config), normalise=True)
-    # As its authors store them, and as others, who quantise them, do.
+    # The authors store stacked experts. Third parties, who quantise them, store one by one.
     ffn = replace(ffn, storage=Stacked())
     layers = [LayerSpec(mixer, ffn, norm) for mixer in hybrid.mixers(config, ByKind())]
     return hybrid.with_drafts(common.decoder(config, eos_token_ids, layers, norm), config, ffn)

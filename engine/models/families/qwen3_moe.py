@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3 with experts in place of most nets."""
+"""Qwen3-MoE: Qwen3 with experts instead of most dense nets."""
 
 from dataclasses import replace
 

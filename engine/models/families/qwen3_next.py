@@ -1,4 +1,4 @@
-"""Qwen3-Next: a hybrid with experts."""
+"""Qwen3-Next: a hybrid model with experts."""
 
 from engine.models.blocks.delta_net import ByKeyHead
 from engine.models.blocks.layer import LayerSpec

@@ -1,4 +1,5 @@
-"""Products with a model's matrices: one protocol, and the forms in which a matrix can be held."""
+"""Products with a model's matrices: one protocol, and the forms in which a matrix is held in
+memory."""
 
 from engine.models.linear.choose import form_of, rounding_of
 from engine.models.linear.matrix import Matrix, StoredExpert, joined

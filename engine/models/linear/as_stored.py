@@ -1,4 +1,5 @@
-"""Matrices of int8 that a checkpoint has, multiplied as they are, and others in another form."""
+"""A form that multiplies stored int8 matrices as they are, and holds other matrices in another
+form."""
 
 from dataclasses import dataclass
 
@@ -11,7 +12,12 @@ from kernels.experts.grouped_mlp import Gate
 
 @dataclass(frozen=True, slots=True)
 class AsStoredForm:
-    """int8: a form that multiplies it; rest: for what is not int8. On a CPU."""
+    """The two forms. CPU only.
+
+    Attributes:
+        int8: multiplies stored int8 matrices.
+        rest: for all other matrices.
+    """
 
     int8: Form
     rest: Form

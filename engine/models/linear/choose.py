@@ -1,4 +1,4 @@
-"""Which form a model's matrices get, by device, dtype and what is asked for."""
+"""Choice of the form of a model's matrices, by device, dtype and requested quantisation."""
 
 from typing import NoReturn
 
@@ -19,13 +19,13 @@ from kernels import device as devices
 def form_of(
     device: torch.device, dtype: torch.dtype, quantize: Quantize, *, int8_stored: bool = False
 ) -> Form:
-    """Products compiled for this CPU where it has them, then oneDNN's, then torch's own.
+    """Return the preferred form: products compiled for this CPU, then oneDNN's, then torch's own.
 
     Args:
-        int8_stored: matrices of the checkpoint are of int8 by channel. They are multiplied as they
-            are where that is possible, and are floats like all others where it is not.
+        int8_stored: the checkpoint has int8 matrices by channel. They are multiplied as they are if
+            possible, and otherwise converted to floats.
     Raises:
-        ConfigError: nothing here multiplies what is asked for.
+        ConfigError: no form here supports the requested quantisation.
     """
     compiled = devices.compiled_for(device)
     int8 = _int8(device)
@@ -41,14 +41,15 @@ def form_of(
 
 
 def rounding_of(device: torch.device, quantize: Quantize, *, int8_stored: bool) -> str:
-    """What is rounded to how many bits in products here, as nodes compare it: KV depends on it."""
+    """Return how inputs and weights of products are rounded here. Nodes compare it because KV
+    depends on it."""
     if quantize == "none" and int8_stored and _int8(device) is not None:
         return "int8 as stored"
     return quantize
 
 
 def _int8(device: torch.device) -> Form | None:
-    """The form that multiplies int8 here, if any."""
+    """Return the form that multiplies int8 here, if any."""
     if device.type != "cpu":
         return None
     compiled = devices.compiled_for(device)

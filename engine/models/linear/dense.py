@@ -1,4 +1,4 @@
-"""Matrices as they are, multiplied by torch: every device and dtype."""
+"""Unpacked matrices, multiplied by torch, for every device and dtype."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,11 @@ from kernels.experts.grouped_mlp import Gate
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dense:
-    """weight: [out, in]."""
+    """An unpacked matrix.
+
+    Attributes:
+        weight: [out, in].
+    """
 
     weight: Tensor
     bias: Tensor | None = None
@@ -26,13 +30,13 @@ class Dense:
         return F.linear(x, self.weight, self.bias)
 
     def float(self) -> "Dense":
-        """The same numbers in float32."""
+        """Return the same numbers in float32."""
         return Dense(self.weight.float(), None if self.bias is None else self.bias.float())
 
 
 @dataclass(frozen=True, slots=True)
 class DenseForm:
-    """In `dtype` on `device`."""
+    """A form that holds matrices unpacked, in `dtype` on `device`."""
 
     device: torch.device
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""The feed-forward nets of experts: all in two stacks, or each a pair of matrices of its own."""
+"""The feed-forward nets of experts: all in two stacks, or each as its own pair of matrices."""
 
 from dataclasses import dataclass
 
@@ -11,8 +11,13 @@ from kernels.experts.grouped_mlp import Gate, by_expert, gated, grouped_mlp
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stacked:
-    """gate_up: [experts, 2 * inner, hidden]; down: [experts, hidden, inner]; a bias for each row of
-    them, or none."""
+    """All experts in two stacks.
+
+    Attributes:
+        gate_up: [experts, 2 * inner, hidden].
+        down: [experts, hidden, inner].
+        gate_up_bias, down_bias: a bias for each row, or None.
+    """
 
     gate: Gate
     gate_up: Tensor
@@ -40,9 +45,12 @@ class Stacked:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Each:
-    """nets: gate_up and down of each expert, in whatever form. Asks who is present: for a CPU.
+    """One pair of matrices per expert. Reads from the device which experts are used, so it is for
+    CPUs.
 
-    bias_bytes: what their biases take.
+    Attributes:
+        nets: gate_up and down of each expert, in any form.
+        bias_bytes: memory of their biases.
     """
 
     gate: Gate
@@ -64,7 +72,7 @@ class Each:
 def stack(
     stored: StoredExperts, count: int, gate: Gate, device: torch.device, dtype: torch.dtype
 ) -> Stacked:
-    """Copies one expert after the other to where it stays."""
+    """Copy one expert after the other to its final place."""
     stacks: list[Tensor | None] = []
     for number, one in enumerate(stored):
         parts = (one.gate_up.floats(), one.down.floats(), one.gate_up_bias, one.down_bias)
@@ -76,7 +84,7 @@ def stack(
             if whole is not None and part is not None:
                 whole[number].copy_(part)
     gate_up, down, gate_up_bias, down_bias = stacks
-    assert gate_up is not None and down is not None  # matrices, unlike biases, are always there
+    assert gate_up is not None and down is not None  # matrices always exist, unlike biases
     return Stacked(gate, gate_up, down, gate_up_bias, down_bias)
 
 

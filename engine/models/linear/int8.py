@@ -1,7 +1,7 @@
-"""Matrices in 8 bits with a scale for each channel, by inputs in 8 bits with one for each row.
+"""int8 matrices with a scale per channel, multiplied by int8 inputs with a scale per row.
 
-Sums are of integers and exact: what a row gives does not depend on the rows beside it. Only on a
-CPU that multiplies bytes.
+Sums are integers and exact, so a row's result does not depend on the other rows. Only for CPUs that
+multiply bytes.
 """
 
 from dataclasses import dataclass
@@ -15,16 +15,22 @@ from engine.models.linear.protocol import StoredExperts
 from kernels.experts.grouped_mlp import Gate
 
 _LARGEST = 127.0
-ZERO = 128  # the byte that stands for an input of 0: the processor takes unsigned ones
+ZERO = 128  # the byte for an input of 0, because the processor takes unsigned bytes
 _ROUNDING = torch.tensor(ZERO + 0.5)
 _SMALLEST = torch.tensor(1e-30)  # scale of a row of zeros
-_BLOCK_NUMBERS = 1 << 19  # quantised at a time: what is wide is small
+_BLOCK_NUMBERS = 1 << 19  # quantised at a time, to bound temporary memory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Int8Channel:
-    """weight: opaque, int8 [out, in]; scale: float32 [out]; offset: float32 [out], takes off
-    what inputs of ZERO add; bias: [out]."""
+    """An int8 matrix in oneDNN's layout.
+
+    Attributes:
+        weight: opaque, int8 [out, in].
+        scale: float32 [out].
+        offset: float32 [out], subtracts the contribution of inputs of ZERO.
+        bias: [out].
+    """
 
     weight: Tensor
     scale: Tensor
@@ -47,7 +53,7 @@ class Int8Channel:
 
 @dataclass(frozen=True, slots=True)
 class Int8Form:
-    """Quantised from the stored numbers to the nearest of 255 for each channel."""
+    """A form that rounds stored numbers to the nearest of 255 values per channel."""
 
     def hold(self, stored: Tensor, bias: Tensor | None) -> Int8Channel:
         return self.hold_int8(*rounded(stored), bias)
@@ -73,7 +79,7 @@ class Int8Form:
 
 
 def rounded(stored: Tensor) -> tuple[Tensor, Tensor]:
-    """[out, in] to int8 [out, in] by scales [out], float32."""
+    """Round [out, in] to int8 [out, in] with scales [out], float32."""
     weight = torch.empty(stored.shape, dtype=torch.int8)
     scale = torch.empty(stored.shape[0])
     rows = max(1, _BLOCK_NUMBERS // stored.shape[1])
@@ -86,6 +92,6 @@ def rounded(stored: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def row_sums(numbers: Tensor) -> Tensor:
-    """Of int8 [out, in]: int32 [out]."""
+    """Return the row sums, int32 [out], of int8 [out, in]."""
     rows = max(1, _BLOCK_NUMBERS // numbers.shape[1])
     return torch.cat([block.sum(-1, dtype=torch.int32) for block in torch.split(numbers, rows)])

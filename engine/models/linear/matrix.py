@@ -1,4 +1,4 @@
-"""A matrix as a checkpoint has it, before it is held in some form."""
+"""A stored matrix, before it is converted to a form."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Matrix:
-    """numbers: [out, in]; of int8 with a scale for each row, float32 [out], else of floats."""
+    """A stored matrix.
+
+    Attributes:
+        numbers: [out, in], int8 if there is a scale, else floats.
+        scale: float32 [out], one for each row, or None.
+    """
 
     numbers: Tensor
     scale: Tensor | None = None
@@ -20,7 +25,13 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredExpert:
-    """gate_up: [2 * inner, hidden]; down: [hidden, inner]; biases: of each row, or none."""
+    """The stored matrices of one expert.
+
+    Attributes:
+        gate_up: [2 * inner, hidden].
+        down: [hidden, inner].
+        gate_up_bias, down_bias: a bias for each row, or None.
+    """
 
     gate_up: Matrix
     down: Matrix
@@ -29,7 +40,7 @@ class StoredExpert:
 
 
 def joined(matrices: Sequence[Matrix]) -> Matrix:
-    """One matrix, output after output."""
+    """Join matrices along the outputs."""
     if len(matrices) == 1:
         return matrices[0]
     scales = [matrix.scale for matrix in matrices if matrix.scale is not None]

@@ -1,8 +1,7 @@
-"""oneDNN's products with weights that it has laid out once for its own kernels.
+"""oneDNN's products with weights in the layout of its own kernels.
 
-torch has no public name for them: all names with an underscore are here. What they take and give
-is checked by tests against plain products, on the torch that is installed. One layout serves any
-number of rows.
+torch has no public names for them, so all private names are in this file. Tests compare their
+results with plain products, on the installed torch. One layout serves any number of rows.
 """
 
 from typing import cast
@@ -18,32 +17,34 @@ _NO_OFFSET = torch.zeros(1, dtype=torch.int32)
 
 
 def packs_bfloat16() -> bool:
-    """Whether this torch has the products, and this processor's are worth it."""
+    """Return whether this torch has the bfloat16 products and this processor makes them
+    worthwhile."""
     return _has(_BFLOAT16, _BFLOAT16_NEEDED) and bool(_BFLOAT16._is_mkldnn_bf16_supported())
 
 
 def multiplies_int8() -> bool:
-    """Whether this torch has the products, and this processor adds up bytes without saturation."""
+    """Return whether this torch has the int8 products and this processor adds bytes without
+    saturation."""
     return _has(_INT8, _INT8_NEEDED) and torch.cpu._is_vnni_supported()
 
 
 def pack(weight: Tensor) -> Tensor:
-    """An opaque tensor with the numbers of bfloat16 [out, in], in as many bytes."""
+    """Return an opaque tensor with the numbers of bfloat16 [out, in], of the same size in bytes."""
     return cast(Tensor, _BFLOAT16._reorder_linear_weight(weight, None))
 
 
 def product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """x [n, in] by a matrix of `pack` of x's dtype, plus bias: [n, out]."""
+    """Return x [n, in] by a matrix of `pack` in x's dtype, plus bias: [n, out]."""
     return cast(Tensor, _BFLOAT16._linear_pointwise(x, packed, bias, "none", [], ""))
 
 
 def pack_int8(weight: Tensor) -> Tensor:
-    """An opaque tensor with the numbers of int8 [out, in], in as many bytes."""
+    """Return an opaque tensor with the numbers of int8 [out, in], of the same size in bytes."""
     return cast(Tensor, _INT8.qlinear_prepack(weight, None))
 
 
 def int8_product(x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-    """(x W^T) * scale + bias, whose sums are exact.
+    """Return (x W^T) * scale + bias with exact sums.
 
     Args:
         x: uint8 [n, in].

@@ -1,6 +1,6 @@
-"""Matrices in oneDNN's layout: a product of few rows reads them as fast as the memory gives them.
+"""Matrices in oneDNN's layout. A product of few rows runs at memory bandwidth.
 
-Only on a CPU. The result differs from a plain product by the order of its sums.
+CPU only. The result differs from a plain product by the order of its sums.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,11 @@ from kernels.experts.grouped_mlp import Gate
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
-    """weight: opaque, [out, in]."""
+    """A matrix in oneDNN's layout.
+
+    Attributes:
+        weight: opaque, [out, in].
+    """
 
     weight: Tensor
     bias: Tensor | None = None

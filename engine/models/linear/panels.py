@@ -1,7 +1,7 @@
-"""Matrices in panels: products compiled for this CPU read them as fast as the memory gives them.
+"""Matrices in panels, for products compiled for this CPU, which run at memory bandwidth.
 
-A row's result does not depend on the rows beside it, in float32 and bfloat16 as in int8. What is
-told of memory leaves out what fills up the last panel of a matrix.
+A row's result does not depend on the other rows, in float32, bfloat16 and int8. Reported sizes
+exclude the padding of a matrix's last panel.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,11 @@ from kernels.experts.grouped_mlp import Gate
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Panels:
-    """weight: as `Operators.pack_panels` makes it of a matrix of shape [out, in]."""
+    """A matrix in panels.
+
+    Attributes:
+        weight: as `Operators.pack_panels` makes it of a matrix of shape [out, in].
+    """
 
     operators: Operators
     weight: Tensor
@@ -34,7 +38,7 @@ class Panels:
 
     @property
     def matrix(self) -> PanelMatrix | None:
-        """For layers that are computed in one call; None where rows would have to be filled up."""
+        """Return the matrix for layers computed in one call. None if rows would need padding."""
         outputs, inputs = self.shape
         if inputs * self.weight.itemsize % WORD_BYTES:
             return None
@@ -46,7 +50,8 @@ class Panels:
 
 @dataclass(frozen=True, slots=True)
 class PanelForm:
-    """
+    """A form that holds matrices in panels.
+
     Args:
         dtype: one that `operators` multiplies.
     """
@@ -60,7 +65,8 @@ class PanelForm:
         return Panels(self.operators, packed, (outputs, inputs), bias)
 
     def tied(self, embedding: Tensor) -> Linear:
-        """In float32, where it would take twice as much again, a plain product has to do."""
+        """Return the tied head. In float32 a copy in panels would take too much memory, so the head
+        multiplies by the embedding itself."""
         return Dense(embedding) if self._shares else self.hold(embedding, None)
 
     def experts(self, stored: StoredExperts, count: int, gate: Gate) -> Each:
@@ -85,7 +91,11 @@ class PanelForm:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Int8Panels:
-    """weight: int8, as `Operators.pack_panels` makes it of [out, in]; see `int8_product`."""
+    """An int8 matrix in panels.
+
+    Attributes:
+        weight: int8, as `Operators.pack_panels` makes it of [out, in]. See `int8_product`.
+    """
 
     operators: Operators
     weight: Tensor
@@ -100,7 +110,7 @@ class Int8Panels:
 
     @property
     def matrix(self) -> PanelMatrix:
-        """For layers that are computed in one call."""
+        """Return the matrix for layers computed in one call."""
         operators, weight, shape = self.operators, self.weight, self.shape
         return PanelMatrix(operators, weight, *shape, self.bias, self.scales, self.zeros)
 
@@ -110,7 +120,7 @@ class Int8Panels:
 
 @dataclass(frozen=True, slots=True)
 class Int8PanelForm:
-    """Rounded as `int8` does it."""
+    """A form that holds int8 matrices in panels, rounded as in `int8`."""
 
     operators: Operators
 

@@ -1,4 +1,4 @@
-"""Where a model multiplies by matrices that an adapter may add to."""
+"""A product with one of the model's matrices, to which an adapter may add."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,9 +8,11 @@ from engine.models.linear.protocol import Linear
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Product:
-    """A Linear of a checkpoint's modules, output after output.
+    """A Linear that joins several modules of a checkpoint along the outputs.
 
-    modules: full name -> outputs; inputs: of all of them.
+    Attributes:
+        modules: full name -> outputs.
+        inputs: common to all modules.
     """
 
     linear: Linear

@@ -1,6 +1,6 @@
-"""What the forward knows of a matrix, and what the loader knows of a way to hold matrices.
+"""Protocols: a matrix as the forward uses it, and a form as the loader uses it.
 
-Which forms there are is said elsewhere: `choose` names them.
+`choose` selects among the forms.
 """
 
 from collections.abc import Iterable
@@ -11,24 +11,25 @@ from torch import Tensor
 from engine.models.linear.matrix import Matrix, StoredExpert
 from kernels.experts.grouped_mlp import Gate
 
-# One after the other; biases on the model's device in the model's dtype.
+# In order of the experts. Biases are on the model's device in the model's dtype.
 StoredExperts: TypeAlias = Iterable[StoredExpert]
 
 
 class Linear(Protocol):
-    """x -> x W^T + b, by the product that was chosen when the matrix was loaded."""
+    """A matrix: x -> x W^T + b, by the product that was chosen at load time."""
 
     @property
     def nbytes(self) -> int:
-        """Memory that it takes, and what one product of few rows reads; without the bias."""
+        """Memory in bytes, without the bias. A product of few rows reads as many bytes."""
         ...
 
     def apply(self, x: Tensor) -> Tensor:
-        """
+        """Multiply.
+
         Args:
-            x: [n, in], n may be 0, in the dtype that the model computes in.
+            x: [n, in] in the model's compute dtype. n may be 0.
         Returns:
-            [n, out] of x's dtype. No row depends on the others but by the order of its sums.
+            [n, out] of x's dtype. Other rows affect a row only by the order of its sums.
         """
         ...
 
@@ -38,14 +39,14 @@ class ExpertNet(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Memory that all of them take."""
+        """Memory of all experts in bytes."""
         ...
 
     def apply(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """Each token's weighted sum over its experts.
+        """Return each token's weighted sum over its experts.
 
         Args:
-            x: contiguous [n, hidden], in the dtype that the model computes in.
+            x: contiguous [n, hidden], in the model's compute dtype.
             weights, ids: float32 and int32 [n, k], of `route`.
         Returns:
             [n, hidden] of x's dtype.
@@ -54,46 +55,48 @@ class ExpertNet(Protocol):
 
 
 class Form(Protocol):
-    """A way to hold matrices; the same one for all matrices of a model."""
+    """A format in which matrices are held in memory. All matrices of a model use the same one."""
 
     def hold(self, stored: Tensor, bias: Tensor | None) -> Linear:
-        """
+        """Convert a stored matrix.
+
         Args:
-            stored: [out, in] as the checkpoint has it, perhaps mapped from its file: it is read
-                here and never again.
-            bias: [out], on the model's device in the model's dtype; becomes the Linear's.
+            stored: [out, in], possibly mapped from the checkpoint file. It is read here and never
+                again.
+            bias: [out], on the model's device in the model's dtype. The Linear takes ownership.
         """
         ...
 
     def hold_int8(self, stored: Tensor, scale: Tensor, bias: Tensor | None) -> Linear:
-        """The same of int8 [out, in] with a scale for each row, float32 [out]: multiplied as it is
-        where this form multiplies those, else as floats."""
+        """Convert int8 [out, in] with a scale for each row, float32 [out]. It stays int8 if this
+        form multiplies int8, else it becomes floats."""
         ...
 
     def tied(self, embedding: Tensor) -> Linear:
-        """The head that is the embedding [vocabulary, hidden], which lives on beside it and is
-        shared where this form can compute with it as it is."""
+        """Return the head that is tied to the embedding [vocabulary, hidden]. The embedding remains
+        in use, and is shared if this form can compute with it."""
         ...
 
     def experts(self, stored: StoredExperts, count: int, gate: Gate) -> ExpertNet:
-        """The nets of `count` experts, of matrices that are read here and never again."""
+        """Convert `count` experts. Their matrices are read here and never again."""
         ...
 
     def num_bytes(self, rows: int, columns: int) -> int:
-        """What `hold` takes for a matrix [rows, columns]: its Linear's nbytes."""
+        """Return the bytes that `hold` allocates for a matrix [rows, columns]: its Linear's
+        nbytes."""
         ...
 
     def int8_bytes(self, rows: int, columns: int) -> int:
-        """What `hold_int8` takes for such a matrix."""
+        """Return the bytes that `hold_int8` allocates for a matrix [rows, columns]."""
         ...
 
     def tied_bytes(self, rows: int, columns: int) -> int:
-        """What `tied` takes beside the embedding."""
+        """Return the bytes that `tied` allocates in addition to the embedding."""
         ...
 
 
 def held(form: Form, matrix: Matrix, bias: Tensor | None = None) -> Linear:
-    """A stored matrix in `form`: int8 as it is, where the form multiplies that."""
+    """Convert a stored matrix to `form`. int8 stays as it is if the form multiplies int8."""
     if matrix.scale is None:
         return form.hold(matrix.numbers, bias)
     return form.hold_int8(matrix.numbers, matrix.scale, bias)

@@ -1,6 +1,6 @@
-"""How checkpoints store matrices: as they are, or in fewer bits by one of some formats.
+"""Storage schemes of matrices in checkpoints: unquantised, or quantised in one of several formats.
 
-Each format has a file, and here is the table of them. What comes out of all is a Matrix.
+Each format has a file, and the table is here. Every scheme returns a Matrix.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,10 +27,10 @@ SCHEMES: Mapping[str, Callable[[Fields], Scheme]] = {
 
 
 def scheme_of(config: Fields) -> Scheme:
-    """What a model's `quantization_config` says.
+    """Return the scheme that a model's `quantization_config` selects.
 
     Raises:
-        ConfigError: a method or a variant of it that is not supported, by name.
+        ConfigError: the method or its variant is not supported. The message names it.
     """
     if "quantization_config" not in config:
         return PLAIN

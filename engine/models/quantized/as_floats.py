@@ -1,5 +1,7 @@
-"""A checkpoint's tensors by the names that its model's own class has for them, whatever way its
-matrices are stored: each becomes floats when it is read, and not before."""
+"""A checkpoint's tensors as floats, under the names of the transformers class.
+
+A quantised matrix is converted when it is read, not before.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ from engine.models.quantized.protocol import Scheme
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """A tensor that `[...]` reads, as safetensors' slices are read. On any thread."""
+    """A tensor that `[...]` reads, as slices of safetensors are read. On any thread."""
 
     read: Callable[[], Tensor]
 
@@ -23,7 +25,8 @@ class Unread:
 
 
 def as_floats(checkpoint: Checkpoint, scheme: Scheme) -> dict[str, Unread]:
-    """
+    """Return the tensors by name.
+
     Raises:
         ConfigError: parts of a matrix are missing, or have other shapes or dtypes.
     """

@@ -1,4 +1,4 @@
-"""AWQ: outputs packed by eight along the rows, in an order of their own."""
+"""AWQ: eight outputs are packed into a word along the rows, in a special order."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from engine.models.quantized.packed import floats, group_size, unpacked
 
 _BITS = 4
 _WORDS = 32 // _BITS
-_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # of outputs 0 to 7 within their word
+_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # places of outputs 0 to 7 within their word
 
 
 @dataclass(frozen=True, slots=True)

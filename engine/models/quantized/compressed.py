@@ -1,6 +1,6 @@
 """compressed-tensors, as llm-compressor writes it: fp8, int8 by channel, int4 and int8 by group.
 
-One scheme for all quantised modules; a checkpoint that mixes several is refused.
+All quantised modules must have one scheme. A checkpoint that mixes several is rejected.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ _ACTIVATIONS = frozenset({".input_scale", ".input_zero_point", ".k_scale", ".v_s
 
 @dataclass(frozen=True, slots=True)
 class Int8Stored:
-    """int8 with a scale for each row, around zero."""
+    """int8 with a scale for each row, symmetric around zero."""
 
     name: str = "int8 by channel"
     int8_channels: bool = True
@@ -45,8 +45,13 @@ class Int8Stored:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Integers packed along the rows, in groups of inputs (-1: one group), around half of their
-    range or a zero point."""
+    """Integers packed along the rows, in groups of inputs.
+
+    They are centred on half of their range, or on a zero point.
+
+    Attributes:
+        group: inputs per group. -1: one group.
+    """
 
     bits: int
     group: int
@@ -63,7 +68,7 @@ class Packed:
 
     @property
     def ignored(self) -> frozenset[str]:
-        return _ACTIVATIONS | {".weight_shape"}  # the model's own says the same
+        return _ACTIVATIONS | {".weight_shape"}  # the model's own shape is equivalent
 
     @property
     def numbers(self) -> str:
@@ -72,7 +77,7 @@ class Packed:
     def shape(self, module: str, checkpoint: Checkpoint) -> tuple[int, int]:
         rows, words = checkpoint.matrix_shape(f"{module}.weight_packed")
         columns = words * (32 // self.bits)
-        if f"{module}.weight_shape" in checkpoint.tensors:  # the last words may not be full
+        if f"{module}.weight_shape" in checkpoint.tensors:  # the last words may be partial
             columns = int(checkpoint.read(f"{module}.weight_shape")[-1])
         return rows, columns
 

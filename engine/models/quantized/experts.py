@@ -1,4 +1,4 @@
-"""How checkpoints store a layer's experts: matrix by matrix, or all in one tensor."""
+"""Storage of a layer's experts in checkpoints: one by one, or all in one tensor."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,7 +16,11 @@ _GATE_UP, _DOWN = "gate_up_proj", "down_proj"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a layer's experts are. prefix: of all their names, with the dot."""
+    """The location of a layer's experts.
+
+    Attributes:
+        prefix: of all their names, with the dot.
+    """
 
     checkpoint: Checkpoint
     scheme: Scheme
@@ -30,7 +34,7 @@ class ExpertStorage(Protocol):
     def wanted(self, shape: "ExpertShape", place: Place) -> Mapping[str, Wanted]: ...
 
     def int8_channels(self, place: Place) -> bool:
-        """Whether all matrices are of int8 with a scale for each row."""
+        """Return whether all matrices are int8 with a scale for each row."""
         ...
 
     def read(self, number: int, shape: "ExpertShape", place: Place) -> StoredExpert: ...
@@ -47,7 +51,7 @@ class ExpertShape:
 
 @dataclass(frozen=True, slots=True)
 class OneByOne:
-    """Modules n.gate, n.up and n.down of expert n, by these names, in whatever scheme."""
+    """Modules n.gate, n.up and n.down of expert n, under the given names, in any scheme."""
 
     gate: str = "gate_proj"
     up: str = "up_proj"
@@ -81,8 +85,11 @@ class OneByOne:
 
 @dataclass(frozen=True, slots=True)
 class Stacked:
-    """One tensor for all, outputs first, those of gate before those of up, as floats; layers that
-    have no such tensors have `otherwise`."""
+    """One tensor of floats for all experts, outputs first, with gate's before up's.
+
+    Attributes:
+        otherwise: storage of layers without such tensors.
+    """
 
     otherwise: OneByOne = field(default_factory=OneByOne)
 
@@ -117,7 +124,8 @@ def _is_stacked(place: Place) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class InTurn:
-    """One tensor for all, inputs first, or MXFP4 blocks; outputs of gate and up in turn; biases."""
+    """One tensor for all experts, with inputs first, or MXFP4 blocks. Outputs of gate and up
+    alternate. Has biases."""
 
     biased: bool = True
 

@@ -1,7 +1,7 @@
-"""Floats of eight bits with a scale for each block, each row, or all of a matrix.
+"""8-bit floats with a scale for each block, each row, or the whole matrix.
 
 Written by DeepSeek, Qwen and vLLM's quantisers (`fp8`), by Meta (`fbgemm_fp8`), and within
-`compressed-tensors`. Scales of activations are left alone: inputs are not rounded here.
+`compressed-tensors`. Scales of activations are ignored because inputs are not rounded here.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,11 @@ from engine.models.linear import Matrix
 
 @dataclass(frozen=True, slots=True)
 class Fp8:
-    """block: rows and columns that a scale is for; None: a row, or all of the matrix."""
+    """8-bit floats with scales.
+
+    Attributes:
+        block: rows and columns per scale. None: one scale per row or for the whole matrix.
+    """
 
     block: tuple[int, int] | None
 
@@ -62,7 +66,7 @@ class Fp8:
 
     @staticmethod
     def _scale(module: str, checkpoint: Checkpoint) -> str:
-        inverse = f"{module}.weight_scale_inv"  # what it multiplies by, whatever it is called
+        inverse = f"{module}.weight_scale_inv"  # the multiplier, despite its name
         return inverse if inverse in checkpoint.tensors else f"{module}.weight_scale"
 
 

@@ -1,4 +1,5 @@
-"""GPTQ: inputs packed by eight down the columns, in groups that may be in any order."""
+"""GPTQ: eight inputs are packed into a word down the columns, in groups that may be in any
+order."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +14,11 @@ from engine.models.quantized.packed import BITS, floats, group_size, unpacked
 
 @dataclass(frozen=True, slots=True)
 class Gptq:
-    """zeros_less_one: zeros are stored as one less, as the first version of the format does."""
+    """Integers packed along the inputs, by groups.
+
+    Attributes:
+        zeros_less_one: zero points are stored minus one, as in the first version of the format.
+    """
 
     bits: int
     group: int
@@ -56,7 +61,7 @@ class Gptq:
     def matrix(self, module: str, rows: int, columns: int, checkpoint: Checkpoint) -> Matrix:
         numbers = unpacked(checkpoint.read(f"{module}.qweight").t(), self.bits)
         zeros = unpacked(checkpoint.read(f"{module}.qzeros"), self.bits).t()
-        if self.zeros_less_one:  # 0 is the largest number then
+        if self.zeros_less_one:  # zero point 0 is stored as the largest number
             zeros = (zeros + 1) & (2**self.bits - 1)
         groups = None
         if f"{module}.g_idx" in checkpoint.tensors:

@@ -1,6 +1,6 @@
-"""Floats of four bits (e2m1), two in a byte, with a power of two for each 32 inputs: gpt-oss.
+"""4-bit floats (e2m1), two per byte, with a power of two for each 32 inputs, as in gpt-oss.
 
-Only the experts are stored so, all of a layer in one tensor.
+Only experts are stored so, with all experts of a layer in one tensor.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from engine.models.fields import Fields
 from engine.models.linear import Matrix
 from engine.models.quantized.plain import Plain
 
-_BLOCK = 32  # inputs, of 16 bytes
+_BLOCK = 32  # inputs, in 16 bytes
 _BIAS = 127  # of exponents
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES = torch.tensor([*_POSITIVE, *(-value for value in _POSITIVE)])
@@ -21,7 +21,7 @@ _VALUES = torch.tensor([*_POSITIVE, *(-value for value in _POSITIVE)])
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4(Plain):
-    """Of all modules but the experts, which say themselves how they are stored."""
+    """The scheme of all modules except experts, whose storage is declared separately."""
 
     name: str = "MXFP4 experts"
 
@@ -43,7 +43,7 @@ def wanted_mxfp4(module: str, count: int, rows: int, columns: int) -> Mapping[st
 
 
 def read_mxfp4(module: str, number: int, checkpoint: Checkpoint) -> Matrix:
-    """[rows, columns] of one expert."""
+    """Return the matrix [rows, columns] of one expert."""
     packed = checkpoint.read(f"{module}_blocks")[number]
     exponents = checkpoint.read(f"{module}_scales")[number].int() - _BIAS
     places = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(2).int()

@@ -1,6 +1,6 @@
-"""Small unsigned integers packed into words of 32 bits, lowest first, and what they stand for.
+"""Small unsigned integers packed into 32-bit words, lowest first, and their conversion to floats.
 
-What GPTQ, AWQ and compressed-tensors have in common: (number - zero) * scale, by groups of inputs.
+GPTQ, AWQ and compressed-tensors share the formula (number - zero) * scale, by groups of inputs.
 """
 
 import torch
@@ -8,11 +8,11 @@ from torch import Tensor
 
 from common.errors import ConfigError
 
-BITS = (4, 8)  # that do not straddle bytes
+BITS = (4, 8)  # these do not straddle bytes
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
-    """int32 [n, m] -> uint8 [n, m * 32 / bits]."""
+    """Unpack int32 [n, m] to uint8 [n, m * 32 / bits]."""
     numbers = words.contiguous().view(torch.uint8)
     if bits == 8:
         return numbers
@@ -20,12 +20,12 @@ def unpacked(words: Tensor, bits: int) -> Tensor:
 
 
 def floats(numbers: Tensor, scale: Tensor, zero: Tensor, groups: Tensor | None) -> Tensor:
-    """(number - zero) * scale.
+    """Return (number - zero) * scale.
 
     Args:
         numbers: [out, in].
         scale, zero: [out, groups].
-        groups: [in], the group of each input; None: as many inputs to each, one after the other.
+        groups: [in], the group of each input. None: consecutive groups of equal size.
     Returns:
         float32 [out, in].
     """
@@ -41,10 +41,10 @@ def floats(numbers: Tensor, scale: Tensor, zero: Tensor, groups: Tensor | None) 
 
 
 def group_size(size: int, columns: int, module: str) -> int:
-    """-1: all inputs are one group.
+    """Return the inputs per group. A size of -1 means one group of all inputs.
 
     Raises:
-        ConfigError: inputs do not divide into groups.
+        ConfigError: the inputs do not divide into groups.
     """
     if size == -1:
         return columns

@@ -1,4 +1,4 @@
-"""Matrices as they are."""
+"""Unquantised matrices."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

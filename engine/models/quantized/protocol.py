@@ -1,4 +1,4 @@
-"""What the loader knows of a way to store matrices."""
+"""Protocol between the loader and a storage scheme of matrices."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -8,36 +8,38 @@ from engine.models.linear import Matrix
 
 
 class Scheme(Protocol):
-    """Frozen, of numbers: it is part of what a model is."""
+    """A storage scheme. Immutable and made of numbers, because it is part of the model's
+    identity."""
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Name for people."""
         ...
 
     @property
     def int8_channels(self) -> bool:
-        """Whether its matrices are of int8 with a scale for each row."""
+        """True if all matrices are int8 with a scale for each row."""
         ...
 
     @property
     def ignored(self) -> frozenset[str]:
-        """Endings of names of tensors that may be there and are of no use."""
+        """Endings of names of tensors that may exist and are not used."""
         ...
 
     @property
     def numbers(self) -> str:
-        """Ending of the name of the tensor that a matrix's numbers are in."""
+        """Ending of the name of the tensor with a matrix's numbers."""
         ...
 
     def shape(self, module: str, checkpoint: Checkpoint) -> tuple[int, int]:
-        """Rows and columns of a module's matrix, as its numbers have them. They are there."""
+        """Return rows and columns of a module's matrix, from the tensor with its numbers. The
+        tensor must exist."""
         ...
 
     def wanted(
         self, module: str, rows: int, columns: int, checkpoint: Checkpoint
     ) -> Mapping[str, Wanted]:
-        """The tensors of a module's matrix [rows, columns], by name.
+        """Return the tensors of a module's matrix [rows, columns], by name.
 
         Raises:
             ConfigError: this scheme does not store such a matrix.
@@ -45,11 +47,14 @@ class Scheme(Protocol):
         ...
 
     def matrix(self, module: str, rows: int, columns: int, checkpoint: Checkpoint) -> Matrix:
-        """Reads it. What `wanted` says is there."""
+        """Read the matrix. The tensors that `wanted` names must exist."""
         ...
 
 
 def storing(scheme: Scheme, plain: Scheme, module: str, checkpoint: Checkpoint) -> Scheme:
-    """`plain` where the module is not quantised: lists of those in configurations are by pattern
-    and of many kinds, and the stored tensors say the same."""
+    """Return `plain` for modules that are not quantised.
+
+    The stored tensors decide. A configuration's list of such modules would be a set of patterns in
+    many formats.
+    """
     return plain if checkpoint.has_floats(f"{module}.weight") else scheme

@@ -1,7 +1,7 @@
-"""Models computed by the class that transformers has for them, with our attention in it.
+"""Models computed by their class in transformers, with Baton's paged attention.
 
-Slower than the native decoder, and there for every decoder that attends by transformers' attention
-interface and keeps nothing but KV. What is not served is refused by name, before weights are read.
+Slower than native blocks. Supports every decoder that uses transformers' attention interface and
+keeps no state other than KV. Other models are rejected, with the reason, before weights are read.
 """
 
 import hashlib
@@ -24,23 +24,24 @@ from engine.models.transformers_backend.held import drain_modules, refill_module
 from engine.models.transformers_backend.model import BorrowedModel
 from engine.models.transformers_backend.skeleton import Skeleton, skeleton
 
-# Of a configuration: KV does not depend on these.
+# Fields of a configuration that do not affect KV.
 _NOT_COMPARED = ("_name_or_path", "dtype", "eos_token_id", "torch_dtype", "transformers_version")
 
 
 class BorrowedCheckpoint:
-    """A checkpoint that a class of transformers computes; see Servable."""
+    """A checkpoint computed by a class of transformers, see Servable."""
 
     backend = "transformers"
     refilled_whole = True
     drafter = "none"
 
     def __init__(self, directory: Path, because: str) -> None:
-        """
+        """Read the configuration.
+
         Args:
-            because: why it is not computed natively.
+            because: why the model is not computed natively.
         Raises:
-            ConfigError: what is wrong with the configuration, or why the class is not served.
+            ConfigError: the configuration is wrong, or the class is not supported.
         """
         self._directory = directory
         stored = Fields.of(directory / "config.json")
@@ -74,7 +75,7 @@ class BorrowedCheckpoint:
         trim()
 
     def config_hash(self) -> str:
-        """Of all that the configuration says about what is computed."""
+        """Return a hash of all configuration fields that affect the computation."""
         config = self._skeleton.model.config.to_diff_dict()
         said = {name: value for name, value in config.items() if name not in _NOT_COMPARED}
         return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()

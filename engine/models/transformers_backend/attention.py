@@ -1,7 +1,7 @@
-"""Our paged attention, as the classes of transformers call it.
+"""Paged attention as an attention function of transformers.
 
-The function is registered once and knows no model: which layer it computes, in which step and over
-which pages, it has from the module that calls it.
+The function is registered once for all models. The calling module provides the layer, the step and
+the pages.
 """
 
 import threading
@@ -18,9 +18,9 @@ from engine.kv_cache.kv import KVPool
 from kernels.attention.paged import AttentionPlan, paged_attention, plan_attention
 from kernels.pages.store_kv import store_kv
 
-# No mask is registered under this name: classes then make none.
+# No mask function is registered under this name, so classes make no mask.
 NAME = "baton"
-# Of a module that attends: its PagedLayer.
+# Attribute of an attention module: its PagedLayer.
 _PLACE = "paged_layer"
 
 
@@ -34,7 +34,7 @@ class CurrentStep(threading.local):
 
     @contextmanager
     def of(self, batch: ForwardBatch, pool: KVPool) -> Iterator[None]:
-        """What layers called inside attend to."""
+        """Set the batch and pool for layers that are called inside."""
         self._batch, self._pool = batch, pool
         try:
             yield
@@ -52,12 +52,13 @@ class CurrentStep(threading.local):
         return self._pool.layers[layer]
 
     def table(self, layer: int) -> int:
-        """Which of the batch's tables has the layer's pages."""
+        """Return the index of the batch's page table for the layer."""
         assert self._pool is not None, "attention outside of a step"
         return self._pool.layout.places[layer].table
 
     def plan(self, table: int, kv: Tensor, num_heads: int, window: int | None) -> AttentionPlan:
-        """Of layers of a table with as many heads there is one: they have one window."""
+        """Return the plan of a page table and a number of heads. Layers that share both have one
+        window."""
         batch = self.batch
         key = (table, num_heads)
         if key not in self._plans:
@@ -77,10 +78,11 @@ class CurrentStep(threading.local):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedLayer:
-    """How one layer attends.
+    """The attention of one layer.
 
-    place: of its KV among the pool's layers.
-    stores: False where another layer, which comes before it, has stored K and V for both.
+    Attributes:
+        place: index of its KV among the pool's layers.
+        stores: False if an earlier layer has stored K and V for both.
     """
 
     step: CurrentStep
@@ -98,11 +100,11 @@ class PagedLayer:
         soft_cap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """[num_tokens, heads, v's head_dim].
+        """Return [num_tokens, heads, v's head_dim].
 
         Args:
-            q, k, v: [heads, num_tokens, head_dim], after norms and rotation; of each its own heads,
-                and v's head_dim may differ from the others'.
+            q, k, v: [heads, num_tokens, head_dim], after norms and rotation. Each has its own
+                number of heads, and v's head_dim may differ.
             sinks: [heads], scores of a key without a value.
         """
         kv, table = self.step.pages(self.place), self.step.table(self.place)
@@ -115,7 +117,7 @@ class PagedLayer:
 
 
 def attach(module: nn.Module, layer: PagedLayer) -> None:
-    """From now on what `module` attends to is `layer`."""
+    """Make `module` attend through `layer` from now on."""
     setattr(module, _PLACE, layer)
 
 
@@ -130,7 +132,8 @@ def _attend(
     s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """transformers' attention over a batch of 1: [1, heads, num_tokens, head_dim] each."""
+    """Compute attention for transformers, over a batch of 1: [1, heads, num_tokens, head_dim]
+    each."""
     layer: PagedLayer = getattr(module, _PLACE)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     sinks = None if s_aux is None else s_aux.flatten()

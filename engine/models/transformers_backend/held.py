@@ -1,7 +1,8 @@
-"""A class's matrices in the form that this machine multiplies them in, and other numbers in them.
+"""Conversion of a class's matrices to the form used on this machine, and replacement of their
+values.
 
-Only modules that multiply by a matrix and add a bias, and do nothing else. Experts that a class
-keeps as one stack, and matrices that it multiplies by in its own code, stay as they were loaded.
+Only modules that multiply by a matrix and add a bias are converted. Stacked experts, and matrices
+that a class multiplies in its own code, stay as they were loaded.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,7 @@ from engine.models.transformers_backend.skeleton import products
 
 
 class Held(nn.Module):
-    """Stands where a product was. Its `weight` has a shape and a dtype, and no numbers."""
+    """A module that replaces a product. Its `weight` has a shape and a dtype, but no values."""
 
     def __init__(self, linear: Linear, outputs: int, weight: Tensor) -> None:
         super().__init__()
@@ -35,15 +36,15 @@ class Held(nn.Module):
 
 
 def _numbers(module: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """Matrix [out, in] and bias [out]."""
+    """Return the matrix [out, in] and the bias [out]."""
     named = dict(module.named_parameters())
     weight, bias = named["weight"].detach(), named.get("bias")
-    matrix = weight if type(module) is nn.Linear else weight.T  # GPT-2's has inputs first
+    matrix = weight if type(module) is nn.Linear else weight.T  # Conv1D has inputs first
     return matrix, None if bias is None else bias.detach()
 
 
 def hold(model: PreTrainedModel, form: Form) -> None:
-    """Every product of `model` by `form`, one matrix of it twice in memory at a time."""
+    """Convert every product of `model` to `form`. One matrix at a time is in memory twice."""
     embedding = model.get_input_embeddings().weight
     head = model.get_output_embeddings()
     for name, outputs in [(name, outputs) for name, _, outputs, _ in products(model)]:
@@ -61,8 +62,8 @@ def hold(model: PreTrainedModel, form: Form) -> None:
 
 
 def refill_modules(present: Sequence[nn.Module], fresh: Sequence[nn.Module]) -> None:
-    """Copies all that modules of the same classes have to its places in `present`. Raises
-    EngineFault as `refill`."""
+    """Copy all tensors of modules of the same classes into `present`. Raises EngineFault as
+    `refill`."""
     here, there = list(_places(present)), list(_places(fresh))
     if len(here) != len(there):
         raise EngineFault("the weights differ in more than numbers")
@@ -71,13 +72,13 @@ def refill_modules(present: Sequence[nn.Module], fresh: Sequence[nn.Module]) -> 
 
 
 def drain_modules(present: Sequence[nn.Module]) -> None:
-    """Gives the memory of all that they have back to the system, until `refill_modules`."""
+    """Return the memory of all tensors to the system, until `refill_modules`."""
     for place in _places(present):
         drain(place)
 
 
 def _places(modules: Sequence[nn.Module]) -> Iterator[object]:
-    """What numbers are in: tensors as the class has them, and products that are held."""
+    """Yield the objects that hold numbers: the class's own tensors, and converted products."""
     for module in chain.from_iterable(each.modules() for each in modules):
         yield from (each.detach() for each in module.parameters(recurse=False))
         yield from module.buffers(recurse=False)

@@ -1,4 +1,4 @@
-"""A class of transformers with its weights, on the device, in the dtype that is computed in."""
+"""Loads a class of transformers with its weights, on the device, in the compute dtype."""
 
 import logging
 from pathlib import Path
@@ -26,13 +26,13 @@ log = logging.getLogger(__name__)
 def weight_bytes(
     skeleton: Skeleton, device: torch.device, dtype: torch.dtype, quantize: Quantize
 ) -> int:
-    """What `load` takes.
+    """Return the bytes that `load` allocates.
 
     Raises:
         ConfigError: as `form_of`.
     """
     model, form = skeleton.model, form_of(device, dtype, quantize)
-    # Tied weights are there once.
+    # Tied weights are counted once.
     taken: int = sum(x.numel() for x in model.parameters()) * dtype.itemsize
     taken += sum(x.nbytes for x in model.buffers())
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
@@ -53,7 +53,8 @@ def load(
     dtype: torch.dtype,
     quantize: Quantize,
 ) -> BorrowedModel:
-    """
+    """Load the model.
+
     Raises:
         ConfigError: weights are missing or have other shapes, or as `form_of`.
     """
@@ -63,7 +64,7 @@ def load(
     for layer in skeleton.attending:
         paged = PagedLayer(step, skeleton.place(layer), layer.stores, layer.window)
         attach(model.get_submodule(layer.module), paged)
-    if not isinstance(form, DenseForm):  # which is how the class has them
+    if not isinstance(form, DenseForm):  # the class already has dense matrices
         hold(model, form)
     return BorrowedModel(spec, model, step, device, skeleton.first_position)
 

@@ -1,7 +1,7 @@
-"""Which keys a class lets its queries see, asked of the class itself.
+"""Detection of the keys that a class lets its queries see.
 
-A class of transformers asks for a mask once per forward and hands it to its layers. In a probe it
-gets a description instead, made from the rule by which the mask would have been filled.
+A transformers class requests a mask once per forward and passes it to its layers. In a probe it
+gets a description instead, derived from the rule that would fill the mask.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.models.transformers_backend.refused import Refused
 
-_FURTHEST = 1 << 17  # query that is asked for; a wider window is none
+_FURTHEST = 1 << 17  # query that is probed, beyond which windows are not detected
 _QUERIES = (
     *range(40),
     *(
@@ -29,9 +29,11 @@ Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A query sees its own token and those before it, the last `window` of them if there is one.
+    """The visible tokens of a query: its own and those before it, limited to a window if there is
+    one.
 
-    limit: of tokens, up to which that is true; None: always.
+    Attributes:
+        limit: number of tokens up to which that holds. None: no limit.
     """
 
     window: int | None = None
@@ -44,12 +46,13 @@ class Seen:
 
 
 def seen_by(rule: Rule, chunk: int | None) -> Seen:
-    """
+    """Return which keys a mask rule makes visible.
+
     Args:
-        rule: of batch, head, query and key, as transformers' mask functions are.
-        chunk: tokens that attend among themselves alone, where the configuration has such chunks.
+        rule: function of batch, head, query and key, like transformers' mask functions.
+        chunk: tokens per chunk that attends only to itself, if the configuration has such chunks.
     Raises:
-        Refused: what queries see is none of this.
+        Refused: the rule is not supported.
     """
     try:
         counts = {query: _count(rule, query) for query in _QUERIES}
@@ -66,10 +69,10 @@ def seen_by(rule: Rule, chunk: int | None) -> Seen:
 
 
 def _count(rule: Rule, query: int) -> int:
-    """Keys that the query sees.
+    """Return the number of keys that the query sees.
 
     Raises:
-        Refused: one after its own token, or not the last ones before it.
+        Refused: it sees a key after its own token, or other keys than the last ones before it.
     """
     zero = torch.zeros((), dtype=torch.int64)
     keys = torch.arange(query + 2)

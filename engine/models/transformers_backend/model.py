@@ -1,4 +1,5 @@
-"""A model that is computed by the class that transformers has for it, with our attention in it."""
+"""A loaded model whose forward is that of its class in transformers, with Baton's paged
+attention."""
 
 from typing import Any
 
@@ -20,9 +21,10 @@ from engine.models.vision.seeing import Seeing
 
 
 class BorrowedModel:
-    """A class in two parts: its decoder, and what makes logits of the decoder's states.
+    """A class in two parts: its decoder, and the head that computes logits from the decoder's
+    states.
 
-    KV is in the pool it is given; the decoder's layers find what is computed in `step`.
+    KV is in the pool that is passed in. The decoder's layers find the current step in `step`.
     """
 
     def __init__(
@@ -33,10 +35,10 @@ class BorrowedModel:
         device: torch.device,
         first_position: int,
     ) -> None:
-        """Takes `model` apart: it is not to be used otherwise afterwards.
+        """Split `model` into its parts. It must not be used otherwise afterwards.
 
         Args:
-            first_position: of a text, as the class counts.
+            first_position: of a text, in the class's numbering.
         """
         self.spec = spec
         self.products: tuple[Product, ...] = ()
@@ -51,7 +53,7 @@ class BorrowedModel:
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
-        """That have all its weights."""
+        """The modules that together have all weights."""
         return self._decoder, self._head
 
     def forward(
@@ -62,12 +64,12 @@ class BorrowedModel:
         adapted: Adapted | None = None,
         late: LateStates | None = None,
     ) -> Tensor:
-        """Computes a step and writes K and V of its tokens into their pages.
+        """Compute a step and write K and V of its tokens into their pages.
 
         Args:
             future_tokens: int32 [num_slots], the last token sampled in every slot.
-            adapted: None: it has no products that adapters may add to.
-            late: nothing is added: its layers keep no states.
+            adapted: always None, because the model has no products for adapters.
+            late: unused, because the layers keep no recurrent states.
         Returns:
             Hidden states of batch.sampled, [num_sampled, hidden], for `logits`.
         """
@@ -85,17 +87,17 @@ class BorrowedModel:
         return sampled
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[n, vocabulary], with the class's own caps and scales."""
+        """Return logits [n, vocabulary], with the class's own caps and scales."""
         output = self._head(inputs_embeds=hidden.unsqueeze(0), use_cache=False, return_dict=True)
         logits: Tensor = output.logits
         return logits[0]
 
     def labels(self, hidden: Tensor) -> Tensor:
-        raise NotImplementedError  # its spec has none
+        raise NotImplementedError  # its spec has no labels
 
 
 class _States(BaseModelOutputWithPast):  # type: ignore[misc]
-    """What a decoder gives; all but its states is nothing, whatever it is called."""
+    """A decoder output that has only states. Every other attribute is None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -103,8 +105,8 @@ class _States(BaseModelOutputWithPast):  # type: ignore[misc]
 
 
 class _GivesBack(nn.Module):
-    """Stands where a decoder was, and gives back as states what it gets as embeddings; else it is
-    that decoder."""
+    """A module that replaces a decoder and returns its input embeddings as states. Other attributes
+    are those of the decoder."""
 
     def __init__(self, decoder: nn.Module) -> None:
         super().__init__()
@@ -118,7 +120,7 @@ class _GivesBack(nn.Module):
 
 
 def _without(model: PreTrainedModel, decoder: nn.Module) -> PreTrainedModel:
-    """`model`, which now computes nothing but logits."""
+    """Return `model`, changed to compute only logits."""
     place = next(name for name, module in model.named_modules() if module is decoder)
     parent, _, leaf = place.rpartition(".")
     setattr(model.get_submodule(parent), leaf, _GivesBack(decoder))

@@ -1,7 +1,7 @@
-"""What the layers of a class keep and how they attend, asked of the class itself.
+"""Detection of the KV that a class's layers keep, and of their attention.
 
 The class is built without weights, on torch's meta device, and computes one token. Its attention
-then tells, layer by layer, what it was called with.
+calls then show each layer's parameters.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,7 +22,7 @@ from engine.models.transformers_backend.refused import Refused
 NAME = "baton_probe"
 _MAX_HEAD_DIM = 256  # of the attention kernels
 _CALLS = "probed_calls"
-# Of what a layer may say in a call besides what is attended to: what changes nothing here.
+# Arguments of an attention call that change nothing here.
 _HARMLESS = frozenset(
     {
         "cache_position",
@@ -45,11 +45,12 @@ _HARMLESS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Attending:
-    """How one layer attends: heads of queries, the KV that it keeps, and what it sees.
+    """The attention of one layer: query heads, stored KV, and visible tokens.
 
-    module: its name in the class.
-    shares: the layer whose KV it attends to: itself, or one before it.
-    limit: of tokens, up to which `window` is all there is to say.
+    Attributes:
+        module: its name in the class.
+        shares: the layer whose KV it reads, which is itself or an earlier one.
+        limit: number of tokens up to which `window` describes it fully.
     """
 
     module: str
@@ -78,13 +79,13 @@ class _Call:
 
 
 def probe(model: PreTrainedModel, num_layers: int) -> tuple[Attending, ...]:
-    """Every layer's attention, by layer.
+    """Return every layer's attention, by layer.
 
     Args:
         model: on the meta device.
-        num_layers: that the configuration says there are.
+        num_layers: according to the configuration.
     Raises:
-        Refused: it cannot be served by paged attention.
+        Refused: the class cannot be served by paged attention.
     """
     calls: list[_Call] = []
     for module in model.modules():
@@ -93,7 +94,8 @@ def probe(model: PreTrainedModel, num_layers: int) -> tuple[Attending, ...]:
     token = torch.zeros(1, 1, dtype=torch.int64, device="meta")
     try:
         with torch.inference_mode(), _all_nonzero(), _ReadAsOnes():  # type: ignore[no-untyped-call]
-            # Without a mask classes look for packed sequences, in numbers that are not there.
+            # Without a mask, classes look for packed sequences in values that the meta device
+            # lacks.
             model(input_ids=token, attention_mask=torch.ones_like(token), use_cache=False)
     except Refused:
         raise
@@ -118,7 +120,7 @@ def probe(model: PreTrainedModel, num_layers: int) -> tuple[Attending, ...]:
 
 @contextmanager
 def _all_nonzero() -> Iterator[None]:
-    """Classes that look for experts with tokens find all of them on the meta device."""
+    """Make classes that look for experts with tokens find all of them on the meta device."""
     before = fx_config.meta_nonzero_assume_all_nonzero
     fx_config.meta_nonzero_assume_all_nonzero = True
     try:
@@ -128,8 +130,8 @@ def _all_nonzero() -> Iterator[None]:
 
 
 class _ReadAsOnes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What a class reads out of a tensor that has no number is 1: an expert that there is, a count
-    that is not 0."""
+    """A mode in which a value read from a meta tensor is 1: an expert that exists, or a nonzero
+    count."""
 
     _READS = (
         torch.ops.aten.item.default,
@@ -150,8 +152,12 @@ class _ReadAsOnes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _attending(call: _Call, name: str, first: dict[int, int]) -> Attending:
-    """first: by a key's identity, the layer that attended to it before all others; added to. One
-    that shares KV is given the very tensors of that layer."""
+    """Return the attention of one call.
+
+    Args:
+        first: key tensor's identity -> the first layer that attended to it. Updated here. A layer
+            that shares KV gets the same tensors as that layer.
+    """
     module, layer = call.module, getattr(call.module, "layer_idx", None)
     if layer is None:
         raise Refused(f"{name} does not know which layer it is")

@@ -1,5 +1,5 @@
-"""Why a class of transformers cannot be served here."""
+"""The error for a class of transformers that cannot be served."""
 
 
 class Refused(Exception):
-    """Says why, as the end of a sentence whose subject is the class."""
+    """The class cannot be served. The text is the end of a sentence whose subject is the class."""

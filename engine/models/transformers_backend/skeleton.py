@@ -1,6 +1,7 @@
-"""A class of transformers as its configuration describes it, without weights, and what that tells.
+"""A class of transformers without weights, built from its configuration, and the properties found
+in it.
 
-Code of a checkpoint's own is never run.
+Code in the checkpoint is never run.
 """
 
 import inspect
@@ -21,23 +22,25 @@ from engine.models.heads import CLASSIFIER
 from engine.models.transformers_backend.probe import Attending, probe
 from engine.models.transformers_backend.refused import Refused
 
-# Of one or the other name is how many tokens a class was made for.
+# Names of the field with the context length, in order of preference.
 _LENGTHS = ("max_position_embeddings", "max_sequence_length", "max_seq_len", "seq_length")
 _SAID = ("hidden_size", "num_hidden_layers", "vocab_size")
 _FULL = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
-# Frequencies of these depend on the longest request of a batch once that is longer than this.
+# Frequencies of these variants depend on the longest request of a batch beyond this field's value.
 _BY_BATCH = {"dynamic": _LENGTHS[0], "longrope": "original_max_position_embeddings"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Skeleton:
-    """
-    model: on the meta device.
-    config: of the text's part.
-    attending: every layer's attention.
-    context_length: tokens up to which what is computed here is what the class computes.
-    limited: why that is less than the configuration says, if it is.
-    first_position: of a text, as the class counts.
+    """The properties of a class, found without weights.
+
+    Attributes:
+        model: on the meta device.
+        config: of the text model.
+        attending: every layer's attention.
+        context_length: tokens up to which results equal those of the class.
+        limited: why that is less than the configuration says, or "".
+        first_position: of a text, in the class's numbering.
     """
 
     model: PreTrainedModel
@@ -53,18 +56,19 @@ class Skeleton:
 
     @property
     def keeps(self) -> tuple[PagedKV, ...]:
-        """What each layer that stores KV keeps of it."""
+        """The KV of each layer that stores KV."""
         return tuple(
             PagedKV(layer.kv_heads, layer.head_dim, layer.window) for layer in self._storing
         )
 
     def place(self, layer: Attending) -> int:
-        """Of the KV that `layer` attends to, among `keeps`."""
+        """Return the index among `keeps` of the KV that `layer` attends to."""
         return [kept.layer for kept in self._storing].index(layer.shares)
 
     @property
     def products_per_token(self) -> int:
-        """Multiplications of a token with matrices of its layers, of experts its own."""
+        """Multiplications of a token with matrices of the layers, counting only the token's own
+        experts."""
         head = self.model.get_output_embeddings()
         dense = sum(
             rows * columns for _, module, rows, columns in self.products() if module is not head
@@ -83,12 +87,12 @@ class Skeleton:
         return tuple(layer for layer in self.attending if layer.stores)
 
     def products(self) -> Iterator[tuple[str, nn.Module, int, int]]:
-        """Every product with a matrix: name, module, outputs, inputs."""
+        """Yield every product with a matrix: name, module, outputs, inputs."""
         yield from products(self.model)
 
 
 def products(model: nn.Module) -> Iterator[tuple[str, nn.Module, int, int]]:
-    """Modules that multiply by a matrix and add a bias, and do nothing else: name, module, outputs,
+    """Yield the modules that only multiply by a matrix and add a bias: name, module, outputs,
     inputs."""
     for name, module in model.named_modules():
         if type(module) is nn.Linear:
@@ -98,13 +102,13 @@ def products(model: nn.Module) -> Iterator[tuple[str, nn.Module, int, int]]:
 
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
-    """The module of a class that computes states, from which the class itself makes logits.
+    """Return the module that computes states, from which the class computes logits.
 
     Raises:
-        Refused: there is none.
+        Refused: there is no such module.
     """
     decoder = model.get_decoder()
-    if decoder is not model and isinstance(decoder, PreTrainedModel):  # some call their head so
+    if decoder is not model and isinstance(decoder, PreTrainedModel):  # some heads have that name
         return decoder
     for child in model.children():
         if isinstance(child, PreTrainedModel):
@@ -113,9 +117,10 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def skeleton(directory: Path) -> Skeleton:
-    """
+    """Build the class of a checkpoint without weights.
+
     Raises:
-        ConfigError: what is wrong with the configuration, or why the class cannot be served.
+        ConfigError: the configuration is wrong, or the class cannot be served.
     """
     transformers.logging.set_verbosity_error()
     config = config_of(directory)
@@ -129,7 +134,7 @@ def skeleton(directory: Path) -> Skeleton:
 
 
 def config_of(directory: Path) -> PreTrainedConfig:
-    """Raises ConfigError as `skeleton`."""
+    """Read the configuration. Raises ConfigError as `skeleton`."""
     try:
         config = AutoConfig.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
@@ -141,7 +146,7 @@ def config_of(directory: Path) -> PreTrainedConfig:
             ) from error
         line = str(error).strip().partition("\n")[0]
         raise ConfigError(f"{directory}: transformers cannot read config.json: {line}") from error
-    # The class is that of floats: what is stored in fewer bits is read here.
+    # The class is built for floats, because quantised matrices are converted by the loader.
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
     return config
@@ -180,7 +185,7 @@ def _without_weights(config: PreTrainedConfig) -> PreTrainedModel:
         raise Refused("its layers have convolutions over tokens")
     if "position_ids" not in inspect.signature(decoder.forward).parameters:
         raise Refused("its forward accepts no position_ids")
-    # One that needs no numbers to choose experts by; what is served may choose another.
+    # An implementation that chooses experts without values. Serving may use another one.
     if model._can_set_experts_implementation():
         model.set_experts_implementation("batched_mm")
     return model.eval()
@@ -211,7 +216,8 @@ def _described(model: PreTrainedModel, text: PreTrainedConfig) -> Skeleton:
 
 
 def _first_position(model: PreTrainedModel) -> int:
-    """Classes of RoBERTa's kin keep the positions up to that of their padding token for padding."""
+    """Return the position of a text's first token. RoBERTa-like classes reserve the positions up to
+    that of the padding token."""
     kept = [
         module.padding_idx
         for module in decoder_of(model).modules()
@@ -223,7 +229,8 @@ def _first_position(model: PreTrainedModel) -> int:
 
 
 def _rope_limits(text: PreTrainedConfig) -> Iterator[int]:
-    """Up to which a token's rotation does not depend on how long other requests are."""
+    """Yield lengths up to which a token's rotation does not depend on the length of other
+    requests."""
     rope = getattr(text, "rope_parameters", None) or {}
     for kind in [rope] if "rope_type" in rope else rope.values():
         if kind and (name := _BY_BATCH.get(kind.get("rope_type", ""))) is not None:

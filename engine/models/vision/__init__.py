@@ -1,1 +1,1 @@
-"""Images: from pixels to the embeddings that a decoder takes in the place of their tokens'."""
+"""Images: from pixels to the embeddings that replace those of image tokens."""

@@ -1,4 +1,4 @@
-"""A checkpoint's encoder of images, as transformers computes it, unchanged."""
+"""A checkpoint's image encoder, computed by its unchanged class in transformers."""
 
 import hashlib
 import math
@@ -21,7 +21,7 @@ _PREFIX = "visual."
 
 
 class Sight:
-    """The encoder of a checkpoint before it is loaded."""
+    """The image encoder of a checkpoint before it is loaded."""
 
     def __init__(self, directory: Path, files: VisionFiles) -> None:
         self._directory = directory
@@ -29,19 +29,19 @@ class Sight:
 
     @classmethod
     def of(cls, directory: Path) -> "Sight | None":
-        """None: images are not served, or there are none.
+        """Return the encoder, or None if the checkpoint has none or images are not served.
 
         Raises:
-            ConfigError: what is wrong with what the checkpoint says of images.
+            ConfigError: the checkpoint's image configuration is wrong.
         """
         files = vision_files(directory)
         return None if files is None else cls(directory, files)
 
     def stored(self) -> Collection[str]:
-        """Names of its tensors.
+        """Return the names of its tensors.
 
         Raises:
-            ConfigError: they are not those of the configuration, or are quantised.
+            ConfigError: they do not match the configuration, or are quantised.
         """
         checkpoint = Checkpoint(self._directory)
         with torch.device("meta"):
@@ -55,28 +55,28 @@ class Sight:
         return list(wanted)
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
-        """With what is kept of its embeddings."""
+        """Return the bytes of its weights and of cached embeddings."""
         tensors = Checkpoint(self._directory).tensors
         numbers = sum(math.prod(tensors[name].shape) for name in self.stored())
         return numbers * dtype.itemsize + KEPT_BYTES
 
     def config_hash(self) -> str:
-        """Of all that its embeddings depend on besides weights."""
+        """Return a hash of everything other than weights that its embeddings depend on."""
         vision = Fields.of(self._directory / "config.json").nested("vision_config")
         return hashlib.sha256(f"{vision.sorted()} {self.files}".encode()).hexdigest()
 
     def load(self, device: torch.device, dtype: torch.dtype) -> Seeing:
-        """
+        """Load the encoder.
+
         Raises:
-            ConfigError: tensors are missing, or are not those of the configuration.
+            ConfigError: tensors are missing, or do not match the configuration.
         """
         encoder = TransformersEncoder(self._directory, self.files, device, dtype)
         encoder.refill(self._weights())
         return Seeing(encoder)
 
     def refill(self, seeing: Seeing) -> None:
-        """Its weights in the place of those that another checkpoint of the same configuration has
-        given."""
+        """Replace its weights by those of this checkpoint, which has the same configuration."""
         seeing.refill(self._weights())
 
     def _weights(self) -> Mapping[str, Tensor]:
@@ -85,8 +85,8 @@ class Sight:
 
 
 def _transformers_model(directory: Path, dtype: torch.dtype) -> Any:
-    """Without weights. Imported here: transformers takes a second, and models of texts have no use
-    for it."""
+    """Return the class without weights. Imported here because transformers takes a second to import
+    and text models do not need it."""
     from transformers import AutoConfig
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
         Qwen2_5_VisionTransformerPretrainedModel,
@@ -98,12 +98,12 @@ def _transformers_model(directory: Path, dtype: torch.dtype) -> Any:
 
 
 class TransformersEncoder:
-    """See Encoder. Without weights until `refill`."""
+    """The encoder in transformers, see Encoder. It has no weights until `refill`."""
 
     def __init__(
         self, directory: Path, files: VisionFiles, device: torch.device, dtype: torch.dtype
     ) -> None:
-        # Only the pixels' order and scale are ours.
+        # Only the order and the scale of the pixels are Baton's.
         self._model = _transformers_model(directory, dtype)
         self._model.to(device).eval().requires_grad_(False)
         self._files = files
@@ -135,7 +135,8 @@ class TransformersEncoder:
 
 
 def patches(image: Image, files: VisionFiles, device: torch.device) -> Tensor:
-    """float32 [patches, numbers], those of a token one after the other, as encoders take them."""
+    """Return patches, float32 [patches, numbers], with those of a token adjacent, as encoders
+    expect them."""
     side, merge = files.patch_side, files.merge
     flat = torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8).to(device)
     mean, std = (torch.tensor(each, device=device) for each in (files.mean, files.std))

@@ -1,4 +1,4 @@
-"""What is counted of the images that an engine sees."""
+"""Metrics of the images that an engine encodes."""
 
 from collections.abc import Mapping
 
@@ -7,7 +7,7 @@ from engine.models.vision.seeing import Seeing
 
 
 class SeeingMeter:
-    """See Meter."""
+    """Image metrics, see Meter."""
 
     def __init__(self, seeing: Seeing | None) -> None:
         self._seeing = seeing

@@ -1,9 +1,8 @@
-"""The embeddings of images, as far as they are kept; the others are encoded when a step needs them.
+"""Embeddings of images, cached up to a limit and otherwise encoded when a step needs them.
 
-A forward asks for those of the images that its chunk has tokens of: whoever computes a prompt, for
-the first time or anew, needs nothing prepared, and what a prefix cache has is never encoded. The
-forward is longer by the encoding of those images, none of which has more tokens than
-`MAX_PIXEL_BYTES` are.
+A forward requests the embeddings of the images that its chunk has tokens of. Computing or
+recomputing a prompt therefore needs no preparation, and images in the prefix cache are not encoded.
+Encoding lengthens the forward. `MAX_PIXEL_BYTES` limits the size of each image.
 """
 
 import time
@@ -22,25 +21,30 @@ KEPT_BYTES = 256 << 20
 
 class Encoder(Protocol):
     def encode(self, image: Image) -> Tensor:
-        """[num_tokens, hidden], on the model's device and in its dtype; nobody changes it."""
+        """Return [num_tokens, hidden], on the model's device and in its dtype. Callers must not
+        change it."""
         ...
 
     def refill(self, weights: Mapping[str, Tensor]) -> None:
-        """These in the place of its own. Nobody encodes meanwhile."""
+        """Replace the weights. Nothing may encode meanwhile."""
         ...
 
     def drain(self) -> None:
-        """Gives the memory of its weights back to the system, until `refill`."""
+        """Return the memory of the weights to the system, until `refill`."""
         ...
 
     def working_bytes(self) -> int:
-        """Of a GPU, that the largest image takes while it is encoded."""
+        """Return the GPU bytes that encoding the largest image takes temporarily."""
         ...
 
 
 @dataclass(slots=True)
 class Counts:
-    """seconds: of the encoder's calls; a GPU may still be at work when one returns."""
+    """Counters.
+
+    Attributes:
+        seconds: of the encoder's calls. A GPU may still be computing when a call returns.
+    """
 
     encoded: int = 0
     found: int = 0
@@ -48,11 +52,12 @@ class Counts:
 
 
 class Seeing:
-    """For the forward stream; `counts` and `num_bytes` may be read elsewhere.
+    """The encoder with a cache of embeddings. For the forward stream. `counts` and `num_bytes` may
+    be read by other threads.
 
     Args:
-        most_bytes: of embeddings that are kept, by the content of their image; what was needed
-            longest ago goes first.
+        most_bytes: limit of cached embeddings, which are stored by image content. The least
+            recently used are evicted first.
     """
 
     def __init__(self, encoder: Encoder, most_bytes: int = KEPT_BYTES) -> None:
@@ -63,24 +68,25 @@ class Seeing:
         self.counts = Counts()
 
     def needed_bytes(self) -> int:
-        """Of a GPU, at most, beside weights."""
+        """Return the maximum of GPU bytes in addition to weights."""
         return self._most_bytes + self._encoder.working_bytes()
 
     def refill(self, weights: Mapping[str, Tensor]) -> None:
-        """Encodes with these from now on; nothing is kept of what others have made."""
+        """Replace the weights, and discard all embeddings made with the old ones."""
         self._forget()
         self._encoder.refill(weights)
 
     def drain(self) -> None:
-        """Nothing is kept, and weights are given back to the system, until `refill`."""
+        """Discard all embeddings, and return the memory of the weights to the system, until
+        `refill`."""
         self._forget()
         self._encoder.drain()
 
     def embed(self, seen: Sequence[Seen], x: Tensor) -> None:
-        """Puts the embeddings of these tokens in their places.
+        """Write the embeddings of these tokens to their places.
 
         Args:
-            x: [num_tokens, hidden], of a step; changed in place.
+            x: [num_tokens, hidden], of a step. Changed in place.
         """
         for part in seen:
             rows = x[part.place : part.place + part.last - part.first]

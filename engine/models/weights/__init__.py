@@ -1,4 +1,4 @@
-"""Where a decoder's blocks get weights: from a checkpoint, or from a count of what they take."""
+"""Sources of weights for a decoder's blocks: a checkpoint, or a survey that only counts bytes."""
 
 from engine.models.weights.reader import load_weights, refill_weights
 from engine.models.weights.survey import stored_tensors, weight_bytes

@@ -1,7 +1,7 @@
-"""Files are asked for before their tensors are wanted, and the log is told how far loading is.
+"""Read-ahead of checkpoint files, and log lines with the progress of loading.
 
-The system reads what it is asked for on its own, so the disk reads while matrices are made of what
-came before; that takes no memory of this process.
+The system reads requested ranges on its own, so the disk works while earlier matrices are
+converted. That takes no memory of this process.
 """
 
 import contextlib
@@ -20,10 +20,10 @@ log = logging.getLogger(__name__)
 
 
 class Ahead:
-    """What is read of a checkpoint while a model is loaded.
+    """The read-ahead of a checkpoint while a model is loaded.
 
     Args:
-        tensors: by name, in the order in which they will be wanted, more or less.
+        tensors: by name, in the approximate order in which they will be read.
         files: keeps the shards open.
     """
 
@@ -43,13 +43,13 @@ class Ahead:
         self._told = clock()
 
     def reads(self, name: str) -> None:
-        """A tensor is wanted now; of one that was before nothing is new."""
+        """Note that a tensor is read now. Repeated calls for a tensor change nothing."""
         self._read += self._left.pop(name, 0)
         while self._asked < self._read + AHEAD_BYTES:
             tensor = next(self._coming, None)
             if tensor is None:
                 break
-            with contextlib.suppress(OSError):  # a file system that takes no hints
+            with contextlib.suppress(OSError):  # a file system without support for hints
                 self._files.ask_for(tensor.path, tensor.offset, tensor.num_bytes)
             self._asked += tensor.num_bytes
         if self._clock() >= self._told + TOLD_EVERY_S:

@@ -1,4 +1,4 @@
-"""A checkpoint's tensors as a decoder's blocks want them, each read once."""
+"""A Source that reads a checkpoint's tensors for a decoder's blocks, each once."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -31,7 +31,7 @@ from engine.models.weights.survey import Needs, form_for, survey
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """A Source that reads; see there."""
+    """A Source that reads a checkpoint, see Source."""
 
     checkpoint: Checkpoint
     scheme: Scheme
@@ -89,11 +89,12 @@ class Reader:
     def norm(self, name: str, size: int, *, from_one: bool) -> Tensor:
         if not from_one:
             return self._own([name])
-        # A small difference would drown in the rounding of 1 + it to 16 bits.
+        # A small difference would be lost if 1 + difference were rounded to 16 bits.
         return own_copy(self._stored([name]).float() + 1, self.device, torch.float32)
 
     def tidy(self) -> None:
-        """Packing and widening leave holes between the matrices that stay."""
+        """Return free memory to the system. Packing and widening leave holes between the matrices
+        that stay."""
         trim()
 
     def _matrix(self, module: str, rows: int, columns: int) -> Matrix:
@@ -116,7 +117,7 @@ def load_weights(
     dtype: torch.dtype,
     quantize: Quantize = "none",
 ) -> Decoder:
-    """The decoder on `device`, with one matrix of it twice in memory at a time.
+    """Load the decoder onto `device`. One matrix at a time is in memory twice.
 
     Raises:
         ConfigError: as `stored_tensors` and `form_of`.
@@ -131,12 +132,12 @@ def load_weights(
 def refill_weights(
     decoder: Decoder, checkpoint: Checkpoint, spec: DecoderSpec, quantize: Quantize
 ) -> None:
-    """Other weights of the same decoder in the place of those that it has, with one part of it
-    twice in memory at a time.
+    """Replace the weights of a decoder by others of the same configuration. One part at a time is
+    in memory twice.
 
     Raises:
-        ConfigError: as `load_weights`; nothing has changed.
-        EngineFault: they differ in more than numbers; some of them are there already.
+        ConfigError: as `load_weights`. Nothing has changed.
+        EngineFault: the weights differ in more than values. Some are already replaced.
     """
     form = form_for(spec, decoder.device, decoder.dtype, quantize)
     needs = survey(checkpoint, spec, form, decoder.dtype)
@@ -146,10 +147,11 @@ def refill_weights(
         fresh = spec.parts(reader)
         for present in decoder.parts:
             refill(present, next(fresh))
-            reader.products.clear()  # or all of it would be there twice
+            reader.products.clear()  # otherwise all weights would be in memory twice
 
 
 def _watched(checkpoint: Checkpoint, needs: Needs, files: OpenFiles) -> Checkpoint:
-    """A survey notes tensors in the order in which they are read."""
+    """Return the checkpoint with read-ahead. The survey lists tensors in the order in which they
+    are read."""
     tensors = {name: checkpoint.tensors[name] for name in needs.stored}
     return checkpoint.watched(Ahead(tensors, files).reads, files)

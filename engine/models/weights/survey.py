@@ -1,4 +1,5 @@
-"""What a decoder needs of a checkpoint and takes in memory, found without reading a tensor."""
+"""A survey of the tensors that a decoder needs and of the memory that they take, without reading a
+tensor."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,14 +18,19 @@ from engine.models.quantized.experts import ExpertShape, Place
 from engine.models.quantized.plain import PLAIN
 from engine.models.quantized.protocol import Scheme, storing
 
-# Old Llama checkpoints store the inverse frequencies; they follow from the configuration.
+# Old Llama checkpoints store the inverse frequencies, which follow from the configuration.
 _IGNORED = frozenset({".rotary_emb.inv_freq"})
 _META = torch.device("meta")
 
 
 @dataclass(slots=True)
 class Needs:
-    """stored: tensors by name; num_bytes: of what is made of them."""
+    """The tensors that a decoder needs.
+
+    Attributes:
+        stored: by name.
+        num_bytes: memory of the converted tensors.
+    """
 
     stored: dict[str, Wanted] = field(default_factory=dict)
     num_bytes: int = 0
@@ -32,7 +38,7 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """A Source of tensors without storage: it notes what it is asked for."""
+    """A Source whose tensors have no storage. It records the requested tensors."""
 
     checkpoint: Checkpoint
     scheme: Scheme
@@ -118,7 +124,7 @@ class Survey:
         self.needs.stored.update(scheme.wanted(module, rows, columns, self.checkpoint))
 
     def _matrix_bytes(self, modules: Iterable[str], rows: int, columns: int) -> int:
-        """Of the modules' matrices as one."""
+        """Return the bytes of the modules' matrices joined into one."""
         int8 = all(self._scheme(module).int8_channels for module in modules)
         num_bytes = self.form.int8_bytes if int8 else self.form.num_bytes
         return num_bytes(rows, columns)
@@ -132,10 +138,10 @@ def _nothing(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def survey(checkpoint: Checkpoint, spec: DecoderSpec, form: Form, dtype: torch.dtype) -> Needs:
-    """What the decoder needs, checked against `checkpoint`.
+    """Return the tensors that the decoder needs, checked against `checkpoint`.
 
     Raises:
-        ConfigError: missing or unexpected tensors, wrong shapes or dtypes.
+        ConfigError: tensors are missing or unexpected, or have wrong shapes or dtypes.
     """
     source = Survey(checkpoint, spec.stored, form, dtype)
     spec.build(source)
@@ -147,10 +153,10 @@ def survey(checkpoint: Checkpoint, spec: DecoderSpec, form: Form, dtype: torch.d
 
 
 def stored_tensors(checkpoint: Checkpoint, spec: DecoderSpec) -> Mapping[str, Wanted]:
-    """The stored tensors that make the model, checked against `checkpoint`.
+    """Return the stored tensors that make the model, checked against `checkpoint`.
 
     Raises:
-        ConfigError: missing or unexpected tensors, wrong shapes or dtypes.
+        ConfigError: tensors are missing or unexpected, or have wrong shapes or dtypes.
     """
     form = form_of(torch.device("cpu"), torch.float32, "none")
     return survey(checkpoint, spec, form, torch.float32).stored
@@ -163,7 +169,7 @@ def weight_bytes(
     dtype: torch.dtype,
     quantize: Quantize = "none",
 ) -> int:
-    """What `load_weights` takes.
+    """Return the bytes that `load_weights` allocates.
 
     Raises:
         ConfigError: as `stored_tensors` and `form_of`.
@@ -174,5 +180,5 @@ def weight_bytes(
 def form_for(
     spec: DecoderSpec, device: torch.device, dtype: torch.dtype, quantize: Quantize
 ) -> Form:
-    """Raises ConfigError as `form_of`."""
+    """Return the form of the decoder's matrices. Raises ConfigError as `form_of`."""
     return form_of(device, dtype, quantize, int8_stored=spec.model.int8_stored)
