@@ -1,10 +1,10 @@
-"""The adapters of one engine: loaded, held by requests, in slots of the device, and in steps.
+"""The adapters of one engine: in host memory, held by requests, in device slots, and in steps.
 
-    asked for --hold--> has it in host memory --take_slot--> may be computed --release--> gone
+    requested --hold--> in host memory --take_slot--> may be computed --release--> done
 
-A request holds its adapter, and later a slot, from the moment it is let in until its end: nothing
-that happens to the adapter meanwhile concerns it. A slot is filled on the forward stream before the
-step that needs it, and so after all steps that had another adapter there.
+A request holds its adapter from admission until its end, and later also a slot. Unloading the
+adapter meanwhile does not affect the request. A slot is filled on the forward stream before the
+step that needs it. So the fill comes after all steps that used another adapter in that slot.
 """
 
 from collections.abc import Sequence
@@ -30,11 +30,11 @@ _NONE = -1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterWork:
-    """What a step needs of adapters.
+    """The adapters of one step.
 
     Attributes:
-        tokens: of the step, in host memory; None: it has none with an adapter.
-        fills: slots to be filled before it.
+        tokens: of the step, in host memory. None: no token has an adapter.
+        fills: slots to fill before the step.
     """
 
     bank: AdapterBank
@@ -42,16 +42,17 @@ class AdapterWork:
     fills: Sequence[tuple[int, Adapter]] = ()
 
     def tensors(self) -> list[Tensor]:
-        """In host memory, contiguous."""
+        """Return all tensors, contiguous and in host memory."""
         return [] if self.tokens is None else [self.tokens.order, self.tokens.tiles]
 
     def fill(self) -> None:
-        """On the forward stream."""
+        """Fill the slots. On the forward stream."""
         for slot, adapter in self.fills:
             self.bank.fill(slot, adapter)
 
     def adapted(self, sent: Sequence[Tensor]) -> AdaptedStep | None:
-        """
+        """Return the adapters of the step as the forward uses them. None if no token has one.
+
         Args:
             sent: `tensors()`, on the device.
         """
@@ -62,14 +63,14 @@ class AdapterWork:
 
 
 class Adapters:
-    """Engine thread only.
+    """The adapters of an engine's requests. Engine thread only.
 
     Attributes:
-        nothing: what a step needs without one.
-        num_changes: counts the requests that gave their slot back, ever.
-        num_fills: counts adapters that were put into a slot.
+        nothing: work of a step without adapters.
+        num_changes: total requests that returned their slot.
+        num_fills: total adapters loaded into a slot.
     Args:
-        table: of the requests that steps are made of.
+        table: of the requests that steps consist of.
     """
 
     def __init__(self, library: Library, bank: AdapterBank, table: RequestTable) -> None:
@@ -91,17 +92,17 @@ class Adapters:
         return self._slots.num_used
 
     def hold(self, request: Request) -> None:
-        """The request is here from now on; `release` follows.
+        """Hold the request's adapter until `release`.
 
         Raises:
-            AdapterNotLoaded: its adapter is not.
+            AdapterNotLoaded: its adapter is not loaded.
         """
         if request.spec.adapter:
             self._held[request.key] = self.library.hold(request.spec.adapter)
 
     def take_slot(self, request: Request) -> bool:
-        """Of one that is held. False: it has to wait until another adapter's last request has
-        ended."""
+        """Assign a device slot to a request that holds its adapter. Return False if it must wait
+        until the last request of another adapter has ended."""
         if not request.spec.adapter or request.key in self._with_slot:
             return True
         taken = self._slots.take(request.spec.adapter)
@@ -115,7 +116,7 @@ class Adapters:
         return True
 
     def release(self, key: int) -> None:
-        """The request has ended. Harmless where it holds nothing."""
+        """Release the adapter of a request that has ended. Does nothing if it holds none."""
         adapter = self._held.pop(key, None)
         if adapter is None:
             return
@@ -126,7 +127,7 @@ class Adapters:
         self.library.drop(adapter.id)
 
     def build(self, batch: ScheduleBatch) -> AdapterWork:
-        """At the launch of a step. Where nobody has an adapter it costs nothing."""
+        """Return the adapters of a step, at its launch. Costs nothing if no row has an adapter."""
         if not self._held:
             return self.nothing
         fills, self._fills = self._fills, []
@@ -137,7 +138,8 @@ class Adapters:
         return AdapterWork(self._bank, tokens_by_slot(of_tokens, self._bank.num_slots), fills)
 
     def rehearsal(self, num_tokens: int) -> AdapterWork:
-        """Of so many tokens, all with an adapter: as much memory as any step needs."""
+        """Return work in which all tokens have an adapter, which needs the most memory, for
+        warm-up."""
         num_slots = self._bank.num_slots
         if not num_slots:
             return self.nothing
@@ -150,6 +152,6 @@ class Adapters:
 
 
 def no_adapters(table: RequestTable) -> Adapters:
-    """For requests that ask for none."""
+    """Return an empty set, for requests without adapters."""
     bank = AdapterBank((), 0, 1, torch.device("cpu"), torch.float32)
     return Adapters(Library(0, 0), bank, table)

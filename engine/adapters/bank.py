@@ -1,7 +1,7 @@
-"""The adapters on the device: for each of the model's products as many pairs of matrices as there
-are slots, and what those of a step add.
+"""The adapters on the device: for each of the model's products a pair of matrices per slot, and
+their contribution to a step.
 
-Forward stream only; what is in which slot is for others to know.
+Forward stream only. The caller knows which adapter is in which slot.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from kernels.adapters.low_rank import LEAST_RANK, TokensBySlot, add_low_rank
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Place:
-    """Of one product, as `add_low_rank` takes it."""
+    """The matrices for one product, as `add_low_rank` takes them."""
 
     modules: tuple[str, ...]
     parts: tuple[int, ...]
@@ -26,9 +26,10 @@ class _Place:
 
 
 class AdapterBank:
-    """
+    """The device memory of adapters.
+
     Args:
-        num_slots: 0: it takes no memory.
+        num_slots: 0: no memory is allocated.
         max_rank: of an adapter.
     """
 
@@ -55,7 +56,7 @@ class AdapterBank:
             )
 
     def fill(self, slot: int, adapter: Adapter) -> None:
-        """Puts it there, in place of what there was."""
+        """Copy an adapter into a slot, in place of the previous one."""
         rank = self._rank
         for place in self._places.values():
             place.down[slot].zero_()
@@ -71,7 +72,8 @@ class AdapterBank:
                 first += outputs
 
     def adapted(self, tokens: TokensBySlot) -> "AdaptedStep":
-        """
+        """Return the adapters of a step as the forward uses them.
+
         Args:
             tokens: of a step, on the device.
         """
@@ -80,7 +82,7 @@ class AdapterBank:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdaptedStep:
-    """See Adapted."""
+    """The adapters of a step, see Adapted."""
 
     places: dict[Linear, _Place]
     tokens: TokensBySlot
@@ -92,14 +94,14 @@ class AdaptedStep:
 
 
 def held_rank(max_rank: int) -> int:
-    """That kernels take: a power of two."""
+    """Return the rank that kernels use: the next power of two."""
     return max(LEAST_RANK, 1 << (max_rank - 1).bit_length())
 
 
 def bank_bytes(
     products: Sequence[Product], num_slots: int, max_rank: int, dtype: torch.dtype
 ) -> int:
-    """What a bank takes of the device."""
+    """Return the device memory of a bank in bytes."""
     numbers = sum(
         len(product.modules) * product.inputs + sum(product.modules.values())
         for product in products

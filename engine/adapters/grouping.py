@@ -1,4 +1,4 @@
-"""Which tokens of a step have which adapter, as the products of low rank want it."""
+"""Grouping of a step's tokens by adapter, as the low-rank products need it."""
 
 import numpy as np
 import torch
@@ -8,10 +8,10 @@ from kernels.adapters.low_rank import TILE_ROWS, TokensBySlot
 
 
 def tokens_by_slot(slots: NDArray[np.integer], num_slots: int) -> TokensBySlot:
-    """In host memory; O(tokens).
+    """Return the tokens grouped by slot, in host memory. O(tokens).
 
     Args:
-        slots: of each token; -1: it has none.
+        slots: of each token. -1: it has no adapter.
     """
     present = np.flatnonzero(slots >= 0)
     order = present[np.argsort(slots[present], kind="stable")].astype(np.int32)

@@ -1,7 +1,7 @@
-"""The adapters that a node has, by name and by content, in host memory.
+"""The adapters that a node has loaded in host memory, by name and by content.
 
-As many as are allowed, in number and in bytes: for one more, those that nobody has used for longest
-go. One that a request holds stays until the request lets go of it, whatever becomes of its names.
+Their number and bytes are limited. To add one, the least recently used idle ones are evicted. An
+adapter held by a request stays until the request releases it, even if its names are removed.
 """
 
 from dataclasses import dataclass, field
@@ -13,7 +13,11 @@ from engine.adapters.stored import Adapter
 
 @dataclass(slots=True, eq=False)
 class Loaded:
-    """holders: requests that have it."""
+    """A loaded adapter.
+
+    Attributes:
+        holders: number of requests that hold it.
+    """
 
     adapter: Adapter
     names: set[str] = field(default_factory=set)
@@ -21,12 +25,12 @@ class Loaded:
 
 
 class Library:
-    """Engine thread only."""
+    """The loaded adapters. Engine thread only."""
 
     def __init__(self, max_adapters: int, max_bytes: int) -> None:
         self._max_adapters = max_adapters
         self._max_bytes = max_bytes
-        self._loaded: dict[AdapterId, Loaded] = {}  # the longest unused first
+        self._loaded: dict[AdapterId, Loaded] = {}  # the least recently used first
         self.num_evicted = 0
 
     def __len__(self) -> int:
@@ -37,15 +41,15 @@ class Library:
         return sum(each.adapter.num_bytes for each in self._loaded.values())
 
     def names(self) -> dict[str, AdapterId]:
-        """Of all that may be asked for."""
+        """Return all names that requests may use, with their adapters."""
         return {name: adapter for adapter, each in self._loaded.items() for name in each.names}
 
     def add(self, name: str, adapter: Adapter) -> bool:
-        """It may be asked for by its content from now on. Returns whether it is new by that name.
+        """Add an adapter under a name. Return whether the name is new.
 
         Raises:
-            WrongState: the name is another's.
-            Overloaded: there is no room for it beside those that are in use.
+            WrongState: the name belongs to another adapter.
+            Overloaded: the adapters in use leave no capacity for it.
         """
         has = self.names().get(name)
         if has not in (None, adapter.id):
@@ -57,8 +61,8 @@ class Library:
         return has is None
 
     def remove(self, name: str) -> bool:
-        """Nobody asks for it by that name any more. Who holds it keeps it. Returns whether there
-        was one."""
+        """Remove a name. Requests that hold the adapter keep it. Return whether the name
+        existed."""
         adapter = self.names().get(name)
         if adapter is None:
             return False
@@ -67,10 +71,10 @@ class Library:
         return True
 
     def hold(self, adapter: AdapterId) -> Adapter:
-        """Until `drop`.
+        """Hold an adapter until `drop`.
 
         Raises:
-            AdapterNotLoaded: it is not here; another node may have it.
+            AdapterNotLoaded: it is not loaded here. Another node may have it.
         """
         loaded = self._loaded.get(adapter)
         if loaded is None or not loaded.names:
@@ -89,7 +93,8 @@ class Library:
             del self._loaded[adapter]
 
     def _make_room(self, num_bytes: int) -> None:
-        """For one of so many bytes, which is no more than is allowed of all."""
+        """Evict idle adapters to make room for one of `num_bytes`, which is at most the total
+        limit. Raises Overloaded if that is not enough."""
         idle = [adapter for adapter, loaded in self._loaded.items() if not loaded.holders]
         count, total = len(self._loaded), self.num_bytes
         evicted = []

@@ -1,5 +1,5 @@
-"""Adapters loaded and unloaded while the engine goes on: files are read beside it, one after the
-other, and what has been read is taken up between two steps."""
+"""Loading and unloading of adapters at runtime. Another thread reads files one after the other, and
+the engine adds the results between two steps."""
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,7 +11,7 @@ from engine.adapters.library import Library
 from engine.adapters.shelf import Shelf
 from engine.adapters.stored import Adapter
 
-MAX_LOADING = 4  # at once, the one that is read among them
+MAX_LOADING = 4  # at once, including the one that is being read
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,10 +22,10 @@ class _Loading:
 
 
 class AdapterLoader:
-    """Engine thread only.
+    """The adapter loader. Engine thread only.
 
     Attributes:
-        tell: called by another thread when `poll` has something to take up.
+        tell: called by another thread when `poll` has work.
     """
 
     def __init__(self, shelf: Shelf, library: Library) -> None:
@@ -36,15 +36,17 @@ class AdapterLoader:
         self.tell: Callable[[], None] = lambda: None
 
     def names(self) -> Mapping[str, AdapterId]:
-        """Of all that requests may have."""
+        """All names that requests may use."""
         return self._library.names()
 
     def load(self, name: str, path: str) -> Future[tuple[AdapterId, bool]]:
-        """What is loaded, in some later `poll`, and whether it is new by that name; or a
-        ServingError: of Shelf.read or Library.add.
+        """Load an adapter. A later `poll` completes the future.
 
+        Returns:
+            The adapter, and whether the name is new. Or a ServingError of Shelf.read or
+            Library.add.
         Raises:
-            Overloaded: too many are being loaded.
+            Overloaded: too many adapters are being loaded.
         """
         if len(self._loading) >= MAX_LOADING:
             raise Overloaded(f"{len(self._loading)} adapters are being loaded already")
@@ -55,11 +57,11 @@ class AdapterLoader:
         return loaded
 
     def unload(self, name: str) -> bool:
-        """Requests that have it go on. Returns whether there was one."""
+        """Unload a name. Running requests keep the adapter. Return whether the name existed."""
         return self._library.remove(name)
 
     def poll(self) -> None:
-        """Takes up what has been read."""
+        """Add the adapters that have been read."""
         done = [each for each in self._loading if each.read.done()]
         for each in done:
             self._loading.remove(each)
@@ -70,5 +72,5 @@ class AdapterLoader:
                 each.loaded.set_exception(error)
 
     def close(self) -> None:
-        """Nothing is loaded any more."""
+        """Stop loading."""
         self._reader.shutdown(wait=False, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""An engine's adapters, as they are configured."""
+"""Construction of an engine's adapters from its configuration."""
 
 from common.config import LoraConfig
 from common.errors import ConfigError, ServingError
@@ -10,11 +10,12 @@ from engine.models import Model
 
 
 def bank_of(config: LoraConfig, model: Model, free: int) -> AdapterBank:
-    """
+    """Return the bank for a model.
+
     Args:
-        free: bytes of the device that it may take.
+        free: bytes of the device that it may use.
     Raises:
-        ConfigError: it would take more, or the model takes no adapters.
+        ConfigError: it would need more, or the model supports no adapters.
     """
     num_slots = 0 if config.directory is None else config.slots
     if num_slots and not model.products:
@@ -38,10 +39,10 @@ def shelf_of(config: LoraConfig, model: Model) -> Shelf:
 
 
 def load_all(config: LoraConfig, shelf: Shelf, library: Library) -> None:
-    """Those that are there from the start.
+    """Load the configured adapters at start.
 
     Raises:
-        ConfigError: one of them is none, or they are too many.
+        ConfigError: one of them is invalid, or there are too many.
     """
     for each in config.adapters:
         name, _, path = each.partition("=")

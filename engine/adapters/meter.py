@@ -1,4 +1,4 @@
-"""What is counted of an engine's adapters."""
+"""Metrics of an engine's adapters."""
 
 from collections.abc import Mapping
 
@@ -7,7 +7,7 @@ from engine.adapters.adapters import Adapters
 
 
 class AdapterMeter:
-    """Engine thread only. See Meter."""
+    """Adapter metrics, see Meter. Engine thread only."""
 
     def __init__(self, adapters: Adapters) -> None:
         self._adapters = adapters

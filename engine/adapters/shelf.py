@@ -1,4 +1,4 @@
-"""Where adapters are read from: below one directory, which the operator names, and nowhere else."""
+"""Reading of adapters, restricted to one directory that the operator configured."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,12 +14,12 @@ _UNREADABLE = (ArithmeticError, OSError, RuntimeError, ValueError)
 
 
 class Shelf:
-    """For any thread.
+    """A directory of adapters. For any thread.
 
     Args:
-        directory: None: there is none, and no adapter.
+        directory: None: there is no directory, and no adapter.
         products, dtype: of the model.
-        pinned: as of `read_adapter`.
+        pinned: as in `read_adapter`.
     """
 
     def __init__(
@@ -38,11 +38,12 @@ class Shelf:
         self._pinned = pinned
 
     def read(self, path: str) -> Adapter:
-        """
+        """Read an adapter.
+
         Args:
-            path: of a directory below this one; relative to it, or whole.
+            path: of a directory below this one, absolute or relative to it.
         Raises:
-            InvalidRequest: it leads elsewhere, or what is there is no adapter for this model.
+            InvalidRequest: the path leads elsewhere, or has no adapter for this model.
         """
         if self._directory is None:
             raise InvalidRequest("lora_path: this node has no engine.lora.directory")
@@ -54,11 +55,11 @@ class Shelf:
             )
         except ConfigError as error:
             raise InvalidRequest(f"lora_path: {str(error).replace(f'{root}/', '')}") from None
-        except _UNREADABLE as error:  # whatever else is wrong with a file, the engine goes on
+        except _UNREADABLE as error:  # any other defect of a file must not stop the engine
             kind = type(error).__name__
             raise InvalidRequest(f"lora_path: what is there cannot be read ({kind})") from error
 
 
 def no_shelf() -> Shelf:
-    """Where nothing is read."""
+    """Return a shelf without adapters."""
     return Shelf(None, (), AdapterLimits(0, 0), torch.float32, pinned=False)

@@ -1,30 +1,33 @@
-"""Which adapter is in which slot of the device. A slot is its adapter's as long as one of its
-requests has it; after that it is the next one's who needs it, the longest unused first."""
+"""Assignment of adapters to device slots.
+
+An adapter keeps its slot while a request uses it. After that the slot may be reassigned, the least
+recently used first.
+"""
 
 from common.requests.adapter import AdapterId
 
 
 class DeviceSlots:
-    """Engine thread only."""
+    """The device slots. Engine thread only."""
 
     def __init__(self, num_slots: int) -> None:
         self._free = list(range(num_slots - 1, -1, -1))
         self._slots: dict[AdapterId, int] = {}
-        self._users: dict[AdapterId, int] = {}  # of those that are in use
-        self._idle: dict[AdapterId, None] = {}  # the others, the longest unused first
+        self._users: dict[AdapterId, int] = {}  # requests per adapter in use
+        self._idle: dict[AdapterId, None] = {}  # adapters not in use, the least recently used first
 
     @property
     def num_used(self) -> int:
-        """Slots that requests have."""
+        """Number of slots that requests use."""
         return len(self._users)
 
     def slot_of(self, adapter: AdapterId) -> int:
-        """Of one that is in use."""
+        """Return the slot of an adapter in use."""
         return self._slots[adapter]
 
     def take(self, adapter: AdapterId) -> tuple[int, bool] | None:
-        """A slot for one more request: which, and whether the adapter is yet to be put there.
-        None: all are in use."""
+        """Assign a slot for one more request. Return the slot, and whether the adapter must still
+        be copied into it. None if all slots are in use."""
         if adapter in self._users:
             self._users[adapter] += 1
             return self._slots[adapter], False
@@ -43,7 +46,7 @@ class DeviceSlots:
         return self._slots[adapter], fresh
 
     def drop(self, adapter: AdapterId) -> None:
-        """One request less."""
+        """Release one request's use of the adapter's slot."""
         self._users[adapter] -= 1
         if not self._users[adapter]:
             del self._users[adapter]

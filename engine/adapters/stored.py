@@ -1,6 +1,6 @@
 """An adapter as PEFT saves it: adapter_config.json and adapter_model.safetensors.
 
-What is not computed here is refused by name, before a tensor is read.
+Unsupported options are rejected by name, before a tensor is read.
 """
 
 import math
@@ -23,7 +23,7 @@ MAX_CONFIG_BYTES = 1 << 20
 _PREFIX = "base_model.model."
 _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
 
-# Whatever else a configuration has says how the adapter was trained, or what is in its tensors.
+# All other fields of a configuration describe training, or are implied by the tensors.
 _OFF = ("use_dora", "fan_in_fan_out", "lora_bias", "use_qalora", "use_bdlora")
 _NONE = (
     "modules_to_save",
@@ -39,9 +39,11 @@ _NONE = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pair:
-    """Of one module: y += up (down x).
+    """The matrices of one module: y += up (down x). In host memory.
 
-    down: [rank, in]; up: [out, rank], times the adapter's scale. In host memory.
+    Attributes:
+        down: [rank, in].
+        up: [out, rank], multiplied by the adapter's scale.
     """
 
     down: Tensor
@@ -54,9 +56,11 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapter:
-    """
-    id: of what it computes, whatever it is called and wherever it lies.
-    pairs: by the full name of the module.
+    """An adapter in host memory.
+
+    Attributes:
+        id: derived from its content, independent of name and location.
+        pairs: by the full name of the module.
     """
 
     id: AdapterId
@@ -69,7 +73,11 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class AdapterLimits:
-    """max_bytes: of its file, and of what is made of it."""
+    """The limits of an adapter.
+
+    Attributes:
+        max_bytes: of its file, and of the converted matrices.
+    """
 
     max_rank: int
     max_bytes: int
@@ -83,13 +91,15 @@ def read_adapter(
     *,
     pinned: bool = False,
 ) -> Adapter:
-    """
+    """Read an adapter.
+
     Args:
         products: of the model.
-        dtype: that the model computes in.
-        pinned: in memory that a device can copy by itself.
+        dtype: the model's compute dtype.
+        pinned: use page-locked memory.
     Raises:
-        ConfigError: it is not there, too large, or not for this model; the message names what.
+        ConfigError: it does not exist, is too large, or does not fit this model. The message names
+            the reason.
     """
     _check_size(directory / CONFIG, MAX_CONFIG_BYTES)
     _check_size(directory / WEIGHTS, limits.max_bytes)
@@ -121,7 +131,7 @@ def read_adapter(
 
 
 def _held(tensor: Tensor, pinned: bool) -> Tensor:
-    """In memory of its own, whatever the file does afterwards."""
+    """Return a copy in its own memory, which later changes of the file do not affect."""
     return tensor.pin_memory() if pinned else tensor.clone()
 
 
@@ -137,7 +147,7 @@ def _check_size(path: Path, max_bytes: int) -> None:
 
 
 def _scale(config: Fields) -> float:
-    """By which up (down x) is multiplied."""
+    """Return the factor of up (down x)."""
     kind = config.text("peft_type")
     if kind != "LORA":
         raise config.wrong("peft_type", '"LORA"')
@@ -156,7 +166,7 @@ def _scale(config: Fields) -> float:
 
 
 def _modules(directory: Path, tensors: Mapping[str, StoredTensor]) -> list[str]:
-    """Names of the modules that it adds to, in order."""
+    """Return the names of the modules that it adds to, sorted."""
     found: dict[str, set[str]] = {}
     for name in tensors:
         side = next((side for side in (_DOWN, _UP) if name.endswith(side)), None)
@@ -177,7 +187,7 @@ def _check_module(
     name: str,
     modules: Mapping[str, tuple[int, int]],
 ) -> int:
-    """Returns how many numbers it has."""
+    """Check a module's pair. Return the number of its values."""
     if name not in modules:
         raise ConfigError(f"{directory}: the model has no {name} that an adapter may add to")
     outputs, inputs = modules[name]

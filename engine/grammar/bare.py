@@ -1,7 +1,7 @@
-"""xgrammar, without torch and transformers where they are not there already.
+"""Import of xgrammar without torch and transformers, unless they are already imported.
 
-It imports both, for masks on devices and for tokenizers of theirs, which takes seconds of a core
-and hundreds of MiB. Here neither is used, so it gets stand-ins in their place.
+xgrammar imports both, for masks on devices and for their tokenizers, which takes seconds of a core
+and hundreds of MiB. Baton uses neither, so they are replaced by stand-ins.
 """
 
 import sys
@@ -13,7 +13,7 @@ _UNUSED = ("torch", "transformers")
 
 
 class _StandIn(ModuleType):
-    """Has a class of any name, of which there can be an instance."""
+    """A module that has a class under any name, which can be instantiated."""
 
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):
@@ -27,7 +27,7 @@ def _imported() -> ModuleType:
     absent = [name for name in _UNUSED if name not in sys.modules]
     if "torch" in absent:
         sys.modules["torch"] = None  # type: ignore[assignment]
-        import_module("tvm_ffi")  # which does without where there is none
+        import_module("tvm_ffi")  # works without torch if there is none
     for name in absent:
         sys.modules[name] = _StandIn(name)
     try:

@@ -1,4 +1,4 @@
-"""One bit for each token of a vocabulary, the lowest first, in words of 32 bits."""
+"""Bit masks over a vocabulary: one bit for each token, the lowest first, in 32-bit words."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -7,15 +7,15 @@ WORD = 32
 
 
 def words_of(vocabulary_size: int) -> int:
-    """Of a row of bits."""
+    """Return the number of words in a row of bits."""
     return -(-vocabulary_size // WORD)
 
 
 def allow(bits: NDArray[np.int32], token: int) -> None:
-    """In one row."""
+    """Set the token's bit in a row."""
     bits.view(np.uint32)[token // WORD] |= np.uint32(1 << (token % WORD))
 
 
 def forbid(bits: NDArray[np.int32], token: int) -> None:
-    """In one row."""
+    """Clear the token's bit in a row."""
     bits.view(np.uint32)[token // WORD] &= ~np.uint32(1 << (token % WORD))

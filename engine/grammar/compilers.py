@@ -1,14 +1,15 @@
-"""From guides to grammars, by xgrammar. How long that takes, and what it may cost, others see to.
+"""Compilation of guides to grammars by xgrammar. Callers limit time and memory.
 
-`prepared` makes a guide into a text that xgrammar keeps to entirely. Its time depends on the guide,
-so it runs in the prover's process only, and the engine compiles what comes back.
+`prepared` rewrites a guide into a text that xgrammar enforces completely. Its time depends on the
+guide, so it runs only in the verifier's process, and the engine compiles the result.
 
-JSON has a vocabulary of its own, in which no word has a control character. xgrammar would let them
-into texts, where JSON has no place for them, and between JSON's words a model could spend its
-answer on line breaks and indentation: of white space there is one space at most.
+JSON has a vocabulary of its own, in which no word has a control character. xgrammar would allow
+them inside strings, where JSON does not. Between JSON's tokens a model could spend its response on
+line breaks and indentation, so white space is limited to one space.
 
-What names tokens has one, too: xgrammar takes no token without bytes, be it named, so those that no
-text is made of have a byte that is in no text. xgrammar's EBNF has words for tokens, too: refused.
+Guides that name tokens also have a vocabulary of their own. xgrammar accepts no token without
+bytes, even if it is named. So tokens that are not part of any text get a byte that occurs in no
+text. Token syntax in xgrammar's EBNF is rejected.
 """
 
 import re
@@ -29,24 +30,26 @@ from engine.grammar.schemas import expressions
 from engine.grammar.schemas.enforced import enforced
 from engine.grammar.schemas.tags import MAX_WHITESPACE, enforced_tag
 
-MAX_KEPT_BYTES = 256 << 20  # of what xgrammar itself keeps
-MAX_GRAMMAR_BYTES = 64 << 20  # of one: nodes keep some
-MAX_PREPARED_CHARACTERS = 4 << 20  # a schema may refer to a part of it many times
+MAX_KEPT_BYTES = 256 << 20  # of xgrammar's own cache
+MAX_GRAMMAR_BYTES = 64 << 20  # of one grammar: nodes cache several
+MAX_PREPARED_CHARACTERS = 4 << 20  # a schema may refer to a part of itself many times
 
 Compiled = Any  # xgrammar.CompiledGrammar
 
-_NO_TEXT = b"\xff"  # nor part of any
+_NO_TEXT = b"\xff"  # not text, nor part of any
 _OBJECT = '{"type": "object"}'
 
-# Of a grammar as xgrammar writes it: texts and classes of characters, and words with arguments.
+# In a grammar as xgrammar prints it: string literals and character classes, and words with
+# arguments.
 _LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]')
 _WORD = re.compile(r"\b([A-Za-z]+)\(")
 _REFUSED = frozenset({"Token", "ExcludeToken", "TokenTagDispatch"})  # see Compilers._with_tokens
-_REFUSED_BESIDE_TOKENS = _REFUSED | {"TagDispatch"}  # whose free text would have any of them
+_REFUSED_BESIDE_TOKENS = _REFUSED | {"TagDispatch"}  # its free text would allow any token
 
 
 class Compilers:
-    """Of one vocabulary: for JSON, for what is not, and for what names tokens."""
+    """The compilers of one vocabulary: for JSON, for other text, and for guides that name
+    tokens."""
 
     def __init__(self, words: Sequence[bytes], eos_token_ids: Sequence[int]) -> None:
         self.words = words
@@ -55,7 +58,8 @@ class Compilers:
         self._of_json = self._compiler(
             [b"" if min(word, default=0) < 0x20 else word for word in words]
         )
-        # What it keeps of rules does not heed which tokens they name: another rule's mask comes.
+        # No cache: xgrammar's rule cache ignores which tokens a rule names and would return another
+        # rule's mask.
         self._with_tokens = self._compiler([word or _NO_TEXT for word in words], keeps=False)
 
     @classmethod
@@ -67,12 +71,13 @@ class Compilers:
             for number, token in tokenizer.get_added_tokens_decoder().items()
             if token.special
         }
-        # What no text is made of has no bytes, and no grammar allows it that does not name it.
+        # Special tokens get no bytes, so only a grammar that names them allows them.
         words = [b"" if token in special else spelling(token) for token in range(vocabulary_size)]
         return cls(words, eos_token_ids)
 
     def compiled(self, form: Prepared) -> Compiled:
-        """
+        """Compile a guide.
+
         Raises:
             InvalidRequest: what is wrong, and where.
         """
@@ -110,7 +115,8 @@ class Compilers:
 
 
 def prepared(guide: Guide) -> Prepared:
-    """
+    """Rewrite a guide into a text that xgrammar enforces completely.
+
     Raises:
         InvalidRequest: what is wrong, and where.
     """
@@ -142,7 +148,7 @@ def _prepared(guide: Guide) -> Prepared:
 
 @contextmanager
 def _refusing(kind: str) -> Iterator[None]:
-    """Makes every error but a lack of memory an InvalidRequest that names the field."""
+    """Convert every error except a lack of memory to an InvalidRequest that names the field."""
     try:
         yield
     except MemoryError:
@@ -152,16 +158,17 @@ def _refusing(kind: str) -> Iterator[None]:
 
 
 def _check_words(ebnf: str, refused: Set[str]) -> None:
-    """Raises InvalidRequest where it has one of these, and RuntimeError where it is no grammar."""
+    """Raise InvalidRequest if the grammar has one of the refused words, and RuntimeError if it is
+    invalid."""
     words = _WORD.findall(_LITERAL.sub("", str(xgrammar.Grammar.from_ebnf(ebnf))))
     if found := refused & {*words}:
         raise InvalidRequest(f"{min(found)} is refused: a structural tag's formats name tokens")
 
 
 def _check_begins(compiled: Compiled) -> None:
-    """Raises InvalidRequest if no token can come first: then there is no answer."""
+    """Raise InvalidRequest if no token can come first, because then no response is possible."""
     bits = np.zeros((1, words_of(compiled.tokenizer_info.vocab_size)), np.int32)
-    # False: there is nothing that may not come.
+    # False means that every token is allowed.
     if xgrammar.GrammarMatcher(compiled).fill_next_token_bitmask(bits, 0) and not bits.any():
         raise InvalidRequest("no answer keeps to it")
 
@@ -174,7 +181,7 @@ def _check_size(compiled: Compiled) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """xgrammar's, without the time and the place in its own source."""
+    """Return xgrammar's message without the time and the location in its own source."""
     text = str(error).strip()
     _, found, rest = text.partition(": ")
     return cut(rest if found and text.startswith("[") else text)

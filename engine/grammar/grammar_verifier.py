@@ -1,4 +1,4 @@
-"""Whether a guide can be compiled with little enough, asked of a process beside this one."""
+"""Verification of a guide's compilation cost, in a separate process."""
 
 from collections.abc import Sequence
 from enum import Enum
@@ -11,13 +11,14 @@ from common.errors import InvalidRequest, Overloaded
 from common.process.helper import ANSWERED, Helper, HelperLost, Question
 from common.requests.guide import Guide, Prepared
 
-MAX_BYTES = 2 << 30  # that one guide may take, beside what is there already
-S_PER_TOKEN = 0.05  # of a core: to accept a token and to make the mask behind it
-_DEADLINE_S = 300.0  # of a trial on a machine that is busy with other things, or of the first start
+MAX_BYTES = 2 << 30  # that one guide may take, in addition to the memory in use
+S_PER_TOKEN = 0.05  # CPU seconds to accept a token and to make the mask after it
+_DEADLINE_S = 300.0  # for a trial on a busy machine, or for the first start
 
 
 class Lane(Enum):
-    """Short trials do not wait for long ones. Its value: seconds of a core."""
+    """Two queues, so that short trials do not wait for long ones. The value is the limit in CPU
+    seconds."""
 
     QUICK = 2
     SLOW = 60
@@ -27,7 +28,7 @@ class Verdict(msgspec.Struct, frozen=True):
     """The result of a trial.
 
     Attributes:
-        form: the guide as it is to be compiled; None: `refusal` says why there is none.
+        form: the guide to compile. None: `refusal` gives the reason.
     """
 
     form: Prepared | None = None
@@ -35,21 +36,20 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 class TooSlow(Exception):
-    """It has used up its time."""
+    """The trial has used up its time."""
 
 
 class Prover(Protocol):
-    """Asked by one thread for each lane."""
+    """Verifies guides. Called by one thread for each lane."""
 
     def prove(self, guide: Guide, lane: Lane) -> Prepared:
-        """Returns the guide as it is to be compiled, if its compilation ends and its tokens cost
-        little enough.
+        """Return the guide to compile, if its compilation ends and its tokens are cheap enough.
 
         Raises:
-            TooSlow: not in the time of that lane.
-            InvalidRequest: it is wrong, takes more memory than a guide may, has tokens that cost
-                too much, or breaks the compiler.
-            Overloaded: nobody could find out.
+            TooSlow: the lane's time limit was exceeded.
+            InvalidRequest: the guide is wrong, takes too much memory, has tokens that cost too
+                much, or crashes the compiler.
+            Overloaded: the trial could not be run.
         """
         ...
 
@@ -57,11 +57,11 @@ class Prover(Protocol):
 
 
 class Beside:
-    """A Prover: asks `trials.py`, which it starts with the first guide, and anew when that has
-    died.
+    """A Prover that asks a `trials.py` process. It starts the process with the first guide, and
+    restarts it if it has died.
 
     Args:
-        deadline_s: longest wait for an answer. Then that process is ended.
+        deadline_s: longest wait for a result. After that the process is killed.
     """
 
     def __init__(

@@ -1,11 +1,11 @@
-"""Guides on their way to grammars: tried, compiled beside the engine thread, and kept.
+"""Guides and their grammars: verified, compiled by worker threads, and cached.
 
-Knows nothing of slots and steps, and the engine thread never waits for it. xgrammar and the words
-of the vocabulary are loaded with the first guide: nodes that never meet one pay nothing.
+Independent of slots and steps. The engine thread never waits for it. xgrammar and the vocabulary
+are loaded with the first guide, so nodes without guides do not pay for them.
 
-A guide is tried first (`grammar_verifier.py`), for two seconds of a core; what takes longer goes to
-a second thread behind others of its kind, and is refused if its time there is not enough either. So
-a guide that takes long keeps no other one waiting for longer than those two seconds.
+A guide is first verified (`grammar_verifier.py`) with a limit of two CPU seconds. A guide that
+takes longer moves to a second thread with its own queue, and is rejected if its time limit there is
+exceeded. So a slow guide delays others by at most two seconds.
 """
 
 import logging
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_KEPT = 128  # grammars, and reasons why there is none
+MAX_KEPT = 128  # grammars, and reasons for rejection
 MAX_WAITING = 64  # guides
-MAX_SLOW = 8  # of these, such as have not got through in the time of the quick lane
-SLOW_S = 1.0  # to compile one: said in the log
+MAX_SLOW = 8  # of these, guides that exceeded the limit of the quick lane
+SLOW_S = 1.0  # compilations that take longer are logged
 
 
 class Guides:
-    """Of one model. Engine thread only.
+    """The grammars of one model. Engine thread only.
 
     Attributes:
         tell: called from another thread when a guide is done.
@@ -53,28 +53,28 @@ class Guides:
         eos_token_ids: Sequence[int],
         prover: Prover,
     ) -> None:
-        """Owns the prover."""
+        """Take ownership of the prover."""
         self._directory = directory
         self._vocabulary_size = vocabulary_size
         self._eos_token_ids = list(eos_token_ids)
         self._prover = prover
-        self._thinking = np.full(words_of(vocabulary_size), -1, np.int32)  # anything but an end
+        self._thinking = np.full(words_of(vocabulary_size), -1, np.int32)  # all but end tokens
         for token in eos_token_ids:
-            if token < vocabulary_size:  # configurations may name others
+            if token < vocabulary_size:  # configurations may name larger ids
                 forbid(self._thinking, token)
         self._threads = MatchThreads(lambda: self.tell())
         self._kept: OrderedDict[Guide, Future[CompiledGuide]] = OrderedDict()
         self._workers = {lane: ThreadPoolExecutor(1, f"guides-{lane.name}") for lane in Lane}
-        self._slow: list[Future[CompiledGuide]] = []  # the quick worker's: those that the other has
+        self._slow: list[Future[CompiledGuide]] = []  # of the quick worker: those in the slow lane
         self._lock = threading.Lock()
         self._compilers: Compilers | None = None
         self.tell: Callable[[], None] = lambda: None
 
     def compiled(self, guide: Guide) -> "Future[CompiledGuide]":
-        """The grammar, InvalidRequest that says what is wrong and where, or Overloaded.
+        """Return the grammar, or an InvalidRequest with the defect and its place, or Overloaded.
 
         Raises:
-            Overloaded: too many others wait, or take too long.
+            Overloaded: too many guides are queued, or take too long.
         """
         self._threads.check_room()
         known = self._kept.get(guide)
@@ -93,8 +93,8 @@ class Guides:
         return made
 
     def match(self, compiled: CompiledGuide, request: Request) -> Match:
-        """Return the way of the request's answer through its grammar, which is under way to the
-        mask of its next token."""
+        """Return the matcher of the request's response. A thread already computes the mask of the
+        next token."""
         match = Match(compiled, request.sampling.thought, self._thinking, self._threads)
         match.ask(request.token_ids[request.num_prompt :].tolist())
         self._threads.start(match)
@@ -106,7 +106,7 @@ class Guides:
             worker.shutdown(wait=False, cancel_futures=True)
         self._prover.close()
 
-    # The workers' -------------------------------------------------------------------------------
+    # Worker threads -----------------------------------------------------------------------------
 
     def _after_quick(
         self, guide: Guide, made: "Future[CompiledGuide]", quick: "Future[CompiledGuide]"
@@ -144,7 +144,8 @@ class Guides:
 
 
 def _settle(made: "Future[CompiledGuide]", done: "Future[CompiledGuide]") -> None:
-    """As another one has ended; unless that was cancelled, at the end of all."""
+    """Complete `made` with the result of `done`. A cancelled `done` is ignored, because everything
+    is closing."""
     if done.cancelled():
         return
     error = done.exception()
@@ -157,5 +158,5 @@ def _settle(made: "Future[CompiledGuide]", done: "Future[CompiledGuide]") -> Non
 
 
 def _may_be_asked_again(made: "Future[CompiledGuide]") -> bool:
-    """Whether it failed for another reason than the guide."""
+    """Return whether the guide failed for a reason other than the guide itself."""
     return made.done() and isinstance(made.exception(), Overloaded)

@@ -1,12 +1,12 @@
-"""An answer's way through its grammar, driven off the engine thread and with a budget of CPU time.
+"""Matching of a response against its grammar, off the engine thread and with a budget of CPU time.
 
-The engine thread hands over the tokens that it knows and gets the mask of the next one. Matchers
-release the GIL, and an ambiguous grammar can keep one busy for seconds. So a step waits for a
-matcher only as long as an ordinary one takes. A row whose matcher takes longer is *slow* from then
-on: it is computed when its mask is there, and other rows continue without it.
+The engine thread passes the known tokens and gets the mask of the next one. Matchers release the
+GIL, and an ambiguous grammar can keep one busy for seconds. So a step waits for a matcher only as
+long as an ordinary one takes. A row whose matcher takes longer is *slow* from then on. It is
+computed when its mask is ready, and other rows continue without it.
 
-Budget: an answer may spend ALLOWANCE_S of a core, and S_PER_TOKEN more for each of its tokens.
-Time is CPU time of the thread, so a busy machine ends no answer.
+Budget: a response may spend ALLOWANCE_S of a core, and S_PER_TOKEN more for each of its tokens.
+Time is CPU time of the thread, so a busy machine does not end responses.
 """
 
 import os
@@ -27,30 +27,30 @@ from engine.grammar.bits import allow
 from engine.grammar.grammar_verifier import S_PER_TOKEN
 from engine.grammar.reasoning import Stage, ThoughtReader
 
-ALLOWANCE_S = 2.0  # of a core, for each answer
+ALLOWANCE_S = 2.0  # CPU seconds for each response
 MAX_STUCK = 4  # threads whose matcher was too slow for a step and has not returned yet
-_PATIENCE_S = 0.03  # of a core, that a step waits for one matcher
-_STARVED_S = 1.0  # that a step waits for one matcher that gets no core
+_PATIENCE_S = 0.03  # CPU seconds that a step waits for one matcher
+_STARVED_S = 1.0  # seconds that a step waits for one matcher that gets no core
 _LOOK_S = 0.005
-_NICENESS = 10  # an engine thread goes before
+_NICENESS = 10  # lower priority than an engine thread
 
 
 @dataclass(slots=True, eq=False)
 class CompiledGuide:
-    """A grammar, and whether it has been too slow for a step. The engine thread sets `slow`."""
+    """A grammar, and whether it was too slow for a step. The engine thread sets `slow`."""
 
     grammar: Any  # xgrammar.CompiledGrammar
     slow: bool = False
 
 
 class Match:
-    """The grammar of one answer. A thread drives it between `ask` and `busy` becoming False.
+    """The matcher of one response. A thread drives it between `ask` and `busy` becoming False.
 
     Attributes:
-        num_followed: tokens of the answer that `mask` is behind, or will be once it is not busy.
+        num_followed: tokens of the response that `mask` accounts for, or will when it is not busy.
         mask: int32 [words], the tokens that may come next.
-        busy: a thread has it, or is going to.
-        fault: the reason why its answer has to end, or "".
+        busy: a thread drives it, or is going to.
+        fault: the reason why the response must end, or "".
     """
 
     def __init__(
@@ -60,9 +60,10 @@ class Match:
         thinking: NDArray[np.int32],
         threads: "MatchThreads",
     ) -> None:
-        """
+        """Create a matcher at the start of a response.
+
         Args:
-            thinking: the mask while the answer is thought, which no grammar holds.
+            thinking: the mask during reasoning, to which the grammar does not apply.
         """
         from xgrammar import GrammarMatcher
 
@@ -76,9 +77,9 @@ class Match:
         self._reader = ThoughtReader(thought)
         self._opens = None if thought is None else thought.open
         self._thinking = thinking
-        self._tokens: list[int] | None = []  # to follow; None: the mask is there
+        self._tokens: list[int] | None = []  # to follow. None: the mask is ready
         self._spent_s = 0.0
-        self._clock = 0  # of the thread that drives it, while one does
+        self._clock = 0  # of the thread that drives it, if any
         self._began_s = 0.0  # on that clock
 
     @property
@@ -98,13 +99,13 @@ class Match:
             return 0.0
 
     def ask(self, tokens: Sequence[int]) -> None:
-        """Hands over the tokens that follow; not while it is busy. A thread must be given it."""
+        """Pass the tokens that follow. Must not be busy. The caller then has a thread drive it."""
         if tokens:
             self._tokens = [*(self._tokens or ()), *tokens]
             self.num_followed += len(tokens)
 
     def look(self) -> None:
-        """Finds out whether it has spent its budget, which a matcher at work does not notice."""
+        """Check the budget, which a running matcher does not check itself."""
         budget_s = ALLOWANCE_S + S_PER_TOKEN * self.num_followed
         if not self.fault and self._spent_s + self.spending_s > budget_s:
             self.fault = (
@@ -114,7 +115,7 @@ class Match:
             )
 
     def drive(self) -> None:
-        """Follows the tokens and makes the mask. On a thread of MatchThreads."""
+        """Follow the tokens and compute the mask. On a thread of MatchThreads."""
         self._clock = time.pthread_getcpuclockid(threading.get_ident())
         self._began_s = time.clock_gettime(self._clock)
         try:
@@ -147,14 +148,15 @@ class Match:
 class MatchThreads:
     """The threads of all matchers. Called on the engine thread only.
 
-    Ordinary matchers share one thread, which a step waits for; slow ones share two others, which
-    nothing waits for, and whose priority is lower. New answers have a thread of their own.
+    Ordinary matchers share one thread, for which a step waits. Slow ones share two others with a
+    lower priority, for which nothing waits. New responses have a thread of their own.
     """
 
     def __init__(self, tell: Callable[[], None]) -> None:
-        """
+        """Start the threads.
+
         Args:
-            tell: called from another thread when a matcher that nothing waited for is done.
+            tell: called from another thread when a matcher is done for which no step waited.
         """
         self._tell = tell
         self._ordinary = ThreadPoolExecutor(1, "matchers")
@@ -163,20 +165,20 @@ class MatchThreads:
         self._stuck: list[Future[None]] = []
 
     def check_room(self) -> None:
-        """Raises Overloaded while too many threads are stuck with slow grammars."""
+        """Raise Overloaded while too many threads are stuck with slow grammars."""
         self._stuck = [each for each in self._stuck if not each.done()]
         if len(self._stuck) >= MAX_STUCK:
             raise Overloaded(f"{MAX_STUCK} grammars take too long already")
 
     def start(self, match: Match) -> None:
-        """Drives a matcher that no step waits for: one that is slow, or new."""
+        """Drive a slow or new matcher, for which no step waits."""
         match.busy = True
         pool = self._slow if match.compiled.slow else self._first
         pool.submit(match.drive).add_done_callback(lambda _: self._tell())
 
     def drive(self, matches: Sequence[Match]) -> None:
-        """Drives ordinary matchers for a step, and waits for each as long as an ordinary one takes.
-        Those that take longer are still busy on return, and slow from then on."""
+        """Drive ordinary matchers for a step, and wait for each as long as an ordinary one takes.
+        Later ones are still busy on return, and slow from then on."""
         left = list(matches)
         while left:
             job = _Job(left)
@@ -201,7 +203,7 @@ class MatchThreads:
 
 
 class _Job:
-    """Ordinary matchers, one after another, until it is given up."""
+    """Ordinary matchers, driven one after another until the job is given up."""
 
     def __init__(self, matches: Sequence[Match]) -> None:
         self._left = list(reversed(matches))
@@ -218,7 +220,7 @@ class _Job:
             match.drive()
 
     def give_up(self) -> Match | None:
-        """No further one is begun. Returns the one that is at work; None: all of them are done."""
+        """Start no further matcher. Return the running one, or None if all are done."""
         with self._lock:
             self._given_up = True
             done = not self._left and (self.current is None or not self.current.busy)

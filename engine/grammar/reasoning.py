@@ -1,4 +1,4 @@
-"""Find where the thought of an answer ends, from its tokens."""
+"""Detection of the end of a response's reasoning, from its tokens."""
 
 from collections.abc import Sequence
 from enum import Enum, auto
@@ -7,22 +7,23 @@ from common.requests.reasoning import Thought
 
 
 class Stage(Enum):
-    AHEAD = auto()  # the first token says whether there is any
+    AHEAD = auto()  # the first token decides whether there is reasoning
     INSIDE = auto()
     BEHIND = auto()
 
 
 class ThoughtReader:
-    """Of one answer.
+    """The reasoning of one response.
 
     Attributes:
-        num_tokens: of thought so far, without those that begin and end it.
+        num_tokens: reasoning tokens so far, without the delimiters.
     """
 
     def __init__(self, thought: Thought | None) -> None:
-        """
+        """Start at the first token of a response.
+
         Args:
-            thought: None: there is none.
+            thought: None: there is no reasoning.
         """
         self._thought = thought
         self.num_tokens = 0
@@ -32,7 +33,7 @@ class ThoughtReader:
             self.stage = Stage.INSIDE if thought.open is None else Stage.AHEAD
 
     def read(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Takes the next tokens, and returns those that are behind the thought."""
+        """Read the next tokens. Return those after the reasoning."""
         if self._thought is None or not tokens:
             return tokens
         if self.stage is Stage.AHEAD:

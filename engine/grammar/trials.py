@@ -1,13 +1,13 @@
-"""A program beside an engine, in which guides are tried before the engine compiles them.
+"""A process that verifies guides before the engine compiles them.
 
     python -m engine.grammar.trials DIRECTORY VOCABULARY EOS,EOS DESCRIPTOR...
 
-What compiles a grammar cannot be stopped, and a guide of a few characters can keep it busy for
-hours, take all memory or overflow its stack. Its matcher can do the same later, with a text that
-has many readings. So each guide is prepared, compiled and walked through first in a process of its
-own, forked from this one, which has the vocabulary ready: the kernel ends it when it has used its
-share of a core or of memory. Only the prepared guide is kept, or the refusal. Ends when its
-descriptors do.
+Compilation of a grammar cannot be interrupted. A guide of a few characters can keep the compiler
+busy for hours, use all memory or overflow its stack. Its matcher can do the same later, with a text
+that has many readings. So each guide is first prepared, compiled and walked through in its own
+process, forked from this one, which has the vocabulary ready. The kernel kills that process at its
+limit of CPU time or memory. The only result is the prepared guide, or the refusal. This process
+ends when its descriptors are closed.
 """
 
 import math
@@ -25,7 +25,7 @@ from engine.grammar.compilers import Compilers, prepared
 from engine.grammar.grammar_verifier import S_PER_TOKEN, Verdict
 from engine.grammar.walks import NUM_TOKENS, WALKS_S, TooDear, Walks
 
-_SLACK_S = 2  # of a core, beside the walks': for the one call that they cannot end
+_SLACK_S = 2  # CPU seconds in addition to the walks', for the one call that they cannot interrupt
 
 
 def main(directory: str, vocabulary: str, eos: str, *descriptors: str) -> None:
@@ -41,7 +41,7 @@ def main(directory: str, vocabulary: str, eos: str, *descriptors: str) -> None:
 
 
 def _verdict(compilers: Compilers, walks: Walks, guide: Guide) -> Verdict:
-    """Try the guide, in the process of this question. Raises MemoryError."""
+    """Verify the guide, in the process forked for it. Raises MemoryError."""
     try:
         form = prepared(guide)
         grammar = compilers.compiled(form)

@@ -1,9 +1,9 @@
-"""Walks through a grammar before any answer uses it: they find what its tokens cost later.
+"""Walks through a grammar before a response uses it, which find the later cost of its tokens.
 
-A walk drives a matcher along its own mask and never ends the answer while anything else is allowed.
-Costs of an ambiguous grammar grow with the number of readings of the text so far. Different texts
-have most readings in different grammars, so the walks differ: tokens drawn at random, tokens of one
-byte drawn at random, and one token again and again for as long as it is allowed.
+A walk drives a matcher along its own mask and never ends the response while anything else is
+allowed. The cost of an ambiguous grammar grows with the number of readings of the text so far.
+Different grammars have most readings for different texts, so the walks differ: random tokens,
+random tokens of one byte, and one token repeated for as long as it is allowed.
 """
 
 import statistics
@@ -19,21 +19,21 @@ from engine.grammar.bits import WORD, allow, forbid, words_of
 from engine.grammar.grammar_verifier import S_PER_TOKEN
 
 NUM_TOKENS = 256  # of each walk
-WALKS_S = 4.0  # of a core, for all walks: what is dear but does not grow is tried no longer
-_WINDOW = 8  # tokens, whose mean cost counts: a single one may be dear
-_GROWN_S = 1e-3  # below that growth means nothing
-_GROWTH = 2.5  # of the cost while the text becomes twice as long: more than linear
+WALKS_S = 4.0  # CPU seconds for all walks, which bounds costs that do not grow
+_WINDOW = 8  # tokens whose mean cost counts, because a single one may be costly
+_GROWN_S = 1e-3  # growth below this cost is ignored
+_GROWTH = 2.5  # cost ratio when the text doubles: more than linear
 
 _Bits = NDArray[np.int32]
 _Choice = Callable[[_Bits, int, np.random.Generator], int]
 
 
 class TooDear(Exception):
-    """A token of it takes more time than an answer may spend, or will in a longer answer."""
+    """A token takes more time than a response may spend, or will in a longer response."""
 
 
 class Walks:
-    """Over one vocabulary."""
+    """Walks over one vocabulary."""
 
     def __init__(self, words: Sequence[bytes], eos_token_ids: Sequence[int]) -> None:
         self._num_words = words_of(len(words))
@@ -47,7 +47,8 @@ class Walks:
                 forbid(self._going_on, token)
 
     def check(self, grammar: Any) -> None:
-        """Raises TooDear. To be called on one thread of a process that does nothing else.
+        """Walk through the grammar. Raises TooDear. Must run on one thread of a process that does
+        nothing else.
 
         Args:
             grammar: xgrammar.CompiledGrammar.
@@ -100,9 +101,10 @@ class Walks:
 
 
 def _grows(costs_s: Sequence[float]) -> bool:
-    """Return whether the cost of a token grows faster than the text, in two doublings of it.
+    """Return whether the cost of a token grows faster than the text, over two doublings of the
+    text.
 
-    In one doubling alone the text may have reached a part of the grammar that costs more.
+    Over one doubling alone the text may have reached a part of the grammar that costs more.
     """
     ends = (NUM_TOKENS // 4, NUM_TOKENS // 2, NUM_TOKENS)
     first, second, last = (statistics.median(costs_s[end // 2 : end]) for end in ends)

@@ -1,1 +1,1 @@
-"""A batch on the device: the forward, its streams, graphs and rehearsal."""
+"""Execution of a batch on the device: the forward, its streams, graphs and warm-up."""

@@ -1,5 +1,7 @@
-"""Copies of pages between the device and host memory beside the steps: a thread for each direction,
-and with CUDA a stream. Knows nothing of what is in a page, nor who wants it.
+"""Copies of pages between device and host memory, concurrent with steps.
+
+Each direction has a thread, and with CUDA a stream. Independent of the content and the users of
+pages.
 """
 
 from collections.abc import Callable
@@ -17,14 +19,14 @@ _Bytes = NDArray[np.uint8]
 
 
 class PageCopy:
-    """One that is under way."""
+    """A copy in progress."""
 
     def __init__(self, future: Future[None]) -> None:
         self._future = future
 
     @property
     def done(self) -> bool:
-        """Raises what the copy raised."""
+        """Return whether the copy is done. Raises the error of a failed copy."""
         if not self._future.done():
             return False
         self._future.result()
@@ -32,10 +34,11 @@ class PageCopy:
 
 
 class PageCopier:
-    """Whoever asks for a copy owns the pages of both sides until it is done.
+    """Copies pages in both directions. The caller owns the pages of both sides until the copy is
+    done.
 
     Attributes:
-        tell: called from a thread of the copier whenever a copy is done.
+        tell: called from a thread of the copier when a copy is done.
     """
 
     def __init__(self, pool: KVPool, host_pool: HostPool) -> None:
@@ -45,15 +48,15 @@ class PageCopier:
         self._in = _Direction("bring-pages", copy_in)
 
     def save(self, copies: PageCopies) -> PageCopy:
-        """device[i] -> host[i], after those that were asked for before."""
+        """Copy device[i] -> host[i], after all earlier requests of this direction."""
         return self._out.submit(copies, lambda: self.tell())
 
     def bring(self, copies: PageCopies) -> PageCopy:
-        """host[i] -> device[i], after those that were asked for before."""
+        """Copy host[i] -> device[i], after all earlier requests of this direction."""
         return self._in.submit(copies, lambda: self.tell())
 
     def close(self) -> None:
-        """Waits for the copies under way; those that wait for their turn are given up."""
+        """Wait for copies in progress, and cancel queued ones."""
         for direction in (self._out, self._in):
             direction.close()
 
@@ -75,10 +78,11 @@ class _Direction:
 def _copies(
     pool: KVPool, host_pool: HostPool
 ) -> tuple[Callable[[PageCopies], None], Callable[[PageCopies], None]]:
-    """Device to host, and back; each returns when the copy is done."""
+    """Return the two functions that copy device to host and back. Each returns when the copy is
+    done."""
     device = pool.tensor.device
     if device.type == "cpu":
-        # Not by torch, which would take the cores that compute.
+        # Not by torch, whose threads would take cores from the computation.
         here, there = pool.tensor.numpy(), host_pool.tensor.numpy()
         return (
             lambda copies: _copy_runs(here, copies.device_pages, there, copies.host_pages),
@@ -104,7 +108,7 @@ def _on_a_stream(
 
 
 def _copy_runs(source: _Bytes, source_pages: Ints, target: _Bytes, target_pages: Ints) -> None:
-    """Run by run of pages that follow each other on both sides; other threads go on meanwhile."""
+    """Copy runs of pages that are consecutive on both sides. Other threads run between two runs."""
     breaks = np.flatnonzero((np.diff(source_pages) != 1) | (np.diff(target_pages) != 1)) + 1
     for start, end in pairwise([0, *breaks.tolist(), len(source_pages)]):
         first, into = int(source_pages[start]), int(target_pages[start])

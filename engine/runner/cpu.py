@@ -1,6 +1,6 @@
-"""Sets up a process to compute on a CPU: its threads and its compiled operations.
+"""Setup of a process that computes on a CPU: its threads and its compiled operations.
 
-Knows nothing of models or memory.
+Independent of models and memory.
 """
 
 import logging
@@ -23,7 +23,7 @@ def use_cpu(threads: int, cpu_kernels: CpuKernels) -> None:
     The first start on a machine compiles them, which takes seconds, unless the image has them.
 
     Raises:
-        ConfigError: they are required and cannot be had.
+        ConfigError: they are required and cannot be provided.
     """
     torch.set_num_threads(threads)
     if cpu_kernels == "off":

@@ -1,6 +1,6 @@
-"""What must be so about CUDA before an engine is built on it, and what is set for the process.
+"""CUDA requirements that are checked before an engine is built, and CUDA settings of the process.
 
-Knows nothing of models or memory.
+Independent of models and memory.
 """
 
 from collections.abc import Mapping
@@ -9,15 +9,18 @@ import torch
 
 from common.errors import ConfigError
 
-# How torch says that this machine has no GPU, or shows none to this process. All else that it says
-# is of a GPU that is there.
+# torch's messages for a machine without a GPU, or without one visible to this process. All other
+# messages concern an existing GPU.
 _NO_GPU = ("Found no NVIDIA driver", "No CUDA GPUs are available")
 _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def has_gpu() -> bool:
-    """Raises ConfigError where there is a GPU that this torch cannot use, as with a driver that is
-    older than the wheel: serving on the CPU instead would look like a slow GPU."""
+    """Return whether this process has a GPU.
+
+    Raises ConfigError if there is a GPU that this torch cannot use, for example because the driver
+    is too old. Serving on the CPU instead would look like a slow GPU.
+    """
     if torch.cuda.is_available():
         return True
     if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
@@ -35,7 +38,8 @@ def has_gpu() -> bool:
 
 
 def check_allocator(environment: Mapping[str, str]) -> None:
-    """Raises ConfigError where torch is told to make memory that other processes cannot map."""
+    """Raise ConfigError if torch's allocator is configured to use memory that other processes
+    cannot map."""
     for name in _ALLOCATOR_SETTINGS:
         settings = environment.get(name, "").replace(" ", "").lower()
         if "expandable_segments:true" in settings:
@@ -46,7 +50,7 @@ def check_allocator(environment: Mapping[str, str]) -> None:
 
 
 def use_gpu(device: torch.device) -> None:
-    """Makes `device` the calling thread's, and sums of 16-bit products float32 throughout."""
+    """Make `device` the calling thread's current one, and sum 16-bit products in float32."""
     torch.cuda.set_device(device)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False

@@ -1,7 +1,7 @@
 """CUDA graphs of decode steps: one per padded number of rows, captured once and replayed.
 
-A graph has the model's forward only. What follows it, logits and sampling, is launched while the
-graph runs, so that a graph needs no memory per vocabulary and knows nothing of sampling.
+A graph contains only the model's forward. Logits and sampling are launched while the graph runs. So
+a graph needs no memory for logits and is independent of sampling.
 """
 
 import logging
@@ -26,12 +26,13 @@ class Graph(Protocol):
     """Recorded work."""
 
     def replay(self) -> None:
-        """Does it again on the current stream: the same launches on the same addresses."""
+        """Repeat the work on the current stream: the same launches on the same addresses."""
         ...
 
 
 class Recorder(Protocol):
-    """Records what `work` enqueues. `work` is run before, so that nothing is compiled in it."""
+    """Records the launches of `work`. `work` has run before, so that nothing is compiled during
+    capture."""
 
     def __call__(self, work: Callable[[], Tensor]) -> tuple[Graph, Tensor]:
         """Return the graph and what `work` returned, which every replay writes again.
@@ -44,7 +45,8 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """Graphs that share one memory pool: they are replayed one after the other."""
+    """Records CUDA graphs that share one memory pool, because they are replayed one after the
+    other."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -53,7 +55,7 @@ class CudaRecorder:
         work()
         check_capturable(work, torch.device("cuda"))
         graph = torch.cuda.CUDAGraph()
-        # Other threads may use the device meanwhile, and are none of this graph's business.
+        # Other threads may use the device during capture without affecting this graph.
         with torch.cuda.graph(
             graph,
             pool=self._pool,
@@ -67,11 +69,11 @@ class CudaRecorder:
 @dataclass(frozen=True, slots=True, eq=False)
 class _Recorded:
     graph: Graph
-    hidden: Tensor  # [rows, hidden], of the last replay
+    hidden: Tensor  # [rows, hidden], of the latest replay
 
 
 class DecodeGraphs:
-    """Every method is for the forward stream."""
+    """The graphs of decode steps. Forward stream only."""
 
     def __init__(
         self,
@@ -85,12 +87,14 @@ class DecodeGraphs:
         state_pages: int = 0,
         beside_bytes: int = 0,
     ) -> None:
-        """
+        """Allocate the inputs that all graphs share.
+
         Args:
-            num_tables: of pages, of every row.
-            max_pages: of one row, in all of them.
-            state_pages: of one row, beside those.
-            beside_bytes: room for what goes to the device beside a step's inputs.
+            num_tables: page tables of every row.
+            max_pages: of one row, in all tables together.
+            state_pages: further pages of one row, for states.
+            beside_bytes: space for tensors that are copied to the device together with a step's
+                inputs.
         """
         self._forward = forward
         self._recorder = recorder
@@ -101,23 +105,23 @@ class DecodeGraphs:
         self._sizes = ladder(max_rows)
         self._graphs: dict[int, _Recorded] = {}
         self._impossible = False
-        # Every graph reads its inputs here, and every step's are copied here.
+        # Every graph reads its inputs here, and every step's inputs are copied here.
         num_bytes = self._rehearsal(max_rows).packed_bytes + beside_bytes
         self._inputs = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Rows of the graphs there are to be, descending: the largest is captured first, and the
-        others find its memory."""
+        """Rows of the graphs to capture, descending. The largest comes first, so that the others
+        reuse its memory."""
         return self._sizes[::-1]
 
     def capture(self, size: int) -> None:
-        """Capture the graph of so many rows, over a batch of padding.
+        """Capture the graph for `size` rows, over a batch of padding.
 
-        A model that waits for the device in a forward has no graphs, which is logged once.
+        A model that waits for the device in a forward gets no graphs, which is logged once.
 
         Raises:
-            OutOfMemoryError: there is no room for the graph.
+            OutOfMemoryError: there is not enough memory for the graph.
             EngineFault: the capture failed. The allocator of torch does not recover from that, so
                 nothing else may run in this process.
         """
@@ -147,7 +151,7 @@ class DecodeGraphs:
         return decode_rehearsal(num_rows, self._num_tables, num_pages, self._state_pages)
 
     def size_for(self, batch: ForwardBatch) -> int | None:
-        """Rows of the smallest graph for this step; None where none is."""
+        """Return the rows of the smallest graph for this step, or None if no graph fits."""
         rows = batch.num_rows
         if batch.num_decodes != rows:
             return None
@@ -156,8 +160,8 @@ class DecodeGraphs:
     def run(
         self, batch: ForwardBatch, size: int, beside: Sequence[Tensor]
     ) -> tuple[ForwardBatch, Sequence[Tensor], Tensor]:
-        """The padded batch and what goes beside it on the device, and the hidden states of the
-        batch's own rows. All of it is valid until the next `run`."""
+        """Replay a graph. Return the padded batch and the additional tensors, both on the device,
+        and the hidden states of the batch's own rows. All of it is valid until the next `run`."""
         recorded = self._graphs[size]
         uploaded, sent = batch.padded(size).to(self._device, self._inputs, beside)
         recorded.graph.replay()
@@ -165,7 +169,8 @@ class DecodeGraphs:
 
 
 def ladder(max_rows: int) -> tuple[int, ...]:
-    """Sizes of graphs, ascending: a step of n rows is padded by n / 8 at most, or to 8."""
+    """Return the sizes of graphs, ascending. A step of n rows is padded by at most n / 8, or to
+    8."""
     sizes = [1, 2, 4]
     size, step = 8, 8
     while size < max_rows:

@@ -1,4 +1,4 @@
-"""Operations that no CUDA graph can have, found before a capture by running them as they are."""
+"""Detection of operations that no CUDA graph can contain, by running them before a capture."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -11,19 +11,19 @@ from torch.utils._pytree import tree_leaves
 _ATEN = torch.ops.aten
 _SIZED_BY_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _COPIES = (_ATEN._to_copy.default, _ATEN.copy_.default, _ATEN.lift_fresh.default)
-# What a mask selects is counted by the host. Elsewhere an index is as long as it says.
+# The host counts the elements that a mask selects. Other indices have a known length.
 _READS, _WRITES = (_ATEN.index.Tensor,), (_ATEN.index_put.default, _ATEN.index_put_.default)
 
 
 class Uncapturable(Exception):
-    """Work has operations that no graph can have. Nothing was captured."""
+    """The work has operations that no graph can contain. Nothing was captured."""
 
     def __init__(self, operations: Iterable[str]) -> None:
         super().__init__(", ".join(operations))
 
 
 def check_capturable(work: Callable[[], object], device: torch.device) -> None:
-    """Run `work` once more, after it has run already, on the current stream of `device`.
+    """Run `work` again, after a first run, on the current stream of `device`.
 
     Raises:
         Uncapturable: the host waits for the device in it, or copies to or from it.
@@ -35,8 +35,8 @@ def check_capturable(work: Callable[[], object], device: torch.device) -> None:
 
 
 class HostWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the operations of this thread for which the host waits for the device, or that copy
-    between the two. Inside, everything is computed as outside.
+    """Records operations of this thread for which the host waits for the device, or that copy
+    between the two. Results are not changed.
 
     Attributes:
         found: names of those operations, each once.
@@ -54,7 +54,7 @@ class HostWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        with self:  # in inference mode an operation that is made of others arrives whole
+        with self:  # in inference mode composite operations arrive whole
             decomposed = func.decompose(*args, **(kwargs or {}))
         if decomposed is not NotImplemented:
             return decomposed

@@ -1,4 +1,4 @@
-"""A step on its way through the forward stream, and what it gives."""
+"""A launched step on the forward stream, and its result."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -24,11 +24,13 @@ _NOT_SAMPLED = np.array(NOT_SAMPLED, np.int32)
 
 @dataclass(slots=True, eq=False)
 class Output:
-    """Written by the forward stream, read once its event is done. In host memory.
+    """The result of a step, in host memory. Written by the forward stream, and read after its
+    event.
 
-    told, prompt: columns of RowLogprobs, of samples and of prompts.
-    pooled: of the rows that want no token.
-    runs: of a step with drafts: tokens and counts, see Runs.
+    Attributes:
+        told, prompt: columns of RowLogprobs, of samples and of prompts.
+        pooled: of the rows that generate no token.
+        runs: tokens and counts of a step with drafts, see Runs.
     """
 
     tokens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
@@ -39,10 +41,10 @@ class Output:
 
 
 class LaunchedStep:
-    """A forward on its way, and where its tokens will be.
+    """A launched forward and the source of its tokens.
 
     Args:
-        later: enqueues the choice of the tokens, where some rows could not be sampled at launch.
+        later: launches the sampling if some rows could not be sampled at launch.
     """
 
     def __init__(
@@ -81,9 +83,10 @@ class LaunchedStep:
 
 
 def _that_stand(told: RowLogprobs, batch: ScheduleBatch, runs: Runs) -> RowLogprobs:
-    """
+    """Return the logprobs of accepted tokens.
+
     Args:
-        told: of samples, in their order.
+        told: of all samples, in order.
     """
     rows, places = standing(batch, runs)
     asked = np.isin(places, told.rows)

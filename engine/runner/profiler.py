@@ -1,8 +1,8 @@
-"""torch's profiler over some steps, when an operator asks for it: a trace that Perfetto and
-chrome://tracing show.
+"""torch's profiler over some steps, on an operator's request. The trace is for Perfetto and
+chrome://tracing.
 
-It begins and ends on the forward stream, between two steps: there are the operations that it is to
-see. The trace is written by a thread of its own. It ends with its steps, or with its time.
+Profiling starts and stops on the forward stream, between two steps, where the profiled operations
+run. A separate thread writes the trace. Profiling ends after its number of steps or its time limit.
 """
 
 import os
@@ -21,12 +21,12 @@ LONGEST_S = 60.0
 
 
 class Profiler:
-    """Engine thread only.
+    """The profiler of an engine. Engine thread only.
 
     Args:
-        directory: of the traces; None: there are none.
-        name: what their files' names begin with.
-        num_steps: finished since the start.
+        directory: of the traces. None: profiling is disabled.
+        name: prefix of the file names.
+        num_steps: returns the steps finished since the start.
     Attributes:
         tell: called by another thread when a trace is written.
     """
@@ -51,15 +51,15 @@ class Profiler:
         self._begun: Event
         self._until = (0, 0.0)  # steps, time.monotonic()
         self._path = ""
-        self._written: Future[str] | None = None  # of the last one
+        self._written: Future[str] | None = None  # of the latest trace
         self.tell: Callable[[], None] = lambda: None
 
     def start(self, num_steps: int) -> str:
-        """Begins before the next step; returns which file it is going to be.
+        """Start before the next step. Return the path of the trace file.
 
         Raises:
-            WrongState: there is no directory for it.
-            Overloaded: one is under way.
+            WrongState: no directory is configured.
+            Overloaded: a trace is in progress.
         """
         if self._directory is None:
             raise WrongState("this node has no engine.profile_directory")
@@ -77,7 +77,7 @@ class Profiler:
         return self._path
 
     def poll(self) -> None:
-        """Ends what has had its steps, or its time."""
+        """End the trace after its number of steps or its time limit."""
         num_steps, until = self._until
         if self._running is not None and (
             self._num_steps() >= num_steps or time.monotonic() >= until
@@ -85,10 +85,11 @@ class Profiler:
             self._end(self._running)
 
     def stop(self) -> Future[str]:
-        """The file of the last one, once it is written; ends it, if it has not ended.
+        """End the trace if it is in progress. Return the file of the latest trace, once it is
+        written.
 
         Raises:
-            WrongState: none was begun.
+            WrongState: no trace was started.
         """
         if self._running is not None:
             self._end(self._running)
@@ -97,7 +98,7 @@ class Profiler:
         return self._written
 
     def close(self) -> None:
-        """What is being written is not waited for."""
+        """Close without waiting for a trace that is being written."""
         self._writer.shutdown(wait=False, cancel_futures=True)
 
     def _end(self, running: profile) -> None:

@@ -1,6 +1,7 @@
-"""Batches of nobody's tokens: to compile, to capture and to measure before there is traffic.
+"""Batches of dummy tokens, for warm-up: compilation, graph capture and measurement before traffic.
 
-They write no page. What they read of the pool may be anything, and so are their results.
+They write no page. The contents that they read from the pool are arbitrary, and so are their
+results.
 """
 
 import numpy as np
@@ -13,7 +14,7 @@ from engine.batch.forward import ForwardBatch
 def decode_rehearsal(
     num_rows: int, num_tables: int, num_pages: int = 0, state_pages: int = 0
 ) -> ForwardBatch:
-    """A decode step of padding rows, with room for so many page ids."""
+    """Return a decode step of padding rows, with space for `num_pages` page ids."""
     places = torch.arange(num_rows + 1)
     return ForwardBatch(
         token_ids=torch.zeros(num_rows, dtype=torch.int32),
@@ -34,8 +35,11 @@ def decode_rehearsal(
 def mixed_rehearsal(
     num_tokens: int, num_rows: int, num_tables: int, page_size: int, state_pages: int = 0
 ) -> ForwardBatch:
-    """One prompt that attends to itself as a real one would, on page 0 over and over, and behind it
-    decode rows of padding. `num_tokens` is of all of them together."""
+    """Return a step with one prompt and decode rows of padding.
+
+    The prompt attends to itself like a real one, on page 0 repeatedly. `num_tokens` counts all
+    tokens of the step.
+    """
     num_decodes = num_rows - 1
     num_prompt = num_tokens - num_decodes
     starts = torch.arange(num_prompt, num_tokens + 1, dtype=torch.int32)
@@ -60,8 +64,8 @@ def mixed_rehearsal(
 def verify_rehearsal(
     num_rows: int, num_tables: int, page_size: int, state_pages: int = 0
 ) -> tuple[ForwardBatch, ScheduleBatch]:
-    """Rows with a draft each, behind a step with drafts, as a forward and as its scheduler tells
-    it: whatever was rejected there, they begin where they say."""
+    """Return rows with one draft each after a step with drafts, as a forward and as its schedule.
+    They start at the given positions, independent of rejected drafts."""
     num_tokens, rows = 2 * num_rows, torch.arange(num_rows, dtype=torch.int32)
     firsts = torch.arange(0, num_tokens, 2)
     forward = ForwardBatch(
@@ -91,7 +95,7 @@ def verify_rehearsal(
 
 
 def _no_states(num_rows: int, state_pages: int) -> dict[str, torch.Tensor]:
-    """From zeros, and to nowhere."""
+    """Return states that are read as zeros and not written."""
     nowhere = torch.full((num_rows, state_pages), -1, dtype=torch.int32)
     marks = torch.zeros(num_rows, dtype=torch.int32)
     return {

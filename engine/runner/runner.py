@@ -1,7 +1,7 @@
 """Launches steps on the forward stream and never waits for them.
 
-Knows nothing of requests' lives: it reads the request table at launch, and the tokens that the CPU
-does not know yet from the future map.
+Independent of request lifecycles. It reads the request table at launch, and takes tokens that the
+CPU does not know yet from the future map.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,9 +33,10 @@ from kernels.sampling.sample import SamplingColumns, sample
 
 @dataclass(slots=True, eq=False)
 class _Forward:
-    """Of a step whose tokens are chosen later. Written and read by the forward stream.
+    """The forward of a step whose tokens are sampled later. Written and read by the forward stream.
 
-    late: where rows have drafts.
+    Attributes:
+        late: pending state updates, if rows have drafts.
     """
 
     step: Settled
@@ -49,8 +50,8 @@ class ModelRunner:
 
     Args:
         features, adapters: of the requests of that table.
-        recorder: of the graphs of decode steps; None: every step is launched kernel by kernel, as
-            those are that have a row with an adapter.
+        recorder: of the graphs of decode steps. None: every step is launched kernel by kernel.
+            Steps that have a row with an adapter always are.
     """
 
     def __init__(
@@ -92,19 +93,21 @@ class ModelRunner:
 
     @property
     def graph_sizes(self) -> tuple[int, ...]:
-        """Rows of the graphs that `capture` is to be called for, descending."""
+        """Rows of the graphs for which `capture` is to be called, descending."""
         return self._graphs.sizes if self._graphs is not None else ()
 
     def capture(self, size: int) -> None:
-        """Captures one of `graph_sizes`, and waits until it is done. Before that, steps that it
-        would fit take a larger graph, or none."""
+        """Capture one of `graph_sizes`, and wait until it is done. Until then, steps that it would
+        fit use a larger graph or none."""
         graphs = self._graphs
         assert graphs is not None
         self._enqueue(lambda: graphs.capture(size)).wait()
 
     def rehearse(self, num_tokens: int) -> None:
-        """Runs the largest forward there will be, and all that may follow a forward, over nobody's
-        tokens, and waits for it: kernels get compiled, and the memory they need allocated.
+        """Warm up: run the largest forward and everything that may follow a forward, over dummy
+        tokens, and wait.
+
+        This compiles kernels and allocates the memory that they need.
 
         Args:
             num_tokens: of the largest forward, at least one for each slot.
@@ -114,7 +117,7 @@ class ModelRunner:
         mixed = mixed_rehearsal(num_tokens, num_slots, num_tables, tables.page_size, state_pages)
         decode = decode_rehearsal(num_slots, num_tables, state_pages=state_pages)
         steps = [(mixed, NOTHING, num_slots, num_tokens), (decode, NOTHING, num_slots, 0)]
-        if num_slots > 1:  # else there is no room for a draft
+        if num_slots > 1:  # otherwise there is no slot for a draft
             verify, told = verify_rehearsal(
                 num_slots // 2, num_tables, tables.page_size, state_pages
             )
@@ -134,8 +137,11 @@ class ModelRunner:
         self._enqueue(work).wait()
 
     def launch(self, batch: ScheduleBatch) -> LaunchedStep:
-        """Copies what the step needs of the table and enqueues: swap out, swap in, adapters,
-        forward, sampling, the copy of the tokens to host memory; without rows, the first two."""
+        """Copy what the step needs from the table, and enqueue it.
+
+        The order is: swap out, swap in, adapters, forward, sampling, and the copy of the tokens to
+        host memory. A step without rows enqueues only the first two.
+        """
         output = Output()
         if not len(batch.slots):
             return LaunchedStep(batch, output, self._enqueue(lambda: self._swap(batch)))
@@ -160,7 +166,8 @@ class ModelRunner:
         adapters: AdapterWork,
         output: Output,
     ) -> LaunchedStep:
-        """The forward alone: what its rows ask of the logits depends on the step before."""
+        """Launch only the forward. Sampling follows later, because it depends on the previous
+        step."""
         done: list[_Forward] = []
 
         def work() -> None:
@@ -221,7 +228,7 @@ class ModelRunner:
             output.pooled = [(rows, _to_host(values)) for rows, values in parts]
 
     def _keep(self, forward: _Forward, tokens: Tensor, output: Output) -> None:
-        """For the next step, and for the host."""
+        """Store the tokens for the next step, and copy them to the host."""
         step, rejected = forward.step, None
         if step.verified is not None:
             verified = step.verified.judge(step.batch.token_ids, tokens)
@@ -241,7 +248,7 @@ class ModelRunner:
         asked: StepWork,
         adapters: AdapterWork,
     ) -> _Forward:
-        """Runs it, over what goes to the device beside it."""
+        """Run the forward, and copy the tensors that go to the device with its inputs."""
         adapters.fill()
         beside = asked.tensors()
         if asked.places:
@@ -269,8 +276,11 @@ class ModelRunner:
     def _guessed(
         self, step: Settled, num_rows: Sequence[int], columns: SamplingColumns | None
     ) -> ForwardBatch:
-        """Each draft is drawn as the token will be that is sampled in its place, with the same
-        noise: of two distributions that are nearly alike the same token comes then, mostly."""
+        """Return the batch with guessed drafts.
+
+        Each draft is drawn with the same noise as the token that will be sampled in its place. From
+        two similar distributions this mostly gives the same token.
+        """
         drafter, verified = self._model.drafter, step.verified
         assert drafter is not None and verified is not None
 
@@ -291,7 +301,8 @@ class ModelRunner:
 
 
 def _to_host(tokens: Tensor) -> Tensor:
-    """Asynchronous from a device: valid once the stream is past it."""
+    """Copy to the host. From a device the copy is asynchronous, and valid after the stream has
+    passed it."""
     if tokens.device.type == "cpu":
         return tokens
     host = torch.empty_like(tokens, device="cpu", pin_memory=True)

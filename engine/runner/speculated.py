@@ -1,4 +1,4 @@
-"""What a step needs besides where drafts are verified, or were in the step before."""
+"""Additional inputs of a step that verifies drafts, or follows a step that did."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,9 +16,11 @@ from engine.batch.verified_rows import VerifiedRows
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Speculated:
-    """Of one step, in host memory. Of most steps there is nothing.
+    """Speculation data of one step, in host memory. Empty for most steps.
 
-    to_guess: where the device guesses: rows with one draft at least, with two, and so on.
+    Attributes:
+        to_guess: if the device drafts: number of rows with at least one draft, at least two, and so
+            on.
     """
 
     early: EarlyRows | None = None
@@ -27,7 +29,7 @@ class Speculated:
 
     @classmethod
     def of(cls, batch: ScheduleBatch, table: RequestTable) -> Self:
-        """At the launch of a step."""
+        """Return the data at the launch of a step."""
         early, verified = EarlyRows.of(batch, table), VerifiedRows.of(batch)
         return cls(early, verified, () if verified is None else _to_guess(batch, table))
 
@@ -41,10 +43,12 @@ class Speculated:
     def settled(
         self, batch: ForwardBatch, sent: Sequence[Tensor], rejected: Tensor, page_size: int
     ) -> "Settled":
-        """On the forward stream, before the forward: its rows begin where they really do.
+        """Return the step with the real starts of its rows. On the forward stream, before the
+        forward.
 
         Args:
-            batch: on the device, as `sent` is: `tensors`.
+            batch: on the device, like `sent`.
+            sent: `tensors` on the device.
             rejected: see FutureMap.
         """
         taken, early = 0, None
@@ -59,7 +63,8 @@ NOTHING = Speculated()
 
 
 def _to_guess(batch: ScheduleBatch, table: RequestTable) -> tuple[int, ...]:
-    """A row's drafts are all the device's, or all known."""
+    """Return the counts of `to_guess`. A row's drafts are either all made by the device, or all
+    known."""
     drafts = batch.ends - batch.starts - 1
     rows = drafts.nonzero()[0]
     first_drafts = table.tokens[batch.slots[rows], batch.starts[rows] + 1]
@@ -70,9 +75,11 @@ def _to_guess(batch: ScheduleBatch, table: RequestTable) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Settled:
-    """A step on the device.
+    """A step on the device, with the real positions of its rows.
 
-    early: int32 [num_tokens], by how many places each comes earlier than was said; None: none does.
+    Attributes:
+        early: int32 [num_tokens], number of places by which each token comes earlier than
+            scheduled. None: no token does.
     """
 
     batch: ForwardBatch
@@ -81,10 +88,10 @@ class Settled:
 
     @property
     def num_chosen(self) -> int:
-        """Of `sampled`, tokens after which one is chosen."""
+        """Number of tokens in `sampled` after which one is sampled."""
         return len(self.batch.slots if self.verified is None else self.batch.token_ids)
 
     @property
     def early_chosen(self) -> Tensor | None:
-        """`early` of those."""
+        """Values of `early` for those tokens."""
         return None if self.early is None else self.early[self.batch.sampled[: self.num_chosen]]

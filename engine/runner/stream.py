@@ -1,7 +1,7 @@
-"""Where forwards run: in order, beside the engine thread.
+"""Streams that run forwards in order, concurrent with the engine thread.
 
-On a CPU a stream is one thread (torch releases the GIL while it computes), so that the overlap of
-scheduling and forward is the same with and without a GPU.
+On a CPU a stream is one thread (torch releases the GIL while it computes). So scheduling overlaps
+with the forward in the same way with and without a GPU.
 """
 
 import threading
@@ -14,30 +14,30 @@ import torch
 
 from common.errors import EngineFault
 
-MAX_QUEUED = 8  # the engine keeps two steps in flight; more is a fault of its own
-DEADLINE_S = 600.0  # longest wait for an event: nothing that is alive takes so long
+MAX_QUEUED = 8  # the engine keeps two steps in flight, so more is an internal error
+DEADLINE_S = 600.0  # longest wait for an event, beyond any healthy step
 
 Made = TypeVar("Made")
 
 
 class Event(Protocol):
     def wait(self) -> None:
-        """Returns when the work is done.
+        """Wait until the work is done.
 
         Raises:
-            Exception: what the work raised.
-            EngineFault: it was not done within DEADLINE_S.
+            Exception: the error that the work raised.
+            EngineFault: the work was not done within DEADLINE_S.
         """
         ...
 
 
 class Stream(Protocol):
     def submit(self, work: Callable[[], None]) -> Event:
-        """Runs `work` after all that was submitted before; the event covers what it enqueues."""
+        """Run `work` after everything submitted before. The event covers what it enqueues."""
         ...
 
     def close(self) -> None:
-        """Waits for what was submitted; nothing may be submitted afterwards."""
+        """Wait for submitted work. Nothing may be submitted afterwards."""
         ...
 
 
@@ -53,7 +53,8 @@ class WorkerEvent:
 
 
 class WorkerStream:
-    """One daemon thread that runs closures first in, first out. One thread may submit."""
+    """A stream of one daemon thread, which runs closures first in, first out. One thread may
+    submit."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = SimpleQueue()
@@ -72,13 +73,13 @@ class WorkerStream:
         self._thread.join(DEADLINE_S)
 
     def _run(self) -> None:
-        torch.get_num_threads()  # OpenMP counts by thread: this one takes over the process's count
+        torch.get_num_threads()  # OpenMP counts by thread: inherit the process's count
         while (item := self._queue.get()) is not None:
             future, work = item
             del item  # keep nothing of a finished step alive while waiting for the next
             try:
                 work()
-            except BaseException as error:  # noqa: BLE001  raised again where it is waited for
+            except BaseException as error:  # noqa: BLE001  raised again in wait()
                 future.set_exception(error)
             else:
                 future.set_result(None)
@@ -94,14 +95,14 @@ class CudaEvent:
 
 
 class CudaStream:
-    """A CUDA stream of its own. `work` is enqueued by the calling thread and never waited for.
+    """A CUDA stream. The calling thread enqueues `work` and never waits for it.
 
-    A wait has no deadline here: the driver ends it when the device fails.
+    Waits have no deadline here, because the driver ends them when the device fails.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # What was enqueued before (weights, pools) is visible to all that runs here.
+        # Makes earlier work (weights, pools) visible to everything on this stream.
         self._stream.wait_stream(torch.cuda.current_stream(device))
 
     def submit(self, work: Callable[[], None]) -> CudaEvent:
@@ -116,13 +117,16 @@ class CudaStream:
 
 
 def made_on(stream: Stream, make: Callable[[], Made]) -> Made:
-    """What `make` returns. What fills its memory is part of the stream, and so before all that is
-    submitted later; on the caller's own stream nothing would order the two."""
+    """Return the result of `make`, run on the stream.
+
+    Operations that fill its memory are thereby ordered before all work submitted later, which the
+    caller's own stream would not ensure.
+    """
     made: list[Made] = []
     stream.submit(lambda: made.append(make())).wait()
     return made[0]
 
 
 def open_stream(device: torch.device) -> Stream:
-    """The stream for a device."""
+    """Return the stream for a device."""
     return WorkerStream() if device.type == "cpu" else CudaStream(device)

@@ -1,1 +1,1 @@
-"""What single rows of a batch ask of the logits, one file each."""
+"""Row features: per-request changes of logits and outputs, one file each."""

@@ -1,4 +1,4 @@
-"""What is added to single logits: some number, or so little that the token is never sampled."""
+"""Additions to single logits: a bias, or a value so low that the token is never sampled."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ Values = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Additions:
-    """A Work. One entry per logit; what meets in one logit adds up."""
+    """A Work with one entry per logit. Several entries for one logit add up."""
 
     rows: Tensor  # int64, places among the step's rows
     tokens: Tensor  # int64
@@ -25,7 +25,7 @@ class Additions:
 
     @classmethod
     def of(cls, rows: NDArray[np.intp], edits: Sequence[tuple[Tokens, Values]]) -> Self:
-        """For each row its tokens, and what is added to their logits."""
+        """Return the additions of several rows, each with its tokens and their values."""
         counts = [len(tokens) for tokens, _ in edits]
         return cls(
             torch.from_numpy(np.repeat(rows, counts).astype(np.int64)),
@@ -35,7 +35,7 @@ class Additions:
 
     @classmethod
     def nothing(cls, num_rows: int) -> Self:
-        """To so many rows."""
+        """Return additions of 0, one for each row."""
         rows = torch.arange(num_rows)
         return cls(rows, torch.zeros(num_rows, dtype=torch.int64), torch.zeros(num_rows))
 
@@ -51,5 +51,5 @@ class Additions:
 
 
 def forbidding(tokens: Sequence[int]) -> tuple[Tokens, Values]:
-    """What keeps tokens from being sampled."""
+    """Return the addition that keeps these tokens from being sampled."""
     return np.array(tokens, np.int64), np.full(len(tokens), FORBIDDEN, np.float32)

@@ -1,4 +1,4 @@
-"""Requests that may sample some tokens only: a bit per token and slot, made once."""
+"""Requests with a fixed set of allowed tokens, kept as one bit per token and slot."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,8 @@ from kernels.sampling.bitmask import apply_bitmask
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bitmask:
-    """A Work: rows[i] of the step may sample what bitmask[i] says, as `apply_bitmask` reads it."""
+    """A Work in which rows[i] of the step may sample the tokens of bitmask[i], as `apply_bitmask`
+    reads it."""
 
     rows: Tensor  # int64 [m]
     bitmask: Tensor  # int32 [m, words]
@@ -34,7 +35,8 @@ class Bitmask:
 
 
 class AllowedTokens:
-    """Engine thread only. Memory: int32 [num_slots, vocabulary / 32], where it is used."""
+    """The allowed tokens by slot. Engine thread only. Memory: int32 [num_slots, vocabulary / 32],
+    allocated on first use."""
 
     def __init__(self, num_slots: int, vocabulary_size: int) -> None:
         self._bits = np.zeros((num_slots, words_of(vocabulary_size)), np.uint32)

@@ -1,4 +1,4 @@
-"""Words that an answer never completes: their last token is forbidden where the others stand."""
+"""Words that a response never completes. Their last token is forbidden after their other tokens."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,9 +11,9 @@ from engine.sampling.feature import Part
 
 
 class BadWords:
-    """Looks at the answer alone, not at its prompt. Engine thread only.
+    """The bad words by slot. Only the response counts, not the prompt. Engine thread only.
 
-    A word of one token is always forbidden; for a longer one the tokens before must be known.
+    A word of one token is always forbidden. A longer one requires that the tokens before are known.
     """
 
     def __init__(self, table: RequestTable) -> None:

@@ -1,4 +1,5 @@
-"""Logit bias, and what may not end an answer that is too short: constants of a request."""
+"""Logit bias, and the tokens that must not end a response before its minimum length. Both are
+constant for a request."""
 
 from collections.abc import Sequence
 
@@ -12,17 +13,17 @@ from engine.sampling.feature import Part
 
 _Edits = tuple[Tokens, Values]
 
-_MILDER = 16  # an end that comes too early is better than a token that the grammar forbids
+_MILDER = 16  # ending too early is better than a token that the grammar forbids
 
 
 class Bias:
-    """Engine thread only."""
+    """The biases by slot. Engine thread only."""
 
     def __init__(self, num_slots: int, eos_token_ids: Sequence[int]) -> None:
         self._eos_token_ids = tuple(eos_token_ids)
-        self._short: dict[int, _Edits] = {}  # by slot, while its answer is too short to end
+        self._short: dict[int, _Edits] = {}  # by slot, while the response is too short to end
         self._long: dict[int, _Edits] = {}  # afterwards
-        self._least = np.zeros(num_slots, np.int32)  # tokens, with the prompt, before it may end
+        self._least = np.zeros(num_slots, np.int32)  # minimum length, with the prompt
 
     def acquire(self, slot: int, request: Request) -> Part:
         sampling = request.sampling

@@ -1,4 +1,5 @@
-"""All row features together: which of them a step needs, and from its logits to its tokens."""
+"""All row features together: selection of those that a step needs, and the way from logits to
+tokens."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -25,21 +26,21 @@ from engine.sampling.thinking_budget import ThinkingBudget
 from kernels.sampling.sample import SamplingColumns, sample
 
 _COLUMNS = tuple(f.name for f in fields(SamplingColumns))
-# Bits of a slot: its token is drawn; one of its features waits; its prompt is asked about; it wants
-# no token; then one for each feature.
+# Bits of a slot: its token is drawn at random, one of its features waits, its prompt needs
+# logprobs, it is pooled. Then one bit for each feature.
 _SAMPLED, _WAITING, _PROMPT, _POOLED, _FIRST = 1, 2, 4, 8, 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepWork:
-    """What the rows of one step ask of their logits.
+    """The sampling work of one step.
 
     Attributes:
-        columns: in host memory; None: every row takes its likeliest token.
-        works: in the order in which they take the logits.
-        late: features that must know more tokens first, see `build_late`; 0: none.
-        prompt: what is asked about tokens that are not sampled after.
-        pooling: of rows that want no token.
+        columns: in host memory. None: every row is greedy.
+        works: in the order in which they change the logits.
+        late: features that must know more tokens first, see `build_late`. 0: none.
+        prompt: logprobs of prompt tokens.
+        pooling: of rows that generate no token.
     """
 
     columns: SamplingColumns | None = None
@@ -50,11 +51,12 @@ class StepWork:
 
     @property
     def places(self) -> list[Tensor]:
-        """Tokens whose hidden states are wanted besides the rows' last ones; prompt's first."""
+        """Tokens whose hidden states are needed in addition to the rows' last ones, those of
+        `prompt` first."""
         return [work.places for work in (self.prompt, self.pooling) if work is not None]
 
     def tensors(self) -> list[Tensor]:
-        """In host memory, contiguous."""
+        """Return all tensors, contiguous and in host memory."""
         tensors: list[Tensor] = [] if self.prompt is None else [self.prompt.targets]
         if self.pooling is not None:
             tensors += self.pooling.tensors()
@@ -67,7 +69,11 @@ class StepWork:
     def columns_of(
         self, sent: Sequence[Tensor], early: Tensor | None = None
     ) -> SamplingColumns | None:
-        """`columns` on the device. Args: as of `choose`."""
+        """Return `columns` on the device.
+
+        Args:
+            sent, early: as in `choose`.
+        """
         if self.columns is None:
             return None
         first = self._first_column
@@ -84,14 +90,15 @@ class StepWork:
     def choose(
         self, logits: Tensor, sent: Sequence[Tensor], early: Tensor | None = None
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """The rows' tokens, int32 [n], as `sample` gives them, and what is told of them. On the
-        forward stream.
+        """Return the rows' tokens, int32 [n], as `sample` gives them, and the features' outputs. On
+        the forward stream.
 
         Args:
-            logits: [n, vocabulary], may be overwritten; the rows' own first, then those before
+            logits: [n, vocabulary], may be overwritten. The rows' own come first, then those before
                 drafts.
             sent: `tensors()`, on the device.
-            early: int32 [n], by how many places each token comes earlier; None: none does.
+            early: int32 [n], number of places by which each token comes earlier because drafts were
+                rejected. None: no token does.
         """
         columns = self.columns_of(sent, early)
         if not self.works:
@@ -118,7 +125,7 @@ class RowFeatures:
     """The features of one engine. Engine thread only.
 
     Args:
-        features: in the order in which they take the logits; those that may wait come last.
+        features: in the order in which they change the logits. Those that may wait come last.
     """
 
     def __init__(
@@ -131,13 +138,14 @@ class RowFeatures:
         self._features = tuple(
             (np.uint32(_FIRST << place), feature) for place, feature in enumerate(features)
         )
-        self._wanted = np.zeros(table.num_slots, np.uint32)  # a bit for each
-        self._waits = np.zeros(table.num_slots, np.uint32)  # of these
+        self._wanted = np.zeros(table.num_slots, np.uint32)  # a bit for each feature
+        self._waits = np.zeros(table.num_slots, np.uint32)  # the subset that waits
         table.tell_of_requests(self._acquire)
 
     def build(self, batch: ScheduleBatch) -> StepWork:
-        """At the launch of a step. What no row wants costs nothing: all bits are read at once."""
-        slots = batch.slots.astype(np.intp)  # which numpy indexes by five times as fast
+        """Return the sampling work of a step, at its launch. Unused features cost nothing, because
+        all bits are read at once."""
+        slots = batch.slots.astype(np.intp)  # with which numpy indexes five times faster
         wanted = self._wanted[slots]
         if not np.count_nonzero(wanted):
             return _NOTHING
@@ -158,20 +166,23 @@ class RowFeatures:
         return self._sampling.build(slots[rows], positions)
 
     def build_late(self, batch: ScheduleBatch, late: int) -> tuple[Work, ...]:
-        """The rest of a step, whose rows' tokens are all known now.
+        """Return the remaining work of a step, after all tokens of its rows are known.
 
         Args:
-            late: of the StepWork that `build` has made.
+            late: of the StepWork that `build` returned.
         """
         wanted = self._of_those_that_sample(batch, self._wanted[batch.slots])
         return self._works(batch, wanted, late)
 
     def rehearsals(self, num_rows: int, num_tokens: int, heads: Heads) -> Sequence[StepWork]:
-        """Of a step of so many rows, with a prompt of so many tokens (0: without one), and nobody's
-        tokens: all that `build` may give launches no kernel that one of these has not launched, and
-        needs no more memory.
+        """Return work on dummy rows for warm-up.
+
+        Together they launch every kernel and need at least as much memory as anything that `build`
+        may return.
 
         Args:
+            num_rows: rows of the step.
+            num_tokens: tokens of a prompt in it. 0: there is no prompt.
             heads: those that the model has.
         """
         pooling = self._pooled.rehearsal(num_rows, num_tokens, heads)
@@ -192,7 +203,7 @@ class RowFeatures:
     def _works(
         self, batch: ScheduleBatch, wanted: NDArray[np.uint32], which: int
     ) -> tuple[Work, ...]:
-        """Of the features whose bits are in `which`."""
+        """Return the work of the features whose bits are in `which`."""
         rows, positions = _samples(batch)
         slots, wanted = batch.slots.astype(np.intp)[rows], wanted[rows]
         works = []
@@ -209,7 +220,7 @@ class RowFeatures:
         return np.where(batch.samples, wanted, np.uint32(0))
 
     def _unknown(self, batch: ScheduleBatch, wanted: NDArray[np.uint32]) -> int:
-        """Bits of the features that have to wait for a token in this step."""
+        """Return the bits of the features that must wait for a token in this step."""
         unknown = (wanted != 0) & (self._table.known[batch.slots] < batch.ends)
         return int(np.bitwise_or.reduce(self._waits[batch.slots[unknown]], initial=0))
 
@@ -231,7 +242,7 @@ class RowFeatures:
 
 
 def _samples(batch: ScheduleBatch) -> tuple[NDArray[np.intp] | slice, Ints]:
-    """The row of each sample of a step, and the index of the token that it will be."""
+    """Return the row of each sample of a step, and the index that its token will have."""
     if batch.mode is not ForwardMode.VERIFY:
         return slice(None), batch.ends
     rows, indices = batch.before_last()
@@ -245,7 +256,7 @@ def every_feature(
     eos_token_ids: Sequence[int],
     device: torch.device,
 ) -> RowFeatures:
-    """The features that there are, for the requests of a table."""
+    """Return all features, for the requests of a table."""
     num_slots = table.num_slots
     return RowFeatures(
         table,

@@ -1,7 +1,7 @@
-"""What a row feature is: something that single rows of a step ask of their logits.
+"""Protocols of row features, which change the logits of single rows of a step.
 
-A feature keeps what it must know of a request in columns of its own, by slot, and sees of a model
-nothing but logits. Of a step that none of its requests takes part in it is not asked.
+A feature keeps the state of requests in its own columns, by slot. It sees only logits of the model.
+It is not called for a step in which none of its requests takes part.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,26 +17,27 @@ from engine.batch.request import Request
 
 
 class Part(IntEnum):
-    """What a feature has to do with a request."""
+    """The part of a request that a feature takes."""
 
     NONE = 0
-    ALIKE = 1  # takes part, in the same way whatever stands before the token
+    ALIKE = 1  # takes part, independently of the tokens before
     TAKES = 2
-    WAITS = 3  # and must know every token before: its rows are sampled after the step before ended
+    WAITS = 3  # and needs all tokens before: its rows are sampled after the previous step
 
 
 class Work(Protocol):
-    """One feature's part of one step.
+    """One feature's work in one step.
 
-    `sent` are its `tensors`, in their order, on the device.
+    `sent` are its `tensors`, in the same order, on the device.
     """
 
     def tensors(self) -> Sequence[Tensor]:
-        """In host memory, contiguous; they travel in the step's one copy."""
+        """Return tensors in host memory, contiguous. They are part of the step's single copy to the
+        device."""
         ...
 
     def before(self, sent: Sequence[Tensor], logits: Tensor) -> None:
-        """On the forward stream, before sampling.
+        """Run before sampling, on the forward stream.
 
         Args:
             logits: float32 [samples of the step, vocabulary], changed in place.
@@ -44,7 +45,8 @@ class Work(Protocol):
         ...
 
     def after(self, sent: Sequence[Tensor], tokens: Tensor) -> Mapping[str, Tensor]:
-        """On the forward stream, after sampling; what it returns goes to the host with the tokens.
+        """Run after sampling, on the forward stream. The results are copied to the host with the
+        tokens.
 
         Args:
             tokens: int32 [samples of the step], as `sample` gives them.
@@ -53,25 +55,28 @@ class Work(Protocol):
 
 
 class RowFeature(Protocol):
-    """Engine thread only."""
+    """A row feature. Engine thread only."""
 
     def acquire(self, slot: int, request: Request) -> Part:
-        """The request has got that slot; nothing of who had it before is valid any more."""
+        """Assign a slot to the request. State of the slot's previous request becomes invalid."""
         ...
 
     def build(self, rows: NDArray[np.intp], slots: NDArray[np.intp], positions: Ints) -> Work:
-        """At the launch of a step, or for rows that wait once the step before has ended; keeps no
-        view of what may change later.
+        """Return the work of a step, without views of memory that may change later.
+
+        Called at the launch of a step, or for rows that wait, after the previous step has ended.
 
         Args:
-            rows: places of the samples that want it, among the step's; not empty. A row has several
-                where it has drafts, which it only has if all its features are ALIKE to them.
-            slots: theirs.
-            positions: absolute index of the token that each will be; of one that is ALIKE to it, at
-                most.
+            rows: places of the samples that need the feature among those of the step. Not empty. A
+                row with drafts has several, and has drafts only if all its features are ALIKE for
+                it.
+            slots: slots of these samples.
+            positions: absolute index of the token that each will be. An upper bound where the
+                feature is ALIKE for the row.
         """
         ...
 
     def rehearsal(self, num_rows: int) -> Work:
-        """Of so many rows, all of the step's, and nobody's tokens: it leaves no trace."""
+        """Return work on dummy rows for warm-up, for all rows of a step. It has no lasting
+        effect."""
         ...

@@ -1,12 +1,12 @@
-"""Answers that keep to a grammar: which tokens may come next, as one bit per token.
+"""Guided decoding: responses that follow a grammar, with one bit per allowed next token.
 
-A `Match` follows the tokens that the CPU knows, read from the table. So a request that continues
-elsewhere, was retracted or is replayed needs nothing but its tokens. Sampling waits for the step
-before; forwards do not. Where an answer begins with thought, the grammar holds the text behind it;
-the answer cannot end before.
+A `Match` follows the tokens that the CPU knows, read from the table. So a request that migrates,
+was retracted or is replayed needs only its tokens. Sampling waits for the previous step, but
+forwards do not. If a response begins with reasoning, the grammar applies to the text after it, and
+the response cannot end before.
 
-A row whose mask is not there in time is held (`RequestTable.held`): it is in no forward until its
-mask is there. What this step samples for it is dropped (`RequestTable.unchosen`).
+A row whose mask is late is held (`RequestTable.held`): it joins no forward until the mask is ready.
+The token that the current step samples for it is dropped (`RequestTable.unchosen`).
 """
 
 import numpy as np
@@ -23,7 +23,7 @@ from engine.sampling.feature import Part
 
 
 class Grammar:
-    """Engine thread only."""
+    """The grammars by slot. Engine thread only."""
 
     def __init__(self, table: RequestTable, vocabulary_size: int) -> None:
         self._table = table

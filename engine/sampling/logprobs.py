@@ -1,5 +1,5 @@
-"""Log-probabilities of sampled tokens and of the likeliest others, by the model's own logits: what
-other features do to them afterwards does not show."""
+"""Log-probabilities of sampled tokens and of the likeliest others, from the model's own logits,
+before other features change them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,11 @@ from kernels.sampling.logprobs import logprobs
 
 @dataclass(slots=True, eq=False)
 class _Work:
-    """kept: the rows' logits, from `before` to `after`."""
+    """The rows with logprobs in one step.
+
+    Attributes:
+        kept: the rows' logits, from `before` to `after`.
+    """
 
     rows: Tensor  # int64 [m], places among the step's samples
     num_top: int
@@ -37,7 +41,7 @@ class _Work:
 
 
 class SampledLogprobs:
-    """Engine thread only. Comes before all that changes logits."""
+    """Logprobs by slot. Engine thread only. Comes before every feature that changes logits."""
 
     def __init__(self, num_slots: int) -> None:
         self._num_top = np.zeros(num_slots, np.int32)

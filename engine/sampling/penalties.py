@@ -1,12 +1,11 @@
 """Token counts for requests with penalties, kept on the device by slot.
 
-With overlap the CPU lags one token behind, so that only the device can count the newest. A row of
-counts is either made anew from the table or continued, and the rule needs no memory of who had the
-slot before: where the CPU knows every token of a row, the counts are made anew; where it does not,
-the missing token was sampled in this slot by the step before, which counted it.
+With overlap the CPU lags one token behind, so only the device can count the newest token. Each row
+of counts is either rebuilt from the table or continued. If the CPU knows every token of a row, its
+counts are rebuilt. Otherwise the missing token was sampled in this slot by the previous step, which
+counted it. So the rule needs no memory of a slot's previous request.
 
-All rows there can be are allocated at start: memory that the first penalised requests would ask for
-is memory that pages have taken by then.
+All rows are allocated at start, because later the KV pages have taken the memory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,10 +28,12 @@ from kernels.sampling.penalties import apply_penalties, count_tokens
 class _Rows:
     """The penalised rows of one step.
 
-    rows: int64 [m], places among the step's rows; slots: int64 [m], theirs, which are their rows
-    of counts too.
-    renewed: int64, the slots whose counts are made anew: from prompt and output, token by token,
-    each with its slot, int64 [n].
+    Attributes:
+        rows: int64 [m], places among the step's rows.
+        slots: int64 [m], their slots, which are also their rows of counts.
+        renewed: int64, the slots whose counts are rebuilt.
+        prompt_slots, prompt_tokens, output_slots, output_tokens: int64 [n], every token of these
+            slots with its slot.
     """
 
     rows: Tensor
@@ -52,7 +53,11 @@ _TENSORS = tuple(f.name for f in fields(_Rows))
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Work:
-    """counts: int32 [num_slots, vocabulary], on the device."""
+    """Penalties of one step.
+
+    Attributes:
+        counts: int32 [num_slots, vocabulary], on the device.
+    """
 
     counts: Tensor
     rows: _Rows
@@ -61,7 +66,7 @@ class _Work:
         return [getattr(self.rows, name) for name in _TENSORS]
 
     def before(self, sent: Sequence[Tensor], logits: Tensor) -> None:
-        """Brings counts up to date, penalises logits."""
+        """Update the counts, then penalise the logits."""
         rows = _Rows(*sent)
         if len(rows.renewed):
             self.counts.index_fill_(0, rows.renewed, 0)
@@ -78,15 +83,18 @@ class _Work:
         )
 
     def after(self, sent: Sequence[Tensor], tokens: Tensor) -> Mapping[str, Tensor]:
-        """Counts the new tokens."""
+        """Count the new tokens."""
         rows = _Rows(*sent)
         count_tokens(self.counts, rows.slots, tokens[rows.rows], prompt=False)
         return {}
 
 
 class Penalties:
-    """Strengths by slot (engine thread), and the counts (forward stream). Memory: int32
-    [num_slots, vocabulary], not filled, since a row is made anew for its first owner."""
+    """Penalty strengths by slot (engine thread), and counts (forward stream).
+
+    Memory: int32 [num_slots, vocabulary], not initialised, because a row is rebuilt for its first
+    request.
+    """
 
     def __init__(self, table: RequestTable, vocabulary_size: int, device: torch.device) -> None:
         self._table = table
@@ -125,7 +133,7 @@ class Penalties:
         return _Work(self._counts, penalised)
 
     def rehearsal(self, num_rows: int) -> _Work:
-        """All rows' counts are made anew, as they are for their first owners."""
+        """Return work that rebuilds the counts of all rows, as for their first requests."""
         rows, ones = torch.arange(num_rows), torch.ones(num_rows)
         zeros = torch.zeros(num_rows, dtype=torch.int64)
         nobody = _Rows(
@@ -143,7 +151,8 @@ class Penalties:
         return _Work(self._counts, nobody)
 
     def _tokens(self, slots: NDArray[np.intp], starts: Ints, ends: Ints) -> tuple[Tensor, Tensor]:
-        """Token indices [starts, ends) of the slots: each token's slot, and the tokens."""
+        """Return the tokens of indices [starts, ends) of the slots: each token's slot, and the
+        tokens."""
         counts = ends - starts
         total = int(counts.sum())
         offsets = np.cumsum(counts) - counts

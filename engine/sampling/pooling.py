@@ -1,8 +1,7 @@
-"""Prompts of which no token is wanted: their hidden states, pooled, or what a head makes of the
-last one.
+"""Prompts without generation: their hidden states pooled, or a head's output for the last one.
 
-A step may have such prompts beside others. What it gives of one of them is a part of its vector:
-parts of chunks are added up, and where one token decides, all others add nothing.
+A step may mix them with other prompts. Its result for such a prompt is a part of a vector. The
+parts of all chunks are added up, and where one token decides, the other parts are zero.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,16 +18,16 @@ from engine.batch.batch import NOT_FINITE, NOT_SAMPLED, ScheduleBatch
 from engine.batch.request import Request
 from engine.batch.table import RequestTable
 
-SLICE = 1024  # tokens whose states there is memory for in float32
-LOGITS_SLICE = 32  # rows whose log-probabilities there is memory for
+SLICE = 1024  # tokens whose float32 states fit in the reserved memory
+LOGITS_SLICE = 32  # rows whose log-probabilities fit in the reserved memory
 
 _Rows: TypeAlias = NDArray[np.intp]
-# Of some rows after others, the rows and float32 [rows, any].
+# Parts of results: row numbers, and float32 [rows, any].
 Pooled: TypeAlias = Sequence[tuple[_Rows, Tensor]]
 
 
 class Heads(Protocol):
-    """What a model says that it can make of hidden states."""
+    """The heads that a model has for its hidden states."""
 
     @property
     def generates(self) -> bool: ...
@@ -38,7 +37,7 @@ class Heads(Protocol):
 
 
 class Model(Protocol):
-    """What it makes of them, [n, hidden]."""
+    """The heads applied to hidden states [n, hidden]."""
 
     def logits(self, hidden: Tensor) -> Tensor: ...
 
@@ -47,14 +46,14 @@ class Model(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PoolingWork:
-    """Of one step.
+    """The pooling work of one step.
 
     Attributes:
-        only: all rows of the step pool: nothing is sampled.
-        places: int64 [n], tokens among the step's whose hidden states are wanted besides.
-        summed: rows that get a sum of hidden states.
-        sources: int64 [m], of these states, among all that the forward gives.
-        owners: int64 [m], whose each is, as places in `summed`.
+        only: all rows of the step are pooled, so nothing is sampled.
+        places: int64 [n], tokens of the step whose hidden states are needed in addition.
+        summed: rows whose result is a sum of hidden states.
+        sources: int64 [m], places of these states among all that the forward returns.
+        owners: int64 [m], the row of each state, as a place in `summed`.
         labelled, told: rows whose last state goes through the heads.
         tokens: int64 [told, k], padded with 0.
     """
@@ -69,15 +68,16 @@ class PoolingWork:
     tokens: Tensor
 
     def tensors(self) -> list[Tensor]:
-        """In host memory, contiguous."""
+        """Return all tensors, contiguous and in host memory."""
         rows = [torch.from_numpy(rows) for rows in (self.labelled, self.told)]
         return [self.sources, self.owners, *rows, self.tokens]
 
     def run(self, model: Model, hidden: Tensor, sent: Sequence[Tensor]) -> Pooled:
-        """On the forward stream.
+        """Compute the results. On the forward stream.
 
         Args:
-            hidden: [any, hidden], first of each row's last token, in the end those at `places`.
+            hidden: [any, hidden], first those of each row's last token, and at the end those at
+                `places`.
             sent: `tensors()`, on the device.
         """
         sources, owners, labelled, told, tokens = sent[:5]
@@ -104,21 +104,22 @@ class PoolingWork:
 
 
 def nothing_sampled(last: Tensor) -> Tensor:
-    """int32 [n], of rows that sample nothing: whether their hidden states are finite."""
+    """Return int32 [n] for rows that sample nothing: a code that shows whether their hidden states
+    are finite."""
     finite = last.isfinite().all(dim=-1)
     return torch.where(finite, NOT_SAMPLED, NOT_FINITE).int()
 
 
 class PooledPrompts:
-    """Engine thread only."""
+    """The pooled requests by slot. Engine thread only."""
 
     def __init__(self, table: RequestTable) -> None:
         self._num_prompt = table.num_prompt
         self._pool = np.zeros(table.num_slots, np.int8)  # 0: not pooled
-        self._tokens: dict[int, tuple[int, ...]] = {}  # by slot, of those that are told some
+        self._tokens: dict[int, tuple[int, ...]] = {}  # by slot, for requests with token scores
 
     def acquire(self, slot: int, request: Request) -> bool:
-        """The request has got that slot. Returns whether it is pooled."""
+        """Assign a slot to the request. Return whether it is pooled."""
         pooling = request.pooling
         self._pool[slot] = 0 if pooling is None else pooling.pool
         self._tokens.pop(slot, None)
@@ -127,11 +128,11 @@ class PooledPrompts:
         return pooling is not None
 
     def build(self, batch: ScheduleBatch, num_others: int) -> PoolingWork:
-        """Of a step that has such a row.
+        """Return the work of a step with at least one pooled row.
 
         Args:
-            num_others: tokens besides the rows' last ones whose states others want, before those
-                that are wanted here.
+            num_others: number of additional tokens whose states other work needs. They come before
+                the ones of this work.
         """
         pools = self._pool[batch.slots]
         lengths = batch.ends - batch.starts
@@ -161,7 +162,7 @@ class PooledPrompts:
         )
 
     def rehearsal(self, num_rows: int, num_tokens: int, heads: Heads) -> PoolingWork:
-        """Of so many rows, and of all of a step's tokens."""
+        """Return work on dummy rows and on all tokens of a step, for warm-up."""
         rows = np.arange(num_rows)
         told = rows[: LOGITS_SLICE if heads.generates else 0]
         places = torch.arange(num_tokens)
@@ -178,7 +179,7 @@ class PooledPrompts:
 
 
 def _places_in(rows: _Rows, wanted: _Rows) -> NDArray[np.int64]:
-    """Where in `rows`, which are distinct, each of the wanted ones is."""
+    """Return the place in `rows`, which are distinct, of each wanted row."""
     order = np.argsort(rows)
     return order[np.searchsorted(rows, wanted, sorter=order)].astype(np.int64)
 
@@ -193,7 +194,7 @@ def _padded(rows: list[tuple[int, ...]]) -> Tensor:
 
 
 def of_rows(parts: Pooled) -> Mapping[int, NDArray[np.float32]]:
-    """What each row got. Of parts in host memory."""
+    """Return the result of each row, from parts in host memory."""
     return {
         row: values[place].numpy()
         for rows, values in parts

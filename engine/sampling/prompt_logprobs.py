@@ -1,7 +1,7 @@
-"""Log-probabilities of prompts: the logits of a whole chunk, a slice at a time.
+"""Log-probabilities of prompts, from the logits of a whole chunk, computed in slices.
 
-They need logits of tokens that no row samples after, so they say of a step which tokens' hidden
-states they want besides. A prompt that asks for them is computed whole, whatever the cache has.
+They need logits of tokens after which no row samples, so they request further hidden states of a
+step. A prompt with this option is computed completely, even if it is in the cache.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,16 +16,18 @@ from engine.batch.request import Request
 from engine.batch.table import RequestTable
 from kernels.sampling.logprobs import logprobs
 
-SLICE = 256  # tokens whose logits there is memory for
+SLICE = 256  # tokens whose logits fit in the reserved memory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptWork:
-    """Of one step.
+    """The prompt logprobs of one step.
 
-    places: int64 [n], of tokens among the step's; what is wanted is how likely the prompt's next
-    token is after each.
-    rows: int64 [n], theirs; targets: int32 [n], those next tokens.
+    Attributes:
+        places: int64 [n], tokens of the step after which the probability of the prompt's next token
+            is needed.
+        rows: int64 [n], rows of these tokens.
+        targets: int32 [n], the next tokens.
     """
 
     places: Tensor
@@ -36,7 +38,7 @@ class PromptWork:
     def run(
         self, to_logits: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor
     ) -> Mapping[str, Tensor]:
-        """On the forward stream.
+        """Compute the logprobs. On the forward stream.
 
         Args:
             hidden: [n, hidden], of the tokens at `places`.
@@ -53,19 +55,20 @@ class PromptWork:
 
 
 class PromptLogprobs:
-    """Engine thread only."""
+    """Requests with prompt logprobs, by slot. Engine thread only."""
 
     def __init__(self, table: RequestTable) -> None:
         self._table = table
         self._num_top = np.full(table.num_slots, -1, np.int32)
 
     def acquire(self, slot: int, request: Request) -> bool:
-        """The request has got that slot. Returns whether its prompt's are wanted."""
+        """Assign a slot to the request. Return whether it needs prompt logprobs."""
         self._num_top[slot] = request.sampling.prompt_logprobs
         return request.sampling.prompt_logprobs >= 0
 
     def build(self, batch: ScheduleBatch) -> PromptWork | None:
-        """None: none of the step's tokens has a next one in its prompt."""
+        """Return the work of a step, or None if no token of the step has a next one in its
+        prompt."""
         table, slots = self._table, batch.slots.astype(np.intp)
         last = np.minimum(batch.ends, table.num_prompt[slots] - 1)
         counts = np.where(self._num_top[slots] < 0, 0, np.maximum(last - batch.starts, 0))
@@ -84,6 +87,6 @@ class PromptLogprobs:
         )
 
     def rehearsal(self, num_tokens: int) -> PromptWork:
-        """Of the first tokens of a step, a slice of them at most."""
+        """Return work on the first tokens of a step, at most one slice, for warm-up."""
         places = torch.arange(min(num_tokens, SLICE))
         return PromptWork(places, places, places.int(), 1)

@@ -1,4 +1,4 @@
-"""How each row's token is drawn: columns by slot, and what a step sends of them."""
+"""Sampling parameters: columns by slot, and the part that a step sends to the device."""
 
 import numpy as np
 import torch
@@ -12,7 +12,8 @@ _MAX_SEED = 2**64 - 1
 
 
 class Sampling:
-    """Columns of the requests that are not greedy; a greedy one has temperature 0, and no other.
+    """Sampling parameters of requests that are not greedy. A greedy request has temperature 0 and
+    no other parameter.
 
     Engine thread only.
     """
@@ -25,7 +26,7 @@ class Sampling:
         self._seed = np.zeros(num_slots, np.uint64)
 
     def acquire(self, slot: int, request: Request) -> bool:
-        """The request has got that slot. Returns whether its tokens are drawn."""
+        """Assign a slot to the request. Return whether its tokens are drawn at random."""
         sampling = request.sampling
         self._temperature[slot] = sampling.temperature
         self._top_p[slot] = sampling.top_p
@@ -35,10 +36,10 @@ class Sampling:
         return not sampling.greedy
 
     def build(self, slots: NDArray[np.intp], positions: Ints) -> SamplingColumns:
-        """Of all rows of a step, in host memory.
+        """Return the parameters of all rows of a step, in host memory.
 
         Args:
-            positions: absolute index of the token that each will sample.
+            positions: absolute index of the token that each row will sample.
         """
         return SamplingColumns(
             temperature=torch.from_numpy(self._temperature[slots]),
@@ -50,7 +51,7 @@ class Sampling:
         )
 
     def rehearsal(self, num_rows: int) -> SamplingColumns:
-        """Of so many rows, every filter at work."""
+        """Return parameters of dummy rows with every filter enabled, for warm-up."""
         return SamplingColumns(
             temperature=torch.ones(num_rows),
             top_k=torch.full((num_rows,), 40, dtype=torch.int32),

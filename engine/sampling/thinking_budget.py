@@ -1,7 +1,7 @@
-"""End the thought of an answer after as many tokens as it may have.
+"""Limit on the reasoning tokens of a response.
 
-The count is taken from the tokens that the CPU knows, so it needs nothing else of a request that
-continues elsewhere, was retracted or is replayed.
+The count derives from the tokens that the CPU knows. So a request that migrates, was retracted or
+is replayed needs only its tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ from kernels.sampling.bitmask import FORBIDDEN
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Forced:
-    """A Work: rows[i] of the step samples tokens[i], whatever else is asked of it."""
+    """A Work in which rows[i] of the step samples tokens[i], regardless of other features."""
 
     rows: Tensor  # int64 [m]
     tokens: Tensor  # int64 [m]
@@ -40,12 +40,12 @@ class Forced:
 
 
 class ThinkingBudget:
-    """Ends thought that has all the tokens it may have. Engine thread only. Comes last."""
+    """Ends reasoning that has reached its budget. Engine thread only. Comes last."""
 
     def __init__(self, table: RequestTable) -> None:
         self._table = table
         self._readers: dict[int, ThoughtReader] = {}  # by slot
-        self._followed = np.zeros(table.num_slots, np.int64)  # tokens, with the prompt
+        self._followed = np.zeros(table.num_slots, np.int64)  # tokens, including the prompt
         self._budgets = np.zeros(table.num_slots, np.int64)
         self._closes = np.zeros(table.num_slots, np.int64)
 

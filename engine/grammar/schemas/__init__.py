@@ -1,1 +1,1 @@
-"""JSON schemas as clients write them, made into ones that a grammar keeps to entirely."""
+"""Rewriting of clients' JSON schemas into ones that a grammar enforces completely."""

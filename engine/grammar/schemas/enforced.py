@@ -1,9 +1,10 @@
-"""A schema of a client's, made into one that xgrammar keeps to entirely, or refused with the place.
+"""Rewriting of a client's schema into one that xgrammar enforces completely, or a rejection with
+the place.
 
-xgrammar leaves some words of JSON Schema unheeded and says so on standard error at most. Here each
-word is written as it heeds it, and what cannot be is refused: an answer that has ended is valid. It
-may be held to more than was asked: an object that says its properties has no others, a schema that
-speaks of texts is one of texts.
+xgrammar ignores some keywords of JSON Schema, at most with a message on standard error. Here each
+keyword is rewritten so that it is enforced. Schemas for which that is impossible are rejected, so a
+complete response is always valid. A response may be restricted further than requested. An object
+that lists properties has no others, and a schema with string keywords allows only strings.
 """
 
 import contextlib
@@ -36,14 +37,16 @@ from engine.grammar.schemas.words import (
 )
 
 _MAX_COUNTED = 128  # characters
-_MAX_PAIRS = 20_000  # of branches of a oneOf, compared one by one
+_MAX_PAIRS = 20_000  # pairs of branches of a oneOf that are compared
 _COMBINING = ("anyOf", "oneOf")
 
 
 def enforced(text: str) -> str:
-    """
+    """Rewrite a schema.
+
     Raises:
-        InvalidRequest: that is no schema, or one that no grammar keeps to, and where.
+        InvalidRequest: the text is not a schema, or no grammar enforces it. The message names the
+            place.
     """
     try:
         root = msgspec.json.decode(text)
@@ -51,16 +54,16 @@ def enforced(text: str) -> str:
     except msgspec.DecodeError as error:
         raise InvalidRequest(f"it is no JSON: {error}") from None
     except (AttributeError, TypeError, ValueError, RecursionError) as error:
-        # A word with a value of another type than it has: a property list that is a number.
+        # A keyword has a value of the wrong type, such as a number instead of a property list.
         raise InvalidRequest(f"it is no JSON schema: {error}") from None
 
 
 class _Document:
-    """One schema with all that it refers to."""
+    """One schema with everything that it refers to."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
-        self._names: dict[str, str] = {}  # what is referred to, by pointer; those to come, too
+        self._names: dict[str, str] = {}  # by pointer, also of schemas still to be rewritten
         self._made: dict[str, Any] = {}  # by name
         self._count = 0
 
@@ -132,10 +135,11 @@ class _Document:
                         f"and {high}; anyOf can be",
                     )
 
-    # What is referred to ------------------------------------------------------------------------
+    # References -----------------------------------------------------------------------------------
 
     def _opened(self, schema: Any, place: str) -> Schema:
-        """The same without reference or `allOf` at its top, in the words of the newest draft."""
+        """Return an equivalent schema without a reference or `allOf` at its top, in the keywords of
+        the newest draft."""
         return self._open(schema, place, ())
 
     def _open(self, schema: Any, place: str, through: tuple[str, ...]) -> Schema:
@@ -164,7 +168,7 @@ class _Document:
         return made
 
     def _named(self, pointer: str, place: str) -> str:
-        """What a reference leads to in the end, by its new name."""
+        """Return the new name of the schema to which a chain of references leads."""
         through = []
         while True:
             target = self._target(pointer, place)
@@ -189,7 +193,7 @@ class _Document:
                 raise refuse(place, f"$ref {pointer!r} leads to nothing")
         return found
 
-    # By type -------------------------------------------------------------------------------------
+    # Types ----------------------------------------------------------------------------------------
 
     def _of_type(self, kind: str, schema: Schema, place: str, depth: int) -> dict[str, Any]:
         match kind:
@@ -219,7 +223,7 @@ class _Document:
                 self._schema(each, below(place, "prefixItems", number), depth + 1)
                 for number, each in enumerate(prefix)
             ]
-        # Behind a prefix there is nothing that was not asked for.
+        # After prefixItems, further items are allowed only if minItems requires them.
         more = len(prefix) < made.get("minItems", 0) or not prefix
         items = schema.get("items", more)
         if items is False:
@@ -314,7 +318,7 @@ def _constraining(schema: Schema) -> list[str]:
 
 
 def _newest(schema: Schema) -> Schema:
-    """Of what older drafts wrote otherwise."""
+    """Return the schema with keywords of older drafts replaced by their new equivalents."""
     made = dict(schema)
     if isinstance(made.get("items"), list):
         made["prefixItems"] = made.pop("items")
@@ -328,7 +332,7 @@ def _newest(schema: Schema) -> Schema:
 
 
 def _kept(values: list[Any], schema: Schema, place: str) -> list[Any]:
-    """Of the values that a schema allows those that are of its types."""
+    """Return the values of an enum that match the schema's types."""
     beside = [word for word in schema if word in CONSTRAINTS]
     if beside:
         raise refuse(place, f"{beside[0]} cannot be enforced beside enum or const")
@@ -368,8 +372,8 @@ def _string(schema: Schema, place: str) -> dict[str, Any]:
 
 
 def _counted(lengths: Mapping[str, int]) -> Mapping[str, Any]:
-    """As an expression where it is not too long for xgrammar: the masks of its own counts take it a
-    thousand times as long, tens of milliseconds each."""
+    """Return length limits as a pattern, unless it would be too long for xgrammar. Masks of
+    xgrammar's own length limits take a thousand times as long, tens of milliseconds each."""
     least, most = lengths.get("minLength", 0), lengths.get("maxLength")
     if not lengths or max(least, most or 0) > _MAX_COUNTED:
         return lengths
@@ -407,7 +411,7 @@ def _integer(schema: Schema, place: str) -> dict[str, Any]:
 
 def _number(schema: Schema, place: str) -> dict[str, Any]:
     if "multipleOf" in schema:
-        return _integer(schema, place)  # fewer, and all of them valid
+        return _integer(schema, place)  # stricter, and every value is valid
     return {"type": "number"} | {word: schema[word] for word in OF_TYPE["number"] if word in schema}
 
 

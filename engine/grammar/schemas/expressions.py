@@ -1,28 +1,29 @@
-"""Regular expressions as grammars know them: what they would leave unheeded is refused."""
+"""Regular expressions in the dialect of grammars. Constructs that grammars would ignore are
+rejected."""
 
 from common.errors import InvalidRequest
 
 _CLASSES = frozenset("dDwWsS")
 _CONTROL = frozenset("tnrfv0cx")
-# What stands for itself in no text between JSON's quotes, so that no expression has it there.
+# Characters that cannot stand for themselves in a JSON string, so no expression may match them.
 _UNQUOTABLE = frozenset('"\\')
-_BUT_UNQUOTABLE = r'"\\'  # in a set
-_BUT = {"D": "0-9", "W": "A-Za-z0-9_", "S": r"\s"}  # what these are not
+_BUT_UNQUOTABLE = r'"\\'  # within a set
+_BUT = {"D": "0-9", "W": "A-Za-z0-9_", "S": r"\s"}  # the classes that these negate
 
 
 def quotable(expression: str) -> str:
-    """An expression for the text between JSON's quotes. It has no text with quotes, backslashes or
-    control characters: fewer than the expression that was asked for, where that has some.
+    """Return an expression for the contents of a JSON string. It matches no text with quotes,
+    backslashes or control characters, even if the original would.
 
     Raises:
-        InvalidRequest: it must have one of these, or what `check` refuses.
+        InvalidRequest: it must match one of these, or has a construct that `check` rejects.
     """
     return _Scan(expression, quoted=True).whole()
 
 
 def check(expression: str) -> None:
-    """Raises InvalidRequest, with the place, for what grammars do not heed: assertions, boundaries,
-    back references, and anchors in the midst."""
+    """Raise InvalidRequest, with the place, for constructs that grammars ignore: assertions,
+    boundaries, back references, and anchors inside."""
     _Scan(expression, quoted=False).whole()
 
 
@@ -40,8 +41,8 @@ class _Scan:
             sign = self._expression[self._at]
             if sign == "?" and self._quoted:
                 self._at += 1
-                # xgrammar 0.2.8 takes (ab)? for a?b? there. Behind a count it says which to try
-                # first, and a grammar tries all.
+                # xgrammar 0.2.8 reads (ab)? as a?b? there, so `?` becomes a count. After a count,
+                # `?` only sets the order of attempts, and a grammar considers all.
                 parts.append("" if counted else "{0,1}")
                 continue
             parts.append(self._next())
@@ -78,7 +79,8 @@ class _Scan:
         return self._expression[start : self._at]
 
     def _anchor(self, sign: str) -> str:
-        """A grammar is of all of a text anyway."""
+        """Return an anchor, or nothing in quoted mode, because a grammar always matches the whole
+        text."""
         return "" if self._quoted else sign
 
     def _group(self) -> None:
@@ -88,7 +90,7 @@ class _Scan:
         self._at += 2 * rest.startswith("?:")
 
     def _escape(self) -> str:
-        """Behind its backslash."""
+        """Read an escape after its backslash."""
         start = self._at - 1
         if self._at >= len(self._expression):
             raise self._error("an escape has no end", start)
@@ -112,7 +114,8 @@ class _Scan:
         return self._expression[start : self._at]
 
     def _set(self) -> str:
-        """Behind its bracket. A range over what is not quotable goes around it."""
+        """Read a set after its bracket. A range that spans unquotable characters is split around
+        them."""
         start = self._at - 1
         signs: list[str] = []
         if self._expression[self._at : self._at + 1] == "^":
@@ -134,7 +137,7 @@ class _Scan:
         return f"[{''.join(signs)}]"
 
     def _member(self, *, negated: bool) -> str:
-        """One character, a class or a range of a set."""
+        """Read one character, a class or a range of a set."""
         low = self._single()
         rest = self._expression[self._at : self._at + 2]
         if not rest.startswith("-") or rest in ("-", "-]") or len(low) != 1:
@@ -152,7 +155,7 @@ class _Scan:
         return "".join(_ranges(max(ord(low), 0x20), ord(high)))
 
     def _single(self) -> str:
-        """A character, or a class with its backslash."""
+        """Read a character, or a class with its backslash."""
         start = self._at
         sign = self._expression[start]
         self._at += 1
@@ -189,12 +192,12 @@ class _Scan:
 
 
 def _literal(character: str) -> str:
-    """In a set."""
+    """Return a character as it is written in a set."""
     return f"\\{character}" if character in "\\]^-[" else character
 
 
 def _ranges(low: int, high: int) -> list[str]:
-    """What is quotable from `low` to `high`."""
+    """Return the quotable ranges between `low` and `high`."""
     parts = []
     for barrier in (*(ord(each) for each in sorted(_UNQUOTABLE)), high + 1):
         last = min(high, barrier - 1)

@@ -1,4 +1,4 @@
-"""Formats of texts, as expressions where xgrammar's own are looser than their definition."""
+"""String formats as expressions, where xgrammar's own are looser than their definition."""
 
 _YEAR = r"(000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
 _LEAP = r"([0-9]{2}(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)"
@@ -26,5 +26,5 @@ EXPRESSIONS = {
 AS_XGRAMMAR_HAS_THEM = frozenset(
     {"duration", "hostname", "ipv6", "uri", "uri-reference", "uri-template", "uuid"}
 )
-# The others of JSON Schema. A format that it does not know says nothing.
+# The other formats of JSON Schema. Unknown formats have no effect.
 UNENFORCED = frozenset({"idn-email", "idn-hostname", "iri", "iri-reference", "regex"})

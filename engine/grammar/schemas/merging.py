@@ -1,7 +1,7 @@
-"""What two schemas say together, as one: `allOf`, and what stands beside a reference or `anyOf`.
+"""Merging of two schemas into one, for `allOf` and for keywords beside a reference or `anyOf`.
 
-Schemas within them are not merged here: they become an `allOf` of their own, merged where somebody
-gets to it.
+Schemas within them are not merged here. They become an `allOf` of their own, which is merged when
+it is reached.
 """
 
 import math
@@ -40,12 +40,13 @@ _HEADS = frozenset({"type", "const", "enum"})
 
 
 def merged(one: Schema, other: Schema, place: str) -> dict[str, Any]:
-    """
+    """Return the conjunction of two schemas.
+
     Args:
-        one, other: neither refers to another at its top, or has an `allOf`.
+        one, other: neither has a reference or an `allOf` at its top.
     Raises:
         Nothing: no value is valid in both.
-        InvalidRequest: one schema cannot say what both do.
+        InvalidRequest: the conjunction cannot be written as one schema.
     """
     one, other = _said(one), _said(other)
     made: dict[str, Any] = _heads(one, other, place)
@@ -69,7 +70,7 @@ def _said(schema: Schema) -> Schema:
 
 
 def _heads(one: Schema, other: Schema, place: str) -> dict[str, Any]:
-    """Types and values."""
+    """Return the common types and values."""
     made: dict[str, Any] = {}
     first, second = values_of(one), values_of(other)
     if first is not None or second is not None:
@@ -90,7 +91,8 @@ def _heads(one: Schema, other: Schema, place: str) -> dict[str, Any]:
 
 
 def _told(schema: Schema, place: str) -> tuple[str, ...] | None:
-    """Its types, unless they are only shown: those hold nothing back that is of another type."""
+    """Return the schema's explicit types, or None. Implied types do not restrict values of other
+    types."""
     told = "type" in schema or values_of(schema) is not None
     return types_of(schema, place) if told else None
 
@@ -149,10 +151,10 @@ def _both(word: str, one: Any, other: Any, place: str) -> Any:
 
 
 def disjoint(one: Schema, other: Schema, place: str, opened: Callable[[Any, str], Schema]) -> bool:
-    """Whether it can be seen that no value is valid in both.
+    """Return whether it is certain that no value is valid in both.
 
     Args:
-        opened: a schema without reference at its top.
+        opened: returns a schema without a reference at its top.
     """
     first, second = _told(one, place), _told(other, place)
     if first is None or second is None:
@@ -176,7 +178,7 @@ def disjoint(one: Schema, other: Schema, place: str, opened: Callable[[Any, str]
 
 
 def _lacks(one: Schema, other: Schema) -> bool:
-    """Whether it must not have what the other must."""
+    """Return whether `one` forbids a property that `other` requires."""
     if one.get("additionalProperties") is not False or "patternProperties" in one:
         return False
     return any(name not in one.get("properties", {}) for name in other.get("required", ()))

@@ -1,11 +1,11 @@
-"""Structural tags: forms with free text around or within them, as xgrammar writes them.
+"""Structural tags: formats with free text around or within them, in xgrammar's notation.
 
-What is a schema or an expression in them is made into one that is kept to entirely, as where it
-stands alone; a format that is not known here is refused.
+Schemas and expressions in them are rewritten so that they are enforced, like standalone ones.
+Unknown formats are rejected.
 
-Tokens in a tag are told by their numbers, special ones too. All else in it is text, which has no
-special tokens; so what is free beside tokens is an expression: what looks for the end of free text
-looks at bytes, of which any token is made to it.
+Tokens in a tag are given by their ids, including special ones. All other parts are text, which has
+no special tokens. So free text beside tokens must be an expression, because xgrammar searches for
+the end of free text in bytes, and any token can be part of them.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ from common.errors import InvalidRequest
 from engine.grammar.schemas import expressions
 from engine.grammar.schemas.enforced import enforced
 
-MAX_WHITESPACE = 1  # spaces in a row between JSON's words
+MAX_WHITESPACE = 1  # spaces in a row between JSON's tokens
 _MAX_DEPTH = 32
 _STYLES = ("json", "qwen_xml", "glm_xml")
 
@@ -26,17 +26,19 @@ Made = Callable[[Any, str, int], Any]
 
 class EnforcedTag(msgspec.Struct, frozen=True):
     text: str
-    has_tokens: bool  # that are named
-    grammars: Sequence[str]  # within it, as they are
+    has_tokens: bool  # named tokens
+    grammars: Sequence[str]  # contained grammars, unchanged
 
 
 def enforced_tag(text: str) -> EnforcedTag:
-    """
+    """Rewrite a structural tag.
+
     Args:
         text: `{"type": "structural_tag", "format": ...}`, or the older `{"structures": [{"begin":
             ..., "schema": ..., "end": ...}], "triggers": [...]}`.
     Raises:
-        InvalidRequest: that is none, or one that no grammar keeps to, and where.
+        InvalidRequest: the text is not a structural tag, or no grammar enforces it. The message
+            names the place.
     """
     try:
         said = msgspec.json.decode(text, type=dict[str, Any])
@@ -54,7 +56,7 @@ def enforced_tag(text: str) -> EnforcedTag:
 
 
 def _within(made: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """A made format, and all within it."""
+    """Yield a rewritten format and all formats within it."""
     yield made
     for name, value in made.items():
         if _KINDS[made["type"]].get(name) in _NESTED:
@@ -111,7 +113,7 @@ def _formats(wanted: Any, place: str, depth: int) -> list[dict[str, Any]]:
 
 
 def _tags(wanted: Any, place: str, depth: int) -> list[dict[str, Any]]:
-    """Those that need not say that they are tags."""
+    """Rewrite formats that are tags even without saying so."""
     if not isinstance(wanted, list):
         raise InvalidRequest(f"{place} is no list")
     said = [{"type": "tag"} | each if isinstance(each, dict) else each for each in wanted]
@@ -127,8 +129,11 @@ def _schema(wanted: Any, place: str, depth: int) -> Any:
 
 
 def _without_control(schema: Any) -> Any:
-    """Of a made schema: lengths as expressions. xgrammar lets control characters into texts with
-    lengths, and here, where free text needs line breaks, nothing else keeps them out."""
+    """Return a rewritten schema with length limits as expressions.
+
+    xgrammar allows control characters in strings with length limits. Here free text needs line
+    breaks, so only an expression excludes them.
+    """
     match schema:
         case {"type": "string"} if schema.keys() & {"minLength", "maxLength"}:
             others = {w: v for w, v in schema.items() if w not in ("minLength", "maxLength")}
@@ -165,12 +170,12 @@ def _token(wanted: Any, place: str, depth: int) -> int:
 
 
 def _edge(wanted: Any, place: str, depth: int) -> Any:
-    """What a tag begins or ends with: texts, or a token."""
+    """Rewrite the beginning or end of a tag: text, or a token."""
     return _format(wanted, place, depth) if isinstance(wanted, Mapping) else wanted
 
 
 def _as_it_is(wanted: Any, place: str, depth: int) -> Any:
-    """xgrammar says what is wrong with it."""
+    """Return the value unchanged, because xgrammar reports its errors."""
     return wanted
 
 

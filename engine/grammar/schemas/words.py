@@ -1,4 +1,4 @@
-"""The words of JSON Schema, by what is done with them."""
+"""The keywords of JSON Schema, by their treatment."""
 
 from collections.abc import Hashable, Mapping
 from typing import Any
@@ -8,18 +8,18 @@ from common.errors import InvalidRequest
 Schema = Mapping[str, Any]
 
 MAX_DEPTH = 48
-MAX_SCHEMAS = 4096  # one within another, and each time that one is referred to with more beside it
+MAX_SCHEMAS = 4096  # schemas within one another, and each merged use of a referenced one
 
-_LONG = 120  # characters of a place
+_LONG = 120  # characters of a place in a message
 
-# What says nothing of values; $defs is only referred to. Words that are in no list of these say
-# nothing either: that is what the specification says of words that it does not know.
+# Keywords that do not restrict values. $defs is only referred to. Unlisted keywords have no effect
+# either, as the specification says of unknown ones.
 SILENT = frozenset(
     {"title", "description", "default", "examples", "example", "deprecated", "readOnly"}
     | {"writeOnly", "$comment", "$schema", "$id", "id", "$defs", "definitions", "$vocabulary"}
     | {"contentEncoding", "contentMediaType", "contentSchema", "nullable", "discriminator"}
 )
-# What no grammar of xgrammar's holds an answer to, and with which values it says nothing.
+# Keywords that no grammar of xgrammar enforces, with the values for which they have no effect.
 UNENFORCED: Mapping[str, tuple[Any, ...]] = {
     "not": (),
     "if": (),
@@ -32,7 +32,7 @@ UNENFORCED: Mapping[str, tuple[Any, ...]] = {
     "dependencies": ({},),
     "dependentRequired": ({},),
     "dependentSchemas": ({},),
-    # What an object or an array is not said to have it does not have here.
+    # No effect, because properties and items that are not declared are never allowed here.
     "unevaluatedProperties": (False, True),
     "unevaluatedItems": (False, True),
     "$anchor": (),
@@ -65,7 +65,7 @@ CONSTRAINTS = frozenset(word for words in OF_TYPE.values() for word in words)
 
 
 class Nothing(InvalidRequest):
-    """No value at all is valid."""
+    """No value is valid."""
 
 
 def refuse(place: str, why: str) -> InvalidRequest:
@@ -74,16 +74,17 @@ def refuse(place: str, why: str) -> InvalidRequest:
 
 
 def below(place: str, *steps: object) -> str:
-    """As JSON pointers are written."""
+    """Return the place of a part, as a JSON pointer."""
     said = (str(step).replace("~", "~0").replace("/", "~1") for step in steps)
     return "/".join((place, *said))
 
 
 def types_of(schema: Schema, place: str) -> tuple[str, ...] | None:
-    """Those that its values may have, said or shown by its other words; None: all of them.
+    """Return the types that its values may have, explicit or implied by other keywords. None: all
+    types.
 
     Raises:
-        InvalidRequest: one is no type.
+        InvalidRequest: one of them is not a type.
     """
     said = schema.get("type")
     if said is not None:
@@ -99,14 +100,14 @@ def types_of(schema: Schema, place: str) -> tuple[str, ...] | None:
 
 
 def values_of(schema: Schema) -> list[Any] | None:
-    """The only ones that it has, if it says so."""
+    """Return its only valid values, if it lists them."""
     if "const" in schema:
         return [schema["const"]]
     return None if "enum" not in schema else list(schema["enum"])
 
 
 def key_of(value: Any) -> Hashable:
-    """Return what equal values of JSON have in common, and no others: to compare many at once."""
+    """Return a key that is equal exactly for equal JSON values, to compare many at once."""
     match value:
         case bool() | None:
             return type_of(value), value
