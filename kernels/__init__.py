@@ -1,5 +1,5 @@
-"""One operation per file: a checked call and the torch reference behind it.
+"""Operations, one per file: a call that checks its arguments, and its torch reference.
 
-A call is paged, strided and never waits for a device; a Triton kernel takes the reference's place
-on CUDA without a change of the call. Imports torch and triton only.
+Calls are paged, strided and never wait for a device. On CUDA a Triton kernel replaces the reference
+behind the same call. Imports torch and triton only.
 """

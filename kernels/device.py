@@ -1,4 +1,5 @@
-"""Where an operation runs: as Triton's kernel, compiled for this CPU, or as torch's reference."""
+"""Choice of an operation's implementation: Triton kernel, compiled for this CPU, or torch
+reference."""
 
 import functools
 import os
@@ -9,17 +10,17 @@ from triton.runtime import driver
 
 from kernels.cpu.operators import Operators
 
-# Triton reads it once, where a kernel is decorated; the interpreter computes bfloat16 wrongly.
+# Triton reads it once, when a kernel is decorated. The interpreter computes bfloat16 incorrectly.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 _LARGEST_SHARED_BYTES = 232448  # of one block, on compute capability 9.0
 
 
 def uses_triton(tensor: Tensor) -> bool:
-    """Every operation asks here which of its implementations its arguments mean.
+    """Return whether an operation on this tensor uses its Triton kernel. Every operation asks here.
 
-    The one seam for tests: replaced, kernels run on a CPU in Triton's interpreter, or are compiled
-    and not run.
+    The only hook for tests: if replaced, kernels run on a CPU in Triton's interpreter, or are
+    compiled and not run.
     """
     return tensor.is_cuda
 
@@ -28,29 +29,30 @@ _compiled: list[Operators] = []
 
 
 def use_compiled(operators: Operators | None) -> None:
-    """What `compiled` answers from now on, in this process. Before a model is loaded."""
+    """Set the result of `compiled` for this process. Must be called before a model is loaded."""
     _compiled[:] = [] if operators is None else [operators]
 
 
 def compiled(tensor: Tensor) -> Operators | None:
-    """Asked where `uses_triton` has said no: what takes the place of the reference, if anything."""
+    """Return the compiled operators that replace the reference, if any. Called where `uses_triton`
+    is False."""
     return compiled_for(tensor.device)
 
 
 def compiled_for(device: torch.device) -> Operators | None:
-    """`compiled` before there is a tensor."""
+    """Return the result of `compiled` before there is a tensor."""
     return _compiled[0] if _compiled and device.type == "cpu" else None
 
 
 def architecture() -> int:
-    """90 for compute capability 9.0, which the interpreter stands for too."""
+    """Return 90 for compute capability 9.0, which the interpreter emulates."""
     return 90 if INTERPRETED else int(driver.active.get_current_target().arch)
 
 
 def shared_bytes() -> int:
     """Return how much shared memory one block may use on the current device, in bytes.
 
-    The interpreter stands for compute capability 9.0.
+    The interpreter emulates compute capability 9.0.
     """
     return (
         _LARGEST_SHARED_BYTES if INTERPRETED else _shared_bytes(driver.active.get_current_device())
@@ -59,13 +61,14 @@ def shared_bytes() -> int:
 
 @functools.cache
 def _shared_bytes(number: int) -> int:
-    """Return the number that Triton compares a kernel with before it loads it."""
+    """Return the limit that Triton checks before it loads a kernel."""
     return int(driver.active.utils.get_device_properties(number)["max_shared_mem"])
 
 
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
-    """How many programs the device runs at once; 4 on a CPU, where the number changes no result."""
+    """Return the number of multiprocessors of the device. 4 on a CPU, where it affects no
+    result."""
     if device.type != "cuda":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count

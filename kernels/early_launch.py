@@ -1,7 +1,7 @@
-"""Programmatic dependent launch: a kernel starts while the one before it in its stream still ends.
+"""Programmatic dependent launch: a kernel starts while the previous one in its stream still ends.
 
-What it saves is the gap between two kernels, which a decode step has some hundred of. Only from
-compute capability 9.0 on; the interpreter knows nothing of it.
+It removes the gap between two kernels, of which a decode step has some hundred. Requires compute
+capability 9.0. The interpreter does not support it.
 """
 
 import triton
@@ -10,21 +10,21 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels import device
 
-# Compiled and counted, and never run: tools/bench/gpu says what it saves.
+# Compiled but never run so far. tools/bench/gpu measures the gain.
 ENABLED = False
 
 
 def launches_early() -> bool:
-    """What every kernel of a layer is given as EARLY, and its launch as `launch_pdl`."""
+    """Return the value of EARLY for every kernel of a layer, and of `launch_pdl` for its launch."""
     return ENABLED and not device.INTERPRETED and device.architecture() >= 90
 
 
 @triton.jit
 def start(EARLY: tl.constexpr):
-    """The first line of a kernel, in every program of it: nothing may be read or written before.
+    """Start a kernel. Must be the first line in every program of it, before any read or write.
 
-    Waits until the kernel before has ended, and lets the one after it begin. So at most two
-    overlap, and a kernel without this line, which waits for the one before it, waits for all.
+    Waits until the previous kernel has ended, and lets the next one begin. So at most two overlap.
+    A kernel without this line waits for the one before it, and so for all.
     """
     if EARLY:
         gdc_wait()

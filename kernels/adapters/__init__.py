@@ -1,1 +1,1 @@
-"""What adapters add to products."""
+"""Low-rank products that adapters add to the model's products."""

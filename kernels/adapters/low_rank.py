@@ -1,5 +1,7 @@
-"""Products of low rank, each for the tokens that want it: y += B A x, of a pair of matrices in each
-slot. Tokens are grouped by slot, so that a pair is read once for many of them."""
+"""Low-rank products y += B A x, with a pair of matrices in each slot.
+
+Tokens are grouped by slot, so that each pair is read once for many tokens.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,18 +14,20 @@ from torch import Tensor
 
 from kernels import device
 
-TILE_ROWS = 32  # tokens of one slot that a program works on
-MAX_PARTS = 4  # that any family has in one matrix
-LEAST_RANK = 16  # that tensor cores multiply
+TILE_ROWS = 32  # tokens of one slot per program
+MAX_PARTS = 4  # maximum in one matrix, over all families
+LEAST_RANK = 16  # minimum for tensor cores
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokensBySlot:
-    """
-    order: int32 [any], tokens of the step, those of a slot together.
-    tiles: int32 [any, 3]: a slot, and the places of at most TILE_ROWS of its tokens in `order`,
-        from and up to.
-    spans: in host memory, the same of all tokens of a slot.
+    """A step's tokens, grouped by slot.
+
+    Attributes:
+        order: int32 [any], tokens of the step. Those of a slot are adjacent.
+        tiles: int32 [any, 3]: a slot, and the range [from, to) in `order` of at most TILE_ROWS of
+            its tokens.
+        spans: in host memory, the same for all tokens of a slot.
     """
 
     order: Tensor
@@ -34,10 +38,11 @@ class TokensBySlot:
 def add_low_rank(
     y: Tensor, x: Tensor, down: Tensor, up: Tensor, tokens: TokensBySlot, parts: Sequence[int]
 ) -> None:
-    """y[token] += up[slot] (down[slot] x[token]), of each part of y by matrices of its own; the
-    product with `down` is rounded to x's dtype.
+    """Compute y[token] += up[slot] (down[slot] x[token]), with separate matrices for each part of
+    y.
 
-    Neither waits for the device nor does a token's sum depend on who is beside it in a tile.
+    The product with `down` is rounded to x's dtype. The call does not wait for the device. A
+    token's sum does not depend on the other tokens in its tile.
 
     Args:
         y: contiguous [n, out], changed in place.
@@ -45,7 +50,7 @@ def add_low_rank(
         down: contiguous [slots, parts * rank, in] of y's dtype, part after part; rank is a power of
             two of at least LEAST_RANK.
         up: contiguous [slots, out, rank] of y's dtype.
-        parts: columns of y in each, MAX_PARTS at most.
+        parts: columns of y in each part, at most MAX_PARTS parts.
     Raises:
         ValueError: wrong shapes, strides or dtypes.
     """
@@ -156,7 +161,8 @@ def _down_kernel(
     BLOCK_K: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """A tile's tokens times some rows of its slot's `down`, by place in `order`."""
+    """Multiply a tile's tokens by some rows of its slot's `down`. Results are stored by place in
+    `order`."""
     tile = tiles_ptr + tl.program_id(0) * 3
     slot, first, end = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
     places = first + tl.arange(0, BLOCK_M)
@@ -200,8 +206,8 @@ def _up_kernel(
     BLOCK_K: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Adds the second product, of some columns of one part of y. No two programs have one number
-    of y in common."""
+    """Add the second product to some columns of one part of y. No two programs write the same
+    number of y."""
     tile, part = tiles_ptr + tl.program_id(0) * 3, tl.program_id(2)
     begin = tl.where(part < 2, tl.where(part == 0, 0, END_0), tl.where(part == 2, END_1, END_2))
     past = tl.where(part < 2, tl.where(part == 0, END_0, END_1), tl.where(part == 2, END_2, END_3))

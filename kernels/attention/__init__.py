@@ -1,1 +1,1 @@
-"""Attention over keys and values in pages: planned once a forward, launched once a layer."""
+"""Attention over paged keys and values, planned once per forward and launched once per layer."""

@@ -1,9 +1,10 @@
-"""Paged attention of rows with one query each, by Triton: split over the keys, evenly.
+"""Paged decode attention in Triton, for rows with one query each. The keys are split evenly among
+programs.
 
-A program computes the tiles of keys that a plan gives it. A row that it has whole is written at
-once. Of another row it leaves a partial result, and the last program to do so combines them, in the
-order of their keys whoever it is. The grid depends on shapes alone: a captured graph is right for
-all lengths.
+A program computes the tiles of keys that a plan assigns to it. A row that one program computes
+alone is written directly. For other rows each program writes a partial result. The last program to
+arrive combines them in the order of their keys, so the result does not depend on which program is
+last. The grid depends only on shapes, so a captured graph is valid for all lengths.
 """
 
 import triton
@@ -22,7 +23,7 @@ from kernels.attention.tiles import (
     stages_that_fit,
 )
 
-COMBINE_NUMBERS = 8192  # of partial results, read at once: 64 of a thread
+COMBINE_NUMBERS = 8192  # numbers of partial results read at once: 64 per thread
 
 
 def decode_attention(
@@ -38,7 +39,8 @@ def decode_attention(
     soft_cap: float | None,
     sinks: Tensor | None,
 ) -> None:
-    """Writes the outputs of the plan's rows, the last of q's, into the last rows of `out`."""
+    """Write the outputs of the plan's rows, which are the last of q, into the last rows of
+    `out`."""
     num_tokens, heads, key_dim = q.shape
     kv_heads, page_size = kv.shape[1], kv.shape[3]
     group, head_dim = heads // kv_heads, out.shape[1] // heads
@@ -149,9 +151,11 @@ def _decode_kernel(
     UPCAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Program g of a KV head has the tiles from g * per_program on. What it finds for a part of a
-    row goes into slot g + row: along the pairs (g, row) that meet, in order, one of the two grows
-    by one."""
+    """Compute program g's tiles of a KV head, which begin at g * per_program.
+
+    The partial result of a row goes into slot g + row. Over the pairs (g, row) that overlap, in
+    order, exactly one of the two grows by one, so slots are distinct.
+    """
     early_launch.start(EARLY)
     program, head = tl.program_id(0), tl.program_id(1)
     num_slots = tl.num_programs(0) + num_rows
@@ -187,7 +191,7 @@ def _decode_kernel(
         shift = first_key(length, WINDOW) // BLOCK_N - row_tile
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
-        if sinks_ptr is not None:  # as if the row's first part had seen that key
+        if sinks_ptr is not None:  # the row's first part starts as if it had seen that key
             sinks = tl.load(sinks_ptr + head * GROUP + heads, mask=heads < GROUP, other=0.0)
             has_first = total + (tile == row_tile).to(tl.float32)
             top = tl.where(has_first > 0, sinks.to(tl.float32) * LOG2_E, top)
@@ -221,7 +225,7 @@ def _decode_kernel(
             MASKED=True,
             SLACK=0,
         )
-        acc /= tl.maximum(total, 1e-30)[:, None]  # 0 of a row without keys
+        acc /= tl.maximum(total, 1e-30)[:, None]  # 0 for a row without keys
         out_place = ((first_query + row).to(tl.int64) * tl.num_programs(1) + head) * GROUP
         row_out_ptr = out_ptr + out_place * HEAD_DIM
         if (row_tile >= first_tile) & (row_end <= last_tile):
@@ -233,7 +237,7 @@ def _decode_kernel(
             first = row_tile // per_program
             num_parts = (row_end - 1) // per_program - first + 1
             arrivals = arrivals_ptr + head * num_rows + row
-            tl.debug_barrier()  # of all that this program has stored, before one thread says so
+            tl.debug_barrier()  # all stores of this program come before the signal of one thread
             if tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == num_parts - 1:
                 tl.store(arrivals, 0)  # for the next layer
                 for first_head in tl.static_range(0, BLOCK_G, BLOCK_H):
@@ -268,8 +272,8 @@ def _combine(
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """Joins some heads of a row's partial results, in slots from `slot` on. Other multiprocessors
-    have written them, so they are not looked for in this one's cache."""
+    """Combine the partial results of some heads of a row, in the slots from `slot` on. Other
+    multiprocessors wrote them, so the loads bypass this one's cache."""
     heads = first_head + tl.arange(0, BLOCK_H)
     dims = tl.arange(0, BLOCK_D)
     acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)

@@ -1,8 +1,8 @@
-"""How the keys of a decode step are divided among programs, by the device itself.
+"""Division of a decode step's keys among programs, computed on the device.
 
-The rows' keys are cut into tiles; every program gets as many consecutive tiles as every other,
-whatever rows they belong to, so one long row among short ones keeps the whole device busy. Knows
-nothing of what is computed on a tile.
+The keys of all rows are cut into tiles. Every program gets the same number of consecutive tiles,
+across rows. So one long row among short ones keeps the whole device busy. Independent of the
+computation on a tile.
 """
 
 from dataclasses import dataclass
@@ -16,29 +16,29 @@ from torch import Tensor
 from kernels import device
 
 # Starting points, to be tuned by tools/bench/gpu.
-PROGRAMS_PER_MULTIPROCESSOR = 2  # with 64 KiB of keys and values under way each
-MIN_TILES = 2  # of a program: fewer would not pay for their partial results
+PROGRAMS_PER_MULTIPROCESSOR = 2  # each with 64 KiB of keys and values in flight
+MIN_TILES = 2  # per program: fewer would not pay for their partial results
 PLAN_BLOCK = 1024  # rows
 LONGEST_HEAD = 256  # of keys that are not latents
-# By bytes of a stored number. Without a limit the compiler spills some registers, so that more
+# By bytes of a stored number. Without a limit the compiler spills some registers so that more
 # programs fit than are launched.
 MAX_REGISTERS = {1: 224, 2: 168}
 
 
 class DecodeTile(NamedTuple):
-    """What one program works on at a time, and how."""
+    """The shape and launch parameters of one program's tile."""
 
     keys: int
     warps: int = 4
-    stages: int = 3  # of the pipeline of loads, where they fit
-    registers: int | None = None  # at most
+    stages: int = 3  # of the load pipeline, if they fit
+    registers: int | None = None  # maximum
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodePlan:
-    """Which tiles of keys belong to which row; scratch that the layers use one after another.
+    """The tiles of keys of each row, and scratch memory that the layers use in turn.
 
-    The rows are the last `num_rows` of a batch, their queries its last tokens.
+    The rows are the last `num_rows` of a batch, and their queries are its last tokens.
     """
 
     tile_starts: Tensor  # int32 [num_rows + 1]: row i's tiles are [tile_starts[i], [i + 1])
@@ -47,7 +47,7 @@ class DecodePlan:
     arrivals: Tensor  # int32 [kv_heads, num_rows], zeros between layers
     num_rows: int
     num_programs: int  # per KV head
-    min_tiles: int  # of a program
+    min_tiles: int  # per program
     tile: DecodeTile
     window: int | None
 
@@ -61,7 +61,11 @@ def plan_decode(
     window: int | None,
     value_dim: int | None = None,
 ) -> DecodePlan:
-    """lengths: int32, of all rows of a batch. One launch; nothing waits for it here."""
+    """Plan a decode step. One launch, without waiting for it.
+
+    Args:
+        lengths: int32, of all rows of a batch.
+    """
     kv_heads, head_dim = kv.shape[1], kv.shape[4]
     tile = _tile(head_dim, kv.element_size())
     multiprocessors = device.num_multiprocessors(kv.device)
@@ -95,8 +99,9 @@ def plan_decode(
 
 
 def _tile(head_dim: int, element_size: int) -> DecodeTile:
-    """Of at most 16 KiB of K, in half precision; of latents, which are longer, of 36 KiB."""
-    held = max(2, element_size)  # in registers, where narrower numbers are widened
+    """Return a tile with at most 16 KiB of K in half precision, or 36 KiB of latents, which are
+    longer."""
+    held = max(2, element_size)  # bytes in registers, where narrower numbers are widened
     if head_dim > LONGEST_HEAD:
         return DecodeTile(keys=64 // held, warps=8)
     keys = 64 if head_dim * held <= 256 else 32
@@ -115,7 +120,7 @@ def _plan_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A row without keys gets a tile as well: someone has to write its zeros."""
+    """Compute tile_starts. A row without keys gets one tile, so that a program writes its zeros."""
     tl.store(tile_starts_ptr, 0)
     total = 0
     for first in range(0, num_rows, BLOCK):

@@ -1,7 +1,7 @@
-"""Paged attention of rows with many queries each, by Triton: one pass over the keys per tile.
+"""Paged extend attention in Triton, for rows with many queries. One pass over the keys per tile.
 
-A tile packs consecutive queries of a row and all query heads of a KV head: K and V are read once
-for all of them, and a short extend still fills it.
+A tile packs consecutive queries of a row with all query heads of a KV head. K and V are read once
+for all of them, and even a short extend fills a tile.
 """
 
 from typing import NamedTuple
@@ -24,12 +24,12 @@ from kernels.attention.tiles import (
 
 
 class Tile(NamedTuple):
-    """What one program works on at a time, and how."""
+    """The shape and launch parameters of one program's tile."""
 
     rows: int  # queries times the heads that share a KV head
     keys: int
     warps: int
-    stages: int  # of the pipeline of loads, where they fit
+    stages: int  # of the load pipeline, if they fit
     slack: int  # see `attend_tiles`
 
 
@@ -49,10 +49,10 @@ def extend_attention(
     soft_cap: float | None,
     sinks: Tensor | None,
 ) -> None:
-    """Writes the outputs of a batch's first rows, which have the first queries, into `out`.
+    """Write the outputs of a batch's first rows, which have the first queries, into `out`.
 
     Raises:
-        ValueError: more query heads to a KV head than a tile has rows.
+        ValueError: a KV head has more query heads than a tile has rows.
     """
     heads, key_dim = q.shape[1:]
     kv_heads, page_size = kv.shape[1], kv.shape[3]
@@ -115,24 +115,26 @@ def extend_attention(
 def _tile(
     head_dim: int, element_size: int, architecture: int, *, masked: bool, widened: bool
 ) -> Tile:
-    """Starting points by count of instructions, to be tuned by tools/bench/gpu.
+    """Return a tile. The numbers derive from instruction counts and are to be tuned by
+    tools/bench/gpu.
 
-    architecture: 90 for compute capability 9.0. Data center GPUs since then multiply operands that
-    stay in shared memory; others need more registers, and some have 100 KiB of shared memory.
-    masked: scores have a window or a cap, which takes registers; widened: keys and values are
-        narrower than queries, likewise.
+    Args:
+        architecture: 90 for compute capability 9.0. Since then, data center GPUs multiply operands
+            in shared memory. Others need more registers, and some have 100 KiB of shared memory.
+        masked: scores have a window or a cap, which takes registers.
+        widened: keys and values are narrower than queries, which takes registers.
     """
     if head_dim > LONGEST_HEAD:
         rows = 32 // element_size if widened else 64 // element_size
         return Tile(rows, rows, 8, 3, slack=0)
     if element_size > 2:
         return Tile(32, 16, 8, 2, slack=0)
-    slack = 8 if architecture < 100 else 0  # from then on sums are not in registers
+    slack = 8 if architecture < 100 else 0  # later GPUs keep sums outside registers
     if architecture // 10 in (9, 10):
-        if head_dim > 128:  # where widening takes the registers that slack would
+        if head_dim > 128:  # widening takes the registers that slack needs
             return Tile(128, 32, 8, 3, 0 if widened else slack)
-        # The larger tile would spill registers of masked scores, and of narrower heads keep a
-        # second program from the multiprocessor.
+        # The larger tile would spill registers with masked scores. With narrower heads it would
+        # leave no space for a second program on the multiprocessor.
         large = head_dim > 64 and not masked
         return Tile(128, 128, 8, 2, slack) if large else Tile(128, 64, 8, 3, slack)
     if head_dim > 128:
@@ -174,9 +176,12 @@ def _extend_kernel(
     UPCAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Row r's tiles are numbered from query_starts[r] // QUERIES + r on, which leaves room for a
-    partial one each; a number too many has no queries. The last tiles of a row see most keys, so
-    they start first."""
+    """Compute one tile of queries.
+
+    Row r's tiles are numbered from query_starts[r] // QUERIES + r, which leaves space for one
+    partial tile per row. Surplus numbers have no queries. The last tiles of a row see most keys, so
+    they start first.
+    """
     early_launch.start(EARLY)
     QUERIES: tl.constexpr = BLOCK_M // GROUP
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -209,8 +214,8 @@ def _extend_kernel(
 
     newest = length - num_queries + queries
     oldest = length - num_queries + first_query  # of the tile's queries
-    end = tl.minimum(oldest + QUERIES, length)  # after the keys that its last query sees
-    # Keys of [low, end) are seen by some query, keys of [all_low, all_end) by every one.
+    end = tl.minimum(oldest + QUERIES, length)  # after the keys that the tile's last query sees
+    # Keys in [low, end) are visible to some query, keys in [all_low, all_end) to all queries.
     begin = 0
     low = 0
     all_low = 0
@@ -264,5 +269,5 @@ def _extend_kernel(
                 SLACK=SLACK,
             )
     out_places = (places * (tl.num_programs(1) * GROUP) + heads) * HEAD_DIM
-    total = tl.maximum(total, 1e-30)  # 0 of a lane without a query, or a row without keys
+    total = tl.maximum(total, 1e-30)  # 0 for a lane without a query, or a row without keys
     tl.store(out_ptr + out_places[:, None] + dims[None, :], acc / total[:, None], mask=inside)

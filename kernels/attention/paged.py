@@ -22,20 +22,20 @@ MAX_VALUE_DIM = 512  # of latents
 
 
 class AttentionPlan(Protocol):
-    """Which keys each query sees: what the layers of one forward share. Opaque to callers."""
+    """The keys that each query sees. The layers of one forward share it. Opaque to callers."""
 
     @property
     def num_tokens(self) -> int: ...
 
     @property
     def value_dim(self) -> int | None:
-        """Of latents, as it was planned."""
+        """The planned numbers of a latent's value. None without latents."""
         ...
 
     def attend(
         self, q: Tensor, kv: Tensor, *, scale: float, soft_cap: float | None, sinks: Tensor | None
     ) -> Tensor:
-        """`paged_attention` of checked arguments."""
+        """Compute `paged_attention` of checked arguments."""
 
 
 def plan_attention(
@@ -51,26 +51,26 @@ def plan_attention(
     window: int | None = None,
     value_dim: int | None = None,
 ) -> AttentionPlan:
-    """Plans the attention of a batch whose rows are consecutive ranges of queries.
+    """Plan the attention of a batch whose rows are consecutive ranges of queries.
 
-    Row i's queries are the last `query_starts[i + 1] - query_starts[i]` of its lengths[i] tokens;
-    each sees the keys up to its own token, the last `window` of them if there is a window. A row of
-    length 0 is padding: its one query sees nothing and its output is 0.
+    Row i's queries are the last `query_starts[i + 1] - query_starts[i]` of its lengths[i] tokens.
+    Each sees the keys up to its own token, limited to the last `window` if there is a window. A row
+    of length 0 is padding: its one query sees no key and its output is 0.
 
     Args:
         page_ids: int32 [any]; page_ids[page_starts[i] + j] holds row i's tokens from j * page_size
-            on. Entries past a row's last page are never followed, nor with a window those of pages
-            of which the row's queries see no key.
+            on. Entries past a row's last page are never followed. With a window, neither are
+            entries of pages whose keys the row's queries do not see.
         page_starts: int32 [num_rows].
         query_starts: int32 [num_rows + 1], ascending from 0.
         lengths: int32 [num_rows], each at least the row's number of queries, or 0.
-        kv: any layer of the pool that will be attended to, see `paged_attention`; the plan is good
-            for every layer of its shape.
+        kv: any layer of the pool that will be attended to, see `paged_attention`. The plan is valid
+            for every layer of this shape.
         num_heads: of queries.
         num_tokens: query_starts[-1], known on the host.
-        num_decodes: so many of the last rows have one query each; a decode step's rows all have.
-        value_dim: of latents: a value is so many numbers, the first of its key, which all heads
-            share; None: keys and values are numbers of their own.
+        num_decodes: number of last rows with one query each. All rows of a decode step.
+        value_dim: for latents: the first numbers of a key that are its value, shared by all heads.
+            None: keys and values are stored separately.
     Raises:
         ValueError: wrong shapes, or a window below 1.
     """
@@ -129,19 +129,20 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """softmax(scale * q k) v for every query of a plan, reading live pages only.
+    """Compute softmax(scale * q k) v for every query of a plan, reading live pages only.
 
     Args:
         q: [num_tokens, heads, head_dim], rows may be strided; heads a multiple of kv_heads, query
             head h reads KV head h // (heads / kv_heads).
         kv: one layer of the pool, [num_pages, kv_heads, 2, page_size, head_dim], or of latents
-            [num_pages, 1, 1, page_size, head_dim], of q's dtype or a narrow one, whose scales are
-            the caller's; any strides but the last (pages are addressed in int64); page_size a power
-            of two, at least 16. What stale pages or tails hold, even NaN, has no effect.
+            [num_pages, 1, 1, page_size, head_dim]. Of q's dtype or a narrow one, whose scales the
+            caller applies. Any strides but the last (pages are addressed in int64). page_size is a
+            power of two, at least 16. The contents of stale pages or tails, even NaN, have no
+            effect.
         scale: above 0.
         soft_cap: above 0; a score s becomes soft_cap * tanh(s / soft_cap).
-        sinks: contiguous [heads] of any dtype of floats: the score of a key that every query of
-            the head sees besides its own, and whose value is zero.
+        sinks: contiguous [heads] of any float dtype: the score of one more key that every query of
+            the head sees, whose value is zero.
     Returns:
         [num_tokens, heads * value_dim] of q's dtype.
     Raises:
@@ -167,7 +168,8 @@ def paged_attention(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _TritonPlan:
-    """Extend rows first, then decode rows, each by their kernel into one output."""
+    """A plan for Triton: extend rows first, then decode rows, each by their kernel into one
+    output."""
 
     page_ids: Tensor
     page_starts: Tensor
@@ -221,7 +223,8 @@ class _TritonPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _CompiledPlan:
-    """Extend rows first, then decode rows, each by their loop into one output."""
+    """A plan for the compiled library: extend rows first, then decode rows, each by their loop into
+    one output."""
 
     page_ids: Tensor
     page_starts: Tensor
@@ -236,7 +239,7 @@ class _CompiledPlan:
     def attend(
         self, q: Tensor, kv: Tensor, *, scale: float, soft_cap: float | None, sinks: Tensor | None
     ) -> Tensor:
-        if q.stride(1) != q.shape[2]:  # a token's heads are read one after the other
+        if q.stride(1) != q.shape[2]:  # the loops read a token's heads consecutively
             q = q.contiguous()
         out = q.new_empty(self.num_tokens, q.shape[1] * q.shape[2])
         extends = self.lengths.shape[0] - self.num_decodes
@@ -272,7 +275,7 @@ class _CompiledPlan:
 
 
 def check_kv(kv: Tensor, value_dim: int | None = None) -> None:
-    """Raises ValueError where kv is not a layer of a pool as `paged_attention` takes it."""
+    """Raise ValueError unless kv is a layer of a pool as `paged_attention` takes it."""
     if kv.ndim != 5 or kv.stride(4) != 1:
         raise ValueError(f"kv: [pages, kv_heads, 2, page_size, head_dim], got {tuple(kv.shape)}")
     if kv.shape[3] < 16 or kv.shape[3] & (kv.shape[3] - 1):

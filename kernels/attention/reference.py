@@ -1,7 +1,7 @@
-"""Paged attention by torch's own: what CPU serving runs, and what the kernels are compared with.
+"""Paged attention in torch: for CPU serving, and as the reference for the kernels.
 
-Decode rows share padded gathers of their pages, other rows have one each. Plans on the host, so it
-may wait for the device that its arguments are on.
+Decode rows share padded gathers of their pages, and other rows have one gather each. The plan is
+made on the host, so it may wait for the device of its arguments.
 """
 
 from dataclasses import dataclass
@@ -12,15 +12,17 @@ from torch import Tensor
 
 from kernels.narrow import as_stored, widened
 
-GROUP_BYTES = 2 << 20  # rows share a padded gather up to this size: it then stays in cache
+GROUP_BYTES = 2 << 20  # rows share a padded gather up to this size, which stays in cache
 QUERY_BLOCK = 256  # queries of a chunk that share one mask
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
-    """Queries [start, end) of a row, and the keys [first, last) of its gathered pages they see.
+    """Queries [start, end) of a row, and the visible keys [first, last) of its gathered pages.
 
-    mask: bool [queries, keys]; None where all see all, or square and causal where `causal`.
+    Attributes:
+        mask: bool [queries, keys]. None if all queries see all keys, or if `causal`.
+        causal: the mask is square and causal.
     """
 
     start: int
@@ -39,7 +41,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Group:
-    """Decode rows whose pages are gathered together, padded to the longest."""
+    """Decode rows whose pages are gathered together, padded to the longest row."""
 
     pages: Tensor  # int32 [rows * pages]
     queries: Tensor  # int64 [rows], their places in q
@@ -49,7 +51,7 @@ class _Group:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReferencePlan:
-    """Which keys each query sees. Source: `plan_reference`."""
+    """The keys that each query sees, made by `plan_reference`."""
 
     rows: tuple[Row, ...]
     groups: tuple[_Group, ...]
@@ -75,14 +77,14 @@ class ReferencePlan:
         soft_cap: float | None,
         sinks: Tensor | None,
     ) -> None:
-        """`attend` into a contiguous [num_tokens, heads * value_dim]."""
+        """Compute `attend` into a contiguous [num_tokens, heads * value_dim]."""
         num_tokens, heads, head_dim = q.shape
         kv_heads = kv.shape[1]
         grouped = q.view(num_tokens, kv_heads, heads // kv_heads, head_dim)
         by_head = as_stored(kv).permute(
             1, 2, 0, 3, 4
-        )  # gathered pages then have K and V contiguous by head
-        # Of a latent all is attended to, for torch is fast where values are as wide as keys.
+        )  # so that gathered pages have K and V contiguous by head
+        # The whole latent serves as value, because torch is fast where values are as wide as keys.
         value_dim = self.value_dim or head_dim
         out = result.view(*grouped.shape[:3], value_dim)
         by_group = None if sinks is None else sinks.float().view(kv_heads, heads // kv_heads)
@@ -124,7 +126,7 @@ class ReferencePlan:
 def gathered_tokens(
     by_head: Tensor, pages: Tensor, kept_in: torch.dtype, computed_in: torch.dtype
 ) -> Tensor:
-    """The tokens of these pages, [kv_heads, vectors, pages * page_size, head_dim]."""
+    """Return the tokens of these pages, [kv_heads, vectors, pages * page_size, head_dim]."""
     return widened(by_head.index_select(2, pages).flatten(2, 3), kept_in, computed_in)
 
 
@@ -139,13 +141,13 @@ def plan_reference(
     window: int | None,
     value_dim: int | None = None,
 ) -> ReferencePlan:
-    """See `plan_attention`, which has checked the arguments."""
+    """Plan as `plan_attention`, which has checked the arguments."""
     page_size = kv.shape[3]
     page_bytes = kv.shape[1:].numel() * kv.element_size()
     starts = query_starts.tolist()
     places = page_starts.tolist()
     rows = []
-    decode: list[tuple[int, int, int, int]] = []  # live pages, first of them, its place, row
+    decode: list[tuple[int, int, int, int]] = []  # live pages, the first, its place, row
     blind: list[int] = []
     for row, length in enumerate(lengths.tolist()):
         num_queries = starts[row + 1] - starts[row]
@@ -216,10 +218,10 @@ def _group(
     columns = first_pages.unsqueeze(1) + offsets
     pages = page_ids[(places.unsqueeze(1) + offsets).clamp(max=page_ids.shape[0] - 1)]
     live = columns * page_size < ends
-    pages = pages.where(live, pages[:, :1])  # entries past the end are noise
+    pages = pages.where(live, pages[:, :1])  # entries past the end are undefined
     keys = columns.unsqueeze(2) * page_size + torch.arange(page_size, device=taken.device)
     visible = keys.flatten(1) < ends
-    # A padding page is the row's first: it has a tail of its own where that is the last one too.
+    # Padding repeats the row's first page, whose tail is stale if it is also the row's last page.
     newest = (live.sum(1, keepdim=True) - 1).clamp(min=0)
     tailed = pages == pages.gather(1, newest)
     stale = (~visible & tailed.repeat_interleave(page_size, dim=1)).flatten().nonzero().flatten()
@@ -237,9 +239,14 @@ def attend_chunk(
     soft_cap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """q: [queries, kv_heads, group, head_dim]; k, v: [kv_heads, keys, head_dim]; sinks: [kv_heads,
-    group]."""
-    if len(q) == 1:  # the group's heads as queries: keys are read once, not once per head
+    """Attend from a chunk's queries.
+
+    Args:
+        q: [queries, kv_heads, group, head_dim].
+        k, v: [kv_heads, keys, head_dim].
+        sinks: [kv_heads, group].
+    """
+    if len(q) == 1:  # the group's heads are queries: keys are read once, not once per head
         return _softmax_attention(q, k[None], v[None], None, False, scale, soft_cap, sinks)
     group = q.shape[2]
     attended = _softmax_attention(
@@ -265,8 +272,12 @@ def _softmax_attention(
     soft_cap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """[..., queries, head_dim] over [..., keys, head_dim]; causal: as many queries as keys; sinks:
-    float32 that broadcast to [..., queries]."""
+    """Attend from [..., queries, head_dim] to [..., keys, head_dim].
+
+    Args:
+        causal: as many queries as keys.
+        sinks: float32 that broadcast to [..., queries].
+    """
     if soft_cap is None and sinks is None:
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, scale=scale

@@ -1,6 +1,7 @@
-"""What the attention kernels share: rows found on the device, and the loop over tiles of keys.
+"""Common parts of the attention kernels: the search for a program's row, and the loop over tiles of
+keys.
 
-Scores are base-2 logarithms: log2(e) is part of their scale, and exp2 does.
+Scores are base-2 logarithms. Their scale includes log2(e), so that exp2 can be used.
 """
 
 import math
@@ -10,37 +11,36 @@ import triton.language as tl
 
 from kernels import device
 
-SEARCH_BLOCK = 256  # rows that `last_at_most` looks at together
+SEARCH_BLOCK = 256  # rows that `last_at_most` compares at once
 LOG2_E = tl.constexpr(math.log2(math.e))
 
 
 def score_scales(scale: float, soft_cap: float | None) -> tuple[float, float]:
-    """What `attend_tiles` takes as scale and soft_cap."""
+    """Return `scale` and `soft_cap` as `attend_tiles` takes them."""
     if soft_cap is None:
         return scale * LOG2_E.value, 0.0
     return 2 * LOG2_E.value * scale / soft_cap, LOG2_E.value * soft_cap
 
 
 def block(head_dim: int) -> int:
-    """Return how many numbers a kernel reads at once of so many: a power of two that products
-    take."""
+    """Return the block size for `head_dim` numbers: a power of two that products accept."""
     return max(16, int(triton.next_power_of_2(head_dim)))
 
 
 def stages_that_fit(
     wanted: int, *, rows: int, keys: int, head_dim: int, rest: int, kept: int, computed: int
 ) -> int:
-    """Return how many stages of the pipeline of loads the device's shared memory has room for.
+    """Return how many stages of the load pipeline fit in the device's shared memory.
 
-    One tile fewer than there are stages is under way. Beside them are the queries, the weights and
-    a widened tile, each on its way to the operands of a product.
+    One tile fewer than there are stages is in flight. Shared memory also holds the queries, the
+    weights and a widened tile, as operands of a product.
 
     Args:
-        wanted: stages that are worth having, at least 1.
+        wanted: useful number of stages, at least 1.
         rows: of queries in a program.
         keys: of a tile.
         head_dim: numbers of a value.
-        rest: numbers that a key has beyond its value; 0 where a value is not part of its key.
+        rest: further numbers of a key. 0 if a value is not part of its key.
         kept: bytes of a stored number.
         computed: bytes of a number in a product.
     """
@@ -61,9 +61,10 @@ def last_at_most(
     BY_ROW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The last row r whose starts[r] // DIVISOR + BY_ROW * r is at most value; starts ascends.
+    """Return the last row r for which starts[r] // DIVISOR + BY_ROW * r is at most value. starts
+    ascends.
 
-    Counts all rows at once: the steps of a binary search would wait for memory one by one.
+    Counts all rows at once, because the steps of a binary search would wait for memory one by one.
     """
     count = 0
     for first in range(0, num_rows, BLOCK):
@@ -104,23 +105,31 @@ def attend_tiles(
     MASKED: tl.constexpr,
     SLACK: tl.constexpr,
 ):
-    """One step of the online softmax for each tile of keys from `first`, a multiple of BLOCK_N, on.
+    """Run one step of the online softmax for each tile of keys from `first` (a multiple of BLOCK_N)
+    on.
 
-    q: [rows, BLOCK_D]; acc: float32 [rows, BLOCK_D], sum of weight * value; top, total: float32
-    [rows], a score and the sum of the weights exp2(score - top); newest: int32 [rows],
-    the last key that each row sees, before `end`; with WINDOW each sees so many keys. kv_ptr: of
-    the KV head; page_ids_ptr: of the row. Where not MASKED, all rows see all keys. Where MASKED,
-    keys from `end` on are not read, and with WINDOW none before `begin`: there may be no page.
-    scale, soft_cap: of `score_scales`. With REST a value is the first HEAD_DIM numbers of its key,
-    and q_rest, [rows, BLOCK_REST], meets the other REST.
+    q: [rows, BLOCK_D].
+    q_rest: [rows, BLOCK_REST]. With REST, a value is the first HEAD_DIM numbers of its key, and
+    q_rest multiplies the other REST.
+    acc: float32 [rows, BLOCK_D], sum of weight * value.
+    top, total: float32 [rows], a score, and the sum of the weights exp2(score - top).
+    newest: int32 [rows], the last key that each row sees, before `end`. With WINDOW each sees that
+    many keys.
+    kv_ptr: of the KV head.
+    page_ids_ptr: of the row.
+    scale, soft_cap: of `score_scales`.
+    MASKED: False if all rows see all keys. True: keys from `end` on are not read, and with WINDOW
+    none before `begin`, because there may be no page.
 
-    A top follows the row's largest score once some row's exceeds its own by more than SLACK, at
-    most 15, so that a weight fits float16. Until then what has been summed is not scaled, which is
-    most of the arithmetic on acc; finding out takes two barriers, which few rows are not worth.
+    `top` follows the row's largest score only when some row's exceeds its `top` by more than SLACK.
+    SLACK is at most 15, so that a weight fits float16. Until then the sums are not rescaled, which
+    saves most of the arithmetic on acc. The check takes two barriers, which is not worthwhile for
+    few rows.
     """
     tl.static_assert(SLACK <= 15)
     dims = tl.arange(0, BLOCK_D)
-    # Read a tile ahead: a load that waits for another of its own tile is pipelined half as deep.
+    # Page ids are loaded one tile ahead: a load that depends on another load of its own tile is
+    # pipelined half as deep.
     pages = _load_pages(page_ids_ptr, first, begin, end, PAGE_SIZE, BLOCK_N, WINDOW)
     for start in range(first, last, BLOCK_N):
         tokens = start + tl.arange(0, BLOCK_N)
@@ -138,7 +147,7 @@ def attend_tiles(
             v = k
         else:
             v = _load_tile(k_ptr + V_STRIDE, live, dims, HEAD_DIM, BLOCK_D, MASKED)
-        k, v = k.to(q.dtype), v.to(q.dtype)  # of what is kept in fewer bits
+        k, v = k.to(q.dtype), v.to(q.dtype)  # widen numbers stored in fewer bits
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if REST:
             scores = tl.dot(q_rest, tl.trans(k_rest.to(q.dtype)), scores, input_precision="ieee")
@@ -146,7 +155,7 @@ def attend_tiles(
             scores = _capped(scores, scale, soft_cap)
             unit = 1.0
         else:
-            unit = scale  # with the largest score alone, and within the subtraction below
+            unit = scale  # applied to the largest score alone, and within the subtraction below
         if MASKED:
             visible = tokens[None, :] <= newest[:, None]
             if WINDOW:
@@ -166,7 +175,7 @@ def attend_tiles(
 
 @triton.jit
 def _raised(acc, top, total, peaks, MASKED: tl.constexpr):
-    """The same sums, of weights by a top that is no less than the peaks."""
+    """Rescale the sums to a `top` of at least the peaks."""
     new_top = tl.maximum(top, peaks)
     fade = tl.exp2(top - _finite(new_top, MASKED))
     return acc * fade[:, None], new_top, total * fade
@@ -174,7 +183,7 @@ def _raised(acc, top, total, peaks, MASKED: tl.constexpr):
 
 @triton.jit
 def _finite(top, MASKED: tl.constexpr):
-    """Of a row that has seen nothing yet: -inf - -inf would be NaN."""
+    """Return 0 for a row that has seen no key, because -inf - -inf would be NaN."""
     return tl.where(top == float("-inf"), 0.0, top) if MASKED else top
 
 
@@ -188,8 +197,8 @@ def _load_pages(
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """The page of each token of a tile, or of all. Past the end there may be no entries, and none
-    before what a window sees."""
+    """Load the page of each token of a tile, or one page for all. Entries may be missing past the
+    end and before the window."""
     if PAGE_SIZE >= BLOCK_N:
         return tl.load(page_ids_ptr + start // PAGE_SIZE, mask=start < end, other=0)
     else:
@@ -204,7 +213,8 @@ def _load_pages(
 def _load_tile(
     ptr, live, dims, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Zeros for what is not live: 0 * NaN is NaN, so weights of 0 do not keep stale values out."""
+    """Load a tile, with zeros for keys that are not live. 0 * NaN is NaN, so a weight of 0 would
+    not exclude stale values."""
     if MASKED:
         if HEAD_DIM < BLOCK_D:
             return tl.load(ptr, mask=live[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
@@ -218,5 +228,5 @@ def _load_tile(
 
 @triton.jit
 def _capped(scores, scale, soft_cap):
-    """soft_cap * tanh(x), as 1 - 2 / (e^2x + 1)."""
+    """Return soft_cap * tanh(x), computed as 1 - 2 / (e^2x + 1)."""
     return soft_cap * (1.0 - 2.0 / (tl.exp2(scores * scale) + 1.0))

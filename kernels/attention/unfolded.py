@@ -1,8 +1,8 @@
-"""Attention to latents by the keys and values that they stand for: of chunks, on a CPU.
+"""Attention over latents by unfolded keys and values, for chunks on a CPU.
 
-To attend to latents as they are, a query is made as wide as they are, and so is what comes out: the
-products of that are as many as those that make a key and a value of one latent. So whoever has all
-of a prompt in one chunk makes keys and values for nothing, and they are a third as wide.
+Attention over latents themselves widens queries and outputs to the width of a latent. Those
+products cost as much per query as unfolding one latent to a key and a value. So unfolding is free
+for a prompt in a single chunk, and keys and values are a third as wide.
 """
 
 import itertools
@@ -18,22 +18,25 @@ from kernels.attention.decode_plan import LONGEST_HEAD
 from kernels.attention.reference import Chunk, attend_chunk, chunks_of, gathered_tokens
 from kernels.cpu.operators import DTYPES, Operators
 
-ATTENDED = 2.5  # how long a product in attention takes, by one of matrices (seen on a CPU)
-MOST_BYTES = 32 << 20  # of the keys and values that are there at once, but for one head
+ATTENDED = 2.5  # time of a product in attention relative to a matrix product (measured on a CPU)
+MOST_BYTES = 32 << 20  # limit of unfolded keys and values at a time, except for a single head
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unfolding:
-    """How keys and values are made of latents.
+    """The matrices that unfold latents to keys and values.
 
-    keys: [heads, key_dim, rank], without what is rotated; values: [heads, rank, value_dim].
+    Attributes:
+        keys: [heads, key_dim, rank], without the rotated part.
+        values: [heads, rank, value_dim].
     """
 
     keys: Tensor
     values: Tensor
 
     def pays(self, chunks: Iterable[tuple[int, int]]) -> bool:
-        """Whether these rows, (queries, tokens) each, are computed sooner by keys and values."""
+        """Return whether these rows, (queries, tokens) each, are faster with unfolded keys and
+        values."""
         _, key_dim, rank = self.keys.shape
         saved = made = 0
         for queries, length in chunks:
@@ -48,8 +51,10 @@ class Unfolding:
 class _Row:
     """Queries [start, end) of a step, which see the tokens of `pages` up to `length`.
 
-    chunks: of them, as torch attends; alone: the row as a batch of its own, whose keys and values
-    are in one page: page ids, page starts, query starts and lengths.
+    Attributes:
+        chunks: of these queries, for torch.
+        alone: the row as a batch of its own, with keys and values in one page: page ids, page
+            starts, query starts and lengths.
     """
 
     start: int
@@ -62,13 +67,14 @@ class _Row:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnfoldedPlan:
-    """Which keys each query of the chunks sees: what the layers of one forward share."""
+    """The keys that each query of the chunks sees. The layers of one forward share it."""
 
     rows: tuple[_Row, ...]
     num_tokens: int
 
     def attend(self, q: Tensor, latents: Tensor, unfolding: Unfolding, *, scale: float) -> Tensor:
-        """
+        """Attend from all queries of the plan.
+
         Args:
             q: [num_tokens, heads, key_dim + rotated].
             latents: [pages, 1, 1, page_size, rank + rotated].
@@ -103,8 +109,8 @@ def plan_unfolded(
     latents: Tensor,
     unfolding: Unfolding,
 ) -> UnfoldedPlan | None:
-    """Of rows of which none is padding; None where they are better computed by latents, on a GPU
-    always: see `plan_attention`."""
+    """Plan rows without padding, see `plan_attention`. Return None where attention over latents is
+    faster, which includes every GPU."""
     if device.uses_triton(latents) or not len(lengths):
         return None
     ends, starts = lengths.tolist(), query_starts.tolist()
@@ -153,8 +159,11 @@ def _attend_compiled(
 
 
 def _made(latents: Tensor, keys: Tensor, values: Tensor, width: int) -> Tensor:
-    """Of latents [n, rank + rotated] each head's keys and values, as one page of a pool, [1, heads,
-    2, n, width]; zeros where they are smaller: torch is fast where values are as wide as keys."""
+    """Return each head's keys and values of latents [n, rank + rotated], as one page of a pool, [1,
+    heads, 2, n, width].
+
+    Narrower vectors are padded with zeros, because torch is fast where values are as wide as keys.
+    """
     heads, key_dim, rank = keys.shape
     alike, rotated = latents[:, :rank].expand(heads, -1, -1), latents[:, rank:]
     kv = latents.new_empty(2, heads, len(latents), width)

@@ -1,5 +1,5 @@
-"""Operations compiled for the CPU at hand, where it has a compiler: C++ and the calls into it.
+"""Operations compiled for this CPU, if there is a compiler: C++ code, and the calls into it.
 
-Each takes the place of a torch reference of its own file in `kernels`, which checks arguments, says
-what is computed and asks `kernels.device` whether this is there.
+Each replaces a torch reference in `kernels`. The reference's file checks arguments, defines the
+operation, and asks `kernels.device` whether the compiled one is available.
 """

@@ -1,9 +1,10 @@
-"""Compiles the C++ of this folder into a shared library.
+"""Compilation of this folder's C++ into a shared library.
 
-A container image brings the library prebuilt, once for each level of processor (LEVELS). Elsewhere
-it is compiled for the processor at hand at the first start and kept in the user's cache. The name
-of a library contains a hash of its sources and flags, so an outdated one is never loaded. Files are
-renamed into place whole. Of several processes that start at once, one compiles and the others wait.
+A container image has the library prebuilt for each level of processor (LEVELS). Elsewhere the first
+start compiles it for this processor and keeps it in the user's cache. The name of a library
+contains a hash of its sources and flags, so an outdated one is never loaded. Files are written
+under another name and renamed. If several processes start at once, one compiles and the others
+wait.
 
     python -m kernels.cpu.compiler DIRECTORY      # prebuild all levels, for an image
 """
@@ -24,7 +25,7 @@ from pathlib import Path
 SOURCES = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-mprefer-vector-width=512", "-pthread", "-fPIC", "-Wno-psabi")
 COMPILERS = ("c++", "g++", "clang++")
-PREBUILT = Path(sys.prefix) / "share" / "baton" / "kernels"  # where an image has its libraries
+PREBUILT = Path(sys.prefix) / "share" / "baton" / "kernels"  # libraries of a container image
 DEADLINE_S = 600.0  # a compilation takes 40 s of a free core, and 140 s on a busy machine
 _POLL_S = 0.1
 _CPUINFO = Path("/proc/cpuinfo")
@@ -59,11 +60,12 @@ LEVELS = (  # the fastest first
 
 
 class NotCompiled(Exception):
-    """No compiler was found, it failed, or the cache cannot be written. The text says which."""
+    """No compiler was found, it failed, or the cache cannot be written. The text gives the
+    reason."""
 
 
 def compiler() -> Path | None:
-    """$CXX, or the first of COMPILERS in PATH."""
+    """Return $CXX, or the first of COMPILERS in PATH."""
     names = (os.environ["CXX"],) if os.environ.get("CXX") else COMPILERS
     found = next(filter(None, map(shutil.which, names)), None)
     return Path(found) if found else None
@@ -88,7 +90,7 @@ def prebuild(directory: Path) -> None:
     """Compile the library for every level into `directory`.
 
     Raises:
-        NotCompiled: see there.
+        NotCompiled: see its description.
     """
     program = _require_compiler()
     directory.mkdir(parents=True, exist_ok=True)
@@ -100,10 +102,10 @@ def library(directory: Path, on_compile: Callable[[], None]) -> Path:
     """Return the library for this processor, from `directory` or compiled into it.
 
     Args:
-        directory: of this user alone; made where it is missing.
+        directory: writable only by this user. Created if missing.
         on_compile: called before a compilation, which takes seconds.
     Raises:
-        NotCompiled: see there.
+        NotCompiled: see its description.
     """
     program = _require_compiler()
     try:
@@ -130,7 +132,8 @@ def _require_compiler() -> Path:
 
 
 def _key(program: Path) -> str:
-    """Return a name for everything that decides what a compilation makes and where it may run."""
+    """Return a name that depends on everything that determines the compiler's output and where it
+    runs."""
     return _digest((_said_by(program, "--version"), _processor()))
 
 
@@ -148,7 +151,8 @@ def _digest(parts: Sequence[str]) -> str:
 
 
 def _processor() -> str:
-    """Describe the processor as -march=native sees it: machines that differ may share a home."""
+    """Describe the processor as -march=native sees it, because different machines may share a home
+    directory."""
     if not _CPUINFO.exists():
         return f"{platform.machine()} {platform.processor()} {platform.node()}"
     first = _CPUINFO.read_text().split("\n\n")[0]
@@ -185,7 +189,7 @@ def _first_error(text: str) -> str:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """The lock goes with its holder, however that ends."""
+    """Hold a lock on the file. It is released when the process ends for any reason."""
     deadline = time.monotonic() + DEADLINE_S
     with path.open("w") as file:
         while True:

@@ -1,7 +1,7 @@
-"""All layers of a decoder as one call into the compiled library: see layers.cpp.
+"""All layers of a decoder as one call into the compiled library, see layers.cpp.
 
-They have attention over pages and a gated net, and their matrices are in panels. The results are
-those of the operations in `kernels`, called one by one, to the bit.
+The layers have paged attention and a gated net, with matrices in panels. The results equal those of
+the separate operations in `kernels` to the bit.
 """
 
 import ctypes
@@ -16,8 +16,12 @@ from kernels.cpu.operators import ACTIVATIONS, DTYPES, Operators
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PanelMatrix:
-    """panels: of `Operators.pack_panels`, of rows of whole words; scales, zeros: of int8, see
-    `int8_product`."""
+    """A matrix in panels.
+
+    Attributes:
+        panels: of `Operators.pack_panels`, of rows of whole words.
+        scales, zeros: for int8, see `int8_product`.
+    """
 
     operators: Operators
     panels: Tensor
@@ -30,7 +34,11 @@ class PanelMatrix:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NormWeight:
-    """weight: of the dtype that is computed in, or float32."""
+    """The weight of a norm.
+
+    Attributes:
+        weight: in the compute dtype, or float32.
+    """
 
     weight: Tensor
     eps: float
@@ -38,9 +46,10 @@ class NormWeight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompiledLayer:
-    """What a layer multiplies and adds; the operations say what each number means.
+    """The weights and numbers of a layer. The operations define each number.
 
-    rotation: its angles' place among those of a step.
+    Attributes:
+        rotation: index of its angles among those of a step.
     """
 
     mixer_norm: NormWeight
@@ -65,8 +74,12 @@ class CompiledLayer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompiledStep:
-    """The tokens of a forward, as `plan_attention` and `rope_and_store` take them; of each page
-    table its locations and page_starts, and of each rotation its angles."""
+    """The tokens of a forward, as `plan_attention` and `rope_and_store` take them.
+
+    Attributes:
+        locations, page_starts: of each page table.
+        angles: of each rotation.
+    """
 
     page_ids: Tensor
     query_starts: Tensor
@@ -78,11 +91,11 @@ class CompiledStep:
 
 
 class CompiledPool:
-    """The keys and values of all layers, one after the other.
+    """The keys and values of all layers, in order.
 
     Args:
         views: as attention takes them, [num_pages, kv_heads, 2, page_size, head_dim].
-        tables: whose pages they are in.
+        tables: page table of each layer.
     """
 
     def __init__(self, views: Sequence[Tensor], tables: Sequence[int]) -> None:
@@ -97,15 +110,15 @@ class CompiledPool:
 
 
 class CompiledLayers:
-    """Layers one after the other.
+    """Layers in order.
 
     Args:
-        layers: at least one, all of one hidden size, one dtype and the same operators.
+        layers: at least one, all with the same hidden size, dtype and operators.
     """
 
     def __init__(self, layers: Sequence[CompiledLayer]) -> None:
         self._operators = layers[0].qkv.operators
-        self._layers = layers  # the structures below are of their memory
+        self._layers = layers  # kept alive because the structures below point into them
         self._structures = (_Layer * len(layers))(*map(_structure, layers))
         matrices = [
             matrix
@@ -116,11 +129,12 @@ class CompiledLayers:
         self._most_inputs = max(matrix.inputs for matrix in matrices)
 
     def forward(self, x: Tensor, step: CompiledStep, pool: CompiledPool) -> tuple[Tensor, Tensor]:
-        """
+        """Run all layers.
+
         Args:
-            x: contiguous [num_tokens, hidden], embeddings; it is written over.
+            x: contiguous [num_tokens, hidden], embeddings. Overwritten.
         Returns:
-            What the last layer's net has computed and what that is to be added to, both
+            The output of the last layer's net and the residual that it is to be added to, both
             [num_tokens, hidden].
         Raises:
             ValueError: keys and values of another dtype.
@@ -155,7 +169,7 @@ class CompiledLayers:
         return x, residual
 
 
-# ---- As layers.cpp has them
+# ---- The structures of layers.cpp
 
 _POINTER, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 

@@ -1,7 +1,7 @@
-"""Host memory in huge pages, where the system has them.
+"""Host memory in huge pages, if the system has them.
 
-A processor finds the address of a page again for every 4 KiB that it reads, or for every 2 MiB: one
-core reads matrices of many MiB twice as fast by the latter.
+A processor translates an address for every 4 KiB that it reads, or for every 2 MiB with huge pages.
+One core reads matrices of many MiB twice as fast with huge pages.
 """
 
 import contextlib
@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 
 HUGE_PAGE_BYTES = 2 << 20
-_POPULATE_WRITE = 23  # of linux/mman.h, from 5.14 on
+_POPULATE_WRITE = 23  # of linux/mman.h, since 5.14
 
 
 def empty_in_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Untouched memory of this process; what is left of a huge page at the end is in small ones.
+    """Return untouched memory of this process in huge pages. The end that fills no huge page is in
+    small ones.
 
     Raises:
-        OSError: there is not so much.
+        OSError: not enough memory.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     if not num_bytes:
@@ -29,29 +30,32 @@ def empty_in_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     memory = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     offset = -whole.data_ptr() % HUGE_PAGE_BYTES
-    # No further than what is asked for: a huge page that lies in it in part is made of small ones.
-    with contextlib.suppress(OSError):  # of a system that has none
+    # Limited to the requested range, so that a partly covered huge page consists of small ones.
+    with contextlib.suppress(OSError):  # the system has no huge pages
         memory.madvise(mmap.MADV_HUGEPAGE, offset, num_bytes)
     return whole[offset : offset + num_bytes].view(dtype).view(shape)
 
 
 def take(address: int, num_bytes: int) -> None:
-    """Has the system give this memory of this process's now, which whoever writes there first would
-    wait for: milliseconds for a huge page. What is there stays as it is. A system that has no call
-    for it gives it then."""
+    """Have the system allocate this memory of the process now. Otherwise the first write waits for
+    it, milliseconds per huge page.
+
+    Existing contents do not change. A system without this call allocates on the first write.
+    """
     begin = address // mmap.PAGESIZE * mmap.PAGESIZE
     _libc.madvise(begin, address + num_bytes - begin, _POPULATE_WRITE)
 
 
 def give_back(tensor: Tensor) -> None:
-    """Gives the memory of a tensor's storage back to the system. It keeps its address: what is read
-    there is zero until somebody writes, and then the memory is there again. Less than a page at
-    either end stays.
+    """Return the memory of a tensor's storage to the system.
+
+    The address stays valid. It reads as zero until it is written, which allocates the memory again.
+    Less than a page at either end stays allocated.
 
     Args:
-        tensor: in host memory of this process's own, which no device has pinned.
+        tensor: in this process's own host memory, not pinned by a device.
     Raises:
-        OSError: the system does not take it.
+        OSError: the system rejects the call.
     """
     storage = tensor.untyped_storage()
     begin, page = storage.data_ptr(), mmap.PAGESIZE

@@ -1,7 +1,6 @@
 """Calls into the compiled library, with tensors: one method per operation.
 
-Arguments have been checked by the callers, the operations' own files in `kernels`, which also say
-what they mean. Results are memory of torch's.
+The callers in `kernels` have checked the arguments, and define them. Results are in torch's memory.
 """
 
 import ctypes
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from kernels.cpu.memory import HUGE_PAGE_BYTES, empty_in_huge_pages
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as `typed` has them
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as `typed` numbers them
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 _KINDS = {"i": ctypes.c_int, "l": ctypes.c_int64, "p": ctypes.c_void_p, "d": ctypes.c_double}
 _FUNCTIONS = {
@@ -34,16 +33,17 @@ _FUNCTIONS = {
     "int8_product": "ipplpppplllp",
     "compute_layers": "pplppppp",
 }
-_PANEL = 64  # outputs, as products.cpp has them
-WORD_BYTES = 4  # of a row, that a product takes at once
-_PRODUCTS = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 4}  # as `products` tells them
+_PANEL = 64  # outputs, as in products.cpp
+WORD_BYTES = 4  # of a row, that a product processes at once
+_PRODUCTS = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 4}  # as `products` numbers them
 
 
 class Operators:
     """The functions of a compiled library, for tensors in host memory. Any thread.
 
     Args:
-        threads: that share the work, for the rest of the process; they sleep between forwards.
+        threads: number of threads that share the work, for the rest of the process. They sleep
+            between forwards.
     Raises:
         OSError: the library cannot be loaded here.
     """
@@ -186,9 +186,9 @@ class Operators:
         soft_cap: float | None,
         sinks: Tensor | None,
     ) -> None:
-        """Rows of one query each: q [n, heads, head_dim] into contiguous out [n, heads * head_dim];
-        int32 page_starts and lengths [n]."""
-        sinks = None if sinks is None else sinks.float()  # held until the call is over
+        """Attend from rows of one query each: q [n, heads, head_dim] into contiguous out [n, heads
+        * head_dim]. page_starts and lengths are int32 [n]."""
+        sinks = None if sinks is None else sinks.float()  # keeps it alive during the call
         self._library.decode_attention(
             *_queries_and_pages(q, kv, page_ids, page_starts, lengths),
             out.data_ptr(),
@@ -212,10 +212,12 @@ class Operators:
         soft_cap: float | None,
         sinks: Tensor | None,
     ) -> None:
-        """Rows of any number of queries: q [n, heads, head_dim] into contiguous
-        out [n, heads * value_dim], of the first value_dim numbers of each value; int32 page_starts
-        and lengths [rows], query_starts [rows + 1]."""
-        sinks = None if sinks is None else sinks.float()  # held until the call is over
+        """Attend from rows of any number of queries: q [n, heads, head_dim] into contiguous out [n,
+        heads * value_dim], with the first value_dim numbers of each value.
+
+        page_starts and lengths are int32 [rows], query_starts is int32 [rows + 1].
+        """
+        sinks = None if sinks is None else sinks.float()  # keeps it alive during the call
         self._library.extend_attention(
             *_queries_and_pages(q, kv, page_ids, page_starts, lengths),
             query_starts.data_ptr(),
@@ -315,19 +317,22 @@ class Operators:
         return out
 
     def multiplies(self, dtype: torch.dtype) -> bool:
-        """Whether this processor has `pack_panels` and the product for matrices of a dtype."""
+        """Return whether this processor has `pack_panels` and the product for matrices of this
+        dtype."""
         return bool(self._products & _PRODUCTS.get(dtype, 0))
 
     def pack_panels(self, matrix: Tensor) -> Tensor:
-        """[out, in] as the products read it; dtype as they take it, any strides.
+        """Return a matrix [out, in] in the layout of the products. Its dtype is one that they
+        accept, and its strides are arbitrary.
 
         Returns:
-            [out / 64, in / group, 64, group], rounded up and filled with 0; a group is 4 bytes.
+            [out / 64, in / group, 64, group], rounded up and padded with 0. A group is 4 bytes.
         """
         matrix = matrix.contiguous()
         (outputs, inputs), group = matrix.shape, WORD_BYTES // matrix.itemsize
         shape = (-(-outputs // _PANEL), -(-inputs // group), _PANEL, group)
-        # Smaller ones, as of experts there are many, would be too many mappings of one process.
+        # Smaller matrices, such as those of experts, would exceed a process's limit of memory
+        # mappings.
         large = math.prod(shape) * matrix.itemsize >= HUGE_PAGE_BYTES
         panels = (empty_in_huge_pages if large else torch.empty)(shape, dtype=matrix.dtype)
         self._library.pack_panels(
@@ -336,9 +341,10 @@ class Operators:
         return panels
 
     def float_product(self, x: Tensor, panels: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
-        """x [n, in] by a matrix of x's dtype with so many outputs, plus bias: [n, out].
+        """Multiply x [n, in] by a matrix of x's dtype with `outputs` outputs, and add bias: [n,
+        out].
 
-        Inputs are added up one after the other, in float32, so no row depends on the others.
+        Inputs are added one after the other in float32, so no row depends on the others.
         """
         _, words, _, group = panels.shape
         if x.shape[1] != words * group or x.stride(1) != 1 or x.stride(0) % group:
@@ -361,11 +367,12 @@ class Operators:
     def int8_product(
         self, x: Tensor, panels: Tensor, scales: Tensor, zeros: Tensor, bias: Tensor | None
     ) -> Tensor:
-        """x [n, in] by a matrix in 8 bits with scales [out], plus bias of x's dtype: [n, out].
+        """Multiply x [n, in] by an int8 matrix with scales [out], and add bias of x's dtype: [n,
+        out].
 
-        Each row is rounded to 8 bits by the scale s = 1e-30 + its largest magnitude / 127: its
-        bytes are floor(x / s + 128.5). (bytes W^T - zeros) * scales * s is computed from exact
-        sums; a row with a number that is not finite gives NaN.
+        Each row is rounded to 8 bits by the scale s = 1e-30 + its largest magnitude / 127. Its
+        bytes are floor(x / s + 128.5). The result (bytes W^T - zeros) * scales * s is computed from
+        exact sums. A row with a value that is not finite gives NaN.
 
         Args:
             scales: float32 [out].
@@ -400,7 +407,7 @@ class Operators:
         wide: Tensor,
         other: Tensor,
     ) -> None:
-        """See layers.py, which makes what it takes; layers.cpp has the same structures."""
+        """Run all layers. layers.py makes the arguments, and layers.cpp has the same structures."""
         step.team = self._team
         self._library.compute_layers(
             ctypes.addressof(layers),
@@ -417,7 +424,7 @@ class Operators:
 def _queries_and_pages(
     q: Tensor, kv: Tensor, page_ids: Tensor, page_starts: Tensor, lengths: Tensor
 ) -> tuple[int, ...]:
-    """What both kinds of attention take first."""
+    """Return the leading arguments of both kinds of attention."""
     return (
         DTYPES[q.dtype],
         q.data_ptr(),
@@ -438,7 +445,7 @@ def _heads(
     soft_cap: float | None,
     sinks: Tensor | None,
 ) -> tuple[int | float | None, ...]:
-    """What both take last."""
+    """Return the trailing arguments of both kinds of attention."""
     _, kv_heads, _, page_size, head_dim = kv.shape
     return (
         kv_heads,

@@ -1,1 +1,1 @@
-"""Layers of experts: who goes where, and the products of those who went."""
+"""Mixture of experts: routing of tokens, and the grouped products."""

@@ -1,4 +1,4 @@
-"""The kernels of `grouped_mlp`, which says what they are for."""
+"""The Triton kernels of `grouped_mlp`."""
 
 from typing import NamedTuple
 
@@ -7,31 +7,37 @@ import triton.language as tl
 
 from kernels.attention.tiles import last_at_most
 
-GROUP_BLOCK = 1024  # pairs that an expert looks at together
-SUM_BLOCK = 1024  # 16 bytes a thread in 16-bit, in 4 warps
+GROUP_BLOCK = 1024  # pairs that an expert's program reads at once
+SUM_BLOCK = 1024  # 16 bytes per thread in 16-bit, in 4 warps
 
 
 class Tile(NamedTuple):
-    """What one program of a product works on. The same for any number of tokens: how a token is
-    rounded must not depend on who is beside it."""
+    """The shape and launch parameters of one program of a product.
+
+    They do not depend on the number of tokens, because a token's rounding must not depend on other
+    tokens.
+    """
 
     rows: int
-    columns: int  # of the output; of gate and up half each
+    columns: int  # of the output, or half of them each of gate and up
     depth: int
     warps: int
     stages: int
 
 
 def tile_for(element_size: int) -> Tile:
-    """A step of few tokens reads weights, and 64 rows are few enough for that to be all it waits
-    for: 64 operations a byte, of a GPU's 150 to 300."""
+    """Return the tile for an element size.
+
+    A step of few tokens is bound by reading weights. 64 rows keep it so: 64 operations per byte, of
+    a GPU's 150 to 300.
+    """
     return Tile(64, 128, 64, 4, 4) if element_size == 2 else Tile(32, 64, 32, 4, 2)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def group_kernel(ids_ptr, starts_ptr, order_ptr, num_pairs, BLOCK: tl.constexpr):
-    """One program per expert writes where its pairs start, and their numbers in order. Each reads
-    all ids: some thousand numbers from the cache."""
+    """Write where each expert's pairs start, and their numbers in order. One program per expert,
+    each of which reads all ids: some thousand numbers from the cache."""
     expert = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
     before = 0
@@ -52,9 +58,12 @@ def group_kernel(ids_ptr, starts_ptr, order_ptr, num_pairs, BLOCK: tl.constexpr)
 
 @triton.jit
 def _rows_of(starts_ptr, num_experts, BLOCK_M: tl.constexpr, SEARCH_BLOCK: tl.constexpr):
-    """This program's expert, the first place of its tile among the sorted pairs, and where the
-    expert's pairs end. Expert e's tiles are numbered from starts[e] // BLOCK_M + e on, which leaves
-    room for a partial one each; a number too many has no pairs."""
+    """Return this program's expert, the first place of its tile among the sorted pairs, and the end
+    of the expert's pairs.
+
+    Expert e's tiles are numbered from starts[e] // BLOCK_M + e, which leaves space for one partial
+    tile per expert. Surplus numbers have no pairs.
+    """
     tile = tl.program_id(0)
     expert = last_at_most(starts_ptr, num_experts, tile, BLOCK_M, 1, SEARCH_BLOCK)
     start = tl.load(starts_ptr + expert)
@@ -64,7 +73,7 @@ def _rows_of(starts_ptr, num_experts, BLOCK_M: tl.constexpr, SEARCH_BLOCK: tl.co
 
 @triton.jit
 def _tile(ptr, rows, row_ok, cols, num_cols, STRIDE: tl.constexpr, EVEN: tl.constexpr):
-    """[rows, cols], zeros for rows that are not there."""
+    """Load [rows, cols], with zeros for rows that do not exist."""
     places = ptr + rows[:, None].to(tl.int64) * STRIDE + cols[None, :]
     if EVEN:
         return tl.load(places, mask=row_ok[:, None], other=0.0)
@@ -93,7 +102,7 @@ def gate_up_kernel(
     SEARCH_BLOCK: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """act(gate) * up of a tile of sorted pairs, in float32, rounded once."""
+    """Compute act(gate) * up for a tile of sorted pairs, in float32, rounded once."""
     expert, first, end = _rows_of(starts_ptr, num_experts, BLOCK_M, SEARCH_BLOCK)
     if first >= end:
         return
@@ -152,7 +161,8 @@ def down_kernel(
     SEARCH_BLOCK: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """The second product of a tile of sorted pairs, times their weights, back in their order."""
+    """Compute the second product of a tile of sorted pairs, times their weights, stored in the
+    original order of pairs."""
     expert, first, end = _rows_of(starts_ptr, num_experts, BLOCK_M, SEARCH_BLOCK)
     if first >= end:
         return
@@ -183,7 +193,7 @@ def down_kernel(
 def add_pairs_kernel(
     parts_ptr, out_ptr, K: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The K parts of one token, in their order."""
+    """Add the K parts of one token, in order."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < HIDDEN

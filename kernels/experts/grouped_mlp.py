@@ -1,7 +1,7 @@
-"""Gated feed-forward nets of experts: every token goes through those that it was routed to.
+"""Gated feed-forward nets of experts: every token goes through the experts that it is routed to.
 
-Pairs of token and expert are sorted by expert, two grouped products go over them, and each token's
-results are added in the order of its experts: no sum depends on how the device is scheduled.
+Pairs of token and expert are sorted by expert, and two grouped products process them. Each token's
+results are added in the order of its experts, so no sum depends on the device's scheduling.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from kernels.layers.act_and_mul import Activation, act_and_mul
 
 LIMIT, SLOPE = 7.0, 1.702  # of "clamped"
 
-# clamped: gate * sigmoid(SLOPE * gate) * (up + 1), gate at most LIMIT and up within it.
+# clamped: gate * sigmoid(SLOPE * gate) * (up + 1), with gate at most LIMIT and up within ±LIMIT.
 Gate: TypeAlias = Activation | Literal["clamped"]
 
 
@@ -42,10 +42,10 @@ def grouped_mlp(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> Tensor:
-    """sum over j of weights[:, j] * down[ids[:, j]] (act(gate) * up), with gate and up by
-    gate_up[ids[:, j]]; act by `gate`.
+    """Return the sum over j of weights[:, j] * down[ids[:, j]] (act(gate) * up).
 
-    Neither waits for the device nor depends in what it launches on where tokens go.
+    gate and up are products with gate_up[ids[:, j]], and `gate` selects act. The call does not wait
+    for the device, and its launches do not depend on the routing.
 
     Args:
         x: contiguous [n, hidden].
@@ -82,7 +82,8 @@ def grouped_mlp(
 
 
 def gated(x: Tensor, gate: Gate) -> Tensor:
-    """[n, 2 * inner] -> [n, inner], as `act_and_mul`, in float32, rounded once."""
+    """Return act(gate) * up of [n, 2 * inner] as [n, inner], like `act_and_mul`, in float32,
+    rounded once."""
     if gate != "clamped":
         return act_and_mul(x, gate)
     opening, up = x.float().chunk(2, dim=-1)
@@ -113,15 +114,15 @@ def grouped_mlp_reference(
 def by_expert(
     x: Tensor, weights: Tensor, ids: Tensor, net: Callable[[int, Tensor], Tensor]
 ) -> Tensor:
-    """The same sum with `net(expert, its rows of x)` for each expert that is present.
+    """Return the same sum with `net(expert, its rows of x)` for each expert that is used.
 
-    Asks the device who is: for a CPU.
+    Reads from the device which experts are used, so it is for CPUs.
     """
     n, k = ids.shape
     flat = ids.flatten()
     order = flat.argsort(stable=True)
     rows = x.index_select(0, order // k)
-    parts = torch.empty_like(rows)  # contiguous for each expert: scattered once, at the end
+    parts = torch.empty_like(rows)  # contiguous for each expert, and scattered once at the end
     start = 0
     for expert, count in enumerate(torch.bincount(flat).tolist()):
         if count:
@@ -152,7 +153,7 @@ def grouped_mlp_triton(
     group_kernel[(num_experts,)](ids, starts, order, num_pairs, GROUP_BLOCK, num_warps=4,
                                  enable_fp_fusion=True)  # fmt: skip
     tile = tile_for(x.element_size())
-    num_tiles = num_pairs // tile.rows + num_experts  # each expert's last may be partial
+    num_tiles = num_pairs // tile.rows + num_experts  # each expert's last tile may be partial
     between = torch.empty(num_pairs, inner, dtype=x.dtype, device=x.device)
     parts = torch.empty(num_pairs, hidden, dtype=x.dtype, device=x.device)
     common = {

@@ -1,4 +1,4 @@
-"""Which experts each token goes to, and with what weights."""
+"""Routing: the experts of each token, and their weights."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,17 +11,19 @@ from torch import Tensor
 from kernels import device
 
 MAX_EXPERTS = 1024
-_NOTHING = 1e-20  # beside a sum of weights that may all be 0
+_NOTHING = 1e-20  # added to a sum of weights that may be 0
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """
-    k: experts of a token.
-    scores: what logits become: a softmax over all experts, or a sigmoid of each.
-    normalise: a token's weights add up to `scale`; else they are its scores times that.
-    groups: experts are in so many groups, one after the other, and all of a token's are in the
-        `chosen_groups` with the largest sums of their `group_top` likeliest.
+    """The parameters of a router.
+
+    Attributes:
+        k: experts per token.
+        scores: function of the logits: a softmax over all experts, or a sigmoid of each.
+        normalise: a token's weights add up to `scale`. False: they are its scores times `scale`.
+        groups: number of equal groups of consecutive experts. All of a token's experts are in the
+            `chosen_groups` groups with the largest sums of their `group_top` highest scores.
     Source: the groups: DeepSeek-V2, 2024, section 2.2.2, and DeepSeek-V3, section 2.1.2.
     """
 
@@ -35,15 +37,16 @@ class Routing:
 
 
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The k likeliest experts of each token, likeliest first; of equal ones any.
+    """Return the k likeliest experts of each token, likeliest first. The order of equal ones is
+    undefined.
 
     Args:
         logits: contiguous [n, experts].
-        bias: contiguous float32 [experts], added to scores where experts are chosen by them, and
-            not where those are weights.
+        bias: contiguous float32 [experts], added to scores for the choice of experts, but not for
+            their weights.
     Returns:
-        Weights, float32 [n, k], and ids, int32 [n, k], all different. Of a token with logits that
-        are not finite weights are NaN and ids any that are there.
+        Weights, float32 [n, k], and ids, int32 [n, k], all different. For a token with logits that
+        are not finite, weights are NaN and ids are any valid ones.
     Raises:
         ValueError: wrong shapes, or numbers that do not fit each other.
     """
@@ -126,12 +129,12 @@ def _route_kernel(
     BLOCK_GROUPS: tl.constexpr,
     GROUP_TOP: tl.constexpr,
 ):
-    """One token. Takes the largest K times: K is small, and so is a row."""
+    """Route one token. Takes the largest K times, because K and the row are small."""
     row = tl.program_id(0).to(tl.int64)
     experts = tl.arange(0, BLOCK)
     places = tl.arange(0, BLOCK_K)
     inside = experts < NUM_EXPERTS
-    # Not there: no score, and never chosen.
+    # Lanes beyond the experts get no score and are never chosen.
     logits = tl.load(logits_ptr + row * NUM_EXPERTS + experts, mask=inside, other=float("-inf")).to(
         tl.float32
     )
@@ -151,7 +154,7 @@ def _route_kernel(
     weights = tl.zeros([BLOCK_K], tl.float32)
     ids = tl.zeros([BLOCK_K], tl.int32)
     for place in tl.static_range(K):
-        # Of a row of NaN any may be the largest, one that is not there too.
+        # In a row of NaN any lane may be the largest, even one beyond the experts.
         best = tl.minimum(tl.argmax(choice, 0), NUM_EXPERTS - 1)
         weight = tl.sum(tl.where(experts == best, scores, 0.0), 0)
         weights = tl.where(places == place, weight, weights)
@@ -159,7 +162,7 @@ def _route_kernel(
         choice = tl.where(experts == best, float("-inf"), choice)
     if NORMALISE:
         weights = weights / (tl.sum(weights, 0) + 1e-20)
-    # A maximum passes over NaN; who was routed by one must not look as if all were well.
+    # A maximum ignores NaN. A token with NaN logits must get NaN weights.
     total = tl.sum(scores, 0)
     weights = tl.where(total == total, weights * SCALE, float("nan"))
     wanted = places < K
@@ -177,7 +180,7 @@ def _in_groups(
     BLOCK_GROUPS: tl.constexpr,
     GROUP_TOP: tl.constexpr,
 ):
-    """`choice`, and -inf in all groups but the best."""
+    """Return `choice`, with -inf in all groups except the best."""
     groups = tl.arange(0, BLOCK_GROUPS)
     sums = tl.full([BLOCK_GROUPS], float("-inf"), tl.float32)
     for group in tl.static_range(GROUPS):

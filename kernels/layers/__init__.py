@@ -1,1 +1,1 @@
-"""What stands between the matrix products of every model."""
+"""Operations between the matrix products of every model."""

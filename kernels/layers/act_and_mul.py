@@ -1,4 +1,4 @@
-"""act(gate) * up over a fused gate-up projection."""
+"""The activation act(gate) * up after a fused gate-up projection."""
 
 from typing import Literal, TypeAlias
 
@@ -14,7 +14,7 @@ Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh"]
 
 
 def act_and_mul(x: Tensor, activation: Activation) -> Tensor:
-    """act(x[:, :d]) * x[:, d:], in float32, rounded once.
+    """Return act(x[:, :d]) * x[:, d:], in float32, rounded once.
 
     Args:
         x: contiguous [n, 2d], the gate's columns first.

@@ -1,4 +1,4 @@
-"""Rows of the embedding table for tokens, some of which only the device knows yet."""
+"""Lookup of token embeddings, for tokens of which only the device knows some."""
 
 import torch
 import triton
@@ -9,7 +9,7 @@ from kernels import device
 
 
 def embed(token_ids: Tensor, future: Tensor, weight: Tensor) -> Tensor:
-    """Looks tokens up, reading those the CPU did not know from the future map.
+    """Look up token embeddings. Tokens that the CPU does not know are read from the future map.
 
     Args:
         token_ids: contiguous int32 [num_tokens]; a token, or -(slot + 1) for the last one sampled
@@ -42,7 +42,7 @@ def embed_triton(token_ids: Tensor, future: Tensor, weight: Tensor) -> Tensor:
     num_tokens, hidden = token_ids.shape[0], weight.shape[1]
     out = torch.empty(num_tokens, hidden, dtype=weight.dtype, device=weight.device)
     if out.numel():
-        block = min(1024, triton.next_power_of_2(hidden))  # 16 bytes a thread in 16-bit weights
+        block = min(1024, triton.next_power_of_2(hidden))  # 16 bytes per thread for 16-bit weights
         _embed_kernel[(num_tokens, triton.cdiv(hidden, block))](
             token_ids,
             future,
@@ -67,7 +67,7 @@ def _embed_kernel(
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per token and block of columns."""
+    """Copy one block of columns of one token's embedding."""
     place = tl.program_id(0).to(tl.int64)
     token = tl.load(token_ids_ptr + place)
     future = tl.load(future_ptr - 1 - token, mask=token < 0, other=0)

@@ -1,4 +1,4 @@
-"""Residual addition and RMSNorm, rounded where Hugging Face's models round."""
+"""Residual addition and RMSNorm, rounded at the same points as Hugging Face's models."""
 
 import torch
 import triton
@@ -18,17 +18,17 @@ def add_rms_norm(
     *,
     rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(norm(x + residual) * weight, x + residual).
+    """Return (norm(x + residual) * weight, x + residual).
 
-    The sum is rounded to x's dtype, then normed in float32, rounded to weight's dtype, multiplied
-    by weight and rounded to x's: a weight in float32 means no rounding before it is applied.
+    The sum is rounded to x's dtype, normed in float32, rounded to weight's dtype, multiplied by
+    weight and rounded to x's dtype. So a float32 weight avoids a rounding before it is applied.
 
     Args:
         x: [n, hidden], rows may be strided.
-        residual: of x's shape and dtype, or None for nothing to add (without `rows` the sum is
+        residual: of x's shape and dtype, or None to add nothing (without `rows` the returned sum is
             then x itself, not a copy).
         weight: contiguous [hidden], of x's dtype or float32.
-        rows: int64 [m], the only rows of x and residual to take; None: all, in order.
+        rows: int64 [m], the only rows of x and residual to use. None: all, in order.
     Returns:
         Two of [n, hidden], or [m, hidden] with `rows`, of x's dtype.
     Raises:
@@ -64,7 +64,7 @@ def add_rms_norm_reference(
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Over the last dimension; x of any rank."""
+    """Norm over the last dimension, for x of any rank."""
     wide = x.float()
     mean_square = wide.square().mean(-1, keepdim=True)
     normed = (wide * torch.rsqrt(mean_square + eps)).to(weight.dtype)
@@ -103,7 +103,8 @@ def add_rms_norm_triton(
 
 
 def _num_warps(block: int, element_size: int) -> int:
-    """A load of 16 bytes per thread, in 16 warps at most: a start for tools/bench/gpu to tune."""
+    """Return 16 bytes per thread, in at most 16 warps. A starting point for tuning by
+    tools/bench/gpu."""
     return max(1, min(16, block * element_size // (16 * 32)))
 
 
@@ -122,7 +123,7 @@ def _add_rms_norm_kernel(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One program per row of the results. Pointers that are None are not compiled in."""
+    """Compute one row of the results. Pointers that are None are not compiled in."""
     early_launch.start(EARLY)
     place = tl.program_id(0).to(tl.int64)
     row = place
@@ -151,7 +152,8 @@ def _add_rms_norm_kernel(
         for start in range(0, HIDDEN, BLOCK):
             columns = start + col
             mask = columns < HIDDEN
-            # Added again, not read back: no thread may rely on what another one has just stored.
+            # Added again instead of read back, because threads cannot rely on each other's recent
+            # stores.
             total = _sum(x_ptr, residual_ptr, None, columns, mask)
             weight = tl.load(weight_ptr + columns, mask=mask, other=0.0)
             tl.store(normed_ptr + columns, weighted(total * scale, weight), mask=mask)
@@ -159,7 +161,7 @@ def _add_rms_norm_kernel(
 
 @triton.jit
 def _sum(x_ptr, residual_ptr, total_ptr, col, mask):
-    """x + residual, rounded to their dtype, as float32; stored where total_ptr is given."""
+    """Return x + residual as float32, rounded to their dtype. Also stored if total_ptr is given."""
     total = tl.load(x_ptr + col, mask=mask, other=0.0)
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + col, mask=mask, other=0.0).to(tl.float32)
@@ -171,7 +173,8 @@ def _sum(x_ptr, residual_ptr, total_ptr, col, mask):
 
 @triton.jit
 def weighted(normed, weight):
-    """normed (float32), rounded to weight's dtype, times weight; float32, not yet rounded."""
+    """Return normed (float32), rounded to weight's dtype, times weight. float32, not yet
+    rounded."""
     return normed.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)
 
 

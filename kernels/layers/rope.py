@@ -1,6 +1,6 @@
 """Rotary position embedding: the angles of a step, and the rotation.
 
-Knows nothing of RoPE variants: they differ in the inverse frequencies that the model passes.
+Independent of RoPE variants, which differ only in the inverse frequencies.
 """
 
 import torch
@@ -10,13 +10,13 @@ from torch import Tensor
 
 from kernels import device
 
-BLOCK = 128  # angles per program, one per thread: cosines and sines are arithmetic, not memory
+BLOCK = 128  # angles per program, one per thread: bound by arithmetic, not by memory
 
 
 def rope_angles(positions: Tensor, inverse_frequencies: Tensor, scale: float) -> Tensor:
-    """Cosines and sines of every token's angles, once per step for all layers.
+    """Return cosines and sines of every token's angles, once per step for all layers.
 
-    An angle is the product in float32, as Hugging Face's models round it.
+    An angle is the product in float32, rounded like in Hugging Face's models.
 
     Args:
         positions: contiguous int32 [num_tokens], token indices.
@@ -46,10 +46,11 @@ def rope_angles_reference(positions: Tensor, inverse_frequencies: Tensor, scale:
 
 
 def rotate_reference(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotates [num_tokens, heads, head_dim] by angles [2, num_tokens, pairs], paired as (i, i +
-    pairs); what is behind 2 * pairs numbers stays.
+    """Rotate [num_tokens, heads, head_dim] by angles [2, num_tokens, pairs], paired as (i, i +
+    pairs). Numbers after the first 2 * pairs do not change.
 
-    In float32, rounded once: closer to the exact rotation than Hugging Face's bfloat16 one.
+    Computed in float32 and rounded once, which is closer to the exact rotation than Hugging Face's
+    bfloat16 one.
     """
     cos, sin = angles[0].unsqueeze(1), angles[1].unsqueeze(1)
     pairs = angles.shape[2]
@@ -87,8 +88,11 @@ def _rope_angles_kernel(
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """`num` angles of all tokens, flat. tl.cos and tl.sin reduce their argument exactly: they
-    compile to the accurate functions of CUDA's library, not to the machine's approximations."""
+    """Compute `num` angles of all tokens, flattened.
+
+    tl.cos and tl.sin reduce their argument exactly, because they compile to the accurate functions
+    of CUDA's library, not to the hardware's approximations.
+    """
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = place < num
     position = tl.load(positions_ptr + place // HALF, mask=mask, other=0).to(tl.float32)

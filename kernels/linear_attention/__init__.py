@@ -1,1 +1,1 @@
-"""Layers that keep a state of fixed size in place of keys and values."""
+"""Layers with a recurrent state of fixed size instead of keys and values."""

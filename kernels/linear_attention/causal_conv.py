@@ -1,6 +1,6 @@
-"""The short convolution before a linear attention: each channel over its own tokens, then SiLU.
+"""The short convolution before linear attention: each channel over its own tokens, then SiLU.
 
-What it keeps of a request are its last inputs, by key head: with a head go its q, k and v.
+The state of a request is its last inputs, by key head. A head's cell has its q, k and v.
 """
 
 import torch
@@ -19,14 +19,14 @@ BLOCK_CHANNELS = 64
 def causal_conv(
     x: Tensor, columns: Tensor, weight: Tensor, cells: CellView, rows: StateRows
 ) -> Tensor:
-    """SiLU of the sum of a channel's last `width` inputs, each times its weight.
+    """Return SiLU of the sum of a channel's last `width` inputs, each times its weight.
 
     Args:
-        x: [num_tokens, any], columns contiguous; tokens may be apart.
-        columns: int32 [heads, channels], of x: the inputs of each channel.
-        weight: contiguous [heads, channels, width] of x's dtype, the newest input's last.
-        cells: of the inputs before, [channels, width - 1] of x's dtype; read and written as `rows`
-            says.
+        x: [num_tokens, any], columns contiguous; tokens may be strided.
+        columns: int32 [heads, channels], columns of x with the inputs of each channel.
+        weight: contiguous [heads, channels, width] of x's dtype, the newest input's weight last.
+        cells: of the previous inputs, [channels, width - 1] of x's dtype; read and written as
+            `rows` specifies.
     Returns:
         [num_tokens, heads, channels] of x's dtype, contiguous.
     Raises:
@@ -148,9 +148,10 @@ def _causal_conv_kernel(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per row, head and block of channels; it goes through the row's tokens, some at a
-    time. All that it wants of the state before is read before anything of the one after is
-    written."""
+    """Process one row, head and block of channels, some tokens at a time.
+
+    All reads of the state before come before any write of the state after.
+    """
     row, head = tl.program_id(0), tl.program_id(1)
     col = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)[None, :]
     own = col < CHANNELS
@@ -194,7 +195,8 @@ def _causal_conv_kernel(
 
 @triton.jit
 def _input(x_ptr, x_stride, before_ptr, at, there, known, WIDTH: tl.constexpr):
-    """A channel's input of token `at` of the row, or before it: of the state, or 0."""
+    """Return a channel's input at token `at` of the row. Before the row's start it comes from the
+    state, or is 0."""
     x = tl.load(x_ptr + at.to(tl.int64) * x_stride, mask=there & (at >= 0), other=0.0)
     early = tl.load(before_ptr + (at + WIDTH - 1), mask=known & (at < 0), other=0.0)
     return tl.where(at < 0, early, x)

@@ -1,10 +1,10 @@
-"""The gated delta rule: a matrix for each head that forgets a little with every token, and learns
-the token's value under its key.
+"""The gated delta rule: a matrix per head that decays with every token, and learns the token's
+value under its key.
 
     S <- exp(g) S;   S <- S + k (beta (v - k S));   o = q S
 
-Source: Gated Delta Networks, Yang et al. 2024. Keys and queries have length 1, queries are divided
-by the root of their size. In float32.
+Source: Gated Delta Networks, Yang et al. 2024. Keys and queries have length 1, and queries are
+divided by the root of their size. In float32.
 """
 
 from typing import NamedTuple
@@ -18,16 +18,17 @@ from torch import Tensor
 from kernels import device
 from kernels.linear_attention.state_cells import CellView, StateRows, token_by_token
 
-CHUNK = 64  # tokens that the reference takes together
+CHUNK = 64  # tokens that the reference processes together
 BLOCK_V = 32  # columns of a head's matrix that a program keeps in registers
-_EPS = 1e-6  # of a length
+_EPS = 1e-6  # added to a squared length
 
 
 class Gates(NamedTuple):
-    """Of a value head: g = -exp(a_log) softplus(a + dt_bias), beta = sigmoid(b).
+    """Per-head gates: g = -exp(a_log) softplus(a + dt_bias), beta = sigmoid(b).
 
-    a, b: [num_tokens, key_heads, any] with a key head's value heads, columns contiguous.
-    a_log, dt_bias: contiguous float32 [value_heads].
+    Attributes:
+        a, b: [num_tokens, key_heads, any] with a key head's value heads, columns contiguous.
+        a_log, dt_bias: contiguous float32 [value_heads].
     """
 
     a: Tensor
@@ -37,11 +38,12 @@ class Gates(NamedTuple):
 
 
 def delta_rule(x: Tensor, gates: Gates, cells: CellView, rows: StateRows) -> Tensor:
-    """Goes through the rows' tokens, from the states that `rows` says to those that it says.
+    """Apply the rule to the rows' tokens, from the states that `rows` reads to those that it
+    writes.
 
     Args:
-        x: contiguous [num_tokens, key_heads, channels] of `causal_conv`: of each head its q, its
-            k and the values of its value heads.
+        x: contiguous [num_tokens, key_heads, channels] of `causal_conv`: for each head its q, its k
+            and the values of its value heads.
         cells: of float32 matrices [size of a key, size of a value], one for each value head.
     Returns:
         [num_tokens, value_heads, size of a value], of x's dtype.
@@ -72,7 +74,7 @@ def delta_rule(x: Tensor, gates: Gates, cells: CellView, rows: StateRows) -> Ten
 
 
 def delta_rule_reference(x: Tensor, gates: Gates, cells: CellView, rows: StateRows) -> Tensor:
-    """Prompts in chunks, and all rows of few tokens side by side."""
+    """Compute long rows in chunks, and all rows of few tokens side by side."""
     k_size, v_size = cells.view.shape[2:]
     group = cells.heads // x.shape[1]
     wide = x.float()
@@ -109,8 +111,14 @@ def _of_length_one(x: Tensor) -> Tensor:
 
 
 def _one_token(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:
-    """q, k, v [n, heads, any], g, beta [n, heads] -> outputs. state: contiguous [n, heads, k, v],
-    changed in place: of a large model it is most of what is read and written."""
+    """Apply the rule to one token of n rows and return the outputs.
+
+    Args:
+        q, k, v: [n, heads, any].
+        g, beta: [n, heads].
+        state: contiguous [n, heads, k, v], changed in place, because in a large model it is most of
+            the memory traffic.
+    """
     state = state.flatten(0, 1)
     q, k, v, g, beta = (each.flatten(0, 1).unsqueeze(1) for each in (q, k, v, g, beta))
     state.mul_(g.exp().unsqueeze(2))
@@ -122,12 +130,13 @@ def _one_token(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: 
 def _chunks(
     state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The same for many tokens, CHUNK of them at a time: within one, what its tokens learn is the
-    solution of a triangular system.
+    """Apply the rule to many tokens, CHUNK of them at a time. Within a chunk the learnt values are
+    the solution of a triangular system.
 
     Args:
         state: [heads, k, v].
-        q, k, v: [heads, n, any]; g, beta: [heads, n].
+        q, k, v: [heads, n, any].
+        g, beta: [heads, n].
     """
     num_tokens = q.shape[1]
     missing = -num_tokens % CHUNK
@@ -215,9 +224,11 @@ def _delta_rule_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per row, value head and block of a matrix's columns, which stays in registers
-    while the row's tokens pass, one after the other: a prompt that is cut anywhere leaves the same
-    bits."""
+    """Process one row, value head and block of a matrix's columns.
+
+    The block stays in registers while the row's tokens are processed one after the other. So a
+    prompt gives the same bits however it is cut.
+    """
     row, head = tl.program_id(0), tl.program_id(1)
     key_head, in_group = head // GROUP, head % GROUP
     i = tl.arange(0, BLOCK_K)
@@ -246,7 +257,7 @@ def _delta_rule_kernel(
         v = tl.load(x + 2 * K + in_group * V + j, mask=of_value, other=0.0).to(tl.float32)
         a = tl.load(a_ptr + at * a_stride + key_head * a_head + in_group).to(tl.float32) + bias
         b = tl.load(b_ptr + at * b_stride + key_head * b_head + in_group).to(tl.float32)
-        # softplus, as torch has it: linear where exp would be large
+        # softplus, linear like torch's where exp would be large
         g = speed * tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
         q *= tl.rsqrt(tl.sum(q * q) + eps) * scale
         k *= tl.rsqrt(tl.sum(k * k) + eps)
@@ -264,5 +275,5 @@ def _delta_rule_kernel(
 
 @triton.jit
 def _of(i, page, K: tl.constexpr):
-    """Rows of a matrix in a page; none where there is no page."""
+    """Return a mask of the rows of a matrix in a page. It is empty if there is no page."""
     return (i < tl.where(page < 0, 0, K))[:, None]

@@ -11,12 +11,12 @@ from kernels.layers.rms_norm import rms_norm_reference, weighted
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """norm(x) * weight * silu(gate), rounded after the norm and once at the end.
+    """Return norm(x) * weight * silu(gate), rounded after the norm and once at the end.
 
     Args:
         x: contiguous [num_tokens, heads, size].
         gate: [num_tokens, groups, heads / groups * size] of x's dtype, columns contiguous; tokens
-            and groups may be apart.
+            and groups may be strided.
         weight: contiguous [size], of x's dtype or float32.
     Returns:
         [num_tokens, heads * size].
@@ -66,7 +66,7 @@ def _gated_rms_norm_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per token and head."""
+    """Compute one head of one token."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     col = tl.arange(0, BLOCK)
     mask = col < SIZE

@@ -1,9 +1,8 @@
-"""States that requests have instead of keys and values: cells in pages, and which pages of which
-request a step reads and writes.
+"""Recurrent states of requests: cells in pages, and the pages that a step's rows read and write.
 
-A state is a list of pages; a cell is one head's tensor of one layer, and lies in one of them. A
-step reads a row's state in one place and may write it in another: that is how a state is copied,
-begun (read -1: zeros) and kept for later, and nothing else copies or clears one.
+A state is a list of pages. A cell is one head's tensor of one layer, and lies in one of them. A
+step reads a row's state in one place and may write it to another. This is how a state is copied,
+initialised (read -1: zeros) and saved for later. No other operation copies or clears a state.
 """
 
 import itertools
@@ -14,16 +13,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-FEW = 16  # tokens of a row: with so many it is taken through them one by one, beside others
+FEW = 16  # tokens: rows of at most so many are processed token by token, side by side
 
 
 class CellView(NamedTuple):
     """One tensor of one layer's states, cell by cell.
 
-    view: [num_pages, cells_per_page, *shape], any strides of the first two, of contiguous cells.
-    first_page: of a state's pages, the one that has cell 0.
-    first: the layer's cell of head 0, by number; step: from one head's to the next.
-    heads: how many the layer has.
+    Attributes:
+        view: [num_pages, cells_per_page, *shape], any strides of the first two, of contiguous
+            cells.
+        first_page: index of the page with cell 0 among a state's pages.
+        first: number of the layer's cell of head 0.
+        step: difference of the numbers of consecutive heads.
+        heads: number of heads of the layer.
     """
 
     view: Tensor
@@ -33,20 +35,24 @@ class CellView(NamedTuple):
     heads: int
 
     def where(self) -> tuple[Tensor, Tensor]:
-        """Of each head: its page among a state's, and its place in that page."""
+        """Return each head's page among a state's pages, and its place in that page."""
         cells = self.first + self.step * torch.arange(self.heads, device=self.view.device)
         return self.first_page + cells // self.view.shape[1], cells % self.view.shape[1]
 
     def read(self, pages: Tensor) -> Tensor:
-        """[n, heads, *shape] of n states, int [n, state_pages]; zeros where these are -1. Torch
-        only, as `write`."""
+        """Return the cells of n states, [n, heads, *shape], zeros where pages are -1. Torch only,
+        like `write`.
+
+        Args:
+            pages: int [n, state_pages].
+        """
         page, place = self.where()
         mine = pages[:, page].long()
         found = self.view[mine.clamp(min=0), place]
         return found.masked_fill_((mine < 0).view(*mine.shape, *[1] * (found.ndim - 2)), 0)
 
     def write(self, pages: Tensor, state: Tensor) -> None:
-        """What `read` gives, of states with pages; the others are written nowhere."""
+        """Write cells as `read` returns them. States without pages are not written."""
         page, place = self.where()
         kept = pages[:, 0] >= 0
         if not bool(kept.all()):
@@ -56,14 +62,16 @@ class CellView(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateRows:
-    """The rows of a step, and their states. All int32, contiguous.
+    """The rows of a step, and their states. All tensors are int32 and contiguous.
 
-    starts: [num_rows + 1], in tokens.
-    reads, writes: [num_rows, state_pages], the state before the row's first token and after its
-        last one; -1 in all of a row: zeros, and nowhere.
-    marks: [num_rows]; after so many of the row's tokens its state goes to the pages of `kept`
-        too, of the shape of `reads`; 0: nowhere.
-    num_decodes: of the last rows, how many have one token each, and no mark.
+    Attributes:
+        starts: [num_rows + 1], in tokens.
+        reads, writes: [num_rows, state_pages], the state before the row's first token and after its
+            last one. -1 in a whole row: zeros, or not written.
+        marks: [num_rows], number of the row's tokens after which its state is also written to the
+            pages of `kept`. 0: not written.
+        kept: of the shape of `reads`.
+        num_decodes: number of last rows that have one token each, and no mark.
     """
 
     starts: Tensor
@@ -78,7 +86,7 @@ class StateRows:
         return self.reads.shape[0]
 
     def check(self) -> None:
-        """Raises ValueError where the tensors do not fit each other."""
+        """Raise ValueError unless the tensors fit each other."""
         num_rows, shape = self.num_rows, self.reads.shape
         if self.writes.shape != shape or self.kept.shape != shape:
             raise ValueError(
@@ -98,14 +106,14 @@ class StateRows:
 def token_by_token(
     cells: CellView, rows: StateRows, one: Callable[[Tensor, Tensor], Tensor]
 ) -> Sequence[int]:
-    """Torch only: takes all rows of FEW tokens or less through them, side by side. A row that
-    verifies drafts is computed as one that decodes is.
+    """Process all rows of at most FEW tokens, side by side, in torch. A row that verifies drafts is
+    computed like a decode row.
 
     Args:
-        one: of places int64 [n] among the step's tokens, and of states [n, heads, *shape] before
-            them, its own, to those after them.
+        one: maps places int64 [n] of the step's tokens and the states [n, heads, *shape] before
+            them, which it owns, to the states after them.
     Returns:
-        The other rows, by number.
+        The numbers of the other rows.
     """
     starts, marks = rows.starts.tolist(), rows.marks.tolist()
     counts = [end - start for start, end in itertools.pairwise(starts)]

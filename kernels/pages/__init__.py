@@ -1,1 +1,1 @@
-"""Keys and values into their pages, and whole pages from one memory to another."""
+"""Writing of keys and values to their pages, and copies of whole pages between memories."""

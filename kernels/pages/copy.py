@@ -1,19 +1,19 @@
-"""Whole pages from one pool to another: device to host memory and back."""
+"""Copies of whole pages between pools: from device to host memory and back."""
 
 from itertools import pairwise
 
 from torch import Tensor
 
-# Of one copy. Copies in a direction take turns: 256 MiB would hold the copy engine for 5 ms, and so
-# the inputs of the next step.
+# Of one copy. Copies in one direction take turns: 256 MiB would occupy the copy engine for 5 ms,
+# and delay the inputs of the next step.
 MAX_COPY_BYTES = 4 << 20
 
 
 def copy_pages(source: Tensor, source_pages: Tensor, target: Tensor, target_pages: Tensor) -> None:
-    """target[target_pages[i]] = source[source_pages[i]] for all i, asynchronously on a device.
+    """Copy target[target_pages[i]] = source[source_pages[i]] for all i, asynchronously on a device.
 
-    One copy, of at most MAX_COPY_BYTES, for each run of pages that are consecutive on both sides.
-    The pools must not overlap.
+    One copy of at most MAX_COPY_BYTES for each run of pages that are consecutive on both sides. The
+    pools must not overlap.
 
     Args:
         source, target: [num_pages, ...], equal dtype and page shape, contiguous; host memory is

@@ -1,7 +1,8 @@
-"""Slices of scattered pages into one contiguous buffer, and back: whole pages, or some KV heads.
+"""Packing of slices of scattered pages into one contiguous buffer, and unpacking: whole pages, or
+some KV heads.
 
-For copies of small pages between a device and host memory, which then are one copy and not one
-for each page, and for ranks that have only some of the heads of the other side.
+With it, small pages move between a device and host memory in one copy instead of one per page.
+Ranks that need only some heads of the other side copy only those.
 """
 
 import torch
@@ -12,17 +13,17 @@ from torch import Tensor
 from kernels import device
 
 _VECTOR_BYTES = 16  # of one load
-_BLOCK = 512  # vectors per program: 4 loads a thread of 4 warps; see tools/bench/gpu
+_BLOCK = 512  # vectors per program: 4 loads per thread of 4 warps, see tools/bench/gpu
 
 
 def pack_pages(pool: Tensor, pages: Tensor, packed: Tensor, *, offset: int = 0) -> None:
-    """packed[i] = pool[pages[i], offset : offset + slice_bytes] for all i.
+    """Copy packed[i] = pool[pages[i], offset : offset + slice_bytes] for all i.
 
     Args:
         pool: contiguous uint8 [num_pages, page_bytes]. The KV head is outermost in a page, so that
             some consecutive heads are one range of its bytes.
         pages: contiguous int32 [n] on the pool's device, in range.
-        packed: contiguous uint8 [n, slice_bytes] on the pool's device, apart from the pool.
+        packed: contiguous uint8 [n, slice_bytes] on the pool's device, not overlapping the pool.
         offset: bytes. It, page_bytes, slice_bytes and both addresses are multiples of 16.
     Raises:
         ValueError: wrong shapes, dtypes, alignment or devices, or a slice that leaves the page.
@@ -35,9 +36,9 @@ def pack_pages(pool: Tensor, pages: Tensor, packed: Tensor, *, offset: int = 0) 
 
 
 def unpack_pages(packed: Tensor, pool: Tensor, pages: Tensor, *, offset: int = 0) -> None:
-    """pool[pages[i], offset : offset + slice_bytes] = packed[i] for all i; pages are distinct.
+    """Copy pool[pages[i], offset : offset + slice_bytes] = packed[i] for all i. Pages are distinct.
 
-    Otherwise as `pack_pages`.
+    Otherwise like `pack_pages`.
     """
     _check(pool, pages, packed, offset)
     if device.uses_triton(pool):
@@ -106,7 +107,7 @@ def _page_pack_kernel(
     row = tl.program_id(0).to(tl.int64)
     page = tl.load(pages_ptr + row).to(tl.int64)
     word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    # Twice a number of vectors, so that the compiler sees two words side by side in each.
+    # Twice a number of vectors, so that the compiler sees two adjacent words in each.
     mask = word < slice_vectors * 2
     in_pool = pool_ptr + (page * page_vectors + offset_vectors) * 2 + word
     in_packed = packed_ptr + row * slice_vectors * 2 + word

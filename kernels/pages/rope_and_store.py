@@ -1,4 +1,4 @@
-"""QK-norm, RoPE and the write of K and V into their pages, from one fused projection."""
+"""QK-norm, RoPE and the write of K and V to their pages, from one fused projection."""
 
 import torch
 import triton
@@ -10,7 +10,7 @@ from kernels.layers.rms_norm import rms_norm_reference, weighted
 from kernels.layers.rope import rotate_reference
 from kernels.narrow import UNSCALED, KVScales, as_stored, kept, largest, may_keep, narrowed
 
-BLOCK = 1024  # elements per program: 16 bytes a thread of each half in 16-bit, in 2 warps
+BLOCK = 1024  # elements per program: 16 bytes per thread of each half in 16-bit, in 2 warps
 
 
 def rope_and_store(
@@ -24,20 +24,20 @@ def rope_and_store(
     eps: float = 0.0,
     scales: KVScales = UNSCALED,
 ) -> Tensor:
-    """Norms (optionally) and rotates Q and K; writes K and V of each token to its location.
+    """Norm (optionally) and rotate Q and K, and write K and V of each token to its location.
 
     Order: norm, rounded as by `add_rms_norm`, then rotation in float32, rounded once.
 
     Args:
-        qkv: [num_tokens, (heads + 2 * kv_heads) * head_dim], Q's columns first, then K's, V's;
-            rows may be strided.
-        angles: contiguous float32 [2, num_tokens, pairs], of `rope_angles`: each head's first
-            2 * pairs numbers are rotated, all of them where pairs is head_dim / 2.
+        qkv: [num_tokens, (heads + 2 * kv_heads) * head_dim], Q's columns first, then K's, V's; rows
+            may be strided.
+        angles: contiguous float32 [2, num_tokens, pairs], of `rope_angles`: each head's first 2 *
+            pairs numbers are rotated, all of them where pairs is head_dim / 2.
         kv: one layer of the pool, [num_pages, kv_heads, 2, page_size, head_dim] of qkv's dtype or a
             narrow one, any strides but the last, which is 1 (pages are addressed in int64); written
             in place.
         locations: contiguous int64 [num_tokens], page * page_size + offset, all distinct; -1: K and
-            V of this token are written nowhere.
+            V of this token are not written.
         q_norm, k_norm: contiguous [head_dim] weights of an RMSNorm over each head, of qkv's dtype
             or float32; both or neither.
         scales: of K and V in a narrow dtype.
@@ -176,7 +176,8 @@ def _rope_and_store_kernel(
     LARGEST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One program per token and block of heads: first Q's, then those of K and V together."""
+    """Process one token and one block of heads: Q's blocks first, then those of K and V
+    together."""
     early_launch.start(EARLY)
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -184,7 +185,8 @@ def _rope_and_store_kernel(
     is_q = block < q_blocks
     head = tl.where(is_q, block, block - q_blocks) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     head = head[:, None]
-    # As wide as the heads: angles and weights are then loaded in the layout they are used in.
+    # As wide as the heads, so that angles and weights are loaded in the layout in which they are
+    # used.
     col = tl.broadcast_to(tl.arange(0, BLOCK_HALF)[None, :], [BLOCK_HEADS, BLOCK_HALF])
     low_col, gap = _pairs(col, HALF, PAIRS)
     places = head * (2 * HALF) + low_col
@@ -219,8 +221,11 @@ def _rope_and_store_kernel(
 
 @triton.jit
 def _pairs(col, HALF: tl.constexpr, PAIRS: tl.constexpr):
-    """Where the first number of each of a head's HALF pairs is, and how far behind it the second:
-    PAIRS that are rotated together, then those of the rest, which is not."""
+    """Return the places of the first numbers of a head's HALF pairs, and the distance to the second
+    ones.
+
+    PAIRS pairs are rotated. The remaining pairs hold the numbers that are not.
+    """
     if PAIRS == HALF:
         return col, HALF
     else:
@@ -242,7 +247,8 @@ def _turned(
     HALF: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    """The two numbers of pairs [heads, HALF], normed where there is a weight, rotated, rounded."""
+    """Return both numbers of pairs [heads, HALF]: normed if there is a weight, rotated and
+    rounded."""
     low = tl.load(source, mask=mask, other=0.0)
     high = tl.load(source + gap, mask=mask, other=0.0)
     turned = mask

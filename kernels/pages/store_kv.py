@@ -1,4 +1,4 @@
-"""The write of K and V into their pages, as they come: for models that rotate them on their own."""
+"""The write of unchanged K and V to their pages, for models that rotate them themselves."""
 
 import torch
 import triton
@@ -14,17 +14,17 @@ BLOCK = 1024  # elements per program
 def store_kv(
     k: Tensor, v: Tensor, kv: Tensor, locations: Tensor, scales: KVScales = UNSCALED
 ) -> None:
-    """Writes K and V of each token to its location, and zeros behind heads that are smaller than
-    the pool's.
+    """Write K and V of each token to its location, padded with zeros if heads are smaller than the
+    pool's.
 
     Args:
-        k, v: [num_tokens, kv_heads, d] of one dtype, with a d of their own each, any strides but
-            the last, which is 1.
+        k, v: [num_tokens, kv_heads, d] of one dtype, each with its own d, any strides but the last,
+            which is 1.
         kv: one layer of the pool, [num_pages, kv_heads, 2, page_size, head_dim] of k's dtype or a
             narrow one, head_dim at least k's and v's, any strides but the last, which is 1; written
             in place.
         locations: contiguous int64 [num_tokens], page * page_size + offset, all distinct; -1: K and
-            V of this token are written nowhere.
+            V of this token are not written.
         scales: of K and V in a narrow dtype.
     Raises:
         ValueError: wrong shapes, strides or dtypes.
@@ -112,7 +112,7 @@ def _store_kv_kernel(
     BLOCK_DIM: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
-    """One program per token, block of heads, and K or V."""
+    """Store one block of heads of K or V of one token."""
     token = tl.program_id(0).to(tl.int64)
     is_v = tl.program_id(2)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]

@@ -1,4 +1,4 @@
-"""Norm, RoPE and the write of latents into their pages, and the rotation of the queries' ends."""
+"""Norm, RoPE and the write of latents to their pages, and the rotation of the queries' ends."""
 
 import torch
 import triton
@@ -25,8 +25,10 @@ def rope_and_store_latents(
     *,
     interleaved: bool,
 ) -> None:
-    """Norms each token's latent, rotates the part of its key behind it, and writes both to the
-    token's location; rotates the queries' parts that will meet that of keys, into `out`.
+    """Norm each token's latent, rotate the part of its key after it, and write both to the token's
+    location.
+
+    Also rotates the corresponding parts of the queries, into `out`.
 
     Source: DeepSeek-V2, 2024, section 2.1. Rounded as by `rope_and_store`.
 
@@ -37,8 +39,8 @@ def rope_and_store_latents(
         angles: contiguous float32 [2, num_tokens, pairs], of `rope_angles`.
         latents: one layer of the pool, [num_pages, 1, 1, page_size, value_dim + 2 * pairs] of kv's
             dtype or a narrow one, any strides but the last; written in place.
-        locations: contiguous int64 [num_tokens], page * page_size + offset, all distinct; -1: the
-            token's is written nowhere.
+        locations: contiguous int64 [num_tokens], page * page_size + offset, all distinct; -1: this
+            token's latent is not written.
         out: as q; written.
         interleaved: numbers 2i and 2i + 1 are rotated together, else i and i + pairs. They become
             numbers i and i + pairs either way.
@@ -171,7 +173,7 @@ def _latents_kernel(
     LARGEST: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """One program per token for its latent, and one for each block of heads of its query."""
+    """Process the latent of one token, or one block of heads of its query."""
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     cosines = angles_ptr + token * PAIRS
@@ -193,7 +195,7 @@ def _latents_kernel(
         _turn(
             kv_ptr + ends,
             target + ends,
-            location + 0 * ends >= 0,  # as wide as the tile, as the interpreter wants it
+            location + 0 * ends >= 0,  # as wide as the tile, which the interpreter requires
             cosines,
             sines,
             PAIRS,
@@ -228,7 +230,8 @@ def _turn(
     LARGEST: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Pairs at source [heads, 1], rotated, to numbers i and i + PAIRS of target, where live."""
+    """Rotate the pairs at source [heads, 1] and store them as numbers i and i + PAIRS of target,
+    where live."""
     pair = tl.arange(0, BLOCK_PAIRS)[None, :]
     mask = live & (pair < PAIRS)
     first = source + (2 * pair if INTERLEAVED else pair)

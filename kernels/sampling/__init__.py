@@ -1,1 +1,1 @@
-"""From rows of logits to tokens and what is told of them."""
+"""From rows of logits to tokens and log-probabilities."""

@@ -1,4 +1,4 @@
-"""Logits of forbidden tokens, from one bit per token: what a grammar allows next."""
+"""Masking of forbidden tokens' logits, from one bit per token, as a grammar allows them."""
 
 import numpy as np
 import torch
@@ -8,19 +8,19 @@ from torch import Tensor
 
 from kernels import device
 
-# Never sampled where anything is allowed; -inf would say that the row's forward has failed.
+# Never sampled if any token is allowed. -inf would mean that the row's forward has failed.
 FORBIDDEN = -1e30
 _WORD = tl.constexpr(32)
 
 
 def apply_bitmask(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
-    """Makes rows[i] of logits FORBIDDEN where bitmask[i] has a 0, in place.
+    """Set logits in rows[i] to FORBIDDEN where bitmask[i] has a 0, in place.
 
     Args:
         logits: float32 [n, vocabulary], rows may be strided.
         rows: int64 [m], distinct.
         bitmask: int32 [m, ceil(vocabulary / 32)]; bit j of word i is token 32 * i + j, the lowest
-            bit first. Bits beyond the vocabulary mean nothing.
+            bit first. Bits beyond the vocabulary are ignored.
     Raises:
         ValueError: wrong shapes, strides or dtypes.
     """
@@ -42,7 +42,7 @@ def apply_bitmask(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
 
 
 def apply_bitmask_reference(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
-    """On a CPU."""
+    """Apply the mask on a CPU."""
     words = (~bitmask).numpy().view(np.uint8)
     bits = np.unpackbits(words, axis=1, count=logits.shape[1], bitorder="little")
     for row, forbidden in zip(rows.tolist(), torch.from_numpy(bits).view(torch.bool), strict=True):
@@ -76,7 +76,7 @@ def _apply_bitmask_kernel(
     WORDS: tl.constexpr,
     FORBIDDEN: tl.constexpr,
 ):
-    """One program per row and block of words. Reads no logits."""
+    """Mask one row and one block of words. Reads no logits."""
     place = tl.program_id(0).to(tl.int64)
     num_words: tl.constexpr = (VOCABULARY + _WORD - 1) // _WORD
     words = tl.program_id(1) * WORDS + tl.arange(0, WORDS)

@@ -1,13 +1,14 @@
-"""The sampled token of a row with top_k or top_p, without a sort: draw, verify, draw again.
+"""Sampling with top_k or top_p without a sort: draw, verify, draw again.
 
-Tokens are ordered by logit, the lower id first among equals; top_k and top_p keep a prefix of that
-order. A token drawn from more than the prefix is right if it lies in it, and whether it does is a
-count and a sum over the tokens ahead of it. If it does not, the next one is drawn from those ahead
-of it. The probability of another round is that of the tokens outside the prefix, so there is rarely
-more than one; every round is exact.
+Tokens are ordered by logit, and equal ones by ascending id. top_k and top_p keep a prefix of that
+order. A token drawn from a superset of the prefix is correct if it lies in the prefix. That is
+decided by a count and a sum over the tokens ahead of it. If it does not, the next one is drawn from
+the tokens ahead of it. The probability of another round is that of the tokens outside the prefix,
+so there is rarely more than one. Every round is exact.
 
 All functions are for one program per row. They read only groups of tokens whose maximum, known from
-the outline, can matter: `list_groups` writes their numbers to memory of the program's own.
+the outline, is large enough. `list_groups` writes the numbers of these groups to memory of the
+program's own.
 Source of rejection instead of a sort: FlashInfer, Sorting-Free GPU Kernels for LLM Sampling, 2025.
 """
 
@@ -39,12 +40,16 @@ def settle(
     VOCABULARY: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """The token, if fewer than top_k tokens that weigh less than limit are ahead of it; or else the
-    sampled one of those ahead of it, on the same condition, and so on. The likeliest always is.
+    """Return the sampled token among those that top_k and top_p keep.
+
+    A token is final if fewer than top_k tokens are ahead of it, which together weigh less than
+    limit. Otherwise the next one is sampled among the tokens ahead of it. The likeliest token is
+    always final.
 
     Args:
-        value, token: a logit and an id, the sampled token of a superset of what is kept. token may
-            be VOCABULARY: the tokens that reach value are such a superset, nothing is sampled yet.
+        value, token: logit and id of a token sampled from a superset of the kept ones. token may be
+            VOCABULARY: the tokens that reach value are such a superset, and no token is sampled
+            yet.
         least: a scaled logit that a sampled token must reach.
         limit: in units of the likeliest token's weight.
     """
@@ -74,7 +79,8 @@ def settle(
 
 @triton.jit
 def top_k_bound(maxima, largest, top_k, VOCABULARY: tl.constexpr):
-    """The top_k-th largest of the maxima, or a lower value: at least top_k tokens reach it."""
+    """Return the top_k-th largest of the maxima, or a lower value. At least top_k tokens reach
+    it."""
     bound = tl.full([], _LOWEST, tl.float32)
     if top_k <= (VOCABULARY + GROUP - 1) // GROUP:
         pivot = tl.full([], _NO_KEY, tl.int64)
@@ -103,12 +109,15 @@ def top_k_edge(
     inverse,
     VOCABULARY: tl.constexpr,
 ):
-    """A value that the top_k first tokens reach and at most top_k exceed, and those tokens' weight.
+    """Return a value that the top_k first tokens reach and at most top_k exceed, and the weight of
+    those tokens.
 
-    The bits of the value are found from the highest, until they tell top_k tokens from the others.
+    The bits of the value are found from the highest, until they separate top_k tokens from the
+    others.
 
     Args:
-        count, bound: of the listed groups: those that reach bound, as at least top_k tokens do.
+        count, bound: the number of listed groups, and the value that they reach. At least top_k
+            tokens reach it.
     """
     pivot = tl.full([], _NO_KEY, tl.int64)
     step = tl.full([], 1 << 31, tl.int64)
@@ -132,10 +141,10 @@ def top_k_edge(
 
 @triton.jit
 def list_groups(list_ptr, maxima, value, LANES: tl.constexpr):
-    """Lists the groups that hold a logit of at least value, in order. Returns their number."""
+    """List the groups that hold a logit of at least value, in order. Return their number."""
     chosen = maxima >= value
     places = tl.cumsum(chosen.to(tl.int32), 0) - 1
-    tl.debug_barrier()  # other threads of the program may still read the list before this one
+    tl.debug_barrier()  # other threads of the program may still read the previous list
     tl.store(list_ptr + places, tl.arange(0, LANES), mask=chosen)
     tl.debug_barrier()
     return tl.sum(chosen.to(tl.int32))
@@ -143,8 +152,8 @@ def list_groups(list_ptr, maxima, value, LANES: tl.constexpr):
 
 @triton.jit
 def _weigh(row_ptr, list_ptr, count, value, token, largest, inverse, VOCABULARY: tl.constexpr):
-    """Of the listed tokens: how many are ahead of (value, token), what these weigh, and how many
-    reach value."""
+    """Return how many listed tokens are ahead of (value, token), their weight, and how many listed
+    tokens reach value."""
     ahead = tl.zeros([_CHUNK, GROUP], tl.int32)
     reaching = tl.zeros([_CHUNK, GROUP], tl.int32)
     mass = tl.zeros([_CHUNK, GROUP], tl.float32)
@@ -171,7 +180,8 @@ def _draw(
     second,
     VOCABULARY: tl.constexpr,
 ):
-    """Samples one of the listed tokens that are ahead of (value, token). Its logit and its id."""
+    """Sample one of the listed tokens that are ahead of (value, token). Return its logit and its
+    id."""
     best = tl.full([_CHUNK, GROUP], float("-inf"), tl.float32)
     best_token = tl.zeros([_CHUNK, GROUP], tl.int32)
     for start in range(0, count, _CHUNK):
@@ -189,7 +199,7 @@ def _draw(
 
 @triton.jit
 def _listed(row_ptr, list_ptr, start, count, VOCABULARY: tl.constexpr):
-    """Ids and logits of the next listed groups; logits are -inf where there is no token."""
+    """Return ids and logits of the next listed groups. Logits are -inf where there is no token."""
     places = start + tl.arange(0, _CHUNK)
     listed = places < count
     groups = tl.load(list_ptr + places, mask=listed, other=0)
@@ -201,7 +211,7 @@ def _listed(row_ptr, list_ptr, start, count, VOCABULARY: tl.constexpr):
 
 @triton.jit
 def _to_key(value):
-    """int64 in the range of int32, ordered as the finite float32 values are."""
+    """Map finite float32 values to int64 in the range of int32, in the same order."""
     bits = value.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 

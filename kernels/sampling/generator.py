@@ -1,7 +1,7 @@
 """Random numbers as a function of (seed, token index, token id), in 32-bit integer arithmetic.
 
-The integers are exact on every device: the torch reference, for whole rows, and the functions for
-Triton kernels, for any tokens of a row, give the same bits.
+The integers are exact on every device. The torch reference (for whole rows) and the functions for
+Triton kernels (for any tokens of a row) give the same bits.
 """
 
 import torch
@@ -15,13 +15,14 @@ _SALT = 0x9E3779B9 - (1 << 32)  # 2**32 / golden ratio
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocabulary_size: int) -> Tensor:
-    """Gumbel(0, 1) noise for every (row, token id): argmax(logits + noise) samples softmax(logits).
+    """Return Gumbel(0, 1) noise for every (row, token id). argmax(logits + noise) samples
+    softmax(logits).
 
     Args:
         seeds: int32 [n, 2], the low and the high word of each row's 64-bit seed.
         positions: int32 [n], the absolute index that the sampled token will have.
     Returns:
-        float32 [n, vocabulary_size], finite. A row depends on its own seed and position alone.
+        float32 [n, vocabulary_size], finite. A row depends only on its own seed and position.
     Raises:
         ValueError: wrong shapes or dtypes.
     """
@@ -33,15 +34,15 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocabulary_size: int) -> Tens
     if seeds.dtype != torch.int32 or positions.dtype != torch.int32:
         raise ValueError(f"int32 expected, got {seeds.dtype} and {positions.dtype}")
     bits = random_bits(seeds, positions, vocabulary_size)
-    # 23 bits and a half: exact in float32, and neither 0 nor 1.
+    # 23 random bits plus one half: exact in float32, and neither 0 nor 1.
     uniform = ((bits >> 9) & 0x7FFFFF).float().add_(0.5).mul_(2.0**-23)
     return uniform.log_().neg_().log_().neg_()
 
 
 def random_bits(seeds: Tensor, positions: Tensor, vocabulary_size: int) -> Tensor:
-    """int32 [n, vocabulary_size]: mix(mix(token + first) + second) with two keys per row.
+    """Return int32 [n, vocabulary_size]: mix(mix(token + first) + second) with two keys per row.
 
-    first = mix(low + mix(position)), second = mix(high ^ mix(position + salt)); all modulo 2**32.
+    first = mix(low + mix(position)), second = mix(high ^ mix(position + salt)), all modulo 2**32.
     """
     low, high = seeds.unbind(1)
     first = _mix(low + _mix(positions.clone()))
@@ -51,7 +52,8 @@ def random_bits(seeds: Tensor, positions: Tensor, vocabulary_size: int) -> Tenso
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A bijection of 32-bit words, in place: int32 products wrap, right shifts are masked."""
+    """Apply a bijection of 32-bit words in place. int32 products wrap, and right shifts are
+    masked."""
     x.bitwise_xor_((x >> 16) & 0xFFFF).mul_(_MULTIPLIERS[0])
     x.bitwise_xor_((x >> 15) & 0x1FFFF).mul_(_MULTIPLIERS[1])
     return x.bitwise_xor_((x >> 16) & 0xFFFF)
@@ -59,7 +61,7 @@ def _mix(x: Tensor) -> Tensor:
 
 @triton.jit
 def row_keys(seeds, positions, row):
-    """The keys of one row, uint32, for `token_bits` and `token_noise`."""
+    """Return the keys of one row, uint32, for `token_bits` and `token_noise`."""
     low = tl.load(seeds + 2 * row).to(tl.uint32, bitcast=True)
     high = tl.load(seeds + 2 * row + 1).to(tl.uint32, bitcast=True)
     position = tl.load(positions + row).to(tl.uint32, bitcast=True)
@@ -70,13 +72,14 @@ def row_keys(seeds, positions, row):
 
 @triton.jit
 def token_bits(first, second, tokens):
-    """`random_bits` of tokens int32 [any shape], as uint32."""
+    """Return `random_bits` of tokens int32 [any shape], as uint32."""
     return _mix_words(_mix_words(tokens.to(tl.uint32, bitcast=True) + first) + second)
 
 
 @triton.jit
 def token_noise(first, second, tokens):
-    """`gumbel_noise` of tokens int32 [any shape]; equal up to the rounding of the logarithm."""
+    """Return `gumbel_noise` of tokens int32 [any shape], equal up to the rounding of the
+    logarithm."""
     uniform = ((token_bits(first, second, tokens) >> 9).to(tl.float32) + 0.5) * (1.0 / 8388608)
     return -tl.log(-tl.log(uniform))
 

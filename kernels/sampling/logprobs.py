@@ -10,16 +10,17 @@ from kernels.sampling.outline import GROUP, check_logits, draw_outline, first_am
 
 
 def logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Looks the logarithm of softmax(logits) up, for one token and the likeliest of every row.
+    """Return the logarithm of softmax(logits) for one token and for the likeliest ones of every
+    row.
 
     Args:
         logits: float32, bfloat16 or float16 [n, vocabulary], rows may be strided.
         tokens: int32 [n]; a negative one (no token) counts as token 0.
         num_top: at most the vocabulary.
     Returns:
-        Of the tokens, float32 [n]; of the num_top likeliest, in falling order, of equals the lower
-        id first: ids int32 and logprobs float32 [n, num_top]. Where a logit of the row is not
-        finite: nan, and ids -1.
+        Logprobs of the tokens, float32 [n]. Then ids int32 and logprobs float32 [n, num_top] of the
+            likeliest, in descending order, equal ones by ascending id. If a logit of the row is not
+            finite: nan, and ids -1.
     Raises:
         ValueError: wrong shapes, strides or dtypes.
     """
@@ -46,8 +47,8 @@ def logprobs_reference(
 
 
 def _likeliest(logits: Tensor, num_top: int) -> Tensor:
-    """int64 [n, num_top], in falling order, of equals the lower id first: a sort of those alone
-    that may be among them."""
+    """Return int64 [n, num_top] in descending order, equal ones by ascending id. Sorts only the
+    candidates."""
     if not num_top or not len(logits):
         return torch.empty(len(logits), num_top, dtype=torch.int64, device=logits.device)
     bar = logits.topk(num_top, dim=-1).values[:, -1:]
@@ -100,8 +101,8 @@ def _logprobs_kernel(
     WIDTH: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """One program per row. Every round finds the next token in the first group that has it, and
-    lowers that group's maximum to the largest of what it has left."""
+    """Process one row. Every round finds the next token in the first group that has it, and lowers
+    that group's maximum to the largest of its remaining logits."""
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * logits_stride
     top_ids_ptr += row * num_top

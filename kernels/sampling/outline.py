@@ -1,8 +1,8 @@
 """The outline of rows of logits: the largest of every group and every block of consecutive tokens.
 
-One pass over the logits. Whoever looks for large ones, as sampling and logprobs do, then reads the
-outline and only those groups that can hold one. Knows nothing of what they look for. Triton only:
-the references need no outline.
+One pass reads all logits. Sampling and logprobs then search for large logits in the outline, and
+read only the groups that can hold one. The outline is independent of that search. Triton only,
+because the references need no outline.
 """
 
 from typing import NamedTuple
@@ -12,30 +12,32 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-GROUP = tl.constexpr(64)  # tokens; 128 bytes of the smallest dtype
-# Of a thread. Without a limit ptxas may spill a few of them, so that one more program fits.
+GROUP = tl.constexpr(64)  # tokens, 128 bytes of the smallest dtype
+# Per thread. Without a limit ptxas may spill a few registers so that one more program fits.
 MAX_REGISTERS = 168
 LEAST_TEMPERATURE = 1e-37  # its reciprocal is finite
 _LEAST_TEMPERATURE = tl.constexpr(LEAST_TEMPERATURE)
 
 
 class Outline(NamedTuple):
-    """Of n rows. A maximum is +inf where a logit is not finite, and -inf where there is none."""
+    """The outline of n rows. A maximum is +inf if a logit is not finite, and -inf if there is no
+    logit."""
 
     peaks: Tensor  # float32 [n, blocks], of `block_size(vocabulary)` tokens each
-    maxima: Tensor  # float32 [n, width], of GROUP tokens each; width: the groups of whole blocks
-    sums: Tensor | None  # float32 [n, width] of exp((logit - maximum) / temperature), if wanted
+    maxima: Tensor  # float32 [n, width], of GROUP tokens each. width: the groups of whole blocks
+    sums: Tensor | None  # float32 [n, width] of exp((logit - maximum) / temperature), if requested
 
 
 def block_size(vocabulary: int) -> int:
-    """Tokens that one program reads, a power of two. A starting point: see tools/bench/gpu."""
+    """Return the tokens that one program reads, a power of two. A starting point for
+    tools/bench/gpu."""
     block: int = min(4096, max(GROUP.value, triton.next_power_of_2(vocabulary)))
     return block
 
 
 def check_logits(logits: Tensor) -> None:
-    """Raises ValueError unless they are float32, bfloat16 or float16 [n, vocabulary], whose rows
-    may be apart and are contiguous."""
+    """Raise ValueError unless they are float32, bfloat16 or float16 [n, vocabulary]. Rows are
+    contiguous and may be strided."""
     if logits.ndim != 2 or logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(
             f"float32, bfloat16 or float16 [n, vocabulary] expected, got {logits.dtype} "
@@ -52,12 +54,12 @@ def draw_outline(
     top_p: Tensor | None = None,
     with_sums: bool,
 ) -> Outline:
-    """Reads every logit once.
+    """Compute the outline. Reads every logit once.
 
     Args:
         logits: float32, bfloat16 or float16 [n, vocabulary], rows may be strided.
-        temperature, top_p: float32 [n]; where given, only rows that are not greedy and have a
-            top_p below 1 get sums. None: every row, at temperature 1.
+        temperature, top_p: float32 [n]. If given, only rows that are not greedy and have a top_p
+            below 1 get sums. None: every row, at temperature 1.
         with_sums: False: no row gets sums.
     """
     num_rows, vocabulary = logits.shape
@@ -96,7 +98,7 @@ def _outline_kernel(
     VOCABULARY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per row and block of groups."""
+    """Compute the outline of one row and one block of groups."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     groups = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
@@ -126,18 +128,19 @@ def _outline_kernel(
 
 @triton.jit
 def inverse_temperature(temperature):
-    """1 / temperature as the reference rounds it; finite, whatever the temperature."""
+    """Return 1 / temperature, rounded like in the reference. Finite for every temperature."""
     return tl.div_rn(1.0, tl.maximum(temperature, _LEAST_TEMPERATURE))
 
 
 @triton.jit
 def outline_row(values_ptr, row, other, WIDTH: tl.constexpr, LANES: tl.constexpr):
-    """float32 [LANES]: a row of peaks, maxima or sums of such a width, and `other` beyond it."""
+    """Return float32 [LANES]: a row of peaks, maxima or sums of width WIDTH, and `other` beyond
+    it."""
     lanes = tl.arange(0, LANES)
     return tl.load(values_ptr + row * WIDTH + lanes, mask=lanes < WIDTH, other=other)
 
 
 @triton.jit
 def first_among(chosen, values):
-    """The smallest of the chosen int32 values; 2**31 - 1 where none is chosen."""
+    """Return the smallest of the chosen int32 values, or 2**31 - 1 if none is chosen."""
     return tl.min(tl.where(chosen, values, 0x7FFFFFFF))

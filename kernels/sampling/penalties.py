@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kernels import device
 
-IN_PROMPT = 1 << 30  # added to a token's count where the prompt has it; below it, the outputs
+IN_PROMPT = 1 << 30  # added to a token's count if the prompt has it. Lower bits count outputs
 
 
 def apply_penalties(
@@ -20,7 +20,7 @@ def apply_penalties(
     frequency: Tensor,
     presence: Tensor,
 ) -> None:
-    """Penalises rows[i] of logits by count_rows[i] of counts, in place.
+    """Penalise rows[i] of logits by count_rows[i] of counts, in place.
 
     Repetition first (tokens of prompt and output: positive logits divided by it, others
     multiplied), then minus frequency * count and minus presence, both for output tokens.
@@ -84,7 +84,7 @@ def apply_penalties_triton(
     vocabulary = logits.shape[1]
     if rows.numel():
         block = min(2048, triton.next_power_of_2(vocabulary))
-        # Without fused multiplication and addition: every bit as in the reference.
+        # Without fused multiply-add, so that every bit equals the reference.
         _apply_penalties_kernel[(len(rows), triton.cdiv(vocabulary, block))](
             logits,
             logits.stride(0),
@@ -126,7 +126,8 @@ def _apply_penalties_kernel(
     IN_PROMPT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per penalised row and block of tokens. Touches only logits of tokens seen."""
+    """Penalise one row and one block of tokens. Changes only logits of tokens that have
+    occurred."""
     place = tl.program_id(0)
     tokens = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     count_row = tl.load(count_rows_ptr + place).to(tl.int64)
@@ -144,9 +145,9 @@ def _apply_penalties_kernel(
 
 
 def count_tokens(counts: Tensor, rows: Tensor, tokens: Tensor, *, prompt: bool) -> None:
-    """Counts tokens[i] in row rows[i], in place; pairs may repeat.
+    """Count tokens[i] in row rows[i], in place. Pairs may repeat.
 
-    Prompt tokens are marked before the row's outputs are counted.
+    A row's prompt tokens must be marked before its output tokens are counted.
 
     Args:
         counts: int32 [any, vocabulary].

@@ -1,9 +1,10 @@
-"""One token per row of logits: a pure function of logits, seed and absolute token index.
+"""Sampling of one token per row of logits: a pure function of logits, seed and absolute token
+index.
 
 All implementations order tokens by their raw logits, scale and filter by the same operations in
-float32 and draw with the same random bits, so they choose the same tokens: unless the mass ahead
-of a token is within about 1e-6 of top_p, or two tokens are within a rounding error of the logarithm
-of each other.
+float32, and draw with the same random bits. So they choose the same tokens, with two exceptions.
+The mass ahead of a token may be within about 1e-6 of top_p, or two tokens may be within a rounding
+error of the logarithm of each other.
 """
 
 from dataclasses import dataclass, fields
@@ -29,7 +30,7 @@ NOT_FINITE = -2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingColumns:
-    """One entry per row."""
+    """Sampling parameters, with one entry per row."""
 
     temperature: Tensor  # float32 [n]; 0: greedy
     top_k: Tensor  # int32 [n]; below 1: off
@@ -39,21 +40,21 @@ class SamplingColumns:
     positions: Tensor  # int32 [n], absolute index of the token to sample
 
     def at(self, places: Tensor) -> "SamplingColumns":
-        """Those of the rows at int64 [any], contiguous."""
+        """Return the parameters of the rows at int64 [any], contiguous."""
         return SamplingColumns(*(getattr(self, each.name)[places] for each in fields(self)))
 
 
 def sample(logits: Tensor, columns: SamplingColumns | None) -> Tensor:
-    """Chooses a token for every row.
+    """Choose a token for every row.
 
-    Temperature first; then top_k; top_p of what is left; min_p relative to the likeliest token.
-    Equal logits: the lower token id goes first. The likeliest token always stays. A row's token
-    depends on no other row.
+    The order is temperature, top_k, top_p of the remaining tokens, then min_p relative to the
+    likeliest token. Among equal logits the lower token id goes first. The likeliest token always
+    stays. A row's token depends on no other row.
 
     Args:
-        logits: float32, bfloat16 or float16 [n, vocabulary], penalties already applied; rows may
-            be strided; may be overwritten.
-        columns: contiguous; None where every row is greedy.
+        logits: float32, bfloat16 or float16 [n, vocabulary], penalties already applied; rows may be
+            strided; may be overwritten.
+        columns: contiguous. None if every row is greedy.
     Returns:
         int32 [n]: a token id, or NOT_FINITE where any logit of the row is not finite.
     Raises:
@@ -98,7 +99,7 @@ def sample_reference(logits: Tensor, columns: SamplingColumns | None) -> Tensor:
 
 
 def _perturbed(logits: Tensor, columns: SamplingColumns) -> Tensor:
-    """Scores whose largest is the sampled token's: Gumbel-max. Overwrites logits."""
+    """Return scores whose largest is the sampled token's (Gumbel-max). Overwrites logits."""
     greedy = columns.temperature == 0.0
     temperature = columns.temperature.clamp(min=LEAST_TEMPERATURE)
     inverse = torch.where(greedy, 1.0, temperature.reciprocal_()).unsqueeze(1)
@@ -115,13 +116,13 @@ def _perturbed(logits: Tensor, columns: SamplingColumns) -> Tensor:
 
 
 def _filtered(logits: Tensor, inverse: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """logits, -inf where top_k or top_p removes the token."""
+    """Return logits, with -inf where top_k or top_p removes the token."""
     ordered, tokens = logits.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(logits.shape[1], device=logits.device)
     removed = rank >= torch.where(top_k < 1, logits.shape[1], top_k).unsqueeze(1)
     weights = ordered.sub(ordered[:, :1]).mul_(inverse).exp_().double()
     total = weights.masked_fill_(removed, 0.0).cumsum(dim=-1)
-    # Compared in float32, where sums of equal weights are exact whatever computes them.
+    # Compared in float32, where sums of equal weights are exact on every implementation.
     limit = (top_p * total[:, -1].float()).unsqueeze(1)
     removed |= ((total - weights).float() >= limit) & (top_p < 1.0).unsqueeze(1)
     removed[:, 0] = False
@@ -177,7 +178,8 @@ def sample_triton(logits: Tensor, columns: SamplingColumns | None) -> Tensor:
 
 
 def _race(logits: Tensor, peaks: Tensor, columns: SamplingColumns) -> tuple[Tensor, Tensor]:
-    """Per block of tokens: the sampled one and its score. Unwritten where no row wants them."""
+    """Return the sampled token of each block of tokens, and its score. Entries of rows that do not
+    use them are uninitialised."""
     num_rows, vocabulary = logits.shape
     num_peaks = peaks.shape[1]
     peaks_of_block = min(2, triton.next_power_of_2(num_peaks))
