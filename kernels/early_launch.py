@@ -1,6 +1,6 @@
 """Programmatic dependent launch: a kernel starts while the previous one in its stream still ends.
 
-It removes the gap between two kernels, of which a decode step has some hundred. Requires compute
+It removes the gap between two kernels. A decode step has some hundred gaps. Requires compute
 capability 9.0. The interpreter does not support it.
 """
 

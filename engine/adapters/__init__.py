@@ -1,1 +1,1 @@
-"""LoRA adapters: from their files to what they add to a step's products."""
+"""LoRA adapters: from their files to their contribution to a step's products."""

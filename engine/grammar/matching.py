@@ -89,7 +89,7 @@ class Match:
 
     @property
     def spending_s(self) -> float:
-        """Return the CPU seconds of the thread that drives it now; 0 if there is none."""
+        """Return the CPU seconds of the thread that drives it now, or 0 if there is none."""
         began_s, clock = self._began_s, self._clock
         if not clock:
             return 0.0

@@ -26,7 +26,7 @@ __all__ = [
 
 
 def read_spec(directory: Path) -> ModelSpec:
-    """Return what the engine must know of a checkpoint before it is loaded.
+    """Return the properties of a checkpoint that the engine needs before loading it.
 
     Raises:
         ConfigError: the configuration is wrong or not supported.

@@ -1,4 +1,4 @@
-"""A native decoder: embedding, layers of blocks, head. Independent of what a block contains."""
+"""A native decoder: embedding, layers of blocks, head. Independent of the contents of blocks."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace

@@ -11,7 +11,7 @@ from common.errors import ConfigError
 class Fields:
     """The fields of one JSON object, checked as they are read.
 
-    null counts as absent, as transformers writes it. `is_null` tells the two apart.
+    null counts as absent, as transformers writes it. `is_null` distinguishes the two.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:

@@ -117,7 +117,7 @@ class NativeCheckpoint:
 
 
 def _offered(decoder: DecoderSpec, names: Collection[str], directory: Path) -> DraftLayerSpec:
-    """Return the checkpoint's own draft layer.
+    """Return the checkpoint's own draft layer. Raises ConfigError if it has none.
 
     Args:
         names: of the stored tensors. Empty if they are not present.

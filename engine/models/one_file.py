@@ -144,7 +144,7 @@ class ReceivedFile:
         return file_bytes(self._path)
 
     def set_bytes(self, num_bytes: int) -> None:
-        """Set the size, independent of what was written."""
+        """Set the size, independent of the bytes written so far."""
         os.truncate(self._file, num_bytes)
 
     def close(self) -> None:

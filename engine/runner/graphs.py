@@ -35,7 +35,7 @@ class Recorder(Protocol):
     capture."""
 
     def __call__(self, work: Callable[[], Tensor]) -> tuple[Graph, Tensor]:
-        """Return the graph and what `work` returned, which every replay writes again.
+        """Return the graph and the result of `work`, which every replay writes again.
 
         Raises:
             Uncapturable: some operation of `work` cannot be part of a graph.

@@ -137,7 +137,7 @@ class ModelRunner:
         self._enqueue(work).wait()
 
     def launch(self, batch: ScheduleBatch) -> LaunchedStep:
-        """Copy what the step needs from the table, and enqueue it.
+        """Copy the step's data from the table, and enqueue the step.
 
         The order is: swap out, swap in, adapters, forward, sampling, and the copy of the tokens to
         host memory. A step without rows enqueues only the first two.

@@ -33,7 +33,8 @@ class Event(Protocol):
 
 class Stream(Protocol):
     def submit(self, work: Callable[[], None]) -> Event:
-        """Run `work` after everything submitted before. The event covers what it enqueues."""
+        """Run `work` after everything submitted before. The event covers everything that `work`
+        enqueues."""
         ...
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ of counts is either rebuilt from the table or continued. If the CPU knows every 
 counts are rebuilt. Otherwise the missing token was sampled in this slot by the previous step, which
 counted it. So the rule needs no memory of a slot's previous request.
 
-All rows are allocated at start, because later the KV pages have taken the memory.
+All rows are allocated at start, because later the KV pages use all memory.
 """
 
 from collections.abc import Mapping, Sequence

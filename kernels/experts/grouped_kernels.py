@@ -36,8 +36,8 @@ def tile_for(element_size: int) -> Tile:
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def group_kernel(ids_ptr, starts_ptr, order_ptr, num_pairs, BLOCK: tl.constexpr):
-    """Write where each expert's pairs start, and their numbers in order. One program per expert,
-    each of which reads all ids: some thousand numbers from the cache."""
+    """Write where each expert's pairs start, and their numbers in order. There is one program per
+    expert. Each reads all ids: some thousand numbers from the cache."""
     expert = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
     before = 0

@@ -1,4 +1,4 @@
-"""Lookup of token embeddings, for tokens of which only the device knows some."""
+"""Lookup of token embeddings. Some tokens are known only to the device."""
 
 import torch
 import triton

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kernels import device, early_launch
 
-MAX_BLOCK = 8192  # columns that a program keeps in registers; wider rows are read twice
+MAX_BLOCK = 8192  # columns that a program keeps in registers. Wider rows are read twice
 
 
 def add_rms_norm(

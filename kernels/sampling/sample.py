@@ -3,8 +3,8 @@ index.
 
 All implementations order tokens by their raw logits, scale and filter by the same operations in
 float32, and draw with the same random bits. So they choose the same tokens, with two exceptions.
-The mass ahead of a token may be within about 1e-6 of top_p, or two tokens may be within a rounding
-error of the logarithm of each other.
+The mass ahead of a token may be within about 1e-6 of top_p. Or two tokens may differ by no more
+than a rounding error of the logarithm.
 """
 
 from dataclasses import dataclass, fields

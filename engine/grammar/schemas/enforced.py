@@ -298,7 +298,7 @@ class _Document:
 
 
 def _constants(branches: Sequence[Schema]) -> tuple[list[int], list[int]]:
-    """Return the branches that are values which no earlier branch has, and all others."""
+    """Return the branches with values that no earlier branch has, and all other branches."""
     seen: set[Hashable] = set()
     constants, others = [], []
     for number, branch in enumerate(branches):

@@ -4,8 +4,8 @@ Schemas and expressions in them are rewritten so that they are enforced, like st
 Unknown formats are rejected.
 
 Tokens in a tag are given by their ids, including special ones. All other parts are text, which has
-no special tokens. So free text beside tokens must be an expression, because xgrammar searches for
-the end of free text in bytes, and any token can be part of them.
+no special tokens. So free text beside tokens must be an expression: xgrammar searches for the end
+of free text in bytes, and any token can be part of them.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

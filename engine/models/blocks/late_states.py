@@ -3,8 +3,8 @@
 A recurrent state cannot be rolled back. So the forward that verifies a row's drafts writes no state
 for that row. Each layer keeps the row's inputs to the recurrence, and runs the recurrence again
 over the accepted tokens. That is a small part of a forward. It needs some numbers of each token
-until the step ends, where one state behind each draft would need as many states as there are
-drafts.
+until the step ends. The alternative, one state after each draft, would need as many states as there
+are drafts.
 """
 
 from collections.abc import Callable
@@ -19,11 +19,11 @@ class LateStates:
         self._layers: list[Callable[[StateRows], object]] = []
 
     def add(self, write: Callable[[StateRows], object]) -> None:
-        """Add a layer's state update over the step's first tokens, which are those of rows with
+        """Add a layer's state update over the step's first tokens, which belong to rows with
         drafts.
 
         Args:
-            write: runs the update from the states that its argument reads to those that it writes.
+            write: updates the states as its StateRows argument specifies.
         """
         self._layers.append(write)
 

@@ -102,7 +102,7 @@ class Kept:
 
 
 class Mixer(Protocol):
-    """The part of a layer that mixes tokens. It stores what later tokens need."""
+    """The part of a layer that mixes tokens. It stores KV or states for later tokens."""
 
     def forward(self, x: Tensor, step: Step, kept: Kept) -> Tensor:
         """Mix the step's tokens.
@@ -118,7 +118,7 @@ class Mixer(Protocol):
 
 class KeepingMixer(Mixer, Protocol):
     def keep(self, x: Tensor, step: Step, kept: Kept) -> object:
-        """Write what later tokens need of x [num_tokens, hidden], and compute nothing else."""
+        """Write the KV of x [num_tokens, hidden] for later tokens, and compute nothing else."""
         ...
 
 

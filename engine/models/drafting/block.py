@@ -1,7 +1,7 @@
 """A decoder layer that continues after a model's last layer.
 
-From the model's hidden state of one token and the next token, it computes a vector that replaces
-the model's hidden state of that next token.
+Its inputs are the model's hidden state of one token, and the next token. Its output replaces the
+model's hidden state of that next token.
 
 Sources: DeepSeek-V3, 2024, section 2.2 (MTP). EAGLE, Li et al. 2024, section 3.
 """

@@ -72,7 +72,7 @@ class Body:
         """Run the body.
 
         Args:
-            past: what bypasses the mixer, [num_tokens, hidden].
+            past: vectors that bypass the mixer, [num_tokens, hidden].
         """
         normed, residual = self.ffn_norm.forward(self.mixer.forward(joined, step, kept), past)
         return residual + self.ffn.forward(normed, step)

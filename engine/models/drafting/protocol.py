@@ -30,12 +30,12 @@ class DraftLayer(Protocol):
         ...
 
     def keep(self, vectors: Tensor, embeddings: Tensor, step: Step, kept: Kept) -> None:
-        """Write what later tokens need, and compute nothing else."""
+        """Write the tokens' KV, and compute nothing else."""
         ...
 
     def forward(self, vectors: Tensor, embeddings: Tensor, step: Step, kept: Kept) -> Tensor:
-        """Write what later tokens need, and return the vectors of the tokens, [num_tokens, hidden].
-        None of them is the first of a text."""
+        """Write the tokens' KV, and return their output vectors, [num_tokens, hidden]. None of the
+        tokens is the first of a text."""
         ...
 
     def logits(self, vectors: Tensor, logits: Callable[[Tensor], Tensor]) -> Tensor:

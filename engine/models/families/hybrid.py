@@ -22,8 +22,8 @@ _INNER_NORMS = InnerNorms("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm",
 
 
 def with_drafts(spec: DecoderSpec, config: Fields, ffn: FfnSpec) -> DecoderSpec:
-    """Return the decoder with the additional attention layer that checkpoints have, which predicts
-    further tokens (MTP). It shares the model's embedding and head.
+    """Return the spec with the checkpoint's MTP layer as the offered draft layer. It is one more
+    attention layer, and shares the model's embedding and head.
 
     Args:
         ffn: of that layer.

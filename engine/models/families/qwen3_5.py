@@ -20,7 +20,8 @@ def qwen3_5(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
 def qwen3_5_moe(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
     norm = hybrid.norm(config)
     ffn = moe.experts(config, shared=moe.shared_expert(config), normalise=True)
-    # The authors store stacked experts. Third parties, who quantise them, store one by one.
+    # The authors store stacked experts. Quantised checkpoints of third parties store them one by
+    # one.
     ffn = replace(ffn, storage=Stacked())
     layers = [LayerSpec(mixer, ffn, norm) for mixer in hybrid.mixers(config, ByKind())]
     return hybrid.with_drafts(common.decoder(config, eos_token_ids, layers, norm), config, ffn)

@@ -22,7 +22,7 @@ from engine.models.heads import CLASSIFIER
 from engine.models.transformers_backend.probe import Attending, probe
 from engine.models.transformers_backend.refused import Refused
 
-# Names of the field with the context length, in order of preference.
+# Field names under which configurations give the context length.
 _LENGTHS = ("max_position_embeddings", "max_sequence_length", "max_seq_len", "seq_length")
 _SAID = ("hidden_size", "num_hidden_layers", "vocab_size")
 _FULL = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
