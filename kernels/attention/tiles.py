@@ -108,23 +108,26 @@ def attend_tiles(
     """Run one step of the online softmax for each tile of keys from `first` (a multiple of BLOCK_N)
     on.
 
-    q: [rows, BLOCK_D].
-    q_rest: [rows, BLOCK_REST]. With REST, a value is the first HEAD_DIM numbers of its key, and
-    q_rest multiplies the other REST.
-    acc: float32 [rows, BLOCK_D], sum of weight * value.
-    top, total: float32 [rows], a score, and the sum of the weights exp2(score - top).
-    newest: int32 [rows], the last key that each row sees, before `end`. With WINDOW each sees that
-    many keys.
-    kv_ptr: of the KV head.
-    page_ids_ptr: of the row.
-    scale, soft_cap: of `score_scales`.
-    MASKED: False if all rows see all keys. True: keys from `end` on are not read, and with WINDOW
-    none before `begin`, because there may be no page.
-
     `top` follows the row's largest score only when some row's exceeds its `top` by more than SLACK.
     SLACK is at most 15, so that a weight fits float16. Until then the sums are not rescaled, which
     saves most of the arithmetic on acc. The check takes two barriers, which is not worthwhile for
     few rows.
+
+    Args:
+        q: [rows, BLOCK_D].
+        q_rest: [rows, BLOCK_REST]. With REST, a value is the first HEAD_DIM numbers of its key, and
+            q_rest multiplies the other REST.
+        acc: float32 [rows, BLOCK_D], sum of weight * value.
+        top, total: float32 [rows], a score, and the sum of the weights exp2(score - top).
+        newest: int32 [rows], the last key that each row sees, before `end`. With WINDOW each sees
+            that many keys.
+        kv_ptr: of the KV head.
+        page_ids_ptr: of the row.
+        scale, soft_cap: of `score_scales`.
+        MASKED: False if all rows see all keys. True: keys from `end` on are not read, and with
+            WINDOW none before `begin`, because there may be no page.
+    Returns:
+        acc, top, total.
     """
     tl.static_assert(SLACK <= 15)
     dims = tl.arange(0, BLOCK_D)
