@@ -1,1 +1,1 @@
-"""What clients speak to: gRPC, the OpenAI routes over HTTP, the page, reports."""
+"""The client API: gRPC, the OpenAI-compatible HTTP routes, the status page and reports."""

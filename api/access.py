@@ -1,7 +1,7 @@
-"""Which kind of caller may use which gRPC method and which HTTP path of a router.
+"""Access rules of a router: the kind of caller that may use each gRPC method and HTTP path.
 
-A method or path without an entry is refused to everyone, and keeps the router from starting if it
-is served.
+A method or path without an entry is rejected for every caller. The router does not start if it
+serves one.
 """
 
 from collections.abc import Iterable, Mapping
@@ -47,7 +47,7 @@ PATHS: Mapping[str, Access] = {
     **_all("operator", "/cluster", requests_endpoint.PATH, metrics_endpoint.PATH),
     **_all("commander", adapters.LOAD_PATH, adapters.UNLOAD_PATH, *engines.COMMANDS),
 }
-# Every path that begins with one of these and has no entry above.
+# Every path that begins with one of these prefixes and has no entry above.
 PATHS_BELOW: Mapping[str, Access] = {
     "/page/": "anybody",
     "/v1/models/": "client",
@@ -56,13 +56,13 @@ PATHS_BELOW: Mapping[str, Access] = {
 
 
 def of_path(path: str) -> Access | None:
-    """None: there is no entry."""
+    """Return the access rule of a path, or None if it has no entry."""
     below = (access for start, access in PATHS_BELOW.items() if path.startswith(start))
     return PATHS.get(path) or next(below, None)
 
 
 def check_paths(served: Iterable[str]) -> None:
-    """Raises KeyError for a path without an entry."""
+    """Raise KeyError for a path without an entry."""
     for path in served:
         if of_path(path) is None:
             raise KeyError(path)

@@ -1,1 +1,1 @@
-"""What operators see, and have done: nodes, requests under way, plans, adapters, all engines."""
+"""Operator endpoints: nodes, running requests, plans, adapters and engine commands."""

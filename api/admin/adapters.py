@@ -1,4 +1,4 @@
-"""/v1/load_lora_adapter and /v1/unload_lora_adapter, as vLLM has them: for operators."""
+"""/v1/load_lora_adapter and /v1/unload_lora_adapter, compatible with vLLM, for operators."""
 
 from typing import Annotated
 
@@ -30,7 +30,7 @@ class UnloadFields(msgspec.Struct, kw_only=True):
 
 
 class Adapters:
-    """Each method is a handler of HTTP requests."""
+    """HTTP handlers that load and unload LoRA adapters."""
 
     def __init__(self, calls: AdapterCalls) -> None:
         self._calls = calls
@@ -38,7 +38,7 @@ class Adapters:
         self._unload = BodyReader(UnloadFields, _UNSUPPORTED, ignore_unknown=False)
 
     def routes(self) -> dict[str, dict[str, Handler]]:
-        """By path, by method."""
+        """Return the handlers by path and HTTP method."""
         return {LOAD_PATH: {"POST": self.load}, UNLOAD_PATH: {"POST": self.unload}}
 
     async def load(self, request: Request) -> web.Response:

@@ -1,7 +1,7 @@
-"""What GetCluster and GET /cluster say: this router, every node as it describes itself, and what
-a planner says of them.
+"""The response of GetCluster and GET /cluster.
 
-The protobuf message is the one record of it; the JSON is made of that message, field by field.
+It has this router, each node's description of itself and the planner's view of the nodes. The
+protobuf message is the single definition. The JSON is derived from it, field by field.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ REUSE_S = 0.25
 
 
 class ClusterReport:
-    """For one event loop."""
+    """Builder of the cluster report. For one event loop."""
 
     def __init__(self, survey: Survey, router: WholeState, plans: Plans) -> None:
         self._survey = survey
@@ -32,7 +32,7 @@ class ClusterReport:
         self._plans = plans
 
     async def make(self) -> router_pb2.GetClusterResponse:
-        """Asks every node, and the other processes of this router; within 2 s."""
+        """Query all nodes and the other processes of this router, within 2 s."""
         reports, router, plan = await asyncio.gather(
             self._survey.look(), self._router.now(), self._plans.now()
         )
@@ -45,8 +45,10 @@ class ClusterReport:
 
 
 class ClusterEndpoint:
-    """A handler of HTTP requests. An answer may be `REUSE_S` old: however many watch, the nodes
-    are asked no more often."""
+    """HTTP handler for GET /cluster.
+
+    A response may be up to `REUSE_S` seconds old, so more viewers do not cause more node queries.
+    """
 
     def __init__(self, report: ClusterReport) -> None:
         self._report = report
@@ -57,7 +59,7 @@ class ClusterEndpoint:
         making = self._making
         if making is None or (making.done() and time.monotonic() > self._made_at + REUSE_S):
             making = self._making = asyncio.create_task(self._make())
-        # A viewer that goes away must not take the others' answer with it.
+        # A viewer that disconnects must not cancel the query that other viewers share.
         body = await asyncio.shield(making)
         return whole(200, body, headers=(("cache-control", "no-store"),))
 
@@ -68,9 +70,11 @@ class ClusterEndpoint:
 
 
 def plain(message: Message) -> dict[str, Any]:
-    """Every field under its own name, unset ones too. Counts are numbers, where protobuf's own
-    JSON has strings; fixed64, which is an identity, is one: JavaScript would round the number.
-    Bytes are hexadecimal."""
+    """Return every field under its own name, unset ones too.
+
+    Counts are JSON numbers, where protobuf's own JSON uses strings. A fixed64 field is an identity
+    and stays a string, because JavaScript would round the number. Bytes are hexadecimal.
+    """
     fields: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)

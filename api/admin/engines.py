@@ -1,6 +1,9 @@
-"""What operators ask of all engines, as SGLang has it: /pause_generation, /continue_generation,
-/update_weights_from_disk, /release_memory_occupation, /resume_memory_occupation, /start_profile,
-/stop_profile, /flush_cache; and /update_weights_from_node."""
+"""Engine commands for operators, compatible with SGLang.
+
+/pause_generation, /continue_generation, /update_weights_from_disk, /release_memory_occupation,
+/resume_memory_occupation, /start_profile, /stop_profile, /flush_cache, and in addition
+/update_weights_from_node.
+"""
 
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Annotated, Any, Generic, TypeVar
@@ -57,7 +60,7 @@ _OF_ALL: Mapping[str, Harmless] = {
     "is_async": only(False),
     "torch_empty_cache": only(True, False),
 }
-# What SGLang's callers may say besides, as long as it is so anyway.
+# Further fields that SGLang's clients may send, if the value matches the existing behaviour.
 _OF_UPDATES: Mapping[str, Harmless] = {
     "load_format": only("auto", "safetensors"),
     "flush_cache": only(True),
@@ -76,7 +79,7 @@ _OF_PROFILES: Mapping[str, Harmless] = {
     "record_shapes": only(False),
     "profile_by_stage": only(False),
 }
-# What each path does, and what it takes.
+# Summary and request fields of each path.
 COMMANDS: Mapping[str, tuple[str, type[msgspec.Struct]]] = {
     PAUSE_PATH: ("Has all nodes launch nothing, until they are to continue.", PauseFields),
     CONTINUE_PATH: ("Ends the pause of all nodes.", NoFields),
@@ -91,13 +94,13 @@ COMMANDS: Mapping[str, tuple[str, type[msgspec.Struct]]] = {
 
 
 class Engines:
-    """Which path is answered by what."""
+    """HTTP handlers of the engine commands."""
 
     def __init__(self, calls: EngineCalls) -> None:
         self._calls = calls
 
     def routes(self) -> dict[str, dict[str, Handler]]:
-        """By path, by method."""
+        """Return the handlers by path and HTTP method."""
         return {
             PAUSE_PATH: {"POST": _Command(PauseFields, self._pause)},
             CONTINUE_PATH: {"POST": _Command(NoFields, self._continue)},
@@ -146,7 +149,7 @@ class Engines:
 
 
 class _Command(Generic[F]):
-    """A handler of HTTP requests."""
+    """HTTP handler of one engine command."""
 
     def __init__(
         self,
@@ -182,8 +185,9 @@ def _traces(status: str, told: router_pb2.ProfilesResponse) -> Mapping[str, Any]
 
 
 def _json(request: Request) -> bytes:
-    """Its body. Whoever has nothing to say need not say it in JSON, unless a web page may have sent
-    it."""
+    """Return the request's JSON body. An empty body counts as {} unless a web page may have sent
+    it.
+    """
     if not request.body and not request.header("origin"):
         request.take_body()
         return b"{}"

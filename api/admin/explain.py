@@ -1,7 +1,7 @@
-"""What happened to one request, of all who know: the process that had it, and every node.
+"""The history of one request, from its router process and every node.
 
-No clock is compared with another host's: a node says how long ago something was, and its moments
-are late by the way that its answer took.
+Clocks of different hosts are never compared. A node reports how long ago an event was, so its times
+are late by the network delay of its response.
 """
 
 import time
@@ -18,12 +18,12 @@ from router.cluster.inquiry import Inquiry, Said
 from router.timelines import Timelines
 from router.workers.asking import Siblings
 
-_TOLD = "/told"  # as processes ask each other
+_TOLD = "/told"  # path between worker processes
 _read = msgspec.json.Decoder(Told | None).decode
 
 
 class OwnEvents:
-    """Of this process."""
+    """Request histories of this process."""
 
     def __init__(self, timelines: Timelines) -> None:
         self._timelines = timelines
@@ -34,7 +34,7 @@ class OwnEvents:
 
     @property
     def tells(self) -> Mapping[str, Callable[[Mapping[str, str]], Awaitable[bytes]]]:
-        """What other processes may ask."""
+        """Return the handlers for queries of other worker processes."""
 
         async def tell(query: Mapping[str, str]) -> bytes:
             return msgspec.json.encode(self.find(query["name"]))
@@ -43,7 +43,7 @@ class OwnEvents:
 
 
 class Explainer:
-    """For one event loop."""
+    """Collector of request histories from all processes and nodes. For one event loop."""
 
     def __init__(self, own: OwnEvents, siblings: Siblings, inquiry: Inquiry) -> None:
         self._own = own
@@ -51,14 +51,16 @@ class Explainer:
         self._inquiry = inquiry
 
     async def explain(self, name: str) -> ExplainResponse:
-        """Within 4 s.
+        """Collect the history of one request, within 4 s.
 
         Args:
-            name: an id, or what the client calls it: the newest one that is called so.
+            name: a request id, or the client's own label. A label finds the newest request that has
+                it.
+
         Raises:
             InvalidRequest: no request can have that name.
-            NotKnown: nobody knows it, or no more.
-            NodeUnavailable: the same, of those who have answered; a process of this router has not.
+            NotKnown: no process or node knows the request, or its history has been dropped.
+            NodeUnavailable: the request is unknown, but a process of this router did not respond.
         """
         if not 0 < len(name) <= MAX_LABEL_CHARACTERS:
             raise InvalidRequest(
@@ -71,7 +73,7 @@ class Explainer:
         return _together(name, known, said)
 
     async def _find(self, name: str) -> tuple[Told | None, int]:
-        """And how many processes have not answered."""
+        """Return the history, and the number of processes that did not respond."""
         own = self._own.find(name)
         if own is not None and own.request_id == name:
             return own, 0

@@ -1,7 +1,7 @@
-"""GET /metrics: of this process where it is the whole router, else of all of them as one.
+"""GET /metrics, for this process if it is the whole router, else merged over all processes.
 
-The process that keeps the others makes one of what they count (api/program/whole_metrics.py);
-who is asked here asks that one.
+The parent process merges the counts of the worker processes (api/program/whole_metrics.py). A
+worker that gets this request asks the parent.
 """
 
 from collections.abc import Mapping
@@ -16,11 +16,11 @@ from api.http.request import Request
 from router.workers.asking import Siblings
 from router.workers.telling import Tell
 
-PATH = "/metrics"  # also as processes ask each other
+PATH = "/metrics"  # also the path between worker processes
 
 
 def telling(registry: CollectorRegistry) -> Mapping[str, Tell]:
-    """What other processes may ask: the text format."""
+    """Return the handler for queries of other worker processes: metrics in the text format."""
 
     async def tell(_: Mapping[str, str]) -> bytes:
         return generate_latest(registry)
@@ -29,7 +29,7 @@ def telling(registry: CollectorRegistry) -> Mapping[str, Tell]:
 
 
 class MetricsEndpoint:
-    """A handler of HTTP requests."""
+    """HTTP handler for the metrics of one process."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -40,7 +40,7 @@ class MetricsEndpoint:
 
 
 class WholeMetricsEndpoint:
-    """The same, of a router with several processes."""
+    """HTTP handler for the metrics of a router with several processes."""
 
     def __init__(self, keeper: Siblings) -> None:
         self._keeper = keeper

@@ -1,4 +1,4 @@
-"""Moves one running request to another decode node, whichever process of the router has it."""
+"""Manual migration of one running request to another decode node, across worker processes."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
@@ -10,13 +10,13 @@ from protos.router_pb2 import MoveResponse
 from router.cluster.cluster import Cluster
 from router.workers.asking import LONGEST_S, Siblings
 
-_MOVE, _MOVABLE = "/move", "/movable"  # as processes ask each other
-MOVE_S = 20.0  # longest wait: nodes pair for it, perhaps, and the target for room
+_MOVE, _MOVABLE = "/move", "/movable"  # paths between worker processes
+MOVE_S = 20.0  # longest wait: the nodes may have to pair, and the target may have to free capacity
 _MOST_NAMED = 64
 
 
 class Moved(msgspec.Struct, frozen=True):
-    """What has become of an order. because: why the request stays; empty: it does not."""
+    """The result of a migration command. `because` is the reason for no migration, else empty."""
 
     source: str
     target: str
@@ -28,18 +28,18 @@ _read_ids = msgspec.json.Decoder(list[str]).decode
 
 
 class OwnMoves:
-    """Of this process."""
+    """Migrations of requests of this process."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
 
     def movable(self, source: str) -> list[str]:
-        """Ids of requests at that node, some of them."""
+        """Return ids of requests at a node that can migrate, up to a limit."""
         here = (guest for guest in self._cluster.guests() if guest.address == source)
         return [guest.request_id for guest in here if guest.movable][:_MOST_NAMED]
 
     async def move(self, request_id: str, target: str) -> Moved | None:
-        """Within MOVE_S. None: no such request runs here."""
+        """Migrate a request, within MOVE_S. Return None if no such request runs in this process."""
         for guest in self._cluster.guests():
             if guest.request_id == request_id:
                 break
@@ -61,7 +61,7 @@ class OwnMoves:
 
     @property
     def tells(self) -> Mapping[str, Callable[[Mapping[str, str]], Awaitable[bytes]]]:
-        """What other processes may ask."""
+        """Return the handlers for queries of other worker processes."""
 
         async def tell_movable(query: Mapping[str, str]) -> bytes:
             return msgspec.json.encode(self.movable(query["source"]))
@@ -73,22 +73,24 @@ class OwnMoves:
 
 
 class Mover:
-    """For one event loop."""
+    """Migrations of requests of all processes. For one event loop."""
 
     def __init__(self, own: OwnMoves, siblings: Siblings) -> None:
         self._own = own
         self._siblings = siblings
 
     async def move(self, request_id: str, source: str, target: str) -> MoveResponse:
-        """
+        """Migrate one request to another decode node.
+
         Args:
-            request_id: empty: any at `source`, which says nothing otherwise.
-            target: empty: any.
+            request_id: the request. Empty: any request at `source`, which is ignored otherwise.
+            target: address of the target node. Empty: any node.
+
         Raises:
-            InvalidRequest: neither request nor source.
+            InvalidRequest: neither request nor source is given.
             NotKnown: there is no such request.
-            NodeUnavailable: the same, of those who have answered; a process of this router has not.
-            WrongState: it stays where it is.
+            NodeUnavailable: the request is unknown, but a process of this router did not respond.
+            WrongState: the request stays where it is.
         """
         if not (request_id or source):
             raise InvalidRequest("request_id and source are empty")

@@ -1,7 +1,7 @@
-"""What planners have told this router of what they have seen and decided, for those who watch it.
+"""Observations and decisions that planners have reported to this router, for display.
 
-A planner speaks to whichever process takes its call, so each keeps what it was told, and answers
-for all. Nothing is done with it here.
+A planner reports to any process, so each process keeps its reports and the responses merge those of
+all processes. The router itself does not act on them.
 """
 
 import math
@@ -16,12 +16,12 @@ from protos.router_pb2 import Plan, PlanEvent
 from router.workers.asking import Siblings
 
 NUM_KEPT = 32  # events
-MOST_EVENTS = 16  # told at once
+MOST_EVENTS = 16  # in one report
 _MOST_CHARACTERS = 512
-_MOST_PRESSURES = 8  # roles; there are two
+_MOST_PRESSURES = 8  # roles: there are two
 _LONGEST_AGO_S = 3600.0
 
-_PLAN = "/plan"  # as processes ask each other
+_PLAN = "/plan"  # path between worker processes
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class _Event:
 
 
 class OwnPlans:
-    """Of this process."""
+    """Planner reports of this process."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -41,7 +41,7 @@ class OwnPlans:
         self._events: deque[_Event] = deque(maxlen=NUM_KEPT)
 
     def take(self, plan: Plan) -> None:
-        """Raises InvalidRequest for what no planner says."""
+        """Store a planner's report. Raise InvalidRequest if it is malformed."""
         _check(plan)
         self._at = now = self._clock()
         for event in reversed(plan.events):
@@ -49,7 +49,7 @@ class OwnPlans:
         self._last = Plan(acts=plan.acts, pressures=plan.pressures)
 
     def now(self) -> Plan:
-        """Without pressures where nobody has told any."""
+        """Return the last report. It has no pressures if no planner has reported."""
         now = self._clock()
         plan = Plan(ago_s=now - self._at) if self._last.pressures else Plan()
         plan.MergeFrom(self._last)
@@ -61,7 +61,7 @@ class OwnPlans:
 
     @property
     def tells(self) -> Mapping[str, Callable[[Mapping[str, str]], Awaitable[bytes]]]:
-        """What other processes may ask."""
+        """Return the handler for queries of other worker processes."""
 
         async def tell(_: Mapping[str, str]) -> bytes:
             return self.now().SerializeToString()
@@ -70,14 +70,14 @@ class OwnPlans:
 
 
 class Plans:
-    """Of all processes of this router."""
+    """Planner reports of all processes of this router."""
 
     def __init__(self, own: OwnPlans, siblings: Siblings) -> None:
         self._own = own
         self._siblings = siblings
 
     def take(self, plan: Plan) -> None:
-        """Raises InvalidRequest for what no planner says."""
+        """Store a planner's report. Raise InvalidRequest if it is malformed."""
         self._own.take(plan)
 
     async def now(self) -> Plan:
@@ -86,7 +86,7 @@ class Plans:
 
 
 def together(plans: Iterable[Plan]) -> Plan:
-    """What was told last, and the newest events of all."""
+    """Merge reports: the latest plan with the newest events of all."""
     plans = [plan for plan in plans if plan.pressures]
     if not plans:
         return Plan()

@@ -1,7 +1,7 @@
-"""A request's timeline as JSON has it: in one line of a list, and in full.
+"""A request's timeline as JSON: a summary for lists, and the details.
 
-Moments are seconds since the request arrived at its router process. Nothing of a prompt or an
-answer is in it. docs/tracing.md says what the phases mean.
+Times are seconds since the request arrived at its router process. Neither prompt nor response text
+is included. docs/tracing.md defines the phases.
 """
 
 import time
@@ -67,7 +67,7 @@ def details(timeline: RequestTimeline) -> dict[str, Any]:
 
 
 def _used(submission: Submission) -> Attempt | None:
-    """The hand-off whose KV the request went on with."""
+    """Return the completed hand-off whose KV the request used."""
     held = [one for one in submission.timeline.attempts if one.outcome == "held"]
     return held[-1] if held else None
 

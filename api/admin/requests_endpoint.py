@@ -1,8 +1,7 @@
-"""GET /requests and GET /requests/ID: where the time of a request went, as JSON, and what happened
-to it, at GET /requests/ID/events. A client's own name for a request is as good as its id: it finds
-the newest one that is called so.
+"""GET /requests, GET /requests/ID and GET /requests/ID/events: timelines and histories as JSON.
 
-Each process of a router knows its own requests, and answers for all: it asks the others.
+A client's own label for a request works like its id and finds the newest request with that label.
+Each process of a router keeps its own requests and asks the other processes for theirs.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -25,7 +24,7 @@ from router.timelines import Timelines
 from router.workers.asking import Siblings
 
 PATH = "/requests"
-_ALL, _ONE = "/requests", "/request"  # as processes ask each other
+_ALL, _ONE = "/requests", "/request"  # paths between worker processes
 _EVENTS = "/events"
 _FRESH = (("cache-control", "no-store"),)
 
@@ -33,7 +32,7 @@ _Content = dict[str, Any]
 
 
 class OwnRequests:
-    """Of this process."""
+    """Request timelines of this process."""
 
     def __init__(self, timelines: Timelines) -> None:
         self._timelines = timelines
@@ -47,7 +46,7 @@ class OwnRequests:
 
     @property
     def tells(self) -> Mapping[str, Callable[[Mapping[str, str]], Awaitable[bytes]]]:
-        """What other processes may ask."""
+        """Return the handlers for queries of other worker processes."""
 
         async def tell_all(_: Mapping[str, str]) -> bytes:
             return msgspec.json.encode(self.all())
@@ -59,7 +58,7 @@ class OwnRequests:
 
 
 class RequestsEndpoint:
-    """Each method is a handler of HTTP requests."""
+    """HTTP handlers of the request timelines."""
 
     def __init__(self, own: OwnRequests, siblings: Siblings, explainer: Explainer) -> None:
         self._own = own
@@ -77,10 +76,10 @@ class RequestsEndpoint:
         return whole(200, msgspec.json.encode(content), headers=_FRESH)
 
     async def below(self, request: Request) -> web.Response:
-        """A slash that is part of a name is escaped there."""
+        """Serve one request by name. A slash within the name is percent-encoded in the path."""
         name = request.route.removeprefix(f"{PATH}/")
         asked = unquote(name.removesuffix(_EVENTS))
-        if not 0 < len(asked) <= MAX_LABEL_CHARACTERS:  # nobody else is asked
+        if not 0 < len(asked) <= MAX_LABEL_CHARACTERS:  # other processes are not asked
             return _not_found(asked[:MAX_LABEL_CHARACTERS], 0).response()
         return await (self._explained if name.endswith(_EVENTS) else self._one)(asked)
 
@@ -106,14 +105,14 @@ class RequestsEndpoint:
 
 
 def _newest_first(content: _Content) -> tuple[bool, float]:
-    """Those under way before all others, and these by their ends."""
+    """Return the sort key: running requests first, then the others by their end, newest first."""
     if content["outcome"] == "live":
         return False, -content["arrived"]
     return True, -(content["arrived"] + content["seconds"])
 
 
 def _best(name: str, found: list[_Content]) -> _Content | None:
-    """The one with that id; else the newest one that is called so."""
+    """Return the request with that id, else the newest request with that label."""
     return min(found, key=lambda one: (one["id"] != name, _newest_first(one)), default=None)
 
 

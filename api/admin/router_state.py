@@ -1,4 +1,4 @@
-"""What a router says of itself, as one, however many processes it is."""
+"""The state of a router, merged over all of its processes."""
 
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -7,12 +7,12 @@ from api.requests.limiter import Admission
 from protos.router_pb2 import RouterState
 from router.workers.asking import Siblings
 
-STATE = "/state"  # as processes ask each other
+STATE = "/state"  # path between worker processes
 _BY_WEIGHT = ("ready", "not ready", "draining")
 
 
 class OwnState:
-    """Of this process."""
+    """State of this process."""
 
     def __init__(
         self,
@@ -23,9 +23,9 @@ class OwnState:
     ) -> None:
         """
         Args:
-            constant: what never changes.
-            why_not_ready: a sentence, or None when a request could be placed now.
-            in_use: addresses of nodes that requests are sent to.
+            constant: fields that never change.
+            why_not_ready: returns a sentence, or None if a request could be placed now.
+            in_use: returns addresses of nodes that requests are sent to.
         """
         self._admission = admission
         self._began = time.monotonic()
@@ -48,7 +48,7 @@ class OwnState:
 
     @property
     def tells(self) -> Mapping[str, Callable[[Mapping[str, str]], Awaitable[bytes]]]:
-        """What other processes may ask."""
+        """Return the handler for queries of other worker processes."""
 
         async def tell(_: Mapping[str, str]) -> bytes:
             return self.now().SerializeToString()
@@ -57,12 +57,12 @@ class OwnState:
 
 
 class WholeState:
-    """Of all processes of this router."""
+    """State of all processes of this router."""
 
     def __init__(self, own: OwnState, siblings: Siblings, began: float) -> None:
         """
         Args:
-            began: when the router did, by time.monotonic().
+            began: start time of the router, by time.monotonic().
         """
         self._own = own
         self._siblings = siblings
@@ -79,8 +79,11 @@ class WholeState:
 
 
 def together(states: Sequence[RouterState]) -> RouterState:
-    """A router is as ready as the least ready of its processes, and uses the nodes that all of them
-    do: any of them may get a request."""
+    """Merge the states of the processes.
+
+    The router is as ready as its least ready process, because any process may get a request. It
+    uses the nodes that all processes use.
+    """
     worst = max(states, key=lambda one: _BY_WEIGHT.index(one.state))
     alike = sum(one.state == worst.state for one in states)
     whole = RouterState()

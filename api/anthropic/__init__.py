@@ -1,1 +1,1 @@
-"""Anthropic's form of a chat, on the same core as OpenAI's."""
+"""The Anthropic Messages API, on the same core as the OpenAI API."""

@@ -1,4 +1,4 @@
-"""The content of one of Anthropic's messages as it grows: blocks, and events that tell of them."""
+"""The content blocks of a growing Anthropic message, and the events that report them."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,11 +12,11 @@ Block = dict[str, Any]
 
 
 class Blocks:
-    """For one answer. What a method gives must be taken to its end."""
+    """Content blocks of one response. Iterators that the methods return must be exhausted."""
 
     def __init__(self) -> None:
         self.all: list[Block] = []
-        self._said: list[str] = []  # of the open block: its text, or the tool's input as JSON
+        self._said: list[str] = []  # parts of the open block: its text, or the tool's input as JSON
         self._is_open = False
 
     def add(self, heard: Heard) -> Iterator[Event]:
@@ -37,7 +37,7 @@ class Blocks:
                 yield self._delta(type="input_json_delta", partial_json=part.arguments)
 
     def close(self) -> Iterator[Event]:
-        """The open block has ended."""
+        """End the open block."""
         if self._is_open:
             self._is_open = False
             said, self._said = "".join(self._said), []
@@ -64,7 +64,9 @@ class Blocks:
 
 
 def _decoded(text: str) -> Any:
-    """What a model wrote need not be JSON, nor whole: the client then gets none of it."""
+    """Decode a tool's input. Return {} for text that is not valid JSON, because models may write
+    that.
+    """
     try:
         return msgspec.json.decode(text)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""/v1/messages/count_tokens: how many tokens a conversation and its tools have."""
+"""/v1/messages/count_tokens: the number of tokens of a conversation and its tools."""
 
 import msgspec
 from aiohttp import web
@@ -22,7 +22,7 @@ class Counted(msgspec.Struct):
 
 
 class CountTokens:
-    """A handler of HTTP requests."""
+    """HTTP handler for /v1/messages/count_tokens."""
 
     def __init__(
         self,
@@ -34,8 +34,8 @@ class CountTokens:
     ) -> None:
         """
         Args:
-            names: as of GenerationEndpoint.
-            ignore_unknown: as of BodyReader.
+            names: see GenerationEndpoint.
+            ignore_unknown: see BodyReader.
         """
         self._model = model
         self._endpoint = endpoint

@@ -1,6 +1,6 @@
-"""/v1/messages: what is asked for.
+"""Request fields of /v1/messages.
 
-Results of tools become turns of their own, as chat templates know them.
+Tool results become turns of their own, as chat templates expect.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ class Text(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Source(msgspec.Struct, forbid_unknown_fields=True):
-    """Of an image: what it is, or where."""
+    """An image source: inline data or a URL."""
 
     type: Literal["base64", "url"]
     media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"] | None = None
@@ -38,7 +38,7 @@ class Source(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Block(msgspec.Struct, forbid_unknown_fields=True):
-    """Of a message. Which fields it has depends on its type."""
+    """A content block of a message. Its type decides which fields it has."""
 
     type: Literal["text", "image", "thinking", "redacted_thinking", "tool_use", "tool_result"]
     text: str | None = None
@@ -49,7 +49,7 @@ class Block(msgspec.Struct, forbid_unknown_fields=True):
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
     content: str | list[Text] | None = None
-    is_error: Ignored = None  # what went wrong is in the content
+    is_error: Ignored = None  # the content says what went wrong
     signature: Ignored = None
     data: Ignored = None
     cache_control: Ignored = None
@@ -79,7 +79,7 @@ class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Thinking(msgspec.Struct, forbid_unknown_fields=True):
-    """enabled: with a budget of tokens; disabled: what is thought is not told."""
+    """Thinking mode. enabled: with a token budget. disabled: reasoning is not returned."""
 
     type: Literal["adaptive", "enabled", "disabled"]
     budget_tokens: Budget | None = None
@@ -97,7 +97,7 @@ class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class CountedFields(msgspec.Struct, kw_only=True):
-    """All that becomes part of the prompt. Absent and null mean the same."""
+    """Request fields that become part of the prompt. Absent and null mean the same."""
 
     messages: Annotated[list[Message], msgspec.Meta(max_length=MAX_MESSAGES)]
     model: ModelName | None = None
@@ -108,7 +108,7 @@ class CountedFields(msgspec.Struct, kw_only=True):
 
 
 class MessagesFields(CountedFields, kw_only=True):
-    """And how it is answered."""
+    """Request fields of /v1/messages: the prompt fields, and fields that control the response."""
 
     max_tokens: Int32
     stream: bool | None = None
@@ -117,12 +117,12 @@ class MessagesFields(CountedFields, kw_only=True):
     top_k: Int32 | None = None
     stop_sequences: list[str] | None = None
     output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = None  # its older name
+    output_format: OutputFormat | None = None  # older name of output_config.format
     cache_salt: str | None = None
 
 
 def turns(fields: CountedFields) -> Sequence[Turn]:
-    """Raises Refusal for a block that has not all fields of its type."""
+    """Convert the messages to turns. Raise Refusal for a block without all fields of its type."""
     made = []
     if fields.system is not None:
         made.append(Turn("system", _text(fields.system)))
@@ -137,7 +137,7 @@ def turns(fields: CountedFields) -> Sequence[Turn]:
 
 
 def tools(fields: CountedFields) -> Sequence[Tool]:
-    """As OpenAI has them."""
+    """Return the tools in OpenAI's form."""
     return [
         Tool("function", Function(tool.name, tool.description, tool.input_schema, tool.strict))
         for tool in fields.tools or ()
@@ -145,16 +145,16 @@ def tools(fields: CountedFields) -> Sequence[Tool]:
 
 
 def chosen(fields: CountedFields) -> tuple[str | None, str | None]:
-    """Of the tools: OpenAI's word for the choice, and the name of one that must be called."""
+    """Return OpenAI's tool_choice, and the name of the tool that must be called."""
     choice = fields.tool_choice
     return (None, None) if choice is None else (_CHOICES[choice.type], choice.name)
 
 
 def thinking_budget(fields: CountedFields) -> int:
-    """As of SamplingParams.
+    """Return the thinking budget as in SamplingParams.
 
     Raises:
-        Refusal: thought is enabled without one, or has one otherwise.
+        Refusal: thinking is enabled without a budget, or has one without being enabled.
     """
     thinking = fields.thinking
     if thinking is None or (thinking.type != "enabled" and thinking.budget_tokens is None):
@@ -166,13 +166,13 @@ def thinking_budget(fields: CountedFields) -> int:
 
 
 def response_format(fields: MessagesFields) -> ResponseFormat | None:
-    """Return the form of the answer, as OpenAI has it."""
+    """Return the response format in OpenAI's form."""
     wanted = (fields.output_config and fields.output_config.format) or fields.output_format
     return None if wanted is None else ResponseFormat("json_schema", JsonSchema(wanted.schema))
 
 
 def unheeded(fields: MessagesFields, speech: Speech) -> Iterator[str]:
-    """Give the fields that this model has no use for."""
+    """Yield the names of fields that this model does not use."""
     if fields.thinking and fields.thinking.type == "enabled" and not speech.takes_budget:
         yield "thinking"
     if fields.output_config and fields.output_config.effort and not speech.takes_effort:

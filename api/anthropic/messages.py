@@ -1,4 +1,4 @@
-"""/v1/messages: its dialect, and an answer in the making."""
+"""The /v1/messages dialect, and the builder of its responses."""
 
 from collections.abc import Callable, Iterator
 
@@ -23,7 +23,7 @@ from api.requests.generate_params import Messages, SharedPrompt
 
 
 class AnthropicMessages:
-    """The dialect of this endpoint."""
+    """The Dialect of /v1/messages."""
 
     id_prefix = "msg_"
     words = ANTHROPIC
@@ -31,7 +31,7 @@ class AnthropicMessages:
     def __init__(self, speech: Speech, shown: Shown, *, ignore_unknown: bool) -> None:
         """
         Args:
-            speech, shown, ignore_unknown: as of Chat.
+            speech, shown, ignore_unknown: see Chat.
         """
         self._speech = speech
         self._shown = shown
@@ -88,7 +88,7 @@ class AnthropicMessages:
 
 
 class _Message:
-    """A Telling of one message."""
+    """The Telling of one message."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class _Message:
             "content": self._blocks.all,
             "stop_reason": self._reason(last) if last else None,
             "stop_sequence": _stop_sequence(last) if last else None,
-            # What was cached is counted beside the rest.
+            # Anthropic's input_tokens excludes cached tokens.
             "usage": {
                 "input_tokens": self._prompt.rendering.num_tokens - cached,
                 "cache_creation_input_tokens": 0,
@@ -155,5 +155,5 @@ class _Message:
 
 
 def _stop_sequence(last: LastPiece) -> str | None:
-    """Return the stop sequence that ended an answer."""
+    """Return the stop sequence that ended a response."""
     return last.stop_reason if isinstance(last.stop_reason, str) else None

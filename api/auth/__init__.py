@@ -1,1 +1,1 @@
-"""Who asks, and how much of this router is theirs. Knows nothing of prompts and nodes."""
+"""Client identity, and each client's share of this router. Independent of prompts and nodes."""

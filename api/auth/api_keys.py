@@ -1,7 +1,7 @@
-"""The file of API keys: who may ask, as what, how much. It holds no key, only their hashes.
+"""The file of API keys: identity, role and limits. It holds only hashes, no keys.
 
-A key is 256 random bits that `baton keys new` draws, so a plain SHA-256 hides it: a slow hash is
-for secrets that people choose, and there is no way to choose one here. Knows nothing of requests.
+A key is 256 random bits that `baton keys new` draws, so plain SHA-256 hides it. Slow hashes protect
+secrets that people choose, and keys cannot be chosen here. Independent of requests.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from common.config import Positive, Priority, Record
 from common.errors import ConfigError
 from common.limits import MAX_WEIGHT, MIN_WEIGHT
 
-PREFIX = "baton-"  # tells secret scanners what they have found
+PREFIX = "baton-"  # lets secret scanners recognise keys
 MAX_FILE_BYTES = 4 << 20
 MAX_KEYS = 10_000
 
@@ -36,7 +36,7 @@ Role = Literal["client", "operator"]
 
 
 class KeyLimits(Record):
-    """What one key may take of one router process; None: as much as there is."""
+    """Limits of one key in one router process. None: no limit of its own."""
 
     requests_per_minute: Positive | None = Field(None, description="a minute's worth at once")
     tokens_per_minute: Positive | None = Field(None, description="of prompts and answers")
@@ -45,7 +45,7 @@ class KeyLimits(Record):
 
 
 def _moment(value: Any) -> Any:
-    """A date is its first moment in UTC."""
+    """Convert a date to its first moment in UTC."""
     if isinstance(value, str) and _DATE.fullmatch(value):
         value = date.fromisoformat(value)
     if isinstance(value, date) and not isinstance(value, datetime):
@@ -54,7 +54,7 @@ def _moment(value: Any) -> Any:
 
 
 class KeyEntry(Record):
-    """One key."""
+    """One API key in the file."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$", description="in metrics, logs")
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="of the whole key, in hex")
@@ -93,20 +93,21 @@ def new_key() -> str:
 
 
 def hashed(key: str) -> str:
-    """As the file has it."""
+    """Return the hash of a key as the file has it."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def entry_text(entry: KeyEntry) -> str:
-    """An entry as lines to be appended to the file."""
+    """Return an entry as lines to append to the file."""
     content = entry.model_dump(mode="json", exclude_defaults=True)
     return yaml.safe_dump([content], sort_keys=False)
 
 
 def read(file: Path) -> Sequence[KeyEntry]:
-    """
+    """Read the file of API keys.
+
     Raises:
-        ConfigError: one sentence: it cannot be read, or something in it is wrong.
+        ConfigError: the file cannot be read or is invalid. The message is one sentence.
     """
     try:
         with file.open("rb") as opened:
@@ -127,15 +128,15 @@ def read(file: Path) -> Sequence[KeyEntry]:
         raise ConfigError(f"{file}: {_sentence(error)}") from error
 
 
-# Both are safe; the one in C takes a tenth of the time, and ends the process where it is given
-# lists in lists without end.
+# Both loaders are safe. The C loader takes a tenth of the time, but crashes the process on deeply
+# nested lists.
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _MAX_DEPTH = 64
 _ADAPTER = TypeAdapter(_File)
 
 
 def _parsed(content: bytes) -> Any:
-    """Raises ValueError, whose sentence is one line, for what is not YAML."""
+    """Parse YAML. Raise ValueError with a one-line message for invalid YAML."""
     depth = 0
     try:
         for event in yaml.parse(content, _LOADER):
@@ -148,10 +149,10 @@ def _parsed(content: bytes) -> Any:
                 raise ValueError("it is nested too deeply")
         return yaml.load(content, _LOADER)
     except yaml.YAMLError as error:
-        if "nesting depth" in str(error):  # PyYAML has a limit of its own from 6.0.4 on
+        if "nesting depth" in str(error):  # PyYAML has its own limit since 6.0.4
             raise ValueError("it is nested too deeply") from error
         raise ValueError(" ".join(str(error).split())) from error
-    # What the library makes of values that are not what an explicit tag says, such as !!int "".
+    # PyYAML raises these for values that do not match an explicit tag, such as !!int "".
     except (LookupError, AttributeError) as error:
         raise ValueError(f"a value is not what its tag says: {error}") from error
 

@@ -1,4 +1,4 @@
-"""Joins the parts that know clients."""
+"""Construction of client authentication and limits."""
 
 import logging
 from dataclasses import dataclass
@@ -26,13 +26,14 @@ class Clients:
     cors: Cors
 
     async def keep_up(self) -> None:
-        """With the file of keys, if there is one; without end."""
+        """Watch the file of keys, if there is one. Never returns."""
         if self.keyring is not None:
             await self.keyring.watch()
 
 
 def make_clients(config: RouterConfig, metrics: RouterMetrics) -> Clients:
-    """
+    """Make the guard, keyring, host check and CORS rules.
+
     Raises:
         ConfigError: the file of API keys, or of the cluster secret, cannot be used.
     """

@@ -1,8 +1,8 @@
-"""So many a minute: a bucket that holds a minute's worth, is full at first and fills evenly.
+"""A token bucket per minute: it holds one minute's worth, starts full and refills evenly.
 
-The generic cell rate algorithm (ITU-T I.371) in whole numbers, so that nothing is lost to
-rounding: time is counted in steps of which `per_minute` make a nanosecond, and each thing that is
-taken costs a minute of nanoseconds in them. One number is all the state there is.
+This is the generic cell rate algorithm (ITU-T I.371) in whole numbers, so rounding loses nothing.
+Time is counted in steps, `per_minute` steps to a nanosecond. Each item costs one minute of
+nanoseconds in steps. The state is a single number.
 """
 
 import time
@@ -15,20 +15,20 @@ class Bucket:
     def __init__(self, per_minute: int, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self.per_minute = per_minute
         self._clock_ns = clock_ns
-        self._full_at = 0  # in steps
+        self._full_at = 0  # time at which the bucket is full, in steps
 
     def wait_s(self, number: int) -> float:
-        """Seconds until `number`, at most a minute's worth, can be taken; 0: now."""
+        """Return the seconds until `number`, at most a minute's worth, can be taken. 0: now."""
         missing = self._lacking() + (number - self.per_minute) * _MINUTE_NS
         return self._seconds(max(missing, 0))
 
     def take(self, number: int) -> None:
-        """Takes that many whether they are there or not: what was taken too much comes in first."""
+        """Take `number` items even if fewer are available. The excess refills first."""
         self._full_at = self._now() + self._lacking() + number * _MINUTE_NS
 
     @property
     def remaining(self) -> int:
-        """How many could be taken now."""
+        """Return the number of items that could be taken now."""
         return max(self.per_minute - -(-self._lacking() // _MINUTE_NS), 0)
 
     @property

@@ -1,4 +1,4 @@
-"""Whoever asks: a key, or an address where there are no keys."""
+"""A client: an API key, or an IP address if there are no keys."""
 
 import ipaddress
 from dataclasses import dataclass
@@ -10,20 +10,20 @@ from api.auth.api_keys import KeyLimits
 from api.auth.usage import Usage
 
 _NO_LIMITS = KeyLimits()
-# Of IPv6 a customer has at least so much, and could call from each address of it.
+# An IPv6 customer has at least a /64 network and could call from each of its addresses.
 _IPV6_NETWORK_BITS = 64
-_REMEMBERED = 4096  # addresses: reading one takes ten times as long as finding it
+_REMEMBERED = 4096  # addresses: parsing one takes ten times as long as a cache hit
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Client:
-    """
+    """A client and its limits.
+
     Attributes:
-        name: one client has one; what is shared out is shared out over names.
-        weight: its share where others ask too.
-        namespaces_of: whose the namespaces of its prompts are; "": everybody's.
-        priority: the highest that its requests may have, and have unless they ask for less; None:
-            the router's own.
+        name: unique by client. Capacity is shared between names.
+        weight: its share while other clients have requests too.
+        namespaces_of: the owner of the namespaces of its prompts. "": shared by all clients.
+        priority: highest priority of its requests, and their default. None: the router's own.
     """
 
     name: str
@@ -36,19 +36,19 @@ class Client:
 
     @property
     def number(self) -> int:
-        """The number by which nodes know it, alike on every router."""
+        """Return the number by which nodes know the client, equal on every router."""
         return xxh3_64_intdigest(self.name.encode()) or 1
 
 
 @lru_cache(maxsize=_REMEMBERED)
 def by_address(address: str) -> Client:
-    """For an IP address, or whatever else tells where a client calls from."""
+    """Return the client for an IP address, or for any other text that identifies the caller."""
     return Client(network_of(address), Usage(_NO_LIMITS))
 
 
 @lru_cache(maxsize=_REMEMBERED)
 def network_of(address: str) -> str:
-    """The addresses that one client is taken to have."""
+    """Return the network that counts as one client: an IPv4 address or an IPv6 /64."""
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

@@ -1,7 +1,7 @@
-"""Which web sites' pages may call the API from a browser, in the browser's own terms (CORS).
+"""CORS: web sites whose pages may call the API from a browser.
 
-Only what OpenAI's clients need is given away, under /v1. Nobody here knows a client by a cookie, so
-credentials of the browser's are never asked for, whatever the origin.
+Only the headers that OpenAI's clients need are exposed, under /v1. Clients are never identified by
+cookies, so browser credentials are never allowed, for any origin.
 """
 
 import re
@@ -24,19 +24,21 @@ _EXPOSED = ", ".join(
         ),
     )
 )
-_KEPT_S = 600  # a browser's memory of what it was told
+_KEPT_S = 600  # how long a browser caches the preflight response
 
 
 class Cors:
     def __init__(self, origins: Sequence[str]) -> None:
         """
         Args:
-            origins: scheme://host[:port] each, or "*" for all; none: no page of another origin.
+            origins: scheme://host[:port] each, or "*" for all. Empty: no page of another origin.
         """
         self._origins = frozenset(origins)
 
     def headers(self, path: str, origin: str) -> Headers:
-        """What an answer to a page of `origin` has, besides; nothing where it may not read it."""
+        """Return extra response headers for a page of `origin`. Empty if it may not read the
+        response.
+        """
         if not path.startswith(_PATHS) or not self._origins:
             return ()
         vary = () if "*" in self._origins else (("vary", "origin"),)
@@ -50,7 +52,7 @@ class Cors:
         )
 
     def preflight(self, path: str, origin: str, wanted: str) -> Headers:
-        """What a browser that asks before it sends is told besides; nothing where it may not send.
+        """Return extra headers of a preflight response. Empty if the page may not send the request.
 
         Args:
             wanted: the headers that the page would send.

@@ -1,9 +1,9 @@
-"""Slots for live requests, shared out fairly: who cannot have one waits a little, in its own line.
+"""Fair sharing of slots for live requests, with a short queue for each client.
 
-A slot that comes free goes to the client that has the fewest for its weight, of those that wait
-and may take one, and there to the most urgent. Lines are short: what waits is held in memory. Their
-places are shared as the slots are, so that one client's requests cannot fill them either; of those
-the least urgent leaves its place to one that is more urgent.
+A free slot goes to the waiting client with the fewest slots for its weight, and there to the most
+urgent request. Queues are short, because waiting requests use memory. Queue places are shared like
+slots, so one client cannot fill them all. Within a client's queue, the least urgent request loses
+its place to a more urgent one.
 """
 
 import asyncio
@@ -20,20 +20,20 @@ _WAITING_PER_SLOT = 1 / 4
 _WAITING_AT_LEAST = 8
 
 
-# Of one that waits: None is a slot, an error that there will be none.
+# Result of a wait: None is a slot, an error means that there will be none.
 _Turn: TypeAlias = "asyncio.Future[ServingError | None]"
 
 
 class _Waiter(NamedTuple):
-    """The least goes first."""
+    """A queued request. The smallest one is served first."""
 
-    lateness: int  # the less urgent, the more
-    number: int  # of all that ever waited
+    lateness: int  # higher for less urgent requests
+    number: int  # sequence number over all waiters
     turn: _Turn
 
 
 class FairSlots:
-    """For one event loop."""
+    """Slots shared between clients. For one event loop."""
 
     def __init__(
         self,
@@ -45,8 +45,8 @@ class FairSlots:
     ) -> None:
         """
         Args:
-            max_waiting: None: a quarter of the slots.
-            what: holds slots, for errors.
+            max_waiting: limit of queued requests. None: a quarter of the slots.
+            what: the slot holders, as error messages name them.
         """
         if max_waiting is None:
             max_waiting = max(int(num_slots * _WAITING_PER_SLOT), _WAITING_AT_LEAST)
@@ -54,7 +54,7 @@ class FairSlots:
         self._places = Shares(max_waiting)
         self._longest_wait_s = longest_wait_s
         self._what = what
-        self._lines: dict[str, _Line] = {}  # none is empty
+        self._lines: dict[str, _Line] = {}  # never an empty queue
         self._turns = count()
         self._numbers = count()
 
@@ -67,16 +67,16 @@ class FairSlots:
         return self._places.num_held
 
     def num_of(self, client: Client) -> int:
-        """Slots that it has or waits for."""
+        """Return the number of slots that a client has or waits for."""
         return self._slots.held(client.name) + self._places.held(client.name)
 
     async def take(self, client: Client, priority: int = 0) -> None:
-        """Returns with a slot, which `give_back` must follow.
+        """Wait for a slot. Each call that returns must be followed by `give_back`.
 
         Raises:
-            Overloaded: at once if the client's line is full of what is as urgent, else after the
-                longest wait, or for one that is more urgent.
-            ServingError: what `close` says.
+            Overloaded: immediately if the client's queue is full of requests at least as urgent,
+                else after the longest wait or when a more urgent request takes the place.
+            ServingError: the error passed to `close`.
         """
         if client.name not in self._lines and self._slots.may_take(client.name, client.weight):
             self._slots.take(client.name)
@@ -90,14 +90,14 @@ class FairSlots:
         self._serve()
 
     def close(self, because: ServingError) -> None:
-        """Ends every wait."""
+        """End every wait with an error."""
         for line in list(self._lines.values()):
             for waiter in list(line.waiting):
                 self._leave(line.name, waiter)
                 waiter.turn.set_result(because)
 
     def _has_place(self, client: Client, priority: int) -> bool:
-        """Whether it may wait, once one that is less urgent waits no more."""
+        """Return whether a request may wait. May remove a less urgent one of the same client."""
         if self._places.may_take(client.name, client.weight):
             return True
         line = self._lines.get(client.name)
@@ -140,7 +140,7 @@ class FairSlots:
             del self._lines[name]
 
     def _serve(self) -> None:
-        """Gives free slots to those that wait."""
+        """Give free slots to waiting requests."""
         while able := [
             line for line in self._lines.values() if self._slots.may_take(line.name, line.weight)
         ]:
@@ -153,7 +153,7 @@ class FairSlots:
                 del self._lines[line.name]
 
     def _urgency(self, line: "_Line") -> tuple[float, int]:
-        """Among those with equal shares it goes round."""
+        """Return the sort key of a queue. Clients with equal shares take turns."""
         return self._slots.held(line.name) / line.weight, line.last
 
     def _overloaded(self, client: Client) -> Overloaded:
@@ -165,7 +165,7 @@ class FairSlots:
 
 @dataclass(slots=True, eq=False)
 class _Line:
-    """One client's requests that wait; `last` says after whom it was served last."""
+    """One client's queue. `last` is the turn in which it was last served."""
 
     name: str
     weight: float

@@ -1,9 +1,10 @@
-"""Who may ask what, whichever protocol the question comes by.
+"""Authentication and authorization of callers, for every protocol.
 
-Four kinds of calls: of anybody (health), of clients, of operators who ask and who command. With
-a file of API keys clients must have one, and operators an operator's; the cluster's own operator's
-key is as good as any. Without the file clients are known by their address, and operators are asked
-for that key where others than this host can reach the router; to command, wherever there is one.
+There are four kinds of callers: anyone (health), clients, operators that read and operators that
+command. With a file of API keys, clients need a key and operators an operator's key. The cluster's
+own operator key is always valid. Without the file, clients are identified by their address.
+Operators then need the cluster's key if other hosts can reach the router. To command, they need it
+whenever the cluster has one.
 """
 
 import logging
@@ -20,16 +21,16 @@ from router.metrics import RouterMetrics, Stranger
 
 log = logging.getLogger(__name__)
 
-IsOperator = Callable[[str], bool]  # of the value of an authorization header
+IsOperator = Callable[[str], bool]  # takes the value of an authorization header
 Access: TypeAlias = Literal["anybody", "client", "operator", "commander"]
-Ask: TypeAlias = Callable[[str, str], Client]  # given an authorization and an address
+Ask: TypeAlias = Callable[[str, str], Client]  # takes an authorization and an address
 
 _BEARER = "bearer "
-_MAX_KEY_CHARACTERS = 256  # longer ones are not worth a hash
+_MAX_KEY_CHARACTERS = 256  # longer ones are rejected without hashing
 
 
 class Guard:
-    """For one event loop."""
+    """Authentication of callers. For one event loop."""
 
     def __init__(
         self,
@@ -42,10 +43,10 @@ class Guard:
     ) -> None:
         """
         Args:
-            keyring: None: clients need no key.
-            is_operator: whether what was sent is the cluster's own operator's key.
-            operators_prove: whether they need a key where there is no keyring.
-            has_secret: whether there is an operator's key at all; if so, nobody commands without.
+            keyring: the API keys. None: clients need no key.
+            is_operator: returns whether a header value is the cluster's own operator key.
+            operators_prove: whether operators need a key even without a keyring.
+            has_secret: whether there is an operator key. If so, every command needs it.
         """
         self._keyring = keyring
         self._is_operator = is_operator
@@ -56,33 +57,34 @@ class Guard:
         self._log = ThrottledLog(log, Throttle())
 
     def client(self, authorization: str, address: str) -> Client:
-        """Who asks what clients may ask.
+        """Identify the caller of a client operation.
 
         Args:
-            authorization: as it was sent; "": nothing was.
-            address: where from, without the port.
+            authorization: the header as sent. "": not sent.
+            address: the caller's address, without the port.
+
         Raises:
-            Unauthenticated: without a key that is good.
+            Unauthenticated: the caller has no valid key.
         """
         if self._keyring is None:
             return by_address(address)
         return self._known(authorization, address)
 
     def operator(self, authorization: str, address: str) -> Client:
-        """Who asks what operators may ask.
+        """Identify the caller of an operator's read-only operation.
 
         Raises:
             Unauthenticated: as for `client`.
-            Forbidden: with a key that is a client's.
+            Forbidden: the key belongs to a client.
         """
         return self._one_of_the_operators(authorization, address, prove=self._operators_prove)
 
     def commander(self, authorization: str, address: str) -> Client:
-        """Who changes what operators may merely ask about. Raises as `operator` does."""
+        """Identify the caller of an operator's command. Raises as `operator` does."""
         return self._one_of_the_operators(authorization, address, prove=self._commanders_prove)
 
     def asking(self, access: Access) -> Ask:
-        """Return what identifies callers of a method or path with this access."""
+        """Return the function that identifies callers with this access."""
         asks: Mapping[Access, Ask] = {
             "anybody": lambda authorization, address: by_address(address),
             "client": self.client,
@@ -101,7 +103,7 @@ class Guard:
         return client
 
     def begin(self, client: Client, num_requests: int = 1) -> None:
-        """Before the work on requests that came together.
+        """Count requests that arrived together, before any work on them.
 
         Raises:
             RateLimited, InvalidRequest: as Usage.begin.
@@ -116,7 +118,7 @@ class Guard:
             raise
 
     def _known(self, authorization: str, address: str) -> Client:
-        """Raises Unauthenticated."""
+        """Return the client with this key. Raise Unauthenticated if the key is not valid."""
         if authorization[: len(_BEARER)].lower() != _BEARER:
             sentence = "an API key is missing: send authorization: Bearer KEY"
             raise self._stranger("no_key", Unauthenticated(sentence), address)

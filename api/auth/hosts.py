@@ -1,8 +1,8 @@
-"""Which names HTTP clients may call this host by: none that somebody else's DNS can point here.
+"""Host names by which HTTP clients may call this host, as a defence against DNS rebinding.
 
-A page of any web site may make its visitor's browser ask whatever listens on his own machine, and
-reads the answer if the site's name has meanwhile become an address of that machine (DNS
-rebinding). The browser then says the site's name in Host, and cannot be made to say another.
+A page of any web site can make the visitor's browser call services on the visitor's machine. The
+page can read the response if the site's DNS name has been changed to an address of that machine.
+The browser still sends the site's name in Host, and a page cannot change that header.
 """
 
 from collections.abc import Sequence
@@ -12,15 +12,15 @@ from ipaddress import ip_address
 from common.identity.exposure import is_loopback
 
 _LOCALHOST = "localhost"
-_REMEMBERED = 256  # hosts as they were sent: nearly all requests send the same few
+_REMEMBERED = 256  # hosts as sent: nearly all requests send the same few
 
 
 class HostCheck:
     def __init__(self, listens_on: str, allowed: Sequence[str]) -> None:
         """
         Args:
-            listens_on: where that is loopback, or `allowed` is not empty, hosts are checked.
-                Elsewhere browsers reach it by any name of the machine, and nobody knows them all.
+            listens_on: hosts are checked if this is loopback or `allowed` is not empty. Elsewhere
+                browsers may use any name of the machine, and not all names are known.
             allowed: further names and addresses, in lower case.
         """
         self._checks = bool(allowed) or is_loopback(listens_on)
@@ -28,11 +28,10 @@ class HostCheck:
         self.refusal = lru_cache(maxsize=_REMEMBERED)(self._refusal)
 
     def _refusal(self, host: str) -> str | None:
-        """
+        """Return None if a host is allowed, else a sentence.
+
         Args:
-            host: the header's value; "", which no browser sends, is anybody's.
-        Returns:
-            None: it is allowed; else a sentence.
+            host: the header's value. "" is always allowed, because no browser sends it.
         """
         if not self._checks or not host:
             return None
@@ -48,7 +47,7 @@ def _without_port(host: str) -> str:
 
 
 def _is_own(name: str) -> bool:
-    """Browsers never ask DNS for these."""
+    """Return whether a name is local: browsers never ask DNS for such names."""
     if name.endswith(f".{_LOCALHOST}"):
         return True
     try:

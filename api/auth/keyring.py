@@ -1,4 +1,4 @@
-"""Clients by their API keys, as the file has them now."""
+"""Clients by their API keys, reloaded when the file changes."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ LOOK_EVERY_S = 1.0
 
 
 class Held(NamedTuple):
-    """What one key opens, and until when."""
+    """The client of one key, and the key's expiry."""
 
     client: Client
     expires: datetime | None
@@ -29,13 +29,15 @@ class Held(NamedTuple):
 
 
 class Keyring:
-    """For one event loop. A key that the file has no more is refused from then on; requests of it
-    that are under way go on."""
+    """Clients by API key. For one event loop.
+
+    A key that is removed from the file is rejected from then on. Its running requests continue.
+    """
 
     def __init__(self, file: Path, *, salt_by_key: bool = False) -> None:
         """
         Args:
-            salt_by_key: each key has namespaces of its own.
+            salt_by_key: whether each key has namespaces of its own.
         Raises:
             ConfigError: the file cannot be used.
         """
@@ -50,18 +52,23 @@ class Keyring:
         return len(self._by_hash)
 
     async def watch(self) -> None:
-        """Keeps up with the file, without end. A file of thousands takes a thread a moment."""
+        """Reload the file when it changes. Never returns. Parsing thousands of keys runs in a
+        thread.
+        """
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             self._take(await asyncio.to_thread(self._files.current))
 
     def find(self, key: str) -> Held | None:
-        """None: no such key. How long this takes tells of a key's hash at most, and from a hash
-        nobody makes a key."""
+        """Return the client of a key, or None if there is no such key.
+
+        The lookup time can reveal parts of a key's hash at most, and a key cannot be derived from a
+        hash.
+        """
         return self._by_hash.get(api_keys.hashed(key))
 
     def usage(self) -> Mapping[str, OfKey]:
-        """By name, what metrics tell of each key; on any thread."""
+        """Return the metrics of each key, by its name. Safe to call from any thread."""
         return {
             name: OfKey(
                 usage.num_requests,

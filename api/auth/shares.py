@@ -1,18 +1,18 @@
-"""Places that clients share, so that nobody who comes finds all of them taken.
+"""Shares of limited places, so that a new client always finds one or gets one soon.
 
 A client may take another place while it holds fewer than 7 times its weight of the free ones
-(dynamic thresholds: Choudhury and Hahne 1998, of packets in a switch), and never the last eighth
-of all. A weight of w counts as w clients that act as one. For weights of 1, and N places:
-
-- one client alone has 7/8 of N. As places come back, two that want all they can get end up with
-  7/15 each, and k with 7 / (1 + 7k): who takes less leaves it to the others.
-- N / (1 + 7k) places are free then, so that whoever holds none gets one at once. Until some come
-  back each of those that take all they can takes 7/8 of what is left: it takes log8(N) of them in
-  a row to leave nothing, four for a thousand. Then a place that comes back is the newcomer's.
+(dynamic thresholds: Choudhury and Hahne 1998, for packets in a switch). The last eighth of all
+places always stays free. A weight of w counts as w clients that act as one. For weights of 1 and N
+places:
+- One client alone gets 7/8 of N. As places are returned, two greedy clients end up with 7/15 each,
+  and k with 7 / (1 + 7k) in total. A client that takes less leaves the rest to the others.
+- Then N / (1 + 7k) places are free, so a client without places gets one immediately. Until places
+  are returned, each further greedy client takes 7/8 of the remainder. It takes log8(N) of them in a
+  row to leave nothing, four for a thousand places. The next returned place is the newcomer's.
 """
 
 _PER_FREE_PLACE = 7
-_LEFT_FREE = 8  # one part of so many
+_LEFT_FREE = 8  # fraction 1/8
 
 
 class Shares:
@@ -26,7 +26,7 @@ class Shares:
         return self._held.get(name, 0)
 
     def largest(self) -> str:
-        """Who holds most, of those who hold any."""
+        """Return the client that holds the most. Requires at least one holder."""
         return max(self._held, key=self._held.__getitem__)
 
     def may_take(self, name: str, weight: float) -> bool:
@@ -35,7 +35,7 @@ class Shares:
         return held < min(_PER_FREE_PLACE * weight * free, self._most)
 
     def take(self, name: str) -> None:
-        """Only if it may."""
+        """Take a place. Requires `may_take`."""
         self._held[name] = self.held(name) + 1
         self.num_held += 1
 

@@ -1,4 +1,4 @@
-"""What one client has taken of the rates it is allowed, and what is counted about it."""
+"""Rate limit state and counters of one client."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -9,20 +9,20 @@ from common.errors import InvalidRequest, RateLimited
 
 
 class Usage:
-    """For one event loop; the numbers may be read on any thread."""
+    """Usage of one client. For one event loop. The counters may be read on any thread."""
 
     def __init__(self, limits: KeyLimits, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._clock_ns = clock_ns
         self._requests: Bucket | None = None
         self._tokens: Bucket | None = None
         self.num_requests = 0
-        self.num_refused = 0  # for one of its limits
+        self.num_refused = 0  # rejected for one of its limits
         self.num_prompt_tokens = 0
         self.num_generated_tokens = 0
         self.limit(limits)
 
     def limit(self, limits: KeyLimits) -> None:
-        """From now on. A limit that stays the same is as used up as it was."""
+        """Set the limits. A limit that does not change keeps its state."""
         self._requests = self._bucket(self._requests, limits.requests_per_minute)
         self._tokens = self._bucket(self._tokens, limits.tokens_per_minute)
 
@@ -34,11 +34,14 @@ class Usage:
         return Bucket(per_minute, self._clock_ns)
 
     def begin(self, num_requests: int = 1) -> None:
-        """Before any work on requests that came together; of 0 for what is not known yet.
+        """Count requests that arrived together, before any work on them.
+
+        Args:
+            num_requests: 0 if the number is not known yet.
 
         Raises:
-            RateLimited: one of the rates is used up. Nothing was counted then.
-            InvalidRequest: so many are never allowed together.
+            RateLimited: one of the rates is used up. Nothing was counted.
+            InvalidRequest: the limit never allows that many at once.
         """
         requests, tokens = self._requests, self._tokens
         if requests is not None and num_requests > requests.per_minute:
@@ -56,14 +59,15 @@ class Usage:
         self.num_requests += num_requests
 
     def prompts(self, num_tokens: int, num_requests: int = 1) -> None:
-        """Before the prompts of requests that came together are sent to nodes.
+        """Count the prompts of requests that arrived together, before they are sent to nodes.
 
         Args:
-            num_tokens: of all of them.
-            num_requests: that were begun, and would be again.
+            num_tokens: total prompt tokens.
+            num_requests: requests that were begun, and that a retry would begin again.
+
         Raises:
-            RateLimited: there are not so many tokens left. None was counted then.
-            InvalidRequest: there are never so many.
+            RateLimited: too few tokens are left. None were counted.
+            InvalidRequest: the limit never allows that many.
         """
         if self._tokens is not None:
             allowed = self._tokens.per_minute
@@ -78,17 +82,19 @@ class Usage:
         self.num_prompt_tokens += num_tokens
 
     def generated(self, num_tokens: int) -> None:
-        """Of an answer under way, which goes on in any case: the next request pays."""
+        """Count tokens of a running response. It continues in any case, and the next request
+        waits.
+        """
         if self._tokens is not None:
             self._tokens.take(num_tokens)
         self.num_generated_tokens += num_tokens
 
     def refused(self) -> None:
-        """For a limit that is looked after elsewhere."""
+        """Count a rejection for a limit that is checked elsewhere."""
         self.num_refused += 1
 
     def headers(self) -> Iterable[tuple[str, str]]:
-        """As OpenAI tells clients what they have left."""
+        """Yield OpenAI's rate limit headers."""
         for what, bucket in (("requests", self._requests), ("tokens", self._tokens)):
             if bucket is not None:
                 yield f"x-ratelimit-limit-{what}", str(bucket.per_minute)

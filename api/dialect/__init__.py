@@ -1,2 +1,3 @@
-"""What the dialects of the HTTP API have in common: what is asked for, events and problems. Decides
-nothing, and knows no dialect."""
+"""Shared parts of the HTTP API dialects: request fields, events and errors. Independent of any
+one dialect.
+"""

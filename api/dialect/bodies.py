@@ -1,8 +1,8 @@
-"""JSON to a record of one endpoint's fields, strictly: what is not heeded is refused by name.
+"""Strict decoding of JSON bodies to an endpoint's record. Unsupported fields are rejected by name.
 
-Whoever asks for JSON or for log-probabilities must not get an answer that only looks like what was
-asked for. A body whose fields are all known and harmless is decoded once, straight into the record;
-only another is looked at field by field, and decoded again without what asks for nothing.
+A client that asks for JSON or log-probabilities must not get a response that silently lacks them. A
+body with only known and harmless fields is decoded once, straight into the record. Any other body
+is inspected field by field and decoded again without the fields that ask for nothing.
 """
 
 import re
@@ -31,8 +31,11 @@ _MAX_NAMED = 16
 
 
 def take_json(request: Request) -> bytes:
-    """The request's body, its caller's from now on. Raises Refusal unless it says that it is JSON:
-    a web page may make its visitors' browsers post any of the other kinds here."""
+    """Return the request's body and release it to the caller.
+
+    Raises Refusal unless the content type is JSON. A web page may make its visitors' browsers post
+    any other type here.
+    """
     kind = request.header("content-type").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise Refusal(415, "the body must be JSON, with content-type: application/json")
@@ -43,7 +46,7 @@ def take_json(request: Request) -> bytes:
 
 
 def name_ignored(request: Request, ignored: Sequence[str]) -> None:
-    """Names the fields that were ignored in a header of the answer."""
+    """Name the ignored fields in a header of the response."""
     if ignored:
         named = ", ".join(_UNPRINTABLE.sub("?", path) for path in ignored[:_MAX_NAMED])
         more = ", ..." if len(ignored) > _MAX_NAMED else ""
@@ -51,16 +54,16 @@ def name_ignored(request: Request, ignored: Sequence[str]) -> None:
 
 
 class BodyReader(Generic[F]):
-    """Reads the bodies of one endpoint."""
+    """Reader of the bodies of one endpoint."""
 
     def __init__(
         self, fields: type[F], unsupported: Mapping[str, Harmless], *, ignore_unknown: bool
     ) -> None:
         """
         Args:
-            fields: what is heeded.
-            unsupported: what is known beside it, and may have some values; two at least.
-            ignore_unknown: take fields that are unknown or not supported as if they were not there.
+            fields: the record of supported fields.
+            unsupported: further known fields, with their harmless values. At least two.
+            ignore_unknown: whether to ignore unknown and unsupported fields.
         """
         beside = [
             *((name, Ignored, None) for name in IGNORED if name not in fields.__struct_fields__),
@@ -82,13 +85,15 @@ class BodyReader(Generic[F]):
         self.names = fields_of(record.__struct_fields__)
 
     def read(self, body: bytes, ignored: list[str] | None = None) -> F:
-        """
+        """Decode a body.
+
         Args:
-            ignored: gets the paths of fields that the answer does not follow, if they are hints or
-                the reader ignores such fields.
+            ignored: receives the paths of fields that do not affect the response, if they are hints
+                or the reader ignores such fields.
+
         Raises:
-            Refusal: it is no JSON, a field has the wrong type, it asks for what there is not, or
-                it would cost too much to decode.
+            Refusal: the body is not JSON, a field has the wrong type or an unsupported value, or
+                the body would cost too much to decode.
         """
         check_structure(body)
         try:
@@ -106,7 +111,7 @@ class BodyReader(Generic[F]):
         )
 
     def _read_closely(self, body: bytes, ignored: list[str] | None) -> F:
-        """Of a body that may have fields that are not heeded."""
+        """Decode a body that may have unsupported fields."""
         try:
             raw = _decoded(_FIELDS, body)
             heeded = self._shape.heeded
@@ -123,19 +128,19 @@ class BodyReader(Generic[F]):
 
 
 def _decoded(decoder: msgspec.json.Decoder[D], body: bytes | msgspec.Raw) -> D:
-    """Raises Refusal, or msgspec.ValidationError for JSON of the wrong types."""
+    """Decode JSON. Raise Refusal, or msgspec.ValidationError for JSON of the wrong types."""
     try:
         return decoder.decode(body)
     except msgspec.ValidationError:
         raise
     except RecursionError:
         raise Refusal(400, "the body is nested too deeply") from None
-    except ValueError as error:  # as msgspec says it of malformed JSON, and Python of UTF-8
+    except ValueError as error:  # msgspec: malformed JSON. Python: invalid UTF-8
         raise Refusal(400, f"the body is not valid JSON: {error}") from None
 
 
 def _meant(found: Iterator[Stranger], ignored: list[str]) -> Iterator[Stranger]:
-    """Those that cannot be ignored. The paths of the others are added to `ignored`."""
+    """Yield the fields that cannot be ignored. Append the paths of the others to `ignored`."""
     for stranger in found:
         if not stranger.ignored:
             yield stranger
@@ -144,7 +149,7 @@ def _meant(found: Iterator[Stranger], ignored: list[str]) -> Iterator[Stranger]:
 
 
 def _wrong_type(message: str) -> Refusal:
-    """A message of msgspec: "Expected `int`, got `str` - at `$.n`"."""
+    """Convert a message of msgspec such as "Expected `int`, got `str` - at `$.n`" to a Refusal."""
     where = _PATH.search(message)
     missing = _MISSING.search(message)
     path = where[1] if where else ""

@@ -1,4 +1,4 @@
-"""What one HTTP request asks for, whichever endpoint it came to."""
+"""One generation request over HTTP, independent of its endpoint."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
@@ -15,23 +15,27 @@ from api.requests.generate_params import Wanted
 
 
 class Reply(Protocol):
-    """What becomes of the choices of one request."""
+    """Writer of the response to one request, with all of its choices."""
 
     def response(self) -> web.StreamResponse:
-        """Once all have ended."""
+        """Return the HTTP response, after all choices have ended."""
         ...
 
     def failed(self, why: Refusal) -> web.StreamResponse:
-        """Instead, if they will not."""
+        """Return the HTTP response after an error."""
         ...
 
     async def write(self, index: int, request_id: str, piece: Piece | LastPiece) -> None:
-        """Takes what choice `index` adds. After the last piece of all the answer is complete."""
+        """Write output of choice `index`. After the last piece of every choice the response is
+        complete.
+        """
         ...
 
     def offer(self, index: int, piece: Piece) -> bool:
-        """Takes what choice `index` adds, and is not its last, unless the client is slow; returns
-        whether it has."""
+        """Write output of choice `index` that is not its last, unless the client is slow.
+
+        Returns whether the piece was written.
+        """
         ...
 
 
@@ -39,22 +43,22 @@ BeginReply: TypeAlias = Callable[[Origin, Request, Headers], Reply]
 
 
 class Asked(msgspec.Struct, frozen=True):
-    model: str | None  # None: whichever is served
-    requests: Sequence[Wanted]  # one per choice, in the order of their indices, no ids
-    session_id: str  # "": of none
+    model: str | None  # None: the served model
+    requests: Sequence[Wanted]  # one per choice, in the order of their indices, without ids
+    session_id: str  # "": no session
     reply: BeginReply
-    lora_path: str | None = None  # an adapter, besides
-    form: str = ""  # the field that asks for the form of the answer
-    ignored: Sequence[str] = ()  # fields that the answer does not follow
+    lora_path: str | None = None  # an adapter in addition to `model`
+    form: str = ""  # the field that asks for a response format
+    ignored: Sequence[str] = ()  # fields that do not affect the response
 
 
 class Dialect(Protocol):
-    """What differs between the endpoints."""
+    """The differences between the endpoints."""
 
     id_prefix: str
     field_names: Fields
-    words: Words  # of errors
+    words: Words  # error vocabulary
 
     def read(self, body: bytes) -> Asked:
-        """Raises Refusal."""
+        """Parse a body. Raise Refusal if it is invalid."""
         ...
