@@ -1,4 +1,4 @@
-"""One request from its arrival to its last piece of text, whatever protocol its client speaks."""
+"""One request from its arrival to its last piece of text, for every client protocol."""
 
 import math
 import time
@@ -31,8 +31,9 @@ from router.policy.choices import PlacementKey
 from router.timelines import Submission
 from router.token_buffer import End
 
-# By how much a node may be more patient than this router: it knows better, and to refuse what was
-# let in costs a way there and back. Only where this router was far off is it worth that.
+# Factor by which a node may wait longer than the router estimates. The node has better information,
+# and a late rejection costs a round trip. It is worthwhile only if the router's estimate was far
+# off.
 _LENIENCE = 2.0
 
 Write = Callable[[str, Piece | LastPiece], Awaitable[None]]
@@ -40,7 +41,7 @@ Offer = Callable[[Piece], bool]
 
 
 class Generator:
-    """For one event loop."""
+    """Dispatcher of generation requests to nodes. For one event loop."""
 
     def __init__(
         self,
@@ -56,10 +57,11 @@ class Generator:
     ) -> None:
         """
         Args:
-            budget_s: total time a request may take; one that asks for less gets less.
-            queue_share: of its budget, that a request may wait for its turn at the nodes.
+            budget_s: total time limit of a request. A request may ask for less.
+            queue_share: share of its budget that a request may wait in queues of the nodes.
             tells_cached_tokens: whether clients learn how much of their prompt was cached.
-            priorities: that clients may ask for; default: nobody may ask for a high one.
+            priorities: priorities that clients may request. By default clients may only lower
+                theirs.
         """
         self._model = model
         self._cluster = cluster
@@ -78,21 +80,21 @@ class Generator:
         traceparent: str = "",
         offer: Offer = lambda piece: False,
     ) -> None:
-        """Calls `write(request_id, piece)` until the LastPiece is written.
+        """Call `write(request_id, piece)` until the LastPiece is written.
 
-        What arrives while a `write` is waiting goes into the next piece. Cancelling this call
+        Tokens that arrive while a `write` is waiting go into the next piece. Cancelling this call
         cancels the request on its nodes.
 
         Args:
-            client: who asks; that it may is settled, what it may take is not.
+            client: the authenticated client. Its limits are not checked yet.
             traceparent: as the client sent it.
-            offer: called with each piece but the last; whether it has written it, at once. If it
-                has not, `write` does.
+            offer: called with each piece except the last. Returns whether it has written the piece
+                without waiting. If not, `write` is called.
         Raises:
-            ServingError: instead of the last piece.
+            ServingError: the request failed, and there is no last piece.
         """
         request_id = wanted.request_id or new_request_id()
-        label = wanted.label[: validation.MAX_LABEL_CHARACTERS]  # of an over-long one, in logs
+        label = wanted.label[: validation.MAX_LABEL_CHARACTERS]  # for logs, in case it is too long
         with self._records.begin(request_id, label, client, traceparent) as record:
             validation.check_label(wanted.label)
             budget_s = validation.budget_s(wanted.timeout_s, self._budget_s)
@@ -119,7 +121,7 @@ class Generator:
         """Count the prompts of all answers to one request.
 
         Raises:
-            RateLimited, InvalidRequest: as Usage.prompts, and validation.check_prompt_logprobs.
+            RateLimited, InvalidRequest: see Usage.prompts and validation.check_prompt_logprobs.
         """
         together = wanted.together
         lengths = [
@@ -146,7 +148,7 @@ class Generator:
         chosen = await self._choose(job, due)
         record.accept(spec.num_tokens, chosen.decode.address)
         losses = Losses()
-        stay: Stay | None = None  # where it has been moved to; None: it is yet to be submitted
+        stay: Stay | None = None  # after a migration. None: not yet submitted
         submit = partial(self._submit, spec, answer, losses, due.deadline, record)
 
         def may_move() -> bool:
@@ -180,7 +182,8 @@ class Generator:
                 chosen = await self._choose_again(job, error, losses.addresses)
                 suspect = losses.engine_deaths > 0
                 record.replay(chosen.decode.address, error, suspect=suspect)
-        # Out of the node's hands: a stop's Cancel does not wait for a slow client.
+        # Written after the submission is closed, so the Cancel after a stop does not wait for a
+        # slow client.
         record.finish(last.finish_reason, last.cached_tokens)
         await write(spec.request_id, last)
 
@@ -194,10 +197,12 @@ class Generator:
         chosen: Chosen,
         move_from: MoveFrom | None = None,
     ) -> Stay:
-        """Submit what is left of a request to a decode node.
+        """Submit the rest of a request to a decode node.
 
         Args:
-            move_from: where it runs, if it does; else the submission is the timeline's last.
+            move_from: the node where it runs, for a migration. Else the submission is the last in
+                the timeline.
+
         Raises:
             NodeUnavailable: the node is gone.
         """
@@ -231,7 +236,9 @@ class Generator:
         stay: Stay,
         target: str,
     ) -> Stay:
-        """Raises NodeUnavailable: there is no other node for it, or not that one."""
+        """Submit a running request to another node. Raise NodeUnavailable if no node, or not
+        `target`, can take it.
+        """
         key = _key(stay.spec, session_id, self._cluster.weights)
         return submit(self._cluster.choose_target(key, stay.address, target), stay.here)
 
@@ -244,11 +251,11 @@ class Generator:
         offer: Offer,
         record: RequestRecord,
     ) -> LastPiece:
-        """Writes what one decode node generates, but for the last piece.
+        """Write the output of one decode node and return the last piece unwritten.
 
         Raises:
-            NodeUnavailable: the node takes no more requests, or is gone; what it had generated is
-                in `answer`, and written.
+            NodeUnavailable: the node takes no more requests or is gone. Its output so far is in
+                `answer` and has been written.
         """
         tokens, charge = stay.tokens, stay.chosen.charge
         repeats = stay.repeats(answer.token_ids)
@@ -280,7 +287,7 @@ class Generator:
         return self._cluster.choose(key, avoid, due)
 
     async def _choose_again(self, job: Job, lost: NodeUnavailable, avoid: Sequence[str]) -> Chosen:
-        """Where there is no other node, the request ends as the one that it had left it."""
+        """Choose another node. If there is none, raise the error of the failed node."""
         try:
             return await self._choose(job, avoid=avoid)
         except NodeUnavailable:
@@ -299,7 +306,7 @@ class _Tells(TypedDict, total=False):
 
 
 def _tells(job: Job, spell: Spell) -> _Tells:
-    """What an answer tells besides its text."""
+    """Return the options of a response for output besides its text."""
     tells: _Tells = {"silent": job.silent}
     num_top, num_prompt_top = job.spec.sampling.logprobs, job.spec.sampling.prompt_logprobs
     if num_top >= 0:

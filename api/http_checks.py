@@ -1,6 +1,6 @@
-"""What is asked of every HTTP request before its body is read: by which name, from whose page, who.
+"""Checks of every HTTP request before its body is read: host name, page origin, caller.
 
-In this order: who asks for this host by somebody else's name learns nothing else.
+The order matters: a caller that uses a host name of another owner learns nothing else.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,7 +25,7 @@ _ANTHROPIC_BELOW = "/v1/messages"
 
 
 class HttpChecks:
-    """For one event loop."""
+    """The checks. For one event loop."""
 
     def __init__(self, guard: Guard, hosts: HostCheck, cors: Cors, metrics: RouterMetrics) -> None:
         self._guard = guard
@@ -36,22 +36,23 @@ class HttpChecks:
         self.in_order: Sequence[Check] = (self._host, self._preflight, self._access)
 
     def begin(self, request: Request, num_requests: int) -> Client:
-        """Before the work on so many requests for text, that came as one which was let in.
+        """Count generation requests that arrived together, before any work on them. Return their
+        client.
 
         Raises:
-            Unauthenticated: its key has gone since.
-            RateLimited, InvalidRequest: as Usage.begin.
+            Unauthenticated: the key has been removed in the meantime.
+            RateLimited, InvalidRequest: see Usage.begin.
         """
         client = self._guard.client(_authorization(request), request.peer.host)
         self._guard.begin(client, num_requests)
         return client
 
     def headers(self, request: Request) -> Headers:
-        """What every answer to it has, besides its own."""
+        """Return headers to add to every response."""
         return self._cors.headers(request.route, request.header("origin"))
 
     def closed(self, peer: Peer) -> None:
-        """The connection has."""
+        """Note that the connection has ended."""
         self._connections.closed(peer)
 
     def _host(self, request: Request) -> web.Response | None:
@@ -88,7 +89,7 @@ class HttpChecks:
         return None
 
     def _admit(self, client: Client, connection: Peer) -> None:
-        """Raises RateLimited."""
+        """Count the connection for its client. Raise RateLimited if the key has too many."""
         try:
             self._connections.admit(client, connection)
         except RateLimited:
@@ -97,6 +98,6 @@ class HttpChecks:
 
 
 def _authorization(request: Request) -> str:
-    """What says who asks. Anthropic's clients send their key alone, in a header of its own."""
+    """Return the request's authorization. Anthropic's clients send only a key, in x-api-key."""
     key = request.header("x-api-key")
     return request.header("authorization") or (f"Bearer {key}" if key else "")

@@ -1,4 +1,4 @@
-"""How many open connections have shown each key, for keys that have a limit of them."""
+"""The number of open connections of each key, for keys with a limit of connections."""
 
 from collections import Counter
 
@@ -8,16 +8,17 @@ from common.errors import RateLimited
 
 
 class KeyConnections:
-    """For one event loop."""
+    """Open connections by key. For one event loop."""
 
     def __init__(self) -> None:
-        self._shown: dict[Peer, set[str]] = {}  # by connection, names of clients
-        self._open: Counter[str] = Counter()  # by name
+        self._shown: dict[Peer, set[str]] = {}  # names of clients by connection
+        self._open: Counter[str] = Counter()  # number of connections by name of client
 
     def admit(self, client: Client, connection: Peer) -> None:
-        """
+        """Count a connection for a client.
+
         Raises:
-            RateLimited: as many others as allowed are open.
+            RateLimited: the client has as many other open connections as allowed.
         """
         allowed = client.limits.connections
         shown = self._shown.get(connection, set())

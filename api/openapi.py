@@ -1,7 +1,6 @@
-"""The HTTP API as an OpenAPI document, made of the records that requests are read into.
+"""The HTTP API as an OpenAPI document, generated from the request records.
 
-What a field means is told here, beside no code that could do something else; what it may be comes
-from the record itself.
+This module has the descriptions of fields. Their types come from the records.
 """
 
 from collections.abc import Mapping
@@ -207,7 +206,7 @@ _PROBLEMS: Mapping[str, str] = {
 
 
 def document(version: str) -> Schema:
-    """The whole document, OpenAPI 3.1. `version` is Baton's."""
+    """Return the whole OpenAPI 3.1 document. `version` is Baton's."""
     records, components = msgspec.json.schema_components(
         [CompletionFields, ChatFields, Choice, ChatChoice, ChunkChoice, Usage, *_BESIDE],
         ref_template="#/components/schemas/{name}",

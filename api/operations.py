@@ -1,4 +1,4 @@
-"""What is not text: what is served and by what, health for probes."""
+"""Endpoints without generation: model information and health probes."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ MODELS_PATH = "/v1/models"
 
 
 class Operations:
-    """Each method is a handler of HTTP requests."""
+    """HTTP handlers of these endpoints."""
 
     def __init__(
         self,
@@ -29,8 +29,8 @@ class Operations:
     ) -> None:
         """
         Args:
-            names: that clients may call the model by.
-            why_not_ready: a sentence, or None when a request could be placed now.
+            names: model names that clients may use.
+            why_not_ready: returns a sentence, or None if a request could be placed now.
         """
         self._names, model_name = names, names.served
         self._model: Mapping[str, Any] = {
@@ -38,14 +38,14 @@ class Operations:
             "object": "model",
             "created": int(time.time()),
             "owned_by": "baton",
-            # As vLLM's server has it, and clients of it want it.
+            # Fields of vLLM's server that its clients need.
             "root": model_name,
             "parent": None,
             "max_model_len": context_length,
             "permission": [],
         }
         self._version = {"version": VERSION}
-        # As SGLang's server has it.
+        # Fields of SGLang's server.
         self._model_info = {
             "model_path": model_name,
             "tokenizer_path": model_name,
@@ -89,7 +89,7 @@ class Operations:
         return whole(200, msgspec.json.encode(self._server_info))
 
     async def health(self, request: Request) -> web.Response:
-        """For liveness: that this is answered is the answer."""
+        """Return 200, for liveness probes."""
         return whole(200, b'{"status":"alive"}')
 
     async def ready(self, request: Request) -> web.Response:

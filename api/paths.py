@@ -38,14 +38,15 @@ def routes(
     others: Mapping[str, Mapping[str, Handler]],
     others_below: Mapping[str, Mapping[str, Handler]],
 ) -> Routes:
-    """
+    """Return the routes of the HTTP port.
+
     Args:
-        begin: as of GenerationEndpoint.
-        names: that clients may call the model by.
-        budget_s: total time that a request may take.
-        ignore_unknown: take requests with fields that nobody knows as if they had none.
-        why_not_ready: a sentence, or None when a request could be placed now.
-        others: what is beside OpenAI's API, by path, by method.
+        begin: see GenerationEndpoint.
+        names: model names that clients may use.
+        budget_s: total time limit of a request, in seconds.
+        ignore_unknown: whether to ignore unknown fields of requests.
+        why_not_ready: returns a sentence, or None if a request could be placed now.
+        others: handlers beside OpenAI's API, by path and method.
         others_below: the same for every path that begins with this one.
     """
     operations = Operations(names, model.limits.context_length, why_not_ready)

@@ -1,8 +1,8 @@
 """A token bucket per minute: it holds one minute's worth, starts full and refills evenly.
 
 This is the generic cell rate algorithm (ITU-T I.371) in whole numbers, so rounding loses nothing.
-Time is counted in steps, `per_minute` steps to a nanosecond. Each item costs one minute of
-nanoseconds in steps. The state is a single number.
+Time is counted in steps, `per_minute` steps to a nanosecond. Each item costs 60 * 10**9 steps. The
+state is a single number.
 """
 
 import time

@@ -5,7 +5,7 @@ A client may take another place while it holds fewer than 7 times its weight of 
 places always stays free. A weight of w counts as w clients that act as one. For weights of 1 and N
 places:
 - One client alone gets 7/8 of N. As places are returned, two greedy clients end up with 7/15 each,
-  and k with 7 / (1 + 7k) in total. A client that takes less leaves the rest to the others.
+  and k clients with 7 / (1 + 7k) each. A client that takes less leaves the rest to the others.
 - Then N / (1 + 7k) places are free, so a client without places gets one immediately. Until places
   are returned, each further greedy client takes 7/8 of the remainder. It takes log8(N) of them in a
   row to leave nothing, four for a thousand places. The next returned place is the newcomer's.

@@ -1,5 +1,7 @@
-"""The reply of an endpoint whose answers are told by named events: a stream of them, or what the
-whole answer is when the last has been told. Knows no form of an answer."""
+"""Replies of endpoints that stream named events: the stream, or the whole response at the end.
+
+Independent of the response format of an endpoint.
+"""
 
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -14,25 +16,29 @@ from api.http.answers import Headers, whole
 from api.http.request import Request
 from api.requests.answer import LastPiece, Piece
 
-Event = dict[str, Any]  # has its "type"; what else it says depends on that
+Event = dict[str, Any]  # has a "type", which determines its other fields
 _encode = msgspec.json.Encoder().encode
 
 
 class Telling(Protocol):
-    """One answer in its endpoint's form.
+    """One response in its endpoint's format.
 
-    last: the whole answer, once it has ended.
+    Attributes:
+        last: the whole response, after it has ended.
     """
 
     last: Event
 
     def add(self, piece: Piece | LastPiece) -> Iterator[Event]:
-        """The events that this piece makes. To be taken to its end, event by event: what is in an
-        event is what it is at that moment."""
+        """Yield the events of this piece. The iterator must be exhausted, event by event.
+
+        An event is valid only at the moment when it is yielded, because later events change its
+        content.
+        """
         ...
 
     def failed(self, why: Refusal) -> Event:
-        """The event that ends an answer of which some has been told."""
+        """Return the event that ends a response after part of it has been sent."""
         ...
 
 
@@ -41,7 +47,7 @@ def reply_of(telling: Telling, stream: bool, request: Request, headers: Headers)
 
 
 class _Whole:
-    """One JSON object at the end."""
+    """A reply with one JSON object at the end."""
 
     def __init__(self, telling: Telling, headers: Headers) -> None:
         self._telling = telling
@@ -63,7 +69,7 @@ class _Whole:
 
 
 class _Streamed:
-    """Events, each with its name."""
+    """A reply with server-sent events, each with its name."""
 
     def __init__(self, telling: Telling, request: Request, headers: Headers) -> None:
         self._telling = telling

@@ -1,4 +1,4 @@
-"""Server-sent events as an answer, and what becomes of them where there will be no answer."""
+"""Server-sent events of a response, and their handling of errors."""
 
 from aiohttp import web
 
@@ -10,7 +10,9 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Events:
-    """Of one answer. Each event is whole, with the empty line that ends it."""
+    """The event stream of one response. Each event is complete, with the empty line that ends
+    it.
+    """
 
     def __init__(self, request: Request, headers: Headers) -> None:
         self._headers = headers
@@ -22,34 +24,34 @@ class Events:
 
     @property
     def slow(self) -> bool:
-        """Whether the client leaves so much unread that no more should be written."""
+        """Return whether the client leaves so much unread that writing should pause."""
         return self._stream.slow
 
     def push(self, event: bytes) -> None:
-        """At once; for a client that is not slow. Nothing happens for b""."""
+        """Write an event immediately. Only for a client that is not slow. b"" is ignored."""
         if event:
             self._stream.push(event)
 
     async def send(self, event: bytes) -> None:
-        """As `push`, and waits while the client is slow."""
+        """Write an event as `push` does, and wait while the client is slow."""
         if event:
             await self._stream.send(event)
 
     def finish(self, event: bytes) -> None:
-        """The last one."""
+        """Write the last event."""
         self._stream.finish(event)
 
     def response(self) -> web.StreamResponse:
         return self._stream
 
     def failed(self, why: Refusal, last: bytes | None = None) -> web.StreamResponse:
-        """What the client gets where something has gone wrong.
+        """Return the response after an error.
 
         Args:
-            last: the event that says so, if some have been sent. None: the refusal itself, without
-                [DONE], so that no client takes this for the whole answer.
+            last: the event that reports the error, if events have been sent. None: the error body
+                itself, without [DONE], so that no client takes the response for complete.
         """
-        if self._stream.finished:  # one choice only waited for a slow client to take its end
+        if self._stream.finished:  # only a slow client kept the one choice waiting
             return self._stream
         if not self._stream.prepared:
             return why.response(self._headers)

@@ -1,4 +1,4 @@
-"""What both endpoints take besides a prompt, and what becomes of it: SamplingParams, n times."""
+"""Request fields that all endpoints share besides the prompt, and their SamplingParams, n times."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -26,12 +26,12 @@ from common.requests.sampling import (
     check_lengths,
 )
 
-# Each choice is a request of its own to our nodes, with the whole prompt: n multiplies a body.
+# Each choice is a separate request to the nodes with the whole prompt, so n multiplies the body.
 MAX_BYTES = 12 << 20
 
-# Its name comes back in an error, where each character can be ten.
+# Errors repeat the name, and escaping can make each character ten.
 ModelName = Annotated[str, msgspec.Meta(max_length=1024)]
-# What the wire to the nodes can carry; what is allowed of it is checked where every request is.
+# The range of the wire format. The allowed range is checked with every request, in one place.
 Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 Budget = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]  # -1: none
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
@@ -43,11 +43,11 @@ _MASK = 2**64 - 1
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
     include_obfuscation: Ignored = None
-    continuous_usage_stats: Ignored = None  # beside the text; the last event has all of it
+    continuous_usage_stats: Ignored = None  # in addition to the text. The last event has all of it
 
 
 class Fields(GuideFields, kw_only=True):
-    """Absent and null mean the same."""
+    """Request fields. Absent and null mean the same."""
 
     model: ModelName | None = None
     lora_path: ModelName | None = None
@@ -77,11 +77,13 @@ class Fields(GuideFields, kw_only=True):
 
 
 def check_multiplied(fields: Fields, body: bytes, best_of: int = 1) -> None:
-    """
+    """Check the total size of a request's prompts over all of its choices.
+
     Args:
-        best_of: answers to each prompt, where they are more than its choices.
+        best_of: responses to each prompt, if more than its choices.
+
     Raises:
-        Refusal: they are too many for prompts as long as those of `body`.
+        Refusal: there are too many choices for a body of this size.
     """
     own = f"{fields.where}n"
     name, count = ("best_of", best_of) if best_of > 1 else (own, fields.n or 1)
@@ -99,14 +101,18 @@ def samplings(
     thinking_budget: int = -1,
     best_of: int = 1,
 ) -> Sequence[SamplingParams]:
-    """One for each of the n choices of a prompt, alike but for the seed. Unchecked.
+    """Return sampling parameters for each of the n choices of a prompt. They differ in the seed
+    only.
+
+    The values are not checked.
 
     Args:
-        best_of: so many, where they are more.
-        max_tokens: None: as many as the context leaves.
+        best_of: number of responses to a prompt, if more than n.
+        max_tokens: None: as many as fit into the context.
         logprobs, prompt_logprobs, thinking_budget: -1: none.
+
     Raises:
-        Refusal: two forms of the answer are asked for, or one that cannot be.
+        Refusal: two response formats are requested, or an invalid one.
         InvalidRequest: a list is too long to be copied.
     """
     check_counts(fields.stop_token_ids or (), ())
@@ -116,7 +122,7 @@ def samplings(
         seed=any_seed() if fields.seed is None else _derived(fields.seed, 0),
         temperature=_given(fields.temperature, 1.0),
         top_p=_given(fields.top_p, 1.0),
-        top_k=fields.top_k or -1,  # 0, too, means all to other servers
+        top_k=fields.top_k or -1,  # other servers accept 0 for all, too
         min_p=_given(fields.min_p, 0.0),
         stop_token_ids=tuple(fields.stop_token_ids or ()),
         ignore_eos=bool(fields.ignore_eos),
@@ -153,12 +159,14 @@ def choices(
     silent: bool = False,
     prediction: Prediction | None = None,
 ) -> Sequence[Wanted]:
-    """What one request asks for, unchecked: of each prompt one choice for each of `per_prompt`,
-    which stand together.
+    """Return the choices that a request asks for, unchecked.
+
+    Each prompt gets one choice for each of `per_prompt`. The choices of a prompt are adjacent.
 
     Args:
-        max_tokens_field, shown, echo, silent: as of Wanted.
-        prediction: of each of them.
+        max_tokens_field, shown, echo, silent: see Wanted.
+        prediction: the prediction of each choice.
+
     Raises:
         InvalidRequest: a list is too long to be copied.
     """
@@ -206,5 +214,7 @@ def _given(value: float | None, default: float) -> float:
 
 
 def _derived(seed: int, number: int) -> int:
-    """The first choice has the seed itself: it is the answer that n = 1 would give."""
+    """Return the seed of a choice. Choice 0 has the seed itself, so it equals the response for n
+    = 1.
+    """
     return (seed + number * _GOLDEN) & _MASK

@@ -1,7 +1,7 @@
-"""Calls that must be made: the schema of an answer that is nothing else.
+"""Forced tool calls: the JSON schema of a response that consists of calls only.
 
-Any model can write JSON under a grammar, so such an answer is a JSON list of calls, whatever format
-its model has for them.
+Any model can write JSON under a grammar. Such a response is therefore a JSON list of calls,
+whatever tool call format its model has.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,8 @@ from api.dialect.messages import Tool
 from common.requests.guide import Guide
 
 _ANY_OBJECT = {"type": "object"}
-# Words with values, and words with schemas by name, which may be names of words.
+# Keywords whose values are data, and keywords that map names to schemas, where a name may equal a
+# keyword.
 _VALUES = frozenset({"const", "default", "enum", "example", "examples"})
 _BY_NAME = frozenset(
     {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}
@@ -21,10 +22,12 @@ _BY_NAME = frozenset(
 
 
 def guide_of_calls(tools: Sequence[Tool], *, parallel: bool) -> Guide:
-    """
+    """Return the guide of a response that consists of tool calls.
+
     Args:
-        tools: of which at least one is called.
+        tools: at least one of them is called.
         parallel: whether more than one call may be made.
+
     Raises:
         RecursionError: parameters are nested too deeply.
     """
@@ -50,7 +53,9 @@ def _call(tool: Tool, place: str) -> dict[str, Any]:
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """A schema that stands at `place` now: references are from the top."""
+    """Return a schema that has been moved to `place`, with its references adjusted to the new
+    root.
+    """
     match schema:
         case Mapping():
             return {word: _moved_word(word, value, place) for word, value in schema.items()}

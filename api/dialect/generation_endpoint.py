@@ -1,4 +1,4 @@
-"""One HTTP request for text, from its body to the end of its answer."""
+"""One HTTP generation request, from its body to the end of its response."""
 
 import asyncio
 import logging
@@ -26,12 +26,12 @@ from router.metrics import RouterMetrics
 
 log = logging.getLogger(__name__)
 
-# Gives the client of so many requests for text; raises ServingError where it may not ask them.
+# Returns the client of that many generation requests. Raises ServingError if it may not send them.
 Begin = Callable[[Request, int], Client]
 
 
 class GenerationEndpoint:
-    """A handler of HTTP requests. For one event loop."""
+    """HTTP handler of a generation endpoint. For one event loop."""
 
     def __init__(
         self,
@@ -44,8 +44,8 @@ class GenerationEndpoint:
     ) -> None:
         """
         Args:
-            begin: asked once what a request is for is known, and before any work on it.
-            names: that clients may call the model by.
+            begin: called after a request is parsed, before any work on it.
+            names: model names that clients may use.
         """
         self._dialect = dialect
         self._answers = answers
@@ -55,7 +55,7 @@ class GenerationEndpoint:
         self._refusals = ThrottledLog(log, Throttle())
 
     async def __call__(self, request: Request) -> web.StreamResponse:
-        """Being cancelled cancels every choice on its nodes."""
+        """Serve a request. Cancelling this call cancels every choice on its nodes."""
         request_id = new_request_id()
         label = request.header("x-request-id")
         headers = _names(label, request_id)
@@ -66,7 +66,7 @@ class GenerationEndpoint:
             adapter = self._names.adapter(asked.model, asked.lora_path)
             client = self._begin(request, len(asked.requests))
             retry = self._retry(client, request, body, request_id)
-            del body  # what has been read of it need not be held until the answer ends
+            del body  # releases the memory: it is not needed until the response ends
         except Refusal as refusal:
             self._metrics.rejected("invalid")
             self._refusals.info(
@@ -111,7 +111,7 @@ class GenerationEndpoint:
         traceparent: str,
         retry: Retry | None,
     ) -> None:
-        """Runs all choices at once; the first that fails ends the others."""
+        """Run all choices concurrently. The first failure ends the others."""
 
         def generated(index: int) -> Coroutine[Any, Any, None]:
             write, offer = partial(reply.write, index), partial(reply.offer, index)
@@ -131,18 +131,18 @@ class GenerationEndpoint:
 
 
 def _names(label: str, request_id: str) -> tuple[tuple[str, str], ...]:
-    """Proxies look for what they have sent, and may send it again."""
+    """Return the id headers: proxies expect their own x-request-id back, and may send it again."""
     return ("x-request-id", label or request_id), ("baton-request-id", request_id)
 
 
 def _ids(request_id: str, asked: Asked) -> list[str]:
-    """Of the choices, in order."""
+    """Return the request ids of the choices, in order."""
     if len(asked.requests) == 1:
         return [request_id]
     return [f"{request_id}-{index}" for index in range(len(asked.requests))]
 
 
 def _session_id(request: Request, asked: Asked) -> str:
-    """Headers go first: proxies can set them."""
+    """Return the session id. Headers take precedence, because proxies can set them."""
     named = request.header("x-session-id") or request.header("x-smg-routing-key")
     return named or asked.session_id

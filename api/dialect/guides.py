@@ -1,4 +1,4 @@
-"""The form that an answer is to have, in the words of OpenAI, vLLM and SGLang: one Guide."""
+"""Response formats of OpenAI, vLLM and SGLang, as one Guide."""
 
 from operator import attrgetter
 from typing import Any, ClassVar, Literal
@@ -16,11 +16,14 @@ class JsonSchema(msgspec.Struct, forbid_unknown_fields=True):
     schema: dict[str, Any]
     name: Ignored = None
     description: Ignored = None
-    strict: Ignored = None  # it always is
+    strict: Ignored = None  # schemas are always strict
 
 
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """The last three are of a structural tag: vLLM's and SGLang's, a newer form and an older."""
+    """A response format. The last three fields belong to structural tags of vLLM and SGLang.
+
+    `format` is the newer form of a structural tag, `structures` and `triggers` are the older one.
+    """
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
@@ -30,7 +33,7 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
-    """vLLM's. One of them."""
+    """vLLM's structured outputs. At most one field is set."""
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None
@@ -41,10 +44,10 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class GuideFields(msgspec.Struct, kw_only=True):
-    """One of them at most.
+    """Fields for guided decoding. At most one is set.
 
     Attributes:
-        where: what errors put before the name of a field.
+        where: prefix of a field's name in errors.
     """
 
     where: ClassVar[str] = ""
@@ -66,15 +69,16 @@ _NOTHING_GIVEN = (None,) * len(GuideFields.__struct_fields__)
 
 
 def form_field(fields: GuideFields) -> str:
-    """Return the name of the field that asks for a form of the answer; "" if none does."""
+    """Return the name of the field that asks for a response format, "" if none does."""
     given = zip(GuideFields.__struct_fields__, _given(fields), strict=True)
     return next((f"{fields.where}{name}" for name, value in given if value is not None), "")
 
 
 def guide_of(fields: GuideFields) -> Guide | None:
-    """
+    """Return the guide that the fields ask for.
+
     Raises:
-        Refusal: there are two, or one that cannot be.
+        Refusal: two fields ask for one, or a value is invalid.
     """
     if _given(fields) == _NOTHING_GIVEN:
         return None

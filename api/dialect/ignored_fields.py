@@ -1,9 +1,8 @@
-"""What is known and not supported, by name, with the values that change nothing; and what changes
-no answer whatever it says.
+"""Known request fields that are unsupported or ignored, with the values that change nothing.
 
-Taken from OpenAI's API and from what vLLM and SGLang add to it. A name that is in neither table,
-and no field of the record, is refused all the same; being known spares it a wrong guess at what was
-meant, and has it refused where unknown fields are not. Knows no requests.
+They come from OpenAI's API and from the extensions of vLLM and SGLang. A field that is in neither
+table and in no record is rejected as well. The error of a known name suggests no other spelling.
+Independent of requests.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,11 +13,11 @@ import msgspec
 
 @dataclass(frozen=True, slots=True)
 class Harmless:
-    """Values of a field that ask for what happens anyway. Null, "" and [] always do.
+    """Values of a field that ask for the default behaviour. Null, "" and [] always do.
 
     Attributes:
-        hint: whether other values are ignored, and named in a header of the answer: they ask for
-            something that no answer is wrong without.
+        hint: whether other values are ignored and named in a response header, because the response
+            is correct without them.
     """
 
     said: str  # "": there are no others
@@ -63,7 +62,7 @@ IGNORED: Mapping[str, str] = {
 }
 
 UNSUPPORTED: Mapping[str, Harmless] = {
-    # other answers
+    # other sampling methods
     "best_of": only(1),
     "do_sample": _ON,
     "early_stopping": _OFF,
@@ -74,21 +73,21 @@ UNSUPPORTED: Mapping[str, Harmless] = {
     "typical_p": only(1),
     "use_beam_search": _OFF,
     "watermarking": _OFF,
-    # tokens that may not be, or must
+    # required or excluded tokens
     "custom_logit_processor": _NEVER,
     "custom_params": _EMPTY,
     "logits_processors": _NEVER,
-    # a form that the answer has
+    # response formats
     "grammar": _NEVER,
     "guided_decoding_backend": hint(),
-    # where it ends, and how it is written
+    # end and spelling of the text
     "detokenize": _ON,
     "include_stop_str_in_output": _OFF,
     "no_stop_trim": _OFF,
     "skip_special_tokens": _ON,
     "spaces_between_special_tokens": _ON,
     "stream_interval": hint(1),
-    # what is told besides
+    # additional output
     "logprob_token_ids": _NEVER,
     "prompt_logprobs": _NEVER,
     "return_cached_tokens_details": _OFF,
@@ -108,7 +107,7 @@ UNSUPPORTED: Mapping[str, Harmless] = {
     "media_io_kwargs": _EMPTY,
     "session_params": _EMPTY,
     "truncate_prompt_tokens": _NEVER,
-    # where and when it runs
+    # placement and scheduling
     "kv_transfer_params": _EMPTY,
     "vllm_xargs": _EMPTY,
 }
@@ -118,7 +117,7 @@ OF_COMPLETIONS: Mapping[str, Harmless] = {
     "add_special_tokens": _ON,
     "prompt_embeds": _NEVER,
     "suffix": _NEVER,
-    "thinking_token_budget": only(-1),  # of messages
+    "thinking_token_budget": only(-1),  # supported by chats
 }
 
 OF_RESPONSES: Mapping[str, Harmless] = {
@@ -127,10 +126,11 @@ OF_RESPONSES: Mapping[str, Harmless] = {
     "conversation": _NEVER,
     "include": Harmless(
         "anything but `message.output_text.logprobs`",
-        # Reasoning is told as text anyway, and the rest is of tools that are not built in here.
+        # Reasoning is returned as text anyway. The other values belong to built-in tools, which do
+        # not exist here.
         lambda value: isinstance(value, list) and "message.output_text.logprobs" not in value,
     ),
-    "max_tool_calls": hint(),  # of built-in tools
+    "max_tool_calls": hint(),  # concerns built-in tools
     "moderation": _NEVER,
     "previous_response_id": _NEVER,
     "prompt": _NEVER,

@@ -1,5 +1,7 @@
-"""A conversation as clients of OpenAI's API write it: its messages, the tools that may be called,
-and what vLLM and SGLang let them say to the chat template."""
+"""A conversation in OpenAI's format: messages, tools and chat template settings.
+
+The template settings are those of vLLM and SGLang.
+"""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Protocol
@@ -35,7 +37,7 @@ class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Call(msgspec.Struct, forbid_unknown_fields=True):
-    """A call that an earlier message has made."""
+    """A tool call of an earlier message."""
 
     function: CalledFunction
     id: str = ""
@@ -44,7 +46,7 @@ class Call(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Message(msgspec.Struct, forbid_unknown_fields=True):
-    """Clients that send back what they were answered say null of some fields."""
+    """A message. Clients that send back a response set some fields to null."""
 
     role: str
     content: str | list[Part] | None = None
@@ -80,7 +82,7 @@ class Named(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
-    """One tool, which must be called."""
+    """The one tool that must be called."""
 
     function: Named
     type: Literal["function"] = "function"
@@ -91,7 +93,7 @@ ToolList = Annotated[list[Tool], msgspec.Meta(max_length=MAX_TOOLS)]
 
 
 class ConversationFields(Protocol):
-    """What is said about a conversation. Absent and null mean the same."""
+    """Request fields about a conversation. Absent and null mean the same."""
 
     chat_template_kwargs: dict[str, Any] | None
     reasoning_effort: str | None
@@ -102,11 +104,13 @@ class ConversationFields(Protocol):
 def conversation(
     fields: ConversationFields, messages: Sequence[Message], tools: Sequence[dict[str, Any]]
 ) -> Messages:
-    """
+    """Return the conversation that a request asks for.
+
     Args:
-        tools: that the model is told of, as templates know them.
+        tools: tools that the model may use, in the format of chat templates.
+
     Raises:
-        Refusal: a message says nothing, or what is no text; or the end of it is to be two things.
+        Refusal: a message is empty or has parts that are not text, or both endings are requested.
     """
     return Messages(
         [_turn(number, message) for number, message in enumerate(messages)],
@@ -118,7 +122,7 @@ def conversation(
 
 
 def shown(function: Function) -> dict[str, Any]:
-    """A tool as templates know it."""
+    """Return a tool in the format of chat templates."""
     told: dict[str, Any] = {"name": function.name}
     if function.description is not None:
         told["description"] = function.description
@@ -154,7 +158,7 @@ def _turn(number: int, message: Message) -> Turn:
         path = f"{where}.content"
         raise Refusal(400, f"{path} must be text or a list of text parts", param=path)
     return Turn(
-        # OpenAI's newer name; templates know the older one.
+        # `developer` is OpenAI's newer name. Templates know the older one.
         role="system" if message.role == "developer" else message.role,
         content=content,
         parts=parts,
@@ -172,8 +176,15 @@ def _part(where: str, number: int, part: Part) -> str | Picture:
 
 
 def text_of(where: str, content: str | list[Part], first: int = 0) -> str:
-    """Raises Refusal for a part that is no text, by its path, which begins with `where`, and where
-    it is the part after `first` others."""
+    """Return the text of a message's content.
+
+    Args:
+        where: path of the content, for errors.
+        first: index of the first part.
+
+    Raises:
+        Refusal: a part is not text. The error names its path.
+    """
     if isinstance(content, str):
         return content
     texts = []

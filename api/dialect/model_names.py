@@ -1,4 +1,4 @@
-"""What clients may call the model: as it is served, or as one of its LoRA adapters."""
+"""Model names that clients may use: the served name and the names of LoRA adapters."""
 
 from collections.abc import Callable, Mapping
 
@@ -8,11 +8,13 @@ _MOST_NAMED = 8  # in an error
 
 
 class ModelNames:
-    """
+    """Names of the served model and its adapters.
+
     Attributes:
-        served: what the model itself is called.
+        served: name of the model itself.
+
     Args:
-        adapters: that requests may have now, by name.
+        adapters: returns the adapters that requests may use now, by name.
     """
 
     def __init__(self, served: str, adapters: Callable[[], Mapping[str, object]]) -> None:
@@ -21,14 +23,14 @@ class ModelNames:
 
     @property
     def adapters(self) -> list[str]:
-        """Without one that is called as the model is."""
+        """Return the adapter names, without one that equals the model's name."""
         return sorted(name for name in self._adapters() if name != self.served)
 
     def adapter(self, model: str | None, lora_path: str | None = None) -> str:
-        """Of a request that names `model`, and perhaps an adapter besides; "": none.
+        """Return the adapter of a request with these fields, "" for none.
 
         Raises:
-            Refusal: there is no such model or adapter, or they are two adapters.
+            Refusal: there is no such model or adapter, or the fields name two adapters.
         """
         adapter = "" if model in (None, self.served) else self._known(model or "", "model")
         if not lora_path:
@@ -39,7 +41,7 @@ class ModelNames:
         return self._known(lora_path, "lora_path")
 
     def check_served(self, model: str | None) -> None:
-        """Raises Refusal for any other model than the one that is served: an adapter, or none."""
+        """Raise Refusal if `model` is an adapter or does not exist."""
         if self.adapter(model):
             raise Refusal(
                 400, f"model {model!r} is a LoRA adapter, and of text alone", param="model"

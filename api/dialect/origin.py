@@ -1,4 +1,4 @@
-"""What every part of one answer says alike: which answer it is, of which model, since when."""
+"""The constant fields of all parts of one response: id, model and creation time."""
 
 import time
 from typing import Self

@@ -1,4 +1,4 @@
-"""What goes wrong, as OpenAI tells it: a status and {"error": {message, type, param, code}}."""
+"""Errors in OpenAI's format: a status and {"error": {message, type, param, code}}."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -28,12 +28,12 @@ _HEADERS = {
     401: (("www-authenticate", "Bearer"),),
     415: (("accept-encoding", "identity"),),
     429: (("retry-after", "1"),),
-    # OpenAI's clients would send it again, and engines may die of it.
+    # OpenAI's clients would retry, and the request may crash engines.
     500: (("x-should-retry", "false"),),
     503: (("retry-after", "1"),),
 }
-# The sentence of an InvalidRequest begins with the field that it is about, as gRPC names it, and
-# perhaps with a path into that field.
+# The message of an InvalidRequest begins with the field's gRPC name, and optionally a path into
+# that field.
 _FIELD = re.compile(r"(?:sampling\.)?([a-z_]+)")
 _PATH = re.compile(r"(?:\[\d+\]|\.\w+)*")
 _FORMS = frozenset({*KINDS, "guide"})
@@ -43,15 +43,16 @@ _OUR_NAMES = {
     "thinking_budget": "thinking_token_budget",
 }
 
-# The fields of an endpoint: by our name, the name that its clients know.
+# Fields of an endpoint: the name that its clients use, by the router's own name.
 Fields: TypeAlias = Mapping[str, str]
 
 
 def fields_of(names: Iterable[str], **others: str) -> Fields:
-    """
+    """Return the fields of an endpoint by the router's own names.
+
     Args:
-        names: of the endpoint's fields.
-        others: fields that have another name there than here.
+        names: names of the endpoint's fields.
+        others: fields that the endpoint names differently, by the router's own name.
     """
     own = {name: name for name in names}
     ours = {our: own[name] for our, name in _OUR_NAMES.items() if name in own}
@@ -59,12 +60,12 @@ def fields_of(names: Iterable[str], **others: str) -> Fields:
 
 
 class Words(msgspec.Struct, frozen=True):
-    """How one API names kinds of errors."""
+    """Error vocabulary of one API."""
 
     kinds: Mapping[int, str]  # by status
-    request: str  # of any other status that is the client's fault
+    request: str  # of any other client error
     server: str  # of any other status
-    envelope: Mapping[str, str] = {}  # what an error's body has beside the error
+    envelope: Mapping[str, str] = {}  # fields of an error body beside `error`
 
 
 OPENAI = Words({429: "rate_limit_error"}, "invalid_request_error", "server_error")
@@ -85,7 +86,7 @@ ANTHROPIC = Words(
 
 
 class Refusal(Exception):
-    """Why there will be no answer; or, once part of it is out, no more of it."""
+    """An error response, or the end of a response that has already begun."""
 
     words = OPENAI
 
@@ -100,9 +101,9 @@ class Refusal(Exception):
     ) -> None:
         """
         Args:
-            param: the field of the request that is wrong.
-            code: what programs can tell errors apart by.
-            retry_after_s: None: as is usual for the status.
+            param: the invalid field of the request.
+            code: machine-readable error code.
+            retry_after_s: seconds until a retry. None: the default of the status.
         """
         super().__init__(cut(message))
         self.status = status
@@ -132,7 +133,7 @@ class Refusal(Exception):
         return self.words.kinds.get(self.status, other)
 
     def in_words(self, words: Words) -> Self:
-        """Return the same refusal, as that API writes it."""
+        """Return this error in the vocabulary of that API. Changes it in place."""
         self.words = words
         return self
 
@@ -141,10 +142,11 @@ class Refusal(Exception):
 
 
 def of_error(error: ServingError, fields: Fields, form: str = "") -> Refusal:
-    """
+    """Return the error response for a ServingError.
+
     Args:
-        fields: that the request can have. Errors name the field that the client sent.
-        form: the field that asks for the form of the answer.
+        fields: fields that the request can have. Errors name the field that the client sent.
+        form: the field that asks for a response format.
     """
     status = _STATUS.get(error.status, 500)
     message = str(error)
@@ -161,10 +163,10 @@ def of_error(error: ServingError, fields: Fields, form: str = "") -> Refusal:
         return Refusal(status, message)
     end = found.end()
     if name.rpartition(".")[2] != ours and (path := _PATH.match(message, end)):
-        end = path.end()  # a path into our field is none into the client's
+        end = path.end()  # a path into the router's field is invalid for the client's
     return Refusal(status, name + message[end:], param=name)
 
 
 def error_body(status: int, sentence: str) -> bytes:
-    """The body of an error that no field is to blame for."""
+    """Return the body of an error that no field causes."""
     return Refusal(status, sentence).body

@@ -1,4 +1,4 @@
-"""Endpoints that make something of a prompt and generate nothing: as bounded as those that do."""
+"""Endpoints that process a prompt without generation, with the same limits as generation."""
 
 from collections.abc import Awaitable, Callable
 
@@ -16,13 +16,13 @@ from common.errors import ServingError
 
 
 class PromptEndpoint:
-    """What such handlers share."""
+    """The shared part of such handlers."""
 
     def __init__(self, begin: Begin, budget_s: float) -> None:
         """
         Args:
-            begin: as of GenerationEndpoint.
-            budget_s: that a request may take.
+            begin: see GenerationEndpoint.
+            budget_s: time limit of a request, in seconds.
         """
         self._begin = begin
         self._budget_s = budget_s
@@ -34,11 +34,12 @@ class PromptEndpoint:
         names: Fields,
         words: Words = OPENAI,
     ) -> web.Response:
-        """
+        """Run a handler within the limits and return its response.
+
         Args:
-            answer: given who asks; raises Refusal or ServingError.
-            names: of the fields that a request may have.
-            words: of errors.
+            answer: called with the client. Raises Refusal or ServingError.
+            names: fields that a request may have.
+            words: error vocabulary.
         """
         try:
             client = self._begin(request, 1)

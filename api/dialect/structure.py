@@ -1,28 +1,29 @@
-"""How many values a JSON body has, counted before it is decoded.
+"""The number of values in a JSON body, counted before it is decoded.
 
-Two bytes of JSON become an object of a hundred: a body of megabytes that is nothing but empty lists
-costs seconds and hundreds of megabytes to decode, all of it on the event loop. Counting bytes that
-separate values costs a few milliseconds. Says nothing of whether a body is JSON.
+Two bytes of JSON become an object of a hundred bytes. A body of megabytes of empty lists takes
+seconds and hundreds of megabytes to decode, on the event loop. Counting the bytes that separate
+values takes a few milliseconds. The count does not check that the body is valid JSON.
 """
 
 from api.dialect.problems import Refusal
 
-# Of texts, objects and lists, keys included. A conversation of 4096 messages with some parts each
-# and hundreds of tools have less; so many take 50 ms to decode.
+# Limit of texts, objects and lists, keys included. A conversation of 4096 messages with some parts
+# each and hundreds of tools has fewer. Decoding this many takes 50 ms.
 MAX_NAMED = 1 << 16
-# Of anything else, which is token ids: a prompt of a million, in 100 ms, and twice that where the
-# body has fields to be left out.
+# Limit of all other values, which are token ids. A prompt of a million takes 100 ms, and twice that
+# if the body has fields to be left out.
 MAX_NUMBERS = 1 << 20
 
 
 def check_structure(body: bytes) -> None:
-    """
+    """Check the number of values in a body.
+
     Raises:
-        Refusal: the body has more values than anything that can be asked for.
+        Refusal: the body has more values than any valid request.
     """
     if len(body) <= MAX_NAMED or _fits(body):
         return
-    # A text may have any of these bytes in it, so only what is outside of texts counts.
+    # A text may contain any of these bytes, so only bytes outside of texts count.
     unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     if unescaped.count(b'"') > 2 * MAX_NAMED or not _fits(b'""'.join(unescaped.split(b'"')[::2])):
         raise Refusal(

@@ -1,4 +1,4 @@
-"""Tools that a chat offers, in whatever form it is written, and how calls of them are heard."""
+"""Tools that a chat offers, independent of its API, and the parsing of tool calls."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,20 +18,20 @@ from common.requests.sampling import SamplingParams
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """What the model is told of, and may call."""
+    """Tools that are shown to the model and that it may call."""
 
     tools: Sequence[Tool]
-    must: Sequence[Tool]  # of which it must call one; none: it may as well say something
-    parallel: bool  # False: no more than one call
+    must: Sequence[Tool]  # the model must call one of these. Empty: it may also respond with text
+    parallel: bool  # False: at most one call
 
     @property
     def shown(self) -> list[dict[str, object]]:
-        """As chat templates know them."""
+        """Return the tools in the format of chat templates."""
         return [shown(tool.function) for tool in self.tools]
 
     @property
     def callable(self) -> Tools | None:
-        """None: there are none."""
+        """Return the parameters of each tool by its name, or None if there are no tools."""
         return {tool.function.name: tool.function.parameters or {} for tool in self.tools} or None
 
 
@@ -43,14 +43,16 @@ def offered(
     *,
     parallel: bool | None,
 ) -> Offer:
-    """
+    """Return the tools that a request offers.
+
     Args:
-        choice: "auto", "none", "required"; None: auto, or `named`.
+        choice: "auto", "none", "required". None: auto, or `named`.
         named: the tool that must be called.
         speech: how the model calls tools.
-        parallel: None: as the model likes.
+        parallel: None: no limit.
+
     Raises:
-        Refusal: there is no such tool or choice; or nobody could tell a call from content.
+        Refusal: there is no such tool or choice, or the model's tool call format is unknown.
     """
     must: Sequence[Tool] = ()
     if named is not None:
@@ -76,7 +78,7 @@ def offered(
 
 
 def optional(tools: Sequence[Mapping[str, Any]]) -> Offer:
-    """Return the offer of tools in OpenAI's form, any of which may be called, and none must be."""
+    """Return the offer of tools in OpenAI's form. Any of them may be called, and none must be."""
     functions = [tool["function"] for tool in tools]
     return Offer(
         [
@@ -103,15 +105,16 @@ def guided(
 ) -> Sequence[SamplingParams]:
     """Return the same samplings, with the grammar that tools need.
 
-    An answer that must call a tool is calls alone: another form that was asked for is that of a
-    later turn. An answer that may call one has that form, or is calls. Without another form it is
-    text, in which a call that has begun is whole.
+    A response that must call a tool consists of calls only, and a requested response format applies
+    to a later turn. A response that may call one has that format or consists of calls. Without a
+    response format it is text, and a call that has begun is complete.
 
     Args:
         speech: how the model calls tools.
-        form_field: the field that asks for a form of the answer, for errors.
+        form_field: the field that asks for a response format, for errors.
+
     Raises:
-        Refusal: no grammar can write what was asked for, or parameters are nested too deeply.
+        Refusal: no grammar can express the request, or parameters are nested too deeply.
     """
     if not offer.tools:
         return samplings
@@ -143,7 +146,7 @@ def _must_guide(offer: Offer, speech: Speech) -> Guide:
 
 
 def _guide_of_text(offer: Offer, speech: Speech) -> Guide | None:
-    """Return the grammar of an answer that is text, or calls beside it. None: all of it is free."""
+    """Return the grammar of a response that is text with optional calls. None: no constraint."""
     strict = any(tool.function.strict for tool in offer.tools)
     if not strict and speech.arguments == FREE:
         return None
@@ -151,13 +154,16 @@ def _guide_of_text(offer: Offer, speech: Speech) -> Guide | None:
     if form is None:
         return None
     guide = tag(form)
-    # Only strict tools were promised a grammar: others do without one that is too large.
+    # Only strict tools guarantee a grammar. For other tools, a grammar that is too large is
+    # dropped.
     return guide if strict or len(guide.text) <= MAX_GUIDE_CHARACTERS else None
 
 
 def _guide_of_form(form: Guide, offer: Offer, speech: Speech, form_field: str) -> Guide:
-    """Return the grammar of an answer that has this form, or is calls. A structural tag says itself
-    where calls are."""
+    """Return the grammar of a response that has this format or consists of calls.
+
+    A structural tag defines the place of calls itself and is returned unchanged.
+    """
     inner = as_form(form)
     if inner is None:
         return form
@@ -174,8 +180,11 @@ def _guide_of_form(form: Guide, offer: Offer, speech: Speech, form_field: str) -
 
 
 def _held(offer: Offer, speech: Speech) -> Sequence[tuple[str, Mapping[str, Any]]]:
-    """Return the tools, with the schemas that arguments are held to: a strict tool's own, and that
-    of any object otherwise, unless the router holds all arguments to their schemas."""
+    """Return the tools with the schemas that constrain their arguments.
+
+    A strict tool has its own schema. Other tools accept any JSON object, unless the router
+    constrains all arguments to their schemas.
+    """
     return [
         (
             each.name,
@@ -188,10 +197,10 @@ def _held(offer: Offer, speech: Speech) -> Sequence[tuple[str, Mapping[str, Any]
 def listening(
     speech: Speech, prompt: SharedPrompt, offer: Offer, *, reasons: bool = True
 ) -> Callable[[], Listener]:
-    """Makes a Listener for each answer to `prompt`, once that has been rendered.
+    """Return a function that makes a Listener for each response to `prompt`, after its rendering.
 
     Args:
-        reasons: whether what is thought is told.
+        reasons: whether reasoning is returned.
     """
 
     def listener() -> Listener:

@@ -1,8 +1,8 @@
-"""Which fields of a body nobody heeds, wherever in it they are, and what is said of them.
+"""Unsupported fields of a body, at any depth, and their error.
 
-A record says which fields it heeds, and of those that it names but does not heed whether they are
-`Ignored` or must ask for `Nothing`. Whoever sends a field may mean it: one that would be dropped
-without a word makes an answer that only looks like what was asked for.
+A record defines the supported fields. Its other fields are either `Ignored` or must ask for
+`Nothing`. A client may rely on any field that it sends. Silently dropping one would return a
+response that only looks like the requested one.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,37 +17,38 @@ from msgspec import inspect
 from api.dialect.ignored_fields import Harmless, asks_nothing, only
 from api.dialect.problems import Refusal
 
-# Types of fields that a record names so that they are quickly read.
+# Types of fields that a record lists so that they decode quickly.
 Ignored = Annotated[Any, msgspec.Meta(description="Taken, and changes no answer.")]
 Nothing = Annotated[None, msgspec.Meta(description="Not supported: null, or empty.")]
 
 _IGNORED, _NOTHING = inspect.type_info(Ignored), inspect.type_info(Nothing)
 _MAX_TOLD = 8
-_MAX_NAME_CHARACTERS = 40  # of as many as a client cares to send
+_MAX_NAME_CHARACTERS = 40  # a client may send names of any length
 
 
 @dataclass(frozen=True, slots=True)
 class Stranger:
-    """A field that nobody heeds."""
+    """An unsupported field."""
 
     path: str
-    meant: Sequence[str]  # what it may be a misspelling of
-    ignored: bool  # the request is answered as if it were not there
+    meant: Sequence[str]  # fields that it may be a misspelling of
+    ignored: bool  # the request is served as if the field were absent
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The fields of a record, and of the records in it."""
+    """The fields of a record, and of its nested records."""
 
-    heeded: Mapping[str, "Shape | None"]  # None: there is no record in it
+    heeded: Mapping[str, "Shape | None"]  # None: no nested record
     ignored: frozenset[str]
     unsupported: Mapping[str, Harmless]
 
     @classmethod
     def of(cls, record: type[msgspec.Struct], unsupported: Mapping[str, Harmless]) -> Self:
-        """
+        """Return the shape of a record.
+
         Args:
-            unsupported: of the fields of `record`, those that are read for their values alone.
+            unsupported: fields of `record` that accept only certain values.
         """
         return cls._of(inspect.type_info(record), unsupported)  # type: ignore[arg-type]
 
@@ -68,11 +69,11 @@ class Shape:
         )
 
     def strip(self, fields: dict[str, Any], ignore: bool, where: str = "") -> Iterator[Stranger]:
-        """Takes out of `fields` whatever is not heeded, and names what of it may have been meant.
+        """Remove unsupported fields from `fields` and yield those that may change the response.
 
         Args:
-            ignore: fields that are unknown or not supported are ignored.
-            where: the path to `fields`, to which a name can be added.
+            ignore: whether to ignore fields that are unknown or unsupported.
+            where: the path to `fields`, as a prefix for names.
         """
         for name in list(fields):
             if name in self.heeded:
@@ -92,7 +93,9 @@ class Shape:
 
 
 def refusal(strangers: Iterator[Stranger]) -> Refusal | None:
-    """What is said of the first of them, and that there are more; None if there are none."""
+    """Return the error for the first unsupported fields and the existence of more. None if there
+    are none.
+    """
     told = list(islice(strangers, _MAX_TOLD))
     if not told:
         return None
@@ -124,7 +127,9 @@ def _record_in(kind: inspect.Type) -> inspect.StructType | None:
 
 
 def _records(value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Those that a field's value has, each with its path from there; of a wrong type: none."""
+    """Yield the nested records of a field's value, with their paths. A value of a wrong type has
+    none.
+    """
     match value:
         case dict():
             yield "", value

@@ -1,5 +1,4 @@
-"""Who calls a method of the router over gRPC: the guard of its services, reflection's too; only
-health is anybody's."""
+"""Authentication of gRPC callers, for all methods including reflection. Only health is public."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -14,13 +13,13 @@ _HEADER = "authorization"
 
 
 class Callers:
-    """A method's caller is a Client."""
+    """The guard of a gRPC service. A method's caller is a Client."""
 
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
 
     def of(self, method: str) -> rpc.Admit:
-        """Raises KeyError: nothing says who may call the method."""
+        """Return the guard of a method. Raise KeyError if the method has no access rule."""
         ask = self._guard.asking(METHODS[method])
 
         async def admit(context: Any) -> Client:
@@ -30,7 +29,9 @@ class Callers:
 
 
 def authorization(metadata: Iterable[tuple[str, Any]] | None) -> str:
-    """What a call has sent in place of HTTP's header; "" for nothing."""
+    """Return the authorization metadata of a call, which corresponds to HTTP's header. "" if
+    absent.
+    """
     for name, value in metadata or ():
         if name == _HEADER and isinstance(value, str):
             return value
@@ -38,7 +39,7 @@ def authorization(metadata: Iterable[tuple[str, Any]] | None) -> str:
 
 
 def address(peer: str) -> str:
-    """Of what gRPC tells of the other side: ipv4:HOST:PORT, ipv6:[HOST]:PORT, percent-encoded."""
+    """Return the address within gRPC's peer: ipv4:HOST:PORT, ipv6:[HOST]:PORT, percent-encoded."""
     kind, _, where = unquote(peer).partition(":")
     if kind in ("ipv4", "ipv6"):
         return where.rpartition(":")[0].strip("[]")

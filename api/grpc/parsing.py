@@ -1,4 +1,4 @@
-"""What a client asks for over gRPC."""
+"""Parsing of gRPC requests."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -36,7 +36,9 @@ from protos.router_pb2 import (
 
 
 def from_request(request: GenerateRequest) -> Wanted:
-    """Raises InvalidRequest where tools or settings are no JSON objects."""
+    """Parse a generation request. Raise InvalidRequest if tools or settings are not JSON
+    objects.
+    """
     together = Together.of([from_prompt(request)])
     return Wanted(
         prompt=together.prompts[0],
@@ -58,7 +60,7 @@ def from_request(request: GenerateRequest) -> Wanted:
 
 
 def from_input(given: Input) -> Text | TokenIds:
-    """Raises InvalidRequest where nothing is given."""
+    """Parse an input. Raise InvalidRequest if it is empty."""
     match given.WhichOneof("input"):
         case "text":
             return Text(given.text)
@@ -69,7 +71,7 @@ def from_input(given: Input) -> Text | TokenIds:
 
 
 def one_with_each(queries: Sequence[str], documents: Sequence[str]) -> list[tuple[str, str]]:
-    """Raises InvalidRequest where it is not clear which query is a document's."""
+    """Pair each document with its query. Raise InvalidRequest if the numbers do not match."""
     if len(queries) == 1:
         return [(queries[0], document) for document in documents]
     if len(queries) != len(documents):
@@ -78,7 +80,7 @@ def one_with_each(queries: Sequence[str], documents: Sequence[str]) -> list[tupl
 
 
 def from_prompt(request: GenerateRequest | TokenizeRequest) -> Prompt:
-    """Raises InvalidRequest as `from_request`."""
+    """Parse a prompt. Raise InvalidRequest as `from_request` does."""
     match request.WhichOneof("prompt"):
         case "text":
             return Text(request.text)

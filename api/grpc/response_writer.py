@@ -1,5 +1,6 @@
-"""An answer to messages as gRPC tells it: what is said as its text, and beside it what was thought
-and which tools are called."""
+"""A response to messages over gRPC: content as its text, with reasoning and tool calls beside
+it.
+"""
 
 from collections.abc import Callable
 
@@ -9,18 +10,18 @@ from protos.router_pb2 import GenerateResponse, ToolCallPart
 
 
 class GrpcVoice:
-    """Tells one answer."""
+    """Writer of one response."""
 
     def __init__(self, listener: Callable[[], Listener]) -> None:
         """
         Args:
-            listener: makes one; called with the first piece, when there is a prompt.
+            listener: makes the Listener. Called with the first piece, after the prompt is rendered.
         """
         self._make_listener = listener
         self._listener: Listener | None = None
 
     def tell(self, piece: Piece | LastPiece, response: GenerateResponse) -> None:
-        """Puts into `response`, which has the piece, what its text is made of."""
+        """Fill in text, reasoning and tool calls of `response`, which already has the piece."""
         listener = self._listener = self._listener or self._make_listener()
         match piece:
             case LastPiece():

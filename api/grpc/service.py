@@ -1,4 +1,4 @@
-"""The `Router` service: translates between messages and the parts that do the work."""
+"""The `Router` gRPC service: translates messages for the parts that do the work."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -40,7 +40,7 @@ Context: TypeAlias = Any  # rpc.Admitted, whose caller is a Client
 
 
 class RouterService(router_pb2_grpc.RouterServicer):
-    """For `rpc.add_service`, with Callers for a guard. Methods raise ServingError."""
+    """The gRPC service, for `rpc.add_service` with Callers as guard. Methods raise ServingError."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
     ) -> None:
         """
         Args:
-            budget_s: total time that a call may take; a request for text may ask for less.
+            budget_s: total time limit of a call. A generation request may ask for less.
         """
         self._guard = guard
         self._answers = answers
@@ -76,7 +76,9 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self._budget_s = budget_s
 
     async def Generate(self, request: router_pb2.GenerateRequest, context: Context) -> None:
-        """Streams the answer to one prompt; a cancelled call cancels it on every node."""
+        """Stream the response to one prompt. Cancelling the call cancels the request on every
+        node.
+        """
 
         with self._begun(context) as client:
             wanted = from_request(request)
@@ -187,7 +189,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
     async def Explain(
         self, request: router_pb2.ExplainRequest, context: Context
     ) -> router_pb2.ExplainResponse:
-        """NOT_FOUND where nobody knows it any more."""
+        """Return the history of a request. NOT_FOUND if no process or node knows it any more."""
         return await self._explainer.explain(request.name)
 
     async def LoadAdapter(
@@ -265,9 +267,10 @@ class RouterService(router_pb2_grpc.RouterServicer):
         return router_pb2.TellPlanResponse()
 
     def _offer(self, tools: Sequence[Any]) -> Offer:
-        """
+        """Return the offer of these tools.
+
         Raises:
-            InvalidRequest: calls of these tools cannot be told from content.
+            InvalidRequest: the model's tool call format is unknown.
         """
         if tools and self._model.speech.tools == NONE:
             raise InvalidRequest("messages.tools: how this model calls them is not known here")
@@ -286,7 +289,9 @@ class RouterService(router_pb2_grpc.RouterServicer):
 
     @contextmanager
     def _begun(self, context: Context) -> Iterator[Client]:
-        """Gives the client of a request, which counts from here on; tells it when to come again."""
+        """Yield the client of a request and count the request. Send retry-after if it is
+        overloaded.
+        """
         try:
             self._guard.begin(context.caller)
             yield context.caller
@@ -296,7 +301,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
 
 
 def _asker(request: Any, client: Client, context: Context) -> Asker:
-    """Of any request that has these fields."""
+    """Return the Asker of any request that has these fields."""
     return Asker(
         client,
         label=request.request_id,
@@ -308,7 +313,7 @@ def _asker(request: Any, client: Client, context: Context) -> Asker:
 
 
 def _metadata(context: Context, wanted: str) -> str:
-    """What the call has of that name; "" for nothing."""
+    """Return the call's metadata with that name, "" if absent."""
     for name, value in context.invocation_metadata() or ():
         if name == wanted and isinstance(value, str):
             return value
@@ -347,7 +352,7 @@ def _response(request_id: str, piece: Piece | LastPiece) -> router_pb2.GenerateR
 
 
 def _prompt_logprobs(piece: Piece) -> sampling_pb2.Logprobs | None:
-    """Of all its tokens but the first, which follows none."""
+    """Return log-probabilities of the prompt's tokens, without the first token, which has none."""
     return _logprobs(piece.prompt.tokens[1:]) if piece.prompt is not None else None
 
 

@@ -1,4 +1,4 @@
-"""The router's HTTP port. aiohttp.web speaks HTTP/1.1; what clients may take is bounded here.
+"""The router's HTTP port: aiohttp.web speaks HTTP/1.1, with limits for clients.
 
-Knows nothing of what it serves.
+Independent of the endpoints.
 """

@@ -1,9 +1,9 @@
-"""Stands between a client's connection and aiohttp, which takes one request after the other.
+"""A client's connection, between the event loop and aiohttp, which serves one request at a time.
 
-What aiohttp leaves open is decided here: how long each state of a connection may last, and how
-much is held of what its client sends. A connection is always read, so that its end is seen whatever
-else its client has sent; one that ends cancels the request that is being answered. Answering has no
-deadline but the request's own budget, and the time its client may leave it unread.
+This module adds what aiohttp leaves open: a time limit for each state of a connection, and a limit
+of the bytes held for its client. A connection is always read, so that its end is noticed even if
+the client has sent more. A closed connection cancels the request that is being served. Serving has
+no time limit but the request's own budget and the limit for unread output.
 """
 
 import asyncio
@@ -15,15 +15,15 @@ from typing import Any, cast
 from api.http.connection_limit import Place
 from api.http.shared import NOBODY, Peer, Shared, peer_of
 
-_MAX_UNSENT_BYTES = 64 << 10  # above it, whoever writes an answer waits
-_HEAD_BYTES = 64 << 10  # that may come with a body which is as long as it may be
+_MAX_UNSENT_BYTES = 64 << 10  # above it, writers of a response wait
+_HEAD_BYTES = 64 << 10  # may come in addition to a body of maximum length
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 class Door(asyncio.Transport, asyncio.Protocol):
     """A protocol for the event loop, and a transport for aiohttp.
 
-    uvloop, as asyncio, sets TCP_NODELAY on every TCP socket it accepts.
+    uvloop, like asyncio, sets TCP_NODELAY on every TCP socket it accepts.
     """
 
     def __init__(
@@ -34,9 +34,9 @@ class Door(asyncio.Transport, asyncio.Protocol):
     ) -> None:
         """
         Args:
-            make_inside: gives what reads requests and writes answers, of which this is the
+            make_inside: makes the protocol that reads requests and writes responses through this
                 transport.
-            on_closed: called when the connection has ended.
+            on_closed: called after the connection has ended.
         """
         super().__init__()
         self.deadline = math.inf
@@ -48,17 +48,17 @@ class Door(asyncio.Transport, asyncio.Protocol):
         self._inside: asyncio.Protocol | None = None
         self._place: Place | None = None
         self._writable = True
-        self._full = False  # nothing more is taken inside, for now
-        self._ahead = bytearray()  # not yet taken inside
-        self._receiving = False  # part of a request is here, and none is being answered
+        self._full = False  # reading is paused inside
+        self._ahead = bytearray()  # received, but not yet passed inside
+        self._receiving = False  # part of a request has arrived, and none is being served
         self._answering = False
-        self._leaving = False  # nothing more is read as a request
+        self._leaving = False  # no further request is read
         self._num_inside = 0  # bytes of requests that are held inside
         self._num_arriving = 0  # this connection's part of Shared.num_arriving
 
     @property
     def goes_on(self) -> bool:
-        """Whether another request can be answered after this one."""
+        """Return whether another request can be served after this one."""
         return not (self._leaving or self._shared.draining)
 
     def expire(self) -> None:
@@ -77,7 +77,7 @@ class Door(asyncio.Transport, asyncio.Protocol):
         self._transport.abort()
 
     def turn_away(self, status: int, sentence: str) -> None:
-        """Nothing more can be read from this client: tells it why, unless it is being answered."""
+        """Stop reading from this client. Send it the reason, unless a request is being served."""
         self.forget()
         self._shared.log.info(
             "client turned away", peer=self.peer.address, status=status, because=sentence
@@ -90,12 +90,12 @@ class Door(asyncio.Transport, asyncio.Protocol):
         self._linger(self._shared.limits.linger_s)
 
     def forget(self) -> None:
-        """Nothing more is read as a request, and of what was not read nothing is held."""
+        """Stop reading requests, and discard unread bytes."""
         self._leaving = True
         self._ahead = bytearray()
         self._hold(0)
 
-    # What the event loop calls --------------------------------------------------------------------
+    # Called by the event loop ---------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -108,7 +108,7 @@ class Door(asyncio.Transport, asyncio.Protocol):
             self._inside.connection_made(self)
             self._wait_for_request()
         elif len(self._shared.members) > 2 * self._shared.limits.max_connections:
-            self.abort()  # not even words for so many
+            self.abort()  # too many connections even for an error response
         else:
             self.turn_away(503, "there are as many connections as this router takes")
 
@@ -144,10 +144,10 @@ class Door(asyncio.Transport, asyncio.Protocol):
             self._place.leave()
         self._end_inside(error)
 
-    # What a request calls -------------------------------------------------------------------------
+    # Called by a request --------------------------------------------------------------------------
 
     def receive(self) -> None:
-        """Part of it is here."""
+        """Note that part of a request has arrived."""
         if not (self._receiving or self._leaving):
             self._receiving = True
             self.deadline = self._shared.now + self._shared.limits.receive_s
@@ -155,11 +155,11 @@ class Door(asyncio.Transport, asyncio.Protocol):
                 self._place.busy()
 
     def ask_for_body(self) -> None:
-        """Of a client that waits for that."""
+        """Ask a client that waits for 100-continue for its body."""
         self._transport.write(_CONTINUE)
 
     def answering(self, num_body_bytes: int) -> None:
-        """All of it is here, and its body is held."""
+        """Note that the whole request has arrived, and that its body is held."""
         self._receiving = False
         self._answering = True
         self.deadline = math.inf
@@ -171,7 +171,7 @@ class Door(asyncio.Transport, asyncio.Protocol):
         self._hold(0)
 
     def answered(self) -> None:
-        """All of the answer is written, and its client has taken enough of it."""
+        """Note that the whole response is written, and that its client has read enough of it."""
         self._answering = False
         self._hold(0)
         if self._transport.is_closing():
@@ -187,7 +187,7 @@ class Door(asyncio.Transport, asyncio.Protocol):
             else:
                 self._take_in_ahead()
 
-    # What aiohttp calls, as of a transport --------------------------------------------------------
+    # Called by aiohttp, as on a transport ---------------------------------------------------------
 
     def write(self, data: Any) -> None:
         self._transport.write(data)
@@ -199,12 +199,14 @@ class Door(asyncio.Transport, asyncio.Protocol):
         return self._transport.get_extra_info(name, default)
 
     def pause_reading(self) -> None:
-        """Until the request that is being received is here: then it is read all the same."""
+        """Pause reading until the current request has arrived. During a response the connection
+        is read all the same.
+        """
         self._full = True
         self._transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """Is called whenever there is room, also where there was."""
+        """Resume reading. aiohttp also calls this without an earlier pause."""
         if self._full:
             self._full = False
             if not (self._answering or self._leaving):
@@ -217,7 +219,7 @@ class Door(asyncio.Transport, asyncio.Protocol):
         elif not self._leaving:
             self._close()
 
-    # Inside ---------------------------------------------------------------------------------------
+    # Internal -------------------------------------------------------------------------------------
 
     def _take_in(self, data: bytes) -> None:
         self.receive()
@@ -242,15 +244,17 @@ class Door(asyncio.Transport, asyncio.Protocol):
             self._place.idle()
 
     def _end_inside(self, error: Exception | None) -> None:
-        """For what is inside the connection is lost, whatever becomes of it."""
+        """End the connection for the inner protocol, whatever happens to the socket."""
         inside, self._inside = self._inside, None
         if inside is not None:
             inside.connection_lost(error)
 
     def _linger(self, longest_s: float) -> None:
-        """Ends a connection whose client may still be sending. Closed with unread bytes, the socket
-        would take the answer back. TLS has no such half of a connection, and an end of its own,
-        which waits for the client's."""
+        """End a connection whose client may still be sending.
+
+        Closing a socket with unread bytes would discard the response. TLS has no half-closed state.
+        It has its own closing handshake, which waits for the client.
+        """
         self._transport.resume_reading()
         if self._transport.can_write_eof():
             self._transport.write_eof()
@@ -259,13 +263,13 @@ class Door(asyncio.Transport, asyncio.Protocol):
         self.deadline = self._shared.now + longest_s
 
     def _close(self) -> None:
-        """After what is written; a client that does not read it has until the deadline."""
+        """Close after pending writes. A client that does not read them has until the deadline."""
         self._leaving = True
         self.deadline = self._shared.now + self._shared.limits.idle_s
         self._transport.close()
 
     def _hold(self, num_inside: int) -> None:
-        """So many bytes of requests are held inside, and those that were sent ahead."""
+        """Record how many bytes are held: those inside, and those that were sent ahead."""
         self._num_inside = num_inside
         num_bytes = num_inside + len(self._ahead)
         self._shared.num_arriving += num_bytes - self._num_arriving
@@ -273,7 +277,7 @@ class Door(asyncio.Transport, asyncio.Protocol):
 
 
 def _refusal(status: int, body: bytes) -> bytes:
-    """A whole answer, to what was never read as a request."""
+    """Return a complete response to bytes that were never parsed as a request."""
     retry = "retry-after: 1\r\n" if status == 503 else ""
     return (
         f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"

@@ -1,4 +1,4 @@
-"""Answers: all at once, or piece by piece as fast as the client reads."""
+"""Responses: whole, or streamed as fast as the client reads."""
 
 from collections.abc import Coroutine, Iterable
 from typing import Any
@@ -12,12 +12,13 @@ Headers = Iterable[tuple[str, str]]
 JSON = "application/json"
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 
-# Not in the standard, but what a client's own cancel is called everywhere.
+# Not a standard reason, but the common name for a request that its client cancelled.
 _REASONS = {499: "Client Closed Request"}
 
 
 def whole(status: int, body: bytes, kind: str = JSON, headers: Headers = ()) -> web.Response:
-    """
+    """Return a whole response.
+
     Args:
         kind: media type of `body`.
     """
@@ -26,33 +27,34 @@ def whole(status: int, body: bytes, kind: str = JSON, headers: Headers = ()) -> 
 
 
 class Stream(web.StreamResponse):
-    """Any pieces by `send` or `push`, and one `finish`. The head is written with the first piece.
+    """A streamed response: pieces by `send` or `push`, and one `finish`.
 
-    After its client has gone everything here does nothing; its user is cancelled.
+    The head is written with the first piece. After the client has disconnected, all methods do
+    nothing and the caller is cancelled.
     """
 
-    # aiohttp's own: else the head would be a packet of its own.
+    # An option of aiohttp: otherwise the head would be a packet of its own.
     _send_headers_immediately = False
 
     def __init__(self, request: Request, kind: str = EVENT_STREAM, headers: Headers = ()) -> None:
         """
         Args:
-            request: that it answers.
+            request: the request of this response.
         """
         super().__init__(headers=[("content-type", kind), *headers])
         self._request = request
         self._last = b""
         self.finished = False
-        if request.version < HttpVersion11:  # the end of the connection is the end of the answer
+        if request.version < HttpVersion11:  # HTTP/1.0: the end of the connection ends the response
             self.force_close()
 
     @property
     def slow(self) -> bool:
-        """Whether the client leaves so much unread that no more should be written."""
+        """Return whether the client leaves so much unread that writing should pause."""
         return bool(self._request.protocol.writing_paused)
 
     def push(self, piece: bytes) -> None:
-        """Writes a piece, at once. For a client that is not slow."""
+        """Write a piece immediately. Only for a client that is not slow."""
         try:
             if not self.prepared:
                 self.headers.extend(self._request.answer_headers)
@@ -62,24 +64,26 @@ class Stream(web.StreamResponse):
             return
 
     async def send(self, piece: bytes) -> None:
-        """As `push`, and waits while the client is slow: no writer is ever more than one piece
-        ahead of what the transport holds."""
+        """Write a piece as `push` does, and wait while the client is slow.
+
+        No writer is ever more than one piece ahead of the transport's buffer.
+        """
         self.push(piece)
         await self._request.writer.drain()
 
     def finish(self, piece: bytes = b"") -> None:
-        """The last piece, which is written with the answer's end."""
+        """Set the last piece, which is written with the end of the response."""
         self._last = piece
         self.finished = True
 
     async def write_eof(self, data: bytes = b"") -> None:
-        """aiohttp's, after the handler: the end."""
+        """Write the last piece and the end. aiohttp calls this after the handler."""
         last, self._last = self._last + data, b""
         await super().write_eof(last)
 
 
 def _at_once(writing: Coroutine[Any, Any, object]) -> None:
-    """Runs what is a coroutine, but has nothing to wait for."""
+    """Run a coroutine that never has to wait."""
     try:
         writing.send(None)
     except StopIteration:

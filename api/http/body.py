@@ -1,15 +1,17 @@
-"""Reads a request's body, within limits that hold before it is much work."""
+"""Reading of a request's body, within limits that apply before much work is done."""
 
 from aiohttp import EMPTY_PAYLOAD, HttpVersion10, HttpVersion11
 
 from api.http.request import Request
 
-# Every piece of a body costs the same work, whatever is in it: so many may be small.
+# Each piece of a body costs the same work, whatever its size. This limits the number of small ones.
 _SMALL_BYTES, _MAX_SMALL = 64, 1000
 
 
 class BadRequest(Exception):
-    """What a client sent is no request, or more than is taken. Nothing after it can be read."""
+    """An invalid request, or one beyond the limits. Nothing after it on the connection can be
+    read.
+    """
 
     def __init__(self, status: int, sentence: str) -> None:
         super().__init__(sentence)
@@ -17,11 +19,11 @@ class BadRequest(Exception):
 
 
 async def whole_body(request: Request, max_bytes: int) -> bytes:
-    """Waits until all of it is here.
+    """Wait until the whole body has arrived, and return it.
 
     Raises:
-        BadRequest: it is too long, which is said before it comes where its client tells its
-            length, or comes in too many pieces.
+        BadRequest: it is too long or comes in too many pieces. If the client sends the length, a
+            body that is too long is rejected before it arrives.
     """
     if request.version not in (HttpVersion11, HttpVersion10):
         raise BadRequest(400, "only HTTP/1.1 and HTTP/1.0 are spoken here")
@@ -47,7 +49,7 @@ async def whole_body(request: Request, max_bytes: int) -> bytes:
 
 
 def _num_told(request: Request) -> int:
-    # The parser has found it to be a number, but Python reads no more than 4300 digits of one.
+    # The parser has checked that it is a number, but Python reads at most 4300 digits of one.
     return int(request.header("content-length").lstrip("0")[:20] or "0")
 
 

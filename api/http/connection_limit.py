@@ -1,8 +1,8 @@
-"""Room for connections, shared among the addresses that they come from.
+"""Limits of connections, shared between client addresses.
 
-An address that has its share, and one that comes when nothing is free, gets the place of the
-connection that has been idle longest: of its own, or of the address that has most. Only where none
-is idle there is no room.
+If an address has used its share, or no place is free, a new connection replaces the connection that
+has been idle longest: one of the same address, or of the address with the most connections. If none
+of those is idle, the new connection is rejected.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,9 @@ Leave = Callable[[], None]
 
 
 class Place:
-    """One connection's. `leave` once it is over, and whenever it likes after that."""
+    """The place of one connection. Call `leave` when the connection ends. Further calls do
+    nothing.
+    """
 
     def __init__(self, room: "Room", network: str, turn_out: Leave) -> None:
         self.turn_out = turn_out
@@ -23,7 +25,7 @@ class Place:
         self._left = False
 
     def idle(self) -> None:
-        """From now on it may be turned out."""
+        """Mark the connection as idle, so that it may be closed in favour of a new one."""
         if not self._left:
             self._room.idle(self._network, self)
 
@@ -38,19 +40,18 @@ class Place:
 
 
 class Room:
-    """For one event loop."""
+    """The places for connections. For one event loop."""
 
     def __init__(self, places: int) -> None:
         self._shares = Shares(places)
-        self._idle: dict[str, dict[Place, None]] = {}  # the longest idle first; none is empty
+        self._idle: dict[str, dict[Place, None]] = {}  # longest idle first, never an empty dict
 
     def enter(self, host: str, turn_out: Leave) -> Place | None:
-        """
+        """Return a place for a new connection, or None if there is none.
+
         Args:
-            host: where the connection comes from.
-            turn_out: ends it; called at most once, while it is idle.
-        Returns:
-            None: there is no room.
+            host: address of the client.
+            turn_out: ends the connection. Called at most once, while the connection is idle.
         """
         network = network_of(host)
         if not self._shares.may_take(network, 1.0):
@@ -68,7 +69,7 @@ class Room:
         place.turn_out()
         return True
 
-    # What places call -----------------------------------------------------------------------------
+    # Called by places -----------------------------------------------------------------------------
 
     def idle(self, network: str, place: Place) -> None:
         self._idle.setdefault(network, {})[place] = None

@@ -1,7 +1,7 @@
-"""A client's connection until TLS stands. From then on a Door has it.
+"""A client's connection until its TLS handshake is complete. Then a Door takes over.
 
-It counts as a connection from the start and has a deadline: a client that says nothing does not
-hold its place for long.
+It counts as a connection from the start and has a deadline, so a silent client does not hold its
+place for long.
 """
 
 import asyncio
@@ -18,17 +18,17 @@ from api.http.shared import Shared, peer_of
 
 
 class Handshake(asyncio.Protocol):
-    """Made by the server for each client that connects, where it serves TLS."""
+    """The protocol that the server makes for each client if it serves TLS."""
 
     def __init__(
         self, shared: Shared, door: Callable[[], Door], context: Callable[[], ssl.SSLContext]
     ) -> None:
         """
         Args:
-            door: makes what has the connection afterwards.
-            context: asked once for each handshake.
+            door: makes the Door that takes over the connection.
+            context: returns the TLS context. Called once per handshake.
         """
-        self.deadline = math.inf  # the event loop has one for handshakes
+        self.deadline = math.inf  # the event loop has its own deadline for handshakes
         self._shared = shared
         self._door = door
         self._context = context
@@ -46,8 +46,11 @@ class Handshake(asyncio.Protocol):
         self._shaking.cancel()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Takes the socket away from the transport, before anything is read: of what a loop does
-        with a socket of somebody else's, it tells whether the handshake failed."""
+        """Move the socket out of the transport before anything is read.
+
+        The event loop reports whether a handshake failed only for a socket that its caller passes
+        in.
+        """
         peer = peer_of(transport)
         self._place = self._shared.room.enter(peer.host, self.abort)
         if self._place is not None:
@@ -68,11 +71,11 @@ class Handshake(asyncio.Protocol):
                 ssl_handshake_timeout=limits.handshake_s,
                 ssl_shutdown_timeout=limits.linger_s,
             )
-        except OSError as error:  # of TLS, a reset, or the deadline
+        except OSError as error:  # TLS error, reset or timeout
             because = str(error) or "it has gone"
             self._shared.log.info("no TLS with a client", peer=self._peer, because=because)
         finally:
-            if self in self._shared.members:  # it has not come to `_stands`
+            if self in self._shared.members:  # `_stands` was not called
                 self._leave()
                 client.close()
 
@@ -89,7 +92,7 @@ class Handshake(asyncio.Protocol):
 
 
 class _Standing(asyncio.Protocol):
-    """What the event loop has in hand until the handshake's end."""
+    """The protocol that the event loop holds until the handshake is complete."""
 
     def __init__(self, stands: Callable[[asyncio.Transport], None]) -> None:
         self._stands = stands

@@ -1,4 +1,4 @@
-"""One request as its handler sees it: aiohttp's, and the door that it came through."""
+"""One request as its handler sees it: aiohttp's request, with the connection's Door."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
@@ -10,23 +10,27 @@ from api.http.shared import Peer
 
 
 class Request(web.BaseRequest):
-    """Its whole body is here before its handler is called, and is given away once."""
+    """An HTTP request. Its whole body has arrived before its handler is called, and can be taken
+    once.
+    """
 
     def __init__(self, door: Door, *parts: Any) -> None:
         """
         Args:
-            parts: what aiohttp makes its requests of.
+            parts: constructor arguments of aiohttp's request.
         """
         super().__init__(*parts)
         self.door = door
-        # As sent, without the query: who checks a path and who answers there read the same.
+        # As sent, without the query, so that access checks and routing read the same path.
         self.route = self.rel_url.raw_path
-        self.answer_headers: tuple[tuple[str, str], ...] = ()  # of any answer, besides its own
+        self.answer_headers: tuple[tuple[str, str], ...] = ()  # added to any response
         self.body = b""
 
     @property
     def keep_alive(self) -> bool:
-        """Whether the connection can go on after the answer; asked when its head is written."""
+        """Return whether the connection stays open after the response. Evaluated when its head
+        is written.
+        """
         return super().keep_alive and self.door.goes_on
 
     @property
@@ -34,7 +38,9 @@ class Request(web.BaseRequest):
         return self.door.peer
 
     def header(self, name: str) -> str:
-        """Its value; "" of none. What is not UTF-8 is read as latin-1: it can be sent again."""
+        """Return a header's value, "" if absent. Bytes that are not UTF-8 are read as latin-1,
+        so that the value can be sent again.
+        """
         value = self.headers.get(name, "")
         if value.isascii():
             return value
@@ -45,13 +51,14 @@ class Request(web.BaseRequest):
             return sent.decode("latin-1")
 
     def take_body(self) -> bytes:
-        """The body is the caller's from now on, and nobody else's: what has been read of it need
-        not be held until the answer ends."""
+        """Return the body and release it to the caller, so that it need not be held until the
+        response ends.
+        """
         body, self.body = self.body, b""
         self.door.body_taken()
         return body
 
 
 Handler: TypeAlias = Callable[[Request], Awaitable[web.StreamResponse]]
-# An answer that a request gets before its body is read, or None.
+# Returns a response that replaces the handler's, before the body is read, or None.
 Check: TypeAlias = Callable[[Request], web.Response | None]

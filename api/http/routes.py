@@ -1,4 +1,4 @@
-"""Which handler answers which method and path."""
+"""Routing of methods and paths to handlers."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,7 +10,7 @@ from api.http.shared import ErrorBody
 
 
 class Routes:
-    """Called with a request, gives its handler; one that says why not where there is none."""
+    """The handler of each request. Without one, a handler that returns 404 or 405."""
 
     def __init__(
         self,
@@ -20,7 +20,7 @@ class Routes:
     ) -> None:
         """
         Args:
-            exact: by path, by method. Whatever answers GET answers HEAD too.
+            exact: handlers by path and method. GET handlers also serve HEAD.
             below: the same for every path that begins with this one, which ends with "/".
         """
         self._exact = exact
@@ -29,7 +29,7 @@ class Routes:
 
     @property
     def paths(self) -> Sequence[str]:
-        """Every path that is served, or begins those that are."""
+        """Return every path or path prefix that is served."""
         return [*self._exact, *self._below]
 
     def __call__(self, request: Request) -> Handler:

@@ -1,4 +1,4 @@
-"""Listens, looks after the connections' deadlines, and ends them in order."""
+"""The HTTP listener: it accepts connections, enforces their deadlines and drains them."""
 
 import asyncio
 import contextlib
@@ -15,13 +15,13 @@ from common.errors import ConfigError
 from common.rpc import join_address
 
 _BACKLOG = 1024
-_MAX_UNSENT_BYTES = 64 << 10  # in the kernel, beyond what a client has room for
-# A host that is gone without a word is missed after these together.
+_MAX_UNSENT_BYTES = 64 << 10  # in the kernel, beyond the client's receive window
+# A host that disappears silently is detected after all of these together.
 _SILENT_S, _PROBE_S, _PROBES = 15, 5, 3
 
 
 class HttpServer:
-    """For one event loop. `start` once, `stop` at the end."""
+    """The HTTP server of one event loop. Call `start` once, and `stop` at the end."""
 
     def __init__(
         self,
@@ -31,8 +31,8 @@ class HttpServer:
     ) -> None:
         """
         Args:
-            service: answers what comes through its doors.
-            tls_context: asked before each TLS handshake; None: without TLS.
+            service: serves the requests of its connections.
+            tls_context: returns the context of each TLS handshake. None: without TLS.
         """
         self._shared = shared
         self._service = service
@@ -41,12 +41,13 @@ class HttpServer:
         self._next_tick: asyncio.TimerHandle | None = None
 
     async def start(self, host: str, port: int, *, shares_port: bool = False) -> int:
-        """Listens; returns the port, which port 0 leaves to the system.
+        """Listen, and return the port, which the system chooses for port 0.
 
         Args:
-            shares_port: with other processes, as for common.rpc.bind.
+            shares_port: whether other processes share the port, as in common.rpc.bind.
+
         Raises:
-            ConfigError: it cannot listen there.
+            ConfigError: the address is not available.
         """
         loop = asyncio.get_running_loop()
         try:
@@ -55,7 +56,7 @@ class HttpServer:
             )
         except OSError as error:
             address = join_address(host, port)
-            # uvloop puts the address into the sentence, which has it already.
+            # uvloop adds the address to the message, which has it already.
             reason = os.strerror(error.errno) if error.errno else str(error)
             raise ConfigError(f"--http-port: cannot listen on {address}: {reason}") from error
         for listener in self._listener.sockets:
@@ -65,24 +66,24 @@ class HttpServer:
         return bound
 
     def stop_listening(self) -> None:
-        """Takes no new connection."""
+        """Stop accepting connections."""
         if self._listener is not None:
             self._listener.close()
 
     def drain(self) -> None:
-        """From now on every answer ends its connection; those that wait for a request end now."""
+        """Close each connection after its current response, and idle connections immediately."""
         self._shared.draining = True
         for member in list(self._shared.members):
             member.drain()
 
     async def wait_until_all_gone(self, longest_s: float) -> None:
-        """All connections; or returns after so long."""
+        """Wait until all connections have ended, for at most `longest_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(longest_s):
                 await self._shared.all_gone.wait()
 
     async def stop(self, grace_s: float) -> None:
-        """Takes no new connection, gives answers under way `grace_s` and ends the rest."""
+        """Stop accepting connections, give running responses `grace_s` and end the rest."""
         self.stop_listening()
         self.drain()
         await self.wait_until_all_gone(grace_s)
@@ -103,7 +104,7 @@ class HttpServer:
 
 
 def _set_options(listener: int) -> None:
-    """Every connection that is accepted has the options of its listener."""
+    """Set socket options of a listener, which accepted connections inherit."""
     with socket.socket(fileno=os.dup(listener)) as shared:
         shared.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in (

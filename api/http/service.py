@@ -1,4 +1,4 @@
-"""What aiohttp calls with each request, once its head is here, and with what is no request."""
+"""The callbacks of aiohttp: a request whose head has arrived, or bytes that are not a request."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -12,25 +12,25 @@ from api.http.body import BadRequest, whole_body
 from api.http.request import Check, Handler, Request
 from api.http.shared import Peer, Shared
 
-# aiohttp parses at most twice as much of a body ahead of its reader, and 1024 chunks of it.
+# aiohttp parses at most twice as much of a body ahead of its reader, and at most 1024 chunks.
 _READ_BYTES = 16 << 10
 _BUG = "the router has failed to answer; its log says more"
 
 
 class Checks(Protocol):
-    """What is asked of every request, and told in every answer, whatever its path."""
+    """Checks and headers of every request, independent of its path."""
 
-    in_order: Sequence[Check]  # asked in this order, before the body is read
+    in_order: Sequence[Check]  # called in this order, before the body is read
 
     def headers(self, request: Request) -> Headers:
-        """Of the answer, besides its own."""
+        """Return headers to add to the response."""
 
     def closed(self, peer: Peer) -> None:
-        """The connection has ended."""
+        """Note that the connection has ended."""
 
 
 class Service:
-    """For one event loop."""
+    """Serving of requests. For one event loop."""
 
     def __init__(self, shared: Shared, route: Callable[[Request], Handler], checks: Checks) -> None:
         self._shared = shared
@@ -43,14 +43,14 @@ class Service:
         )
 
     def door(self) -> Door:
-        """For one connection."""
+        """Make the Door of one connection."""
         return Door(self._shared, self._conversation, self._checks.closed)
 
     def _conversation(self, door: Door) -> asyncio.Protocol:
         return _Conversation(door, self._aiohttp, self._shared)
 
     async def _answer(self, request: Request) -> web.StreamResponse:
-        """Writes the whole answer. Cancelled when its client goes."""
+        """Write the whole response. Cancelled when the client disconnects."""
         request.answer_headers = (*self._checks.headers(request), ("server", "baton"))
         try:
             response = await self._response(request)
@@ -61,21 +61,23 @@ class Service:
             await response.write_eof()
         except BadRequest as bad:
             request.door.turn_away(bad.status, str(bad))
-            return web.Response()  # to nobody
+            return web.Response()  # never sent
         except ConnectionError:
-            return web.Response()  # likewise, its client has gone
+            return web.Response()  # never sent: the client has disconnected
         request.door.answered()
         return response
 
     async def _response(self, request: Request) -> web.StreamResponse:
-        """Raises BadRequest, or ConnectionError once its client has gone."""
+        """Return the response. Raise BadRequest, or ConnectionError after the client has
+        disconnected.
+        """
         try:
             return self._refused(request) or await self._handled(request)
         except (BadRequest, ConnectionError):
             raise
         except Exception as error:
             self._shared.log.error("a request was not answered to its end", exc_info=error)
-            if request.writer.output_size:  # part of the answer is out
+            if request.writer.output_size:  # part of the response has been sent
                 request.door.abort()
             return whole(500, self._shared.error_body(500, _BUG))
 
@@ -93,7 +95,7 @@ class Service:
 
 
 class _Conversation(web.RequestHandler):
-    """aiohttp's, of one connection. What it would do about time is the door's."""
+    """aiohttp's handler of one connection. The Door enforces all time limits instead."""
 
     def __init__(self, door: Door, server: web.Server, shared: Shared) -> None:
         super().__init__(
@@ -112,7 +114,7 @@ class _Conversation(web.RequestHandler):
         self._body: StreamReader = EMPTY_PAYLOAD
 
     def expect(self, body: StreamReader) -> None:
-        """It is read from now on."""
+        """Note the body that is read from now on."""
         self._body = body
         self.door.receive()
         self._heed_error()
@@ -128,13 +130,16 @@ class _Conversation(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """What was sent is no request."""
+        """Reject bytes that are not a request."""
         self._turn_away(message or "")
-        return web.Response()  # to nobody
+        return web.Response()  # never sent
 
     def _heed_error(self) -> None:
-        """What is queued behind a body that has not ended is no request, but what is wrong with
-        that body: aiohttp would tell it behind an end that never comes."""
+        """Reject a body that aiohttp found malformed.
+
+        Messages behind an unfinished body are never requests, only an error of that body. aiohttp
+        would report the error after the end of the body, which never comes.
+        """
         if self._messages and not self._body.is_eof():
             error, _ = self._messages.popleft()
             self._turn_away(getattr(error, "message", ""))

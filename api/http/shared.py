@@ -1,4 +1,4 @@
-"""What all connections of one server have in common: limits, a clock, and what they hold."""
+"""State that all connections of one server share: limits, a clock and the bytes they hold."""
 
 import asyncio
 import logging
@@ -19,8 +19,11 @@ ErrorBody: TypeAlias = Callable[[int, str], bytes]  # (status, sentence) -> JSON
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Peer:
-    """The other end of one connection. No two are equal, while addresses can be: a router that
-    listens on two of its own can be called from one port twice."""
+    """The client's end of one connection.
+
+    No two are equal, although addresses can be. If a router listens on two of its own addresses,
+    one client port can connect twice.
+    """
 
     host: str
     address: str  # host:port
@@ -30,27 +33,30 @@ NOBODY = Peer("", "")
 
 
 def peer_of(transport: asyncio.BaseTransport) -> Peer:
-    """The client, to be made once for each connection; "gone" if it has closed it already."""
+    """Return the client of a connection, "gone" if it has closed the connection already.
+
+    Call it once for each connection.
+    """
     name = transport.get_extra_info("peername")
     return Peer(str(name[0]), join_address(*name[:2])) if name else Peer("gone", "gone")
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What clients may take, and for how long."""
+    """Limits of clients, in size and time."""
 
     max_connections: int
     max_line_bytes: int = 8 << 10  # of a request line or a header
     max_headers: int = 128  # trailers included
-    max_body_bytes: int = 12 << 20  # as of a gRPC message: a prompt of a million tokens fits
-    max_arriving_bytes: int = 256 << 20  # of what no handler has read yet, over all connections
-    max_ahead_bytes: int = 64 << 10  # of one connection, behind a request that is being answered
+    max_body_bytes: int = 12 << 20  # as for a gRPC message: a prompt of a million tokens fits
+    max_arriving_bytes: int = 256 << 20  # not yet read by a handler, over all connections
+    max_ahead_bytes: int = 64 << 10  # of one connection, behind a request that is being served
     receive_s: float = 30.0  # from a request's first byte to its last
-    unread_s: float = 60.0  # until a client that has too much unread must have read of it
+    unread_s: float = 60.0  # for a client with too much unread to read some of it
     idle_s: float = 75.0  # between requests; longer than the 60 s of most proxies
     handshake_s: float = 10.0  # from the connection to the end of its TLS handshake
-    linger_s: float = 2.0  # for a client that still sends to read why it was turned away
-    tick_s: float = 1.0  # how often deadlines are looked at
+    linger_s: float = 2.0  # for a client that still sends to read the error
+    tick_s: float = 1.0  # interval of deadline checks
 
 
 class Member(Protocol):
@@ -59,24 +65,24 @@ class Member(Protocol):
     deadline: float  # in time.monotonic() seconds
 
     def expire(self) -> None:
-        """The deadline has passed."""
+        """End the connection after its deadline."""
 
     def drain(self) -> None:
-        """Ends the connection unless there is a request to answer."""
+        """End the connection, unless it has a request to serve."""
 
     def abort(self) -> None:
-        """Ends it at once."""
+        """End the connection immediately."""
 
 
 class Shared:
-    """For one event loop."""
+    """Shared state of all connections. For one event loop."""
 
     def __init__(self, limits: Limits, error_body: ErrorBody, metrics: RouterMetrics) -> None:
         self.limits = limits
         self.error_body = error_body
         self.metrics = metrics
         self.room = Room(limits.max_connections)
-        self.log = ThrottledLog(log, Throttle())  # of clients that are not served
+        self.log = ThrottledLog(log, Throttle())  # about clients that are not served
         self.members: set[Member] = set()
         self.all_gone = asyncio.Event()
         self.all_gone.set()
@@ -96,7 +102,7 @@ class Shared:
             self.all_gone.set()
 
     def tick(self) -> None:
-        """Moves the clock and ends what is overdue."""
+        """Update the clock and expire overdue connections."""
         self.now = time.monotonic()
         for member in [m for m in self.members if m.deadline < self.now]:
             member.expire()

@@ -1,1 +1,1 @@
-"""Images in conversations: from what a client sends to pixels of the size that its model takes."""
+"""Images in conversations: from the client's input to pixels in the model's size."""

@@ -1,9 +1,9 @@
-"""A program beside a router that decodes its images, see common/process/helper.py.
+"""A helper process of a router that decodes its images, see common/process/helper.py.
 
     python -m api.images.decoder DESCRIPTOR...
 
-Decoders hold the interpreter's lock, take many times a file's size of memory, and have bugs. Here
-the kernel bounds them, and what breaks is not the router.
+Decoders hold the GIL, use many times the file's size in memory, and have bugs. In a separate
+process the kernel limits them, and a crash does not affect the router.
 """
 
 import base64
@@ -27,7 +27,7 @@ def work(content: bytes) -> bytes:
 
 
 def _decoded(job: Job) -> Decoded:
-    """Raises InvalidRequest."""
+    """Decode and resize one image. Raise InvalidRequest if it is invalid or too large."""
     content = job.content
     if job.is_base64:
         try:

@@ -1,4 +1,4 @@
-"""Decodes images in a process beside the router. Clients take turns, one image each."""
+"""Decoding of images in a helper process. Clients take turns, one image at a time."""
 
 import asyncio
 import logging
@@ -15,16 +15,16 @@ from common.process.helper import ANSWERED, Helper, HelperLost, Question
 
 log = logging.getLogger(__name__)
 
-LANES = 2  # images that are decoded at once
-MAX_WAITING = 64  # images that wait for their turn
-MAX_BYTES = 448 << 20  # memory of one, see MAX_PIXELS
-CPU_S = 5  # of one
-_LONGEST_WAIT_S = 30.0  # for a turn
-_DEADLINE_S = 60.0  # of a turn, on a machine that is busy with other things
+LANES = 2  # images that are decoded concurrently
+MAX_WAITING = 64  # images in the queue
+MAX_BYTES = 448 << 20  # memory for one image, see MAX_PIXELS
+CPU_S = 5  # for one image
+_LONGEST_WAIT_S = 30.0  # in the queue
+_DEADLINE_S = 60.0  # for decoding, on a machine that is busy with other work
 
 
 class Decoding:
-    """Decodes for one event loop. Starts its program with the first image."""
+    """The decoder of one event loop. Starts the helper process with the first image."""
 
     def __init__(self) -> None:
         self.helper = Helper("api.images.decoder", [], num_lanes=LANES, deadline_s=_DEADLINE_S)
@@ -34,19 +34,19 @@ class Decoding:
             max_waiting=MAX_WAITING,
             what="images are being decoded",
         )
-        self._lanes = list(range(LANES))  # that are free
+        self._lanes = list(range(LANES))  # free lanes
         self._threads = ThreadPoolExecutor(LANES, thread_name_prefix="images")
 
     async def decoded(self, job: Job, client: Client) -> Decoded:
         """Return the image of a job.
 
         Raises:
-            InvalidRequest: it is no image, or is too much.
-            Overloaded: too many others wait, or have waited too long.
-            NodeUnavailable: the program that decodes has failed.
+            InvalidRequest: it is not an image, or is too large.
+            Overloaded: the queue is full, or the job waited too long.
+            NodeUnavailable: the helper process has failed.
         """
         await self._turns.take(client)
-        # A turn ends with its work, not with the request that wanted it.
+        # A turn ends with the decoding, even if the request was cancelled.
         turn = asyncio.ensure_future(self._turn(job, client))
         turn.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         return await asyncio.shield(turn)
@@ -70,7 +70,7 @@ class Decoding:
                 return outcome
 
     def _ask(self, lane: int, job: Job) -> Outcome:
-        """Wait for the answer, on a thread of the executor."""
+        """Wait for the decoded image, on a thread of the executor."""
         question = Question(msgspec.msgpack.encode(job), CPU_S, MAX_BYTES)
         try:
             answer = self.helper.ask(lane, question)

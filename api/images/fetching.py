@@ -1,8 +1,8 @@
-"""Images that a request names by an address, which this program then calls: only if an operator has
-allowed that, and only addresses that everybody can call.
+"""Images that a request names by URL.
 
-A name is looked up once, and the connection goes to an address that was found then and is public:
-whoever answers differently the second time gains nothing. Redirects are not followed.
+The router fetches them only if an operator has allowed it, and only from public addresses. A name
+is resolved once, and the connection uses a public address of that result. A DNS server that returns
+another address later gains nothing. Redirects are not followed.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ Address = IPv4Address | IPv6Address
 _NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*\.?", re.IGNORECASE | re.ASCII)
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*", re.IGNORECASE | re.ASCII)
 _BLOCK_BYTES = 64 << 10
-# Of IPv6, what leads to an IPv4 address, which may be any: NAT64, 6to4 and Teredo.
+# IPv6 networks that map to any IPv4 address: NAT64, 6to4 and Teredo.
 _TUNNELS = tuple(
     ipaddress.IPv6Network(each)
     for each in ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32")
@@ -33,15 +33,16 @@ _TUNNELS = tuple(
 
 class Fetch(Protocol):
     async def __call__(self, url: str, max_bytes: int) -> bytes:
-        """
+        """Fetch an image.
+
         Raises:
-            InvalidRequest: it is not to be had.
+            InvalidRequest: it cannot be fetched.
         """
         ...
 
 
 def is_public(address: Address) -> bool:
-    """Whether it is an address of the internet, and of one machine."""
+    """Return whether an address is global and belongs to one machine."""
     if isinstance(address, IPv6Address):
         if address.ipv4_mapped is not None:
             return is_public(address.ipv4_mapped)
@@ -57,11 +58,11 @@ async def no_fetch(url: str, max_bytes: int) -> bytes:
 
 
 class HttpFetch:
-    """See Fetch. For one event loop; a connection for each image.
+    """Implementation of Fetch over HTTP. For one event loop, with a connection for each image.
 
     Args:
-        longest_s: from the look-up to the last byte.
-        allowed: of the addresses that a name has, those that may be called.
+        longest_s: time limit from the DNS lookup to the last byte.
+        allowed: returns whether an address may be used.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class HttpFetch:
     def _checked(self, url: str) -> URL:
         try:
             target = URL(url)
-            host = target.raw_host  # as it is connected to: fullwidth digits are digits there
+            host = target.raw_host  # as used for connecting, with fullwidth digits converted
         except ValueError as error:
             raise InvalidRequest(f"an image's address is invalid: {error}") from error
         if target.scheme not in ("http", "https") or not host or target.user is not None:
@@ -103,7 +104,7 @@ class HttpFetch:
                     "IP address in its usual form"
                 ) from None
             return target  # the resolver looks it up
-        if not self._allowed(literal):  # nobody resolves it
+        if not self._allowed(literal):  # without a lookup by the resolver
             raise InvalidRequest(f"{_named(target)} is no public address")
         return target
 
@@ -126,7 +127,7 @@ class HttpFetch:
 
 
 class _Checked(AbstractResolver):
-    """What another resolver finds, if it may be called."""
+    """A resolver that keeps only allowed addresses of another resolver."""
 
     def __init__(self, resolver: AbstractResolver, allowed: Callable[[Address], bool]) -> None:
         self._resolver = resolver
@@ -146,12 +147,15 @@ class _Checked(AbstractResolver):
 
 
 def _is_name(host: str) -> bool:
-    """Return whether it can only be a name. System resolvers read 0x7f.1, 2130706433 and 127.1 as
-    IPv4 addresses, so a name does not end with a number. No top-level domain does."""
+    """Return whether a host can only be a name.
+
+    System resolvers read 0x7f.1, 2130706433 and 127.1 as IPv4 addresses, so a name does not end
+    with a number. No top-level domain does.
+    """
     last = host.removesuffix(".").rpartition(".")[2]
     return _NAME.fullmatch(host) is not None and not _NUMBER.fullmatch(last)
 
 
 def _named(target: URL) -> str:
-    """Without what may be a secret in it."""
+    """Return scheme and host for error messages, without parts that may be secret."""
     return f"images: {target.scheme}://{target.host}"

@@ -1,4 +1,4 @@
-"""What a router asks of the program that decodes its images, and what that answers."""
+"""Messages between a router and its image decoder."""
 
 import msgspec
 
@@ -6,13 +6,13 @@ from common.vision_files import VisionFiles
 
 
 class Job(msgspec.Struct, frozen=True):
-    """An image to be decoded and brought to size.
+    """An image to be decoded and resized.
 
     Attributes:
         content: the file.
-        is_base64: whether `content` is the base64 of it instead.
-        max_tokens: a larger image is made smaller.
-        tokens_left: an image with more is refused.
+        is_base64: whether `content` is base64 of the file instead.
+        max_tokens: a larger image is reduced to this size.
+        tokens_left: an image with more tokens is rejected.
     """
 
     content: bytes
@@ -23,7 +23,7 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Decoded(msgspec.Struct, frozen=True, tag=True):
-    """An image at the size that its model takes."""
+    """An image at the model's size."""
 
     rows: int
     columns: int
@@ -31,7 +31,7 @@ class Decoded(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """An InvalidRequest."""
+    """The message of an InvalidRequest."""
 
     sentence: str
 

@@ -1,8 +1,8 @@
-"""An image as a client names it."""
+"""An image as a client sends it."""
 
 import msgspec
 
 
 class Picture(msgspec.Struct, frozen=True):
-    source: str | bytes  # data:...;base64,... or an address; bytes: of a file
+    source: str | bytes  # data:...;base64,... or a URL. bytes: the file
     low_detail: bool = False

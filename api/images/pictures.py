@@ -1,7 +1,7 @@
-"""The images of one request, from their addresses to the pixels that nodes get.
+"""The images of one request, from their URLs to the pixels that nodes receive.
 
-Refused by size before work: by number before one is read, by bytes before one is opened, by pixels
-and tokens before it is decoded.
+Images are rejected by size before any work: by number before one is fetched, by bytes before one is
+opened, and by pixels and tokens before one is decoded.
 """
 
 from collections.abc import Sequence
@@ -20,20 +20,20 @@ from common.limits import MAX_PIXEL_BYTES
 from common.requests.images import Image
 from common.vision_files import VisionFiles
 
-MAX_ENCODED_BYTES = 8 << 20  # of one request's images; as base64 they fit into its body
+MAX_ENCODED_BYTES = 8 << 20  # of all images of one request. As base64 they fit into its body
 _TOO_LARGE = f"images: more than the {MAX_ENCODED_BYTES} bytes allowed"
 LOW_DETAIL_TOKENS = 256
 
 
 class _Content(NamedTuple):
-    """An image's file, or the base64 of it."""
+    """An image's file, or base64 of it."""
 
     given: bytes | str
     num_bytes: int  # of the file, at most
 
 
 class Pictures:
-    """For one event loop."""
+    """Reader of images. For one event loop."""
 
     def __init__(self, files: VisionFiles, config: ImagesConfig) -> None:
         self._files = files
@@ -47,14 +47,15 @@ class Pictures:
     async def read(
         self, pictures: Sequence[Picture], max_tokens: int, client: Client
     ) -> list[Image]:
-        """Return the images, which have no places in a prompt yet.
+        """Return the images, without their positions in a prompt.
 
         Args:
-            max_tokens: that they may have together.
-            client: whose turns it takes.
+            max_tokens: limit of all images together.
+            client: the client whose decoding turns are used.
+
         Raises:
-            InvalidRequest: one cannot be had, or is none, or all together are too much.
-            Overloaded, NodeUnavailable: as Decoding.decoded.
+            InvalidRequest: one cannot be fetched or is invalid, or all together are too large.
+            Overloaded, NodeUnavailable: see Decoding.decoded.
         """
         allowed = self._config.max_images
         if len(pictures) > allowed:
@@ -76,12 +77,13 @@ class Pictures:
     def placed(
         self, token_ids: Sequence[int], images: Sequence[Image]
     ) -> tuple[list[int], list[Image]]:
-        """A prompt with the tokens of its images, each in its place.
+        """Return a prompt with the tokens of its images, and the images with their positions.
 
         Args:
-            token_ids: with one token of the model's in the place of each.
+            token_ids: the prompt with one placeholder token for each image.
+
         Raises:
-            InvalidRequest: there are other placeholders than for them.
+            InvalidRequest: the number of placeholders differs from the number of images.
         """
         placeholder = self._files.placeholder
         found = token_ids.count(placeholder)

@@ -1,6 +1,6 @@
-"""Encoded images as Pillow reads them, in a process of their own (decoder.py).
+"""Decoding of images with Pillow, in a process of its own (decoder.py).
 
-The header says how large an image is. Only one that is small enough is decoded.
+The header has an image's size. Only an image that is small enough is decoded.
 """
 
 import io
@@ -11,9 +11,9 @@ from PIL import Image, ImageOps
 
 from common.errors import InvalidRequest
 
-# Of one as it is stored. Decoding takes, in bytes a pixel at worst: JPEG 12 (progressive CMYK has
-# coefficients, and 2 where it is decoded smaller), PNG 13, WEBP 17 (libwebp has three canvases),
-# GIF 13.
+# Limits of stored pixels. Decoding takes, in bytes a pixel at worst: JPEG 12 (progressive CMYK has
+# coefficients, and 2 if it is decoded at a smaller size), PNG 13, WEBP 17 (libwebp has three
+# canvases), GIF 13.
 _MI = 1 << 20
 MAX_PIXELS: Mapping[str, int] = {
     "PNG": 16 * _MI,
@@ -22,18 +22,18 @@ MAX_PIXELS: Mapping[str, int] = {
     "GIF": 16 * _MI,
 }
 FORMATS = tuple(MAX_PIXELS)
-_CAMERAS = "MPO"  # Pillow's name of a JPEG that has others behind it
-# JPEG is decoded smaller where it stays this many times as large as what the model takes.
+_CAMERAS = "MPO"  # Pillow's name of a JPEG followed by further images
+# A JPEG is decoded at a smaller size that is at least this many times the model's size.
 _DRAFT_GAP = 2
 
 
 def opened(encoded: bytes) -> Image.Image:
-    """Read the header. Nothing is decoded.
+    """Open an image by its header, without decoding it.
 
     Raises:
-        InvalidRequest: it is no image, or has too many pixels.
+        InvalidRequest: it is not an image, or has too many pixels.
     """
-    Image.MAX_IMAGE_PIXELS = max(MAX_PIXELS.values())  # Pillow refuses twice as many by itself
+    Image.MAX_IMAGE_PIXELS = max(MAX_PIXELS.values())  # Pillow itself rejects twice as many
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -53,24 +53,26 @@ def opened(encoded: bytes) -> Image.Image:
 
 
 def pixels_of(image: Image.Image, height: int, width: int) -> tuple[bool, bytes]:
-    """Return whether the image lies on its side, and its RGB, upright and resized. Height and width
-    of an image that lies change places.
+    """Return whether the image is stored on its side, and its RGB pixels, upright and resized.
+
+    Height and width of an image on its side are swapped.
 
     Args:
-        image: as `opened` returns it, to be used for nothing else.
+        image: the result of `opened`. It must not be used afterwards.
+
     Raises:
         InvalidRequest: it is damaged.
     """
     try:
         image.draft(None, (_DRAFT_GAP * width, _DRAFT_GAP * height))
-        image = image.copy()  # what has decoded it holds several times its size
+        image = image.copy()  # releases the decoder, which holds several times the image's size
         stored = image.size
         ImageOps.exif_transpose(image, in_place=True)
         lies = image.size != stored
         image = _on_white(image)
     except MemoryError:
         raise
-    except Exception as error:  # Pillow has no common one
+    except Exception as error:  # Pillow has no common error class
         raise InvalidRequest(f"an image is damaged: {error}") from error
     size = (height, width) if lies else (width, height)
     pixels: bytes = image.resize(size, Image.Resampling.BICUBIC).tobytes()
@@ -78,7 +80,7 @@ def pixels_of(image: Image.Image, height: int, width: int) -> tuple[bool, bytes]
 
 
 def _on_white(image: Image.Image) -> Image.Image:
-    """Return it as RGB. What is transparent becomes white, as in transformers."""
+    """Return the image as RGB. Transparent pixels become white, as in transformers."""
     if not image.has_transparency_data:
         return image if image.mode == "RGB" else image.convert("RGB")
     rgba = image if image.mode == "RGBA" else image.convert("RGBA")

@@ -1,6 +1,6 @@
-"""How many tokens an image becomes: as many as its size makes, within what the model takes.
+"""The number of tokens of an image, from its size and the model's limits.
 
-Source: smart_resize of Qwen2VLImageProcessor in transformers, which this does as that does.
+Follows smart_resize of Qwen2VLImageProcessor in transformers.
 """
 
 import math
@@ -12,10 +12,10 @@ _MOST_ELONGATED = 200
 
 
 def tokens_of(height: int, width: int, files: VisionFiles, max_tokens: int) -> tuple[int, int]:
-    """Rows and columns of the tokens of an image that has so many pixels.
+    """Return rows and columns of the tokens of an image with that many pixels.
 
     Raises:
-        InvalidRequest: it is too long for its width.
+        InvalidRequest: its aspect ratio is too large.
     """
     side = files.token_side
     least, most = files.min_pixels, min(files.max_pixels, max_tokens * side**2)

@@ -1,4 +1,4 @@
-"""/generate: SGLang's own form of a request, which its load generator and its frontend speak."""
+"""/generate: SGLang's native API, which its load generator and its frontend language use."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -31,9 +31,9 @@ from api.requests.generate_params import Text, TokenIds, Wanted
 from api.text.limits import MAX_CHOICES
 
 _DEFAULT_MAX_TOKENS = 128  # SGLang's
-# Each event of a stream has all of its answer. Beyond this size, in characters and tokens, the
-# answer grows by a share of it before the next event: a stream has about 128 times as much text as
-# its answer at most.
+# Each event of a stream has the whole response so far. Beyond this size, in characters and tokens,
+# the response grows by a fraction of its size before the next event. A stream therefore has at most
+# about 128 times the text of its response.
 _SIZE_OF_EACH_PIECE = 1024
 _GROWTH = 128
 _encode = msgspec.json.Encoder().encode
@@ -69,7 +69,7 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class NativeFields(msgspec.Struct, kw_only=True):
-    """Absent and null mean the same."""
+    """Request fields. Absent and null mean the same."""
 
     text: str | Annotated[list[str], msgspec.Meta(max_length=MAX_CHOICES)] | None = None
     input_ids: _TokenLists | None = None
@@ -83,7 +83,7 @@ class NativeFields(msgspec.Struct, kw_only=True):
 
 
 class _CommonFields(Fields, kw_only=True):
-    """What it says of sampling, in OpenAI's words."""
+    """The sampling fields, by OpenAI's names."""
 
     where: ClassVar[str] = "sampling_params."
 
@@ -103,16 +103,16 @@ class MetaInfo(msgspec.Struct):
 
 
 class Generated(msgspec.Struct, omit_defaults=True):
-    """One answer from its beginning, as far as it has come: in every event of a stream, too."""
+    """One response so far. Each event of a stream has all of it."""
 
     text: str
     output_ids: list[int]
     meta_info: MetaInfo
-    index: int | None = None  # in a stream, of several
+    index: int | None = None  # in a stream with several responses
 
 
 class Native:
-    """The dialect of this endpoint."""
+    """The Dialect of /generate."""
 
     id_prefix = ""
     words = OPENAI
@@ -120,7 +120,7 @@ class Native:
     def __init__(self, *, ignore_unknown: bool) -> None:
         """
         Args:
-            ignore_unknown: as of BodyReader.
+            ignore_unknown: see BodyReader.
         """
         self._reader = BodyReader(NativeFields, OF_NATIVE, ignore_unknown=ignore_unknown)
         self.field_names: Mapping[str, str] = {**self._reader.names, **_OTHER_NAMES}
@@ -158,7 +158,7 @@ class Native:
 
 
 def _common(fields: NativeFields) -> _CommonFields:
-    """Raises Refusal."""
+    """Return the sampling fields by OpenAI's names. Raise Refusal for unsupported values."""
     sampling = fields.sampling_params or SamplingFields()
     if sampling.skip_special_tokens is False:
         raise Refusal(
@@ -179,7 +179,7 @@ def _common(fields: NativeFields) -> _CommonFields:
 
 
 _SAME_NAMES = frozenset(SamplingFields.__struct_fields__) & frozenset(Fields.__struct_fields__)
-# Fields that have another name, or another place, than in the router.
+# Fields with other names, or in another place, than in the router.
 _OTHER_NAMES = {
     **{name: f"{_CommonFields.where}{name}" for name in _SAME_NAMES},
     "max_tokens": "sampling_params.max_new_tokens",
@@ -190,7 +190,7 @@ _OTHER_NAMES = {
 
 
 def _prompts(fields: NativeFields) -> tuple[Sequence[Text | TokenIds], bool]:
-    """And whether they came as a list."""
+    """Return the prompts, and whether they came as a list."""
     match fields.text, fields.input_ids:
         case str(text), None:
             return [Text(text)], False
@@ -205,7 +205,7 @@ def _prompts(fields: NativeFields) -> tuple[Sequence[Text | TokenIds], bool]:
 
 
 class _Answer:
-    """One answer, as far as it has come."""
+    """One response so far."""
 
     def __init__(self, index: int, wanted: Wanted, answer_id: str, is_one_of_several: bool) -> None:
         self._index = index if is_one_of_several else None
@@ -231,7 +231,7 @@ class _Answer:
 
     @property
     def is_due(self) -> bool:
-        """Return whether the answer has ended, or grown enough since the last event."""
+        """Return whether the response has ended, or grown enough since the last event."""
         told = self._told_size
         return self.ended or self._size - told >= max(told - _SIZE_OF_EACH_PIECE, 0) / _GROWTH
 
@@ -258,7 +258,7 @@ class _Answer:
 
 
 class _Whole:
-    """One JSON object at the end, or a list of them."""
+    """A reply with one JSON object at the end, or a list of them."""
 
     def __init__(self, answers: Sequence[_Answer], is_list: bool, headers: Headers) -> None:
         self._answers = answers
@@ -281,10 +281,10 @@ class _Whole:
 
 
 class _Streamed:
-    """Events with all of their answer so far, as SGLang's are.
+    """A stream of events with the whole response so far, as in SGLang.
 
-    A short answer has one for whatever tokens were there. The longer an answer is, the more tokens
-    wait for the next one: with an event for each token, n tokens would be n² of text.
+    While a response is short, each batch of tokens has an event. The longer it is, the more tokens
+    wait for the next event. With an event for each token, n tokens would produce n² of text.
     """
 
     def __init__(self, answers: Sequence[_Answer], request: Request, headers: Headers) -> None:

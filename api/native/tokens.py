@@ -1,5 +1,4 @@
-"""/tokenize and /detokenize, as vLLM and SGLang have them: text and conversations to token ids, and
-token ids to text. Generates nothing."""
+"""/tokenize and /detokenize, compatible with vLLM and SGLang, without generation."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -42,7 +41,7 @@ class DetokenizeFields(msgspec.Struct, kw_only=True):
 
 
 class Tokenized(msgspec.Struct):
-    """Of several prompts: a list for each."""
+    """Token ids of a prompt. For several prompts, each field is a list."""
 
     tokens: Sequence[int | Sequence[int]]
     count: int | Sequence[int]
@@ -52,11 +51,11 @@ class Tokenized(msgspec.Struct):
 
 class Detokenized(msgspec.Struct):
     prompt: str
-    text: str  # the same, as SGLang calls it
+    text: str  # the same, by SGLang's name
 
 
 class Tokens:
-    """Each public method is a handler of HTTP requests."""
+    """HTTP handlers of /tokenize and /detokenize."""
 
     def __init__(
         self,
@@ -68,8 +67,8 @@ class Tokens:
     ) -> None:
         """
         Args:
-            names: as of GenerationEndpoint.
-            ignore_unknown: as of BodyReader.
+            names: see GenerationEndpoint.
+            ignore_unknown: see BodyReader.
         """
         self._model = model
         self._endpoint = endpoint
@@ -112,7 +111,7 @@ class Tokens:
 
 
 def _prompts(fields: TokenizeFields) -> Sequence[Prompt]:
-    """Raises Refusal unless there is one thing to tokenise."""
+    """Return the prompts. Raise Refusal unless either prompt or messages is set."""
     if (fields.prompt is None) == (fields.messages is None):
         raise Refusal(400, "prompt or messages is needed, and not both", param="prompt")
     if fields.messages is not None:

@@ -1,1 +1,1 @@
-"""OpenAI's API over the router's Generator: its words to ours and back. Decides nothing."""
+"""OpenAI's API over the router's Generator: a translation of requests and responses."""

@@ -1,4 +1,4 @@
-"""/v1/chat/completions: a conversation, rendered with the model's own template."""
+"""/v1/chat/completions: a conversation, rendered with the model's chat template."""
 
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
@@ -27,7 +27,7 @@ from api.parsers.model_format import Speech
 from api.requests.generate_params import Prediction
 from common.requests.sampling import MAX_LOGPROBS
 
-# Special tokens that are not left out of an answer's text; of one that may have calls or not.
+# Returns the special tokens that a response's text keeps, given whether it may have tool calls.
 Shown = Callable[[bool], frozenset[int]]
 
 
@@ -47,7 +47,7 @@ class ChatFields(Fields, kw_only=True):
     continue_final_message: bool | None = None
     include_reasoning: bool | None = None
     thinking_token_budget: Budget | None = None
-    thinking_budget: Budget | None = None  # the same, as Qwen's service calls it
+    thinking_budget: Budget | None = None  # the same, by the name of Qwen's service
     max_completion_tokens: Int32 | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -55,7 +55,7 @@ class ChatFields(Fields, kw_only=True):
 
 
 class Chat:
-    """The dialect of this endpoint."""
+    """The Dialect of /v1/chat/completions."""
 
     id_prefix = "chatcmpl-"
     words = OPENAI
@@ -63,9 +63,9 @@ class Chat:
     def __init__(self, speech: Speech, shown: Shown, *, ignore_unknown: bool) -> None:
         """
         Args:
-            speech: how the model writes what is more than content.
-            shown: of answers with calls, or without.
-            ignore_unknown: as of BodyReader.
+            speech: format of reasoning and tool calls.
+            shown: special tokens that the text keeps, by whether there may be tool calls.
+            ignore_unknown: see BodyReader.
         """
         self._speech = speech
         self._shown = shown
@@ -140,7 +140,7 @@ def _prediction(fields: PredictionFields | None) -> Prediction | None:
 
 
 def _logprobs(fields: ChatFields) -> int:
-    """As of SamplingParams."""
+    """Return the number of log-probabilities as in SamplingParams."""
     if fields.logprobs:
         return fields.top_logprobs or 0
     if fields.top_logprobs:
@@ -150,7 +150,7 @@ def _logprobs(fields: ChatFields) -> int:
 
 
 def _thinking_budget(fields: ChatFields) -> int:
-    """As of SamplingParams."""
+    """Return the thinking budget as in SamplingParams."""
     given = [
         each for each in (fields.thinking_token_budget, fields.thinking_budget) if each is not None
     ]
@@ -164,7 +164,7 @@ def _thinking_budget(fields: ChatFields) -> int:
 
 
 def _max_tokens(fields: ChatFields) -> tuple[int | None, str]:
-    """Return max_tokens and the field that has it; None and "" where neither field is set."""
+    """Return max_tokens and the field that sets it, None and "" if neither field is set."""
     if fields.max_completion_tokens is None:
         return fields.max_tokens, "" if fields.max_tokens is None else "max_tokens"
     if fields.max_tokens not in (None, fields.max_completion_tokens):

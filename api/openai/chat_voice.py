@@ -1,4 +1,4 @@
-"""An assistant's answer as OpenAI's chats tell it: content, reasoning and calls of tools."""
+"""A response in the format of OpenAI's chats: content, reasoning and tool calls."""
 
 from collections.abc import Callable, Sequence
 
@@ -43,7 +43,7 @@ class DeltaFunction(msgspec.Struct, omit_defaults=True):
 
 
 class DeltaCall(msgspec.Struct, omit_defaults=True):
-    """Of the call with this index: at first its id and name, then more of its arguments."""
+    """Part of the call with this index: first its id and name, then more of its arguments."""
 
     index: int
     function: DeltaFunction
@@ -67,12 +67,12 @@ class ChunkChoice(msgspec.Struct):
 
 
 class Voice:
-    """Tells one choice."""
+    """Writer of one choice."""
 
     def __init__(self, index: int, listener: Callable[[], Listener]) -> None:
         """
         Args:
-            listener: makes one; called with the first piece, when there is a prompt.
+            listener: makes the Listener. Called with the first piece, after the prompt is rendered.
         """
         self._index = index
         self._make_listener = listener
@@ -93,7 +93,7 @@ class Voice:
                 )
             case _:
                 heard = listener.hear(piece.text, piece.marks, last=False)
-                if not heard and not first and not piece.tokens:  # nothing is decided yet
+                if not heard and not first and not piece.tokens:  # no text is decided yet
                     return None
                 return ChunkChoice(self._index, _delta(heard, first), None, of_chat(piece.tokens))
 
@@ -138,6 +138,8 @@ def _answer(heard: Heard) -> Answer:
 
 
 def _reason(listener: Listener, last: LastPiece) -> str:
-    """An answer that was cut off says that, and not that it calls."""
+    """Return the finish reason. A truncated response has its own reason, even if it has tool
+    calls.
+    """
     stopped = last.finish_reason == "stop"
     return "tool_calls" if stopped and listener.has_called else last.finish_reason

@@ -1,4 +1,4 @@
-"""/v1/completions: a prompt, or a list of them, as text or as token ids."""
+"""/v1/completions: a prompt or a list of prompts, as text or as token ids."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -46,10 +46,10 @@ class Choice(msgspec.Struct):
 
 
 class Voice:
-    """Tells one choice.
+    """Writer of one choice.
 
     Args:
-        tells: log-probabilities, where there are some.
+        tells: whether log-probabilities are returned, if there are any.
     """
 
     def __init__(self, index: int, *, tells: bool = True) -> None:
@@ -62,7 +62,7 @@ class Voice:
         match piece:
             case LastPiece():
                 return self._end([piece], piece)
-            case Piece(text="", tokens=[] | ()) if self._begun:  # half a character
+            case Piece(text="", tokens=[] | ()) if self._begun:  # an incomplete character
                 return None
             case _:
                 self._begun = True
@@ -91,12 +91,12 @@ class Voice:
 
 
 def _text(pieces: Sequence[Piece]) -> str:
-    """With the prompt, where it is told."""
+    """Return the text, with the prompt if it is echoed."""
     return "".join((piece.prompt.text if piece.prompt else "") + piece.text for piece in pieces)
 
 
 class Completions:
-    """The dialect of this endpoint."""
+    """The Dialect of /v1/completions."""
 
     id_prefix = "cmpl-"
     words = OPENAI
@@ -104,7 +104,7 @@ class Completions:
     def __init__(self, *, ignore_unknown: bool) -> None:
         """
         Args:
-            ignore_unknown: as of BodyReader.
+            ignore_unknown: see BodyReader.
         """
         self._reader = BodyReader(CompletionFields, OF_COMPLETIONS, ignore_unknown=ignore_unknown)
         self.field_names = self._reader.names
@@ -163,10 +163,11 @@ class Completions:
 
 
 def _best_of(fields: CompletionFields) -> int:
-    """Answers to each prompt, of which its choices are the best; 1: all are told.
+    """Return the number of responses to a prompt among which the best are selected. 1: no
+    selection.
 
     Raises:
-        Refusal: they are too few, or are to be told before it is known which are the best.
+        Refusal: there are fewer than n, or the response is streamed, before the best are known.
     """
     best_of, n = fields.best_of or 1, fields.n or 1
     if best_of in (1, n):

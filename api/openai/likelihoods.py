@@ -1,4 +1,4 @@
-"""Log-probabilities as OpenAI's endpoints tell them: chats by token, completions in columns."""
+"""Log-probabilities in OpenAI's formats: by token in chats, in columns in completions."""
 
 import codecs
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ class ChatLogprobs(msgspec.Struct):
 
 
 class TextLogprobs(msgspec.Struct):
-    """Columns, an entry for each token. Of a prompt's first token there is nothing to tell."""
+    """Columns with an entry for each token. The first token of a prompt has no values."""
 
     text_offset: list[int]
     token_logprobs: list[float | None]
@@ -36,7 +36,7 @@ class TextLogprobs(msgspec.Struct):
 
 
 def of_chat(tokens: Sequence[ToldToken]) -> ChatLogprobs | None:
-    """None: they are not told."""
+    """Return log-probabilities of a chat, None if they are not requested."""
     if not tokens:
         return None
     return ChatLogprobs(
@@ -66,7 +66,7 @@ class TextTokens:
     def told(
         self, tokens: Sequence[ToldToken], prompt: ToldPrompt | None = None
     ) -> TextLogprobs | None:
-        """Return None if log-probabilities are not told.
+        """Return log-probabilities of the next tokens, None if they are not requested.
 
         Args:
             prompt: the prompt, if `tokens` begin with its tokens.
@@ -88,21 +88,23 @@ class TextTokens:
 
 
 def _num_beside(prompt: ToldPrompt) -> int:
-    """Return the number of characters that the first tokens of a prompt have beside its text: its
-    BOS token, and a space that the tokenizer puts before a text."""
+    """Return the number of characters of a prompt's tokens that precede its text.
+
+    These are the BOS token and a space that the tokenizer puts before a text.
+    """
     spelt = b"".join(token.spelt for token in prompt.tokens).decode(errors="replace")
     return len(spelt) - len(prompt.text) if spelt.endswith(prompt.text) else 0
 
 
 def _likeliest(token: ToldToken) -> dict[str, float] | None:
-    """The token itself is always among them."""
+    """Return the likeliest tokens. The token itself is always among them."""
     if token.logprob is None:
         return None
     return {_name(each): _number(each) for each in (*token.top, token)}
 
 
 def _name(token: Likely) -> str:
-    """Its text; of a part of a character, its bytes."""
+    """Return a token's text. A part of a character is returned as its bytes."""
     try:
         return token.spelt.decode()
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""An answer in the making: pieces of its choices in, OpenAI's JSON out."""
+"""Construction of responses: pieces of choices in, OpenAI's JSON out."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol, TypeAlias
@@ -24,7 +24,7 @@ class PromptTokensDetails(msgspec.Struct):
 
 
 class CompletionTokensDetails(msgspec.Struct):
-    """Rejected tokens are not among those of the completion."""
+    """Counts of predicted tokens. Rejected tokens do not count as completion tokens."""
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
@@ -48,30 +48,34 @@ class Envelope(msgspec.Struct):
 
 
 class Voice(Protocol):
-    """One choice as its endpoint tells it. Its pieces come in order, the last one last; either all
-    to `chunk`, or all to `choice`."""
+    """Writer of one choice in its endpoint's format.
+
+    Its pieces come in order, the last one last. Either all go to `chunk`, or all to `choice`.
+    """
 
     def chunk(self, piece: Piece | LastPiece) -> msgspec.Struct | None:
-        """What this piece adds to a streamed answer; None: nothing that can be told yet, which it
-        never is of the first piece and the last."""
+        """Return a piece's addition to a streamed response, None if nothing can be sent yet.
+
+        The first piece and the last piece never return None.
+        """
         ...
 
     def choice(self, pieces: Sequence[Piece], last: LastPiece) -> msgspec.Struct:
-        """The choice in a whole answer. `pieces` has `last`, too."""
+        """Return the choice in a whole response. `pieces` includes `last`."""
         ...
 
 
 class Choices(msgspec.Struct, frozen=True):
-    """How the choices of one request are told."""
+    """The format of the choices of one request."""
 
     whole_object: str
     chunk_object: str
     num: int
-    num_per_prompt: int  # they stand together
+    num_per_prompt: int  # adjacent
     stream: bool
     include_usage: bool
     voice: Callable[[int], Voice]  # of the choice with this index
-    num_kept: int = 0  # of those of a prompt, the best of a whole answer; 0: all
+    num_kept: int = 0  # number of the best choices of a prompt in a whole response. 0: all
 
     def reply(self, origin: Origin, request: Request, headers: Headers) -> Reply:
         if self.stream:
@@ -80,7 +84,7 @@ class Choices(msgspec.Struct, frozen=True):
 
 
 class WholeReply:
-    """One JSON object at the end."""
+    """A reply with one JSON object at the end."""
 
     def __init__(self, choices: Choices, origin: Origin, headers: Headers) -> None:
         self._choices = choices
@@ -111,7 +115,7 @@ class WholeReply:
         return why.response(self._headers)
 
     def _kept(self) -> Iterator[int]:
-        """Which are told, of each prompt the best first."""
+        """Yield the indices of the choices to return, the best first for each prompt."""
         num = self._choices.num_per_prompt
         for first in range(0, self._choices.num, num):
             places: Sequence[int] = range(first, first + num)
@@ -121,13 +125,13 @@ class WholeReply:
             yield from places
 
     def _likelihood(self, place: int) -> float:
-        """The mean log-probability of its tokens."""
+        """Return the mean log-probability of a choice's tokens."""
         tokens = [token for piece in self._pieces[place] for token in piece.tokens]
         return sum(token.logprob or 0.0 for token in tokens) / max(len(tokens), 1)
 
 
 class StreamedReply:
-    """Server-sent events: one for whatever tokens were there, and the last one says [DONE]."""
+    """A stream of server-sent events: one for each batch of tokens, and [DONE] at the end."""
 
     def __init__(
         self, choices: Choices, origin: Origin, request: Request, headers: Headers
@@ -135,8 +139,8 @@ class StreamedReply:
         self._choices = choices
         self._voices = [choices.voice(index) for index in range(choices.num)]
         self._origin = origin
-        # With usage asked for, it is in every chunk, and null in all but the last. Every event but
-        # that one is this text around its choice.
+        # If usage is requested, every chunk has the field, and only the last one has a value. Every
+        # other event consists of this text around its choice.
         usage = None if choices.include_usage else msgspec.UNSET
         envelope = _event(_envelope(origin, choices.chunk_object, (), usage))
         self._before, _, self._after = envelope.rpartition(b"]")
@@ -176,7 +180,7 @@ class StreamedReply:
 
 
 def stop_reason(last: LastPiece) -> StopReason:
-    """The stop string, or the id of the stop token, that ended a choice; unset if none did."""
+    """Return the stop string or the id of the stop token that ended a choice, unset if none did."""
     return msgspec.UNSET if last.stop_reason is None else last.stop_reason
 
 
@@ -194,7 +198,7 @@ def _event(envelope: Envelope) -> bytes:
 
 
 def _usage(ends: dict[int, LastPiece], num_per_prompt: int) -> Usage:
-    """A prompt counts once, however many choices it has."""
+    """Return the usage. A prompt counts once, however many choices it has."""
     prompts = [ends[index].usage for index in range(0, len(ends), num_per_prompt)]
     prompt_tokens = sum(usage.prompt_tokens for usage in prompts)
     completion_tokens = sum(end.usage.completion_tokens for end in ends.values())

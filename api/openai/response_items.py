@@ -1,6 +1,6 @@
-"""The output of one of OpenAI's responses as it grows: its items, and the events that tell of them.
+"""The output of an OpenAI response as it grows: its items, and the events that report them.
 
-An item is a message, a call of a tool, or what was thought; one at a time is open, and grows.
+An item is a message, a tool call or reasoning. One item at a time is open and grows.
 """
 
 import secrets
@@ -54,7 +54,7 @@ Item = MessageItem | ReasoningItem | CallItem
 
 
 class Growing(Protocol):
-    """The item that is open."""
+    """The open item."""
 
     kind: str
 
@@ -66,7 +66,7 @@ class Growing(Protocol):
 
 
 class _Text:
-    """A message, or what was thought: both have one part, which is text."""
+    """A message or reasoning: both have one part, which is text."""
 
     def __init__(
         self, index: int, item: MessageItem | ReasoningItem, part: TextPart | ReasoningPart
@@ -125,8 +125,10 @@ class _Call:
 
 
 class Output:
-    """For one answer. What a method gives must be taken to its end, event by event: an item in an
-    event is what it is at that moment."""
+    """The output of one response. Iterators that the methods return must be exhausted.
+
+    An item in an event is valid only at the moment when the event is yielded.
+    """
 
     def __init__(self) -> None:
         self.items: list[Item] = []
@@ -149,7 +151,7 @@ class Output:
             yield from self._add_call(call)
 
     def end(self, *, whole: bool) -> Iterator[Event]:
-        """No more comes; `whole`: nothing was cut off."""
+        """End the output. `whole`: whether it is complete, not truncated."""
         yield from self._close("completed" if whole else "incomplete")
 
     def _add_call(self, part: CallPart) -> Iterator[Event]:
@@ -161,7 +163,7 @@ class Output:
 
     @property
     def kind(self) -> str:
-        """Of the item that is open; "" of none."""
+        """Return the type of the open item, "" if none is open."""
         return "" if self._open is None else self._open.kind
 
     def _begin(self, item: Item, growing: Growing) -> Iterator[Event]:

@@ -1,4 +1,4 @@
-"""One of OpenAI's responses in the making: pieces in, events out, each with its number."""
+"""Construction of an OpenAI response: pieces in, numbered events out."""
 
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -22,24 +22,24 @@ _NOTHING_STORED = {
 
 
 class Response:
-    """A Telling of one response."""
+    """The Telling of one response."""
 
     def __init__(
         self, origin: Origin, echoed: dict[str, Any], listener: Callable[[], Listener]
     ) -> None:
         """
         Args:
-            echoed: what a response says of its request.
-            listener: makes one; called with the first piece, when there is a prompt.
+            echoed: request fields that the response repeats.
+            listener: makes the Listener. Called with the first piece, after the prompt is rendered.
         """
         self._origin = origin
         self._echoed = echoed
         self._make_listener = listener
         self._listener: Listener | None = None
         self._output = Output()
-        self._num_thought = 0  # tokens
-        self._numbers = count()  # of events
-        self.last: Event = {}  # the response, once it has ended
+        self._num_thought = 0  # reasoning tokens
+        self._numbers = count()  # sequence numbers of events
+        self.last: Event = {}  # the whole response, after it has ended
 
     def add(self, piece: Piece | LastPiece) -> Iterator[Event]:
         return map(self._numbered, self._told(piece))

@@ -1,6 +1,6 @@
-"""/v1/responses: what is asked for, in the newer of OpenAI's two forms of a chat.
+"""/v1/responses: the fields of OpenAI's newer chat API.
 
-Nothing is stored, so a conversation is sent whole every time.
+Nothing is stored, so every request has the whole conversation.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ from api.text.limits import MAX_MESSAGES, MAX_TOOLS
 
 
 class Part(msgspec.Struct, forbid_unknown_fields=True):
-    """Of a message, an output or a thought: text, or of a message an image."""
+    """A part of a message, an output or reasoning: text, or in a message an image."""
 
     type: str
     text: str | None = None
@@ -50,7 +50,7 @@ class Part(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class InputItem(msgspec.Struct, forbid_unknown_fields=True):
-    """Whatever an answer has had in its output can be sent back as it was."""
+    """An item of the input. Output items of an earlier response can be sent back unchanged."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: str | None = None
@@ -90,7 +90,7 @@ class Format(msgspec.Struct, forbid_unknown_fields=True):
     schema: dict[str, Any] | None = None
     name: Ignored = None
     description: Ignored = None
-    strict: Ignored = None  # it always is
+    strict: Ignored = None  # schemas are always strict
 
 
 class TextFields(msgspec.Struct, forbid_unknown_fields=True):
@@ -104,7 +104,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ResponseFields(msgspec.Struct, kw_only=True):
-    """Absent and null mean the same."""
+    """Request fields. Absent and null mean the same."""
 
     input: str | Annotated[list[InputItem], msgspec.Meta(max_length=MAX_MESSAGES)]
     instructions: str | None = None
@@ -131,7 +131,7 @@ class ResponseFields(msgspec.Struct, kw_only=True):
 
 
 class Responses:
-    """The dialect of this endpoint."""
+    """The Dialect of /v1/responses."""
 
     id_prefix = "resp_"
     words = OPENAI
@@ -139,7 +139,7 @@ class Responses:
     def __init__(self, speech: Speech, shown: Shown, *, ignore_unknown: bool) -> None:
         """
         Args:
-            speech, shown, ignore_unknown: as of Chat.
+            speech, shown, ignore_unknown: see Chat.
         """
         self._speech = speech
         self._shown = shown
@@ -211,10 +211,10 @@ class Responses:
 
 
 def turns(fields: ResponseFields) -> Sequence[Turn]:
-    """What is said, thought and called by the assistant without a pause is one turn of its.
+    """Return the turns of the conversation. Adjacent assistant items form one turn.
 
     Raises:
-        Refusal: an item says nothing, or what is neither text nor an image where it may be one.
+        Refusal: an item is incomplete, or has content that is neither text nor an allowed image.
     """
     made = [] if fields.instructions is None else [Turn("system", fields.instructions)]
     if isinstance(fields.input, str):
@@ -252,7 +252,7 @@ def _turn(where: str, item: InputItem) -> Turn:
 
 
 def _joined(before: Turn, after: Turn) -> Turn | None:
-    """Both as one turn; None where that would lose who said what first."""
+    """Return two assistant turns as one, None if that would lose the order of their parts."""
     if after.reasoning is not None and (before.content is not None or before.tool_calls):
         return None
     if after.content is not None and (before.content is not None or before.tool_calls):
@@ -294,7 +294,7 @@ def _text_of(where: str, number: int, part: Part) -> str:
 
 
 def _format(text: TextFields | None) -> ResponseFormat | None:
-    """As chats have it."""
+    """Return the response format as chats have it."""
     if text is None or text.format is None:
         return None
     schema = text.format.schema
@@ -314,7 +314,7 @@ def _choice(choice: str | NamedTool | None) -> tuple[str | None, str | None]:
 
 
 def _echoed(fields: ResponseFields) -> dict[str, Any]:
-    """What a response says of its request."""
+    """Return the request fields that a response repeats."""
     effort = fields.reasoning.effort if fields.reasoning else None
     return {
         "instructions": fields.instructions,

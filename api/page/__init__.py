@@ -1,1 +1,1 @@
-"""The page at / of the router: static files, made by no build step, using nothing from outside."""
+"""The status page at / of the router: static files without a build step or external resources."""

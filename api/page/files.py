@@ -1,4 +1,4 @@
-"""Gives the page's files to browsers, and tells them to load nothing from anywhere else."""
+"""Static files of the status page, with headers that forbid browsers to load anything else."""
 
 import hashlib
 from collections.abc import Mapping
@@ -16,14 +16,14 @@ KINDS = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-# Whatever is in an answer, an address or a request's name: the browser runs and loads nothing
-# that is not one of these files, and refuses to make HTML of a text.
+# Protects against content of responses, addresses and request names: the browser loads and runs
+# only these files, and does not convert text to HTML.
 POLICY = (
     "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'"
 )
 _HEADERS = (
-    ("cache-control", "no-cache"),  # kept, but asked for again each time: an ETag costs little
+    ("cache-control", "no-cache"),  # cached, but revalidated each time: an ETag is cheap
     ("content-security-policy", POLICY),
     ("x-content-type-options", "nosniff"),
     ("referrer-policy", "no-referrer"),
@@ -31,7 +31,7 @@ _HEADERS = (
 
 
 class PageFile:
-    """A handler of HTTP requests for one file, which is read once, now."""
+    """HTTP handler for one file, which the constructor reads."""
 
     def __init__(self, path: Path) -> None:
         self._content = path.read_bytes()
@@ -46,7 +46,7 @@ class PageFile:
 
 
 def routes() -> Mapping[str, Mapping[str, Handler]]:
-    """By path, by method: index.html at /, every other file under /page/."""
+    """Return handlers by path and method: index.html at /, every other file under /page/."""
     files = {
         f"/page/{path.name}": {"GET": PageFile(path)}
         for path in DIRECTORY.iterdir()

@@ -1,1 +1,1 @@
-"""What a model's text is made of: what it thinks, what it says, which tools it calls."""
+"""Parsing of a model's text into reasoning, content and tool calls."""

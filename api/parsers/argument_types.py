@@ -1,7 +1,7 @@
-"""Arguments that are written as plain text, and the JSON that their tool's schema makes of them.
+"""Conversion of arguments in plain text to JSON, by their tool's schema.
 
-A value is the JSON that its text is, where the schema has a place for JSON of that type, and is a
-text otherwise. Knows no format.
+If the text is JSON of a type that the schema allows, the value is that JSON, otherwise a string.
+Independent of tool call formats.
 """
 
 from collections.abc import Mapping
@@ -9,27 +9,27 @@ from typing import Any
 
 import msgspec
 
-_WORDS = {"True": "true", "False": "false", "None": "null"}  # as models write them that know Python
+_WORDS = {"True": "true", "False": "false", "None": "null"}  # models that know Python write these
 _ANY = frozenset({"string", "number", "boolean", "null", "object", "array"})
 
 
 class ArgumentTypes:
-    """Of one tool."""
+    """The argument types of one tool."""
 
     def __init__(self, parameters: Mapping[str, Any]) -> None:
         """
         Args:
-            parameters: a JSON schema, perhaps none that makes sense.
+            parameters: a JSON schema. It may be invalid.
         """
         self._schema = parameters
-        self._known: dict[str, frozenset[str]] = {}  # by argument
+        self._known: dict[str, frozenset[str]] = {}  # types by argument
 
     def are_text(self, name: str) -> bool:
-        """Whether nothing but a text can be that argument."""
+        """Return whether an argument can only be a string."""
         return self._of(name) == {"string"}
 
     def as_json(self, name: str, text: str) -> str:
-        """What the argument's text stands for."""
+        """Return the JSON of an argument's text."""
         stripped = text.strip()
         written = _WORDS.get(stripped, stripped)
         try:
@@ -39,7 +39,7 @@ class ArgumentTypes:
         return written if _type_of(value) in self._of(name) else quoted(text)
 
     def _of(self, name: str) -> frozenset[str]:
-        """The types of JSON values that the argument may be of."""
+        """Return the JSON types that an argument may have."""
         if name not in self._known:
             properties = self._schema.get("properties")
             said = properties.get(name) if isinstance(properties, Mapping) else None
@@ -71,7 +71,7 @@ class ArgumentTypes:
         return frozenset(found)
 
     def _meant(self, reference: str) -> Any:
-        """What a reference within the schema is to; None: to nothing there."""
+        """Return the target of a reference within the schema, None if it does not exist."""
         found: Any = self._schema
         for step in reference.removeprefix("#").split("/")[1:]:
             found = found.get(step) if isinstance(found, Mapping) else None
@@ -79,7 +79,7 @@ class ArgumentTypes:
 
 
 def quoted(text: str) -> str:
-    """A text as JSON."""
+    """Return a text as JSON."""
     return msgspec.json.encode(text).decode()
 
 

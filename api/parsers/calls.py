@@ -1,4 +1,4 @@
-"""Calls of tools written as JSON, told while they come."""
+"""Streaming parser of tool calls that are written as JSON."""
 
 import json
 from collections.abc import Container
@@ -10,11 +10,13 @@ _ARGUMENTS = ("arguments", "parameters")
 
 
 class CallTelling:
-    """Tells one call in order, whatever the order in which its parts come."""
+    """Reporter of one call. Its name is reported before its arguments, whatever their order in
+    the text.
+    """
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._held: list[str] = []  # arguments, before there is a name
+        self._held: list[str] = []  # arguments that arrived before the name
         self.named = False
         self._told = False
 
@@ -31,19 +33,22 @@ class CallTelling:
             self._source.say(Arguments(text))
 
     def end(self) -> None:
-        """A call without arguments has an object of none: clients decode it."""
+        """End the call. A call without arguments gets an empty object, because clients decode
+        it.
+        """
         if self.named and not self._told:
             self.arguments("{}")
 
 
 def call_object(source: Source, known: Container[str] | None = None) -> Steps[bool]:
-    """Takes `{"name": ..., "arguments": {...}}`, its keys in any order, and tells the call.
+    """Parse `{"name": ..., "arguments": {...}}`, with keys in any order, and report the call.
 
     Args:
-        known: tools of which it must be one, with no other keys than those of a call. None: what
-            stands here is meant as a call.
+        known: names of tools. The object is a call only if it names one of them and has no keys
+            other than a call's. None: any object is a call.
+
     Returns:
-        Whether this is one; if not, nothing has been told.
+        Whether it is a call. If not, nothing has been reported.
     """
     call = CallTelling(source)
     if not (yield from source.accept("{")):
@@ -70,7 +75,9 @@ def call_object(source: Source, known: Container[str] | None = None) -> Steps[bo
 
 
 def json_arguments(source: Source, call: CallTelling) -> Steps[None]:
-    """Takes a value and tells it: an object as it comes, one that is written into a text, too."""
+    """Parse arguments and report them: an object as it arrives, also one encoded as a JSON
+    string.
+    """
     yield from source.spaces()
     if (yield from source.next_is("{[")):
         yield from source.through(_ValueScan(), call.arguments)
@@ -81,13 +88,13 @@ def json_arguments(source: Source, call: CallTelling) -> Steps[None]:
 
 
 def json_value(source: Source, parts: list[str]) -> Steps[bool]:
-    """Takes a value of any kind, which is then in `parts`; whether it is whole."""
+    """Parse a value of any type into `parts`, and return whether it is complete."""
     yield from source.spaces()
     return (yield from source.through(_ValueScan(), parts.append))
 
 
 def _text(source: Source) -> Steps[str]:
-    """Takes a JSON text; "" where there is none."""
+    """Parse a JSON string. Return "" if there is none."""
     yield from source.spaces()
     if not (yield from source.next_is('"')):
         return ""
@@ -100,7 +107,7 @@ def _text(source: Source) -> Steps[str]:
 
 
 class _ValueScan:
-    """Finds the end of a JSON value by its brackets and quotes."""
+    """A Scan that finds the end of a JSON value by its brackets and quotes."""
 
     def __init__(self) -> None:
         self._depth = 0

@@ -1,6 +1,8 @@
-"""Harmony's answers as structural tags: what a model thinks first is free, and the message behind
-has a form; or all messages are free but calls. Markers are tokens: no text that is free can be one,
-and each stands where it must."""
+"""Constrained Harmony responses as structural tags.
+
+Either the reasoning is free and the final message has a given format, or all messages except calls
+are free. Markers are tokens, so free text cannot contain one, and each stands where it must.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,25 +14,27 @@ _FREE_CHANNELS = (THINKING, "commentary", "final")
 
 
 class Channels:
-    """Of one model."""
+    """Structural tags for one model."""
 
     def __init__(self, tokens: Mapping[str, int]) -> None:
         """
         Args:
-            tokens: that its markers are.
+            tokens: the token ids of the markers.
         """
         self._sequence = Forms(tokens).sequence
 
     def final(self, form: Format) -> Format:
-        """Of an answer that is of a form, once it is thought over."""
+        """Return the format of a response with optional reasoning and a final message of this
+        format.
+        """
         return self._sequence(self._thought(), CHANNEL, "final", MESSAGE, form)
 
     def calls(self, tools: Sequence[tuple[str, Mapping[str, Any]]], *, parallel: bool) -> Format:
-        """Of an answer that is a call, once it is thought over, and perhaps more of them.
+        """Return the format of a response with optional reasoning and one or more calls.
 
         Args:
-            tools: by name, with the schema that arguments are held to.
-            parallel: False: behind a call there is nothing more.
+            tools: names, with the schemas of their arguments.
+            parallel: False: nothing follows a call.
         """
         return self._sequence(self._thought(), self._calls(tools, parallel))
 
@@ -41,12 +45,12 @@ class Channels:
         *,
         parallel: bool,
     ) -> Format:
-        """Return the format of an answer that is either calls or of a form, once it is thought
-        over.
+        """Return the format of a response with optional reasoning, then either calls or a final
+        message.
 
         Args:
-            form: of the message in the channel `final`.
-            tools, parallel: as of `calls`; tools that no header has a place for are left out.
+            form: format of the message in the channel `final`.
+            tools, parallel: see `calls`. Tools whose name does not fit into a header are left out.
         """
         final = self._sequence(CHANNEL, "final", MESSAGE, form)
         callable_tools = [tool for tool in tools if can_call(tool[0])]
@@ -54,11 +58,13 @@ class Channels:
         return self._sequence(self._thought(), one_of(final, *calls))
 
     def free(self, tools: Sequence[tuple[str, Mapping[str, Any]]], *, parallel: bool) -> Format:
-        """Of an answer that is whatever the model likes, but each call in it is whole. It may begin
-        in the midst of a message, where the prompt does.
+        """Return the format of a free response in which each call is complete.
+
+        The response may begin within a message, where the prompt ends.
 
         Args:
-            tools, parallel: as of `calls`; of those that no header has a place for there are none.
+            tools, parallel: see `calls`. Tools whose name does not fit into a header cannot be
+                called.
         """
         calls = [self._call(*tool) for tool in tools if can_call(tool[0])]
         channels = one_of(*({"type": "const_string", "value": each} for each in _FREE_CHANNELS))
@@ -71,7 +77,7 @@ class Channels:
         return one_of(self._sequence(one_of(ANYTHING, said), self._more(said), last), call)
 
     def _more(self, message: Format) -> Format:
-        """Any number of messages."""
+        """Return the format of any number of messages."""
         return star(self._next(message))
 
     def _calls(self, tools: Sequence[tuple[str, Mapping[str, Any]]], parallel: bool) -> Format:

@@ -1,4 +1,4 @@
-"""The parts that an answer's text turns out to have, and who finds them."""
+"""The parts of a response's text, and the protocol of the parsers that find them."""
 
 from collections.abc import Sequence
 from typing import Protocol, TypeAlias
@@ -7,25 +7,25 @@ import msgspec
 
 
 class Content(msgspec.Struct, frozen=True):
-    """What is said to the user."""
+    """Part of the text for the user."""
 
     text: str
 
 
 class Reasoning(msgspec.Struct, frozen=True):
-    """What is thought before."""
+    """Part of the reasoning before the content."""
 
     text: str
 
 
 class Call(msgspec.Struct, frozen=True):
-    """A call of a tool begins."""
+    """The beginning of a tool call."""
 
     name: str
 
 
 class Arguments(msgspec.Struct, frozen=True):
-    """More of the last call's arguments, which together are JSON."""
+    """Part of the last call's arguments. All parts together are JSON."""
 
     text: str
 
@@ -34,16 +34,16 @@ Said: TypeAlias = Content | Reasoning | Call | Arguments
 
 
 class Parser(Protocol):
-    """Of one answer. However its text is cut into pieces, what is found is the same."""
+    """Parser of one response. The result does not depend on how the text is split."""
 
     def push(self, text: str, marks: Sequence[int]) -> Sequence[Said]:
-        """What the text so far adds that no later text can change.
+        """Parse more text and return the parts that no later text can change.
 
         Args:
-            marks: characters of `text` at which a marker begins that is a special token.
+            marks: indices in `text` at which a marker begins that is a special token.
         """
         ...
 
     def finish(self) -> Sequence[Said]:
-        """The rest, once no more text can come."""
+        """Return the remaining parts after the end of the text."""
         ...

@@ -1,4 +1,4 @@
-"""How families of models write calls of tools, one grammar each. What is no call is content."""
+"""Tool call formats of model families, one grammar each. All other text is content."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from api.parsers.calls import CallTelling, call_object, json_arguments
 from api.parsers.source import Source, Steps, nobody
 
-# Of a Source, and the tools that may be called: by name the JSON schema of their arguments.
+# Takes a Source, and the tools that may be called: the JSON schema of their arguments by name.
 Grammar = Callable[[Source, Mapping[str, Any]], Steps[None]]
 
 HERMES = ("<tool_call>", "</tool_call>")
@@ -22,12 +22,12 @@ DEEPSEEK = (
 
 
 def plain(source: Source) -> Steps[None]:
-    """Content, all of it."""
+    """Parse all text as content."""
     yield from source.rest(source.content)
 
 
 def hermes(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
-    """`<tool_call>{"name": "f", "arguments": {}}</tool_call>`, of Hermes, Qwen2.5 and Qwen3."""
+    """Parse `<tool_call>{"name": "f", "arguments": {}}</tool_call>`: Hermes, Qwen2.5 and Qwen3."""
     begin, end = HERMES
     while (yield from source.until(begin, tell=source.content, trim=True)):
         source.record()
@@ -39,8 +39,10 @@ def hermes(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
 
 
 def llama3(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
-    """`{"name": "f", "parameters": {}}` as the whole answer, or behind `<|python_tag|>`; several
-    with `;` between them. An answer that is other JSON is content."""
+    """Parse `{"name": "f", "parameters": {}}` as the whole response, or behind `<|python_tag|>`.
+
+    Several calls are separated by `;`. A response that is other JSON is content.
+    """
     (tag,) = LLAMA3
     source.record()
     if not (yield from source.accept(tag)):
@@ -57,7 +59,9 @@ def llama3(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
 
 
 def mistral(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
-    """`[TOOL_CALLS][{"name": "f", "arguments": {}}]`, and `[TOOL_CALLS]f[ARGS]{}` of newer ones."""
+    """Parse `[TOOL_CALLS][{"name": "f", "arguments": {}}]`, or `[TOOL_CALLS]f[ARGS]{}` of newer
+    models.
+    """
     begin, call_id, arguments = MISTRAL
     while (yield from source.until(begin, tell=source.content, trim=True)):
         source.record()
@@ -72,7 +76,7 @@ def mistral(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
         else:
             name, marker = yield from source.collected(call_id, arguments, "{")
             if not marker:
-                return  # cut off
+                return  # truncated
             if marker == call_id:
                 yield from source.collected(arguments)
             elif marker == "{":
@@ -82,8 +86,11 @@ def mistral(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
 
 
 def deepseek(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
-    """Markers of their own for everything: of V3 and R1 the kind of tool, then its name and a block
-    of JSON; of V3.1 the name, then the JSON."""
+    """Parse DeepSeek's calls, which have their own markers for each part.
+
+    V3 and R1 write the kind of tool, then its name and a block of JSON. V3.1 writes the name, then
+    JSON.
+    """
     calls_begin, begin, middle, end, calls_end = DEEPSEEK
     while (yield from source.until(calls_begin, tell=source.content, trim=True)):
         while (yield from source.accept(begin)):
@@ -91,7 +98,7 @@ def deepseek(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
             before, _ = yield from source.collected(middle)
             behind, brace = yield from source.collected("{", end)
             if not brace:
-                return  # cut off
+                return  # truncated
             source.put_back(brace)
             of_v3 = before.strip() == "function" and behind.strip()
             yield from _named(source, behind.partition("\n")[0] if of_v3 else before)
@@ -101,7 +108,7 @@ def deepseek(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
 
 
 def forced(source: Source) -> Steps[None]:
-    """`[{"name": "f", "parameters": {}}]`, where a grammar makes all of the answer calls."""
+    """Parse `[{"name": "f", "parameters": {}}]`, where a grammar makes the whole response calls."""
     yield from source.accept("[")
     while (yield from call_object(source)):
         if not (yield from source.accept(",")):
@@ -110,7 +117,7 @@ def forced(source: Source) -> Steps[None]:
 
 
 def _named(source: Source, name: str) -> Steps[None]:
-    """Tells a call of which the name has been taken, and the arguments have not."""
+    """Report a call whose name has been parsed, and parse its arguments."""
     if not name.strip():
         source.content(source.recorded())
         return

@@ -1,12 +1,14 @@
-"""Formats of structural tags, put together. Text in a tag has no special tokens, so a marker that
-is one is named as that token."""
+"""Construction of structural tag formats.
+
+Text in a tag has no special tokens, so a marker that is a special token is referred to by its id.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
 Format = Mapping[str, Any]
 
-ANYTHING: Format = {"type": "regex", "pattern": r"[\s\S]*"}  # also beside tokens
+ANYTHING: Format = {"type": "regex", "pattern": r"[\s\S]*"}  # works beside tokens, too
 SPACE: Format = {"type": "regex", "pattern": r"\s?"}
 
 
@@ -25,7 +27,7 @@ class Forms:
         return {"type": "sequence", "elements": [self.element(each) for each in elements]}
 
     def element(self, element: str | Format) -> Format:
-        """Return the format of one marker or text. A format is returned as it is."""
+        """Return the format of one marker or text. A format is returned unchanged."""
         if not isinstance(element, str):
             return element
         if element in self._tokens:
@@ -50,7 +52,8 @@ def optional(content: Format) -> Format:
 
 
 def schema_form(schema: Mapping[str, Any], style: str = "json") -> Format:
-    """
+    """Return the format of arguments with this schema.
+
     Args:
         style: how the arguments are written: json, qwen_xml or glm_xml.
     """

@@ -1,4 +1,4 @@
-"""Harmony, in which gpt-oss writes all of an answer: messages to channels, each with a header."""
+"""Parser of Harmony, the format of gpt-oss: messages to channels, each with a header."""
 
 import re
 
@@ -21,13 +21,14 @@ _RECIPIENT = re.compile(rf"to=functions\.({_NAME})")
 
 
 def harmony(source: Source, *, reasons: bool, calls: bool) -> Steps[None]:
-    """
+    """Parse a Harmony response.
+
     Args:
-        reasons: whether what is thought is told.
-        calls: whether functions may be called; if not, what would be a call is content.
+        reasons: whether reasoning is returned.
+        calls: whether functions may be called. If not, a call is content.
     """
     author, marker = yield from source.collected(CHANNEL, MESSAGE, START, *ENDS)
-    if marker not in (CHANNEL, MESSAGE):  # it begins in the midst of a message, or has none
+    if marker not in (CHANNEL, MESSAGE):  # it begins within a message, or has none
         source.content(author)
     while marker:
         channel = ""
@@ -45,7 +46,7 @@ def harmony(source: Source, *, reasons: bool, calls: bool) -> Steps[None]:
 def _message(
     source: Source, channel: str, recipient: re.Match[str] | None, reasons: bool
 ) -> Steps[str]:
-    """Tells one to its end, and returns the marker there."""
+    """Report one message to its end, and return the marker there."""
     if recipient is None:
         tell = _thinking(source, reasons) if _THINKING.match(channel) else source.content
         return (yield from source.until(START, *ENDS, tell=tell))
@@ -57,12 +58,12 @@ def _message(
 
 
 def is_open(rendered_end: str) -> bool:
-    """Whether an answer that follows a prompt with this end begins with a header."""
+    """Return whether a response to a prompt with this end begins with a header."""
     return rendered_end.rstrip().endswith(f"{START}assistant")
 
 
 def can_call(name: str) -> bool:
-    """Whether a header has a place for such a name."""
+    """Return whether a tool's name fits into a header."""
     return re.fullmatch(_NAME, name) is not None
 
 

@@ -1,4 +1,4 @@
-"""One answer, as it comes, for whoever tells it: how much of which part each piece adds."""
+"""Incremental reading of one response: what each piece of text adds to its parts."""
 
 import random
 import string
@@ -9,11 +9,11 @@ import msgspec
 from api.parsers.events import Arguments, Call, Content, Parser, Reasoning, Said
 
 _CHARACTERS = string.ascii_letters + string.digits
-_ID_CHARACTERS = 9  # as many as Mistral's templates take, and letters and digits alone
+_ID_CHARACTERS = 9  # Mistral's templates accept only this many letters and digits
 
 
 class CallPart(msgspec.Struct, frozen=True):
-    """What is added to one call; in the first part is its id and name."""
+    """An addition to one tool call. The first addition has its id and name."""
 
     index: int
     id: str
@@ -24,19 +24,19 @@ class CallPart(msgspec.Struct, frozen=True):
 class Heard(msgspec.Struct, frozen=True):
     content: str
     reasoning: str
-    calls: Sequence[CallPart]  # one part of each at most, in order
+    calls: Sequence[CallPart]  # at most one part of each call, in order
 
     def __bool__(self) -> bool:
         return bool(self.content or self.reasoning or self.calls)
 
 
 class Listener:
-    """For one answer."""
+    """The reader of one response."""
 
     def __init__(self, parser: Parser, *, parallel: bool = True) -> None:
         """
         Args:
-            parallel: False: of several calls only the first is heard.
+            parallel: False: only the first call is returned.
         """
         self._parser = parser
         self._parallel = parallel
@@ -47,11 +47,11 @@ class Listener:
         return self._num_calls > 0
 
     def hear(self, text: str, marks: Sequence[int] = (), *, last: bool) -> Heard:
-        """What the answer's text adds.
+        """Return what more text adds to the response.
 
         Args:
-            marks: as of Parser.push.
-            last: there is no more of it.
+            marks: see Parser.push.
+            last: whether the text is complete.
         """
         said = [*self._parser.push(text, marks)]
         if last:

@@ -1,5 +1,7 @@
-"""Calls of tools whose arguments stand between markers, each as plain text: Qwen3-Coder's and
-GLM-4.5's. Which of them are numbers, only the tools' schemas say."""
+"""Parsers of Qwen3-Coder's and GLM-4.5's tool calls: each argument is plain text between markers.
+
+Only the tools' schemas say which arguments are numbers.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,8 +22,10 @@ GLM45 = ("<tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 
 
 def qwen3_coder(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
-    """`<tool_call><function=f><parameter=a>1</parameter></function></tool_call>`, with line breaks
-    around everything. Models forget the first marker."""
+    """Parse `<tool_call><function=f><parameter=a>1</parameter></function></tool_call>`.
+
+    There are line breaks around every part. Models may omit the first marker.
+    """
     begin, function, parameter, parameter_end, function_end, end = QWEN3_CODER
     while marker := (yield from source.until(begin, function, tell=source.content, trim=True)):
         before = source.trimmed + marker
@@ -46,7 +50,7 @@ def qwen3_coder(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
 
 
 def glm45(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
-    """`<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>`."""
+    """Parse `<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>`."""
     begin, key_begin, key_end, value_begin, value_end, end = GLM45
     while (yield from source.until(begin, tell=source.content, trim=True)):
         before = source.trimmed + begin
@@ -66,7 +70,7 @@ def glm45(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
 
 
 class _MarkedCall:
-    """Tells one call, whose arguments come one by one, as the JSON object that they are."""
+    """Reporter of one call whose arguments come one by one. Reports them as a JSON object."""
 
     def __init__(self, source: Source, name: str, tools: Mapping[str, Any]) -> None:
         self._source = source
@@ -77,7 +81,9 @@ class _MarkedCall:
         self._call.name(name)
 
     def argument(self, name: str, *ends: str) -> Steps[None]:
-        """Takes one, up to the first of `ends`: what is a text in any case is told as it comes."""
+        """Parse an argument up to the first of `ends`. One that can only be a string is reported
+        as it arrives.
+        """
         self._call.arguments(f"{self._separator}{quoted(name)}: ")
         self._separator = ", "
         if self._types.are_text(name):
@@ -92,7 +98,7 @@ class _MarkedCall:
             self._call.arguments(self._types.as_json(name, text))
 
     def end(self) -> None:
-        """Of one that was cut off in the midst of an argument, half its JSON has been told."""
+        """End the call. If an argument was truncated, its JSON stays incomplete."""
         if self._whole:
             self._call.arguments("{}" if self._separator == "{" else "}")
 

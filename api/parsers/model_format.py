@@ -1,5 +1,4 @@
-"""How the served model writes what it thinks and which tools it calls: as its chat template shows,
-or as the router is told."""
+"""The served model's format of reasoning and tool calls, by its chat template or configuration."""
 
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
@@ -15,11 +14,11 @@ from api.parsers.formats import Grammar
 from api.parsers.forms import one_of
 from api.parsers.source import GrammarParser, PlainParser, Source, Steps
 
-# By name, the JSON schema of their arguments.
+# The JSON schema of their arguments, by name.
 Tools = Mapping[str, Any]
 
 NONE = "none"
-# Grammars of arguments of calls that need not be made: none, any JSON object, the tool's schema.
+# Grammars for arguments of optional calls: none, any JSON object, the tool's schema.
 FREE, JSON, SCHEMA = "free", "json", "schema"
 _HARMONY = "harmony"
 _GRAMMARS: Mapping[str, tuple[Grammar, Sequence[str]]] = {
@@ -30,8 +29,8 @@ _GRAMMARS: Mapping[str, tuple[Grammar, Sequence[str]]] = {
     "qwen3-coder": (marked.qwen3_coder, marked.QWEN3_CODER),
     "glm45": (marked.glm45, marked.GLM45),
 }
-# What a template has in it that prompts for this format, the first that it has. Markers of a call
-# are in templates that show earlier ones; Llama 3 has no more than a word for its language.
+# Markers in a chat template that identify its format. The first match decides. Templates that show
+# earlier calls contain markers. Llama 3 templates may have only the marker of its chat format.
 _SHOWN_BY: Sequence[tuple[str, str]] = (
     ("<|channel|>", "harmony"),
     ("[TOOL_CALLS]", "mistral"),
@@ -45,21 +44,22 @@ _SHOWN_BY: Sequence[tuple[str, str]] = (
 
 
 class Thinks(Enum):
-    """Whether an answer begins with thought."""
+    """The beginning of a response: with or without reasoning."""
 
     NOT = auto()
-    PERHAPS = auto()  # it says so itself
-    AT_ONCE = auto()  # the prompt has begun it
+    PERHAPS = auto()  # the response itself decides
+    AT_ONCE = auto()  # the prompt has opened it
 
 
 class Speech(msgspec.Struct, frozen=True):
-    """NONE: the model does no such thing, or how is not known.
+    """How the model writes reasoning and tool calls. NONE: it does not, or the format is unknown.
 
-    tokens: of its markers those that are special tokens, and are none where they are spelt with
-        others.
-    arguments: FREE, JSON or SCHEMA: the grammar of arguments where no other is asked for.
-    takes_effort: whether the chat template has a place for a reasoning effort.
-    takes_budget: whether nodes can end what is thought after a number of tokens.
+    Attributes:
+        tokens: markers that are special tokens. The same text spelt with other tokens is not a
+            marker.
+        arguments: FREE, JSON or SCHEMA: default grammar of arguments.
+        takes_effort: whether the chat template supports a reasoning effort.
+        takes_budget: whether nodes can end reasoning after a number of tokens.
     """
 
     reasoning: str = NONE  # | "deepseek-r1" | "qwen3" | "harmony"
@@ -71,10 +71,10 @@ class Speech(msgspec.Struct, frozen=True):
     takes_budget: bool = False
 
     def markers(self, *, calls: bool) -> frozenset[str]:
-        """Texts that must not be left out of an answer, though they may be special tokens.
+        """Return texts that a response must keep, although they may be special tokens.
 
         Args:
-            calls: whether it may call tools.
+            calls: whether the response may call tools.
         """
         if self._is_harmony:
             return frozenset({*harmony.MARKERS, *harmony.ENDS})
@@ -86,11 +86,12 @@ class Speech(msgspec.Struct, frozen=True):
     def form_of_calls(
         self, tools: Sequence[tuple[str, Mapping[str, Any]]], *, parallel: bool
     ) -> Mapping[str, Any] | None:
-        """Return a structural tag's format: free text in which each call is whole, once it has
-        begun. None: no grammar can write this model's calls.
+        """Return a structural tag format: free text in which each call that has begun is complete.
+
+        None: no grammar can write this model's calls.
 
         Args:
-            tools: names, with the schema that arguments are held to.
+            tools: names, with the schemas of their arguments.
             parallel: False: nothing follows a call.
         """
         if self.tools == _HARMONY and self.channels is not None:
@@ -105,11 +106,12 @@ class Speech(msgspec.Struct, frozen=True):
         *,
         parallel: bool,
     ) -> Mapping[str, Any] | None:
-        """Return a structural tag's format: an answer of that form, or calls alone. None: no
-        grammar can write this model's calls.
+        """Return a structural tag format: a response of this format, or calls alone.
+
+        None: no grammar can write this model's calls.
 
         Args:
-            tools, parallel: as of `form_of_calls`.
+            tools, parallel: see `form_of_calls`.
         """
         if self.tools == _HARMONY and self.channels is not None:
             return self.channels.calls_or(form, tools, parallel=parallel)
@@ -120,8 +122,11 @@ class Speech(msgspec.Struct, frozen=True):
 
     @property
     def channels(self) -> Channels | None:
-        """That answers can be held to; None: answers have none, or they are marked with text, which
-        what is thought might have in it, too."""
+        """Return the channels to which responses can be constrained.
+
+        None: the model has no channels, or their markers are plain text, which reasoning might
+        contain.
+        """
         known = self._is_harmony and self.tokens.keys() >= {*harmony.MARKERS, harmony.END}
         return Channels(self.tokens) if known else None
 
@@ -131,23 +136,23 @@ class Speech(msgspec.Struct, frozen=True):
 
     @property
     def marks_thought(self) -> bool:
-        """Whether what is thought stands between markers at the start of an answer."""
+        """Return whether reasoning is marked at the start of a response."""
         return self.reasoning not in (NONE, _HARMONY)
 
     def thinks(self, rendered_end: str) -> Thinks:
-        """How an answer begins that follows a prompt with this end."""
+        """Return how a response begins that follows a prompt with this end."""
         if not self.marks_thought or think.is_closed(rendered_end):
             return Thinks.NOT
         opened = self.reasoning == "deepseek-r1" or think.is_open(rendered_end)
         return Thinks.AT_ONCE if opened else Thinks.PERHAPS
 
     def parser(self, rendered_end: str, tools: Tools | None, *, reasons: bool) -> Parser:
-        """Of one answer.
+        """Return the parser of one response.
 
         Args:
-            rendered_end: what its prompt ends with.
-            tools: those that it may call; None: none of them.
-            reasons: whether its reasoning is told.
+            rendered_end: the end of its prompt.
+            tools: tools that it may call. None: no tools.
+            reasons: whether its reasoning is returned.
         """
         if self._is_harmony:
             grammar = partial(harmony.harmony, reasons=reasons, calls=tools is not None)
@@ -155,10 +160,10 @@ class Speech(msgspec.Struct, frozen=True):
         return self._behind_thought(self._calls(tools), rendered_end, reasons=reasons)
 
     def parser_of_calls(self, rendered_end: str, tools: Tools | None, *, reasons: bool) -> Parser:
-        """Of one answer that a grammar makes nothing but calls.
+        """Return the parser of one response that a grammar restricts to calls.
 
         Args:
-            tools: as of `parser`.
+            tools: see `parser`.
         """
         if self.channels is not None:
             return self.parser(rendered_end, tools, reasons=reasons)
@@ -175,7 +180,7 @@ class Speech(msgspec.Struct, frozen=True):
         return GrammarParser(grammar, self.tokens)
 
     def _calls(self, tools: Tools | None) -> Callable[[Source], Steps[None]]:
-        """The grammar of an answer that has no reasoning."""
+        """Return the grammar of a response without reasoning."""
         if tools is None or self.tools not in _GRAMMARS:
             return formats.plain
         grammar, _ = _GRAMMARS[self.tools]
@@ -183,10 +188,11 @@ class Speech(msgspec.Struct, frozen=True):
 
 
 def speech_of(template: str, reasoning: str, tools: str) -> Speech:
-    """
+    """Return how a model writes reasoning and tool calls.
+
     Args:
-        template: source of the model's chat template; "" of none.
-        reasoning, tools: the format, NONE, or "auto": as the template shows.
+        template: source of the model's chat template, "" if it has none.
+        reasoning, tools: a format, NONE, or "auto" to detect it in the template.
     """
     shown = _shown_by(template)
     return Speech(

@@ -1,14 +1,13 @@
-"""Text as it comes, for whoever reads it as if all of it were there.
+"""Incremental text for grammars that read it as if it were complete.
 
-A grammar is a generator over a Source: it takes what it needs with `yield from`, which waits where
-the text does not say yet. So it is written straight down, and what it finds does not depend on how
-the text was cut. Knows no format.
+A grammar is a generator over a Source. It reads with `yield from`, which waits while the text is
+undecided. Its result therefore does not depend on how the text was split. Independent of formats.
 
-Text that a grammar waits with is taken out of the way: no more is left than may be the start of a
-marker. A character costs the same however many came before it, one by one or at once.
+A Source keeps no more unread text than may be the start of a marker. The cost of a character does
+not depend on the amount of text before it, nor on the size of the pieces.
 
-A marker that the model has a special token for is one only where that token stands: spelt with
-others it is text like any other, which may be about markers.
+If the model has a special token for a marker, only that token is the marker. The same text spelt
+with other tokens is plain text, for example a text about markers.
 """
 
 import re
@@ -22,14 +21,14 @@ T = TypeVar("T")
 
 Steps: TypeAlias = Generator[None, None, T]
 Tell: TypeAlias = Callable[[str], None]
-# Finds where a part of a text ends that begins, or continues, at an index. None: behind the text.
+# Finds the end of a part of a text that begins, or continues, at an index. None: beyond the text.
 Scan: TypeAlias = Callable[[str, int], int | None]
 
 _SPACES = re.compile(r"\s*")
 
 
 class Source:
-    """For one grammar. What it has found out is taken with `heard`."""
+    """The text for one grammar. `heard` returns the parts that the grammar has found."""
 
     def __init__(self, tokens: Container[str] = ()) -> None:
         """
@@ -37,21 +36,22 @@ class Source:
             tokens: markers that are special tokens.
         """
         self._tokens = tokens
-        self._marks: set[int] = set()  # where those stand, in characters from the text's start
+        self._marks: set[int] = set()  # their positions, in characters from the start
         self._text = ""
-        self._at = 0  # where that begins which is not taken yet
-        self._taken = 0  # characters before it
+        self._at = 0  # start of the unread text
+        self._taken = 0  # number of characters before it
         self._ended = False
         self._said: list[Said] = []
         self._record: list[str] | None = None
         self.trimmed = ""  # white space that was left out before the last marker
 
-    # What the text's owner calls ------------------------------------------------------------------
+    # Called by the owner of the text --------------------------------------------------------------
 
     def feed(self, text: str, marks: Sequence[int]) -> None:
-        """
+        """Add text.
+
         Args:
-            marks: as of Parser.push.
+            marks: see Parser.push.
         """
         begun = self._taken + len(self)
         self._marks.update(begun + mark for mark in marks)
@@ -59,18 +59,18 @@ class Source:
         self._at = 0
 
     def __len__(self) -> int:
-        """Return how many characters are not taken yet."""
+        """Return the number of unread characters."""
         return len(self._text) - self._at
 
     def end(self) -> None:
         self._ended = True
 
     def heard(self) -> Sequence[Said]:
-        """What has been said since the last time."""
+        """Return the parts that were found since the last call."""
         said, self._said = self._said, []
         return said
 
-    # What grammars call ---------------------------------------------------------------------------
+    # Called by grammars ---------------------------------------------------------------------------
 
     def say(self, said: Said) -> None:
         self._said.append(said)
@@ -80,29 +80,30 @@ class Source:
             self.say(Content(text))
 
     def record(self) -> None:
-        """Keeps what is taken from here on, should it not be what it seems."""
+        """Start to record the text that is read, in case it is not what it seems."""
         self._record = []
 
     def recorded(self) -> str:
-        """All of that, which is kept no longer."""
+        """Return the recorded text and stop recording."""
         kept, self._record = self._record or [], None
         return "".join(kept)
 
     def put_back(self, marker: str) -> None:
-        """Put back the marker that was taken last."""
+        """Put back the marker that was read last."""
         if self._record:
             self._record.pop()
         self._restore(marker)
 
     def until(self, *markers: str, tell: Tell, trim: bool = False) -> Steps[str]:
-        """Tells the text up to the first of `markers`, and takes it.
+        """Report the text up to the first of `markers`, and read the marker.
 
         Args:
-            trim: leaves out white space before a marker, which is then `trimmed`.
+            trim: leave out white space before a marker, and keep it in `trimmed`.
+
         Returns:
-            The marker, "" where the text has ended without one.
+            The marker, "" if the text has ended without one.
         """
-        spaces: list[str] = []  # which stand before the marker, if one is next
+        spaces: list[str] = []  # belongs before the marker, if one is next
         while not (found := self._first(markers)):
             text = self._take(len(self) if self._ended else self._decided(markers))
             told = text.rstrip() if trim and not self._ended else text
@@ -124,14 +125,16 @@ class Source:
         return marker
 
     def collected(self, *markers: str) -> Steps[tuple[str, str]]:
-        """The text up to the first of `markers`, and the marker, as `until` gives it."""
+        """Return the text up to the first of `markers`, and the marker as `until` returns it."""
         parts: list[str] = []
         marker = yield from self.until(*markers, tell=parts.append)
         return "".join(parts), marker
 
     def accept(self, *markers: str) -> Steps[str]:
-        """Takes the marker that the text goes on with, and white space before it; "" and nothing
-        taken where it goes on with none."""
+        """Read the marker that is next, and white space before it.
+
+        Returns "" and reads nothing if none is next.
+        """
         spaces: list[str] = []
         longest = max(map(len, markers))
         while True:
@@ -148,12 +151,12 @@ class Source:
             yield
 
     def take(self, character: str) -> Steps[None]:
-        """Takes that character if it is the next one."""
+        """Read that character if it is next."""
         if (yield from self.next_is(character)):
             self._take(1)
 
     def spaces(self) -> Steps[None]:
-        """Takes white space."""
+        """Read white space."""
         while True:
             self._take(self._num_spaces())
             if len(self) or self._ended:
@@ -161,21 +164,23 @@ class Source:
             yield
 
     def rest(self, tell: Tell) -> Steps[None]:
-        """Tells all text from here on."""
+        """Report all remaining text."""
         while not self._ended:
             tell(self._take(len(self)))
             yield
         tell(self._take(len(self)))
 
     def next_is(self, characters: str) -> Steps[bool]:
-        """Whether the next character is one of these; takes none."""
+        """Return whether the next character is one of these, without reading it."""
         while not len(self) and not self._ended:
             yield
         return len(self) > 0 and self._text[self._at] in characters
 
     def through(self, scan: Scan, tell: Tell) -> Steps[bool]:
-        """Tells the text to the end that `scan` finds, which is called with every character once;
-        returns whether it has found one."""
+        """Report the text up to the end that `scan` finds. Return whether it has found one.
+
+        `scan` sees every character once.
+        """
         while (end := scan(self._text, self._at)) is None:
             tell(self._take(len(self)))
             if self._ended:
@@ -190,7 +195,7 @@ class Source:
         return taken
 
     def _passed(self, number: int) -> str:
-        """Take so many characters that are not recorded, or not yet."""
+        """Read that many characters without recording them, or before they are recorded."""
         taken = self._text[self._at : self._at + number]
         self._at += number
         self._taken += number
@@ -201,7 +206,7 @@ class Source:
             self._record.append(taken)
 
     def _restore(self, text: str) -> None:
-        """Put back what was taken last."""
+        """Put back text that was read last."""
         self._taken -= len(text)
         self._at -= len(text)
         if self._at < 0:  # more text has arrived since
@@ -209,12 +214,12 @@ class Source:
             self._at = 0
 
     def _num_spaces(self) -> int:
-        """Count white space that is next."""
+        """Return the amount of white space that is next."""
         spaces = _SPACES.match(self._text, self._at)
         return 0 if spaces is None else spaces.end() - self._at
 
     def _decided(self, markers: Sequence[str]) -> int:
-        """Characters that are before any marker, whatever comes."""
+        """Return the number of unread characters that precede any marker, whatever text follows."""
         end = len(self._text)
         for index in range(max(self._at, end - max(map(len, markers)) + 1), end):
             last = self._text[index:]
@@ -223,7 +228,7 @@ class Source:
         return len(self)
 
     def _first(self, markers: Sequence[str]) -> tuple[int, str] | None:
-        """Where the first of them is; of two that begin there the longer."""
+        """Return the position of the first marker. If two begin there, the longer one wins."""
         pattern, longest_first = _searched(markers)
         begin = self._at
         while (found := pattern.search(self._text, begin)) is not None:
@@ -235,23 +240,23 @@ class Source:
         return None
 
     def _may_be(self, marker: str, index: int) -> bool:
-        """Whether what is spelt there as that marker is, is one."""
+        """Return whether the text of a marker at this position is a marker, not other tokens."""
         return marker not in self._tokens or self._taken + index - self._at in self._marks
 
 
 @lru_cache(maxsize=64)
 def _searched(markers: Sequence[str]) -> tuple[re.Pattern[str], Sequence[str]]:
-    """Any of them, to be found in one pass."""
+    """Return a pattern that finds any of the markers in one pass."""
     longest_first = sorted(markers, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first))), longest_first
 
 
 def nobody(text: str) -> None:
-    """For text that nobody is told."""
+    """Discard a text."""
 
 
 class PlainParser:
-    """A Parser of an answer that is content, all of it."""
+    """A Parser for responses that are content only."""
 
     def push(self, text: str, marks: Sequence[int]) -> Sequence[Said]:
         return (Content(text),) if text else ()
@@ -268,11 +273,11 @@ class GrammarParser:
     ) -> None:
         """
         Args:
-            tokens: as of Source.
+            tokens: see Source.
         """
         self._source = Source(tokens)
         self._steps = grammar(self._source)
-        self._reads = True  # until the grammar has ended, which leaves all other text out
+        self._reads = True  # until the grammar has ended, which discards all further text
 
     def push(self, text: str, marks: Sequence[int]) -> Sequence[Said]:
         if not self._reads:

@@ -1,7 +1,7 @@
-"""Calls of tools as structural tags, for each format that models write them in.
+"""Tool calls as structural tags, for each format.
 
-Two forms are made of the same blocks: an answer that is calls alone, and free text in which a call
-that has begun can only continue as a whole call of a tool that was offered.
+Two forms consist of the same blocks: a response of calls only, and free text in which a call that
+has begun can only continue as a complete call of an offered tool.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ from api.parsers.forms import (
 )
 from api.parsers.marked import GLM45, QWEN3_CODER
 
-# The names of tools whose arguments have the same schema, and that schema.
+# Names of tools whose arguments have the same schema, and that schema.
 Group = tuple[Sequence[str], Mapping[str, Any]]
 
 _MISTRAL_ID: Format = {"type": "regex", "pattern": "[a-zA-Z0-9]{9}"}
@@ -33,10 +33,11 @@ _FENCE_BEGIN, _FENCE_END = "\n```json\n", "\n```"  # around arguments, in DeepSe
 class Block(msgspec.Struct, frozen=True):
     """One call, or several that share their markers.
 
-    begin: the text or marker that no other text may begin with.
-    end: "" where nothing follows the last call.
-    separator: the text between two blocks; "": white space, or nothing.
-    repeats: whether a second block may follow.
+    Attributes:
+        begin: the text or marker that no other text may begin with.
+        end: "" if nothing follows the last call.
+        separator: the text between two blocks. "": white space, or nothing.
+        repeats: whether a second block may follow.
     """
 
     begin: str
@@ -53,29 +54,29 @@ class CallForms:
         """
         Args:
             name: one of _FORMATS.
-            tokens: markers of this format that are special tokens. The first marker is among them,
-                or there are none.
+            tokens: markers of this format that are special tokens. Either includes the first marker
+                or is empty.
         """
         self._alone, self._in_text = _FORMATS[name], _IN_TEXT[name]
         self._marked_by_tokens = bool(tokens)
         self._forms = Forms(tokens)
 
     def alone(self, groups: Sequence[Group], *, parallel: bool) -> Format:
-        """Return the form of an answer that is one call or, if `parallel`, one or more."""
+        """Return the form of a response that is one call or, if `parallel`, one or more."""
         blocks = self._alone(self._forms, groups, parallel)
         block = one_of(*map(self._whole, blocks))
         separator = blocks[0].separator
         if not parallel or not blocks[0].repeats:
             return block
-        if not separator:  # so that the schemas are in the form only once
+        if not separator:  # the form has the schemas only once
             return plus(self._forms.sequence(block, SPACE))
         return self._forms.sequence(block, star(self._forms.sequence(separator, block)))
 
     def in_text(self, groups: Sequence[Group], *, parallel: bool) -> Format:
         """Return the form of free text with calls in it. Nothing follows a call unless `parallel`.
 
-        Free text has no special tokens, and the format for text with triggers cannot stand beside
-        tokens. Where a token begins a call, the calls therefore end the answer.
+        Free text has no special tokens, and the format for text with triggers cannot be combined
+        with tokens. If a token begins a call, the calls therefore end the response.
         """
         blocks = self._in_text(self._forms, groups, parallel)
         if self._marked_by_tokens:
@@ -102,9 +103,10 @@ class CallForms:
 
 
 def grouped(tools: Sequence[tuple[str, Mapping[str, Any]]]) -> Sequence[Group]:
-    """
+    """Group tools by the schema of their arguments.
+
     Args:
-        tools: names, with the schema that arguments are held to.
+        tools: names, with the schemas of their arguments.
     """
     groups: dict[bytes, tuple[list[str], Mapping[str, Any]]] = {}
     for name, schema in tools:
@@ -124,8 +126,11 @@ def _llama3(forms: Forms, groups: Sequence[Group], parallel: bool) -> Sequence[B
 
 
 def _llama3_in_text(forms: Forms, groups: Sequence[Group], parallel: bool) -> Sequence[Block]:
-    """Such a call has no marker, and other JSON must stay possible. A call begins with its name
-    therefore, or with its parameters where all tools have the same schema."""
+    """Return the blocks of Llama 3 calls in free text.
+
+    Such a call has no marker, and other JSON must stay possible. A call therefore begins with its
+    name, or with its parameters if all tools have the same schema.
+    """
     if len(groups) == 1:
         return [Block('", "parameters": ', schema_form(groups[0][1]), "}")]
     return [
@@ -136,7 +141,9 @@ def _llama3_in_text(forms: Forms, groups: Sequence[Group], parallel: bool) -> Se
 
 
 def _mistral(forms: Forms, groups: Sequence[Group], parallel: bool) -> Sequence[Block]:
-    """A list of JSON objects, or a name and its arguments as newer models write them."""
+    """Return the blocks of Mistral calls: a list of JSON objects, or as in newer models a name
+    and its arguments.
+    """
     begin, call_id, arguments = MISTRAL
     item = _objects(forms, groups, "arguments")
     more = [star(forms.sequence(", ", item))] if parallel else []
@@ -156,7 +163,9 @@ def _mistral(forms: Forms, groups: Sequence[Group], parallel: bool) -> Sequence[
 
 
 def _deepseek(forms: Forms, groups: Sequence[Group], parallel: bool) -> Sequence[Block]:
-    """A fence around the arguments of V3 and R1, none of V3.1."""
+    """Return the block of DeepSeek calls. V3 and R1 have a fence around the arguments, V3.1 has
+    none.
+    """
     calls_begin, begin, middle, end, calls_end = DEEPSEEK
     calls = []
     for names, schema in groups:
@@ -204,7 +213,7 @@ def _objects(forms: Forms, groups: Sequence[Group], word: str) -> Format:
 
 
 def _members(forms: Forms, names: Sequence[str], schema: Mapping[str, Any], word: str) -> Format:
-    """Return what is between the braces of such an object."""
+    """Return the content between the braces of such an object."""
     quoted = _names(forms, [_quoted(name) for name in names])
     return forms.sequence('"name": ', quoted, f', "{word}": ', schema_form(schema))
 
@@ -227,7 +236,7 @@ _FORMATS: Mapping[str, _Made] = {
     "qwen3-coder": _qwen3_coder,
 }
 _IN_TEXT: Mapping[str, _Made] = {**_FORMATS, "llama3": _llama3_in_text}
-# Markers that a form has. Those of one call's arguments are left to xgrammar, which writes text.
+# Markers that a form contains. xgrammar writes those of one call's arguments as text.
 _MARKERS: Mapping[str, Sequence[str]] = {
     "deepseek": DEEPSEEK,
     "glm45": GLM45,
@@ -240,7 +249,7 @@ _INSIDE: Mapping[str, Sequence[str]] = {"glm45": GLM45[1:5], "qwen3-coder": QWEN
 
 
 def call_forms(name: str, tokens: Mapping[str, int]) -> CallForms | None:
-    """Return the forms of calls in a format. None: no grammar can write it.
+    """Return the forms of calls in a format, None if no grammar can write it.
 
     Args:
         tokens: markers of any format that are special tokens.

@@ -1,5 +1,7 @@
-"""Reasoning between markers at the start of an answer, as of DeepSeek-R1, Qwen3 and others: what is
-behind is for another grammar."""
+"""Parser of reasoning between markers at the start of a response, as in DeepSeek-R1 and Qwen3.
+
+Another grammar parses the text that follows.
+"""
 
 from collections.abc import Callable
 
@@ -16,11 +18,12 @@ def think(
     opened: bool,
     tells: bool = True,
 ) -> Steps[None]:
-    """
+    """Parse reasoning.
+
     Args:
-        then: what comes after.
-        opened: the answer begins in the midst of it, and need not open it.
-        tells: False: what is thought is left out.
+        then: grammar of the text that follows.
+        opened: whether the response begins within the reasoning, without an opening marker.
+        tells: whether reasoning is returned.
     """
     tell: Tell = (lambda text: _say(source, text)) if tells else nobody
     if (yield from source.accept(OPEN)) or opened:
@@ -31,12 +34,12 @@ def think(
 
 
 def is_open(rendered_end: str) -> bool:
-    """Whether a prompt ends in the midst of reasoning."""
+    """Return whether a prompt ends within reasoning."""
     return rendered_end.rstrip().endswith(OPEN)
 
 
 def is_closed(rendered_end: str) -> bool:
-    """Whether a prompt says that there is to be none."""
+    """Return whether a prompt has closed the reasoning already."""
     return rendered_end.rstrip().endswith(CLOSE)
 
 

@@ -1,1 +1,1 @@
-"""Vectors and scores over HTTP, as OpenAI, vLLM, SGLang and Jina spell them."""
+"""Embeddings and scores over HTTP, compatible with OpenAI, vLLM, SGLang and Jina."""

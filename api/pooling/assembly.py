@@ -1,4 +1,4 @@
-"""The paths of vectors and scores."""
+"""The routes of embeddings and scores."""
 
 from collections.abc import Mapping
 
@@ -22,7 +22,7 @@ def pooling_routes(
     names: ModelNames,
     ignore_unknown: bool,
 ) -> Mapping[str, Mapping[str, Handler]]:
-    """By path, by method. Arguments as of PoolingEndpoint."""
+    """Return handlers by path and method. For arguments see PoolingEndpoint."""
     embeddings = PoolingEndpoint(
         EmbeddingFields,
         OF_EMBEDDINGS,

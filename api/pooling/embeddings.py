@@ -1,4 +1,4 @@
-"""/v1/embeddings, as OpenAI has it."""
+"""/v1/embeddings, compatible with OpenAI."""
 
 import asyncio
 import base64
@@ -16,7 +16,7 @@ from api.pooling.vectors import Asker, Vectors
 from api.requests.generate_params import Text, TokenIds
 from api.requests.pooled import MAX_PROMPTS, Pooled, PooledPrompt, floats
 
-_AT_ONCE = 16  # vectors that are written before others have a turn
+_AT_ONCE = 16  # vectors encoded before other tasks get a turn
 
 _Ids = list[TokenId]
 
@@ -43,7 +43,7 @@ class EmbeddingList(msgspec.Struct):
 
 
 class Embeddings:
-    """What this endpoint answers."""
+    """The responses of /v1/embeddings."""
 
     def __init__(self, vectors: Vectors) -> None:
         self._vectors = vectors
@@ -76,7 +76,9 @@ def _prompts(fields: EmbeddingFields) -> Sequence[PooledPrompt]:
 
 
 async def _written(pooled: Pooled, origin: Origin, *, as_text: bool) -> bytes:
-    """The body. It may have millions of numbers, and others have their turn meanwhile."""
+    """Return the response body. It may have millions of numbers, so other tasks get turns
+    meanwhile.
+    """
     parts = []
     for index, vector in enumerate(pooled.vectors):
         told: Sequence[float] | str
@@ -86,6 +88,6 @@ async def _written(pooled: Pooled, origin: Origin, *, as_text: bool) -> bytes:
             await asyncio.sleep(0)
     num_tokens = sum(pooled.num_tokens)
     head = EmbeddingList("list", [], origin.model, PoolingUsage(num_tokens, num_tokens))
-    # Of the record without data its own place in it is where the data go.
+    # The record is encoded with empty data, and the data is inserted in its place.
     before, _, after = msgspec.json.encode(head).partition(b"[]")
     return b"".join((before, b"[", b",".join(parts), b"]", after))

@@ -1,4 +1,4 @@
-"""One HTTP request for vectors or scores, from its body to its answer."""
+"""One HTTP request for embeddings or scores, from its body to its response."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Annotated, Generic, TypeVar
@@ -28,7 +28,7 @@ Texts = Annotated[list[str], msgspec.Meta(min_length=1, max_length=MAX_PROMPTS)]
 
 
 class PoolingFields(msgspec.Struct, kw_only=True):
-    """Absent and null mean the same."""
+    """Common request fields. Absent and null mean the same."""
 
     model: ModelName | None = None
     cache_salt: str | None = None
@@ -40,7 +40,7 @@ class PoolingUsage(msgspec.Struct):
 
 
 class PoolingEndpoint(Generic[F]):
-    """A handler of HTTP requests. For one event loop."""
+    """HTTP handler of an endpoint for embeddings or scores. For one event loop."""
 
     def __init__(
         self,
@@ -56,9 +56,9 @@ class PoolingEndpoint(Generic[F]):
     ) -> None:
         """
         Args:
-            fields, unsupported, ignore_unknown: as of BodyReader.
-            answer: the body of what is told. Raises Refusal, ServingError.
-            begin, names: as of GenerationEndpoint.
+            fields, unsupported, ignore_unknown: see BodyReader.
+            answer: returns the response body. Raises Refusal or ServingError.
+            begin, names: see GenerationEndpoint.
         """
         self._reader = BodyReader(fields, unsupported, ignore_unknown=ignore_unknown)
         self._answer = answer
@@ -68,7 +68,7 @@ class PoolingEndpoint(Generic[F]):
         self._names = names
 
     async def __call__(self, request: Request) -> web.Response:
-        """Being cancelled cancels it on its nodes."""
+        """Serve a request. Cancelling this call cancels the request on its nodes."""
         request_id = new_request_id()
         label = request.header("x-request-id")
         headers: tuple[tuple[str, str], ...] = (

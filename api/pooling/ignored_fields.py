@@ -1,5 +1,4 @@
-"""Fields of these endpoints that are known and not heeded, each with the values that ask for what
-happens anyway."""
+"""Known fields of these endpoints that are unsupported, with the values that change nothing."""
 
 from collections.abc import Mapping
 
