@@ -52,7 +52,7 @@ class Thinks(Enum):
 
 
 class Speech(msgspec.Struct, frozen=True):
-    """How the model writes reasoning and tool calls. NONE: it does not, or the format is unknown.
+    """The format of a model's reasoning and tool calls. NONE: it has none, or it is unknown.
 
     Attributes:
         tokens: markers that are special tokens. The same text spelt with other tokens is not a

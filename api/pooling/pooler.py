@@ -1,5 +1,7 @@
-"""One request for vectors or scores, from its arrival to its end, whatever protocol its client
-speaks. Prefill nodes make them; no decode node takes part."""
+"""One request for embeddings or scores, from its arrival to its end, for every client protocol.
+
+Prefill nodes compute them without decode nodes.
+"""
 
 import asyncio
 import time
@@ -20,14 +22,14 @@ from router.cluster.pooling_nodes import PoolingNodes
 from router.policy.backlogs import Due
 from router.policy.choices import PlacementKey
 
-# Of one call to a node: prompts of one request may be computed on several nodes.
+# Limits of one call to a node. The prompts of one request may be computed on several nodes.
 MAX_CALL_PROMPTS = 32
 MAX_CALL_TOKENS = 1 << 14
-_MAX_TRIES = 3  # nodes for one call
+_MAX_TRIES = 3  # nodes that are tried for one call
 
 
 class Pooler:
-    """For one event loop."""
+    """Dispatcher of pooling requests to prefill nodes. For one event loop."""
 
     def __init__(
         self,
@@ -41,7 +43,7 @@ class Pooler:
     ) -> None:
         """
         Args:
-            budget_s, queue_share: as of Generator.
+            budget_s, queue_share: see Generator.
         """
         self._model = model
         self._nodes = nodes
@@ -51,12 +53,14 @@ class Pooler:
         self._queue_share = queue_share
 
     async def pool(self, wanted: WantedVectors, client: Client, traceparent: str = "") -> Pooled:
-        """A vector of every prompt, in their order. Cancelling this call cancels it on its nodes.
+        """Return a vector for every prompt, in order. Cancelling this call cancels the request on
+        its nodes.
 
         Args:
-            client: who asks; that it may is settled, what it may take is not.
+            client: the authenticated client. Its limits are not checked yet.
+
         Raises:
-            ServingError: there are none; also where one prompt's cannot be had.
+            ServingError: the request failed, possibly for one prompt only.
         """
         request_id = wanted.request_id or new_request_id()
         label = wanted.label[: validation.MAX_LABEL_CHARACTERS]
@@ -76,7 +80,9 @@ class Pooler:
                     return pooled
 
     async def _prompts(self, wanted: WantedVectors, client: Client) -> list[Sequence[int]]:
-        """Raises InvalidRequest, Overloaded: as Prompts."""
+        """Return the token ids of the prompts. Raise InvalidRequest or Overloaded as Prompts
+        does.
+        """
         pooling.check(wanted.pooling)
         check_vocabulary(wanted.pooling.tokens, self._model.limits, "label_token_ids")
         found: list[Sequence[int]] = []
@@ -128,7 +134,7 @@ class Pooler:
         namespace: bytes,
         due: Due,
     ) -> pooling_pb2.PoolResponse:
-        """At one node; at others where it is not there or has too much to do."""
+        """Call one node. If it is unavailable or overloaded, try others."""
         request = pooling_pb2.PoolRequest()
         request.CopyFrom(base)
         for token_ids in prompts:
@@ -151,7 +157,7 @@ class Pooler:
 
 
 def _calls(prompts: Sequence[Sequence[int]]) -> list[list[Sequence[int]]]:
-    """In their order, as many together as a call may have."""
+    """Split prompts into calls, in order. Each call has as many prompts as the limits allow."""
     calls: list[list[Sequence[int]]] = []
     num_tokens = 0
     for prompt in prompts:

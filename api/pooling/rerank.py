@@ -1,5 +1,6 @@
-"""/rerank and /v1/rerank: documents in the order in which they suit a query, as Jina, Cohere and
-vLLM have it."""
+"""/rerank and /v1/rerank: documents by relevance to a query, compatible with Jina, Cohere and
+vLLM.
+"""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -38,7 +39,7 @@ class Reranked(msgspec.Struct):
 
 
 class Reranking:
-    """What this endpoint answers."""
+    """The responses of /v1/rerank."""
 
     def __init__(self, vectors: Vectors) -> None:
         self._vectors = vectors
@@ -48,7 +49,7 @@ class Reranking:
         scored = await self._vectors.score(
             [(fields.query, text) for text in documents], asker, fields.instruct
         )
-        # Of equals the first goes first.
+        # The sort is stable: equal scores keep the order of the documents.
         order = sorted(range(len(documents)), key=lambda index: -scored.scores[index])
         told = fields.return_documents is not False
         results = [

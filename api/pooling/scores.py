@@ -1,5 +1,6 @@
-"""/v1/score in both of its forms: vLLM's, how well texts go together, and SGLang's, how likely some
-tokens are to follow."""
+"""/v1/score in two forms: vLLM's similarity of texts, and SGLang's likelihood of given next
+tokens.
+"""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -38,7 +39,7 @@ class Score(msgspec.Struct):
 
 
 class ScoreList(msgspec.Struct):
-    """vLLM's."""
+    """vLLM's form of the response."""
 
     id: str
     object: str
@@ -49,7 +50,7 @@ class ScoreList(msgspec.Struct):
 
 
 class Scoring(msgspec.Struct):
-    """SGLang's: of each item the scores of the labels."""
+    """SGLang's form of the response: the scores of the labels for each item."""
 
     scores: Sequence[Sequence[float]]
     model: str
@@ -58,7 +59,7 @@ class Scoring(msgspec.Struct):
 
 
 class ScoreAnswers:
-    """What this endpoint answers."""
+    """The responses of /v1/score."""
 
     def __init__(self, vectors: Vectors) -> None:
         self._vectors = vectors
@@ -89,7 +90,7 @@ class ScoreAnswers:
 
 
 def _pairs(fields: ScoreFields) -> Sequence[tuple[str, str]]:
-    """One with each, or each with its own."""
+    """Return pairs of texts: one text with each of the others, or texts paired by index."""
     first = fields.text_1 if fields.text_1 is not None else fields.queries
     second = fields.text_2 if fields.text_2 is not None else fields.documents
     if first is None or second is None:
@@ -105,7 +106,7 @@ def _pairs(fields: ScoreFields) -> Sequence[tuple[str, str]]:
 
 
 def _items(fields: ScoreFields) -> Sequence[PooledPrompt]:
-    """The query before each item, or behind it: both texts, or both token ids."""
+    """Return prompts of the query before or behind each item: both texts, or both token ids."""
     query, given = fields.query, fields.items
     items = [given] if isinstance(given, str) else given
     if not query or not items:

@@ -1,6 +1,6 @@
-"""What vectors stand for: embeddings, scores of pairs of texts, probabilities of tokens.
+"""Embeddings, scores of text pairs and token probabilities.
 
-Knows what the checkpoint is made for; whatever it cannot do is refused by name before any work.
+Requests for which the checkpoint was not made are rejected by name before any work.
 """
 
 import math
@@ -20,13 +20,13 @@ from api.text.pooling_files import PoolingFiles, Way
 from common.errors import InvalidRequest, RequestFailed
 from common.requests.pooling import Pool, Pooling
 
-MAX_NUMBERS = 1 << 21  # of one answer: 8 MiB
+MAX_NUMBERS = 1 << 21  # of one response: 8 MiB
 
 _POOLS: dict[Way, Pool] = {"last": Pool.LAST, "mean": Pool.MEAN, "cls": Pool.FIRST}
 
 
 class Asker(msgspec.Struct, frozen=True):
-    """Who asks, and what he calls it. The rest as of Wanted."""
+    """The client of a pooling request, and the request's names. For other fields see Wanted."""
 
     client: Client
     label: str = ""
@@ -38,18 +38,18 @@ class Asker(msgspec.Struct, frozen=True):
 
 class Scores(msgspec.Struct, frozen=True):
     scores: Sequence[float]
-    num_tokens: int  # of all that was computed
+    num_tokens: int  # of all prompts
 
 
 class LabelScores(msgspec.Struct, frozen=True):
-    """Of each prompt, those of the labels in their order."""
+    """Scores of the labels for each prompt, in order."""
 
     scores: Sequence[Sequence[float]]
     num_tokens: int
 
 
 class Vectors:
-    """For one event loop."""
+    """Embeddings and scores of the served model. For one event loop."""
 
     def __init__(
         self,
@@ -62,8 +62,8 @@ class Vectors:
     ) -> None:
         """
         Args:
-            reranker: how the model is asked for scores; None: it is not asked in words.
-            way: of embedding; auto: as the checkpoint says.
+            reranker: prompt format of a generative reranker. None: the model is not one.
+            way: pooling of embeddings. auto: as the checkpoint says.
             has_nodes: whether there can ever be a prefill node.
         """
         self._pooler = pooler
@@ -75,12 +75,13 @@ class Vectors:
     async def embed(
         self, prompts: Sequence[PooledPrompt], asker: Asker, dimensions: int = 0
     ) -> Pooled:
-        """Embeddings, as long as the checkpoint says where they are not cut.
+        """Return embeddings, by default in the checkpoint's full length.
 
         Args:
-            dimensions: 0: all that there are.
+            dimensions: 0: all.
+
         Raises:
-            InvalidRequest: among others where the model is not made for that.
+            InvalidRequest: among other reasons, the model does not make embeddings.
         """
         if self._files.classifies:
             raise InvalidRequest("model: it scores pairs of texts, and makes no embeddings")
@@ -109,15 +110,17 @@ class Vectors:
     async def score(
         self, pairs: Sequence[tuple[str, str]], asker: Asker, task: str | None = None
     ) -> Scores:
-        """How well the texts of each pair go together: what a model with a head for one class says
-        of both, or how likely a reranker says yes, as a probability; else how alike their
-        embeddings are, from -1 to 1.
+        """Return how well the texts of each pair match.
+
+        The score is the output of a classification head with one class, a reranker's probability of
+        yes, or else the cosine similarity of embeddings, from -1 to 1.
 
         Args:
-            task: what second texts are wanted for, told to a reranker.
+            task: the purpose of second texts, for a reranker.
+
         Raises:
-            InvalidRequest: as `embed`; the head is of several classes; or a task is given, and the
-                model is told of none.
+            InvalidRequest: see `embed`. Also, the head has several classes, or a task is given and
+                the model does not support one.
         """
         if task and self._reranker is None:
             raise InvalidRequest("instruct: this model is not told of any; write it into query")
@@ -142,10 +145,10 @@ class Vectors:
         *,
         softmax: bool = False,
     ) -> LabelScores:
-        """How likely each of these tokens is to follow each prompt.
+        """Return the probability of each of these tokens to follow each prompt.
 
         Args:
-            softmax: among these tokens alone; False: among all.
+            softmax: whether to normalise over these tokens instead of the whole vocabulary.
         """
         pooled = await self._pooled(
             WantedVectors(prompts=prompts, pooling=Pooling(Pool.TOKENS, tuple(tokens))), asker
@@ -201,7 +204,7 @@ def _unit(vector: bytes) -> Sequence[float]:
 
 
 def _cosine(one: Sequence[float], other: Sequence[float]) -> float:
-    """Of vectors of length 1; what rounding adds is none of it."""
+    """Return the cosine of unit vectors, clipped to [-1, 1] against rounding errors."""
     product: float = sum(map(mul, one, other))
     return max(-1.0, min(1.0, product))
 

@@ -1,4 +1,4 @@
-"""Rerankers that are asked in words whether a document answers a query, and say yes or no."""
+"""Generative rerankers, which answer in yes or no whether a document matches a query."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ from api.requests.generate_params import Text
 from api.text.tokenizer import RouterTokenizer
 from common.errors import ConfigError
 
-# As Qwen3-Reranker was trained.
+# The training format of Qwen3-Reranker.
 _BEFORE = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
     'the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
@@ -18,21 +18,22 @@ _TASK = "Given a web search query, retrieve relevant passages that answer the qu
 
 @dataclass(frozen=True, slots=True)
 class YesOrNo:
-    """labels: token ids of "yes" and "no"."""
+    """Prompt format of a reranker. `labels`: token ids of "yes" and "no"."""
 
     labels: tuple[int, int]
 
     def prompt(self, query: str, document: str, task: str | None) -> Text:
-        """
+        """Return the prompt for one document.
+
         Args:
-            task: what a document is wanted for; None: as the model was trained.
+            task: the purpose of documents. None: the model's default.
         """
         asked = f"<Instruct>: {task or _TASK}\n<Query>: {query}\n<Document>: {document}"
         return Text(f"{_BEFORE}{asked}{_BEHIND}", add_special_tokens=False)
 
 
 def qwen3(tokenizer: RouterTokenizer) -> YesOrNo:
-    """Raises ConfigError where the model cannot say yes or no in one token."""
+    """Return Qwen3's format. Raise ConfigError if yes or no is not a single token."""
     yes, no = tokenizer.token_of("yes"), tokenizer.token_of("no")
     if yes is None or no is None:
         raise ConfigError("--reranker: qwen3 is for models with a token for yes and one for no")

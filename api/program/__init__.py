@@ -1,1 +1,1 @@
-"""The router as a program: its parts put together, its processes."""
+"""The router process: its construction and its worker processes."""

@@ -1,4 +1,4 @@
-"""Joins the parts of a router, runs them, and ends them in the order that clients need."""
+"""Construction of a router. It runs the parts and stops them in an order that protects clients."""
 
 import asyncio
 import logging
@@ -74,13 +74,13 @@ from router.workers.telling import told
 
 log = logging.getLogger(__name__)
 
-FIRST_LOOK_S = 5.0  # for nodes to answer a process that follows another one, before it listens
-_LAST_WORDS_S = 1.0  # for the ends of calls to reach their clients
+FIRST_LOOK_S = 5.0  # for nodes to respond to a replacement process, before it listens
+_LAST_WORDS_S = 1.0  # time for the ends of calls to reach their clients
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A router that serves."""
+    """A running router."""
 
     port: int
     http_port: int
@@ -95,11 +95,13 @@ class Running:
     readiness: asyncio.Task[None]
 
     async def drain(self, longest_s: float, hurry: asyncio.Event) -> None:
-        """Takes no new request and lets the live ones finish; those that have not after
-        `longest_s`, or when `hurry` is set, end with UNAVAILABLE.
+        """Drain the router: accept no new requests and let live ones finish.
 
-        Where other processes listen on the same ports, whoever connects from now on is theirs, and
-        what has come over a connection of this one is served; else what comes is refused."""
+        Requests that have not finished after `longest_s`, or when `hurry` is set, end with
+        UNAVAILABLE. If other processes listen on the same ports, new connections go to them, and
+        requests on existing connections of this process are served. Otherwise new requests are
+        rejected.
+        """
         self.readiness.cancel()
         await self.health.tell(False)
         log.info("draining %s", kv(live=self.admission.num_live, longest_s=longest_s))
@@ -112,11 +114,11 @@ class Running:
         self.admission.close()
         self.http.drain()
         await _first_of(self.admission.wait_until_none_live(), hurry.wait(), longest_s)
-        self.nodes.cancel()  # the end of its node's stream is the end of a request
+        self.nodes.cancel()  # a request ends with the stream of its node
         await _first_of(self.admission.wait_until_none_live(), hurry.wait(), _LAST_WORDS_S)
 
     async def _all_is_served(self) -> None:
-        """A request whose client still sends it is not live yet, but has a connection."""
+        """Wait for connections, too: a request that is still being received is not live yet."""
         self.http.drain()
         await self.admission.wait_until_none_live()
         await self.http.wait_until_all_gone(_LAST_WORDS_S)
@@ -130,18 +132,20 @@ async def running(
     place: Place | None = None,
     on_drain: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[Running]:
-    """Serves while inside. It listens at once, and is healthy once a request could be placed.
+    """Run a router in this context. It listens immediately, and is healthy once it can place a
+    request.
 
     Args:
-        place: of this process among those of its router, see api/program/processes.py; they
-            share its ports. None: it is the whole router.
-        on_drain: called when an operator wants it to drain, where it is the whole router.
+        place: this process among the worker processes that share the router's ports, see
+            api/program/processes.py. None: it is the whole router.
+        on_drain: called when an operator drains the router, if this process is the whole router.
+
     Raises:
-        ConfigError: a port is taken, an entry of --prefill or --decode is wrong, or the tokenizer
+        ConfigError: a port is taken, an entry of --prefill or --decode is invalid, or the tokenizer
             or chat template cannot be used.
     """
     place = place or alone()
-    changed = asyncio.Event()  # something that readiness depends on
+    changed = asyncio.Event()  # set when the readiness may have changed
     served = served_model(
         model,
         config.reasoning_parser,
@@ -195,7 +199,7 @@ async def running(
             tells_cached_tokens=not config.hide_cached_tokens,
         )
         answers = KeptAnswers(generator, keep_s=config.keep_answers_s)
-        # Without any decode node there is one thing that it can do.
+        # Without decode nodes the router serves only embeddings and scores.
         serves = (lambda: pooling.ready) if not config.decode else (lambda: cluster.ready)
         unready = NOT_READY if config.decode else NO_PREFILL_NODE
         why_not_ready = partial(_why_not_ready, admission, serves, unready)
@@ -293,7 +297,7 @@ async def running(
         begun = asyncio.create_task(membership.run())
         resources.push_async_callback(_end, begun)
         if place.again and config.decode:
-            # Others listen beside this one: who came here now would find no node yet.
+            # Other processes listen as well. Until then, a client here would find no node.
             with suppress(TimeoutError):
                 async with asyncio.timeout(FIRST_LOOK_S):
                     await cluster.until_first_ready()
@@ -341,7 +345,7 @@ async def running(
 
 
 async def _followed(task: asyncio.Task[None]) -> None:
-    """Ends with it, and it with this."""
+    """Wait for a task. Cancelling this cancels the task."""
     await task
 
 
@@ -351,14 +355,14 @@ async def _end(task: asyncio.Task[None]) -> None:
 
 
 def _name() -> str:
-    """What nodes call this router in their logs."""
+    """Return the name of this router in the logs of nodes."""
     return f"router-{secrets.token_hex(4)}@{socket.gethostname()}"
 
 
 def _tell_ends(
     trust: TrustMetrics, shown: tls.Certificates | None, to_nodes: tls.Certificates | None
 ) -> None:
-    """Has the metrics tell until when certificates are good."""
+    """Export the expiry of certificates as metrics."""
     if shown is not None:
         trust.certificate_ends("shown", partial(tls.shown_end, shown))
         trust.certificate_ends("authority", partial(tls.authority_end, shown))
@@ -374,7 +378,7 @@ async def _make_cluster(
     changed: asyncio.Event,
     counts: RouterMetrics,
 ) -> tuple[Cluster, Survey, PoolingNodes, Membership]:
-    """The parts that know nodes; `changed` is set whenever one of them has moved."""
+    """Make the parts that know nodes. `changed` is set whenever a node changes."""
     discovery = Discovery(config.prefill, config.decode)
     await discovery.start()
     load, prefixes = Load(), PrefixIndex()
@@ -407,7 +411,7 @@ async def _make_cluster(
 
 
 def _constants(config: RouterConfig, model: ModelFiles) -> router_pb2.RouterState:
-    """What a router says of itself that never changes."""
+    """Return the constant part of a router's state."""
     return router_pb2.RouterState(
         version=VERSION,
         model=config.served_model_name or model.name,

@@ -1,4 +1,4 @@
-"""The router's HTTP port, put together: its checks, its paths, its limits."""
+"""Construction of the router's HTTP port: checks, routes and limits."""
 
 from collections.abc import Callable, Mapping
 
@@ -20,7 +20,7 @@ from common import tls
 from common.config import RouterConfig
 from router.metrics import RouterMetrics
 
-# Of HTTP clients that wait between requests, and of probes; each live request has one more.
+# Idle HTTP connections and probes. Each live request has one more.
 _SPARE_CONNECTIONS = 1024
 
 
@@ -38,13 +38,15 @@ def make_http(
     others: Mapping[str, Handler],
     others_below: Mapping[str, Handler],
 ) -> HttpServer:
-    """
+    """Make the HTTP server.
+
     Args:
-        commands: of operators, by path, by method.
-        others: what is beside OpenAI's API and the page, by path; of GET.
+        commands: operator commands, by path and method.
+        others: GET handlers beside OpenAI's API and the page, by path.
         others_below: the same for every path that begins with this one.
+
     Raises:
-        KeyError: nothing says who may ask for one of the paths.
+        KeyError: a path has no access rule.
     """
     checks = HttpChecks(clients.guard, clients.hosts, clients.cors, counts)
     routes = api.routes(

@@ -1,8 +1,8 @@
-"""Several router processes on the same ports, kept by one that serves nothing itself.
+"""Several router processes on the same ports, under a parent process that serves no requests.
 
-Each is a whole router, with its own streams to every node. The kernel deals connections out to
-them, and limits hold for each. What they tell of themselves they tell as one: a process that is
-asked for requests under way asks the others, and the one that keeps them adds up what they count.
+Each worker process is a whole router, with its own streams to every node. The kernel distributes
+connections, and limits apply to each process. Reports cover all processes: a process that is asked
+for running requests asks the others, and the parent adds up their metrics.
 """
 
 import asyncio
@@ -37,17 +37,19 @@ T = TypeVar("T")
 
 _MIN_BACKOFF_S = 0.2
 _MAX_BACKOFF_S = 5.0
-_END_S = 10.0  # beyond the drain
+_END_S = 10.0  # in addition to the drain time
 
 
 async def keep(config: RouterConfig) -> int:
-    """Runs `config.processes` routers until SIGTERM or SIGINT and starts again those that end.
-    Signals are passed on to them.
+    """Run `config.processes` routers until SIGTERM or SIGINT, and restart those that end.
+
+    Signals are forwarded to them.
 
     Returns:
-        The exit code: not 0 if one could not be started at first, or did not end as it should.
+        The exit code: not 0 if a process could not be started at first, or did not end cleanly.
+
     Raises:
-        ConfigError: a port is taken, or there is no directory for their sockets.
+        ConfigError: a port is taken, or there is no directory for the sockets of the processes.
     """
     async with _kept(config) as (processes, end):
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -65,8 +67,11 @@ async def keep(config: RouterConfig) -> int:
 
 
 class _End:
-    """Of all processes: wanted by a signal, which is passed on, or by a call. A signal after a call
-    is the first one, as Kubernetes has it: preStop calls, then it sends SIGTERM."""
+    """The end of all processes, by a signal, which is forwarded, or by a call.
+
+    A signal after a call does not count as a second one: Kubernetes calls in preStop, then sends
+    SIGTERM.
+    """
 
     def __init__(self, processes: "list[_Process]") -> None:
         self._processes = processes
@@ -90,7 +95,7 @@ class _End:
 
 
 async def _started(processes: "list[_Process]", stop: asyncio.Event) -> bool:
-    """The first one alone, so that what is wrong with all of them is said once."""
+    """Start the first process alone, so that an error common to all is reported once."""
     first, *others = processes
     if not await first.start():
         return False
@@ -98,7 +103,7 @@ async def _started(processes: "list[_Process]", stop: asyncio.Event) -> bool:
 
 
 class _Process:
-    """One of them. Never started again once it has been told to end."""
+    """A worker process. It is never restarted after it was told to end."""
 
     def __init__(self, place: Place, config: RouterConfig) -> None:
         self._place = place
@@ -108,7 +113,7 @@ class _Process:
         self._renewing: asyncio.Event | None = None  # set when the successor listens
 
     async def start(self, *, again: bool = False) -> bool:
-        """Returns whether it listens; it has ended otherwise.
+        """Start the process, and return whether it listens. Otherwise it has ended.
 
         Args:
             again: see Place.
@@ -125,7 +130,7 @@ class _Process:
             return await _first_byte(end.fileno())
 
     async def keep(self, stop: asyncio.Event) -> None:
-        """Starts it again whenever it ends, until `stop`."""
+        """Restart the process whenever it ends, until `stop`."""
         backoff_s = _MIN_BACKOFF_S
         while self._child is not None and not self._told:
             started_at = time.monotonic()
@@ -144,7 +149,7 @@ class _Process:
                 renewing.set()
 
     async def renew(self) -> None:
-        """Drains it; returns once its successor listens, which `keep` starts."""
+        """Drain the process, and return when its successor listens. `keep` starts the successor."""
         if self._child is not None:
             renewed = self._renewing = asyncio.Event()
             self._child.send(signal.SIGTERM)
@@ -153,14 +158,15 @@ class _Process:
     def send(self, number: signal.Signals) -> None:
         drains, self._renewing = self._renewing is not None, None
         self._told = True
-        if self._child is not None and not drains:  # a second signal would cut that short
+        if self._child is not None and not drains:  # a second signal would cut the drain short
             self._child.send(number)
 
     async def end(self, patience_s: float) -> int:
-        """Waits for its end and tells it to if nobody has; kills it after `patience_s`.
+        """Wait for the end of the process. Send SIGTERM if it was not told to end, and kill it
+        after `patience_s`.
 
         Returns:
-            0 if it ended as it should, its exit code if it ended by itself, else 1.
+            0 if it ended cleanly, its exit code if it ended by itself, else 1.
         """
         child = self._child
         if child is None:
@@ -178,7 +184,7 @@ class _Process:
 
 @contextlib.asynccontextmanager
 async def _kept(config: RouterConfig) -> "AsyncIterator[tuple[list[_Process], _End]]":
-    """Processes that are yet to be started, and what they need of the one that keeps them."""
+    """Yield the processes, not started yet, and their end, within the parent's services."""
     with _reserved(config) as shared, _directory() as directory:
         keeper = Place(config.processes, config.processes, directory, time.monotonic())
         places = [replace(keeper, number=number) for number in range(config.processes)]
@@ -202,7 +208,7 @@ async def _kept(config: RouterConfig) -> "AsyncIterator[tuple[list[_Process], _E
 
 @contextlib.contextmanager
 def _directory() -> Iterator[str]:
-    """One that nobody but this user can open."""
+    """Yield a temporary directory that only this user can open."""
     try:
         made = tempfile.TemporaryDirectory(prefix="baton-router-", ignore_cleanup_errors=True)
     except OSError as error:
@@ -216,7 +222,7 @@ def _directory() -> Iterator[str]:
 
 @contextlib.contextmanager
 def _reserved(config: RouterConfig) -> Iterator[RouterConfig]:
-    """Keeps the shared ports for this router's processes; gives the configuration of each."""
+    """Reserve the shared ports for the worker processes, and yield the configuration of each."""
     front = config.front
     with contextlib.ExitStack() as ports:
         port = ports.enter_context(rpc.reserved(front.host, front.port))
@@ -234,7 +240,7 @@ def _reserved(config: RouterConfig) -> Iterator[RouterConfig]:
 
 
 async def _unless(stop: asyncio.Event, what: Coroutine[Any, Any, T]) -> T | None:
-    """What it returns, or None once `stop` is set, which cancels it."""
+    """Return the result of a coroutine, or cancel it and return None when `stop` is set."""
     stopping, doing = asyncio.create_task(stop.wait()), asyncio.create_task(what)
     try:
         await asyncio.wait({stopping, doing}, return_when=asyncio.FIRST_COMPLETED)
@@ -245,7 +251,9 @@ async def _unless(stop: asyncio.Event, what: Coroutine[Any, Any, T]) -> T | None
 
 
 async def _first_byte(descriptor: int) -> bool:
-    """Whether one comes before the end. Sets no deadline: a process may have a model to fetch."""
+    """Return whether a byte arrives before the end. There is no deadline: a process may fetch a
+    model.
+    """
     loop = asyncio.get_running_loop()
     readable: asyncio.Future[None] = loop.create_future()
 

@@ -1,5 +1,8 @@
-"""Processes of a router that end when an operator asks for it: all at once, or one after the other,
-each started again before the next one ends. Knows what a process is asked, not how it is kept."""
+"""Operator-requested end of a router's processes: all at once, or as a rolling restart.
+
+In a rolling restart each process is started again before the next one ends. Independent of how
+processes are run.
+"""
 
 import asyncio
 import logging
@@ -15,27 +18,27 @@ from router.workers.telling import Tell
 
 log = logging.getLogger(__name__)
 
-_LONGEST_S = 600.0  # for one of them: its drain, its start, and that a request can be placed
+_LONGEST_S = 600.0  # for one process: its drain, its start and its first ready state
 _LOOK_S = 0.1
 
 
 class Renewable(Protocol):
-    """One of the processes."""
+    """A process that can be restarted."""
 
     async def renew(self) -> None:
-        """Drains it; returns once its successor listens."""
+        """Drain the process, and return when its successor listens."""
 
 
 class Renewal:
-    """For one event loop."""
+    """Restarts of the processes of a router. For one event loop."""
 
     def __init__(
         self, processes: Sequence[Renewable], routers: Siblings, end_all: Callable[[], None]
     ) -> None:
         """
         Args:
-            routers: the same processes, by their numbers in `processes`.
-            end_all: drains all of them, and with them the router.
+            routers: client of the same processes, by their numbers in `processes`.
+            end_all: drains all processes and thereby the router.
         """
         self._processes = processes
         self._routers = routers
@@ -44,7 +47,7 @@ class Renewal:
 
     @property
     def tells(self) -> Mapping[str, Tell]:
-        """What the processes may ask."""
+        """Return the handler for requests of the processes."""
 
         async def tell(query: Mapping[str, str]) -> bytes:
             if query[IN_TURN] == "no":
@@ -56,12 +59,14 @@ class Renewal:
         return {PATH: tell}
 
     def close(self) -> None:
-        """No process is drained any more."""
+        """Stop the rolling restart."""
         if self._turns is not None:
             self._turns.cancel()
 
     async def _take_turns(self) -> None:
-        """Who does not come back ends it: the others go on as they are."""
+        """Restart one process after the other. Stop at one that does not come back, and leave
+        the others as they are.
+        """
         for number, process in enumerate(self._processes):
             log.info("a router process is renewed %s", kv(process=number))
             try:

@@ -1,4 +1,4 @@
-"""A router from its start to its end by a signal: the one program, or one of several processes."""
+"""A router from its start to its end by a signal: the only process, or one of several."""
 
 import asyncio
 import gc
@@ -14,20 +14,21 @@ from router.workers.place import Place
 
 log = logging.getLogger(__name__)
 
-# Objects made and not freed until the collector looks at the youngest. Of a request little is part
-# of a cycle: at the default of 700 it is looked at twenty times over in vain.
+# Allocations before the collector looks at the youngest objects. Requests have few reference
+# cycles: the default of 700 would inspect the objects of a request twenty times in vain.
 _COLLECT_EVERY = 50_000
 
 
 async def serve(
     config: RouterConfig, place: Place | None = None, *, on_up: Callable[[], None] = lambda: None
 ) -> None:
-    """Runs a router until SIGTERM, SIGINT or an operator's Drain, then drains it; a second signal
-    cuts that short.
+    """Run a router until SIGTERM, SIGINT or an operator's Drain, then drain it.
+
+    A second signal cuts the drain short.
 
     Args:
-        place: of this process among those of its router; None: there is no other.
-        on_up: called once it listens.
+        place: this process among those of its router. None: it is the only one.
+        on_up: called when the router listens.
     """
     allocator.hold_little()
     stop, hurry = asyncio.Event(), asyncio.Event()

@@ -1,6 +1,6 @@
-"""What all processes of a router count, as one: asked for by the process that keeps them.
+"""Metrics of all processes of a router as one, gathered by the parent process.
 
-It is asked on its metrics port, and by each of the others, for the HTTP port that they share.
+They are served on the parent's metrics port, and to each worker process for the shared HTTP port.
 """
 
 import asyncio
@@ -18,16 +18,16 @@ from router.metrics import DECLARED, PROCESSES
 from router.workers.asking import LONGEST_S, Siblings
 from router.workers.telling import Tell
 
-_KEEPER = -1  # its number among those that tell
+_KEEPER = -1  # the parent's number among the sources
 
 
 class WholeMetrics:
-    """For one event loop; `registry` is for any thread but the loop's."""
+    """Merged metrics. For one event loop. `registry` may be used on any thread but the loop's."""
 
     def __init__(self, routers: Siblings) -> None:
         """
         Args:
-            routers: the processes that serve.
+            routers: client of the worker processes.
         """
         self._routers = routers
         self._several = Several(DECLARED)
@@ -47,7 +47,7 @@ class WholeMetrics:
 
     @property
     def tells(self) -> Mapping[str, Tell]:
-        """What the processes that serve may ask."""
+        """Return the handler for requests of worker processes."""
 
         async def tell(query: Mapping[str, str]) -> bytes:
             families = await self._families()
@@ -59,7 +59,7 @@ class WholeMetrics:
         return {PATH: tell}
 
     async def _families(self) -> list[Metric]:
-        """Asks once for all who want to know meanwhile."""
+        """Return the merged metrics. Concurrent callers share one query."""
         if self._gathering is None or self._gathering.done():
             self._gathering = asyncio.create_task(self._gather())
         return await asyncio.shield(self._gathering)

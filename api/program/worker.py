@@ -1,4 +1,4 @@
-"""`python -m api.program.worker`: one of those that api/program/processes.py keeps."""
+"""`python -m api.program.worker`: a worker process of api/program/processes.py."""
 
 import os
 import sys
@@ -15,9 +15,10 @@ from router.workers.place import Place
 
 
 def main(up: str, place_json: str, config_json: str) -> None:
-    """
+    """Run a worker process.
+
     Args:
-        up: a descriptor, written to once this process listens.
+        up: a file descriptor that is written to when this process listens.
     """
     place = msgspec.json.decode(place_json, type=Place)
     config = RouterConfig.model_validate_json(config_json)

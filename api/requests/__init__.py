@@ -1,1 +1,1 @@
-"""What a client asks for: checked, admitted, recorded, answered."""
+"""Client requests: validation, admission, recording and responses."""

@@ -1,4 +1,4 @@
-"""One request's answer: tokens in, pieces of text and usage out."""
+"""The response of one request: tokens in, pieces of text and usage out."""
 
 from collections.abc import Callable, Collection, Sequence
 
@@ -16,37 +16,40 @@ from router.token_buffer import End
 class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
-    cached_tokens: int | None  # None: the client is not told
-    predicted: Predicted | None = None  # None: it has not said what it expects
+    cached_tokens: int | None  # None: not reported to the client
+    predicted: Predicted | None = None  # None: the request has no prediction
 
 
 class _Told(msgspec.Struct, frozen=True, kw_only=True):
-    marks: Sequence[int] = ()  # where in the text a special token is written that marks its parts
-    tokens: Sequence[ToldToken] = ()  # where log-probabilities are asked for: of all its tokens
-    prompt: ToldPrompt | None = None  # in the first piece, where it is asked for
+    marks: Sequence[int] = ()  # indices in the text of special tokens that mark parts
+    tokens: Sequence[ToldToken] = ()  # all tokens of the piece, if log-probabilities are requested
+    prompt: ToldPrompt | None = None  # in the first piece, if requested
 
 
 class Piece(_Told, frozen=True):
-    """What one message adds."""
+    """An addition to a response."""
 
     text: str
     token_ids: Sequence[int]
 
 
 class LastPiece(Piece, frozen=True):
-    """The end of an answer."""
+    """The end of a response."""
 
     finish_reason: str  # "stop" | "length"
     stop_reason: (
         str | int | None
-    )  # the text that was found, or the one of its stop tokens, that ended it
+    )  # the stop string that was found, or the stop token of the request, that ended the response
     usage: Usage
-    cached_tokens: int  # of the prompt, for the router's own books
+    cached_tokens: int  # prompt tokens, for the router's own metrics
 
 
 class Answer:
-    """Text may lag behind its tokens, where a character or a stop is not decided; the last piece
-    brings what is left. Tokens after the one that completes a stop do not exist."""
+    """Builder of one response.
+
+    Text may lag behind its tokens while a character or a stop is undecided. The last piece has the
+    rest. Tokens after the one that completes a stop are discarded.
+    """
 
     def __init__(
         self,
@@ -64,10 +67,10 @@ class Answer:
     ) -> None:
         """
         Args:
-            stops: what ends it; None: nothing does but its tokens.
-            min_tokens: text of so many first tokens completes none of them.
-            silent: there is to be no token; the one that comes does not exist.
-            predicts: its client has said what it expects.
+            stops: stop rules. None: only tokens end the response.
+            min_tokens: text of that many first tokens completes no stop.
+            silent: whether to discard the one token that is generated.
+            predicts: whether the request has a prediction.
         """
         self._detokenizer = detokenizer
         self._stops = stops
@@ -76,15 +79,15 @@ class Answer:
         self._min_tokens = min_tokens
         self._tells_cached_tokens = tells_cached_tokens
         self._tells_tokens = tells_tokens
-        self._tells_prompt = tells_prompt  # until it is told
+        self._tells_prompt = tells_prompt  # None after it is returned
         self._silent = silent
         self._predicted = NOTHING if predicts else None
-        self._cached_tokens: int | None = None  # as the first node reported them
-        self.token_ids: list[int] = []  # all of it so far
+        self._cached_tokens: int | None = None  # as reported by the first node
+        self.token_ids: list[int] = []  # all tokens so far
         self._length = 0  # of the text so far
 
     def add_predicted(self, predicted: Predicted) -> None:
-        """Of tokens that are added next."""
+        """Add the counts of predicted tokens for the tokens that are added next."""
         if self._predicted is not None:
             self._predicted += predicted
 
@@ -92,7 +95,7 @@ class Answer:
         """Keep the first report. A replay finds the KV that the first attempt computed.
 
         Args:
-            cached_tokens: tokens of the prompt that were cached. None: the node has not reported.
+            cached_tokens: prompt tokens that were cached. None: not reported yet.
         """
         if self._cached_tokens is None:
             self._cached_tokens = cached_tokens
@@ -105,12 +108,12 @@ class Answer:
         logprobs: Sequence[TokenLogprobs] = (),
         prompt_logprobs: Sequence[TokenLogprobs] = (),
     ) -> Piece | LastPiece:
-        """Must not be called again after a LastPiece.
+        """Add tokens and return the next piece. Must not be called again after a LastPiece.
 
         Args:
-            cached_tokens: as of `note_cached_tokens`.
-            logprobs: of these tokens, where they are told.
-            prompt_logprobs: of the prompt's tokens but the first one, where they are told.
+            cached_tokens: see `note_cached_tokens`.
+            logprobs: of these tokens, if requested.
+            prompt_logprobs: of the prompt's tokens except the first one, if requested.
         """
         self.note_cached_tokens(cached_tokens)
         prompt, tells = None, self._tells_prompt
@@ -131,7 +134,7 @@ class Answer:
         return replace(piece, tokens=tokens, prompt=prompt, marks=marks)
 
     def _take_marks(self, num_characters: int) -> Sequence[int]:
-        """Of the next so many characters of text."""
+        """Return the marks within the next characters of the text, relative to their start."""
         begun, marks = self._length, self._detokenizer.marks
         self._length += num_characters
         taken = []
@@ -155,17 +158,19 @@ class Answer:
         return Piece(text, taken)
 
     def _stop_token(self) -> int | None:
-        """None: it was EOS, of which nobody has to be told."""
+        """Return the stop token that ended the response. None for EOS, which is not reported."""
         last = self.token_ids[-1] if self.token_ids else None
         return last if last in self._stop_token_ids else None
 
     def _text_of(self, token_ids: Sequence[int]) -> tuple[str, int, bool]:
-        """The text these tokens add, how many of them count, and whether a stop is complete."""
+        """Return the text of these tokens, how many of them count, and whether a stop is
+        complete.
+        """
         if self._stops is None:
             text = self._detokenizer.push(token_ids) if token_ids else ""
             return text, len(token_ids), False
         text = ""
-        # One at a time: usage must tell which token completed the stop.
+        # One at a time, because usage must count up to the token that completed the stop.
         for number, token in enumerate(token_ids, start=1):
             decided, stopped = self._detokenizer.push((token,)), False
             if len(self.token_ids) + number > self._min_tokens:
@@ -189,14 +194,14 @@ class Answer:
         finish_reason: str,
         stop_reason: str | int | None,
     ) -> LastPiece:
-        # A node that continues an answer may have found some of that in its cache too.
+        # A node that continues a response may also have found generated tokens in its cache.
         cached_tokens = min(self._cached_tokens or 0, self._num_prompt_tokens)
         told = cached_tokens if self._tells_cached_tokens else None
         usage = Usage(self._num_prompt_tokens, len(self.token_ids), told, self._in_answer())
         return LastPiece(text, token_ids, finish_reason, stop_reason, usage, cached_tokens)
 
     def _in_answer(self) -> Predicted | None:
-        """What was right behind the end of the answer does not exist."""
+        """Return the counts of predicted tokens, without those behind the end of the response."""
         if self._predicted is None:
             return None
         accepted = min(self._predicted.accepted, len(self.token_ids))

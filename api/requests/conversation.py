@@ -1,8 +1,7 @@
-"""A conversation as chat templates know it, checked before any work is done on it.
+"""A conversation in the form of chat templates, validated before any work.
 
-Clients write JSON, templates want what Hugging Face's tokenizers give them: a call's arguments as
-an object where its client sent text, and what was thought under the name that the template has for
-it.
+Clients send JSON, but templates expect the input of Hugging Face's tokenizers. A call's arguments
+are an object where the client sent text. Reasoning has the name that the template uses.
 """
 
 from collections.abc import Iterator
@@ -19,16 +18,19 @@ from api.text.limits import MAX_MESSAGES, MAX_SETTINGS_BYTES
 from api.text.tokenizer import num_bytes
 from common.errors import InvalidRequest
 
-_REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")  # as templates have it
-# Stands where the last turn ends, to be found again in what was rendered; no tokenizer sees it.
+_REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")  # names in templates
+# Marks the end of the last turn in the rendered text. It is removed before tokenization.
 _CUT = "\x00baton: cut here\x00"
 
 
 def check(messages: Messages, template: ChatTemplate, max_bytes: int) -> None:
-    """
+    """Check a conversation before it is rendered.
+
+    Args:
+        max_bytes: limit of the text.
+
     Raises:
-        InvalidRequest: it asks the template for what it does not have, or is more than `max_bytes`
-            of text.
+        InvalidRequest: the template does not support it, or it has too much text.
     """
     if not messages.turns:
         raise InvalidRequest("messages must have at least one message")
@@ -62,10 +64,10 @@ def check(messages: Messages, template: ChatTemplate, max_bytes: int) -> None:
 
 
 def rendered(messages: Messages, template: ChatTemplate, max_characters: int) -> str:
-    """The prompt that it becomes. Of what `check` has let through.
+    """Return the prompt of a conversation that `check` has accepted.
 
     Raises:
-        InvalidRequest: the template refuses it, or makes too much of it.
+        InvalidRequest: the template rejects it, or its prompt is too long.
     """
     reasoning = next((name for name in _REASONING_NAMES if name in template.source), "")
     turns = [_as_templates_know_it(turn, reasoning) for turn in messages.turns]
@@ -97,7 +99,7 @@ def _as_templates_know_it(turn: Turn, reasoning: str) -> dict[str, Any]:
     if turn.parts:
         told["content"] = [_part(part) for part in turn.parts]
     elif turn.content is None and not turn.tool_calls:
-        told["content"] = ""  # templates join it to text
+        told["content"] = ""  # templates concatenate it with text
     if turn.name is not None:
         told["name"] = turn.name
     if turn.tool_call_id is not None:
@@ -124,7 +126,7 @@ def _part(part: str | Picture) -> dict[str, str]:
 
 
 def _texts(turn: Turn) -> Iterator[str]:
-    """All that it brings into a prompt."""
+    """Yield all texts that a turn adds to the prompt."""
     yield turn.role
     yield from (part for part in turn.parts if isinstance(part, str))
     for text in (turn.content, turn.name, turn.reasoning, turn.tool_call_id):

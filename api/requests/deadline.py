@@ -1,6 +1,6 @@
-"""The total budget of a request: what is inside has so long, then it is cancelled.
+"""The total budget of a request: a time limit after which its work is cancelled.
 
-As asyncio.timeout, at a third of its cost, and with the error that clients are told.
+Works like asyncio.timeout at a third of its cost, and raises the error for clients.
 """
 
 import asyncio
@@ -11,7 +11,9 @@ from common.errors import DeadlineExceeded
 
 
 class Within:
-    """A context for one task, entered once; gives the deadline in time.monotonic() seconds."""
+    """A context with a time limit, for one task and one use. Gives the deadline in
+    time.monotonic() seconds.
+    """
 
     def __init__(self, budget_s: float) -> None:
         self._budget_s = budget_s
@@ -34,7 +36,7 @@ class Within:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Raises DeadlineExceeded if that, and nobody else, has cancelled what was inside."""
+        """Raise DeadlineExceeded if this limit, and nothing else, has cancelled the work."""
         self._timer.cancel()
         if not self._expired:
             return

@@ -1,4 +1,4 @@
-"""What one process of a router knows of a request, as the events that people read."""
+"""A router process's knowledge of a request, as human-readable events."""
 
 from collections.abc import Iterator
 
@@ -9,14 +9,14 @@ from router.timelines import RequestTimeline
 
 
 class Told(msgspec.Struct, frozen=True):
-    """Between processes of one router, whose monotonic clock is one: that of their host."""
+    """A message between processes of one router. They share their host's monotonic clock."""
 
     request_id: str
     label: str
     outcome: str
     error: str
     arrived: float  # time.monotonic()
-    ended: float  # the same; 0.0: it is under way
+    ended: float  # the same clock, 0.0: still running
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
@@ -43,7 +43,7 @@ def told(timeline: RequestTimeline) -> Told:
 
 
 def _moments(timeline: RequestTimeline) -> Iterator[Event]:
-    """By time.monotonic(); 0.0 is "not yet"."""
+    """Yield the events by time.monotonic(). 0.0: has not happened yet."""
     yield Event(timeline.arrived, "arrived")
     yield Event(timeline.tokenised, "tokenised", f"{timeline.prompt_tokens} tokens")
     for number, one in enumerate(timeline.submissions):

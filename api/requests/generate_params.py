@@ -1,5 +1,7 @@
-"""What a client asks for, whatever protocol it speaks. Nothing of it is checked but its types, and
-the length of lists that would have to be copied."""
+"""Parameters of client requests, independent of the protocol.
+
+Only types are checked, and the length of lists that would have to be copied.
+"""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -14,14 +16,14 @@ from api.requests.once import Once
 from common.requests.images import Image
 from common.requests.sampling import SamplingParams
 
-UNLIMITED = 2**31 - 1  # max_tokens of a request for as many tokens as the context leaves
+UNLIMITED = 2**31 - 1  # max_tokens of a request that may fill the context
 
 
 class Text(msgspec.Struct, frozen=True):
-    field: ClassVar[str] = "text"  # what errors call it
+    field: ClassVar[str] = "text"  # name in errors
 
     text: str
-    add_special_tokens: bool = True  # those that the tokenizer begins or ends a text with
+    add_special_tokens: bool = True  # special tokens that the tokenizer adds to a text
 
 
 class TextPair(msgspec.Struct, frozen=True):
@@ -34,25 +36,25 @@ class TextPair(msgspec.Struct, frozen=True):
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """Made in an earlier turn."""
+    """A tool call of an earlier turn."""
 
     name: str
-    arguments: str  # a JSON object, or whatever a model wrote for one; "": none
+    arguments: str  # a JSON object, or other text by the model. "": none
     id: str = ""
 
 
 class Turn(msgspec.Struct, frozen=True):
     role: str
-    content: str | None  # None: nothing was said, or in parts
-    name: str | None = None  # of who speaks, for templates that heed it
-    reasoning: str | None = None  # likewise, before it spoke
+    content: str | None  # None: no content, or content in `parts`
+    name: str | None = None  # of the speaker, if the template uses it
+    reasoning: str | None = None  # reasoning before the content, if the template uses it
     tool_calls: Sequence[ToolCall] = ()
-    tool_call_id: str | None = None  # of the call that this answers
-    parts: Sequence[str | Picture] = ()  # of one with pictures: texts and those, in order
+    tool_call_id: str | None = None  # the call of this result
+    parts: Sequence[str | Picture] = ()  # texts and pictures in order, if there are pictures
 
 
 class Ending(Enum):
-    """What the prompt that a conversation becomes ends with."""
+    """The end of the prompt of a conversation."""
 
     OPENED = "a new turn of the assistant's"
     CONTINUED = "the last turn, which goes on"
@@ -66,8 +68,8 @@ class Messages(msgspec.Struct, frozen=True):
 
     turns: Sequence[Turn]
     tools: Sequence[Any] = ()  # JSON objects, in OpenAI's form
-    settings: Mapping[str, Any] = msgspec.field(default_factory=dict)  # the template's own
-    reasoning_effort: str | None = None  # likewise
+    settings: Mapping[str, Any] = msgspec.field(default_factory=dict)  # variables of the template
+    reasoning_effort: str | None = None  # a variable of the template
     ending: Ending = Ending.OPENED
 
     @property
@@ -82,7 +84,7 @@ class TokenIds(msgspec.Struct, frozen=True):
 
 
 class Prediction(msgspec.Struct, frozen=True):
-    """What is expected of an answer."""
+    """Predicted text of a response."""
 
     field: ClassVar[str] = "prediction"
 
@@ -90,29 +92,32 @@ class Prediction(msgspec.Struct, frozen=True):
 
 
 class Nothing(msgspec.Struct, frozen=True):
-    """No prompt at all."""
+    """A missing prompt."""
 
     field: ClassVar[str] = "prompt"
 
-    one_of: tuple[str, ...]  # fields that could have had one
+    one_of: tuple[str, ...]  # fields that could have had a prompt
 
 
 Prompt: TypeAlias = Text | TextPair | Messages | TokenIds | Prediction | Nothing
 
 
 class Rendering(msgspec.Struct):
-    """What has come of a prompt, for who tells its answer. Empty before it has token ids."""
+    """The result of rendering a prompt, for parsers of its response. Empty before there are
+    token ids.
+    """
 
     num_tokens: int = 0
-    end: str = ""  # of a conversation: what the answer follows
+    end: str = ""  # of a conversation: the text before the response
 
 
 class SharedPrompt(msgspec.Struct):
-    """A prompt, perhaps of several answers.
+    """A prompt, possibly of several responses.
 
-    token_ids: made by the first of them.
-    images: of the prompt, once there are token ids.
-    job: the request of any of its answers, but for what is its own: id and seed.
+    Attributes:
+        token_ids: made by the first response.
+        images: images of the prompt, once there are token ids.
+        job: the request of any of its responses, without its own id and seed.
     """
 
     prompt: Prompt
@@ -123,10 +128,11 @@ class SharedPrompt(msgspec.Struct):
 
 
 class Together(msgspec.Struct):
-    """The answers to one request of a client.
+    """The responses to one request of a client.
 
-    terms: what they have in common, checked by the first of them.
-    counted: among the client's tokens, by the first of them.
+    Attributes:
+        terms: their common parameters, checked by the first response.
+        counted: done when the first response has counted the client's tokens.
     """
 
     prompts: Sequence[SharedPrompt]
@@ -140,31 +146,33 @@ class Together(msgspec.Struct):
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """One answer."""
+    """The parameters of one response."""
 
-    prompt: SharedPrompt  # one of those that came together
+    prompt: SharedPrompt  # one of the prompts of the request
     together: Together
     sampling: SamplingParams
     max_tokens_field: str = (
-        ""  # the client's name of max_tokens; "": the client left it to a default
+        ""  # the client's name of max_tokens in its request, "" if the client left it to a default
     )
-    drawn: bool = False  # the seed: its client names none
+    drawn: bool = False  # whether the seed is random, not given by the client
     stop: Sequence[str] = ()
     stop_regex: Sequence[str] = ()
     bad_words: Sequence[str] = ()
-    echo: bool = False  # the answer begins with its prompt
-    silent: bool = False  # the prompt is all that is wanted, and one token is asked for in vain
-    request_id: str = ""  # this router's own, new for every request; "": to be made
-    label: str = ""  # what its client calls it; others may be called so too
-    session_id: str = ""  # "": of none
-    cache_salt: str | None = None  # None: what is cached is shared with all who give none
-    priority: int | None = None  # as its client counts; None: it does not say
-    adapter: str = ""  # its name; "": the model as it is
+    echo: bool = False  # the response begins with its prompt
+    silent: bool = False  # only the prompt is wanted, and the one generated token is discarded
+    request_id: str = ""  # this router's own, unique. "": not made yet
+    label: str = ""  # the client's name for it, not unique
+    session_id: str = ""  # "": no session
+    cache_salt: str | None = None  # None: the cache is shared with all requests without a salt
+    priority: int | None = None  # on the client's scale. None: not set
+    adapter: str = ""  # its name, "": the base model
     timeout_s: float | None = None  # None: the router's own limit
-    shown: frozenset[int] = frozenset()  # special tokens that are not left out of the text
-    prediction: SharedPrompt | None = None  # a Prediction, made into tokens as prompts are
+    shown: frozenset[int] = frozenset()  # special tokens that the text keeps
+    prediction: SharedPrompt | None = None  # a Prediction, tokenized as prompts are
 
 
 def any_seed() -> int:
-    """For a request that names none: whoever continues it must sample alike."""
+    """Return a random seed for a request without one. A continuation must sample with the same
+    seed.
+    """
     return random.getrandbits(64)

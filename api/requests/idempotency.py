@@ -1,12 +1,12 @@
-"""Answers that their client may come back for, with the idempotency key that it gave.
+"""Responses that a client can fetch again with the idempotency key of its request.
 
-    asked with a key -> under way, its clients follow it -> ended, kept for `keep_s`
-                              `--all have left--> goes on for `keep_s`, then cancelled
+    asked with a key -> running, its clients follow it -> ended, kept for `keep_s`
+                          `--all clients left--> runs for `keep_s`, then cancelled
 
-Whoever asks the same with the same key meanwhile gets the same answer, from its beginning: what is
-there at once, and the rest as it comes. An answer belongs to its client, its key and its question:
-another client never meets it, and the same key with another request is refused. One that fails is
-forgotten: who asks again is computed again.
+A client that repeats a request with the same key meanwhile gets the same response from its
+beginning: the existing part immediately, and the rest as it is generated. A response belongs to its
+client, key and request. Other clients never get it, and the same key with another request is
+rejected. A failed response is forgotten, and a repeated request is computed again.
 """
 
 import asyncio
@@ -23,14 +23,14 @@ from api.requests.generate_params import Rendering, SharedPrompt, Wanted
 from common.errors import InvalidRequest, RequestAborted
 
 MAX_KEY_CHARACTERS = 256
-MAX_BYTES = 64 << 20  # of all answers, as far as they are counted
+MAX_BYTES = 64 << 20  # of all responses, as estimated
 _ANSWER_BYTES = 4000  # of one without a piece
-_PIECE_BYTES = 400  # besides its text and tokens
+_PIECE_BYTES = 400  # in addition to its text and tokens
 _TOKEN_BYTES = 36
 
 Write = Callable[[str, Piece | LastPiece], Awaitable[None]]
 Offer = Callable[[Piece], bool]
-Name = tuple[str, str, int]  # client, key, which of the answers
+Name = tuple[str, str, int]  # client, key, index of the response
 
 
 class Generates(Protocol):
@@ -45,29 +45,31 @@ class Generates(Protocol):
 
 
 class Retry(NamedTuple):
-    """One request with a key, perhaps of several answers.
+    """One request with a key, possibly with several responses.
 
     Attributes:
-        request_id: of the first one that was sent with it.
+        request_id: id of the first request with this key.
     """
 
     client: str
     key: str
-    digest: bytes  # of what is asked
+    digest: bytes  # of the request
     request_id: str
 
     def seed(self, index: int) -> int:
-        """Of one of the answers: the same at every router that is asked the same with this key."""
+        """Return the seed of one response. It is the same at every router for the same key and
+        request.
+        """
         told = f"{self.key} {index}".encode() + self.digest
         return int.from_bytes(hashlib.sha256(told).digest()[:8])
 
 
 class KeptAnswers:
-    """For one event loop.
+    """Responses of requests with idempotency keys. For one event loop.
 
     Args:
-        keep_s: how long an answer is kept once it has ended, or goes on once its clients have left;
-            0: keys are not heeded.
+        keep_s: how long a response is kept after its end, or continues after its clients have left.
+            0: keys are ignored.
     """
 
     def __init__(self, generator: Generates, *, keep_s: float, max_bytes: int = MAX_BYTES) -> None:
@@ -79,19 +81,20 @@ class KeptAnswers:
         self._num_bytes = 0
 
     def __len__(self) -> int:
-        """Answers, under way and kept."""
+        """Return the number of responses, running or kept."""
         return len(self._answers)
 
     def retry(
         self, client: Client, key: str, asked: Callable[[], bytes], request_id: str
     ) -> Retry | None:
-        """None: it cannot be retried, it has no key.
+        """Return the retry state of a request, None if it has no key.
 
         Args:
-            asked: gives all of what is asked; called where there is a key.
-            request_id: of this request, if there was none like it.
+            asked: returns the content of the request. Called only if there is a key.
+            request_id: used if this is the first request with the key.
+
         Raises:
-            InvalidRequest: the key is too long, or the client has asked something else with it.
+            InvalidRequest: the key is too long, or the client has used it for another request.
         """
         if not key or not self._keep_s:
             return None
@@ -118,10 +121,10 @@ class KeptAnswers:
         retry: Retry | None = None,
         index: int = 0,
     ) -> None:
-        """As Generator.generate; of a request that was sent before, its answer.
+        """Generate as Generator.generate does. A repeated request gets its earlier response.
 
         Args:
-            index: which of the answers of one request.
+            index: index of the response within the request.
         """
         if retry is None:
             await self._generator.generate(wanted, client, write, traceparent, offer)
@@ -152,8 +155,11 @@ class KeptAnswers:
         return answer
 
     def _grown(self, name: Name, answer: "_Answer", num_bytes: int) -> None:
-        """Room is made at the cost of those that ended first; where that is not enough, of this
-        one: it is kept no longer, and none but those who follow it get it."""
+        """Count memory of a response, and free memory.
+
+        The responses that ended first are dropped. If that is not enough, this one is no longer
+        kept, and only its current followers receive it.
+        """
         answer.num_bytes += num_bytes
         self._num_bytes += num_bytes
         while self._num_bytes > self._max_bytes and self._ended:
@@ -172,7 +178,7 @@ class KeptAnswers:
         answer.call_later(self._keep_s, lambda: self._forget(name))
 
     def _forget(self, name: Name) -> None:
-        """If it has ended."""
+        """Drop a response that has ended."""
         answer = self._ended.pop(name, None)
         if answer is not None:
             self._leave_out(name, answer)
@@ -186,7 +192,7 @@ class KeptAnswers:
 
 
 class _Answer:
-    """What has come of one, and how far those who follow it are."""
+    """One response so far, and the positions of its followers."""
 
     task: "asyncio.Task[None]"
 
@@ -194,27 +200,27 @@ class _Answer:
         self, retry: Retry, rendering: Rendering, grown: "Callable[[_Answer, int], None]"
     ) -> None:
         self.retry = retry
-        self._rendering = rendering  # and no more of a prompt, which may be large
-        self.num_bytes = 0  # as counted among those that are kept
+        self._rendering = rendering  # without the rest of the prompt, which may be large
+        self.num_bytes = 0  # as counted by KeptAnswers
         self._grown = grown
         self._request_id = retry.request_id
         self._pieces: deque[Piece | LastPiece] = deque()
-        self._num_dropped = 0  # pieces that everybody has
-        self._places: dict[int, int] = {}  # of followers: pieces written
+        self._num_dropped = 0  # pieces that all followers have
+        self._places: dict[int, int] = {}  # pieces written, by follower
         self._next_follower = 0
         self._kept = True
         self._news = asyncio.Event()
         self._end: asyncio.TimerHandle | None = None
 
     async def write(self, request_id: str, piece: Piece | LastPiece) -> None:
-        """Waits for the slowest follower of one that is not kept."""
+        """Add a piece. If the response is not kept, wait for the slowest follower."""
         self._request_id = request_id
         self._append(piece)
         while not self._kept and self._pieces:
             await self._news.wait()
 
     def offer(self, piece: Piece) -> bool:
-        taken = self._kept  # before there turns out to be no room
+        taken = self._kept  # before memory may run out
         if taken:
             self._append(piece)
         return taken
@@ -222,7 +228,7 @@ class _Answer:
     def _append(self, piece: Piece | LastPiece) -> None:
         self._pieces.append(piece)
         if self._kept:
-            told = len(piece.token_ids) + 20 * len(piece.tokens)  # with what else was likely there
+            told = len(piece.token_ids) + 20 * len(piece.tokens)  # with the likeliest alternatives
             self._grown(self, _PIECE_BYTES + 4 * len(piece.text) + _TOKEN_BYTES * told)
         self.tell()
 
@@ -236,16 +242,16 @@ class _Answer:
             self._num_dropped += 1
 
     def tell(self) -> None:
-        """There is something new."""
+        """Wake the followers."""
         self._news.set()
         self._news = asyncio.Event()
 
     async def follow(self, prompt: SharedPrompt, write: Write, keep_s: float) -> None:
-        """Writes all of it. Raises what the answer ended with.
+        """Write the whole response. Raise the error with which it ended.
 
         Args:
-            prompt: the follower's own, which learns what has become of it.
-            keep_s: how long it goes on when the last one who follows it leaves.
+            prompt: the follower's own prompt. Receives the rendering.
+            keep_s: how long the response continues after its last follower has left.
         """
         self._next_follower += 1
         follower, place = self._next_follower, 0
@@ -272,7 +278,7 @@ class _Answer:
                 self.call_later(keep_s if self._kept else 0.0, self.task.cancel)
 
     def call_later(self, seconds: float, end: Callable[[], object]) -> None:
-        """Its end, by nobody's coming back. It may be called off."""
+        """Schedule the end of a response without followers. `call_off` cancels it."""
         self.call_off()
         self._end = asyncio.get_running_loop().call_later(seconds, end)
 

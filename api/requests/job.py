@@ -1,4 +1,4 @@
-"""A request of a client: what nodes get of it, and what its answer is to look like."""
+"""A client request: the part for nodes, and the format of its response."""
 
 import msgspec
 
@@ -9,11 +9,11 @@ from common.requests.sampling import SamplingParams
 
 
 class Job(msgspec.Struct, frozen=True):
-    """A request in tokens, ready for a decode node.
+    """A tokenized request, ready for a decode node.
 
     Attributes:
-        shown: special tokens that are not left out of the text.
-        echo: the prompt's text, which the answer begins with.
+        shown: special tokens that the text keeps.
+        echo: text of the prompt, with which the response begins.
         silent: see Wanted.
     """
 
@@ -26,9 +26,10 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Terms(msgspec.Struct, frozen=True):
-    """What the answers of one request have in common, whatever their prompt. Checked.
+    """Checked parameters that all responses of a request share, independent of their prompts.
 
-    sampling: its seed is that of one of them.
+    Attributes:
+        sampling: its seed belongs to one of the responses.
     """
 
     sampling: SamplingParams

@@ -1,4 +1,4 @@
-"""Which requests are live: how many, whose turn it is, when none is left."""
+"""Admission control: the number of live requests, their queue, and the end of the last one."""
 
 import asyncio
 import random
@@ -12,17 +12,17 @@ from router.cluster.cluster import SHUTTING_DOWN
 
 
 class Admission:
-    """A request is live from its admission to the end of its call, whatever becomes of it."""
+    """Admission of requests. A request is live from its admission to the end of its call."""
 
     def __init__(self, max_requests: int, *, longest_wait_s: float = 0.0) -> None:
         """
         Args:
-            longest_wait_s: for a slot, where a client cannot have one at once.
+            longest_wait_s: longest wait for a slot, if a client cannot have one immediately.
         """
         self.max_requests = max_requests
         self._slots = FairSlots(max_requests, longest_wait_s=longest_wait_s)
-        self._num_here = 0  # requests that are live, or wait
-        self.leaving = False  # this router ends
+        self._num_here = 0  # requests that are live or queued
+        self.leaving = False  # this router is shutting down
         self._closed = False  # no request is admitted any more
         self._none_left = asyncio.Event()
         self._none_left.set()
@@ -37,12 +37,12 @@ class Admission:
 
     @asynccontextmanager
     async def admitted(self, client: Client, priority: int = 0) -> AsyncIterator[None]:
-        """The request is live inside.
+        """Keep the request live within this context.
 
         Raises:
             NodeUnavailable: the router is shutting down.
-            RateLimited: the client has as many requests as its key may.
-            Overloaded: as many requests are live as the client can have now.
+            RateLimited: the client has as many requests as its key allows.
+            Overloaded: the client cannot have another live request now.
         """
         if self._closed:
             raise NodeUnavailable(SHUTTING_DOWN)
@@ -64,11 +64,11 @@ class Admission:
                 self._none_left.set()
 
     def leave(self) -> None:
-        """This router ends, and says so, but serves what still reaches it."""
+        """Report that this router is shutting down, but serve requests that still arrive."""
         self.leaving = True
 
     def close(self) -> None:
-        """Refuses every request from now on, and those that wait."""
+        """Reject all further requests, and those that wait."""
         self.leaving = self._closed = True
         self._slots.close(NodeUnavailable(SHUTTING_DOWN))
 
@@ -77,6 +77,7 @@ class Admission:
 
 
 def new_request_id() -> str:
-    """Of 128 random bits, so that no two routers make the same. Nobody may rely on its being hard
-    to guess."""
+    """Return 128 random bits in hex, unique across routers. It is not a secret: it can be
+    guessed.
+    """
     return f"{random.getrandbits(128):032x}"

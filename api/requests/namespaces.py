@@ -1,5 +1,7 @@
-"""Which namespace of the prefix caches a request is in. The salt of a request is decided here and
-nowhere else; nodes and the prefix index are told what came of it."""
+"""The prefix cache namespace of a request, from its salt.
+
+This is the only place that uses the salt. Nodes and the prefix index receive the namespace.
+"""
 
 from common.errors import InvalidRequest
 from common.requests.namespace import SHARED, Namespace, namespace_of
@@ -8,13 +10,14 @@ MAX_SALT_CHARACTERS = 512
 
 
 def decide(salt: str | None, owner: str) -> Namespace:
-    """That of the salt which the client gives, shared by all of its owner's who give none.
+    """Return the namespace of a salt. Requests of one owner without a salt share a namespace.
 
     Args:
-        owner: whose namespaces they are, which no other owner's salt can name; "": everybody's.
+        owner: owner of the namespaces. The salts of other owners cannot reach them. "": shared by
+            all clients.
+
     Raises:
-        InvalidRequest: the salt is empty, which hides a mistake: nothing would be kept apart; or
-            it is too long.
+        InvalidRequest: the salt is too long, or empty, which would silently isolate nothing.
     """
     if salt == "":
         raise InvalidRequest("cache_salt is empty; leave it out to share what is cached")

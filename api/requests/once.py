@@ -1,4 +1,4 @@
-"""Work that several answers of one request share."""
+"""Work that several responses of one request share."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -10,21 +10,21 @@ T = TypeVar("T")
 
 
 class Once(Generic[T]):
-    """One result. For one event loop."""
+    """A result that is computed once. For one event loop."""
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
-        self._results: list[T] = []  # one at most
+        self._results: list[T] = []  # at most one
         self._error: ServingError | None = None
 
     async def get(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Return what the first `work` gives that ends. All others wait for it.
+        """Return the result of the first `work` that completes. All other callers wait for it.
 
-        A caller that is cancelled leaves the work to the next one. Work that fails is not tried
-        again: 128 choices cost no more than one.
+        If the caller is cancelled, the next one does the work. Work that fails is not tried again,
+        so 128 choices cost no more than one.
 
         Raises:
-            ServingError: as that work has.
+            ServingError: the error of that work.
         """
         if not self._results:
             async with self._turn:

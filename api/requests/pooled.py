@@ -1,5 +1,4 @@
-"""What a client asks for who wants vectors or scores of texts, whatever protocol it speaks, and
-what becomes of it."""
+"""Requests for embeddings or scores, independent of the protocol, and their results."""
 
 import sys
 from array import array
@@ -20,16 +19,16 @@ PooledPrompt: TypeAlias = Text | TextPair | TokenIds
 class WantedVectors(msgspec.Struct, frozen=True, kw_only=True):
     prompts: Sequence[PooledPrompt]
     pooling: Pooling
-    dimensions: int = 0  # the first so many of each vector; 0: all
+    dimensions: int = 0  # number of leading dimensions to keep. 0: all
     normalize: bool = False
-    request_id: str = ""  # as of Wanted
+    request_id: str = ""  # see Wanted
     label: str = ""
     cache_salt: str | None = None
     timeout_s: float | None = None
 
 
 class Pooled(msgspec.Struct, frozen=True):
-    """In the order of the prompts."""
+    """Vectors and token counts in the order of the prompts."""
 
     vectors: Sequence[bytes]  # little-endian float32
     num_tokens: Sequence[int]
@@ -37,7 +36,7 @@ class Pooled(msgspec.Struct, frozen=True):
 
 
 def floats(vector: bytes) -> "array[float]":
-    """Raises ValueError where these are no float32."""
+    """Return a vector's numbers. Raise ValueError if the bytes are not float32."""
     found = array("f")
     found.frombytes(vector)
     if sys.byteorder == "big":

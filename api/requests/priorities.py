@@ -1,7 +1,7 @@
-"""How urgent a request is: what its client asks for, of what the operator lets it have.
+"""The priority of a request, from the client's wish and the operator's limits.
 
-Whoever is urgent takes turns from others, so nobody may say so of himself unless he was let;
-everybody may say that he can wait.
+High-priority requests delay others, so clients may only lower their priority unless they are
+allowed more.
 """
 
 from api.auth.client import Client
@@ -13,20 +13,22 @@ class Priorities:
     def __init__(self, highest: int = 0, *, low_values_first: bool = False) -> None:
         """
         Args:
-            highest: of clients of whom nothing else is said, and what their requests have unless
-                they ask for less.
-            low_values_first: clients count the other way round.
+            highest: highest priority of clients without their own limit, and the default of their
+                requests.
+            low_values_first: whether clients send lower values for higher priorities.
         """
         self._highest = highest
         self._low_values_first = low_values_first
 
     def decide(self, asked: int | None, client: Client) -> int:
-        """
+        """Return the priority of a request.
+
         Args:
-            asked: None: nothing. 0 is what others' clients say where they have nothing to say: one
-                that has less keeps it.
+            asked: the client's value. None: not set. Clients of other servers send 0 by default, so
+                0 does not raise a lower default.
+
         Raises:
-            InvalidRequest: more than the client may have, or less than there is.
+            InvalidRequest: the value is above the client's limit or below the lowest priority.
         """
         highest = self._highest if client.priority is None else client.priority
         if asked is None:

@@ -1,7 +1,7 @@
-"""Makes token ids of every form that a prompt can have, and refuses what cannot fit the context.
+"""Conversion of prompts of every form to token ids. Prompts that cannot fit are rejected.
 
-Size is looked at before anything is made of a prompt: bytes before a template is rendered, bytes
-before tokens are counted, and a number of tokens before one of them is.
+Size is checked before any work: bytes before a template is rendered, bytes before tokens are
+counted, and the number of tokens before any token.
 """
 
 from collections.abc import Sequence
@@ -30,15 +30,16 @@ from common.requests.guide import Guide, as_form, tag
 from common.requests.images import Image
 from common.requests.reasoning import Thought
 
-# Of text for each token of the context. What has more is rarely short enough; encoded whole it
-# could take a hundred times its bytes.
+# Bytes of text for each token of the context. Longer text rarely fits, and encoding it as a whole
+# could take a hundred times its bytes in memory.
 _DOUBTFUL_BYTES_PER_TOKEN = 4
-# Of a rendered conversation: enough for what templates begin an answer with.
+# Characters at the end of a rendered conversation: enough for the beginning of a response in
+# templates.
 _END_CHARACTERS = 256
 
 
 class Prompts:
-    """For one event loop."""
+    """Converter of prompts. For one event loop."""
 
     def __init__(
         self,
@@ -50,8 +51,8 @@ class Prompts:
     ) -> None:
         """
         Args:
-            speech: how the model writes what it thinks.
-            pictures: reads images; None: the model sees none.
+            speech: format of the model's reasoning.
+            pictures: reader of images. None: the model does not support images.
         """
         self._pictures = pictures
         self._tokenizer = tokenizer
@@ -59,23 +60,25 @@ class Prompts:
         self._limits = limits
         self._speech = speech
         opens, closes = tokenizer.token_of(think.OPEN), tokenizer.token_of(think.CLOSE)
-        # Marked with more than one token each, nobody finds thought among tokens.
+        # Markers of more than one token each cannot be found among tokens.
         self._markers = None if opens is None or closes is None else (opens, closes)
 
     def close(self) -> None:
-        """End what runs beside this process."""
+        """End the helper process."""
         if self._pictures is not None:
             self._pictures.close()
 
     async def checked(self, prompt: Prompt | SharedPrompt, client: Client) -> Sequence[int]:
-        """Token ids that the model knows, and that leave room for an answer.
+        """Return token ids that are in the vocabulary and leave room for a response.
 
         Args:
-            client: whose turns the decoding of images takes.
+            client: the client whose image decoding turns are used.
+
         Raises:
-            InvalidRequest: there is no prompt, the model has no such form, or it does not fit.
-            Overloaded: too much text waits to be tokenised, or too many images to be decoded.
-            NodeUnavailable: as Decoding.decoded.
+            InvalidRequest: there is no prompt, the model does not support its form, or it does not
+                fit.
+            Overloaded: too much text waits to be tokenized, or too many images to be decoded.
+            NodeUnavailable: see Decoding.decoded.
         """
         match prompt:
             case SharedPrompt():
@@ -86,13 +89,17 @@ class Prompts:
                 return token_ids
 
     def may_think(self, prompt: Prompt) -> bool:
-        """Whether nodes can tell thought from what is said in answers to such a prompt."""
+        """Return whether nodes can separate reasoning from content in responses to such a
+        prompt.
+        """
         known = self._speech.marks_thought and self._markers is not None
         return known and isinstance(prompt, Messages)
 
     def thought(self, prompt: SharedPrompt) -> Thought | None:
-        """What an answer to it, once there are token ids, may begin with; None: with none, or
-        nodes cannot tell."""
+        """Return the reasoning that a response to a tokenized prompt may begin with.
+
+        None: there is none, or nodes cannot detect it.
+        """
         if self._markers is None or not self.may_think(prompt.prompt):
             return None
         opens, closes = self._markers
@@ -105,7 +112,7 @@ class Prompts:
                 return Thought(closes)
 
     def guide(self, prompt: SharedPrompt, guide: Guide) -> Guide:
-        """That of an answer to it, once there are token ids, of which the content has this form."""
+        """Return the guide of a response to a tokenized prompt, whose content has this form."""
         channels = self._speech.channels
         if channels is None or not harmony.is_open(prompt.rendering.end):
             return guide
@@ -113,10 +120,10 @@ class Prompts:
         return guide if form is None else tag(channels.final(form))
 
     async def text_of(self, prompt: Prompt, token_ids: Sequence[int]) -> str:
-        """The text of a prompt that has these tokens.
+        """Return the text of a prompt with these tokens.
 
         Raises:
-            Overloaded: too much text waits to be made of tokens.
+            Overloaded: too much text waits to be detokenized.
         """
         match prompt:
             case Text():
@@ -136,7 +143,9 @@ class Prompts:
         return tuple(written)
 
     async def encode(self, prompt: Prompt, client: Client) -> Sequence[int]:
-        """Token ids, perhaps none or some that the model does not know. Raises as `checked`."""
+        """Return token ids. They may be empty or outside the vocabulary. Raises as `checked`
+        does.
+        """
         match prompt:
             case Text():
                 return await self._encode(
@@ -174,15 +183,15 @@ class Prompts:
     async def _conversation(
         self, messages: Messages, text: str, client: Client
     ) -> tuple[Sequence[int], Sequence[Image]]:
-        """Its token ids, with those of its images, and these.
+        """Return a conversation's token ids, including those of its images, and the images.
 
         Args:
-            text: that it becomes.
+            text: the rendered conversation.
         """
         token_ids = await self._encode(text, messages.field, add_special_tokens=False)
         if not messages.pictures:
             return token_ids, ()
-        check_prompt(token_ids, self._limits, messages.field)  # those of images nobody may write
+        check_prompt(token_ids, self._limits, messages.field)  # clients must not send image tokens
         token_ids, images = await self._with_images(messages, token_ids, client)
         check_length(token_ids, self._limits, messages.field)
         return token_ids, images
@@ -203,7 +212,7 @@ class Prompts:
         return token_ids
 
     async def _check_size(self, text: str, field: str) -> None:
-        """Raises InvalidRequest for what cannot fit, before it is encoded; Overloaded."""
+        """Reject text that cannot fit, before it is encoded. Raise InvalidRequest or Overloaded."""
         context, size = self._limits.context_length, num_bytes(text)
         if size > self._limits.text_bytes:
             raise InvalidRequest(

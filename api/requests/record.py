@@ -1,5 +1,6 @@
-"""What is told about one request, from its arrival to its end: to metrics, to the log, and to the
-limits of its client."""
+"""The record of one request, from its arrival to its end, for metrics, log and the client's
+limits.
+"""
 
 import asyncio
 import logging
@@ -24,26 +25,27 @@ log = logging.getLogger(__name__)
 
 
 class Records:
-    """Where what all records tell goes. For one event loop."""
+    """Destinations of all request records. For one event loop."""
 
     def __init__(self, metrics: RouterMetrics, timelines: Timelines) -> None:
         self.metrics = metrics
         self.timelines = timelines
-        self.refusals = ThrottledLog(log, Throttle())  # any client can make many
+        self.refusals = ThrottledLog(log, Throttle())  # any client can cause many
 
     def begin(
         self, request_id: str, label: str, client: Client, traceparent: str
     ) -> "RequestRecord":
-        """
+        """Begin the record of a request.
+
         Args:
-            label: what the client calls it, or empty.
-            traceparent: as the client sent it, or empty.
+            label: the client's name for it, or empty.
+            traceparent: the header as the client sent it, or empty.
         """
         return RequestRecord(self, request_id, label, client, traceparent)
 
 
 class RequestRecord:
-    """A context around one request, made by `Records.begin`: leaving it is the request's end."""
+    """A context around one request, made by `Records.begin`. Leaving it ends the request."""
 
     def __init__(
         self, records: Records, request_id: str, label: str, client: Client, traceparent: str
@@ -91,7 +93,7 @@ class RequestRecord:
             log.info("request ended %s", kv(**fields))
 
     def accept(self, num_prompt_tokens: int, decode: str) -> None:
-        """The request is about to be submitted to a decode node."""
+        """Record that the request is about to be submitted to a decode node."""
         self.timeline.submit(decode)
         self.place(num_prompt_tokens)
         if log.isEnabledFor(logging.DEBUG):
@@ -101,14 +103,16 @@ class RequestRecord:
             )
 
     def place(self, num_prompt_tokens: int) -> None:
-        """The request is about to go to nodes, of which none is a decode node as yet."""
+        """Record that the request is about to be sent to nodes, without a decode node so far."""
         self._accepted = True
         self._metrics.accepted(num_prompt_tokens)
         self.timeline.prompt_tokens = num_prompt_tokens
         self._timelines.accept(self.timeline)
 
     def replay(self, decode: str, lost: ServingError, *, suspect: bool) -> None:
-        """Its decode node has let it go: it goes on at another, alone if it is suspect."""
+        """Record that another node continues the request after a failure, alone if it is
+        quarantined.
+        """
         self._metrics.replayed(suspect=suspect)
         self.timeline.submit(decode)
         log.warning(
@@ -123,18 +127,18 @@ class RequestRecord:
         )
 
     def move(self, to: Submission) -> None:
-        """It goes on at another decode node, from where it stopped."""
+        """Record that the request has migrated to another decode node."""
         self._metrics.moved(moved=True)
         self.timeline.move(to)
         log.info("request moved %s", kv(**self._names(), tokens=self._num_tokens, decode=to.decode))
 
     def stay(self, decode: str, because: ServingError) -> None:
-        """It was to be moved to that decode node, and is not."""
+        """Record that a migration to that decode node has failed."""
         self._metrics.moved(moved=False)
         log.info("request not moved %s", kv(**self._names(), decode=decode, because=because))
 
     def write(self, num_tokens: int) -> None:
-        """A message with so many tokens goes to the client now."""
+        """Record that a message with that many tokens is sent to the client now."""
         now = time.monotonic()
         self._metrics.tokens(num_tokens)
         self._client.usage.generated(num_tokens)
@@ -142,7 +146,7 @@ class RequestRecord:
         if num_tokens and not self._num_tokens:
             self._metrics.first_token(now - self._arrived_at)
             self.timeline.first_token = now
-            num_next, waited_s = num_tokens - 1, 0.0  # those with the first one came at once
+            num_next, waited_s = num_tokens - 1, 0.0  # the other tokens arrived with the first one
         if num_next:
             self._metrics.next_token(waited_s / num_next, num_next)
         self._wrote_at = self.timeline.last_token = now
@@ -150,7 +154,7 @@ class RequestRecord:
         self.timeline.completion_tokens = self._num_tokens
 
     def finish(self, finish_reason: str, cached_tokens: int) -> None:
-        """finish_reason: "stop", "length" or "pooled"."""
+        """Record the finish reason "stop", "length" or "pooled"."""
         self._finish_reason = finish_reason
         self.timeline.cached_tokens = cached_tokens
 
@@ -167,7 +171,7 @@ class RequestRecord:
             case ServingError():
                 self._metrics.rejected("no_node")
             case Exception():
-                pass  # a fault of ours: its traceback is logged elsewhere, whose it was is not
+                pass  # a bug: its traceback is logged elsewhere, without the request
             case _:
                 return
         self._refusals.info(
@@ -175,7 +179,7 @@ class RequestRecord:
         )
 
     def _names(self) -> dict[str, object]:
-        """What is in every line about it."""
+        """Return the fields of every log line about the request."""
         return {
             "request_id": self.timeline.request_id,
             **({"label": self.timeline.label} if self.timeline.label else {}),

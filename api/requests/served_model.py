@@ -1,6 +1,6 @@
-"""What a router has of the model that it serves: its files, and what is made of them once.
+"""The router's data of the served model: its files, and what is made of them once.
 
-Knows nothing of requests.
+Independent of requests.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class ServedModel:
     speech: Speech
 
     def shown(self, calls: bool) -> frozenset[int]:
-        """Special tokens that the parts of an answer are marked with, which may have calls."""
+        """Return special tokens that mark parts of a response. `calls`: it may have tool calls."""
         return frozenset(self.tokenizer.special(self.speech.markers(calls=calls)).values())
 
 
@@ -38,9 +38,11 @@ def served_model(
     images: ImagesConfig | None = None,
     tool_arguments: str = "json",
 ) -> ServedModel:
-    """
+    """Make the served model from its files.
+
     Args:
-        reasoning_parser, tool_parser, images, tool_arguments: as of RouterConfig.
+        reasoning_parser, tool_parser, images, tool_arguments: see RouterConfig.
+
     Raises:
         ConfigError: the tokenizer or chat template cannot be used.
     """

@@ -1,4 +1,4 @@
-"""What an answer tells of single tokens: how likely they were, and which others might have come."""
+"""Log-probabilities of a response's tokens and of their alternatives."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
@@ -7,26 +7,28 @@ import msgspec
 
 from common.requests.logprobs import TokenLogprobs
 
-Spell: TypeAlias = Callable[[int], bytes]  # the bytes that a token stands for
+Spell: TypeAlias = Callable[[int], bytes]  # returns the bytes of a token
 
 
 class Likely(msgspec.Struct, frozen=True):
     token: int
     spelt: bytes
-    logprob: float | None  # None: of a prompt's first token, which follows nothing
+    logprob: float | None  # None for the first token of a prompt
 
 
 class ToldToken(Likely, frozen=True):
-    """A token of an answer, or of its prompt. top: likeliest tokens at its place, in falling
-    order."""
+    """A token of a response or its prompt. `top`: likeliest tokens at its position, likeliest
+    first.
+    """
 
     top: Sequence[Likely]
 
 
 class ToldPrompt(msgspec.Struct, frozen=True):
-    """Of the first piece of an answer whose client wants its prompt told.
+    """The prompt within the first piece of a response, if the client requests it.
 
-    tokens: those that log-probabilities are told of: none, or all.
+    Attributes:
+        tokens: tokens with log-probabilities: none, or all.
     """
 
     text: str
@@ -46,9 +48,10 @@ def told_prompt(
     num_top: int,
     spell: Spell,
 ) -> ToldPrompt:
-    """
+    """Return the prompt of a response.
+
     Args:
-        logprobs: of all tokens but the first, or none.
+        logprobs: of all tokens except the first, or none.
     """
     if not logprobs and num_top < 0:
         return ToldPrompt(text, ())

@@ -1,6 +1,6 @@
-"""Turns what is wanted into a checked job, or says which field is wrong.
+"""Validation of request parameters: makes a checked job, or names the invalid field.
 
-Knows the model's limits; knows nothing of nodes.
+Knows the model's limits. Independent of nodes.
 """
 
 import asyncio
@@ -28,8 +28,8 @@ from common.requests.prefix_hash import as_bytes
 from common.requests.sampling import SamplingParams
 
 MAX_STOP_CHARACTERS = 1024
-MAX_BAD_WORDS_CHARACTERS = 16 << 10  # of all of a request: 10 ms, on another thread
-MAX_PROMPT_LOGPROBS = 1 << 18  # 2 MiB on their way through the nodes
+MAX_BAD_WORDS_CHARACTERS = 16 << 10  # of all words of a request: 10 ms, on another thread
+MAX_PROMPT_LOGPROBS = 1 << 18  # 2 MiB on the way through the nodes
 MAX_LABEL_CHARACTERS = 256
 MAX_SESSION_ID_CHARACTERS = 512
 
@@ -43,18 +43,19 @@ async def parse(
     priority: int = 0,
     adapter: AdapterId = NO_ADAPTER,
 ) -> Job:
-    """Check prompt and sampling.
+    """Check prompt and sampling parameters, and return the job.
 
-    The answers to one request differ in their prompts, ids and seeds alone. All else is checked,
-    compiled and encoded once, by the first of them.
+    The responses to one request differ only in their prompts, ids and seeds. Everything else is
+    checked, compiled and encoded once, by the first response.
 
     Args:
-        client: who asks.
-        adapter: what `wanted` names.
+        client: the authenticated client.
+        adapter: the adapter that `wanted` names.
+
     Raises:
-        InvalidRequest: with a sentence that names the field.
+        InvalidRequest: the message names the field.
     """
-    # Checked before the prompt is encoded: a wrong number costs no tokenizer time.
+    # Checked before the prompt is encoded, so that an invalid number costs no tokenizer time.
     terms = await wanted.together.terms.get(partial(_terms, wanted, prompts, limits, client))
     job = await wanted.prompt.job.get(partial(_job, wanted, terms, prompts, limits, client))
     spec = replace(
@@ -87,7 +88,7 @@ async def _terms(wanted: Wanted, prompts: Prompts, limits: Limits, client: Clien
 async def _job(
     wanted: Wanted, terms: Terms, prompts: Prompts, limits: Limits, client: Client
 ) -> Job:
-    """Return the request of any answer to this prompt."""
+    """Return the request of any response to this prompt."""
     params = terms.sampling
     token_ids = await prompts.checked(wanted.prompt, client)
     if params.guide is not None or params.thinking_budget >= 0:
@@ -126,10 +127,11 @@ def _routing_key(session_id: str) -> int:
 def fit_context(
     params: SamplingParams, field: str, num_prompt_tokens: int, context_length: int
 ) -> SamplingParams:
-    """Cut a default max_tokens to what fits behind the prompt.
+    """Reduce a default max_tokens to the rest of the context.
 
     Args:
-        field: the client's name of max_tokens, empty where it is a default.
+        field: the client's name of max_tokens, empty for a default.
+
     Raises:
         InvalidRequest: the client set max_tokens or min_tokens, and it does not fit.
     """
@@ -148,7 +150,7 @@ def fit_context(
 
 
 def check_tokens(params: SamplingParams, limits: Limits) -> None:
-    """Raises InvalidRequest for one that the model has no row for."""
+    """Raise InvalidRequest for a token that is outside the vocabulary."""
     named = {
         "stop_token_ids": params.stop_token_ids,
         "logit_bias": [token for token, _ in params.logit_bias],
@@ -161,7 +163,7 @@ def check_tokens(params: SamplingParams, limits: Limits) -> None:
 
 
 def check_thinking(params: SamplingParams, prompts: Prompts, prompt: Prompt) -> None:
-    """Raises InvalidRequest for a budget that nobody could hold an answer to."""
+    """Raise InvalidRequest for a thinking budget that nodes cannot enforce."""
     if params.thinking_budget >= 0 and not prompts.may_think(prompt):
         raise InvalidRequest(
             "sampling.thinking_budget: only messages have it, to a model that marks what it thinks "
@@ -170,10 +172,11 @@ def check_thinking(params: SamplingParams, prompts: Prompts, prompt: Prompt) -> 
 
 
 def check_prompt_logprobs(params: SamplingParams, num_tokens: int) -> None:
-    """Check how many numbers are sent and told of the prompts.
+    """Check the number of log-probabilities of prompts.
 
     Args:
-        num_tokens: of the prompts of all answers to one request.
+        num_tokens: total tokens of the prompts of all responses to one request.
+
     Raises:
         InvalidRequest: there are too many.
     """
@@ -186,7 +189,7 @@ def check_prompt_logprobs(params: SamplingParams, num_tokens: int) -> None:
 
 
 def check_bad_words(words: Sequence[str]) -> None:
-    """Raises InvalidRequest for words that would cost too much to encode."""
+    """Raise InvalidRequest for words that would cost too much to encode."""
     sampling.check_bad_words(words)
     _check_characters("bad_words", words)
     total = sum(map(len, words))
@@ -197,7 +200,7 @@ def check_bad_words(words: Sequence[str]) -> None:
 
 
 def check_stop(stops: Sequence[str]) -> None:
-    """Raises InvalidRequest for stop strings that would cost too much to search for."""
+    """Raise InvalidRequest for stop strings that would cost too much to search for."""
     sampling.check_stop(stops)
     _check_characters("stop", stops)
 
@@ -212,7 +215,7 @@ def _check_characters(field: str, texts: Sequence[str]) -> None:
 
 
 def check_stop_regex(texts: Sequence[str]) -> None:
-    """Raises InvalidRequest for expressions that are too many or too long to be compiled."""
+    """Raise InvalidRequest for too many expressions, or for one that is too long to compile."""
     sampling.check_counts((), texts, "stop_regex")
     try:
         expressions.check_characters(texts)
@@ -221,10 +224,10 @@ def check_stop_regex(texts: Sequence[str]) -> None:
 
 
 async def stop_rules(strings: Sequence[str], texts: Sequence[str]) -> StopRules:
-    """Compile what ends an answer. Expressions take milliseconds, on another thread.
+    """Compile the stop rules of a response. Expressions take milliseconds, on another thread.
 
     Raises:
-        InvalidRequest: a text is no expression, or all of them are too much to search for.
+        InvalidRequest: a text is not an expression, or all of them cost too much to search for.
     """
     if not texts:
         return StopRules(strings)
@@ -235,7 +238,7 @@ async def stop_rules(strings: Sequence[str], texts: Sequence[str]) -> StopRules:
 
 
 def check_label(label: str) -> None:
-    """Raises InvalidRequest for a client's name of a request that logs could not carry."""
+    """Raise InvalidRequest for a label that is too long for logs."""
     if len(label) > MAX_LABEL_CHARACTERS:
         raise InvalidRequest(
             f"request_id has {len(label)} characters, {MAX_LABEL_CHARACTERS} allowed"
@@ -243,7 +246,7 @@ def check_label(label: str) -> None:
 
 
 def check_session_id(session_id: str) -> None:
-    """Raises InvalidRequest for a name that is too long to remember."""
+    """Raise InvalidRequest for a session id that is too long to store."""
     if len(session_id) > MAX_SESSION_ID_CHARACTERS:
         raise InvalidRequest(
             f"session_id has {len(session_id)} characters, {MAX_SESSION_ID_CHARACTERS} allowed"
@@ -251,7 +254,7 @@ def check_session_id(session_id: str) -> None:
 
 
 def budget_s(timeout_s: float | None, longest_s: float) -> float:
-    """The request's total budget: its timeout_s, `longest_s` where unset or longer.
+    """Return the request's total budget: its timeout_s, or `longest_s` if unset or longer.
 
     Raises:
         InvalidRequest: timeout_s is not a positive number of seconds.

@@ -1,1 +1,1 @@
-"""Text to tokens and back, as the served model has it."""
+"""Tokenization and detokenization for the served model."""

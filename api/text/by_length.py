@@ -1,7 +1,7 @@
-"""Whose text is tokenised next: the shortest that waits, but no text waits for ever.
+"""A queue of texts to tokenize: the shortest is next, but no text waits forever.
 
-Each second of waiting makes a text as good as one that is shorter by so many bytes. All texts gain
-alike, so their order never changes while they wait. Knows no tokenizer.
+Each second of waiting counts like a fixed number of bytes less. All texts gain alike, so their
+order never changes while they wait. Independent of the tokenizer.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ _Waiting = tuple[float, int, asyncio.Future[None]]
 
 
 class ByLength:
-    """Turns for as many texts at once as there are places. For one event loop."""
+    """A queue for a limited number of concurrent texts. For one event loop."""
 
     def __init__(self, places: int, *, max_waiting_bytes: int) -> None:
         self._free = places
@@ -26,13 +26,15 @@ class ByLength:
         self._numbers = count()
 
     async def take(self, num_bytes: int, arrived: float) -> None:
-        """Waits for a place, to be given back. Being cancelled takes the text out of the queue.
+        """Wait for a place, which the caller must give back. Cancelling removes the text from the
+        queue.
 
         Args:
-            num_bytes: of the text.
-            arrived: when the text came, in seconds of any clock that all callers share.
+            num_bytes: size of the text.
+            arrived: arrival time of the text in seconds, on any clock that all callers share.
+
         Raises:
-            Overloaded: too much text waits already. At once.
+            Overloaded: immediately, if too much text waits already.
         """
         if self._free:
             self._free -= 1
@@ -56,10 +58,10 @@ class ByLength:
             self._num_waiting_bytes -= num_bytes
 
     def give_back(self) -> None:
-        """Whoever is next has the place."""
+        """Give the place to the next text."""
         while self._waiting:
             *_, turn = heapq.heappop(self._waiting)
-            if not turn.done():  # nor cancelled a moment ago
+            if not turn.done():  # may have been cancelled just now
                 turn.set_result(None)
                 return
         self._free += 1
@@ -67,7 +69,7 @@ class ByLength:
     def _leave(self, waiting: _Waiting) -> None:
         *_, turn = waiting
         if not turn.cancelled():
-            self.give_back()  # it had its turn in the moment in which it was cancelled
+            self.give_back()  # it got its place at the moment of its cancellation
         elif waiting in self._waiting:
             self._waiting.remove(waiting)
             heapq.heapify(self._waiting)

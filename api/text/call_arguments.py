@@ -1,5 +1,7 @@
-"""Arguments of an earlier call, as a chat template gets them: an object that is also the text that
-its client sent. Any text is accepted: models write broken calls, and clients send them back."""
+"""Arguments of an earlier call for chat templates: an object that is also the client's text.
+
+Any text is accepted, because models write broken calls and clients send them back.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,18 +12,18 @@ from api.text.limits import MAX_VALUES
 
 
 class CallArguments(dict[str, Any]):
-    """Some templates print these as any object, others join them to text.
+    """Arguments of a call. Some templates print them as an object, others join them to text.
 
     Attributes:
-        verbatim: the text, where it is no JSON object. Templates that want an object print this
-            text then. Those that print each argument see it as an argument called "arguments".
+        verbatim: the text if it is not a JSON object. Templates that print an object then print
+            this text. Templates that print each argument see it as an argument called "arguments".
     """
 
     def __init__(self, text: str, values: Mapping[str, Any] | None) -> None:
         """
         Args:
-            text: what the client sent.
-            values: the object that it is, if it is one.
+            text: the client's text.
+            values: the decoded object, if the text is one.
         """
         super().__init__({"arguments": text} if values is None else values)
         self._text = text
@@ -38,12 +40,13 @@ class CallArguments(dict[str, Any]):
 
 
 def call_arguments(text: str) -> CallArguments:
-    """
+    """Return the arguments of a call.
+
     Args:
-        text: any text; "" is an empty object.
+        text: any text. "" is an empty object.
     """
     text = text or "{}"
-    # A value costs more than its bytes, and the values in a text were not counted with the body's.
+    # A value costs more than its bytes, and the body's count does not include values within a text.
     if sum(map(text.count, "[{,")) > MAX_VALUES:
         return CallArguments(text, None)
     try:

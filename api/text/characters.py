@@ -1,4 +1,4 @@
-"""Sets of characters as expressions write them, looked up for all of them at once."""
+"""Character sets of regular expressions, looked up for all sets at once."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,16 +12,16 @@ _LINE_END = ord("\n")
 
 
 class Alphabet:
-    """Which positions accept a character: sets of characters, looked up for all positions at once.
+    """The positions that accept a character, looked up for all character sets at once.
 
-    Each range of characters changes the positions of one integer where it begins and behind its
-    end, so that a character is one search among these places.
+    Each range of characters toggles its positions at its start and behind its end. A lookup is one
+    binary search among these places.
     """
 
     def __init__(self, sets: "Sequence[CharacterSet]") -> None:
         """
         Args:
-            sets: with the positions that accept them.
+            sets: the character sets, with the positions that accept them.
         """
         self._negated = self._ignores_case = 0
         self._categories: dict[str, int] = {}
@@ -56,9 +56,9 @@ class Alphabet:
 
 @dataclass(slots=True)
 class CharacterSet:
-    """A set of characters as it is written once, and the positions that accept it."""
+    """A character set as written in an expression, and the positions that accept it."""
 
-    ranges: list[tuple[int, int]] = field(default_factory=list)  # of their numbers
+    ranges: list[tuple[int, int]] = field(default_factory=list)  # code points
     categories: list[str] = field(default_factory=list)
     negated: bool = False
     ignores_case: bool = False
@@ -66,7 +66,7 @@ class CharacterSet:
 
 
 def _merged(ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Join ranges that have characters in common."""
+    """Yield the ranges with overlapping ones merged."""
     begun: tuple[int, int] | None = None
     for low, high in sorted(ranges):
         if begun is None:
@@ -81,7 +81,7 @@ def _merged(ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 
 
 def parsed_set(kind: str, value: Any, flags: int) -> CharacterSet:
-    """Return what Python's parser has found: one character, any one, or a set of them."""
+    """Return the character set of a node of Python's parser: one character, any, or a set."""
     ignores_case = bool(flags & RegexFlag.IGNORECASE)
     match kind:
         case "ANY" if flags & RegexFlag.DOTALL:

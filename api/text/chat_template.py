@@ -1,7 +1,7 @@
-"""Renders a conversation to the prompt that the model was trained on.
+"""Rendering of conversations with the model's chat template.
 
-Templates come with the model and are programs: they run in jinja2's sandbox, with the helpers that
-templates in the wild use. Knows no tokens.
+Templates come with the model and are programs. They run in jinja2's sandbox, with the helpers that
+common templates use. Independent of tokens.
 """
 
 import json
@@ -19,7 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from api.text.call_arguments import CallArguments
 from common.errors import ConfigError, InvalidRequest
 
-# What a template can raise about messages that it was not written for.
+# Errors that a template can raise for messages that it was not written for.
 _TEMPLATE_ERRORS = (
     jinja2.TemplateError,
     TypeError,
@@ -35,7 +35,7 @@ _GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks the assistant's words for training; here its body is just text."""
+    """`{% generation %}` marks the assistant's text for training. Here its body is plain text."""
 
     tags = {"generation"}  # noqa: RUF012  (the name and type are jinja2's)
 
@@ -48,7 +48,7 @@ class ChatTemplate:
     """One compiled template with the model's special tokens."""
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
-        """Raises ConfigError when `source` is no template."""
+        """Compile a template. Raise ConfigError if `source` is not a template."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
         )
@@ -74,16 +74,19 @@ class ChatTemplate:
         opens: bool = True,
         max_characters: int,
     ) -> str:
-        """The prompt. It has all special tokens as text.
+        """Return the prompt, which has all special tokens as text.
 
         Args:
-            messages: with "role" and "content", and what else Hugging Face's templates know.
-            tools: that the model may call, in OpenAI's form; only if it `takes_tools`.
-            settings: of `self.settings`, variables that are the template's own.
+            messages: objects with "role" and "content", and other fields of Hugging Face's
+                templates.
+            tools: tools that the model may call, in OpenAI's form. Only if the template
+                `takes_tools`.
+            settings: values for variables of the template, named in `self.settings`.
             opens: whether the prompt ends with the beginning of the assistant's next message.
-            max_characters: of the prompt; rendering ends where there are more.
+            max_characters: limit of the prompt. Rendering stops beyond it.
+
         Raises:
-            InvalidRequest: the template refuses these messages, or makes too much of them.
+            InvalidRequest: the template rejects these messages, or the prompt is too long.
         """
         try:
             pieces = self._template.generate(

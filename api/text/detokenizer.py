@@ -1,33 +1,36 @@
-"""Token ids to text as they come, never showing half a character.
+"""Incremental detokenization that never returns an incomplete character.
 
-Only the last few tokens are decoded again for each new one: a window that starts where the text
-was last complete, so that whatever joins tokens (UTF-8 bytes, leading spaces) is still seen.
+For each new token only the last few tokens are decoded again: a window that starts where the text
+was last complete, so that everything that joins tokens (UTF-8 bytes, leading spaces) is included.
 
-Some special tokens are marks: shown, and told apart from the same text spelt with other tokens.
+Some special tokens are marks. They are returned as text, and are distinguishable from the same text
+spelt with other tokens.
 """
 
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-_BROKEN = "\ufffd"  # what a decoder shows for bytes that are no character, or not one yet
+_BROKEN = "\ufffd"  # decoded from bytes that are not a character, or not yet
 _MAX_WINDOW = 48
-_HARD_WINDOW = 256  # tokens that show nothing, such as special ones, can stretch a window to this
-_MAX_PENDING = 3  # bytes of a character that is not complete
+_HARD_WINDOW = 256  # limit of the window, if tokens have no text
+_MAX_PENDING = 3  # bytes of an incomplete character
 
 
 class Decoder(Protocol):
-    """Text of a whole sequence of token ids."""
+    """Decoder of a whole sequence of token ids."""
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
 
 class Detokenizer:
-    """The text of one request's generated tokens. `push`es and one `flush` together give what
-    `decode` gives for `context` and all tokens at once, however they were split.
+    """The text of one request's generated tokens.
+
+    All `push`es and one `flush` together return the text that `decode` returns for `context` and
+    all tokens at once, however they were split.
 
     Attributes:
-        marks: where in that text a mark begins, in order; of those that nobody has taken from here.
+        marks: positions in that text at which a mark begins, in order. Readers remove them.
     """
 
     def __init__(
@@ -38,25 +41,25 @@ class Detokenizer:
     ) -> None:
         """
         Args:
-            context: what the tokens follow, whole text. Decoders that drop a space at the start of
-                a text then keep it at the start of an answer, which continues one.
-            spelt: of the tokens that are marks, the text. What is decoded has none of them.
+            context: tokens of complete text before the first token. A decoder that drops a space at
+                the start of a text then keeps it at the start of a response.
+            spelt: text of the tokens that are marks. Marks are never decoded.
         """
         self._decoder = decoder
         self._context = context
         self._spelt = spelt or {}
         self.marks: deque[int] = deque()
-        self._length = 0  # of all text that was returned
+        self._length = 0  # of all returned text
         self._begin()
 
     def _begin(self) -> None:
         self._window = list(self._context)
         self._clean = len(self._context)  # window[:clean] is complete text
-        self._told = len(self._decoder.decode(self._context))  # characters of it, returned
-        self._settled = True  # all of them were
+        self._told = len(self._decoder.decode(self._context))  # number of its characters that were returned
+        self._settled = True  # all of them were returned
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens add and that no later token can change."""
+        """Return the text that these tokens add and that no later token can change."""
         new, begin = "", 0
         for end, token in enumerate(token_ids) if self._spelt else ():
             if (mark := self._spelt.get(token)) is not None:
@@ -85,11 +88,13 @@ class Detokenizer:
         return new
 
     def flush(self) -> str:
-        """The rest, after the last token: bytes that never became a character."""
+        """Return the rest after the last token: bytes that never became a character."""
         return "" if self._settled else self._decoder.decode(self._window)[self._told :]
 
     def _slide(self, text: str) -> None:
-        """Lets the window start at the previous complete point, if decoding from there agrees."""
+        """Move the start of the window to the previous complete point, if decoding from there
+        agrees.
+        """
         later = self._window[self._clean :]
         later_text = self._decoder.decode(later)
         if (later_text and text.endswith(later_text)) or len(self._window) > _MAX_WINDOW:
@@ -98,8 +103,10 @@ class Detokenizer:
         self._clean = len(self._window)
 
     def _cut(self, text: str) -> str:
-        """Gives up on the older tokens of a long run that is no text, between two characters and
-        before whatever may still become one."""
+        """Drop the older tokens of a long run without valid text.
+
+        Cuts between two characters, and before bytes that may still become one.
+        """
         window = self._window
         pending = min(len(text) - len(text.rstrip(_BROKEN)), _MAX_PENDING)
         for end in range(len(window) - 1, 0, -1):

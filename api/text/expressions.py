@@ -1,13 +1,12 @@
-"""Regular expressions that are searched for in text as it arrives, character by character.
+"""Regular expressions that are searched in text as it arrives, character by character.
 
-All expressions of a request become one automaton: each character or character set that is written
-in them is one position, and each position has the positions that may follow it. A set of positions
-is one integer, and the successors of eight positions are looked up at once (Navarro and Raffinot
-2001). A character costs at most one lookup for each eight positions, for any expression and any
-text, and an automaton never grows beyond its tables.
+All expressions of a request become one automaton. Each character or character set in them is a
+position, and each position has the positions that may follow it. A set of positions is one integer,
+and the successors of eight positions are looked up at once (Navarro and Raffinot 2001). A character
+costs at most one lookup for each eight positions, for any expression and any text, and an automaton
+never grows beyond its tables.
 
-Expressions are written as in Python. Those that look ahead, or back at what was matched, are
-refused.
+Expressions have Python's syntax. Lookaround and backreferences are rejected.
 """
 
 from collections.abc import Sequence
@@ -18,21 +17,22 @@ from common.errors import InvalidRequest
 
 MAX_EXPRESSION_CHARACTERS = 1024
 MAX_ALL_CHARACTERS = 4096  # of all expressions of a request
-_MAX_KNOWN = 4096  # characters for which the positions that accept them are remembered
+_MAX_KNOWN = 4096  # characters whose accepting positions are cached
 
 
 class Automaton:
-    """All expressions of one request. Shared by its answers, and unchanged but for its caches.
+    """All expressions of one request. Shared by its responses, and constant except for its caches.
 
     Attributes:
-        first: by place: the positions that a match beginning there may read.
-        end: stands among positions where a match is complete.
+        first: positions that a match may read first, by place of its beginning.
+        end: the position that marks a complete match.
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
-        """
+        """Compile expressions.
+
         Raises:
-            InvalidRequest: one of them is invalid, matches an empty text, or all of them are too
+            InvalidRequest: one of them is invalid or matches an empty text, or all of them are too
                 long. The message begins with its index.
         """
         check_characters(texts)
@@ -68,7 +68,7 @@ class Automaton:
 
 
 def check_characters(texts: Sequence[str]) -> None:
-    """Raises InvalidRequest as an Automaton does, by the length of the texts alone."""
+    """Raise InvalidRequest as an Automaton does, for the length of the texts only."""
     for number, text in enumerate(texts):
         if len(text) > MAX_EXPRESSION_CHARACTERS:
             raise InvalidRequest(
@@ -80,15 +80,16 @@ def check_characters(texts: Sequence[str]) -> None:
 
 
 class _Steps:
-    """The union of what single positions lead to.
+    """The union of the successors of positions.
 
-    Most positions of a long expression lead to their neighbour: one shift does for all of them.
+    Most positions of a long expression lead to their neighbour, and one shift computes all of
+    these.
     """
 
     def __init__(self, to: Sequence[int], neighbour: int) -> None:
         """
         Args:
-            neighbour: 1 of the next position, -1 of the one before.
+            neighbour: 1: the next position. -1: the previous one.
         """
         self._forward = neighbour > 0
         self._to_neighbour = self._elsewhere = 0
@@ -121,7 +122,7 @@ def _by_place(lists: tuple[list[int], ...], neighbour: int) -> tuple[_Steps, ...
 
 
 class _Table(dict[int, int]):
-    """The union of what eight positions lead to, for each set of them. Filled as it is used."""
+    """The union of the successors of eight positions, for each set of them. Filled on use."""
 
     def __init__(self, to: Sequence[int]) -> None:
         self._to = to

@@ -1,9 +1,9 @@
-"""What the model allows, in tokens and in bytes, and whether token ids are within it.
+"""Limits of the model in tokens and bytes, and checks of token ids.
 
-A prompt is refused by its bytes before anybody counts its tokens: no text that fits the context has
-more bytes than as many of the longest tokens. Of vocabularies with very long tokens, such as of a
-hundred spaces, less is taken: text of nothing else is no prompt. What a tokenizer drops, or takes
-for one token however long it is, counts as what it is.
+A prompt is rejected by its bytes before its tokens are counted: no text that fits the context has
+more bytes than as many of the longest tokens. For vocabularies with very long tokens, such as a
+hundred spaces, the limit is lower, because text of such tokens only is not a useful prompt. Text
+counts in full, even if the tokenizer drops it or encodes it as one token of any length.
 """
 
 from collections.abc import Sequence
@@ -12,43 +12,43 @@ from dataclasses import dataclass
 from common.errors import InvalidRequest
 from common.rpc import MAX_MESSAGE_BYTES
 
-# Of one conversation. A template takes 3 us for each, and meanwhile no other request moves on.
+# Limit of one conversation. A template takes 3 us for each message and blocks the event loop.
 MAX_MESSAGES = 4096
 MAX_SETTINGS_BYTES = 16 << 10  # of a template's own settings, as JSON
 MAX_VALUES = 1 << 16  # of JSON that is written in a text
 MAX_TOOLS = 1024
 MAX_CHOICES = 128  # of one HTTP request
-MAX_FIELDS = 1 << 15  # of a gRPC message; a conversation has three for each of its messages
+MAX_FIELDS = 1 << 15  # of a gRPC message. A conversation has three for each message
 
-_TEXT_BYTES_PER_TOKEN = 32  # at most; English and code have four to five, an emoji as many
-_ROOM_BYTES = 1 << 20  # of a message for what is not its prompts: names, tools, stop strings
-_BYTES_PER_TOKEN = 8  # of an HTTP body's prompts, where there are many; ids have up to seven
+_TEXT_BYTES_PER_TOKEN = 32  # upper limit. English and code have four to five, an emoji as many
+_ROOM_BYTES = 1 << 20  # of a message, beside its prompts: names, tools, stop strings
+_BYTES_PER_TOKEN = 8  # of prompts in an HTTP body with many. Ids have up to seven
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the model allows."""
+    """Limits of the model."""
 
-    context_length: int  # tokens of prompt and answer together
+    context_length: int  # tokens of prompt and response together
     vocabulary_size: int
-    longest_token_bytes: int  # of the text that one token stands for
+    longest_token_bytes: int  # of the text of one token
     sees_images: bool = False
 
     @property
     def text_bytes(self) -> int:
-        """Of one prompt as UTF-8."""
+        """Return the size limit of one prompt, as UTF-8."""
         return self.context_length * min(self.longest_token_bytes, _TEXT_BYTES_PER_TOKEN)
 
     @property
     def message_bytes(self) -> int:
-        """Of a gRPC message, which has one prompt."""
+        """Return the size limit of a gRPC message, which has one prompt."""
         if self.sees_images:
             return MAX_MESSAGE_BYTES
         return min(_ROOM_BYTES + self.text_bytes, MAX_MESSAGE_BYTES)
 
     @property
     def body_bytes(self) -> int:
-        """Of an HTTP request's body, which has a prompt or a list of them."""
+        """Return the size limit of an HTTP body, which has a prompt or a list of them."""
         if self.sees_images:
             return MAX_MESSAGE_BYTES
         prompts = MAX_CHOICES * self.context_length * _BYTES_PER_TOKEN
@@ -56,7 +56,7 @@ class Limits:
 
 
 def check_prompt(token_ids: Sequence[int], limits: Limits, field: str) -> None:
-    """Raises InvalidRequest unless the prompt has tokens, all known, and leaves room for one."""
+    """Raise InvalidRequest unless the prompt has tokens, all known, and leaves room for one."""
     if not token_ids:
         raise InvalidRequest(f"{field} is empty: a prompt has at least one token")
     check_length(token_ids, limits, field)
@@ -64,7 +64,7 @@ def check_prompt(token_ids: Sequence[int], limits: Limits, field: str) -> None:
 
 
 def check_length(token_ids: Sequence[int], limits: Limits, field: str) -> None:
-    """Raises InvalidRequest unless the prompt leaves room for a token. Looks at none of them."""
+    """Raise InvalidRequest unless the prompt leaves room for a token. Checks only the length."""
     if len(token_ids) >= limits.context_length:
         raise InvalidRequest(
             f"{field} has {len(token_ids)} tokens; the context of {limits.context_length} tokens "
@@ -73,7 +73,7 @@ def check_length(token_ids: Sequence[int], limits: Limits, field: str) -> None:
 
 
 def check_context(token_ids: Sequence[int], limits: Limits, field: str) -> None:
-    """Raises InvalidRequest for more than prompt and answer can be. Looks at none of them."""
+    """Raise InvalidRequest for more tokens than the context. Checks only the length."""
     if len(token_ids) > limits.context_length:
         raise InvalidRequest(
             f"{field} has {len(token_ids)} tokens; the context has {limits.context_length}"
@@ -81,7 +81,7 @@ def check_context(token_ids: Sequence[int], limits: Limits, field: str) -> None:
 
 
 def check_vocabulary(token_ids: Sequence[int], limits: Limits, field: str) -> None:
-    """Raises InvalidRequest naming the first id that the model has no row for."""
+    """Raise InvalidRequest naming the first id that is outside the vocabulary."""
     if token_ids and max(token_ids) >= limits.vocabulary_size:
         index = next(i for i, token in enumerate(token_ids) if token >= limits.vocabulary_size)
         raise InvalidRequest(

@@ -1,4 +1,4 @@
-"""What the router reads of a model: its tokenizer and configuration, never its weights."""
+"""The model files that the router reads: tokenizer and configuration, never weights."""
 
 import json
 from dataclasses import dataclass, field
@@ -23,14 +23,14 @@ class ModelFiles:
     chat_template: str | None
     special_tokens: dict[str, str]  # "bos_token": "<s>", as chat templates name them
     pooling: PoolingFiles = field(default_factory=PoolingFiles)
-    vision: VisionFiles | None = None  # of a model that sees images
+    vision: VisionFiles | None = None  # of a model with image input
 
 
 def load(model: str) -> ModelFiles:
-    """Reads `model`, a directory or a hub id (then fetched, unless the hub's cache has it).
+    """Read `model`, a directory or a hub id. A hub id is downloaded unless the hub's cache has it.
 
     Raises:
-        ConfigError: a file is missing or says what cannot be used; the message names it.
+        ConfigError: a file is missing or has unusable values. The message names it.
     """
     directory = model_directory(model, weights=False)
     config = _json(directory / "config.json")
@@ -75,7 +75,7 @@ def _json(path: Path, *, required: bool = True) -> dict[str, Any]:
 
 
 def _any_json(path: Path) -> Any:
-    """None where there is no such file."""
+    """Return the JSON of a file, None if there is no such file."""
     if not path.exists():
         return None
     try:
@@ -99,7 +99,9 @@ def _ids(value: object, directory: Path) -> tuple[int, ...]:
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Entries like "bos_token": "<s>" or "bos_token": {"content": "<s>", ...}."""
+    """Return special tokens of entries like "bos_token": "<s>" or "bos_token": {"content":
+    "<s>", ...}.
+    """
     found = {}
     for key, value in config.items():
         content = value.get("content") if isinstance(value, dict) else value

@@ -1,5 +1,7 @@
-"""What a checkpoint says of the vectors and scores that it is made for, in its configuration and in
-the files that sentence-transformers writes beside it."""
+"""A checkpoint's configuration of embeddings and scores.
+
+It comes from the model configuration and from the files of sentence-transformers beside it.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,13 +19,14 @@ _KNOWN_MODULES = ("Transformer", "Pooling", "Normalize")
 
 @dataclass(frozen=True, slots=True)
 class PoolingFiles:
-    """
+    """Configuration of pooling.
+
     Attributes:
-        way: in which hidden states become a vector.
+        way: how hidden states become a vector.
         normalize: whether vectors have length 1.
-        dimensions: how many a vector may be cut to; empty: any.
-        classifies: it has a head for classes, and none for tokens.
-        unsupported: why its vectors are not what it is made for; "": they are.
+        dimensions: lengths to which a vector may be cut. Empty: any.
+        classifies: whether the model has a classification head, and none for tokens.
+        unsupported: reason why its vectors would be wrong, "" if they are correct.
     """
 
     way: Way = "last"
@@ -34,9 +37,10 @@ class PoolingFiles:
 
 
 def pooling_files(read: Callable[[str], Any], config: dict[str, Any]) -> PoolingFiles:
-    """
+    """Return the pooling configuration of a checkpoint.
+
     Args:
-        read: the JSON of a file of the checkpoint; None where there is no such file.
+        read: returns the JSON of a file of the checkpoint, None if there is no such file.
     """
     modules = read("modules.json")
     kinds, unsupported = [], ""

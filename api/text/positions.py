@@ -1,6 +1,6 @@
-"""Expressions taken apart into positions, and which of them may follow which (Glushkov 1961).
+"""Regular expressions as positions, with their possible successors (Glushkov 1961).
 
-Knows no text: `expressions.py` follows one along the positions.
+Independent of text: `expressions.py` follows a text along the positions.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,9 +14,9 @@ from api.text.characters import CharacterSet, parsed_set
 from common.errors import InvalidRequest
 
 MAX_POSITIONS = 256  # of all expressions of a request, with repetitions written out
-_MAX_DEPTH = 64  # of groups within each other
+_MAX_DEPTH = 64  # of nested groups
 
-# The place before a character. An index of each tuple below.
+# The place before a character. Indices into the tuples below.
 MIDDLE, LINE_START, TEXT_START = range(3)
 
 
@@ -24,9 +24,11 @@ MIDDLE, LINE_START, TEXT_START = range(3)
 class _Part:
     """A part of an expression.
 
-    empty: by place: whether it matches there without a character.
-    first: by place: the positions that it may begin with there.
-    last: by the place after it, which is never a text's start: the positions that it may end with.
+    Attributes:
+        empty: by place: whether it matches there without a character.
+        first: by place: the positions that it may begin with there.
+        last: by the place after it, which is never a text's start: the positions that it may end
+            with.
     """
 
     empty: tuple[bool, ...]
@@ -42,16 +44,17 @@ class Positions:
 
     def __init__(self) -> None:
         self.characters: list[CharacterSet] = []
-        self._written: dict[tuple[str, int, int], CharacterSet] = {}  # in one expression
+        self._written: dict[tuple[str, int, int], CharacterSet] = {}  # of one expression
         self.first: tuple[int, ...] = (0, 0, 0)
-        # By place after a position (before it), and by its number: what follows it (precedes it).
+        # By place after (before) a position, and by its number: the positions that follow (precede)
+        # it.
         self.after: tuple[list[int], ...] = ([], [])
         self.before: tuple[list[int], ...] = ([], [])
-        self._end = self._position()  # which accepts no character
+        self._end = self._position()  # it accepts no character
         self.end = self._end.first[MIDDLE]
 
     def add(self, text: str) -> None:
-        """Add an expression beside those that there are. Raises InvalidRequest as an Automaton."""
+        """Add an expression as an alternative. Raise InvalidRequest as an Automaton does."""
         try:
             parsed = _parser.parse(text)
             self._written.clear()
@@ -71,7 +74,7 @@ class Positions:
         return self._joined([self._one(str(kind), value, flags) for kind, value in parsed])
 
     def _joined(self, parts: Sequence[_Part]) -> _Part:
-        """Join halves of equal length: each position then takes part in few unions."""
+        """Join parts, in halves of equal length: each position then takes part in few unions."""
         match parts:
             case []:
                 return _EMPTY
@@ -131,7 +134,7 @@ class Positions:
                 raise InvalidRequest(f"{what.lower().replace('_', ' ')} is not known in it")
 
     def _repeated(self, least: int, most: int, inner: Any, flags: int) -> _Part:
-        if not _num_positions(inner):  # no more than anchors: once is as good as often
+        if not _num_positions(inner):  # only anchors: repetitions change nothing
             part = self._sequence(inner, flags)
             return part if least else _EMPTY
         if most == _constants.MAXREPEAT:
@@ -144,7 +147,7 @@ class Positions:
         return self._joined([*parts[:least], *map(_optional, parts[least:])])
 
     def _set(self, kind: str, value: Any, flags: int) -> CharacterSet:
-        """Return the set as it is written: a repetition copies its positions, and not the set."""
+        """Return the set of a node. A repetition copies its positions, not the set."""
         key = kind, id(value) if kind == "IN" else value, flags
         if key not in self._written:
             self._written[key] = parsed_set(kind, value, flags)
@@ -176,7 +179,7 @@ def _numbers(positions: int) -> Iterator[int]:
 
 
 def _num_positions(parsed: Any, depth: int = 0) -> int:
-    """Count positions before any of them is made. Raises RecursionError."""
+    """Count positions before any of them is made. Raise RecursionError for deep nesting."""
     if depth > _MAX_DEPTH:
         raise RecursionError
     total = 0

@@ -1,7 +1,7 @@
-"""Finds what ends an answer in its text as it arrives, and holds back what may be the start of it.
+"""Detection of stop strings and expressions in a response's text as it arrives.
 
-What is searched for is compiled once per request, into a `StopRules`. Each answer has a `Stops`
-of its own, which has no more than a state.
+Text that may be the start of a match is held back. Stop rules are compiled once per request, into a
+`StopRules`. Each response has a `Stops` of its own, which holds only a state.
 """
 
 from collections.abc import Sequence
@@ -10,8 +10,9 @@ from typing import Protocol
 from api.text.expressions import Automaton
 from api.text.positions import LINE_START, MIDDLE, TEXT_START
 
-MAX_MATCH_CHARACTERS = 1024  # matches of an expression up to this length are found
-# Matches that began too long ago are forgotten when the text has a multiple of so many characters.
+MAX_MATCH_CHARACTERS = 1024  # longest match of an expression that is found
+# Matches that began too long ago are dropped whenever the text has a multiple of this many
+# characters.
 _FORGETS_EVERY = 512
 MAX_HELD_CHARACTERS = MAX_MATCH_CHARACTERS + _FORGETS_EVERY
 
@@ -25,16 +26,20 @@ class Watcher(Protocol):
 
     @property
     def undecided(self) -> int:
-        """Return how many characters at the end of the text may be the start of a match."""
+        """Return the number of characters at the end of the text that may be the start of a
+        match.
+        """
         ...
 
 
 class Stops:
-    """Cuts one answer's text at the match that is complete first, and of two that end at the same
-    character at the longer. The result does not depend on how the text is split.
+    """Cuts one response's text at the first complete match.
+
+    Of two matches that end at the same character, the longer one counts. The result does not depend
+    on how the text is split.
 
     Attributes:
-        found: the text that it was cut at, if it was.
+        found: the text of the match, if there was one.
     """
 
     def __init__(self, watchers: Sequence[Watcher]) -> None:
@@ -45,7 +50,7 @@ class Stops:
     def push(self, text: str) -> tuple[str, bool]:
         """Return the text that is decided now, and whether a match is complete.
 
-        Nothing may be pushed after that.
+        Nothing may be pushed after a complete match.
         """
         self._held += text
         start = len(self._held) - len(text)
@@ -62,20 +67,20 @@ class Stops:
         return out, False
 
     def flush(self) -> str:
-        """Return what was held back, once no more text can arrive."""
+        """Return the text that was held back, once no more text can arrive."""
         out, self._held = self._held, ""
         return out
 
 
 class StopRules:
-    """What ends the answers of one request. Shared by them."""
+    """Stop strings and expressions of one request. Shared by its responses."""
 
     def __init__(self, strings: Sequence[str] = (), expressions: Automaton | None = None) -> None:
         self._strings = _Prefix(strings) if strings else None
         self._expressions = expressions
 
     def begin(self) -> Stops | None:
-        """Return the state of one answer, None where nothing is searched for."""
+        """Return the state of one response, None if there is nothing to search for."""
         watchers: list[Watcher] = []
         if self._strings is not None:
             watchers.append(StopStrings(self._strings))
@@ -85,14 +90,14 @@ class StopRules:
 
 
 class _Prefix:
-    """A text that some stop strings begin with: a state of their automaton (Aho and Corasick 1975).
+    """A prefix of some stop strings: a state of their automaton (Aho and Corasick 1975).
 
-    States are made when a text first reaches them, so that strings cost nothing before. A text
-    makes as many as it has characters, at most.
+    States are made when a text first reaches them, so unused strings cost nothing. A text makes at
+    most one state per character.
 
     Attributes:
         length: of the prefix.
-        found: length of the longest stop string that the prefix ends with; 0: it ends with none.
+        found: length of the longest stop string that the prefix ends with. 0: none.
     """
 
     __slots__ = ("_longer", "_shorter", "_strings", "found", "length")
@@ -102,8 +107,8 @@ class _Prefix:
     ) -> None:
         """
         Args:
-            strings: those that begin with the prefix.
-            shorter: the longest other prefix that this one ends with; None: this one is empty.
+            strings: stop strings that begin with the prefix.
+            shorter: the longest other prefix that this one ends with. None: this one is empty.
         """
         self.length = length
         self._strings = strings
@@ -135,7 +140,7 @@ class _Prefix:
 
 
 class StopStrings:
-    """A Watcher for any of some strings."""
+    """A Watcher for stop strings."""
 
     def __init__(self, nothing: _Prefix) -> None:
         self._prefix = nothing
@@ -150,23 +155,23 @@ class StopStrings:
 
 
 class StopExpressions:
-    """A Watcher for any of some expressions.
+    """A Watcher for stop expressions.
 
-    It follows the positions of all matches that have begun, and not where each of them began. That
-    is found by following the text backwards: when a match is complete, and whenever as many
-    characters have arrived as the last search left, so that a character costs few steps.
+    It follows the positions of all matches that have begun, but not their beginnings. Those are
+    found by following the text backwards: when a match is complete, and whenever the number of
+    characters has doubled since the last search, so that a character costs few steps.
     """
 
     def __init__(self, wanted: Automaton) -> None:
         self._wanted = wanted
-        self._live = 0  # positions that may read the next character, of matches that have begun
+        self._live = 0  # positions of begun matches that may read the next character
         self._place = TEXT_START  # before the next character
         self._length = 0  # of the text
-        # The end of the text, from the first character at which a live match may have begun. It
-        # may begin earlier than the oldest one does, for as long as that has not been searched.
+        # The end of the text, from the first character at which a live match may have begun. Until
+        # the next search it may begin earlier than the oldest live match.
         self._recent: list[str] = []
         self._first_place = TEXT_START  # before that character
-        self._search_at = 0  # characters of `_recent` with which it is searched again
+        self._search_at = 0  # size of `_recent` at which the next search runs
 
     @property
     def undecided(self) -> int:
@@ -198,8 +203,9 @@ class StopExpressions:
         return 0
 
     def _begun(self, positions: int) -> int:
-        """Return the index in `_recent` at which the oldest match began that has led to any of the
-        positions."""
+        """Return the index in `_recent` at which the oldest match began that leads to these
+        positions.
+        """
         wanted, recent = self._wanted, self._recent
         begun = len(recent)
         for index in range(len(recent) - 1, -1, -1):
@@ -216,7 +222,7 @@ class StopExpressions:
         return LINE_START if self._recent[index - 1] == "\n" else MIDDLE
 
     def _forget(self, count: int) -> None:
-        """Forget so many characters of `_recent`."""
+        """Drop that many characters of `_recent`."""
         self._first_place = self._place_before(count)
         del self._recent[:count]
 

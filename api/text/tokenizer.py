@@ -1,8 +1,8 @@
-"""Text to token ids and back, by the `tokenizers` library alone.
+"""Text to token ids and back, with the `tokenizers` library.
 
-A short text takes less time than to wake a thread, and is encoded where it is called. Longer ones
-release the GIL on the library's threads, and wait for a core by length: whoever sends a long text
-holds up nobody with a shorter one.
+A short text takes less time than waking a thread, and is encoded by the caller. Longer texts run on
+the library's threads without the GIL, and wait for a core by length. A long text therefore does not
+delay shorter ones.
 """
 
 import asyncio
@@ -22,12 +22,12 @@ from common.spelling import Spelling
 R = TypeVar("R")
 
 _SHORT = 1024  # characters: a quarter of a millisecond
-_SHORT_TOKENS = 1024  # to decode: likewise
-_LONG_BYTES = 32 << 10  # of 30 ms and more
-_PIECE = 64 << 10  # characters of a long text whose tokens are counted at once: 70 ms, 10 MB
-_CUT_TOKENS = 64  # more, at most, that a piece has for having been cut out
+_SHORT_TOKENS = 1024  # to decode: also a quarter of a millisecond
+_LONG_BYTES = 32 << 10  # texts that take 30 ms and more
+_PIECE = 64 << 10  # characters of a long text that are encoded at once: 70 ms, 10 MB
+_CUT_TOKENS = 64  # most additional tokens of a piece that was cut out of a text
 _MAX_WAITING_BYTES = 32 << 20
-# No tokenizer's longest token is shorter but in tests, where a text of few tokens is no burden.
+# All real tokenizers have a longer token. In tests, a text of few tokens is no burden.
 _LEAST_LONGEST_TOKEN_BYTES = 16
 
 
@@ -37,15 +37,15 @@ class RouterTokenizer:
     def __init__(self, tokenizer_json: bytes, cores: int | None = None) -> None:
         """
         Args:
-            cores: encoders of texts that are not short; None: as this process may run on.
+            cores: number of concurrent encoders of longer texts. None: the cores of this process.
         Raises:
-            ConfigError: this is no tokenizer.
+            ConfigError: the file is not a tokenizer.
         """
         try:
             self._tokenizer = Tokenizer.from_buffer(tokenizer_json)
         except ValueError as error:
             raise ConfigError(f"model: tokenizer.json cannot be used: {error}") from error
-        # A tokenizer saved by a training script may cut or pad what it is given.
+        # A tokenizer saved by a training script may truncate or pad its input.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.hash = hashlib.sha256(tokenizer_json).hexdigest()
@@ -56,22 +56,26 @@ class RouterTokenizer:
         self.spelling = Spelling(self._tokenizer, self.some_text)
         self.longest_token_bytes = _longest_token_bytes(self._tokenizer)
         cores = cores or len(os.sched_getaffinity(0))
-        # Two queues: long ones may not have all cores, since none of them can be interrupted.
+        # Two queues: long texts must not occupy all cores, because their encoding cannot be
+        # interrupted.
         self._brief = ByLength(cores, max_waiting_bytes=_MAX_WAITING_BYTES)
         self._long = ByLength(max(1, cores - 1), max_waiting_bytes=_MAX_WAITING_BYTES)
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of `text`.
+        """Return the token ids of `text`.
 
         Args:
             add_special_tokens: True for plain text, False for a rendered chat template.
+
         Raises:
             Overloaded: too much text waits already.
         """
         return await self._ids(text, text, add_special_tokens=add_special_tokens)
 
     async def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each of some short texts, without special tokens. Raises as `encode`."""
+        """Return the token ids of some short texts, without special tokens. Raises as `encode`
+        does.
+        """
         total_bytes = sum(map(num_bytes, texts))
         if total_bytes <= _SHORT:
             encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
@@ -84,18 +88,19 @@ class RouterTokenizer:
         return [encoding.ids for encoding in encodings]
 
     async def encode_pair(self, first: str, second: str) -> list[int]:
-        """Token ids of two texts as one, as the tokenizer joins pairs. Raises as `encode`."""
+        """Return the token ids of two texts, joined as a pair. Raises as `encode` does."""
         return await self._ids((first, second), first + second, add_special_tokens=True)
 
     async def _ids(
         self, wanted: str | tuple[str, str], text: str, *, add_special_tokens: bool
     ) -> list[int]:
-        """
+        """Return the token ids of a text or pair. Raises as `encode` does.
+
         Args:
-            text: all of it.
+            text: the whole text.
         """
         if len(text) <= _SHORT:
-            # The fast form leaves out which characters each token comes from.
+            # The fast form omits the character offsets of tokens.
             short = self._tokenizer.encode_batch_fast(
                 [wanted], add_special_tokens=add_special_tokens
             )
@@ -108,11 +113,12 @@ class RouterTokenizer:
         return ids
 
     async def surely_exceeds(self, text: str, num_tokens: int) -> bool:
-        """Whether `text` is found to have more tokens, at the cost of about as many, however long
-        it is; if not, it may still have a few more.
+        """Return whether `text` certainly has more tokens. If not, it may still have a few more.
 
-        Encoded piece by piece it takes no more memory than a piece does. Where a word is cut there
-        are a few tokens too many, which are not counted.
+        The cost is that of about `num_tokens` tokens, however long the text is. The text is encoded
+        in pieces, which limits the memory. A cut within a word adds a few tokens, which are not
+        counted.
+
         Raises:
             Overloaded: too much text waits already.
         """
@@ -129,19 +135,19 @@ class RouterTokenizer:
         return False
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text without special tokens; ids the tokenizer does not know give none."""
+        """Return text without special tokens. Unknown ids have no text."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
     def special(self, texts: Iterable[str]) -> Mapping[str, int]:
-        """Of those that are special tokens, the ids."""
+        """Return the ids of those texts that are special tokens."""
         return {text: self._special[text] for text in texts if text in self._special}
 
     def spelt(self, special: Iterable[int]) -> Mapping[int, str]:
-        """Of such tokens, the texts."""
+        """Return the texts of special tokens."""
         return {token: self._spelt[token] for token in special}
 
     async def decode_any(self, token_ids: list[int]) -> str:
-        """As `decode`, for any number of them.
+        """Return text as `decode` does, for any number of tokens.
 
         Raises:
             Overloaded: too much text waits already.
@@ -156,12 +162,12 @@ class RouterTokenizer:
         return texts[0]
 
     def token_of(self, name: str) -> int | None:
-        """The one that the vocabulary spells so; None: there is none."""
+        """Return the token with this name in the vocabulary, None if there is none."""
         token: int | None = self._tokenizer.token_to_id(name)
         return token
 
     def names(self, token_ids: Sequence[int]) -> list[str]:
-        """As the vocabulary spells each; "" of what it does not have."""
+        """Return the names of tokens in the vocabulary, "" for unknown ids."""
         return [self._tokenizer.id_to_token(token) or "" for token in token_ids]
 
     async def _encoding(
@@ -172,7 +178,7 @@ class RouterTokenizer:
         *,
         add_special_tokens: bool,
     ) -> Encoding:
-        # The batch form releases the GIL; `encode` would hold it, 2 ms per thousand tokens.
+        # The batch form releases the GIL. `encode` would hold it, 2 ms per thousand tokens.
         encodings: list[Encoding] = await self._run(
             total_bytes,
             arrived,
@@ -188,19 +194,19 @@ class RouterTokenizer:
         queue = self._long if total_bytes > _LONG_BYTES else self._brief
         await queue.take(total_bytes, arrived)
         running = start()
-        # A caller that gives up does not stop the library's thread: its core stays taken.
+        # Cancelling the caller does not stop the library's thread, so its core stays in use.
         running.add_done_callback(lambda _: queue.give_back())
         return await asyncio.shield(running)
 
 
 def num_bytes(text: str) -> int:
-    """Of `text` as UTF-8."""
+    """Return the size of `text` as UTF-8."""
     return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
 
 def _longest_token_bytes(tokenizer: Tokenizer) -> int:
-    """Of the text that one token can stand for."""
-    # Of a byte-level vocabulary each character of a token's name stands for a byte.
+    """Return the length of the longest text that one token can stand for, in bytes."""
+    # In a byte-level vocabulary, each character of a token's name stands for a byte.
     length = len if "ByteLevel" in repr(tokenizer.decoder) else num_bytes
     learned = (length(name) for name in tokenizer.get_vocab(with_added_tokens=False))
     added = (num_bytes(token.content) for token in tokenizer.get_added_tokens_decoder().values())
