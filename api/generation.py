@@ -118,7 +118,7 @@ class Generator:
                     await self._stream(job, due, write, offer, record)
 
     async def _count(self, wanted: Wanted, client: Client) -> None:
-        """Count the prompts of all answers to one request.
+        """Count the prompts of all responses to one request.
 
         Raises:
             RateLimited, InvalidRequest: see Usage.prompts and validation.check_prompt_logprobs.
@@ -306,7 +306,7 @@ class _Tells(TypedDict, total=False):
 
 
 def _tells(job: Job, spell: Spell) -> _Tells:
-    """Return the options of a response for output besides its text."""
+    """Return the options of a response for output beyond its text."""
     tells: _Tells = {"silent": job.silent}
     num_top, num_prompt_top = job.spec.sampling.logprobs, job.spec.sampling.prompt_logprobs
     if num_top >= 0:

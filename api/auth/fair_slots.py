@@ -74,8 +74,8 @@ class FairSlots:
         """Wait for a slot. Each call that returns must be followed by `give_back`.
 
         Raises:
-            Overloaded: immediately if the client's queue is full of requests at least as urgent,
-                else after the longest wait or when a more urgent request takes the place.
+            Overloaded: immediately if the client's queue is full of requests at least as urgent.
+                Later after the longest wait, or when a more urgent request takes the place.
             ServingError: the error passed to `close`.
         """
         if client.name not in self._lines and self._slots.may_take(client.name, client.weight):
@@ -165,7 +165,7 @@ class FairSlots:
 
 @dataclass(slots=True, eq=False)
 class _Line:
-    """One client's queue. `last` is the turn in which it was last served."""
+    """One client's queue. `last` is the turn number of its last slot."""
 
     name: str
     weight: float

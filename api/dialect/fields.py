@@ -1,4 +1,4 @@
-"""Request fields that all endpoints share besides the prompt, and their SamplingParams, n times."""
+"""Fields of all generation endpoints except the prompt, and their SamplingParams, n times."""
 
 from collections.abc import Sequence
 from typing import Annotated

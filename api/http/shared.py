@@ -53,7 +53,7 @@ class Limits:
     max_ahead_bytes: int = 64 << 10  # of one connection, behind a request that is being served
     receive_s: float = 30.0  # from a request's first byte to its last
     unread_s: float = 60.0  # for a client with too much unread to read some of it
-    idle_s: float = 75.0  # between requests; longer than the 60 s of most proxies
+    idle_s: float = 75.0  # between requests. Longer than the 60 s of most proxies
     handshake_s: float = 10.0  # from the connection to the end of its TLS handshake
     linger_s: float = 2.0  # for a client that still sends to read the error
     tick_s: float = 1.0  # interval of deadline checks

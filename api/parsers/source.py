@@ -80,7 +80,7 @@ class Source:
             self.say(Content(text))
 
     def record(self) -> None:
-        """Start to record the text that is read, in case it is not what it seems."""
+        """Start to record the text that is read, in case it turns out to be content."""
         self._record = []
 
     def recorded(self) -> str:

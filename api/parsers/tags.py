@@ -1,7 +1,7 @@
 """Tool calls as structural tags, for each format.
 
-Two forms consist of the same blocks: a response of calls only, and free text in which a call that
-has begun can only continue as a complete call of an offered tool.
+Two forms consist of the same blocks: a response of calls only, and free text with calls. In free
+text, a call that has begun can only continue as a complete call of an offered tool.
 """
 
 from collections.abc import Callable, Mapping, Sequence

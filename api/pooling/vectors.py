@@ -112,8 +112,8 @@ class Vectors:
     ) -> Scores:
         """Return how well the texts of each pair match.
 
-        The score is the output of a classification head with one class, a reranker's probability of
-        yes, or else the cosine similarity of embeddings, from -1 to 1.
+        The score is the output of a classification head with one class, or a reranker's probability
+        of yes. Other models score the cosine similarity of embeddings, from -1 to 1.
 
         Args:
             task: the purpose of second texts, for a reranker.

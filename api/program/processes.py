@@ -103,7 +103,7 @@ async def _started(processes: "list[_Process]", stop: asyncio.Event) -> bool:
 
 
 class _Process:
-    """A worker process. It is never restarted after it was told to end."""
+    """A worker process. It is never restarted after a request to end."""
 
     def __init__(self, place: Place, config: RouterConfig) -> None:
         self._place = place
@@ -162,8 +162,8 @@ class _Process:
             self._child.send(number)
 
     async def end(self, patience_s: float) -> int:
-        """Wait for the end of the process. Send SIGTERM if it was not told to end, and kill it
-        after `patience_s`.
+        """Wait for the end of the process. Send SIGTERM unless that was done, and kill it after
+        `patience_s`.
 
         Returns:
             0 if it ended cleanly, its exit code if it ended by itself, else 1.

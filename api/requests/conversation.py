@@ -19,7 +19,7 @@ from api.text.tokenizer import num_bytes
 from common.errors import InvalidRequest
 
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")  # names in templates
-# Marks the end of the last turn in the rendered text. It is removed before tokenization.
+# Marks the end of the last turn in the rendered text. It is removed before tokenisation.
 _CUT = "\x00baton: cut here\x00"
 
 

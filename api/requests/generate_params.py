@@ -168,7 +168,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     adapter: str = ""  # its name, "": the base model
     timeout_s: float | None = None  # None: the router's own limit
     shown: frozenset[int] = frozenset()  # special tokens that the text keeps
-    prediction: SharedPrompt | None = None  # a Prediction, tokenized as prompts are
+    prediction: SharedPrompt | None = None  # a Prediction, tokenised as prompts are
 
 
 def any_seed() -> int:

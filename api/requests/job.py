@@ -9,7 +9,7 @@ from common.requests.sampling import SamplingParams
 
 
 class Job(msgspec.Struct, frozen=True):
-    """A tokenized request, ready for a decode node.
+    """A tokenised request, ready for a decode node.
 
     Attributes:
         shown: special tokens that the text keeps.

@@ -77,7 +77,7 @@ class Prompts:
         Raises:
             InvalidRequest: there is no prompt, the model does not support its form, or it does not
                 fit.
-            Overloaded: too much text waits to be tokenized, or too many images to be decoded.
+            Overloaded: too much text waits to be tokenised, or too many images to be decoded.
             NodeUnavailable: see Decoding.decoded.
         """
         match prompt:
@@ -96,7 +96,7 @@ class Prompts:
         return known and isinstance(prompt, Messages)
 
     def thought(self, prompt: SharedPrompt) -> Thought | None:
-        """Return the reasoning that a response to a tokenized prompt may begin with.
+        """Return the reasoning that a response to a tokenised prompt may begin with.
 
         None: there is none, or nodes cannot detect it.
         """
@@ -112,7 +112,7 @@ class Prompts:
                 return Thought(closes)
 
     def guide(self, prompt: SharedPrompt, guide: Guide) -> Guide:
-        """Return the guide of a response to a tokenized prompt, whose content has this form."""
+        """Return the guide of a response to a tokenised prompt, whose content has this form."""
         channels = self._speech.channels
         if channels is None or not harmony.is_open(prompt.rendering.end):
             return guide
@@ -123,7 +123,7 @@ class Prompts:
         """Return the text of a prompt with these tokens.
 
         Raises:
-            Overloaded: too much text waits to be detokenized.
+            Overloaded: too much text waits to be detokenised.
         """
         match prompt:
             case Text():
@@ -132,7 +132,8 @@ class Prompts:
                 return await self._tokenizer.decode_any(list(token_ids))
 
     async def words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Return the ways in which an answer may write each word: at its start, and after a space.
+        """Return the token sequences in which a response may write each word: at its start, and
+        after a space.
 
         Raises:
             Overloaded: too much text waits to be tokenised.

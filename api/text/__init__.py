@@ -1,1 +1,1 @@
-"""Tokenization and detokenization for the served model."""
+"""Tokenisation and detokenisation for the served model."""

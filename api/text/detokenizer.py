@@ -1,4 +1,4 @@
-"""Incremental detokenization that never returns an incomplete character.
+"""Incremental detokenisation that never returns an incomplete character.
 
 For each new token only the last few tokens are decoded again: a window that starts where the text
 was last complete, so that everything that joins tokens (UTF-8 bytes, leading spaces) is included.
@@ -55,7 +55,7 @@ class Detokenizer:
     def _begin(self) -> None:
         self._window = list(self._context)
         self._clean = len(self._context)  # window[:clean] is complete text
-        self._told = len(self._decoder.decode(self._context))  # number of its characters that were returned
+        self._told = len(self._decoder.decode(self._context))  # its characters that were returned
         self._settled = True  # all of them were returned
 
     def push(self, token_ids: Sequence[int]) -> str:

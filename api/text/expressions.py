@@ -59,7 +59,7 @@ class Automaton:
         return positions
 
     def after(self, positions: int, character: str) -> int:
-        """Return the positions that may follow those which have read the character."""
+        """Return the positions that may follow positions that have read the character."""
         return self._after[character == "\n"](positions)
 
     def before(self, positions: int, character: str) -> int:

@@ -1,9 +1,9 @@
 """Limits of the model in tokens and bytes, and checks of token ids.
 
-A prompt is rejected by its bytes before its tokens are counted: no text that fits the context has
+A prompt is rejected by its bytes before its tokens are counted. No text that fits the context has
 more bytes than as many of the longest tokens. For vocabularies with very long tokens, such as a
-hundred spaces, the limit is lower, because text of such tokens only is not a useful prompt. Text
-counts in full, even if the tokenizer drops it or encodes it as one token of any length.
+hundred spaces, the limit is lower. Text of such tokens only is not a useful prompt. Text counts in
+full, even if the tokenizer drops it or encodes it as one token of any length.
 """
 
 from collections.abc import Sequence
