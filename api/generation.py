@@ -236,8 +236,9 @@ class Generator:
         stay: Stay,
         target: str,
     ) -> Stay:
-        """Submit a running request to another node. Raise NodeUnavailable if no node, or not
-        `target`, can take it.
+        """Submit a running request to another node.
+
+        Raise NodeUnavailable if no node, or not `target`, can take it.
         """
         key = _key(stay.spec, session_id, self._cluster.weights)
         return submit(self._cluster.choose_target(key, stay.address, target), stay.here)

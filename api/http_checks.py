@@ -36,8 +36,9 @@ class HttpChecks:
         self.in_order: Sequence[Check] = (self._host, self._preflight, self._access)
 
     def begin(self, request: Request, num_requests: int) -> Client:
-        """Count generation requests that arrived together, before any work on them. Return their
-        client.
+        """Count generation requests that arrived together, and return their client.
+
+        Must be called before any work on them.
 
         Raises:
             Unauthenticated: the key has been removed in the meantime.

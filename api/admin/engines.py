@@ -185,8 +185,9 @@ def _traces(status: str, told: router_pb2.ProfilesResponse) -> Mapping[str, Any]
 
 
 def _json(request: Request) -> bytes:
-    """Return the request's JSON body. An empty body counts as {} unless a web page may have sent
-    it.
+    """Return the request's JSON body.
+
+    An empty body counts as {} unless a web page may have sent it.
     """
     if not request.body and not request.header("origin"):
         request.take_body()

@@ -64,8 +64,9 @@ class Blocks:
 
 
 def _decoded(text: str) -> Any:
-    """Decode a tool's input. Return {} for text that is not valid JSON, because models may write
-    that.
+    """Decode a tool's input.
+
+    Return {} for text that is not valid JSON, because models may write that.
     """
     try:
         return msgspec.json.decode(text)

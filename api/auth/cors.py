@@ -36,8 +36,9 @@ class Cors:
         self._origins = frozenset(origins)
 
     def headers(self, path: str, origin: str) -> Headers:
-        """Return extra response headers for a page of `origin`. Empty if it may not read the
-        response.
+        """Return extra response headers for a page of `origin`.
+
+        Empty if it may not read the response.
         """
         if not path.startswith(_PATHS) or not self._origins:
             return ()

@@ -52,8 +52,9 @@ class Keyring:
         return len(self._by_hash)
 
     async def watch(self) -> None:
-        """Reload the file when it changes. Never returns. Parsing thousands of keys runs in a
-        thread.
+        """Reload the file when it changes.
+
+        Never returns. Parsing thousands of keys runs in a thread.
         """
         while True:
             await asyncio.sleep(LOOK_EVERY_S)

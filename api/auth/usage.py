@@ -82,8 +82,9 @@ class Usage:
         self.num_prompt_tokens += num_tokens
 
     def generated(self, num_tokens: int) -> None:
-        """Count tokens of a running response. It continues in any case, and the next request
-        waits.
+        """Count tokens of a running response.
+
+        It continues in any case, and the next request waits.
         """
         if self._tokens is not None:
             self._tokens.take(num_tokens)

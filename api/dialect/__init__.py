@@ -1,3 +1,4 @@
-"""Shared parts of the HTTP API dialects: request fields, events and errors. Independent of any
-one dialect.
+"""Shared parts of the HTTP API dialects: request fields, events and errors.
+
+Independent of any one dialect.
 """

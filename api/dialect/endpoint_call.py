@@ -26,8 +26,9 @@ class Reply(Protocol):
         ...
 
     async def write(self, index: int, request_id: str, piece: Piece | LastPiece) -> None:
-        """Write output of choice `index`. After the last piece of every choice the response is
-        complete.
+        """Write output of choice `index`.
+
+        After the last piece of every choice the response is complete.
         """
         ...
 

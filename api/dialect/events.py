@@ -10,8 +10,9 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Events:
-    """The event stream of one response. Each event is complete, with the empty line that ends
-    it.
+    """The event stream of one response.
+
+    Each event is complete, with the empty line that ends it.
     """
 
     def __init__(self, request: Request, headers: Headers) -> None:

@@ -101,8 +101,9 @@ def samplings(
     thinking_budget: int = -1,
     best_of: int = 1,
 ) -> Sequence[SamplingParams]:
-    """Return sampling parameters for each of the n choices of a prompt. They differ in the seed
-    only.
+    """Return sampling parameters for each of the n choices of a prompt.
+
+    They differ in the seed only.
 
     The values are not checked.
 
@@ -214,7 +215,8 @@ def _given(value: float | None, default: float) -> float:
 
 
 def _derived(seed: int, number: int) -> int:
-    """Return the seed of a choice. Choice 0 has the seed itself, so it equals the response for n
-    = 1.
+    """Return the seed of a choice.
+
+    Choice 0 has the seed itself, so it equals the response for n = 1.
     """
     return (seed + number * _GOLDEN) & _MASK

@@ -53,9 +53,7 @@ def _call(tool: Tool, place: str) -> dict[str, Any]:
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """Return a schema that has been moved to `place`, with its references adjusted to the new
-    root.
-    """
+    """Return a schema that has been moved to `place`, with its references adjusted."""
     match schema:
         case Mapping():
             return {word: _moved_word(word, value, place) for word, value in schema.items()}

@@ -93,8 +93,9 @@ class Shape:
 
 
 def refusal(strangers: Iterator[Stranger]) -> Refusal | None:
-    """Return the error for the first unsupported fields and the existence of more. None if there
-    are none.
+    """Return the error that names the first unsupported fields, None if there are none.
+
+    It says if there are more.
     """
     told = list(islice(strangers, _MAX_TOLD))
     if not told:
@@ -127,8 +128,9 @@ def _record_in(kind: inspect.Type) -> inspect.StructType | None:
 
 
 def _records(value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the nested records of a field's value, with their paths. A value of a wrong type has
-    none.
+    """Yield the nested records of a field's value, with their paths.
+
+    A value of a wrong type has none.
     """
     match value:
         case dict():

@@ -29,9 +29,7 @@ class Callers:
 
 
 def authorization(metadata: Iterable[tuple[str, Any]] | None) -> str:
-    """Return the authorization metadata of a call, which corresponds to HTTP's header. "" if
-    absent.
-    """
+    """Return the authorization metadata of a call, like HTTP's header. "" if absent."""
     for name, value in metadata or ():
         if name == _HEADER and isinstance(value, str):
             return value

@@ -36,8 +36,9 @@ from protos.router_pb2 import (
 
 
 def from_request(request: GenerateRequest) -> Wanted:
-    """Parse a generation request. Raise InvalidRequest if tools or settings are not JSON
-    objects.
+    """Parse a generation request.
+
+    Raise InvalidRequest if tools or settings are not JSON objects.
     """
     together = Together.of([from_prompt(request)])
     return Wanted(

@@ -1,6 +1,4 @@
-"""A response to messages over gRPC: content as its text, with reasoning and tool calls beside
-it.
-"""
+"""A response to messages over gRPC: content as text, with reasoning and tool calls."""
 
 from collections.abc import Callable
 

@@ -76,8 +76,9 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self._budget_s = budget_s
 
     async def Generate(self, request: router_pb2.GenerateRequest, context: Context) -> None:
-        """Stream the response to one prompt. Cancelling the call cancels the request on every
-        node.
+        """Stream the response to one prompt.
+
+        Cancelling the call cancels the request on every node.
         """
 
         with self._begun(context) as client:
@@ -289,8 +290,9 @@ class RouterService(router_pb2_grpc.RouterServicer):
 
     @contextmanager
     def _begun(self, context: Context) -> Iterator[Client]:
-        """Yield the client of a request and count the request. Send retry-after if it is
-        overloaded.
+        """Yield the client of a request and count the request.
+
+        Send retry-after if it is overloaded.
         """
         try:
             self._guard.begin(context.caller)

@@ -199,8 +199,9 @@ class Door(asyncio.Transport, asyncio.Protocol):
         return self._transport.get_extra_info(name, default)
 
     def pause_reading(self) -> None:
-        """Pause reading until the current request has arrived. During a response the connection
-        is read all the same.
+        """Pause reading until the current request has arrived.
+
+        During a response the connection is read all the same.
         """
         self._full = True
         self._transport.pause_reading()

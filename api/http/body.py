@@ -9,8 +9,9 @@ _SMALL_BYTES, _MAX_SMALL = 64, 1000
 
 
 class BadRequest(Exception):
-    """An invalid request, or one beyond the limits. Nothing after it on the connection can be
-    read.
+    """An invalid request, or one beyond the limits.
+
+    Nothing after it on the connection can be read.
     """
 
     def __init__(self, status: int, sentence: str) -> None:

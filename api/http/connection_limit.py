@@ -14,8 +14,9 @@ Leave = Callable[[], None]
 
 
 class Place:
-    """The place of one connection. Call `leave` when the connection ends. Further calls do
-    nothing.
+    """The place of one connection.
+
+    Call `leave` when the connection ends. Further calls do nothing.
     """
 
     def __init__(self, room: "Room", network: str, turn_out: Leave) -> None:

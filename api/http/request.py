@@ -10,8 +10,9 @@ from api.http.shared import Peer
 
 
 class Request(web.BaseRequest):
-    """An HTTP request. Its whole body has arrived before its handler is called, and can be taken
-    once.
+    """An HTTP request.
+
+    Its whole body has arrived before its handler is called, and can be taken once.
     """
 
     def __init__(self, door: Door, *parts: Any) -> None:
@@ -28,8 +29,9 @@ class Request(web.BaseRequest):
 
     @property
     def keep_alive(self) -> bool:
-        """Return whether the connection stays open after the response. Evaluated when its head
-        is written.
+        """Return whether the connection stays open after the response.
+
+        Evaluated when its head is written.
         """
         return super().keep_alive and self.door.goes_on
 
@@ -38,8 +40,9 @@ class Request(web.BaseRequest):
         return self.door.peer
 
     def header(self, name: str) -> str:
-        """Return a header's value, "" if absent. Bytes that are not UTF-8 are read as latin-1,
-        so that the value can be sent again.
+        """Return a header's value, "" if absent.
+
+        Bytes that are not UTF-8 are read as latin-1, so that the value can be sent again.
         """
         value = self.headers.get(name, "")
         if value.isascii():
@@ -51,8 +54,9 @@ class Request(web.BaseRequest):
             return sent.decode("latin-1")
 
     def take_body(self) -> bytes:
-        """Return the body and release it to the caller, so that it need not be held until the
-        response ends.
+        """Return the body and release it to the caller.
+
+        It need not be held until the response ends.
         """
         body, self.body = self.body, b""
         self.door.body_taken()

@@ -68,8 +68,9 @@ class Service:
         return response
 
     async def _response(self, request: Request) -> web.StreamResponse:
-        """Return the response. Raise BadRequest, or ConnectionError after the client has
-        disconnected.
+        """Return the response.
+
+        Raise BadRequest, or ConnectionError after the client has disconnected.
         """
         try:
             return self._refused(request) or await self._handled(request)

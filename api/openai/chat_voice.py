@@ -138,8 +138,9 @@ def _answer(heard: Heard) -> Answer:
 
 
 def _reason(listener: Listener, last: LastPiece) -> str:
-    """Return the finish reason. A truncated response has its own reason, even if it has tool
-    calls.
+    """Return the finish reason.
+
+    A truncated response has its own reason, even if it has tool calls.
     """
     stopped = last.finish_reason == "stop"
     return "tool_calls" if stopped and listener.has_called else last.finish_reason

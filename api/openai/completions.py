@@ -163,8 +163,9 @@ class Completions:
 
 
 def _best_of(fields: CompletionFields) -> int:
-    """Return the number of responses to a prompt among which the best are selected. 1: no
-    selection.
+    """Return the number of responses to a prompt from which the best are selected.
+
+    1: no selection.
 
     Raises:
         Refusal: there are fewer than n, or the response is streamed, before the best are known.

@@ -10,8 +10,9 @@ _ARGUMENTS = ("arguments", "parameters")
 
 
 class CallTelling:
-    """Reporter of one call. Its name is reported before its arguments, whatever their order in
-    the text.
+    """Reporter of one call.
+
+    Its name is reported before its arguments, whatever their order in the text.
     """
 
     def __init__(self, source: Source) -> None:
@@ -33,8 +34,9 @@ class CallTelling:
             self._source.say(Arguments(text))
 
     def end(self) -> None:
-        """End the call. A call without arguments gets an empty object, because clients decode
-        it.
+        """End the call.
+
+        A call without arguments gets an empty object, because clients decode it.
         """
         if self.named and not self._told:
             self.arguments("{}")
@@ -75,9 +77,7 @@ def call_object(source: Source, known: Container[str] | None = None) -> Steps[bo
 
 
 def json_arguments(source: Source, call: CallTelling) -> Steps[None]:
-    """Parse arguments and report them: an object as it arrives, also one encoded as a JSON
-    string.
-    """
+    """Parse arguments and report them: an object as it arrives, also one in a JSON string."""
     yield from source.spaces()
     if (yield from source.next_is("{[")):
         yield from source.through(_ValueScan(), call.arguments)

@@ -24,9 +24,7 @@ class Channels:
         self._sequence = Forms(tokens).sequence
 
     def final(self, form: Format) -> Format:
-        """Return the format of a response with optional reasoning and a final message of this
-        format.
-        """
+        """Return the format of a response with optional reasoning and a final message of `form`."""
         return self._sequence(self._thought(), CHANNEL, "final", MESSAGE, form)
 
     def calls(self, tools: Sequence[tuple[str, Mapping[str, Any]]], *, parallel: bool) -> Format:
@@ -45,8 +43,7 @@ class Channels:
         *,
         parallel: bool,
     ) -> Format:
-        """Return the format of a response with optional reasoning, then either calls or a final
-        message.
+        """Return the format of a response with optional reasoning, then calls or a final message.
 
         Args:
             form: format of the message in the channel `final`.

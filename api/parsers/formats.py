@@ -59,9 +59,7 @@ def llama3(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
 
 
 def mistral(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
-    """Parse `[TOOL_CALLS][{"name": "f", "arguments": {}}]`, or `[TOOL_CALLS]f[ARGS]{}` of newer
-    models.
-    """
+    """Parse `[TOOL_CALLS][{"name": "f", "arguments": {}}]`, or newer `[TOOL_CALLS]f[ARGS]{}`."""
     begin, call_id, arguments = MISTRAL
     while (yield from source.until(begin, tell=source.content, trim=True)):
         source.record()

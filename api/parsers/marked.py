@@ -81,8 +81,9 @@ class _MarkedCall:
         self._call.name(name)
 
     def argument(self, name: str, *ends: str) -> Steps[None]:
-        """Parse an argument up to the first of `ends`. One that can only be a string is reported
-        as it arrives.
+        """Parse an argument up to the first of `ends`.
+
+        One that can only be a string is reported as it arrives.
         """
         self._call.arguments(f"{self._separator}{quoted(name)}: ")
         self._separator = ", "

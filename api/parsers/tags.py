@@ -141,8 +141,9 @@ def _llama3_in_text(forms: Forms, groups: Sequence[Group], parallel: bool) -> Se
 
 
 def _mistral(forms: Forms, groups: Sequence[Group], parallel: bool) -> Sequence[Block]:
-    """Return the blocks of Mistral calls: a list of JSON objects, or as in newer models a name
-    and its arguments.
+    """Return the blocks of Mistral calls: a list of JSON objects, or a name and its arguments.
+
+    Newer models write the second form.
     """
     begin, call_id, arguments = MISTRAL
     item = _objects(forms, groups, "arguments")
@@ -163,8 +164,9 @@ def _mistral(forms: Forms, groups: Sequence[Group], parallel: bool) -> Sequence[
 
 
 def _deepseek(forms: Forms, groups: Sequence[Group], parallel: bool) -> Sequence[Block]:
-    """Return the block of DeepSeek calls. V3 and R1 have a fence around the arguments, V3.1 has
-    none.
+    """Return the block of DeepSeek calls.
+
+    V3 and R1 have a fence around the arguments, V3.1 has none.
     """
     calls_begin, begin, middle, end, calls_end = DEEPSEEK
     calls = []

@@ -76,8 +76,9 @@ def _prompts(fields: EmbeddingFields) -> Sequence[PooledPrompt]:
 
 
 async def _written(pooled: Pooled, origin: Origin, *, as_text: bool) -> bytes:
-    """Return the response body. It may have millions of numbers, so other tasks get turns
-    meanwhile.
+    """Return the response body.
+
+    It may have millions of numbers, so other tasks get turns meanwhile.
     """
     parts = []
     for index, vector in enumerate(pooled.vectors):

@@ -53,8 +53,9 @@ class Pooler:
         self._queue_share = queue_share
 
     async def pool(self, wanted: WantedVectors, client: Client, traceparent: str = "") -> Pooled:
-        """Return a vector for every prompt, in order. Cancelling this call cancels the request on
-        its nodes.
+        """Return a vector for every prompt, in order.
+
+        Cancelling this call cancels the request on its nodes.
 
         Args:
             client: the authenticated client. Its limits are not checked yet.
@@ -80,8 +81,9 @@ class Pooler:
                     return pooled
 
     async def _prompts(self, wanted: WantedVectors, client: Client) -> list[Sequence[int]]:
-        """Return the token ids of the prompts. Raise InvalidRequest or Overloaded as Prompts
-        does.
+        """Return the token ids of the prompts.
+
+        Raise InvalidRequest or Overloaded as Prompts does.
         """
         pooling.check(wanted.pooling)
         check_vocabulary(wanted.pooling.tokens, self._model.limits, "label_token_ids")

@@ -1,5 +1,6 @@
-"""/rerank and /v1/rerank: documents by relevance to a query, compatible with Jina, Cohere and
-vLLM.
+"""/rerank and /v1/rerank: documents by relevance to a query.
+
+Compatible with Jina, Cohere and vLLM.
 """
 
 from collections.abc import Sequence

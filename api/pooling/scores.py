@@ -1,6 +1,4 @@
-"""/v1/score in two forms: vLLM's similarity of texts, and SGLang's likelihood of given next
-tokens.
-"""
+"""/v1/score in two forms: vLLM's similarity of texts, and SGLang's next-token likelihood."""
 
 from collections.abc import Sequence
 from typing import Annotated

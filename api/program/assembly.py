@@ -132,8 +132,9 @@ async def running(
     place: Place | None = None,
     on_drain: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[Running]:
-    """Run a router in this context. It listens immediately, and is healthy once it can place a
-    request.
+    """Run a router in this context.
+
+    It listens immediately, and is healthy once it can place a request.
 
     Args:
         place: this process among the worker processes that share the router's ports, see

@@ -162,8 +162,9 @@ class _Process:
             self._child.send(number)
 
     async def end(self, patience_s: float) -> int:
-        """Wait for the end of the process. Send SIGTERM unless that was done, and kill it after
-        `patience_s`.
+        """Wait for the end of the process.
+
+        Send SIGTERM unless that was done, and kill it after `patience_s`.
 
         Returns:
             0 if it ended cleanly, its exit code if it ended by itself, else 1.
@@ -251,8 +252,9 @@ async def _unless(stop: asyncio.Event, what: Coroutine[Any, Any, T]) -> T | None
 
 
 async def _first_byte(descriptor: int) -> bool:
-    """Return whether a byte arrives before the end. There is no deadline: a process may fetch a
-    model.
+    """Return whether a byte arrives before the end.
+
+    There is no deadline: a process may fetch a model.
     """
     loop = asyncio.get_running_loop()
     readable: asyncio.Future[None] = loop.create_future()

@@ -64,8 +64,9 @@ class Renewal:
             self._turns.cancel()
 
     async def _take_turns(self) -> None:
-        """Restart one process after the other. Stop at one that does not come back, and leave
-        the others as they are.
+        """Restart one process after the other.
+
+        Stop at one that does not come back, and leave the others as they are.
         """
         for number, process in enumerate(self._processes):
             log.info("a router process is renewed %s", kv(process=number))

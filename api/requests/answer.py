@@ -163,7 +163,7 @@ class Answer:
         return last if last in self._stop_token_ids else None
 
     def _text_of(self, token_ids: Sequence[int]) -> tuple[str, int, bool]:
-        """Return the text of these tokens, how many of them count, and whether a stop is
+        """Return the text of these tokens, the number that counts, and whether a stop is
         complete.
         """
         if self._stops is None:

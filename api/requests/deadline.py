@@ -11,8 +11,9 @@ from common.errors import DeadlineExceeded
 
 
 class Within:
-    """A context with a time limit, for one task and one use. Gives the deadline in
-    time.monotonic() seconds.
+    """A context with a time limit, for one task and one use.
+
+    Gives the deadline in time.monotonic() seconds.
     """
 
     def __init__(self, budget_s: float) -> None:

@@ -103,8 +103,9 @@ Prompt: TypeAlias = Text | TextPair | Messages | TokenIds | Prediction | Nothing
 
 
 class Rendering(msgspec.Struct):
-    """The result of rendering a prompt, for parsers of its response. Empty before there are
-    token ids.
+    """The result of rendering a prompt, for parsers of its response.
+
+    Empty before there are token ids.
     """
 
     num_tokens: int = 0
@@ -172,7 +173,8 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def any_seed() -> int:
-    """Return a random seed for a request without one. A continuation must sample with the same
-    seed.
+    """Return a random seed for a request without one.
+
+    A continuation must sample with the same seed.
     """
     return random.getrandbits(64)

@@ -45,7 +45,7 @@ class Generates(Protocol):
 
 
 class Retry(NamedTuple):
-    """One request with a key, possibly with several responses.
+    """One request with an idempotency key, possibly with several responses.
 
     Attributes:
         request_id: id of the first request with this key.
@@ -57,8 +57,9 @@ class Retry(NamedTuple):
     request_id: str
 
     def seed(self, index: int) -> int:
-        """Return the seed of one response. It is the same at every router for the same key and
-        request.
+        """Return the seed of one response.
+
+        It is the same at every router for the same key and request.
         """
         told = f"{self.key} {index}".encode() + self.digest
         return int.from_bytes(hashlib.sha256(told).digest()[:8])

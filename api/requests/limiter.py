@@ -77,7 +77,8 @@ class Admission:
 
 
 def new_request_id() -> str:
-    """Return 128 random bits in hex, unique across routers. It is not a secret: it can be
-    guessed.
+    """Return 128 random bits in hex, unique across routers.
+
+    It is not a secret: it can be guessed.
     """
     return f"{random.getrandbits(128):032x}"

@@ -89,9 +89,7 @@ class Prompts:
                 return token_ids
 
     def may_think(self, prompt: Prompt) -> bool:
-        """Return whether nodes can separate reasoning from content in responses to such a
-        prompt.
-        """
+        """Return whether nodes can separate reasoning from content for such a prompt."""
         known = self._speech.marks_thought and self._markers is not None
         return known and isinstance(prompt, Messages)
 
@@ -132,8 +130,9 @@ class Prompts:
                 return await self._tokenizer.decode_any(list(token_ids))
 
     async def words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Return the token sequences in which a response may write each word: at its start, and
-        after a space.
+        """Return the token sequences that may write each word.
+
+        A word may be written at the start of a response or after a space.
 
         Raises:
             Overloaded: too much text waits to be tokenised.
@@ -144,8 +143,9 @@ class Prompts:
         return tuple(written)
 
     async def encode(self, prompt: Prompt, client: Client) -> Sequence[int]:
-        """Return token ids. They may be empty or outside the vocabulary. Raises as `checked`
-        does.
+        """Return token ids.
+
+        They may be empty or outside the vocabulary. Raises as `checked` does.
         """
         match prompt:
             case Text():

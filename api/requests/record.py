@@ -1,6 +1,4 @@
-"""The record of one request, from its arrival to its end, for metrics, log and the client's
-limits.
-"""
+"""The record of one request, for metrics, the log and the client's limits."""
 
 import asyncio
 import logging
@@ -110,8 +108,9 @@ class RequestRecord:
         self._timelines.accept(self.timeline)
 
     def replay(self, decode: str, lost: ServingError, *, suspect: bool) -> None:
-        """Record that another node continues the request after a failure, alone if it is
-        quarantined.
+        """Record that another node continues the request after a failure.
+
+        `suspect`: it is quarantined, and runs alone.
         """
         self._metrics.replayed(suspect=suspect)
         self.timeline.submit(decode)

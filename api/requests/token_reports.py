@@ -17,8 +17,9 @@ class Likely(msgspec.Struct, frozen=True):
 
 
 class ToldToken(Likely, frozen=True):
-    """A token of a response or its prompt. `top`: likeliest tokens at its position, likeliest
-    first.
+    """A token of a response or its prompt.
+
+    `top`: likeliest tokens at its position, likeliest first.
     """
 
     top: Sequence[Likely]

@@ -26,8 +26,9 @@ class ByLength:
         self._numbers = count()
 
     async def take(self, num_bytes: int, arrived: float) -> None:
-        """Wait for a place, which the caller must give back. Cancelling removes the text from the
-        queue.
+        """Wait for a place, which the caller must give back.
+
+        Cancelling removes the text from the queue.
 
         Args:
             num_bytes: size of the text.

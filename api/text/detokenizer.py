@@ -92,8 +92,9 @@ class Detokenizer:
         return "" if self._settled else self._decoder.decode(self._window)[self._told :]
 
     def _slide(self, text: str) -> None:
-        """Move the start of the window to the previous complete point, if decoding from there
-        agrees.
+        """Move the start of the window to the previous complete point.
+
+        Only if decoding from there agrees.
         """
         later = self._window[self._clean :]
         later_text = self._decoder.decode(later)

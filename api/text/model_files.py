@@ -99,8 +99,9 @@ def _ids(value: object, directory: Path) -> tuple[int, ...]:
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Return special tokens of entries like "bos_token": "<s>" or "bos_token": {"content":
-    "<s>", ...}.
+    """Return the special tokens in a configuration.
+
+    Entries look like "bos_token": "<s>" or "bos_token": {"content": "<s>", ...}.
     """
     found = {}
     for key, value in config.items():

@@ -26,9 +26,7 @@ class Watcher(Protocol):
 
     @property
     def undecided(self) -> int:
-        """Return the number of characters at the end of the text that may be the start of a
-        match.
-        """
+        """Return how many characters at the end of the text may be the start of a match."""
         ...
 
 
@@ -203,9 +201,7 @@ class StopExpressions:
         return 0
 
     def _begun(self, positions: int) -> int:
-        """Return the index in `_recent` at which the oldest match began that leads to these
-        positions.
-        """
+        """Return the index in `_recent` where the oldest match with these positions began."""
         wanted, recent = self._wanted, self._recent
         begun = len(recent)
         for index in range(len(recent) - 1, -1, -1):

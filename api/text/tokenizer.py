@@ -73,8 +73,9 @@ class RouterTokenizer:
         return await self._ids(text, text, add_special_tokens=add_special_tokens)
 
     async def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of some short texts, without special tokens. Raises as `encode`
-        does.
+        """Return the token ids of some short texts, without special tokens.
+
+        Raises as `encode` does.
         """
         total_bytes = sum(map(num_bytes, texts))
         if total_bytes <= _SHORT:
