@@ -163,9 +163,7 @@ class Answer:
         return last if last in self._stop_token_ids else None
 
     def _text_of(self, token_ids: Sequence[int]) -> tuple[str, int, bool]:
-        """Return these tokens' text, the number of tokens that count, and whether a stop
-        matched.
-        """
+        """Return these tokens' text, how many of them count, and whether a stop matched."""
         if self._stops is None:
             text = self._detokenizer.push(token_ids) if token_ids else ""
             return text, len(token_ids), False
