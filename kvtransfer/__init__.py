@@ -1,1 +1,1 @@
-"""Moving KV pages between nodes. The reader reads what the owner publishes."""
+"""Transfer of KV pages between nodes. The reader reads pages that the owner publishes."""

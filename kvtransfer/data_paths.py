@@ -1,4 +1,4 @@
-"""Which data paths a configuration means, and what this machine can serve of them."""
+"""The data paths that a configuration selects, and those that this machine can serve."""
 
 import logging
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ _WITHIN_A_HOST = tuple(kind for kind in PATHS if kind.name != "rdma")
 
 
 def backends(config: TransferConfig, *, tls: bool) -> dict[str, Backend]:
-    """By name, in the order in which they should be tried.
+    """Return the backends by name, in the order in which they should be tried.
 
     Args:
         tls: whether the node's pair streams are encrypted.
@@ -32,7 +32,7 @@ def backends(config: TransferConfig, *, tls: bool) -> dict[str, Backend]:
 
 
 def serve(backends: Mapping[str, Backend], pool: PagePool, instance: int) -> dict[str, Owner]:
-    """Serves `pool` over every backend that this machine has, in the same order.
+    """Serve `pool` over every backend that this machine supports, in the same order.
 
     Raises:
         ConfigError: there is none.
@@ -52,7 +52,8 @@ def serve(backends: Mapping[str, Backend], pool: PagePool, instance: int) -> dic
 
 
 def rehearse(backends: Mapping[str, Backend], pool: PagePool) -> None:
-    """Compiles what the first reads into `pool` would else wait for; serving it does so too.
+    """Compile the kernels that the first reads into `pool` would otherwise wait for. Serving the
+    pool compiles them too.
 
     Raises:
         ConfigError: the device has no memory left for the copies.
@@ -66,7 +67,9 @@ def rehearse(backends: Mapping[str, Backend], pool: PagePool) -> None:
 
 
 def why_pinned(backends: Mapping[str, Backend], pool: PagePool) -> str:
-    """Why the system cannot have the pool's memory back while it is served; "": it can."""
+    """Return why the system cannot reclaim the pool's memory while it is served, or "" if
+    it can.
+    """
     if pool.device != "cpu":
         return "it is in a device's memory, which is not given back"
     if "nixl" not in backends:

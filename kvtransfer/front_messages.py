@@ -1,7 +1,8 @@
-"""What crosses between a node's front and its transfer thread, over a socket of their own.
+"""Messages between a node's front and its transfer thread, over a socket of their own.
 
-The front keeps no books. It numbers the pair streams of both directions with one counter, never
-reuses a number, and forwards what `pairs/codec.py` has parsed. How a stream begins:
+The front keeps no state of hand-offs. It numbers the pair streams of both directions with one
+counter, never reuses a number, and forwards what `pairs/codec.py` has parsed. A stream begins like
+this:
 
     reader's front                      owner's front
     sends LocalHello.hello  ---Hello--> PairOpened(stream, hello, as_reader=False)
@@ -9,8 +10,8 @@ reuses a number, and forwards what `pairs/codec.py` has parsed. How a stream beg
     PairOpened(stream, hello,   <-Hello-- sends PairHello.hello
                as_reader=True)
 
-Each end gives up on a Hello that has not come after 5 s. Messages wait in the front until the
-stream has been opened to the transfer thread.
+Each end stops waiting for a Hello after 5 s. Messages wait in the front until the stream has been
+opened to the transfer thread.
 """
 
 from typing import TypeAlias
@@ -24,7 +25,7 @@ from kvtransfer.pairing import Hello
 
 
 class PairOpened(msgspec.Struct, frozen=True, tag=True):
-    """The peer's Hello has come."""
+    """A pair stream on which the peer's Hello has arrived."""
 
     stream: int
     hello: Hello
@@ -37,7 +38,7 @@ class PairMessage(msgspec.Struct, frozen=True, tag=True):
 
 
 class PairClosed(msgspec.Struct, frozen=True, tag=True):
-    """The stream is over, whoever ended it. Nothing about it follows."""
+    """The end of a stream, by either side. No message about the stream follows."""
 
     stream: int
     reason: str
@@ -50,14 +51,15 @@ PairInput: TypeAlias = PairOpened | PairMessage | PairClosed
 
 
 class LocalHello(msgspec.Struct, frozen=True, tag=True):
-    """What this node says first where it is the reader: pairing may begin. Sent first, and again
-    when it computes with other weights."""
+    """The Hello that this node sends first as a reader. It is the first message on the socket,
+    since pairing may begin with it, and is sent again when the weight version changes.
+    """
 
     hello: Hello
 
 
 class PairHello(msgspec.Struct, frozen=True, tag=True):
-    """The owner's answer on this stream: its paths, described for this reader."""
+    """The owner's Hello on this stream: its paths, described for this reader."""
 
     stream: int
     hello: Hello
@@ -69,7 +71,9 @@ class PairSend(msgspec.Struct, frozen=True, tag=True):
 
 
 class PairEnd(msgspec.Struct, frozen=True, tag=True):
-    """End the stream now; what was sent before may be lost. A dialer redials after a while."""
+    """A request to end the stream now. Messages sent before may be lost. A dialer dials again
+    later.
+    """
 
     stream: int
     reason: str
@@ -77,8 +81,11 @@ class PairEnd(msgspec.Struct, frozen=True, tag=True):
 
 
 class EngineBeat(msgspec.Struct, frozen=True, tag=True):
-    """A heartbeat of the engine. The transfer thread sends it once a second, since the engine
-    thread may be in a step, and stops while the engine is later than `stall_s`."""
+    """A heartbeat of the engine.
+
+    The transfer thread sends it once a second, since the engine thread may be in a step. It stops
+    while the engine is later than `stall_s`.
+    """
 
     late_s: float  # seconds by which the engine's next progress is overdue
 

@@ -1,6 +1,6 @@
 """The messages of one hand-off, as immutable records. `pairs/codec.py` maps them to protobuf.
 
-Hello opens a stream and is compared in `pairing.py`; everything here follows it.
+Hello opens a stream and is compared in `pairing.py`. All messages here follow it.
 """
 
 from enum import Enum, auto
@@ -18,10 +18,10 @@ from common.requests.weights import WeightsId
 
 
 class HandoffId(NamedTuple):
-    """Names one attempt at one hand-off. Never derived from a router's or a client's id."""
+    """The name of one attempt at one hand-off. Never derived from a router's or a client's id."""
 
     instance: int  # of the reader
-    request: int  # the reader's own counter, new for every submission
+    request: int  # the reader's own counter, incremented for every submission
     attempt: int  # from 1
 
     def __str__(self) -> str:
@@ -29,7 +29,7 @@ class HandoffId(NamedTuple):
 
 
 class Kind(Enum):
-    """What a hand-off is of: see the sources of `Open`."""
+    """The content of a hand-off, one value for each source of `Open`."""
 
     PROMPT = auto()
     LIVE = auto()
@@ -38,14 +38,14 @@ class Kind(Enum):
 
     @property
     def samples(self) -> bool:
-        """Return whether a token comes with it."""
+        """Return whether a sampled token comes with it."""
         return self in (Kind.PROMPT, Kind.LIVE)
 
 
 class Prompt(msgspec.Struct, frozen=True, tag=True):
-    """The owner computes the KV of a request's tokens.
+    """A request whose KV the owner computes.
 
-    prefix_hints: other nodes from which the owner may read what it lacks.
+    prefix_hints: other nodes from which the owner may read the prefix that it lacks.
     """
 
     spec: RequestSpec
@@ -59,7 +59,7 @@ class Prompt(msgspec.Struct, frozen=True, tag=True):
 
 
 class Live(msgspec.Struct, frozen=True, tag=True):
-    """A request that the owner runs, until it is released as held.
+    """A running request of the owner, until it is released as held.
 
     spec: has all tokens that the reader knows but the last one.
     ticket: of the running request.
@@ -76,11 +76,11 @@ class Live(msgspec.Struct, frozen=True, tag=True):
 
 
 class Prefix(msgspec.Struct, frozen=True, tag=True):
-    """What the owner's cache has of some tokens, which stays there too.
+    """The part of some tokens' KV that is in the owner's cache. It stays there too.
 
     token_ids: little-endian int32, whole pages.
     namespace: of the owner's cache, with adapter and weights.
-    ticket: of a running request that is to follow as Live; 0: none.
+    ticket: of a running request that will follow as Live. 0: none.
     """
 
     token_ids: bytes
@@ -104,7 +104,7 @@ class Weights(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of pieces: each takes the place of a token, in a page of its own."""
+        """Return the number of pieces. Each piece replaces one token and has a page of its own."""
         return self.num_pieces
 
 
@@ -116,9 +116,9 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 
 
 class Open(Message, frozen=True, tag=True):
-    """A reader asks for `source`.
+    """A reader's request for `source`.
 
-    weights: that the reader computes with; unnamed with Prefix, whose namespace has them.
+    weights: that the reader computes with. Unnamed with Prefix, whose namespace includes them.
     """
 
     id: HandoffId
@@ -134,8 +134,8 @@ class Open(Message, frozen=True, tag=True):
 class Grant(Message, frozen=True, tag=True):
     id: HandoffId
     prefix_tokens: int
-    room_tokens: int = 0  # LIVE: the reader has room for the KV of so many
-    gib_per_s: float = 0.0  # LIVE: over its link, as that was proved; 0.0: not known
+    room_tokens: int = 0  # LIVE: tokens for whose KV the reader has capacity
+    gib_per_s: float = 0.0  # LIVE: over its link, as it was proved; 0.0: unknown
 
 
 class Admitted(Message, frozen=True, tag=True):
@@ -145,8 +145,9 @@ class Admitted(Message, frozen=True, tag=True):
 
 
 class Ready(Message, frozen=True, tag=True):
-    """Token range [start, end) is in `pages` of the owner, final and readable: which ones, and in
-    which order, `PageTables.spans` says."""
+    """A token range [start, end) in `pages` of the owner, final and readable. `PageTables.spans`
+    defines which pages, and their order.
+    """
 
     id: HandoffId
     start: int
@@ -157,9 +158,9 @@ class Ready(Message, frozen=True, tag=True):
     times: PrefillTimes | None = None  # with last
     logprobs: Logprobs | None = None  # of the first token, where asked for
     prompt_logprobs: Logprobs | None = None  # with last: of the prompt's tokens but the first one
-    sums: tuple[tuple[int, int], ...] = ()  # of some pages: place in `pages`, checksum; in order
-    # LIVE: tokens from Open's end on that have KV; first_token is the newest, which has none, and
-    # logprobs are of as many of the last tokens as these are.
+    sums: tuple[tuple[int, int], ...] = ()  # of some pages: index in `pages`, checksum; in order
+    # LIVE: tokens from Open's end on that have KV. first_token is the newest token, which has none.
+    # logprobs are of the last len(token_ids) tokens, including first_token.
     token_ids: tuple[int, ...] = ()
 
 
@@ -178,8 +179,10 @@ class Cancel(Message, frozen=True, tag=True):
 
 
 class Forget(Message, frozen=True, tag=True):
-    """KV of these that the owner gave made logits that are no numbers: nobody is to find it there.
-    Of no hand-off: what was given is off the books. Nothing is answered."""
+    """A reader's report that KV of these tokens, which it got from the owner, led to NaN or Inf
+    logits. The owner must not serve that KV from its cache any more. It belongs to no hand-off,
+    since the hand-off is completed. There is no response.
+    """
 
     token_ids: bytes  # little-endian int32
     namespace: Namespace = SHARED
@@ -193,7 +196,7 @@ class Failed(Message, frozen=True, tag=True):
     id: HandoffId
     reason: str
     retryable: bool
-    retry_after_s: float = 0.0  # above 0.0: the owner's queue is too long, and until when
+    retry_after_s: float = 0.0  # above 0.0: the owner's queue is too long until then
 
 
 class Beat(Message, frozen=True, tag=True):

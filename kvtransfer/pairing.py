@@ -1,7 +1,7 @@
-"""Hello, and whether two nodes may pair: every difference is named, then the pair is refused.
+"""Hello, and the check whether two nodes may pair. The error names every difference.
 
-Knows the fingerprint as named strings only, and of some the flag that decides them; what goes into
-it is the engine's business.
+Knows the fingerprint as named strings, and the flag that sets some of them. The engine decides what
+goes into the fingerprint.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,15 +13,15 @@ from common.requests.weights import WeightsId
 from kvtransfer.backends.base import PagePool
 
 PROTOCOL_VERSION = 9
-_MAX_SHOWN = 200  # characters of what a peer says
+_MAX_SHOWN = 200  # characters shown of a peer's text
 _FLAGS = {"dtype": "--dtype", "quantize": "--quantize", "page_size": "--engine.cache.page-size"}
-OTHER_WEIGHTS = "this node has other weights now"  # why its streams end then
+OTHER_WEIGHTS = "this node has other weights now"  # the reason with which its streams end then
 _WEIGHTS = "weights"
-_FOLLOWS = "kv_token_bytes"  # from the dtype, for one: told where no flag explains it
+_FOLLOWS = "kv_token_bytes"  # follows from the dtype and others: named only if no flag explains it
 
 
 class DataPath(msgspec.Struct, frozen=True):
-    """One way to read the sender's pages; the description is that backend's own."""
+    """One way to read the sender's pages. The description is defined by that backend."""
 
     backend: str
     description: bytes
@@ -36,8 +36,9 @@ class Region(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """The first message each way. A reader offers no paths; an owner offers them in the order of
-    its preference, described for that one stream."""
+    """The first message in each direction. A reader offers no paths. An owner offers them in the
+    order of its preference, described for that one stream.
+    """
 
     instance: int  # random 64 bit, new at each process start
     protocol_version: int
@@ -50,7 +51,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     def of(
         cls, instance: int, address: str, fingerprint: dict[str, str], pool: PagePool
     ) -> "Hello":
-        """What a node of one rank says of itself, without paths."""
+        """Return the Hello of a node with one rank, without paths."""
         return cls(
             instance=instance,
             protocol_version=PROTOCOL_VERSION,
@@ -61,16 +62,16 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
         )
 
     def with_weights(self, weights: WeightsId) -> "Hello":
-        """What the same node says when it computes with these."""
+        """Return the same node's Hello with this weight version."""
         fingerprint = {**self.fingerprint, _WEIGHTS: weights.hex()}
         return msgspec.structs.replace(self, fingerprint=fingerprint)
 
 
 def compare(ours: Hello, theirs: Hello) -> None:
-    """Returns if the two nodes may pair.
+    """Return if the two nodes may pair.
 
     Raises:
-        LayoutMismatch: with one sentence for each thing that differs.
+        LayoutMismatch: they may not. The message has one sentence for each difference.
     """
     differences = " ".join(_differences(ours, theirs))
     if differences:
@@ -79,8 +80,9 @@ def compare(ours: Hello, theirs: Hello) -> None:
 
 
 def lasts(ours: Hello, theirs: Hello) -> bool:
-    """Whether what keeps them from pairing does so until one of them is started again: weights are
-    changed in nodes that run."""
+    """Return whether a mismatch lasts until one of the nodes is restarted. A difference in weights
+    does not: nodes can change weights while they run.
+    """
     fingerprint = {**ours.fingerprint, _WEIGHTS: theirs.fingerprint.get(_WEIGHTS, "")}
     return any(_differences(msgspec.structs.replace(ours, fingerprint=fingerprint), theirs))
 

@@ -1,11 +1,11 @@
-"""What crosses between a node's engine thread and its transfer thread.
+"""Messages between a node's engine thread and its transfer thread.
 
-All pages are counted on the engine thread. The transfer thread answers every command that lends
-it pages with exactly one event that gives them back: GrantHandoff -> ReadsEnded,
-Opened -> HandoffDropped (which ends every Publish of that hand-off).
+All pages are counted on the engine thread. For every command that gives the transfer thread the use
+of pages, it returns them with exactly one event: GrantHandoff -> ReadsEnded, Opened ->
+HandoffDropped (which ends every Publish of that hand-off).
 
-A reader chooses its ids, and may use one again. So an owner's engine knows a hand-off by a serial
-of this node's own, new for every Opened: what it says about one that is over meets no other.
+A reader chooses its ids, and may reuse one. So an owner's engine identifies a hand-off by a serial
+of this node, new for every Opened. A command about an ended hand-off then never affects another.
 """
 
 from typing import Protocol, TypeAlias
@@ -28,7 +28,7 @@ Ints = NDArray[np.int32]
 
 
 class OpenHandoff(msgspec.Struct, frozen=True):
-    """Ask `owner`, a paired instance, for `source`. Lost follows if it is gone.
+    """A request to `owner`, a paired instance, for `source`. Lost follows if the owner is gone.
 
     weights: that this node computes with.
     """
@@ -41,9 +41,10 @@ class OpenHandoff(msgspec.Struct, frozen=True):
 
 
 class GrantHandoff(msgspec.Struct, frozen=True):
-    """Destination pages of what `PageTables.handed_over` says, table after table; of WEIGHTS one
-    for each piece. The engine holds them for "read" until ReadsEnded. Of a running request, and of
-    a PREFIX, there are `PageTables.room_pages`; those that its tokens take are the first ones."""
+    """Destination pages for the tables of `PageTables.handed_over`, table after table. WEIGHTS has
+    one page for each piece. The engine holds them for "read" until ReadsEnded. A running request
+    and a PREFIX have `PageTables.room_pages` pages. Their tokens use the first ones.
+    """
 
     id: HandoffId
     prefix_tokens: int
@@ -52,16 +53,18 @@ class GrantHandoff(msgspec.Struct, frozen=True):
 
 
 class CancelHandoff(msgspec.Struct, frozen=True):
-    """Give the attempt up, whatever its state. Neither Held nor Lost follows; ReadsEnded does
-    if it was granted."""
+    """Cancellation of an attempt in any state. Neither Held nor Lost follows. ReadsEnded does if it
+    was granted.
+    """
 
     id: HandoffId
     reason: str
 
 
 class AskToForget(msgspec.Struct, frozen=True):
-    """KV of these tokens that `owner` gave made logits that are no numbers. It is told, if it is
-    paired still."""
+    """A report to `owner`, if it is still paired, that KV of these tokens, which it gave, led to
+    NaN or Inf logits.
+    """
 
     owner: int
     token_ids: Ints
@@ -81,7 +84,7 @@ class OwnerUp(msgspec.Struct, frozen=True):
 
 
 class OwnerRate(msgspec.Struct, frozen=True):
-    """The link of a paired owner has been measured again."""
+    """A new measurement of the link to a paired owner."""
 
     owner: int
     address: str
@@ -89,7 +92,7 @@ class OwnerRate(msgspec.Struct, frozen=True):
 
 
 class OwnerDown(msgspec.Struct, frozen=True):
-    """Every hand-off that is open with it is reported Lost next."""
+    """A lost owner. Every open hand-off with it is reported Lost next."""
 
     owner: int
     address: str
@@ -103,7 +106,7 @@ class HandoffAdmitted(msgspec.Struct, frozen=True):
 
 
 class FirstToken(msgspec.Struct, frozen=True):
-    """Comes before the pages have landed; at most once per id."""
+    """The first token. Comes before the pages have landed, at most once per id."""
 
     id: HandoffId
     token: int
@@ -115,26 +118,30 @@ class FirstToken(msgspec.Struct, frozen=True):
 
 
 class Held(msgspec.Struct, frozen=True):
-    """All pages have landed and the owner held them throughout: the request may join a batch."""
+    """A completed hand-off: all pages have landed and the owner held them throughout. The request
+    may join a batch.
+    """
 
     id: HandoffId
-    landed: float = 0.0  # time.monotonic() when the last page had
-    num_tokens: int = 0  # that have KV; of a PREFIX fewer, perhaps, than were asked for
+    landed: float = 0.0  # time.monotonic() when the last page had landed
+    num_tokens: int = 0  # with KV; for a PREFIX possibly fewer than were requested
 
 
 class Lost(msgspec.Struct, frozen=True):
-    """The attempt is over without its pages. A later event about this id is only ReadsEnded."""
+    """A failed attempt, without its pages. A later event about this id can only be ReadsEnded."""
 
     id: HandoffId
     reason: str
     retryable: bool  # False: another owner would refuse it as well
-    engine_died: bool = False  # the owner's, which may have been computing it
-    may_return: bool = False  # the owner: its stream is over, another one may come
-    retry_after_s: float = 0.0  # above 0.0: the owner's queue is too long, and until when
+    engine_died: bool = False  # the owner's engine, which may have been computing it
+    may_return: bool = False  # the owner may: its stream ended, another one may come
+    retry_after_s: float = 0.0  # above 0.0: the owner's queue is too long until then
 
 
 class ReadsEnded(msgspec.Struct, frozen=True):
-    """No byte of this attempt can land any more: drop the "read" hold. Exactly once per grant."""
+    """The end of all reads of this attempt: no byte can land any more, so the engine drops the
+    "read" hold. Exactly once per grant.
+    """
 
     id: HandoffId
 
@@ -149,9 +156,10 @@ class Admit(msgspec.Struct, frozen=True):
 
 
 class Publish(msgspec.Struct, frozen=True):
-    """Token range [start, end) is final in these pages, as `PageTables.spans` has them, one after
-    the other. The engine holds them for "publication" until HandoffDropped; ranges of one hand-off
-    follow each other from its prefix_tokens on."""
+    """A token range [start, end) that is final in these pages, which are concatenated in the order
+    of `PageTables.spans`. The engine holds them for "publication" until HandoffDropped. The ranges
+    of one hand-off follow each other, from its prefix_tokens on.
+    """
 
     serial: int
     start: int
@@ -166,19 +174,19 @@ class Publish(msgspec.Struct, frozen=True):
 
 
 class FailHandoff(msgspec.Struct, frozen=True):
-    """The owner gives the hand-off up. HandoffDropped follows."""
+    """The owner's decision to fail the hand-off. HandoffDropped follows."""
 
     serial: int
     reason: str
     retryable: bool
-    retry_after_s: float = 0.0  # above 0.0: the queue here is too long, and until when
+    retry_after_s: float = 0.0  # above 0.0: the queue here is too long until then
 
 
 # Events to an owner's engine -------------------------------------------------------------------
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """A reader asks for `source`.
+    """A reader's request for `source`.
 
     id: for logs.
     weights: that the reader computes with.
@@ -194,13 +202,14 @@ class Opened(msgspec.Struct, frozen=True):
 class Granted(msgspec.Struct, frozen=True):
     serial: int
     prefix_tokens: int
-    room_tokens: int = 0  # LIVE: what is published may have so many tokens
-    gib_per_s: float = 0.0  # LIVE: of the reader's link, as it says; 0.0: not known
+    room_tokens: int = 0  # LIVE: maximum number of published tokens
+    gib_per_s: float = 0.0  # LIVE: of the reader's link, as the reader reports it; 0.0: unknown
 
 
 class HandoffDropped(msgspec.Struct, frozen=True):
-    """The hand-off is off the owner's books: drop its "publication" holds, compute no more of it.
-    Exactly once per Opened, and the last event about its serial."""
+    """The end of a hand-off at the owner. The engine drops its "publication" holds and stops
+    computing it. Exactly once per Opened, and the last event about its serial.
+    """
 
     serial: int
     id: HandoffId  # for logs
@@ -209,8 +218,9 @@ class HandoffDropped(msgspec.Struct, frozen=True):
 
 
 class AskedToForget(msgspec.Struct, frozen=True):
-    """A reader says that KV of these tokens which this node gave made logits that are no numbers.
-    It may be wrong."""
+    """A reader's report that KV of these tokens, which this node gave, led to NaN or Inf logits.
+    The report may be wrong.
+    """
 
     token_ids: Ints
     namespace: Namespace
@@ -220,7 +230,9 @@ class AskedToForget(msgspec.Struct, frozen=True):
 
 
 class ComputesWith(msgspec.Struct, frozen=True):
-    """The node has other weights: its pairs end, and it pairs with those that have these."""
+    """A new weight version. The node's pairs end, and it pairs with nodes that have the
+    same one.
+    """
 
     weights: WeightsId
 
@@ -236,20 +248,21 @@ NodeEvent: TypeAlias = ReaderEvent | OwnerEvent
 
 
 class ReaderCommands(Protocol):
-    """Where the hand-offs that a node takes are told of. Never blocks."""
+    """The port for commands about hand-offs that this node receives. Never blocks."""
 
     def post(self, command: ReaderCommand) -> None: ...
 
 
 class OwnerCommands(Protocol):
-    """Where the hand-offs that a node gives are told of. Never blocks."""
+    """The port for commands about hand-offs that this node gives. Never blocks."""
 
     def post(self, command: OwnerCommand) -> None: ...
 
 
 class NodePort(Protocol):
     """The transfer thread of a node that is reader and owner, as its engine thread sees it. Neither
-    call ever blocks."""
+    call ever blocks.
+    """
 
     def post(self, command: NodeCommand) -> None: ...
 

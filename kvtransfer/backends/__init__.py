@@ -1,1 +1,1 @@
-"""Ways to move pages from an owner's memory into a reader's, behind the contract in base.py."""
+"""Backends that move pages from an owner's memory into a reader's. base.py has the contract."""

@@ -1,7 +1,8 @@
-"""What torch does not offer of a GPU: memory shared between processes, and what joins two devices.
+"""GPU functions that torch does not offer: memory shared between processes, and device topology.
 
-Straight to the driver's library and to NVML's, which are wherever a GPU is. Knows addresses and
-ordinals, not whose memory it is. Every function may raise TransferError with the driver's words.
+Calls the driver's library and NVML directly. Both exist wherever a GPU does. This module knows
+addresses and ordinals, not owners of memory. Every function may raise TransferError with the
+driver's message.
 """
 
 import ctypes
@@ -25,23 +26,24 @@ class _Handle(ctypes.Structure):
 
 
 def use(index: int) -> None:
-    """Makes the calling thread one whose calls are for that device, as torch's own calls do only
-    when they need it and UCX's do not at all."""
+    """Make that device current for the calling thread's calls. torch's own calls do so only when
+    they need it, and UCX's never do.
+    """
     _call("cuCtxSetCurrent", ctypes.c_void_p(_primary_context(index)))
 
 
 def device_uuid(index: int) -> bytes:
-    """UUID_BYTES that name the device on this host and on every other."""
+    """Return UUID_BYTES that name the device uniquely across hosts."""
     found = (ctypes.c_ubyte * UUID_BYTES)()
     _call("cuDeviceGetUuid", found, _device(index))
     return bytes(found)
 
 
 def share(address: int) -> tuple[bytes, int]:
-    """Lets other processes of this host map the allocation that this address is in.
+    """Let other processes of this host map the allocation that contains this address.
 
     Returns:
-        (HANDLE_BYTES for `map_shared`, the address' offset in the allocation).
+        (HANDLE_BYTES for `map_shared`, the offset of the address in the allocation).
     """
     base, num_bytes = ctypes.c_uint64(), ctypes.c_size_t()
     _call(
@@ -56,8 +58,9 @@ def share(address: int) -> tuple[bytes, int]:
 
 
 def map_shared(handle: bytes) -> int:
-    """Maps another process' allocation for the device in use, and returns its address. It stays
-    allocated, even if that process ends, until it is unmapped as often as it was mapped."""
+    """Map another process' allocation for the device in use, and return its address. The memory
+    stays allocated, even if that process ends, until it is unmapped as often as it was mapped.
+    """
     address = ctypes.c_uint64()
     _call(
         "cuIpcOpenMemHandle_v2",
@@ -69,12 +72,12 @@ def map_shared(handle: bytes) -> int:
 
 
 def unmap_shared(address: int) -> None:
-    """Takes one `map_shared` back."""
+    """Undo one `map_shared`."""
     _call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
 
 def read(address: int, num_bytes: int, stream: int) -> bytes:
-    """Of any memory that the device in use reaches. On that stream; blocks."""
+    """Read memory that the device in use reaches, on that stream. Blocks."""
     found = ctypes.create_string_buffer(num_bytes)
     _call(
         "cuMemcpyDtoHAsync_v2",
@@ -88,8 +91,9 @@ def read(address: int, num_bytes: int, stream: int) -> bytes:
 
 
 def joined_by_nvlink(one: bytes, other: bytes) -> bool:
-    """Whether NVML says of two devices, by their UUIDs, that they reach each other over NVLink.
-    False where it cannot tell."""
+    """Return whether NVML reports that two devices, named by UUID, reach each other over NVLink.
+    False if NVML cannot report it.
+    """
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -126,7 +130,7 @@ def _device(index: int) -> ctypes.c_int:
 
 @functools.cache
 def _primary_context(index: int) -> int | None:
-    """torch's own. Kept for as long as the process lives."""
+    """Return torch's own context, retained for as long as the process lives."""
     context = ctypes.c_void_p()
     _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), _device(index))
     return context.value

@@ -1,7 +1,8 @@
-"""What the backends need of the device that a pool is on: its bytes as tensors, copies in order.
+"""Device operations that the backends need: a pool's bytes as tensors, and ordered copies.
 
-`Device` is the seam: `CudaDevice` is the real one, and anything that keeps the same promises may
-stand in for it where there is none. Knows pools as addresses, not whose pages they are.
+`Device` is the seam: `CudaDevice` is the real one, and a test double that keeps the same promises
+may replace it on machines without a GPU. Pools are known as addresses, not by the owner of their
+pages.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,27 +22,29 @@ Direction = Literal["to host", "to device"]
 
 
 class DeviceFailure(TransferError):
-    """The device did not do what it was told to. Nothing is known of the memory concerned."""
+    """A failed device operation. The content of the memory concerned is unknown."""
 
 
 class Mark(Protocol):
-    """The copies that had been added to a queue when it was made."""
+    """A point in a copy queue: all copies that were added before the mark was made."""
 
     def wait(self) -> None:
-        """Blocks until all of them have landed.
+        """Block until all of them have landed.
 
         Raises:
-            DeviceFailure: one of them has not.
+            DeviceFailure: one of them failed.
         """
         ...
 
 
 class CopyQueue(Protocol):
-    """Copies in the order in which they are added. Any thread may add; all share the order."""
+    """Copies that run in the order in which they are added. Any thread may add. All threads share
+    the order.
+    """
 
     def add(self, copies: Callable[[], object]) -> None:
-        """Runs `copies`, or lets the device run what it enqueues, now or later: whatever it
-        touches stays as it is, and alive, until a later mark has been waited for.
+        """Run `copies`, or let the device run what it enqueues, now or later. Memory that it uses
+        must stay alive and unchanged until a later mark has been waited for.
 
         Raises:
             DeviceFailure: it could not be enqueued.
@@ -52,7 +55,7 @@ class CopyQueue(Protocol):
 
 
 class DeviceScratch(Protocol):
-    """Pages on the device that hold nothing of anybody. Freed with the object."""
+    """Scratch pages on the device, which hold no request's data. Freed with the object."""
 
     @property
     def pool(self) -> PagePool: ...
@@ -60,43 +63,47 @@ class DeviceScratch(Protocol):
 
 class Device(Protocol):
     """One device, for any number of pools on it. Everything but `queue` may raise TransferError:
-    the memory is not there, or not the device's."""
+    the memory does not exist, or belongs to another device.
+    """
 
     def use(self) -> None:
-        """Makes the calling thread one whose calls are for this device, also those that name none,
-        as waiting for a mark or asking for pinned memory. Every thread that has to do with the
-        device calls it first: such a call would else make a context on GPU 0, some hundred MiB."""
+        """Make this device current for the calling thread, also for calls that name no device, such
+        as waiting for a mark or allocating pinned memory. Every thread that uses the device calls
+        it first: otherwise such a call would create a context of some hundred MiB on GPU 0.
+        """
         ...
 
     def view(self, pool: PagePool) -> Tensor:
-        """uint8 [num_pages, page_bytes], the pool's own bytes. Keeps nothing alive."""
+        """Return uint8 [num_pages, page_bytes], the pool's own bytes. Keeps nothing alive."""
         ...
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Memory of the device for copies, and for nothing else."""
+        """Allocate device memory, for copies only."""
         ...
 
     def empty_host(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Host memory that the device copies from and into by itself."""
+        """Allocate host memory that the device can copy from and into directly."""
         ...
 
     def scratch(self, page_bytes: int) -> DeviceScratch: ...
 
     def queue(self, direction: Direction) -> CopyQueue:
-        """The same one for everybody who asks for that direction."""
+        """Return the queue of that direction. All callers share it."""
         ...
 
 
 class CudaDevice:
     """A CUDA device of this process.
 
-    It has one stream for each direction and makes no others: torch hands streams out of a pool of
-    32 in turn, so that one made for every connection would sooner or later be the forwards' own.
-    They are of the high priority, whose pool the forwards do not use.
+    It has one stream for each direction and makes no others. torch hands streams out of a pool of
+    32 in turn, so a stream for every connection would sooner or later be one that a forward uses.
+    Both have high priority, whose pool the forwards do not use.
     """
 
     def __init__(self, name: str) -> None:
-        """Raises TransferError where there is no such device. `name` is "cuda" or "cuda:N"."""
+        """Open the device. `name` is "cuda" or "cuda:N". Raises TransferError if it does
+        not exist.
+        """
         index = int(name.partition(":")[2] or 0)
         if index >= torch.cuda.device_count():
             raise TransferError(f"this process has no {name}")
@@ -114,13 +121,13 @@ class CudaDevice:
         shape = (pool.num_pages, pool.page_bytes)
         with _failures(f"no memory of {self._device}"):
             tensor = torch.as_tensor(_CudaArray(pool.base, shape), device=self._device)
-        if tensor.data_ptr() != pool.base:  # copied, because it is another device's
+        if tensor.data_ptr() != pool.base:  # torch copied it, because it is another device's
             raise TransferError(f"no memory of {self._device}")
         return tensor
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        # Of either stream: torch gives freed memory to that stream's next user at once, and who
-        # asked for it has waited for its own marks by then.
+        # Either stream would do: torch gives freed memory to that stream's next user at once, and
+        # the previous user has waited for its own marks by then.
         with _failures(f"no memory on {self._device}"), self._queues["to device"].current():
             return torch.empty(shape, dtype=dtype, device=self._device)
 
@@ -139,21 +146,23 @@ class CudaDevice:
         return self._queues[direction]
 
     def read(self, address: int, num_bytes: int) -> bytes:
-        """Of any memory that this device reaches. Blocks, in a thread that uses the device."""
+        """Read memory that this device reaches. Blocks. The calling thread must have
+        called `use`.
+        """
         return cuda_driver.read(address, num_bytes, self._queues["to host"].stream)
 
     def write(self, pool: PagePool, values: Tensor) -> None:
-        """The first bytes of a pool. `values` is uint8, in host memory. Blocks."""
+        """Write the first bytes of a pool. `values` is uint8, in host memory. Blocks."""
         queue = self._queues["to device"]
         queue.add(partial(self.view(pool).view(-1)[: len(values)].copy_, values))
         queue.mark().wait()
 
     def synchronise(self) -> None:
-        """Blocks until the device has done all that this process has asked of it so far, on
-        whichever stream, also on streams that exist no more.
+        """Block until the device has finished all work of this process, on all streams, including
+        streams that no longer exist.
 
         Raises:
-            DeviceFailure: it cannot.
+            DeviceFailure: the device failed.
         """
         with _failures(f"{self._device} has failed"):
             torch.cuda.synchronize(self._device)
@@ -161,7 +170,7 @@ class CudaDevice:
 
 @cache
 def cuda_device(name: str) -> CudaDevice:
-    """The device of that name. Raises TransferError where there is none."""
+    """Return the device of that name. Raises TransferError if it does not exist."""
     return CudaDevice(name)
 
 
@@ -171,7 +180,7 @@ class _CudaQueue:
 
     @property
     def stream(self) -> int:
-        """The driver's handle of it."""
+        """Return the driver's handle of the stream."""
         handle: int = self._stream.cuda_stream
         return handle
 
@@ -208,7 +217,7 @@ class _CudaScratch:
 
 
 class _CudaArray:
-    """Memory at an address, as torch takes it from others without a copy."""
+    """Memory at an address, in the form that torch imports without a copy."""
 
     def __init__(self, address: int, shape: tuple[int, int]) -> None:
         self.__cuda_array_interface__ = {
@@ -222,7 +231,7 @@ class _CudaArray:
 
 @contextmanager
 def _failures(what: str) -> Iterator[None]:
-    """torch raises RuntimeError and its children for everything that a device refuses."""
+    """Turn RuntimeError, which torch raises for every device failure, into DeviceFailure."""
     try:
         yield
     except RuntimeError as error:

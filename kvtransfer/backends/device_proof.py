@@ -1,12 +1,12 @@
-"""Proof that a reader's device reaches the memory of an owner's, and the hold on that memory.
+"""Proof that a reader's device reaches an owner's memory, and the mapping of that memory.
 
-The owner writes random bytes into its scratch pages and tells them, with handles of its memory,
-over the pair stream. A reader that maps the memory behind the handles and finds the same bytes
-there is on the same host, may map it, and its device reaches it.
+The owner writes random bytes into its scratch pages and sends them, with handles of its memory,
+over the pair stream. A reader maps the memory behind the handles. If it finds the same bytes there,
+it is on the same host, may map the memory, and its device reaches it.
 
-The mappings are kept for as long as the connection: UCX maps memory for each of its reads and
-keeps nothing mapped (agent.py), which costs little only where it is mapped already. When the
-connection closes nothing is left of it, so that the memory of an owner that died is free again.
+The mappings are kept as long as the connection. UCX maps memory for each of its reads and keeps
+nothing mapped (agent.py), which is cheap only if the memory is mapped already. When the connection
+closes, all mappings end, so the memory of a dead owner is free again.
 """
 
 import contextlib
@@ -36,13 +36,15 @@ class SharedMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def at(cls, address: int) -> "SharedMemory":
-        """Of this process' device in use. Raises TransferError where it cannot be shared."""
+        """Share an address of this process' current device. Raises TransferError if that fails."""
         handle, offset = cuda_driver.share(address)
         return cls(handle, offset)
 
 
 class DevicePlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where the owner's pool and scratch pages lie, and what the scratch pages begin with."""
+    """The location of the owner's pool and scratch pages, and the first bytes of the
+    scratch pages.
+    """
 
     process: Place
     device_uuid: Annotated[
@@ -54,10 +56,10 @@ class DevicePlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DeviceEvidence:
-    """An owner's. It counts for as long as the object and both memories live."""
+    """The owner's evidence. It is valid as long as the object and both memories live."""
 
     def __init__(self, pool: PagePool, scratch: PagePool) -> None:
-        """Raises TransferError where the memory cannot be shared, or no agent can be made."""
+        """Raise TransferError if the memory cannot be shared or no agent can be made."""
         check_shared_memory()
         device = cuda_device(pool.device)
         device.use()
@@ -80,10 +82,10 @@ class DeviceEvidence:
 
 
 class MappedMemory:
-    """A reader's hold on an owner's pool and scratch pages. For one thread."""
+    """A reader's mapping of an owner's pool and scratch pages. For one thread."""
 
     def __init__(self, told: bytes, metadata: bytes, pool: PagePool) -> None:
-        """Raises TransferError where that memory cannot be reached from the pool's device."""
+        """Map the memory. Raises TransferError if it cannot be reached from the pool's device."""
         place = parse_description("cuda_ipc", told, DevicePlace)
         check_shared_memory()
         prove_same_host(place.process, metadata)
@@ -104,8 +106,8 @@ class MappedMemory:
         self.path = "nvlink" if nvlink else "cuda_ipc"
 
     def close(self) -> None:
-        """Lets the memory go. Nothing may read it any more. Idempotent."""
+        """Unmap the memory. No read may use it any more. Idempotent."""
         while self._mapped:
-            # What a dead owner has left cannot always be unmapped, and harms nobody.
+            # Memory of a dead owner cannot always be unmapped, which is harmless.
             with contextlib.suppress(TransferError):
                 cuda_driver.unmap_shared(self._mapped.pop())

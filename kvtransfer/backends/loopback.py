@@ -1,6 +1,6 @@
-"""A data path inside one process, for tests: the backend object is the whole network.
+"""A data path inside one process, for tests. The backend object is the whole network.
 
-It copies between two pools of this process, refuses what is not published, and each owner has
+It copies between two pools of this process and refuses pages that are not published. Each owner has
 a `faults` object with which a test delays, freezes, cuts or fails the copies made from it.
 """
 
@@ -29,13 +29,14 @@ from kvtransfer.backends.publications import Publications
 from kvtransfer.backends.scratch import Scratch, measure
 
 _DESCRIPTION = struct.Struct("<QQ")  # the owner's instance, and the reader
-_PART_BYTES = 4 << 20  # between two looks at whether the connection has ended
+_PART_BYTES = 4 << 20  # bytes copied between two checks whether the connection has ended
 
 
 class Faults:
-    """What befalls the copies from one owner. Any thread.
+    """Faults injected into the copies from one owner. Any thread.
 
-    A copy lands its first half of pages, rests where it is delayed or frozen, then lands the rest.
+    A copy lands the first half of its pages, pauses if it is delayed or frozen, then lands the
+    rest.
     """
 
     def __init__(self) -> None:
@@ -47,12 +48,14 @@ class Faults:
         self._num_corrupt = 0
 
     def delay(self, seconds: float) -> None:
-        """Every copy from now on rests this long in its middle."""
+        """Make every later copy pause this long between its halves."""
         with self._changed:
             self._delay_s = seconds
 
     def freeze(self) -> None:
-        """Copies stay in their middle until `release`, or until their connection is stopped."""
+        """Make copies pause between their halves until `release`, or until their connection is
+        stopped.
+        """
         with self._changed:
             self._frozen = True
 
@@ -62,22 +65,22 @@ class Faults:
             self._changed.notify_all()
 
     def wait_until_resting(self, num_copies: int, timeout_s: float) -> bool:
-        """Waits until so many copies are delayed or frozen in their middle."""
+        """Wait until so many copies are delayed or frozen between their halves."""
         with self._changed:
             return self._changed.wait_for(lambda: self._num_resting >= num_copies, timeout_s)
 
     def fail_next(self, reason: str) -> None:
-        """The next copy without a fault of its own raises before a byte has landed."""
+        """Make the next copy without another fault raise before any byte has landed."""
         with self._changed:
             self._scripted.append((reason, False))
 
     def truncate_next(self, reason: str) -> None:
-        """Likewise, but half of its pages have landed."""
+        """Make the next copy without another fault raise after half of its pages have landed."""
         with self._changed:
             self._scripted.append((reason, True))
 
     def corrupt_next(self) -> None:
-        """A byte of the first page of the next copy that lands whole changes on its way."""
+        """Change one byte in the first page of the next copy that lands completely."""
         with self._changed:
             self._num_corrupt += 1
 
@@ -92,7 +95,7 @@ class Faults:
             return self._scripted.popleft() if self._scripted else None
 
     def rest(self, ended: threading.Event) -> None:
-        """Where a copy stays between its halves. `ended` is set before `wake` is called."""
+        """Pause a copy between its halves. `ended` is set before `wake` is called."""
         with self._changed:
             self._num_resting += 1
             self._changed.notify_all()
@@ -182,7 +185,9 @@ class LoopbackConnection:
         self._owner.faults.wake()
 
     def end(self) -> None:
-        """The owner has gone: waits for the part that is being landed, as its pool may go."""
+        """Stop because the owner has ended. Waits for the part in progress, as its pool may go
+        away.
+        """
         self.stop()
         with self._copying:
             pass
@@ -216,7 +221,7 @@ class LoopbackBackend:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._owners: dict[int, LoopbackOwner] = {}
-        # By owner and reader that is admitted there.
+        # By owner and admitted reader.
         self._connections: dict[tuple[int, int], list[LoopbackConnection]] = {}
 
     def serve(self, pool: PagePool, instance: int) -> LoopbackOwner:
@@ -242,24 +247,24 @@ class LoopbackBackend:
             return connection
 
     def admit(self, instance: int, reader: int) -> None:
-        """Lets a reader connect to an owner."""
+        """Allow a reader to connect to an owner."""
         with self._lock:
             self._connections.setdefault((instance, reader), [])
 
     def dismiss(self, instance: int, reader: int) -> None:
-        """Ends the reader's connections to an owner: copies over them raise from now on."""
+        """End the reader's connections to an owner. Copies over them raise from now on."""
         with self._lock:
             connections = self._connections.pop((instance, reader), [])
         for connection in connections:
             connection.stop()
 
     def faults(self, instance: int) -> Faults:
-        """The faults of a live owner."""
+        """Return the faults of a live owner."""
         with self._lock:
             return self._owners[instance].faults
 
     def end(self, instance: int) -> None:
-        """Closes an owner: copies from it raise from now on. Idempotent."""
+        """Close an owner. Copies from it raise from now on. Idempotent."""
         with self._lock:
             self._owners.pop(instance, None)
             readers = [reader for owner, reader in self._connections if owner == instance]

@@ -1,11 +1,11 @@
-"""Proof that one process can copy another's host memory, before a byte of KV depends on it.
+"""Proof that one process can copy another's host memory, before any KV depends on it.
 
-The owner keeps random bytes in its memory and tells them, with their address, over the pair
-stream. A reader that finds the same bytes there with process_vm_readv is on the same host, means
-the same process by that id (a pid of another namespace is another process), and is permitted.
+The owner keeps random bytes in its memory and sends them, with their address, over the pair stream.
+A reader that finds the same bytes there with process_vm_readv is on the same host, has the right
+process for that id (in another namespace, a pid is another process), and has permission.
 
-Behind them lies a digest of the metadata of the owner's agent: UCX ends the process that is given
-some forgeries of it, so none is believed that a process of this host does not vouch for.
+Behind them lies a digest of the metadata of the owner's agent. UCX ends the process on some forged
+metadata, so only metadata that a process of this host vouches for is used.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ _Namespace = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where the owner's nonce lies, the digest behind it, and what the nonce is."""
+    """The location of the owner's nonce and of the digest behind it, and the nonce itself."""
 
     boot_id: Annotated[str, msgspec.Meta(max_length=64)]
     namespaces: Annotated[tuple[_Namespace, ...], msgspec.Meta(max_length=len(_NAMESPACES))]
@@ -41,8 +41,9 @@ class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Nonce:
-    """Random bytes in this process and a digest. They stay where they are for as long as the
-    object lives."""
+    """Random bytes and a digest in this process. Their address is stable as long as the object
+    lives.
+    """
 
     def __init__(self, metadata: bytes) -> None:
         self._nonce = os.urandom(_NONCE_BYTES)
@@ -59,10 +60,10 @@ class Nonce:
 
 
 class HostEvidence:
-    """An owner's. It counts for as long as the object lives."""
+    """The owner's evidence. It is valid as long as the object lives."""
 
     def __init__(self, pool: PagePool, scratch: PagePool) -> None:
-        """Raises TransferError where no agent can be made."""
+        """Raise TransferError if no agent can be made."""
         check_shared_memory()
 
     def tell(self, metadata: bytes) -> bytes:
@@ -71,21 +72,21 @@ class HostEvidence:
 
 
 class SameHost:
-    """A reader's finding that the owner's memory can be read directly."""
+    """The reader's proof that the owner's memory can be read directly."""
 
     path = "cma"
 
     def __init__(self, told: bytes, metadata: bytes, pool: PagePool) -> None:
-        """Raises TransferError where it cannot."""
+        """Raise TransferError if it cannot."""
         check_shared_memory()
         prove_same_host(parse_description("cma", told, Place), metadata)
 
     def close(self) -> None:
-        """Nothing to do: it holds nothing."""
+        """Do nothing: it holds nothing."""
 
 
 def check_shared_memory() -> None:
-    """Raises TransferError where this process' agents have no memory to meet others in."""
+    """Raise TransferError if this process' agents have no shared memory in which to meet others."""
     try:
         state = os.statvfs(_SHARED_MEMORY)
     except OSError as error:
@@ -100,8 +101,9 @@ def check_shared_memory() -> None:
 
 
 def prove_same_host(place: Place, metadata: bytes) -> None:
-    """Raises TransferError where that memory cannot be read directly, or that metadata is not the
-    owner's."""
+    """Raise TransferError if that memory cannot be read directly, or the metadata is not the
+    owner's.
+    """
     if place.boot_id != _boot_id():
         raise TransferError("the owner is on another host")
     if place.namespaces != (ours := _namespaces()):
@@ -138,7 +140,7 @@ def _digest(metadata: bytes) -> bytes:
 
 
 def _namespaces() -> tuple[str, ...]:
-    """Such as ("pid:[4026531836]", "ipc:[4026531839]")."""
+    """Return this process' namespaces, such as ("pid:[4026531836]", "ipc:[4026531839]")."""
     return tuple(os.readlink(f"/proc/self/ns/{name}") for name in _NAMESPACES)
 
 

@@ -1,6 +1,6 @@
-"""Which pages which reader may read, for the backends whose owner serves each read itself.
+"""Publications of pages to readers, for backends whose owner serves each read itself.
 
-Knows numbers of readers and page ids, not hand-offs. Any thread.
+Knows reader numbers and page ids, not hand-offs. Any thread.
 """
 
 import threading
@@ -12,7 +12,9 @@ from kvtransfer.backends.base import Ints, first_outside
 
 
 class Publications:
-    """Counts of publications by reader and page. Costs 4 bytes a page per reader that has any."""
+    """Counts of publications by reader and page. Costs 4 bytes a page for each reader
+    that has any.
+    """
 
     def __init__(self, num_pages: int) -> None:
         self._num_pages = num_pages
@@ -21,7 +23,7 @@ class Publications:
         self._lock = threading.Lock()
 
     def publish(self, reader: int, pages: Ints) -> None:
-        """Adds one publication of each; pages are distinct within a call."""
+        """Add one publication of each page. Pages are distinct within a call."""
         with self._lock:
             if reader not in self._counts:
                 self._counts[reader] = np.zeros(self._num_pages, np.int32)
@@ -30,10 +32,10 @@ class Publications:
             self._totals[reader] += len(pages)
 
     def withdraw(self, reader: int, pages: Ints) -> None:
-        """Takes one publication of each back; pages are distinct within a call.
+        """Remove one publication of each page. Pages are distinct within a call.
 
         Raises:
-            EngineFault: one of them is not published to this reader.
+            EngineFault: a page is not published to this reader.
         """
         with self._lock:
             if not len(pages):
@@ -47,13 +49,13 @@ class Publications:
                 del self._counts[reader], self._totals[reader]
 
     def forget(self, reader: int) -> None:
-        """Takes all that is published to this reader back."""
+        """Remove all publications to this reader."""
         with self._lock:
             self._counts.pop(reader, None)
             self._totals.pop(reader, None)
 
     def first_refused(self, reader: int, pages: Ints) -> int | None:
-        """The first of these pages that this reader may not read now."""
+        """Return the first of these pages that this reader may not read now, or None."""
         if not len(pages):
             return None
         if (outside := first_outside(pages, self._num_pages)) is not None:

@@ -1,8 +1,7 @@
-"""Which network ports of this machine can do RDMA, which of them agents may use, and what two
-ends make of it.
+"""RDMA ports of this machine: which are active, which agents may use, and the proof of the path.
 
-There is nothing to compare between two hosts before they talk. The proof of this path is that its
-agents have no other: without a transport for sockets, a read over them is RDMA or fails.
+Before two hosts communicate there is nothing to compare. The proof of this path is that its agents
+have no other one: without a transport for sockets, a read is RDMA or fails.
 """
 
 import os
@@ -19,13 +18,13 @@ _ACTIVE = "4: ACTIVE"
 
 
 class RdmaPorts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The owner's, for messages: UCX finds out which of them reach each other."""
+    """The owner's ports, for messages. UCX determines which of them reach each other."""
 
     ports: Annotated[tuple[str, ...], msgspec.Meta(min_length=1, max_length=256)]
 
 
 def active_ports() -> tuple[str, ...]:
-    """Such as ("mlx5_0/1",). Raises TransferError where there is none."""
+    """Return the active ports, such as ("mlx5_0/1",). Raises TransferError if there is none."""
     states = sorted(DEVICES.glob("*/ports/*/state"))
     ports = tuple(
         f"{state.parts[-4]}/{state.parts[-2]}"
@@ -38,18 +37,19 @@ def active_ports() -> tuple[str, ...]:
 
 
 def devices() -> str:
-    """For UCX_NET_DEVICES: what the user has chosen, or else every active port, such as
-    "mlx5_0:1,mlx5_1:1". Raises TransferError where there is none."""
+    """Return the value for UCX_NET_DEVICES: the user's choice, or every active port, such as
+    "mlx5_0:1,mlx5_1:1". Raises TransferError if there is none.
+    """
     ports = active_ports()
     chosen = os.environ.get("UCX_NET_DEVICES", "all")
     return chosen if chosen != "all" else ",".join(port.replace("/", ":") for port in ports)
 
 
 class RdmaEvidence:
-    """An owner's."""
+    """The owner's evidence: its active ports."""
 
     def __init__(self, pool: PagePool, scratch: PagePool) -> None:
-        """Raises TransferError where there is no port."""
+        """Raise TransferError if no port is active."""
         self._ports = RdmaPorts(active_ports())
 
     def tell(self, metadata: bytes) -> bytes:
@@ -57,14 +57,14 @@ class RdmaEvidence:
 
 
 class RdmaPath:
-    """A reader's. Nothing is proved before the agents meet."""
+    """The reader's end. Nothing is proved before the agents meet."""
 
     path = "rdma"
 
     def __init__(self, told: bytes, metadata: bytes, pool: PagePool) -> None:
-        """Raises TransferError where there is no port."""
+        """Raise TransferError if no port is active."""
         parse_description("rdma", told, RdmaPorts)
         active_ports()
 
     def close(self) -> None:
-        """Nothing to do: it holds nothing."""
+        """Do nothing: it holds nothing."""

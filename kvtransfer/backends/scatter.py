@@ -1,8 +1,8 @@
-"""Whole pages between a blocking stream socket and memory, without a copy in Python.
+"""Transfer of whole pages between a blocking stream socket and memory, without a copy in Python.
 
-Knows addresses and sockets, not whose pages they are nor what frames surround them. The pages of
-one call become one iovec each, picked from a table with numpy, so that the cost per page is the
-kernel's and not the interpreter's (the socket methods of Python need a memoryview per page).
+Knows addresses and sockets, not page owners or the frames around pages. The pages of one call
+become one iovec each, picked from a table with numpy, so that the cost per page is the kernel's and
+not the interpreter's (Python's socket methods need a memoryview per page).
 """
 
 import ctypes
@@ -35,8 +35,9 @@ class PageTable:
         self._vectors[:, 1] = pool.page_bytes
 
     def vectors(self, pages: Ints, head: bytearray) -> Vectors:
-        """Of `head` and then these pages, in their order. The pages must be in the pool's range,
-        and `head` must live for as long as the vectors are used."""
+        """Return the iovecs of `head` and then of these pages, in order. The pages must be in the
+        pool's range, and `head` must live for as long as the vectors are used.
+        """
         vectors = np.empty((len(pages) + 1, 2), np.uint64)
         vectors[0] = address_of(head), len(head)
         self._vectors.take(pages, axis=0, out=vectors[1:], mode="clip")
@@ -44,7 +45,7 @@ class PageTable:
 
 
 def address_of(memory: Any) -> int:
-    """Of a writable buffer."""
+    """Return the address of a writable buffer."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
@@ -74,7 +75,7 @@ _view.restype = ctypes.py_object
 
 
 def send_vectors(connection: socket.socket, vectors: Vectors, num_bytes: int) -> None:
-    """Sends all num_bytes of it; `shutdown` from another thread ends the call.
+    """Send all num_bytes of the vectors. `shutdown` from another thread ends the call.
 
     Raises:
         OSError: the connection is gone.
@@ -83,7 +84,7 @@ def send_vectors(connection: socket.socket, vectors: Vectors, num_bytes: int) ->
 
 
 def receive_vectors(connection: socket.socket, vectors: Vectors, num_bytes: int) -> None:
-    """Fills all num_bytes of it; `shutdown` from another thread ends the call.
+    """Fill all num_bytes of the vectors. `shutdown` from another thread ends the call.
 
     Raises:
         OSError: the connection is gone.
@@ -93,8 +94,9 @@ def receive_vectors(connection: socket.socket, vectors: Vectors, num_bytes: int)
 
 
 def receive_before(connection: socket.socket, num_bytes: int, deadline: float) -> bytes:
-    """The next num_bytes, or TimeoutError at the deadline by time.monotonic(). Leaves a timeout
-    set. Raises like `receive_vectors`."""
+    """Receive the next num_bytes. Raises TimeoutError at the deadline by time.monotonic(), and
+    otherwise like `receive_vectors`. Leaves a timeout set on the socket.
+    """
     received = b""
     while len(received) < num_bytes:
         connection.settimeout(max(deadline - time.monotonic(), 1e-3))
@@ -106,7 +108,7 @@ def receive_before(connection: socket.socket, num_bytes: int, deadline: float) -
 
 
 def views(vectors: Vectors) -> Iterator[memoryview]:
-    """The memory that the vectors name, in their order; what lies side by side is one view."""
+    """Yield the memory that the vectors name, in order. Adjacent memory is one view."""
     starts = np.flatnonzero(vectors[1:, 0] != vectors[:-1, 0] + vectors[:-1, 1]) + 1
     starts = np.concatenate(([0], starts))
     sizes = np.add.reduceat(vectors[:, 1], starts)
@@ -138,7 +140,7 @@ def _transfer(
 
 
 def _rest(vectors: Vectors, count: int) -> Vectors:
-    """What is left to transfer after the first count bytes."""
+    """Return the vectors that are left after the first count bytes."""
     ends = np.cumsum(vectors[:, 1])
     first = int(np.searchsorted(ends, count, side="right"))
     rest = vectors[first:].copy()

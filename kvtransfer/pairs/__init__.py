@@ -1,1 +1,1 @@
-"""The streams between fronts, one for each pair of nodes: dialled, served, and what crosses."""
+"""The pair streams between fronts, one for each pair of nodes: dialer, service and wire codec."""

@@ -1,7 +1,7 @@
-"""Records of a pair stream <-> protobuf. Whatever a peer says is checked here, once, before
-anything else sees it: sizes, ranges, and that nothing is left out.
+"""Conversion between records of a pair stream and protobuf.
 
-What a range of tokens may be, or whether an id is known, only the machines can tell.
+All input from a peer is validated here, once, before other code sees it: sizes, ranges, and missing
+fields. Only the state machines can check whether a token range or an id is valid.
 """
 
 import math
@@ -55,7 +55,7 @@ Proto: TypeAlias = pb.FromReader | pb.FromOwner
 
 
 def parse(message: Proto) -> Hello | AnyMessage:
-    """The record of one message. Raises ProtocolViolation where it says what cannot be."""
+    """Return the record of one message. Raises ProtocolViolation if it is invalid."""
     kind = message.WhichOneof("message")
     if kind is None:
         raise ProtocolViolation("a message without content")
@@ -91,7 +91,7 @@ def parse(message: Proto) -> Hello | AnyMessage:
 
 
 def to_proto(record: Hello | AnyMessage, *, as_reader: bool) -> Proto:
-    """The message to send on a stream on which this node is the reader, or the owner."""
+    """Return the message to send on a stream on which this node is the reader, or the owner."""
     wrap = pb.FromReader if as_reader else pb.FromOwner
     match record:
         case Hello():
@@ -135,7 +135,7 @@ def to_proto(record: Hello | AnyMessage, *, as_reader: bool) -> Proto:
 
 
 def last_words(error: ServingError) -> pb.FromOwner:
-    """The owner's, which no record of a hand-off stands for."""
+    """Return the owner's final message on a stream. It belongs to no hand-off."""
     return pb.FromOwner(last_words=said(error))
 
 
@@ -152,7 +152,7 @@ def id_of(
     | pb.Released
     | pb.Failed,
 ) -> HandoffId:
-    """Raises ProtocolViolation if it is none."""
+    """Return the hand-off id. Raises ProtocolViolation if it is invalid."""
     id = body.id
     if not id.attempt:
         raise ProtocolViolation("a hand-off id without its attempt")
@@ -205,7 +205,7 @@ def _hello_proto(record: Hello) -> pb.Hello:
 
 
 def num_tokens_of(body: pb.Open) -> int:
-    """Return the number of tokens that an Open names, before any is looked at."""
+    """Return the number of tokens that an Open names, before the tokens are read."""
     match getattr(body, body.WhichOneof("source") or "", None):
         case pb.Prompt(request=named) | pb.Live(request=named) | (pb.Prefix() as named):
             return len(named.token_ids) // BYTES_PER_TOKEN
@@ -352,7 +352,7 @@ def _ready_proto(record: Ready) -> pb.Ready:
 
 
 def _seconds(field: str, value: float) -> None:
-    if not 0.0 <= value <= MAX_BUDGET_S:  # nor is NaN
+    if not 0.0 <= value <= MAX_BUDGET_S:  # also false for NaN
         raise ProtocolViolation(f"{field} of {value} s")
 
 

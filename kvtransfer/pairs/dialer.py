@@ -1,8 +1,8 @@
-"""The reader's side of KvTransfer: one pair stream to every owner it is told of, for ever.
+"""The reader's side of KvTransfer: maintains one pair stream to each given owner.
 
-Start-up in any order: an address that does not answer is dialled again, sooner after a stream
-that was lost than after a refusal, which only a restart of either node can mend; and at once when
-this node has something else to say of itself.
+Nodes may start in any order. An address that does not answer is dialled again. The wait is shorter
+after a lost stream than after a refusal, which only a restart of either node can fix. The dialer
+dials again immediately when this node's Hello changes.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ from protos import kvtransfer_pb2, kvtransfer_pb2_grpc
 log = logging.getLogger(__name__)
 
 
-# What only somebody's change can mend, as opposed to a node that is not there now.
+# Errors that last until a configuration or a node changes, unlike a node that is not up now.
 _REFUSALS: dict[grpc.StatusCode, type[ServingError]] = {
     grpc.StatusCode.FAILED_PRECONDITION: ProtocolViolation,
     grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
@@ -50,17 +50,16 @@ _REFUSALS: dict[grpc.StatusCode, type[ServingError]] = {
 class DialTimes:
     """Seconds of each wait."""
 
-    first_s: float = 0.2  # after the first failure; doubles from then on
+    first_s: float = 0.2  # after the first failure; doubles with each further one
     longest_s: float = 5.0
     refused_s: float = 30.0
-    # From the dial to the owner's Hello, which is longer than an owner takes at most
-    # (admissions.WAIT_S).
+    # From the dial to the owner's Hello. Longer than an owner may take (admissions.WAIT_S).
     hello_s: float = 15.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Over:
-    """How one attempt at a stream ended."""
+    """The end of one attempt at a stream."""
 
     reason: str
     refused: bool
@@ -68,7 +67,7 @@ class _Over:
 
 
 class PairDialer:
-    """Event loop only."""
+    """Dials owners and keeps their pair streams. Event loop only."""
 
     def __init__(
         self,
@@ -80,7 +79,8 @@ class PairDialer:
     ) -> None:
         """
         Args:
-            make_channel: to an address; with it this node shows who it is, and checks the owner.
+            make_channel: opens a channel to an address, with this node's credentials, and verifies
+                the owner.
         """
         self._streams = streams
         self._metrics = metrics
@@ -91,19 +91,19 @@ class PairDialer:
         self._changed = asyncio.Event()
 
     def dial(self, addresses: frozenset[str]) -> None:
-        """From now on pairs with exactly these owners; streams to others are ended."""
+        """Pair with exactly these owners from now on. Streams to others are ended."""
         self._wanted = addresses
         self._changed.set()
 
     async def run(self) -> None:
-        """Dials until it is cancelled; leaves no stream behind."""
+        """Dial until cancelled. Leaves no stream behind."""
         dialling: dict[str, asyncio.Task[None]] = {}
         changed: asyncio.Task[Any] = asyncio.ensure_future(self._changed.wait())
         try:
             while True:
                 await asyncio.wait({changed, *dialling.values()}, return_when="FIRST_COMPLETED")
                 for task in dialling.values():
-                    if task.done():  # for ever, unless there is a fault of ours in it
+                    if task.done():  # never done, unless there is a bug here
                         task.result()
                 self._changed.clear()
                 changed = asyncio.ensure_future(self._changed.wait())
@@ -124,7 +124,7 @@ class PairDialer:
                 self._metrics.pairing("refused" if over.refused else "failed")
             if over.reason != told:
                 told = over.reason
-                # A node that starts or restarts is no cause for alarm; one that differs is.
+                # A starting or restarting node is expected. A mismatch needs attention.
                 write = self._log.warning if over.refused else self._log.info
                 write("not paired", owner=address, refused=over.refused, because=over.reason)
             if over.lived_s > self._times.longest_s:
@@ -147,14 +147,14 @@ class PairDialer:
                 theirs = await self._hello(call, incoming, ours)
                 up_at = time.monotonic()
                 self._metrics.pairing("up")
-                # By the name that the router uses for it, whatever the owner calls itself.
+                # The router's name for the owner, not the address in its Hello.
                 peer = msgspec.structs.replace(theirs, address=address)
                 with self._streams.opened(peer, as_reader=True) as stream:
                     await stream.outgoing.converse(partial(_write, call), incoming, stream.take)
             except ServingError as ended:
                 error = ended
             except Exception:
-                # Whatever a peer can do to this code, it costs that pair and not the node.
+                # A peer's input may break this pair, but not the node.
                 log.exception("a pair stream failed by a fault of this program")
                 error = NodeUnavailable("internal error; see the log of the reader")
             else:
@@ -181,13 +181,15 @@ class PairDialer:
 
 
 async def _write(call: Any, message: codec.Proto) -> None:
-    """A stream that is over takes nothing any more: whoever reads it learns why."""
+    """Write a message. An ended stream drops it: the reading side receives the reason."""
     with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
         await call.write(message)
 
 
 async def _incoming(call: Any) -> AsyncIterator[kvtransfer_pb2.FromOwner]:
-    """Raises the end of the call as a ServingError, with the owner's own sentence."""
+    """Yield the owner's messages. Raises the end of the call as a ServingError, with the owner's
+    own sentence.
+    """
     try:
         async for message in stream_status.heard(call):
             yield message

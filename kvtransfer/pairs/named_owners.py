@@ -1,19 +1,20 @@
-"""Owners that this node pairs with because somebody has named them: those of the router's list, and
-whoever has been named lately, and not too many. Knows addresses and a dialer."""
+"""The owners that this node pairs with: those on the router's list, and recently named ones up to a
+limit. Knows addresses and a dialer.
+"""
 
 import time
 from collections.abc import Callable, Iterable
 
 MAX_OWNERS = 64
-REMEMBERED_S = 600.0  # since an owner was named last
+REMEMBERED_S = 600.0  # since an owner was last named
 
 
 class NamedOwners:
-    """Event loop only.
+    """The addresses to dial. Event loop only.
 
     Args:
         own_address: this node's, which is not dialled.
-        dial: called with all of them whenever that changes.
+        dial: called with all addresses whenever they change.
     """
 
     def __init__(
@@ -26,16 +27,16 @@ class NamedOwners:
         self._dial = dial
         self._clock = clock
         self._listed: frozenset[str] = frozenset()
-        self._named: dict[str, float] = {}  # by address, when; the latest last
+        self._named: dict[str, float] = {}  # by address: when it was named; latest last
         self._dialled: frozenset[str] = frozenset()
 
     def listed(self, addresses: frozenset[str]) -> None:
-        """These, until there is another list."""
+        """Replace the router's list."""
         self._listed = addresses
         self._dial_wanted()
 
     def name(self, addresses: Iterable[str]) -> None:
-        """Somebody says that there is something to be read there."""
+        """Record that these owners may have something to read."""
         now = self._clock()
         for address in addresses:
             if address != self._own_address:

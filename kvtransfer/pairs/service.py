@@ -1,4 +1,4 @@
-"""The owner's side of KvTransfer: takes pair streams that readers open."""
+"""The owner's side of KvTransfer: serves pair streams that readers open."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -27,13 +27,13 @@ HELLO_S = 5.0
 
 
 class PairService(kvtransfer_pb2_grpc.KvTransferServicer):
-    """Event loop only.
+    """The KvTransfer service. Event loop only.
 
     Args:
         check_ready: raises NodeUnavailable until the engine can pair.
-        check_length: raises InvalidRequest where so many tokens can never be served.
-        on_named: called with the addresses that a reader names with a prompt, where it says that
-            others have part of it.
+        check_length: raises InvalidRequest if so many tokens can never be served.
+        on_named: called with the addresses of other nodes that have part of a prompt, as its reader
+            reports them.
         hello_s: longest wait for a reader's Hello.
     """
 
@@ -54,17 +54,17 @@ class PairService(kvtransfer_pb2_grpc.KvTransferServicer):
         self._draining = False
 
     def register(self, server: grpc.aio.Server, guard: Guard | None = None) -> tuple[str, ...]:
-        """Adds the service to a server; returns its name."""
+        """Add the service to a server. Returns its name."""
         add = kvtransfer_pb2_grpc.add_KvTransferServicer_to_server
         return rpc.add_service(server, add, self, guard)
 
     async def Pair(self, messages: AsyncIterator[kvtransfer_pb2.FromReader], context: Any) -> None:
-        """Carries every hand-off of one reader, until either side ends the stream.
+        """Carry every hand-off of one reader, until either side ends the stream.
 
-        UNAVAILABLE while the node starts or drains; FAILED_PRECONDITION, with every field that
-        differs, to a reader that does not fit, and with a sentence to one that breaks the
-        protocol; PERMISSION_DENIED to one that takes another's instance id; DEADLINE_EXCEEDED to
-        one that does not say Hello.
+        Status codes: UNAVAILABLE while the node starts or drains. FAILED_PRECONDITION if the reader
+        is incompatible (with every field that differs) or breaks the protocol (with a sentence).
+        PERMISSION_DENIED if it uses another caller's instance id. DEADLINE_EXCEEDED if it sends no
+        Hello.
         """
         self._check_ready()
         if self._draining:
@@ -75,15 +75,17 @@ class PairService(kvtransfer_pb2_grpc.KvTransferServicer):
             await stream.outgoing.converse(context.write, messages, partial(self._take, stream))
 
     def drain(self) -> None:
-        """Takes no new stream from now on; hand-offs on open ones finish."""
+        """Accept no new stream from now on. Hand-offs on open streams finish."""
         self._draining = True
 
     def resume(self) -> None:
-        """Takes new streams again."""
+        """Accept new streams again."""
         self._draining = False
 
     async def _take(self, stream: PairStream, message: kvtransfer_pb2.FromReader) -> None:
-        """An Open of more than can be served is answered here: its tokens are never touched."""
+        """Forward a message. An Open with more tokens than can be served fails here, before its
+        tokens are read.
+        """
         if message.HasField("open"):
             try:
                 self._check_length(codec.num_tokens_of(message.open))
@@ -109,7 +111,9 @@ class PairService(kvtransfer_pb2_grpc.KvTransferServicer):
 
 
 def _check_instance(hello: Hello, caller: Caller) -> None:
-    """Hand-offs and data keys go by the instance: it must be the caller's own."""
+    """Raise Forbidden unless the instance is the caller's own: hand-offs and data keys depend on
+    it.
+    """
     if caller.name is not None and caller.name != node_name(hello.instance):
         raise Forbidden(
             f"Hello is of instance {node_name(hello.instance)}, the token of {caller.name[:100]!r}"

@@ -1,9 +1,9 @@
-"""The front's end of the transfer thread's socket: pair streams by number, both directions.
+"""The front's end of the transfer thread's socket: pair streams by number, in both directions.
 
-Knows which of its numbers are open and nothing of hand-offs. What a peer says is parsed before
-it goes to the transfer thread; what the transfer thread says goes to the stream it names, or
-nowhere if that stream is over. A stream that says more than the transfer thread takes is not read
-any further until it does.
+Knows which of its numbers are open and nothing of hand-offs. A peer's messages are parsed before
+they go to the transfer thread. The transfer thread's messages go to the stream that they name, and
+are dropped if it has ended. Backpressure: a stream that sends more than the transfer thread
+consumes is not read until it catches up.
 """
 
 import asyncio
@@ -47,15 +47,15 @@ from protos import kvtransfer_pb2
 log = logging.getLogger(__name__)
 
 MAX_STREAMS = 1024
-# Prompts with images are megabytes each, and may come all at once: two seconds of 1 Gbit/s.
+# Prompts with images are megabytes each, and may arrive together: two seconds of 1 Gbit/s.
 _MAX_UNSENT_BYTES = 256 << 20
-_LAST_WORDS_S = 0.5  # for the engine thread, or the end of the process, to say why
+_LAST_WORDS_S = 0.5  # for the engine thread, or the end of the process, to report the reason
 
 Outward: TypeAlias = kvtransfer_pb2.FromReader | kvtransfer_pb2.FromOwner
 
 
 class PairMetrics(Protocol):
-    """The metrics of a node that pairs change."""
+    """The node metrics that pairs change."""
 
     def pairing(self, result: Literal["up", "refused", "failed"], /) -> None: ...
 
@@ -77,15 +77,15 @@ class PairStream:
         self.outgoing: Outgoing[Outward] = Outgoing(
             last_words=None if as_reader else codec.last_words, max_bytes=_MAX_UNSENT_BYTES
         )
-        self.reason = "the peer has closed the stream"  # why it is over
-        self.engine_died = False  # the peer's, which is why
+        self.reason = "the peer has closed the stream"  # why it ended
+        self.engine_died = False  # whether the peer's engine died, which ended it
         self._forward = forward
 
     async def take(self, message: Outward) -> None:
-        """Parses a peer's message and forwards it; returns once another one may be read.
+        """Parse a peer's message and forward it. Returns when another one may be read.
 
         Raises:
-            ProtocolViolation: it is not what may come on this stream.
+            ProtocolViolation: the message is not allowed on this stream.
         """
         await self._forward(PairMessage(self.number, parsed(message)))
 
@@ -98,10 +98,10 @@ def parsed(message: Outward) -> AnyMessage:
 
 
 class PairStreams:
-    """Event loop only.
+    """All pair streams of the node. Event loop only.
 
     Args:
-        sock: to the transfer thread; owned from now on.
+        sock: to the transfer thread. Owned from now on.
         on_beat: called with each heartbeat's `late_s`.
     """
 
@@ -116,13 +116,13 @@ class PairStreams:
         )
         self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._hello: asyncio.Future[Hello] = asyncio.get_running_loop().create_future()
-        self._said_otherwise = asyncio.Event()  # another one for each Hello
+        self._said_otherwise = asyncio.Event()  # replaced for each Hello
         self._log = ThrottledLog(log, Throttle())
         self._numbers = itertools.count(1)
         self._streams: dict[int, PairStream] = {}
 
     async def run(self) -> None:
-        """Carries messages until it is cancelled.
+        """Carry messages until cancelled.
 
         Raises:
             EngineFault: the transfer thread is gone or does not read.
@@ -136,21 +136,24 @@ class PairStreams:
             self._connection.close()
 
     async def local_hello(self) -> Hello:
-        """What this node says first as a reader, once the transfer thread has told it."""
+        """Return the Hello that this node sends first as a reader. Waits until the transfer thread
+        has sent it.
+        """
         return await asyncio.shield(self._hello)
 
     async def renewed(self, hello: Hello) -> None:
-        """Returns once this node says something else first than that."""
+        """Return when this node's first Hello differs from `hello`."""
         while await self.local_hello() == hello:
             await self._said_otherwise.wait()
 
     @contextmanager
     def opened(self, hello: Hello, *, as_reader: bool) -> Iterator[PairStream]:
-        """A stream whose peer's Hello has come, known to the transfer thread while inside.
+        """Open a stream whose peer's Hello has arrived. The transfer thread knows it inside the
+        context.
 
         Raises:
             NodeUnavailable: there is no transfer thread.
-            Overloaded: there are too many.
+            Overloaded: there are too many streams.
         """
         if self._over.done():
             raise NodeUnavailable("the engine of this node has ended")
@@ -182,7 +185,7 @@ class PairStreams:
             )
 
     def close_all(self, error: ServingError) -> None:
-        """Ends every stream, after what waits to be written."""
+        """End every stream, after its queued messages are written."""
         for stream in self._streams.values():
             stream.outgoing.close(error)
 
@@ -216,7 +219,7 @@ class PairStreams:
 
     @contextmanager
     def _ends(self) -> Iterator[None]:
-        """Without its transfer thread the node is of no use."""
+        """End the node if the transfer thread is gone: the node cannot work without it."""
         try:
             yield
         except PeerGone:

@@ -1,7 +1,7 @@
-"""What the two ends ask of the transfer thread, to be carried out in the order given.
+"""Actions of the two protocol ends. The transfer thread carries them out in the order given.
 
-A link is named by the stream it serves: a stream belongs to one owner instance and its number is
-never used again, so no read can meet another instance than the one it was meant for (rule 10).
+A link is named by the stream it serves. A stream belongs to one owner instance and its number is
+never reused, so no read can reach another instance than the intended one (rule 10).
 """
 
 from typing import TypeAlias
@@ -18,29 +18,36 @@ class Send(msgspec.Struct, frozen=True):
 
 
 class EndStream(msgspec.Struct, frozen=True):
-    """Ends the stream. The end has forgotten it already and expects nothing more of it."""
+    """The end of a stream. The protocol end has forgotten it already and expects no input
+    about it.
+    """
 
     stream: int
     reason: str
-    refused: bool  # the peer has broken the protocol: trying again at once is useless
+    refused: bool  # the peer has broken the protocol: an immediate retry is useless
 
 
 class OpenLink(msgspec.Struct, frozen=True):
-    """Connect to the owner of this stream. Answered by one link_up, or by link_closed."""
+    """A request to connect to the owner of this stream. The response is one link_up or
+    link_closed.
+    """
 
     stream: int
 
 
 class CloseLink(msgspec.Struct, frozen=True):
-    """Answered by link_closed, once no byte can land through the link any more."""
+    """A request to close the link. The response is link_closed, when no byte can land any more."""
 
     stream: int
     reason: str
 
 
 class StartRead(msgspec.Struct, frozen=True):
-    """Read source_pages[i] of the stream's owner into destination_pages[i]. Reads of one link end
-    in the order in which they were started, by read_ended or all the rest by link_closed."""
+    """A read of source_pages[i] of the stream's owner into destination_pages[i].
+
+    Reads of one link end in the order in which they were started: each by read_ended, or all the
+    rest by link_closed.
+    """
 
     stream: int
     id: HandoffId
@@ -49,16 +56,19 @@ class StartRead(msgspec.Struct, frozen=True):
 
 
 class Expect(msgspec.Struct, frozen=True):
-    """Reads into these pages are soon to be started, through the link of this stream, and somebody
-    stands still for them."""
+    """Advance notice of reads into these pages through the link of this stream, for which a request
+    is stopped.
+    """
 
     stream: int
     destination_pages: Ints
 
 
 class Confirm(msgspec.Struct, frozen=True):
-    """The owner held all that was read: tell the engine `held`, unless one of these pages is not
-    what its owner said. Then the attempt is lost, and the link of this stream is not trusted."""
+    """The end of a read whose pages the owner held throughout. The engine gets `held`, unless a
+    page does not match its owner's checksum. Then the attempt is lost, and the link of this stream
+    is closed.
+    """
 
     stream: int
     held: Held
@@ -66,7 +76,9 @@ class Confirm(msgspec.Struct, frozen=True):
 
 
 class Expose(msgspec.Struct, frozen=True):
-    """Let the reader of this stream read these pages, before it is told of them."""
+    """Permission for the reader of this stream to read these pages. Given before they are
+    announced.
+    """
 
     id: HandoffId
     stream: int
@@ -74,7 +86,7 @@ class Expose(msgspec.Struct, frozen=True):
 
 
 class Withdraw(msgspec.Struct, frozen=True):
-    """End every Expose of this id."""
+    """The end of every Expose of this id."""
 
     id: HandoffId
 

@@ -1,5 +1,6 @@
-"""One hand-off on the reader's books, from Open to its end: what may come next, and into which
-pages. Knows nothing of streams, links or deadlines."""
+"""One hand-off at the reader, from Open to its end: the valid next messages, and the pages to read
+into. Knows nothing of streams, links or deadlines.
+"""
 
 from dataclasses import dataclass, field
 
@@ -33,7 +34,7 @@ class Attempt:
     sums: tuple[tuple[int, int], ...] = ()  # of some destination pages
 
     def grant(self, command: GrantHandoff) -> None:
-        """Takes the destination pages. Raises EngineFault if they are not the right number."""
+        """Record the destination pages. Raises EngineFault if their number is wrong."""
         try:
             ranges = granted(
                 self.kind,
@@ -54,8 +55,9 @@ class Attempt:
         self.to(KVPoll.WAITING_FOR_INPUT)
 
     def admit(self, message: Admitted, now: float) -> None:
-        """Raises ProtocolViolation unless it is granted, for the first time, and there are so many
-        tokens to compute."""
+        """Record the admission. Raises ProtocolViolation unless the attempt is granted, this is its
+        first admission, and the number of tokens to compute is possible.
+        """
         if self.state is not KVPoll.WAITING_FOR_INPUT or self.admitted is not None:
             raise ProtocolViolation(f"Admitted of {self.id} while {self.state.name}")
         if message.compute_tokens > self.num_tokens:
@@ -66,7 +68,7 @@ class Attempt:
         self.admitted_at = now
 
     def begin_range(self, message: Ready, owner_pages: int, now: float) -> Read | None:
-        """Takes the next range and returns the read of it, or None if it has no pages.
+        """Record the next range and return its read, or None if it has no pages.
 
         Args:
             owner_pages: pages in the owner's pool.
@@ -98,7 +100,7 @@ class Attempt:
         return Read(self.id, np.array(pages, dtype=np.int32), destination)
 
     def _places(self, ranges: Ranges, message: Ready) -> Ints:
-        """Which of the destination pages a range's pages go to, in their order."""
+        """Return the indices of the destination pages for a range's pages, in their order."""
         firsts, place = [], 0
         for table in ranges.tables.handed_over(ranges.num_tokens, ranges.start):
             firsts.append(place - table.first)
@@ -112,17 +114,21 @@ class Attempt:
 
     @property
     def tokens_left(self) -> int:
-        """Not published yet. Of a granted attempt only."""
+        """Return the number of tokens that are not published yet. For a granted attempt only."""
         return self.num_tokens - self.ranges.next if self.ranges is not None else self.num_tokens
 
     @property
     def num_kv(self) -> int:
-        """Tokens whose KV the reader has once all is read. Of a granted attempt only."""
+        """Return the number of tokens whose KV the reader has once all is read. For a granted
+        attempt only.
+        """
         return self.ranges.num_tokens if self.ranges is not None else 0
 
     @property
     def being_computed(self) -> bool:
-        """By all that the owner has said; what it has admitted may be in its next forward."""
+        """Return whether the owner may be computing it, according to its messages. An admitted
+        hand-off may be in the owner's next forward.
+        """
         return self.admitted is not None and not (self.ranges is not None and self.ranges.complete)
 
     @property

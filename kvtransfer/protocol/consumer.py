@@ -1,8 +1,8 @@
-"""The reader's half of the protocol: what it waits for from whom, over all its pair streams.
+"""The reader's half of the protocol: its attempts, deadlines and reads over all its pair streams.
 
-Pure: inputs are method calls, each of which returns the actions to carry out in order. Pages are
-counted by the engine; ReadsEnded tells it when no byte of an attempt can land any more, which may
-be long after the attempt was given up (rule 1).
+Pure: inputs are method calls, each of which returns the actions to carry out in order. The engine
+counts pages. ReadsEnded reports that no byte of an attempt can land any more, which may be long
+after the attempt was abandoned (rule 1).
 """
 
 from dataclasses import dataclass
@@ -48,12 +48,12 @@ from kvtransfer.protocol.pace import Pace
 from kvtransfer.protocol.reader_links import ReaderLinks
 from kvtransfer.protocol.status import KVPoll
 
-# Of each table, that a request may get until it has stopped, and with its next step.
+# For each table: pages that a request may get until it has stopped, and with its next step.
 _MORE_PAGES = 2
 
 
 class _Wait(IntEnum):
-    """What an attempt's deadlines are about."""
+    """The subject of an attempt's deadline."""
 
     BUDGET = 0
     PROGRESS = 1
@@ -71,12 +71,12 @@ class _Stream:
     address: str
     num_pages: int  # of the owner's pool
     pace: Pace
-    announced: bool = False  # OwnerUp has been told
-    gib_per_s: float = 0.0  # of its link, once that is proved
+    announced: bool = False  # OwnerUp has been sent
+    gib_per_s: float = 0.0  # of its link, once it is proved
 
 
 class ReaderEnd:
-    """Hand-offs that this node takes."""
+    """The hand-offs that this node receives."""
 
     def __init__(self, config: TransferConfig, tables: PageTables) -> None:
         self._tables = tables
@@ -89,7 +89,7 @@ class ReaderEnd:
         self._beats = Beats(config)
         self._actions: list[ReaderAction] = []
 
-    # What the thread may ask --------------------------------------------------------------------
+    # State for the thread -----------------------------------------------------------------------
 
     @property
     def num_open(self) -> int:
@@ -97,17 +97,19 @@ class ReaderEnd:
 
     @property
     def num_reads(self) -> int:
-        """Reads given to links and not over."""
+        """Return the number of reads given to links and not ended."""
         return self._links.num_reads
 
     def next_deadline(self) -> float | None:
-        """When `tick` is to be called, in the clock of `now`."""
+        """Return when to call `tick`, in the clock of `now`."""
         return earliest(
             (self._beats.next_deadline(), self._deadlines.next(), self._links.next_deadline())
         )
 
     def engine_moves(self, moving: bool) -> None:
-        """Beats are sent only while it does (rule 7)."""
+        """Set whether the engine makes progress. Heartbeats are sent only while it does
+        (rule 7).
+        """
         self._beats.moving = moving
 
     # Inputs: streams and links ------------------------------------------------------------------
@@ -115,8 +117,10 @@ class ReaderEnd:
     def stream_up(
         self, stream: int, owner: int, address: str, num_pages: int, now: float
     ) -> list[ReaderAction]:
-        """`owner` (an instance, with a pool of so many pages) has answered Hello. An address that
-        names the instance of another is refused: it must not end that one's stream."""
+        """Add the stream of `owner` (an instance, with a pool of so many pages), which has answered
+        Hello. A stream from another address with an instance that is already paired is refused: it
+        must not end the existing stream.
+        """
         for old, peer in list(self._streams.items()):
             if peer.owner == owner and peer.address != address:
                 reason = f"this instance is paired at {peer.address} already"
@@ -131,23 +135,23 @@ class ReaderEnd:
     def stream_down(
         self, stream: int, reason: str, *, engine_died: bool = False
     ) -> list[ReaderAction]:
-        """The stream is over. Nothing happens if this end has ended it itself.
+        """Remove an ended stream. No effect if this end has ended it itself.
 
         Args:
-            engine_died: the owner's front has said so.
+            engine_died: as reported by the owner's front.
         """
         if stream in self._streams:
             self._forget_stream(stream, reason, engine_died=engine_died)
         return self._taken()
 
     def end_streams(self, reason: str) -> list[ReaderAction]:
-        """All of them; new ones may follow."""
+        """End all streams. New ones may follow."""
         for stream in tuple(self._streams):
             self._end_stream(stream, reason)
         return self._taken()
 
     def link_up(self, stream: int, path: str, gib_per_s: float) -> list[ReaderAction]:
-        """The link of this stream is proved."""
+        """Record that the link of this stream is proved."""
         peer = self._streams.get(stream)
         if peer is not None and self._links.proved(stream):
             peer.gib_per_s = gib_per_s
@@ -159,7 +163,7 @@ class ReaderEnd:
         return self._taken()
 
     def rate_measured(self, stream: int, gib_per_s: float) -> list[ReaderAction]:
-        """The link of this stream has been measured again."""
+        """Record a new measurement of the link of this stream."""
         peer = self._streams.get(stream)
         if peer is not None and peer.announced:
             peer.gib_per_s = gib_per_s
@@ -167,11 +171,10 @@ class ReaderEnd:
         return self._taken()
 
     def read_ended(self, stream: int, refused: str, now: float) -> list[ReaderAction]:
-        """The first read posted to this link is over, and nothing more of it will land.
+        """End the first read posted to this link. Nothing more of it will land.
 
         Args:
-            refused: empty if all of it has landed, else the reason why the owner does not let it
-                be read.
+            refused: empty if all of it has landed, else the owner's reason for refusing the read.
         """
         id = self._links.read_ended(stream)
         attempt = self._attempts.get(id)
@@ -186,8 +189,9 @@ class ReaderEnd:
         return self._taken()
 
     def read_late(self, stream: int, now: float) -> list[ReaderAction]:
-        """The first read posted to this link has passed its deadline: its attempt is given up and
-        the link closed and opened anew."""
+        """Handle a missed deadline of the first read posted to this link. Abandons its attempt, and
+        closes and reopens the link.
+        """
         if self._links.is_up(stream):
             reason = "a read passed its deadline"
             self._blame_first(stream, reason)
@@ -195,8 +199,9 @@ class ReaderEnd:
         return self._taken()
 
     def link_closed(self, stream: int, reason: str, now: float) -> list[ReaderAction]:
-        """No byte can land any more through this link: closed as asked, or broken by the first
-        read posted to it. Reads of other attempts go to its successor (rule 11)."""
+        """Handle the end of a link, closed on request or broken by the first read posted to it. No
+        byte can land through it any more. Reads of other attempts go to its successor (rule 11).
+        """
         if self._links.is_up(stream):
             self._blame_first(stream, reason)
         for id in self._links.closed(stream, going_on=self._attempts):
@@ -211,7 +216,7 @@ class ReaderEnd:
         return self._taken()
 
     def distrust(self, stream: int, reason: str, now: float) -> list[ReaderAction]:
-        """What came through this link was not what the owner had: it is closed and opened anew."""
+        """Close and reopen a link that delivered pages different from the owner's."""
         if stream in self._streams and self._links.is_up(stream):
             self._actions.append(self._links.close(stream, reason, now))
         return self._taken()
@@ -219,8 +224,9 @@ class ReaderEnd:
     # Inputs: messages ---------------------------------------------------------------------------
 
     def received(self, stream: int, message: AnyMessage, now: float) -> list[ReaderAction]:
-        """A message from the owner. What comes on a stream that is over, or about an attempt that
-        is over, is dropped."""
+        """Handle a message from the owner. Messages on an ended stream, or about an ended attempt,
+        are dropped.
+        """
         if stream in self._streams:
             try:
                 self._receive(stream, message, now)
@@ -320,8 +326,8 @@ class ReaderEnd:
     # Inputs: commands and time ------------------------------------------------------------------
 
     def command(self, command: ReaderCommand, now: float) -> list[ReaderAction]:
-        """A command about an attempt that is over is dropped, but for its pages: a grant of it is
-        answered by ReadsEnded.
+        """Handle a command. A command about an ended attempt is dropped, except for its pages: a
+        grant of it gets ReadsEnded.
 
         Raises:
             EngineFault: an id opened or granted twice, or a grant with the wrong pages.
@@ -344,7 +350,7 @@ class ReaderEnd:
         return self._taken()
 
     def tick(self, now: float) -> list[ReaderAction]:
-        """Carries out what is due. Call it at `next_deadline`, after all input has been given."""
+        """Carry out what is due. Call it at `next_deadline`, after all input has been given."""
         due = self._beats.take_due(now)
         for stream in due.beats:
             self._beat(stream)
@@ -353,7 +359,7 @@ class ReaderEnd:
         for stream in self._links.take_overdue(now):
             self._end_stream(stream, "no link in time")
         for id, wait in self._deadlines.take_due(now):
-            # An attempt that is over has no deadlines, but several of one may be due together.
+            # An ended attempt has no deadlines, but several of one may be due together.
             attempt = self._attempts.get(id)
             if attempt is not None:
                 self._expire(attempt, wait)
@@ -376,7 +382,7 @@ class ReaderEnd:
         self._actions.append(Send(stream, message))
 
     def _stream_to(self, owner: int) -> int | None:
-        """None: it is not paired."""
+        """Return the stream to an announced owner, or None if there is none."""
         paired = (n for n, s in self._streams.items() if s.owner == owner and s.announced)
         return next(paired, None)
 
@@ -394,7 +400,9 @@ class ReaderEnd:
             self._expect(attempt, command)
 
     def _expect(self, attempt: Attempt, command: GrantHandoff) -> None:
-        """Of a running request: the pages of what it has, and of what it is about to have."""
+        """Announce reads for a running request: pages of its current tokens, and of the
+        next ones.
+        """
         tables = self._tables
         num_tokens = min(attempt.num_tokens + _MORE_PAGES * tables.page_size, command.room_tokens)
         num_pages = num_pages_of(tables.handed_over(num_tokens, command.prefix_tokens))
@@ -412,14 +420,14 @@ class ReaderEnd:
     # Ends of an attempt -------------------------------------------------------------------------
 
     def _finish(self, attempt: Attempt) -> None:
-        # Held first: the engine must have the pages for its request before the read's hold goes.
+        # Held first: the engine must have the pages for its request before the read's hold ends.
         held = Held(attempt.id, attempt.landed, attempt.num_kv)
         confirm = Confirm(attempt.stream, held, attempt.sums)
         self._actions.append(confirm if attempt.sums else held)
         self._leave(attempt, KVPoll.SUCCESS)
 
     def _give_up(self, attempt: Attempt, reason: str, *, retryable: bool = True) -> None:
-        """Ends an attempt for a cause of this node: the owner is told at once (rule 2)."""
+        """End an attempt for a reason of this node. The owner is notified immediately (rule 2)."""
         self._tell_cancel(attempt, reason)
         self._lose(attempt, reason, retryable=retryable)
 
@@ -433,7 +441,7 @@ class ReaderEnd:
         may_return: bool = False,
         retry_after_s: float = 0.0,
     ) -> None:
-        """What is said of it: see Lost."""
+        """End an attempt and report Lost, whose fields these are."""
         lost = Lost(attempt.id, reason, retryable, engine_died, may_return, retry_after_s)
         self._actions.append(lost)
         self._leave(attempt, KVPoll.FAILED)
@@ -450,7 +458,7 @@ class ReaderEnd:
         self._settle(attempt.id)
 
     def _settle(self, id: HandoffId) -> None:
-        """Tells the engine once an attempt is over and none of its bytes can land any more."""
+        """Report ReadsEnded when an attempt has ended and none of its bytes can land any more."""
         if id not in self._attempts:
             self._actions += self._links.settle(id)
 
@@ -482,7 +490,7 @@ class ReaderEnd:
     ) -> None:
         peer = self._streams.pop(stream)
         self._beats.stop(stream)
-        # First: what is lost must not be opened here again.
+        # First, so that lost attempts are not opened here again.
         if peer.announced:
             self._actions.append(OwnerDown(peer.owner, peer.address, reason))
         for attempt in [h for h in self._attempts.values() if h.stream == stream]:

@@ -1,4 +1,4 @@
-"""Deadlines by key: the nearest one, and those that have passed. Knows no clock."""
+"""Deadlines by key: the nearest one, and the expired ones. Knows no clock."""
 
 import heapq
 from typing import Any, Generic, Protocol, TypeVar
@@ -20,7 +20,7 @@ class Deadlines(Generic[K]):
         self._heap: list[tuple[float, K]] = []
 
     def set(self, key: K, when: float) -> None:
-        """Sets or moves the deadline of `key`."""
+        """Set or move the deadline of `key`."""
         self._due[key] = when
         heapq.heappush(self._heap, (when, key))
         if len(self._heap) > 2 * len(self._due) + 64:
@@ -28,11 +28,11 @@ class Deadlines(Generic[K]):
             heapq.heapify(self._heap)
 
     def drop(self, key: K) -> None:
-        """Forgets the deadline of `key`, if it has one."""
+        """Remove the deadline of `key`, if it has one."""
         self._due.pop(key, None)
 
     def next(self) -> float | None:
-        """The nearest deadline."""
+        """Return the nearest deadline, or None."""
         while self._heap:
             when, key = self._heap[0]
             if self._due.get(key) == when:
@@ -41,7 +41,7 @@ class Deadlines(Generic[K]):
         return None
 
     def take_due(self, now: float) -> list[K]:
-        """Takes out the keys whose deadline has come, in order of time."""
+        """Remove and return the keys whose deadline has passed, in order of time."""
         due: list[K] = []
         while (when := self.next()) is not None and when <= now:
             key = heapq.heappop(self._heap)[1]

@@ -1,6 +1,6 @@
-"""Beats of one end: when to send one on each stream, and which streams have fallen silent.
+"""Heartbeats of one end: when to send one on each stream, and which streams are silent.
 
-A beat says "my engine moves" (rule 7): while it does not, none is due.
+A heartbeat means that this node's engine makes progress (rule 7). While it does not, none is due.
 """
 
 from collections.abc import Iterable
@@ -12,12 +12,12 @@ from kvtransfer.protocol.deadlines import Deadlines
 
 @dataclass(slots=True)
 class Due:
-    beats: list[int]  # streams to beat on
-    silent: list[int]  # streams whose peer has missed too many beats
+    beats: list[int]  # streams on which to send a heartbeat
+    silent: list[int]  # streams whose peer has missed too many heartbeats
 
 
 class Beats:
-    """Streams are this node's own numbers."""
+    """Heartbeat timers. Streams are this node's own numbers."""
 
     def __init__(self, config: TransferConfig) -> None:
         self._interval_s = config.heartbeat_s
@@ -25,7 +25,7 @@ class Beats:
         self._next: Deadlines[int] = Deadlines()
         self._silence: Deadlines[int] = Deadlines()
         self._sequences: dict[int, int] = {}
-        self.moving = True  # whether this node's engine moves
+        self.moving = True  # whether this node's engine makes progress
 
     def start(self, stream: int, now: float) -> None:
         self._sequences[stream] = 0
@@ -38,11 +38,11 @@ class Beats:
         self._silence.drop(stream)
 
     def heard(self, stream: int, now: float) -> None:
-        """The peer has beaten."""
+        """Record a heartbeat of the peer."""
         self._silence.set(stream, now + self._silence_s)
 
     def sequence(self, stream: int) -> int:
-        """The number of the beat that is being sent: 1, 2, ..."""
+        """Return the number of the heartbeat that is being sent: 1, 2, ..."""
         self._sequences[stream] += 1
         return self._sequences[stream]
 
@@ -57,5 +57,5 @@ class Beats:
 
 
 def earliest(times: Iterable[float | None]) -> float | None:
-    """The least of those that are not None."""
+    """Return the earliest time that is not None, or None."""
     return min((time for time in times if time is not None), default=None)

@@ -1,4 +1,4 @@
-"""The reads of one link: those that wait, and those it has been given and may still write.
+"""The reads of one link: those that wait, and those posted to it, which may still write.
 
 OPENING -> UP -> CLOSING -> gone, or OPENING again while its stream lives.
 """
@@ -10,8 +10,8 @@ from enum import Enum
 from kvtransfer.messages import HandoffId
 from kvtransfer.ports import Ints
 
-# One under way and one for the link to go on with. The rest wait here, where the end of their
-# attempt takes them out at once.
+# One in progress and one for the link to continue with. The rest wait here, where the end of their
+# attempt removes them at once.
 READS_AHEAD = 2
 
 
@@ -35,18 +35,20 @@ class LinkReads:
     posted: deque[Read] = field(default_factory=deque)  # in the order in which they will end
 
     def next_to_post(self) -> Read | None:
-        """Moves a read from waiting to posted, if the link can take one."""
+        """Move a read from waiting to posted, if the link can take one. Returns it, or None."""
         if self.state is not LinkState.UP or len(self.posted) >= READS_AHEAD or not self.waiting:
             return None
         self.posted.append(self.waiting.popleft())
         return self.posted[-1]
 
     def forget(self, id: HandoffId) -> None:
-        """Drops the waiting reads of an attempt. Posted ones cannot be taken back."""
+        """Drop the waiting reads of an attempt. Posted ones cannot be cancelled."""
         self.waiting = deque(read for read in self.waiting if read.id != id)
 
     def closed(self) -> list[Read]:
-        """The reads that the closed link had not ended, in order; none can land any more."""
+        """Remove and return the reads that the closed link had not ended, in order. None can land
+        any more.
+        """
         unfinished = list(self.posted)
         self.posted.clear()
         return unfinished

@@ -1,8 +1,8 @@
-"""The owner's half of the protocol: what it has promised to whom, over all its pair streams.
+"""The owner's half of the protocol: its open hand-offs over all its pair streams.
 
-Pure: inputs are method calls, each of which returns the actions to carry out in order. It holds
-no pages; HandoffDropped tells the engine when it may let them go. A late or unknown message never
-creates state, and no tombstones are kept: an id that is not on the books is answered as such.
+Pure: inputs are method calls, each of which returns the actions to carry out in order. It holds no
+pages. HandoffDropped tells the engine when it may release them. A late or unknown message never
+creates state, and no tombstones are kept: the reply to an unknown id says that it is unknown.
 """
 
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ from kvtransfer.protocol.heartbeats import Beats, earliest
 from kvtransfer.protocol.ranges import Ranges, granted
 from kvtransfer.protocol.status import KVPoll, advance
 
-# How long an owner polls for a reader that says it is connecting. What it serves may not need it.
+# Seconds for which an owner polls for a connecting reader. Its data paths may not need polling.
 POLL_S = 30.0
 
 
@@ -57,7 +57,7 @@ class _Stream:
 @dataclass(slots=True)
 class _Handoff:
     id: HandoffId
-    serial: int  # of this node's own, which its engine knows it by
+    serial: int  # this node's own number of it, used with its engine
     stream: int
     num_tokens: int  # as opened
     kind: Kind
@@ -67,12 +67,15 @@ class _Handoff:
 
 
 class OwnerEnd:
-    """Hand-offs that this node gives."""
+    """The hand-offs that this node gives."""
 
     def __init__(
         self, config: TransferConfig, tables: PageTables, *, max_handoffs: int = 16384
     ) -> None:
-        """max_handoffs: open at once; a further Open is answered by Failed, retryable."""
+        """
+        Args:
+            max_handoffs: open at once. A further Open is answered by Failed, retryable.
+        """
         self._tables = tables
         self._max_handoffs = max_handoffs
         self._streams: dict[int, _Stream] = {}
@@ -83,28 +86,30 @@ class OwnerEnd:
         self._beats = Beats(config)
         self._actions: list[OwnerAction] = []
 
-    # What the thread may ask --------------------------------------------------------------------
+    # State for the thread -----------------------------------------------------------------------
 
     @property
     def num_open(self) -> int:
         return len(self._handoffs)
 
     def next_deadline(self) -> float | None:
-        """When `tick` is to be called, in the clock of `now`."""
+        """Return when to call `tick`, in the clock of `now`."""
         return earliest((self._beats.next_deadline(), self._budgets.next()))
 
     def polls(self, now: float) -> bool:
-        """Whether a reader may be connecting to this node at the moment."""
+        """Return whether a reader may be connecting to this node now."""
         return any(s.connecting and now < s.poll_until for s in self._streams.values())
 
     def engine_moves(self, moving: bool) -> None:
-        """Beats are sent only while it does (rule 7)."""
+        """Set whether the engine makes progress. Heartbeats are sent only while it does
+        (rule 7).
+        """
         self._beats.moving = moving
 
     # Inputs -------------------------------------------------------------------------------------
 
     def stream_up(self, stream: int, reader: int, now: float) -> list[OwnerAction]:
-        """`reader` (an instance) has said Hello on a new stream."""
+        """Add a new stream on which `reader` (an instance) has sent Hello."""
         for old, peer in list(self._streams.items()):
             if peer.reader == reader:
                 self._end_stream(old, "the reader has opened another stream")
@@ -113,19 +118,19 @@ class OwnerEnd:
         return self._taken()
 
     def stream_down(self, stream: int, reason: str) -> list[OwnerAction]:
-        """The stream is over. Nothing happens if this end has ended it itself."""
+        """Remove an ended stream. No effect if this end has ended it itself."""
         if stream in self._streams:
             self._forget_stream(stream, reason)
         return self._taken()
 
     def end_streams(self, reason: str) -> list[OwnerAction]:
-        """All of them; new ones may follow."""
+        """End all streams. New ones may follow."""
         for stream in tuple(self._streams):
             self._end_stream(stream, reason)
         return self._taken()
 
     def received(self, stream: int, message: AnyMessage, now: float) -> list[OwnerAction]:
-        """A message from the reader. What comes on a stream that is over is dropped."""
+        """Handle a message from the reader. Messages on an ended stream are dropped."""
         if stream in self._streams:
             try:
                 self._receive(stream, message, now)
@@ -134,12 +139,12 @@ class OwnerEnd:
         return self._taken()
 
     def command(self, command: OwnerCommand) -> list[OwnerAction]:
-        """A command about a hand-off that is off the books is dropped: its HandoffDropped is on its
-        way to the engine. A new one of the same id has another serial.
+        """Handle a command. A command about an ended hand-off is dropped: its HandoffDropped is on
+        the way to the engine. A new hand-off with the same id has another serial.
 
         Raises:
-            EngineFault: the engine published what cannot follow, admitted twice, or did either
-                before the grant.
+            EngineFault: the engine published an invalid range, admitted twice, or did either before
+                the grant.
         """
         id = self._ids.get(command.serial)
         if id is not None:
@@ -159,7 +164,7 @@ class OwnerEnd:
         return self._taken()
 
     def tick(self, now: float) -> list[OwnerAction]:
-        """Carries out what is due. Call it at `next_deadline`, after all input has been given."""
+        """Carry out what is due. Call it at `next_deadline`, after all input has been given."""
         due = self._beats.take_due(now)
         for stream in due.beats:
             beat = Beat(self._beats.sequence(stream), self._num_open_on(stream))
@@ -251,7 +256,9 @@ class OwnerEnd:
     # Commands -----------------------------------------------------------------------------------
 
     def _granted(self, handoff: _Handoff) -> Ranges:
-        """Return its ranges. Nothing is sent before the grant (rule 8): the reader has no pages."""
+        """Return the hand-off's ranges. Nothing is sent before the grant (rule 8), because the
+        reader has no pages yet.
+        """
         if handoff.ranges is None:
             raise EngineFault(f"{handoff.id} was admitted or published before its grant")
         return handoff.ranges

@@ -1,4 +1,4 @@
-"""Which tokens of one hand-off have been published: ranges that follow each other to its end."""
+"""The token ranges of one hand-off that have been published. They follow each other to its end."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -7,15 +7,17 @@ from common.errors import ProtocolViolation
 from common.page_tables import PageTables, num_pages_of
 from kvtransfer.messages import Kind
 
-_PIECES = PageTables(1)  # of weights: a page each
+_PIECES = PageTables(1)  # weights use one page for each piece
 
 
 class Ends(NamedTuple):
-    """Where the only range of a hand-off may end that says itself how many tokens there are."""
+    """The valid ends of the only range of a hand-off that determines its number of tokens
+    itself.
+    """
 
     least: int
     most: int
-    step: int  # only multiples of this
+    step: int  # only multiples of this value
 
     def __contains__(self, end: object) -> bool:
         return isinstance(end, int) and self.least <= end <= self.most and end % self.step == 0
@@ -24,13 +26,13 @@ class Ends(NamedTuple):
 def granted(
     kind: Kind, tables: PageTables, *, num_tokens: int, prefix_tokens: int, room_tokens: int
 ) -> "Ranges":
-    """What may be published of a hand-off of so many tokens.
+    """Return the ranges that may be published for a hand-off of so many tokens.
 
     Args:
-        prefix_tokens: the reader has them already.
-        room_tokens: of a running request, whose KV the reader has room for.
+        prefix_tokens: tokens that the reader has already.
+        room_tokens: tokens of a running request for whose KV the reader has capacity.
     Raises:
-        ProtocolViolation: it cannot have been granted so.
+        ProtocolViolation: the grant is invalid.
     """
     if kind is Kind.WEIGHTS:
         check_prefix(prefix_tokens, 0, 1)
@@ -47,15 +49,16 @@ def granted(
 
 
 def check_prefix(prefix_tokens: int, num_tokens: int, page_size: int) -> None:
-    """Raises ProtocolViolation unless a reader may hold so many of the tokens already."""
+    """Raise ProtocolViolation unless a reader may already hold so many of the tokens."""
     aligned = prefix_tokens % page_size == 0 or prefix_tokens == num_tokens
     if not 0 <= prefix_tokens <= num_tokens or not aligned:
         raise ProtocolViolation(f"a prefix of {prefix_tokens} tokens of {num_tokens}")
 
 
 def check_room(prefix_tokens: int, num_tokens: int, room_tokens: int, page_size: int) -> None:
-    """Raises ProtocolViolation unless a reader may hold so many of a running request's tokens, of
-    which it knows `num_tokens` and has room for so many."""
+    """Raise ProtocolViolation unless the prefix and the capacity fit a running request, of which
+    the reader knows `num_tokens` tokens.
+    """
     if prefix_tokens % page_size or not prefix_tokens <= num_tokens <= room_tokens:
         raise ProtocolViolation(
             f"a prefix of {prefix_tokens} tokens of {num_tokens}, and room for {room_tokens}"
@@ -64,27 +67,28 @@ def check_room(prefix_tokens: int, num_tokens: int, room_tokens: int, page_size:
 
 @dataclass(slots=True)
 class Ranges:
-    """The ranges of one hand-off. All but the last end at a page's edge; the last ends with the
-    tokens, and is the only one that may be empty."""
+    """The ranges of one hand-off. All but the last end at a page boundary. The last ends with the
+    tokens, and is the only one that may be empty.
+    """
 
     tables: PageTables
     num_tokens: int
     start: int  # the prefix that the reader has
-    next: int  # where the next range begins
+    next: int  # the start of the next range
     complete: bool = False
-    # Of a running request, which goes on, of a PREFIX and of WEIGHTS: their only range says how
-    # many tokens there are.
+    # For a running request (which continues meanwhile), a PREFIX and WEIGHTS: their only range
+    # determines the number of tokens.
     ends: Ends | None = None
 
     @property
     def num_pages(self) -> int:
-        """That the reader must have for it."""
+        """Return the number of destination pages that the reader must have."""
         if self.ends is None:
             return num_pages_of(self.tables.handed_over(self.num_tokens, self.start))
         return self.tables.room_pages(self.ends.most, self.start)
 
     def follow(self, start: int, end: int, num_pages: int, *, last: bool) -> None:
-        """Adds the range [start, end). Raises ProtocolViolation if it cannot be the next one."""
+        """Add the range [start, end). Raises ProtocolViolation if it cannot be the next one."""
         wrong = self._complaint(start, end, num_pages, last=last)
         if wrong:
             raise ProtocolViolation(f"range [{start}, {end}) of {self.num_tokens} tokens: {wrong}")

@@ -1,7 +1,7 @@
-"""The links that a reader reads through, one for each of its streams, and when nothing of an
-attempt can land any more.
+"""The links of a reader, one for each of its streams, and the end of all reads of an attempt.
 
-A closing link outlives its stream. Like the end that owns it, pure: it returns what to carry out.
+A closing link outlives its stream. Pure, like the ReaderEnd that owns it: methods return the
+actions to carry out.
 """
 
 from collections.abc import Container
@@ -13,13 +13,13 @@ from kvtransfer.protocol.actions import CloseLink, OpenLink, ReaderAction, Start
 from kvtransfer.protocol.deadlines import Deadlines
 from kvtransfer.protocol.link_reads import LinkReads, LinkState, Read
 
-# Longest until a link is up, from the moment it is opened or told to close: several paths of 5 s
-# to connect and 5 s to probe.
+# Longest time until a link is up, from opening it or requesting its close: several paths of 5 s to
+# connect and 5 s to probe.
 LINK_S = 30.0
 
 
 class ReaderLinks:
-    """By stream. It knows what is read for whom, not what becomes of that."""
+    """Links by stream. Knows the attempt of each read, not its outcome."""
 
     def __init__(self) -> None:
         self._links: dict[int, LinkReads] = {}
@@ -28,19 +28,21 @@ class ReaderLinks:
 
     @property
     def num_reads(self) -> int:
-        """Reads given to links and not over."""
+        """Return the number of reads given to links and not ended."""
         return sum(self._landing.values())
 
     # Links ----------------------------------------------------------------------------------------
 
     def open(self, stream: int, now: float) -> OpenLink:
-        """The first one of a stream, or the successor of one that has closed."""
+        """Open the first link of a stream, or the successor of a closed one."""
         self._links.setdefault(stream, LinkReads()).state = LinkState.OPENING
         self._deadlines.set(stream, now + LINK_S)
         return OpenLink(stream)
 
     def proved(self, stream: int) -> bool:
-        """Whether it was awaited: what was told to close meanwhile stays so."""
+        """Mark the link as up. Returns False if it was told to close meanwhile: it then
+        stays so.
+        """
         link = self._links[stream]
         if link.state is not LinkState.OPENING:
             return False
@@ -49,13 +51,13 @@ class ReaderLinks:
         return True
 
     def close(self, stream: int, reason: str, now: float) -> CloseLink:
-        """Another is opened once it has closed."""
+        """Close the link. Another one is opened after it has closed."""
         self._links[stream].state = LinkState.CLOSING
         self._deadlines.set(stream, now + LINK_S)
         return CloseLink(stream, reason)
 
     def stream_over(self, stream: int, reason: str) -> list[ReaderAction]:
-        """Its link, if there is still one, closes for good."""
+        """Close the link of an ended stream permanently, if there is one."""
         self._deadlines.drop(stream)
         if stream not in self._links:
             return []
@@ -63,7 +65,7 @@ class ReaderLinks:
         return [CloseLink(stream, reason)]
 
     def gone(self, stream: int) -> None:
-        """It has closed for good."""
+        """Remove a link that has closed permanently."""
         del self._links[stream]
 
     def is_opening(self, stream: int) -> bool:
@@ -76,13 +78,13 @@ class ReaderLinks:
         return self._deadlines.next()
 
     def take_overdue(self, now: float) -> list[int]:
-        """Streams whose link is not up in time."""
+        """Return the streams whose link is not up in time."""
         return self._deadlines.take_due(now)
 
     # Reads ----------------------------------------------------------------------------------------
 
     def granted(self, id: HandoffId) -> None:
-        """From now on its pages may be read into.
+        """Record that reads may use the attempt's pages from now on.
 
         Raises:
             EngineFault: it was granted before.
@@ -96,7 +98,7 @@ class ReaderLinks:
         return self.post(stream)
 
     def post(self, stream: int) -> list[ReaderAction]:
-        """As many of the waiting ones as the link takes."""
+        """Start queued reads up to the link's limit."""
         link, actions = self._links[stream], list[ReaderAction]()
         while (read := link.next_to_post()) is not None:
             self._landing[read.id] += 1
@@ -104,19 +106,20 @@ class ReaderLinks:
         return actions
 
     def first_posted(self, stream: int) -> HandoffId | None:
-        """Whose read the link has under way."""
+        """Return the attempt whose read the link has in progress, or None."""
         posted = self._links[stream].posted
         return posted[0].id if posted else None
 
     def read_ended(self, stream: int) -> HandoffId:
-        """The first posted read is over; returns whose it was."""
+        """End the first posted read. Returns its attempt."""
         read = self._links[stream].posted.popleft()
         self._landing[read.id] -= 1
         return read.id
 
     def closed(self, stream: int, going_on: Container[HandoffId]) -> list[HandoffId]:
-        """No byte can land any more through this link. Reads that it had not ended wait for its
-        successor if their attempts go on (rule 11); returns those of others."""
+        """Handle a closed link, through which no byte can land any more. Unfinished reads of
+        attempts in `going_on` wait for its successor (rule 11). Returns the attempts of the others.
+        """
         link, over = self._links[stream], []
         for read in reversed(link.closed()):
             self._landing[read.id] -= 1
@@ -127,12 +130,14 @@ class ReaderLinks:
         return over
 
     def forget(self, stream: int, id: HandoffId) -> None:
-        """The attempt is over: what of it waits is not read."""
+        """Drop the waiting reads of an ended attempt."""
         if stream in self._links:
             self._links[stream].forget(id)
 
     def settle(self, id: HandoffId) -> list[ReaderAction]:
-        """The end of an attempt that is over, once none of its bytes can land any more."""
+        """Return ReadsEnded for an ended attempt if none of its bytes can land any more. Otherwise
+        return nothing.
+        """
         if self._landing.get(id) != 0:
             return []
         del self._landing[id]

@@ -3,7 +3,7 @@
 BOOTSTRAPPING      opened, not granted
 WAITING_FOR_INPUT  granted, nothing published
 TRANSFERRING       pages published, being read
-SUCCESS | FAILED   off the books
+SUCCESS | FAILED   ended
 
 BOOTSTRAPPING -> WAITING_FOR_INPUT -> TRANSFERRING -> SUCCESS;  all but SUCCESS -> FAILED
 """
@@ -31,7 +31,7 @@ _NEXT = {
 
 
 def advance(old: KVPoll, new: KVPoll) -> KVPoll:
-    """Returns `new`. Raises EngineFault if a hand-off cannot go there from `old`."""
+    """Return `new`. Raises EngineFault if the transition from `old` is invalid."""
     if new not in _NEXT[old]:
         raise EngineFault(f"a hand-off cannot go from {old.name} to {new.name}")
     return new

@@ -1,1 +1,1 @@
-"""The transfer thread of an engine process, with what it runs at either end of a pair."""
+"""The transfer thread of an engine process, and the reader and owner sides that it runs."""

@@ -1,6 +1,6 @@
-"""Readers that have said Hello and wait until what they will be told has been made.
+"""Readers that have sent Hello and wait until their data paths are prepared.
 
-Knows streams, owners and a deadline; what becomes of a reader that is ready is the publisher's.
+Knows streams, owners and a deadline. The publisher handles readers that are ready.
 """
 
 import logging
@@ -14,7 +14,7 @@ from common.logs.throttle import Throttle, ThrottledLog
 from kvtransfer.backends.base import Owner
 from kvtransfer.pairing import DataPath, Hello
 
-WAIT_S = 10.0  # longest; a reader waits longer
+WAIT_S = 10.0  # longest wait; a reader waits longer
 _log = ThrottledLog(logging.getLogger(__name__), Throttle())
 
 
@@ -35,17 +35,17 @@ class _Waiting:
 
 
 class Admissions:
-    """Transfer thread only.
+    """Readers that wait for their paths. Transfer thread only.
 
     Args:
         owners: by name of their backend, in the order in which readers should try them.
-        wake: has `take_ready` be called soon; called by any thread.
+        wake: causes a call of `take_ready` soon. Called by any thread.
     """
 
     def __init__(self, owners: Mapping[str, Owner], wake: Callable[[], None]) -> None:
         self._owners = owners
         self._wake = wake
-        self._waiting: dict[int, _Waiting] = {}  # by stream, in the order of their coming
+        self._waiting: dict[int, _Waiting] = {}  # by stream, oldest first
 
     def begin(self, stream: int, hello: Hello, now: float) -> None:
         preparations = tuple(owner.prepare(stream) for owner in self._owners.values())
@@ -54,20 +54,20 @@ class Admissions:
             preparation.add_done_callback(lambda _: self._wake())
 
     def forget(self, stream: int) -> None:
-        """It is not ready ever. The owners must be told apart from this; idempotent."""
+        """Remove a waiting reader. The owners must be notified separately. Idempotent."""
         self._waiting.pop(stream, None)
 
     @property
     def streams(self) -> tuple[int, ...]:
-        """Those on which readers wait."""
+        """Return the streams on which readers wait."""
         return tuple(self._waiting)
 
     def streams_of(self, instance: int) -> list[int]:
-        """Those on which a reader waits."""
+        """Return the streams on which a reader of this instance waits."""
         return [stream for stream, one in self._waiting.items() if one.instance == instance]
 
     def take_ready(self, now: float) -> list[ReadyReader]:
-        """Those for whom all has been made, or who cannot wait any longer."""
+        """Remove and return the readers whose paths are all prepared, or whose time has expired."""
         ready = []
         for stream, waiting in list(self._waiting.items()):
             done = all(preparation.done() for preparation in waiting.preparations)

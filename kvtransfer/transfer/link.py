@@ -1,14 +1,14 @@
 """A link: one worker thread in front of a Connection to one owner instance.
 
-It connects, proves and probes the path, then reads one job after the other, so that a slow or
-dead owner delays nobody but itself. Large reads, and further probes while it is idle, measure the
-path again (link_rate.py). It knows deadlines and the fence; it knows nothing of the
-protocol, of page counts, or of how to open a successor.
+It connects, proves and probes the path, then does one read after the other, so that a slow or dead
+owner delays only its own reads. Large reads, and further probes while the link is idle, measure the
+path again (link_rate.py). The link knows deadlines and the fence. It does not know the protocol,
+page counts, or how to open a successor.
 
     CONNECTING -> UP -> CLOSED
 
 Every job ends exactly once: by a ReadEnded, by `drop`, or by the link's LinkClosed, which is its
-last event. Not before one of these may the job's destination pages be let go.
+last event. The job's destination pages must not be released before.
 """
 
 import threading
@@ -23,12 +23,12 @@ from kvtransfer.backends.base import Connection, Ints, ReadRefused
 from kvtransfer.messages import HandoffId
 from kvtransfer.transfer.link_rate import GIB, LinkRate
 
-_SLOWEST = 0.1  # share of the probed rate at which a read is given up
+_SLOWEST = 0.1  # fraction of the probed rate at which a read is abandoned
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LinkUp:
-    """The path is proved and probed. At most once, before any ReadEnded."""
+    """A proved and probed path. At most once, before any ReadEnded."""
 
     link: "Link"
     path: str  # nvlink | cuda_ipc | rdma | cma | tcp | loopback
@@ -37,7 +37,7 @@ class LinkUp:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RateMeasured:
-    """The path has been probed again, or a read has shown another rate. After LinkUp."""
+    """A new rate of the path, from another probe or a read. After LinkUp."""
 
     link: "Link"
     gib_per_s: float
@@ -45,22 +45,22 @@ class RateMeasured:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadEnded:
-    """One job is over and no byte of it can land any more. Several jobs may share an id."""
+    """The end of one job: no byte of it can land any more. Several jobs may share an id."""
 
     link: "Link"
     handoff: HandoffId
     num_bytes: int
     seconds: float
-    refused: str  # empty: every byte has landed; else why the owner refused this job alone
+    refused: str  # empty: every byte has landed; else why the owner refused only this job
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LinkClosed:
-    """The link is gone and no byte can land through it any more. Exactly once, the last event."""
+    """The end of the link: no byte can land through it any more. Exactly once, the last event."""
 
     link: "Link"
     reason: str
-    unfinished: tuple[HandoffId, ...]  # one entry per job that was begun or queued
+    unfinished: tuple[HandoffId, ...]  # one entry per job that was started or queued
 
 
 LinkEvent: TypeAlias = LinkUp | RateMeasured | ReadEnded | LinkClosed
@@ -75,10 +75,10 @@ class _Job:
 
 @dataclass(slots=True)
 class _State:
-    """Everything two threads touch; only under the link's condition."""
+    """All state that two threads use. Accessed only under the link's condition."""
 
-    jobs: deque[_Job] = field(default_factory=deque)  # the first may be under way
-    expected: deque[int] = field(default_factory=deque)  # pages that jobs to come read into
+    jobs: deque[_Job] = field(default_factory=deque)  # the first may be in progress
+    expected: deque[int] = field(default_factory=deque)  # pages that later jobs read into
     under_way: bool = False
     due: float | None = None
     connection: Connection | None = None
@@ -88,7 +88,7 @@ class _State:
 class Link:
     """Reads pages of one owner instance into the local pool.
 
-    All methods but those of the worker are for one thread, the caller's; none of them blocks.
+    All methods except the worker's are for one thread, the caller's. None of them blocks.
     """
 
     def __init__(
@@ -103,18 +103,18 @@ class Link:
         max_jobs: int = 4096,
         take_memory: Callable[[int], None] = lambda page: None,
     ) -> None:
-        """Starts connecting at once.
+        """Start connecting at once.
 
         Args:
-            owner: instance id of the owner; a new instance needs a new link.
-            connect: called once, on the link's thread; may block for 5 s and raise TransferError.
-            notify: called on the link's thread with each event; must not block or raise. Put the
+            owner: instance id of the owner. A new instance needs a new link.
+            connect: called once, on the link's thread. May block for 5 s and raise TransferError.
+            notify: called on the link's thread with each event. Must not block or raise. Put the
                 event into a queue of the caller's and wake it.
             read_s: a read may take this long plus its bytes at a tenth of the measured rate.
             min_gib_per_s: a slower link is closed instead of going up.
-            max_jobs: jobs begun or queued before `post` raises Overloaded.
-            take_memory: called on the link's thread with a local page: has the system give what it
-                needs to be written.
+            max_jobs: jobs started or queued before `post` raises Overloaded.
+            take_memory: called on the link's thread with a local page. Lets the system allocate the
+                page's memory before it is written.
         """
         self.owner = owner
         self._connect = connect
@@ -130,7 +130,7 @@ class Link:
         self._thread.start()
 
     def post(self, handoff: HandoffId, source_pages: Ints, destination_pages: Ints) -> None:
-        """Queues the read of source_pages[i] into destination_pages[i]; legal before LinkUp.
+        """Queue the read of source_pages[i] into destination_pages[i]. Allowed before LinkUp.
 
         Page ids must have been range-checked, and the arrays must not change afterwards.
 
@@ -147,16 +147,18 @@ class Link:
             self._changed.notify()
 
     def expect(self, destination_pages: Ints) -> None:
-        """Pages that jobs to come read into: what is to be done for that is done while there is no
-        job. They may be anybody's by then: what is in them stays as it is."""
+        """Announce pages that later jobs read into. They are prepared while there is no job. By
+        then they may belong to any holder, so their content is not changed.
+        """
         with self._changed:
             expected = self._state.expected
             expected.extend(destination_pages[: self._max_jobs - len(expected)].tolist())
             self._changed.notify()
 
     def drop(self, handoff: HandoffId) -> int:
-        """Forgets the jobs of this id that are not under way, and says how many they were. No
-        event follows for these; at most one other job of the id is left, under way."""
+        """Remove the jobs of this id that are not in progress. Returns their number. No event
+        follows for them. At most one other job of the id is left, in progress.
+        """
         with self._changed:
             jobs = self._state.jobs
             kept = deque(
@@ -169,20 +171,22 @@ class Link:
 
     @property
     def deadline(self) -> float | None:
-        """time.monotonic() at which the read or probe under way is late; None without one."""
+        """Return the time.monotonic() at which the read or probe in progress is late. None without
+        one.
+        """
         with self._changed:
             return self._state.due
 
     def expire(self, now: float) -> None:
-        """Closes the link if the read under way is late. Call it at `deadline`, or on a timer."""
+        """Close the link if the read in progress is late. Call it at `deadline`, or on a timer."""
         with self._changed:
             if self._state.due is not None and now >= self._state.due:
                 self.close("a read passed its deadline")
 
     def close(self, reason: str) -> None:
-        """Ends the link: LinkClosed follows once the fence stands. Idempotent, never blocks.
+        """End the link. LinkClosed follows after the fence. Idempotent, never blocks.
 
-        While connecting this takes as long as `connect` does, else milliseconds.
+        While connecting this takes as long as `connect` does, otherwise milliseconds.
         """
         with self._changed:
             if self._state.closing is not None:
@@ -193,7 +197,9 @@ class Link:
             self._changed.notify()
 
     def join(self, timeout_s: float) -> bool:
-        """Waits until the link's thread has ended: for the end of a program. True if it has."""
+        """Wait until the link's thread has ended, at the end of the process. Returns whether it
+        has.
+        """
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -246,7 +252,9 @@ class Link:
         return gib_per_s
 
     def _begin(self, connection: Connection, rate: LinkRate) -> _Job | None:
-        """The next job, marked as under way; waits for one. None: the link is to close."""
+        """Wait for the next job and mark it as in progress. Returns None when the link
+        must close.
+        """
         while self._is_idle(rate.probe_at):
             page = self._expected_page()
             if page is not None:
@@ -266,7 +274,8 @@ class Link:
 
     def _is_idle(self, until: float) -> bool:
         """Wait until `until` for a job, for expected pages or for the link to close. Return whether
-        there is still no job, and the link stays."""
+        there is still no job and the link stays open.
+        """
         state = self._state
         with self._changed:
             self._changed.wait_for(

@@ -1,23 +1,24 @@
-"""How fast a link is, by all that is known of it: probes, and reads of requests' pages."""
+"""The measured rate of a link, from probes and from reads of requests' pages."""
 
 from collections import deque
 
 GIB = 1 << 30
-LEAST_BYTES = 1 << 20  # a shorter read shows the round trip rather than the rate
-WINDOW = 8  # measurements that count
-FIRST_PROBE_S = 10.0  # without a measurement, until an idle link is probed again
-MOST_PROBE_S = 300.0  # this time doubles with each probe up to here
-NEWS = 1.25  # factor between two rates that are reported
+LEAST_BYTES = 1 << 20  # a shorter read measures the round trip rather than the rate
+WINDOW = 8  # number of measurements used
+FIRST_PROBE_S = 10.0  # seconds without a measurement until an idle link is probed again
+MOST_PROBE_S = 300.0  # upper limit of this time, which doubles with each probe
+NEWS = 1.25  # factor between two reported rates
 
 
 class LinkRate:
-    """The best of the last measurements: other work on the two hosts makes reads slower, and never
-    faster than the link."""
+    """The best of the last measurements. Other work on the two hosts can make a read slower, but
+    never faster than the link.
+    """
 
     def __init__(self, gib_per_s: float, now: float) -> None:
         """
         Args:
-            gib_per_s: as the first probe measured it.
+            gib_per_s: result of the first probe.
         """
         self._measured = deque([gib_per_s], maxlen=WINDOW)
         self._reported = gib_per_s
@@ -30,7 +31,7 @@ class LinkRate:
 
     @property
     def probe_at(self) -> float:
-        """When to probe the link, if it is idle then."""
+        """Return when to probe the link, if it is idle then."""
         return self._measured_at + self._interval_s
 
     def probed(self, gib_per_s: float, now: float) -> None:
@@ -39,7 +40,7 @@ class LinkRate:
         self._reported = self.gib_per_s
 
     def read(self, num_bytes: int, seconds: float, now: float) -> bool:
-        """Take a read into account. Return whether the rate is to be reported."""
+        """Record a read. Return whether the rate must be reported."""
         if num_bytes < LEAST_BYTES or seconds <= 0.0:
             return False
         self._add(num_bytes / GIB / seconds, now)

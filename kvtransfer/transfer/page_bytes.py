@@ -1,4 +1,4 @@
-"""The bytes of single pages, as the host sees them, wherever the pool is."""
+"""The bytes of single pages in host memory, wherever the pool is."""
 
 import ctypes
 from collections.abc import Iterator, Sequence
@@ -10,11 +10,11 @@ import torch
 from kvtransfer.backends.base import PagePool
 from kvtransfer.backends.device_memory import Device, cuda_device
 
-_MOST_BYTES, _MOST_PAGES = 16 << 20, 64  # of pinned memory, and of pages that share a wait
+_MOST_BYTES, _MOST_PAGES = 16 << 20, 64  # limits of pinned memory, and of pages copied together
 
 
 class PageBytes(Protocol):
-    """For one thread."""
+    """Access to pages' bytes. For one thread."""
 
     def each(self, pages: Sequence[int]) -> Iterator[memoryview]:
         """Yield the bytes of each page as they are now. They are valid until the next one.
@@ -26,7 +26,7 @@ class PageBytes(Protocol):
 
 
 class HostPageBytes:
-    """Where they are."""
+    """Bytes of host pages, read in place."""
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
@@ -38,9 +38,10 @@ class HostPageBytes:
 
 
 class DevicePageBytes:
-    """Copies in pinned memory, made beside the forwards. The copies of some pages are enqueued
-    together and waited for once, which takes some 10 us and the time of their bytes on the bus: for
-    sampling."""
+    """Copies in pinned memory, made concurrently with forwards. For sampling: several pages are
+    copied together and waited for once, which takes about 10 us plus the time of their bytes on the
+    bus.
+    """
 
     def __init__(self, pool: PagePool, device: Device) -> None:
         self._pool = pool
@@ -57,7 +58,7 @@ class DevicePageBytes:
             queue.mark().wait()
             yield from (copy.numpy().data for copy in self._copies[: len(some)])
 
-    # Once the thread that wants them is one of the device's.
+    # Created later, when the thread that needs them has called the device's `use`.
 
     @cached_property
     def _pages(self) -> torch.Tensor:
@@ -71,7 +72,9 @@ class DevicePageBytes:
 
 
 def page_bytes_of(pool: PagePool) -> PageBytes:
-    """Raises TransferError where the pool is not where it says."""
+    """Return access to a pool's bytes. Raises TransferError if the pool is not on the device it
+    names.
+    """
     if pool.device == "cpu":
         return HostPageBytes(pool)
     return DevicePageBytes(pool, cuda_device(pool.device))

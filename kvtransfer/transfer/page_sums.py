@@ -1,7 +1,7 @@
-"""Checksums of some pages, taken where they are published and compared where they have been read.
+"""Checksums of sampled pages, computed on publication and compared after the read.
 
-They find what no protocol can: a byte that a network, a driver or a device has changed on its way.
-Which pages are taken nobody can foresee, so that what goes wrong again and again is met.
+They find errors that no protocol can: a byte changed by a network, a driver or a device. The sample
+is random, so that a recurring error is found eventually.
 """
 
 import random
@@ -13,10 +13,11 @@ from kvtransfer.transfer.page_bytes import PageBytes
 
 
 class PageSums:
-    """Transfer thread only. What asks for a sum raises TransferError where a device has failed.
+    """The sampling and comparison of checksums. Transfer thread only. Methods that compute
+    checksums raise TransferError if a device has failed.
 
     Args:
-        every: one page in so many is taken; 0: none.
+        every: one page in so many is sampled. 0: none.
     """
 
     def __init__(self, pages: PageBytes, every: int) -> None:
@@ -25,7 +26,9 @@ class PageSums:
         self._skip = self._gap()
 
     def take(self, pages: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """The places of those that are taken among these pages, in order, each with its sum."""
+        """Sample some of these pages. Returns the indices of the sampled ones, in order, each with
+        its checksum.
+        """
         if not self._every:
             return ()
         places = []
@@ -37,7 +40,7 @@ class PageSums:
         return tuple(zip(places, self._of([pages[place] for place in places]), strict=True))
 
     def wrong(self, expected: Sequence[tuple[int, int]]) -> list[int]:
-        """The pages whose sum is not the one that is expected. Those pages must be in range."""
+        """Return the pages whose checksum is not the expected one. The pages must be in range."""
         sums = self._of([page for page, _ in expected])
         return [
             page
@@ -46,9 +49,11 @@ class PageSums:
         ]
 
     def _of(self, pages: Sequence[int]) -> list[int]:
-        """Return XXH3, 64 bit, of each page as it is now."""
+        """Return the 64-bit XXH3 of each page as it is now."""
         return [xxhash.xxh3_64_intdigest(content) for content in self._pages.each(pages)]
 
     def _gap(self) -> int:
-        """Pages before the next one that is taken: as many on average as are wanted."""
+        """Return the number of pages to skip before the next sampled one: random, with the right
+        mean.
+        """
         return random.randrange(2 * self._every - 1) if self._every else 0

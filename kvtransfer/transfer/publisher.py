@@ -1,6 +1,6 @@
-"""The owner's side of the transfer thread: what is published to whom, on every data path served.
+"""The owner's side of the transfer thread: publishes pages to readers on every data path served.
 
-Decisions are OwnerEnd's; this module carries them out. It knows no requests and counts no pages.
+OwnerEnd decides, this module carries out. It knows no requests and counts no pages.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,19 +22,20 @@ from kvtransfer.transfer.page_sums import PageSums
 from kvtransfer.transfer.thread import Outlet
 from kvtransfer.transfer.unconsumed import MAX_TOKENS, Untaken
 
-CONNECTING_POLL_S = 0.001  # over RDMA, an owner must be polled to be connected to
+CONNECTING_POLL_S = 0.001  # over RDMA, an owner must be polled while a reader connects
 
 
 class Publisher:
-    """Transfer thread only.
+    """The owner's side. Transfer thread only.
 
     Args:
         hello: this node's, without paths.
         owners: by name of their backend, in the order in which readers should try them.
-        wake: ends the transfer thread's sleep; called by any thread.
-        sums: of the pages that are published.
-        max_untaken_tokens: of one reader's Opens and Forgets that the engine thread has not taken
-            yet; an Open too many is answered by Failed, retryable, a Forget is dropped.
+        wake: ends the transfer thread's sleep. Called by any thread.
+        sums: samples the pages that are published.
+        max_untaken_tokens: limit of one reader's Opens and Forgets that the engine thread has not
+            consumed yet. Above it, an Open is answered by Failed, retryable, and a Forget is
+            dropped.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Publisher:
         self._poll_at: float | None = None
 
     def start(self) -> None:
-        """An owner waits to be spoken to."""
+        """Do nothing: an owner waits for its readers."""
 
     def opened(self, opening: PairOpened, now: float) -> None:
         stream, hello = opening.stream, opening.hello
@@ -75,7 +76,7 @@ class Publisher:
         self._answer_ready(now)
 
     def compute_with(self, weights: WeightsId) -> None:
-        """Says so from now on; who paired with others is no peer any more."""
+        """Announce this weight version from now on. Ends pairs with nodes that have another one."""
         hello = self._hello.with_weights(weights)
         if hello != self._hello:
             self._hello = hello
@@ -93,7 +94,7 @@ class Publisher:
                 reason = "the engine has not taken what this reader has opened before"
                 self._outlet.send(stream, Failed(message.id, reason, retryable=True))
             case Forget() if not self._fits(stream, message):
-                pass  # it is asked again where what is not forgotten makes no numbers again
+                pass  # the reader sends it again if the KV that stays leads to NaN or Inf again
             case Open() | Forget():
                 self._ask(stream, message, now)
             case _:
@@ -130,19 +131,19 @@ class Publisher:
         return self._untaken.fits(stream, message.num_tokens)
 
     def _ask(self, stream: int, message: Open | Forget, now: float) -> None:
-        """What waits for the engine."""
+        """Forward a message to the protocol, and count it if an event for the engine follows."""
         told = self._outlet.num_told
         self._carry_out(self._end.received(stream, message, now))
         if self._outlet.num_told > told:
             self._untaken.add(self._outlet.num_told, stream, message.num_tokens)
 
     def _turn_away(self, stream: int, reason: str) -> None:
-        """A reader that waits to be answered."""
+        """Reject a reader whose Hello has not been answered."""
         self._outlet.end(stream, reason, refused=False)
         self._dismiss(stream)
 
     def _dismiss(self, stream: int) -> None:
-        """What a reader was given for a stream ends with the stream."""
+        """End everything that a reader was given for a stream."""
         self._admissions.forget(stream)
         for owner in self._owners.values():
             owner.dismiss(stream)

@@ -1,6 +1,6 @@
-"""What a reader has read, by the path that carried it.
+"""Counters of a reader's reads, by the path that carried them.
 
-Written by the transfer thread, read by any other: paths are made before they are needed.
+Written by the transfer thread, read by any other. So the entries of all paths exist from the start.
 """
 
 from common import bounds
@@ -20,11 +20,12 @@ class _Path:
 
 
 class ReadMeter:
-    """
+    """Counters of reads and of compared pages.
+
     Args:
         page_bytes: moved by one descriptor.
     Attributes:
-        in_flight: reads given to links and not over.
+        in_flight: reads given to links and not ended.
     """
 
     def __init__(self, page_bytes: int) -> None:
@@ -34,7 +35,7 @@ class ReadMeter:
         self._compared = {"right": 0, "wrong": 0}  # pages
 
     def ended(self, path: str, num_bytes: int, seconds: float, *, refused: bool) -> None:
-        """One read of a link is over; a path that is none of PATHS is not counted."""
+        """Count one ended read of a link. A path that is not in PATHS is not counted."""
         of_path = self._paths.get(path)
         if of_path is None:
             return
@@ -46,7 +47,7 @@ class ReadMeter:
         of_path.seconds.add(seconds)
 
     def compared(self, *, right: int, wrong: int) -> None:
-        """So many pages by their checksums."""
+        """Count pages that were compared by checksum."""
         self._compared["right"] += right
         self._compared["wrong"] += wrong
 

@@ -1,6 +1,6 @@
-"""The reader's side of the transfer thread: one link per pair stream, and what it reads.
+"""The reader's side of the transfer thread: one link per pair stream, and its reads.
 
-Decisions are ReaderEnd's; this module carries them out. It knows no requests and counts no pages.
+ReaderEnd decides, this module carries out. It knows no requests and counts no pages.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ from kvtransfer.transfer.thread import Outlet
 
 log = logging.getLogger(__name__)
 
-LINK_END_S = 2.0  # for a link's thread, at the end of the program
+LINK_END_S = 2.0  # for a link's thread, when the process ends
 
 
 @dataclass(slots=True)
@@ -56,17 +56,17 @@ class _Opening:
 
     path: DataPath | None  # being tried
     untried: deque[DataPath]
-    reasons: list[str] = field(default_factory=list)  # why the paths before it were none
+    reasons: list[str] = field(default_factory=list)  # why the earlier paths failed
 
 
 class Reader:
-    """Transfer thread only.
+    """The reader's side. Transfer thread only.
 
     Args:
         hello: this node's.
         backends: by name, those that this node may use.
-        wake: ends the transfer thread's sleep; called by links.
-        meter: told of every read, and of every page that is compared.
+        wake: ends the transfer thread's sleep. Called by links.
+        meter: counts every read, and every page that is compared.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Reader:
         self._outlet = outlet
         self._wake = wake
         self._meter = meter
-        self._sums = PageSums(page_bytes_of(pool), 0)  # compares what owners have taken
+        self._sums = PageSums(page_bytes_of(pool), 0)  # compares pages that owners have sampled
         self._log = ThrottledLog(log, Throttle())
         self._paths: dict[Link, str] = {}  # of links that are up
         self._peers: dict[int, Hello] = {}  # by stream
@@ -117,7 +117,7 @@ class Reader:
         )
 
     def compute_with(self, weights: WeightsId) -> None:
-        """Says so from now on; who paired with others is no peer any more."""
+        """Announce this weight version from now on. Ends pairs with nodes that have another one."""
         hello = self._hello.with_weights(weights)
         if hello != self._hello:
             self._hello = hello
@@ -214,17 +214,17 @@ class Reader:
         self._streams[link] = stream
 
     def _notify(self, event: LinkEvent) -> None:
-        """On a link's thread."""
+        """Queue an event. Link's thread only."""
         self._link_events.append(event)
         self._wake()
 
     def _take_memory(self, page: int) -> None:
-        """On a link's thread."""
+        """Let the system allocate a page's memory. Link's thread only."""
         if self._pool.device == "cpu":
             memory.take(self._pool.base + page * self._pool.page_bytes, self._pool.page_bytes)
 
     def _connect(self, hello: Hello, path: DataPath | None) -> Connection:
-        """On a link's thread."""
+        """Connect over a path. Link's thread only."""
         if path is None:
             raise TransferError("the owner offers none that this node may use")
         region = hello.regions[0]
@@ -246,8 +246,8 @@ class Reader:
                     if stream in self._links:
                         self._links[stream].close(reason)
                 case StartRead(stream, id, source_pages, destination_pages):
-                    # A link that has just broken refuses it: its LinkClosed is on the way, and
-                    # ends this read with all others.
+                    # A link that has just broken rejects it. Its LinkClosed is on the way, and ends
+                    # this read with all others.
                     with contextlib.suppress(TransferError):
                         self._links[stream].post(id, source_pages, destination_pages)
                 case Expect(stream, destination_pages):
@@ -259,7 +259,7 @@ class Reader:
                     self._outlet.tell(event)
 
     def _confirm(self, stream: int, held: Held, sums: Sequence[tuple[int, int]]) -> None:
-        """Tells the engine that what was read is right, or that it is not."""
+        """Report to the engine whether the pages read match their checksums."""
         wrong = self._sums.wrong(sums)
         self._meter.compared(right=len(sums) - len(wrong), wrong=len(wrong))
         if not wrong:

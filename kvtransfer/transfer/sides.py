@@ -1,6 +1,7 @@
-"""A node's transfer thread that reads on some of its pair streams and is read from on others.
+"""A node's transfer side that reads on some pair streams and serves reads on others.
 
-Streams of both kinds share one counter and never meet; nor do the two sides.
+Streams of both kinds share one counter, so their numbers never collide. The two sides are
+independent.
 """
 
 from collections.abc import Callable, Mapping
@@ -35,7 +36,7 @@ from kvtransfer.transfer.thread import Outlet
 
 
 class BothSides:
-    """Transfer thread only."""
+    """The reader's and the owner's side of one node. Transfer thread only."""
 
     def __init__(self, reader: Reader, publisher: Publisher) -> None:
         self._reader = reader
@@ -90,11 +91,11 @@ def both_sides(
     *,
     max_untaken_tokens: int,
 ) -> Callable[[Outlet[NodeEvent], Callable[[], None]], BothSides]:
-    """Makes them for a TransferThread.
+    """Return a function that makes both sides for a TransferThread.
 
     Args:
         backends, owners: over which this node reads, and over which `pool` is served.
-        reads: told of every read.
+        reads: counts every read.
         max_untaken_tokens: see Publisher.
     """
 
@@ -105,7 +106,7 @@ def both_sides(
             pool,
             backends,
             config,
-            cast(Outlet[ReaderEvent], outlet),  # it takes the events of both
+            cast(Outlet[ReaderEvent], outlet),  # the outlet takes the events of both
             wake,
             reads,
         )

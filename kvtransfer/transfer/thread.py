@@ -1,9 +1,8 @@
-"""The transfer thread of an engine process: pair streams, hand-offs and links, beside the memory
-they move.
+"""The transfer thread of an engine process: pair streams, hand-offs and links.
 
-It sleeps until its front, the engine thread, a link or a deadline has something for it, and
-answers at once whatever the forward under way. What it does as an owner or as a reader is a Side;
-this module knows neither.
+It sleeps until the front, the engine thread, a link or a deadline needs it, and responds
+immediately, even during a forward. A Side implements the work of an owner or a reader. This module
+knows neither.
 """
 
 import contextlib
@@ -38,14 +37,14 @@ Event = TypeVar("Event")
 CommandIn = TypeVar("CommandIn", contravariant=True)
 
 LONGEST_SLEEP_S = 1.0
-BEAT_S = 1.0  # between two signs of life to the front
+BEAT_S = 1.0  # seconds between two heartbeats to the front
 
 
 class Side(Protocol[CommandIn]):
-    """What a node does on its pair streams. Transfer thread only; no call blocks."""
+    """A node's work on its pair streams. Transfer thread only. No call blocks."""
 
     def start(self) -> None:
-        """Called first."""
+        """Start. Called first."""
         ...
 
     def opened(self, opening: PairOpened, now: float) -> None: ...
@@ -57,18 +56,18 @@ class Side(Protocol[CommandIn]):
     def command(self, command: CommandIn, now: float) -> None: ...
 
     def tick(self, now: float, *, engine_moves: bool) -> None:
-        """Called after all input, at `next_deadline` at the latest."""
+        """Do what is due. Called after all input, at `next_deadline` at the latest."""
         ...
 
     def next_deadline(self) -> float | None: ...
 
     def close(self) -> None:
-        """Called last: afterwards the pool may be unmapped."""
+        """Close. Called last: afterwards the pool may be unmapped."""
         ...
 
 
 class Outlet(Generic[Event]):
-    """Where a side puts what it has to say: to its front, and to the engine thread."""
+    """A side's output: messages to its front, and events to the engine thread."""
 
     def __init__(self, frames: FrameSocket[PairInput]) -> None:
         self._frames = frames
@@ -100,14 +99,14 @@ class Outlet(Generic[Event]):
         return bool(self._events)
 
     def take(self) -> list[Event]:
-        """What has been told and not taken yet. On the engine thread."""
+        """Return the events not consumed yet. Engine thread only."""
         events = [self._events.popleft() for _ in range(len(self._events))]
         self.num_taken += len(events)
         return events
 
 
 class WakeUp:
-    """Ends another thread's sleep. `wake` from any thread."""
+    """Ends another thread's sleep. `wake` may be called by any thread."""
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -128,7 +127,7 @@ class TransferThread(Generic[Command, Event]):
     """The thread, and the engine thread's port to it.
 
     Args:
-        frames: to the front's pair streams; this object owns it.
+        frames: to the front's pair streams. This object owns it.
         side: made by `make_side` from the outlet and a callable that wakes this thread.
         engine_late_s: returns the seconds by which the engine is late. Called on this thread.
         stall_s: heartbeats stop once the engine is later than this.
@@ -161,7 +160,7 @@ class TransferThread(Generic[Command, Event]):
         self._thread.start()
 
     def stop(self, timeout_s: float) -> None:
-        """Ends the thread, every stream and every link."""
+        """End the thread, every stream and every link."""
         self._stopped = True
         self._wake_up.wake()
         self._thread.join(timeout_s)
@@ -173,7 +172,9 @@ class TransferThread(Generic[Command, Event]):
         self._wake_up.wake()
 
     def take(self) -> list[Event]:
-        """Raises whatever has ended the transfer thread: without it the engine is of no use."""
+        """Return the events not consumed yet. Raises the fault that has ended the transfer thread,
+        if any: the engine cannot work without it.
+        """
         if self._fault is not None:
             raise self._fault
         return self._outlet.take()
@@ -186,7 +187,7 @@ class TransferThread(Generic[Command, Event]):
             while not self._stopped:
                 self._turn()
         except PeerGone:
-            pass  # the engine thread's own socket tells it the same
+            pass  # the engine thread's own socket reports the same
         except BaseException as fault:
             log.exception("the transfer thread failed")
             self._fault = fault

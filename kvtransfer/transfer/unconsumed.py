@@ -1,23 +1,23 @@
-"""What peers ask that the engine thread has not taken yet, by stream: a step may last, and readers
-go on.
+"""Limits on peers' requests that the engine thread has not consumed yet, by stream.
 
-The engine bounds what it has taken. Until then this does, by tokens, so that what is opened and
-cancelled during one step does not pile up. Each stream has its share of what may wait. Knows events
-by their number alone, in the order in which they are taken.
+A step may take long, while readers continue to send. The engine bounds the requests that it has
+consumed. Before that this module bounds them by tokens, so that requests opened and cancelled
+during one step do not pile up. Each stream has its share of the limit. Events are known only by
+their number, in the order in which the engine consumes them.
 """
 
 from collections import Counter, deque
 
 MAX_TOKENS = 16 << 20
-SHORTEST_TOKENS = 1024  # that one counts for, however short: it is a record too
+SHORTEST_TOKENS = 1024  # minimum that one request counts as, since it is a record too
 
 
 class Untaken:
-    """Transfer thread only.
+    """The requests that wait, by stream. Transfer thread only.
 
     Args:
-        max_tokens: that one stream alone may have waiting. Of n streams each may have the n-th
-            part, whoever came first, and any stream a single Open.
+        max_tokens: limit for a stream that is alone. With n streams each has 1/n of it, in
+            whichever order they came. A stream may always have a single Open.
     """
 
     def __init__(self, max_tokens: int = MAX_TOKENS) -> None:
@@ -26,7 +26,7 @@ class Untaken:
         self._tokens: Counter[int] = Counter()  # by stream, where there are any
 
     def fits(self, stream: int, num_tokens: int) -> bool:
-        """Whether one more of so many tokens may wait."""
+        """Return whether one more request of so many tokens may wait."""
         if stream not in self._tokens:
             return True
         share = self._max_tokens // len(self._tokens)
@@ -38,7 +38,7 @@ class Untaken:
         self._tokens[stream] += num_tokens
 
     def taken(self, event: int) -> None:
-        """The engine thread has this event and all before it."""
+        """Record that the engine thread has consumed this event and all before it."""
         while self._opens and self._opens[0][0] <= event:
             _, stream, num_tokens = self._opens.popleft()
             self._tokens[stream] -= num_tokens

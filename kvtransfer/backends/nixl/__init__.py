@@ -1,1 +1,1 @@
-"""The data path where a one-sided path has been proved: agents of nixl."""
+"""The data path over a proved one-sided path, with nixl agents."""

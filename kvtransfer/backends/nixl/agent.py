@@ -1,6 +1,6 @@
-"""A thin coat over a nixl agent: one thread, our errors, and an end that is certain.
+"""A thin wrapper of a nixl agent: one thread, errors of this code base, and a reliable end.
 
-An agent copies for as long as it exists, whatever its handles say, and it exists for as long as
+An agent copies for as long as it exists, whatever its handles report. It exists for as long as
 anything refers to it: its descriptor lists, its transfer handles, the frames of a traceback. This
 class is the only place that holds such references, and `destroy` checks that none is left.
 """
@@ -24,25 +24,25 @@ from kvtransfer.backends.base import Ints, PagePool
 
 @dataclass(frozen=True, slots=True)
 class Transports:
-    """All that an agent may use, in UCX's words, whatever the user's environment says.
+    """All transports that an agent may use, in UCX's words. The user's environment has no effect.
 
-    Never tcp, which listens on every interface and writes what anybody sends where he says. UCX
-    cannot do without a transport for messages. On one host that is `posix`: memory for this user
-    alone, behind /proc/<pid>/fd and so in nobody's way, and out of reach wherever another
-    process' memory is. `sysv` would be open to the group, and reachable where that memory is not.
+    Never tcp: it listens on every interface and lets any sender write to any address. UCX needs one
+    transport for messages. On one host that is `posix`: memory for this user alone, behind
+    /proc/<pid>/fd, so without a public name, and unreachable wherever another process' memory is
+    unreachable. `sysv` would be open to the group, and reachable where that memory is not.
     """
 
     names: str
-    # What UCX does about peers that are gone. It refuses posix with "peer"; with "none" a read
-    # from a process that has ended fails all the same, because the kernel says so.
+    # UCX's handling of peers that are gone. It refuses posix with "peer". With "none", a read from
+    # a process that has ended still fails, because the kernel reports it.
     errors: Literal["none", "peer"]
-    # Whether an owner must be polled to be connected to. Over shared memory it need not even
+    # Whether an owner must be polled while a reader connects. Over shared memory it need not even
     # run: a reader has connected to, and read for 40 s from, an owner stopped by SIGSTOP.
     polled: bool = False
     devices: Callable[[], str] = lambda: "all"  # of the network. May raise TransferError
 
 
-# Nixl refuses an agent that could not tell a GPU's memory where the machine has one.
+# Nixl rejects an agent that cannot recognise GPU memory on a machine that has a GPU.
 HOST = Transports("cma,posix,cuda_copy", errors="none")
 
 _TRANSPORTS, _DEVICES, _LINK = "UCX_TLS", "UCX_NET_DEVICES", "UCX_POSIX_USE_PROC_LINK"
@@ -50,17 +50,18 @@ _ENVIRONMENT = {
     _TRANSPORTS: HOST.names,  # of agents that others make; Agent sets its own
     _DEVICES: "all",
     _LINK: "y",  # or the memory has a name in /dev/shm, and stays there when its process is killed
-    # Agents send nothing through the memory they meet in: 90 KB of /dev/shm for each instead of
-    # 4.3 MB, where containers have 64 MB.
+    # Agents send nothing through the memory they meet in: 90 KB of /dev/shm for each instead of 4.3
+    # MB, where containers have 64 MB.
     "UCX_POSIX_FIFO_SIZE": "64",
     "UCX_POSIX_SEG_SIZE": "1024",
     "UCX_POSIX_RX_BUFS_GROW": "64",
-    # Without it, UCX does not read between GPUs that have no NVLink alone.
+    # Without it, UCX does not read between GPUs that have no NVLink without the owner's help.
     "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "y",
-    # Or UCX keeps the memory of every owner mapped for as long as this process lives, that of dead
-    # ones too, which nobody can use then. device_proof.py keeps it mapped while it is wanted.
+    # Otherwise UCX keeps the memory of every owner, also of dead ones, mapped until this process
+    # ends, so that it cannot be reused. device_proof.py keeps it mapped while it is needed.
     "UCX_CUDA_IPC_CACHE": "n",
-    # Both write to stderr whenever a peer dies; what matters of it reaches us as an exception.
+    # Both write to stderr whenever a peer dies. The relevant part reaches the caller as an
+    # exception.
     "UCX_LOG_LEVEL": "fatal",
     "NIXL_LOG_LEVEL": "FATAL",
 }
@@ -69,56 +70,62 @@ _log = logging.getLogger(__name__)
 
 
 class Agent:
-    """For one thread at a time. Every method but `destroy` may raise TransferError."""
+    """A nixl agent, for one thread at a time. Every method but `destroy` may raise
+    TransferError.
+    """
 
     def __init__(self, transports: Transports = HOST) -> None:
-        """Takes 10 ms, the first one of a process 2 s. A path is proved for these transports."""
+        """Make an agent for these transports. Takes 10 ms, the first one of a process 2 s. A path
+        is proved for these transports only.
+        """
         self._lists: list[Any] = []
         self._reading: Any = None
         self._agent = _call(_new_agent, transports)
 
     def register(self, pool: PagePool) -> None:
-        """Memory of a device must be that of the calling thread's device."""
+        """Register a pool. Device memory must be that of the calling thread's device."""
         whole = PagePool(pool.base, pool.num_pages * pool.page_bytes, 1, pool.device)
         _call(self._agent.register_memory, descriptors(whole), segment(pool.device)[0])
 
     def metadata(self) -> bytes:
-        """What `meet` of another agent needs, of all memory registered so far."""
+        """Return the metadata for another agent's `meet`, covering all memory registered so far."""
         return bytes(_call(self._agent.get_agent_metadata))
 
     def meet(self, metadata: bytes) -> Any:
-        """Returns the other agent's name, for `prepare`. UCX aborts the process on some
-        forgeries: only for metadata that has been proved to be the owner's."""
+        """Return the other agent's name, for `prepare`. UCX aborts the process on some forged
+        metadata: pass only metadata that has been proved to be the owner's.
+        """
         try:
             return _call(self._agent.add_remote_agent, metadata)
         except TransferError as error:
             raise TransferError(f"the owner's agent is out of reach: {error}") from None
 
     def prepare(self, pool: PagePool, remote: Any = "NIXL_INIT_AGENT") -> int:
-        """Makes one descriptor per page, of this process or of the agent of that name. The
-        number it returns is for `post_read`."""
+        """Make one descriptor per page, of this process or of the agent of that name. Returns a
+        number for `post_read`.
+        """
         kind, _ = segment(pool.device)
         made = _call(self._agent.prep_xfer_dlist, remote, descriptors(pool), kind)
         self._lists.append(made)
         return len(self._lists) - 1
 
     def post_read(self, local: int, local_pages: Ints, remote: int, remote_pages: Ints) -> bool:
-        """Begins a read; True if it has landed already. CMA copies inside this call."""
+        """Start a read. Returns True if it has landed already. CMA copies inside this call."""
         return self._has_landed(_call(self._begin, local, local_pages, remote, remote_pages))
 
     def read_has_landed(self) -> bool:
-        """Of the read begun last, while it has not."""
+        """Return whether the latest read has landed. Call only until it returns True."""
         return self._has_landed(_call(self._agent.check_xfer_state, self._reading))
 
     def poll(self) -> None:
-        """Lets others make contact."""
+        """Let other agents make contact."""
         _call(self._agent.get_new_notifs)
 
     def destroy(self) -> None:
-        """Ends the agent, and with it every read it has under way. Idempotent.
+        """End the agent, and with it every read in progress. Idempotent.
 
         Raises:
-            EngineFault: something still refers to it, so that bytes may yet land.
+            EngineFault: a reference to the agent is left, so that bytes may still land.
         """
         if self._agent is None:
             return
@@ -150,14 +157,14 @@ class Agent:
 
 
 def segment(device: str) -> tuple[str, int]:
-    """Nixl's word for the memory of a PagePool's device, and the device's number."""
+    """Return nixl's word for the memory of a PagePool's device, and the device's number."""
     if device == "cpu":
         return "DRAM", 0
     return "VRAM", int(device.partition(":")[2] or 0)
 
 
 def descriptors(pool: PagePool) -> NDArray[np.uint64]:
-    """[num_pages, 3]: address, bytes and device of each page."""
+    """Return [num_pages, 3]: address, bytes and device of each page."""
     made = np.empty((pool.num_pages, 3), np.uint64)
     made[:, 0] = np.arange(pool.num_pages, dtype=np.uint64)
     made[:, 0] *= np.uint64(pool.page_bytes)
@@ -168,7 +175,9 @@ def descriptors(pool: PagePool) -> NDArray[np.uint64]:
 
 
 def load() -> Any:
-    """The Python API of nixl, loaded with our defaults where the user's environment has none."""
+    """Load the Python API of nixl. Sets defaults for variables that the user's
+    environment lacks.
+    """
     with _import_lock:
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)  # UCX reads most of them when it is loaded
@@ -191,8 +200,10 @@ def _new_agent(transports: Transports) -> Any:
 
 @contextmanager
 def _set(values: Mapping[str, str]) -> Iterator[None]:
-    """UCX reads variables for every agent anew. These exist already: the C library replaces their
-    values in place, which disturbs no other thread that reads the environment."""
+    """Set environment variables temporarily, because UCX reads them again for every agent. They
+    exist already: the C library replaces their values in place, which disturbs no other thread that
+    reads the environment.
+    """
     before = {name: os.environ[name] for name in values}
     os.environ.update(values)
     try:
@@ -202,8 +213,9 @@ def _set(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def _call(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls into nixl. What it raises must not lead back to the agent: the frames of an error
-    that is still being raised would keep the agent alive through its own `destroy`."""
+    """Call into nixl. The errors raised must not refer to the agent: the frames of an error that is
+    still being raised would keep the agent alive through its own `destroy`.
+    """
     try:
         return function(*arguments)
     except Exception as error:  # noqa: BLE001 the errors of nixl have no base of their own
@@ -213,8 +225,9 @@ def _call(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _release(handle: Any) -> None:
-    """Gives a handle back. Nixl may refuse while a read is under way, which does not matter: the
-    end of the agent is the fence."""
+    """Release a handle. Nixl may refuse while a read is in progress, which does not matter: the end
+    of the agent is the fence.
+    """
     if handle is not None:
         try:
             handle.release()

@@ -1,8 +1,8 @@
-"""The data path for a proved one-sided path: the reader copies, the owner does nothing.
+"""The data path over a proved one-sided path: the reader copies, the owner does nothing.
 
-One passive agent for each path that the owner can offer (for each of its readers where the path
-gives them keys: readers.py), and one agent per connection on the reader. paths.py says
-which paths there are, and what proves them.
+The owner has one passive agent for each path that it can offer. If the path uses keys, it has one
+for each of its readers (readers.py). A reader has one agent per connection. paths.py lists the
+paths and their proofs.
 """
 
 import logging
@@ -33,13 +33,13 @@ _log = logging.getLogger(__name__)
 
 
 class NixlOwner:
-    """Offers every path that this machine has. For one thread at a time."""
+    """Offers every path that this machine supports. For one thread at a time."""
 
     def __init__(self, memory: Memory, kinds: Sequence[PathKind]) -> None:
-        """Raises TransferError where it can offer none."""
+        """Raise TransferError if this machine can offer no path."""
         memory.use()
         self._memory = memory
-        self._offerings: list[Offering] = []  # that all readers share
+        self._offerings: list[Offering] = []  # shared by all readers
         keyed: list[PathKind] = []
         reasons = []
         for kind in kinds:
@@ -48,7 +48,7 @@ class NixlOwner:
             except TransferError as error:
                 reasons.append(f"{kind.name}: {error}")
                 continue
-            if kind.keyed:  # it was to see whether there can be any
+            if kind.keyed:  # made only to check that the path works
                 offering.close()
                 keyed.append(kind)
             else:
@@ -82,14 +82,16 @@ class NixlOwner:
         )
 
     def dismiss(self, reader: int) -> None:
-        """On paths without keys, what a reader knows of this memory it goes on knowing."""
+        """End the reader's agents. On paths without keys, the reader keeps its knowledge of this
+        memory.
+        """
         self._readers.dismiss(reader)
 
     def publish(self, reader: int, pages: Ints) -> None:
-        """Nothing to do: nobody asks the owner."""
+        """Do nothing: reads do not involve the owner."""
 
     def withdraw(self, reader: int, pages: Ints) -> None:
-        """Nothing to do: what a late read brings is the reader's to throw away."""
+        """Do nothing: the reader discards the data of late reads."""
 
     def poll(self) -> None:
         self._memory.use()
@@ -105,7 +107,7 @@ class NixlOwner:
 
 
 class NixlBackend:
-    """Owners and readers of host and device memory. Loads nixl when first used."""
+    """Owners and readers of host and device memory. Loads nixl on first use."""
 
     name = "nixl"
 
@@ -114,7 +116,10 @@ class NixlBackend:
         paths: Sequence[PathKind] = PATHS,
         memory_of: Callable[[PagePool], Memory] = memory_of,
     ) -> None:
-        """`paths` may hold a name once for each kind of memory."""
+        """
+        Args:
+            paths: a name may occur once for each kind of memory.
+        """
         self._paths = paths
         self._memory_of = memory_of
 

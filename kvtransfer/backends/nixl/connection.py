@@ -1,8 +1,8 @@
 """The reader's end of one nixl path: an agent made for one owner process, which copies alone.
 
-The fence is the user thread out of `copy`, then the agent destroyed, because nothing else ends a
-read that nixl has begun. What it has had a device copy is waited for twice: before, so that no
-mapping goes away under a copy, and after, for what the agent may have begun as it went.
+The fence has two parts: the user thread leaves `copy`, then the agent is destroyed, because nothing
+else ends a read that nixl has started. Device copies are waited for twice: before, so that no
+mapping goes away during a copy, and after, for copies that the agent may have started as it ended.
 """
 
 import math
@@ -23,7 +23,7 @@ from kvtransfer.backends.scratch import measure
 
 _GIB = 1 << 30
 _POLL_S = 20e-6
-_TRIES = 8  # at a rate: where two processes share a device, each runs a few ms at a time
+_TRIES = 8  # rate measurements: two processes that share a device each run a few ms at a time
 
 
 class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -35,7 +35,7 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What Owner.admit tells."""
+    """The description that Owner.admit returns."""
 
     device: Annotated[str, msgspec.Meta(pattern=r"^(cpu|cuda(:[0-9]{1,3})?)$")]
     scratch_base: Annotated[int, msgspec.Meta(ge=1, lt=1 << 57)]
@@ -45,14 +45,14 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class _Route:
-    """Pages here and the owner's pages they are read from: numbers of prepared lists."""
+    """Local pages and the owner's pages they are read from, as numbers of prepared lists."""
 
     source: int
     destination: int
 
 
 class NixlConnection:
-    """Reads over one path that has been proved."""
+    """Reads over one proved path."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class NixlConnection:
         memory: Memory,
         late: float,
     ) -> None:
-        """Blocks until `late` by time.monotonic() at most."""
+        """Connect. Blocks until `late` by time.monotonic() at most."""
         pool = memory.pool
         self._num_source = remote.num_pages
         self._num_destination = pool.num_pages
@@ -119,7 +119,7 @@ class NixlConnection:
         self._proved.close()
 
     def _meet(self, offer: Offer, description: Description, remote: RemotePool) -> None:
-        """Has the agent know both sides' memory."""
+        """Register both sides' memory with the agent."""
         pool, scratch = self._memory.pool, self._memory.scratch
         self._agent.register(pool)
         self._agent.register(scratch)
@@ -138,9 +138,10 @@ class NixlConnection:
         self._block_bytes = num_bytes
 
     def _make_contact(self, kind: PathKind, late: float) -> None:
-        """Reads scratch pages: the owner has been reached, without help of its process where
-        nobody polls it, and reads are as fast as on this path alone. The rate is that of one
-        block, whatever the size of a page."""
+        """Read scratch pages to prove the path. The owner has then been reached, without help of
+        its process if it is not polled, and reads are as fast as expected of this path alone. The
+        rate is that of one block, whatever the size of a page.
+        """
         page = np.zeros(1, np.int32)
         self._read(self._scratch, page, page, late)
         best = 0.0
@@ -156,7 +157,7 @@ class NixlConnection:
     def _read(
         self, route: _Route, source_pages: Ints, destination_pages: Ints, late: float = math.inf
     ) -> None:
-        """Until `late` by time.monotonic()."""
+        """Read pages, until `late` by time.monotonic() at most."""
         if self._stopped:
             raise TransferError("the nixl connection has been stopped")
         landed = self._agent.post_read(

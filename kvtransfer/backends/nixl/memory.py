@@ -1,4 +1,6 @@
-"""What one end of the nixl backend has to register: its pool and scratch pages of the same kind."""
+"""Memory that one end of the nixl backend registers: its pool, and scratch pages of the
+same kind.
+"""
 
 from typing import Protocol
 
@@ -8,27 +10,27 @@ from kvtransfer.backends.scratch import Scratch
 
 
 class Memory(Protocol):
-    """A pool and scratch pages beside it. Kept for as long as an agent has them registered."""
+    """A pool and its scratch pages. Kept for as long as an agent has them registered."""
 
     pool: PagePool
     scratch: PagePool
 
     def use(self) -> None:
-        """Called by every thread before it calls an agent."""
+        """Prepare the calling thread. Every thread calls it before it calls an agent."""
         ...
 
     def settle(self) -> None:
-        """Returns when nothing is left of what agents have told the device to do, those that are
-        gone included.
+        """Return when all work that agents gave the device has finished, including agents that no
+        longer exist.
 
         Raises:
-            DeviceFailure: nobody knows.
+            DeviceFailure: this cannot be determined.
         """
         ...
 
 
 class HostMemory:
-    """Agents copy host memory themselves, and what is gone copies nothing."""
+    """Host memory: agents copy it themselves, so no copy outlives its agent."""
 
     def __init__(self, pool: PagePool) -> None:
         self._scratch = Scratch(pool.page_bytes)
@@ -36,23 +38,24 @@ class HostMemory:
         self.scratch = self._scratch.pool
 
     def use(self) -> None:
-        """Nothing to do: any thread may."""
+        """Do nothing: any thread may call agents."""
 
     def settle(self) -> None:
-        """Nothing to do: nothing is left."""
+        """Do nothing: no copy is left."""
 
 
 class CudaMemory:
-    """UCX has the device copy, on streams of its own, and does not wait for it when it is closed.
+    """Device memory: UCX lets the device copy on UCX's own streams, and does not wait for it on
+    close.
 
-    A copy that has landed is seen by every forward that is launched later: the device orders work
-    behind what the host has seen done. Of what a network card writes into the device's memory
-    CUDA promises the same for work that is launched after the card has told the host (GPUDirect
+    Every forward that is launched after a copy has landed sees its data: the device orders work
+    behind what the host has seen done. CUDA promises the same for data that a network card writes
+    into device memory, for work that is launched after the card has notified the host (GPUDirect
     RDMA, Synchronization and Memory Ordering).
     """
 
     def __init__(self, pool: PagePool) -> None:
-        """Raises TransferError where the pool is not on that device, or its memory is short."""
+        """Raise TransferError if the pool is not on that device or device memory is short."""
         self._device = cuda_device(pool.device)
         self._device.use()
         self._device.view(pool)
@@ -68,5 +71,7 @@ class CudaMemory:
 
 
 def memory_of(pool: PagePool) -> Memory:
-    """Raises TransferError where the pool is not where it says."""
+    """Return the memory of a pool. Raises TransferError if the pool is not on the device
+    it names.
+    """
     return HostMemory(pool) if pool.device == "cpu" else CudaMemory(pool)

@@ -1,4 +1,4 @@
-"""One path that an owner offers: a passive agent with the pool registered, and what proves it."""
+"""One path that an owner offers: a passive agent with the pool registered, and its proof."""
 
 from kvtransfer.backends.nixl.agent import Agent
 from kvtransfer.backends.nixl.connection import Offer
@@ -7,13 +7,14 @@ from kvtransfer.backends.nixl.paths import Evidence, PathKind
 
 
 class Offering:
-    """For one thread at a time, which has called `memory.use`."""
+    """A passive agent of the owner. For one thread at a time, which has called `memory.use`."""
 
     def __init__(self, kind: PathKind, memory: Memory) -> None:
-        """Takes some 5 ms and a registration of the pool, which over RDMA pins every page of it.
+        """Make the agent. Takes about 5 ms and a registration of the pool, which over RDMA pins
+        every page of it.
 
         Raises:
-            TransferError: this machine cannot offer it.
+            TransferError: this machine cannot offer the path.
         """
         self._evidence: Evidence = kind.evidence(memory.pool, memory.scratch)
         self._polled = kind.transports.polled
@@ -32,5 +33,5 @@ class Offering:
             self._agent.poll()
 
     def close(self) -> None:
-        """From now on nobody reads over it. Idempotent."""
+        """End the agent. No reader can read over it afterwards. Idempotent."""
         self._agent.destroy()

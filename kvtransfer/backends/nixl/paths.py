@@ -1,17 +1,17 @@
-"""The one-sided paths that nixl may take, in the order of preference, and what proves each.
+"""The one-sided paths that nixl may use, in order of preference, and the proof of each.
 
-UCX takes whichever transport it finds, says nothing of it, and where none of them reads alone it
-has the owner's UCX help. So every path has transports of its own, sockets are among none of them,
-and no KV goes over a path that is not proved: by reading bytes that only the owner can have told,
-and by a first read with an owner that helps nobody, because nobody polls it.
+UCX uses any transport that it finds and does not report which one. If no transport reads alone, UCX
+uses the owner's help. So every path has transports of its own, none of them is sockets, and no KV
+goes over a path before it is proved. The proof has two parts. The reader reads bytes that only the
+owner can have sent. Then a first read succeeds without help of the owner, which is not polled.
 
-cma, cuda_ipc and nvlink join processes of one host. rdma joins hosts, and has been run on none
-yet. There the owner's metadata is believed as far as the pair stream that brought it: UCX ends the
-process that is given some forgeries of it. And there the owner is polled while readers connect,
-because two ends of a reliable connection have to be told of each other.
+cma, cuda_ipc and nvlink join processes of one host. rdma joins hosts, and has not been run on real
+hardware. For rdma, the owner's metadata is trusted as far as the pair stream that carried it: UCX
+ends the process on some forged metadata. The owner is also polled while readers connect over rdma,
+because both ends of a reliable connection must learn of each other.
 
-Only rdma gives keys that can be taken back. Within a host a reader reads by process id and address,
-or maps the whole of a device's memory by a handle that the driver never revokes.
+Only rdma uses keys that can be revoked. Within a host a reader reads by process id and address, or
+maps all memory of a device by a handle that the driver never revokes.
 """
 
 from collections.abc import Callable
@@ -28,37 +28,42 @@ _MIB = 1 << 20
 
 
 class Evidence(Protocol):
-    """Something of the owner's that proves the path to who finds it. Kept while it is told."""
+    """Evidence in the owner's memory that proves the path to a reader that finds it. Kept while the
+    offer is valid.
+    """
 
     def tell(self, metadata: bytes) -> bytes:
-        """What finds it, for a path whose agent has this metadata. Called once."""
+        """Return what a reader needs to find it, for a path whose agent has this metadata. Called
+        once.
+        """
         ...
 
 
 class Proved(Protocol):
     """The reader's end of a proved path. For one thread."""
 
-    path: str  # what carries the bytes, as metrics name it
+    path: str  # what carries the bytes, as named in metrics
 
     def close(self) -> None:
-        """After the last read: lets go of what the path needs. Idempotent."""
+        """Release what the path needs, after the last read. Idempotent."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PathKind:
-    """One path that nixl may take."""
+    """One path that nixl may use."""
 
     name: str
     memory: str  # cpu | cuda: where both pools are
     transports: Transports  # of its agents
     evidence: Callable[[PagePool, PagePool], Evidence]  # of the owner's pool and scratch pages
-    prove: Callable[[bytes, bytes, PagePool], Proved]  # of what was told, metadata, reader's pool
-    part_bytes: int  # of one read: the time until it is seen that the connection was stopped
-    # A detour inside UCX, through the host's memory, stays below; 0: there is none.
+    # takes the evidence, the metadata and the reader's pool
+    prove: Callable[[bytes, bytes, PagePool], Proved]
+    part_bytes: int  # of one read: bounds the time until a stop of the connection is noticed
+    # A detour inside UCX, through host memory, is slower than this. 0: there is no such detour.
     min_gib_per_s: float = 0.0
-    # What a reader is told has keys in it, with which it can read until they are taken back: each
-    # has an agent of its own at the owner, and they end with it.
+    # The description given to a reader has keys, which allow reads until they are revoked. Each
+    # reader has an agent of its own at the owner, and its keys end with the agent.
     keyed: bool = False
 
 
@@ -74,7 +79,7 @@ PATHS = (
         32 * _MIB,
         min_gib_per_s=2.0,
     ),
-    # "rc" means ud as well, but to make contact only.
+    # "rc" includes ud, but only to make contact.
     PathKind(
         "rdma",
         "cpu",
@@ -99,5 +104,5 @@ PATHS = (
 
 
 def kind_of_memory(device: str) -> str:
-    """cpu or cuda."""
+    """Return "cpu" or "cuda"."""
     return device.partition(":")[0]

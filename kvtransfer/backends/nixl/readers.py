@@ -1,11 +1,11 @@
-"""Agents that are one reader's each, for paths that give keys: what a reader was told ends with it.
+"""Agents for one reader each, for paths that use keys: a reader's keys end with its agent.
 
-The end of the agent is what takes its keys back. To deregister the memory would not be enough: UCX
-keeps what it has registered in a cache until the context of the agent ends. Each agent has
-connections, a protection domain and a registration of its own, so others do not notice.
+Ending the agent revokes its keys. Deregistering the memory would not be enough: UCX keeps
+registrations in a cache until the context of the agent ends. Each agent has connections, a
+protection domain and a registration of its own, so other readers are not affected.
 
-Agents are made and ended one after the other, on one thread: one that is dismissed while it is
-being made ends right after, and there are never more of them than places.
+Agents are made and ended one after the other, on one thread. An agent that is dismissed while it is
+being made ends right afterwards. There are never more of them than places.
 """
 
 import logging
@@ -31,12 +31,15 @@ _log = ThrottledLog(logging.getLogger(__name__), Throttle())
 
 
 class ReaderAgents:
-    """For one thread at a time; no call but `close` waits."""
+    """The agents of all readers. For one thread at a time. No call but `close` waits."""
 
     def __init__(
         self, kinds: Sequence[PathKind], memory: Memory, *, max_readers: int = MAX_READERS
     ) -> None:
-        """kinds: of which each reader gets one agent."""
+        """
+        Args:
+            kinds: each reader gets one agent for each of them.
+        """
         self._kinds = kinds
         self._memory = memory
         self._max_readers = max_readers
@@ -45,8 +48,9 @@ class ReaderAgents:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="nixl-readers")
 
     def prepare(self, reader: int) -> Future[Any]:
-        """Begins to make a reader's agents. Done as well where there is none to be made, or no
-        place for one: readers that are gone keep theirs until their agents have ended."""
+        """Start to make a reader's agents. The Future also completes if there is none to make, or
+        no place for one: readers that are gone keep their place until their agents have ended.
+        """
         if not self._kinds:
             return prepared()
         if not self._places.acquire(blocking=False):
@@ -57,19 +61,21 @@ class ReaderAgents:
         return self._made[reader]
 
     def offers(self, reader: int) -> tuple[Offer, ...]:
-        """What has been made for it so far."""
+        """Return the offerings made for the reader so far."""
         made = self._made.get(reader)
         return tuple(each.offer for each in made.result()) if made and made.done() else ()
 
     def dismiss(self, reader: int) -> None:
-        """Ends its agents, and with them what it can do with its keys, soon. Idempotent."""
+        """End the reader's agents soon, and with them the use of its keys. Idempotent."""
         made = self._made.pop(reader, None)
         if made is not None:
             made.cancel()
             self._thread.submit(self._end, made)
 
     def poll(self) -> None:
-        """Dismisses those whose agents fail: what a reader does to its own harms it alone."""
+        """Poll all agents. Dismiss readers whose agents fail: such a failure affects only that
+        reader.
+        """
         for reader, made in list(self._made.items()):
             try:
                 for offering in made.result() if made.done() else ():
@@ -79,7 +85,7 @@ class ReaderAgents:
                 self.dismiss(reader)
 
     def close(self) -> None:
-        """Dismisses everybody, and waits until all agents have ended."""
+        """Dismiss all readers, and wait until all agents have ended."""
         for reader in list(self._made):
             self.dismiss(reader)
         self._thread.shutdown()

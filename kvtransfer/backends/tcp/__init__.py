@@ -1,1 +1,1 @@
-"""The data path that works everywhere: sockets of our own."""
+"""The data path that works everywhere, over Baton's own sockets."""

@@ -1,10 +1,11 @@
-"""Where connections wait that have not said yet who they are: on one thread, and not for long.
+"""Accepts connections and holds them until they introduce themselves. One thread, short timeout.
 
-A stranger costs a descriptor for two seconds, and never a thread or a handshake. Readers introduce
-themselves at once, and are hardly ever among them. Where too many wait, the one that has waited
-longest goes, of the host from which most have come: a flood of silent connections turns itself out.
+An unauthenticated connection costs one descriptor for two seconds, and never a thread or a
+handshake. Readers introduce themselves immediately, so they rarely wait here. At the limit, the
+oldest connection of the host with the most waiting connections is closed, so a flood of silent
+connections displaces itself.
 
-Knows what an introduction weighs, not what is in it.
+Knows the size of an introduction, not its content.
 """
 
 import logging
@@ -29,7 +30,7 @@ _END_S = 5.0
 
 _log = ThrottledLog(logging.getLogger(__name__), Throttle())
 
-# A connection (blocking, and the callee's), the host of its other end, what it has said.
+# A connection (blocking, owned by the callee), the host of its other end, its introduction.
 LetIn: TypeAlias = Callable[[socket.socket, str, bytes], None]
 
 
@@ -48,9 +49,9 @@ class Door:
     ) -> None:
         """
         Args:
-            let_in: called on the door's thread with each connection that has introduced itself;
-                raises ServingError or OSError where it is not to be let in. Must not block.
-            patience_s: so long a connection may take to introduce itself.
+            let_in: called on the acceptor's thread with each connection that has introduced itself.
+                Raises ServingError or OSError to reject it. Must not block.
+            patience_s: seconds that a connection may take to introduce itself.
 
         Raises:
             TransferError: the host or the port cannot be bound.
@@ -58,7 +59,7 @@ class Door:
         self._let_in = let_in
         self._patience_s = patience_s
         self._shut = False
-        self._strangers: dict[socket.socket, _Stranger] = {}  # in the order of their coming
+        self._strangers: dict[socket.socket, _Stranger] = {}  # oldest first
         self._listener = _listen(host, port)
         self.port: int = self._listener.getsockname()[1]
         self._selector = selectors.DefaultSelector()
@@ -67,7 +68,7 @@ class Door:
         self._thread.start()
 
     def shut(self) -> None:
-        """Afterwards nobody is let in. Idempotent."""
+        """Stop accepting connections. Idempotent."""
         if self._shut:
             return
         self._shut = True
@@ -77,7 +78,7 @@ class Door:
             raise EngineFault("the thread of a tcp owner's door does not end")
         self._listener.close()  # not by its thread, which may end before the shutdown above
 
-    # On the door's thread ------------------------------------------------------------------------
+    # On the acceptor's thread --------------------------------------------------------------------
 
     def _run(self) -> None:
         while not self._shut:
@@ -100,10 +101,10 @@ class Door:
         try:
             connection, address = self._listener.accept()
         except BlockingIOError:
-            return  # it has gone again
+            return  # the connection has ended again
         except OSError as error:
             if not self._shut:
-                # It died in the backlog, or no descriptors are left for a moment.
+                # It ended in the backlog, or no descriptors are left for a moment.
                 _log.warning("a data connection could not be accepted", because=error)
                 time.sleep(_OUT_OF_DESCRIPTORS_S)
             return
@@ -118,11 +119,11 @@ class Door:
     def _hear(self, connection: socket.socket) -> None:
         stranger = self._strangers.get(connection)
         if stranger is None:
-            return  # turned out a moment ago
+            return  # removed a moment ago
         try:
             heard = connection.recv(INTRODUCTION.size - len(stranger.said))
         except BlockingIOError:
-            return  # it has not spoken yet
+            return  # nothing received yet
         except OSError:
             heard = b""
         stranger.said += heard

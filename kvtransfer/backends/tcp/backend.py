@@ -1,4 +1,6 @@
-"""The data path that works everywhere: sockets of our own, memory of any kind at either end."""
+"""The tcp data path: Baton's own sockets, which work everywhere, and memory of any kind at either
+end.
+"""
 
 from collections.abc import Callable
 
@@ -16,17 +18,22 @@ _ALIKE = "transfer.encrypt (and with auto, front.tls) must be alike on both"
 
 
 def memory_of(pool: PagePool) -> Memory:
-    """Straight from and into host memory, staged where it is a device's. Raises TransferError
-    where the pool is not where it says."""
+    """Return the memory of a pool. Host memory is sent and filled in place, device memory is
+    staged. Raises TransferError if the pool is not on the device it names.
+    """
     if pool.device == "cpu":
         return HostMemory(pool)
     return StagedMemory(pool, cuda_device(pool.device))
 
 
 class TcpBackend:
-    """Binds owners to `data_host`, which is also the address that readers are told, and to
-    `data_port` (0: any free one, and then it may serve several pools at once). With `encrypted`,
-    all bytes of pages are in TLS, and owners or readers without it are refused."""
+    """The tcp backend.
+
+    Owners bind to `data_host`, which is also the address that readers are given, and to
+    `data_port`. With port 0 each owner takes a free one, so the backend may serve several pools at
+    once. With `encrypted`, all bytes of pages are in TLS, and owners or readers without it are
+    rejected.
+    """
 
     name = "tcp"
 
@@ -57,6 +64,7 @@ class TcpBackend:
 
 
 def _tls() -> OwnerTls:
-    from kvtransfer.backends.tcp.certificate import make_owner_tls  # slow to load
+    # imported here because it is slow to load
+    from kvtransfer.backends.tcp.certificate import make_owner_tls
 
     return make_owner_tls()

@@ -1,7 +1,7 @@
-"""The certificate of one owner process, made when it starts and gone with it.
+"""The certificate of one owner process, made at its start and gone with it.
 
-Apart from tls.py because the library that makes it takes longer to load than a program's own
-modules: imported only where data connections are encrypted.
+Separate from tls.py because the library that makes it takes longer to load than Baton's own
+modules. It is imported only if data connections are encrypted.
 """
 
 from datetime import UTC, datetime, timedelta
@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from kvtransfer.backends.tcp.tls import OwnerTls, fingerprint
 
-_LIFE = timedelta(days=3650)  # nobody looks: readers compare the fingerprint
+_LIFE = timedelta(days=3650)  # not checked: readers compare the fingerprint
 
 
 def make_owner_tls() -> OwnerTls:

@@ -1,5 +1,4 @@
-"""How bytes cross a data connection whose ends have proved who they are: here as they are, in TLS
-in tls.py.
+"""Byte transfer over a data connection whose ends are authenticated. Plain here, TLS in tls.py.
 
 Knows sockets and addresses of memory, neither frames nor readers.
 """
@@ -14,52 +13,57 @@ from kvtransfer.backends.scatter import Vectors, receive_vectors, send_vectors
 
 
 class Channel(Protocol):
-    """For one thread, but for `end`. Every method but `end` and `close` raises OSError where the
-    connection is gone, and TransferError where the other end has ended it."""
+    """One end of an authenticated data connection. For one thread, except `end`. Every method but
+    `end` and `close` raises OSError if the connection is gone, and TransferError if the other end
+    has closed it.
+    """
 
     def start(self, seal: bytes, timeout_s: float) -> None:
-        """Called first. `seal` is what both ends know and nobody else.
+        """Start the channel. Called first. `seal` is known to both ends and to no other process.
 
         Raises:
-            TransferError: the other end is not who it said, or cannot speak as this one does.
+            TransferError: the other end is not authentic, or does not support this kind of channel.
         """
         ...
 
     def send(self, data: bytes) -> None: ...
 
     def send_vectors(self, vectors: Vectors, num_bytes: int) -> None:
-        """All num_bytes of it."""
+        """Send all num_bytes of the vectors."""
         ...
 
     def receive(self, num_bytes: int) -> bytes: ...
 
     def receive_vectors(self, vectors: Vectors, num_bytes: int) -> None:
-        """Fills all num_bytes of it."""
+        """Fill all num_bytes of the vectors."""
         ...
 
     def has_input(self) -> bool:
-        """Whether there is something to receive, were it the end."""
+        """Return whether there is something to receive, including the end of the stream."""
         ...
 
     def end(self) -> None:
-        """Makes a call under way, and every later one, raise soon. Any thread, but not while
-        `close` runs; never blocks."""
+        """Make a call in progress, and every later one, raise soon. Any thread, but not while
+        `close` runs. Never blocks.
+        """
         ...
 
     def close(self) -> None:
-        """After it returns no byte lands. Outside every other call; idempotent."""
+        """Close the channel. After it returns no byte lands. Outside every other call.
+        Idempotent.
+        """
         ...
 
 
 class PlainChannel:
-    """As they are."""
+    """A channel without encryption."""
 
     def __init__(self, connection: socket.socket) -> None:
-        """Owns the connection."""
+        """Take ownership of the connection."""
         self._socket = connection
 
     def start(self, seal: bytes, timeout_s: float) -> None:
-        self._socket.settimeout(None)  # the readers and writers of scatter.py need a blocking one
+        self._socket.settimeout(None)  # scatter.py needs a blocking socket
 
     def send(self, data: bytes) -> None:
         self._socket.sendall(data)
@@ -93,7 +97,8 @@ def is_readable(connection: socket.socket) -> bool:
 
 
 def end(connection: socket.socket) -> None:
-    """Ends both directions. Not by the method of its class: that of a socket in TLS would go on as
-    one without, and land what is encrypted as if it were plain."""
-    with contextlib.suppress(OSError):  # the other end may have gone first
+    """End both directions. Does not call the method of the socket's own class: for a TLS socket
+    that would continue in plain text, and land encrypted bytes as if they were plain.
+    """
+    with contextlib.suppress(OSError):  # the other end may have closed it first
         socket.socket.shutdown(connection, socket.SHUT_RDWR)

@@ -1,8 +1,8 @@
-"""The reader's end of the tcp backend: page ids up, raw pages down, into the pool.
+"""The reader's end of the tcp backend: sends page ids, receives raw pages into the pool.
 
-The fence is `stop` (shutdown of the socket) plus the user thread out of `copy`: closing alone
-lets a blocked receive land what the kernel has already, so `close` belongs to the user thread. It
-then waits for what a device still copies out of the staging memory.
+The fence is `stop` (shutdown of the socket) plus the user thread's return from `copy`. Closing
+alone would let a blocked receive land bytes that the kernel already has, so `close` belongs to the
+user thread. It then waits for device copies out of the staging memory.
 """
 
 import hmac
@@ -54,19 +54,21 @@ class TcpConnection:
         pool: PagePool,
         memory: Memory,
     ) -> None:
-        """Blocks for CONNECT_S at most. Raises TransferError where that owner is not there."""
+        """Connect. Blocks for CONNECT_S at most. Raises TransferError if the owner cannot be
+        reached.
+        """
         check_pool(remote, pool)
         self._peer = f"{description.host}:{description.port}"
         self._num_source = remote.num_pages
         self._pool = pool
         self._arrivals = memory.arrivals()
         self._scratch_pages = min(description.scratch_pages, memory.scratch_pages)
-        self._memory = memory  # its scratch pages live as long as it does
+        self._memory = memory  # keeps its scratch pages alive
         self._lock = threading.Lock()
         self._stopped = False
         try:
             self._channel = _connect(description)
-        except (OSError, UnicodeError) as error:  # the second of a host that has no such name
+        except (OSError, UnicodeError) as error:  # UnicodeError: an invalid host name
             raise TransferError(f"tcp to {self._peer}: {error}") from None
 
     def probe(self) -> float:
@@ -81,7 +83,7 @@ class TcpConnection:
         self._read(Kind.POOL, source_pages, destination_pages)
 
     def stop(self) -> None:
-        with self._lock:  # or the descriptor may be another file's by now
+        with self._lock:  # otherwise the descriptor may belong to another file by now
             self._stopped = True
             self._channel.end()
 
@@ -99,14 +101,15 @@ class TcpConnection:
             refused = self._exchange(kind, source, destination)
             self._arrivals.settle()
         except (OSError, TransferError) as error:
-            self.stop()  # where the next frame begins is unknown now
+            self.stop()  # the start of the next frame is unknown now
             raise TransferError(f"tcp from {self._peer}: {error}") from None
         if refused is not None:
             raise ReadRefused(f"the owner does not publish page {refused} to this reader")
 
     def _exchange(self, kind: Kind, source: Ints, destination: Ints) -> int | None:
-        """Asks for all pages, a few requests ahead of the answers. Returns the first page that
-        was refused; no answer is outstanding then."""
+        """Request all pages, a few requests ahead of the replies. Returns the first page that was
+        refused, or None. No reply is outstanding then.
+        """
         num_pages = self._arrivals.request_pages
         starts = range(0, len(source), num_pages)
         num_asked = 0
@@ -126,7 +129,7 @@ class TcpConnection:
         self._channel.send(REQUEST.pack(kind, len(pages)) + ids)
 
     def _receive(self, kind: Kind, pages: Ints) -> int | None:
-        """Lands the next answer in these pages, or returns the page that was refused."""
+        """Receive the next reply into these pages, or return the page that was refused."""
         if self._stopped:
             raise TransferError("stopped")
         head = bytearray(REPLY.size)
@@ -144,7 +147,9 @@ class TcpConnection:
 
 
 def _connect(description: Description) -> Channel:
-    """A proved connection. Raises OSError (TimeoutError too) or TransferError."""
+    """Return an authenticated connection. Raises OSError (including TimeoutError) or
+    TransferError.
+    """
     late = time.monotonic() + CONNECT_S
     connection = socket.create_connection((description.host, description.port), CONNECT_S)
     try:
@@ -167,9 +172,9 @@ def _connect(description: Description) -> Channel:
 
 
 def _introduce(connection: socket.socket, description: Description, late: float) -> Proofs:
-    """Proves both ends to each other."""
+    """Authenticate both ends to each other."""
     set_options(connection)
-    count = time.monotonic_ns()  # a reader is one process
+    count = time.monotonic_ns()  # increasing, as a reader is one process
     proofs = Proofs.by(description.key, count)
     connection.sendall(INTRODUCTION.pack(MAGIC, description.reader, count, proofs.of_reader))
     answer = receive_before(connection, KEY_BYTES, late)

@@ -1,7 +1,7 @@
-"""Where pages leave a pool for a socket, and where they enter one from it.
+"""Transfer of pages between a pool and a socket, for host memory and through a common interface.
 
-Host memory has no such place: bytes go straight from and into the pool. staging.py has the
-one of a device's memory. The ends of a connection know neither, only what is promised here.
+Host memory needs no staging: bytes go directly from and into the pool. staging.py implements the
+interface for device memory. The ends of a connection know only this interface.
 """
 
 from collections.abc import Callable
@@ -15,71 +15,78 @@ from kvtransfer.backends.tcp.wire import MAX_REQUEST_PAGES, Kind
 
 _REQUEST_BYTES = 1 << 20
 
-# The iovecs of a head and the pages behind it. Blocks until the pages are in host memory; the head
-# must live for as long as the iovecs are used.
+# The iovecs of a head and of the pages after it. Blocks until the pages are in host memory. The
+# head must live for as long as the iovecs are used.
 Load: TypeAlias = Callable[[bytearray], Vectors]
 
 
 class Departures(Protocol):
     """Pages on their way into one socket. For one thread."""
 
-    num_ahead: int  # loads that may be begun before an earlier one has been sent
+    num_ahead: int  # loads that may be started before an earlier one has been sent
 
     def begin(self, kind: Kind, pages: Ints) -> Load:
-        """Pages in range, and at most as many as one request may ask for. What a load has named is
-        overwritten by the load that is begun num_ahead + 1 loads later.
+        """Start to load pages. They must be in range, and at most as many as one request may ask
+        for. The memory that a load names is overwritten by the load that is started num_ahead + 1
+        loads later.
 
         Raises:
-            DeviceFailure: as may the load itself.
+            DeviceFailure: the device failed. The load itself may raise it too.
         """
         ...
 
     def close(self) -> None:
-        """After it returns nothing reads the pool on behalf of this connection. Idempotent."""
+        """Close it. After it returns nothing reads the pool for this connection. Idempotent."""
         ...
 
 
 class Arrivals(Protocol):
     """Pages on their way from one socket into a pool. For one thread."""
 
-    request_pages: int  # that one request should ask for, at most
+    request_pages: int  # the most that one request should ask for
 
     def vectors(self, pages: Ints, head: bytearray, kind: Kind) -> Vectors:
-        """The iovecs of `head` and then of the bytes for these pages, in their order. Both must
-        be in range, and `head` must live for as long as the iovecs are used.
+        """Return the iovecs of `head` and then of the bytes for these pages, in order. Both must be
+        in range, and `head` must live for as long as the iovecs are used.
 
         Raises:
-            DeviceFailure: as may everything here.
+            DeviceFailure: the device failed. All methods here may raise it.
         """
         ...
 
     def landed(self, pages: Ints, kind: Kind) -> None:
-        """The bytes are where `vectors`, called last and with the same pages, said."""
+        """Record that the bytes of the latest `vectors` call have arrived. `pages` must be the
+        same.
+        """
         ...
 
     def settle(self) -> None:
-        """Returns once every page that has landed is in the pool, where the next forward that is
-        launched sees it. Nothing lands later."""
+        """Return when every landed page is in the pool and visible to the next forward that is
+        launched. Nothing lands later.
+        """
         ...
 
 
 class Memory(Protocol):
-    """What one end serves from or reads into: a pool and scratch pages where the pool is. For any
-    number of connections and threads."""
+    """The memory that one end serves from or reads into: a pool, and scratch pages on the same
+    device. For any number of connections and threads.
+    """
 
     scratch_pages: int
 
     def departures(self) -> Departures:
-        """For one more connection. Raises TransferError where memory is short."""
+        """Return the sending side of a new connection. Raises TransferError if memory is short."""
         ...
 
     def arrivals(self) -> Arrivals:
-        """Likewise."""
+        """Return the receiving side of a new connection. Raises TransferError if memory
+        is short.
+        """
         ...
 
 
 class HostMemory:
-    """Host memory: bytes go straight between pool and socket."""
+    """Host memory: bytes go directly between pool and socket."""
 
     def __init__(self, pool: PagePool) -> None:
         self._scratch = Scratch(pool.page_bytes)
@@ -107,7 +114,7 @@ class _HostDepartures:
         return partial(self._tables[kind].vectors, pages)
 
     def close(self) -> None:
-        """Nothing to do: the socket has read what it has sent."""
+        """Do nothing: the socket has copied what it sent."""
 
 
 class _HostArrivals:
@@ -119,7 +126,7 @@ class _HostArrivals:
         return self._tables[kind].vectors(pages, head)
 
     def landed(self, pages: Ints, kind: Kind) -> None:
-        """Nothing to do: they are in the pool."""
+        """Do nothing: the pages are in the pool."""
 
     def settle(self) -> None:
-        """Nothing to do: they are in the pool."""
+        """Do nothing: the pages are in the pool."""

@@ -1,8 +1,8 @@
 """The owner's end of the tcp backend: serves pages on threads of its own.
 
-One thread at the door (door.py), one per connection of a reader, which answers its requests in
-order. Only pages published to that reader are served; a reader that asks for others, or lies, harms
-its own connection alone, and a reader that is dismissed has none any more (readers.py).
+One thread accepts connections (acceptor.py). One thread per connection answers its requests in
+order. Only pages published to that reader are served. A reader that requests other pages, or sends
+invalid data, breaks only its own connection. A dismissed reader has no connection (readers.py).
 """
 
 import logging
@@ -45,7 +45,7 @@ _log = ThrottledLog(logging.getLogger(__name__), Throttle())
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """One that has been begun, and not sent."""
+    """A reply that has been started but not sent."""
 
     head: bytearray
     load: Load
@@ -58,7 +58,7 @@ class TcpOwner:
     def __init__(
         self, host: str, port: int, pool: PagePool, memory: Memory, tls: OwnerTls | None
     ) -> None:
-        """Raises TransferError where the host or the port cannot be bound."""
+        """Raise TransferError if the host or the port cannot be bound."""
         self._host = host
         self._pool = pool
         self._memory = memory
@@ -95,7 +95,7 @@ class TcpOwner:
         self._publications.withdraw(reader, pages)
 
     def poll(self) -> None:
-        """Nothing to do: the owner's own threads answer."""
+        """Do nothing: the owner's own threads serve readers."""
 
     def close(self) -> None:
         self._door.shut()
@@ -104,16 +104,16 @@ class TcpOwner:
             if thread.is_alive():
                 raise EngineFault("a tcp owner's thread does not end: its pool is still in use")
 
-    # On the thread of the door --------------------------------------------------------------------
+    # On the acceptor's thread ---------------------------------------------------------------------
 
     def _let_in(self, connection: socket.socket, host: str, introduction: bytes) -> None:
-        """Has a connection served on a thread of its own if a reader has opened it."""
+        """Serve a connection on a thread of its own if a reader has opened it."""
         magic, reader, count, proof = INTRODUCTION.unpack(introduction)
         if magic != MAGIC:
             raise ProtocolViolation("it does not speak as a reader does")
         proofs = self._readers.proved(reader, count, proof)
         set_options(connection)
-        connection.send(proofs.of_owner)  # it is the first thing said: there is room for it
+        connection.send(proofs.of_owner)  # never blocks: these are the first bytes sent
         channel = self._tls.channel(connection) if self._tls else PlainChannel(connection)
         thread = threading.Thread(
             target=self._serve,
@@ -137,7 +137,7 @@ class TcpOwner:
         except (ProtocolViolation, DeviceFailure) as error:
             _log.warning("a data connection was ended", peer=host, because=error)
         except (OSError, TransferError):
-            pass  # the reader has gone
+            pass  # the reader has disconnected
         finally:
             self._readers.leave(reader, channel)
 
@@ -148,8 +148,9 @@ class TcpOwner:
             raise ProtocolViolation(str(error)) from None
 
     def _answer_all(self, channel: Channel, reader: int, departures: Departures) -> None:
-        """Until the reader goes. Begins the next answer before it sends one, where pages have
-        somewhere to wait and the reader has asked for more."""
+        """Answer requests until the reader disconnects. Starts the next reply before sending one,
+        if pages can be staged and the reader has requested more.
+        """
         answers = deque([self._begin(channel, reader, departures)])
         while True:
             answer = answers.popleft()
@@ -161,7 +162,7 @@ class TcpOwner:
                 answers.append(self._begin(channel, reader, departures))
 
     def _begin(self, channel: Channel, reader: int, departures: Departures) -> _Answer:
-        """Takes one request. Its answer brings the pages, or as many zeros where one is refused."""
+        """Receive one request. Its reply has the pages, or as many zeros if one is refused."""
         kind, num_pages = REQUEST.unpack(channel.receive(REQUEST.size))
         if not 1 <= num_pages <= self._max_pages:
             raise ProtocolViolation(f"a request for {num_pages} pages")

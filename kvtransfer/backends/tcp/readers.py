@@ -1,4 +1,4 @@
-"""Who may read from a tcp owner, and the connections that are open with each one's key.
+"""The readers that a tcp owner admits, and the open connections of each reader's key.
 
 Knows keys, channels and threads, not pages. Any thread.
 """
@@ -20,12 +20,15 @@ _MAX_CONNECTIONS = 256
 class _Reader:
     key: bytes
     count: int = -1  # of its newest connection
-    channels: list[Channel] = field(default_factory=list)  # in the order of their coming
+    channels: list[Channel] = field(default_factory=list)  # oldest first
 
 
 class Readers:
-    """From `admit` to `dismiss` a reader has a key; its connections end with it. Connections are
-    `proved` and then `enter` on one thread, that of the door."""
+    """Keys and connections of the admitted readers.
+
+    From `admit` to `dismiss` a reader has a key, and its connections end with the key. Connections
+    are `proved` and then `enter` on one thread, the acceptor's.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -34,7 +37,7 @@ class Readers:
         self._closed = False
 
     def admit(self, reader: int) -> bytes:
-        """The key of a reader."""
+        """Return the key of a reader. Creates it on the first call."""
         with self._lock:
             return self._readers.setdefault(reader, _Reader(os.urandom(KEY_BYTES))).key
 
@@ -45,10 +48,10 @@ class Readers:
                 channel.end()
 
     def proved(self, reader: int, count: int, proof: bytes) -> Proofs:
-        """All proofs of a connection, to one who has brought the reader's.
+        """Return all proofs of a connection, if it has sent the reader's proof.
 
         Raises:
-            ProtocolViolation: it is not.
+            ProtocolViolation: the proof is invalid or was used before.
             Overloaded: too many connections are open.
         """
         with self._lock:
@@ -65,12 +68,12 @@ class Readers:
         return proofs
 
     def enter(self, reader: int, channel: Channel, thread: threading.Thread) -> None:
-        """Starts the thread of a reader's connection, from which it must `leave`. If it is one too
-        many of that reader's, its oldest one ends.
+        """Start the thread of a reader's connection. The thread must call `leave`. Above the limit
+        per reader, the reader's oldest connection is ended.
 
         Raises:
             ProtocolViolation: the reader has been dismissed in the meantime.
-            Overloaded: this process can start no thread.
+            Overloaded: this process cannot start a thread.
         """
         with self._lock:
             known = self._readers.get(reader)
@@ -86,8 +89,8 @@ class Readers:
             self._threads[channel] = thread
 
     def leave(self, reader: int, channel: Channel) -> None:
-        """Closes the channel."""
-        with self._lock:  # or `end` might meet the descriptor of another file
+        """Remove the channel and close it."""
+        with self._lock:  # otherwise `end` might meet the descriptor of another file
             del self._threads[channel]
             known = self._readers.get(reader)
             if known is not None and channel in known.channels:
@@ -95,7 +98,7 @@ class Readers:
             channel.close()
 
     def end_all(self) -> list[threading.Thread]:
-        """Dismisses everybody and admits nobody any more; says which threads are about to end."""
+        """Dismiss all readers and admit no more. Returns the threads that are about to end."""
         with self._lock:
             self._closed = True
             self._readers.clear()

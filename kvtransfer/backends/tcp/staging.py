@@ -1,11 +1,11 @@
-"""A device's pages on their way through host memory, a few megabytes ahead of the socket.
+"""Staging of device pages in host memory, a few megabytes ahead of the socket.
 
-Each connection has two slots of pinned memory: while the socket empties or fills the one, the
-device fills or empties the other, on a stream that is for such copies only. A slot holds as much
-as one request may ask for, so that nothing here grows with the size of a hand-off.
+Each connection has two slots of pinned memory. While the socket empties or fills one, the device
+fills or empties the other, on a stream for such copies only. A slot holds as much as one request
+may ask for, so memory here does not grow with the size of a hand-off.
 
-Large pages are copied one by one. Of small ones a copy costs more than its bytes: they are packed
-on the device, and one copy takes them all.
+Large pages are copied one by one. For small pages, starting a copy costs more than moving its
+bytes: they are packed on the device, and one copy moves them all.
 """
 
 from functools import partial
@@ -24,14 +24,14 @@ from kvtransfer.backends.tcp.wire import Kind, max_request_pages
 
 _NUM_SLOTS = 2
 _LARGE_PAGE_BYTES = 1 << 20  # 20 us at 50 GB/s: several times what it costs to enqueue a copy
-_PACK_BYTES = 16  # what pack_pages asks of sizes and addresses
+_PACK_BYTES = 16  # alignment that pack_pages needs of sizes and addresses
 
 
 class StagedMemory:
     """The pool of a device, and scratch pages on it, for connections over tcp."""
 
     def __init__(self, pool: PagePool, device: Device) -> None:
-        """Raises TransferError where the pool is not on that device, or its memory is short."""
+        """Raise TransferError if the pool is not on that device or device memory is short."""
         device.use()
         self._device = device
         self._scratch = device.scratch(pool.page_bytes)
@@ -56,13 +56,14 @@ class StagedMemory:
         return _StagedArrivals(self._pages, self._slots(), self._device.queue("to device"))
 
     def _slots(self) -> "list[_Slot]":
-        """For one connection."""
+        """Return the slots of one connection."""
         page_bytes = self._pages[Kind.POOL].shape[1]
         return [self._slot(self._device, page_bytes) for _ in range(_NUM_SLOTS)]
 
     def _rehearse(self) -> None:
-        """Packs and unpacks a scratch page: both are compiled here, and not while a reader waits
-        for its first pages."""
+        """Pack and unpack a scratch page, to compile both kernels before a reader waits for its
+        first pages.
+        """
         scratch, page = self._pages[Kind.SCRATCH], np.zeros(1, np.int32)
         slot = self._slot(self._device, scratch.shape[1])
         slot.fetch(scratch, page, self._device.queue("to host"))
@@ -80,23 +81,27 @@ class _Slot:
         self._mark: Mark | None = None
 
     def fetch(self, pool: Tensor, pages: Ints, queue: CopyQueue) -> None:
-        """Begins to bring these pages here. What was here must not be wanted any more."""
+        """Start to copy these pages into the slot. Its previous content must not be needed any
+        more.
+        """
         here = torch.arange(len(pages))
         self._begin(queue, partial(copy_pages, pool, torch.tensor(pages), self.host, here))
 
     def bring(self, pool: Tensor, pages: Ints, queue: CopyQueue) -> None:
-        """Begins to bring what is here into these pages."""
+        """Start to copy the slot's content into these pages."""
         here = torch.arange(len(pages))
         self._begin(queue, partial(copy_pages, self.host, here, pool, torch.tensor(pages)))
 
     def wait(self) -> None:
-        """Until no copy from or into this slot is under way. Raises DeviceFailure."""
+        """Wait until no copy from or into this slot is in progress. Raises DeviceFailure."""
         if self._mark is not None:
             self._mark.wait()
             self._mark = None
 
     def vectors(self, num_pages: int, head: bytearray) -> Vectors:
-        """Of `head` and then of so many pages here, one behind the other. Raises DeviceFailure."""
+        """Return the iovecs of `head` and of the first num_pages of the slot. Raises
+        DeviceFailure.
+        """
         self.wait()
         num_bytes = num_pages * self.host.shape[1]
         return np.array(
@@ -107,11 +112,11 @@ class _Slot:
         try:
             queue.add(copies)
         finally:
-            self._mark = queue.mark()  # also of those that were enqueued before one failed
+            self._mark = queue.mark()  # also covers copies that were enqueued before one failed
 
 
 class _PackingSlot(_Slot):
-    """The same for small pages, with as much memory on the device."""
+    """A slot for small pages, with as much memory on the device."""
 
     def __init__(self, device: Device, page_bytes: int) -> None:
         super().__init__(device, page_bytes)
@@ -139,9 +144,11 @@ class _PackingSlot(_Slot):
 
 
 class _StagedDepartures:
-    """A page is published only after the forward that wrote it, so its copy waits for nothing."""
+    """Pages on their way out. A page is published only after the forward that wrote it, so its copy
+    waits for nothing.
+    """
 
-    num_ahead = _NUM_SLOTS - 1  # the last one is what is being sent
+    num_ahead = _NUM_SLOTS - 1  # the other slot is being sent
 
     def __init__(self, pages: dict[Kind, Tensor], slots: list[_Slot], queue: CopyQueue) -> None:
         self._pages = pages
@@ -149,7 +156,7 @@ class _StagedDepartures:
         self._queue = queue
 
     def begin(self, kind: Kind, pages: Ints) -> Load:
-        slot = self._slots.pop(0)  # whose bytes have been sent
+        slot = self._slots.pop(0)  # its bytes have been sent
         self._slots.append(slot)
         slot.fetch(self._pages[kind], pages, self._queue)
         return partial(slot.vectors, len(pages))
@@ -160,8 +167,9 @@ class _StagedDepartures:
 
 
 class _StagedArrivals:
-    """A copy that has landed is seen by every forward that is launched later: the device orders
-    work behind what the host has seen done."""
+    """Pages on their way in. Every forward that is launched after a copy has landed sees its data:
+    the device orders work behind what the host has seen done.
+    """
 
     def __init__(self, pages: dict[Kind, Tensor], slots: list[_Slot], queue: CopyQueue) -> None:
         self._pages = pages

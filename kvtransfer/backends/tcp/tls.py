@@ -1,9 +1,9 @@
-"""Data connections in TLS 1.3, by a certificate that one owner process makes for itself.
+"""Data connections in TLS 1.3, with a certificate that each owner process makes for itself.
 
-Whose certificate it is needs no authority: the owner tells its fingerprint over the pair stream.
-The reader shows none; its seal, the first thing in TLS, says who it is. Pages go from and into the
-pool without a copy in Python, record by record (16 KiB), and each record costs two crossings into
-the interpreter and back, at both ends.
+No authority is needed: the owner sends the certificate's fingerprint over the pair stream. The
+reader presents no certificate. Its seal, the first bytes in TLS, identifies it. Pages go from and
+into the pool without a copy in Python, record by record (16 KiB). Each record costs two crossings
+between the interpreter and C at both ends.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ class TlsChannel:
 
     @property
     def certificate(self) -> bytes:
-        """Fingerprint of what the other end has shown."""
+        """Return the fingerprint of the other end's certificate."""
         return fingerprint(self._socket.getpeercert(binary_form=True) or b"")
 
     def start(self, seal: bytes, timeout_s: float) -> None:
@@ -90,15 +90,16 @@ class OwnerTls:
         """
         self.certificate = certificate
         self._context = _context(ssl.PROTOCOL_TLS_SERVER)
-        self._context.num_tickets = 0  # nobody resumes
-        descriptor = os.memfd_create("certificate", os.MFD_CLOEXEC)  # ssl reads files only
+        self._context.num_tickets = 0  # sessions are never resumed
+        # ssl loads certificates from files only
+        descriptor = os.memfd_create("certificate", os.MFD_CLOEXEC)
         with open(descriptor, "wb") as file:
             file.write(pem)
             file.flush()
             self._context.load_cert_chain(f"/proc/self/fd/{descriptor}")
 
     def channel(self, connection: socket.socket) -> TlsChannel:
-        """Owns the connection, which must be blocking."""
+        """Return the owner's end. Owns the connection, which must be blocking."""
         secured = self._context.wrap_socket(
             connection, server_side=True, do_handshake_on_connect=False
         )
@@ -106,7 +107,7 @@ class OwnerTls:
 
 
 def reader_channel(connection: socket.socket, certificate: bytes) -> TlsChannel:
-    """The reader's end. Owns the connection, which must be blocking.
+    """Return the reader's end. Owns the connection, which must be blocking.
 
     Args:
         certificate: fingerprint of the owner's.
@@ -119,12 +120,12 @@ def reader_channel(connection: socket.socket, certificate: bytes) -> TlsChannel:
 
     context = _context(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE  # the fingerprint says more than an authority could
+    context.verify_mode = ssl.CERT_NONE  # the fingerprint is stronger than an authority
     return TlsChannel(context.wrap_socket(connection, do_handshake_on_connect=False), send_seal)
 
 
 def fingerprint(certificate: bytes) -> bytes:
-    """Of a certificate in DER."""
+    """Return the SHA-256 of a certificate in DER."""
     return hashlib.sha256(certificate).digest()
 
 

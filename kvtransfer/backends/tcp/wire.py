@@ -1,21 +1,22 @@
-"""What two ends of a tcp data connection say to each other, and how each proves who it is.
+"""The wire format of a tcp data connection, and how its two ends authenticate each other.
 
     reader  INTRODUCTION: magic, its number, count, proof
     owner   proof, or the end of the connection
-    both    a TLS handshake, where the description names a certificate; in it the reader's seal
-    reader  REQUEST: kind, number of pages; page ids as little-endian int32     (again and again,
-    owner   REPLY: DATA, then the raw pages in that order                         in the same order)
+    both    a TLS handshake, if the description names a certificate; in it the reader's seal
+    reader  REQUEST: kind, number of pages; page ids as little-endian int32     (repeated,
+    owner   REPLY: DATA, then the raw pages in that order                        in the same order)
                  | REFUSED and a page id, then zeros
 
-A reply is as long as its request says, so that a reader lands head and pages in one call. A request
-asks for as much as an owner can be expected to stage, and always for one page at least.
+A reply is as long as its request implies, so that a reader lands head and pages in one call. A
+request asks for at least one page, and for no more than an owner can be expected to stage.
 
-The key is made for one reader, which is one pair stream, and told in the owner's Hello: a
-connection to a process that took over the port, or from anyone but that reader, proves nothing. The
-reader speaks first and at once, so that the owner knows it with its first look. Its count grows
-with every connection: a proof that was overheard is none any more. TLS begins behind the proofs, so
-that no stranger has the owner compute a handshake; the seal says that who has proved to be the
-reader is who speaks in it, and not someone who passed that proof on.
+The key is made for one reader, which is one pair stream, and sent in the owner's Hello. A
+connection to a process that took over the port, or from any other process than that reader,
+therefore proves nothing. The reader sends first and immediately, so that the owner can identify it
+on the first read. Its count grows with every connection, so an overheard proof cannot be replayed.
+TLS starts after the proofs, so that unauthenticated callers cannot make the owner compute a
+handshake. The seal binds the TLS session to the reader that gave the proof, so a relayed proof is
+useless.
 """
 
 import hashlib
@@ -35,7 +36,7 @@ INTRODUCTION = struct.Struct(f"<4sQQ{KEY_BYTES}s")
 REQUEST = struct.Struct("<II")
 REPLY = struct.Struct("<Ii")
 
-MAX_REQUEST_PAGES = 1023  # and the head of the reply: the vectors of one sendmsg
+MAX_REQUEST_PAGES = 1023  # plus the head of the reply: the vectors of one sendmsg
 MAX_REQUEST_BYTES = 4 << 20
 
 _KEEPALIVE_IDLE_S = 5
@@ -45,7 +46,7 @@ _UNACKNOWLEDGED_MS = 10_000
 
 
 class Kind(IntEnum):
-    """Which memory of the owner a request means."""
+    """The owner's memory that a request addresses."""
 
     POOL = 0
     SCRATCH = 1
@@ -57,7 +58,7 @@ class Status(IntEnum):
 
 
 class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What Owner.admit tells."""
+    """The description that Owner.admit returns."""
 
     host: str
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
@@ -68,13 +69,13 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def max_request_pages(page_bytes: int) -> int:
-    """How many pages one request may ask for."""
+    """Return the number of pages that one request may ask for."""
     return min(MAX_REQUEST_PAGES, max(1, MAX_REQUEST_BYTES // page_bytes))
 
 
 @dataclass(frozen=True, slots=True)
 class Proofs:
-    """What only the two who have the key can say, each for one connection."""
+    """Values for one connection that only the two holders of the key can compute."""
 
     of_reader: bytes
     of_owner: bytes
@@ -89,7 +90,9 @@ class Proofs:
 
 
 def set_options(connection: socket.socket) -> None:
-    """Small requests leave at once, and a silent or vanished peer ends the connection."""
+    """Set the options: small requests leave at once, and a silent or vanished peer ends the
+    connection.
+    """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE_S)
