@@ -1,4 +1,4 @@
-"""An engine process's main thread: introduces the engine to its front, then turns the loop."""
+"""The main thread of an engine process: announces the engine to its front, then runs the loop."""
 
 import gc
 from typing import Protocol
@@ -16,14 +16,14 @@ from node.messages import EngineReady
 
 
 class DrivenRole(Role, Standing, Protocol):
-    """A role, for the loop and for whoever finds it standing."""
+    """A role, as the event loop and the stall report need it."""
 
     @property
     def scheduler(self) -> Scheduler: ...
 
 
 def introduce(engine: Engine, config: EngineConfig, channel: Channel) -> None:
-    """Tells the front that requests may come."""
+    """Report to the front that requests may come."""
     channel.post(
         EngineReady(
             model=config.model,
@@ -37,8 +37,9 @@ def introduce(engine: Engine, config: EngineConfig, channel: Channel) -> None:
 
 
 def drive(role: DrivenRole, engine: Engine, config: EngineConfig, clock: StepClock) -> None:
-    """Turns the loop until the front lets this process go (PeerGone) or has another role for it
-    (RoleOver), or a part fails. If it stands still for too long, the process ends."""
+    """Run the loop until the front releases this process (PeerGone) or gives it another role
+    (RoleOver), or a part fails. If the loop stalls for too long, the process ends.
+    """
     loop = EventLoop(
         role,
         engine.runner,
@@ -59,8 +60,8 @@ def drive(role: DrivenRole, engine: Engine, config: EngineConfig, clock: StepClo
         has_work=lambda: role.scheduler.awaits_steps,
         on_stuck=end,
     )
-    # All objects made until now stay, and collecting them again would only delay steps. Before the
-    # watchdog starts: a slow collection is no standstill of the loop.
+    # All objects made until now stay, and collecting them again would only delay steps. This
+    # happens before the watchdog starts, since a slow collection is no stall of the loop.
     gc.collect()
     gc.freeze()
     watchdog.start()
@@ -68,4 +69,4 @@ def drive(role: DrivenRole, engine: Engine, config: EngineConfig, clock: StepClo
         loop.run()
     finally:
         watchdog.stop()
-        gc.unfreeze()  # or the libraries' own leak checks complain of what is frozen, at exit
+        gc.unfreeze()  # otherwise the libraries' own leak checks report frozen objects at exit

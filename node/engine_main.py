@@ -1,7 +1,8 @@
-"""The engine process of a node: one engine, and one role after the other on top of it.
+"""The engine process of a node: one engine, and one role after another on top of it.
 
-What a role alone needs, the host pages and the graphs of a decode node, is made before it begins,
-while the one before is idle, and dropped when it ends. Weights, pool and prefix cache stay.
+The parts that only one role needs, such as the host pages and the graphs of a decode node, are made
+before it starts, while the previous role is idle. They are dropped when the role ends. Weights,
+pool and prefix cache stay.
 """
 
 from collections.abc import Callable, Mapping
@@ -37,13 +38,14 @@ class EngineRole(Protocol):
 
 
 def load_roles() -> Mapping[str, EngineRole]:
-    """Import both roles by name: their packages are built on this one."""
+    """Import both roles by name, because their packages depend on this one."""
     return {name: cast(EngineRole, import_module(f"{name}_node.engine")) for name in CONFIGS}
 
 
 def body(begin: Begin, first: Start) -> None:
-    """Serves in one role after the other, as the front says, until it lets this process go. After
-    a fault the engine is not closed: see EngineParts.run."""
+    """Serve in one role after another, as the front requests, until it releases this process. After
+    a fault the engine is not closed: see EngineParts.run.
+    """
     start = begin(first)
     config: EngineConfig = start.config.engine
     roles = load_roles()

@@ -1,7 +1,7 @@
 """The engine process's side of its front: start, the channel of the engine thread, the end.
 
-An engine program is `run_engine(CONFIGS, body, "name")` and nothing else. It is started by a front
-and never by hand; it obeys that front alone, and dies with it (common/process/leash.py).
+An engine program consists of `run_engine(CONFIGS, body, "name")`. A front starts it, never a user.
+It obeys that front alone, and dies with it (common/process/leash.py).
 """
 
 import contextlib
@@ -28,17 +28,17 @@ log = logging.getLogger(__name__)
 C = TypeVar("C", bound=NodeConfig)
 
 _START_S = 30.0  # from exec to the front's first frame
-_FLUSH_S = 2.0  # for the last words
-# So long a thread that has something to do waits for another one that computes in Python. By
-# default that is 5 ms, longer than it takes to tell a peer something or to launch a step.
+_FLUSH_S = 2.0  # for the final messages
+# Seconds that a thread with work waits for another one that computes in Python. The default of 5 ms
+# is longer than it takes to send a message to a peer or to launch a step.
 _SWITCH_S = 0.0005
 
 
 class EngineChannel:
-    """The engine thread's socket to its front. All calls but `wake` are the engine thread's.
+    """The engine thread's socket to its front. All calls except `wake` are the engine thread's.
 
     Args:
-        handed_over: over which the front gives a socket to its pair streams, with each Start.
+        handed_over: over which the front passes a socket to its pair streams, with each Start.
     """
 
     def __init__(self, frames: FrameSocket[FrontMessage], handed_over: socket.socket) -> None:
@@ -49,24 +49,26 @@ class EngineChannel:
         self._poll.register(self._wakeup, select.POLLIN)
 
     def take(self) -> list[FrontMessage]:
-        """What has arrived since the last call, in order. Never blocks.
+        """Return the messages that have arrived since the last call, in order. Never blocks.
 
         Raises:
-            PeerGone: the front is gone, or wants this process to end: let go and return.
+            PeerGone: the front is gone, or wants this process to end: release everything and
+                return.
         """
         return self._frames.receive()
 
     def post(self, message: EngineMessage) -> None:
-        """Sends a message, or keeps it until the front reads. Never blocks.
+        """Send a message, or keep it until the front reads. Never blocks.
 
         Raises:
-            Backlogged: the front is stuck; the node cannot go on.
+            Backlogged: the front is stuck, so the node cannot continue.
         """
         self._frames.send(message)
 
     def wait(self, timeout_s: float) -> None:
-        """Sleeps until the front has sent something, another thread calls `wake`, or the time is
-        over. Returns at once for a wake-up that came since the last `wait`."""
+        """Sleep until the front has sent something, another thread calls `wake`, or the time
+        expires. Returns at once for a wake-up since the last `wait`.
+        """
         events = select.POLLIN | (select.POLLOUT if self._frames.wants_write else 0)
         self._poll.register(self._frames, events)
         ready = self._poll.poll(max(0.0, timeout_s) * 1000.0)
@@ -76,18 +78,18 @@ class EngineChannel:
         self._frames.flush()
 
     def wake(self) -> None:
-        """Ends the engine thread's `wait`, now or the next one. Any thread; never blocks."""
+        """End the engine thread's `wait`, now or the next one. Any thread. Never blocks."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_write(self._wakeup, 1)
 
     def flush(self, timeout_s: float) -> None:
-        """Sends what still waits, for at most so long."""
+        """Send the messages that still wait, for at most `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while self._frames.wants_write and time.monotonic() < deadline:
             self.wait(deadline - time.monotonic())
 
     def transfer_socket(self) -> socket.socket:
-        """The one that came with the last Start, once.
+        """Return the socket that came with the last Start. Called once for each Start.
 
         Raises:
             PeerGone: there is none.
@@ -106,7 +108,7 @@ class EngineChannel:
 
 @dataclass(frozen=True, slots=True)
 class EngineStart(Generic[C]):
-    """What an engine program gets from its front for one role."""
+    """The values that an engine program gets from its front for one role."""
 
     role: str
     config: C
@@ -116,25 +118,25 @@ class EngineStart(Generic[C]):
     transfer_socket: socket.socket  # to the front's pair streams; the body owns it
 
 
-# What a Start says, for its role; the log is that role's from then on.
+# Returns the values of a Start, for its role. From then on the log is that role's.
 Begin: TypeAlias = Callable[[Start], EngineStart[Any]]
 
 
 def run_engine(
     configs: Mapping[str, type[NodeConfig]], body: Callable[[Begin, Start], None], name: str
 ) -> NoReturn:
-    """Runs an engine program to the end of the process.
+    """Run an engine program to the end of the process.
 
-    `body` runs on the main thread. It posts EngineReady itself, and returns after Drained or
-    lets PeerGone through: exit code 0. ConfigError is the user's to mend: exit code 2. Any other
-    exception is a fault of the engine: the front is told, and the process ends at once with
+    `body` runs on the main thread. It posts EngineReady itself, and returns after Drained or lets
+    PeerGone through: exit code 0. ConfigError is for the user to fix: exit code 2. Any other
+    exception is a fault of the engine: the front is notified, and the process ends at once with
     exit code 1, whatever its other threads do.
 
     Args:
         configs: the config record of each role.
         name: for the log, after that of the role.
     """
-    # Both may be sent to the whole process group; the front alone decides when to end.
+    # Both may be sent to the whole process group. Only the front decides when to end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
@@ -171,15 +173,17 @@ def _run(channel: EngineChannel, body: Callable[[], None]) -> None:
 
 
 def _fail(channel: EngineChannel, last_words: EngineFailed, exit_code: int) -> NoReturn:
-    with contextlib.suppress(Exception):  # the front may be what failed; it sees the end anyhow
+    # the front may be what failed; it sees the end in any case
+    with contextlib.suppress(Exception):
         channel.post(last_words)
         channel.flush(_FLUSH_S)
     _leave(exit_code)
 
 
 def _leave(exit_code: int) -> NoReturn:
-    """Not sys.exit: that would wait for threads that may be stuck in a forward or a read, and for
-    an interpreter that takes itself apart."""
+    """End the process. Does not use sys.exit, which would wait for threads that may be stuck in a
+    forward or a read, and for the interpreter's cleanup.
+    """
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,7 +1,7 @@
-"""What crosses between a node's front and its engine thread: immutable, one record per kind.
+"""Messages between a node's front and its engine thread: immutable, one record per kind.
 
-The front keeps no books. A router stream is named by the front's own counter, so that the end
-of one stream can never touch a request of another.
+The front keeps no state. A router stream is named by the front's own counter, so that the end of
+one stream can never affect a request of another.
 """
 
 import math
@@ -28,31 +28,32 @@ from node.timings import HandoffStamps, RequestStamps
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """A role begins: sent first, and once more for each other role that the node takes. What comes
-    after it is of that role, as is what the engine says from its EngineReady on."""
+    """The beginning of a role: sent first, and again for each other role of the node. Later
+    messages belong to that role, and so do the engine's messages from its EngineReady on.
+    """
 
     role: str  # "prefill" | "decode"
     config: str  # the role's config record as JSON
-    instance: int  # random 64 bit, drawn for each role that begins
+    instance: int  # random 64 bit, new for each role
     address: str  # of the front's gRPC server, for logs and peers
 
 
 class MoveFrom(msgspec.Struct, frozen=True):
-    """Where a request runs that is to run here."""
+    """The current location of a request that is to migrate here."""
 
     address: str  # of a decode node
     ticket: int  # its submission there
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """Where a request may run, and what of it other nodes have.
+    """The nodes on which a request may run, and the parts of its prefix that other nodes have.
 
     Attributes:
         prefill_addresses: candidates in order of preference.
         prefix_hints: other nodes that hold some of its prompt, as far as is known.
-        ticket: by which it may be moved to another node; 0: it stays.
-        move_from: where it runs, if it does.
-        own_address: of this node, as the router calls it; "": not told.
+        ticket: identifies it for migration to another node. 0: it stays.
+        move_from: the node that runs it now, if any.
+        own_address: of this node, as the router calls it. "": unknown.
     """
 
     prefill_addresses: tuple[str, ...] = ()
@@ -85,20 +86,20 @@ class CancelSubmitted(msgspec.Struct, frozen=True, tag=True):
 
 
 class StreamEnded(msgspec.Struct, frozen=True, tag=True):
-    """A router is gone: cancel what it submitted on this stream."""
+    """The end of a router's stream: cancel its submissions."""
 
     stream: int
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
-    """A question of `Node`; answered by one Answer with the same number.
+    """A question of `Node`. The response is one Answer with the same number.
 
-    what: "describe" | "drain" | "serve" (what was to drain goes on) | "prepare" (argument = the
-        role of which the needs are) | "flush_cache" | "abort" | "explain" (argument = request_id of
+    what: "describe" | "drain" | "serve" (accept requests again after a drain) | "prepare" (argument =
+        the role whose parts are made) | "flush_cache" | "abort" | "explain" (argument = request_id of
         both) | "load_adapter" (NAME=PATH) | "unload_adapter" (NAME) | "pause" (a PauseMode)
         | "continue" | "prepare_weights" (PATH) | "put_weights" (their id in hexadecimal)
         | "take_weights" (ID=ADDRESS of a node that has them)
-        | "release_memory" | "resume_memory" (tags, with commas)
+        | "release_memory" | "resume_memory" (tags, separated by commas)
         | "start_profile" (steps) | "stop_profile"
     """
 
@@ -108,14 +109,14 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
 
 
 class WatchCache(msgspec.Struct, frozen=True, tag=True):
-    """A watcher of the prefix cache comes or goes; the front numbers them from 1 on."""
+    """A new or leaving watcher of the prefix cache. The front numbers them from 1 on."""
 
     watcher: int
     on: bool
 
 
 class PoolPrompts(msgspec.Struct, frozen=True, tag=True):
-    """One call for vectors of prompts; answered by one Pooled with the same number."""
+    """One call for vectors of prompts. The response is one Pooled with the same number."""
 
     number: int  # the front's own
     request_id: str
@@ -128,7 +129,7 @@ class PoolPrompts(msgspec.Struct, frozen=True, tag=True):
 
 
 class CancelPooling(msgspec.Struct, frozen=True, tag=True):
-    """Nobody waits for that call any more: it is not answered."""
+    """The cancellation of such a call, which gets no response."""
 
     number: int
 
@@ -148,9 +149,10 @@ FrontMessage: TypeAlias = (
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag=True):
-    """The model is loaded and the pool is sized, and the role has begun. Sent for each, first.
+    """The first message of the engine in each role: the model is loaded, the pool is sized, and the
+    role has begun.
 
-    Shown by Describe, but for `weights`, which Moving has too.
+    Shown by Describe, except for `weights`, which Moving has too.
     """
 
     model: str
@@ -175,7 +177,7 @@ class Ended(msgspec.Struct, frozen=True):
 
 
 class StepTokens(msgspec.Struct, frozen=True, tag=True):
-    """What one step says to one router stream."""
+    """The results of one step for one router stream."""
 
     stream: int
     requests: bytes  # little-endian uint64, one per new token
@@ -188,23 +190,25 @@ class StepTokens(msgspec.Struct, frozen=True, tag=True):
 
 
 class OnTrial(msgspec.Struct, frozen=True, tag=True):
-    """From now on this request computes alone; with stream 0 none does any more."""
+    """A request that computes alone from now on, because it is quarantined. With stream 0 none does
+    any more.
+    """
 
     stream: int
     request: int
 
 
 class HandoffTraced(msgspec.Struct, frozen=True, tag=True):
-    """A hand-off that was given, and is over; sent only for those that have a span here."""
+    """A given hand-off that has ended. Sent only if it has a span here."""
 
     stamps: HandoffStamps
 
 
 class Pooled(msgspec.Struct, frozen=True, tag=True):
-    """What has become of one PoolPrompts: vectors, or an error."""
+    """The result of one PoolPrompts: vectors, or an error."""
 
     number: int
-    vectors: tuple[bytes, ...] = ()  # float32 of each prompt, sums where a mean is wanted
+    vectors: tuple[bytes, ...] = ()  # float32 of each prompt; sums if a mean is requested
     cached_tokens: int = 0
     error: str = ""
     error_code: int = 0  # gRPC status code; 0: there are vectors
@@ -214,20 +218,20 @@ class Pooled(msgspec.Struct, frozen=True, tag=True):
 class Answer(msgspec.Struct, frozen=True, tag=True):
     number: int
     error: str = ""  # WrongState and the like; empty on success
-    integer: int = 0  # pages freed, requests aborted, adapters that came or went, pauses ended
-    fresh: bool = True  # it was not so before
+    integer: int = 0  # pages freed, requests aborted, adapters loaded or unloaded, pauses ended
+    fresh: bool = True  # whether the state is new
     path: str = ""  # of a trace
     description: dict[str, dict[str, int]] | None = None  # "pages", "queues", "counters"
     flights: Flights | None = None
-    adapter: AdapterId = NO_ADAPTER  # that is loaded
-    weights: WeightsId = UNNAMED  # that were looked through, or are computed with now
+    adapter: AdapterId = NO_ADAPTER  # the loaded one
+    weights: WeightsId = UNNAMED  # that were checked, or are in use now
 
 
 class Moving(msgspec.Struct, frozen=True, tag=True):
-    """Sent at least once a second while the loop turns, idle or not.
+    """The engine's report, sent at least once a second while the loop turns, idle or not.
 
-    gauges: pages_HOLDER, queue_NAME and others, and total_NAME for what only grows. There and in
-    distributions a name may end with /VALUE of a label.
+    gauges: pages_HOLDER, queue_NAME and others, and total_NAME for values that only grow. There and
+    in distributions a name may end with /VALUE of a label.
     """
 
     steps: int
@@ -235,34 +239,35 @@ class Moving(msgspec.Struct, frozen=True, tag=True):
     state: str  # "ready" | "paused" | "draining"
     links: tuple[tuple[str, str, float], ...]  # to usable owners: address, path, GiB/s
     distributions: dict[str, Counted] = {}
-    pages_free: int = 0  # those that only the prefix cache holds are free
-    backlogs: dict[str, Backlog] = {}  # "prompts", and of a decode node "pages"
-    adapters: dict[str, AdapterId] = {}  # that requests may have, by name
-    weights: WeightsId = UNNAMED  # that are computed with
+    pages_free: int = 0  # including pages that only the prefix cache holds
+    backlogs: dict[str, Backlog] = {}  # "prompts", and on a decode node "pages"
+    adapters: dict[str, AdapterId] = {}  # that requests may use, by name
+    weights: WeightsId = UNNAMED  # in use
 
 
 class CacheChanged(msgspec.Struct, frozen=True, tag=True):
-    """What has changed in the prefix cache, for these watchers; none: for all that have had all.
+    """A change of the prefix cache for these watchers. Empty: for all that have received
+    everything.
 
     Pages are named as in common/requests/prefix_hash.py, uint64 each in the machine's byte order.
     """
 
     watchers: tuple[int, ...]
     page_size: int  # tokens
-    cleared: bool  # what was told before is void
+    cleared: bool  # everything sent before is invalid
     stored: bytes
     removed: bytes
 
 
 class Drained(msgspec.Struct, frozen=True, tag=True):
-    """Nothing is left to do; the front may end the node."""
+    """The end of all work. The front may end the node."""
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag=True):
-    """The engine's own fault, or a start that failed. The process ends after it."""
+    """The engine's own fault, or a failed start. The process ends after it."""
 
     reason: str
-    config: bool = False  # the user's to mend: exit code 2
+    config: bool = False  # for the user to fix: exit code 2
 
 
 EngineMessage: TypeAlias = (

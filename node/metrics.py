@@ -1,5 +1,5 @@
-"""What a node counts. Its front counts streams; all else is the engine's, which reports it twice a
-second, and is told at the scrape as it was reported: nothing is counted twice.
+"""The metrics of a node. The front counts its streams. The engine reports everything else twice a
+second, and a scrape returns the latest report, so that nothing is counted twice.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -26,13 +26,13 @@ Pairing = Literal["up", "refused", "failed"]
 STATES = ("starting", "ready", "paused", "unhealthy", "draining")
 QUEUES = (
     *("waiting", "chunked", "on_device", "retracted"),
-    "guided",  # whose guide is being compiled
-    "bringing",  # whose prefix is copied back from a tier below
-    "fetching",  # whose prefix is read from another node
-    "adapter",  # whose adapter has no slot
-    "paused",  # of a decode node alone: to be placed once its pause is over
-    *("bootstrap", "inflight", "pooled"),  # of a prefill node alone
-    *("unpaired", "prealloc", "transfer", "leaving"),  # of a decode node alone
+    "guided",  # guided decoding: the guide is being compiled
+    "bringing",  # the prefix is loaded from an offload tier
+    "fetching",  # the prefix is read from another node
+    "adapter",  # the adapter has no slot
+    "paused",  # decode nodes only: placed when the pause ends
+    *("bootstrap", "inflight", "pooled"),  # prefill nodes only
+    *("unpaired", "prealloc", "transfer", "leaving"),  # decode nodes only
 )
 HOLDERS = ("free", "request", "step", "read", "publication", "copy", "cache")
 MODES = ("extend", "decode", "mixed", "verify")
@@ -356,7 +356,7 @@ PAGES_COMPARED = Declared(
 READS_IN_FLIGHT = Declared(
     "baton_handoff_reads_in_flight", "gauge", "Current reads submitted to links and not finished."
 )
-# By path and not by peer: addresses are no closed set. Describe tells each link.
+# By path, not by peer: the set of addresses is unbounded. Describe lists each link.
 LINKS = Declared(
     "baton_links",
     "gauge",
@@ -470,7 +470,7 @@ DECLARED: Mapping[Role, tuple[Declared, ...]] = {
     "decode": (*BOTH, *DECODE, *TRUST, INFO, *PROCESS),
 }
 
-# What an engine counts, under its own names; some with a label's value behind a slash.
+# The engine's counters by its own names, some with a label's value after a slash.
 _TOTALS = {
     "refused": REJECTED,
     "draft_tokens": DRAFT_TOKENS,
@@ -537,12 +537,11 @@ _DISTRIBUTIONS = {
     "verified_tokens": VERIFIED_TOKENS,
     "read_seconds": READ_SECONDS,
 }
-_HANDOFFS = "handoffs_"  # of any other such counter the rest of the name is the outcome
+_HANDOFFS = "handoffs_"  # the rest of the name of any other such counter is the outcome
 
 
 class NodeMetrics:
-    """Metrics of a node, told by its front. Written by its event loop, told on the thread that
-    scrapes."""
+    """The metrics of a node. The front's event loop writes them, the scraping thread reads them."""
 
     def __init__(self, role: Role) -> None:
         self._role = role
@@ -557,21 +556,22 @@ class NodeMetrics:
         self.registry = registry_of(lambda: self._role, self._families)
 
     def begin(self, role: Role) -> None:
-        """What the engine counts begins anew."""
+        """Reset the engine's report for a new role, whose engine counts from 0."""
         self._role = role
         self._moving = Moving(steps=0, gauges={}, state="ready", links=())
 
     def liveness_from(self, liveness: Callable[[], tuple[str, float]]) -> None:
-        """Names whoever knows the node's state and the seconds of its engine's silence. Called on
-        the thread that scrapes."""
+        """Set the function that returns the node's state and the seconds of its engine's silence.
+        Called on the scraping thread.
+        """
         self._liveness = liveness
 
     def engine_moved(self, moving: Moving) -> None:
-        """Takes the engine's latest report."""
+        """Record the engine's latest report."""
         self._moving = moving
 
     def refused(self, reason: Refusal) -> None:
-        """A submission that the engine has not seen."""
+        """Count a rejected submission that the engine has not seen."""
         self._refused[reason,] += 1
 
     def stream_opened(self, kind: StreamKind) -> None:
@@ -604,7 +604,7 @@ class NodeMetrics:
 
 
 def _reported(moving: Moving) -> dict[str, dict[Values, float | Counted]]:
-    """What an engine's report says, by the name of the metric."""
+    """Return the series of an engine's report, by the name of the metric."""
     series: dict[str, dict[Values, float | Counted]] = {}
     for name, value in moving.gauges.items():
         declared, values = _place(name)
@@ -620,7 +620,7 @@ def _reported(moving: Moving) -> dict[str, dict[Values, float | Counted]]:
 
 
 def _place(name: str) -> tuple[Declared | None, Values]:
-    """Which series a value of a report is; None for what is told otherwise."""
+    """Return the series of a reported value, or None if it is exported elsewhere."""
     gauge, _, label = name.partition("/")
     if gauge in _GAUGES:
         return _GAUGES[gauge], _values(label)
@@ -636,7 +636,7 @@ def _place(name: str) -> tuple[Declared | None, Values]:
     key, _, label = rest.partition("/")
     if key in _TOTALS:
         declared = _TOTALS[key]
-        # A total of what is also counted by label.
+        # The total of a counter that is also reported by label.
         return (None, ()) if declared.labels and not label else (declared, _values(label))
     if key.startswith(_HANDOFFS):
         return HANDOFFS, (key.removeprefix(_HANDOFFS),)
@@ -650,7 +650,7 @@ def _values(label: str) -> Values:
 def _links(
     moving: Moving,
 ) -> tuple[dict[Values, float | Counted], dict[Values, float | Counted]]:
-    """Number and slowest speed, by path."""
+    """Return the number of links and the slowest rate, by path."""
     speeds: dict[str, list[float]] = {}
     for _, path, gib_per_s in moving.links:
         speeds.setdefault(path, []).append(gib_per_s * 2**30)

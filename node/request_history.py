@@ -1,7 +1,7 @@
-"""The last requests that have ended on a node, as their stamps: what `Explain` is answered from.
+"""The stamps of the last requests that have ended on a node, from which `Explain` is answered.
 
-They are kept as bytes, so many and no more whatever is in them. What leaves in favour of newer ones
-and had failed is kept on, in a place of its own.
+They are kept as bytes, within fixed limits whatever their content. Failed requests that newer ones
+displace are kept longer, in a separate ring.
 """
 
 from collections import deque
@@ -28,7 +28,7 @@ class _Kept(NamedTuple):
 
 
 class FlightRecorder(Generic[S]):
-    """Engine thread only; the watchdog reads it once that thread stands still.
+    """Recent stamps. Engine thread only. The watchdog reads it when that thread is stalled.
 
     Args:
         kind: of stamps.
@@ -46,21 +46,21 @@ class FlightRecorder(Generic[S]):
         return len(self._recent.rows) + len(self._failed.rows)
 
     def record(self, stamps: S, *, failed: bool) -> None:
-        """Of a request that has ended."""
+        """Record the stamps of an ended request."""
         row = _Kept(stamps.request_id, failed, self._encoder.encode(stamps))
         for left in self._recent.put(row):
             if left.failed:
                 self._failed.put(left)
 
     def find(self, request_id: str) -> Iterator[S]:
-        """Oldest first."""
+        """Yield the stamps with that id, oldest first."""
         for ring in (self._failed, self._recent):
             for row in ring.rows:
                 if row.request_id == request_id:
                     yield self._decoder.decode(row.stamps)
 
     def last(self, number: int) -> list[S]:
-        """The newest, oldest of them first."""
+        """Return the newest stamps, oldest first."""
         rows = list(self._recent.rows)[-number:]
         return [self._decoder.decode(row.stamps) for row in rows]
 
@@ -72,7 +72,7 @@ class _Ring:
         self.rows: deque[_Kept] = deque()
 
     def put(self, row: _Kept) -> list[_Kept]:
-        """Returns those that had to leave."""
+        """Add a row. Returns the rows that it displaced."""
         self.rows.append(row)
         self._num_bytes += len(row.stamps)
         left = []

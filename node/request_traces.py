@@ -1,4 +1,4 @@
-"""A request's stamps as the events that people read. Made when somebody asks, never before."""
+"""A request's stamps as readable events. Made only on demand."""
 
 from collections.abc import Iterator, Sequence
 
@@ -15,17 +15,19 @@ WHY_HERE = {
 
 
 def of_request(stamps: RequestStamps, now: float) -> Flight:
-    """A submission's, on a decode node."""
+    """Return the events of a submission on a decode node."""
     return _flight(_moments_of_request(stamps), stamps.received, now)
 
 
 def of_handoff(stamps: HandoffStamps, now: float) -> Flight:
-    """A hand-off's, on the prefill node."""
+    """Return the events of a hand-off on the prefill node."""
     return _flight(_moments_of_handoff(stamps), stamps.opened, now)
 
 
 def _flight(moments: Iterator[Event], zero: float, now: float) -> Flight:
-    """Of moments by time.monotonic(), those that have not come left out."""
+    """Return the events in order, relative to `zero`. Moments are time.monotonic(). Those that have
+    not happened are left out.
+    """
     events = [
         Event(event.at - zero, event.what, event.detail[:MAX_TEXT]) for event in moments if event.at
     ]

@@ -1,7 +1,6 @@
 """A node's front: the programs of both roles, and the configuration of each.
 
-A node has the flags of the role that it begins in. What the other one has besides keeps its
-defaults there.
+A node has the flags of its first role. Settings that only the other role has keep their defaults.
 """
 
 import sys
@@ -22,20 +21,20 @@ CONFIGS: Mapping[str, type[NodeConfig]] = {"prefill": PrefillConfig, "decode": D
 
 
 def main(role: Role) -> int:
-    """Runs a node that begins in this role, and returns its exit code."""
+    """Run a node that begins in this role. Returns its exit code."""
     config = settings.read(CONFIGS[role], f"baton {role}", sys.argv[1:])
     program = program_of(role, config)
     return run_node(program, engine_module="node.engine_main", other=partial(other, program))
 
 
 def program_of(role: str, config: NodeConfig) -> RoleProgram:
-    """Make a role's program. Its package is imported by name, because it is built on this one."""
+    """Make a role's program. Its package is imported by name, because it depends on this one."""
     program: RoleProgram = import_module(f"{role}_node.program").program(config)
     return program
 
 
 def other(begun: RoleProgram, role: str) -> RoleProgram:
-    """A role of a node that has begun in another one, or in the same.
+    """Return the program of a role, for a node that began in another one, or in the same.
 
     Raises:
         ConfigError, WrongState: it cannot have that role.
@@ -48,10 +47,10 @@ def other(begun: RoleProgram, role: str) -> RoleProgram:
 
 
 def config_of(config: NodeConfig, role: str) -> NodeConfig:
-    """What roles have in common, of a role's configuration, for another one.
+    """Return the configuration for another role, with the fields that both roles have.
 
     Raises:
-        ConfigError: that role cannot do with it.
+        ConfigError: the configuration is invalid for that role.
     """
     record = CONFIGS[role]
     fields = record.model_fields.items()

@@ -1,5 +1,7 @@
-"""What an engine has beside its role, whichever that is: a transfer thread to other nodes, a desk
-for its front, prefixes that are shared; and how it runs with them until the role is over."""
+"""The parts of an engine that do not depend on its role, and how they run until the role ends.
+
+They are a transfer thread to other nodes, a desk for the front, and prefix sharing.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,7 +42,7 @@ C = TypeVar("C", bound=NodeConfig)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EngineParts:
-    """For the time of one role. Nothing of it moves before `run`."""
+    """The parts of the engine for one role. Nothing runs before `run`."""
 
     clock: StepClock
     transfer: TransferThread[NodeCommand, NodeEvent]
@@ -54,7 +56,8 @@ class EngineParts:
     def of(
         cls, engine: Engine, start: EngineStart[C], prepare: Callable[[str], None]
     ) -> "EngineParts":
-        """
+        """Make the parts.
+
         Args:
             prepare: see Desk.
         Raises:
@@ -139,14 +142,14 @@ class EngineParts:
 
     @property
     def port(self) -> NodePort:
-        """To the transfer thread, of hand-offs of requests."""
+        """Return the port to the transfer thread, for hand-offs of requests."""
         return self.weights
 
     def run(self, role: DrivenRole, engine: Engine, start: EngineStart[C]) -> None:
-        """Until the front lets this process go (PeerGone) or has another role for it (RoleOver).
+        """Run until the front releases this process (PeerGone) or gives it another role (RoleOver).
 
-        After a fault nothing is closed: the front is to hear of it at once, and what would be
-        waited for may be what has failed. The process ends then.
+        After a fault nothing is closed: the front must be notified at once, and waiting could block
+        on the part that failed. The process ends then.
         """
         config = start.config.engine
         self.transfer.start()

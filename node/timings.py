@@ -1,8 +1,8 @@
-"""When what happened to one request on a node: stamps, of which its front makes a timeline.
+"""Timings of one request on a node: stamps, from which its front makes a timeline.
 
-Stamps are time.monotonic() of this host; 0.0 is "not yet". They are set as a request goes from
-queue to queue, never per token, and cross to the front once, at the end. Nothing here decides
-anything.
+Stamps are time.monotonic() of this host. 0.0 means "not yet". They are set as a request goes from
+queue to queue, never per token, and are sent to the front once, at the end. No decision depends on
+them.
 """
 
 import msgspec
@@ -43,37 +43,42 @@ class RequestStamps(msgspec.Struct, array_like=True, eq=False):
     num_prompt: int
     trace: Trace
     received: float  # at the front
-    taken: float  # by the engine thread
+    taken: float  # consumed by the engine thread
     attempts: list[AttemptStamps] = []
     queued: float = 0.0  # for prefill on this node
     admitted: float = 0.0  # to it: its first forward was chosen
     prefilled: float = 0.0  # on this node
     first_token: float = 0.0
-    away: list[float] = []  # when it left the device, came back, left again
+    away: list[float] = []  # alternating: when it left the device, and when it returned
     ended: float = 0.0
-    num_generated: int = 0  # of the tokens that it came with
-    unpaired: float = 0.0  # it waits for a prefill node to be paired again
-    why_here: str = ""  # it is prefilled on this node
+    num_generated: int = 0  # of the tokens that it arrived with
+    unpaired: float = 0.0  # waits for a prefill node to be paired again
+    why_here: str = ""  # why it is prefilled on this node
     cached_tokens: int = 0  # of its prompt, in either node's cache
     end: str = ""  # how it ended
-    bringing: list[float] = []  # when a tier's part of it began to be brought, was there, began ...
+    # alternating: when a load from an offload tier started, and when it ended
+    bringing: list[float] = []
 
     def open(self, attempt: AttemptStamps) -> None:
-        """Of more than can be told, the last ones are."""
+        """Add an attempt. Keeps the last MAX_ATTEMPTS."""
         self.attempts.append(attempt)
         del self.attempts[:-MAX_ATTEMPTS]
 
     def note_first_token(self, now: float) -> None:
-        """The first first token counts: a redo samples none that is told."""
+        """Record the first token. Later calls have no effect: a repeated prefill sends no first
+        token.
+        """
         self.first_token = self.first_token or now
 
     @property
     def had_trouble(self) -> bool:
-        """Whether somebody may ask why it took so long."""
+        """Return whether the request was retracted or lost a hand-off, which may explain
+        a delay.
+        """
         return bool(self.away) or any(attempt.lost for attempt in self.attempts)
 
     def timeline(self) -> Timeline:
-        """Of a request that has ended."""
+        """Return the timeline of an ended request."""
         zero, ended = self.received, self.ended
         rows = [Interval(Phase.DISPATCH, 0, 0.0, self.taken - zero)]
         running = self.prefilled
@@ -114,11 +119,11 @@ class HandoffStamps(msgspec.Struct, array_like=True, eq=False):
     cached_tokens: int = 0  # found in this node's cache
     prefix_tokens: int = 0  # that its reader had
     held: bool = False  # its reader has everything
-    reason: str = ""  # of one that was dropped without
+    reason: str = ""  # of a hand-off that was dropped before
     bringing: list[float] = []  # as RequestStamps.bringing
 
     def times(self) -> PrefillTimes:
-        """Of a hand-off whose last chunk is done."""
+        """Return the times of a hand-off whose last chunk is done."""
         return PrefillTimes(
             self.granted - self.opened,
             self.admitted - self.granted,
@@ -127,7 +132,7 @@ class HandoffStamps(msgspec.Struct, array_like=True, eq=False):
         )
 
     def timeline(self) -> Timeline:
-        """Of a hand-off that was dropped."""
+        """Return the timeline of a dropped hand-off."""
         begun = (
             (Phase.BOOTSTRAP_QUEUE, self.opened),
             (Phase.WAITING_QUEUE, self.granted),
@@ -155,7 +160,7 @@ def _of_attempt(attempt: AttemptStamps, number: int, until: float, zero: float) 
 def _chain(
     begun: tuple[tuple[Phase, float], ...], until: float, zero: float, attempt: int = 0
 ) -> list[Interval]:
-    """Phases that follow each other; those that never began are left out."""
+    """Return phases that follow each other. Phases that never began are left out."""
     there = [(phase, start - zero) for phase, start in begun if start]
     ends = [*(start for _, start in there[1:]), until - zero]
     return [

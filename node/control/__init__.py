@@ -1,1 +1,1 @@
-"""What an engine process tells its front, and what operators have it do, whichever its role is."""
+"""Reports of an engine process to its front, and operators' commands, independent of the role."""

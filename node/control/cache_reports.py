@@ -1,7 +1,7 @@
-"""The engine thread's side of Node.WatchCache: who watches the prefix cache, and what they hear.
+"""The engine thread's side of Node.WatchCache: the watchers of the prefix cache, and their updates.
 
-Changes go to all watchers once a step. Who begins to watch gets everything first; the front passes
-changes on only to those that have had it. Knows no streams.
+All watchers receive changes once a step. A new watcher first receives everything. The front
+forwards changes only to watchers that have received that. Knows no streams.
 """
 
 import time
@@ -12,11 +12,13 @@ from typing import Protocol
 from node.messages import CacheChanged, WatchCache
 
 MAX_PAGES_PER_MESSAGE = 1 << 15
-BEGIN_INTERVAL_S = 0.25  # between two times that watchers begin: everything is long
+BEGIN_INTERVAL_S = 0.25  # seconds between two snapshots for new watchers, since a snapshot is long
 
 
 class Change(Protocol):
-    """A change of the cache: what was told before is void, if `cleared`; pages by name."""
+    """A change of the cache. `cleared` invalidates everything sent before. Pages are
+    given by name.
+    """
 
     @property
     def cleared(self) -> bool: ...
@@ -29,7 +31,7 @@ class Change(Protocol):
 
 
 class CacheSource(Protocol):
-    """The prefix cache of an engine; see engine/kv_cache/cache_events.py."""
+    """The prefix cache of an engine. See engine/kv_cache/cache_events.py."""
 
     page_size: int
 
@@ -43,7 +45,7 @@ class CacheSource(Protocol):
 
 
 class CacheReports:
-    """Engine thread only."""
+    """Sends cache changes to the watchers. Engine thread only."""
 
     def __init__(
         self,
@@ -59,7 +61,9 @@ class CacheReports:
         self._begin_at = 0.0
 
     def watch(self, message: WatchCache) -> None:
-        """A watcher comes or goes. Costs nothing: whoever calls often must not hold up steps."""
+        """Add or remove a watcher. Does no work otherwise, so that frequent calls do not delay
+        steps.
+        """
         if message.on:
             self._newcomers.add(message.watcher)
             return
@@ -69,8 +73,9 @@ class CacheReports:
             self._cache.stop()
 
     def flush(self) -> None:
-        """Tells what has changed, and newcomers everything. Costs next to nothing without
-        watchers."""
+        """Send the changes to watchers, and everything to new ones. Costs almost nothing without
+        watchers.
+        """
         if self._watchers:
             change = self._cache.take()
             if change is not None:
@@ -79,7 +84,7 @@ class CacheReports:
             self._begin()
 
     def _begin(self) -> None:
-        """Names every page, for all newcomers at once; the next ones wait for a while."""
+        """Send every page to all new watchers at once. Later ones wait for the next interval."""
         if not self._watchers:
             self._cache.start()
         self._watchers |= self._newcomers
@@ -88,8 +93,9 @@ class CacheReports:
         self._begin_at = self._now() + BEGIN_INTERVAL_S
 
     def _tell(self, watchers: tuple[int, ...], change: Change) -> None:
-        """In as many messages as it takes; nothing that is removed was stored in the same change,
-        so the order does not matter."""
+        """Send a change in as many messages as needed. A removed page was never stored in the same
+        change, so the order does not matter.
+        """
         most = MAX_PAGES_PER_MESSAGE
         longest = max(len(change.stored), len(change.removed))
         for start in range(0, longest or 1, most):

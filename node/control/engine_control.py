@@ -1,6 +1,6 @@
-"""What an engine tells its front besides tokens: answers of `Node`, a sign of life, its end.
+"""An engine's messages to its front besides tokens: responses of `Node`, heartbeats, its end.
 
-The role is asked through a small protocol (inside.py); the desk knows no queue by name.
+The desk uses the role through a small protocol (inside.py) and knows no queue by name.
 """
 
 import logging
@@ -37,7 +37,9 @@ SELF_CHECK_INTERVAL_S = 1.0
 
 
 class RoleOver(Exception):
-    """The front has another role for this engine, and nothing of the one that it has is left."""
+    """The end of a role: the front has another role for this engine, and no work of this one is
+    left.
+    """
 
     def __init__(self, successor: Start) -> None:
         super().__init__(f"this engine goes on as {successor.role}")
@@ -55,7 +57,7 @@ class Channel(Protocol):
 
 
 class Meter(Protocol):
-    """Something that counts besides the role. Names are those of Moving."""
+    """A source of counters besides the role. Names are those of Moving."""
 
     def gauges(self) -> Mapping[str, float]: ...
 
@@ -63,23 +65,24 @@ class Meter(Protocol):
 
 
 class AdapterShelf(Protocol):
-    """Adapters that come and go."""
+    """Adapters that are loaded and unloaded at run time."""
 
     def names(self) -> Mapping[str, AdapterId]:
-        """Of those that requests may have."""
+        """Return the adapters that requests may use."""
         ...
 
     def load(self, name: str, path: str) -> Future[tuple[AdapterId, bool]]:
-        """What is loaded, and whether it is new by that name. Fails with a ServingError, or raises
-        one at once."""
+        """Load an adapter. The Future has its id, and whether the name is new. It fails with a
+        ServingError, or the call raises one at once.
+        """
         ...
 
     def unload(self, name: str) -> bool:
-        """Whether there was one."""
+        """Unload an adapter. Returns whether it was loaded."""
         ...
 
     def poll(self) -> None:
-        """Takes up what has been loaded."""
+        """Make finished loads usable."""
         ...
 
 
@@ -88,12 +91,12 @@ def _prepares_nothing(role: str) -> None:
 
 
 class Desk:
-    """Engine thread only.
+    """The engine's control interface. Engine thread only.
 
     Args:
         steps_finished: since the start.
-        prepare: makes what another role needs besides what is here. Called while nothing is under
-            way; raises ConfigError or WrongState where this engine cannot have that role.
+        prepare: makes the additional parts that another role needs. Called while nothing is in
+            progress. Raises ConfigError or WrongState if this engine cannot have that role.
     """
 
     def __init__(
@@ -113,7 +116,7 @@ class Desk:
         self._steps_finished = steps_finished
         self._meters = meters
         self._prepare = prepare
-        self._successor: Start | None = None  # of this role
+        self._successor: Start | None = None  # the Start of the next role
         self._rested_s = 0.0
         self._num_self_checks = 0
         self._cache = CacheReports(cache, channel.post)
@@ -128,16 +131,16 @@ class Desk:
 
     @property
     def weights(self) -> WeightsId:
-        """That are computed with."""
+        """Return the weight version in use."""
         return self._operations.weights
 
     def link_measured(self, address: str, gib_per_s: float) -> None:
-        """Report another rate of a link that is up."""
+        """Record another rate of a link that is up."""
         if (link := self.links.get(address)) is not None:
             self.links[address] = (link[0], gib_per_s)
 
     def poll(self, inside: Inside, requests: Callable[[FrontMessage], None] | None = None) -> None:
-        """Answers what the front asks; anything else goes to `requests`."""
+        """Answer the front's questions. Any other message goes to `requests`."""
         for message in self._channel.take():
             match message:
                 case Ask(what="load_adapter"):
@@ -159,25 +162,25 @@ class Desk:
         self._tell_loaded()
         answers = tuple(self._operations.done(inside))
         if answers:
-            self._report_at = 0.0  # whoever hears that it is done shall not find it undone
+            self._report_at = 0.0  # so that the next report already shows the change
         self._report(inside)
         self._tell(answers)
 
     def notify(self, message: EngineMessage) -> None:
-        """Tells the front something that it has not asked."""
+        """Send the front an unsolicited message."""
         self._channel.post(message)
 
     def rest(
         self, inside: Inside, self_check: Callable[[], None], longest_s: float = math.inf
     ) -> None:
-        """Sleeps until the front or another thread has something, or the next report is due; for
+        """Sleep until the front or another thread needs the engine, or the next report is due, for
         `longest_s` at most.
 
         Args:
-            self_check: raises where something has leaked. It looks at every page, which takes
-                milliseconds: called while no request is here only, and once a second at most.
+            self_check: raises if something has leaked. It looks at every page, which takes
+                milliseconds. Called only while no request is here, and once a second at most.
         Raises:
-            RoleOver: with nothing left of this role, as a last self-check has seen.
+            RoleOver: nothing of this role is left, as verified by a last self-check.
         """
         if self._successor is not None and not inside.busy:
             self_check()
@@ -242,7 +245,7 @@ class Desk:
         }
 
     def _load_adapter(self, ask: Ask) -> None:
-        """Answered once it is loaded."""
+        """Load an adapter. The answer is sent when it is loaded."""
         name, _, path = ask.argument.partition("=")
         try:
             self._loading.append((ask.number, self._adapters.load(name, path)))

@@ -1,4 +1,4 @@
-"""A role, as the desk and what operators ask of it see it: none of its queues is known by name."""
+"""The interface of a role for the desk and for operators' commands. No queue is known by name."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -11,39 +11,40 @@ from common.requests.weights import WeightsId
 
 
 class Computing(Protocol):
-    """What a role has computed: see engine/scheduler/scheduler.py."""
+    """The computing part of a role. See engine/scheduler/scheduler.py."""
 
     paused: bool  # no forward is chosen while it is set
 
     @property
     def at_rest(self) -> bool:
-        """Whether it is paused, and nothing that was launched is under way."""
+        """Return whether it is paused and no launched work is in progress."""
         ...
 
     @property
     def num_host_pages_used(self) -> int: ...
 
     def forget_cached(self) -> None:
-        """Empties the prefix cache, after `Inside.let_go`."""
+        """Empty the prefix cache, after `Inside.let_go`."""
         ...
 
     def flush_cache(self) -> int:
-        """Empties it too; returns how many pages that freed. Raises WrongState: there are requests
-        here."""
+        """Empty the prefix cache and return the number of pages freed. Raises WrongState if
+        requests are here.
+        """
         ...
 
 
 class Inside(Protocol):
-    """Engine thread only."""
+    """A role's state and commands. Engine thread only."""
 
     @property
     def scheduler(self) -> Computing: ...
 
-    # What is told.
+    # Reports.
 
     @property
     def busy(self) -> bool:
-        """Whether requests are here."""
+        """Return whether requests are here."""
         ...
 
     def queues(self) -> dict[str, int]: ...
@@ -58,25 +59,26 @@ class Inside(Protocol):
 
     def explain(self, request_id: str) -> Flights: ...
 
-    # What operators have it do.
+    # Operators' commands.
 
     def abort(self, request_id: str) -> int:
-        """Ends the requests of that id; returns how many."""
+        """End the requests with that id. Returns their number."""
         ...
 
     def abort_all(self) -> int:
-        """Ends all requests that are here; returns how many."""
+        """End all requests that are here. Returns their number."""
         ...
 
     def let_go(self) -> bool:
-        """Takes from all requests what they have of KV; called at rest, until it returns True: only
-        the prefix cache has any then."""
+        """Release the KV of all requests. Called at rest until it returns True: then only the
+        prefix cache has any.
+        """
         ...
 
     def renew(self) -> None:
-        """There are other weights: what waits is computed with these."""
+        """Recompute waiting requests with the new weights."""
         ...
 
     def pair_as(self, weights: WeightsId) -> None:
-        """The pairs of this node end: from now on it pairs with those that have these."""
+        """End the pairs of this node. From now on it pairs with nodes of this weight version."""
         ...

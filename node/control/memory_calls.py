@@ -1,9 +1,9 @@
-"""Memory that a node gives back and takes again, as an operator has it done.
+"""Release and resume of a node's memory, as requested by an operator.
 
-    here --release--> paused, nobody holds a page --done--> away --resume--> here
+    here --release--> paused, no page is held --done--> away --resume--> here
 
-While any of it is away the node stays paused. Who was not paused before, because it had nothing to
-do, goes on by itself once all of it is here again. Knows no memory: that is behind Memory.
+While any memory is away the node stays paused. An idle node that was not paused before continues by
+itself when all of it is here again. Memory implements the release itself.
 """
 
 from collections.abc import Collection, Iterator
@@ -18,7 +18,7 @@ from node.messages import Answer, Ask
 
 
 class Memory(Protocol):
-    """See engine/memory_release.py."""
+    """The memory itself. See engine/memory_release.py."""
 
     @property
     def unused(self) -> bool: ...
@@ -34,34 +34,34 @@ class Memory(Protocol):
 class _UnderWay:
     ask: Ask
     tag: str
-    left: tuple[str, ...]  # to be done after it
+    left: tuple[str, ...]  # tags to process after it
     future: Future[Any]
 
 
 class MemoryCalls:
-    """Engine thread only."""
+    """Operators' calls about memory. Engine thread only."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
-        self._wanted: Ask | None = None  # to be given back as soon as nobody has KV
+        self._wanted: Ask | None = None  # to be released as soon as no request has KV
         self._under_way: _UnderWay | None = None
         self._away: set[str] = set()
         self._paused_here = False
 
     @property
     def why_paused(self) -> str:
-        """Why it must stay so; empty: it need not."""
+        """Return why the node must stay paused. Empty if it need not."""
         if self._wanted is not None or self._under_way is not None:
             return "its memory is being given back, or taken again"
         return "its memory is given back: have it taken again" if self._away else ""
 
     def pause(self) -> None:
-        """An operator does: he ends it, too."""
+        """Record an operator's pause, which only an operator ends."""
         self._paused_here = False
 
     @property
     def why_no_weights(self) -> str:
-        """Why no others can be put in place; empty: they can."""
+        """Return why weights cannot be replaced. Empty if they can."""
         busy = self._wanted is not None or self._under_way is not None
         return self.why_paused if busy or WEIGHTS in self._away else ""
 
@@ -69,7 +69,9 @@ class MemoryCalls:
         return {f"away_{tag}": float(tag in self._away) for tag in MEMORY_TAGS}
 
     def release(self, ask: Ask, role: Inside) -> Iterator[Answer]:
-        """`done` gives the answer, or this does. argument: tags, with commas."""
+        """Release memory. The answer comes from here on an error, otherwise from `done`. argument:
+        tags, separated by commas.
+        """
         if (reason := self._why_not(role)) is not None:
             yield Answer(ask.number, error=reason)
             return
@@ -83,17 +85,17 @@ class MemoryCalls:
         self._wanted = ask
 
     def resume(self, ask: Ask, role: Inside) -> Iterator[Answer]:
-        """The same. What is not away is no error."""
+        """Resume memory, with answers like `release`. Tags that are not away are no error."""
         if self._wanted is not None or self._under_way is not None:
             yield Answer(ask.number, error=self.why_paused)
         else:
             yield from self._go_on(ask, tuple(tag for tag in _tags(ask) if tag in self._away), role)
 
     def done(self, role: Inside) -> Iterator[Answer]:
-        """What has come of the questions; to be called in each turn."""
+        """Yield the answers that are ready. Called in each turn of the loop."""
         if self._wanted is not None and role.scheduler.at_rest and role.let_go():
             role.scheduler.forget_cached()
-            if self._memory.unused:  # nor does another node read what it was lent
+            if self._memory.unused:  # another node may still read exported pages
                 ask, self._wanted = self._wanted, None
                 here = tuple(tag for tag in _tags(ask) if tag not in self._away)
                 yield from self._go_on(ask, here, role)
@@ -116,7 +118,7 @@ class MemoryCalls:
         return None
 
     def _go_on(self, ask: Ask, tags: tuple[str, ...], role: Inside) -> Iterator[Answer]:
-        """With the first of these, or to the answer."""
+        """Process the first of these tags, or answer if there is none."""
         if tags:
             begin = self._memory.give_back if _gives(ask) else self._memory.take_again
             try:

@@ -1,4 +1,4 @@
-"""What operators have an engine do besides its work, and are answered once it is done."""
+"""Operators' commands to an engine, answered when they are done."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ from node.messages import Answer, Ask
 
 
 class Operations:
-    """Engine thread only."""
+    """All commands by kind. Engine thread only."""
 
     def __init__(
         self, weights: Weights, lenders: Lenders, memory: Memory, profiler: Profiling
@@ -24,7 +24,7 @@ class Operations:
 
     @property
     def weights(self) -> WeightsId:
-        """That are computed with."""
+        """Return the weight version in use."""
         return self._weights.id
 
     def counters(self) -> dict[str, int]:
@@ -34,7 +34,7 @@ class Operations:
         return self._memory.gauges()
 
     def take(self, ask: Ask, role: Inside) -> Iterator[Answer]:
-        """What is answered at once; `done` has the other answers."""
+        """Carry out a command. Yields immediate answers. `done` yields the others."""
         match ask.what:
             case "pause":
                 self._memory.pause()
@@ -65,7 +65,7 @@ class Operations:
                 yield Answer(ask.number, error=f"unknown question {unknown!r}")
 
     def done(self, role: Inside) -> Iterator[Answer]:
-        """To be called in each turn."""
+        """Yield the answers that are ready. Called in each turn of the loop."""
         yield from self._pauses.reached(role)
         yield from self._weights.done(role)
         yield from self._memory.done(role)

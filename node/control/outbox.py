@@ -1,4 +1,4 @@
-"""Gathers what one engine step says about requests and sends one message per router stream."""
+"""Collects one engine step's results of requests and sends one message per router stream."""
 
 from collections.abc import Callable
 
@@ -12,8 +12,11 @@ from node.messages import Ended, StepTokens
 
 
 class Outbox:
-    """Engine thread only. Nothing is sent before `flush`; a token is sent before the end of its
-    request, and tokens of one request in the order they were told."""
+    """The results of a step. Engine thread only.
+
+    Nothing is sent before `flush`. A token is sent before the end of its request, and the tokens of
+    one request in the order in which they were added.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -28,13 +31,13 @@ class Outbox:
         self._listeners: dict[int, Callable[[StepTokens], None]] = {}
 
     def listen(self, stream: int, take: Callable[[StepTokens], None]) -> None:
-        """What is said to this stream is for somebody in the engine."""
+        """Deliver messages to this stream to `take`, a consumer inside the engine."""
         self._listeners[stream] = take
 
     def tokens(
         self, streams: NDArray[np.uint64], requests: NDArray[np.uint64], tokens: NDArray[np.int32]
     ) -> None:
-        """Columns of new tokens, one entry each; the arrays must not change before `flush`."""
+        """Add columns of new tokens, one entry each. The arrays must not change before `flush`."""
         if len(tokens):
             self._streams.append(streams)
             self._requests.append(requests)
@@ -45,23 +48,28 @@ class Outbox:
         self.tokens(stream, request, np.array([token], np.int32))
 
     def logprobs(self, origin: tuple[int, int], logprobs: Logprobs) -> None:
-        """Of tokens of a request that are told before the next `flush`."""
+        """Add the log probabilities of a request's tokens that are added before the next
+        `flush`.
+        """
         stream, request = origin
         self._logprobs.setdefault(stream, []).append((request, logprobs))
 
     def prompt_logprobs(self, origin: tuple[int, int], logprobs: Logprobs) -> None:
-        """With the first token of a request."""
+        """Add the log probabilities of a prompt, with the first token of its request."""
         stream, request = origin
         self._prompts.setdefault(stream, []).append((request, logprobs))
 
     def predicted(self, origin: tuple[int, int], predicted: Predicted) -> None:
-        """With tokens of a request: what of its prediction was right and wrong."""
+        """Add how much of a request's prediction was right and wrong, with tokens of the
+        request.
+        """
         stream, request = origin
         self._predicted.setdefault(stream, []).append((request, predicted))
 
     def begin(self, origin: tuple[int, int], cached_tokens: int) -> None:
-        """Report how much of the request's prompt was cached, when its prefill begins and again
-        with its first token."""
+        """Report how much of the request's prompt was cached, when its prefill starts and again
+        with its first token.
+        """
         stream, request = origin
         self._begun.setdefault(stream, []).append((request, cached_tokens))
 

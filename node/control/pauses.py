@@ -1,9 +1,10 @@
-"""Pauses of generation: an operator begins and ends them, and is answered once they are reached.
+"""Pauses of generation: an operator starts and ends them, and gets the answer once they are
+reached.
 
     runs --begin--> pausing --nothing launched, the mode's work done--> paused --resume--> runs
 
-What a pause does to the requests that are under way is the role's to do; what comes meanwhile waits
-there, with its deadlines. Knows no request. The loop turns on, so the engine gives signs of life.
+The role handles the requests in progress. New requests wait there, with their deadlines. This
+module knows no request. The loop continues to turn, so the engine sends heartbeats.
 """
 
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from common.pause_mode import PAUSE_MODES, PauseMode
 from node.control.inside import Inside
 from node.messages import Answer, Ask
 
-PAUSED = "aborted: generation was paused"  # what is told of requests that a pause ends
+PAUSED = "aborted: generation was paused"  # error of requests that a pause ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +22,11 @@ class _Awaited:
     number: int  # of the question
     fresh: bool
     num_aborted: int
-    keeps: bool  # what requests have
+    keeps: bool  # whether requests keep their KV
 
 
 class Pauses:
-    """Engine thread only."""
+    """Operators' pauses. Engine thread only."""
 
     def __init__(self) -> None:
         self._awaited: list[_Awaited] = []
@@ -35,7 +36,9 @@ class Pauses:
         return {f"pauses/{mode}": number for mode, number in self._counts.items()}
 
     def begin(self, ask: Ask, role: Inside) -> None:
-        """`reached` gives the answer. Whoever is paused already may be paused in another mode."""
+        """Start a pause. `reached` yields the answer. A paused node may be paused again in another
+        mode.
+        """
         mode, fresh = PauseMode(ask.argument), not role.scheduler.paused
         self._counts[mode.value] += 1
         role.scheduler.paused = True
@@ -44,7 +47,7 @@ class Pauses:
         self._awaited.append(_Awaited(ask.number, fresh, num_aborted, keeps))
 
     def resume(self, ask: Ask, role: Inside) -> Iterator[Answer]:
-        """The answer, and those of pauses that are not reached any more."""
+        """End the pause. Yields its answer, and errors for pauses that were not reached."""
         was_paused, role.scheduler.paused = role.scheduler.paused, False
         yield Answer(ask.number, integer=int(was_paused))
         for each in self._awaited:
@@ -52,7 +55,7 @@ class Pauses:
         self._awaited.clear()
 
     def reached(self, role: Inside) -> Iterator[Answer]:
-        """Those of pauses that are reached; to be called in each turn."""
+        """Yield the answers of pauses that are reached. Called in each turn of the loop."""
         if not self._awaited or not role.scheduler.at_rest:
             return
         empty = all(each.keeps for each in self._awaited) or role.let_go()

@@ -1,4 +1,4 @@
-"""Profiles, as an operator asks for them."""
+"""Profiles requested by an operator."""
 
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -9,7 +9,7 @@ from node.messages import Answer, Ask
 
 
 class Profiling(Protocol):
-    """See engine/runner/profiler.py."""
+    """The profiler. See engine/runner/profiler.py."""
 
     def start(self, num_steps: int) -> str: ...
 
@@ -19,28 +19,28 @@ class Profiling(Protocol):
 
 
 class ProfileCalls:
-    """Engine thread only."""
+    """Operators' calls about profiles. Engine thread only."""
 
     def __init__(self, profiler: Profiling) -> None:
         self._profiler = profiler
         self._awaited: list[tuple[int, Future[str]]] = []  # numbers of questions
 
     def start(self, ask: Ask) -> Iterator[Answer]:
-        """argument: steps."""
+        """Start a profile. argument: number of steps."""
         try:
             yield Answer(ask.number, path=self._profiler.start(int(ask.argument)))
         except ServingError as error:
             yield Answer(ask.number, error=str(error))
 
     def stop(self, ask: Ask) -> Iterator[Answer]:
-        """`done` gives the answer, or this does."""
+        """Stop the profile. The answer comes from here on an error, otherwise from `done`."""
         try:
             self._awaited.append((ask.number, self._profiler.stop()))
         except ServingError as error:
             yield Answer(ask.number, error=str(error))
 
     def done(self) -> Iterator[Answer]:
-        """To be called in each turn."""
+        """Yield the answers that are ready. Called in each turn of the loop."""
         self._profiler.poll()
         for number, written in [each for each in self._awaited if each[1].done()]:
             self._awaited.remove((number, written))

@@ -1,10 +1,12 @@
-"""New weights, as an operator has them put in place: first looked through, which takes as long as
-reading them does and holds up nobody, then put there in a pause that has taken all KV. Those of
-another node are read in that pause, too:
+"""Replacement of weights, as requested by an operator.
 
-    wanted --at rest, no KV--> reading (of a node) --all is here, and is right--> putting --> done
+First the weights are checked, which takes as long as reading them and delays no request. Then they
+are put in place during a pause that has released all KV. Weights of another node are read during
+that pause too:
 
-Knows neither files nor tensors, nor other nodes: those are behind Weights and Lenders.
+    wanted --at rest, no KV--> reading (from a node) --complete and correct--> putting --> done
+
+Weights and Lenders implement the access to files, tensors and other nodes.
 """
 
 from collections.abc import Iterator
@@ -19,7 +21,7 @@ from node.messages import Answer, Ask
 
 
 class Weights(Protocol):
-    """See engine/update.py."""
+    """The weights themselves. See engine/update.py."""
 
     id: WeightsId
     whole: bool
@@ -30,15 +32,16 @@ class Weights(Protocol):
 
 
 class Lenders(Protocol):
-    """See node/sharing/weights.py."""
+    """The reader of other nodes' weights. See node/sharing/weights.py."""
 
     def read(self, weights: WeightsId, address: str) -> Future[WeightsId]:
-        """Those that the node there has: `Weights.put` may follow. Fails with a ServingError, and
-        nothing has changed."""
+        """Read the weights of the node at `address`. `Weights.put` may follow. Fails with a
+        ServingError, and then nothing has changed.
+        """
         ...
 
     def poll(self) -> None:
-        """Does what is due; to be called in each turn."""
+        """Do what is due. Called in each turn of the loop."""
         ...
 
 
@@ -50,21 +53,21 @@ class _Asked:
 
 
 class WeightCalls:
-    """Engine thread only."""
+    """Operators' calls about weights. Engine thread only."""
 
     def __init__(self, weights: Weights, lenders: Lenders) -> None:
         self._weights = weights
         self._lenders = lenders
         self._preparing: list[_Asked] = []
-        self._wanted: Ask | None = None  # to be put in place as soon as nobody has KV
+        self._wanted: Ask | None = None  # to be put in place as soon as no request has KV
         self._reading: _Asked | None = None
         self._putting: _Asked | None = None
-        self._computed_with = self._paired_as = weights.id  # as the role knows
+        self._computed_with = self._paired_as = weights.id  # the versions that the role knows
         self._num_updates = 0
 
     @property
     def id(self) -> WeightsId:
-        """Of what is computed with."""
+        """Return the weight version in use."""
         return self._weights.id
 
     def counters(self) -> dict[str, int]:
@@ -72,17 +75,17 @@ class WeightCalls:
 
     @property
     def why_busy(self) -> str:
-        """Why nothing else may be done to them; empty: it may."""
+        """Return why no other change of weights may start. Empty if it may."""
         steps = (self._wanted, self._reading, self._putting)
         return "its weights are being changed" if any(steps) else ""
 
     @property
     def why_paused(self) -> str:
-        """Why it must stay so; empty: it need not."""
+        """Return why the node must stay paused. Empty if it need not."""
         return self.why_busy or ("" if self._weights.whole else "its weights are incomplete")
 
     def prepare(self, ask: Ask) -> Iterator[Answer]:
-        """`done` gives the answer, or this does."""
+        """Check weights. The answer comes from here on an error, otherwise from `done`."""
         try:
             future = self._weights.prepare(ask.argument)
         except ServingError as error:
@@ -91,7 +94,7 @@ class WeightCalls:
             self._preparing.append(_Asked(ask.number, UNNAMED, future))
 
     def put(self, ask: Ask, role: Inside) -> Iterator[Answer]:
-        """The same. argument: their id, in hexadecimal."""
+        """Put weights in place, with answers like `prepare`. argument: their id, in hexadecimal."""
         if not role.scheduler.paused:
             yield Answer(ask.number, error="this node is not paused")
         elif self.why_busy:
@@ -100,7 +103,9 @@ class WeightCalls:
             self._wanted = ask
 
     def take(self, ask: Ask, role: Inside) -> Iterator[Answer]:
-        """The same, of another node's. argument: their id, and its address."""
+        """Take another node's weights, with answers like `prepare`. argument: their id and its
+        address.
+        """
         weights, _ = _lent(ask)
         if weights == self._weights.id and self._weights.whole and not self.why_busy:
             yield Answer(ask.number, weights=weights)
@@ -108,7 +113,7 @@ class WeightCalls:
             yield from self.put(ask, role)
 
     def done(self, role: Inside) -> Iterator[Answer]:
-        """What has come of the questions; to be called in each turn."""
+        """Yield the answers that are ready. Called in each turn of the loop."""
         self._lenders.poll()
         for asked in [each for each in self._preparing if each.future.done()]:
             self._preparing.remove(asked)
@@ -137,8 +142,10 @@ class WeightCalls:
             self._pair_as(self._weights.id, role)
 
     def _read(self, ask: Ask, role: Inside) -> None:
-        """Who has them pairs with its like: until they are here, or are not to be had, this node
-        says that it is one. It computes nothing, and has no KV."""
+        """Start to read weights from another node. That node pairs only with nodes of the same
+        version, so this node claims to have it until the read ends. It computes nothing meanwhile,
+        and has no KV.
+        """
         weights, address = _lent(ask)
         self._pair_as(weights, role)
         self._reading = _Asked(ask.number, weights, self._lenders.read(weights, address))

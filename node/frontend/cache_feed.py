@@ -1,7 +1,7 @@
-"""The front's side of Node.WatchCache: streams of what the prefix cache has and what changes.
+"""The front's side of Node.WatchCache: streams of the prefix cache's content and changes.
 
-The books are the engine's; here each watcher has a stream, and begins with its own snapshot. Of too
-many the host that has most gives one up, so that nobody who watches much keeps others out.
+The engine tracks the cache. Here each watcher has a stream, which starts with its own snapshot. At
+the limit, the host with the most watchers loses one, so that it cannot displace other hosts.
 """
 
 import asyncio
@@ -27,11 +27,11 @@ class _Watcher:
     outgoing: Outgoing[node_pb2.CacheEvents] = field(
         default_factory=lambda: Outgoing(max_bytes=MAX_UNSENT_BYTES)
     )
-    begun: bool = False  # it has been sent everything
+    begun: bool = False  # everything has been sent to it
 
 
 class CacheFeed:
-    """Event loop only."""
+    """The watchers' streams. Event loop only."""
 
     def __init__(self, engine: EngineLink) -> None:
         self._engine = engine
@@ -41,13 +41,13 @@ class CacheFeed:
     async def watch(
         self, host: str, write: Callable[[node_pb2.CacheEvents], Awaitable[None]]
     ) -> None:
-        """Writes everything, then every change, until cancelled.
+        """Write everything, then every change, until cancelled.
 
         Args:
-            host: who watches.
+            host: the watcher's.
         Raises:
             NodeUnavailable: the engine is not there, or the node ends.
-            Overloaded: it made room for another one, or does not read.
+            Overloaded: it was displaced by another watcher, or does not read.
         """
         self._engine.check_ready()
         if len(self._watchers) >= MAX_WATCHERS:
@@ -62,7 +62,9 @@ class CacheFeed:
             self._engine.send(WatchCache(number, on=False))
 
     def _make_room(self) -> None:
-        """The oldest watcher of the host that has most of them goes; who comes back begins anew."""
+        """End the oldest watcher of the host with the most watchers. If it reconnects, it starts
+        again with a snapshot.
+        """
         hosts = Counter(watcher.host for watcher in self._watchers.values())
         [(greediest, _)] = hosts.most_common(1)
         oldest = next(n for n, watcher in self._watchers.items() if watcher.host == greediest)
@@ -71,7 +73,7 @@ class CacheFeed:
         )
 
     def changed(self, change: CacheChanged) -> None:
-        """The engine has told a change, to newcomers or to all that have had everything."""
+        """Forward the engine's change, to new watchers or to all that have received everything."""
         events = node_pb2.CacheEvents(
             page_size=change.page_size,
             cleared=change.cleared,
@@ -81,13 +83,13 @@ class CacheFeed:
         for number in change.watchers or self._watchers:
             watcher = self._watchers.get(number)
             if watcher is None:
-                continue  # it has gone meanwhile
+                continue  # it has disconnected meanwhile
             watcher.begun = watcher.begun or bool(change.watchers)
             if watcher.begun:
                 watcher.outgoing.put(events)
 
     def end(self, error: ServingError) -> None:
-        """Ends every stream with `error`."""
+        """End every stream with `error`."""
         for watcher in self._watchers.values():
             watcher.outgoing.close(error)
 
@@ -99,10 +101,10 @@ def _integers(packed: bytes) -> "array[int]":
 
 
 async def _nothing() -> AsyncIterator[None]:
-    """What a watcher says after its request."""
+    """Yield a watcher's messages after its request: none, so it waits until cancelled."""
     await asyncio.Event().wait()
     yield
 
 
 async def _ignore(_: None) -> None:
-    """There is nothing to take."""
+    """Do nothing: there is no message."""

@@ -1,11 +1,11 @@
-"""When and why a node ends: one verdict, whoever asks for it first.
+"""When and why a node ends: one verdict, by the first cause.
 
 wanted (SIGTERM, SIGINT, Drain) -> drained | drain time over | second signal: exit code 0
 A signal after a Drain call is the first one: Kubernetes' preStop calls, then it sends SIGTERM.
-fault at any time: exit code 1, or 2 where the user must mend the configuration
+fault at any time: exit code 1, or 2 if the user must fix the configuration
 
-A role may be over before, and the node goes on in another: whoever has asked for the end is heard
-all the same.
+A role may end before, and the node continues in another one. A request to end the node stays valid
+then.
 """
 
 import asyncio
@@ -25,12 +25,12 @@ log = logging.getLogger(__name__)
 class Verdict:
     reason: str
     exit_code: int = 0
-    in_order: bool = False  # nothing was under way any more
+    in_order: bool = False  # no work was in progress any more
     engine_died: bool = False
 
 
 class Ending:
-    """Event loop only."""
+    """The causes of a node's end. Event loop only."""
 
     def __init__(self) -> None:
         self._wanted = asyncio.Event()
@@ -39,14 +39,16 @@ class Ending:
         self._verdict: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
 
     def signalled(self, name: str) -> None:
-        """The first signal asks for a drain, any other ends the node now."""
+        """Handle a signal. The first one asks for a drain, any other one ends the node
+        immediately.
+        """
         if self._signalled:
             self.now(f"a second signal, {name}, came")
         self._signalled = True
         self.want(name)
 
     def want(self, who: str) -> None:
-        """Asks for a drain. Idempotent."""
+        """Ask for a drain. Idempotent."""
         if not self._wanted.is_set():
             log.info("draining %s", kv(because=who))
             self._wanted.set()
@@ -56,16 +58,16 @@ class Ending:
         return self._wanted.is_set()
 
     def drained(self) -> None:
-        """Nothing is left to do; a node that was not asked to end stays."""
+        """Record that no work is left. A node that was not asked to end stays."""
         if self.wanted:
             self._decide(Verdict("drained", in_order=True))
 
     def role_over(self) -> None:
-        """The node has done with its role, and goes on in another one."""
+        """Record that the node has finished its role and continues in another one."""
         self._role_over.set()
 
     def now(self, reason: str) -> None:
-        """Ends the node as it was asked to, without waiting for anything."""
+        """End the node as requested, without waiting for anything."""
         self._decide(Verdict(reason))
 
     def fault(self, reason: str, exit_code: int = 1) -> None:
@@ -75,8 +77,9 @@ class Ending:
         self._decide(Verdict(reason, 1, engine_died=True))
 
     async def verdict(self, begin_drain: Callable[[], None], drain_s: float) -> Verdict | None:
-        """Waits for the end of the node, or of its role: None. `begin_drain` is called once a drain
-        is wanted; from then on it may take `drain_s`."""
+        """Wait for the end of the node, or of its role (None). `begin_drain` is called once a drain
+        is wanted. From then on the drain may take `drain_s`.
+        """
         wanted = asyncio.ensure_future(self._wanted.wait())
         over = asyncio.ensure_future(self._role_over.wait())
         either: set[asyncio.Future[Any]] = {wanted, over, self._verdict}
@@ -93,7 +96,7 @@ class Ending:
         return self._verdict.result()
 
     async def _guarding(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs a part of the front. A fault in it is the end of the node."""
+        """Run a part of the front. A fault in it ends the node."""
         try:
             await work
         except EngineFault as error:
@@ -104,7 +107,7 @@ class Ending:
 
     @asynccontextmanager
     async def guarded(self, work: Iterable[Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
-        """Inside it these parts of the front run; then they are cancelled."""
+        """Run these parts of the front inside the context, then cancel them."""
         tasks = [asyncio.ensure_future(self._guarding(each)) for each in work]
         try:
             yield
@@ -114,7 +117,9 @@ class Ending:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def before(self, done: asyncio.Future[Any], timeout_s: float) -> Verdict | None:
-        """Waits for what must not take longer, or else is the end; None: it is done."""
+        """Wait until `done`, or decide that the node ends after `timeout_s`. Returns None if it is
+        done.
+        """
         either: set[asyncio.Future[Any]] = {done, self._verdict}
         await asyncio.wait(either, timeout=timeout_s, return_when="FIRST_COMPLETED")
         if done.done() and not self._verdict.done():

@@ -1,6 +1,6 @@
-"""The front's conversation with its engine thread: one-way messages, questions with deadlines.
+"""The front's link to its engine thread: one-way messages, and questions with deadlines.
 
-Knows what crosses (messages.py) and nothing of gRPC streams or of what the answers mean.
+Knows the messages (messages.py), not gRPC streams or the meaning of answers.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ from node.messages import (
     SubmitRequest,
 )
 
-# Beyond this much unread, new work is refused; the rest of the backlog is for cancels.
+# Beyond this much unread, new work is rejected. The rest of the backlog is for cancels.
 _MAX_UNREAD_BYTES = 16 << 20
 _MAX_QUESTIONS = 64  # waiting for their answers
 
@@ -50,11 +50,11 @@ Notice: TypeAlias = (
 
 
 class EngineLink:
-    """Event loop only.
+    """The front's end of the engine's socket. Event loop only.
 
     Args:
-        on_notice: called with everything but answers, in order; must not block.
-        on_end: called once when the engine has closed its end, or does not read any more.
+        on_notice: called with everything but answers, in order. Must not block.
+        on_end: called once when the engine has closed its end, or no longer reads.
     """
 
     def __init__(self, on_notice: Callable[[Notice], None], on_end: Callable[[str], None]) -> None:
@@ -65,36 +65,38 @@ class EngineLink:
         )
         self._numbers = itertools.count(1)
         self._questions: dict[int, asyncio.Future[Answer]] = {}
-        self._restarted: asyncio.Future[EngineReady] | None = None  # once another role begins
+        self._restarted: asyncio.Future[EngineReady] | None = None  # done when another role begins
         self._ready = False
         self._ended = False
 
     async def open(self, sock: socket.socket, start: Start) -> None:
-        """Takes the socket over and sends the first frame."""
+        """Take over the socket and send the first frame."""
         await self._connection.open(sock)
         self._connection.send(start)
 
     async def restart(self, start: Start) -> EngineReady:
-        """Another role begins. Returns when it has: what the engine says from then on is of it,
-        and all notices before were of the one before. Without an engine it never returns."""
+        """Start another role. Returns when it has begun: later notices belong to it, and all
+        earlier ones to the previous role. Without an engine it never returns.
+        """
         self._ready = False
         self._restarted = asyncio.get_running_loop().create_future()
         self.send(start)
         return await self._restarted
 
     def check_ready(self) -> None:
-        """Raises NodeUnavailable until the engine has loaded its model, and after its end."""
+        """Raise NodeUnavailable until the engine has loaded its model, and after its end."""
         if self._ended:
             raise NodeUnavailable("the engine of this node has ended")
         if not self._ready:
             raise NodeUnavailable("this node is starting")
 
     def lane(self) -> Lane:
-        """For the messages of one stream."""
+        """Return a lane for the messages of one stream."""
         return Lane(self._connection)
 
     def send(self, message: FrontMessage, lane: Lane | None = None) -> None:
-        """Sends what must not be lost. Without an engine it has no meaning any more: dropped.
+        """Send a message that must not be lost. It is dropped if the engine has ended, since it has
+        no effect then.
 
         Args:
             lane: of the stream that caused it.
@@ -105,12 +107,12 @@ class EngineLink:
             (lane or self._connection).send(message)
 
     async def room(self, lane: Lane) -> None:
-        """Waits until more may be taken of the stream whose lane this is."""
+        """Wait until more may be read from the stream of this lane."""
         with self._ends():
             await lane.room()
 
     def submit(self, request: SubmitRequest | PoolPrompts, lane: Lane) -> None:
-        """Sends new work.
+        """Send new work.
 
         Raises:
             NodeUnavailable: the engine is not there.
@@ -122,13 +124,13 @@ class EngineLink:
         self.send(request, lane)
 
     async def ask(self, what: str, argument: str = "", *, timeout_s: float = 5.0) -> Answer:
-        """Asks the engine thread, which answers between two steps.
+        """Ask the engine thread, which answers between two steps.
 
         Raises:
             NodeUnavailable: the engine is not there, or ended before it answered.
             Overloaded: too many questions wait already.
             DeadlineExceeded: it is in a step that takes longer.
-            WrongState: what it answered instead.
+            WrongState: the engine answered with this error.
         """
         self.check_ready()
         if len(self._questions) >= _MAX_QUESTIONS:
@@ -147,7 +149,7 @@ class EngineLink:
         return answer
 
     def close(self) -> None:
-        """Lets the engine go: it sees end of file. Idempotent; `on_end` is not called any more."""
+        """Release the engine: it sees end of file. Idempotent. `on_end` is not called any more."""
         self._ended = True
         self._connection.close()
         self._refuse_questions()
@@ -169,7 +171,7 @@ class EngineLink:
 
     @contextmanager
     def _ends(self) -> Iterator[None]:
-        """Without an engine that reads the node is of no use."""
+        """End the link if the engine does not read: the node cannot work without it."""
         try:
             yield
         except PeerGone:

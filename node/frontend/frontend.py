@@ -1,7 +1,7 @@
-"""The front of a node: its engine process, the roles that it has over it, and the end of both.
+"""The front of a node: its engine process, its roles, and the end of both processes.
 
-What makes a node prefill or decode comes as a RoleProgram from that role's own program. The front
-keeps no books: if either process dies, the other ends too.
+The role's own program provides a RoleProgram for prefill or decode. The front keeps no state: if
+either process dies, the other ends too.
 """
 
 import asyncio
@@ -30,9 +30,9 @@ from node.metrics import NodeMetrics
 log = logging.getLogger(__name__)
 
 _LAST_WORDS_S = 1.0  # from the engine's end of file to its end
-_ENGINE_END_S = 5.0  # for the engine to let go of its memory after a drain
-_HASTY_END_S = 1.0  # the same when the node must be gone soon
-_END_S = 30.0  # for all of a node's end, the interpreter's included
+_ENGINE_END_S = 5.0  # for the engine to release its memory after a drain
+_HASTY_END_S = 1.0  # the same when the node must end soon
+_END_S = 30.0  # for all of a node's end, including the interpreter's
 _RESTART_S = 60.0  # for the engine to begin another role
 
 
@@ -46,15 +46,15 @@ def run_node(
     engine_module: str,
     other: Callable[[str], RoleProgram] = _no_other,
 ) -> int:
-    """Runs a node to its end and returns the exit code of its program.
+    """Run a node to its end and return the exit code of its process.
 
-    0: asked to end, and ended. 1: the engine, or this front, failed. 2: the configuration is
-    wrong; one line on stderr says how.
+    0: ended as requested. 1: the engine, or this front, failed. 2: the configuration is invalid,
+    and one line on stderr has the reason.
 
     Args:
-        program: of the role that the node begins in.
-        engine_module: started as `python -m engine_module`; see engine_process.run_engine.
-        other: of a role by its name; raises ServingError where the node cannot have that.
+        program: of the node's first role.
+        engine_module: started as `python -m engine_module`. See engine_process.run_engine.
+        other: of a role by its name. Raises ServingError if the node cannot have that role.
     """
     descriptors.allow_many()
     allocator.hold_little()
@@ -95,7 +95,7 @@ class _Node:
             loop.add_signal_handler(number, self._ending.signalled, number.name)
         front = self._front
         with ExitStack() as stack:
-            # Between two roles nobody listens there, and nobody else may.
+            # Between two roles no process listens on the port, and no other process may.
             port = stack.enter_context(rpc.reserved(front.host, front.port))
             if front.health_port:
                 stack.enter_context(
@@ -117,7 +117,7 @@ class _Node:
     async def _serve(
         self, post: Post, engine: EngineProcess, metrics_port: int | None
     ) -> Post | None:
-        """In one role. Returns the next one's post; None: the node has ended."""
+        """Serve in one role. Returns the next role's post, or None if the node has ended."""
         tenure = self._tenure = Tenure(
             post,
             engine.transfer_socket,
@@ -156,13 +156,15 @@ class _Node:
         return self._other(role)
 
     async def _watch(self, engine: EngineProcess) -> None:
-        """Two signs of one end: of the process, and of its socket. Either is the node's end."""
+        """Watch two signs of the engine's end: its process, and its socket. Either one ends the
+        node.
+        """
         ended = asyncio.ensure_future(engine.ended())
         let_go = asyncio.ensure_future(self._engine_let_go.wait())
         try:
             await asyncio.wait({ended, let_go}, return_when="FIRST_COMPLETED")
             code = await engine.end(_LAST_WORDS_S)
-            # Its last words may still be in the socket: they are the better reason.
+            # Its final messages may still be in the socket and have the better reason.
             await asyncio.wait({let_go}, timeout=_LAST_WORDS_S)
         finally:
             ended.cancel()
@@ -173,8 +175,8 @@ class _Node:
         self._tenure.notice(notice)
 
     async def _end(self, verdict: Verdict, tenure: Tenure, engine: EngineProcess) -> int:
-        # What is known to wait has a deadline of its own. Whatever else holds this program, a
-        # thread of a library's perhaps, is told then with every stack, and the exit code is 1.
+        # Every known wait has a deadline of its own. If something else blocks this process, such as
+        # a library's thread, all stacks are dumped and the exit code is 1.
         faulthandler.dump_traceback_later(_END_S, exit=True)
         if verdict.exit_code == 2:
             print(f"baton {tenure.role}: {verdict.reason}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What makes a node prefill or decode, as its front takes it from the role's own program."""
+"""The parts of a node's front that depend on its role, provided by the role's own program."""
 
 import socket
 from collections.abc import Callable, Coroutine, Sequence
@@ -19,7 +19,7 @@ from node.metrics import NodeMetrics, Role
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """What a program makes its parts of."""
+    """The values from which a program makes its parts."""
 
     instance: int
     address: str
@@ -28,18 +28,18 @@ class Front:
     supervision: Supervision
     make_channel: Callable[[str], grpc.aio.Channel]  # to other nodes
     tracer: Tracer | None
-    transfer_socket: socket.socket  # to the transfer thread; whoever opens it owns it
+    transfer_socket: socket.socket  # to the transfer thread; owned by the part that opens it
 
 
 def _nothing(*_: object) -> None:
-    """For parts that have no use for a notice."""
+    """Ignore a notice, for parts that do not use it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeParts:
-    """The callables run on the event loop, and return."""
+    """The parts of one role. The callables run on the event loop and do not block."""
 
-    # Register themselves with the guard that they are given, and return their names.
+    # Each registers itself with the given guard and returns its names.
     services: Sequence[Callable[[grpc.aio.Server, Guard | None], tuple[str, ...]]]
     background: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()  # until cancelled
     step: Callable[[StepTokens], None] = _nothing
@@ -47,9 +47,10 @@ class NodeParts:
     moved: Callable[[Moving], None] = _nothing
     handoff: Callable[[HandoffTraced], None] = _nothing
     pooled: Callable[[Pooled], None] = _nothing
-    pair_with: Callable[[str], None] = _nothing  # a node there; raises WrongState: it cannot
-    drain: Callable[[], None] = _nothing  # take no new work from now on
-    resume: Callable[[], None] = _nothing  # take it again
+    # the address of a node; raises WrongState if it cannot
+    pair_with: Callable[[str], None] = _nothing
+    drain: Callable[[], None] = _nothing  # accept no new work from now on
+    resume: Callable[[], None] = _nothing  # accept new work again
     end: Callable[[ServingError], None] = _nothing  # end every stream with this error
 
 
@@ -59,7 +60,7 @@ class RoleProgram:
 
     Attributes:
         mode: shown by Describe.
-        parts: made anew whenever the node takes the role.
+        parts: called each time the node enters the role.
     """
 
     role: Role

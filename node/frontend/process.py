@@ -1,4 +1,4 @@
-"""The engine process, as its front has it: started by exec, watched, and never left behind."""
+"""The front's view of the engine process: started by exec, watched, and never left behind."""
 
 import asyncio
 import contextlib
@@ -11,9 +11,9 @@ import sys
 from common.process.ipc import socket_pair
 from common.process.leash import leashed
 
-# A step has hundreds of parallel regions, and to wake a thread for each costs a fifth of it:
-# threads wait awake for about a tenth of a millisecond, then sleep. OpenMP reads this where torch
-# is loaded; it would go before the policy that somebody has chosen.
+# A step has hundreds of parallel regions, and waking a thread for each costs a fifth of it. So
+# threads spin for about a tenth of a millisecond, then sleep. OpenMP reads this where torch is
+# loaded. It would override a policy that the user has chosen.
 _OPENMP = {"GOMP_SPINCOUNT": "20000"}
 _POLICY = "OMP_WAIT_POLICY"
 
@@ -22,8 +22,8 @@ class EngineProcess:
     """A running `python -m MODULE` and the front's ends of its sockets.
 
     Attributes:
-        transfer_socket: to its transfer thread, of the role that begins next; whoever opens it owns
-            it.
+        transfer_socket: to the transfer thread of the role that begins next. Owned by the code that
+            opens it.
 
     Made on the event loop, on the front's main thread: the engine dies with the thread that made
     it.
@@ -31,13 +31,13 @@ class EngineProcess:
 
     def __init__(self, module: str) -> None:
         self.engine_socket, engine_end = socket_pair()
-        # Each message takes one socket along.
+        # Each message carries one socket.
         self._hand_over, handed_over = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ends = (engine_end.fileno(), handed_over.fileno())
-        # End of file ends an engine that looks; the leash ends one that imports, or is stuck.
+        # End of file ends an engine that reads. The leash ends one that is importing or stuck.
         command = [sys.executable, "-m", module, *map(str, ends)]
         # Until the engine ignores them, Ctrl-C and SIGTERM to the group would kill it. A blocked
-        # signal stays blocked over exec, and is delivered here as soon as it is let through.
+        # signal stays blocked over exec, and is delivered here when it is unblocked.
         meant_for_us = {signal.SIGINT, signal.SIGTERM}
         before = signal.pthread_sigmask(signal.SIG_BLOCK, meant_for_us)
         try:
@@ -62,14 +62,15 @@ class EngineProcess:
         return self._process.pid
 
     def renew_transfer_socket(self) -> None:
-        """For the role whose Start is sent after this."""
+        """Make a new transfer socket for the role whose Start is sent after this."""
         self.transfer_socket, theirs = socket_pair()
-        with theirs, contextlib.suppress(OSError):  # an engine that is gone is told of elsewhere
+        with theirs, contextlib.suppress(OSError):  # an engine's end is reported elsewhere
             socket.send_fds(self._hand_over, [b"s"], [theirs.fileno()])
 
     async def ended(self, timeout_s: float | None = None) -> int | None:
-        """Waits for the end and returns the exit code, negative for a signal; None if the
-        process still runs after `timeout_s`."""
+        """Wait for the end and return the exit code, negative for a signal. Returns None if the
+        process still runs after `timeout_s`.
+        """
         try:
             # Not wait_for: in Python 3.11 it can swallow a cancel that comes with the event.
             async with asyncio.timeout(timeout_s):
@@ -79,7 +80,7 @@ class EngineProcess:
         return self._process.wait()
 
     async def end(self, grace_s: float) -> int:
-        """Kills the process if it does not end within `grace_s`; returns the exit code."""
+        """Kill the process if it does not end within `grace_s`. Returns the exit code."""
         code = await self.ended(grace_s)
         if code is None:
             self._process.kill()
@@ -92,7 +93,7 @@ class EngineProcess:
         self._ended.set()
 
     def close(self) -> None:
-        """Kills what still runs. Idempotent; for every way out of the front."""
+        """Kill the process if it still runs. Idempotent, for every way out of the front."""
         if self._pidfd < 0:
             return
         if self._process.poll() is None:
@@ -106,7 +107,7 @@ class EngineProcess:
 
 
 def exit_sentence(code: int) -> str:
-    """ "was killed by SIGKILL" or "ended with exit code 1"."""
+    """Return "was killed by SIGKILL" or "ended with exit code 1"."""
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
     return f"ended with exit code {code}"

@@ -1,11 +1,11 @@
-"""The way of a node from its role to another one, or back to what it was.
+"""The switch of a node from its role to another one, or back.
 
     SERVING --to--> DRAINING --nothing left--> PREPARING --made--> over: the other role begins
        ^               |                          |
        `---too long----+-------it cannot be-------'
 
-Until it is over the node has lost nothing: what could not go elsewhere goes on here. Knows neither
-streams nor what a role is made of.
+Until the switch is complete no request is lost: requests that could not migrate continue here.
+Knows neither streams nor the parts of a role.
 """
 
 import asyncio
@@ -23,10 +23,10 @@ PREPARE_S = 600.0  # for host pages to be pinned, and graphs to be captured
 
 
 class RoleSwitch:
-    """Of one role's time. Event loop only.
+    """The switch away from one role. Event loop only.
 
     Attributes:
-        successor: the next role, once this one is over.
+        successor: the next role, once this one has ended.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class RoleSwitch:
     ) -> None:
         """
         Args:
-            program_of: a role's name; raises ServingError where this node cannot have it.
-            pause: takes no new work from now on, and has what is here go elsewhere.
-            resume: takes it again.
-            over: this role is.
-            drain_s: longest wait for what is here.
+            program_of: a role's name. Raises ServingError if this node cannot have it.
+            pause: accepts no new work from now on, and migrates the requests here.
+            resume: accepts new work again.
+            over: called when this role has ended.
+            drain_s: longest wait for the requests here.
         """
         self._engine = engine
         self._program_of = program_of
@@ -58,10 +58,11 @@ class RoleSwitch:
         self.successor: RoleProgram | None = None
 
     async def to(self, role: str) -> None:
-        """Returns when the other role is about to begin, whoever waits for that or not.
+        """Return when the other role is about to begin. The switch continues if the caller is
+        cancelled.
 
         Raises:
-            ServingError: with why the node goes on as it is.
+            ServingError: the node keeps its role, with the reason.
         """
         self._engine.check_ready()
         program = self._program_of(role)
@@ -74,11 +75,11 @@ class RoleSwitch:
         task.result()
 
     def drained(self) -> None:
-        """Nothing is left to do."""
+        """Record that no work is left."""
         self._drained.set()
 
     def cancel(self) -> None:
-        """The node ends, and stays drained until then."""
+        """Cancel the switch because the node ends. The node stays drained until then."""
         if self._under_way is not None:
             self._under_way.cancel()
 

@@ -1,4 +1,4 @@
-"""The Node service, alike on every role: what operators and the router ask of any node."""
+"""The Node service, the same for every role: requests of operators and the router to any node."""
 
 import hashlib
 import os
@@ -22,22 +22,22 @@ from node.frontend.supervision import Supervision
 from protos import node_pb2, node_pb2_grpc, router_pb2
 
 MAX_PATH_CHARACTERS = 1024
-LOAD_S = 60.0  # for an adapter to be read
-WEIGHTS_S = 600.0  # for weights to be read
-PROFILE_S = 60.0  # for a trace to be written
+LOAD_S = 60.0  # longest time to read an adapter
+WEIGHTS_S = 600.0  # longest time to read weights
+PROFILE_S = 60.0  # longest time to write a trace
 PROFILE_STEPS, MAX_PROFILE_STEPS = 20, 1000
-PAUSE_S = 60.0  # for what is launched to end, and to be read by others
+PAUSE_S = 60.0  # longest time for launched work to end, and for other nodes to read its results
 ROLES = ("prefill", "decode")
 
 
 class NodeService(node_pb2_grpc.NodeServicer):
-    """Asks the engine thread; answers by itself only what a starting engine cannot.
+    """Forwards questions to the engine thread. Answers itself only while the engine starts.
 
     Args:
         mode: of a decode node, else empty.
-        drain: begins the drain; called with who wants it.
-        switch: to the role of that name; returns when it is about to begin.
-        pair_with: a node at that address, from now on; raises WrongState where that cannot be.
+        drain: begins the drain. Called with the name of its cause.
+        switch: changes to the role of that name. Returns when it is about to begin.
+        pair_with: pairs with the node at that address from now on. Raises WrongState if it cannot.
     """
 
     def __init__(
@@ -70,8 +70,9 @@ class NodeService(node_pb2_grpc.NodeServicer):
     async def Describe(
         self, request: node_pb2.DescribeRequest, context: Any
     ) -> node_pb2.DescribeResponse:
-        """While the model loads only role, instance, pids, state and model are set. An engine that
-        stands still is not asked: pages, queues, steps and counters are unset."""
+        """Describe the node. While the model loads, only role, instance, pids, state and model are
+        set. A stalled engine is not asked: pages, queues, steps and counters are unset.
+        """
         ready = self._supervision.ready
         reply = node_pb2.DescribeResponse(
             role=self._role,
@@ -109,15 +110,16 @@ class NodeService(node_pb2_grpc.NodeServicer):
         return reply
 
     async def Drain(self, request: node_pb2.DrainRequest, context: Any) -> node_pb2.DrainResponse:
-        """Returns once draining has begun; the node exits by itself when it has finished."""
+        """Begin to drain and return. The node exits by itself when it has finished."""
         self._drain("a Drain call")
         return node_pb2.DrainResponse()
 
     async def Switch(
         self, request: node_pb2.SwitchRequest, context: Any
     ) -> node_pb2.SwitchResponse:
-        """FAILED_PRECONDITION or DEADLINE_EXCEEDED with why the node goes on as it is. A call that
-        is given up changes nothing of what it has begun."""
+        """Change the role. Fails with FAILED_PRECONDITION or DEADLINE_EXCEEDED if the node keeps
+        its role, with the reason. Cancelling the call does not cancel the change.
+        """
         if request.role not in ROLES:
             raise InvalidRequest(f"role: {cut(request.role)!r} is none of {', '.join(ROLES)}")
         await self._switch(request.role)
@@ -126,18 +128,22 @@ class NodeService(node_pb2_grpc.NodeServicer):
     async def FlushCache(
         self, request: router_pb2.FlushCacheRequest, context: Any
     ) -> router_pb2.FlushCacheResponse:
-        """FAILED_PRECONDITION while requests run."""
+        """Flush the prefix cache. Fails with FAILED_PRECONDITION while requests run."""
         answer = await self._engine.ask("flush_cache")
         return router_pb2.FlushCacheResponse(pages_freed=answer.integer)
 
     async def WatchCache(self, request: node_pb2.WatchCacheRequest, context: Any) -> None:
-        """UNAVAILABLE while the model loads; RESOURCE_EXHAUSTED to a caller that does not read, or
-        makes room for another one."""
+        """Stream the prefix cache's content and changes. Fails with UNAVAILABLE while the model
+        loads, and with RESOURCE_EXHAUSTED if the caller does not read or is displaced by another
+        one.
+        """
         host, _, _ = context.peer().rpartition(":")
         await self._cache_feed.watch(host, context.write)
 
     async def Abort(self, request: node_pb2.AbortRequest, context: Any) -> node_pb2.AbortResponse:
-        """An id that no live request has is no error: nothing is aborted."""
+        """Abort the requests with an id. An id without a live request is no error: nothing is
+        aborted.
+        """
         if not request.request_id:
             raise InvalidRequest("request_id is empty")
         answer = await self._engine.ask("abort", request.request_id)
@@ -146,7 +152,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
     async def LoadAdapter(
         self, request: router_pb2.LoadAdapterRequest, context: Any
     ) -> router_pb2.LoadAdapterResponse:
-        """FAILED_PRECONDITION with the reason why it is not loaded."""
+        """Load an adapter. Fails with FAILED_PRECONDITION and the reason if it cannot be loaded."""
         _check_name(request.name)
         _check_path(request.path)
         argument = f"{request.name}={request.path}"
@@ -156,7 +162,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
     async def UnloadAdapter(
         self, request: router_pb2.UnloadAdapterRequest, context: Any
     ) -> router_pb2.UnloadAdapterResponse:
-        """A name that no adapter has is no error."""
+        """Unload an adapter. An unknown name is no error."""
         _check_name(request.name)
         answer = await self._engine.ask("unload_adapter", request.name)
         return router_pb2.UnloadAdapterResponse(known=bool(answer.integer))
@@ -164,8 +170,9 @@ class NodeService(node_pb2_grpc.NodeServicer):
     async def Pause(
         self, request: router_pb2.PauseRequest, context: Any
     ) -> router_pb2.PauseResponse:
-        """DEADLINE_EXCEEDED where it is not reached in time; the node is paused all the same, once
-        it is."""
+        """Pause generation. Fails with DEADLINE_EXCEEDED if the pause is not reached in time. The
+        node is still paused once it is reached.
+        """
         mode = pause_mode(request.mode)
         answer = await self._engine.ask("pause", mode.value, timeout_s=PAUSE_S)
         return router_pb2.PauseResponse(fresh=answer.fresh, aborted=answer.integer)
@@ -173,14 +180,16 @@ class NodeService(node_pb2_grpc.NodeServicer):
     async def Continue(
         self, request: router_pb2.ContinueRequest, context: Any
     ) -> router_pb2.ContinueResponse:
-        """A node that is not paused is no error."""
+        """Continue generation. A node that is not paused is no error."""
         answer = await self._engine.ask("continue")
         return router_pb2.ContinueResponse(was_paused=bool(answer.integer))
 
     async def PrepareWeights(
         self, request: node_pb2.PrepareWeightsRequest, context: Any
     ) -> node_pb2.PrepareWeightsResponse:
-        """FAILED_PRECONDITION with the reason why they are none."""
+        """Check weights before an update. Fails with FAILED_PRECONDITION and the reason if they are
+        invalid.
+        """
         _check_path(request.path)
         answer = await self._engine.ask("prepare_weights", request.path, timeout_s=WEIGHTS_S)
         return node_pb2.PrepareWeightsResponse(id=answer.weights)
@@ -188,7 +197,9 @@ class NodeService(node_pb2_grpc.NodeServicer):
     async def PutWeights(
         self, request: node_pb2.PutWeightsRequest, context: Any
     ) -> node_pb2.PutWeightsResponse:
-        """FAILED_PRECONDITION with the reason why it computes with others."""
+        """Put prepared weights in place. Fails with FAILED_PRECONDITION and the reason why other
+        weights stay in use.
+        """
         weights = check_weights(request.id)
         await self._engine.ask("put_weights", weights.hex(), timeout_s=WEIGHTS_S)
         return node_pb2.PutWeightsResponse()
@@ -196,7 +207,9 @@ class NodeService(node_pb2_grpc.NodeServicer):
     async def TakeWeights(
         self, request: node_pb2.TakeWeightsRequest, context: Any
     ) -> node_pb2.TakeWeightsResponse:
-        """FAILED_PRECONDITION with the reason why it computes with others."""
+        """Take another node's weights. Fails with FAILED_PRECONDITION and the reason why other
+        weights stay in use.
+        """
         weights, address = check_weights(request.id), check_address(request.address)
         self._pair_with(address)
         await self._engine.ask("take_weights", f"{weights.hex()}={address}", timeout_s=WEIGHTS_S)
@@ -205,7 +218,9 @@ class NodeService(node_pb2_grpc.NodeServicer):
     async def ReleaseMemory(
         self, request: router_pb2.ReleaseMemoryRequest, context: Any
     ) -> router_pb2.ReleaseMemoryResponse:
-        """FAILED_PRECONDITION with the reason why it stays, or some of it."""
+        """Release memory. Fails with FAILED_PRECONDITION and the reason if all or some of
+        it stays.
+        """
         tags = ",".join(memory_tags(request.tags))
         await self._engine.ask("release_memory", tags, timeout_s=WEIGHTS_S)
         return router_pb2.ReleaseMemoryResponse()
@@ -213,7 +228,9 @@ class NodeService(node_pb2_grpc.NodeServicer):
     async def ResumeMemory(
         self, request: router_pb2.ResumeMemoryRequest, context: Any
     ) -> router_pb2.ResumeMemoryResponse:
-        """FAILED_PRECONDITION with the reason why some of it is away still."""
+        """Resume memory. Fails with FAILED_PRECONDITION and the reason if some of it is
+        still away.
+        """
         tags = ",".join(memory_tags(request.tags))
         await self._engine.ask("resume_memory", tags, timeout_s=WEIGHTS_S)
         return router_pb2.ResumeMemoryResponse()
@@ -221,7 +238,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
     async def StartProfile(
         self, request: router_pb2.StartProfileRequest, context: Any
     ) -> node_pb2.ProfileResponse:
-        """FAILED_PRECONDITION with the reason why nothing is profiled."""
+        """Start a profile. Fails with FAILED_PRECONDITION and the reason if nothing is profiled."""
         if request.num_steps > MAX_PROFILE_STEPS:
             raise InvalidRequest(f"num_steps: {MAX_PROFILE_STEPS} at most")
         num_steps = request.num_steps or PROFILE_STEPS
@@ -231,14 +248,16 @@ class NodeService(node_pb2_grpc.NodeServicer):
     async def StopProfile(
         self, request: router_pb2.StopProfileRequest, context: Any
     ) -> node_pb2.ProfileResponse:
-        """FAILED_PRECONDITION where nothing was profiled."""
+        """Stop the profile. Fails with FAILED_PRECONDITION if nothing was profiled."""
         answer = await self._engine.ask("stop_profile", timeout_s=PROFILE_S)
         return node_pb2.ProfileResponse(path=answer.path)
 
     async def Explain(
         self, request: node_pb2.ExplainHereRequest, context: Any
     ) -> node_pb2.ExplainHereResponse:
-        """UNAVAILABLE while the engine stands still: only it knows."""
+        """Return the history of requests with an id. Fails with UNAVAILABLE while the engine is
+        stalled, because only the engine has it.
+        """
         if not request.request_id:
             raise InvalidRequest("request_id is empty")
         if self._supervision.ready and not self._supervision.moves(time.monotonic()):

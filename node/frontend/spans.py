@@ -1,4 +1,4 @@
-"""The spans of a node: its part in a request, and inside it the phases of that part's timeline."""
+"""Trace spans of a node: its part of a request, and the phases of that part as child spans."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from node.messages import Ended, HandoffTraced
 
 
 def tell_request(tracer: Tracer, ended: Ended) -> None:
-    """A decode node's, of a request that has ended; nothing if it is not traced here."""
+    """Report a decode node's span of an ended request. Does nothing if it is not traced here."""
     stamps = ended.stamps
     if stamps is None or not stamps.trace.own:
         return
@@ -32,7 +32,7 @@ def tell_request(tracer: Tracer, ended: Ended) -> None:
 
 
 def tell_handoff(tracer: Tracer | None, handoff: HandoffTraced) -> None:
-    """A prefill node's, of a hand-off that is over."""
+    """Report a prefill node's span of an ended hand-off."""
     if tracer is None:
         return
     stamps = handoff.stamps
@@ -53,7 +53,9 @@ def tell_handoff(tracer: Tracer | None, handoff: HandoffTraced) -> None:
 
 
 def _children(timeline: Timeline, zero: float) -> Iterator[Child]:
-    """What a decode node knows of a prefill node's phases is left to that node's own span."""
+    """Yield the phases. A decode node skips a prefill node's phases, which that node reports
+    itself.
+    """
     for row in timeline.intervals:
         if row.phase.on_prefill_node and row.attempt:
             continue

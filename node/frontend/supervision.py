@@ -1,19 +1,20 @@
-"""Whether a node is fit for work: told by its engine's signs of life, asked by health probes.
+"""The health of a node, derived from its engine's heartbeats and queried by health probes.
 
-Knows no sockets and no processes; the time is passed in.
+Knows no sockets and no processes. The time is passed in.
 """
 
 from common.errors import InvalidRequest
 from node.messages import EngineReady, Moving
 
 SILENCE_S = 3.0
-SERVES = ("ready", "paused")  # states in which requests are taken, if only to wait
+SERVES = ("ready", "paused")  # states in which requests are accepted, even if they only wait
 
 
 class Supervision:
-    """States: "starting" -> "ready" <-> "paused"; both <-> "unhealthy"; any -> "draining".
+    """The node's state: "starting" -> "ready" <-> "paused"; both <-> "unhealthy"; any ->
+    "draining".
 
-    Signs of life are the engine's beats, which go on through a long step, and its reports.
+    The engine's heartbeats, which continue during a long step, and its reports count as progress.
     """
 
     def __init__(self, silence_s: float = SILENCE_S) -> None:
@@ -25,7 +26,7 @@ class Supervision:
 
     @property
     def moving(self) -> Moving | None:
-        """The engine's last report."""
+        """Return the engine's last report, or None."""
         return self._moving
 
     def started(self, ready: EngineReady, now: float) -> None:
@@ -33,8 +34,9 @@ class Supervision:
         self._moved_at = now
 
     def check_length(self, num_tokens: int, field: str = "token_ids") -> None:
-        """Raises InvalidRequest, with the sentence of the engine's own check, where so many tokens
-        can never be served. For a front, before it has touched any. Nothing before `started`."""
+        """Raise InvalidRequest, with the sentence of the engine's own check, if so many tokens can
+        never be served. For a front, before it reads any token. Does nothing before `started`.
+        """
         if self.ready is not None and num_tokens >= self.ready.context_length:
             raise InvalidRequest(
                 f"{field}: {num_tokens} tokens leave no room in a context of "
@@ -46,16 +48,17 @@ class Supervision:
         self._moved_at = now
 
     def beat(self, now: float, late_s: float) -> None:
-        """Note a heartbeat of an engine that is late by `late_s` seconds."""
+        """Record a heartbeat of an engine that is late by `late_s` seconds."""
         self._moved_at = max(self._moved_at, now - late_s)
 
     def moves(self, now: float) -> bool:
-        """Whether the engine has given a sign of life recently."""
+        """Return whether the engine has sent a heartbeat or report recently."""
         return now - self._moved_at < self._silence_s
 
     def liveness(self, now: float) -> tuple[str, float]:
-        """The state, and the seconds since the engine's last sign of life; 0 before its first
-        report."""
+        """Return the state, and the seconds since the engine's last progress. 0 before its first
+        report.
+        """
         return self.state(now), now - self._moved_at if self._moving else 0.0
 
     def state(self, now: float) -> str:

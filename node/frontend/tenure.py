@@ -1,7 +1,7 @@
-"""A node's time in one role: its gRPC server, its streams, and what it hears of its engine.
+"""A node's time in one role: its gRPC server, its streams, and the notices of its engine.
 
-Everything here is new for each role that begins, the instance id too: to peers and routers a node
-that changes its role is one that ends and another one that starts.
+Everything here is new for each role, including the instance id. To peers and routers, a node that
+changes its role is one node that ends and another one that starts.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ from protos import node_pb2_grpc
 log = logging.getLogger(__name__)
 
 _HEALTH_INTERVAL_S = 0.2
-_STREAMS_S = 1.0  # for streams to take their error at the end
+_STREAMS_S = 1.0  # for streams to send their error at the end
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +60,10 @@ class Post:
     """A role that begins.
 
     Attributes:
-        start: as the engine is told of it.
+        start: the engine's Start message.
         identity: the node's, under the instance id that it has in this role.
         guard: of its server.
-        ready: what the engine has said then; None: its model is not loaded yet.
+        ready: the engine's EngineReady. None: its model is not loaded yet.
     """
 
     program: RoleProgram
@@ -75,10 +75,10 @@ class Post:
 
     @classmethod
     def of(cls, program: RoleProgram, address: str, trust: TrustMetrics) -> "Post":
-        """With a new instance id.
+        """Make a post with a new instance id.
 
         Raises:
-            ConfigError: certificates or secret are of no use, or missing.
+            ConfigError: certificates or secret are invalid, or missing.
         """
         front = program.config.front
         start = Start(
@@ -97,7 +97,7 @@ class Post:
 
 
 class Tenure:
-    """Event loop only.
+    """The node in one role. Event loop only.
 
     Args:
         transfer_socket: to the engine's transfer thread, of this role.
@@ -152,8 +152,9 @@ class Tenure:
 
     @asynccontextmanager
     async def serving(self, metrics_port: int | None) -> AsyncIterator[None]:
-        """Inside it serves, and has its streams until the very end: until then the engine's
-        transfer thread must not find its front gone."""
+        """Serve inside the context. The streams stay open until the very end, because the engine's
+        transfer thread must not lose its front before.
+        """
         front, start = self._config.front, self._post.start
         certificates, identity = self._post.certificates, self._post.identity
         self._server = rpc.make_server(rpc.NODE_SERVER_OPTIONS, shares_port=True)
@@ -195,7 +196,7 @@ class Tenure:
                     yield
 
     def notice(self, notice: Notice) -> None:
-        """Takes what the engine says."""
+        """Handle a notice of the engine."""
         match notice:
             case StepTokens():
                 self._parts.step(notice)
@@ -223,7 +224,7 @@ class Tenure:
                 self._ending.engine_died(notice.reason)
 
     def begin_drain(self) -> None:
-        """The node is to end."""
+        """Begin to drain, because the node must end."""
         self.switch.cancel()
         if self._supervision.ready is None:
             self._supervision.draining = True
@@ -232,7 +233,7 @@ class Tenure:
         self._pause()
 
     async def end(self, last: ServingError) -> None:
-        """Ends every stream with this error, and the server. Idempotent."""
+        """End every stream with this error, and the server. Idempotent."""
         self._over = self._supervision.draining = True
         await self._health.tell(False)
         self._parts.end(last)
@@ -242,7 +243,7 @@ class Tenure:
     def _pause(self) -> None:
         self._supervision.draining = True
         self._parts.drain()
-        # Number 0: nobody waits for the answer. Drained is what counts.
+        # Number 0: the answer is ignored. Drained is what counts.
         self._engine.send(Ask(0, "drain"))
 
     def _resume(self) -> None:
@@ -276,7 +277,9 @@ class Tenure:
         return self._ending.guarded(self._until_over(each) for each in work)
 
     async def _until_over(self, work: Coroutine[Any, Any, None]) -> None:
-        """Afterwards it is no fault that the engine's transfer thread is gone."""
+        """Run background work. After the end, a missing transfer thread of the engine is
+        no fault.
+        """
         try:
             await work
         except EngineFault:

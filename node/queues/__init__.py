@@ -1,1 +1,1 @@
-"""What requests need before their turn: a compiled guide, an adapter in a slot."""
+"""Queues for resources that requests need before scheduling: a compiled guide, an adapter slot."""

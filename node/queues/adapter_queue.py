@@ -1,8 +1,8 @@
-"""Requests whose adapter has no slot of the device yet. They hold nothing else: none but those of
+"""Requests whose adapter has no slot on the device yet. They hold nothing else. Only requests of
 adapters without a slot wait for them.
 
-They go by their place. Who has waited too long is not overtaken any more by those whose adapter is
-there: what runs comes to its end, and then a slot is free.
+They are served in queue order. Requests whose adapter has a slot no longer overtake one that has
+waited too long. So the running requests end, and a slot becomes free.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from engine.scheduler.arrivals import ByPlace, is_overdue
 
 
 class AdapterLine:
-    """Engine thread only."""
+    """The queue for adapter slots. Engine thread only."""
 
     name = "adapter"
 
@@ -29,15 +29,15 @@ class AdapterLine:
         return bool(request.spec.adapter)
 
     def put(self, request: Request) -> None:
-        """A request that holds an adapter."""
+        """Add a request that holds an adapter."""
         self._waiting.put(request.key, request)
 
     def remove(self, request: Request) -> bool:
         return self._waiting.take(request.key) is not None
 
     def take(self, now: float) -> Iterator[tuple[Request, None]]:
-        """Those that have a slot now. Takes them."""
-        while self._tried != self._changes:  # whoever is given one may end at once
+        """Yield and remove the requests that have a slot now."""
+        while self._tried != self._changes:  # a request that gets a slot may end at once
             self._tried = self._changes
             for request in list(self._waiting):
                 if self._adapters.take_slot(request):

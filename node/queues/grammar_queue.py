@@ -1,5 +1,6 @@
-"""Requests whose guide is being compiled, and whose first mask is being made. They hold nothing,
-and nothing waits for them."""
+"""Requests whose guide is being compiled or whose first mask is being made. They hold nothing, and
+no other request waits for them.
+"""
 
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -11,7 +12,7 @@ from engine.grammar.matching import CompiledGuide
 
 
 class GuideLine:
-    """Engine thread only."""
+    """The queue for guide compilation. Engine thread only."""
 
     name = "guided"
 
@@ -26,7 +27,7 @@ class GuideLine:
         return request.sampling.guide is not None
 
     def put(self, request: Request) -> None:
-        """A request with a guide.
+        """Add a request with a guide.
 
         Raises:
             Overloaded: too many guides wait.
@@ -39,8 +40,9 @@ class GuideLine:
         return self._waiting.pop(request.key, None) is not None
 
     def take(self, now: float) -> Iterator[tuple[Request, ServingError | None]]:
-        """Yields and removes the requests that have their `match` now, or cannot have one, with the
-        reason."""
+        """Yield and remove the requests that have their `match` now, or cannot have one, with the
+        reason.
+        """
         for key, (request, compiled) in list(self._waiting.items()):
             if not compiled.done():
                 continue
@@ -53,7 +55,7 @@ class GuideLine:
             yield request, error
 
     def _error_of_match(self, request: Request, compiled: CompiledGuide) -> InvalidRequest | None:
-        """Begins its match, or looks after it."""
+        """Start the request's match, or poll it."""
         match = request.match
         if match is None:
             request.match = self._guides.match(compiled, request)

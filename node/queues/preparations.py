@@ -1,9 +1,10 @@
-"""What a request needs before it can have its turn: lines that it goes through, one after another.
+"""Resources that a request needs before scheduling: it passes through one queue after another.
 
     put -> guide compiled -> adapter in a slot -> ... -> prepared
 
-It stands in those lines only that have something it needs, and holds nothing that others wait for.
-A further need is one more line; who waits in them, for how long and until when is known here.
+A request enters only the queues whose resource it needs, and holds nothing that others wait for. A
+further resource is one more queue. This module knows which requests wait in them and their
+deadlines.
 """
 
 from collections import deque
@@ -19,27 +20,31 @@ T = TypeVar("T")
 
 
 class Line(Protocol):
-    """Requests that wait for the same kind of thing. Engine thread only."""
+    """A queue of requests for the same kind of resource. Engine thread only."""
 
     @property
     def name(self) -> str:
-        """As the queue is called."""
+        """Return the name of the queue."""
         ...
 
     def needed_by(self, request: Request) -> bool: ...
 
     def put(self, request: Request) -> None:
-        """Raises:
-        ServingError: it cannot have what it needs.
+        """Add a request.
+
+        Raises:
+            ServingError: it cannot have the resource.
         """
         ...
 
     def take(self, now: float) -> Iterator[tuple[Request, ServingError | None]]:
-        """Those that wait no longer, and why, if it was in vain. Takes them."""
+        """Yield and remove the requests that have the resource, or cannot have it, with
+        the reason.
+        """
         ...
 
     def remove(self, request: Request) -> bool:
-        """False: it is not here."""
+        """Remove a request. Returns False if it is not here."""
         ...
 
     def __len__(self) -> int: ...
@@ -52,12 +57,14 @@ class _Unprepared(Generic[T]):
 
 
 class Preparations(Generic[T]):
-    """Engine thread only. `T`: what a request's owner wants back with it."""
+    """The queues that a request passes through. Engine thread only. `T`: a value that its owner
+    gets back with the request.
+    """
 
     def __init__(self, *lines: Line) -> None:
         self._lines = lines
         self._requests: dict[int, _Unprepared[T]] = {}  # by key
-        self._prepared: deque[Request] = deque()  # and not taken yet
+        self._prepared: deque[Request] = deque()  # and not yielded yet
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -66,15 +73,17 @@ class Preparations(Generic[T]):
         return {line.name: len(line) for line in self._lines}
 
     def put(self, request: Request, beside: T) -> None:
-        """Raises:
-        ServingError: it cannot have what it needs.
+        """Add a request.
+
+        Raises:
+            ServingError: it cannot have a resource that it needs.
         """
         if self._is_prepared(request, self._lines):
             self._prepared.append(request)
         self._requests[request.key] = _Unprepared(request, beside)
 
     def remove(self, request: Request) -> bool:
-        """False: it is not here."""
+        """Remove a request. Returns False if it is not here."""
         if self._requests.pop(request.key, None) is None:
             return False
         if not any(line.remove(request) for line in self._lines):
@@ -82,10 +91,10 @@ class Preparations(Generic[T]):
         return True
 
     def expire(self, now: float, queued_s: float) -> list[Finished]:
-        """Takes out what is past its deadline, or can no longer be in time.
+        """Remove the requests whose deadline has passed, or whose queue limit has expired.
 
         Args:
-            queued_s: what such a one is told, when to come again.
+            queued_s: retry-after value that those over their queue limit get.
         """
         ended: list[Finished] = []
         for each in list(self._requests.values()):
@@ -96,9 +105,12 @@ class Preparations(Generic[T]):
         return ended
 
     def take(self, now: float) -> Iterator[tuple[Request, T, ServingError | None]]:
-        """Those that have all they need, or cannot have it, and why. Takes them."""
+        """Yield and remove the requests that have all resources, or cannot have one, with the
+        reason.
+        """
         num_left = -1
-        while num_left != len(self._requests):  # whoever is taken may end at once, and make room
+        # a yielded request may end at once and free resources
+        while num_left != len(self._requests):
             num_left = len(self._requests)
             while self._prepared:
                 request = self._prepared.popleft()
@@ -115,7 +127,9 @@ class Preparations(Generic[T]):
                     yield request, self._requests.pop(request.key).beside, refusal
 
     def _is_prepared(self, request: Request, lines: tuple[Line, ...]) -> bool:
-        """Else it has joined the first of these lines that has something for it."""
+        """Return whether the request needs none of these queues. Otherwise add it to the first one
+        that it needs.
+        """
         line = next((line for line in lines if line.needed_by(request)), None)
         if line is not None:
             line.put(request)

@@ -1,5 +1,7 @@
-"""Requests whose prefix is brought back from a tier below the prefix cache: they hold nothing, the
-copy does. When it is over the tree has it, or not: the request goes on as if there had been none.
+"""Requests whose prefix is loaded from an offload tier into the prefix cache.
+
+They hold nothing, the copy holds the pages. When the copy ends, successful or not, the request
+continues with what the tree has.
 """
 
 import time
@@ -11,10 +13,10 @@ from engine.offload.ways import Way
 
 
 class TierLine:
-    """Engine thread only.
+    """The queue for loads from offload tiers. Engine thread only.
 
     Args:
-        room: how many pages may be taken now.
+        room: returns how many pages may be used now.
     """
 
     name = "bringing"
@@ -23,21 +25,21 @@ class TierLine:
         self._tiers = tiers
         self._room = room
         self._waiting: dict[int, Request] = {}  # by key
-        self._ways: dict[int, Way] = {}  # of those that are going to be put, by key
-        self._over: list[int] = []  # keys, to be taken
+        self._ways: dict[int, Way] = {}  # by key, of requests that will be put next
+        self._over: list[int] = []  # keys, to be yielded
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def needed_by(self, request: Request) -> bool:
-        """Whether a good part of it is below."""
+        """Return whether a sufficient part of its prefix is in an offload tier."""
         way = self._tiers.way(_wanted(request), request.namespace)
         if way is not None:
             self._ways[request.key] = way
         return way is not None
 
     def put(self, request: Request) -> None:
-        """Right after it has been found to need it."""
+        """Add a request, right after `needed_by` has returned True."""
         key = request.key
         self._waiting[key] = request
 
@@ -53,7 +55,7 @@ class TierLine:
         return self._waiting.pop(request.key, None) is not None
 
     def take(self, now: float) -> Iterator[tuple[Request, None]]:
-        """Those whose copy is over. Takes them."""
+        """Yield and remove the requests whose load has ended."""
         self._tiers.poll()
         over, self._over = self._over, []
         for key in over:
@@ -64,5 +66,5 @@ class TierLine:
 
 
 def _wanted(request: Request) -> Ints:
-    """Of its tokens, those whose KV may come from a cache: the last one is computed."""
+    """Return the tokens whose KV may come from a cache. The last one must be computed."""
     return request.token_ids[: 0 if request.computed_whole else -1]

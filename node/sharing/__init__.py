@@ -1,2 +1,3 @@
-"""What one node has and another one reads, besides the KV of requests: prefixes that it has cached,
-and its weights. What any node lends, and fetches."""
+"""Sharing between nodes besides the KV of requests: cached prefixes and weights. Both the exports
+of a node and its reads.
+"""

@@ -1,12 +1,12 @@
-"""KV that made logits that are no numbers, where another node gave it: that one is asked to forget
-it too, and this one forgets what it is asked to.
+"""Invalidation of corrupt KV (NaN or Inf logits) between nodes. This node asks the node that gave
+the KV to forget it too, and forgets prefixes when asked.
 
-Each node forgets by itself what its own requests make no numbers from. But what it was given it
-would be given again: by an owner that computes from its own KV in some other way, or lends what it
-never computes from. Whom a request's KV was read from the request knows.
+Each node forgets prefixes that gave its own requests NaN or Inf. But an owner would give them
+again, if it computes from its own KV in another way, or exports KV that it never computes from. A
+request records the nodes from which its KV was read.
 
-A node cannot tell whether who asks is right. So it heeds no more than MOST at once and one in
-EVERY_S after that, whoever asks: each costs it a prefix of one namespace, to be computed anew.
+A node cannot verify such a report. So it honours at most MOST at once and one in EVERY_S after
+that, from all nodes together. Each costs it a prefix of one namespace, which must be recomputed.
 """
 
 import time
@@ -21,7 +21,7 @@ EVERY_S = 1.0
 
 
 class SpoiltPrefixes:
-    """Engine thread only."""
+    """Invalidation of corrupt prefixes. Engine thread only."""
 
     def __init__(
         self,
@@ -32,14 +32,14 @@ class SpoiltPrefixes:
         self._cache = cache
         self._port = port
         self._clock = clock
-        self._next_due = 0.0  # if one were heeded in EVERY_S from the first on
+        self._next_due = 0.0  # if one were honoured in EVERY_S from the first on
         self._counts = dict.fromkeys(("own", "asked", "unheeded"), 0)
 
     def counters(self) -> dict[str, int]:
         return {f"forgotten_prefixes/{cause}": number for cause, number in self._counts.items()}
 
     def found(self, spoilt: Spoilt) -> None:
-        """It is forgotten here."""
+        """Report corrupt KV, which this node has forgotten, to the nodes that gave it."""
         self._counts["own"] += 1
         for owner in dict.fromkeys(spoilt.given_by):
             self._port.post(AskToForget(owner, spoilt.token_ids, spoilt.namespace))

@@ -1,20 +1,20 @@
-"""What it takes to read a prefix from another node, against computing it: the cheaper way is taken.
+"""The cost of reading a prefix from another node against computing it. The cheaper one is chosen.
 
-    read       bytes / (rate of the link / reads on it) + round trips, less the wait for one's turn
-    compute    tokens x what a computed token takes here
+    read       bytes / (rate of the link / reads on it) + round trips, less the time in the queue
+    compute    tokens x time of a computed token on this node
 
-A link's rate is measured (kvtransfer/transfer/link_rate.py), a token's time is learnt from the
-prompts computed here, and the round trips, which the owner's steps are part of, from the fetches
-that have ended.
+A link's rate is measured (kvtransfer/transfer/link_rate.py). A token's time is learnt from the
+prompts computed here. The round trips, which include the owner's steps, are learnt from ended
+fetches.
 """
 
 from dataclasses import dataclass
 
 GIB = 1 << 30
-FIRST_ROUND_S = 0.02  # until a fetch has shown what its owner takes to answer
+FIRST_ROUND_S = 0.02  # until a fetch has shown how long its owner takes to answer
 WEIGHT = 0.2  # of the newest fetch
-BELIEVED_S = 60.0  # an owner that was busy may be so no more
-LEAST_GIB_S = 0.01  # of a link that tells less, or nothing
+BELIEVED_S = 60.0  # how long a measured round trip is used, since an owner's load changes
+LEAST_GIB_S = 0.01  # minimum for a link with a lower or unknown rate
 
 
 @dataclass(slots=True)
@@ -24,10 +24,10 @@ class _Rounds:
 
 
 class ReadCosts:
-    """Engine thread only. Owners by instance.
+    """Learnt costs. Engine thread only. Owners by instance.
 
     Args:
-        margin: share of what computing takes, that reading may take.
+        margin: fraction of the time of computing that reading may take.
     """
 
     def __init__(self, margin: float) -> None:
@@ -37,7 +37,7 @@ class ReadCosts:
     def read_s(
         self, owner: int, num_bytes: int, gib_per_s: float, num_reads: int, now: float
     ) -> float:
-        """Expected, from now until the pages are in this node's tree.
+        """Return the expected seconds from now until the pages are in this node's tree.
 
         Args:
             num_reads: on that link already.
@@ -46,24 +46,24 @@ class ReadCosts:
         return num_bytes / rate + self._round_s(owner, now)
 
     def pays(self, read_s: float, num_tokens: int, *, token_s: float, queued_s: float) -> bool:
-        """Whether to read so many tokens' KV rather than to compute them.
+        """Return whether to read so many tokens' KV instead of computing them.
 
         Args:
-            token_s: that a computed token takes here; 0.0: not known yet.
-            queued_s: until it would be this prompt's turn: it is read meanwhile.
+            token_s: seconds of a computed token here. 0.0: unknown.
+            queued_s: seconds until this prompt would be scheduled. It is read meanwhile.
         """
         return max(0.0, read_s - queued_s) < self._margin * num_tokens * token_s
 
     def learn(
         self, owner: int, num_bytes: int, gib_per_s: float, seconds: float, now: float
     ) -> None:
-        """A fetch has taken so long, whatever came of it."""
+        """Record the duration of a fetch, successful or not."""
         rounds_s = max(seconds - num_bytes / (max(gib_per_s, LEAST_GIB_S) * GIB), 0.0)
         before_s = self._round_s(owner, now)
         self._rounds[owner] = _Rounds(before_s + WEIGHT * (rounds_s - before_s), now)
 
     def forget(self, owner: int) -> None:
-        """It is gone."""
+        """Forget an owner that is gone."""
         self._rounds.pop(owner, None)
 
     def _round_s(self, owner: int, now: float) -> float:

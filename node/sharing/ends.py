@@ -1,5 +1,6 @@
-"""The two ends of what nodes read from each other beside the hand-offs of requests: one that reads,
-one that lends; and which of them an event of the transfer thread is for."""
+"""The two ends of reads between nodes besides the hand-offs of requests: reading and lending.
+Dispatches events of the transfer thread to them.
+"""
 
 from typing import Protocol, TypeVar
 
@@ -20,7 +21,7 @@ S = TypeVar("S", Prefix, Weights, contravariant=True)
 
 
 class Reading(Protocol):
-    """Hand-offs by their ids."""
+    """The reading end. Hand-offs by their ids."""
 
     def __contains__(self, handoff_id: HandoffId) -> bool: ...
 
@@ -36,7 +37,7 @@ class Reading(Protocol):
 
 
 class Lending(Protocol[S]):
-    """Hand-offs by their serials."""
+    """The lending end. Hand-offs by their serials."""
 
     def __contains__(self, serial: int) -> bool: ...
 
@@ -48,8 +49,8 @@ class Lending(Protocol[S]):
 
 
 def take(event: NodeEvent, kind: type[S], reading: Reading, lending: Lending[S]) -> bool:
-    """Gives an event to the end that it is for. False: it is of another hand-off, or of interest to
-    others too.
+    """Pass an event to the end that it is for. Returns False if it belongs to another hand-off, or
+    if other parts need it too.
 
     Args:
         kind: of the source of all hand-offs of these ends.

@@ -2,14 +2,14 @@
 
     Opened --Granted: what the tree has is held--> lent --HandoffDropped--> gone
                   | ^   `--nothing, or too much is lent--> refused ---^
-                  `-' a tier below has more: that is brought back first
+                  `-' an offload tier has more: it is loaded first
 
-An owner answers from its own memory alone: it neither computes nor fetches for somebody else, and
-so never waits for one who waits for it. It holds nothing before the reader has its pages, and what
-it holds stays in the tree: the tree may forget it, and its pages are free when the reader is done.
+An owner uses its own memory alone: it neither computes nor fetches for a reader, and so never waits
+for a node that waits for it. It holds nothing before the reader has its pages. Held pages stay in
+the tree. The tree may evict them, and they are free when the reader is done.
 
-Of a request that runs here, and is to move, the tree learns when it is asked for it. Its pages are
-no loss to anybody before it has moved: they are lent however many they are.
+A request that runs here and is to migrate is inserted into the tree when a reader asks for it. Its
+pages are needed until it has migrated, so they are exported without a limit.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,16 +26,16 @@ from engine.offload.tiers import Tiers
 from kvtransfer.messages import Prefix
 from kvtransfer.ports import FailHandoff, Granted, HandoffDropped, Opened, OwnerCommands, Publish
 
-SHARE = 8  # no more than the pool's so-manieth part is lent at once
-MAX_ASKED = 256  # opened and not granted; more are refused
+SHARE = 8  # at most 1/SHARE of the pool is exported at once
+MAX_ASKED = 256  # opened and not granted; more are rejected
 _NONE = np.empty(0, np.int32)
 
 
 class Loans:
-    """Engine thread only.
+    """The exports of prefixes. Engine thread only.
 
     Args:
-        enabled: False: whoever asks is refused.
+        enabled: False: all readers are rejected.
     """
 
     def __init__(
@@ -55,8 +55,9 @@ class Loans:
         self._tables = tables
         self._port = port
         self._asked: dict[int, Prefix] = {}  # by serial, until they are granted
-        self._lent: dict[int, Ints] = {}  # by serial; nothing of those that are refused
-        self._at_a_loss: dict[int, int] = {}  # pages of loans that nothing here needs, by serial
+        self._lent: dict[int, Ints] = {}  # by serial; empty for rejected ones
+        # by serial: pages of exports that nothing else here needs
+        self._at_a_loss: dict[int, int] = {}
         self._counts = dict.fromkeys(("held", "lost", "refused"), 0)
         self._learn: Callable[[int], bool] = lambda ticket: False
 
@@ -67,12 +68,13 @@ class Loans:
         return len(self._asked) + len(self._lent)
 
     def learn_by(self, learn: Callable[[int], bool]) -> None:
-        """`learn` is called with the ticket of a request that is to be copied. If it runs here, the
-        tree gets what has its KV of it, and True is returned."""
+        """Set a function that is called with the ticket of a request to be copied. If it runs here,
+        the function inserts the request's KV into the tree and returns True.
+        """
         self._learn = learn
 
     def lent(self) -> Iterator[Ints]:
-        """Pages held for publication."""
+        """Return the pages held for publication."""
         return iter(self._lent.values())
 
     def counters(self) -> dict[str, int]:
@@ -87,15 +89,15 @@ class Loans:
     def granted(self, event: Granted) -> None:
         asked = self._asked.pop(event.serial, None)
         if asked is None:
-            return  # refused, or dropped
+            return  # rejected, or dropped
         if not self._enabled:
             return self._refuse(event.serial, "this node lends nothing")
-        self._lent[event.serial] = _NONE  # until it is answered
+        self._lent[event.serial] = _NONE  # until there is a response
         runs = bool(asked.ticket) and self._learn(asked.ticket)
         room = self._pages.num_pages // SHARE
 
         def answer() -> None:
-            if event.serial in self._lent:  # else it was dropped meanwhile
+            if event.serial in self._lent:  # otherwise it was dropped meanwhile
                 self._answer(event, tokens, asked.namespace, runs=runs)
 
         tokens = np.frombuffer(asked.token_ids, np.int32)

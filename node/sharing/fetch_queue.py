@@ -1,4 +1,4 @@
-"""Prompts whose prefix is being read from another node: they hold nothing, the fetch does."""
+"""Prompts whose prefix is being read from another node. They hold nothing, the fetch does."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ from node.sharing.fetches import Fetches
 
 
 class FetchLine:
-    """Engine thread only."""
+    """The queue for fetches. Engine thread only."""
 
     name = "fetching"
 
@@ -19,7 +19,7 @@ class FetchLine:
         return len(self._waiting)
 
     def needed_by(self, request: Request) -> bool:
-        """Whether a fetch that it wants is under way."""
+        """Return whether the request waits for a fetch in progress."""
         return self._fetches.waits(request.key)
 
     def put(self, request: Request) -> None:
@@ -29,7 +29,7 @@ class FetchLine:
         return self._waiting.pop(request.key, None) is not None
 
     def take(self, now: float) -> Iterator[tuple[Request, None]]:
-        """Those whose prefix has been read, or is not to be had. Takes them."""
+        """Yield and remove the requests whose fetch has ended, successful or not."""
         for key in self._fetches.take_over():
             request = self._waiting.pop(key, None)
             if request is not None:

@@ -1,13 +1,13 @@
 """Prefixes that this node reads from others, for prompts that it is to compute and for requests
-that are about to move here.
+that are about to migrate here.
 
-    begin: pages now, or not at all --Open, Grant--> under way --Held--> in the tree
-                                                        `--Lost, late--> let go
+    begin: pages now, or not at all --Open, Grant--> in progress --Held--> in the tree
+                                                         `--Lost, late--> dropped
 
-What is fetched belongs to the tree alone, not to who wanted it: that one is told when the fetch is
-over, either way, and goes on as if there had been none, with what the tree has then. So a fetch
-never fails a request. It never queues: it has its pages at once or does not begin. And it has a
-time of its own, by which it is over on both sides.
+Fetched pages belong to the tree alone, not to the requests that wait for them. Those are notified
+when the fetch ends, successful or not, and continue with what the tree has then. So a fetch never
+fails a request. A fetch never queues: it gets its pages at once or does not begin. Its own deadline
+ends it on both sides.
 """
 
 import time
@@ -42,9 +42,10 @@ from kvtransfer.ports import (
 )
 from node.sharing.costs import ReadCosts
 
-LEAST_PAGES = 2  # fewer are never fetched
-TIMES_EXPECTED = 3.0  # it may take, besides SharingConfig.fetch_s
-# The counters of this node's other hand-offs never come so far.
+LEAST_PAGES = 2  # minimum worth a fetch
+# multiple of the expected time that it may take, in addition to SharingConfig.fetch_s
+TIMES_EXPECTED = 3.0
+# Larger than any counter of this node's other hand-offs.
 FIRST_NUMBER = 1 << 63
 
 
@@ -53,10 +54,10 @@ class _Fetch:
     owner: OwnerUp
     token_ids: Ints  # whole pages
     namespace: Namespace
-    prefix_tokens: int  # of these are here
-    fresh: Ints  # pages for what may come, held until no byte can land in them
+    prefix_tokens: int  # number of these tokens that are here already
+    fresh: Ints  # pages for the data, held until no byte can land in them
     began: float
-    waiting: set[int] = field(default_factory=set)  # keys of who wants it
+    waiting: set[int] = field(default_factory=set)  # keys of the requests that wait
 
 
 class Fetched(NamedTuple):
@@ -69,17 +70,17 @@ NOTHING = Fetched(0, 0)
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """One that could be fetched."""
+    """A possible fetch."""
 
     owner: OwnerUp
-    num_tokens: int  # of the prompt, from the first one on
+    num_tokens: int  # of the prompt, from its start
     num_pages: int
     read_s: float
     saved_s: float
 
 
 class Fetches:
-    """Engine thread only. Who wants a fetch is known by a key of its own.
+    """The fetches of this node. Engine thread only. A waiting request is identified by a key.
 
     Args:
         instance: this node's.
@@ -112,7 +113,7 @@ class Fetches:
         self._fetches: dict[HandoffId, _Fetch] = {}
         self._reads: dict[HandoffId, Ints] = {}  # held until nothing can land in them
         self._waits: dict[int, HandoffId] = {}  # by key
-        self._over: list[int] = []  # keys, to be taken
+        self._over: list[int] = []  # keys, not returned yet
         self._fetched: dict[int, Fetched] = {}  # by key
         self._counts = dict.fromkeys(("held", "lost", "dearer", "no_room", "unpaired"), 0)
 
@@ -124,7 +125,7 @@ class Fetches:
         return bool(self._fetches or self._reads)
 
     def reads(self) -> Iterator[Ints]:
-        """Pages held for reads."""
+        """Return the pages held for reads."""
         return iter(self._reads.values())
 
     def counters(self) -> dict[str, int]:
@@ -146,7 +147,7 @@ class Fetches:
         if owner is not None and owner.owner == event.owner:
             del self._owners[event.address]
 
-    # Who wants a prefix -------------------------------------------------------------------------
+    # Waiting requests ---------------------------------------------------------------------------
 
     def begin(
         self,
@@ -159,17 +160,17 @@ class Fetches:
         token_s: float,
         queued_s: float,
     ) -> bool:
-        """Begins to read what another node has of a prompt, if that is cheaper than to compute it,
-        or waits for a fetch of the same. True: `take_over` is going to have the key.
+        """Start to read another node's part of a prompt, if that is cheaper than computing it, or
+        wait for a fetch of the same prefix. Returns True if `take_over` will return the key.
 
         Args:
-            room: pages that may be taken now.
-            token_s: that a computed token takes here; 0.0: not known yet.
-            queued_s: until it would be this prompt's turn.
+            room: pages that may be used now.
+            token_s: seconds of a computed token here. 0.0: unknown.
+            queued_s: seconds until this prompt would be scheduled.
         """
         if not self._enabled or not hints:
             return False
-        wanted = token_ids[:-1]  # the last one is computed: its logits are wanted
+        wanted = token_ids[:-1]  # the last token is computed, because its logits are needed
         own = self._cache.match(wanted, namespace).num_tokens
         now = self._clock()
         way = self._cheapest(hints, len(wanted), own, token_s, queued_s, now)
@@ -187,14 +188,14 @@ class Fetches:
         *,
         room: int,
     ) -> bool:
-        """Begins to read what another node has of a request that it runs and that is to run here.
-        It runs on meanwhile, and stands still only for what is left: so whatever it costs, it pays.
-        True: `take_over` is going to have the key.
+        """Start to copy the KV of a request that runs on another node and is to migrate here. It
+        continues meanwhile, and stops only for the rest, so the copy is worth any cost. Returns
+        True if `take_over` will return the key.
 
         Args:
             token_ids: those that are known to have KV there.
-            ticket: by which that node knows the request.
-            room: pages that may be taken now.
+            ticket: identifies the request on that node.
+            room: pages that may be used now.
         """
         owner = self._owners.get(address)
         if not self._enabled or owner is None:
@@ -208,20 +209,20 @@ class Fetches:
         return self._wait(key, way, token_ids, namespace, own, room, now, ticket)
 
     def waits(self, key: int) -> bool:
-        """Whether a fetch that it wants is under way."""
+        """Return whether the request waits for a fetch in progress."""
         return key in self._waits
 
     def take_over(self) -> list[int]:
-        """Keys of those whose fetch has ended since, in whatever way."""
+        """Return the keys whose fetch has ended since the last call, successful or not."""
         over, self._over = self._over, []
         return over
 
     def fetched(self, key: int) -> Fetched:
-        """What was read for it."""
+        """Return what was fetched for the request."""
         return self._fetched.get(key, NOTHING)
 
     def forget(self, key: int) -> None:
-        """It wants nothing any more. What is under way goes on, for the tree."""
+        """Forget a request. Its fetch continues, for the tree."""
         self._fetched.pop(key, None)
         handoff_id = self._waits.pop(key, None)
         if handoff_id is not None:
@@ -236,7 +237,9 @@ class Fetches:
         queued_s: float,
         now: float,
     ) -> _Way | None:
-        """None: nobody who is paired has much more of it, or to compute it is cheaper."""
+        """Return the cheapest fetch, or None if no paired node has much more of the prompt, or if
+        computing it is cheaper.
+        """
         ways, much = [], False
         for hint in hints:
             end = min(hint.num_tokens, num_tokens) // self._tables.page_size
@@ -275,8 +278,9 @@ class Fetches:
         now: float,
         ticket: int = 0,
     ) -> bool:
-        """For a fetch of the same that is under way, or for one that begins now. False: there are
-        no pages for it."""
+        """Wait for a fetch of the same prefix, in progress or started now. Returns False if there
+        are no pages for it.
+        """
         tokens = token_ids[: way.num_tokens]
         handoff_id = self._under_way(tokens, namespace)
         if handoff_id is None:
@@ -304,7 +308,7 @@ class Fetches:
         now: float,
         ticket: int,
     ) -> HandoffId | None:
-        """None: there are no pages for it now."""
+        """Start a fetch. Returns None if there are no pages for it now."""
         num_pages = self._tables.room_pages(len(tokens), own)
         fresh = self._cache.allocate(num_pages, Holder.READ) if num_pages <= room else None
         if fresh is None:
@@ -317,7 +321,7 @@ class Fetches:
             OpenHandoff(
                 handoff_id,
                 way.owner.owner,
-                UNNAMED,  # the namespace has them
+                UNNAMED,  # the namespace includes the weights
                 Remaining(self._fetch_s + TIMES_EXPECTED * way.read_s),
                 Prefix(tokens.tobytes(), namespace, ticket),
             )
@@ -325,16 +329,16 @@ class Fetches:
         self._port.post(GrantHandoff(handoff_id, own, fresh))
         return handoff_id
 
-    # What comes of it ---------------------------------------------------------------------------
+    # Outcomes -----------------------------------------------------------------------------------
 
     def held(self, event: Held) -> None:
-        """Into the tree with what was read, and nothing else."""
+        """Insert the fetched tokens into the tree, and nothing else."""
         fetch = self._ended(event.id, "held")
         tables, end, prefix = self._tables, event.num_tokens, fetch.prefix_tokens
         tokens = fetch.token_ids[:end]
         here = self._cache.match(tokens, fetch.namespace).shared[:, : prefix // tables.page_size]
         if here.shape[1] * tables.page_size < prefix:
-            return  # what it goes on from was evicted meanwhile
+            return  # the prefix before it was evicted meanwhile
         num_pages = num_pages_of(tables.handed_over(end, prefix))
         holding = Holding.laid_out(tables, here, fetch.fresh[:num_pages], end)
         self._cache.insert(tokens, holding, fetch.namespace, state=holding.state)

@@ -1,5 +1,6 @@
-"""Which pieces of a file are to be asked for next, where nobody knows how long it is before its
-beginning is here. Knows nothing of who is asked, nor of what comes."""
+"""The next pieces of a file to request, when its length is unknown until its beginning arrives.
+Knows neither the nodes that are asked nor the data.
+"""
 
 from collections import deque
 from dataclasses import dataclass
@@ -14,13 +15,13 @@ class Window:
 
 
 class Pieces:
-    """Of one file, numbered from 0 on.
+    """The pieces of one file, numbered from 0.
 
     Attributes:
         num_bytes: of the file, once it is known.
     Args:
-        piece_bytes: of each, but for the last one.
-        most: pieces, of one window.
+        piece_bytes: of each piece except the last one.
+        most: pieces of one window.
     """
 
     def __init__(self, piece_bytes: int, most: int) -> None:
@@ -29,16 +30,18 @@ class Pieces:
         self._num_asked = 0  # from the first one on
         self._again: deque[Window] = deque()
         self._again_at = 0.0
-        self._past: int | None = None  # its last piece, once that is known
+        self._past: int | None = None  # its number of pieces, once known
         self.num_bytes: int | None = None
 
     @property
     def all_asked(self) -> bool:
-        """None is left, if what was asked for comes."""
+        """Return whether no piece is left to request, if the requested ones arrive."""
         return self._past is not None and self._num_asked >= self._past and not self._again
 
     def next(self, now: float) -> Window | None:
-        """Who takes it has it come, or gives it back."""
+        """Return the next window, or None. The caller requests it, or gives it back with
+        `not_asked` or `lost`.
+        """
         if self._again:
             return self._again.popleft() if now >= self._again_at else None
         first, past = self._num_asked, self._num_asked + self._most
@@ -50,16 +53,16 @@ class Pieces:
         return Window(first, past)
 
     def not_asked(self, window: Window) -> None:
-        """It is the next one."""
+        """Put a window back, to be the next one."""
         self._again.appendleft(window)
 
     def lost(self, window: Window, again_at: float = 0.0) -> None:
-        """Nothing lost is asked for again before then."""
+        """Put a lost window back. No lost window is requested again before `again_at`."""
         self._again.append(window)
         self._again_at = max(self._again_at, again_at)
 
     def ends_at(self, num_bytes: int) -> None:
-        """So long it is: what was asked for beyond is not asked for again."""
+        """Set the length of the file. Lost pieces beyond it are not requested again."""
         self.num_bytes, self._past = num_bytes, -(-num_bytes // self._piece_bytes)
         clipped = [Window(each.first, min(each.past, self._past)) for each in self._again]
         self._again = deque(each for each in clipped if each.first < each.past)

@@ -1,5 +1,5 @@
-"""From where the KV of prompts comes that are this node's to compute: from its own cache, from
-another node's, or it is computed; and what a token takes that is.
+"""The sources of the KV of prompts that this node is to compute: its own cache, another node's, or
+computation. Also the time of a computed token.
 """
 
 import math
@@ -10,7 +10,7 @@ from engine.batch.request import Request
 
 
 class Ways:
-    """Engine thread only."""
+    """Counters by source. Engine thread only."""
 
     def __init__(self) -> None:
         self._computing = Drain()  # admitted: tokens that no cache had
@@ -18,17 +18,17 @@ class Ways:
 
     @property
     def token_s(self) -> float:
-        """Seconds that a computed token takes; 0.0: not known yet."""
+        """Return the seconds that a computed token takes. 0.0: unknown."""
         return self._computing.unit_s
 
     def counters(self) -> dict[str, int]:
         return {f"prompt_token_ways/{way}": number for way, number in self._tokens.items()}
 
     def admitted(self, request: Request, fetched_tokens: int, now: float) -> None:
-        """Its turn has come.
+        """Record an admitted request.
 
         Args:
-            fetched_tokens: that were read for it. Of these, what is still cached counts.
+            fetched_tokens: read for it. Only those that are still cached count.
         """
         cached = request.cached_tokens
         fetched, computed = min(fetched_tokens, cached), len(request.token_ids) - cached
@@ -39,13 +39,13 @@ class Ways:
         self._computing.join(request.key, Place(-math.inf, computed), now)
 
     def computed(self, key: int, num_left: int) -> None:
-        """A chunk of it is done, and so many of its tokens are left."""
+        """Record a finished chunk of a request, with num_left tokens remaining."""
         self._computing.serve(key, num_left)
 
     def tick(self, now: float) -> None:
-        """What was computed since the last call took until now."""
+        """Update the service time of tokens computed since the last call."""
         self._computing.tick(now)
 
     def ended(self, key: int) -> None:
-        """Harmless where it was never admitted."""
+        """Remove an ended request. Harmless if it was never admitted."""
         self._computing.leave(key)

@@ -1,5 +1,4 @@
-"""Both ends of sharing prefixes at one node: what it lends, and what it fetches for prompts that it
-is to compute."""
+"""Both ends of prefix sharing at one node: its exports, and its fetches for prompts to compute."""
 
 import time
 from collections.abc import Iterator
@@ -24,11 +23,11 @@ from node.sharing.weights import WeightSharing
 
 
 class PrefixSharing:
-    """Engine thread only. Prompts by the keys of their requests.
+    """The prefix sharing of a node. Engine thread only. Prompts by the keys of their requests.
 
     Args:
         port: to the transfer thread.
-        weights: the other thing that nodes share; in the same pages.
+        weights: weight sharing, which uses the same pages.
     """
 
     def __init__(
@@ -68,15 +67,15 @@ class PrefixSharing:
 
     @property
     def busy(self) -> bool:
-        """Whether somebody reads here, or bytes may land here."""
+        """Return whether another node reads here, or bytes may land here."""
         return bool(len(self.loans) or self.fetches.busy or self._weights.busy)
 
     def lent(self) -> Iterator[Ints]:
-        """Pages held for publication."""
+        """Return the pages held for publication."""
         return chain(self.loans.lent(), self._weights.lent())
 
     def reads(self) -> Iterator[Ints]:
-        """Pages held for reads."""
+        """Return the pages held for reads."""
         return chain(self.fetches.reads(), self._weights.reads())
 
     def counters(self) -> dict[str, int]:
@@ -86,13 +85,13 @@ class PrefixSharing:
     def fetch(
         self, request: Request, hints: tuple[PrefixAt, ...], *, room: int, queued_s: float
     ) -> bool:
-        """Begins to read what another node has of its prompt, where that pays and a tier of this
-        one has not as much. True: the scheduler is to have the request once `fetches.take_over` has
-        its key.
+        """Start to read another node's part of the prompt, if that pays and no offload tier of this
+        node has as much. Returns True if the scheduler must wait until `fetches.take_over` has the
+        key.
 
         Args:
-            room: pages that may be taken now.
-            queued_s: until it would be its turn.
+            room: pages that may be used now.
+            queued_s: seconds until it would be scheduled.
         """
         if request.computed_whole:
             return False
@@ -109,20 +108,21 @@ class PrefixSharing:
         )
 
     def admitted(self, request: Request) -> None:
-        """Its turn has come, with what the tree has of it."""
+        """Record an admitted request, with the prefix that the tree has."""
         fetched = self.fetches.fetched(request.key)
         if fetched.num_tokens:
             request.given_by.append(fetched.owner)
         self.ways.admitted(request, fetched.num_tokens, time.monotonic())
 
     def forget(self, key: int) -> None:
-        """The request has ended, wherever it was."""
+        """Forget an ended request, in any stage."""
         self.fetches.forget(key)
         self.ways.ended(key)
 
     def take(self, event: NodeEvent) -> bool:
-        """Takes what the transfer thread says of a prefix. False: it is of another hand-off, or of
-        interest to others too."""
+        """Handle an event of the transfer thread about a prefix. Returns False if it belongs to
+        another hand-off, or if other parts need it too.
+        """
         match event:
             case AskedToForget():
                 self.spoilt.asked(event)

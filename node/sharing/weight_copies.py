@@ -1,5 +1,6 @@
-"""Copies pieces of another node's weights out of the pages that they have come into, to a file in
-this node's memory."""
+"""Copies of another node's weights, from the pages in which the pieces arrived to a file in this
+node's memory.
+"""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,7 +17,7 @@ _HOST = torch.device("cpu")
 
 
 class WeightCopies:
-    """One thread, which copies what it is given in order.
+    """The copies of arrived pieces. One thread does them in order.
 
     Args:
         pool: memory of the pages, uint8 [num_pages, page_bytes].
@@ -32,21 +33,22 @@ class WeightCopies:
     def copy(
         self, file: ReceivedFile, first: int, pages: Ints, num_bytes: int | None, lender: str
     ) -> Future[int | None]:
-        """The pieces from that one on, which are in these pages; nothing else may be put there
-        until it is done. Gives how many bytes the whole file has, once that can be known.
+        """Copy the pieces from `first` on out of these pages, which must not change until it is
+        done. The Future has the number of bytes of the whole file, once that can be known, else
+        None.
 
         Args:
-            num_bytes: that it is known to have.
+            num_bytes: of the file, if known.
             lender: its address.
         Fails with:
-            WrongState: there is no room for it, or it is no file of weights.
+            WrongState: there is no room for it, or it is not a file of weights.
         """
         copying = self._worker.submit(self._copy, file, first, pages, num_bytes, lender)
         copying.add_done_callback(lambda _: self._tell())
         return copying
 
     def drop(self, file: ReceivedFile) -> None:
-        """Closes it, behind what is being copied there."""
+        """Close the file after the copies to it in progress."""
         self._worker.submit(file.close)
 
     def close(self) -> None:

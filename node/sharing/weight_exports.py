@@ -3,8 +3,8 @@
     Opened --Granted: pages of its own--> filled, beside the engine --Published--> lent
                  `--no pages, or other weights--> refused             HandoffDropped --> gone
 
-A piece is copied into a page of the KV pool, which is what other nodes can read, and stays there
-until its reader has it. So no more memory is lent than for prefixes, and only while it is read.
+A piece is copied into a page of the KV pool, which other nodes can read, and stays there until its
+reader has it. So weights use no more memory than prefix exports, and only while they are read.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,11 +25,11 @@ from kvtransfer.messages import Weights
 from kvtransfer.ports import FailHandoff, Granted, HandoffDropped, Opened, OwnerCommands, Publish
 from node.sharing.exports import SHARE
 
-MAX_ASKED = 64  # opened and not granted; more are refused
+MAX_ASKED = 64  # opened and not granted; more are rejected
 
 
 class LendableWeights(Protocol):
-    """See engine/update.py."""
+    """The weights that can be exported. See engine/update.py."""
 
     id: WeightsId
     whole: bool
@@ -40,16 +40,16 @@ class LendableWeights(Protocol):
 @dataclass(slots=True, eq=False)
 class _Loan:
     pages: Ints
-    filling: Future[int]  # how many of them have a piece
-    told: bool = False  # its reader has been, what has come of it
-    dropped: bool = False  # nobody reads it any more
+    filling: Future[int]  # number of pages with a piece
+    told: bool = False  # whether the result has been reported to its reader
+    dropped: bool = False  # its reader is done
 
 
 class WeightLoans:
-    """Engine thread only.
+    """The exports of weights. Engine thread only.
 
     Args:
-        cache: of `pages`: what it can do without is lent.
+        cache: of `pages`. Exports use pages that it can free.
         pool: their memory, uint8 [num_pages, page_bytes].
         tell: called by another thread when something is done.
     """
@@ -82,12 +82,12 @@ class WeightLoans:
         return len(self._asked) + len(self._refused) + len(self._loans)
 
     def lent(self) -> Iterator[Ints]:
-        """Pages held for publication."""
+        """Return the pages held for publication."""
         return (loan.pages for loan in self._loans.values())
 
     @property
     def num_bytes(self) -> int:
-        """That others have read."""
+        """Return the bytes that other nodes have read."""
         return self._num_bytes
 
     def opened(self, event: Opened, source: Weights) -> None:
@@ -99,7 +99,7 @@ class WeightLoans:
     def granted(self, event: Granted) -> None:
         asked = self._asked.pop(event.serial, None)
         if asked is None:
-            return  # refused
+            return  # rejected
         serial, (weights, source) = event.serial, asked
         if weights != self._weights.id or not self._weights.whole:
             return self._refuse(serial, "this node has other weights, or none", retryable=False)
@@ -121,7 +121,7 @@ class WeightLoans:
             self._num_bytes += loan.filling.result() * self._pool.shape[1] if event.held else 0
 
     def poll(self) -> None:
-        """Publishes what is filled, and lets go of what has been read."""
+        """Publish filled pages, and release pages that have been read."""
         for serial, loan in [each for each in self._loans.items() if each[1].filling.done()]:
             if loan.dropped:
                 self._pages.drop(loan.pages, Holder.PUBLICATION)
@@ -147,7 +147,9 @@ class WeightLoans:
         self._port.post(FailHandoff(serial, reason, retryable))
 
     def _fill(self, first: int, pages: Ints) -> int:
-        """On the worker: pieces from that one on into these pages; returns how many there are."""
+        """Copy pieces from `first` on into these pages, on the worker. Returns the number of
+        pieces.
+        """
         page_bytes = self._pool.shape[1]
         buffer = torch.empty(len(pages), page_bytes, dtype=torch.uint8)
         try:

@@ -1,10 +1,10 @@
-"""Weights that this node reads from another one, while it is paused:
+"""Weights that this node reads from another one, while it is paused.
 
-    wanted --paired with who has them--> piece after piece --all are here--> looked through
+    wanted --paired with the lender--> piece after piece --all are here--> checked
 
-A few windows of pieces are under way at once, each a hand-off: into pages of this node's pool, and
-from there into memory of their own. What is lost is asked for again. Until all of it is here, and
-is what was wanted, nothing has changed.
+A few windows of pieces are in progress at once. Each is a hand-off into pages of this node's pool,
+and is copied from there into separate memory. Lost windows are requested again. Nothing changes
+until all pieces are here and are the expected ones.
 """
 
 import time
@@ -38,18 +38,18 @@ from node.sharing.exports import SHARE
 from node.sharing.pieces import Pieces, Window
 from node.sharing.weight_copies import WeightCopies
 
-# The counters of this node's other hand-offs never come so far, or begin behind.
+# Between the counters of this node's other hand-offs and those of prefix fetches.
 FIRST_NUMBER, PAST_NUMBER = 1 << 62, 1 << 63
-WINDOWS = 2  # under way at once
+WINDOWS = 2  # in progress at once
 WINDOW_PAGES, WINDOW_BYTES = 64, 32 << 20  # of one, at most
 WINDOW_S = 30.0  # for one
-AGAIN_S = 0.1  # until what was lost is asked for again
-STILL_S = 60.0  # without anything that comes: it is given up
+AGAIN_S = 0.1  # until lost windows are requested again
+STILL_S = 60.0  # abandoned after this time without progress
 TAKE_S = 540.0  # all of it
 
 
 class ReceivingWeights(Protocol):
-    """See engine/update.py."""
+    """The weights that can be received. See engine/update.py."""
 
     def receive(self) -> ReceivedFile: ...
 
@@ -58,13 +58,15 @@ class ReceivingWeights(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Read:
-    """A window that is under way, and its pages until nothing lands there and nothing is copied."""
+    """A window in progress, and its pages until no data can land there and no copy is in
+    progress.
+    """
 
     window: Window
     pages: Ints
     copying: Future[int | None] | None = None
     lands: bool = True
-    over: bool = False  # no more is to come of it
+    over: bool = False  # no more data will come
 
 
 @dataclass(slots=True, eq=False)
@@ -80,11 +82,11 @@ class _Taking:
 
 
 class WeightReads:
-    """Engine thread only.
+    """The reads of another node's weights. Engine thread only.
 
     Attributes:
-        num_bytes, seconds: of all that was read, and that it has taken.
-        outcomes: times that all of them have come, or have not.
+        num_bytes, seconds: total of all reads.
+        outcomes: number of complete (held) and failed (lost) reads of all weights.
     Args:
         instance: this node's.
         cache: of `pages`.
@@ -130,11 +132,13 @@ class WeightReads:
         return bool(self._taking or self._reads)
 
     def reads(self) -> Iterator[Ints]:
-        """Pages held for reads."""
+        """Return the pages held for reads."""
         return (read.pages for read in self._reads.values())
 
     def read(self, weights: WeightsId, address: str) -> Future[WeightsId]:
-        """See Lenders, in node/control/weight_calls.py."""
+        """Read the weights of the node at `address`. See Lenders, in
+        node/control/weight_calls.py.
+        """
         future: Future[WeightsId] = Future()
         if self.busy:
             future.set_exception(Overloaded("weights are being read already"))
@@ -158,7 +162,7 @@ class WeightReads:
         if owner is not None and owner.owner == event.owner:
             del self._owners[event.address]
 
-    # What comes of a window ---------------------------------------------------------------------
+    # Outcomes of a window -----------------------------------------------------------------------
 
     def held(self, event: Held) -> None:
         read, taking = self._reads[event.id], self._taking
@@ -196,7 +200,7 @@ class WeightReads:
     # Turns --------------------------------------------------------------------------------------
 
     def poll(self) -> None:
-        """Does what is due."""
+        """Do what is due."""
         for handoff_id, read in list(self._reads.items()):
             if read.copying is not None and read.copying.done() and not read.over:
                 read.over = True
@@ -239,8 +243,9 @@ class WeightReads:
             self._ask(taking, self._owners[taking.address], now)
 
     def _ask(self, taking: _Taking, owner: OwnerUp, now: float) -> None:
-        """For windows, as many as may be under way; of what is behind the header once that is
-        here."""
+        """Request windows up to the limit. Windows after the header follow when the
+        header is here.
+        """
         pieces = taking.pieces
         most = WINDOWS if pieces.num_bytes is not None else 1
         while len(self._reads) < most and (window := pieces.next(now)) is not None:
@@ -283,7 +288,7 @@ class WeightReads:
     # Ends ---------------------------------------------------------------------------------------
 
     def _end(self, taking: _Taking, error: ServingError) -> None:
-        """Gives up what is under way."""
+        """Abandon the windows in progress, and fail."""
         for handoff_id, read in self._reads.items():
             if not read.over and read.copying is None:
                 read.over = True

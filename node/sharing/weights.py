@@ -1,4 +1,4 @@
-"""Both ends of weights that nodes read from each other: what this one lends, and what it takes."""
+"""Both ends of weights that nodes read from each other: the exports of this node, and its reads."""
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -19,12 +19,12 @@ from node.sharing.weight_reads import ReceivingWeights, WeightReads
 
 
 class SharedWeights(LendableWeights, ReceivingWeights, Protocol):
-    """See engine/update.py."""
+    """The weights of a node for both ends. See engine/update.py."""
 
 
 class WeightSharing:
-    """Engine thread only. It is the port of all other hand-offs, too: what is not of weights goes
-    through.
+    """The weight sharing of a node. Engine thread only. It is also the port of all other hand-offs,
+    whose commands and events it passes through.
 
     Args:
         pool: memory of `pages`.
@@ -57,15 +57,15 @@ class WeightSharing:
 
     @property
     def busy(self) -> bool:
-        """Whether somebody reads here, or bytes may land here."""
+        """Return whether another node reads here, or bytes may land here."""
         return bool(len(self._loans) or self._reads.busy)
 
     def lent(self) -> Iterator[Ints]:
-        """Pages held for publication."""
+        """Return the pages held for publication."""
         return self._loans.lent()
 
     def reads(self) -> Iterator[Ints]:
-        """Pages held for reads."""
+        """Return the pages held for reads."""
         return self._reads.reads()
 
     def gauges(self) -> Mapping[str, float]:
@@ -81,11 +81,13 @@ class WeightSharing:
         return {}
 
     def read(self, weights: WeightsId, address: str) -> Future[WeightsId]:
-        """See Lenders, in node/control/weight_calls.py."""
+        """Read the weights of the node at `address`. See Lenders, in
+        node/control/weight_calls.py.
+        """
         return self._reads.read(weights, address)
 
     def poll(self) -> None:
-        """Does what is due; to be called in each turn."""
+        """Do what is due. Called in each turn of the loop."""
         self._loans.poll()
         self._reads.poll()
 
@@ -100,6 +102,6 @@ class WeightSharing:
         ]
 
     def close(self) -> None:
-        """Nothing is begun any more."""
+        """Stop both ends. Nothing new is started."""
         self._loans.close()
         self._reads.close()
