@@ -156,8 +156,9 @@ class Ready(Message, frozen=True, tag=True):
     last: bool
     first_token: int | None  # set if and only if last, of a kind that samples
     times: PrefillTimes | None = None  # with last
-    logprobs: Logprobs | None = None  # of the first token, where asked for
-    prompt_logprobs: Logprobs | None = None  # with last: of the prompt's tokens but the first one
+    logprobs: Logprobs | None = None  # of the first token, if requested
+    # With last: of the prompt's tokens except the first one.
+    prompt_logprobs: Logprobs | None = None
     sums: tuple[tuple[int, int], ...] = ()  # of some pages: index in `pages`, checksum; in order
     # LIVE: tokens from Open's end on that have KV. first_token is the newest token, which has none.
     # logprobs are of the last len(token_ids) tokens, including first_token.

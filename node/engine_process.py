@@ -173,7 +173,7 @@ def _run(channel: EngineChannel, body: Callable[[], None]) -> None:
 
 
 def _fail(channel: EngineChannel, last_words: EngineFailed, exit_code: int) -> NoReturn:
-    # the front may be what failed; it sees the end in any case
+    # The front may be what failed; it sees the end in any case.
     with contextlib.suppress(Exception):
         channel.post(last_words)
         channel.flush(_FLUSH_S)

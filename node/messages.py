@@ -94,10 +94,11 @@ class StreamEnded(msgspec.Struct, frozen=True, tag=True):
 class Ask(msgspec.Struct, frozen=True, tag=True):
     """A question of `Node`. The response is one Answer with the same number.
 
-    what: "describe" | "drain" | "serve" (accept requests again after a drain) | "prepare" (argument =
-        the role whose parts are made) | "flush_cache" | "abort" | "explain" (argument = request_id of
-        both) | "load_adapter" (NAME=PATH) | "unload_adapter" (NAME) | "pause" (a PauseMode)
-        | "continue" | "prepare_weights" (PATH) | "put_weights" (their id in hexadecimal)
+    what: "describe" | "drain" | "serve" (accept requests again after a drain) | "prepare"
+        (argument = the role whose parts are made) | "flush_cache" | "abort" | "explain"
+        (argument = request_id of both) | "load_adapter" (NAME=PATH) | "unload_adapter" (NAME)
+        | "pause" (a PauseMode) | "continue" | "prepare_weights" (PATH)
+        | "put_weights" (their id in hexadecimal)
         | "take_weights" (ID=ADDRESS of a node that has them)
         | "release_memory" | "resume_memory" (tags, separated by commas)
         | "start_profile" (steps) | "stop_profile"
@@ -184,7 +185,8 @@ class StepTokens(msgspec.Struct, frozen=True, tag=True):
     tokens: bytes  # little-endian uint32, same length
     ended: tuple[Ended, ...] = ()
     begun: tuple[tuple[int, int], ...] = ()  # (request, cached tokens), when its prefill begins
-    logprobs: tuple[tuple[int, Logprobs], ...] = ()  # of all tokens of the requests that want them
+    # Of all tokens of the requests that asked for them.
+    logprobs: tuple[tuple[int, Logprobs], ...] = ()
     prompt_logprobs: tuple[tuple[int, Logprobs], ...] = ()  # before its first token
     predicted: tuple[tuple[int, Predicted], ...] = ()  # of requests with a prediction
 

@@ -56,7 +56,7 @@ class RequestStamps(msgspec.Struct, array_like=True, eq=False):
     why_here: str = ""  # why it is prefilled on this node
     cached_tokens: int = 0  # of its prompt, in either node's cache
     end: str = ""  # how it ended
-    # alternating: when a load from an offload tier started, and when it ended
+    # Alternating: when a load from an offload tier started, and when it ended.
     bringing: list[float] = []
 
     def open(self, attempt: AttemptStamps) -> None:

@@ -186,7 +186,7 @@ class _CudaQueue:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        with torch.cuda.stream(self._stream):  # and its device, in this thread
+        with torch.cuda.stream(self._stream):  # also makes its device current in this thread
             yield
 
     def add(self, copies: Callable[[], object]) -> None:
@@ -195,7 +195,7 @@ class _CudaQueue:
 
     def mark(self) -> "_CudaMark":
         with _failures("a copy could not be marked"):
-            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # who waits sleeps
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # waiting threads sleep
             event.record(self._stream)
         return _CudaMark(event)
 

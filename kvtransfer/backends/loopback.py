@@ -28,7 +28,7 @@ from kvtransfer.backends.base import (
 from kvtransfer.backends.publications import Publications
 from kvtransfer.backends.scratch import Scratch, measure
 
-_DESCRIPTION = struct.Struct("<QQ")  # the owner's instance, and the reader
+_DESCRIPTION = struct.Struct("<QQ")  # the owner's instance and the reader's number
 _PART_BYTES = 4 << 20  # bytes copied between two checks whether the connection has ended
 
 
@@ -109,7 +109,7 @@ class Faults:
 
 
 class LoopbackOwner:
-    """One owner of a LoopbackBackend."""
+    """An owner of a LoopbackBackend."""
 
     def __init__(self, backend: "LoopbackBackend", pool: PagePool, instance: int) -> None:
         self.faults = Faults()
@@ -137,7 +137,7 @@ class LoopbackOwner:
         self.publications.withdraw(reader, pages)
 
     def poll(self) -> None:
-        """Nothing to do: connections reach into the owner."""
+        """Do nothing: connections reach into the owner."""
 
     def close(self) -> None:
         self._backend.end(self._instance)

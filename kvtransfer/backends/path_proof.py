@@ -21,9 +21,9 @@ from kvtransfer.backends.base import PagePool, parse_description
 
 _NONCE_BYTES = 32
 _DIGEST_BYTES = 32
-_NAMESPACES = ("pid", "ipc")  # agents of different ones do not meet
+_NAMESPACES = ("pid", "ipc")  # agents of different namespaces do not meet
 _SHARED_MEMORY = Path("/dev/shm")
-_FREE_BYTES = 16 << 20  # or UCX makes no agent
+_FREE_BYTES = 16 << 20  # with less, UCX makes no agent
 _MAX_ADDRESS = (1 << 57) - 1
 
 

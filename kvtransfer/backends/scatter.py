@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from common.errors import TransferError
 from kvtransfer.backends.base import Ints, PagePool
 
-Vectors = NDArray[np.uint64]  # [n, 2]: address, bytes; the layout of struct iovec
+Vectors = NDArray[np.uint64]  # [n, 2]: address, bytes (the layout of struct iovec)
 
 MAX_VECTORS = 1024  # IOV_MAX of Linux
 

@@ -1,7 +1,7 @@
 """The owner's half of the protocol: its open hand-offs over all its pair streams.
 
 Pure: inputs are method calls, each of which returns the actions to carry out in order. It holds no
-pages. HandoffDropped tells the engine when it may release them. A late or unknown message never
+pages. HandoffDropped notifies the engine when it may release them. A late or unknown message never
 creates state, and no tombstones are kept: the reply to an unknown id says that it is unknown.
 """
 
@@ -50,7 +50,7 @@ POLL_S = 30.0
 @dataclass(slots=True)
 class _Stream:
     reader: int
-    connecting: bool = True  # as the reader last said
+    connecting: bool = True  # the reader's last report
     poll_until: float = 0.0
 
 

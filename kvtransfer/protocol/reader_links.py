@@ -40,8 +40,8 @@ class ReaderLinks:
         return OpenLink(stream)
 
     def proved(self, stream: int) -> bool:
-        """Mark the link as up. Returns False if it was told to close meanwhile: it then
-        stays so.
+        """Mark the link as up. Returns False, with no effect, if its close was requested
+        meanwhile.
         """
         link = self._links[stream]
         if link.state is not LinkState.OPENING:

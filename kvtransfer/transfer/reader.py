@@ -92,11 +92,12 @@ class Reader:
         self._log = ThrottledLog(log, Throttle())
         self._paths: dict[Link, str] = {}  # of links that are up
         self._peers: dict[int, Hello] = {}  # by stream
-        self._links: dict[int, Link] = {}  # by stream, which a closing link outlives
+        self._links: dict[int, Link] = {}  # by stream; a closing link outlives its stream
         self._streams: dict[Link, int] = {}
         self._opening: dict[int, _Opening] = {}  # by stream
         self._link_events: deque[LinkEvent] = deque()
-        self._distrusted: list[tuple[int, str]] = []  # streams whose links are to close, and why
+        # Streams whose links must close, and the reason.
+        self._distrusted: list[tuple[int, str]] = []
 
     def start(self) -> None:
         self._outlet.local_hello(self._hello)

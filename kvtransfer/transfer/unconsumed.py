@@ -23,7 +23,7 @@ class Untaken:
     def __init__(self, max_tokens: int = MAX_TOKENS) -> None:
         self._max_tokens = max_tokens
         self._opens: deque[tuple[int, int, int]] = deque()  # event, stream, tokens
-        self._tokens: Counter[int] = Counter()  # by stream, where there are any
+        self._tokens: Counter[int] = Counter()  # by stream, without zeros
 
     def fits(self, stream: int, num_tokens: int) -> bool:
         """Return whether one more request of so many tokens may wait."""

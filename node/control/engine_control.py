@@ -1,4 +1,4 @@
-"""An engine's messages to its front besides tokens: responses of `Node`, heartbeats, its end.
+"""An engine's messages to its front other than tokens: responses of `Node`, heartbeats, its end.
 
 The desk uses the role through a small protocol (inside.py) and knows no queue by name.
 """
@@ -57,7 +57,7 @@ class Channel(Protocol):
 
 
 class Meter(Protocol):
-    """A source of counters besides the role. Names are those of Moving."""
+    """A source of counters in addition to the role. Names are those of Moving."""
 
     def gauges(self) -> Mapping[str, float]: ...
 

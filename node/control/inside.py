@@ -76,7 +76,7 @@ class Inside(Protocol):
         ...
 
     def renew(self) -> None:
-        """Recompute waiting requests with the new weights."""
+        """Compute all waiting requests with the new weights from now on."""
         ...
 
     def pair_as(self, weights: WeightsId) -> None:

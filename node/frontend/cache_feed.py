@@ -18,7 +18,7 @@ from node.messages import CacheChanged, WatchCache
 from protos import node_pb2
 
 MAX_WATCHERS = 64
-MAX_UNSENT_BYTES = 16 << 20  # of one watcher; a snapshot of 1 Mi pages is half of it
+MAX_UNSENT_BYTES = 16 << 20  # of one watcher; twice a snapshot of 1 Mi pages
 
 
 @dataclass(slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""When and why a node ends: one verdict, by the first cause.
+"""The end of a node: its causes, and one verdict, decided by the first cause.
 
 wanted (SIGTERM, SIGINT, Drain) -> drained | drain time over | second signal: exit code 0
 A signal after a Drain call is the first one: Kubernetes' preStop calls, then it sends SIGTERM.
@@ -117,8 +117,8 @@ class Ending:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def before(self, done: asyncio.Future[Any], timeout_s: float) -> Verdict | None:
-        """Wait until `done`, or decide that the node ends after `timeout_s`. Returns None if it is
-        done.
+        """Wait until `done` and return None. If the node ends before, or `timeout_s` expires, which
+        ends it, return the verdict.
         """
         either: set[asyncio.Future[Any]] = {done, self._verdict}
         await asyncio.wait(either, timeout=timeout_s, return_when="FIRST_COMPLETED")

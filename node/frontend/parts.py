@@ -47,7 +47,7 @@ class NodeParts:
     moved: Callable[[Moving], None] = _nothing
     handoff: Callable[[HandoffTraced], None] = _nothing
     pooled: Callable[[Pooled], None] = _nothing
-    # the address of a node; raises WrongState if it cannot
+    # The address of a node; raises WrongState if it cannot.
     pair_with: Callable[[str], None] = _nothing
     drain: Callable[[], None] = _nothing  # accept no new work from now on
     resume: Callable[[], None] = _nothing  # accept new work again

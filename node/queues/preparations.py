@@ -109,7 +109,7 @@ class Preparations(Generic[T]):
         reason.
         """
         num_left = -1
-        # a yielded request may end at once and free resources
+        # A yielded request may end at once and free resources.
         while num_left != len(self._requests):
             num_left = len(self._requests)
             while self._prepared:

@@ -1,3 +1,3 @@
-"""Sharing between nodes besides the KV of requests: cached prefixes and weights. Both the exports
-of a node and its reads.
+"""Sharing of cached prefixes and weights between nodes: both the exports of a node and
+its reads.
 """

@@ -1,4 +1,4 @@
-"""The two ends of reads between nodes besides the hand-offs of requests: reading and lending.
+"""The two ends of reads between nodes that are no hand-offs of requests: reading and lending.
 Dispatches events of the transfer thread to them.
 """
 

@@ -56,7 +56,7 @@ class Loans:
         self._port = port
         self._asked: dict[int, Prefix] = {}  # by serial, until they are granted
         self._lent: dict[int, Ints] = {}  # by serial; empty for rejected ones
-        # by serial: pages of exports that nothing else here needs
+        # By serial: pages of exports that nothing else here needs.
         self._at_a_loss: dict[int, int] = {}
         self._counts = dict.fromkeys(("held", "lost", "refused"), 0)
         self._learn: Callable[[int], bool] = lambda ticket: False

@@ -2,7 +2,7 @@
 that are about to migrate here.
 
     begin: pages now, or not at all --Open, Grant--> in progress --Held--> in the tree
-                                                         `--Lost, late--> dropped
+                                                           `--Lost, late--> dropped
 
 Fetched pages belong to the tree alone, not to the requests that wait for them. Those are notified
 when the fetch ends, successful or not, and continue with what the tree has then. So a fetch never
@@ -43,7 +43,7 @@ from kvtransfer.ports import (
 from node.sharing.costs import ReadCosts
 
 LEAST_PAGES = 2  # minimum worth a fetch
-# multiple of the expected time that it may take, in addition to SharingConfig.fetch_s
+# Multiple of the expected time that it may take, in addition to SharingConfig.fetch_s.
 TIMES_EXPECTED = 3.0
 # Larger than any counter of this node's other hand-offs.
 FIRST_NUMBER = 1 << 63

@@ -13,7 +13,7 @@ class Ways:
     """Counters by source. Engine thread only."""
 
     def __init__(self) -> None:
-        self._computing = Drain()  # admitted: tokens that no cache had
+        self._computing = Drain()  # admitted requests, by tokens that no cache had
         self._tokens = dict.fromkeys(("own", "fetched", "computed"), 0)
 
     @property

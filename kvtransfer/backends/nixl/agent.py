@@ -47,9 +47,10 @@ HOST = Transports("cma,posix,cuda_copy", errors="none")
 
 _TRANSPORTS, _DEVICES, _LINK = "UCX_TLS", "UCX_NET_DEVICES", "UCX_POSIX_USE_PROC_LINK"
 _ENVIRONMENT = {
-    _TRANSPORTS: HOST.names,  # of agents that others make; Agent sets its own
+    _TRANSPORTS: HOST.names,  # for agents made elsewhere; Agent sets its own
     _DEVICES: "all",
-    _LINK: "y",  # or the memory has a name in /dev/shm, and stays there when its process is killed
+    # Otherwise the memory has a name in /dev/shm and stays there when its process is killed.
+    _LINK: "y",
     # Agents send nothing through the memory they meet in: 90 KB of /dev/shm for each instead of 4.3
     # MB, where containers have 64 MB.
     "UCX_POSIX_FIFO_SIZE": "64",

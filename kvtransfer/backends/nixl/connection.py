@@ -27,7 +27,7 @@ _TRIES = 8  # rate measurements: two processes that share a device each run a fe
 
 
 class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One path to the owner."""
+    """A path to the owner."""
 
     path: Annotated[str, msgspec.Meta(max_length=16)]
     evidence: Annotated[bytes, msgspec.Meta(max_length=1 << 16)]

@@ -5,9 +5,9 @@ uses the owner's help. So every path has transports of its own, none of them is 
 goes over a path before it is proved. The proof has two parts. The reader reads bytes that only the
 owner can have sent. Then a first read succeeds without help of the owner, which is not polled.
 
-cma, cuda_ipc and nvlink join processes of one host. rdma joins hosts, and has not been run on real
-hardware. For rdma, the owner's metadata is trusted as far as the pair stream that carried it: UCX
-ends the process on some forged metadata. The owner is also polled while readers connect over rdma,
+cma, cuda_ipc and nvlink join processes of one host. rdma joins hosts, and has not been run on any
+yet. For rdma, the owner's metadata is trusted as far as the pair stream that carried it: UCX ends
+the process on some forged metadata. The owner is also polled while readers connect over rdma,
 because both ends of a reliable connection must learn of each other.
 
 Only rdma uses keys that can be revoked. Within a host a reader reads by process id and address, or
@@ -56,8 +56,8 @@ class PathKind:
     name: str
     memory: str  # cpu | cuda: where both pools are
     transports: Transports  # of its agents
-    evidence: Callable[[PagePool, PagePool], Evidence]  # of the owner's pool and scratch pages
-    # takes the evidence, the metadata and the reader's pool
+    evidence: Callable[[PagePool, PagePool], Evidence]  # takes the owner's pool and scratch pages
+    # Takes the evidence, the metadata and the reader's pool.
     prove: Callable[[bytes, bytes, PagePool], Proved]
     part_bytes: int  # of one read: bounds the time until a stop of the connection is noticed
     # A detour inside UCX, through host memory, is slower than this. 0: there is no such detour.

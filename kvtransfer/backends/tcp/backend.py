@@ -64,7 +64,7 @@ class TcpBackend:
 
 
 def _tls() -> OwnerTls:
-    # imported here because it is slow to load
+    # Imported here because it is slow to load.
     from kvtransfer.backends.tcp.certificate import make_owner_tls
 
     return make_owner_tls()

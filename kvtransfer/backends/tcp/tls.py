@@ -91,7 +91,7 @@ class OwnerTls:
         self.certificate = certificate
         self._context = _context(ssl.PROTOCOL_TLS_SERVER)
         self._context.num_tickets = 0  # sessions are never resumed
-        # ssl loads certificates from files only
+        # Ssl loads certificates from files only.
         descriptor = os.memfd_create("certificate", os.MFD_CLOEXEC)
         with open(descriptor, "wb") as file:
             file.write(pem)
