@@ -1,1 +1,1 @@
-"""The decode program: responsible for each request from submission to last token."""
+"""The decode node process: responsible for each request from submission to the last token."""

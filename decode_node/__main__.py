@@ -1,4 +1,4 @@
-"""python -m decode_node: a node that begins as a decode node."""
+"""Entry point of `python -m decode_node`: a node that starts as a decode node."""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""The requests that this node is responsible for, from their Submit to their one end.
+"""Requests that this node is responsible for, from Submit to their one end.
 
-Knows who is live on which router stream, what a request keeps in memory, when what happened to it,
-and what its router is told. Knows nothing of where it waits, nor of pages.
+This module tracks which requests are live on each router stream, what each keeps in memory, its
+timings, and what its router is sent. It knows nothing about queues or pages.
 """
 
 import time
@@ -22,15 +22,15 @@ from node.request_history import FlightRecorder
 from node.request_traces import of_request
 from node.timings import RequestStamps
 
-# Log-probabilities are kept of so many of a request's last steps, for who goes on with it.
+# Log-probabilities of this many last steps of a request are kept for a node that continues it.
 KEPT_LOGPROBS = 1024
 
 
 class LiveRequests:
-    """Engine thread only.
+    """Active requests of the decode node. Engine thread only.
 
     Args:
-        most_tokens: of all requests together.
+        most_tokens: limit for all requests together.
     """
 
     def __init__(
@@ -58,20 +58,20 @@ class LiveRequests:
         return self._by_origin.get(origin)
 
     def by_ticket(self, ticket: int) -> Request | None:
-        """The request whose submission has it."""
+        """Return the request whose submission has this ticket."""
         origin = self._tickets.get(ticket)
         return self._by_origin.get(origin) if origin is not None else None
 
     def stamps(self, request: Request) -> RequestStamps:
-        """Of one that has begun and not ended."""
+        """Return the timings of a request that has begun and not ended."""
         return self._stamps[request.key]
 
     def begin(self, request: Request, stamps: RequestStamps) -> None:
-        """`end` or `refuse` follows, once."""
+        """Start tracking a request. Exactly one `end` or `refuse` must follow."""
         self._stamps[request.key] = stamps
 
     def prefix_at(self, request: Request) -> tuple[PrefixAt, ...]:
-        """Who holds some of it, as far as its router knows."""
+        """Return the nodes that hold part of the prompt, as far as the router knows."""
         return self._prefix_at.get(request.key, ())
 
     def let_in(
@@ -82,13 +82,15 @@ class LiveRequests:
         ticket: int = 0,
         prefix_at: tuple[PrefixAt, ...] = (),
     ) -> None:
-        """
+        """Admit a request.
+
         Args:
-            ticket: names this submission to whoever is to go on with it; 0: nobody is.
-            prefix_at: who holds some of it.
+            times: multiple of the token limit up to which this request is admitted.
+            ticket: names this submission for a node that continues it. 0: it will not be continued.
+            prefix_at: nodes that hold part of the prompt.
         Raises:
-            InvalidRequest: another one has that ticket.
-            Overloaded: there is no room for its tokens in `times` as much as there may be.
+            InvalidRequest: another request has that ticket.
+            Overloaded: the tokens would exceed `times` the token limit.
         """
         if ticket in self._tickets:
             raise InvalidRequest("ticket: another request has it")
@@ -102,11 +104,11 @@ class LiveRequests:
             self._ticket_of[request.key] = ticket
 
     def goes_on(self, request: Request) -> None:
-        """With another record, which has the tokens that came since."""
+        """Replace the record of a request by one that includes the tokens generated since."""
         self._by_origin[request.origin] = request
 
     def report_cached_tokens(self, request: Request) -> None:
-        """The router keeps the first report of a request."""
+        """Report the cached tokens. The router keeps the first report of a request."""
         self._outbox.begin(request.origin, request.cached_tokens)
 
     def tell_first_token(
@@ -124,30 +126,31 @@ class LiveRequests:
     def tell_tokens(
         self, request: Request, tokens: Sequence[int], logprobs: Logprobs | None
     ) -> None:
-        """logprobs: of these tokens, where they are told."""
+        """Send tokens, with their log-probabilities if there are any."""
         for token in tokens:
             self._outbox.token(request.origin, token)
         if logprobs is not None:
             self.tell_logprobs(request.origin, logprobs)
 
     def tell_logprobs(self, origin: tuple[int, int], logprobs: Logprobs) -> None:
-        """Of tokens that are told in the same step."""
+        """Send the log-probabilities of tokens that are sent in the same step."""
         self._outbox.logprobs(origin, logprobs)
         if origin in self._by_origin:
             self._logprobs.setdefault(origin, deque(maxlen=KEPT_LOGPROBS)).append(logprobs)
 
     def told_logprobs(self, request: Request, num_tokens: int) -> Logprobs | None:
-        """Of its last tokens, so many; None: not that many are known any more."""
+        """Return the log-probabilities of the last `num_tokens` tokens, or None if not all are
+        kept."""
         told = [each for part in self._logprobs.get(request.origin, ()) for each in split(part)]
         return join(told[-num_tokens:]) if len(told) >= num_tokens > 0 else None
 
     def end(self, request: Request, finish: Finish) -> None:
-        """The one way out of those that were let in."""
+        """End an admitted request. This is the only way that it ends."""
         self._by_origin.pop(request.origin, None)
         self._tell_end(request, finish)
 
     def refuse(self, request: Request, error: ServingError) -> None:
-        """Never begun here, or not to be continued: the router hears why."""
+        """Reject or end a request and report the error to the router."""
         self._counts.refused(error)
         if self._by_origin.get(request.origin) is request:
             del self._by_origin[request.origin]
@@ -155,19 +158,19 @@ class LiveRequests:
         self._tell_end(request, finish)
 
     def explain(self, request_id: str) -> Flights:
-        """What happened here to those of that id, under way and ended."""
+        """Return the traces of the requests with this id, active and ended."""
         found = [*self._recorder.find(request_id), *self._under_way(request_id)]
         now = time.monotonic()
         return Flights(tuple(of_request(each, now) for each in found), len(self._recorder))
 
     def flights(self, num_ended: int) -> list[tuple[str, Flight]]:
-        """Ids and flights of the last that have ended, and of all under way."""
+        """Return ids and traces of the last ended requests and of all active ones."""
         found = [*self._recorder.last(num_ended), *self._under_way()]
         now = time.monotonic()
         return [(stamps.request_id, of_request(stamps, now)) for stamps in found]
 
     def _under_way(self, request_id: str | None = None) -> Iterable[RequestStamps]:
-        """Of that id; None: of any."""
+        """Yield the timings of active requests with this id (None: of all)."""
         for request in self:
             if request_id in (None, request.spec.request_id):
                 stamps = self._stamps[request.key]
@@ -179,7 +182,7 @@ class LiveRequests:
         self._prefix_at.pop(request.key, None)
         self._adapters.release(request.key)
         self._tickets.pop(self._ticket_of.pop(request.key, 0), None)
-        if request.origin not in self._by_origin:  # else another has that number
+        if request.origin not in self._by_origin:  # otherwise another request has that number
             self._logprobs.pop(request.origin, None)
         stamps = self._stamps.pop(request.key)
         _complete(stamps, request)
@@ -196,6 +199,6 @@ class LiveRequests:
 
 
 def _complete(stamps: RequestStamps, request: Request) -> None:
-    """With what the scheduler notes in the request itself."""
+    """Copy the times that the scheduler keeps in the request itself."""
     stamps.admitted, stamps.away = request.admitted, request.away
     stamps.cached_tokens, stamps.bringing = request.cached_tokens, request.bringing

@@ -1,5 +1,7 @@
-"""What a submission must be to be taken: the cheapest question first, and nothing is held before
-all are answered but what its end lets go of."""
+"""Admission checks for submissions, the cheapest first.
+
+Before all checks pass, a request acquires only resources that its end releases.
+"""
 
 import itertools
 import math
@@ -17,18 +19,18 @@ from node.control.engine_control import Desk
 from node.messages import SubmitRequest
 from node.timings import RequestStamps
 
-# As many requests and tokens may wait here before one is refused whose client has tokens already:
-# all that another node had, when that one dies.
+# Multiple of the queue limits for replayed requests, whose clients have tokens already: another
+# node that fails may send all of its requests here.
 REPLAYS_TIMES = 2
 
 
 class Door:
-    """Engine thread only.
+    """Admission control of the decode node. Engine thread only.
 
     Args:
-        max_waiting: requests.
-        prompts: those to be computed here.
-        answers: how long they take here.
+        max_waiting: limit of queued requests.
+        prompts: queue of prompts to be computed here.
+        answers: measured duration of responses.
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class Door:
         self._keys = itertools.count(1)
 
     def meet(self, message: SubmitRequest) -> Request:
-        """Its record, and the first of its stamps: whatever becomes of it, its end is told."""
+        """Create the request's record and start its timings. Its end is always reported."""
         now, spec = time.monotonic(), message.spec
         request = Request.of(
             spec,
@@ -77,13 +79,13 @@ class Door:
         return request
 
     def take(self, request: Request, message: SubmitRequest, num_waiting: int) -> None:
-        """Lets in one that was met.
+        """Admit a request that `meet` returned.
 
         Args:
-            num_waiting: requests that wait here already.
+            num_waiting: requests that are queued here already.
 
         Raises:
-            ServingError: it may not come in.
+            ServingError: the request is rejected.
         """
         if self._live.get(request.origin) is not None:
             raise InvalidRequest(f"request {message.number} is live on this stream already")
@@ -99,7 +101,8 @@ class Door:
         self._live.let_in(request, times=times, ticket=placement.ticket, prefix_at=hints)
 
     def _may_wait_s(self, message: SubmitRequest) -> float:
-        """For its turn; without end, of an answer that goes on: its client has part of it."""
+        """Return the queue limit in seconds. Infinite for a continued response, which a client has
+        in part."""
         spec, remaining = message.spec, message.remaining
         if spec.num_generated:
             return math.inf

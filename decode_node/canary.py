@@ -1,16 +1,15 @@
-"""Whether the KV of a prefill node is what this node would have computed: tried when they are
-paired, and before any request goes there.
+"""Canary that checks that a prefill node computes correct KV, before requests are sent to it.
 
-    paired -> waits -> on trial --alike, or it cannot be told--> in use
+    paired -> waits -> on trial --same, or unknown--> in use
                 |     ^  ^  |
                 |     |  |  `--different--> kept out --(AGAIN_S, not busy)--> on trial
-              busy    |  |                      ^--different, or it cannot be told--'
+              busy    |  |                      ^--different, or unknown--'
                 `-> in use, untried: tried once, as soon as this node is not busy
 
-A short prompt is answered greedily twice at the same time: by a hand-off from that owner, and from
-KV of this node's own, each in a namespace where nobody has any of it. Two devices may rightly
-differ over a token that is as likely as another one, and with it over an answer, but not over every
-answer. Where this node has more to do than it can, nothing is tried.
+A short prompt is answered greedily twice at the same time: once by a hand-off from that node, and
+once with KV of this node. Each uses a namespace in which no node has cached KV. Two devices may
+legitimately choose different tokens where two are equally likely, so single responses may differ,
+but not all of them. A busy node runs no canaries.
 """
 
 import itertools
@@ -38,9 +37,9 @@ from node.messages import Ended, Placement, StepTokens, SubmitRequest
 
 log = logging.getLogger(__name__)
 
-STREAM = 0  # of what this node asks itself; those of routers are numbered from 1
+STREAM = 0  # stream number of the canary; those of routers start at 1
 PROMPT_TOKENS = 40
-NUM_ANSWERS = 3  # all of which must differ
+NUM_ANSWERS = 3  # a prefill node is wrong only if all of them differ
 AGAIN_S = 60.0
 BUDGET_S = 10.0
 
@@ -53,7 +52,8 @@ class _Answer:
 
     @property
     def failed(self) -> bool:
-        """Without being one: what a model makes of KV that is no numbers is an answer, too."""
+        """Whether it ended without a result. Corrupt KV (NaN or Inf logits) does count as a
+        result."""
         if self.end is None or self.end.reason == FinishReason.LENGTH:
             return False
         code, _ = StatusCode.INTERNAL.value
@@ -61,7 +61,7 @@ class _Answer:
 
 
 class _Standing(Enum):
-    """Of an owner, while it is tried."""
+    """State of a producer at the start of its trial."""
 
     NEW = auto()
     IN_USE = auto()
@@ -70,17 +70,17 @@ class _Standing(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Trial:
-    """One prompt; all before it were answered differently."""
+    """A trial with one prompt. All earlier trials gave different responses."""
 
     owner: OwnerUp
-    number: int  # of this owner's, from 1 on
+    number: int  # of this producer, counted from 1
     standing: _Standing
     handed: _Answer
     own: _Answer
 
     @property
     def verdict(self) -> str:
-        """ "right" | "wrong" | "unknown"; empty: it is under way."""
+        """Verdict: "right", "wrong" or "unknown". Empty while the trial runs."""
         if self.handed.failed or self.own.failed:
             return "unknown"
         if not (self.handed.end and self.own.end):
@@ -89,26 +89,26 @@ class _Trial:
 
     @property
     def in_use(self) -> bool:
-        """Meanwhile."""
+        """Whether the producer is in use during the trial."""
         return self.standing == _Standing.IN_USE
 
     @property
     def admits(self) -> bool:
-        """Whether the owner is in use once there is a verdict. One that was wrong has to be
-        right."""
+        """Whether the producer is in use after the verdict. After a wrong verdict only "right"
+        admits it."""
         if self.verdict == "unknown":
             return self.standing != _Standing.KEPT_OUT
         return self.verdict == "right"
 
 
 class Canary:
-    """Engine thread only.
+    """Canary trials of producers. Engine thread only.
 
     Args:
-        num_tokens: of an answer; 0: nothing is tried.
-        submit: takes a request of this stream; where it has a prefill address, that is the one of
-            `owner`.
-        is_busy: whether requests of others would pay for it.
+        num_tokens: length of a response. 0 disables trials.
+        submit: accepts a request of this stream. If it has a prefill address, that is the address
+            of `owner`.
+        is_busy: returns whether trials would delay client requests.
     """
 
     def __init__(
@@ -127,19 +127,20 @@ class Canary:
         self._counts = counts
         self._numbers = itertools.count(1)
         self._waiting: deque[OwnerUp] = deque()
-        self._untried: deque[OwnerUp] = deque()  # in use
+        self._untried: deque[OwnerUp] = deque()  # in use without a trial
         self._trial: _Trial | None = None
         self._kept_out: dict[int, tuple[OwnerUp, float]] = {}  # by instance; when to try again
 
     @property
     def owner(self) -> OwnerUp:
-        """The one on trial. Raises NodeUnavailable: it has gone."""
+        """Return the producer on trial. Raises NodeUnavailable if it is gone."""
         if self._trial is None:
             raise NodeUnavailable("the node that was to be tried is gone")
         return self._trial.owner
 
     def admitted(self, events: Sequence[NodeEvent], now: float) -> list[NodeEvent]:
-        """What the rest of the node is to know of these: an owner only while it is in use.
+        """Filter transfer events for the rest of the node: it sees a producer only while that is in
+        use.
 
         Args:
             now: time.monotonic().
@@ -159,7 +160,7 @@ class Canary:
         return passed
 
     def take(self, step: StepTokens) -> None:
-        """What this node says to this stream."""
+        """Receive the step output of the canary's own stream."""
         if self._trial is None:
             return
         answers = {each.request: each for each in (self._trial.handed, self._trial.own)}
@@ -172,7 +173,7 @@ class Canary:
                 answers[end.request].end = end
 
     def _settled(self, now: float) -> list[NodeEvent]:
-        """What is said of the trial's owner, if it is in use from now on, or no more."""
+        """Return the event that follows a verdict: the producer is now in use, or no longer."""
         trial = self._trial
         if trial is None or not trial.verdict:
             return []
@@ -200,7 +201,7 @@ class Canary:
         return [gone] if trial.in_use else []
 
     def _begin(self, now: float) -> list[NodeEvent]:
-        """Tries the next one; returns those that are in use untried."""
+        """Start the next trial. Returns producers that are put in use without one."""
         if self._trial is not None:
             return []
         if self._is_busy():
@@ -246,7 +247,7 @@ class Canary:
             )
 
     def _forgets(self, instance: int) -> bool:
-        """Whether that owner was not in use."""
+        """Forget a producer. Returns whether it was not in use."""
         trial = self._trial
         if trial is not None and trial.owner.owner == instance:
             self._trial = None

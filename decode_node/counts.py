@@ -1,4 +1,4 @@
-"""What a decode node counts of its hand-offs and of what it prefills itself. Engine thread only."""
+"""Counters of hand-offs and local prefills of a decode node. Engine thread only."""
 
 from collections.abc import Mapping
 
@@ -28,7 +28,8 @@ _REASONS: Mapping[type[ServingError], str] = {QueueTooLong: "late", AdapterNotLo
 
 
 class DecodeCounts:
-    """Names are those of Node.Describe; one with a slash ends with a reason, source or change."""
+    """Counters, named as in Node.Describe. A name with a slash ends with a reason, source or
+    change."""
 
     def __init__(self) -> None:
         self._totals = dict.fromkeys(_NAMES, 0)
@@ -39,22 +40,25 @@ class DecodeCounts:
         self._totals["link_changes/up" if up else "link_changes/down"] += 1
 
     def local_prefill(self, reason: str) -> None:
-        """reason: "colocated", "short", "no_owner" or "exhausted"."""
+        """Count a local prefill. `reason` is "colocated", "short", "no_owner" or "exhausted"."""
         self._local[reason] += 1
 
     def opened(self, attempt: int) -> None:
-        """Attempts are numbered from 1."""
+        """Count an opened hand-off. Attempts are numbered from 1."""
         self._totals["handoffs_opened"] += 1
         self._totals["handoff_retries"] += attempt > 1
 
     def held(
         self, seconds: float, *, pages_read: int, tokens: int, own: int, owner_cached: int
     ) -> None:
-        """
+        """Count a completed hand-off.
+
         Args:
-            seconds: since it was opened.
-            tokens: of the request; `own` are those that this node had, `owner_cached` those that
-                the owner had, both from the first one on.
+            seconds: time since it was opened.
+            pages_read: pages transferred.
+            tokens: of the request.
+            own: prefix tokens that this node had in its cache.
+            owner_cached: prefix tokens that the producer had in its cache.
         """
         totals = self._totals
         totals["handoffs_held"] += 1
@@ -65,15 +69,16 @@ class DecodeCounts:
         self._seconds.add(seconds)
 
     def moved_away(self, *, held: bool) -> None:
-        """A request was to go on elsewhere, and does; or it goes on here."""
+        """Count an outgoing migration: completed (`held`), or refused so that the request continues
+        here."""
         self._totals["moves/away" if held else "moves/refused"] += 1
 
     def moved_here(self) -> None:
-        """A request that ran elsewhere goes on here."""
+        """Count an incoming migration that completed."""
         self._totals["moves/here"] += 1
 
     def canary(self, verdict: str) -> None:
-        """verdict: "right", "wrong" or "unknown"."""
+        """Count a verdict: "right", "wrong" or "unknown"."""
         self._totals[f"canaries/{verdict}"] += 1
 
     def lost(self) -> None:
@@ -84,7 +89,8 @@ class DecodeCounts:
         self._totals[f"refused/{reason}"] += 1
 
     def dropped(self, finish: Finish) -> None:
-        """From a queue, where that is why."""
+        """Count a request that was dropped from a queue. Other ends have no retry time and do not
+        count."""
         self._totals["refused/dropped"] += bool(finish.retry_after_s)
 
     def totals(self) -> dict[str, int]:

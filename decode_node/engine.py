@@ -1,4 +1,4 @@
-"""What an engine does as a decode node's."""
+"""Engine process of a decode node."""
 
 from collections.abc import Callable
 
@@ -17,13 +17,13 @@ def wants(config: EngineConfig) -> EngineConfig:
 
 
 def check(engine: Engine) -> None:
-    """Raises ConfigError where its model is none for decode nodes."""
+    """Raise ConfigError if a decode node cannot serve the engine's model."""
     if not engine.model.spec.generates:
         raise ConfigError("the model has no head for tokens; prefill nodes serve what it can do")
 
 
 def serve(engine: Engine, start: EngineStart[DecodeConfig], prepare: Callable[[str], None]) -> None:
-    """Until the front lets this process go (PeerGone), or has another role for it (RoleOver).
+    """Serve until the node process disconnects (PeerGone) or changes the role (RoleOver).
 
     Args:
         prepare: see Desk.

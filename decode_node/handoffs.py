@@ -1,17 +1,17 @@
-"""Hand-offs on their way: opened at an owner, granted pages here, told a first token, held, joined.
+"""Hand-offs in progress: opened at a producer, granted pages, first token, completed, joined.
 
     open -> prealloc queue --grant--> transfer queue --held--> running batch
                  `---------lost-----------'  `--first token ended it--> ended
 
-Of several requests with one prompt, as the choices of n > 1 are, one goes first: once its KV is
-here the others share its whole pages, and of each only what is left, a page at most, is computed
-and moved.
+If several requests have the same prompt (choices with n > 1), one goes first. Once its KV is here,
+the others share its whole pages. For each of them only the rest, at most one page, is computed and
+transferred.
 
-A request that another decode node runs comes the same way. Nothing is told of it before it is held:
-until then it runs there, and if its attempt is lost it ends here.
+A migration from another decode node uses the same path. The client is sent nothing before the
+hand-off is completed: until then the request runs at its source. A failed attempt ends it here.
 
-Every request has one attempt under way at most. Which owner it goes to, and what becomes of one
-that has lost its attempt, is for the dispatcher to say.
+Each request has at most one attempt in progress. The dispatcher chooses the producer and decides
+how to continue after a failed attempt.
 """
 
 import dataclasses
@@ -52,21 +52,21 @@ from node.timings import AttemptStamps
 log = logging.getLogger(__name__)
 
 DEADLINE_CHECK_S = 0.1
-# A prompt that is computed is read so soon; if it is not, nobody waits for its pages any more.
+# A computed prompt is read within this time. Later, other requests do not wait for its pages.
 READ_SOON_S = 2.0
-# Of a request that moves here: longest wait for pages, and for its owner to stop it. Its client
-# waits for neither of them, or for one step.
+# Migration to this node: longest wait for pages, and for the source to stop the request. The client
+# is not affected: the request runs on during both waits, or pauses for one step.
 MOVE_WAIT_S = 2.0
-MOST_GROWTH = 512  # tokens, meanwhile
-# Longest wait of a launch for those that come next, once the first of several is about to be here.
+MOST_GROWTH = 512  # tokens generated during these waits
+# Longest delay of a launch for further migrations, once the first of several is about to arrive.
 LAUNCH_WAITS_S = 0.008
-# A budget that is used up since the caller looked is one all the same: none breaks the protocol.
+# The budget may have expired since the check, but the protocol needs more than 0.
 _LEAST_BUDGET_S = 1e-3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LostHandoff:
-    """An attempt that is over; its request holds nothing, and has the tokens that are out."""
+    """A failed attempt. Its request holds no resources and includes the tokens sent so far."""
 
     request: Request
     attempt: Attempt
@@ -74,14 +74,14 @@ class LostHandoff:
 
 
 class Handoffs:
-    """Engine thread only.
+    """Incoming hand-offs. Engine thread only.
 
     Attributes:
         prealloc: attempts that wait for pages.
-        transfer: granted ones.
+        transfer: granted attempts.
     Args:
-        instance: this node's, which its attempts are known by at owners.
-        max_granted_pages: of attempts that have no first token yet.
+        instance: of this node, by which producers identify its attempts.
+        max_granted_pages: limit for attempts without a first token.
     """
 
     def __init__(
@@ -107,15 +107,15 @@ class Handoffs:
         self.prealloc = PreallocQueue()
         self.transfer = TransferQueue()
         self._current: dict[int, HandoffId] = {}  # by request key, in either queue
-        self._on_its_way: dict[bytes, Transfer] = {}  # of prompts whose pages others may share
-        self._waits = Drain()  # for pages, in pages: the prealloc queue
+        self._on_its_way: dict[bytes, Transfer] = {}  # prompts whose pages others may share
+        self._waits = Drain()  # queue for pages (prealloc), in pages
         self._deadlines_due = 0.0
-        self._launch_by = 0.0  # for all of those that move here about now
+        self._launch_by = 0.0  # one limit for all migrations arriving now
         self._log = ThrottledLog(log, Throttle(most=100))
 
     @property
     def backlog(self) -> Backlog:
-        """Of those that wait for pages."""
+        """Backlog of attempts that wait for pages."""
         return self._waits.backlog
 
     def open(
@@ -126,12 +126,13 @@ class Handoffs:
         number: int,
         ticket: int = 0,
     ) -> None:
-        """
+        """Open a hand-off at a producer.
+
         Args:
-            number: of the attempt; no other of this request has it.
-            ticket: by which the owner knows the request, which it runs; 0: it does not.
+            number: of the attempt, unique for this request.
+            ticket: under which the producer runs the request. 0: the producer does not run it.
         Raises:
-            QueueTooLong: it would get its pages too late.
+            QueueTooLong: the request would get its pages too late.
         """
         now = time.monotonic()
         tables, num_tokens = self._destinations.tables, len(request.token_ids)
@@ -139,7 +140,7 @@ class Handoffs:
         if room_tokens:
             num_pages = tables.room_pages(room_tokens, prefix=0)
         else:
-            # A page's edge may leave more behind a window than the next token takes.
+            # At a page boundary, more pages may leave the window than the next token takes.
             num_pages = max(tables.pages_for(num_tokens), tables.pages_for(num_tokens + 1))
         priority, came = request.spec.priority, request.arrived
         self._waits.check(Place(request.start_by, num_pages, priority, came), now)
@@ -195,7 +196,7 @@ class Handoffs:
     # Pages --------------------------------------------------------------------------------------
 
     def grant(self, now: float) -> None:
-        """Reserves all pages of as many waiting attempts as there is room for, and grants them."""
+        """Reserve pages for each waiting attempt that fits, and grant them."""
         floor, kept = self._scheduler.floor, self._scheduler.kept
         if floor < math.inf:
             while (attempt := self._next_fitting(now, floor)) is not None:
@@ -219,7 +220,7 @@ class Handoffs:
         )
 
     def _has_twin(self, attempt: Attempt, now: float) -> bool:
-        """Whether the pages of its prompt will soon be here for another request."""
+        """Return whether another request will soon bring the pages of the same prompt."""
         twin = self._on_its_way.get(attempt.prompt)
         if twin is None:
             return False
@@ -227,8 +228,10 @@ class Handoffs:
         return not computed or now - computed < READ_SOON_S
 
     def _make_room(self) -> float:
-        """Has the most urgent of those that found none take the place of others; returns how urgent
-        it is, -inf without one."""
+        """Preempt requests for the most urgent attempt without pages.
+
+        Returns its priority, or -inf if there is no such attempt.
+        """
         if not (self._scheduler.preempts and len(self.prealloc)):
             return -math.inf
         num_unready = self.transfer.num_unready(self._max_granted_pages)
@@ -261,11 +264,11 @@ class Handoffs:
         return True
 
     def _keep_room(self) -> None:
-        """For those that have their pages, and are going to join."""
+        """Keep slots and pages free for granted attempts that will join."""
         self._scheduler.kept.slots = len(self.transfer)
         self._scheduler.kept.pages = self.transfer.growth_pages()
 
-    # What the owner and the reads say -----------------------------------------------------------
+    # Events of producers and reads ----------------------------------------------------------------
 
     def admitted(self, event: HandoffAdmitted) -> None:
         """Report the cached tokens before any is computed: if this node or the owner fails later,
@@ -280,8 +283,10 @@ class Handoffs:
             self._live.report_cached_tokens(request)
 
     def first_token(self, event: FirstToken) -> LostHandoff | None:
-        """Told to the client at once, before its KV has landed. Returns what is lost for a token
-        that is none."""
+        """Send the first token to the client at once, before its KV has landed.
+
+        Returns the failed attempt if the token is invalid.
+        """
         transfer = self.transfer.get(event.id)
         if transfer is None:
             return None
@@ -315,8 +320,11 @@ class Handoffs:
         return self.lost(Lost(handoff_id, reason, retryable=True))
 
     def _tokens_of_mover(self, transfer: Transfer, event: FirstToken) -> LostHandoff | None:
-        """What its owner has generated, which the client may know of. Nothing is told before it is
-        held: until then it runs there."""
+        """Check and record the tokens that the source generated and the client may not know.
+
+        They are sent only once the hand-off is completed: until then the request runs at its
+        source.
+        """
         attempt = transfer.attempt
         fresh = (*event.token_ids, event.token)
         reason = ""
@@ -335,7 +343,7 @@ class Handoffs:
             return self._refuse_ready(event, reason)
         now = time.monotonic()
         attempt.stamps.first_ready, attempt.stamps.first_token = event.first_ready, now
-        attempt.until = math.inf  # reads have deadlines of their own
+        attempt.until = math.inf  # reads have their own deadlines
         self._note_arrival(now)
         num_tokens = len(attempt.token_ids) + len(event.token_ids)
         transfer.destination = self._destinations.settle(transfer.destination, num_tokens)
@@ -366,24 +374,29 @@ class Handoffs:
         stamps.num_bytes = num_read * self._destinations.page_bytes
 
     def launch_waits_s(self, now: float, *, ahead: bool) -> float:
-        """So long the next launch should wait, at most, for requests that move here and stand still
-        already: one that comes just after it does so for the whole step.
+        """Return the maximum delay, in seconds, of the next launch for migrations that are paused
+        already.
+
+        A request that arrives just after a launch pauses for the whole step.
 
         Args:
-            ahead: a step is under way, and the next one would only be queued behind it: whoever
-                comes before its end would miss both.
+            ahead: a step is running and the next one would be queued behind it. A request that
+                arrives
+                before its end would miss both.
         """
         if ahead:
             return math.inf if self.transfer.num_coming else 0.0
         return max(0.0, self._launch_by - now) if self.transfer.is_arriving else 0.0
 
     def _note_arrival(self, now: float) -> None:
-        """Of one that moves here: it has stopped where it was, or its pages are read."""
+        """Extend the launch delay: a migrating request has stopped at its source, or its pages are
+        read."""
         if now > self._launch_by:
             self._launch_by = now + LAUNCH_WAITS_S
 
     def join(self) -> None:
-        """KV and first token are here: into the running batch without a forward."""
+        """Add requests whose KV and first token are here to the running batch, without a forward
+        pass."""
         for transfer in self.transfer.held():
             request = transfer.continued()
             if not self._scheduler.join(request, transfer.destination.holding):
@@ -397,10 +410,10 @@ class Handoffs:
                 fresh = (*transfer.told.token_ids, transfer.told.token)[1:]
                 self._live.tell_tokens(request, fresh, transfer.told.logprobs)
 
-    # Attempts that come to nothing --------------------------------------------------------------
+    # Failed and cancelled attempts ----------------------------------------------------------------
 
     def lost(self, event: Lost) -> LostHandoff | None:
-        """None: it was given up before."""
+        """Remove a failed attempt. Returns None if it was cancelled before."""
         transfer = self._remove(event.id)
         attempt = transfer.attempt if transfer else self.prealloc.remove(event.id)
         if attempt is None:
@@ -423,14 +436,17 @@ class Handoffs:
         return LostHandoff(request, attempt, event)
 
     def take_back(self, reason: str) -> list[LostHandoff]:
-        """Ends all attempts under way, as if their owners had lost them."""
+        """Fail all attempts in progress, as if their producers had failed them."""
         under_way = [*self.prealloc, *(each.attempt for each in self.transfer)]
         lost = [self._take_back(attempt.id, reason) for attempt in under_way]
         return [each for each in lost if each is not None]
 
     def give_up(self, request: Request, reason: str) -> bool:
-        """Ends the attempt under way: told to its owner, its pages dropped but for reads. False:
-        there is none."""
+        """Cancel the attempt in progress: notify the producer and drop its pages, except for
+        running reads.
+
+        Returns False if there is no attempt.
+        """
         handoff_id = self._current.pop(request.key, None)
         if handoff_id is None:
             return False
@@ -444,15 +460,18 @@ class Handoffs:
         return True
 
     def _remove(self, handoff_id: HandoffId) -> Transfer | None:
-        """From the transfer queue: who waits for its pages does so no more."""
+        """Remove from the transfer queue. Requests with the same prompt no longer wait for its
+        pages."""
         transfer = self.transfer.remove(handoff_id)
         if transfer is not None and self._on_its_way.get(transfer.attempt.prompt) is transfer:
             del self._on_its_way[transfer.attempt.prompt]
         return transfer
 
     def expire(self, now: float) -> None:
-        """Ends what is past its budget, and what waits for pages and can no longer be in time;
-        looks every DEADLINE_CHECK_S only."""
+        """End attempts that are past their budget or can no longer start in time.
+
+        Checks only every DEADLINE_CHECK_S.
+        """
         if now < self._deadlines_due:
             return
         self._deadlines_due = now + DEADLINE_CHECK_S
@@ -475,23 +494,24 @@ class Handoffs:
 
 
 def _name_of(request: Request) -> bytes:
-    """Of its tokens, in its namespace."""
+    """Hash of the namespace and the tokens."""
     return hashlib.blake2b(request.namespace + request.token_ids.tobytes(), digest_size=16).digest()
 
 
 def _room_to_grow(request: Request) -> int:
-    """Tokens that it may get while it waits to be moved."""
+    """Return how many tokens the request may generate while it waits for the migration."""
     return min(request.sampling.max_tokens - request.num_generated, MOST_GROWTH)
 
 
 def _as_told(request: Request, event: FirstToken) -> bool:
-    """Whether the tokens that a mover's client may not have come with all that it asks for."""
+    """Return whether the source sent log-probabilities for its new tokens, if the request wants
+    them."""
     wanted = len(event.token_ids) if request.sampling.logprobs >= 0 else 0
     return len(event.logprobs or ()) == wanted
 
 
 def _as_asked(request: Request, event: FirstToken) -> bool:
-    """Whether there are as many log-probabilities as the request asks for."""
+    """Return whether the event has as many log-probabilities as the request asks for."""
     told = [0 if each is None else len(each) for each in (event.logprobs, event.prompt_logprobs)]
     wanted = [
         int(request.sampling.logprobs >= 0),

@@ -1,4 +1,4 @@
-"""Requests that are to be placed once the pause of this node is over. They hold nothing."""
+"""Requests to be placed after the pause of this node. They hold no resources."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ from engine.batch.request import Request
 
 
 class HeldBack:
-    """In order of arrival. A waiter's `until` is by when it must have been placed."""
+    """Paused requests in order of arrival. `until` is the time by which a waiter must be placed."""
 
     def __init__(self) -> None:
         self._waiters: dict[int, Waiter] = {}  # by request key
@@ -22,5 +22,5 @@ class HeldBack:
         self._waiters[waiter.request.key] = waiter
 
     def remove(self, request: Request) -> bool:
-        """Whether it was here."""
+        """Remove a request. Returns whether it was queued here."""
         return self._waiters.pop(request.key, None) is not None

@@ -1,9 +1,8 @@
-"""Requests that run at another decode node and are to run here, while what they have so far is
-copied.
+"""Requests of another decode node that migrate to this one, while their KV so far is copied.
 
-Those of one node that are copied at the same time go together: they stop with the same step there,
-and begin with the same one here. One after the other, each would come in the midst of a step that
-the one before it has begun, and stand still to its end.
+Requests of one node that are copied at the same time migrate as a group: all stop after the same
+step there and start with the same step here. If they came one by one, each would arrive during a
+step started for the one before it, and would pause until that step ends.
 """
 
 from collections.abc import Iterator
@@ -16,11 +15,12 @@ from node.messages import MoveFrom
 @dataclass(frozen=True, slots=True, eq=False)
 class _Copied:
     request: Request
-    awaited: set[int]  # keys of those that were being copied when its own copy ended
+    awaited: set[int]  # keys of requests that were being copied when its own copy ended
 
 
 class Convoys:
-    """Engine thread only. Its length: of those that are copied, and wait for others."""
+    """Migration groups. Its length counts copied requests that wait for others. Engine thread
+    only."""
 
     def __init__(self) -> None:
         self._sources: dict[int, MoveFrom] = {}  # by key
@@ -33,24 +33,25 @@ class Convoys:
         return request.key in self._sources
 
     def put(self, request: Request, source: MoveFrom) -> None:
-        """A copy of it begins."""
+        """Register a request whose copy begins."""
         self._sources[request.key] = source
 
     def copied(self, request: Request) -> None:
-        """Its copy has ended, in whatever way."""
+        """Note that the copy of a request has ended, successfully or not."""
         address = self._sources[request.key].address
         awaited = {key for key, source in self._sources.items() if source.address == address}
         self._copied[request.key] = _Copied(request, awaited - self._copied.keys())
         self._await_no_more(request.key)
 
     def remove(self, request: Request) -> bool:
-        """Whether it was copied; it may be here in any case."""
+        """Remove a request. Returns whether its copy had ended. A request still being copied gives
+        False."""
         self._sources.pop(request.key, None)
         self._await_no_more(request.key)
         return self._copied.pop(request.key, None) is not None
 
     def take(self) -> Iterator[tuple[Request, MoveFrom]]:
-        """Those that go now. Takes them."""
+        """Yield and remove the requests that migrate now."""
         for key, copied in tuple(self._copied.items()):
             if not copied.awaited:
                 del self._copied[key]

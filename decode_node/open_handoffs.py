@@ -1,4 +1,4 @@
-"""Every hand-off that a decode node has open, as it is told to whoever looks for what is stuck."""
+"""List of all open hand-offs of a decode node, for finding stuck requests."""
 
 import time
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from decode_node.unpaired import Waiter
 def open_handoffs(
     unpaired: Iterable[Waiter], prealloc: Iterable[Attempt], transfer: Iterable[Transfer]
 ) -> list[dict[str, object]]:
-    """Fields of a line each: the queue, the request, and how far it is."""
+    """Return the log fields of each hand-off: its queue, its request and its progress."""
     now = time.monotonic()
     told: list[dict[str, object]] = [
         {"queue": "unpaired", "request_id": each.request.spec.request_id} for each in unpaired

@@ -1,13 +1,13 @@
-"""Running requests that another decode node is about to go on with: this node is the owner.
+"""Running requests that migrate to another decode node. This node is the producer.
 
     RUNNING --granted--> STOPPING --no launched step has it--> PAUSED --dropped, held--> gone
        ^                     |                                    |
        `-----------------------dropped, not held ----------------/
 
-Whoever has been released as held runs it, nobody else does. So a paused request goes on only with a
-HandoffDropped that says "not held", and is gone only with one that says "held": the books of the
-transfer thread decide, and a deadline here merely asks them. A request has one hand-off at most,
-and only the drop of that one wakes it.
+Exactly one node runs a request: the one to which it was released as held. A paused request resumes
+only after a HandoffDropped with "not held" and leaves only after one with "held". The transfer
+thread decides this. A deadline here only requests the decision. A request has at most one hand-off,
+and only the drop of that one resumes it.
 """
 
 import logging
@@ -32,14 +32,14 @@ from kvtransfer.ports import FailHandoff, Granted, HandoffDropped, Opened, Owner
 
 log = logging.getLogger(__name__)
 
-PAUSE_S = 1.0  # longest pause, before the bytes to be read are counted
-# What a read may take is counted at a tenth of its link's rate, which the reader tells. One that
-# tells nothing, or says that it is slower than this, is not waited for any longer.
+PAUSE_S = 1.0  # longest pause, without the time for the bytes to be read
+# The time for a read assumes a tenth of the link's rate, which the consumer reports. A consumer
+# that reports none, or a rate below this minimum, gets no additional time.
 _GIB = 1 << 30
 _SLOWEST_GIB_S = 0.1
 _UNKNOWN_GIB_S = 1.0
 _SHARE = 0.1
-# From the last move on: who reads the last answer is given time before the streams end.
+# After the last migration, the consumer has this long to read the final reply before streams end.
 LINGER_S = 1.0
 
 
@@ -58,18 +58,18 @@ _NEXT = {
 
 @dataclass(slots=True, eq=False)
 class _Departure:
-    """One hand-off of one running request."""
+    """A hand-off of one running request."""
 
     serial: int
     request: Request
-    num_known: int  # of its tokens, to the reader
+    num_known: int  # tokens that the consumer knows
     state: State = State.RUNNING
-    prefix_tokens: int = 0  # the reader has them
+    prefix_tokens: int = 0  # tokens that the consumer has KV of
     room_tokens: int = 0
     gib_per_s: float = _UNKNOWN_GIB_S
     paused_until: float = math.inf
     lent: Ints = field(default_factory=lambda: np.empty(0, np.int32))
-    over: bool = False  # the request has ended, or the hand-off is given up
+    over: bool = False  # the request has ended, or the hand-off is cancelled
 
     def to(self, new: State) -> None:
         if new not in _NEXT[self.state]:
@@ -78,10 +78,10 @@ class _Departure:
 
 
 class Departures:
-    """Engine thread only.
+    """Outgoing migrations. Engine thread only.
 
     Args:
-        on_moved: called with a request that runs elsewhere from now on; it is still in the
+        on_moved: called with a request that runs elsewhere from now on. It is still in the
             scheduler, stopped.
     """
 
@@ -106,7 +106,7 @@ class Departures:
         self._counts = counts
         self._on_moved = on_moved
         self._by_serial: dict[int, _Departure] = {}
-        self._by_request: dict[int, _Departure] = {}  # by key; those that are not over
+        self._by_request: dict[int, _Departure] = {}  # by key; without those that are over
         self._refused: set[int] = set()  # serials, until they are dropped
         self._moved_at = -math.inf
         self._log = ThrottledLog(log, Throttle())
@@ -116,23 +116,24 @@ class Departures:
 
     @property
     def busy(self) -> bool:
-        """Whether somebody reads here, or waits for an answer."""
+        """Whether a consumer is still reading or waiting for a reply."""
         return bool(self._by_serial) or time.monotonic() < self._moved_at + LINGER_S
 
     def lent(self) -> Iterator[Ints]:
-        """Pages held for publication."""
+        """Yield the pages held for publication."""
         return (departure.lent for departure in self._by_serial.values())
 
-    # What the transfer thread says --------------------------------------------------------------
+    # Events of the transfer thread ----------------------------------------------------------------
 
     def opened(self, event: Opened) -> None:
-        """The request goes on, and nothing is held, before the reader has pages for it."""
+        """Accept or refuse a hand-off. The request runs on, and no pages are held, until the
+        grant."""
         source = event.source
         request = self._live.by_ticket(source.ticket) if isinstance(source, Live) else None
         refusal = self._refusal(request, event)
         if request is None or refusal:
             self._refused.add(event.serial)
-            # A prompt goes elsewhere: who asks has found a prefill node at this address before.
+            # A prompt is retried elsewhere: the sender found a prefill node at this address before.
             retryable = isinstance(source, Prompt)
             self._port.post(FailHandoff(event.serial, refusal, retryable))
             return
@@ -140,7 +141,7 @@ class Departures:
         self._by_serial[event.serial] = self._by_request[request.key] = departure
 
     def _refusal(self, request: Request | None, event: Opened) -> str:
-        """Why the request does not leave; empty: it may."""
+        """Return why the request may not migrate, or "" if it may."""
         if not isinstance(event.source, Live):
             return "a decode node computes no prompts for others"
         if request is None:
@@ -164,7 +165,7 @@ class Departures:
     def granted(self, event: Granted) -> None:
         departure = self._by_serial.get(event.serial)
         if departure is None or departure.over:
-            return  # refused, or given up; HandoffDropped is under way
+            return  # refused or cancelled; HandoffDropped will follow
         departure.prefix_tokens, departure.room_tokens = event.prefix_tokens, event.room_tokens
         if event.gib_per_s:
             departure.gib_per_s = max(event.gib_per_s, _SLOWEST_GIB_S)
@@ -187,22 +188,26 @@ class Departures:
         else:
             self._log.info("not moved", request_id=request.spec.request_id, because=event.reason)
         if departure.state is State.RUNNING or request.slot is None:
-            return  # it has never stopped, or has ended meanwhile
+            return  # it never stopped, or has ended meanwhile
         if event.held:
             self._on_moved(request)
         else:
             self._scheduler.go_on(request)
 
     def copied(self, ticket: int) -> bool:
-        """A request is about to be asked for, and its KV is wanted beforehand: what there is whole
-        pages of can be had from the tree. Returns whether it runs, as it does from then on too."""
+        """Publish the whole pages of a running request in the prefix tree, so that they can be
+        copied.
+
+        Called before the migration is requested. The request keeps running. Returns whether it
+        runs.
+        """
         request = self._live.by_ticket(ticket)
         return request is not None and self._scheduler.learn(request)
 
-    # Turns --------------------------------------------------------------------------------------
+    # Poll and end ---------------------------------------------------------------------------------
 
     def poll(self, now: float) -> None:
-        """Publishes those that have stopped, and asks for those that stand still too long."""
+        """Publish requests that have stopped, and fail hand-offs whose pause is too long."""
         for departure in tuple(self._by_request.values()):
             if departure.over:
                 continue
@@ -212,13 +217,13 @@ class Departures:
                 self._give_up(departure, "the reader took too long")
 
     def ended(self, request: Request) -> None:
-        """It has come to its end, here and for its client."""
+        """Cancel the hand-off of a request that has ended here and for its client."""
         departure = self._by_request.get(request.key)
         if departure is not None and not departure.over:
             self._give_up(departure, "the request has ended")
 
     def give_up_all(self, reason: str) -> None:
-        """Whoever reads here is to do without; those that have stopped go on."""
+        """Cancel all hand-offs. Requests that have stopped resume here."""
         for departure in tuple(self._by_request.values()):
             if not departure.over:
                 self._give_up(departure, reason)
@@ -259,7 +264,8 @@ class Departures:
         )
 
     def _give_up(self, departure: _Departure, reason: str) -> None:
-        """HandoffDropped follows, and says what becomes of the request."""
+        """Fail the hand-off. HandoffDropped follows and decides whether the request resumes
+        here."""
         departure.over = True
         self._port.post(FailHandoff(departure.serial, reason, retryable=False))
 

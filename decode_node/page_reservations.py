@@ -1,8 +1,8 @@
-"""Where the KV of a hand-off lands: fresh pages behind those that the prefix cache has already, and
-for all that windows see at the prompt's end.
+"""Pages that receive the KV of a hand-off: those after the cached prefix, and those in the windows
+at the end of the prompt.
 
-A hand-off has two holds on the fresh ones. The request's goes with the request, wherever that goes;
-that of the reads stays until no byte can land there any more, whatever has become of the request.
+A hand-off holds the fresh pages twice. The request's hold follows the request. The hold of the
+reads remains until no more bytes can land in the pages, whatever happens to the request.
 """
 
 from typing import NamedTuple
@@ -24,10 +24,10 @@ class Destination(NamedTuple):
     """Pages of all tokens of a request, held for it.
 
     Attributes:
-        holding: of one that moves here, until it is known how many tokens it has, all pages that
-            are held for it, in one table.
-        prefix_tokens: whole pages of them are here already, of full tables.
-        fresh: the other pages, held for the reads too, as GrantHandoff has them.
+        holding: the pages. For a migration, one table with all pages until its number of tokens is
+            known.
+        prefix_tokens: tokens in whole pages that are cached here already, of full tables.
+        fresh: the other pages, also held for the reads, in the order of GrantHandoff.
     """
 
     holding: Holding
@@ -36,10 +36,10 @@ class Destination(NamedTuple):
 
 
 class Destinations:
-    """Engine thread only.
+    """Reservations of pages for incoming hand-offs. Engine thread only.
 
     Attributes:
-        reads: pages held until nothing can land in them.
+        reads: pages held until no more bytes can land in them.
     """
 
     def __init__(
@@ -63,11 +63,14 @@ class Destinations:
     def reserve(
         self, handoff_id: HandoffId, token_ids: Ints, namespace: Namespace, room_tokens: int = 0
     ) -> Destination | None:
-        """All or nothing. None although there seemed to be room: what looked evictable hangs below
-        something held.
+        """Reserve pages for all tokens, or none.
+
+        Returns None if pages are short, although they seemed to suffice: an evictable-looking page
+        may
+        be the parent of a held one.
 
         Args:
-            room_tokens: of a request that moves here: so many are to fit.
+            room_tokens: number of tokens to fit, for a migration. 0: not a migration.
         """
         num_tokens = len(token_ids)
         cached = self._cache.match(token_ids, namespace).shared
@@ -91,13 +94,15 @@ class Destinations:
         return Destination(holding, prefix_tokens, fresh)
 
     def lacks_pages(self, token_ids: Ints, destination: Destination) -> bool:
-        """Whether whole pages of them are going to be read that the cache will have then."""
+        """Return whether the reads will bring whole pages into the cache that it lacks now."""
         whole = len(token_ids) - len(token_ids) % self.tables.page_size
         return self._cache.enabled and destination.prefix_tokens < whole
 
     def settle(self, destination: Destination, num_tokens: int) -> Destination:
-        """Of a request that moves here: now it is known to have KV of so many tokens. What is too
-        much goes back, as soon as no read can land there."""
+        """Adjust the reservation of a migration once its number of tokens with KV is known.
+
+        Surplus pages become free as soon as no read can land in them.
+        """
         tables, prefix = self.tables, destination.prefix_tokens
         cached = destination.holding.flat()[: -len(destination.fresh) or None]
         cached = cached.reshape(tables.num_full, tables.num_pages(prefix))
@@ -108,7 +113,7 @@ class Destinations:
         return Destination(holding, prefix, fresh)
 
     def drop(self, destination: Destination) -> None:
-        """The request does not want them any more; reads may go on."""
+        """Release the request's hold on the pages. Reads may continue."""
         self._pages.drop(destination.holding.flat(), Holder.REQUEST)
 
     def reads_ended(self, handoff_id: HandoffId) -> None:

@@ -1,15 +1,14 @@
-"""Where a request is prefilled: at a prefill node that this node is paired with, at one that it is
-soon paired with again, or here.
+"""Placement of prefills: at a paired prefill node, at one that will soon be paired again, or here.
 
     new, or lost its hand-off --> hand-off at the first usable candidate
                              |--> held back (a pause) or unpaired (owners just lost) --> again
                              `--> here (colocated, short, no owner, all tried)
                                     |--> fetching: another node has much of it --> waiting queue
                                     `--> waiting queue
-    runs elsewhere, and is to run here --> fetching: what it has so far --> convoy
-                                                               --> hand-off of the rest
+    migrates to this node --> fetching: its KV so far --> migration group --> hand-off of the rest
 
-Knows who can be asked and who has failed a request; knows nothing of how a hand-off goes.
+This module knows which producers are available and which have failed a request. The steps of a
+hand-off are in handoffs.py.
 """
 
 import math
@@ -40,14 +39,14 @@ from node.sharing.prefixes import PrefixSharing
 
 
 class Dispatcher:
-    """Engine thread only.
+    """Placement of requests. Engine thread only.
 
     Attributes:
-        unpaired: requests that wait for an owner.
-        held_back: those that wait for the end of a pause.
-        fetching: those whose prefix is being read.
+        unpaired: requests that wait for a producer.
+        held_back: requests that wait for the end of a pause.
+        fetching: requests whose prefix is being fetched.
     Args:
-        prompts: those to be computed here.
+        prompts: queue of prompts to be computed here.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class Dispatcher:
         self._counts.link(up=True)
 
     def owner_down(self, event: OwnerDown, now: float) -> bool:
-        """Whether this node was paired with it."""
+        """Remove a producer. Returns whether this node was paired with it."""
         owner = self._owners.get(event.address)
         if owner is None or owner.owner != event.owner:
             return False
@@ -91,14 +90,15 @@ class Dispatcher:
         return True
 
     def place(self, request: Request, candidates: tuple[str, ...], attempt: int = 1) -> None:
-        """Opens a hand-off at the first usable candidate, has it wait for one, or prefills here;
-        during a pause, once that is over.
+        """Open a hand-off at the first usable candidate, wait for one, or prefill here.
+
+        During a pause, the request is placed after the pause.
 
         Args:
-            attempt: number of the one that this is going to be.
+            attempt: number of the next attempt.
         Raises:
             DeadlineExceeded: no time is left.
-            QueueTooLong: its turn would come too late.
+            QueueTooLong: it would be scheduled too late.
         """
         now = time.monotonic()
         if request.deadline <= now:
@@ -117,8 +117,11 @@ class Dispatcher:
             self._handoffs.open(request, usable[0], candidates, attempt)
 
     def place_mover(self, request: Request, source: MoveFrom) -> None:
-        """Copies what the decode node that runs it has so far, while it runs on, and then opens a
-        hand-off there; or has it wait until this node is paired with that one.
+        """Start the migration of a request to this node.
+
+        Copies its KV so far while it runs on, then opens a hand-off at its source. Waits first if
+        this
+        node is not paired with the source.
 
         Raises:
             QueueTooLong: it would get its pages too late.
@@ -134,12 +137,12 @@ class Dispatcher:
             self._move(request, source)
 
     def place_again(self, lost: LostHandoff) -> None:
-        """A new attempt elsewhere, or here; or its end."""
+        """Place a request after a failed attempt: at another node, or here. Otherwise end it."""
         request, event = lost.request, lost.event
-        if _is_canary(request):  # its owner's it is, or nobody's
+        if _is_canary(request):  # a canary tests one producer and has no other
             self._live.refuse(request, NodeUnavailable(event.reason))
             return
-        if lost.attempt.moves:  # its owner may run it still
+        if lost.attempt.moves:  # the source may still run it
             self._live.refuse(request, NodeUnavailable(f"not moved: {event.reason}"))
             return
         if event.engine_died:
@@ -157,13 +160,14 @@ class Dispatcher:
             if event.retry_after_s:
                 self._check_another(lost, candidates, attempt)
             else:
-                request.start_by = math.inf  # it has waited through no fault of its own
+                request.start_by = math.inf  # the delay was not its fault
             self.place(request, candidates, attempt)
         except ServingError as error:
             self._live.refuse(request, error)
 
     def pair_again(self, now: float) -> None:
-        """Places those that have waited for an owner, in vain or not."""
+        """Place requests that waited for a producer, whether one was paired or the wait timed
+        out."""
         for waiter in self.unpaired.take(now, self._owners):
             try:
                 if not waiter.ticket:
@@ -177,7 +181,7 @@ class Dispatcher:
                 self._live.refuse(waiter.request, error)
 
     def place_held_back(self, now: float) -> None:
-        """Once the pause is over; during it, ends those that it has taken too long for."""
+        """Place paused requests after the pause. During it, end those that have waited too long."""
         for waiter in self.held_back:
             request = waiter.request
             try:
@@ -191,8 +195,10 @@ class Dispatcher:
                 self._live.refuse(request, error)
 
     def place_fetched(self, now: float) -> None:
-        """Those whose prefix has been read, or is not to be had, go to the scheduler; what runs
-        elsewhere is to come now, or with others."""
+        """Send requests to the scheduler whose fetch has ended, successfully or not.
+
+        Migrations continue with their hand-off, alone or as a group.
+        """
         for request, _ in self.fetching.take(now):
             if request in self._convoys:
                 self._sharing.forget(request.key)
@@ -211,7 +217,7 @@ class Dispatcher:
                 self._live.refuse(request, error)
 
     def give_up(self, request: Request) -> bool:
-        """It has ended. False: it is not here."""
+        """Remove a request that has ended. Returns False if it is not queued here."""
         if self.unpaired.remove(request) or self.held_back.remove(request):
             return True
         if not (self._convoys.remove(request) or self.fetching.remove(request)):
@@ -222,15 +228,16 @@ class Dispatcher:
 
     @property
     def num_fetching(self) -> int:
-        """Those whose prefix is being read, and those whose has been and that wait for others."""
+        """Requests whose prefix is being fetched or is waiting for another fetch."""
         return len(self.fetching) + len(self._convoys)
 
     def _check_another(self, lost: LostHandoff, candidates: Sequence[str], attempt: int) -> None:
-        """After an owner whose queue is too long, which is no reason to prefill it here: those who
-        are answered would pay for it.
+        """Check that another producer may be tried after one whose queue is too long.
+
+        Such a request is not prefilled here, because that would delay running responses.
 
         Raises:
-            QueueTooLong: no other owner is left, or no time.
+            QueueTooLong: no other producer is left, or no time.
         """
         here = self._why_here(lost.request, self._usable(candidates), attempt)
         if here or lost.request.start_by <= time.monotonic():
@@ -242,7 +249,7 @@ class Dispatcher:
     def _waits_for_an_owner(
         self, request: Request, candidates: tuple[str, ...], attempt: int, now: float
     ) -> bool:
-        """Has it wait for an owner, if one of these may soon be paired again."""
+        """Queue the request for a producer if one of the candidates may soon be paired again."""
         until = min(self.unpaired.worth_until(candidates), request.deadline)
         if self._is_exhausted(attempt) or now >= until or self._is_short(request):
             return False
@@ -251,7 +258,7 @@ class Dispatcher:
         return True
 
     def _why_here(self, request: Request, usable: Sequence[OwnerUp], attempt: int) -> str:
-        """Why it is to be prefilled here, as DecodeCounts names it; empty: it is not."""
+        """Return why it is prefilled here, as named in DecodeCounts, or "" if it is not."""
         if _is_canary(request):
             return "canary"
         if self._config.mode == "colocated":
@@ -281,7 +288,7 @@ class Dispatcher:
             self._scheduler.add(request)
         place = Place(request.due, num_tokens, request.spec.priority)
         self._prompts.join(request.key, place, now)
-        if not _is_canary(request):  # which is no prompt of anybody's
+        if not _is_canary(request):  # canaries are not client prompts
             self._counts.local_prefill(why)
         stamps = self._live.stamps(request)
         stamps.queued, stamps.why_here = now, why

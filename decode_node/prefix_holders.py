@@ -1,5 +1,5 @@
-"""Who holds some of a prompt, for whoever computes it: this node by its own books, and others by
-what the router knows."""
+"""Nodes that hold part of a prompt: this node by its own cache, others as reported by the
+router."""
 
 from common.requests.prefix_hint import MAX_HINTS, PrefixAt
 from engine.batch.request import Request
@@ -7,14 +7,14 @@ from engine.kv_cache.radix import RadixCache
 from engine.offload.tiers import Tiers
 from node.messages import Placement
 
-WORTH_NAMING_TOKENS = 64  # of a prompt, that this node has: for less nobody reads here
+WORTH_NAMING_TOKENS = 64  # shorter cached prefixes are not offered to other nodes
 
 
 class PrefixHolders:
-    """Engine thread only.
+    """Prefix hints for hand-offs. Engine thread only.
 
     Args:
-        shares: whether nodes read prefixes of each other; else there is nothing to be told.
+        shares: whether nodes fetch prefixes from each other. If not, there are no hints.
     """
 
     def __init__(self, cache: RadixCache, tiers: Tiers, *, shares: bool) -> None:
@@ -23,7 +23,8 @@ class PrefixHolders:
         self._shares = shares
 
     def of(self, request: Request, placement: Placement) -> tuple[PrefixAt, ...]:
-        """Whoever has most of it by this node's own books, then those that the router names."""
+        """Return this node, if it holds enough of the prompt, then the nodes that the router
+        names."""
         if not self._shares:
             return ()
         if not placement.own_address or len(request.token_ids) < WORTH_NAMING_TOKENS:

@@ -1,4 +1,4 @@
-"""What a node's front does as a decode node's."""
+"""Services of a decode node's process."""
 
 import time
 from functools import partial
@@ -25,9 +25,12 @@ def program(config: DecodeConfig) -> RoleProgram:
 
 
 def _parts(front: Front, *, colocated: bool, falls_back: bool, fetches: bool) -> NodeParts:
-    """Routers call here, and decode nodes that a request of this one goes to; this node calls the
-    prefill nodes that routers name, decode nodes that a request, or a prefix, comes from, and whose
-    weights it is to take."""
+    """Connect the services of a decode node.
+
+    Incoming calls: routers, and decode nodes to which a request of this node migrates. Outgoing
+    calls: prefill nodes named by routers, and decode nodes from which this node takes a request, a
+    prefix or weights.
+    """
 
     def beat(late_s: float) -> None:
         front.supervision.beat(time.monotonic(), late_s)
@@ -63,7 +66,7 @@ def _parts(front: Front, *, colocated: bool, falls_back: bool, fetches: bool) ->
         on_trial=serve.on_trial,
         moved=serve.moved,
         pair_with=lambda address: owners.name([address]),
-        drain=serve.drain,  # whoever its requests go to still pairs with it
+        drain=serve.drain,  # destinations of its requests can still pair with it
         resume=serve.resume,
         end=end,
     )

@@ -1,9 +1,9 @@
 """The decode node's two queues before a request joins the running batch.
 
-PreallocQueue: opened at an owner, waiting here for pages. TransferQueue: granted; its KV is being
-computed, read, or confirmed. A request holds nothing while it queues for pages, and all it needs
-from the grant on. Prompts that are prefilled here wait for the same pages, in the scheduler: both
-wait as if in one queue (arrivals.py).
+PreallocQueue holds attempts that are opened at a producer and wait here for pages. TransferQueue
+holds granted attempts whose KV is being computed, read or confirmed. A request holds no resources
+while it waits for pages, and all that it needs from the grant on. Prompts that are prefilled here
+wait for the same pages in the scheduler. Both wait as if in one queue (arrivals.py).
 """
 
 import dataclasses
@@ -25,19 +25,19 @@ from node.timings import AttemptStamps
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """One attempt at one hand-off: the request as it stood when the attempt began."""
+    """An attempt at a hand-off, with the request as it was when the attempt began."""
 
     id: HandoffId
     request: Request
     owner: int  # its instance
-    candidates: tuple[str, ...]  # owners that have not failed it, in order of preference
+    candidates: tuple[str, ...]  # producers that have not failed it, in order of preference
     num_pages: int  # for its tokens and the next one
     opened: float  # time.monotonic()
     stamps: AttemptStamps
-    prompt: bytes = b""  # names its tokens and whose they are; those of a mover have no name
-    # Of one that runs at its owner and is to run here; it has no other attempt.
-    room_tokens: int = 0  # its KV may be of so many by then; 0: a prompt's
-    until: float = math.inf  # time.monotonic(), of the wait that it is in
+    prompt: bytes = b""  # hash of namespace and tokens; empty for migrations
+    # Only for migrations to this node, which have one attempt.
+    room_tokens: int = 0  # maximum tokens with KV when it arrives; 0: a prompt
+    until: float = math.inf  # time.monotonic(), deadline of the current wait
 
     @property
     def moves(self) -> bool:
@@ -45,17 +45,17 @@ class Attempt:
 
     @property
     def token_ids(self) -> Ints:
-        """What the owner is asked for. The newest token of a request that runs may have no KV."""
+        """Tokens requested from the producer. A running request's newest token may have no KV."""
         return self.request.token_ids[:-1] if self.moves else self.request.token_ids
 
     @property
     def arrived(self) -> float:
-        """The request's: who has lost a hand-off keeps its place."""
+        """Arrival of the request. A request that lost a hand-off keeps its position."""
         return self.request.arrived
 
     @property
     def place(self) -> float:
-        """Likewise."""
+        """Place of the request. A request that lost a hand-off keeps its position."""
         return self.request.place
 
     @property
@@ -77,11 +77,11 @@ class Transfer:
 
     attempt: Attempt
     destination: Destination
-    growth_pages: int  # to be kept free for it, once it runs
+    growth_pages: int  # to be kept free for it after it joins
     owner_cached_tokens: int = 0
     first_token: int | None = field(default=None)
-    told: FirstToken | None = None  # of one that moves here: what its client is told once it has
-    held: bool = False  # the KV is here and right; waiting for a slot at most
+    told: FirstToken | None = None  # migrations only: tokens sent to the client after the join
+    held: bool = False  # the KV is here and correct; it waits at most for a slot
 
     @property
     def cached_tokens(self) -> int:
@@ -89,8 +89,10 @@ class Transfer:
         return max(self.destination.prefix_tokens, self.owner_cached_tokens)
 
     def continued(self) -> Request:
-        """The request with the first token, if it has come, and what its owner has generated before
-        it, as its own."""
+        """Return the request including its first token, if that has arrived.
+
+        For a migration, the tokens that its source generated before are included too.
+        """
         request = self.attempt.request
         if self.first_token is None:
             return request
@@ -100,8 +102,10 @@ class Transfer:
 
 
 class PreallocQueue:
-    """Attempts in order of their requests' places, in which clients take turns. Small ones may
-    overtake a large one for a while."""
+    """Attempts in the order of their requests' places, with clients taking turns.
+
+    Small attempts may overtake a large one for a limited time.
+    """
 
     def __init__(self) -> None:
         self._attempts: FairQueue[HandoffId, Attempt] = FairQueue()
@@ -127,16 +131,17 @@ class PreallocQueue:
         floor: float = -math.inf,
         held_back: Callable[[Attempt], bool] = lambda attempt: False,
     ) -> Attempt | None:
-        """Takes out the first attempt that may be granted. No head-of-line block, and no
-        starvation.
+        """Remove and return the first attempt that may be granted.
+
+        Large attempts neither block the queue nor starve.
 
         Args:
-            num_unready: pages that may be granted before one of them is ready.
-            claim: of a prompt that waits to be prefilled here. Where there is room for it now,
-                those behind it share what it leaves.
-            floor: who is less urgent waits for others.
-            held_back: whether one for whom there is room waits all the same, for what another one
-                will leave in the cache.
+            num_unready: pages that may be granted to attempts without a first token.
+            claim: pages that a prompt to be prefilled here waits for. If they are available now,
+                attempts behind it share the rest.
+            floor: lowest priority that may be granted.
+            held_back: returns whether an attempt that fits waits anyway, for pages that another
+                attempt will leave in the cache.
         """
         if claim is not None and claim.priority < floor:
             claim = None
@@ -158,9 +163,12 @@ class PreallocQueue:
         return None
 
     def barrier(self, now: float, num_unready: float, floor: float = -math.inf) -> float:
-        """Place of the first attempt that no prompt behind it may overtake any more; infinite
-        without one. Who waits for the end of other grants, or for who is more urgent, lacks nothing
-        of theirs."""
+        """Return the place of the first attempt that no prompt behind it may overtake any more.
+
+        Infinite if there is none. Attempts that wait for other grants or for more urgent requests
+        do
+        not count: they do not wait for the pages of prompts.
+        """
         for attempt in self._attempts.in_turn():
             if attempt.priority < floor:
                 continue
@@ -171,7 +179,7 @@ class PreallocQueue:
         return math.inf
 
     def most_urgent(self, num_unready: float) -> Attempt | None:
-        """Of those that lack room; of equals the first in line."""
+        """Return the attempt with the highest priority that lacks pages, the first of equals."""
         lacking = (each for each in self._attempts.in_turn() if each.num_pages <= num_unready)
         return max(lacking, key=lambda attempt: attempt.priority, default=None)
 
@@ -184,7 +192,7 @@ class TransferQueue:
 
     def __init__(self) -> None:
         self._transfers: dict[HandoffId, Transfer] = {}
-        self._movers: dict[HandoffId, Transfer] = {}  # of these
+        self._movers: dict[HandoffId, Transfer] = {}  # those that are migrations
 
     def __len__(self) -> int:
         return len(self._transfers)
@@ -206,12 +214,12 @@ class TransferQueue:
 
     @property
     def num_coming(self) -> int:
-        """Of those that run at their owners, how many are not held yet."""
+        """Number of migrations that are not completed."""
         return sum(not transfer.held for transfer in self._movers.values())
 
     @property
     def is_arriving(self) -> bool:
-        """Whether one of those has stopped there, and is not held yet."""
+        """Whether a migrating request has stopped at its source and is not completed."""
         movers = self._movers.values()
         return any(transfer.told is not None and not transfer.held for transfer in movers)
 
@@ -223,8 +231,12 @@ class TransferQueue:
         return sum(transfer.growth_pages for transfer in self._transfers.values())
 
     def num_unready(self, most: int) -> float:
-        """Pages that may be granted besides: those without a first token, which wait through an
-        owner's prefill queue, are `most`; a first one may have any number."""
+        """Return how many more pages may be granted.
+
+        Attempts without a first token wait for the producer's prefill queue and may hold `most`
+        pages
+        together. The first granted attempt may have any number.
+        """
         if not self._transfers:
             return math.inf
         unready = (each for each in self._transfers.values() if each.first_token is None)

@@ -5,11 +5,11 @@
         |---> unpaired (owners just lost) <-+-----------------------------------|
         `--(colocated, short, no owner)-----+-----------------------------------+--> waiting queue
 
-This node is responsible for a request from submission to last token (active_requests.py). What it
-has lost it can always prefill itself. The dispatcher says where a request goes, the hand-offs are
-those on their way, the scheduler has what is computed here. None of them knows streams and sockets:
-the router is behind the desk and the outbox, other nodes are behind a NodePort. Of a running
-request that another decode node is to go on with this one is the owner (outgoing_migrations.py).
+This node is responsible for a request from submission to the last token (active_requests.py). It
+can always prefill a request itself after a failed hand-off. The dispatcher places requests,
+Handoffs tracks hand-offs in progress, and the scheduler holds requests that are computed here. None
+of them knows streams or sockets: the router is behind the desk and the outbox, other nodes behind a
+NodePort. For outgoing migrations this node is the producer (outgoing_migrations.py).
 """
 
 import math
@@ -72,7 +72,7 @@ from node.sharing.prefixes import PrefixSharing
 
 
 class DecodeRole:
-    """Engine thread only."""
+    """State and queues of a decode node. Engine thread only."""
 
     def __init__(
         self,
@@ -99,13 +99,13 @@ class DecodeRole:
         self._outbox = outbox
         self._sharing = sharing
         self._tiers = tiers
-        # Of all requests here: what fits into the pool, and what may wait for it.
+        # Limit for all requests: the tokens that fit into the pool and those that may wait.
         most_tokens = config.engine.scheduler.max_waiting_tokens + tables.max_tokens(
             pages.num_pages
         )
         self._counts = DecodeCounts()
         self._live = LiveRequests(outbox, self._counts, adapters, most_tokens)
-        self._prompts = Drain()  # to be computed here
+        self._prompts = Drain()  # prompts to be computed here
         self._answers = AnswerPace()
         self._door = Door(
             max_waiting=config.engine.scheduler.max_waiting,
@@ -175,7 +175,7 @@ class DecodeRole:
 
     def poll(self) -> None:
         now = time.monotonic()
-        for lost in self._take_events(now):  # now: which owners are left is known
+        for lost in self._take_events(now):  # after all events, so that lost producers are known
             self._dispatcher.place_again(lost)
         self._expire(now)
         self._desk.poll(self, self._take)
@@ -231,7 +231,7 @@ class DecodeRole:
         return self._handoffs.launch_waits_s(time.monotonic(), ahead=self.scheduler.computes)
 
     def check(self) -> None:
-        """Raises EngineFault where a page or slot is nobody's, or somebody's who has left."""
+        """Raise EngineFault if a page or slot has no live owner."""
         joining = [transfer.destination.holding.flat() for transfer in self._handoffs.transfer]
         reads = [*self._destinations.reads.values(), *self._sharing.reads()]
         lent = [*self._departures.lent(), *self._sharing.lent()]
@@ -239,7 +239,7 @@ class DecodeRole:
             {Holder.REQUEST: joining, Holder.READ: reads, Holder.PUBLICATION: lent}
         )
 
-    # What the transfer thread says --------------------------------------------------------------
+    # Events of the transfer thread ----------------------------------------------------------------
 
     def _take_events(self, now: float) -> list[LostHandoff]:
         lost: list[LostHandoff | None] = []
@@ -273,7 +273,7 @@ class DecodeRole:
                     self._departures.dropped(event)
         return [each for each in lost if each is not None]
 
-    # What the desk asks -------------------------------------------------------------------------
+    # Calls of the desk ----------------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
@@ -346,7 +346,7 @@ class DecodeRole:
     def flights(self, num_ended: int) -> list[tuple[str, Flight]]:
         return self._live.flights(num_ended)
 
-    # What the router sends ----------------------------------------------------------------------
+    # Messages of the router -----------------------------------------------------------------------
 
     def _take(self, message: FrontMessage) -> None:
         cancelled = Finish(FinishReason.ABORT, "cancelled")
@@ -387,8 +387,7 @@ class DecodeRole:
 
     @property
     def _num_waiting(self) -> int:
-        """For pages, in either queue, or for an owner. Whoever is let in may go from one to
-        another."""
+        """Number of requests that wait for pages or a producer. Admitted ones may change queues."""
         num_elsewhere = len(self._dispatcher.unpaired) + len(self._handoffs.prealloc)
         num_elsewhere += len(self._dispatcher.held_back)
         num_elsewhere += len(self._preparations) + self._dispatcher.num_fetching
@@ -417,28 +416,29 @@ class DecodeRole:
         self._ended(Finished(request, moved()))
 
     def _ended(self, finished: Finished) -> None:
-        """In the scheduler."""
+        """End a request that has left the scheduler."""
         self._departures.ended(finished.request)
         self._prompts.leave(finished.request.key)
         self._sharing.forget(finished.request.key)
         self._live.end(finished.request, finished.finish)
 
     def _note_length(self, finished: Finished, now: float) -> None:
-        """Of an answer that came to its own end."""
+        """Record the length of a response that was not cut short."""
         stamps = self._live.stamps(finished.request)
         if finished.num_generated and stamps.first_token:
             self._answers.ended(finished.num_generated, now - stamps.first_token)
 
-    # Moments of a request, for its timeline -----------------------------------------------------
+    # Timings of a request -------------------------------------------------------------------------
 
     def _stamp_chunk(self, chunk: ChunkDone) -> None:
-        """Only the first last chunk counts: a retracted request may be computed anew."""
+        """Record the prefill time of the first last chunk only: a retracted request is
+        recomputed."""
         stamps = self._live.stamps(chunk.request)
         if chunk.first_token is not None and stamps.queued and not stamps.prefilled:
             stamps.prefilled = time.monotonic()
             stamps.note_first_token(stamps.prefilled)
 
     def _tell_trial(self, request: Request | None) -> None:
-        """Before the step is launched that the engine may die in."""
+        """Report the request on trial, before the launch of the step that may crash the engine."""
         self._told_trial = request
         self._desk.notify(OnTrial(*request.origin) if request else OnTrial(0, 0))

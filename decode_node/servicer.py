@@ -1,9 +1,9 @@
 """The DecodeNode service: router streams on one side, the engine thread on the other.
 
-Checks and forwards. The books of requests are the engine's; this end only knows which of its
-own stream numbers are open. A bad Submit ends that request, anything else bad ends the stream. A
-message is refused by its size before anything is done about it, and a stream that says more than
-the engine takes is not read any further until it does.
+The service checks and forwards messages. The engine owns the state of requests. The service knows
+only which of its stream numbers are open. An invalid Submit ends that request, any other invalid
+message ends the stream. Message sizes are checked before any other work. While the engine is
+behind on a stream's messages, the stream is not read.
 """
 
 import asyncio
@@ -65,40 +65,46 @@ class _RouterStream:
         self.number = number
         self.lane = lane
         self.outgoing: Outgoing[decode_pb2.FromNode] = Outgoing(last_words=_last_words)
-        # Addresses of prefill nodes and of decode nodes; None until the router has told them.
+        # Addresses of prefill nodes and of decode nodes. None until the router has sent them.
         self.peers: tuple[str, ...] | None = None
         self.others: tuple[str, ...] = ()
-        self.own_address = ""  # of this node, as the router calls it
+        self.own_address = ""  # address of this node as the router knows it
 
     def check_named(self, addresses: tuple[str, ...]) -> None:
-        """Raises InvalidRequest: the router of this stream has not named one as a peer. What is
-        read there becomes part of a cache that all share: only its own nodes are good for it."""
+        """Raise InvalidRequest if the router of this stream has not named an address as a peer.
+
+        KV read from an address enters a cache shared by all requests, so only the router's own
+        nodes
+        are accepted.
+        """
         for address in addresses:
             if address not in (self.peers or ()):
                 raise InvalidRequest(f"prefill_addresses has {address}, which is none of the peers")
 
     def check_source(self, address: str) -> None:
-        """Raises InvalidRequest, likewise: it is no decode node of that router."""
+        """Raise InvalidRequest if the address is no decode node of that router."""
         if address not in self.others:
             raise InvalidRequest(f"move_from has {address}, which is none of the peers")
 
     def known(self, hints: tuple[PrefixAt, ...]) -> tuple[PrefixAt, ...]:
-        """Those that name another node of that router's: what is no more than a hint is not refused
-        for one that has just left."""
+        """Return the hints that name another node of that router.
+
+        Other hints are ignored, not refused: the node may just have left.
+        """
         nodes = {*(self.peers or ()), *self.others} - {self.own_address}
         return tuple(hint for hint in hints if hint.address in nodes)
 
 
 class ServeService(decode_pb2_grpc.DecodeNodeServicer):
-    """Event loop only.
+    """The DecodeNode service. Event loop only.
 
     Args:
-        serves_alone: told to routers; true in colocated mode.
-        falls_back: told to routers: it serves alone too, where nobody has a prefill node.
-        fetches: whether it reads prefixes of prompts that it computes itself.
-        on_peers: called with every prefill node of every router, and with each decode node that a
-            request, or a prefix, was to come from, whenever that changes.
-        first_message_s: longest wait for a router's first message.
+        serves_alone: sent to routers. True in colocated mode.
+        falls_back: sent to routers: whether it also serves alone while no prefill node is usable.
+        fetches: whether it fetches prefixes of prompts that it computes itself.
+        on_peers: called on each change with all prefill nodes of all routers, and with all decode
+            nodes from which a request or a prefix was requested.
+        first_message_s: longest wait for a router's first message, in seconds.
     """
 
     def __init__(
@@ -126,28 +132,30 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
         self._log = ThrottledLog(log, Throttle())
         self._numbers = itertools.count(1)
         self._streams: dict[int, _RouterStream] = {}
-        # Prefill nodes, and decode nodes that requests, or prefixes, were to come from.
+        # Prefill nodes, and decode nodes from which requests or prefixes were requested.
         self._peers: tuple[frozenset[str], frozenset[str]] = frozenset(), frozenset()
         self._sources: set[str] = set()
         self._told = decode_pb2.Status()
         self._draining = False
 
     def register(self, server: grpc.aio.Server, guard: Guard | None = None) -> tuple[str, ...]:
-        """Adds the service to a server; returns its name."""
+        """Add the service to a server. Returns its name."""
         add = decode_pb2_grpc.add_DecodeNodeServicer_to_server
         return rpc.add_service(server, add, self, guard)
 
     async def Serve(self, messages: AsyncIterator[decode_pb2.ToNode], context: Any) -> None:
-        """Carries every request of one router, until either side ends the stream.
+        """Carry all requests of one router until either side ends the stream.
 
-        UNAVAILABLE while the model loads and when the engine has failed; RESOURCE_EXHAUSTED to a
-        router that does not read, or is one too many; FAILED_PRECONDITION to one of another
-        version; DEADLINE_EXCEEDED to one that says nothing at first; INVALID_ARGUMENT for a
-        message that says too much.
+        Status codes:
+            UNAVAILABLE: the model is loading, or the engine has failed.
+            RESOURCE_EXHAUSTED: too many routers, or this router does not read.
+            FAILED_PRECONDITION: the router has another protocol version.
+            DEADLINE_EXCEEDED: the first message did not come in time.
+            INVALID_ARGUMENT: a message exceeds a limit.
         """
         self._engine.check_ready()
         first = await self._first(messages)
-        if len(self._streams) >= MAX_STREAMS:  # now: others have come since the call began
+        if len(self._streams) >= MAX_STREAMS:  # checked here: other calls may have begun meanwhile
             raise Overloaded(f"{MAX_STREAMS} routers are connected already")
         number = next(self._numbers)
         self._streams[number] = stream = _RouterStream(number, self._engine.lane())
@@ -174,10 +182,10 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
             )
             self._tell_peers()
 
-    # From the engine --------------------------------------------------------------------------
+    # From the engine ------------------------------------------------------------------------------
 
     def step(self, message: StepTokens) -> None:
-        """Sends what a step says to its router; without that router nobody wants it."""
+        """Send the output of a step to its router. Drops it if that router is gone."""
         ended = message.ended
         if self._tracer is not None:
             for end in ended:
@@ -205,14 +213,14 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
         stream.outgoing.put(decode_pb2.FromNode(step=step))
 
     def on_trial(self, message: OnTrial) -> None:
-        """Tells every router: who of them has that request, only one can know."""
+        """Send the trial to all routers. Only the router of the request gets its number."""
         for number, stream in self._streams.items():
             own = message.request if number == message.stream else None
             trial = decode_pb2.Trial(under_way=bool(message.stream), request=own)
             stream.outgoing.put(decode_pb2.FromNode(trial=trial))
 
     def moved(self, moving: Moving) -> None:
-        """Tells every router what has changed."""
+        """Send a changed status to all routers."""
         if self._status() != self._told:
             self._tell_status()
 
@@ -222,20 +230,20 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
         for stream in self._streams.values():
             stream.outgoing.put(beat)
 
-    # From the front -----------------------------------------------------------------------------
+    # From the front -------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Refuses every Submit from now on."""
+        """Refuse all submissions from now on."""
         self._draining = True
         self._tell_status()
 
     def resume(self) -> None:
-        """Takes every Submit again."""
+        """Accept submissions again."""
         self._draining = False
         self._tell_status()
 
     def end(self, error: ServingError) -> None:
-        """Ends every stream with `error`, after what waits to be written."""
+        """End all streams with `error`, after pending messages are written."""
         for stream in self._streams.values():
             stream.outgoing.close(error)
 
@@ -256,7 +264,7 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
         return first
 
     async def _take(self, stream: _RouterStream, message: decode_pb2.ToNode) -> None:
-        """One message; returns once another one may be read."""
+        """Process one message. Returns when the next one may be read."""
         _at_most("submits", message.submits, limits.MAX_SUBMITS)
         _at_most("cancels", message.cancels, limits.MAX_CANCELS)
         if message.HasField("peers"):
@@ -271,7 +279,7 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
         await self._engine.room(stream.lane)
 
     def _submit(self, stream: _RouterStream, submits: Sequence[decode_pb2.Submit]) -> None:
-        """What is refused is told in one Step."""
+        """Submit requests to the engine. All refusals are sent in one Step."""
         tokens_left = limits.MAX_TOKENS
         refusals = decode_pb2.Step()
         for submit in submits:
@@ -298,13 +306,13 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
             stream.outgoing.put(decode_pb2.FromNode(step=refusals))
 
     def _dial(self, decode_nodes: set[str]) -> None:
-        """There is something to be read there."""
+        """Pair with decode nodes from which KV will be read."""
         if not decode_nodes <= self._sources:
             self._sources |= decode_nodes
             self._tell_peers()
 
     def _checked_length(self, proto: request_pb2.Request, tokens_left: int) -> int:
-        """Return its number of tokens. Refuses by it, before anything is done about the tokens."""
+        """Check and return the number of tokens, before any work on the tokens."""
         num_tokens = len(proto.token_ids) // BYTES_PER_TOKEN
         num_predicted = len(proto.prediction) // BYTES_PER_TOKEN
         self._supervision.check_length(num_tokens)
@@ -334,8 +342,10 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
         refusals.error_code.append(error.status.value[0])
 
     def _tell_peers(self) -> None:
-        """The union over the routers. Without any router the last one's nodes stay paired: it
-        may be restarting."""
+        """Report the union of all routers' nodes.
+
+        Without any router, the nodes of the last one stay paired, because it may be restarting.
+        """
         told = [stream for stream in self._streams.values() if stream.peers is not None]
         if not told:
             return
@@ -362,7 +372,7 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
             links=[
                 router_pb2.LinkState(peer=peer, path=path, gib_per_s=gib_per_s)
                 for peer, path, gib_per_s in (moving.links if moving else ())
-                if peer not in self._sources  # those are to prefill nodes
+                if peer not in self._sources  # only links to prefill nodes
             ],
             pages_total=ready.num_pages if ready else 0,
             pages_free=moving.pages_free if moving else 0,

@@ -1,8 +1,8 @@
-"""Requests without a prefill node to go to, though there was one a moment ago.
+"""Requests whose prefill nodes have just been lost.
 
-A decode node that was stopped for some seconds finds all its pairs ended, and every hand-off lost,
-while the prefill nodes are well and have most of the KV in their caches: within a second or two it
-is paired with them again. Until then these requests wait, for a bounded time, and hold nothing.
+A decode node that stalls for some seconds loses all pairs and hand-offs, while the prefill nodes
+are healthy and cache most of the KV. It is paired with them again within a second or two. Until
+then these requests wait for a limited time and hold no resources.
 """
 
 import math
@@ -16,18 +16,19 @@ from engine.batch.request import Request
 class Waiter:
     request: Request
     candidates: tuple[str, ...]
-    attempt: int  # number of the one that it waits to begin
+    attempt: int  # number of the next attempt
     until: float  # time.monotonic()
-    ticket: int = 0  # of a request that the only candidate runs
+    ticket: int = 0  # of a request that runs at the only candidate
 
 
 class Unpaired:
-    """In order of arrival."""
+    """Requests that wait for a producer, in order of arrival."""
 
     def __init__(self, wait_s: float) -> None:
-        """
+        """Create an empty queue.
+
         Args:
-            wait_s: longest wait, from the loss of the node that was lost last.
+            wait_s: longest wait in seconds, from the last loss of a candidate.
         """
         self._wait_s = wait_s
         self._lost_at: dict[str, float] = {}  # by address
@@ -40,12 +41,12 @@ class Unpaired:
         return iter(tuple(self._waiters.values()))
 
     def owner_lost(self, address: str, now: float) -> None:
-        """This node is paired with it no more."""
+        """Record that this node has lost the pair with a producer."""
         recent = ((each, at) for each, at in self._lost_at.items() if now - at < self._wait_s)
         self._lost_at = {**dict(recent), address: now}
 
     def worth_until(self, candidates: Collection[str]) -> float:
-        """Until when one of these may come back."""
+        """Return the time until which one of the candidates may come back."""
         lost_at = (self._lost_at.get(address, -math.inf) for address in candidates)
         return max(lost_at, default=-math.inf) + self._wait_s
 
@@ -53,11 +54,12 @@ class Unpaired:
         self._waiters[waiter.request.key] = waiter
 
     def remove(self, request: Request) -> bool:
-        """Whether it was here."""
+        """Remove a request. Returns whether it was queued here."""
         return self._waiters.pop(request.key, None) is not None
 
     def take(self, now: float, owners: Collection[str]) -> list[Waiter]:
-        """Takes out those that have a candidate among the owners again, or have waited in vain."""
+        """Remove and return requests with a paired candidate, and those whose wait has timed
+        out."""
         over = [
             waiter
             for waiter in self
