@@ -1,1 +1,1 @@
-"""What every Baton program shares; the engine itself is in engine."""
+"""Code shared by all Baton processes. The engine is in `engine`."""

@@ -1,4 +1,5 @@
-"""Bounds of the histograms that engines count: whoever counts and whoever tells must agree."""
+"""Histogram bounds of engine metrics, shared by the process that counts and the one that
+exports."""
 
 STEP_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08),

@@ -1,7 +1,6 @@
-"""A gRPC channel that is another one, or several, with something done about each call.
+"""Base class of gRPC channels that wrap one or several channels and change each call.
 
-Knows how callers use a channel; what is done about calls, and over which channel, is for whoever
-inherits it.
+This class handles how callers use a channel. Subclasses choose the channel and change the calls.
 """
 
 from abc import abstractmethod
@@ -13,18 +12,20 @@ import grpc.aio
 
 
 class CallingChannel(grpc.aio.Channel):
-    """For one event loop. The caller closes it."""
+    """A wrapping channel. For one event loop. The caller closes it."""
 
     @abstractmethod
     def current(self) -> grpc.aio.Channel:
-        """Over which a call would go now."""
+        """Return the channel that a call would use now."""
 
     @abstractmethod
     def calling(self, kind: str, method: tuple[Any, ...], how: dict[str, Any]) -> Any:
-        """What makes calls of one method.
+        """Return the callable for one method.
 
         Args:
-            kind: "unary_unary" or one of the three others, which is given `method` and `how`.
+            kind: "unary_unary" or another kind of call.
+            method: positional arguments of the channel's method of that kind.
+            how: its keyword arguments.
         """
 
     def unary_unary(self, *method: Any, **how: Any) -> Any:

@@ -1,7 +1,7 @@
-"""How often a measured value fell between which bounds: a histogram's counts, and nothing else.
+"""Histogram counts of a measured value.
 
-Written by one thread for some hundred nanoseconds a value; read by any. What crosses between
-processes is a frozen copy.
+One thread writes, at some hundred nanoseconds per value, and any thread reads. A frozen copy is
+sent between processes.
 """
 
 from bisect import bisect_left, bisect_right
@@ -12,8 +12,11 @@ import msgspec
 
 
 class Counted(msgspec.Struct, frozen=True):
-    """counts[i] values were at most bounds[i] and above the bound before; the last is of those
-    above all bounds. `total` is the sum of the values."""
+    """Counts of a histogram.
+
+    `counts[i]` values were at most `bounds[i]` and above the bound before. The last count is of
+    values above all bounds. `total` is the sum of the values.
+    """
 
     bounds: tuple[float, ...]
     counts: tuple[int, ...]
@@ -21,7 +24,8 @@ class Counted(msgspec.Struct, frozen=True):
 
 
 class Distribution:
-    """
+    """A histogram.
+
     Args:
         bounds: ascending.
     """
@@ -38,7 +42,7 @@ class Distribution:
         self._total += value * times
 
     def add_all(self, values: Sequence[float]) -> None:
-        """Several at once, for a tenth of the price of each."""
+        """Add several values, at a tenth of the cost of single calls."""
         ordered = sorted(values)
         below = 0
         for index, bound in enumerate((*self._bounds, inf)):

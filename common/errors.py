@@ -1,18 +1,18 @@
-"""Every error that Baton reports to someone else.
+"""All errors that Baton reports to clients or other processes.
 
 ServingError                      status sent to the peer
 ├── InvalidRequest                INVALID_ARGUMENT     the caller's fault, never retried
-├── Unauthenticated               UNAUTHENTICATED      the caller has not proved who it is
-├── Forbidden                     PERMISSION_DENIED    it has, and may not call this
-├── WrongState                    FAILED_PRECONDITION  not as things stand
-├── NotKnown                      NOT_FOUND            nothing is known by that name
+├── Unauthenticated               UNAUTHENTICATED      the caller is not authenticated
+├── Forbidden                     PERMISSION_DENIED    the caller may not call this
+├── WrongState                    FAILED_PRECONDITION  not possible in the current state
+├── NotKnown                      NOT_FOUND            the name is unknown
 ├── Overloaded                    RESOURCE_EXHAUSTED   retry later or on another node
-│   ├── QueueTooLong                                   the same, and when: what waits takes too long
+│   ├── QueueTooLong                                   the queue is too long; says when to retry
 │   └── RateLimited                                    retry later: the client's own limit
 ├── RequestAborted                CANCELLED
 ├── DeadlineExceeded              DEADLINE_EXCEEDED
 ├── NodeUnavailable               UNAVAILABLE          retry on another node
-│   └── AdapterNotLoaded                               the same: this one has not the adapter
+│   └── AdapterNotLoaded                               the node has not loaded the adapter
 ├── TransferError                 UNAVAILABLE          retry the attempt
 │   ├── LayoutMismatch            FAILED_PRECONDITION  misconfigured pair, never retried
 │   └── ProtocolViolation         FAILED_PRECONDITION  ends the pair stream
@@ -26,23 +26,23 @@ from typing import ClassVar
 
 from grpc import StatusCode
 
-# Of a sentence that says what someone else has sent: as gRPC writes it, in a trailer of at most
-# 8 KiB, a character can take 12 bytes.
+# Limit of messages that include foreign text. gRPC encodes a character in up to 12 bytes, in a
+# trailer of at most 8 KiB.
 MAX_SENTENCE_CHARACTERS = 600
 
 
 def cut(sentence: str) -> str:
-    """A sentence that is not too long for logs and clients."""
+    """Return a sentence that is short enough for logs and clients."""
     if len(sentence) <= MAX_SENTENCE_CHARACTERS:
         return sentence
     return f"{sentence[: MAX_SENTENCE_CHARACTERS - 1]}…"
 
 
 class ServingError(Exception):
-    """An error with a status and a sentence for whoever asked.
+    """An error with a status and a message for the caller.
 
     Attributes:
-        late_s: above 0.0: what waits takes too long, for so much longer.
+        late_s: if above 0.0, seconds by which the queue is too long.
     """
 
     status: ClassVar[StatusCode]
@@ -73,9 +73,10 @@ class NotKnown(ServingError):
 
 
 class Overloaded(ServingError):
-    """
+    """An overload, or a limit.
+
     Attributes:
-        retry_after_s: until the same request would not be refused, as far as is known.
+        retry_after_s: expected seconds until the same request would be accepted.
     """
 
     status = StatusCode.RESOURCE_EXHAUSTED
@@ -86,7 +87,7 @@ class Overloaded(ServingError):
 
 
 class QueueTooLong(Overloaded):
-    """What waits already takes longer than the request may wait. Nothing was done about it."""
+    """The queue takes longer than the request may wait. No work was done for it."""
 
     def __init__(self, sentence: str, retry_after_s: float) -> None:
         super().__init__(sentence, retry_after_s)
@@ -94,7 +95,7 @@ class QueueTooLong(Overloaded):
 
 
 class RateLimited(Overloaded):
-    """A limit of the client's own."""
+    """The client has reached its own limit."""
 
 
 class RequestAborted(ServingError):
@@ -110,7 +111,7 @@ class NodeUnavailable(ServingError):
 
 
 class AdapterNotLoaded(NodeUnavailable):
-    """Nor will it have it by itself."""
+    """The node does not have the adapter and will not load it by itself."""
 
 
 class TransferError(ServingError):
@@ -129,11 +130,11 @@ class ConfigError(ServingError):
     status = StatusCode.FAILED_PRECONDITION
 
     def __str__(self) -> str:
-        return Exception.__str__(self)  # what the operator has written, told to nobody else
+        return Exception.__str__(self)  # in full: only the operator, who wrote the value, sees it
 
 
 class EngineDied(ServingError):
-    """Told to those who had requests at a node by its front, which outlives its engine."""
+    """The engine of a node crashed. Sent by the node process, which outlives its engine."""
 
     status = StatusCode.ABORTED
 

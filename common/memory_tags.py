@@ -1,4 +1,4 @@
-"""Parts of a node's memory, as SGLang names them, that it can do without for a while."""
+"""Parts of a node's memory that can be released for a while, named as in SGLang."""
 
 from collections.abc import Sequence
 
@@ -9,12 +9,12 @@ MEMORY_TAGS = (KV_CACHE, WEIGHTS)
 
 
 def memory_tags(names: Sequence[str]) -> tuple[str, ...]:
-    """In order, each once.
+    """Return the tags in a fixed order, each once.
 
     Args:
-        names: none: all.
+        names: empty: all tags.
     Raises:
-        InvalidRequest: there is no such part.
+        InvalidRequest: a name is unknown.
     """
     if unknown := [name for name in names if name not in MEMORY_TAGS]:
         raise InvalidRequest(f"tags: {unknown[0][:50]!r} is none of {', '.join(MEMORY_TAGS)}")

@@ -1,4 +1,4 @@
-"""Where a model's files are: a directory, or a hub id whose files are fetched once."""
+"""Model files: a directory, or a hub id whose files are downloaded once."""
 
 from pathlib import Path
 
@@ -11,26 +11,27 @@ TEXT_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
-    "modules.json",  # of sentence-transformers, and a directory for each module
+    "modules.json",  # of sentence-transformers, which has a directory for each module
     "*_Pooling/config.json",
 )
 WEIGHT_FILES = ("*.safetensors", "model.safetensors.index.json")
 
 
 def model_directory(model: str, *, weights: bool) -> Path:
-    """The directory with the files of `model`.
+    """Return the directory with the files of `model`.
 
     Args:
-        weights: False leaves the weights out of what is fetched.
+        model: path or hub id.
+        weights: False: weights are not downloaded.
     Raises:
-        ConfigError: there is no such directory, and the hub has no such model or is out of reach.
+        ConfigError: the directory does not exist, or the hub lacks the model or is unreachable.
     """
     path = Path(model).expanduser()
     if path.is_dir():
         return path
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
         raise ConfigError(f"model: no such directory: {model}")
-    # Imported here: a program that serves a directory needs no HTTP client.
+    # Imported here: no HTTP client is needed for a local directory.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

@@ -1,9 +1,9 @@
-"""Which pages a request has, by numbers of tokens alone: a table of pages for each group of layers
-that keep KV alike, full ones and those of which only a window of tokens is ever looked at; and
-those of its state, which are as many whatever its length.
+"""Page counts of a request, computed from numbers of tokens.
 
-Pure arithmetic, for whoever sizes, reserves, frees or hands over pages. It knows neither models nor
-page numbers.
+A request has one page table for each group of layers with the same attention: full tables, and
+tables of which only a window of tokens is used. Its state (of recurrent layers) takes a fixed
+number of pages. These functions serve sizing, reservation, freeing and hand-offs. They know neither
+models nor page numbers.
 """
 
 import math
@@ -12,8 +12,10 @@ from typing import NamedTuple
 
 
 class Span(NamedTuple):
-    """Pages [first, past) of one table of a request; page j has tokens from j * page_size on. The
-    state is the table after the last."""
+    """Pages [first, past) of one table of a request. Page j has the tokens from j * page_size on.
+
+    The state counts as one more table, after the last one.
+    """
 
     table: int
     first: int
@@ -26,10 +28,12 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PageTables:
-    """The tables of every request. All pages are equally large, whatever is in them.
+    """The page tables of every request. All pages have the same size in bytes.
 
-    windows: by table, how many tokens a query sees, its own included; None: all.
-    state_pages: of what is kept of a request as a whole.
+    Attributes:
+        page_size: tokens per page.
+        windows: by table, the tokens that a query sees, including its own. None: all.
+        state_pages: pages of the state of a request.
     """
 
     page_size: int
@@ -42,7 +46,7 @@ class PageTables:
 
     @property
     def width(self) -> int:
-        """Pages that go with one page of tokens, its state's too."""
+        """Pages per page of tokens, over all tables and the state."""
         return self.num_tables + self.state_pages
 
     @property
@@ -51,18 +55,18 @@ class PageTables:
 
     @property
     def sliding(self) -> tuple[tuple[int, int], ...]:
-        """(table, window) of those that have one."""
+        """(table, window) of all tables with a window."""
         return tuple((t, window) for t, window in enumerate(self.windows) if window is not None)
 
     def num_pages(self, num_tokens: int) -> int:
-        """Of one table, none of them freed."""
+        """Return the pages of one table, if none is freed."""
         return -(-num_tokens // self.page_size)
 
     def live_from(self, table: int, num_tokens: int) -> int:
-        """The first page of a table that may still be looked at when so many tokens have their KV.
+        """Return the first page of a table that may still be used when `num_tokens` tokens have KV.
 
-        Counted from the last page's edge, not from the last token: so that at that edge a request
-        can always be gone on from, and a step behind may still read.
+        Counted from the last page boundary, not from the last token: a request can then always be
+        continued from that boundary, and a step that runs behind may still read.
         """
         window = self.windows[table]
         if window is None:
@@ -71,27 +75,30 @@ class PageTables:
         return max(0, edge - window + 1) // self.page_size
 
     def pages_for(self, num_tokens: int) -> int:
-        """What a request holds whose tokens all have their KV."""
+        """Return the pages held by a request whose tokens all have KV."""
         num_pages = self.num_pages(num_tokens)
         live = sum(num_pages - self.live_from(t, num_tokens) for t in range(self.num_tables))
         return live + self.state_pages
 
     def pages_to_compute(self, num_tokens: int) -> int:
-        """What computing a prompt reserves: all of its pages, freed chunk by chunk."""
+        """Return the pages reserved to compute a prompt: all of them, freed chunk by chunk."""
         return self.num_pages(num_tokens) * self.num_tables + self.state_pages
 
     def max_tokens(self, num_pages: int) -> int:
-        """Of the longest prompt that a pool of so many pages can compute."""
+        """Return the length of the longest prompt that a pool of `num_pages` pages can compute."""
         return max(0, num_pages - self.state_pages) // self.num_tables * self.page_size
 
     def most_live(self, table: int) -> float:
-        """Pages of one request that can be live at once while it grows."""
+        """Return the maximum of live pages of one growing request in a table."""
         window = self.windows[table]
         return math.inf if window is None else self.num_pages(window - 1) + 2
 
     def growth(self, num_tokens: int, more_pages: int) -> int:
-        """Of a request whose tokens all have their KV, and that needs so many more pages in each
-        full table: a window is full at some time."""
+        """Return the pages that a request whose tokens all have KV needs for its growth.
+
+        It needs `more_pages` in each full table, and fewer in a table with a window once the window
+        is full.
+        """
         held = self.num_pages(num_tokens)
         return self.num_full * more_pages + sum(
             int(min(more_pages, self.most_live(t) - (held - self.live_from(t, num_tokens))))
@@ -99,13 +106,15 @@ class PageTables:
         )
 
     def handed_over(self, num_tokens: int, prefix: int) -> tuple[Span, ...]:
-        """The pages that a reader gets of a request which has `prefix` tokens in its full tables:
-        what is behind, of each other table what is live at the end, and the state."""
+        """Return the pages sent to a consumer that has `prefix` tokens in its full tables.
+
+        They are the rest of the full tables, the live pages of tables with a window, and the state.
+        """
         tables = tuple(self._handed(t, num_tokens, prefix) for t in range(self.num_tables))
         return tables + self._state
 
     def room_pages(self, num_tokens: int, prefix: int) -> int:
-        """As many as are handed over of any number of tokens up to so many."""
+        """Return the maximum of pages handed over for any number of tokens up to `num_tokens`."""
         num_pages = self.num_pages(num_tokens)
         behind = self.num_full * (num_pages - self.num_pages(prefix))
         live = sum(int(min(num_pages, self.most_live(t))) for t, _ in self.sliding)
@@ -114,9 +123,12 @@ class PageTables:
     def spans(
         self, num_tokens: int, prefix: int, start: int, end: int, *, last: bool
     ) -> tuple[Span, ...]:
-        """What of it goes with the range [start, end): over all ranges from `prefix` on each page
-        comes exactly once. With the first range goes also what windows reach before the prefix, and
-        with the last one, which may be empty, the state."""
+        """Return the part of a hand-off for the tokens [start, end).
+
+        Over all ranges from `prefix` on, each page occurs exactly once. The first range also
+        includes the pages in windows before the prefix. The last range, which may be empty,
+        includes the state.
+        """
         past = self.num_pages(end)
         spans = []
         for all_of_it in self.handed_over(num_tokens, prefix)[: self.num_tables]:

@@ -1,4 +1,4 @@
-"""What becomes of the requests that are under way when generation is paused, as SGLang names it."""
+"""Treatment of requests in flight when generation is paused, named as in SGLang."""
 
 from enum import Enum
 
@@ -6,20 +6,21 @@ from common.errors import InvalidRequest
 
 
 class PauseMode(Enum):
-    ABORT = "abort"  # they end
-    RETRACT = "retract"  # they let go of their KV, and are computed anew from their tokens
-    IN_PLACE = "in_place"  # they keep all that they have
+    ABORT = "abort"  # they are aborted
+    RETRACT = "retract"  # they release their KV and are recomputed from their tokens
+    IN_PLACE = "in_place"  # they keep their KV
 
 
 PAUSE_MODES = tuple(mode.value for mode in PauseMode)
 
 
 def pause_mode(name: str) -> PauseMode:
-    """
+    """Return the pause mode of a name.
+
     Args:
         name: "": abort.
     Raises:
-        InvalidRequest: there is no such mode.
+        InvalidRequest: the mode is unknown.
     """
     if name and name not in PAUSE_MODES:
         raise InvalidRequest(f"mode: one of {', '.join(PAUSE_MODES)}")

@@ -1,8 +1,8 @@
-"""How urgent a request is beside others: an integer, the higher the sooner.
+"""Request priorities: integers, higher is more urgent.
 
-A step of it counts as so many seconds of waiting. In every queue a request goes before those that
-came no more than that earlier, and after those that came earlier still: so what is urgent hardly
-waits, and what is not waits longer, but not for ever.
+Each step counts as STEP_S seconds of queue time. A request goes before those that arrived less than
+this advantage earlier, and after those that arrived before that. So urgent requests hardly wait,
+and others wait longer but do not starve.
 """
 
 from typing import Literal, TypeAlias, get_args
@@ -10,12 +10,12 @@ from typing import Literal, TypeAlias, get_args
 LOWEST, HIGHEST = -100, 100
 STEP_S = 10.0
 
-PriorityClass: TypeAlias = Literal["low", "normal", "high"]  # below, at and above 0: for metrics
+PriorityClass: TypeAlias = Literal["low", "normal", "high"]  # below, at and above 0, for metrics
 CLASSES: tuple[PriorityClass, ...] = get_args(PriorityClass)
 
 
 def head_start_s(priority: int) -> float:
-    """By how much one goes before others that came when it did."""
+    """Return the advantage of a priority, in seconds of queue time."""
     return priority * STEP_S
 
 

@@ -1,8 +1,8 @@
-"""What a request asks for: the one record of it, its wire form and its check.
+"""The specification of a request: its only record, its wire form and its validation.
 
-Every program has the same record. The router makes it, a decode node hands it on to the prefill
-node and to the next decode node, and the engine's `Request` refers to it. A further field is
-declared here and in `protos/request.proto`.
+All processes share this record. The router creates it, a decode node sends it to the prefill node
+and to the next decode node, and the engine's `Request` refers to it. A new field is declared here
+and in `protos/request.proto`.
 """
 
 import math
@@ -29,21 +29,21 @@ MAX_BUDGET_S = 7 * 24 * 3600.0
 
 
 class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A checked request.
+    """A validated request.
 
     Attributes:
         request_id: of the router, for logs and Abort.
-        token_ids: little-endian int32: the prompt, then tokens already generated.
-        num_generated: how many of token_ids were generated already.
+        token_ids: little-endian int32: the prompt, then generated tokens.
+        num_generated: how many of token_ids are generated tokens.
         namespace: of the client's prefix cache.
-        adapter: computes it; its KV is apart from all other in `namespace`.
-        routing_key: of its session; 0: none.
-        client: whose request it is, as a number; 0: not known. Clients take turns for KV pages.
-        client_weight: the client's share beside others.
+        adapter: LoRA adapter. Its KV is separate from all other KV in `namespace`.
+        routing_key: of its session. 0: none.
+        client: number of the client. 0: not known. Clients take turns for KV pages.
+        client_weight: relative share of the client.
         engine_crashes: engines that crashed while they had it, see common/requests/quarantine.py.
         images: of its prompt.
         prediction: little-endian int32: output that the client expects.
-        traceparent: parent of the receiver's spans; "": not traced.
+        traceparent: parent of the receiver's spans. "": not traced.
     """
 
     token_ids: bytes
@@ -82,15 +82,16 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cache_namespace(self) -> Namespace:
-        """Return the namespace of its KV, whatever the weights."""
+        """Return the namespace of its KV, for any weights."""
         return within(self.namespace, self.adapter)
 
     def continued(self, token_ids: Sequence[int], engine_crashes: int) -> "RequestSpec":
-        """Return the rest of it after these tokens. Its seed draws the others as before."""
+        """Return the request continued after these tokens. Its seed draws the next tokens as
+        before."""
         if not token_ids and not engine_crashes:
             return self
         params = self.sampling
-        if token_ids:  # log-probabilities of the prompt came with the first of them
+        if token_ids:  # log-probabilities of the prompt were sent with the first of them
             params = msgspec.structs.replace(params, prompt_logprobs=-1)
         return msgspec.structs.replace(
             self,
@@ -102,10 +103,11 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Remaining(NamedTuple):
-    """Seconds that were left of a request's limits when the message was sent.
+    """Seconds left of a request's limits when the message was sent.
 
-    budget_s: of its total budget.
-    queue_s: longest wait for its prompt's first forward.
+    Attributes:
+        budget_s: of its total budget.
+        queue_s: longest wait for the first forward pass of its prompt.
     """
 
     budget_s: float
@@ -118,10 +120,10 @@ def tokens_of(token_ids: bytes) -> "memoryview[int]":
 
 
 def from_proto(proto: pb.Request) -> RequestSpec:
-    """Check a request of another program. The engine checks the ids against its vocabulary.
+    """Validate a request of another process. The engine checks the ids against its vocabulary.
 
     Raises:
-        InvalidRequest: with a sentence that names the field.
+        InvalidRequest: with the field's name.
     """
     _check_tokens("token_ids", proto.token_ids)
     num_tokens = len(proto.token_ids) // BYTES_PER_TOKEN
@@ -159,8 +161,8 @@ def from_proto(proto: pb.Request) -> RequestSpec:
 
 
 def to_fields(spec: RequestSpec) -> dict[str, Any]:
-    """Return the fields of the wire form, for a message that has it as a part. Protobuf would copy
-    a message."""
+    """Return the fields of the wire form, for use in a larger message. Protobuf would copy a
+    message."""
     return {
         "request_id": spec.request_id,
         "token_ids": spec.token_ids,
@@ -185,8 +187,9 @@ def to_proto(spec: RequestSpec) -> pb.Request:
 
 
 def remaining_from_proto(proto: pb.Remaining) -> Remaining:
-    """Raises InvalidRequest unless there is a budget, and neither limit is negative or endless."""
-    if not 0.0 < proto.budget_s <= MAX_BUDGET_S:  # also refuses NaN
+    """Return the limits. Raises InvalidRequest unless the budget is positive and both are in
+    range."""
+    if not 0.0 < proto.budget_s <= MAX_BUDGET_S:  # also rejects NaN
         raise InvalidRequest(f"budget_s must be in (0, {MAX_BUDGET_S:g}], got {proto.budget_s}")
     if not proto.HasField("queue_s"):
         return Remaining(proto.budget_s)
@@ -205,7 +208,7 @@ def remaining_to_fields(remaining: Remaining) -> dict[str, float | None]:
 
 
 def _weight(weight: float) -> float:
-    if not MIN_WEIGHT <= weight <= MAX_WEIGHT:  # also refuses NaN
+    if not MIN_WEIGHT <= weight <= MAX_WEIGHT:  # also rejects NaN
         limits = f"[{MIN_WEIGHT}, {MAX_WEIGHT}]"
         raise InvalidRequest(f"client_weight must be in {limits}, got {weight:g}")
     return weight

@@ -4,8 +4,8 @@
     BATON_ENGINE__CACHE__PAGE_SIZE=32
     engine: {cache: {page_size: 32}}
 
-Flags, their help and their checks all come from the record's fields; the only ones named here are
-those with a short name.
+Flags, their help and their validation come from the record's fields. Only flags with a short name
+are listed here.
 """
 
 import argparse
@@ -37,9 +37,9 @@ from common.process.standard_output import say
 EXIT_USAGE = 2
 _MAX_FILE_BYTES = 1 << 20
 _BYTES_OF_A_VALUE = 64
-_MAX_SHOWN = 300  # characters of a wrong value
+_MAX_SHOWN = 300  # characters of an invalid value
 ENV_PREFIX = "BATON_"
-_NEAR = 0.85  # of difflib: one letter in seven
+_NEAR = 0.85  # for difflib: one letter in seven may differ
 _BETWEEN = "__"
 _PROGRAMS = (RouterConfig, PrefillConfig, DecodeConfig)
 SHORT_NAMES = {
@@ -68,14 +68,14 @@ R = TypeVar("R", bound=BaseModel)
 
 
 def read(record: type[R], program: str, arguments: Sequence[str], *, about: str = "") -> R:
-    """The record that `arguments`, the environment and the file named by --config make.
+    """Return the record from `arguments`, the environment and the file named by --config.
 
-    Prints one line and exits with code 2 where a value is wrong or missing; the line names the
-    flag, the variable or the entry of the file that says it. Prints the flags and exits with 0 for
-    --help.
+    If a value is invalid or missing, print one line and exit with code 2. The line names the flag,
+    the variable or the entry of the file. For --help, print the flags and exit with 0.
 
     Args:
-        program: how the user called it, for messages.
+        record: type of the record.
+        program: name in messages, as the user called it.
         arguments: the command line after the program's name.
         about: sentences that --help begins with.
     """
@@ -98,7 +98,7 @@ def read(record: type[R], program: str, arguments: Sequence[str], *, about: str 
 
 
 def wrong(program: str, message: str) -> NoReturn:
-    """Ends this process as every program here ends on a wrong value: one line, exit code 2."""
+    """End this process after an invalid value: print one line and exit with code 2."""
     print(f"{program}: {' '.join(message.split())}", file=sys.stderr)
     raise SystemExit(EXIT_USAGE)
 
@@ -145,7 +145,7 @@ def _content(file: Path) -> dict[str, Any]:
         raise SettingsError(f"--config: {file}: {error.strerror}") from error
     except (ValueError, yaml.YAMLError) as error:
         raise SettingsError(f"--config: {file}: {error}") from error
-    # What the library makes of values that are not what an explicit tag says, such as !!int "".
+    # Errors of the library for values that do not match an explicit tag, such as !!int "".
     except (LookupError, AttributeError) as error:
         raise SettingsError(f"--config: {file}: a value is not what its tag says") from error
     if not isinstance(content, dict | None):
@@ -159,7 +159,7 @@ def _content(file: Path) -> dict[str, Any]:
 
 
 def _size(content: Any) -> int:
-    """What a value of YAML takes written out, about, or some number beyond _MAX_FILE_BYTES."""
+    """Return the approximate size of a YAML value written out, or more than _MAX_FILE_BYTES."""
     size, left = 0, [content]
     while left and size <= _MAX_FILE_BYTES:
         match left.pop():
@@ -198,7 +198,7 @@ def _flags_source(
 
 
 class Parser(argparse.ArgumentParser):
-    """Takes no abbreviations, and says what is wrong as `wrong` does."""
+    """An argument parser without abbreviations that reports errors by `wrong`."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **options})
@@ -216,8 +216,8 @@ class Parser(argparse.ArgumentParser):
         self._refuse(message, self.flags)
 
     def refuse_strangers(self, left: Sequence[str], *records: type[BaseModel]) -> None:
-        """Ends this process where one of the flags that `parse_known_args` has left is none of
-        these records' either."""
+        """End this process if a flag left over by `parse_known_args` belongs to none of these
+        records."""
         theirs = [flag for record in records for flag in _flags_of(record)]
         strangers = [flag for flag in map(_flag, left) if flag and flag not in theirs]
         if strangers or (left and not records):
@@ -225,7 +225,8 @@ class Parser(argparse.ArgumentParser):
             self._refuse(what, [*self.flags, *theirs])
 
     def _refuse(self, message: str, flags: Collection[str]) -> NoReturn:
-        """With the flag that is nearest to the first one that there is not, if one is near."""
+        """Report an error, with the known flag most similar to the first unknown one, if there is
+        one."""
         stranger = next(
             (flag for flag in map(_flag, self._given) if flag and flag not in flags), ""
         )
@@ -238,30 +239,30 @@ class Parser(argparse.ArgumentParser):
 
 
 def _flag(word: str) -> str:
-    """Without its value; "" of what is none."""
+    """Return the flag without its value, or "" if the word is no flag."""
     return word.partition("=")[0] if word.startswith("--") else ""
 
 
 def _flags_of(record: type[BaseModel]) -> Collection[str]:
-    """All that a program which reads this record takes."""
+    """Return all flags of a program that reads this record."""
     source = _flags_source(_settings_class(record, "", "", [], {}), "", "", [])
     return ["--config", *cast(Parser, source.root_parser).flags]
 
 
 class _Help(argparse.HelpFormatter):
-    """Leaves out defaults that say nothing: the descriptions tell what an unset value means."""
+    """A formatter that omits empty defaults: the descriptions say what an unset value means."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help and re.sub(r" \(default: (null|None|\(\))\)", "", action.help)
 
     def add_argument(self, action: argparse.Action) -> None:
-        if isinstance(action.metavar, str):  # str,... in place of how Python writes a list
+        if isinstance(action.metavar, str):  # str,... instead of Python's notation of a tuple
             action.metavar = re.sub(r"^tuple\[(.+)\]$", r"\1", action.metavar)
         super().add_argument(action)
 
 
 class _Environment(EnvSettingsSource):
-    """Takes lists as a,b too, as flags do, besides JSON."""
+    """An environment source that also accepts lists as a,b, as flags do, besides JSON."""
 
     def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
         if get_origin(field.annotation) is tuple and not str(value).startswith("["):
@@ -270,7 +271,7 @@ class _Environment(EnvSettingsSource):
 
 
 def _empty_parts(record: type[BaseModel]) -> dict[str, Any]:
-    """Parts that must be given, empty: then the error names the flag that is missing in them."""
+    """Return required parts as empty, so that an error names the missing flag in them."""
     required = {
         name: field.annotation for name, field in record.model_fields.items() if field.is_required()
     }
@@ -282,22 +283,25 @@ def _empty_parts(record: type[BaseModel]) -> dict[str, Any]:
 
 
 class _Named:
-    """What the user calls a knob: by the source that its value is taken from."""
+    """The user's name of a setting, by the source that its value comes from."""
 
     def __init__(self, flags: Sequence[str], file: Path | None, given: Mapping[str, Any]) -> None:
-        """
+        """Remember the sources.
+
         Args:
-            flags: as they were given.
-            file: that of --config, which says `given`.
+            flags: as given.
+            file: of --config.
+            given: content of that file.
         """
         self._flags = {flag.partition("=")[0] for flag in flags}
         self._file = file
         self._given = given
 
     def __call__(self, where: Sequence[str]) -> str:
-        """
+        """Return the name of a setting.
+
         Args:
-            where: the fields from the record down to the knob, as ("engine", "model").
+            where: the fields from the record down to the setting, such as ("engine", "model").
         """
         names = [f"--{name}" for name in _flag_names(where)]
         if not self._flags.intersection(names):
@@ -309,13 +313,14 @@ class _Named:
 
 
 def _flag_names(where: Sequence[str]) -> list[str]:
-    """The short name first, if there is one."""
+    """Return the flags of a setting, the short one first if there is one."""
     long = ".".join(where).replace("_", "-")
     return [*([SHORT_NAMES[long]] if long in SHORT_NAMES else []), long]
 
 
 def _variable(where: Sequence[str]) -> str | None:
-    """That which sets the knob, or, as JSON, a part that it is in; None: none does."""
+    """Return the variable that sets the setting, or a part around it as JSON. None: there is
+    none."""
     for depth in range(len(where), 0, -1):
         name = f"{ENV_PREFIX}{_BETWEEN.join(where[:depth])}".upper()
         for variable in os.environ:
@@ -325,9 +330,11 @@ def _variable(where: Sequence[str]) -> str | None:
 
 
 def _stray_variables() -> list[str]:
-    """Of a part that no program has. One that another program has is nobody's mistake: several
-    share an environment. Nor is one without parts: Kubernetes has variables of that form for a
-    service that is called baton."""
+    """Return the variables of parts that no program has.
+
+    Variables of other programs are accepted, because several programs may share an environment. So
+    are variables without a part: Kubernetes sets such variables for a service called baton.
+    """
     parts = {name for record in _PROGRAMS for name in record.model_fields}
     return [
         variable
@@ -348,7 +355,10 @@ def _says(given: Any, where: Sequence[str]) -> bool:
 
 
 def _sentence(detail: ErrorDetails, named: _Named) -> str:
-    """One wrong value: `--engine.cache.page-size: must be a power of two, got 3`."""
+    """Return the message for one invalid value.
+
+    For example `--engine.cache.page-size: must be a power of two, got 3`.
+    """
     where = [str(part) for part in detail["loc"]]
     if detail["type"] == "missing":
         return f"--{_flag_names(where)[0]} is required"

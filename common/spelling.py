@@ -1,6 +1,6 @@
-"""The bytes that one token stands for, special ones too, as answers with log-probabilities show it.
+"""The bytes of single tokens, including special ones, as shown with log-probabilities.
 
-A token can be part of a character; its bytes are told all the same.
+A token can be a part of a character. Its bytes are returned anyway.
 """
 
 import re
@@ -12,13 +12,16 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class Spelling:
-    """Of one tokenizer. Remembers what it was asked for: as much as a vocabulary at most."""
+    """Bytes of the tokens of one tokenizer. Caches its results, at most one per vocabulary
+    entry."""
 
     def __init__(self, tokenizer: Tokenizer, context: tuple[int, ...]) -> None:
-        """
+        """Create the cache.
+
         Args:
-            context: tokens of whole text. Decoders that drop a space at the start of a text keep it
-                behind that.
+            tokenizer: of the model.
+            context: tokens of complete text. Decoders that drop a space at the start of a text keep
+                it after this context.
         """
         self._tokenizer = tokenizer
         self._context = list(context)
@@ -31,7 +34,7 @@ class Spelling:
         self._known: dict[int, bytes] = {}
 
     def __call__(self, token: int) -> bytes:
-        """Of one that the tokenizer does not know: none."""
+        """Return the bytes of a token. Empty if the tokenizer does not know it."""
         known = self._known.get(token)
         if known is None:
             known = self._known[token] = self._spelt(token)
@@ -52,7 +55,7 @@ class Spelling:
 
 
 def _byte_level() -> Mapping[str, int]:
-    """The signs that byte-level vocabularies write bytes with (GPT-2's)."""
+    """Return the bytes by the characters that byte-level vocabularies use for them (GPT-2's)."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {

@@ -1,3 +1,3 @@
-"""The version of Baton, which pyproject.toml repeats."""
+"""The version of Baton. pyproject.toml repeats it."""
 
 VERSION = "0.1.0"

@@ -1,5 +1,4 @@
-"""What a model that sees images says of them, in the files of its checkpoint: read by routers,
-which bring images to size, and by nodes, which encode them.
+"""Image settings of a checkpoint. Routers resize images by them, and nodes encode images by them.
 
 Defaults are those of Qwen2VLImageProcessor in transformers.
 """
@@ -12,7 +11,7 @@ from typing import Any
 
 from common.errors import ConfigError
 
-# By model_type: those whose images are served. Of others that see, the texts are.
+# Values of model_type with image support. Other vision models are served for text only.
 SERVED = frozenset({"qwen2_5_vl"})
 
 _MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -22,12 +21,15 @@ _MIN_PIXELS, _MAX_PIXELS = 56 * 56, 28 * 28 * 1280
 
 @dataclass(frozen=True, slots=True)
 class VisionFiles:
-    """
-    placeholder: the token that the chat template writes for an image.
-    patch_side: pixels a side of what the encoder begins with; merge: patches a side of a token.
-    frames: so many times an image is seen, one after the other, as a film that stands still.
-    min_pixels, max_pixels: of an image that is brought to size.
-    mean, std: of red, green, blue, where 1 is the brightest.
+    """Image settings of a model.
+
+    Attributes:
+        placeholder: token that the chat template writes for an image.
+        patch_side: pixels per side of a patch.
+        merge: patches per side of a token.
+        frames: number of times that an image is repeated, as a video with a still picture.
+        min_pixels, max_pixels: of a resized image.
+        mean, std: of red, green, blue, where 1 is the brightest.
     """
 
     placeholder: int
@@ -41,15 +43,15 @@ class VisionFiles:
 
     @property
     def token_side(self) -> int:
-        """Pixels a side of what one token stands for."""
+        """Pixels per side of the area of one token."""
         return self.patch_side * self.merge
 
 
 def vision_files(directory: Path) -> VisionFiles | None:
-    """None of a model whose images are not served, if it sees any.
+    """Return the image settings, or None if images are not supported for the model.
 
     Raises:
-        ConfigError: a file says what cannot be used.
+        ConfigError: a file has invalid values.
     """
     config = _object(directory / "config.json")
     if config.get("model_type") not in SERVED:
@@ -76,7 +78,7 @@ def vision_files(directory: Path) -> VisionFiles | None:
 
 
 def _processor(directory: Path) -> Mapping[str, Any]:
-    """transformers 5 writes it beside that of texts, in one file."""
+    """Return the image processor's settings. transformers 5 stores them with those for text."""
     own = directory / "preprocessor_config.json"
     if own.is_file():
         return _object(own)

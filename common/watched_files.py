@@ -1,7 +1,7 @@
-"""What files hold, checked when they are read, and read anew when they change.
+"""Files that are validated when they are read, and read again when they change.
 
-At the start anything wrong is a ConfigError. Later, what was good stays in use: files that are
-half replaced, or replaced by nonsense, are a warning and not an outage.
+At the start, an invalid file is a ConfigError. Later, the last valid content stays in use: a
+half-written or invalid file causes a warning and not an outage.
 """
 
 import logging
@@ -16,14 +16,14 @@ from common.logs import kv
 
 log = logging.getLogger(__name__)
 
-AGAIN_S = 10.0  # until files that could not be used, and have not changed since, are tried again
+AGAIN_S = 10.0  # until invalid files that have not changed are tried again
 
 T = TypeVar("T")
 _Stamp: TypeAlias = tuple[tuple[int, int, int] | None, ...]
 
 
 class WatchedFiles(Generic[T]):
-    """Files that are read as one. Any thread may ask."""
+    """Files that are read together. For any thread."""
 
     def __init__(
         self,
@@ -34,14 +34,16 @@ class WatchedFiles(Generic[T]):
         knob: str,
         again_s: float = AGAIN_S,
     ) -> None:
-        """
+        """Read the files.
+
         Args:
-            read: makes what the files hold; raises ConfigError if they are of no use.
-            what: they hold, such as "certificates", and
-            knob: what users call them, such as "--front.tls"; for messages.
-            again_s: between two looks into files that are of no use.
+            paths: the files.
+            read: returns their content. Raises ConfigError if they are invalid.
+            what: their content, such as "certificates", for messages.
+            knob: name of the setting, such as "--front.tls", for messages.
+            again_s: seconds between two attempts to read invalid files.
         Raises:
-            ConfigError: what `read` raises.
+            ConfigError: from `read`.
         """
         self._paths = paths
         self._read = read
@@ -55,8 +57,11 @@ class WatchedFiles(Generic[T]):
         self._held = read()
 
     def current(self) -> T:
-        """The same object as long as the files have not changed for the better. Cheap enough to
-        be asked before every handshake."""
+        """Return the content. It is the same object until the files change to another valid
+        content.
+
+        Cheap enough for every handshake.
+        """
         with self._lock:
             stamp = self._look()
             if stamp == self._stamp or (stamp == self._useless and time.monotonic() < self._again):
@@ -64,7 +69,7 @@ class WatchedFiles(Generic[T]):
             try:
                 self._held = self._read()
             except ConfigError as error:
-                # They may become good by themselves: a clock here is behind the authority's.
+                # They may become valid without a change, if this clock is behind the authority's.
                 self._useless, self._again = stamp, time.monotonic() + self._again_s
                 log.warning(f"new {self._what} are not used %s", kv(because=error))
             else:
@@ -73,7 +78,7 @@ class WatchedFiles(Generic[T]):
             return self._held
 
     def _look(self) -> _Stamp:
-        """What tells versions of the files apart."""
+        """Return a stamp that differs between versions of the files."""
         return tuple(_version(path) for path in self._paths)
 
 

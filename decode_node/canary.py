@@ -52,7 +52,7 @@ class _Answer:
 
     @property
     def failed(self) -> bool:
-        """Whether it ended without a result. Corrupt KV (NaN or Inf logits) does count as a
+        """True if it ended without a result. Corrupt KV (NaN or Inf logits) does count as a
         result."""
         if self.end is None or self.end.reason == FinishReason.LENGTH:
             return False
@@ -89,13 +89,13 @@ class _Trial:
 
     @property
     def in_use(self) -> bool:
-        """Whether the producer is in use during the trial."""
+        """True if the producer is in use during the trial."""
         return self.standing == _Standing.IN_USE
 
     @property
     def admits(self) -> bool:
-        """Whether the producer is in use after the verdict. After a wrong verdict only "right"
-        admits it."""
+        """True if the verdict admits the producer. "unknown" does, unless it was kept out
+        before."""
         if self.verdict == "unknown":
             return self.standing != _Standing.KEPT_OUT
         return self.verdict == "right"
@@ -129,7 +129,7 @@ class Canary:
         self._waiting: deque[OwnerUp] = deque()
         self._untried: deque[OwnerUp] = deque()  # in use without a trial
         self._trial: _Trial | None = None
-        self._kept_out: dict[int, tuple[OwnerUp, float]] = {}  # by instance; when to try again
+        self._kept_out: dict[int, tuple[OwnerUp, float]] = {}  # by instance; time of the next trial
 
     @property
     def owner(self) -> OwnerUp:

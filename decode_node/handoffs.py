@@ -381,8 +381,7 @@ class Handoffs:
 
         Args:
             ahead: a step is running and the next one would be queued behind it. A request that
-                arrives
-                before its end would miss both.
+                arrives before its end would miss both.
         """
         if ahead:
             return math.inf if self.transfer.num_coming else 0.0

@@ -116,7 +116,7 @@ class Departures:
 
     @property
     def busy(self) -> bool:
-        """Whether a consumer is still reading or waiting for a reply."""
+        """True if a consumer is still reading or waiting for a reply."""
         return bool(self._by_serial) or time.monotonic() < self._moved_at + LINGER_S
 
     def lent(self) -> Iterator[Ints]:

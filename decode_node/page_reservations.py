@@ -66,8 +66,7 @@ class Destinations:
         """Reserve pages for all tokens, or none.
 
         Returns None if pages are short, although they seemed to suffice: an evictable-looking page
-        may
-        be the parent of a held one.
+        may be the parent of a held one.
 
         Args:
             room_tokens: number of tokens to fit, for a migration. 0: not a migration.

@@ -120,8 +120,7 @@ class Dispatcher:
         """Start the migration of a request to this node.
 
         Copies its KV so far while it runs on, then opens a hand-off at its source. Waits first if
-        this
-        node is not paired with the source.
+        this node is not paired with the source.
 
         Raises:
             QueueTooLong: it would get its pages too late.

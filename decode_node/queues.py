@@ -166,8 +166,7 @@ class PreallocQueue:
         """Return the place of the first attempt that no prompt behind it may overtake any more.
 
         Infinite if there is none. Attempts that wait for other grants or for more urgent requests
-        do
-        not count: they do not wait for the pages of prompts.
+        do not count: they do not wait for the pages of prompts.
         """
         for attempt in self._attempts.in_turn():
             if attempt.priority < floor:
@@ -219,7 +218,7 @@ class TransferQueue:
 
     @property
     def is_arriving(self) -> bool:
-        """Whether a migrating request has stopped at its source and is not completed."""
+        """True if a migrating request has stopped at its source and is not completed."""
         movers = self._movers.values()
         return any(transfer.told is not None and not transfer.held for transfer in movers)
 
@@ -234,8 +233,7 @@ class TransferQueue:
         """Return how many more pages may be granted.
 
         Attempts without a first token wait for the producer's prefill queue and may hold `most`
-        pages
-        together. The first granted attempt may have any number.
+        pages together. The first granted attempt may have any number.
         """
         if not self._transfers:
             return math.inf

@@ -2,8 +2,8 @@
 
 The service checks and forwards messages. The engine owns the state of requests. The service knows
 only which of its stream numbers are open. An invalid Submit ends that request, any other invalid
-message ends the stream. Message sizes are checked before any other work. While the engine is
-behind on a stream's messages, the stream is not read.
+message ends the stream. Message sizes are checked before any other work. While the engine is behind
+on a stream's messages, the stream is not read.
 """
 
 import asyncio
@@ -74,8 +74,7 @@ class _RouterStream:
         """Raise InvalidRequest if the router of this stream has not named an address as a peer.
 
         KV read from an address enters a cache shared by all requests, so only the router's own
-        nodes
-        are accepted.
+        nodes are accepted.
         """
         for address in addresses:
             if address not in (self.peers or ()):

@@ -1,1 +1,2 @@
-"""The prefill program: computes the KV of prompts and publishes their pages for decode nodes."""
+"""The prefill node process: computes the KV of prompts and publishes their pages for decode
+nodes."""

@@ -1,4 +1,4 @@
-"""python -m prefill_node: a node that begins as a prefill node."""
+"""Entry point of `python -m prefill_node`: a node that starts as a prefill node."""
 
 import sys
 

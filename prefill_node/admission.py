@@ -1,5 +1,4 @@
-"""What a hand-off must be to be taken: the cheapest question first, and nothing is done before all
-are answered."""
+"""Admission checks for hand-offs, the cheapest first. All checks come before any work."""
 
 import math
 from collections.abc import Mapping
@@ -29,24 +28,24 @@ from node.control.engine_control import Desk
 
 
 class Draining(NodeUnavailable):
-    """This node takes nothing more."""
+    """This node is draining and accepts no hand-offs."""
 
 
 class Paused(NodeUnavailable):
-    """This node takes nothing for now."""
+    """This node is paused and accepts no hand-offs for now."""
 
 
 class OtherWeights(NodeUnavailable):
-    """KV of this node's weights is of no use to the reader."""
+    """The weights of this node differ, so the consumer cannot use its KV."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """What becomes of a hand-off that this node does not take.
+    """A rejection of a hand-off.
 
     Attributes:
-        count: under which it is counted.
-        retryable: another node may take it, or this one later.
+        count: name of the counter for this reason.
+        retryable: another node may accept it, or this one later.
     """
 
     count: str
@@ -66,17 +65,17 @@ COUNTS = tuple(refusal.count for refusal in _REFUSALS.values())
 
 
 def refusal_of(error: ServingError) -> Refusal:
-    """By the nearest of its kinds."""
+    """Return the rejection for an error, by its nearest base class."""
     return next(_REFUSALS[kind] for kind in type(error).__mro__ if kind in _REFUSALS)
 
 
 class Door:
-    """Engine thread only.
+    """Admission control of the prefill node. Engine thread only.
 
     Args:
-        max_waiting: prompts.
-        prompts: that have been granted and are not computed yet.
-        tokens: of all that have no pages yet; bounded.
+        max_waiting: limit of queued prompts.
+        prompts: queue of prompts that are granted and not computed yet.
+        tokens: bounded count of tokens of all prompts without pages.
     """
 
     def __init__(
@@ -99,13 +98,12 @@ class Door:
         self._tokens = tokens
 
     def take(self, event: Opened, num_waiting: int, now: float) -> Request:
-        """Holds the tokens and the adapter of a hand-off that may come in.
+        """Admit a hand-off and hold its tokens and its adapter.
 
         Args:
-            num_waiting: prompts that wait here already.
-
+            num_waiting: prompts that are queued here already.
         Raises:
-            ServingError: it may not; see refusal_of.
+            ServingError: it is rejected. See refusal_of.
         """
         if self._desk.draining:
             raise Draining("this prefill node is draining")
@@ -134,11 +132,12 @@ class Door:
         return request
 
     def _start_by(self, spec: RequestSpec, remaining: Remaining, now: float) -> float:
-        """When its first forward must begin; never, of an answer that goes on: a client has part
-        of it.
+        """Return the time by which its first forward pass must begin.
+
+        Infinite for a continued response, which a client has in part.
 
         Raises:
-            QueueTooLong: what waits here already takes longer.
+            QueueTooLong: the queue here takes longer.
         """
         if spec.num_generated:
             return math.inf

@@ -1,4 +1,4 @@
-"""What an engine does as a prefill node's."""
+"""Engine process of a prefill node."""
 
 from collections.abc import Callable
 
@@ -8,12 +8,15 @@ from node.engine_process import EngineStart
 from node.runtime import EngineParts
 from prefill_node.role import PrefillRole
 
-CHUNK_TOKENS = 8192  # decode rows of no node wait for a chunk, and a larger one computes faster
+CHUNK_TOKENS = 8192  # no decode rows wait for a chunk here, and large chunks are efficient
 
 
 def wants(config: EngineConfig) -> EngineConfig:
-    """What of an engine a prefill node has use for. Its requests end with their first token: none
-    grows until it must be retracted to host memory, and no step is one of decode rows alone."""
+    """Return the configuration without the parts that a prefill node does not use.
+
+    Requests end with their first token, so none is retracted to host memory, and no step has decode
+    rows only.
+    """
     cache = config.cache.model_copy(update={"host_pages": 0})
     chunk = config.scheduler.auto_chunk_tokens or CHUNK_TOKENS
     scheduler = config.scheduler.model_copy(update={"auto_chunk_tokens": chunk})
@@ -27,10 +30,11 @@ def check(engine: Engine) -> None:
 def serve(
     engine: Engine, start: EngineStart[PrefillConfig], prepare: Callable[[str], None]
 ) -> None:
-    """Until the front lets this process go (PeerGone), or has another role for it (RoleOver).
+    """Serve until the node process disconnects (PeerGone) or changes the role (RoleOver).
 
     Args:
-        engine: built, or equipped, as the role `wants` it.
+        engine: built with the configuration that `wants` returned, or prepared with it for a change
+            of role.
         prepare: see Desk.
     """
     config = start.config.engine

@@ -1,4 +1,5 @@
-"""When what happened to each hand-off of a prefill node, while it is open and for a while after."""
+"""Timings of each hand-off of a prefill node, while it is open and for a limited time
+afterwards."""
 
 import time
 from collections.abc import Callable
@@ -15,11 +16,12 @@ from node.timings import HandoffStamps
 
 
 class HandoffRecords:
-    """By serial, from Opened to HandoffDropped; the last ones of those that have gone by request.
-    Engine thread only; the watchdog reads it once that thread stands still.
+    """Records by serial, from Opened to HandoffDropped, and the last ended ones by request.
+
+    Engine thread only. The watchdog reads it when that thread is stalled.
 
     Args:
-        tell: the front, of those whose clients are traced.
+        tell: sends hand-offs of traced requests to the front.
     """
 
     def __init__(self, log: ThrottledLog, tell: Callable[[HandoffTraced], None]) -> None:
@@ -56,7 +58,7 @@ class HandoffRecords:
             self._tell(HandoffTraced(stamps))
 
     def explain(self, request_id: str) -> Flights:
-        """What there is of a client's request."""
+        """Return the traces of the hand-offs of a client's request."""
         found = [
             *self._ended.find(request_id),
             *(each for each in tuple(self._open.values()) if each.request_id == request_id),
@@ -65,7 +67,7 @@ class HandoffRecords:
         return Flights(tuple(of_handoff(each, now) for each in found), len(self._ended))
 
     def flights(self, num_ended: int) -> list[tuple[str, Flight]]:
-        """Of the last so many that have gone, and of those that are open."""
+        """Return request ids and traces of the last ended hand-offs and of all open ones."""
         now = time.monotonic()
         return [
             (stamps.request_id, of_handoff(stamps, now))

@@ -3,8 +3,9 @@
     Opened            Granted                    last chunk done         HandoffDropped
       -> bootstrap queue -> waiting, prefilling  ------------> inflight queue -> gone
 
-A hand-off may be dropped in any queue: its reader cancelled, its stream ended, its budget ran out.
-Its pages are held for publication from admission until then, whatever becomes of the request.
+A hand-off may be dropped in any queue: its consumer cancelled it, its stream ended, or its budget
+expired. Its pages are held for publication from admission until then, whatever happens to the
+request.
 """
 
 import logging
@@ -41,18 +42,19 @@ class Prefilling:
 
     serial: int
     request: Request
-    prefix_tokens: int  # the reader has them
-    published: int  # token ranges up to here are out
-    holding: Holding  # of the whole prompt; empty until admission
+    prefix_tokens: int  # tokens that the consumer has
+    published: int  # token ranges up to here are published
+    holding: Holding  # pages of the whole prompt; empty until admission
 
 
 class Handoffs:
-    """Engine thread only, but for what the watchdog reads once that stands still: `told`, and
-    `flights`.
+    """Outgoing hand-offs. Engine thread only.
+
+    The watchdog may call `told` and `flights` while that thread is stalled.
 
     Args:
-        prompts: granted, and not computed yet.
-        tokens: of those that have no pages yet.
+        prompts: queue of prompts that are granted and not computed yet.
+        tokens: count of tokens of prompts without pages.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class Handoffs:
         self._sharing = sharing
         self._prompts = prompts
         self._tokens = tokens
-        # By the serial of the hand-off, which is its request's key too.
+        # By the serial of the hand-off, which is also the key of its request.
         self._bootstrap: dict[int, Request] = {}
         self._prefilling: dict[int, Prefilling] = {}
         self._inflight: dict[int, Prefilling] = {}
@@ -89,7 +91,7 @@ class Handoffs:
         outcomes = ("handoffs_held", "handoffs_lost", "handoffs_failed", "refused/dropped")
         self._counts = dict.fromkeys((*outcomes, *COUNTS), 0)
 
-    # What is told of them -----------------------------------------------------------------------
+    # Status ---------------------------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
@@ -97,7 +99,7 @@ class Handoffs:
 
     @property
     def lent(self) -> Sequence[Ints]:
-        """Pages held for publication, of each hand-off."""
+        """Pages held for publication, one array per hand-off."""
         return tuple(self._lent.values())
 
     def queues(self) -> dict[str, int]:
@@ -107,7 +109,7 @@ class Handoffs:
         return dict(self._counts)
 
     def told(self) -> list[dict[str, object]]:
-        """Fields of a line each: the queue, the request, and since when it is open."""
+        """Return the log fields of each hand-off: its queue, its request and its age."""
         now = time.monotonic()
         open_here = {
             "bootstrap": tuple(self._bootstrap.values()),
@@ -132,12 +134,12 @@ class Handoffs:
     def flights(self, num_ended: int) -> list[tuple[str, Flight]]:
         return self._records.flights(num_ended)
 
-    # What is said of one ------------------------------------------------------------------------
+    # Events of one hand-off -----------------------------------------------------------------------
 
     def open(self, event: Opened) -> None:
         now = time.monotonic()
         source = event.source
-        assert isinstance(source, Prompt | Live)  # PrefixSharing takes the others
+        assert isinstance(source, Prompt | Live)  # PrefixSharing handles the other sources
         self._records.open(event, source.spec, now)
         num_waiting = len(self._bootstrap) + len(self._preparations) + self._scheduler.num_waiting
         try:
@@ -152,7 +154,7 @@ class Handoffs:
     def grant(self, event: Granted) -> None:
         request = self._bootstrap.pop(event.serial, None)
         if request is None:
-            return  # failed here before the grant arrived; HandoffDropped is under way
+            return  # it failed here before the grant arrived; HandoffDropped will follow
         stamps = self._records[event.serial]
         stamps.granted, stamps.prefix_tokens = time.monotonic(), event.prefix_tokens
         self._prefilling[event.serial] = Prefilling(
@@ -170,7 +172,7 @@ class Handoffs:
             self._refuse(request.key, refusal)
 
     def prepared(self, request: Request, refusal: ServingError | None) -> None:
-        """refusal: why it cannot be."""
+        """Schedule a prepared request, or reject it if its preparation failed (`refusal`)."""
         try:
             if refusal is not None:
                 raise refusal
@@ -179,7 +181,7 @@ class Handoffs:
             self._refuse(request.key, error)
 
     def admitted(self, request: Request, holding: Holding) -> None:
-        """The scheduler has reserved the whole prompt and locked what this node has of it."""
+        """Publish the cached pages of a prompt for which the scheduler has reserved all pages."""
         handoff = self._prefilling[request.key]
         handoff.holding = holding
         num_tokens = len(request.token_ids)
@@ -198,7 +200,7 @@ class Handoffs:
                 queued_tokens=self._scheduler.queued_tokens(),
             )
         )
-        # Whole pages: where tokens generated before are cached too, this counts the prompt alone.
+        # Whole pages only: generated tokens may be cached too, but this counts the prompt alone.
         self._publish(handoff, self._whole_pages(request.cached_tokens))
 
     def computed(self, chunk: ChunkDone) -> None:
@@ -219,8 +221,8 @@ class Handoffs:
         self._publish(handoff, chunk.end, chunk)
 
     def ended(self, request: Request, finish: Finish) -> None:
-        """Its request has, in the scheduler or before it came there."""
-        if request.key in self._prefilling:  # else it ended with its first token, or was dropped
+        """Fail the hand-off of a request that ended in the scheduler or before."""
+        if request.key in self._prefilling:  # else it ended with its first token or was dropped
             self._counts["refused/dropped"] += bool(finish.retry_after_s)
             self._fail(
                 request.key,
@@ -237,10 +239,10 @@ class Handoffs:
         if lent is not None:
             self._pages.drop(lent, Holder.PUBLICATION)
 
-    # What operators have done to them -----------------------------------------------------------
+    # Calls of operators ---------------------------------------------------------------------------
 
     def abort(self, request_id: str) -> int:
-        """Gives up every one of this client request; returns how many."""
+        """Cancel all hand-offs of this client request. Returns their number."""
         requests = {
             **self._bootstrap,
             **{serial: handoff.request for serial, handoff in self._prefilling.items()},
@@ -252,15 +254,17 @@ class Handoffs:
         return len(doomed)
 
     def give_up_all(self, why: str) -> None:
-        """But those that are computed: their pages are read to the end."""
+        """Fail all hand-offs except computed ones, whose pages are read to the end."""
         for serial in (*self._bootstrap, *self._prefilling):
             self._fail(serial, why, retryable=True)
 
     # --------------------------------------------------------------------------------------------
 
     def _publish(self, handoff: Prefilling, end: int, last_chunk: ChunkDone | None = None) -> None:
-        """Publishes [handoff.published, end), page aligned unless it is the last range. The reader
-        may have a longer prefix than that already: then only the last, empty range tells."""
+        """Publish [handoff.published, end), page aligned unless it is the last range.
+
+        If the consumer already has a longer prefix, only the last, empty range is published.
+        """
         start, last = handoff.published, last_chunk is not None
         if end <= start and not last:
             return
@@ -297,7 +301,7 @@ class Handoffs:
         self._port.post(FailHandoff(serial, reason, retryable, retry_after_s))
 
     def _forget(self, serial: int, finish: Finish) -> None:
-        """Takes a hand-off out of its queue; its compute stops at the chunk's edge."""
+        """Remove a hand-off from its queue. Its computation stops at the end of the chunk."""
         self._tokens.drop(serial)
         self._prompts.leave(serial)
         self._sharing.forget(serial)

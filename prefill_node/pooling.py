@@ -1,7 +1,7 @@
-"""Calls for vectors of prompts: each prompt is a request that ends with its last chunk.
+"""Pooling calls: each prompt is a request that ends with its last chunk.
 
-The prompts of a call go to the scheduler together, wait with the hand-offs' prompts for their turn,
-and are answered together, or with the first error that one of them has.
+The prompts of a call enter the scheduler together and queue with the prompts of hand-offs. The
+response comes when all are computed, or with the first error of any of them.
 """
 
 import itertools
@@ -25,13 +25,13 @@ from engine.batch.token_budget import HeldTokens
 from engine.scheduler.scheduler import ChunkDone, Scheduler
 from node.messages import Pooled, PoolPrompts
 
-_NO_TOKEN = SamplingParams(max_tokens=1, seed=0, temperature=0.0)  # none is sampled either
+_NO_TOKEN = SamplingParams(max_tokens=1, seed=0, temperature=0.0)  # no token is sampled
 _LEFT = Finish(FinishReason.ABORT, "nobody waits for it")
 
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """A PoolPrompts under way."""
+    """A PoolPrompts call in progress."""
 
     number: int
     request_id: str
@@ -41,12 +41,13 @@ class _Call:
 
 
 class PooledCalls:
-    """Engine thread only.
+    """Pooling calls in progress. Engine thread only.
 
     Args:
-        tokens, prompts: shared with hand-offs, whose keys are positive; those used here are not.
-        tell: the front.
-        weights: that are computed with.
+        tokens, prompts: shared with hand-offs. Hand-offs have positive keys, pooling calls
+            negative.
+        tell: sends results to the front.
+        weights: returns the weight version in use.
     """
 
     def __init__(
@@ -69,15 +70,15 @@ class PooledCalls:
         self._weights = weights
         self._keys = itertools.count(-1, -1)
         self._calls: dict[int, _Call] = {}  # by number
-        self._of_request: dict[int, _Call] = {}  # by key, of requests that have no vector yet
+        self._of_request: dict[int, _Call] = {}  # by key, of requests without a vector
         self.num_pooled = 0  # prompts, since the start
 
     def __len__(self) -> int:
-        """Prompts that have no vector yet."""
+        """Return the number of prompts without a vector."""
         return len(self._of_request)
 
     def take(self, message: PoolPrompts, *, draining: bool) -> None:
-        """Begins with a call, or answers why not."""
+        """Start a call, or reject it with an error."""
         call = _Call(message.number, message.request_id, next(self._keys))
         try:
             self._begin(call, message, draining)
@@ -91,17 +92,19 @@ class PooledCalls:
             self._end(call)
 
     def abort(self, request_id: str) -> int:
-        """Returns how many prompts that ended."""
+        """Abort the calls of a request. Returns the number of prompts that ended."""
         calls = [call for call in self._calls.values() if call.request_id == request_id]
         return self._abort(calls, "aborted by an operator")
 
     def abort_all(self, sentence: str) -> int:
-        """Returns how many prompts that ended."""
+        """Abort all calls. Returns the number of prompts that ended."""
         return self._abort(tuple(self._calls.values()), sentence)
 
     def renew(self) -> None:
-        """There are other weights: what waits is computed with these, but for calls that have a
-        part of their vectors already."""
+        """Compute queued prompts with the new weights.
+
+        Calls that already have some of their vectors fail instead.
+        """
         for call in tuple(self._calls.values()):
             if call.vectors:
                 self._end(call)
@@ -118,7 +121,7 @@ class PooledCalls:
         return num_prompts
 
     def computed(self, chunk: ChunkDone) -> None:
-        """A chunk of one of the prompts is."""
+        """Record a computed chunk. Sends the result when all prompts of the call are computed."""
         request = chunk.request
         call = self._of_request.get(request.key)
         if call is None:
@@ -136,7 +139,7 @@ class PooledCalls:
             self._tell(Pooled(call.number, vectors, cached))
 
     def ended(self, request: Request, finish: Finish) -> None:
-        """One of the prompts is over; with its vector, or nobody will have one."""
+        """End a prompt. Without a vector, its call fails."""
         call = self._of_request.get(request.key)
         if call is not None:
             self._end(call)
@@ -144,7 +147,10 @@ class PooledCalls:
             self._refuse(call, sentence, finish.status, finish.retry_after_s)
 
     def _begin(self, call: _Call, message: PoolPrompts, draining: bool) -> None:
-        """Raises ServingError; nothing is to be undone then but what `call` has."""
+        """Check and schedule the prompts of a call.
+
+        After a ServingError, the caller only has to release what `call` holds.
+        """
         if draining:
             raise NodeUnavailable("this prefill node is draining")
         self._limits.check_pooling(message.pooling)
@@ -192,7 +198,7 @@ class PooledCalls:
         self._prompts.join(request.key, Place(request.due, len(request.token_ids)), request.arrived)
 
     def _end(self, call: _Call) -> None:
-        """Takes a call out; what of it is not computed stops at the chunk's edge."""
+        """Remove a call. Prompts in progress stop at the end of the chunk."""
         self._calls.pop(call.number, None)
         self._tokens.drop(call.held)
         for request in call.requests:

@@ -1,7 +1,7 @@
-"""The Pooling service: calls of routers on one side, the engine thread on the other.
+"""The Pooling service: router calls on one side, the engine thread on the other.
 
-Checks by size, forwards, and makes of what the engine has summed what was asked for. The books of
-prompts are the engine's; this end only knows which calls wait.
+The service checks sizes, forwards calls, and finishes vectors from the engine's sums. The engine
+owns the state of prompts. The service knows only which calls are waiting.
 """
 
 import asyncio
@@ -36,13 +36,13 @@ from node.frontend.engine_link import EngineLink
 from node.messages import CancelPooling, Pooled, PoolPrompts
 from protos import pooling_pb2, pooling_pb2_grpc
 
-MAX_PROMPTS = 256  # of one call
+MAX_PROMPTS = 256  # per call
 MAX_TOKENS = 1 << 20
-MAX_CALLS = 1024  # that wait
+MAX_CALLS = 1024  # waiting calls
 MAX_BUDGET_S = 7 * 24 * 3600.0
 MAX_REQUEST_ID = 256  # characters
 _POOLS = frozenset(map(int, Pool))
-_PATIENCE_S = 5.0  # beyond the budget, by when the engine has ended what is late
+_PATIENCE_S = 5.0  # after the budget, within which the engine ends late calls
 
 _ERRORS: dict[int, type[ServingError]] = {
     error.status.value[0]: error
@@ -51,10 +51,10 @@ _ERRORS: dict[int, type[ServingError]] = {
 
 
 class PoolingService(pooling_pb2_grpc.PoolingServicer):
-    """Event loop only.
+    """The Pooling service. Event loop only.
 
     Args:
-        check_length: raises InvalidRequest where so many tokens can never be served.
+        check_length: raises InvalidRequest for a prompt that is too long to be served.
     """
 
     def __init__(self, engine: EngineLink, check_length: Callable[[int], None]) -> None:
@@ -65,14 +65,17 @@ class PoolingService(pooling_pb2_grpc.PoolingServicer):
         self._draining = False
 
     def register(self, server: grpc.aio.Server, guard: Guard | None = None) -> tuple[str, ...]:
-        """Adds the service to a server; returns its name."""
+        """Add the service to a server. Returns its name."""
         add = pooling_pb2_grpc.add_PoolingServicer_to_server
         return rpc.add_service(server, add, self, guard)
 
     async def Pool(
         self, request: pooling_pb2.PoolRequest, context: Any
     ) -> pooling_pb2.PoolResponse:
-        """UNAVAILABLE while the model loads, and when the node drains or its engine has ended."""
+        """Return the vectors of the prompts.
+
+        UNAVAILABLE: the model is loading, the node is draining, or its engine has ended.
+        """
         self._engine.check_ready()
         if self._draining:
             raise NodeUnavailable("this prefill node is draining")
@@ -93,28 +96,28 @@ class PoolingService(pooling_pb2_grpc.PoolingServicer):
         )
 
     def pooled(self, message: Pooled) -> None:
-        """The engine's answer to a call."""
+        """Complete a call with the engine's response."""
         call = self._calls.get(message.number)
         if call is not None and not call.done():
             call.set_result(message)
 
     def drain(self) -> None:
-        """Takes no new call from now on; those that wait are answered."""
+        """Reject new calls. Waiting calls are still completed."""
         self._draining = True
 
     def resume(self) -> None:
-        """Takes new calls again."""
+        """Accept new calls again."""
         self._draining = False
 
     def end(self, error: ServingError) -> None:
-        """Ends every call with this error."""
+        """End all calls with this error."""
         self._draining = True
         for call in self._calls.values():
             if not call.done():
                 call.set_exception(error)
 
     async def _pooled(self, message: PoolPrompts, budget_s: float) -> Pooled:
-        """Raises ServingError where there are no vectors."""
+        """Wait for the engine's response. Raises ServingError if it has no vectors."""
         answer = asyncio.get_running_loop().create_future()
         self._calls[message.number] = answer
         try:
@@ -134,7 +137,7 @@ class PoolingService(pooling_pb2_grpc.PoolingServicer):
         raise _ERRORS.get(pooled.error_code, RequestFailed)(pooled.error)
 
     def _parsed(self, request: pooling_pb2.PoolRequest) -> PoolPrompts:
-        """Raises InvalidRequest, by size before any token is looked at."""
+        """Check sizes, then return the engine's message. Raises InvalidRequest."""
         if not 1 <= len(request.prompts) <= MAX_PROMPTS:
             raise InvalidRequest(f"prompts has {len(request.prompts)}, 1 to {MAX_PROMPTS} allowed")
         lengths = [len(prompt.ids) for prompt in request.prompts]
@@ -142,7 +145,7 @@ class PoolingService(pooling_pb2_grpc.PoolingServicer):
             raise InvalidRequest(f"prompts has {sum(lengths)} tokens, {MAX_TOKENS} allowed")
         for length in lengths:
             self._check_length(length)
-        if not 0.0 < request.budget_s <= MAX_BUDGET_S:  # nor is NaN
+        if not 0.0 < request.budget_s <= MAX_BUDGET_S:  # rejects NaN too
             raise InvalidRequest(f"budget_s must be in (0, {MAX_BUDGET_S:g}]")
         if request.HasField("queue_s") and not 0.0 <= request.queue_s <= MAX_BUDGET_S:
             raise InvalidRequest(f"queue_s must be in [0, {MAX_BUDGET_S:g}]")
@@ -179,11 +182,11 @@ def _token_ids(ids: Sequence[int]) -> bytes:
 def _finished(
     vector: NDArray[np.float32], num_tokens: int, request: pooling_pb2.PoolRequest
 ) -> NDArray[np.float32]:
-    """Of the engine's vector: divided where it is a mean, cut, made one long. Float64 inside.
+    """Finish the engine's vector: mean, truncation and normalisation, in float64.
 
     Raises:
-        RequestFailed: it is not finite.
-        InvalidRequest: more is wanted of it than there is.
+        RequestFailed: the vector contains NaN or Inf.
+        InvalidRequest: more dimensions are requested than the model has.
     """
     if request.dimensions > len(vector):
         raise InvalidRequest(f"dimensions is {request.dimensions}, the model has {len(vector)}")

@@ -1,4 +1,4 @@
-"""What a node's front does as a prefill node's."""
+"""Services of a prefill node's process."""
 
 import time
 from functools import partial
@@ -15,19 +15,21 @@ from prefill_node.pooling_service import PoolingService
 
 
 def program(config: PrefillConfig) -> RoleProgram:
-    # Over TLS it calls nobody whom it cannot check.
+    # With TLS, it only calls nodes that it can authenticate.
     calls = config.front.tls.cert is None or config.front.tls.mutual
     fetches = config.sharing.enabled and calls
     return RoleProgram("prefill", config, partial(_parts, calls=calls, fetches=fetches))
 
 
 def _parts(front: Front, *, calls: bool, fetches: bool) -> NodeParts:
-    """Readers call here for KV, and routers for vectors; this node calls whoever readers say has
-    part of a prompt, and whose weights it is to take.
+    """Connect the services of a prefill node.
+
+    Incoming calls: consumers that want KV, and routers that want vectors. Outgoing calls: nodes
+    that hold part of a prompt, as named by consumers, and nodes from which this node takes weights.
 
     Args:
-        calls: whether it calls anybody.
-        fetches: whether it calls for prompts.
+        calls: whether it may call other nodes.
+        fetches: whether it fetches prefixes of prompts.
     """
     streams = PairStreams(
         front.transfer_socket,

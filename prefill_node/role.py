@@ -1,9 +1,10 @@
-"""The prefill node's role: one scheduler, for hand-offs and for prompts to be pooled.
+"""The prefill node's role: one scheduler for hand-offs and pooling prompts.
 
-A hand-off comes from the transfer thread and goes its way through this node (handoffs.py): what
-another node has of its prompt is read meanwhile, where that is cheaper than to compute it
-(node/sharing/); the scheduler gets such a prompt when that is over, either way.
-Prompts of which a vector is wanted, and no KV, share the scheduler: pooled.py.
+A hand-off arrives from the transfer thread and passes through this node (handoffs.py). If another
+node has a prefix of its prompt and a fetch is cheaper than recomputation, the prefix is fetched
+(node/sharing/). The prompt enters the scheduler when the fetch has ended, successfully or not.
+Pooling prompts, which need a vector and no KV, use the same scheduler (pooling.py).
+
 This module knows nothing of streams and sockets: the transfer thread is behind a NodePort.
 """
 
@@ -55,7 +56,7 @@ _GIVEN_UP = "this prefill node is paused"
 
 
 class PrefillRole:
-    """Serves hand-offs. Engine thread only."""
+    """State and queues of a prefill node. Engine thread only."""
 
     def __init__(
         self,
@@ -78,8 +79,8 @@ class PrefillRole:
         self._desk = desk
         self._sharing = sharing
         self._tiers = tiers
-        self._prompts = Drain()  # granted, and not computed yet
-        tokens = HeldTokens(max_waiting_tokens)  # of those that have no pages yet
+        self._prompts = Drain()  # prompts that are granted and not computed yet
+        tokens = HeldTokens(max_waiting_tokens)  # of prompts without pages
         self._preparations: Preparations[None] = Preparations(
             GuideLine(guides),
             AdapterLine(adapters),
@@ -169,12 +170,12 @@ class PrefillRole:
         self._desk.rest(self, self.check)
 
     def check(self) -> None:
-        """Raises EngineFault where a page or slot is nobody's, or somebody's who has left."""
+        """Raise EngineFault if a page or slot has no live owner."""
         lent = [*self._handoffs.lent, *self._sharing.lent()]
         reads = self._sharing.reads()
         self.scheduler.check_idle({Holder.PUBLICATION: lent, Holder.READ: reads})
 
-    # What the desk asks -------------------------------------------------------------------------
+    # Calls of the desk ----------------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
@@ -219,12 +220,16 @@ class PrefillRole:
         return self._handoffs.abort(request_id) + self._pooled.abort(request_id)
 
     def abort_all(self) -> int:
-        """Of hand-offs their readers are told to do without: whether requests end is theirs."""
+        """Abort all pooling calls and fail hand-offs. Returns the number of aborted prompts.
+
+        Decode nodes decide whether the requests of failed hand-offs end.
+        """
         self._handoffs.give_up_all(_GIVEN_UP)
         return self._pooled.abort_all(PAUSED)
 
     def let_go(self) -> bool:
-        """What is computed already is read to the end."""
+        """Fail hand-offs and release KV. Computed pages are read to the end. Returns whether all is
+        released."""
         self._handoffs.give_up_all(_GIVEN_UP)
         self.scheduler.start_over()
         return not (self._handoffs.lent or self._sharing.fetches.busy)
@@ -236,7 +241,7 @@ class PrefillRole:
         self._port.post(ComputesWith(weights))
         self._desk.links.clear()
 
-    # What comes and ends ------------------------------------------------------------------------
+    # Messages and ends ----------------------------------------------------------------------------
 
     def _take(self, message: FrontMessage) -> None:
         match message:

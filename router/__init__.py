@@ -1,1 +1,1 @@
-"""The router: tokenises, picks nodes, streams text. It holds no tensor and imports no torch."""
+"""The router: places requests on nodes and streams tokens. Imports no torch."""

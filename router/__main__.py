@@ -1,4 +1,4 @@
-"""`python -m router`: reads the configuration and serves until told to stop."""
+"""Entry point of `python -m router`: reads the configuration and serves until it is stopped."""
 
 import os
 import sys
@@ -21,7 +21,7 @@ def main(arguments: Sequence[str]) -> None:
     config = read(RouterConfig, _PROGRAM, arguments)
     logs.setup("router", config.front.log_level, config.front.log_format)
     descriptors.allow_many()
-    # One text at a time gains nothing from the library's thread pool.
+    # The thread pool of the library has no use: texts are tokenised one at a time.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         if config.processes > 1:

@@ -1,8 +1,8 @@
-"""The nodes that one request has lost, what of that may be its own doing, and when it is enough.
+"""Nodes that one request has lost, and the limit after which it fails.
 
-Nobody is charged for a node that was asked to end, nor for an engine that died while another
-request computed alone in it (common/requests/quarantine.py). What is charged is forgotten once the
-request has got past the place where it happened.
+A loss is not charged if the node was asked to end, or if the engine crashed while another request
+was computed alone (common/requests/quarantine.py). Charges are dropped once the request has
+progressed beyond the position of the loss.
 """
 
 from enum import Enum
@@ -10,21 +10,21 @@ from enum import Enum
 from common.errors import NodeUnavailable, RequestFailed
 from common.requests.quarantine import GUILTY, TRIAL_TOKENS
 
-MAX_REPLAYS = 2  # that may be its own doing, since it last got on
-MAX_ENGINE_DEATHS = 4  # with it among others, whether it got on or not
+MAX_REPLAYS = 2  # charged losses since its last progress
+MAX_ENGINE_DEATHS = 4  # crashes that it was part of, with or without progress
 
 
 class Doing(Enum):
-    """Whose doing it may be that a node no longer has a request."""
+    """Possible cause of the loss of a request's node."""
 
     NOT_ITS_OWN = 0
-    UNKNOWN = 1  # the node is gone, and has not said why
-    ANYBODYS = 2  # its engine has died
-    ITS_OWN = 3  # its engine has died, and computed nothing else
+    UNKNOWN = 1  # the node is gone and has given no reason
+    ANYBODYS = 2  # its engine crashed
+    ITS_OWN = 3  # its engine crashed while it computed only this request
 
 
 class NodeLost(NodeUnavailable):
-    """A request's node is gone, or has refused it because it is about to go."""
+    """The node of a request is gone, or refused it because it is about to end."""
 
     def __init__(self, sentence: str, doing: Doing) -> None:
         super().__init__(sentence)
@@ -32,16 +32,16 @@ class NodeLost(NodeUnavailable):
 
 
 def died(error: NodeUnavailable) -> bool:
-    """Whether the request may have killed the engine of its node."""
+    """Return whether the request may have crashed the engine of its node."""
     return isinstance(error, NodeLost) and error.doing in (Doing.ANYBODYS, Doing.ITS_OWN)
 
 
 class Losses:
-    """Of one request.
+    """Losses of one request.
 
     Attributes:
         addresses: of the nodes, in order.
-        engine_deaths: what its next node is to know.
+        engine_deaths: crashes to report to its next node.
     """
 
     def __init__(self) -> None:
@@ -49,15 +49,16 @@ class Losses:
         self.engine_deaths = 0
         self._charged = 0
         self._all_engine_deaths = 0
-        self._num_tokens = 0  # that it had at the last loss
+        self._num_tokens = 0  # tokens that it had at the last loss
 
     def add(self, address: str, error: NodeUnavailable, num_tokens: int) -> None:
-        """
+        """Record a loss.
+
         Args:
-            num_tokens: that it has by now.
+            num_tokens: tokens that the request has now.
         Raises:
-            RequestFailed: engines die of it.
-            NodeUnavailable: `error`; it has had as many nodes as it may.
+            RequestFailed: the request crashes engines.
+            NodeUnavailable: `error`, once the limit of lost nodes is reached.
         """
         self.addresses.append(address)
         if num_tokens >= self._num_tokens + TRIAL_TOKENS:
@@ -67,7 +68,8 @@ class Losses:
             case Doing.ITS_OWN:
                 raise RequestFailed(GUILTY)
             case Doing.ANYBODYS if not self.engine_deaths:
-                # One that was suspect already has waited for its turn, and computed nothing.
+                # A request that is quarantined already was queued for its trial and computed
+                # nothing.
                 self.engine_deaths = 1
                 self._all_engine_deaths += 1
                 if self._all_engine_deaths > MAX_ENGINE_DEATHS:

@@ -1,4 +1,4 @@
-"""What a router counts: requests and their times, as its clients see them."""
+"""Metrics of a router: requests and their times, as its clients see them."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
@@ -15,7 +15,7 @@ Stranger = Literal["no_key", "unknown_key", "expired_key", "no_operator", "host"
 
 NODE_STATES = ("ready", "paused", "unhealthy", "draining", "starting", "unreachable")
 _OTHER = "other"
-# Those that the router's own code answers with.
+# Statuses that the router's own code returns.
 _STATUSES = (
     *("200", "400", "401", "403", "404", "405", "408", "413", "415", "421"),
     *("429", "499", "500", "503", "504"),
@@ -171,7 +171,7 @@ DECLARED = (
 
 
 class OfKey(NamedTuple):
-    """What was counted of one API key."""
+    """Counts of one API key."""
 
     num_requests: int
     num_limited: int
@@ -180,7 +180,7 @@ class OfKey(NamedTuple):
 
 
 class RouterMetrics:
-    """Metrics of a router. Written by its event loop, told on whatever thread scrapes."""
+    """Metrics of a router. Written by its event loop, read on the thread that scrapes."""
 
     def __init__(self) -> None:
         self._ended = REQUESTS.numbers()
@@ -243,11 +243,12 @@ class RouterMetrics:
     # Clients --------------------------------------------------------------------------------------
 
     def waiting_from(self, num_waiting: Callable[[], int]) -> None:
-        """Called at each scrape, on the thread that scrapes."""
+        """Set the source of the queue length. It is called at each scrape, on the thread that
+        scrapes."""
         self._num_waiting = num_waiting
 
     def keys_from(self, keys: Callable[[], Mapping[str, OfKey]]) -> None:
-        """By the names of the keys, as `waiting_from`."""
+        """Set the source of the counts by key name. It is called like that of `waiting_from`."""
         self._keys = keys
 
     def stranger(self, reason: Stranger) -> None:
@@ -260,10 +261,11 @@ class RouterMetrics:
         self._prompt_tokens[()] += num_prompt_tokens
 
     def ended(self, outcome: str, seconds: float) -> None:
-        """An accepted request's end, so long after its arrival.
+        """Count the end of an accepted request.
 
         Args:
             outcome: "stop", "length", "pooled", "cancelled" or "error".
+            seconds: from its arrival.
         """
         self._live[()] -= 1
         self._ended[outcome,] += 1
@@ -276,12 +278,12 @@ class RouterMetrics:
         self._first_token[()].add(seconds)
 
     def ttft_split(self, seconds: Sequence[float]) -> None:
-        """seconds: of every TtftPhase, in order."""
+        """Record the time to first token by TtftPhase, in order, in seconds."""
         for distribution, each in zip(self._ttft_phases.values(), seconds, strict=True):
             distribution.add(each)
 
     def next_token(self, seconds: float, times: int = 1) -> None:
-        """So many tokens, each so long after the one before."""
+        """Record `times` tokens, each `seconds` after the one before."""
         self._next_token[()].add(seconds, times)
 
     def tokens(self, num_tokens: int) -> None:
@@ -293,21 +295,22 @@ class RouterMetrics:
         self._ready[()] = float(ready)
 
     def nodes(self, numbers: Mapping[tuple[str, str], int]) -> None:
-        """Replaces how many nodes there are of each kind and state; those not named are 0."""
+        """Replace the numbers of nodes by kind and state. Missing ones are 0."""
         for kind, state in self._nodes:
             self._nodes[kind, state] = numbers.get((kind, state), 0)
 
     def stream_lost(self) -> None:
-        """A decode node's stream has ended by itself."""
+        """Count a stream to a decode node that broke."""
         self._streams_lost[()] += 1
 
     def replayed(self, *, suspect: bool) -> None:
-        """A request whose decode node was lost has been placed anew."""
+        """Count a request replayed after the loss of its decode node. `suspect`: it is
+        quarantined."""
         self._replays[()] += 1
         self._suspects[()] += suspect
 
     def moved(self, *, moved: bool) -> None:
-        """A request was to go on at another decode node; whether it does."""
+        """Count a migration to another decode node, completed (`moved`) or failed."""
         self._moves["moved" if moved else "stayed",] += 1
 
     # HTTP -----------------------------------------------------------------------------------------

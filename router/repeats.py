@@ -1,4 +1,4 @@
-"""Tokens that a node tells anew of an answer that goes on there."""
+"""Tokens that a node repeats when it continues a response."""
 
 from collections.abc import Sequence
 
@@ -6,18 +6,17 @@ from common.errors import NodeUnavailable
 
 
 class Repeats:
-    """Of one submission, which was made with some tokens of an answer less than its client has by
-    now."""
+    """Repeated tokens of one submission, which had fewer tokens than its client has now."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
-        """token_ids: those that the client has besides."""
+        """Start with the tokens that the client has and the submission did not have."""
         self._left = list(token_ids)
 
     def dropped(self, token_ids: Sequence[int]) -> int:
-        """How many of these come again, from the first one on.
+        """Return how many of these tokens, from the first on, are repeats.
 
         Raises:
-            NodeUnavailable: they are others. Whoever says so is not to be followed.
+            NodeUnavailable: the tokens differ, so the node must not be used for this response.
         """
         if not self._left:
             return 0

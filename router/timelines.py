@@ -1,8 +1,8 @@
-"""The timelines of this router's requests: of those under way, and of the last that have ended.
+"""Timelines of this router's active requests and of the last ended ones.
 
-Each is told once in full when it ends: to the metrics, split, and as spans where it is traced. A
-request that its client leaves, or that a stop string ends, is over before its decode node has
-told its timeline; what the node says then is still taken.
+Each timeline is reported in full when its request ends: to the metrics, and as spans if it is
+traced. A request that its client leaves or a stop string ends is over before its decode node has
+sent its timeline. The timeline is still accepted then.
 """
 
 import time
@@ -17,24 +17,24 @@ from common.tracing.tracer import Child, Tracer
 from protos import decode_pb2
 from router.metrics import RouterMetrics
 
-NUM_KEPT = 256  # requests that have ended
-NUM_FAILED_KEPT = 64  # of those before them, that failed or were replayed
-MAX_BYTES = 32 << 10  # of a timeline; a longer one is none of ours
+NUM_KEPT = 256  # ended requests
+NUM_FAILED_KEPT = 64  # older requests that failed or were replayed
+MAX_BYTES = 32 << 10  # of a timeline; longer ones are ignored
 
 
 class Submission(msgspec.Struct, eq=False):
-    """One decode node's part in a request. Moments are time.monotonic(); 0.0 is "not yet"."""
+    """A submission to one decode node. Times are time.monotonic(). 0.0 is "not yet"."""
 
     decode: str  # address
     submitted: float
     lost: float = 0.0
-    because: str = ""  # it was lost
-    num_tokens: int = 0  # of the answer, that it came with
-    moved: bool = False  # the one before ran on until this one could
-    told: float = 0.0  # when its timeline came
-    # Of its own: what came keeps the whole Step in memory that it was part of.
+    because: str = ""  # reason of the loss
+    num_tokens: int = 0  # tokens of the response at the submission
+    moved: bool = False  # migration: the previous node ran on until this one was ready
+    told: float = 0.0  # when its timeline arrived
+    # A copy: the received message would keep its whole Step in memory.
     message: decode_pb2.Timeline | None = None
-    read: Timeline | None = None  # from `message`, once somebody has asked
+    read: Timeline | None = None  # parsed from `message` at the first use
 
     def tell(self, message: decode_pb2.Timeline) -> None:
         self.told = time.monotonic()
@@ -51,8 +51,10 @@ class Submission(msgspec.Struct, eq=False):
         return self.read
 
     def begin(self, timeline: Timeline, first_token: float) -> float:
-        """Where the timeline's zero is put on this router's clock: so that what is not accounted
-        for was spent half before it and half after, and no token came before it was sent."""
+        """Return the timeline's zero on this router's clock.
+
+        Unaccounted time counts half before and half after, and no token arrives before it was sent.
+        """
         length = max((row.end for row in timeline.intervals), default=0.0)
         slack = max(self.told - self.submitted - length, 0.0)
         if timeline.first_token is not None and first_token > self.submitted:
@@ -62,16 +64,16 @@ class Submission(msgspec.Struct, eq=False):
 
 
 class RequestTimeline(msgspec.Struct, eq=False):
-    """One request, as this router sees it. Written by the request's own record."""
+    """Timeline of one request, as this router sees it. Written by the request's own record."""
 
     request_id: str
-    label: str  # what its client calls it, or empty
+    label: str  # the client's name for it, or empty
     trace: Trace
     arrived_unix: float
     arrived: float
-    on_told: "Callable[[RequestTimeline], None]"  # a decode node's part came after the end
+    on_told: "Callable[[RequestTimeline], None]"  # called for a timeline that comes after the end
     tokenised: float = 0.0
-    first_token: float = 0.0  # written
+    first_token: float = 0.0  # written to the client
     last_token: float = 0.0
     ended: float = 0.0
     prompt_tokens: int = 0
@@ -82,7 +84,7 @@ class RequestTimeline(msgspec.Struct, eq=False):
     submissions: list[Submission] = []
 
     def told(self, one: Submission, message: decode_pb2.Timeline) -> None:
-        """The decode node of this submission has said where the time went."""
+        """Store the timeline that the decode node of this submission has sent."""
         one.tell(message)
         if self.ended and one is self.giver():
             self.on_told(self)
@@ -92,7 +94,7 @@ class RequestTimeline(msgspec.Struct, eq=False):
         self.submissions.append(Submission(decode, now, num_tokens=self.completion_tokens))
 
     def move(self, to: Submission) -> None:
-        """It goes on at another decode node, which has had it submitted before."""
+        """Continue at another decode node, where the request was submitted before."""
         last = self.submissions[-1]
         last.lost, last.because = time.monotonic(), "moved"
         to.moved = True
@@ -107,12 +109,12 @@ class RequestTimeline(msgspec.Struct, eq=False):
         return max(len(self.submissions) - 1 - self.num_moves, 0)
 
     def lose(self, because: str) -> None:
-        """The decode node of the last submission has let it go."""
+        """Record that the decode node of the last submission has lost the request."""
         last = self.submissions[-1]
         last.lost, last.because = time.monotonic(), because[:MAX_TEXT]
 
     def split(self) -> tuple[float, ...] | None:
-        """The time to first token by TtftPhase; None where it cannot be told."""
+        """Return the time to first token by TtftPhase, or None if it is not known."""
         giver = self.giver()
         if giver is None or giver.message is None:
             return None
@@ -124,7 +126,7 @@ class RequestTimeline(msgspec.Struct, eq=False):
         )
 
     def router_phases(self) -> Iterator[tuple[str, float, float]]:
-        """Name, start and end, in the order of their starts; what is under way lasts until now."""
+        """Yield name, start and end, ordered by start. Phases in progress end now."""
         now = self.ended or time.monotonic()
         yield "tokenize", self.arrived, self.tokenised or now
         begun = self.tokenised
@@ -141,7 +143,7 @@ class RequestTimeline(msgspec.Struct, eq=False):
             yield "stream", self.first_token, self.last_token if self.ended else now
 
     def giver(self) -> Submission | None:
-        """The submission whose node gave the first token."""
+        """Return the submission whose node produced the first token."""
         if not self.first_token:
             return None
         until = [one for one in self.submissions if not one.lost or one.lost >= self.first_token]
@@ -149,7 +151,7 @@ class RequestTimeline(msgspec.Struct, eq=False):
 
 
 class Timelines:
-    """For one event loop."""
+    """Timelines of all requests of a router. For one event loop."""
 
     def __init__(self, metrics: RouterMetrics, tracer: Tracer | None) -> None:
         self._metrics = metrics
@@ -159,13 +161,13 @@ class Timelines:
         self._failed: deque[RequestTimeline] = deque(maxlen=NUM_FAILED_KEPT)
 
     def __iter__(self) -> Iterator[RequestTimeline]:
-        """Newest first, those under way before all others."""
+        """Iterate newest first, active requests before all others."""
         yield from reversed(self._live.values())
         yield from reversed(self._ended)
         yield from reversed(self._failed)
 
     def find(self, name: str) -> RequestTimeline | None:
-        """The one with that id; else the newest one with that label."""
+        """Return the request with that id, or else the newest one with that label."""
         labelled = None
         for each in self:
             if each.request_id == name:
@@ -175,11 +177,12 @@ class Timelines:
         return labelled
 
     def begin(self, request_id: str, traceparent: str = "", label: str = "") -> RequestTimeline:
-        """
+        """Start a timeline.
+
         Args:
-            request_id: no other request has it.
-            traceparent: as the client sent it; ignored if it is none.
-            label: what the client calls it; others may be called so too.
+            request_id: unique.
+            traceparent: as the client sent it. Ignored if it is invalid.
+            label: the client's name for it. Not necessarily unique.
         """
         parent = checked(traceparent)
         trace = UNTRACED
@@ -190,11 +193,11 @@ class Timelines:
         return RequestTimeline(request_id, label, trace, time.time(), time.monotonic(), self._count)
 
     def accept(self, timeline: RequestTimeline) -> None:
-        """It is listed from now on."""
+        """List the request as active."""
         self._live[timeline.request_id] = timeline
 
     def end(self, timeline: RequestTimeline, outcome: str, error: str) -> None:
-        """Of an accepted request, or of one that was refused."""
+        """End the timeline of an accepted or a rejected request."""
         timeline.ended = time.monotonic()
         timeline.outcome, timeline.error = outcome, error[:MAX_TEXT]
         if self._live.get(timeline.request_id) is timeline:

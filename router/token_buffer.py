@@ -1,7 +1,7 @@
-"""What a decode node said about one request and its client has not been told yet.
+"""Output of a decode node for one request that is not written to its client yet.
 
-Filled by the node's stream, taken by the client's writer: all that waits goes into one message,
-so a slow client makes fewer, larger messages and never a longer queue.
+The node's stream fills the buffer and the client's writer empties it. All waiting tokens go into
+one message, so a slow client gets fewer, larger messages and never a longer queue.
 """
 
 import asyncio
@@ -18,39 +18,43 @@ T = TypeVar("T")
 
 
 class End(msgspec.Struct, frozen=True):
-    """How a request ended at its node."""
+    """End of a request at its node."""
 
     finish_reason: str  # "stop" | "length"
 
 
 class TokenBuffer:
-    """One request's tokens between its node's stream and its client's writer.
+    """Tokens of one request between its node's stream and its client's writer.
 
-    Bounded by the request's own max_tokens: a node that sends more breaks the protocol.
+    Bounded by the request's max_tokens: a node that sends more violates the protocol.
     """
 
     def __init__(self, max_tokens: int, *, wants_logprobs: bool = False) -> None:
-        """
+        """Create an empty buffer.
+
         Args:
-            wants_logprobs: each token comes with them.
+            max_tokens: tokens that the node may send.
+            wants_logprobs: each token comes with log-probabilities.
         """
-        self.cached_tokens: int | None = None  # of the prompt, in the node's first report
-        # Of all tokens but the first, as the node said with the first token it generated.
+        self.cached_tokens: int | None = None  # cached prompt tokens, from the node's first report
+        # Of all prompt tokens except the first, as sent with the first generated token.
         self.prompt_logprobs: Sequence[TokenLogprobs] = ()
-        self.predicted = NOTHING  # of what is expected of it, since it was taken
+        self.predicted = NOTHING  # predicted tokens since the last `take_predicted`
         self._wants_logprobs = wants_logprobs
-        self._logprobs: list[TokenLogprobs] = []  # of tokens that are not taken, or about to come
+        self._logprobs: list[TokenLogprobs] = []  # of tokens not taken yet or about to come
         self._room = max_tokens
         self._tokens: list[int] = []
         self._end: End | ServingError | None = None
-        # Of the writer, while it waits: what it takes news with, and what it waits for.
+        # Set while the writer waits: its `take` callback and the future it waits for.
         self._writer: tuple[Callable[[list[int], End | None], Any], asyncio.Future[Any]] | None
         self._writer = None
         self._news: asyncio.Future[None] | None = None
 
     def append(self, token: int) -> bool:
-        """Returns False, and keeps nothing, when the node has sent all it was asked for, or has not
-        sent what is to come with it."""
+        """Append a token. Returns False, and keeps nothing, if the node violates the protocol.
+
+        That is if it has sent max_tokens already, or a token without its log-probabilities.
+        """
         if not self._room or (self._wants_logprobs and len(self._logprobs) <= len(self._tokens)):
             return False
         self._room -= 1
@@ -63,12 +67,12 @@ class TokenBuffer:
             self.cached_tokens = cached_tokens
 
     def tell_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:
-        """Of the tokens that are `append`ed next."""
+        """Add the log-probabilities of the tokens that are appended next."""
         if self._wants_logprobs:
             self._logprobs += logprobs[: self._room]
 
     def take_logprobs(self, num_tokens: int) -> Sequence[TokenLogprobs]:
-        """Of so many tokens, which have just been taken; nothing where none are wanted."""
+        """Return the log-probabilities of tokens just taken. Empty if they are not requested."""
         taken, self._logprobs = self._logprobs[:num_tokens], self._logprobs[num_tokens:]
         return taken
 
@@ -77,19 +81,19 @@ class TokenBuffer:
         return taken
 
     def end(self, end: End | ServingError) -> None:
-        """The first end counts."""
+        """Record the end. Only the first one counts."""
         if self._end is None:
             self._end = end
 
     def tell(self) -> None:
-        """Gives a writer that waits what has been appended, and the end: after every step."""
+        """Give a waiting writer the new tokens and the end. Called after every step."""
         if self._news is not None and not self._news.done():
             self._news.set_result(None)
         if self._writer is None:
             return
         take, taken = self._writer
         if taken.done():
-            return  # it is about to wake
+            return  # it is about to wake up
         try:
             result = self._next(take)
         except Exception as error:  # noqa: BLE001  raised again in the writer
@@ -100,27 +104,30 @@ class TokenBuffer:
 
     @property
     def has_begun(self) -> bool:
-        """Whether there are tokens that nobody has taken."""
+        """True if there are tokens that are not taken."""
         return bool(self._tokens)
 
     def error(self) -> ServingError:
-        """Of one that has ended without a token."""
+        """Return the error of a request that has ended without a token."""
         end = self._end
         return end if isinstance(end, ServingError) else NodeUnavailable("it ended without a token")
 
     async def news(self) -> None:
-        """Returns once there are tokens, or an end; takes nothing. As `taken`."""
+        """Wait until there are tokens, or an end, and leave them in the buffer."""
         if not self._tokens and self._end is None:
             self._news = asyncio.get_running_loop().create_future()
             await self._news
 
     async def taken(self, take: Callable[[list[int], End | None], T | None]) -> T:
-        """Calls `take` with every token that waits, and the end if it has come, at once and
-        whenever there is news, until it gives something other than None: returns that. For one
-        writer; with the end `take` must give something, and this must not be called again.
+        """Call `take` with all waiting tokens, and the end if it has come, until it returns a
+        result.
 
-        Its writer sleeps through tokens that `take` does away with: to wake it for each would
-        cost more than they do.
+        `take` is called at once and at each change. It returns None to wait for more, but must
+        return a result with the end. After that, this must not be called again. Only one writer may
+        use this.
+
+        The writer is not woken for tokens that `take` only consumes: that would cost more than they
+        do.
 
         Raises:
             ServingError: the request failed, and all its tokens have been taken.

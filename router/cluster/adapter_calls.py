@@ -1,4 +1,4 @@
-"""LoRA adapters that an operator wants, or wants no more: what all nodes are asked to do."""
+"""Loading and unloading of LoRA adapters on all nodes, by call of an operator."""
 
 from collections.abc import Sequence
 
@@ -11,14 +11,14 @@ from router.cluster.survey import Member, Survey
 
 _LOAD_S = 65.0  # longer than a node takes
 _UNLOAD_S = 10.0
-_TOLD_S = 5.0  # until this router's streams say what has been done
+_TOLD_S = 5.0  # longest wait until the router's streams report the change
 
 
 class AdapterCalls:
-    """For one event loop.
+    """Adapter calls. For one event loop.
 
     Args:
-        served: what the model itself is called.
+        served: name of the served model.
     """
 
     def __init__(self, survey: Survey, cluster: Cluster, served: str) -> None:
@@ -27,10 +27,11 @@ class AdapterCalls:
         self._served = served
 
     async def load(self, name: str, path: str) -> router_pb2.LoadAdapterResponse:
-        """All nodes have it when this returns; if it raises, those that had it before.
+        """Load an adapter on all nodes. If this raises, only nodes that had it before have it.
 
         Raises:
-            InvalidRequest: a node refuses it, or does not answer; or they have read different ones.
+            InvalidRequest: a node refuses it or does not answer, or nodes have read different
+                adapters.
         """
         self._check(name)
         request = router_pb2.LoadAdapterRequest(name=name, path=path)
@@ -50,7 +51,7 @@ class AdapterCalls:
         return answer
 
     async def unload(self, name: str) -> None:
-        """Requests that have it go on; none that comes from now on has it.
+        """Unload an adapter. Running requests that use it continue, and new ones cannot use it.
 
         Raises:
             NotKnown: no node has it.

@@ -1,6 +1,6 @@
-"""Listens to what nodes have cached, one WatchCache call to each, for the prefix index.
+"""Follows the cache events of all nodes for the prefix index, by one WatchCache call to each.
 
-A node that cannot be heard is no failure: the index goes on with what this router remembers.
+If the call fails, the index continues with this router's history of placements.
 """
 
 import asyncio
@@ -19,17 +19,18 @@ log = logging.getLogger(__name__)
 
 _MIN_BACKOFF_S = 0.5
 _MAX_BACKOFF_S = 5.0
-_MAX_PAGES = 1 << 16  # that come or go in one message; a node says half as much at most
+_MAX_PAGES = 1 << 16  # stored or removed in one message; a node sends at most half as many
 
 
 class CacheWatch:
-    """For one event loop."""
+    """Subscriptions to cache events. For one event loop."""
 
     def __init__(self, index: PrefixIndex) -> None:
         self._index = index
 
     async def run(self, address: str, channel: grpc.aio.Channel) -> None:
-        """Keeps the index up to date about one node, until cancelled: then it forgets the node."""
+        """Keep the index of one node up to date until cancelled. Then the index forgets the
+        node."""
         stub = node_pb2_grpc.NodeStub(channel)  # type: ignore[no-untyped-call]
         backoff_s = _MIN_BACKOFF_S
         told = ""
@@ -51,13 +52,13 @@ class CacheWatch:
             self._index.forget(address)
 
     async def _listen(self, address: str, stub: node_pb2_grpc.NodeStub) -> tuple[bool, str]:
-        """Until the call ends; returns whether anything was heard, and why it has ended."""
+        """Follow one call to its end. Returns whether events came, and why it ended."""
         heard = False
-        # Not wait_for_ready: a call that waits keeps the certificates that it began with.
+        # wait_for_ready is off: a waiting call would keep old certificates.
         call = stub.WatchCache(node_pb2.WatchCacheRequest())
         try:
             async for events in call:
-                if events is None:  # what grpcio makes of bytes that it cannot parse
+                if events is None:  # grpcio returns None for bytes that it cannot parse
                     raise ProtocolViolation("it has sent bytes that are no message")
                 if len(events.stored) > _MAX_PAGES or len(events.removed) > _MAX_PAGES:
                     raise ProtocolViolation("it says too much at once")

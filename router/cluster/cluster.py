@@ -1,4 +1,4 @@
-"""Which nodes a request can go to now, and the wait for one when there is none for a moment."""
+"""Nodes that a request can go to now, and the short wait for one if there is none."""
 
 import asyncio
 import math
@@ -27,25 +27,27 @@ from router.policy.load import Charge, Load
 SHUTTING_DOWN = "the router is shutting down"
 NOT_READY = "no decode node with a usable prefill node is ready"
 NO_ADAPTER_THERE = "no decode node that is ready has the adapter"
-# From the moment the last usable node was lost, or that it would come back. Longer than a reconnect
-# takes, shorter than a client's patience.
+# Counted from the loss of the last usable node, or of the hope that it comes back. Longer than a
+# reconnect takes, shorter than a client's patience.
 GRACE_S = 2.0
 _MAX_CANDIDATES = 8  # prefill nodes named to a decode node, which tries a few of them
 
 
 class Chosen(msgspec.Struct, frozen=True):
-    """Where a request goes: submit it before the next await, or choose again. Whoever chose closes
-    the charge."""
+    """The chosen nodes for a request. Submit it before the next await, or choose again.
+
+    The caller of `choose` closes the charge.
+    """
 
     decode: DecodeClient
     prefill: tuple[str, ...]
     charge: Charge
-    start_by: float  # time.monotonic() when its prompt should be begun; -inf: it has no turn
-    prefix_at: tuple[PrefixAt, ...] = ()  # other nodes that have some of its prompt
+    start_by: float  # time.monotonic() by which its prompt should start; -inf: not queued
+    prefix_at: tuple[PrefixAt, ...] = ()  # other nodes that hold part of its prompt
 
 
 class Cluster:
-    """For one event loop. Members come and go by `add` and `remove`."""
+    """The nodes of a cluster. Members are changed by `add` and `remove`. For one event loop."""
 
     def __init__(
         self,
@@ -55,9 +57,10 @@ class Cluster:
         hints: PrefixHints,
         on_change: Callable[[], None],
     ) -> None:
-        """
+        """Create a cluster without members.
+
         Args:
-            hints: on who else has a prompt's beginning.
+            hints: finds other nodes that hold a prefix of a prompt.
             on_change: called when `ready` may have changed.
         """
         self._survey = survey
@@ -68,35 +71,35 @@ class Cluster:
         self._on_change = on_change
         self._clients: dict[str, DecodeClient] = {}
         self.adapters = KnownAdapters(self._clients)
-        self.weights: WeightsId = UNNAMED  # that most decode nodes compute with
-        # What each decode node that takes requests can read from; and of those the ones in use,
-        # made when a node says something: requests come more often.
+        self.weights: WeightsId = UNNAMED  # weight version of most decode nodes
+        # The prefill nodes that each decode node can read from, and the usable ones of these decode
+        # nodes. Updated when a node reports something, which is less often than requests come.
         self._readable: dict[str, tuple[PrefillChoice, ...]] = {}
         self._choices: Sequence[DecodeChoice] = ()
-        self._awake: Sequence[DecodeChoice] = ()  # of those that are not paused
-        self._hopes = False  # ready, or was, and one of its nodes may wake
-        self._lost_at = -math.inf  # time.monotonic() when hope last ended
+        self._awake: Sequence[DecodeChoice] = ()  # those that are not paused
+        self._hopes = False  # ready, or it was, and one of its nodes may recover
+        self._lost_at = -math.inf  # time.monotonic() when `_hopes` last ended
         self._closed = False
-        self._news = asyncio.Event()  # of those who wait for a node
+        self._news = asyncio.Event()  # set for requests that wait for a node
 
     @property
     def ready(self) -> bool:
-        """Whether a request could be placed."""
+        """True if a request could be placed."""
         return bool(self._choices)
 
     def add(self, client: DecodeClient) -> None:
-        """Its requests may go there as soon as it is usable."""
+        """Add a decode node. Requests may be placed there as soon as it is usable."""
         self._clients[client.address] = client
         self.refresh()
 
     def remove(self, client: DecodeClient) -> None:
-        """No request is placed on it any more."""
+        """Remove a decode node. No more requests are placed there."""
         if self._clients.get(client.address) is client:
             del self._clients[client.address]
         self.refresh()
 
     def told(self, client: DecodeClient) -> None:
-        """A Status of the node has come, or its stream has ended."""
+        """Process a new Status of a node, or the end of its stream."""
         if (status := client.status) is not None:
             self._load.shown(client.address)
             self.backlogs.told(
@@ -113,13 +116,13 @@ class Cluster:
         self.weights = max(told, key=told.__getitem__, default=UNNAMED)
 
     def heard(self, client: DecodeClient) -> None:
-        """What its engine's pulse says has changed."""
+        """Process a change of the engine's liveness."""
         if self._clients.get(client.address) is client:
             self._read(client)
             self._use()
 
     def described(self, reports: Sequence[NodeReport]) -> None:
-        """What prefill nodes say of their queues; decode nodes have a stream for that."""
+        """Record the queue times of prefill nodes. Decode nodes report theirs on their streams."""
         for report in reports:
             told = report.description
             if report.role != "prefill":
@@ -132,7 +135,7 @@ class Cluster:
             )
 
     def refresh(self) -> None:
-        """The members, or what the survey says of them, may have changed."""
+        """Update all nodes after a change of the members or of their descriptions."""
         self._readable.clear()
         for client in self._clients.values():
             self._read(client)
@@ -140,36 +143,37 @@ class Cluster:
         self._use()
 
     def close(self) -> None:
-        """Nothing is placed any more, and nobody waits."""
+        """Stop placing requests and end all waits."""
         self._closed = True
         self._clients.clear()
         self.refresh()
 
     @property
     def in_use(self) -> Iterator[str]:
-        """Addresses of the nodes that requests are sent to, or would be but for a pause."""
+        """Addresses of the nodes that get requests, including paused ones."""
         yield from (choice.address for choice in self._choices)
         for node in self._survey.members:
             if self._survey.fit(node.address, "prefill"):
                 yield node.address
 
     def usable(self) -> Sequence[DecodeChoice]:
-        """The decode nodes that a request could go to now: paused ones where all are, to wait."""
+        """Return the decode nodes for a request: those that are not paused, or all if all are
+        paused."""
         return self._awake or self._choices
 
     async def until_first_ready(self) -> None:
-        """Returns once a request can be placed, whenever that is, or the router ends."""
+        """Wait without a time limit until a request can be placed, or the router ends."""
         while not (self.ready or self._closed):
             await self._news.wait()
 
     async def until_ready(self) -> None:
-        """Returns once a request can be placed: at once if one can.
+        """Wait until a request can be placed. Returns at once if one can.
 
-        A node whose engine falls silent is not lost before that counts as dead.
+        A node whose engine is silent counts as lost only once it counts as dead.
 
         Raises:
-            NodeUnavailable: none can, and the last usable node was lost `GRACE_S` ago, or never
-                was; or the router ends.
+            NodeUnavailable: no node is usable, and the last usable one was lost `GRACE_S` ago or
+                never existed. Or the router ends.
         """
         while not (self.ready or self._closed):
             until = None if self._hopes else self._lost_at + GRACE_S - time.monotonic()
@@ -182,16 +186,17 @@ class Cluster:
             raise NodeUnavailable(SHUTTING_DOWN)
 
     def check_in_time(self, due: Due) -> None:
-        """Raises QueueTooLong where no prompt at all could be begun in time."""
+        """Raise QueueTooLong if no prompt, however short, could start in time."""
         self.backlogs.in_time(self.usable(), 0, due)
 
     def choose(self, key: PlacementKey, avoid: Collection[str] = (), due: Due = WHENEVER) -> Chosen:
-        """
+        """Choose the nodes for a request.
+
         Args:
-            avoid: decode nodes that are taken only where there is no other.
+            avoid: decode nodes that are used only if there is no other.
         Raises:
             NodeUnavailable: no decode node, with a prefill node if it needs one, is usable.
-            QueueTooLong: none of them can begin with the prompt in time.
+            QueueTooLong: no node can start the prompt in time.
         """
         choices = _having(key.adapter, self._awake) or _having(key.adapter, self._choices)
         if not choices:
@@ -212,12 +217,12 @@ class Cluster:
         )
 
     def choose_target(self, key: PlacementKey, source: str, wanted: str = "") -> Chosen:
-        """Where a request goes on that runs at `source`: no prompt is computed.
+        """Choose the target of a migration from `source`. No prompt is computed.
 
         Args:
-            wanted: address of the node; empty: any.
+            wanted: address of the target. Empty: any.
         Raises:
-            NodeUnavailable: no other decode node is usable, or that one is not.
+            NodeUnavailable: no other decode node is usable, or the wanted one is not.
         """
         having = _having(key.adapter, self._awake)
         choices = [choice for choice in having if choice.address != source]
@@ -236,13 +241,15 @@ class Cluster:
         return Chosen(self._clients[placement.decode], (), charge, -math.inf)
 
     def guests(self) -> Iterator[Guest]:
-        """All requests that may be moved, now or later."""
+        """Yield all requests that may be migrated, now or later."""
         for client in self._clients.values():
             yield from client.guests
 
     def _read(self, client: DecodeClient) -> None:
-        """Takes up what a decode node has said. Of one node only: each says something twice a
-        second, and has a link to every prefill node."""
+        """Update the choice for one decode node.
+
+        Only one node at a time: each reports twice a second and has a link to every prefill node.
+        """
         status = client.status
         taking = status is not None and status.state == "ready" and client.moves
         if status is None or not taking or not self._survey.fit(client.address, "decode"):
@@ -269,15 +276,17 @@ class Cluster:
         self._on_change()
 
     def _may_wake(self, client: DecodeClient) -> bool:
-        """Whether all that keeps a node from requests is a pause, in which its pairs may end and
-        come back, or a silence of its engine that may end."""
+        """Return whether only a pause or a silent engine keeps requests from the node.
+
+        During a pause its pairs may end and come back.
+        """
         status = client.status
         if status is None or status.state != "ready" or client.dead:
             return False
         return client.paused or not client.moves or self._survey.silent(client.address)
 
     def _usable(self, clients: Sequence[DecodeClient]) -> Sequence[DecodeChoice]:
-        """Those of the decode nodes that can take a request, with the prefill nodes they can read
+        """Return the decode nodes that can accept a request, with the prefill nodes they can read
         from."""
         return self._taking(clients, lambda status: status.serves_alone) or self._taking(
             clients, lambda status: status.falls_back
@@ -286,9 +295,10 @@ class Cluster:
     def _taking(
         self, clients: Sequence[DecodeClient], alone: Callable[[decode_pb2.Status], bool]
     ) -> Sequence[DecodeChoice]:
-        """
+        """Return the decode nodes of `clients` that can accept a request.
+
         Args:
-            alone: whether a node may be used without any prefill node.
+            alone: returns whether a node may be used without any prefill node.
         """
         usable = []
         for client in clients:
@@ -303,7 +313,7 @@ class Cluster:
 
 
 def _having(adapter: AdapterId, choices: Sequence[DecodeChoice]) -> Sequence[DecodeChoice]:
-    """Those that have it."""
+    """Return the decode nodes that have the adapter."""
     if not adapter:
         return choices
     return [choice for choice in choices if adapter in choice.adapters]

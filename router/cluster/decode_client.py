@@ -1,7 +1,7 @@
-"""One decode node as this router uses it: one long-lived Serve stream, many requests on it.
+"""Client of one decode node: one long-lived Serve stream that carries many requests.
 
-Reconnects for ever. A stream's end is the end of every request on it; request numbers are never
-reused, so what a node still says about a request that was left finds nothing.
+The client reconnects without limit. The end of a stream ends all requests on it. Request numbers
+are never reused, so late output of a cancelled request is ignored.
 """
 
 import asyncio
@@ -41,23 +41,24 @@ log = logging.getLogger(__name__)
 
 _MIN_BACKOFF_S = 0.2
 _MAX_BACKOFF_S = 5.0
-_REFUSED_S = 30.0  # between two tries at a node that speaks another version
+_REFUSED_S = 30.0  # wait after a protocol version mismatch
 _DEAD_LOOK_S = 0.5
-_MAX_UNTOLD = 1024  # timelines of requests that were left, waited for
+_MAX_UNTOLD = 1024  # timelines still expected for cancelled requests
 
 
 class _Over(NamedTuple):
-    """How a stream ended."""
+    """End of a stream."""
 
     reason: str
     refused: bool = (
-        False  # the two ends cannot speak with each other: only another program mends it
+        False  # the protocol versions differ: a retry cannot help before one end is replaced
     )
     engine_died: bool = False
 
 
 class DecodeClient:
-    """For one event loop. `run` keeps the stream; everything else returns at once."""
+    """Client of a decode node. `run` keeps the stream, all else returns at once. For one event
+    loop."""
 
     def __init__(
         self,
@@ -71,36 +72,38 @@ class DecodeClient:
         patience: Patience | None = None,
         refused_s: float = _REFUSED_S,
     ) -> None:
-        """
+        """Create a client without a stream.
+
         Args:
-            peers: addresses of all prefill nodes, which the node is told first.
-            others: of all decode nodes, likewise.
+            peers: addresses of all prefill nodes, sent to the node first.
+            others: addresses of all decode nodes, sent with them.
             on_move: called with the address when `status` has changed.
-            on_pulse: called when `moves` or `dead` has, on a stream that is open.
-            refused_s: between two tries at a node that cannot be spoken with.
+            on_pulse: called when `moves` or `dead` has changed on an open stream.
+            patience: limits for a silent engine.
+            refused_s: wait before the next attempt at a node with another protocol version.
         """
         self.address = address
-        # The node's last Status on the stream that is open; None: no stream, or none yet.
+        # The last Status on the open stream. None: there is no stream, or no Status yet.
         self.status: decode_pb2.Status | None = None
-        self.adapters: Mapping[str, AdapterId] = {}  # of it, by name
-        self.weights: WeightsId = UNNAMED  # that it computes with
+        self.adapters: Mapping[str, AdapterId] = {}  # adapters of the node, by name
+        self.weights: WeightsId = UNNAMED  # weight version of the node
         self._stub = decode_pb2_grpc.DecodeNodeStub(channel)  # type: ignore[no-untyped-call]
         self._peers = tuple(peers), tuple(others)
-        self.guests: set[Guest] = set()  # those of its requests that may be moved
+        self.guests: set[Guest] = set()  # its requests that may be migrated
         self.draining = asyncio.Event()  # set while it `drains`
-        self.ended_in_order = False  # its last stream: it drained, and had nothing left
+        self.ended_in_order = False  # its last stream ended after a drain, without requests
         self._on_move = on_move
         self._on_pulse = on_pulse
         self._patience = patience or Patience()
-        self._pulse: EnginePulse | None = None  # of the stream that is open
+        self._pulse: EnginePulse | None = None  # of the open stream
         self._refused_s = refused_s
-        self._found = asyncio.Event()  # another instance, since the last stream was opened
-        self._instance = 0  # that was found last
+        self._found = asyncio.Event()  # another instance was found since the last stream
+        self._instance = 0  # found last
         self._live: dict[int, TokenBuffer] = {}
         self._next_number = 1
-        # Requests whose timeline the node has not told; it may come after the request was left.
+        # Requests without a timeline so far. It may come after the request was cancelled.
         self._untold: dict[int, tuple[RequestTimeline, Submission]] = {}
-        self._trial: decode_pb2.Trial | None = None  # under way in the node
+        self._trial: decode_pb2.Trial | None = None  # in progress in the node
         self._unsent = Unsent(address)
 
     @property
@@ -109,16 +112,16 @@ class DecodeClient:
 
     @property
     def moves(self) -> bool:
-        """Whether its engine does, as far as it has said on the stream that is open."""
+        """True if its engine makes progress, as reported on the open stream."""
         return self._pulse is not None and self._pulse.moves
 
     @property
     def dead(self) -> bool:
-        """Whether its engine has been silent for so long that nothing is waited for any more."""
+        """True if its engine has been silent so long that nothing is expected from it."""
         return self._pulse is None or self._pulse.dead
 
     async def run(self) -> None:
-        """Serves until cancelled; requests still live then fail with NodeUnavailable."""
+        """Keep the stream until cancelled. Active requests then fail with NodeUnavailable."""
         backoff_s = _MIN_BACKOFF_S
         told = ""
         while True:
@@ -129,7 +132,7 @@ class DecodeClient:
                 over = await self._serve()
                 rpc.raise_if_cancelled()
                 if self.status is not None:
-                    self._found.clear()  # it was said before, of the stream that is lost
+                    self._found.clear()  # set before, for the stream that is lost
                     self._tell_of(over)
                 elif over.refused and over.reason != told:
                     log.warning(
@@ -148,7 +151,7 @@ class DecodeClient:
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
     def _tell_of(self, over: _Over) -> None:
-        """What is planned and costs nobody anything is nothing to look into."""
+        """Log the end of a stream. A planned end without active requests is no warning."""
         self.ended_in_order = self.drains and not self._live
         if self.ended_in_order:
             log.info("decode node has ended %s", kv(node=self.address, because=over.reason))
@@ -157,11 +160,13 @@ class DecodeClient:
             log.warning("decode node lost %s", fields)
 
     def found(self, instance: int) -> None:
-        """The node says of itself that it is ready. The first time that this instance does, the
-        next stream is opened at once, unless the last was refused.
+        """Note that the node reports to be ready.
+
+        At the first report of an instance the next stream is opened at once, unless the last one
+        was refused.
 
         Args:
-            instance: 0: it does not say so.
+            instance: its id, or 0 if it is not ready.
         """
         if instance not in (0, self._instance):
             self._instance = instance
@@ -173,8 +178,7 @@ class DecodeClient:
                 await self._found.wait()
 
     def tell_peers(self, prefill: Sequence[str], decode: Sequence[str] = ()) -> None:
-        """Replaces the nodes that the node has been told of, at once and for every stream to
-        come."""
+        """Replace the lists of nodes, for the open stream and all later ones."""
         self._peers = tuple(prefill), tuple(decode)
         self._unsent.tell_peers(*self._peers)
 
@@ -189,14 +193,14 @@ class DecodeClient:
         prefix_hints: Sequence[PrefixAt] = (),
         submission: Submission | None = None,
     ) -> "Submitted":
-        """Submits a request. Whoever gets what this returns must leave it.
+        """Submit a request. The caller must call `leave` on the result.
 
         Args:
             prefill: candidate prefill nodes in order of preference.
             timeline: of the request.
-            move_from: where it runs, and from where it is to come. Nothing is told of it before.
-            prefix_hints: other nodes that have some of its prompt.
-            submission: this one; default: the timeline's last.
+            move_from: source of a migration. No output comes before the request has left it.
+            prefix_hints: other nodes that hold part of its prompt.
+            submission: this submission. Default: the last one of the timeline.
         Raises:
             NodeUnavailable: the node has no open stream.
         """
@@ -224,7 +228,7 @@ class DecodeClient:
         return Submitted(buffer, self, number, MoveFrom(address=self.address, ticket=ticket))
 
     def leave(self, number: int) -> None:
-        """Cancels the request on the node, unless it has ended."""
+        """Cancel the request on the node, unless it has ended."""
         if number in self._live:
             self._cancel(number)
 
@@ -236,8 +240,8 @@ class DecodeClient:
             del self._untold[next(iter(self._untold))]
 
     async def _serve(self) -> _Over:
-        """Opens the stream and reads it to its end."""
-        # Not wait_for_ready: a call that waits keeps the certificates that it began with.
+        """Open the stream and read it to its end."""
+        # wait_for_ready is off: a waiting call would keep old certificates.
         call = self._stub.Serve()
         self._unsent.clear()
         self._unsent.tell_peers(*self._peers)
@@ -275,8 +279,11 @@ class DecodeClient:
     async def _end_if_dead(
         self, pulse: EnginePulse, call: "grpc.aio.StreamStreamCall[Any, Any]"
     ) -> None:
-        """Ends a stream whose requests nobody computes: they go on elsewhere, and what the node
-        says of them later finds no stream. Without any it may wait for its engine."""
+        """Cancel the stream when its engine is dead and there are requests, which continue
+        elsewhere.
+
+        A stream without requests stays open for the engine to recover.
+        """
         while True:
             await pulse.until_dead()
             if self._live:
@@ -299,7 +306,7 @@ class DecodeClient:
             while True:
                 await call.write(await self._unsent.message())
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            # The stream is over: whoever reads it learns why.
+            # The stream has ended. The reader of the stream gets the reason.
             return
 
     def _take(self, message: decode_pb2.FromNode) -> None:
@@ -322,7 +329,7 @@ class DecodeClient:
                 if self._pulse is not None:
                     self._pulse.beat(message.engine_beat.late_s)
             case _:
-                return  # a newer node's
+                return  # message kind of a newer version
 
     def _take_step(self, step: decode_pb2.Step) -> None:
         timelines = step.timeline or step.ended
@@ -397,12 +404,12 @@ class DecodeClient:
 
     @property
     def paused(self) -> bool:
-        """Whether what it is sent waits there."""
+        """True if new requests would wait there because it is paused."""
         return self.status is not None and self.status.paused
 
     @property
     def drains(self) -> bool:
-        """Whether it wants to be rid of its requests."""
+        """True if it is draining and its requests should migrate."""
         return self.status is not None and self.status.state == "draining"
 
     def _note_drain(self) -> None:
@@ -413,7 +420,7 @@ class DecodeClient:
             self.draining.clear()
 
     def _whose(self, number: int, over: _Over) -> Doing:
-        """Whose doing it may be, as this request sees it, that the stream is over."""
+        """Return the possible cause of the end of a stream, for one request."""
         if not over.engine_died:
             return Doing.NOT_ITS_OWN if self.drains else Doing.UNKNOWN
         if self._trial is None:
@@ -423,7 +430,7 @@ class DecodeClient:
 
 
 def _adapters(status: decode_pb2.Status) -> Mapping[str, AdapterId]:
-    """By name. Raises ProtocolViolation for more than a node can have, or what is none."""
+    """Return the adapters by name. Raises ProtocolViolation if they are too many or invalid."""
     if len(status.adapters) > limits.MAX_ADAPTERS:
         raise ProtocolViolation(f"the node has {len(status.adapters)} adapters")
     try:
@@ -433,7 +440,7 @@ def _adapters(status: decode_pb2.Status) -> Mapping[str, AdapterId]:
 
 
 def _weights(status: decode_pb2.Status) -> WeightsId:
-    """Raises ProtocolViolation for what names none."""
+    """Return the weight version. Raises ProtocolViolation if it is invalid."""
     try:
         return check_weights(status.weights)
     except InvalidRequest as error:
@@ -441,11 +448,11 @@ def _weights(status: decode_pb2.Status) -> WeightsId:
 
 
 class Submitted:
-    """One request on a decode node, until it is left.
+    """A request on a decode node, until it is left.
 
     Attributes:
-        tokens: what the node says of it.
-        here: as it is named to a decode node that is to go on with it.
+        tokens: output of the node.
+        here: names the request to a decode node that it migrates to.
     """
 
     __slots__ = ("_client", "_number", "here", "tokens")
@@ -459,5 +466,5 @@ class Submitted:
         self._number = number
 
     def leave(self) -> None:
-        """Cancels it on the node, unless it has ended."""
+        """Cancel the request on the node, unless it has ended."""
         self._client.leave(self._number)

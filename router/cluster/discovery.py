@@ -1,8 +1,7 @@
-"""Which nodes there are, as the entries of --prefill and --decode have it now.
+"""Service discovery: the node addresses that the entries of --prefill and --decode give now.
 
-Asks every source again and again and merges their answers. A source that fails keeps its last
-answer: a resolver that is down, or a file that is half written, takes no node away. Knows nothing
-of what the nodes themselves say.
+All sources are polled and their results merged. A source that fails keeps its last result: a failed
+resolver or a half-written file removes no node. Discovery does not contact the nodes.
 """
 
 import asyncio
@@ -26,20 +25,20 @@ from router.cluster.sources import (
 
 log = logging.getLogger(__name__)
 
-_LOOK_S = 10.0  # longest look
-_FIRST_LOOK_S = 2.0  # the same while the program starts
+_LOOK_S = 10.0  # time limit of a lookup
+_FIRST_LOOK_S = 2.0  # time limit at the start
 
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """Addresses by role: no address twice, none in both."""
+    """Addresses by role. Each address occurs once, with one role."""
 
     prefill: Addresses = ()
     decode: Addresses = ()
 
 
 class _Entry:
-    """One source, its last answer, and what is wrong with it."""
+    """A source, its last result and its failure."""
 
     def __init__(self, text: str, role: Role, source: Source) -> None:
         self.text = text
@@ -49,7 +48,7 @@ class _Entry:
         self.failure = ""
 
     async def look(self, longest_s: float) -> bool:
-        """Returns whether `failure` has changed."""
+        """Look up the source. Returns whether `failure` has changed."""
         before, self.failure = self.failure, ""
         try:
             async with asyncio.timeout(longest_s):
@@ -72,7 +71,7 @@ class _Entry:
 
 
 class Discovery:
-    """For one event loop."""
+    """Polling of all sources. For one event loop."""
 
     def __init__(
         self,
@@ -82,12 +81,14 @@ class Discovery:
         resolve: Resolve = resolve,
         times: Times | None = None,
     ) -> None:
-        """
+        """Parse the entries.
+
         Args:
             prefill, decode: entries, in the forms of sources.py.
-            resolve: as sources.resolve.
+            resolve: a resolver like sources.resolve.
+            times: polling intervals.
         Raises:
-            ConfigError: an entry has no such form, or there is none at all, or one twice.
+            ConfigError: an entry is invalid, there is no entry, or one occurs twice.
         """
         if not decode and not prefill:
             raise ConfigError(
@@ -104,11 +105,10 @@ class Discovery:
         self.members = Members()
 
     async def start(self) -> None:
-        """Looks for the first time.
+        """Look up all sources for the first time.
 
         Raises:
-            ConfigError: a file cannot be read, or does not hold what it should. A name without an
-                address is none yet.
+            ConfigError: a file is unreadable or invalid. A name that does not resolve is no error.
         """
         failed = await asyncio.gather(*(entry.look(_FIRST_LOOK_S) for entry in self._entries))
         for entry in itertools.compress(self._entries, failed):
@@ -118,7 +118,7 @@ class Discovery:
         self.members = self._merged()
 
     async def run(self, on_change: Callable[[Members], None]) -> None:
-        """Looks until cancelled, and calls `on_change` whenever `members` has changed."""
+        """Poll until cancelled. Calls `on_change` whenever `members` has changed."""
         async with asyncio.TaskGroup() as tasks:
             for entry in self._entries:
                 if entry.source.interval_s is not None:
@@ -148,7 +148,7 @@ class Discovery:
         )
 
     def _named(self, role: Role) -> dict[str, None]:
-        """Each address once, in the order of the entries."""
+        """Return each address once, in the order of the entries."""
         return dict.fromkeys(
             address for entry in self._entries if entry.role == role for address in entry.addresses
         )
@@ -156,7 +156,7 @@ class Discovery:
 
 def _check_once(prefill: Sequence[str], decode: Sequence[str]) -> None:
     for entry in (*prefill, *decode):
-        # A file can name nodes of both roles.
+        # One file can list nodes of both roles.
         both = entry in prefill and entry in decode and not entry.startswith("file:")
         if both or prefill.count(entry) > 1 or decode.count(entry) > 1:
             raise ConfigError(f"--prefill, --decode: {entry} is named twice")

@@ -1,4 +1,4 @@
-"""What operators ask of the engines of all nodes at once: pauses, other weights, empty caches."""
+"""Operator calls to the engines of all nodes: pause, weight updates, memory, cache flush."""
 
 import asyncio
 import time
@@ -23,21 +23,22 @@ _ANSWER_S = 10.0
 
 
 class EngineCalls:
-    """For one event loop."""
+    """Engine calls. For one event loop."""
 
     def __init__(self, survey: Survey) -> None:
         self._survey = survey
 
     async def pause(self, mode: str) -> router_pb2.PauseResponse:
-        """All nodes launch nothing when this returns; if it raises, those that did not before.
+        """Pause all nodes: no node launches steps when this returns.
 
-        Decode nodes come first: they take back what prefill nodes compute for them.
+        If this raises, only nodes that were paused before are paused. Decode nodes come first,
+        because they cancel what prefill nodes compute for them.
 
         Args:
             mode: as in PauseRequest.
         Raises:
-            InvalidRequest: there is no such mode.
-            WrongState: a node is not paused, or does not answer; or there is none.
+            InvalidRequest: the mode is unknown.
+            WrongState: a node is not paused or does not answer, or there is no node.
         """
         request = router_pb2.PauseRequest(mode=pause_mode(mode).value)
         return await self._pause(request, self._survey.members)
@@ -61,9 +62,10 @@ class EngineCalls:
         )
 
     async def resume(self) -> router_pb2.ContinueResponse:
-        """
+        """Resume all nodes.
+
         Raises:
-            WrongState: a node does not answer; the others go on.
+            WrongState: a node does not answer. The others are resumed.
         """
         return await self._resume(self._survey.members)
 
@@ -75,16 +77,18 @@ class EngineCalls:
         return router_pb2.ContinueResponse(was_paused=any(each.answer.was_paused for each in said))
 
     async def update_weights(self, path: str, *, abort: bool) -> router_pb2.UpdateWeightsResponse:
-        """All nodes compute with the weights there when this returns. Those that were not paused
-        are only while the present ones are written over.
+        """Update the weights of all nodes from a path.
+
+        Nodes that were not paused are paused only while the weights are overwritten.
 
         Args:
-            abort: requests under way end; else they are computed anew from their tokens.
+            path: of the new weights.
+            abort: abort requests in flight. Otherwise they are recomputed from their tokens.
         Raises:
-            InvalidRequest: a node refuses them, or does not answer; or they have read different
-                ones. Nothing has changed.
-            WrongState: a node could not be paused, and nothing has changed; or it has not changed,
-                and all stay paused.
+            InvalidRequest: a node refuses the weights or does not answer, or nodes have read
+                different weights. Nothing has changed.
+            WrongState: a node could not be paused, and nothing has changed. Or a node was not
+                updated, and all nodes stay paused.
         """
         prepared, pairs = await self._prepare(path), await self._pairs()
         paused = await self.pause((PauseMode.ABORT if abort else PauseMode.RETRACT).value)
@@ -98,15 +102,16 @@ class EngineCalls:
         return router_pb2.UpdateWeightsResponse(id=prepared, aborted=paused.aborted)
 
     async def take_weights(self, lender: str, *, abort: bool) -> router_pb2.UpdateWeightsResponse:
-        """All nodes compute with the weights of that one when this returns. Those with others are
-        paused while they read them from it.
+        """Update the weights of all nodes from one node.
+
+        Nodes with other weights are paused while they read the weights.
 
         Args:
-            lender: its address.
+            lender: address of the node.
             abort: as in `update_weights`.
         Raises:
-            InvalidRequest: there is no such node, or it does not say what it has.
-            WrongState: as in `update_weights`; those that were to take them stay paused.
+            InvalidRequest: the node is unknown or does not report its weights.
+            WrongState: as in `update_weights`. The nodes to be updated stay paused.
         """
         has = {
             report.address: report.description.weights
@@ -132,7 +137,7 @@ class EngineCalls:
         return router_pb2.UpdateWeightsResponse(id=weights, aborted=paused.aborted)
 
     async def _pairs(self) -> frozenset[tuple[str, str]]:
-        """Each decode node with each node that it can read from."""
+        """Return all pairs of a decode node and a node that it can read from."""
         return frozenset(
             (report.address, link.peer)
             for report in await self._survey.look()
@@ -141,8 +146,7 @@ class EngineCalls:
         )
 
     async def _paired(self, pairs: frozenset[tuple[str, str]]) -> None:
-        """Returns once these are again, as they are soon among nodes that have got other weights;
-        after a while in any case."""
+        """Wait until these pairs exist again after an update, at most `_PAIRS_S`."""
         until = time.monotonic() + _PAIRS_S
         while time.monotonic() < until:
             if pairs <= await self._pairs():
@@ -162,14 +166,14 @@ class EngineCalls:
         return found.pop()
 
     async def release_memory(self, tags: Sequence[str]) -> None:
-        """All nodes have given theirs back when this returns; if it raises, those that had it
-        before have it again.
+        """Release memory on all nodes. If this raises, nodes that had the memory before have it
+        again.
 
         Args:
             tags: as in ReleaseMemoryRequest.
         Raises:
-            InvalidRequest: there is no such part of memory.
-            WrongState: a node has not, or does not answer; or there is none.
+            InvalidRequest: a tag is unknown.
+            WrongState: a node failed or does not answer, or there is no node.
         """
         request = router_pb2.ReleaseMemoryRequest(tags=memory_tags(tags))
         said = await ask_all(self._survey.members, "ReleaseMemory", request, _WEIGHTS_S)
@@ -181,31 +185,34 @@ class EngineCalls:
             raise WrongState(problems)
 
     async def resume_memory(self, tags: Sequence[str]) -> None:
-        """
+        """Allocate the memory again on all nodes.
+
         Args:
             tags: as in ResumeMemoryRequest.
         Raises:
-            InvalidRequest: there is no such part of memory.
-            WrongState: a node has not all of its memory, or does not answer; the others have.
+            InvalidRequest: a tag is unknown.
+            WrongState: a node lacks memory or does not answer. The others have resumed.
         """
         request = router_pb2.ResumeMemoryRequest(tags=memory_tags(tags))
         _check(await ask_all(self._survey.members, "ResumeMemory", request, _WEIGHTS_S))
 
     async def start_profile(self, num_steps: int) -> router_pb2.ProfilesResponse:
-        """
+        """Start profiling on all nodes.
+
         Args:
             num_steps: as in StartProfileRequest.
         Raises:
-            WrongState: a node does not; the others do.
+            WrongState: a node does not profile. The others do.
         """
         return await self._profiled(
             "StartProfile", router_pb2.StartProfileRequest(num_steps=num_steps)
         )
 
     async def stop_profile(self) -> router_pb2.ProfilesResponse:
-        """
+        """Stop profiling on all nodes.
+
         Raises:
-            WrongState: of a node there is no trace; of the others there is.
+            WrongState: a node has no trace. The others have one.
         """
         return await self._profiled("StopProfile", router_pb2.StopProfileRequest())
 
@@ -222,9 +229,10 @@ class EngineCalls:
         )
 
     async def flush_caches(self) -> router_pb2.FlushCacheResponse:
-        """
+        """Flush the prefix caches of all nodes.
+
         Raises:
-            WrongState: a node has requests, or does not answer; the others have done it.
+            WrongState: a node has requests or does not answer. The others have flushed theirs.
         """
         request = router_pb2.FlushCacheRequest()
         said = await ask_all(self._survey.members, "FlushCache", request, _ANSWER_S)

@@ -1,8 +1,8 @@
-"""Whether the engine of a decode node moves, by the beats that come up one Serve stream.
+"""Liveness of a decode node's engine, by the heartbeats on its Serve stream.
 
-A front that answers proves nothing: the engine behind it may stand still, and a node that finishes
-nothing looks like the least busy of all. So there are two limits: a silence after which nothing new
-goes there, and one after which nothing is waited for. Knows no requests.
+A responsive node process proves nothing: its engine may be stalled, and a node that finishes
+nothing looks like the least busy one. So there are two limits of silence: after the first, the node
+gets no new requests. After the second, its requests are given up.
 """
 
 import asyncio
@@ -23,14 +23,16 @@ class Patience:
 
 
 class EnginePulse:
-    """Of one stream, from its opening on. For one event loop.
+    """Liveness of the engine behind one stream, from its opening on. For one event loop.
 
-    Silent until the first beat: a node that is called anew may still stand still.
+    It counts as silent until the first heartbeat: a node may be stalled when a stream opens.
     """
 
     def __init__(self, patience: Patience, on_change: Callable[[], None]) -> None:
-        """
+        """Start as silent.
+
         Args:
+            patience: limits of silence.
             on_change: called when `moves` or `dead` has changed.
         """
         self.moves = False
@@ -46,13 +48,13 @@ class EnginePulse:
         Args:
             late_s: seconds by which the engine's progress is overdue: its silence began then.
         """
-        late_s = late_s if late_s > 0.0 else 0.0  # NaN is none
+        late_s = late_s if late_s > 0.0 else 0.0  # NaN counts as 0
         self._standstill.moved(late_s)
         if late_s < self._patience.silent_s:
             self._tell(moves=True)
 
     async def until_dead(self) -> None:
-        """Returns when the engine counts as dead; goes on to return until it beats."""
+        """Wait until the engine counts as dead. Returns at once while it stays dead."""
         while (silence_s := self._standstill.look()) < self._patience.dead_s:
             if silence_s >= self._patience.silent_s:
                 self._tell(moves=False)

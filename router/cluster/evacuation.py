@@ -1,16 +1,16 @@
-"""The requests of a decode node that drains go on elsewhere, a few at a time."""
+"""Evacuation of a draining decode node: its requests migrate to other nodes, a few at a time."""
 
 import asyncio
 
 from router.cluster.decode_client import DecodeClient
 from router.cluster.migratable import Outcome
 
-MOST_AT_ONCE = 4  # of one node: each is a read of its own, and the others run meanwhile
-_LOOK_S = 0.05  # some have no token yet, and cannot be moved; others may be tried again
+MOST_AT_ONCE = 4  # per node: each is a separate read, and other requests run on
+_LOOK_S = 0.05  # requests without a token cannot migrate yet; failed migrations may be retried
 
 
 async def evacuate(client: DecodeClient) -> None:
-    """Moves what can be moved whenever the node drains, until cancelled."""
+    """Migrate requests whenever the node drains, until cancelled."""
     under_way: set[asyncio.Task[Outcome]] = set()
     while True:
         await client.draining.wait()

@@ -1,4 +1,4 @@
-"""One question for many nodes at once, and what each says."""
+"""Calls to many nodes in parallel, with one result for each."""
 
 import asyncio
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from router.cluster.survey import Member
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """By one node. problem: why it has not done it, with its name; "" if it has."""
+    """Result of one node. `problem` names the node and its error, or is "" after success."""
 
     member: Member
     answer: Any = None
@@ -25,10 +25,11 @@ class Said:
 async def ask_all(
     members: Sequence[Member], method: str, request: Any, longest_s: float
 ) -> list[Said]:
-    """In the members' order.
+    """Call a method of all members. Returns the results in the order of the members.
 
     Args:
         method: of the Node service.
+        longest_s: time limit of each call, in seconds.
     """
     return list(await asyncio.gather(*(_ask(each, method, request, longest_s) for each in members)))
 
@@ -41,7 +42,7 @@ async def _ask(member: Member, method: str, request: Any, longest_s: float) -> S
         return Said(member, problem=f"{where}: {cut(error.details() or error.code().name)}")
     except asyncio.CancelledError:
         rpc.raise_if_cancelled()
-        return Said(member, problem=f"{where}: it has left")  # the call alone is cancelled
-    if answer is None:  # what grpcio makes of bytes that it cannot parse
+        return Said(member, problem=f"{where}: it has left")  # only this call was cancelled
+    if answer is None:  # grpcio returns None for bytes that it cannot parse
         return Said(member, problem=f"{where}: it has sent bytes that are no message")
     return Said(member, answer)

@@ -1,4 +1,4 @@
-"""Asks every node what it knows of one request. Knows nothing of what the router itself knows."""
+"""Collects what all nodes know about one request, without the router's own part."""
 
 import asyncio
 import time
@@ -13,17 +13,17 @@ from protos import node_pb2
 from router.cluster.survey import Member, Survey
 
 _DEADLINE_S = 2.0
-_MAX_BYTES = 1 << 20  # of an answer
+_MAX_BYTES = 1 << 20  # of a response
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """By one node.
+    """Response of one node.
 
     Attributes:
-        at: time.monotonic() of the answer. It was made before, but no longer than its way took: an
-            engine that is in a step answers after it.
-        problem: why it has said nothing; empty if it has.
+        at: time.monotonic() when it arrived. It was made at most one call earlier, because an
+            engine responds after its current step.
+        problem: why there is no response, or empty.
     """
 
     role: str
@@ -34,13 +34,13 @@ class Said:
 
 
 class Inquiry:
-    """For one event loop."""
+    """Queries about requests. For one event loop."""
 
     def __init__(self, survey: Survey) -> None:
         self._survey = survey
 
     async def ask(self, request_id: str) -> list[Said]:
-        """Every node's answer, prefill nodes first, within 2 s. Raises nothing."""
+        """Return the responses of all nodes, prefill nodes first, within 2 s. Raises nothing."""
         members = sorted(self._survey.members, key=lambda member: member.role != "prefill")
         return list(await asyncio.gather(*(_ask(member, request_id) for member in members)))
 
@@ -53,8 +53,8 @@ async def _ask(member: Member, request_id: str) -> Said:
         return _nothing(member, cut(error.details() or error.code().name))
     except asyncio.CancelledError:
         rpc.raise_if_cancelled()
-        return _nothing(member, "it has left")  # the call alone is cancelled
-    if answer is None:  # what grpcio makes of bytes that it cannot parse
+        return _nothing(member, "it has left")  # only this call was cancelled
+    if answer is None:  # grpcio returns None for bytes that it cannot parse
         return _nothing(member, "it has sent bytes that are no message")
     if answer.ByteSize() > _MAX_BYTES:
         return _nothing(member, f"it says {answer.ByteSize()} bytes of one request")

@@ -1,4 +1,4 @@
-"""Which LoRA adapters requests may name, as the decode nodes say it of themselves."""
+"""LoRA adapters that requests may name, as reported by the decode nodes."""
 
 import asyncio
 import contextlib
@@ -10,18 +10,19 @@ from router.cluster.decode_client import DecodeClient
 
 
 class KnownAdapters:
-    """For one event loop.
+    """Adapters of all decode nodes. For one event loop.
 
     Args:
-        clients: the decode nodes, by address; their owner's.
+        clients: the decode nodes by address, kept up to date by the caller.
     """
 
     def __init__(self, clients: Mapping[str, DecodeClient]) -> None:
         self._clients = clients
-        self._news = asyncio.Event()  # of those who wait for something to be said
+        self._news = asyncio.Event()  # set when a node has reported something
 
     def by_name(self) -> Mapping[str, AdapterId]:
-        """Those that some node has. Where nodes mean different ones by a name, the first node's."""
+        """Return the adapters of all nodes. If one name has several, the first node's adapter
+        counts."""
         found: dict[str, AdapterId] = {}
         for _, client in sorted(self._clients.items()):
             for name, adapter in client.adapters.items():
@@ -29,9 +30,10 @@ class KnownAdapters:
         return found
 
     def of(self, name: str) -> AdapterId:
-        """
+        """Return the id of an adapter.
+
         Args:
-            name: "": none.
+            name: "" is no adapter.
         Raises:
             NotKnown: no node has it.
         """
@@ -43,13 +45,15 @@ class KnownAdapters:
         return adapter
 
     def told(self) -> None:
-        """A node has said something."""
+        """Note that a node has reported something."""
         self._news.set()
         self._news = asyncio.Event()
 
     async def until(self, name: str, adapter: AdapterId | None, longest_s: float) -> None:
-        """Returns once all nodes that have said something have this by that name, or after
-        `longest_s`. None: they have nothing by it."""
+        """Wait until all nodes with a Status have this adapter by that name, at most `longest_s`.
+
+        `adapter` None: until none of them has an adapter by that name.
+        """
 
         def says(client: DecodeClient) -> bool:
             return client.status is None or client.adapters.get(name) == adapter

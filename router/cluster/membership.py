@@ -1,9 +1,9 @@
-"""Nodes that join and leave while the router runs.
+"""Cluster membership: nodes that join and leave while the router runs.
 
-A joiner gets a connection and a place in the survey; decode nodes are told of a new prefill node
-at once. A leaver gets no new request from that moment on, and its live ones finish: only then
-does its connection close, or do decode nodes let go of it. A node that has another role than it was
-found in leaves in the one, and joins in the other.
+A new node gets a connection and joins the survey. Decode nodes are sent new prefill nodes at once.
+A leaving node gets no new requests and finishes its running ones. Only then does its connection
+close, and only then do decode nodes end their pair with it. A node that reports another role than
+expected leaves in one role and joins in the other.
 """
 
 import asyncio
@@ -27,13 +27,13 @@ from router.cluster.survey import Survey
 
 log = logging.getLogger(__name__)
 
-# What a prefill node that leaves still has to do is handed over by then, or done anew elsewhere.
+# By then a leaving prefill node has handed off its prompts. The rest is recomputed elsewhere.
 HANDOFFS_S = 30.0
 _LOOK_S = 0.1
 
 
 class Membership:
-    """For one event loop."""
+    """Connections to all members. For one event loop."""
 
     def __init__(
         self,
@@ -48,14 +48,15 @@ class Membership:
         patience: Patience | None = None,
         on_stream_lost: Callable[[], None] = lambda: None,
     ) -> None:
-        """
+        """Create a membership without members.
+
         Args:
-            cache_watch: None where it does not matter what nodes have cached.
-            pooling: learns which prefill nodes are members.
-            budget_s: the longest that a request can still need a node that has left.
-            patience: with decode nodes whose engine does not move.
-            on_stream_lost: called when the stream of a decode node that has not left ends, and it
-                had not drained.
+            cache_watch: None if the policy does not use the nodes' caches.
+            pooling: is kept up to date about prefill nodes.
+            budget_s: longest time that a request can still need a node that has left.
+            patience: limits for decode nodes whose engine is silent.
+            on_stream_lost: called when the stream of a decode node ends, unless the node has left
+                or had drained.
         """
         self._discovery = discovery
         self._survey = survey
@@ -66,15 +67,15 @@ class Membership:
         self._budget_s = budget_s
         self._patience = patience
         self._on_stream_lost = on_stream_lost
-        self._left: dict[tuple[Role, str], asyncio.Event] = {}  # of each member: whether it has
-        self._roles: dict[str, Role] = {}  # as nodes say themselves, where it was not so expected
-        self._prefill: list[str] = []  # members and leavers
-        self._clients: list[DecodeClient] = []  # likewise
-        self._shapes: dict[DecodeClient, tuple[str, ...]] = {}  # of their last Status
+        self._left: dict[tuple[Role, str], asyncio.Event] = {}  # set when the member has left
+        self._roles: dict[str, Role] = {}  # reported by nodes, where not as expected
+        self._prefill: list[str] = []  # members and leaving nodes
+        self._clients: list[DecodeClient] = []  # members and leaving nodes
+        self._shapes: dict[DecodeClient, tuple[str, ...]] = {}  # from their last Status
         self._tasks = asyncio.TaskGroup()
 
     async def run(self) -> None:
-        """Keeps all connections and the survey, until cancelled; live requests then fail."""
+        """Keep all connections and the survey until cancelled. Active requests then fail."""
         async with self._tasks:
             try:
                 self._tasks.create_task(self._survey.run())
@@ -82,11 +83,11 @@ class Membership:
                 await self._discovery.run(self._update)
                 await asyncio.Event().wait()
             finally:
-                # Before the streams end: no request is to look for another node.
+                # Before the streams end, so that no request is placed again.
                 self._cluster.close()
 
     def has_role(self, address: str, role: Role) -> None:
-        """A member says that it has another role than it has joined with."""
+        """Handle a member that reports another role than it has joined with."""
         log.info("node has another role %s", kv(role=role, node=address))
         self._roles[address] = role
         self._update(self._discovery.members)
@@ -107,7 +108,8 @@ class Membership:
         self._cluster.refresh()
 
     def _join(self, role: Role, address: str) -> None:
-        """One that was left a moment ago is another node: what it still does ends by itself."""
+        """Add a member. If it has just left, it counts as a new node, and the old one ends
+        separately."""
         log.info("node joins %s", kv(role=role, node=address))
         left = self._left[role, address] = asyncio.Event()
         channel = self._make_channel(address)
@@ -125,7 +127,7 @@ class Membership:
             async with self._pooling.member(address):
                 await left.wait()
             watching.cancel()
-            if address not in self._roles:  # else nothing is left of what it was
+            if address not in self._roles:  # otherwise its old role is gone already
                 await asyncio.sleep(HANDOFFS_S)
             self._prefill.remove(address)
             self._tell_peers()
@@ -167,7 +169,7 @@ class Membership:
             self._tell_peers()
 
     def _moved(self, client: DecodeClient, left: asyncio.Event) -> None:
-        """The stream of `client` has ended, or brought a Status."""
+        """Handle a new Status of `client`, or the end of its stream."""
         if left.is_set():
             return
         if client.status is None:
@@ -176,7 +178,7 @@ class Membership:
                 self._on_stream_lost()
         elif client.drains:
             self._survey.drains(client.address)
-        # A Status that only counts pages anew is no reason to ask every node.
+        # A Status that only updates page counts does not trigger a survey.
         shape = _shape(client.status)
         if shape != self._shapes.get(client):
             self._shapes[client] = shape
@@ -184,7 +186,7 @@ class Membership:
         self._cluster.told(client)
 
     def _pulsed(self, client: DecodeClient, left: asyncio.Event) -> None:
-        """What the node says of itself has changed with its engine."""
+        """Handle a change of liveness: the node's description changes with it."""
         if not left.is_set():
             self._survey.want()
             self._cluster.heard(client)
@@ -201,5 +203,5 @@ class Membership:
 
 
 def _shape(status: decode_pb2.Status | None) -> tuple[str, ...]:
-    """What of a Status makes nodes usable or not."""
+    """Return the parts of a Status that decide whether nodes are usable."""
     return (status.state, *(link.peer for link in status.links)) if status else ()

@@ -1,4 +1,4 @@
-"""A request at a decode node, as whoever wants it elsewhere sees it."""
+"""Interface to a request at a decode node for components that migrate it."""
 
 import asyncio
 from dataclasses import dataclass
@@ -7,30 +7,35 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of a move to `target` ("": there was no node to go to); because: why it stays, empty where it
-    does not."""
+    """Result of a migration.
+
+    `target` is "" if there was no node to migrate to. `because` is the reason why the request
+    stays, or empty after success.
+    """
 
     target: str
     because: str = ""
 
 
 class Guest(Protocol):
-    """For one event loop."""
+    """A request that can be migrated. For one event loop."""
 
     @property
     def request_id(self) -> str: ...
 
     @property
     def address(self) -> str:
-        """Of the node."""
+        """Address of its node."""
         ...
 
     @property
     def movable(self) -> bool:
-        """Whether `move` makes sense now: a token is out, and it is not moving already."""
+        """True if `move` may be called: the request has a token and no migration in progress."""
         ...
 
     def move(self, target: str = "") -> "asyncio.Task[Outcome]":
-        """Begins to move it to another decode node, or to that one; done when it has moved, or
-        stays, cancelled where the request ends."""
+        """Start to migrate it to `target`, or to any decode node.
+
+        The task ends when the request has migrated or stays. It is cancelled if the request ends.
+        """
         ...

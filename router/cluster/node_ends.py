@@ -1,4 +1,4 @@
-"""What the end of a request at its node means to its client."""
+"""Translation of the end of a request at its node to the client's result."""
 
 from common.errors import (
     DeadlineExceeded,
@@ -15,7 +15,7 @@ from protos import decode_pb2
 from router.losses import Doing, NodeLost
 from router.token_buffer import End
 
-# Any other status of a node tells its clients no more than that it failed them.
+# Other statuses of a node are reported to clients only as a failure of the node.
 _ERRORS: dict[int, type[ServingError]] = {
     error.status.value[0]: error
     for error in (
@@ -28,14 +28,14 @@ _ERRORS: dict[int, type[ServingError]] = {
     )
 }
 
-_MAX_ERROR = 1000  # characters of what a node says
+_MAX_ERROR = 1000  # characters of a node's message
 _LONGEST_RETRY_S = 3600.0
 
 
 def end_of(
     reason: int, error: str, error_code: int, retry_after_s: float = 0.0
 ) -> End | ServingError:
-    """One row of the columns of a Step that are about requests that have ended."""
+    """Return the result for one row of a Step's columns about ended requests."""
     match reason:
         case decode_pb2.FINISH_REASON_STOP:
             return End("stop")

@@ -1,7 +1,7 @@
-"""Prefill nodes as makers of vectors: which of them a call goes to, and the call itself.
+"""Prefill nodes for pooling calls: the choice of a node, and the call.
 
-Each has a connection of its own for this, opened by the first call: prompts that are computed there
-must not keep a node from being asked how it is.
+Each has a separate connection for this, opened by the first call, so that pooling prompts do not
+delay Describe calls.
 """
 
 import asyncio
@@ -33,9 +33,9 @@ from router.policy.backlogs import Backlogs, Due
 from router.policy.load import Charge, Load
 
 NO_PREFILL_NODE = "no prefill node is ready, and only those make vectors and scores"
-_MAX_CALLS = 32  # at a node from here; it takes 64 at once of one connection
+_MAX_CALLS = 32  # per node, from this router; a node accepts 64 at once per connection
 _MAX_RETRY_S = 3600.0
-_LATE_S = 1.0  # beyond the budget: the node's own answer says more
+_LATE_S = 1.0  # added to the budget: the node's own error is more specific
 _NOBODY = ""  # in place of a decode node
 
 _ERRORS: dict[grpc.StatusCode, type[ServingError]] = {
@@ -52,7 +52,7 @@ _ERRORS: dict[grpc.StatusCode, type[ServingError]] = {
 
 
 class PoolingNode:
-    """For one event loop."""
+    """A prefill node for pooling calls. For one event loop."""
 
     def __init__(
         self,
@@ -60,7 +60,8 @@ class PoolingNode:
         make_channel: Callable[[str], grpc.aio.Channel],
         resources: AsyncExitStack,
     ) -> None:
-        """
+        """Create a node without a connection.
+
         Args:
             resources: closed when the node has left.
         """
@@ -73,10 +74,10 @@ class PoolingNode:
     async def pool(
         self, request: pooling_pb2.PoolRequest, timeout_s: float
     ) -> pooling_pb2.PoolResponse:
-        """Being cancelled cancels the call.
+        """Call the node. Cancellation cancels the call.
 
         Raises:
-            ServingError: as the node has it; what it sends is checked for its number of vectors.
+            ServingError: the node's error, or the number of vectors is wrong.
         """
         async with self._places:
             try:
@@ -101,14 +102,14 @@ class PoolingNode:
 
 
 class ChosenNode(msgspec.Struct, frozen=True):
-    """Where a call goes. Whoever chose closes the charge."""
+    """The chosen node for a call. The caller of `choose` closes the charge."""
 
     node: PoolingNode
     charge: Charge
 
 
 class PoolingNodes:
-    """For one event loop. Members come and go."""
+    """All prefill nodes for pooling calls. Members may change. For one event loop."""
 
     def __init__(
         self,
@@ -119,10 +120,11 @@ class PoolingNodes:
         load: Load,
         backlogs: Backlogs,
     ) -> None:
-        """
+        """Create a list without members.
+
         Args:
-            fit: whether the node at an address has a role, and may have requests now.
-            paused: whether they would wait there.
+            fit: returns whether the node at an address has a role and may get requests now.
+            paused: returns whether requests would wait there.
         """
         self._make_channel = make_channel
         self._fit: Callable[[str], bool] = lambda address: fit(address, "prefill")
@@ -134,7 +136,7 @@ class PoolingNodes:
 
     @asynccontextmanager
     async def member(self, address: str) -> AsyncIterator[None]:
-        """The prefill node may be called while inside."""
+        """Keep the prefill node as a member while inside the context."""
         async with AsyncExitStack() as resources:
             node = self._nodes[address] = PoolingNode(address, self._make_channel, resources)
             try:
@@ -148,17 +150,17 @@ class PoolingNodes:
         return any(map(self._fit, self._nodes))
 
     def others(self, tried: Collection[str]) -> bool:
-        """Whether there is a node that has not been tried."""
+        """Return whether there is a usable node that was not tried."""
         return any(address not in tried and self._fit(address) for address in self._nodes)
 
     def choose(self, key: PlacementKey, due: Due, avoid: Collection[str] = ()) -> ChosenNode:
-        """Where the policy would have prompts of these tokens computed.
+        """Return the node that the policy chooses for a prompt.
 
         Args:
-            avoid: nodes that have been tried.
+            avoid: nodes that were tried.
         Raises:
             NodeUnavailable: there is no other node.
-            QueueTooLong: none of them can begin in time.
+            QueueTooLong: no node can start in time.
         """
         nodes = [each for each in self._nodes if each not in avoid and self._fit(each)]
         if not nodes:

@@ -1,11 +1,11 @@
-"""Where the addresses of nodes come from: an entry of --prefill or --decode, read.
+"""Sources of node addresses: the parsed entries of --prefill and --decode.
 
     host:port        that node
     dns:NAME:PORT    every address (A, AAAA) of NAME, such as a headless Service
     file:PATH        those that a YAML or JSON file names: a list, or `prefill:` and `decode:` lists
 
-A source answers when it is asked and remembers as little as that takes; who asks, and what becomes
-of an answer, is discovery.py's.
+A source looks up addresses on request and keeps little state. Polling and merging are in
+discovery.py.
 """
 
 import asyncio
@@ -24,43 +24,43 @@ Role = Literal["prefill", "decode"]
 Addresses = tuple[str, ...]
 Resolve = Callable[[str, int], Awaitable[Addresses]]
 
-MAX_ADDRESSES = 1024  # as many as a decode node can be told
+MAX_ADDRESSES = 1024  # limit of the list sent to a decode node
 _MAX_FILE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds between looks."""
+    """Seconds between lookups."""
 
     dns_s: float = 3.0
     file_s: float = 1.0
-    settled_s: float = 0.1  # between two readings of a file that has changed
+    settled_s: float = 0.1  # between two reads of a changed file
 
 
 class LookFailed(Exception):
-    """The sentence says why a source has no answer now."""
+    """The source has no result now. The message gives the reason."""
 
 
 class Source(Protocol):
-    """One entry."""
+    """A source of addresses."""
 
     @property
     def interval_s(self) -> float | None:
-        """Seconds from one look to the next; None: its answer never changes."""
+        """Seconds between lookups. None: the result never changes."""
         ...
 
     @property
     def required(self) -> bool:
-        """Whether no answer at the start is a mistake of whoever wrote the entry."""
+        """True if a failed first lookup is a configuration error."""
         ...
 
     async def look(self) -> Addresses:
-        """What the entry names now. Raises LookFailed."""
+        """Return the current addresses. Raises LookFailed."""
         ...
 
 
 def parse(entry: str, role: Role, resolve: Resolve, times: Times) -> Source:
-    """Raises ConfigError for an entry of no known form."""
+    """Parse an entry. Raises ConfigError if its form is unknown."""
     kind, _, rest = entry.partition(":")
     try:
         match kind:
@@ -78,10 +78,10 @@ def parse(entry: str, role: Role, resolve: Resolve, times: Times) -> Source:
 
 
 async def resolve(name: str, port: int) -> Addresses:
-    """host:port of every address that the system's resolver knows for `name`, without blocking.
+    """Return host:port of each address that the system resolver has for `name`, without blocking.
 
     Raises:
-        OSError: none is known, or the resolver does not answer.
+        OSError: there is no address, or the resolver does not answer.
     """
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
@@ -90,7 +90,7 @@ async def resolve(name: str, port: int) -> Addresses:
 
 @dataclass(frozen=True, slots=True)
 class FixedSource:
-    """An address that is written down."""
+    """A fixed address."""
 
     address: str
     interval_s: None = None
@@ -102,7 +102,7 @@ class FixedSource:
 
 @dataclass(frozen=True, slots=True)
 class DnsSource:
-    """A name that stands for as many nodes as it has addresses now."""
+    """A DNS name. Each of its current addresses is a node."""
 
     name: str
     port: int
@@ -115,13 +115,15 @@ class DnsSource:
             return _bounded(await self.resolve(self.name, self.port))
         except OSError as error:
             raise LookFailed(f"cannot resolve {self.name}: {error.strerror or error}") from error
-        except UnicodeError as error:  # such as a label that is too long
+        except UnicodeError as error:  # for example, a label is too long
             raise LookFailed(f"{self.name} is no name: {error}") from error
 
 
 class FileSource:
-    """A file that somebody writes while this program runs, in one go or not: it counts once two
-    readings in a row are the same."""
+    """A file that may be rewritten at any time.
+
+    Its content counts once two reads in a row are equal, because a write may take several steps.
+    """
 
     required = True
 
@@ -131,7 +133,7 @@ class FileSource:
         self._path = path
         self._role = role
         self._settled: bytes | None = None
-        self._known: tuple[bytes, Addresses] | None = None  # a content, and what it names
+        self._known: tuple[bytes, Addresses] | None = None  # content and its addresses
 
     async def look(self) -> Addresses:
         content = await asyncio.to_thread(self._content)
@@ -146,7 +148,7 @@ class FileSource:
     def _content(self) -> bytes:
         try:
             if self._path.exists() and not self._path.is_file():
-                raise LookFailed(f"{self._path} is no file")  # and a pipe's end may never come
+                raise LookFailed(f"{self._path} is no file")  # reading a pipe might never end
             with self._path.open("rb") as file:
                 content = file.read(_MAX_FILE_BYTES + 1)
         except OSError as error:
@@ -157,7 +159,7 @@ class FileSource:
 
     def _addresses(self, content: bytes) -> Addresses:
         try:
-            # A superset of JSON. BaseLoader makes strings of all that is no list or mapping.
+            # YAML is a superset of JSON. BaseLoader reads every scalar as a string.
             named = yaml.load(content, yaml.BaseLoader)
         except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise LookFailed(f"{self._path} is not YAML: {' '.join(str(error).split())}") from error

@@ -1,7 +1,7 @@
-"""Asks every node to describe itself: for operators, and to keep misfits from requests.
+"""Polls the description of every node, for operators and to exclude incompatible nodes.
 
-A node whose tokenizer differs from the router's would answer with other words: it gets nothing. A
-node has the role that it says itself, wherever it was found.
+A node whose tokenizer differs from the router's would return wrong text, so it gets no requests.
+The role that a node reports counts, wherever its address was listed.
 """
 
 import asyncio
@@ -21,26 +21,26 @@ from router.cluster.sources import Role
 log = logging.getLogger(__name__)
 
 _DEADLINE_S = 2.0
-_INTERVAL_S = 1.0  # how fast a prefill node is, and so how long its queue takes, may change soon
-_MAX_BYTES = 256 << 10  # of a description; of a node with links to 1000 others it has 50 KB
+_INTERVAL_S = 1.0  # the speed of a prefill node, and so its queue time, may change quickly
+_MAX_BYTES = 256 << 10  # of a description; with links to 1000 nodes it has 50 KB
 _STATES = ("starting", "ready", "paused", "draining", "unhealthy")
 _NOT_FOR_REQUESTS = ("", "draining", "unhealthy")
 
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """One node as it described itself just now."""
+    """Latest description of one node."""
 
-    role: str  # "prefill" | "decode", as it was known until now
+    role: str  # "prefill" | "decode", as known before this report
     address: str
     state: str  # as in ClusterNode
     description: node_pb2.DescribeResponse | None  # None: unreachable
-    engine_silent: bool = False  # which is all that is wrong with it
+    engine_silent: bool = False  # and nothing else is wrong with it
     at: float = field(default_factory=time.monotonic)
 
 
 class Member(Protocol):
-    """Somebody to ask."""
+    """A node of the survey."""
 
     @property
     def role(self) -> str: ...
@@ -50,12 +50,12 @@ class Member(Protocol):
 
     @property
     def stub(self) -> Any:
-        """Of its Node service."""
+        """Stub of its Node service."""
         ...
 
 
 class _Known:
-    """A member, and what its last description made of it: "" before the first."""
+    """A member and the state from its last description. The state is "" before the first one."""
 
     def __init__(self, role: str, address: str, channel: grpc.aio.Channel) -> None:
         self.role = role
@@ -63,14 +63,14 @@ class _Known:
         self.stub = node_pb2_grpc.NodeStub(channel)  # type: ignore[no-untyped-call]
         self.state = ""
         self.engine_silent = False
-        self.instance = 0  # that has said so
-        self.num_lives = 1  # one more whenever it was gone
-        self.silence = ""  # why it did not answer; "" if it did
-        self.leaving = False  # it drained when it was heard last
+        self.instance = 0  # instance that reported the state
+        self.num_lives = 1  # incremented whenever it is lost
+        self.silence = ""  # why it did not answer, or ""
+        self.leaving = False  # it was draining at its last report
 
 
 class Survey:
-    """For one event loop."""
+    """Survey of all nodes. For one event loop."""
 
     def __init__(
         self,
@@ -80,12 +80,14 @@ class Survey:
         on_reports: Callable[[Sequence[NodeReport]], None] = lambda _: None,
         on_role: Callable[[str, Role], None] = lambda address, role: None,
     ) -> None:
-        """
+        """Create a survey without members.
+
         Args:
-            on_change: called when `fit` of some node may have changed.
-            on_reports: called with every node's report, whenever all have been asked.
-            on_role: called with the address of a node that has another role than it has joined
-                with. It gets nothing until it joins with that one.
+            tokenizer_hash: hash of the router's tokenizer.
+            on_change: called when `fit` of a node may have changed.
+            on_reports: called with the reports of all nodes after each survey.
+            on_role: called with the address of a node that reports another role than it joined
+                with. It gets no requests until it joins with that role.
         """
         self._on_reports = on_reports
         self._on_role = on_role
@@ -96,16 +98,17 @@ class Survey:
         self._wanted = asyncio.Event()
 
     def join(self, role: str, address: str, channel: grpc.aio.Channel) -> None:
-        """
+        """Add a node.
+
         Args:
             role: "prefill" | "decode".
-            channel: stays the caller's.
+            channel: owned by the caller.
         """
         self._known[address] = _Known(role, address, channel)
         self.want()
 
     def leave(self, address: str) -> None:
-        """Nobody asks the node any more, and it is not fit."""
+        """Remove a node. It is not polled any more, and not fit."""
         del self._known[address]
 
     @property
@@ -113,49 +116,52 @@ class Survey:
         return tuple(self._known.values())
 
     def fit(self, address: str, role: Role) -> bool:
-        """Whether the node has that role, and its last description lets it have requests; False
-        before the first."""
+        """Return whether the node has that role and its last description allows requests.
+
+        False before the first description.
+        """
         known = self._known.get(address)
         return known is not None and known.role == role and known.state not in _NOT_FOR_REQUESTS
 
     def ready_instance(self, address: str) -> int:
-        """The instance id of the node there, if it has said that it is ready; else 0."""
+        """Return the instance id of the node at an address if it is ready, else 0."""
         known = self._known.get(address)
         return known.instance if known is not None and known.state == "ready" else 0
 
     def paused(self, address: str) -> bool:
-        """Whether the node has last said of itself that it is."""
+        """Return whether the node was paused at its last report."""
         known = self._known.get(address)
         return known is not None and known.state == "paused"
 
     def silent(self, address: str) -> bool:
-        """Whether the node has last said of itself that its engine is, and nothing else is wrong
-        with it."""
+        """Return whether the node's engine was silent at its last report, and nothing else was
+        wrong."""
         known = self._known.get(address)
         return known is not None and known.engine_silent
 
     def forget(self, address: str) -> None:
-        """The node at `address` is gone: what comes back there may be another."""
+        """Drop the state of a lost node. Another one may come back at its address."""
         known = self._known.get(address)
         if known is not None:
             known.state, known.engine_silent = "", False
             known.num_lives += 1
 
     def drains(self, address: str) -> None:
-        """The node at `address` says so on its stream: it may be gone before it is asked again."""
+        """Note that a node reports on its stream that it drains. It may end before the next
+        survey."""
         known = self._known.get(address)
         if known is not None:
             known.leaving = True
 
     def want(self) -> None:
-        """Something has changed: look soon, not at the next interval."""
+        """Request a survey soon instead of at the next interval."""
         self._wanted.set()
 
     async def run(self) -> None:
-        """Looks when wanted and at every interval, until cancelled."""
+        """Survey when requested and at every interval, until cancelled."""
         while True:
             self._wanted.clear()
-            # Never one that is shared: it may have begun before the change.
+            # Never share a survey that runs already: it may have begun before the change.
             await self._look()
             try:
                 async with asyncio.timeout(_INTERVAL_S):
@@ -164,10 +170,13 @@ class Survey:
                 continue
 
     async def look(self) -> list[NodeReport]:
-        """Every node's report, prefill nodes first, within 2 s. Callers at one time share it."""
+        """Return the reports of all nodes, prefill nodes first, within 2 s.
+
+        Concurrent callers share one survey.
+        """
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._look())
-        # A caller that gives up must not take the others' answer with it.
+        # The cancellation of one caller must not cancel the survey of the others.
         return await asyncio.shield(self._looking)
 
     async def _look(self) -> list[NodeReport]:
@@ -181,9 +190,9 @@ class Survey:
         report = await self._report(known)
         described = report.description
         if described is None:
-            # It keeps its last verdict: its stream, not this, says that it is gone.
+            # The last state stays: the loss of a node is reported by its stream.
             return report
-        # What a node said before it was gone says nothing of the one that has come back.
+        # A description made before the node was lost does not apply to the one that came back.
         if known.num_lives == life and known.state != report.state:
             known.state, known.engine_silent = report.state, report.engine_silent
             known.instance = described.instance_id
@@ -203,8 +212,8 @@ class Survey:
             return unreachable
         except asyncio.CancelledError:
             rpc.raise_if_cancelled()
-            return unreachable  # the call alone is: its node has left, and its channel is closed
-        if description is None:  # what grpcio makes of bytes that it cannot parse
+            return unreachable  # only this call was cancelled: the node has left
+        if description is None:  # grpcio returns None for bytes that it cannot parse
             self._not_answered(known, "it has sent bytes that are no message")
             return unreachable
         if description.ByteSize() > _MAX_BYTES:
@@ -227,7 +236,7 @@ class Survey:
             log.log(level, "a node does not answer %s", kv(node=known.address, because=reason))
 
     def _misfit(self, description: node_pb2.DescribeResponse) -> str:
-        """What keeps requests from a node that is well; "" if nothing does."""
+        """Return why a healthy node gets no requests, or "" if it may."""
         if description.tokenizer_hash not in ("", self._tokenizer_hash):
             return "a node has another tokenizer"
         if description.state not in _STATES:

@@ -1,6 +1,7 @@
-"""What a decode node has not been told yet, and the next message that tells it.
+"""Messages to a decode node that are not sent yet.
 
-A write costs the same whatever is in it: all that comes while one is under way is one message.
+A write costs the same for any size, so everything that arrives during a write is sent in one
+message.
 """
 
 import asyncio
@@ -12,11 +13,13 @@ from protos.decode_pb2 import Peers, Submit, ToNode
 
 
 class Unsent:
-    """Bounded as the live requests are: never more than one entry for each of them, and a number
-    for each that was left. For one event loop.
+    """Unsent messages. For one event loop.
+
+    Bounded by the active requests: at most one entry for each, and one number for each cancelled
+    one.
 
     Args:
-        address: of the node that is told.
+        address: of the node.
     """
 
     def __init__(self, address: str = "") -> None:
@@ -24,18 +27,18 @@ class Unsent:
         self._peers: Peers | None = None
         self._submits: dict[int, Submit] = {}
         self._cancels: list[int] = []
-        self._version = VERSION  # 0 once it is told
+        self._version = VERSION  # 0 once it is sent
         self._news = asyncio.Event()
 
     def clear(self) -> None:
-        """Forgets everything: whom it was meant for is gone. Who comes next hears the version."""
+        """Drop everything, because the stream is lost. The next stream starts with the version."""
         self._version = VERSION
         self._peers = None
         self._submits.clear()
         self._cancels.clear()
 
     def tell_peers(self, prefill: Sequence[str], decode: Sequence[str] = ()) -> None:
-        """Replaces the lists of nodes."""
+        """Replace the lists of nodes."""
         self._peers = Peers(
             prefill_addresses=prefill, decode_addresses=decode, own_address=self._address
         )
@@ -46,7 +49,8 @@ class Unsent:
         self._news.set()
 
     def cancel(self, number: int) -> bool:
-        """Of a request that has not been submitted yet nothing is ever sent: False."""
+        """Cancel a request. Returns False if its submission was not sent, and then sends
+        nothing."""
         if self._submits.pop(number, None) is not None:
             return False
         self._cancels.append(number)
@@ -54,8 +58,10 @@ class Unsent:
         return True
 
     async def message(self) -> ToNode:
-        """Waits until there is something to say and takes all of it, or as much as a message can
-        hold: peers first, then what was submitted first."""
+        """Wait for something to send, and return as much of it as one message can hold.
+
+        The lists of nodes come first, then the submissions in their order.
+        """
         while self._peers is None and not self._submits and not self._cancels:
             self._news.clear()
             await self._news.wait()
@@ -71,7 +77,7 @@ class Unsent:
         return message
 
     def _some_submits(self) -> list[Submit]:
-        """At least one if there is one."""
+        """Return the submissions for one message, at least one if there is one."""
         taken: list[Submit] = []
         num_tokens = 0
         for submit in self._submits.values():

@@ -1,4 +1,4 @@
-"""Which nodes a request goes to: one policy a file, one table of names. No connections here."""
+"""Routing policies: one policy per file and one table of names. Policies open no connections."""
 
 from router.policy.choices import DecodeChoice, Placement, PlacementKey, PrefillChoice
 from router.policy.contract import Policy

@@ -1,14 +1,14 @@
-"""How long a request would wait at each node, and where it can still be in time.
+"""Expected queue time of a request at each node, and the nodes where it can start in time.
 
-What this router has placed on a node and has had no token of is known to the token, at every
-moment; what a token takes there the node tells, now and then, and that changes slowly. So the wait
-is the product of both, and as long as it is wrong the node itself refuses. Of other routers'
-requests there is only what the node tells that goes beyond this router's own, and it is taken to be
-computed meanwhile.
+The prompt tokens that this router has placed on a node and that have no first token yet are known
+exactly at any time. The seconds per token change slowly and are reported by the node. Their product
+is the queue time. Where it is wrong, the node itself rejects the request. For requests of other
+routers, only the part of the node's reported queue beyond this router's own requests is known. It
+is assumed to be computed meanwhile.
 
-A node begins with whoever must be begun soonest, the urgent as if that were sooner still, and one
-more is placed there only where all that are placed there already, and are as urgent, stay in time.
-So of those who come too many the least urgent are refused.
+A node serves the earliest start time first, with higher priorities shifted to earlier times. A
+request is placed on a node only if all requests there of at least its priority still start in time.
+So under overload the lowest priorities are rejected.
 """
 
 import math
@@ -25,11 +25,11 @@ from router.policy.choices import DecodeChoice
 from router.policy.load import Load
 from router.policy.pressure import Pressure
 
-_MOST_S = 1e6  # of what a node may say
+_MOST_S = 1e6  # upper limit of reported values
 
 
 class Due(NamedTuple):
-    """When a request must have been begun, and ended, in time.monotonic() seconds."""
+    """Times by which a request must start and end, in time.monotonic() seconds."""
 
     start_by: float
     deadline: float
@@ -40,9 +40,9 @@ WHENEVER = Due(math.inf, math.inf)
 
 
 class _Told(NamedTuple):
-    token_s: float = 0.0  # of a prompt token
-    others_s: float = 0.0  # of the requests that are not this router's, at that time
-    pages_s: float = 0.0  # until there are pages for another request, at that time
+    token_s: float = 0.0  # seconds per prompt token
+    others_s: float = 0.0  # queue time of other routers' requests at that time
+    pages_s: float = 0.0  # until pages are free for another request, at that time
     at: float = 0.0
 
 
@@ -50,7 +50,8 @@ _NOTHING = _Told()
 
 
 class Backlogs:
-    """For one event loop. A node that has told nothing has no queue, as far as is known."""
+    """Queue times of all nodes. A node that has reported nothing counts as idle. For one event
+    loop."""
 
     def __init__(self, load: Load, now: Callable[[], float] = time.monotonic) -> None:
         self._load = load
@@ -59,12 +60,13 @@ class Backlogs:
         self._told: dict[str, _Told] = {}
 
     def told(self, address: str, *, queued_s: float, token_s: float, pages_s: float = 0.0) -> None:
-        """What a node says of itself; of what cannot be, nothing is believed.
+        """Record the queue times that a node reports. Impossible values count as 0.
 
         Args:
-            queued_s: until all prompts that wait there are computed.
-            token_s: that a prompt token takes; 0.0: not known.
-            pages_s: until a request that comes now has its pages.
+            address: of the node.
+            queued_s: seconds until all prompts queued there are computed.
+            token_s: seconds per prompt token. 0.0: not known.
+            pages_s: seconds until a new request would get its pages.
         """
         queued_s, token_s, pages_s = map(_believed, (queued_s, token_s, pages_s))
         own_s = self._load.queued.tokens(address) * token_s
@@ -72,17 +74,16 @@ class Backlogs:
         self._told[address] = _Told(token_s, others_s, pages_s, self._now())
 
     def forget(self, address: str) -> None:
-        """What comes back there may be another node."""
+        """Drop the reports of a node. Another node may come back at its address."""
         self._told.pop(address, None)
 
     def in_time(
         self, choices: Sequence[DecodeChoice], num_tokens: int, due: Due
     ) -> Sequence[DecodeChoice]:
-        """Those of the choices, with those of their prefill nodes, where a prompt of so many tokens
-        can be begun in time.
+        """Return the choices, with those of their prefill nodes, that can start a prompt in time.
 
         Raises:
-            QueueTooLong: there are none; when there will be, as far as is known.
+            QueueTooLong: there is none. `retry_after_s` is the expected time until there is one.
         """
         if due is WHENEVER:
             return choices
@@ -111,7 +112,10 @@ class Backlogs:
         return left
 
     def start_by(self, address: str, num_tokens: int, due: Due) -> float:
-        """When a prompt must be begun on a node; -inf: before all others, its client has waited."""
+        """Return the time by which a prompt must start on a node.
+
+        -inf for a continued response, which goes before all others.
+        """
         if due.start_by == math.inf:
             return -math.inf
         now = self._now()
@@ -120,8 +124,10 @@ class Backlogs:
         return now + may_wait_s(queue_s, due.deadline - now, work_s)
 
     def _late_s(self, address: str, num_tokens: int, due: Due) -> float:
-        """How long after its time a request would be begun, or make another one be; 0.0 or less:
-        all are in time, or nothing waits."""
+        """Return how late the request would start, or would make another request start.
+
+        0.0 or less: all start in time, or nothing is queued.
+        """
         told, now = self._told.get(address, _NOTHING), self._now()
         line = self._load.queued.at(address)
         waits = told.token_s > 0.0 and bool(line)
@@ -135,4 +141,4 @@ class Backlogs:
 
 
 def _believed(value: float) -> float:
-    return value if 0.0 <= value <= _MOST_S else 0.0  # nor is NaN
+    return value if 0.0 <= value <= _MOST_S else 0.0  # rejects NaN too

@@ -1,4 +1,4 @@
-"""Between the cluster and its policy: what there is to choose from, and what was chosen."""
+"""Types shared by the cluster and its policy: the choices, and a placement."""
 
 from collections.abc import Sequence
 
@@ -9,12 +9,12 @@ from common.requests.namespace import SHARED, Namespace
 
 
 class PlacementKey(msgspec.Struct, frozen=True):
-    """The part of a request that decides where it goes."""
+    """The parts of a request that decide its placement."""
 
     token_ids: Sequence[int]
-    session_id: str = ""  # requests of one session belong together; "": of none
-    namespace: Namespace = SHARED  # of prefix caches: what others have sent is of no use to it
-    adapter: AdapterId = NO_ADAPTER  # which the decode node must have
+    session_id: str = ""  # requests of a session belong together; "": no session
+    namespace: Namespace = SHARED  # of prefix caches, which other namespaces cannot use
+    adapter: AdapterId = NO_ADAPTER  # the decode node must have it
 
 
 class PrefillChoice(msgspec.Struct, frozen=True):
@@ -26,18 +26,18 @@ class PrefillChoice(msgspec.Struct, frozen=True):
 
 
 class DecodeChoice(msgspec.Struct, frozen=True):
-    """A decode node that takes requests now, as it last said of itself."""
+    """A decode node that accepts requests, as of its last Status."""
 
     address: str
-    prefill: tuple[PrefillChoice, ...]  # empty where it prefills itself
-    pages_total: int = 0  # 0: not told
-    pages_free: int = 0  # those that the prefix cache alone holds are free
+    prefill: tuple[PrefillChoice, ...]  # empty if it prefills itself
+    pages_total: int = 0  # 0: not reported
+    pages_free: int = 0  # includes pages held only by the prefix cache
     page_size: int = 16
-    adapters: frozenset[AdapterId] = frozenset()  # that it has
+    adapters: frozenset[AdapterId] = frozenset()  # loaded on it
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """Where one request goes, and what that costs."""
+    """The nodes chosen for a request, and the prompt tokens to compute."""
 
     decode: str
     prefill: tuple[str, ...]  # candidates in order of preference

@@ -1,10 +1,10 @@
-"""Equal names to one prefill node, by arithmetic: routers agree without telling each other.
+"""Consistent hashing: equal keys go to one prefill node, and routers agree without communication.
 
-A name is the session, or else the namespace and how the prompt begins. Each node draws a number
-from the name and its own address, and the highest goes first (rendezvous hashing, Thaler and
-Ravishankar 1996): when a node leaves, its names move, and no others; when one comes, it takes its
-share from each. A node whose queue is a quarter longer than the mean, and a prompt, is passed over
-(consistent hashing with bounded loads, Mirrokni et al. 2018), or one name could make a hot spot.
+The key is the session, or else the namespace and the beginning of the prompt. Each node gets a
+score from the key and its address, and the highest score goes first (rendezvous hashing, Thaler and
+Ravishankar 1996). If a node leaves, only its keys move. A new node takes its share from each other
+one. A node is passed over if its queue is a quarter longer than the mean, plus one prompt
+(consistent hashing with bounded loads, Mirrokni et al. 2018). Otherwise one key could overload it.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from router.policy.choices import DecodeChoice, Placement, PlacementKey
 from router.policy.decode_choice import LeastFull
 from router.policy.load import Load
 
-KEY_TOKENS = 256  # of the prompt: what requests of one application have in common
+KEY_TOKENS = 256  # of the prompt: requests of one application often share them
 MOST_OVER_MEAN = 1.25
 
 

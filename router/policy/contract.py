@@ -1,4 +1,4 @@
-"""What every policy is to its caller."""
+"""Interface of a routing policy."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -7,11 +7,11 @@ from router.policy.choices import DecodeChoice, Placement, PlacementKey
 
 
 class Policy(Protocol):
-    """Called once per request, on the router's event loop; must not block.
+    """A routing policy, called once per request on the router's event loop. Must not block.
 
-    Nodes come and go: what is a choice now may be none at the next call.
+    The choices may differ at each call, because nodes join and leave.
     """
 
     def pick(self, key: PlacementKey, choices: Sequence[DecodeChoice]) -> Placement:
-        """Takes one of `choices`, which is never empty, and an order of what it can read from."""
+        """Choose one of `choices`, which is never empty, and an order of its prefill nodes."""
         ...

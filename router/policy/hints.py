@@ -1,23 +1,25 @@
-"""Which other nodes have more of a prompt than the one that is going to compute it, as they have
-told: that one may read it there. What is wrong or late costs it a question at most.
+"""Prefix hints: other nodes that hold more of a prompt than the node that will compute it.
+
+Hints come from the nodes' cache events. The computing node may fetch the prefix there. A wrong or
+late hint costs it one request at most.
 """
 
 from common.requests.prefix_hint import MAX_HINTS, PrefixAt
 from router.policy.choices import Placement, PlacementKey
 from router.policy.prefix_index import PrefixIndex, PromptPrefixes
 
-LEAST_TOKENS = 64  # more than that one has; for less nobody reads
-MOST = MAX_HINTS - 1  # a decode node names itself
+LEAST_TOKENS = 64  # minimum advantage over the computing node; a shorter fetch is not worthwhile
+MOST = MAX_HINTS - 1  # a decode node adds itself
 
 
 class PrefixHints:
-    """For one event loop."""
+    """Prefix hints from the prefix index. For one event loop."""
 
     def __init__(self, prefixes: PrefixIndex) -> None:
         self._prefixes = prefixes
 
     def of(self, key: PlacementKey, placement: Placement) -> tuple[PrefixAt, ...]:
-        """Those who have most of it first."""
+        """Return the hints, longest prefix first."""
         computes = placement.prefill[0] if placement.prefill else placement.decode
         known = self._prefixes.telling() - {computes, placement.decode}
         if not known:

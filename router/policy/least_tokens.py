@@ -1,4 +1,5 @@
-"""The prefill node with the fewest prompt tokens to compute, whatever is cached where."""
+"""Least-loaded policy: the prefill node with the fewest prompt tokens to compute, without
+caches."""
 
 from collections.abc import Sequence
 
@@ -9,7 +10,7 @@ from router.policy.rotating_order import Turns
 
 
 class LeastTokens:
-    """Takes equals in turn."""
+    """The least-tokens policy. Equal nodes take turns."""
 
     def __init__(self, load: Load) -> None:
         self._load = load

@@ -1,11 +1,12 @@
-"""What this router has placed on its nodes and they have not shown it yet.
+"""Load that this router has placed on its nodes and that they do not report yet.
 
 Charged when a request is placed:
+
     prefill node   the prompt's uncached tokens, and a request     until the first token, or the end
     decode node    the prompt's tokens, for the pages they take    until a Status shows those pages:
                                                                    the first after the first token
                    and a request                                   until the end
-whichever computes the prompt
+    the node that computes the prompt
                    all its tokens, in `queued`                     until the first token, or the end
 """
 
@@ -18,7 +19,7 @@ from router.policy.choices import Placement
 
 
 class Tally:
-    """Tokens and requests by node address. A node that has none is forgotten."""
+    """Tokens and requests by node address. Nodes without any are dropped."""
 
     def __init__(self) -> None:
         self._tokens: dict[str, int] = {}
@@ -35,18 +36,18 @@ class Tally:
         return not self._tokens and not self._requests
 
     def add(self, address: str, *, num_tokens: int = 0, num_requests: int = 0) -> None:
-        """Negative to take away."""
+        """Add tokens and requests. Negative numbers subtract."""
         if num_tokens:
             _add(self._tokens, address, num_tokens)
         if num_requests:
             _add(self._requests, address, num_requests)
 
 
-_NOBODY = WaitingLine()  # waits
+_NOBODY = WaitingLine()  # an empty queue
 
 
 class Queued:
-    """By the node that computes them: prompts, and when each must be begun."""
+    """Queued prompts and their start times, by the node that computes them."""
 
     def __init__(self) -> None:
         self._lines: dict[str, WaitingLine] = {}
@@ -56,7 +57,7 @@ class Queued:
         return not self._lines
 
     def at(self, address: str) -> WaitingLine:
-        """To be looked at only."""
+        """Return the queue of a node. The caller must not change it."""
         return self._lines.get(address, _NOBODY)
 
     def tokens(self, address: str) -> int:
@@ -73,13 +74,13 @@ class Queued:
 
 
 class Load:
-    """For one event loop. Every charge is gone once it is closed, whatever nodes do meanwhile."""
+    """Load of all nodes. A closed charge leaves nothing behind. For one event loop."""
 
     def __init__(self) -> None:
         self.prefill = Tally()
         self.decode = Tally()
-        self.queued = Queued()  # at the first candidate, or the decode node where there is none
-        self._unshown: dict[str, set[Charge]] = {}  # past their first token, by decode node
+        self.queued = Queued()  # at the first candidate, or at the decode node if there is none
+        self._unshown: dict[str, set[Charge]] = {}  # charges past their first token, by decode node
 
     def charge(
         self,
@@ -88,15 +89,18 @@ class Load:
         start_by: float = -math.inf,
         priority: int = 0,
     ) -> "Charge":
-        """
+        """Charge a placement.
+
         Args:
             num_tokens: of the prompt.
-            start_by: when it must be begun; -inf: before all others.
+            start_by: time by which it must start. -inf: before all others.
+            priority: of the request.
         """
         return Charge(self, placement, Place(start_by, num_tokens, priority))
 
     def shown(self, decode: str) -> None:
-        """A Status of this decode node has come: it counts what had its first token before."""
+        """Process a Status of a decode node: it includes requests that had their first token
+        before."""
         for charge in self._unshown.pop(decode, ()):
             charge.shown()
 
@@ -117,7 +121,7 @@ class Load:
 
 
 class Charge(AbstractContextManager["Charge"]):
-    """One request's part of the load; leaving the block ends it. Every call may come again."""
+    """The charge of one request. Leaving the context closes it. All calls are idempotent."""
 
     __slots__ = (*("_computing", "_decode", "_live", "_load", "_prefill", "_tokens", "_uncached"),)
 
@@ -125,7 +129,7 @@ class Charge(AbstractContextManager["Charge"]):
         self._load = load
         self._decode = placement.decode
         self._prefill = placement.prefill[0] if placement.prefill else ""
-        self._tokens = place.units  # whose pages no Status shows
+        self._tokens = place.units  # tokens whose pages no Status includes
         self._uncached = placement.uncached_tokens
         self._computing = True
         self._live = True
@@ -135,7 +139,7 @@ class Charge(AbstractContextManager["Charge"]):
         load.decode.add(self._decode, num_tokens=place.units, num_requests=1)
 
     def first_token(self) -> None:
-        """The prompt is computed, and its pages are taken on the decode node."""
+        """Note that the prompt is computed and its pages are in use on the decode node."""
         if not self._computing:
             return
         self._computing = False
@@ -145,12 +149,12 @@ class Charge(AbstractContextManager["Charge"]):
         self._load.wait_for_status(self._decode, self)
 
     def shown(self) -> None:
-        """The decode node has said what it has left since the first token."""
+        """Note that a Status of the decode node includes the pages of this request."""
         self._load.decode.add(self._decode, num_tokens=-self._tokens)
         self._tokens = 0
 
     def close(self) -> None:
-        """The request has ended, in whatever way."""
+        """Close the charge when the request has ended, in any way."""
         if not self._live:
             return
         self._live = False

@@ -1,7 +1,7 @@
-"""Of two nodes taken at random, the one with less to do.
+"""Power-of-two-choices policy: of two random nodes, the one with less work.
 
-Almost as even as the least loaded of all, and routers that do not know of each other do not all
-run to the same node.
+It balances almost as well as the least-loaded policy, and independent routers do not all choose the
+same node.
 """
 
 import random
@@ -13,9 +13,11 @@ from router.policy.load import Load
 
 
 class PowerOfTwo:
-    """
+    """The power-of-two policy.
+
     Args:
-        rng: where the chance comes from.
+        load: of the nodes.
+        rng: source of randomness.
     """
 
     def __init__(self, load: Load, rng: random.Random) -> None:

@@ -1,10 +1,10 @@
-"""The prefill node that has most of the prompt already, unless that node is too busy.
+"""Prefix-aware policy: the prefill node with the longest cached prefix, unless it is too busy.
 
-The cost of a node is what it will have computed when this prompt is done: the uncached tokens
-queued there, and this prompt's own. Of the nodes whose cost is near the least the one with the
-longest prefix goes first. So a prompt waits behind others only where that takes hardly longer than
-computing it anew elsewhere, and a popular prefix makes no hot spot: as soon as its node's queue is
-longer than the prefix, the next prompt goes elsewhere, and that node has the prefix from then on.
+The cost of a node is its queued uncached tokens plus those of this prompt. Among the nodes whose
+cost is near the lowest, the one with the longest prefix goes first. So a prompt is queued behind
+others only if that takes hardly longer than recomputation elsewhere. A popular prefix does not
+overload one node: when its queue is longer than the prefix, the next prompt goes to another node,
+which then has the prefix too.
 """
 
 from collections.abc import Sequence
@@ -15,13 +15,13 @@ from router.policy.load import Load
 from router.policy.prefix_index import PrefixIndex, PromptPrefixes
 from router.policy.rotating_order import Turns
 
-# Above the least cost: what tools.bench.routing likes best. More keeps more prefixes where they are
-# and makes queues longer where one of them dominates.
+# Added to the lowest cost. This value was best in tools.bench.routing. A higher value keeps more
+# prefixes in place but lengthens queues where one prefix dominates.
 NEAR_TOKENS = 512
 
 
 class PrefixAware:
-    """Takes equals in turn."""
+    """The prefix-aware policy. Equal nodes take turns."""
 
     def __init__(self, load: Load, prefixes: PrefixIndex) -> None:
         self._load = load
@@ -36,7 +36,7 @@ class PrefixAware:
         if len(nodes) < 2:
             return Placement(decode.address, tuple(nodes), num_tokens)
         prefixes = PromptPrefixes(key.token_ids, key.namespace)
-        # The last token is always computed: its logits are wanted.
+        # The last token is always computed, for its logits.
         cached = [
             min(self._prefixes.cached_tokens(prefixes, node), num_tokens - 1) for node in nodes
         ]

@@ -1,9 +1,9 @@
-"""Which nodes probably have which prefix in their caches.
+"""Index of prefixes that nodes probably have cached.
 
-A prefix is known by its name, which its namespace is part of: a prompt finds nothing of another's.
-Told by two: the nodes' own events, which are exact and a moment late, and this router's history of
-what it has placed, which is neither. Of a node that tells, the history only bridges the moment
-between placing a prompt and hearing that it is stored; of one that does not, it is all there is.
+A prefix is identified by a hash that includes its namespace, so namespaces never match each other.
+There are two sources: the cache events of nodes, which are exact but slightly delayed, and this
+router's history of placements, which is a guess. For a node with events, the history only covers
+the delay between a placement and its event. For other nodes it is the only source.
 """
 
 import time
@@ -16,28 +16,28 @@ from common.errors import ProtocolViolation
 from common.requests.namespace import SHARED, Namespace
 from common.requests.prefix_hash import BYTES_PER_TOKEN, PrefixHasher, as_bytes
 
-MAX_PAGES = 1 << 18  # taken of one node's events; 4 Mi tokens in pages of 16, some 25 MB
+MAX_PAGES = 1 << 18  # per node, from events: 4 Mi tokens in pages of 16, about 25 MB
 MAX_PAGE_SIZE = 1 << 12  # tokens
-# History knows prefixes whose length is a multiple of this many tokens.
+# History contains prefixes whose length is a multiple of this many tokens.
 STRIDE = 128
-MAX_HISTORY = 1 << 15  # prefixes of one node: 4 Mi tokens
-HISTORY_S = 10.0  # how long history of a node that tells is believed, at least
+MAX_HISTORY = 1 << 15  # prefixes per node: 4 Mi tokens
+HISTORY_S = 10.0  # minimum lifetime of history of a node with events
 
 
 class PromptPrefixes:
-    """The names of one prompt's prefixes, made when they are wanted."""
+    """Hashes of the prefixes of one prompt, computed on demand."""
 
     __slots__ = ("_begin", "_bytes", "_names", "_strides", "num_tokens")
 
     def __init__(self, token_ids: Sequence[int], namespace: Namespace = SHARED) -> None:
         self.num_tokens = len(token_ids)
-        self._begin = len(namespace)  # of the tokens
+        self._begin = len(namespace)  # where the tokens begin
         self._bytes = memoryview(namespace + as_bytes(token_ids))
         self._names: dict[int, int] = {}
         self._strides: list[int] | None = None
 
     def name(self, num_tokens: int) -> int:
-        """Of the first `num_tokens`."""
+        """Return the hash of the first `num_tokens` tokens."""
         name = self._names.get(num_tokens)
         if name is None:
             prefix = self._bytes[: self._begin + num_tokens * BYTES_PER_TOKEN]
@@ -46,7 +46,7 @@ class PromptPrefixes:
 
     @property
     def strides(self) -> list[int]:
-        """Of every whole number of strides, the shortest first."""
+        """Hashes of all prefixes of whole strides, shortest first."""
         if self._strides is None:
             hasher = PrefixHasher(self._bytes[: self._begin])
             self._strides = hasher.extend(self._bytes[self._begin :], STRIDE)
@@ -54,10 +54,10 @@ class PromptPrefixes:
 
 
 class PrefixIndex:
-    """For one event loop. Bounded for each node; nodes are those that the caller names.
+    """Index for all nodes, bounded per node. For one event loop.
 
     Args:
-        clock: seconds.
+        clock: returns seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -65,21 +65,21 @@ class PrefixIndex:
         self._nodes: dict[str, _Node] = {}
 
     def cached_tokens(self, prompt: PromptPrefixes, address: str) -> int:
-        """How much of the prompt the node has; 0 of a node that nothing is known of."""
+        """Return how many prompt tokens the node has cached. 0 if nothing is known of the node."""
         node = self._nodes.get(address)
         return node.match(prompt) if node else 0
 
     def telling(self) -> set[str]:
-        """Nodes that have told of something."""
+        """Return the nodes that have sent events."""
         return {address for address, node in self._nodes.items() if node.told}
 
     def told_tokens(self, prompt: PromptPrefixes, address: str) -> int:
-        """How much of the prompt the node has by its own words."""
+        """Return how many prompt tokens the node has cached, by its events alone."""
         node = self._nodes.get(address)
         return node.match_told(prompt) if node else 0
 
     def placed(self, prompt: PromptPrefixes, address: str) -> None:
-        """The node is about to compute the prompt."""
+        """Note that the node is about to compute the prompt."""
         self._node(address).remember(prompt.strides, self._clock())
 
     def changed(
@@ -91,15 +91,17 @@ class PrefixIndex:
         stored: Iterable[int] = (),
         removed: Iterable[int] = (),
     ) -> None:
-        """The node has told what it has, by the names of the prefixes that its pages end.
+        """Apply cache events of a node. Pages are identified by the hash of the prefix that they
+        end.
 
         Args:
+            address: of the node.
             page_size: tokens.
-            cleared: what it told before is void.
-            removed: what has gone since.
-            stored: what has come since. What exceeds MAX_PAGES is left out.
+            cleared: earlier events are void.
+            stored: pages added since. Those beyond MAX_PAGES are ignored.
+            removed: pages removed since.
         Raises:
-            ProtocolViolation: no page has that size.
+            ProtocolViolation: the page size is impossible.
         """
         if not 1 <= page_size <= MAX_PAGE_SIZE:
             raise ProtocolViolation(f"its pages have {page_size} tokens")
@@ -110,16 +112,16 @@ class PrefixIndex:
         node.change(stored, removed)
 
     def silent(self, address: str) -> None:
-        """The node tells nothing any more: what it has told may be wrong from now on."""
+        """Drop the events of a node that sends no more: they may be wrong from now on."""
         if address in self._nodes:
             self._nodes[address].untell()
 
     def forget(self, address: str) -> None:
-        """The node has gone."""
+        """Drop a node that has left."""
         self._nodes.pop(address, None)
 
     def num_pages(self, address: str) -> int:
-        """Pages that the node has told of."""
+        """Return the number of pages known from the node's events."""
         return len(self._nodes[address].told) if address in self._nodes else 0
 
     def _node(self, address: str) -> "_Node":
@@ -130,21 +132,21 @@ class PrefixIndex:
 
 
 class _Node:
-    """One node's prefixes. A node that has a prefix has all that are shorter."""
+    """Prefixes of one node. A node with a prefix has all shorter ones."""
 
     def __init__(self) -> None:
         self.page_size = 1
         self.told: set[int] = set()
         self._tells = False
-        # History in two generations: forgetting the older one costs nothing a prefix.
+        # History has two generations, so that dropping the older one costs nothing per prefix.
         self._recent: dict[int, None] = {}
         self._older: dict[int, None] = {}
-        self._since = 0.0  # clock at which `_recent` began
+        self._since = 0.0  # start of `_recent`, by the clock
 
     def match(self, prompt: PromptPrefixes) -> int:
-        """Tokens of the longest prefix that it has."""
+        """Return the tokens of the longest cached prefix."""
         told = self.match_told(prompt)
-        # From where history could say more.
+        # From the first stride that history could add.
         strides = prompt.strides[told // STRIDE :] if self._recent or self._older else ()
         known = told // STRIDE
         for name in strides:
@@ -179,7 +181,8 @@ class _Node:
         self._tells = False
 
     def match_told(self, prompt: PromptPrefixes) -> int:
-        """O(log(pages)); most prompts that are not cached differ in the first page."""
+        """Return the cached tokens by events, in O(log(pages)). Most uncached prompts differ in
+        page one."""
         if not self.told:
             return 0
         told, size = self.told, self.page_size

@@ -1,26 +1,26 @@
-"""How long anybody may wait while others are refused who can wait less.
+"""Temporary limit of the queue time during overload, so that all requests are treated alike.
 
-Whoever may wait longest would else fill every queue in a lasting overload: where the impatient find
-no place any more, the patient still do. So for a while after one was refused nobody is let in who
-would wait longer than that one might have. The queue then is as short as the least patient of those
-who ask want it, and all are let in alike: `tools/bench/overload_order.py`. It is no rule for those
-who are more urgent than whoever was refused.
+In a lasting overload, requests with a long wait limit would fill every queue, and requests with a
+short limit would always be rejected. So for a while after a rejection, the limit of the rejected
+request applies to all requests of at most its priority. The queue is then as short as the shortest
+limit requires (`tools/bench/overload_order.py`). Higher priorities are not limited.
 """
 
 import math
 
-LASTING_S = 1.0  # after a refusal
-LEAST_S = 0.5  # whoever may wait less does not make it shorter: it would run empty now and then
+LASTING_S = 1.0  # after a rejection
+LEAST_S = 0.5  # lower bound of the limit: a shorter queue would run empty now and then
 
 
 class Pressure:
-    """One thread's. The clock is the caller's."""
+    """Limits by priority. For one thread. The caller provides the clock."""
 
     def __init__(self) -> None:
-        self._refusals: dict[int, tuple[float, float]] = {}  # by priority: limit, until when
+        self._refusals: dict[int, tuple[float, float]] = {}  # by priority: limit, expiry
 
     def limit_s(self, now: float, priority: int = 0) -> float:
-        """inf: nobody as urgent was refused lately."""
+        """Return the current limit. inf: no request of at least this priority was rejected
+        lately."""
         if not self._refusals:
             return math.inf
         limits = (
@@ -31,7 +31,7 @@ class Pressure:
         return min(limits, default=math.inf)
 
     def refused(self, may_wait_s: float, now: float, priority: int = 0) -> None:
-        """Where a request that might have waited so long found no place."""
+        """Record the rejection of a request that could have waited `may_wait_s`."""
         may_wait_s = max(may_wait_s, LEAST_S)
         if may_wait_s <= self.limit_s(now, priority):
             self._refusals[priority] = may_wait_s, now + LASTING_S

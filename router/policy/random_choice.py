@@ -1,4 +1,4 @@
-"""Any node, as likely as any other."""
+"""Random policy: any node, with equal probability."""
 
 import random
 from collections.abc import Sequence
@@ -7,9 +7,10 @@ from router.policy.choices import DecodeChoice, Placement, PlacementKey
 
 
 class Random:
-    """
+    """The random policy.
+
     Args:
-        rng: where the chance comes from.
+        rng: source of randomness.
     """
 
     def __init__(self, rng: random.Random) -> None:

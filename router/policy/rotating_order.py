@@ -1,4 +1,4 @@
-"""Whose turn it is, among nodes between which nothing else decides."""
+"""Rotation among nodes that are otherwise equal."""
 
 from typing import TypeVar
 
@@ -10,7 +10,7 @@ class Turns:
         self._turn = 0
 
     def rotated(self, items: list[T]) -> list[T]:
-        """The items from another one on at each call."""
+        """Return the items, rotated to another first one at each call."""
         if len(items) < 2:
             return items
         self._turn += 1

@@ -1,4 +1,4 @@
-"""Every node in turn, and every pair of nodes as often as any other."""
+"""Round-robin policy: nodes take turns, and so do pairs of nodes."""
 
 import math
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from router.policy.choices import DecodeChoice, Placement, PlacementKey
 
 
 class RoundRobin:
-    """Looks at nothing but whose turn it is."""
+    """The round-robin policy. It considers nothing else."""
 
     def __init__(self) -> None:
         self._num_picked = 0
@@ -18,7 +18,7 @@ class RoundRobin:
         decode = choices[turn % len(choices)]
         nodes = [choice.address for choice in decode.prefill]
         if nodes:
-            # With as many of one as of the other, two rotations would always pick the same pairs.
+            # With equal numbers of both roles, plain rotations would always give the same pairs.
             first = (turn + turn // math.lcm(len(nodes), len(choices))) % len(nodes)
             nodes = nodes[first:] + nodes[:first]
         return Placement(decode.address, tuple(nodes), len(key.token_ids))

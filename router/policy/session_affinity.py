@@ -1,6 +1,6 @@
-"""A session stays with its nodes: what it said before is in their caches, on both sides.
+"""Session-affinity policy: a session stays on its nodes, which have its KV cached on both sides.
 
-Requests without a session, and a session's first, go to the least loaded nodes.
+Requests without a session, and the first one of a session, go to the least-loaded nodes.
 """
 
 from collections import OrderedDict
@@ -10,7 +10,7 @@ from router.policy.choices import DecodeChoice, Placement, PlacementKey
 from router.policy.least_tokens import LeastTokens
 from router.policy.load import Load
 
-MAX_SESSIONS = 1 << 16  # the one not heard of for longest is forgotten
+MAX_SESSIONS = 1 << 16  # beyond that, the least recently used session is dropped
 
 
 class SessionAffinity:

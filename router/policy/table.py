@@ -1,4 +1,4 @@
-"""All policies by name."""
+"""Table of all policies by name."""
 
 import random
 from collections.abc import Callable
@@ -24,17 +24,18 @@ _POLICIES: dict[str, Callable[[Load, PrefixIndex, random.Random], Policy]] = {
     "consistent_hash": lambda load, prefixes, rng: ConsistentHash(load),
 }
 NAMES = tuple(_POLICIES)
-HEED_PREFIXES = frozenset({"prefix_aware"})  # those to which it matters what is cached where
+HEED_PREFIXES = frozenset({"prefix_aware"})  # policies that use the prefix index
 
 
 def make_policy(
     name: str, load: Load, prefixes: PrefixIndex, rng: random.Random | None = None
 ) -> Policy:
-    """
+    """Create a policy.
+
     Args:
         name: one of NAMES.
-        load: where the caller charges what the policy picks.
-        prefixes: what the prefill nodes have cached, as far as is known.
-        rng: where chance comes from.
+        load: that the caller charges with the placements.
+        prefixes: index of the nodes' caches.
+        rng: source of randomness.
     """
     return _POLICIES[name](load, prefixes, rng or random.Random())

@@ -1,1 +1,1 @@
-"""The processes of one router: where each of them is asked, asking, and telling."""
+"""The worker processes of one router: their addresses, and calls between them."""

@@ -1,7 +1,7 @@
-"""Asks other processes of this router what they know, all at once and only for so long.
+"""Queries to the other processes of this router, in parallel and with a time limit.
 
-One that does not answer in time, or at all, is silent: what it knows is missing from the answer,
-and whoever asked says so.
+A process that does not answer in time is silent: its part is missing from the result, which says
+how many are missing.
 """
 
 import asyncio
@@ -12,16 +12,17 @@ from dataclasses import dataclass
 import aiohttp
 from yarl import URL
 
-LONGEST_S = 2.0  # as long as nodes have to describe themselves
-_CONNECTIONS = 8  # to each; more questions wait
+LONGEST_S = 2.0  # as long as nodes have for Describe
+_CONNECTIONS = 8  # to each process; further calls are queued
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """
+    """Responses of the other processes.
+
     Attributes:
-        bodies: of the answers, by the number of the process.
-        num_asked: how many processes.
+        bodies: responses by process number.
+        num_asked: number of processes called.
     """
 
     bodies: Mapping[int, bytes]
@@ -33,13 +34,14 @@ class Told:
 
 
 class Siblings:
-    """For one event loop; made by `siblings`."""
+    """The other processes of this router. For one event loop. Made by `siblings`."""
 
     def __init__(self, sessions: Mapping[int, aiohttp.ClientSession]) -> None:
         self._sessions = sessions
 
     async def ask(self, path: str, longest_s: float = LONGEST_S, /, **query: str) -> Told:
-        """Returns within `longest_s`. Raises nothing: who fails is silent."""
+        """Call all processes. Returns within `longest_s`. Raises nothing: failures count as
+        silent."""
         url = URL.build(scheme="http", host="router", path=path, query=query)
         asked = (_body(one, url, longest_s) for one in self._sessions.values())
         answers = await asyncio.gather(*asked)
@@ -50,9 +52,10 @@ class Siblings:
 
 @asynccontextmanager
 async def siblings(sockets: Mapping[int, str]) -> AsyncIterator[Siblings]:
-    """
+    """Open the connections to the other processes.
+
     Args:
-        sockets: of the processes that will be asked, by number. None needs to be there yet.
+        sockets: paths by process number. They need not exist yet.
     """
     async with AsyncExitStack() as open_sessions:
         sessions = {

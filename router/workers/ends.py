@@ -1,5 +1,4 @@
-"""Who ends a router when an operator's call asks for it: the one process that it is, or the one
-that keeps the several that it is."""
+"""Shutdown of a router by an operator's call, for routers with one process and with several."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -7,17 +6,17 @@ from typing import Protocol
 from common.errors import NodeUnavailable, WrongState
 from router.workers.asking import Siblings
 
-PATH = "/drain"  # as the keeper is asked
-IN_TURN = "in_turn"  # of its query, "yes" or "no"
+PATH = "/drain"  # path of the call to the keeper
+IN_TURN = "in_turn"  # query parameter, "yes" or "no"
 
 
 class Ends(Protocol):
     async def drain(self, *, in_turn: bool) -> None:
-        """Begins it; in_turn: as in DrainRouterRequest. Raises ServingError."""
+        """Begin the shutdown. `in_turn`: as in DrainRouterRequest. Raises ServingError."""
 
 
 class OwnEnd:
-    """Of a router that is one process."""
+    """Shutdown of a router with one process."""
 
     def __init__(self, begin: Callable[[], None]) -> None:
         self._begin = begin
@@ -29,7 +28,7 @@ class OwnEnd:
 
 
 class KeptEnd:
-    """Of one of several processes."""
+    """Shutdown of a router with several processes, through their keeper."""
 
     def __init__(self, keeper: Siblings) -> None:
         self._keeper = keeper

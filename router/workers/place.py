@@ -1,7 +1,7 @@
-"""Which process of its router this one is, and where each of them is asked.
+"""Position of this process in its router, and the sockets of all processes.
 
-They meet at sockets in a directory that only their user can open: whoever gets there is one of
-them, and is not asked for anything else. Knows nothing of what is asked.
+The sockets are in a directory that only their user can open. Access to it is the only
+authentication.
 """
 
 import os
@@ -11,13 +11,14 @@ import msgspec
 
 
 class Place(msgspec.Struct, frozen=True):
-    """
+    """Position of one process in its router.
+
     Attributes:
-        number: of this process, from 0; `of` is that of the one that keeps them all.
-        of: how many serve.
-        directory: of the sockets; empty where one process is the whole router.
-        began: when the router did, by the clock of time.monotonic(), which is one for a host.
-        again: whether this process follows one that has ended.
+        number: of this process, from 0. The keeper has the number `of`.
+        of: number of serving processes.
+        directory: of the sockets. Empty for a router with one process.
+        began: start of the router, by time.monotonic(), which all processes of a host share.
+        again: whether this process replaces one that has ended.
     """
 
     number: int
@@ -28,24 +29,24 @@ class Place(msgspec.Struct, frozen=True):
 
     @property
     def is_shared(self) -> bool:
-        """Whether there are others."""
+        """True if there are several processes."""
         return self.of > 1
 
     @property
     def socket(self) -> str:
-        """Where this process is asked."""
+        """Socket of this process."""
         return self._socket(self.number)
 
     @property
     def others(self) -> dict[int, str]:
-        """Where each other process that serves is asked, by its number."""
+        """Sockets of the other serving processes, by number."""
         if not self.is_shared:
             return {}
         return {number: self._socket(number) for number in range(self.of) if number != self.number}
 
     @property
     def keeper(self) -> dict[int, str]:
-        """The same of the one that keeps them."""
+        """Socket of the keeper, by its number."""
         return {self.of: self._socket(self.of)} if self.is_shared else {}
 
     def _socket(self, number: int) -> str:
@@ -53,5 +54,5 @@ class Place(msgspec.Struct, frozen=True):
 
 
 def alone() -> Place:
-    """Of the one process of a router."""
+    """Return the position of the only process of a router."""
     return Place(0, 1, "", time.monotonic())

@@ -1,4 +1,4 @@
-"""Tells other processes of this router what this one knows, at its socket."""
+"""Server at this process's socket that answers the other processes of this router."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -8,17 +8,17 @@ from aiohttp import web
 from common.errors import ConfigError
 from router.workers.place import Place
 
-Tell = Callable[[Mapping[str, str]], Awaitable[bytes]]  # of a query
+Tell = Callable[[Mapping[str, str]], Awaitable[bytes]]  # called with the query
 
 
 @asynccontextmanager
 async def told(place: Place, tells: Mapping[str, Tell]) -> AsyncIterator[None]:
-    """Answers while inside; does nothing where nobody could ask.
+    """Answer calls while inside the context. Does nothing in a router with one process.
 
     Args:
-        tells: by path.
+        tells: handlers by path.
     Raises:
-        ConfigError: it cannot listen there.
+        ConfigError: it cannot listen at the socket.
     """
     if not place.is_shared:
         yield
