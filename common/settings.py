@@ -89,7 +89,7 @@ def read(record: type[R], program: str, arguments: Sequence[str], *, about: str 
             raise SettingsError(f"{stray[0]}: there is no such knob, of any program")
         values = _settings_class(record, program, about, flags, given)()
         config = record.model_validate(values.model_dump(exclude_unset=True))
-        config.model_dump_json()  # as processes give it on: a ValueError for half a character
+        config.model_dump_json()  # as sent to other processes: ValueError for a lone surrogate
         return config
     except ValidationError as error:
         wrong(program, "; ".join(_sentence(detail, named) for detail in error.errors()))

@@ -1,6 +1,6 @@
-"""Everything that can be configured, as typed records. How they are read: common/settings.py.
+"""All configuration as typed records. common/settings.py reads them.
 
-A class of the system takes the record of its own concern, never the whole.
+Each class of the system gets only the record for its own part.
 """
 
 from common.config.engine import (

@@ -45,7 +45,7 @@ class CacheConfig(Record):
 
 
 class TiersConfig(Record):
-    """Where the KV is kept that the prefix cache has no room for, see docs/tiers.md."""
+    """KV offload tiers for pages evicted from the prefix cache, see docs/tiers.md."""
 
     host_bytes: int = Field(
         0,
@@ -72,7 +72,7 @@ class TiersConfig(Record):
 
 
 class SchedulerConfig(Record):
-    """How batches are built."""
+    """Scheduling and batching."""
 
     max_running: Positive = Field(256, description="requests in the running batch, and slots")
     max_waiting: Positive = Field(
@@ -141,7 +141,7 @@ class SchedulerConfig(Record):
 
     @property
     def spare_slots(self) -> int:
-        """Besides those of running requests."""
+        """Slots in addition to those of running requests."""
         return self.max_preempted if self.preempt_by else 0
 
     @property
@@ -153,7 +153,7 @@ _ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 
 
 def check_adapter_name(name: str) -> str:
-    """Raises ValueError for what clients could not call an adapter."""
+    """Return the name. Raises ValueError if it is no valid adapter name."""
     if _ADAPTER_NAME.fullmatch(name) is None:
         raise ValueError(
             "a name of an adapter is 1 to 128 letters, digits, and ._:/- after the first"
@@ -198,7 +198,7 @@ Drafter = Literal["none", "ngram", "mtp", "eagle"]
 
 
 class SpeculationConfig(Record):
-    """Tokens that are guessed, and verified several at a time, on decode nodes."""
+    """Speculative decoding on decode nodes."""
 
     drafter: Drafter = Field(
         "none",
@@ -229,7 +229,7 @@ class SpeculationConfig(Record):
 
     @property
     def has_layer(self) -> bool:
-        """The drafter is a layer behind the model, and keeps KV as the model's layers do."""
+        """True if the drafter is a layer behind the model, with KV like the model's layers."""
         return self.drafter in ("mtp", "eagle")
 
 

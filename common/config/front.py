@@ -1,4 +1,4 @@
-"""Where a program listens, and with what it proves itself there."""
+"""Addresses that a process listens on, and its credentials."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,8 @@ NAME_WITHOUT_CA = "server_name says nothing without ca"
 
 
 class TlsConfig(Record):
-    """TLS by PEM files, which are read anew when they change; without any, nothing is encrypted."""
+    """TLS with PEM files, which are reloaded when they change. Without files, nothing is
+    encrypted."""
 
     cert: Path | None = Field(
         None, description="certificate shown to the other side, and its chain"
@@ -35,12 +36,12 @@ class TlsConfig(Record):
 
     @property
     def mutual(self) -> bool:
-        """Each side shows a certificate, and checks the other's."""
+        """True if each side shows a certificate and checks the other's."""
         return self.cert is not None and self.ca is not None
 
 
 class FrontConfig(Record):
-    """Where a program listens."""
+    """Listening addresses, logs and credentials of a process."""
 
     host: str = Field("127.0.0.1", description="address listened on; 0.0.0.0: all of this host's")
     port: Port = Field(description="gRPC")

@@ -52,7 +52,7 @@ class TransferConfig(Record):
 
 
 class SharingConfig(Record):
-    """Prefixes that one node has cached and another one reads."""
+    """Prefix sharing: nodes fetch prefixes that another node has cached."""
 
     enabled: bool = Field(
         True,
@@ -85,10 +85,10 @@ class NodeConfig(Record):
 
     @property
     def announced_host(self) -> str:
-        """The host that peers know this node by, in logs and reports.
+        """Host by which peers know this node, in logs and reports.
 
-        A node that listens on all addresses is known by the host of its data path or, where none is
-        configured, by the name of this machine.
+        For a node that listens on all addresses, this is the host of its data path. If none is
+        configured, it is the name of this machine.
         """
         if self.front.host not in _ALL_ADDRESSES:
             return self.front.host

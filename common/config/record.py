@@ -1,4 +1,4 @@
-"""What every record of a configuration is made of."""
+"""Base class and types of all configuration records."""
 
 from typing import Annotated
 

@@ -17,7 +17,7 @@ _HOST = re.compile(r"\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+")
 
 
 class ClientsConfig(Record):
-    """Who may ask a router, and how what it has is shared among those who do."""
+    """Authentication of clients, and how they share the router."""
 
     api_keys: Path | None = Field(
         None,
@@ -73,7 +73,7 @@ class ClientsConfig(Record):
 
 
 class ImagesConfig(Record):
-    """Images in conversations with a model that sees them, see docs/images.md."""
+    """Images in conversations with a vision model, see docs/images.md."""
 
     max_images: int = Field(8, ge=1, le=MAX_IMAGES, description="of one request")
     max_tokens: Positive = Field(1280, description="of one image: a larger one is made smaller")
@@ -86,7 +86,7 @@ class ImagesConfig(Record):
 
 
 class RouterConfig(Record):
-    """The router. It loads the tokenizer and the chat template of `model`, never its weights."""
+    """The router. It loads the tokenizer and the chat template of `model`, but no weights."""
 
     front: FrontConfig = FrontConfig(port=50050)
     http_port: Port = Field(8000, description="OpenAI-compatible HTTP, on the same host")
@@ -120,7 +120,7 @@ class RouterConfig(Record):
     )
     budget_s: Seconds = Field(
         600.0,
-        le=7 * 24 * 3600,  # nodes refuse a request that may take longer
+        le=7 * 24 * 3600,  # nodes reject requests with a longer budget
         description="total time a request may take",
     )
     silent_s: Seconds = Field(
@@ -214,7 +214,7 @@ class RouterConfig(Record):
 
     @property
     def tls_to_nodes(self) -> TlsConfig:
-        """How this router calls nodes: over TLS if it has a `ca`."""
+        """TLS for calls to nodes. It is used if it has a `ca`."""
         own, front = self.nodes_tls, self.front.tls
         shown = own if own.cert else front
         return TlsConfig(

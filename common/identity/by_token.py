@@ -1,4 +1,4 @@
-"""Callers known by the token of their call, which is good for one call; they get a proof back."""
+"""Authentication by tokens. Each is valid for one call and is answered with a proof."""
 
 import time
 from collections import OrderedDict
@@ -13,7 +13,7 @@ from common.identity.tokens import LEEWAY_S, Token
 
 SHOWN = "authorization"  # metadata of a call: Bearer TOKEN
 BEARER = "Bearer "
-PROOF = "baton-proof"  # initial metadata of its answer
+PROOF = "baton-proof"  # initial metadata of the response
 _MAX_NONCES = 1 << 16  # of one role; beyond, its oldest are forgotten; who has no key adds none
 
 
@@ -22,7 +22,7 @@ class ByToken:
 
     def __init__(self, identity: Identity) -> None:
         self._identity = identity
-        # By nonce, of tokens that came; apart, so that no role can have another's forgotten.
+        # Expiry by nonce of used tokens. Separate by role, so that no role can displace another's.
         self._ends: dict[Role, OrderedDict[str, float]] = {role: OrderedDict() for role in ROLES}
 
     def __call__(self, method: str, context: Any) -> Identified:

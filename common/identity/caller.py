@@ -1,4 +1,4 @@
-"""Who has made a call, as far as anybody has checked."""
+"""The authenticated caller of a method."""
 
 from dataclasses import dataclass
 
@@ -7,18 +7,20 @@ from common.identity.roles import Role
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """
+    """A caller.
+
     Attributes:
-        name: a node's is `node_name` of its instance id; None: nobody has vouched for one.
+        roles: verified roles.
+        name: `node_name` of a node's instance id. None: no verified name.
     """
 
     roles: frozenset[Role] = frozenset()
     name: str | None = None
 
 
-ANYBODY = Caller()  # where callers are not asked
+ANYBODY = Caller()  # callers are not authenticated
 
 
 def node_name(instance: int) -> str:
-    """What a node calls itself in its tokens."""
+    """Return the name of a node in its tokens."""
     return f"{instance:016x}"

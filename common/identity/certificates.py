@@ -1,8 +1,8 @@
-"""The roles in a caller's certificate: its URIs urn:baton:router, urn:baton:node and
-urn:baton:operator, of which it may have several.
+"""Roles in a caller's certificate, as the URIs urn:baton:router, urn:baton:node,
+urn:baton:operator.
 
-That the certificate is of our authority, TLS has seen to. Whoever is called proves itself by the
-names in its own.
+A certificate may have several roles. TLS has verified its authority. The callee authenticates by
+the names in its own certificate.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ _ROLES: dict[bytes, Role] = {f"urn:baton:{role}".encode(): role for role in ROLE
 
 
 def identify(_method: str, context: Any) -> Identified:
-    """An `Identify`: the roles of the certificate that the call's connection was made with."""
+    """Return the roles of the certificate of the call's connection. This is an `Identify`."""
     names = context.auth_context().get(_NAMES, ())
     roles = frozenset(_ROLES[name] for name in names if name in _ROLES)
     if not roles:

@@ -1,4 +1,4 @@
-"""Nobody listens beyond this host by accident: who can reach a port must be asked who he is."""
+"""Protection against listening beyond this host without authentication by accident."""
 
 import socket
 from ipaddress import ip_address
@@ -7,13 +7,14 @@ from common.errors import ConfigError
 
 
 def check(host: str, *, asked: bool, insecure: bool) -> None:
-    """
+    """Check that a port is not exposed without authentication.
+
     Args:
-        host: listened on.
-        asked: callers need a secret, or a certificate.
-        insecure: the user has said that it is meant so.
+        host: address listened on.
+        asked: callers need a secret or a certificate.
+        insecure: the user has allowed it explicitly.
     Raises:
-        ConfigError: they are not asked, it is not meant so, and others than this host reach them.
+        ConfigError: other hosts can reach the port, without authentication and without `insecure`.
     """
     if not (asked or insecure or is_loopback(host)):
         raise ConfigError(
@@ -24,7 +25,7 @@ def check(host: str, *, asked: bool, insecure: bool) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether nobody but this machine reaches what listens there."""
+    """Return whether only this machine can connect to an address."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:

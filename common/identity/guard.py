@@ -1,7 +1,6 @@
-"""Whether a call may be made, asked once for each before a byte of what it says is parsed.
+"""Authorization of calls, checked once per call before its first message is parsed.
 
-Knows methods by their full names; how a caller is known (by_token.py, certificates.py) and what a
-method does are not its business.
+Methods are known by their full names only. Authentication is in by_token.py and certificates.py.
 """
 
 import logging
@@ -20,18 +19,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Identified:
-    """A caller, and the initial metadata that it is answered with."""
+    """A caller, and the initial metadata of the response to it."""
 
     caller: Caller
     answer: tuple[tuple[str, str], ...] = ()
 
 
-# Of a full method name and the call's context; raises Refused.
+# Called with a full method name and the call's context. Raises Refused.
 Identify: TypeAlias = Callable[[str, Any], Identified]
 
 
 class Guard:
-    """Of one server. Event loop only."""
+    """Authorization for one server. Event loop only."""
 
     def __init__(self, identify: Identify, count: Count) -> None:
         self._identify = identify
@@ -39,11 +38,12 @@ class Guard:
         self._log = ThrottledLog(log, Throttle())
 
     def of(self, method: str) -> Callable[[Any], Awaitable[Caller]]:
-        """What asks each caller of a method, given the call's context.
+        """Return the check for callers of a method. It is called with the call's context.
 
-        It raises Unauthenticated or Forbidden, whose sentence is in the log of this side too.
+        The check raises Unauthenticated or Forbidden and logs the error on this side too.
+
         Raises:
-            KeyError: nobody has said who may call the method.
+            KeyError: the method has no rule.
         """
         return partial(self._admit, method, MAY_CALL[method])
 

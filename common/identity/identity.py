@@ -1,4 +1,4 @@
-"""What a program that has the cluster secret is to others, and what it makes of them."""
+"""Identity of a process with the cluster secret, for outgoing and incoming calls."""
 
 from common.identity import tokens
 from common.identity.refusals import Count, Refused
@@ -8,13 +8,16 @@ from common.identity.tokens import Token
 
 
 class Identity:
-    """Signs for calls that it makes and for those that it answers, and checks both of others."""
+    """Signs outgoing calls and responses, and verifies incoming ones."""
 
     def __init__(self, role: Role, name: str, keyrings: Keyrings, count: Count) -> None:
-        """
+        """Create an identity.
+
         Args:
-            name: told to others; a node's is `node_name(instance)`.
+            role: of this process.
+            name: sent to others. For a node, `node_name(instance)`.
             keyrings: with a key of `role`.
+            count: called for each failed authentication.
         """
         self.role = role
         self.name = name
@@ -22,15 +25,16 @@ class Identity:
         self.keyrings = keyrings
 
     def token(self, method: str) -> Token:
-        """For one call of `method`."""
+        """Return a token for one call of `method`."""
         return tokens.sign(self.keyrings.current(), self.role, self.name, method)
 
     def admit(self, method: str, text: str) -> tuple[Token, str]:
-        """What the token of a call says, and the proof that answers it: with the secret that the
-        caller has used, of which it may have no other while secrets are replaced.
+        """Verify the token of a call. Returns it with the proof for the caller.
+
+        The proof uses the secret that the caller used: during a rotation, it may have no other.
 
         Raises:
-            Refused: the token is not good for a call of `method`, now.
+            Refused: the token is invalid for a call of `method` now.
         """
         keyring = self.keyrings.current()
         called = tokens.verify(keyring, text, method)
@@ -45,7 +49,7 @@ class Identity:
         return called, proof.text
 
     def check_proof(self, sent: Token, text: str) -> None:
-        """Raises Refused: whoever answers the call that `sent` was for is no node of the
+        """Verify the proof for the call of `sent`. Raises Refused if the callee is no node of the
         cluster."""
         proof = tokens.verify(self.keyrings.current(), text, _answer(sent.audience))
         if proof.role != _answering(self.role):
@@ -55,7 +59,7 @@ class Identity:
 
 
 def _answering(caller: Role) -> Role:
-    """With whose key a node proves itself. An operator may have no key but his own."""
+    """Return the role of a node's proof. An operator may have only the operator's key."""
     return caller if caller == "operator" else CALLEE
 
 

@@ -1,4 +1,4 @@
-"""What an operator shows over HTTP, where a call has no token of its own."""
+"""Authentication of operators over HTTP, where calls have no token."""
 
 import hmac
 
@@ -6,27 +6,28 @@ from common.identity import tokens
 from common.identity.refusals import Refused
 from common.identity.secret import Keyrings, operator_keys
 
-AUDIENCE = "http"  # of an operator's token
+AUDIENCE = "http"  # of operators' tokens
 _BEARER = "bearer "
 
 
 class OperatorCheck:
-    """For any thread.
+    """Check of operators' credentials. For any thread.
 
-    Two things are good in `Authorization: Bearer ...`: an operator's key, as `baton secret
-    --operator` prints it, or a token of role operator that is made for AUDIENCE, which may come
-    more than once until it is over.
+    `Authorization: Bearer ...` may contain an operator's key, as printed by `baton secret
+    --operator`, or a token of role operator for AUDIENCE. Such a token may be reused until it
+    expires.
     """
 
     def __init__(self, keyrings: Keyrings) -> None:
         self._keyrings = keyrings
 
     def check(self, authorization: str | None) -> None:
-        """
+        """Verify an operator's credentials.
+
         Args:
-            authorization: the header's value; None: there is none.
+            authorization: value of the header. None: it is missing.
         Raises:
-            Refused: this is no operator; its `error` has the status and the sentence.
+            Refused: the caller is no operator. `error` has the status and the message.
         """
         shown = authorization or ""
         if shown[: len(_BEARER)].lower() != _BEARER:

@@ -1,4 +1,4 @@
-"""The identity of a program by its configuration, and the guard of what it serves."""
+"""The configured identity of a process, and the guard of its services."""
 
 from pathlib import Path
 
@@ -17,14 +17,15 @@ from common.identity.secret import keyrings
 def identity_of(
     role: Role, name: str, secret_file: Path | None, count: Count = uncounted
 ) -> Identity | None:
-    """None where no secret is configured.
+    """Return the identity, or None if no secret is configured.
 
     Args:
+        role: of this process.
         name: see Identity.
         secret_file: None: the secret may be in the environment.
-        count: told of everybody who is not believed.
+        count: called for each failed authentication.
     Raises:
-        ConfigError: the secret is of no use, or there is none in it for `role`.
+        ConfigError: the secret is invalid or has no key for `role`.
     """
     found = keyrings(secret_file, role)
     return None if found is None else Identity(role, name, found, count)
@@ -36,11 +37,12 @@ def guard_of(
     certificates: tls.Certificates | None,
     count: Count,
 ) -> Guard | None:
-    """Asks callers for tokens where there is a secret, else for roles in certificates where TLS
-    is mutual; None where neither is, which only callers on this host may profit from.
+    """Return the guard: tokens if there is a secret, else roles in certificates if TLS is mutual.
+
+    None if there is neither. Then only callers on this host are possible.
 
     Raises:
-        ConfigError: others could too, and nobody has said that it is meant so.
+        ConfigError: other hosts could call too, and this is not explicitly allowed.
     """
     mutual = certificates is not None and certificates.config.mutual
     exposure.check(front.host, asked=identity is not None or mutual, insecure=front.insecure)

@@ -1,4 +1,4 @@
-"""Why somebody is not believed: the closed list of reasons, and where they are counted."""
+"""Reasons of failed authentication: a closed list, with counters."""
 
 from collections.abc import Callable
 from typing import Literal, TypeAlias, get_args
@@ -6,16 +6,16 @@ from typing import Literal, TypeAlias, get_args
 from common.errors import Forbidden, ServingError, Unauthenticated
 
 Reason = Literal[
-    "missing",  # nothing was shown
+    "missing",  # no credentials
     "malformed",
-    "secret",  # signed with another one
-    "clock",  # over, or not begun
+    "secret",  # signed with another secret
+    "clock",  # expired or not valid yet
     "call",  # made for another call
     "replayed",
-    "role",  # known, and not allowed to
+    "role",  # authenticated, but not allowed
 ]
 REASONS: tuple[Reason, ...] = get_args(Reason)
-# Whom this program did not believe: one that called it, or one that answered its call.
+# The side that was not authenticated: the caller of this process, or the callee of its call.
 Side = Literal["caller", "callee"]
 SIDES: tuple[Side, ...] = get_args(Side)
 
@@ -23,7 +23,7 @@ Count: TypeAlias = Callable[[Side, Reason], None]
 
 
 class Refused(Exception):
-    """The sentence is for both sides, and holds nothing that is secret."""
+    """Failed authentication. The message is for both sides and contains no secrets."""
 
     def __init__(self, reason: Reason, sentence: str) -> None:
         super().__init__(sentence)
@@ -31,10 +31,10 @@ class Refused(Exception):
 
     @property
     def error(self) -> ServingError:
-        """What the caller gets."""
+        """Error for the caller."""
         kind = Forbidden if self.reason == "role" else Unauthenticated
         return kind(str(self))
 
 
 def uncounted(_side: Side, _reason: Reason) -> None:
-    """For programs without metrics."""
+    """Ignore a failed authentication, in processes without metrics."""

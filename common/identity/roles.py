@@ -1,6 +1,6 @@
-"""Which role may call which method of a node. A method that is not listed is nobody's.
+"""Roles that may call each method of a node. Methods that are not listed may not be called.
 
-The router's own methods are for clients, who have keys and no role.
+The router's own methods are for clients, which have API keys and no roles.
 """
 
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 Role = Literal["router", "node", "operator"]
 ROLES: tuple[Role, ...] = get_args(Role)
-CALLEE: Role = "node"  # who answers all of these
+CALLEE: Role = "node"  # role of the callee of all these methods
 
 _OPERATOR: frozenset[Role] = frozenset({"operator"})
 _ROUTER_TOO: frozenset[Role] = frozenset({"router", "operator"})

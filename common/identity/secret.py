@@ -1,7 +1,7 @@
-"""The cluster secret, and the key of each role that is derived from it.
+"""The cluster secret, and the key of each role derived from it.
 
-Who has the secret can speak as every role. Who has an operator's key, which is derived too, can
-speak as an operator and as nobody else. Knows nothing of what is signed with the keys.
+The secret gives access as every role. An operator's key, which is also derived, gives access as an
+operator only. This module does not know what is signed.
 """
 
 import base64
@@ -21,7 +21,7 @@ from common.watched_files import WatchedFiles
 
 VARIABLE = "BATON_SECRET"
 MIN_CHARACTERS = 32
-_NUM_BYTES = 32  # of a new secret, and of a derived key
+_NUM_BYTES = 32  # of a new secret and of a derived key
 _OPERATOR_KEY = "baton-operator-"
 _MAX_SECRETS = 8
 _NO_FILE = (errno.ENOENT, errno.ENAMETOOLONG)
@@ -30,25 +30,28 @@ _MAX_FILE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Keyring:
-    """Keys by role, the one that signs first. A role without any is one that this program can
-    neither be nor recognise."""
+    """Keys by role, the signing key first.
+
+    A process can neither act as a role without keys nor recognise it.
+    """
 
     keys: Mapping[Role, tuple[bytes, ...]] = field(repr=False)
 
 
 class Keyrings(Protocol):
-    """Where the newest keyring comes from."""
+    """Source of the current keyring."""
 
     def current(self) -> Keyring: ...
 
 
 def new_secret() -> str:
-    """32 random bytes, in characters that need no quoting anywhere."""
+    """Return a new secret: 32 random bytes, in characters that need no quoting."""
     return secrets.token_urlsafe(_NUM_BYTES)
 
 
 def operator_keys(keyring: Keyring) -> tuple[str, ...]:
-    """What operators are handed in place of the secret, that of the first secret first."""
+    """Return the keys for operators, which replace the secret. That of the first secret comes
+    first."""
     return tuple(
         _OPERATOR_KEY + base64.urlsafe_b64encode(key).rstrip(b"=").decode()
         for key in keyring.keys["operator"]
@@ -56,13 +59,14 @@ def operator_keys(keyring: Keyring) -> tuple[str, ...]:
 
 
 def keyrings(file: Path | None, role: Role) -> Keyrings | None:
-    """The secret of `file`, else that of the variable BATON_SECRET; None without either.
+    """Return the keyrings from `file`, or from the variable BATON_SECRET. None: there is neither.
 
     Args:
-        role: to have a key of.
+        file: path of the secrets.
+        role: for which a key is needed.
     Raises:
-        ConfigError: the file cannot be read, or what there is is no secret, or only an operator's
-            key where more is needed.
+        ConfigError: the file is unreadable, the secret is invalid, or there is only an operator's
+            key and `role` needs more.
     """
     if file is not None:
         return WatchedFiles(
@@ -73,13 +77,14 @@ def keyrings(file: Path | None, role: Role) -> Keyrings | None:
 
 
 def parse(text: str, source: str, role: Role) -> Keyring:
-    """
+    """Parse secrets.
+
     Args:
-        text: secrets or operators' keys, apart by white space; the first one signs.
-        source: of the text, for messages, which never hold any of it.
-        role: to have a key of.
+        text: secrets or operators' keys, separated by white space. The first one signs.
+        source: of the text, for messages, which never contain the text.
+        role: for which a key is needed.
     Raises:
-        ConfigError: there is none, one is short or malformed, or they are too many.
+        ConfigError: there is no key, one is short or malformed, or there are too many.
     """
     words = text.split()
     if not 0 < len(words) <= _MAX_SECRETS:
@@ -125,8 +130,10 @@ def _of_file(file: Path, role: Role) -> Keyring:
 
 
 def unread(file: Path, error: OSError) -> str:
-    """Why a file that should hold a secret cannot be read. Where there is none, and what was said
-    to be its path could be the secret itself, that is not told."""
+    """Return why a secret file is unreadable.
+
+    If there is no such file, the path is not shown where it could be the secret itself.
+    """
     path = str(file)
     if error.errno in _NO_FILE and len(path) >= MIN_CHARACTERS and "/" not in path:
         return f"names no file by its {len(path)} characters: {error.strerror}"
@@ -134,7 +141,7 @@ def unread(file: Path, error: OSError) -> str:
 
 
 def _derived(secret: str, role: Role) -> bytes:
-    """HMAC as a key derivation function, of a secret that is random already (RFC 5869, 3.3)."""
+    """Return a key derived by HMAC from a secret that is random already (RFC 5869, 3.3)."""
     return hmac.digest(secret.encode(), f"baton {role} key, version 1".encode(), "sha256")
 
 

@@ -1,8 +1,8 @@
-"""A gRPC channel whose calls carry a token, and are believed only with the callee's proof.
+"""A gRPC channel whose calls carry a token and require the callee's proof.
 
-Calls of methods that have no rule in roles.py pass as they are. A callee that proves nothing is
-UNAUTHENTICATED, as if the connection had failed: nothing that it says is seen, and on a stream
-nothing is said to it.
+Calls of methods without a rule in roles.py are not changed. If the callee sends no valid proof, the
+call fails with UNAUTHENTICATED, like a failed connection: no response is read, and nothing is sent
+on a stream.
 """
 
 import asyncio
@@ -22,9 +22,11 @@ from common.identity.tokens import Token
 
 class SigningChannel(CallingChannel):
     def __init__(self, inner: grpc.aio.Channel, identity: Identity) -> None:
-        """
+        """Wrap a channel.
+
         Args:
-            inner: owned from now on.
+            inner: owned by this object from now on.
+            identity: signs the calls.
         """
         self._inner = inner
         self._identity = identity
@@ -50,7 +52,7 @@ class SigningChannel(CallingChannel):
         return call
 
     def _checking(self, token: Token) -> Callable[[Any], Awaitable[None]]:
-        """What checks the proof of the call that `token` went with."""
+        """Return the check of the proof for the call of `token`."""
 
         async def check(call: Any) -> None:
             proof = (await call.initial_metadata()).get(PROOF)
@@ -67,7 +69,7 @@ class SigningChannel(CallingChannel):
 
 
 class _Proved:
-    """What there is to do with a call that says nothing of what it has heard."""
+    """A call whose proof is checked before its response is used."""
 
     def __init__(self, call: Any, check: Callable[[Any], Awaitable[None]]) -> None:
         self._call = call
@@ -106,7 +108,7 @@ class _ProvedStream(_Proved):
             yield message
 
     async def _proved(self) -> None:
-        """Checks once, whoever asks first; then lets everybody pass, or nobody."""
+        """Check the proof once. All concurrent callers get the same result."""
         if self._proving is None:
             self._proving = asyncio.ensure_future(self._prove())
             self._proving.add_done_callback(_seen)
@@ -115,12 +117,12 @@ class _ProvedStream(_Proved):
     async def _prove(self) -> None:
         metadata = await self._call.initial_metadata()
         if PROOF not in metadata and self._call.done():
-            await self._call.read()  # raises what it has ended with, unless that is nothing
+            await self._call.read()  # raises the error that ended the call, if there is one
         await self._check(self._call)
 
 
 def _seen(proving: "asyncio.Task[None]") -> None:
-    """An exception that nobody waits for any more is no news."""
+    """Mark the exception as retrieved, in case no caller waits any more."""
     if not proving.cancelled():
         proving.exception()
 

@@ -1,4 +1,4 @@
-"""Tokens: who makes a call and which, signed with the key of a role (JWT, HS256), for a minute."""
+"""Tokens (JWT, HS256): caller and method, signed with the key of a role, valid for a minute."""
 
 import secrets
 import time
@@ -12,21 +12,21 @@ from common.identity.roles import ROLES, Role
 from common.identity.secret import Keyring
 
 LIFETIME_S = 60.0
-LEEWAY_S = 30.0  # how far the clocks of two hosts may be apart
+LEEWAY_S = 30.0  # allowed clock difference between two hosts
 _ALGORITHM = "HS256"
 _MAX_CHARACTERS = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
-    """What a token says, and its text."""
+    """A token: its claims and its text."""
 
     role: Role
-    name: str  # of whoever has signed it; a node's is its instance id
+    name: str  # of the signer; for a node, its instance id
     audience: str
     nonce: str
     ends: float  # Unix time
-    secret: int  # which of the keyring's it is signed with, from the newest on
+    secret: int  # index of the signing secret in the keyring, newest first
     text: str = field(repr=False)
 
 
@@ -39,11 +39,15 @@ def sign(
     nonce: str | None = None,
     secret: int = 0,
 ) -> Token:
-    """
+    """Create a token.
+
     Args:
-        audience: what the token is for; it is good for nothing else.
-        nonce: of the call that is answered; None: a new one.
-        secret: of the keyring's, to sign with.
+        keyring: has the key.
+        role: of the signer.
+        name: of the signer.
+        audience: only use of the token.
+        nonce: of the call, for a proof. None: a new one.
+        secret: index of the signing secret in the keyring.
     """
     nonce = nonce or secrets.token_urlsafe(16)
     now = time.time()
@@ -67,9 +71,10 @@ def sign(
 
 
 def verify(keyring: Keyring, text: str, audience: str) -> Token:
-    """
+    """Verify a token.
+
     Raises:
-        Refused: it is none of these keys', not for `audience`, or not good now.
+        Refused: it is not signed by these keys, not for `audience`, or not valid now.
     """
     role = _role(text)
     for number, key in enumerate(keyring.keys[role]):
@@ -102,7 +107,7 @@ def verify(keyring: Keyring, text: str, audience: str) -> Token:
 
 
 def _role(text: str) -> Role:
-    """Whose key it says it is signed with."""
+    """Return the role whose key signed the token, as claimed by the token."""
     if len(text) > _MAX_CHARACTERS:
         raise Refused("malformed", f"the token has more than {_MAX_CHARACTERS} characters")
     try:
@@ -117,7 +122,7 @@ def _role(text: str) -> Role:
 
 def _refused(error: jwt.InvalidTokenError, text: str, audience: str) -> Refused:
     match error:
-        # These three are found behind the signature: only there are the claims its maker's.
+        # These three errors occur after the signature is verified, so the claims are authentic.
         case jwt.ExpiredSignatureError():
             return Refused(
                 "clock",
@@ -141,6 +146,6 @@ def _made(text: str) -> float:
 
 
 def _claims(text: str) -> dict[str, Any]:
-    """Of a token that is signed as it should be."""
+    """Return the claims of a token with a verified signature."""
     claims: dict[str, Any] = jwt.decode(text, options={"verify_signature": False})
     return claims

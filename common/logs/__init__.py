@@ -1,4 +1,4 @@
-"""Logs as all programs write them: lines.py says how a line looks, throttle.py how many come."""
+"""Logs of all processes: lines.py has the format, throttle.py the rate limit."""
 
 from common.logs.lines import Fields, Format, kv, setup
 

@@ -1,11 +1,11 @@
-"""One log for every program, as lines of text or of JSON: time, level, program, sentence, fields.
+"""One log format for all processes, as text or JSON: time, level, program, message, fields.
 
 Modules log with the standard `logging.getLogger(__name__)`, a sentence and `kv`:
 
     log.info("hand-off lost %s", kv(request_id=request.request_id, because=reason))
 
-Text gets the fields at the end of the sentence, quoted so that what a client sent can never look
-like a line or a field of ours. JSON gets them as fields.
+In text, the fields follow the sentence. They are quoted, so that text from clients can never look
+like a line or a field of Baton. In JSON, they are fields.
 """
 
 import json
@@ -24,30 +24,32 @@ Format = Literal["text", "json"]
 
 log = logging.getLogger(__name__)
 
-# What needs no quotes: ASCII that prints, but no space, =, quotes or backslash.
+# Characters without quotes: printable ASCII except space, =, quotes and backslash.
 _PLAIN = re.compile(r"[!#-&(-<>-\[\]-~]+")
-_MAX_VALUE = 300  # characters of one field; what comes from outside has no other bound here
+_MAX_VALUE = 300  # characters of a field; foreign text has no other limit here
 _LINE = ("time", "level", "program", "logger", "message", "exception", "traceback")
 
 
 def setup(program: str, level: str, log_format: Format = "text") -> None:
-    """Sends the whole process's log to stderr, warnings and uncaught exceptions too. Called once,
-    by the program.
+    """Set up logging to stderr for the whole process, including warnings and uncaught exceptions.
+
+    Called once, by the program.
 
     Args:
         program: shown in every line, such as "decode" or "decode engine".
         level: of `FrontConfig.log_level`.
+        log_format: text or JSON.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Json(program) if log_format == "json" else _Text(program))
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    # What no line of ours shows, and every line would pay for: file, thread, process.
+    # Not shown, but would cost time in each line: file, thread, process.
     logging._srcfile = None
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     root.setLevel(level.upper())
-    logging.getLogger("grpc").setLevel(max(root.level, logging.INFO))  # else a line a call
-    # A traceback for every answer that is no message; whoever called gets None, and tells of it.
+    logging.getLogger("grpc").setLevel(max(root.level, logging.INFO))  # otherwise a line per call
+    # grpc logs a traceback for each malformed response. The caller gets None and reports it.
     logging.getLogger("grpc._common").setLevel(logging.CRITICAL)
     logging.captureWarnings(True)
     sys.excepthook = _uncaught
@@ -56,7 +58,7 @@ def setup(program: str, level: str, log_format: Format = "text") -> None:
 
 
 class Fields:
-    """What a line says besides its sentence; rendered only if the line is written."""
+    """Fields of a log line, rendered only if the line is written."""
 
     __slots__ = ("fields",)
 
@@ -64,12 +66,13 @@ class Fields:
         self.fields = fields
 
     def __str__(self) -> str:
-        """`peer=127.0.0.1:50100 reason="no answer"`: bounded, and quoted where needed."""
+        """Return `peer=127.0.0.1:50100 reason="no answer"`, with limited length and quotes where
+        needed."""
         return " ".join([f"{name}={_text(value)}" for name, value in self.fields.items()])
 
 
 def kv(**fields: object) -> Fields:
-    """The last argument of a log call; see the module."""
+    """Return the last argument of a log call, see the module's docstring."""
     return Fields(fields)
 
 
@@ -91,7 +94,7 @@ def _time(record: logging.LogRecord) -> str:
     return f"{_second(second)}.{int((record.created - second) * 1000):03d}Z"
 
 
-@lru_cache(maxsize=1)  # a busy program writes many lines in one
+@lru_cache(maxsize=1)  # many lines are written in one second
 def _second(unix: int) -> str:
     return f"{datetime.fromtimestamp(unix, UTC):%FT%T}"
 
@@ -132,12 +135,12 @@ class _Json(logging.Formatter):
             line["traceback"] = self.formatException(record.exc_info)
         try:
             return msgspec.json.encode(line).decode()
-        except UnicodeEncodeError:  # half a character, such as a file name can have
+        except UnicodeEncodeError:  # a lone surrogate, such as a file name can contain
             return json.dumps(line)
 
 
 def _free(name: str) -> str:
-    """A field never takes the place of what every line has."""
+    """Return a field name that differs from those of every line."""
     return f"{name}_" if name in _LINE else name
 
 
@@ -146,7 +149,7 @@ def _json(value: object) -> object:
         case None | bool() | int():
             return value
         case float():
-            return float(value)  # one of numpy's is refused
+            return float(value)  # msgspec rejects numpy's floats
         case _:
             return _bounded(str(value))
 

@@ -1,7 +1,7 @@
-"""Log lines that strangers can cause, at most so many of a kind in an interval.
+"""Rate limit for log lines that unauthenticated callers can cause, by kind of line.
 
-What is left out is counted: the last line of a full interval says that more of its kind are left
-out, the first one after it how many were. For what our own programs do, `logging` itself is right.
+Suppressed lines are counted. The last line of a full interval says that more are suppressed, and
+the first one after it says how many. For lines about Baton's own processes, use `logging`.
 """
 
 import logging
@@ -13,7 +13,7 @@ from common.logs import kv
 
 
 class Throttle:
-    """Which lines are written. For any thread."""
+    """Limits lines by kind. For any thread."""
 
     def __init__(
         self,
@@ -21,9 +21,12 @@ class Throttle:
         interval_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """
+        """Create a limit.
+
         Args:
-            most: lines of one kind in an interval, which begins with the first of them.
+            most: lines of one kind per interval.
+            interval_s: length of an interval, which begins with its first line.
+            clock: returns seconds.
         """
         self._most = most
         self._interval_s = interval_s
@@ -32,10 +35,10 @@ class Throttle:
         self._lock = threading.Lock()
 
     def allowed(self, kind: str) -> Mapping[str, object] | None:
-        """Fields that the line must have besides its own; None: it is left out.
+        """Return additional fields for the line, or None if it is suppressed.
 
         Args:
-            kind: one of few, such as the sentence of the line; never what a client sent.
+            kind: one of few, such as the sentence of the line. Never text from clients.
         """
         with self._lock:
             now = self._clock()
@@ -53,7 +56,7 @@ class Throttle:
 
 
 class ThrottledLog:
-    """A logger whose lines are throttled, each sentence at each level a kind of its own."""
+    """A logger with a rate limit for each sentence at each level."""
 
     def __init__(self, log: logging.Logger, throttle: Throttle) -> None:
         self._log = log
@@ -68,7 +71,7 @@ class ThrottledLog:
     def error(
         self, sentence: str, *, exc_info: BaseException | None = None, **fields: object
     ) -> None:
-        """With the traceback of `exc_info`."""
+        """Log an error, with the traceback of `exc_info`."""
         self._write(logging.ERROR, sentence, fields, exc_info)
 
     def _write(
@@ -90,4 +93,4 @@ class _Interval:
 
     def __init__(self, end: float) -> None:
         self.end = end
-        self.num_lines = 0  # asked for, written or not
+        self.num_lines = 0  # written and suppressed

@@ -1,7 +1,7 @@
-"""What a metric is: its name, its meaning, and every value that its labels can have.
+"""Declarations of metrics: name, help, and all values of their labels.
 
-A program makes all series of a family at once. One that is 0 from the start can be compared with,
-and a value that nobody declared is a KeyError in a test and not a new series in production.
+A process creates all series of a family at once. Series that start at 0 can be compared, and an
+undeclared label value is a KeyError in a test instead of a new series in production.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -21,20 +21,23 @@ from common.distribution import Counted, Distribution
 
 Kind = Literal["counter", "gauge", "histogram"]
 Values = tuple[str, ...]
-# What a gauge of several processes of one program comes to.
+# Aggregation of a gauge over several processes of one program.
 Together = Literal["sum", "most", "least"]
 
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """
+    """A metric.
+
     Attributes:
-        name: in base units, without the suffixes that Prometheus gives to samples.
-        labels: by name, every value; the family's label sets are their product. One without values
-            has those of a file that the user keeps, and belongs to a sparse family.
+        name: in base units, without the suffixes that Prometheus adds to samples.
+        kind: counter, gauge or histogram.
+        help: text for /metrics.
+        labels: all values by label name. The label sets are their product. A label without values
+            has those of a user's file and belongs to a sparse family.
         bounds: of a histogram's buckets.
-        sparse: a label set that there is nothing to say of is left out.
-        together: what a gauge is of several processes that are one program.
+        sparse: label sets without a value are left out.
+        together: aggregation of a gauge over several processes of one program.
     """
 
     name: str
@@ -51,7 +54,7 @@ class Declared:
 
     @property
     def sample_names(self) -> frozenset[str]:
-        """As expressions name them."""
+        """Names of the samples, as used in expressions."""
         suffixes = {
             "counter": ("_total",),
             "gauge": ("",),
@@ -60,16 +63,18 @@ class Declared:
         return frozenset(self.name + suffix for suffix in suffixes[self.kind])
 
     def numbers(self) -> dict[Values, float]:
-        """Of a counter or gauge, by the values of all labels; to be told with `family`. For one
-        thread that writes: a tenth of what a number of the library costs, which takes a lock."""
+        """Return numbers for a counter or gauge, by label values, for use with `family`.
+
+        For one writing thread: ten times cheaper than the library's numbers, which take a lock.
+        """
         return dict.fromkeys(self.label_sets, 0.0)
 
     def distributions(self) -> dict[Values, Distribution]:
-        """As `numbers`, of a histogram."""
+        """Return distributions for a histogram, by label values, for use with `family`."""
         return {values: Distribution(self.bounds) for values in self.label_sets}
 
     def family(self, series: Mapping[Values, float | Counted | Distribution]) -> Metric:
-        """One scrape's family; label sets that are not in `series` are 0."""
+        """Return the family for one scrape. Label sets missing in `series` are 0."""
         make: Mapping[Kind, Callable[..., Any]] = {
             "counter": CounterMetricFamily,
             "gauge": GaugeMetricFamily,
@@ -90,7 +95,7 @@ class Declared:
 
 
 def _buckets(counted: Counted) -> list[tuple[str, float]]:
-    """Cumulative, as Prometheus has them."""
+    """Return cumulative buckets, as Prometheus expects them."""
     bounds = [*map(floatToGoString, counted.bounds), "+Inf"]
     below, buckets = 0, []
     for bound, count in zip(bounds, counted.counts, strict=True):

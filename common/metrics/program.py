@@ -1,4 +1,4 @@
-"""What every program tells about itself, under the usual names where there are any."""
+"""Metrics of every process, under the usual names where they exist."""
 
 from collections.abc import Callable, Iterable
 
@@ -20,7 +20,7 @@ INFO = Declared(
     sparse=True,
     together="most",
 )
-# Of several processes: the last start, and the one that is nearest to its limit of descriptors.
+# For several processes: the latest start, and the one nearest to its descriptor limit.
 PROCESS = (
     Declared("process_cpu_seconds", "counter", "Total user and system CPU time spent in seconds."),
     Declared("process_resident_memory_bytes", "gauge", "Resident memory size in bytes."),
@@ -39,7 +39,7 @@ PROCESS = (
 
 
 class Families(Collector):
-    """Made anew at each scrape, on the thread that scrapes."""
+    """Families created at each scrape, on the thread that scrapes."""
 
     def __init__(self, make: Callable[[], Iterable[Metric]]) -> None:
         self._make = make
@@ -51,13 +51,13 @@ class Families(Collector):
 def registry_of(
     role: Callable[[], str], families: Callable[[], Iterable[Metric]]
 ) -> CollectorRegistry:
-    """What a program serves: `families`, and what there is to say of any program.
+    """Return the registry of a process: `families`, and the metrics of every process.
 
     Args:
-        role: gives one of ROLES, at each scrape.
+        role: returns one of ROLES, at each scrape.
         families: called at each scrape, on the thread that scrapes.
     """
-    # No second series for each one, with the time of its making.
+    # No additional series with creation times.
     disable_created_metrics()  # type: ignore[no-untyped-call]
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)

@@ -1,7 +1,7 @@
-"""A registry over HTTP, on a port of its own that anybody may connect to.
+"""HTTP server for a registry, on a separate port without authentication.
 
-Each connection has a thread, one request and few seconds. Of too many at once the oldest makes
-room: who scrapes is done in milliseconds, who is silent is not.
+Each connection has a thread, one request and few seconds. If there are too many, the oldest one is
+closed: a scrape takes milliseconds, an idle connection does not end.
 """
 
 import contextlib
@@ -18,17 +18,20 @@ from common.errors import ConfigError
 
 MAX_CONNECTIONS = 16
 _OUT_OF_DESCRIPTORS_S = 0.05
-REQUEST_S = 5.0  # from the connection to the answer's last byte
+REQUEST_S = 5.0  # from the connection to the last byte of the response
 
 
 @contextlib.contextmanager
 def served(
     registry: CollectorRegistry, host: str, port: int | None, *, request_s: float = REQUEST_S
 ) -> Iterator[int | None]:
-    """Serves a registry over HTTP on threads of its own while inside.
+    """Serve a registry over HTTP on separate threads while inside the context.
 
     Args:
-        port: None serves nothing; 0 leaves the choice to the system.
+        registry: of the process.
+        host: address to listen on.
+        port: None serves nothing. 0 lets the system choose.
+        request_s: time limit of a connection.
     Returns:
         The port.
     Raises:
@@ -54,11 +57,11 @@ def served(
 
 class _Handler(WSGIRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
-        """A scrape is no news, and strangers write no lines."""
+        """Log nothing: scrapes are frequent, and unauthenticated callers must not cause lines."""
 
 
 class _Server(WSGIServer):
-    request_queue_size = 128  # connections that nobody has accepted yet
+    request_queue_size = 128  # connections that are not accepted yet
 
     def __init__(self, host: str, port: int, request_s: float) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -68,16 +71,16 @@ class _Server(WSGIServer):
         super().__init__((host, port), _Handler)
 
     def get_request(self) -> tuple[socket.socket, Any]:
-        """On the thread that accepts, which asks again at once where this fails."""
+        """Accept a connection, on the accepting thread, which retries at once after an error."""
         try:
             return super().get_request()
         except OSError:
-            # It died in the backlog, or no descriptors are left for a moment.
+            # The connection was closed in the backlog, or descriptors are used up for a moment.
             time.sleep(_OUT_OF_DESCRIPTORS_S)
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """On the thread that accepts."""
+        """Start a thread for a connection, on the accepting thread."""
         with self._lock:
             self._since[request] = time.monotonic()
             if len(self._since) > MAX_CONNECTIONS:
@@ -87,11 +90,11 @@ class _Server(WSGIServer):
         thread = Thread(target=self._answer, args=(request, client_address), daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # this process can start none now
+        except RuntimeError:  # no thread can be started now
             self._over(request)
 
     def service_actions(self) -> None:
-        """Twice a second, on the thread that accepts."""
+        """Close late connections, twice a second, on the accepting thread."""
         late = time.monotonic() - self._request_s
         with self._lock:
             for request, since in self._since.items():
@@ -99,18 +102,18 @@ class _Server(WSGIServer):
                     _end(request)
 
     def _answer(self, request: Any, client_address: Any) -> None:
-        # What a stranger can do to this code, it costs that connection and no line in the log.
+        # An error caused by a caller ends only that connection and logs nothing.
         with contextlib.suppress(Exception):
             self.finish_request(request, client_address)
         self._over(request)
 
     def _over(self, request: Any) -> None:
         with self._lock:
-            self._since.pop(request, None)  # unless it has made room
+            self._since.pop(request, None)  # unless it was closed already
         self.shutdown_request(request)
 
 
 def _end(request: socket.socket) -> None:
-    """Whoever reads or writes it is told its end."""
+    """Shut a connection down. Threads that read or write it see its end."""
     with contextlib.suppress(OSError):
         request.shutdown(socket.SHUT_RDWR)

@@ -1,8 +1,7 @@
-"""Makes one program's metrics of what its processes tell.
+"""Aggregation of the metrics of several processes into those of one program.
 
-Counters and histograms are sums, and they stay so: what a process has counted is part of the sum
-while it is silent, and when it has ended. Of a gauge each says itself what several of it come to;
-one of a process that is silent is not known. Knows nothing of how processes are asked.
+Counters and histograms are summed. Counts of a silent or ended process stay in the sum. Each gauge
+declares its aggregation, and gauges of silent processes are unknown.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,9 +13,9 @@ from prometheus_client.samples import Sample
 
 from common.metrics.declared import Declared, Together
 
-_START = "process_start_time_seconds"  # tells a process from the one in its place before
+_START = "process_start_time_seconds"  # distinguishes a process from its predecessor
 
-Series = tuple[str, tuple[tuple[str, str], ...]]  # a sample's name and labels
+Series = tuple[str, tuple[tuple[str, str], ...]]  # name and labels of a sample
 _TOGETHER: Mapping[Together, Callable[[Iterable[float]], float]] = {
     "sum": sum,
     "most": max,
@@ -26,7 +25,7 @@ _TOGETHER: Mapping[Together, Callable[[Iterable[float]], float]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Told:
-    """By one process, at one time."""
+    """Metrics of one process at one time."""
 
     started: float
     series: Mapping[Series, float]
@@ -34,7 +33,7 @@ class _Told:
 
 @dataclass(slots=True)
 class _Place:
-    """What the processes that were in one place, one after the other, have told."""
+    """Metrics of the successive processes with one number."""
 
     last: _Told | None = None
     answered: bool = False
@@ -42,14 +41,14 @@ class _Place:
 
 
 class Several:
-    """For one thread."""
+    """Metrics of all processes. For one thread."""
 
     def __init__(self, declared: Iterable[Declared]) -> None:
         self._declared = tuple(declared)
         self._places: dict[int, _Place] = {}
 
     def take(self, texts: Mapping[int, str]) -> None:
-        """What each process tells now, in the text format; who is not among them is silent."""
+        """Record the metrics of each process, in the text format. Missing processes are silent."""
         for place in self._places.values():
             place.answered = False
         for number, text in texts.items():
@@ -69,8 +68,8 @@ class Several:
             yield metric
 
     def _growing(self, declared: Declared) -> Mapping[Series, float]:
-        """Sums. A series that only ended processes had is over, as those of a key are that is no
-        more in its file."""
+        """Return sums. A series that only ended processes have is dropped, such as that of a
+        deleted key."""
         sums: dict[Series, float] = {}
         for place in self._places.values():
             for series, value in _of(declared, place.last):

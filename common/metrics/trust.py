@@ -1,4 +1,4 @@
-"""Whom a program does not believe, and until when its certificates are good: alike for all."""
+"""Metrics of failed authentication and of certificate expiry, for all processes."""
 
 from collections.abc import Callable, Iterable
 from typing import Literal, get_args
@@ -30,7 +30,7 @@ TRUST = (REFUSED, CERTIFICATE_END)
 
 
 class TrustMetrics:
-    """Written by the event loop, told on the thread that scrapes."""
+    """Authentication metrics. Written by the event loop, read on the thread that scrapes."""
 
     def __init__(self) -> None:
         self._refused = REFUSED.numbers()
@@ -40,8 +40,10 @@ class TrustMetrics:
         self._refused[side, reason] += 1
 
     def certificate_ends(self, purpose: Purpose, end: Callable[[], float | None]) -> None:
-        """Names whoever knows the Unix time; called on the thread that scrapes. None: there is no
-        such certificate."""
+        """Set the source of an expiry as Unix time, called on the thread that scrapes.
+
+        None: there is no such certificate.
+        """
         self._ends[purpose] = end
 
     def families(self) -> Iterable[Metric]:

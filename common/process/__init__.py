@@ -1,1 +1,1 @@
-"""A program and its operating system: memory, descriptors, children, standing still."""
+"""A process and its operating system: memory, descriptors, children, stalls."""

@@ -1,13 +1,13 @@
-"""Memory that strangers' messages have taken goes back to the system.
+"""Return of memory to the system after large messages.
 
-The C library gives each thread that allocates an arena, raises the size from which on a buffer is
-memory of its own with every large one that it has freed, and keeps what lies below the last live
-byte of an arena. gRPC has many threads and buffers of megabytes: after an hour of them a program
-of 40 MiB holds 100. Knows glibc, and does nothing elsewhere.
+glibc gives each allocating thread an arena, and keeps everything below the last live byte of an
+arena. With each large buffer freed, it raises the size from which buffers are mapped separately.
+gRPC has many threads and buffers of megabytes: after an hour, a process of 40 MiB holds 100. With
+other C libraries this module does nothing.
 
-A call that is aborted is a cycle, in gRPC's own records too: error, frames, and the message of
-megabytes that they have at hand. Python looks for old cycles when there are many objects, not when
-they are large, so that it is asked to.
+An aborted call is a reference cycle, also inside gRPC: the error, its frames, and their message of
+megabytes. Python collects cycles when there are many objects, not when they are large, so
+collections are started explicitly.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ _TRIM_EVERY_S = 20.0
 
 
 def hold_little() -> None:
-    """Called once, by a program whose own work takes no large buffers, before it has threads."""
+    """Limit the allocator. Called once before threads start, by processes without large buffers."""
     libc = ctypes.CDLL(None)
     mallopt = getattr(libc, "mallopt", None)
     if mallopt is not None:
@@ -31,13 +31,13 @@ def hold_little() -> None:
 
 
 def stay() -> None:
-    """What is here now stays until the end: whoever looks for cycles need not look at it."""
+    """Exclude all current objects from later garbage collections."""
     gc.collect()
     gc.freeze()
 
 
 async def keep_trimming() -> None:
-    """Gives back what cycles hold, and what is free inside of arenas, now and then, without end."""
+    """Release memory of cycles and free memory of arenas at intervals. Never returns."""
     while True:
         await asyncio.sleep(_TRIM_EVERY_S)
         gc.collect()
@@ -45,7 +45,7 @@ async def keep_trimming() -> None:
 
 
 def trim() -> None:
-    """Gives back what is free inside of arenas."""
+    """Release free memory inside arenas to the system."""
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)

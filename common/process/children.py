@@ -1,4 +1,4 @@
-"""Programs as child processes that do not outlive this one. Knows nothing of what they serve."""
+"""Child processes that do not outlive this one."""
 
 import asyncio
 import contextlib
@@ -14,11 +14,11 @@ from common.process.leash import leashed
 
 
 class Child:
-    """One program, its log and its end.
+    """A child process, its log and its end.
 
-    It has a session of its own: a terminal's Ctrl-C reaches it only through `send`, and a kernel
-    that shares cores out by session (autogroup) does not let it wait for a node that computes on
-    all of them. SIGTERM reaches it when its parent is killed.
+    It has a separate session. So a terminal's Ctrl-C reaches it only through `send`, and a kernel
+    that divides cores by session (autogroup) does not delay it behind a node that uses all of them.
+    It gets SIGTERM when its parent is killed.
     """
 
     def __init__(
@@ -32,12 +32,16 @@ class Child:
         descriptors: Sequence[int] = (),
         replaces_log: bool = True,
     ) -> None:
-        """Starts `command` at once.
+        """Start `command`.
 
         Args:
-            log: of the program's output; None: the program has this one's.
-            descriptors: of this process, that the program has under the same numbers.
-            replaces_log: what the log held goes; else the output is added to it.
+            name: of the child.
+            command: program and arguments.
+            log: file for its output. None: it shares this process's output.
+            environment: None: that of this process.
+            directory: working directory.
+            descriptors: of this process, inherited under the same numbers.
+            replaces_log: truncate the log first. Otherwise append to it.
         """
         self.name = name
         self.log = log
@@ -62,21 +66,21 @@ class Child:
 
     @property
     def code(self) -> int | None:
-        """Its exit code, or minus the signal that killed it; None while it runs."""
+        """Exit code, or minus the signal that killed it. None while it runs."""
         return self._process.poll()
 
     def send(self, number: signal.Signals) -> None:
-        """A no-op once it has ended."""
+        """Send a signal. Does nothing once it has ended."""
         self._process.send_signal(number)
 
     async def ended(self) -> int:
-        """Waits for its end on any event loop; returns the exit code. Sets no deadline."""
+        """Wait for its end without a time limit, on any event loop. Returns the exit code."""
         if self._process.poll() is None:
             await _readable(os.pidfd_open(self.pid))
         return self._process.wait()
 
     async def stop(self, patience_s: float) -> bool:
-        """Ends it: SIGTERM, then SIGKILL after `patience_s`. True if it exited with 0."""
+        """Stop it: SIGTERM, then SIGKILL after `patience_s`. Returns True if it exited with 0."""
         self.send(signal.SIGTERM)
         try:
             async with asyncio.timeout(patience_s):
@@ -87,7 +91,7 @@ class Child:
             return False
 
     def last_lines(self, count: int = 20) -> str:
-        """The end of its log, if it has one of its own."""
+        """Return the end of its log, or "" if it has none."""
         if self.log is None:
             return ""
         with self.log.open(errors="replace") as lines:
@@ -95,16 +99,16 @@ class Child:
 
 
 def _opened(log: Path, *, replaces: bool) -> BinaryIO:
-    """Open a log for this user alone: it may have prompts, addresses and names of keys."""
+    """Open a log for this user only: it may contain prompts, addresses and names of keys."""
     log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_TRUNC if replaces else os.O_APPEND)
     file = os.fdopen(os.open(log, flags, 0o600), "ab")
-    os.fchmod(file.fileno(), 0o600)  # of an older version, it may be readable by others
+    os.fchmod(file.fileno(), 0o600)  # a log of an older version may be readable by others
     return file
 
 
 async def _readable(descriptor: int) -> None:
-    """Waits for it, then closes it."""
+    """Wait until the descriptor is readable, then close it."""
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[None] = loop.create_future()
     loop.add_reader(descriptor, _resolve, ready)

@@ -1,7 +1,7 @@
-"""Open files and connections: many more than a program may have where it starts.
+"""Limit of open files and connections, raised beyond the default of the system.
 
-The limit is mostly 1024, for the sake of old programs that sleep with select, which knows no more.
-Ours sleep with poll and epoll. Knows nothing of what they are opened for.
+The default is mostly 1024, for old programs that use select, which supports no more. Baton uses
+poll and epoll.
 """
 
 import resource
@@ -10,8 +10,10 @@ ENOUGH = 1 << 16
 
 
 def allow_many() -> None:
-    """Raises this process's limit to ENOUGH, or as far as the system lets it, and never lowers it.
-    Processes that it starts from now on inherit it."""
+    """Raise this process's limit to ENOUGH, or to the system's maximum. Never lower it.
+
+    Processes started from now on inherit it.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = ENOUGH if hard == resource.RLIM_INFINITY else min(hard, ENOUGH)
     if soft != resource.RLIM_INFINITY and soft < wanted:

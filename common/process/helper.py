@@ -1,7 +1,7 @@
-"""Runs untrusted input beside this process, where the kernel bounds its memory and its time.
+"""Processing of untrusted input in a helper process, with kernel limits of memory and time.
 
-A helper is a program that stays. It forks a process for each question, so that a question which
-crashes, hangs or takes too much ends that process alone. `helper_program.py` is its other end.
+The helper keeps running and forks a process for each question. A question that crashes, hangs or
+exceeds its limits ends only that process. `helper_program.py` is the other end.
 """
 
 import os
@@ -25,11 +25,12 @@ CRASHED = 2
 
 
 class Question(msgspec.Struct, frozen=True):
-    """A piece of work, with what it may take.
+    """A piece of work and its limits.
 
     Attributes:
-        cpu_s: seconds of a core.
-        max_bytes: memory beside that of the helper itself.
+        content: input.
+        cpu_s: CPU seconds.
+        max_bytes: memory in addition to that of the helper itself.
     """
 
     content: bytes
@@ -41,7 +42,8 @@ class Answer(msgspec.Struct, frozen=True):
     """The result of a question.
 
     Attributes:
-        code: exit code of the process that had the question, or minus the signal that ended it.
+        code: exit code of the question's process, or minus the signal that ended it.
+        content: output.
     """
 
     code: int
@@ -53,14 +55,15 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class HelperLost(Exception):
-    """The helper has ended, or has not answered before the deadline. The next question starts a
-    new one."""
+    """The helper has ended or has exceeded its deadline. The next question starts a new one."""
 
 
 class Helper:
-    """Starts the program with the first question. Each lane is used by one thread at a time; lanes
-    do not wait for each other. The thread that asks first must live as long as the helper is
-    wanted: the kernel kills the helper when that thread ends.
+    """A helper process, started with the first question.
+
+    Each lane is used by one thread at a time, and lanes do not wait for each other. The thread that
+    asks first must live as long as the helper is needed: the kernel kills the helper when that
+    thread ends.
     """
 
     def __init__(
@@ -72,12 +75,14 @@ class Helper:
         deadline_s: float,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """
+        """Configure the helper.
+
         Args:
-            module: of the program, which is run with `arguments` and a descriptor for each lane.
-            deadline_s: wall-clock time of a question, which may have to wait for the program to
-                start.
-            environment: variables that the program has besides those of this process.
+            module: of the program, run with `arguments` and a descriptor for each lane.
+            arguments: for the program.
+            num_lanes: number of concurrent questions.
+            deadline_s: wall-clock limit of a question, including a start of the program.
+            environment: variables added to those of this process.
         """
         self._command = [sys.executable, "-m", module, *arguments]
         self._num_lanes = num_lanes
@@ -90,12 +95,12 @@ class Helper:
 
     @property
     def pid(self) -> int | None:
-        """None while the program does not run."""
+        """Process id, or None while the helper does not run."""
         with self._lock:
             return None if self._process is None else self._process.pid
 
     def ask(self, lane: int, question: Question) -> Answer:
-        """Raises HelperLost."""
+        """Return the answer to a question. Raises HelperLost."""
         connection = self._connection(lane)
         try:
             connection.send_bytes(msgspec.msgpack.encode(question))
@@ -105,7 +110,7 @@ class Helper:
             raise HelperLost from error
 
     def close(self) -> None:
-        """End the program. Questions that it has raise HelperLost, and so do later ones."""
+        """End the helper. Current and later questions raise HelperLost."""
         with self._lock:
             self._closed = True
             self._end()
@@ -130,7 +135,7 @@ class Helper:
             self._process = subprocess.Popen(
                 leashed([*self._command, *map(str, theirs)], signal.SIGKILL),
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # a terminal's Ctrl-C is not for it
+                start_new_session=True,  # not affected by a terminal's Ctrl-C
                 pass_fds=theirs,
                 env={**os.environ, **self._environment},
             )
@@ -148,7 +153,7 @@ class Helper:
 
     def _end(self) -> None:
         if self._process is not None:
-            self._process.kill()  # a thread that waits at a connection reads its end
+            self._process.kill()  # threads that read a connection see its end
             self._process.wait()
             self._process = None
         self._lanes = ()

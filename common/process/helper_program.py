@@ -1,5 +1,5 @@
-"""The end of a helper that answers, see helper.py: a process for each question, forked from this
-one, which has loaded what all of them need."""
+"""The helper's end of helper.py. It forks a process per question from this one, which has loaded
+all that they need."""
 
 import os
 import resource
@@ -14,13 +14,13 @@ import msgspec
 from common.process.helper import ANSWERED, CRASHED, NO_MEMORY, Answer, Question
 from common.process.leash import follow_parent
 
-_NICENESS = 10  # what serves goes before
+_NICENESS = 10  # lower CPU priority than serving processes
 _STATM = Path("/proc/self/statm")
 Work = Callable[[bytes], bytes]
 
 
 class _Running(NamedTuple):
-    """One question's process, whose result is in the file."""
+    """The process of one question. Its result is in the file."""
 
     pid: int
     result: int
@@ -31,12 +31,12 @@ def serve(descriptors: Sequence[str], work: Work) -> None:
     """Answer questions until the other end of the descriptors closes.
 
     Args:
-        work: makes an answer of a question's content. Raises MemoryError where there is too
-            little memory.
+        descriptors: one for each lane.
+        work: returns the answer to a question's content. Raises MemoryError if memory is short.
     """
     os.nice(_NICENESS)
     askers = [Connection(int(each)) for each in descriptors]
-    running: dict[int, _Running] = {}  # by descriptor of its process
+    running: dict[int, _Running] = {}  # by descriptor of their processes
     while True:
         for ready in wait([*askers, *running]):
             if isinstance(ready, int):
@@ -59,7 +59,7 @@ def _begin(question: Question, asker: Connection, work: Work) -> _Running:
     if pid == 0:
         code = CRASHED
         try:
-            follow_parent(parent, signal.SIGKILL)  # a fork is not on its parent's leash
+            follow_parent(parent, signal.SIGKILL)  # a fork does not inherit this setting
             code = _answer(question, work, result)
         finally:
             os._exit(code)
@@ -78,7 +78,7 @@ def _report(ended: _Running) -> None:
 
 
 def _answer(question: Question, work: Work, result: int) -> int:
-    """Return the exit code of this process, which is the forked one."""
+    """Process a question in the forked process. Returns its exit code."""
     most = int(_STATM.read_text().split()[0]) * resource.getpagesize() + question.max_bytes
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -1,7 +1,7 @@
 """Frames between the two processes of a node: 4-byte little-endian length, then msgpack.
 
-Knows sockets and bounds, not what the messages mean: each end is told the tagged union that it
-receives. A socket's end of file is an event on both sides; no frame is ever dropped in silence.
+This module knows sockets and limits, not messages: each end gets the tagged union that it receives.
+Both sides see a socket's end of file as an event. No frame is dropped silently.
 """
 
 import asyncio
@@ -13,13 +13,13 @@ from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 
-# The longest prompt that is let in, 4 Mi tokens, is 16 MiB as int32, 20 MiB as msgpack integers.
+# The longest prompt, 4 Mi tokens, has 16 MiB as int32 and 20 MiB as msgpack integers.
 MAX_FRAME_BYTES = 32 << 20
-# What may wait for a peer that does not read at the moment (a forward that takes seconds).
+# Bytes that may wait for a peer that does not read now, such as during a forward pass of seconds.
 MAX_BACKLOG_BYTES = 128 << 20
-# Most that one `receive` takes off the socket, so that a busy peer cannot keep the caller in it.
+# Limit of one `receive`, so that a busy peer cannot keep the caller in it.
 MAX_DRAIN_BYTES = 1 << 20
-# The front's writes are behind from so many waiting bytes on, until no more than the second.
+# Writes of the front are behind from the first limit on, until they fall to the second.
 BEHIND_BYTES = 1 << 20
 CAUGHT_UP_BYTES = 256 << 10
 _CHUNK_BYTES = 256 << 10
@@ -31,19 +31,19 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class FrameError(Exception):
-    """What came is not a frame, or what should go is too large for one. A fault of our own."""
+    """Received bytes are no frame, or a message is too large for one. This is a bug of Baton."""
 
 
 class PeerGone(Exception):
-    """The other process has closed its end, or is dead."""
+    """The other process has closed its end or has died."""
 
 
 class Backlogged(Exception):
-    """The other process has not read for so long that nothing more may wait for it."""
+    """The other process has not read for so long that the backlog limit is reached."""
 
 
 def encode_frame(message: msgspec.Struct) -> bytes:
-    """One frame. Raises FrameError if it is longer than MAX_FRAME_BYTES."""
+    """Return the message as a frame. Raises FrameError if it is longer than MAX_FRAME_BYTES."""
     body = _encoder.encode(message)
     if len(body) > MAX_FRAME_BYTES:
         raise FrameError(
@@ -53,10 +53,10 @@ def encode_frame(message: msgspec.Struct) -> bytes:
 
 
 class FrameDecoder(Generic[T]):
-    """Cuts a byte stream into messages of one tagged union.
+    """Splits a byte stream into messages of one tagged union.
 
     Args:
-        union: what may come, as a type that msgspec understands.
+        union: accepted messages, as a type for msgspec.
     """
 
     def __init__(self, union: Any) -> None:
@@ -64,7 +64,7 @@ class FrameDecoder(Generic[T]):
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[T]:
-        """Adds bytes and returns the messages they complete, in order. Raises FrameError."""
+        """Add bytes and return the messages that they complete, in order. Raises FrameError."""
         buffer = self._buffer
         buffer += data
         messages: list[T] = []
@@ -91,13 +91,13 @@ class FrameDecoder(Generic[T]):
 class FrameSocket(Generic[T]):
     """The engine process's end, for one thread. No call blocks.
 
-    What the kernel does not take at once waits here and goes with the next `send` or `receive`;
-    a thread that sleeps on `fileno` also waits for writability while `wants_write`.
+    Bytes that the kernel does not accept at once are kept for the next `send` or `receive`. A
+    thread that sleeps on `fileno` also waits for writability while `wants_write`.
 
     Args:
-        sock: connected stream socket; this object owns it from now on.
+        sock: connected stream socket, owned by this object from now on.
         receives: the tagged union that the other process sends.
-        max_backlog_bytes: what may wait for a front that does not read.
+        max_backlog_bytes: limit for a front that does not read.
     """
 
     def __init__(
@@ -118,10 +118,10 @@ class FrameSocket(Generic[T]):
         return bool(self._outgoing) and not self._ended
 
     def send(self, message: msgspec.Struct) -> None:
-        """Sends, or keeps for later, one message. A front that is gone is told by `receive`.
+        """Send one message, or keep it for later. If the front is gone, `receive` reports it.
 
         Raises:
-            Backlogged: the front is stuck; the node cannot go on.
+            Backlogged: the front is stuck, and the node cannot continue.
             FrameError: the message is too large.
         """
         if self._ended:
@@ -132,24 +132,25 @@ class FrameSocket(Generic[T]):
             raise Backlogged(f"{len(self._outgoing)} bytes wait for a front that does not read")
 
     def flush(self) -> None:
-        """Gives the kernel what it takes of the bytes that wait."""
+        """Send as many of the waiting bytes as the kernel accepts."""
         while self._outgoing and not self._ended:
             try:
                 sent = self._socket.send(memoryview(self._outgoing)[:_CHUNK_BYTES])
             except (BlockingIOError, InterruptedError):
                 return
             except OSError:
-                # What the front sent before it died is still to be read: `receive` tells the end.
+                # Messages that the front sent before it died are still to be read. `receive`
+                # reports the end.
                 self._outgoing.clear()
                 return
             del self._outgoing[:sent]
 
     def receive(self) -> list[T]:
-        """Everything that has arrived, in order; an empty list if nothing has.
+        """Return all messages that have arrived, in order.
 
         Raises:
-            PeerGone: the other end is closed and all it sent has been returned before.
-            FrameError: what came is no message of this socket.
+            PeerGone: the other end is closed, and all its messages were returned before.
+            FrameError: the bytes are no message of this socket.
         """
         self.flush()
         messages: list[T] = []
@@ -171,7 +172,7 @@ class FrameSocket(Generic[T]):
         return messages
 
     def close(self) -> None:
-        """Idempotent. The other process sees end of file."""
+        """Close the socket. The other process sees end of file. Idempotent."""
         self._ended = True
         self._socket.close()
 
@@ -181,9 +182,9 @@ class FrameConnection(asyncio.Protocol, Generic[T]):
 
     Args:
         receives: the tagged union that the engine process sends.
-        on_message: called with each message, in order; must not block.
-        on_end: called once, when the other end is closed or has sent what is no frame, with a
-            sentence. Not called after `close`.
+        on_message: called with each message, in order. Must not block.
+        on_end: called once with the reason when the other end is closed or has sent an invalid
+            frame. Not called after `close`.
     """
 
     def __init__(
@@ -196,29 +197,30 @@ class FrameConnection(asyncio.Protocol, Generic[T]):
         self._ended = False
         self._caught_up = asyncio.Event()
         self._caught_up.set()
-        self.num_bytes_sent = 0  # since it was opened, taken by the engine or not
+        self.num_bytes_sent = 0  # since it was opened, read by the engine or not
 
     async def open(self, sock: socket.socket) -> None:
-        """Starts on a connected unix socket, which this object owns from now on."""
+        """Start on a connected unix socket, owned by this object from now on."""
         sock.setblocking(False)
         await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=sock)
 
     @property
     def backlog_bytes(self) -> int:
-        """Bytes that the engine process has not read yet and that wait in this process."""
+        """Bytes that wait in this process because the engine process has not read them."""
         return self._transport.get_write_buffer_size() if self._transport else 0
 
     @property
     def is_behind(self) -> bool:
-        """Whether more than BEHIND_BYTES wait, or have until now. Not of a socket that is over."""
+        """True if more than BEHIND_BYTES wait, or did until now. False once the socket has
+        ended."""
         return not self._caught_up.is_set()
 
     async def caught_up(self) -> None:
-        """Waits until it is not behind, or over."""
+        """Wait until it is not behind, or has ended."""
         await self._caught_up.wait()
 
     def send(self, message: msgspec.Struct) -> None:
-        """Sends one message, or keeps it until the engine reads.
+        """Send one message, or keep it until the engine reads.
 
         Raises:
             PeerGone: the other end is closed.
@@ -234,11 +236,12 @@ class FrameConnection(asyncio.Protocol, Generic[T]):
         self._transport.write(frame)
 
     def close(self) -> None:
-        """Idempotent. The other process sees end of file; `on_end` is not called any more."""
+        """Close the socket. The other process sees end of file. `on_end` is not called.
+        Idempotent."""
         self._ended = True
         self._caught_up.set()
         if self._transport is not None:
-            # Not close(): it would wait for a stuck engine to read what is left.
+            # close() would wait for a stuck engine to read the rest.
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -275,9 +278,9 @@ class FrameConnection(asyncio.Protocol, Generic[T]):
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Two joined stream sockets with buffers that hold a step's messages and more."""
+    """Return two connected stream sockets whose buffers hold more than a step's messages."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     for end in (ours, theirs):
-        with contextlib.suppress(OSError):  # the system's limit may be lower; it is only a hint
+        with contextlib.suppress(OSError):  # only a hint: the system's limit may be lower
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
     return ours, theirs

@@ -1,8 +1,8 @@
-"""One stream's part of the socket to the engine process: whoever sends more than is read is slowed.
+"""Backpressure for streams that share the socket to the engine process.
 
-A peer's messages go on to the engine process one by one. Where that does not read as fast as a peer
-sends, no more is taken of that peer's stream, and gRPC's flow control stops the peer itself; others
-go on. Knows no gRPC and no messages.
+Messages of peers are passed to the engine process one by one. If it does not read as fast as a peer
+sends, that peer's stream is not read, and gRPC's flow control stops the peer. Other streams
+continue.
 """
 
 import asyncio
@@ -12,17 +12,19 @@ import msgspec
 
 from common.process.ipc import Backlogged, FrameConnection
 
-MAX_WAITING_BYTES = 1 << 20  # of one stream, before it has to wait
-# Of all streams together, before each has to: half of what ends a node.
+MAX_WAITING_BYTES = 1 << 20  # limit of one stream
+# Limit of all streams together: half of the limit that ends a node.
 MAX_BACKLOG_BYTES = 64 << 20
-STUCK_S = 30.0  # an engine process that takes nothing for so long is at fault
+STUCK_S = 30.0  # an engine process that reads nothing for so long is at fault
 
 
 class Lane:
-    """Event loop only.
+    """The share of one stream. Event loop only.
 
     Args:
         connection: shared by all streams.
+        max_waiting_bytes: limit of this stream.
+        stuck_s: longest time without progress of the engine process.
     """
 
     def __init__(
@@ -35,11 +37,11 @@ class Lane:
         self._connection = connection
         self._max_waiting_bytes = max_waiting_bytes
         self._stuck_s = stuck_s
-        self._num_bytes = 0  # sent since none of this stream's waited
-        self._end = 0  # of the last of them, in the count of the connection
+        self._num_bytes = 0  # bytes sent since this stream had none waiting
+        self._end = 0  # position of the last of them, in bytes sent on the connection
 
     def send(self, message: msgspec.Struct) -> None:
-        """Sends, whatever waits already. Raises as FrameConnection.send."""
+        """Send a message at once, regardless of limits. Raises as FrameConnection.send does."""
         connection = self._connection
         if self._taken >= self._end:
             self._num_bytes = 0
@@ -49,7 +51,7 @@ class Lane:
         self._num_bytes += self._end - begin
 
     async def room(self) -> None:
-        """Waits until this stream may send more: before it is read any further.
+        """Wait until this stream may send more. Call it before the next read from the stream.
 
         Raises:
             Backlogged: the engine process reads nothing at all.

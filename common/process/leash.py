@@ -1,7 +1,7 @@
 """Becomes a program that ends with its parent: python leash.py PARENT_PID SIGNAL PROGRAM [ARG...]
 
-A script of its own, because code between fork and exec is no place for Python, and because a
-program that is still importing is to be on its leash already: PR_SET_PDEATHSIG outlives exec.
+A separate script, because Python code must not run between fork and exec, and because the signal
+must be set before a program finishes its imports. PR_SET_PDEATHSIG persists across exec.
 """
 
 import ctypes
@@ -14,14 +14,16 @@ PR_SET_PDEATHSIG = 1
 
 
 def leashed(command: Sequence[str], number: signal.Signals) -> list[str]:
-    """What to start as a child of this thread for `command` to be sent a signal when the thread
-    ends, however it does."""
-    # Without site: this program is here for a moment only.
+    """Return a command that runs `command` and gets a signal when the calling thread ends.
+
+    Start it as a child of this thread.
+    """
+    # Without site, because this interpreter is replaced at once.
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(int(number)), *command]
 
 
 def follow_parent(parent: int, number: int) -> None:
-    """Have this process sent a signal when the thread that has started it ends.
+    """Have this process get a signal when the thread that started it ends.
 
     Raises:
         SystemExit: the parent is dead already.
@@ -33,7 +35,7 @@ def follow_parent(parent: int, number: int) -> None:
 
 
 def main(parent: str, number: str, *program: str) -> None:
-    """Replaces this process."""
+    """Replace this process by the program."""
     follow_parent(int(parent), int(number))
     os.execvp(program[0], program)
 

@@ -1,7 +1,7 @@
-"""How long nothing has moved, as far as an onlooker can say who looks again and again.
+"""Stall detection by an observer that looks at regular intervals.
 
-Time in which the onlooker itself stood still (a stopped process, a host asleep) is no evidence: the
-signs of life of that time may be waiting for it. Knows nothing of what it is that moves.
+Time in which the observer itself was stalled (a stopped process, a suspended host) does not count:
+signs of progress from that time may still be waiting for it.
 """
 
 import time
@@ -9,12 +9,14 @@ from collections.abc import Callable
 
 
 class Standstill:
-    """One thread's, or one event loop's."""
+    """Time without progress. For one thread, or one event loop."""
 
     def __init__(self, look_s: float, now: Callable[[], float] = time.monotonic) -> None:
-        """
+        """Start without a stall.
+
         Args:
-            look_s: between two looks; of a longer pause twice as much counts.
+            look_s: interval between two looks. A longer pause counts as at most twice this.
+            now: returns seconds.
         """
         self._most_s = 2.0 * look_s
         self._now = now
@@ -22,12 +24,12 @@ class Standstill:
         self._still_s = 0.0
 
     def moved(self, ago_s: float = 0.0) -> None:
-        """A sign of life, just now or `ago_s` seconds ago."""
+        """Note progress, now or `ago_s` seconds ago."""
         self._looked_at = self._now()
         self._still_s = ago_s
 
     def look(self) -> float:
-        """Seconds of standstill that have been seen."""
+        """Return the observed seconds without progress."""
         now = self._now()
         self._still_s += min(now - self._looked_at, self._most_s)
         self._looked_at = now

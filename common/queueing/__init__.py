@@ -1,1 +1,1 @@
-"""How long who waits has to wait."""
+"""Queues and estimates of their waiting time."""

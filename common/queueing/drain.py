@@ -1,12 +1,11 @@
-"""How fast a queue drains, and so how long one waits who comes last.
+"""Estimates how fast a queue drains, and so how long a new request would wait.
 
-A queue is whatever waits for one thing: prompts for the forwards that compute them, in tokens,
-cached or not; requests for KV pages, in pages. What a unit of it costs is learnt from what has gone
-through lately, with all that this took: other rows of a forward, other programs on the machine,
-pages that had to be waited for. Only time in which something waited is looked at, so an idle hour
-says nothing.
+A queue holds everything that waits for one resource: prompts for forward passes, in tokens, cached
+or not, or requests for KV pages, in pages. The cost of a unit is measured from recently served
+units. It includes everything else that took time: other rows of a forward pass, other programs on
+the machine, waits for pages. Only time with a non-empty queue counts, so idle time has no effect.
 
-Knows keys and numbers, no requests. The clock is the caller's.
+Keys and numbers only. The caller provides the clock.
 """
 
 import math
@@ -15,19 +14,19 @@ from typing import NamedTuple
 from common.errors import QueueTooLong
 from common.queueing.waiting_line import Place, WaitingLine
 
-FIRST_SAMPLES = 2  # of a start: what is compiled and allocated then comes once
-ENOUGH_SAMPLES = 8  # before these nothing is said
-KEPT = 0.97  # of what a sample weighed, with the next one: the last 30 or so decide
-PATIENCE = 4.0  # a sample counts for at most so many times what was expected of it,
-STALL_S = 1.0  # or so much: a process that stood still for a while is not slow from then on
+FIRST_SAMPLES = 2  # ignored samples at the start, which include compilation and allocation
+ENOUGH_SAMPLES = 8  # samples before the first estimate
+KEPT = 0.97  # decay of old samples at each new one: about the last 30 count
+PATIENCE = 4.0  # a sample counts as at most this many times its expected duration,
+STALL_S = 1.0  # or this long: a process that was stalled for a while is not slow afterwards
 
 
 class Backlog(NamedTuple):
-    """What a node says of one of its queues.
+    """State of a queue, as reported by a node.
 
     Attributes:
-        queued_s: until all that waits now is through.
-        unit_s: that each unit takes; 0.0: not known yet, and then nothing waits as far as is known.
+        queued_s: until everything in the queue is served.
+        unit_s: seconds per unit. 0.0: not known yet, and then `queued_s` is 0 too.
     """
 
     queued_s: float = 0.0
@@ -35,31 +34,31 @@ class Backlog(NamedTuple):
 
 
 def may_wait_s(queue_s: float, budget_s: float, work_s: float) -> float:
-    """How long a request may wait for its turn.
+    """Return how long a request may wait to be scheduled, in seconds.
 
     Args:
-        queue_s: longest wait that was asked for.
+        queue_s: requested queue limit.
         budget_s: until the request must have ended.
-        work_s: that it is expected to take then. It is kept free, but for half the budget at most:
-            it is an expectation.
+        work_s: expected duration after the wait. It is kept free, but at most half of the budget,
+            because it is an estimate.
     """
     return min(queue_s, budget_s - min(work_s, budget_s / 2))
 
 
 class Drain:
-    """One thread's. Keys are new for everything that joins."""
+    """A queue with a measured drain rate. For one thread. Each entry has a new key."""
 
     def __init__(self) -> None:
         self._line = WaitingLine()  # by key
         self._served = 0  # units since the last sample
-        self._since = 0.0  # when the last sample was taken, or the first of them came
+        self._since = 0.0  # time of the last sample, or of the first entry after an empty queue
         self._num_samples = 0
-        self._seconds = 0.0  # weighed sums over samples
+        self._seconds = 0.0  # weighted sums over samples
         self._units = 0.0
 
     @property
     def unit_s(self) -> float:
-        """Seconds that a unit takes; 0.0: not known yet."""
+        """Seconds per unit. 0.0: not known yet."""
         return self._seconds / self._units if self._num_samples >= ENOUGH_SAMPLES else 0.0
 
     @property
@@ -71,8 +70,11 @@ class Drain:
         return Backlog(round(self.queued_s, 4), round(self.unit_s, 9))
 
     def check(self, newcomer: Place, now: float) -> None:
-        """Raises QueueTooLong where it would not be begun in time, or another one not because of
-        it. Where nothing waits, or it is not known how long that takes, everything is let in."""
+        """Raise QueueTooLong if the newcomer would start too late, or would make another entry
+        late.
+
+        Accepts everything while the queue is empty or the rate is unknown.
+        """
         unit_s = self.unit_s
         if not self._line or not unit_s:
             return
@@ -90,8 +92,11 @@ class Drain:
         self._line.join(key, place)
 
     def serve(self, key: int, left: int = 0) -> None:
-        """So many of its units are left. Whoever is not in the queue, or further already, is passed
-        over: it may be served anew. Who is served in part goes on before all others."""
+        """Record that an entry has `left` units left.
+
+        Ignored if it is not in the queue or has fewer units left, as it may be recomputed. A partly
+        served entry goes before all others.
+        """
         units = self._line.units_of(key)
         if left >= units:
             return
@@ -101,11 +106,11 @@ class Drain:
             self._line.join(key, Place(-math.inf, left))
 
     def leave(self, key: int) -> None:
-        """It does not want to be served any more. Harmless where it is not in the queue."""
+        """Remove an entry. Does nothing if it is not in the queue."""
         self._line.leave(key)
 
     def tick(self, now: float) -> None:
-        """What was served since the last call took until now."""
+        """Update the drain rate from the units served since the last call."""
         if not self._served:
             return
         self._num_samples += 1

@@ -1,5 +1,7 @@
-"""Those who wait for one thing, served in order of when each must be begun, or as they came, the
-urgent sooner; who is late if one more comes. Knows numbers, and neither requests nor a clock."""
+"""A queue ordered by start deadline or by arrival, shifted by priority.
+
+It also computes how late entries would be if one more joined. It has no clock.
+"""
 
 import itertools
 from bisect import bisect_left, bisect_right, insort
@@ -9,14 +11,13 @@ from common.priority import head_start_s
 
 
 class Place(NamedTuple):
-    """One that waits.
+    """An entry of the queue.
 
     Attributes:
-        start_by: when it must be begun, on the clock of whoever asks; -inf: before all others.
+        start_by: time by which it must start, on the caller's clock. -inf: before all others.
         units: that it needs.
-        priority: how urgent it is beside others.
-        came: in a line that is served as they came, when it did; None: who must be begun soonest
-            goes first.
+        priority: relative to others.
+        came: arrival, in a queue ordered by arrival. None: ordered by `start_by`.
     """
 
     start_by: float
@@ -26,55 +27,59 @@ class Place(NamedTuple):
 
     @property
     def turn(self) -> float:
-        """The least goes first."""
+        """Sort key: the lowest goes first."""
         turn = self.start_by if self.came is None else self.came
         return turn - head_start_s(self.priority)
 
 
 class WaitingLine:
-    """One thread's.
+    """A queue. For one thread.
 
     Attributes:
-        units: that all of them need.
+        units: that all entries need.
     """
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
         self._waiting: dict[object, tuple[float, Place, int]] = {}  # turn, place, number
-        self._order: list[tuple[float, Place, int]] = []  # the same, as they are served
+        self._order: list[tuple[float, Place, int]] = []  # the same entries, in order of service
         self.units = 0
 
     def __len__(self) -> int:
         return len(self._order)
 
     def units_of(self, who: object) -> int:
-        """0: it does not wait."""
+        """Return the units of an entry, or 0 if it is not in the queue."""
         entry = self._waiting.get(who)
         return entry[1].units if entry is not None else 0
 
     def join(self, who: object, place: Place) -> None:
-        """It must not wait here already."""
+        """Add an entry that is not in the queue yet."""
         entry = (place.turn, place, next(self._numbers))
         self._waiting[who] = entry
         insort(self._order, entry)
         self.units += place.units
 
     def leave(self, who: object) -> None:
-        """Harmless where it does not wait."""
+        """Remove an entry. Does nothing if it is not in the queue."""
         entry = self._waiting.pop(who, None)
         if entry is not None:
             del self._order[bisect_left(self._order, entry)]
             self.units -= entry[1].units
 
     def late_s(self, newcomer: Place, *, begins: float, unit_s: float) -> tuple[float, float]:
-        """Whether the line can take one more. Looks only at those that it goes ahead of.
+        """Return how late a newcomer would make itself or others, and its waiting time.
+
+        Looks only at the entries behind the newcomer.
 
         Args:
-            begins: when the first of them does, on the clock of their times.
+            newcomer: the new entry.
+            begins: time at which the first entry starts, on the caller's clock.
+            unit_s: seconds per unit.
         Returns:
-            How long after its time the newcomer would be begun, or one that it goes ahead of, that
-            is as urgent, and that would be in time without it; 0.0 or less: all are in time. And
-            until the newcomer is begun.
+            First, the highest lateness in seconds of the newcomer, or of an entry behind it that
+                has at least its priority and would be in time without it. 0.0 or less: all are in
+                time. Second, seconds until the newcomer starts.
         """
         behind = [place for _, place, _ in self._order[self._first_behind(newcomer) :]]
         own_s = newcomer.units * unit_s

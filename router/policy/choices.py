@@ -41,4 +41,4 @@ class Placement(msgspec.Struct, frozen=True):
 
     decode: str
     prefill: tuple[str, ...]  # candidates in order of preference
-    uncached_tokens: int  # of the prompt, for the first candidate to compute, as far as is known
+    uncached_tokens: int  # prompt tokens for the first candidate to compute, as far as known
