@@ -14,7 +14,7 @@ from common.identity.tokens import LEEWAY_S, Token
 SHOWN = "authorization"  # metadata of a call: Bearer TOKEN
 BEARER = "Bearer "
 PROOF = "baton-proof"  # initial metadata of the response
-_MAX_NONCES = 1 << 16  # of one role; beyond, its oldest are forgotten; who has no key adds none
+_MAX_NONCES = 1 << 16  # per role; then the oldest are dropped. Only key holders add any
 
 
 class ByToken:

@@ -66,7 +66,7 @@ class _Server(WSGIServer):
     def __init__(self, host: str, port: int, request_s: float) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._request_s = request_s
-        self._since: dict[socket.socket, float] = {}  # of open connections, the oldest first
+        self._since: dict[socket.socket, float] = {}  # start of open connections, oldest first
         self._lock = Lock()
         super().__init__((host, port), _Handler)
 

@@ -37,7 +37,7 @@ class _Place:
 
     last: _Told | None = None
     answered: bool = False
-    ended: dict[Series, float] = field(default_factory=dict)  # of those before the last
+    ended: dict[Series, float] = field(default_factory=dict)  # sums of those before the last
 
 
 class Several:

@@ -1,1 +1,1 @@
-"""What router and nodes alike know of a request."""
+"""Parts of a request that the router and the nodes share."""

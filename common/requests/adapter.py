@@ -1,7 +1,7 @@
-"""What names an adapter between programs: a hash of what it computes, 16 bytes.
+"""Identity of a LoRA adapter: a 16-byte hash of its content.
 
-A name may be given to other files later; KV that was made with the old ones must not be found by
-it. So nodes are asked for the content, and prefix caches part by it.
+A name may later refer to other files, whose requests must not find KV made with the old files. So
+nodes are called with the hash, and prefix caches are separated by it.
 """
 
 from typing import TypeAlias
@@ -15,12 +15,12 @@ NO_ADAPTER: AdapterId = b""
 
 
 def check_adapter(adapter: bytes) -> AdapterId:
-    """Raises InvalidRequest for what names no adapter."""
+    """Return the id. Raises InvalidRequest if its length is wrong."""
     if len(adapter) not in (0, ADAPTER_BYTES):
         raise InvalidRequest(f"adapter has {len(adapter)} bytes; it has {ADAPTER_BYTES}, or none")
     return adapter
 
 
 def within(namespace: Namespace, adapter: AdapterId) -> Namespace:
-    """The part of a namespace in which KV is made with that adapter."""
+    """Return the namespace for KV made with that adapter."""
     return part_of(namespace, adapter, person=b"baton adapted KV")

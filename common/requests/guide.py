@@ -1,4 +1,4 @@
-"""What form an answer is to have: a schema, an expression or a grammar, in its own language."""
+"""Guided decoding: the required form of a response, as a schema, a regex, a grammar or a tag."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,14 +14,15 @@ KINDS = ("json_schema", "json_object", "regex", "ebnf", "structural_tag")
 
 class Guide(msgspec.Struct, frozen=True):
     kind: str  # one of KINDS
-    text: str  # of a json_object: nothing
+    text: str  # empty for a json_object
 
 
 class Prepared(msgspec.Struct, frozen=True):
-    """A guide as it is compiled: a text that the compiler keeps to entirely.
+    """A guide in the form that is compiled. The compiler enforces all of it.
 
     Attributes:
         kind: of the guide.
+        text: for the compiler.
         has_tokens: it is a structural tag that names tokens.
     """
 
@@ -34,13 +35,14 @@ JSON_OBJECT = Guide("json_object", "")
 
 
 def tag(form: Mapping[str, Any]) -> Guide:
-    """A structural tag of that format."""
+    """Return a structural tag with that format."""
     said = {"type": "structural_tag", "format": form}
     return Guide("structural_tag", msgspec.json.encode(said).decode())
 
 
 def as_form(guide: Guide) -> Mapping[str, Any] | None:
-    """Its format within a structural tag; None: it is such a tag, or no JSON."""
+    """Return its format for use within a structural tag. None: it is a structural tag or invalid
+    JSON."""
     match guide.kind:
         case "json_object":
             return {"type": "json_schema", "json_schema": {"type": "object"}}
@@ -59,7 +61,7 @@ def as_form(guide: Guide) -> Mapping[str, Any] | None:
 
 
 def from_proto(proto: pb.Guide) -> Guide:
-    """Raises InvalidRequest: there is nothing in it."""
+    """Parse a guide. Raises InvalidRequest if it is empty."""
     match proto.WhichOneof("form"):
         case None:
             raise InvalidRequest("sampling.guide says no form")
@@ -70,13 +72,12 @@ def from_proto(proto: pb.Guide) -> Guide:
 
 
 def to_fields(guide: Guide) -> dict[str, object]:
-    """The fields of the wire form."""
+    """Return the fields of the wire form."""
     return {guide.kind: True if guide.kind == "json_object" else guide.text}
 
 
 def check(guide: Guide) -> None:
-    """Raises InvalidRequest for one that is too long. Whether it means anything, only those who
-    compile it can say."""
+    """Check the length. Raises InvalidRequest. Only the compiler can check the content."""
     if len(guide.text) > MAX_GUIDE_CHARACTERS:
         raise InvalidRequest(
             f"sampling.guide has {len(guide.text)} characters, {MAX_GUIDE_CHARACTERS} allowed"

@@ -1,9 +1,9 @@
-"""Images in a prompt: pixels, and the tokens that stand for them.
+"""Images in a prompt: pixels, and the tokens that represent them.
 
-Each token of an image has an id of its own, made of the image's content: a prompt's token ids say
-all that its KV depends on. Whatever compares prompts by their tokens (prefix caches, the names of
-pages, routers' indices, tiers) tells two images apart, and finds the same one again, without
-knowing that there are any. These ids are above those of every vocabulary.
+Each token of an image has an id derived from the image's content, so the token ids of a prompt
+determine its KV. Code that compares prompts by tokens (prefix caches, page hashes, routers'
+indices, offload tiers) distinguishes images and recognises equal ones without handling images.
+These ids are above all vocabularies.
 """
 
 import hashlib
@@ -17,16 +17,17 @@ from common.errors import InvalidRequest
 from common.limits import MAX_IMAGES, MAX_PIXEL_BYTES
 from protos import images_pb2 as pb
 
-FIRST_IMAGE_TOKEN = 1 << 30  # an id from here on is a token of some image
+FIRST_IMAGE_TOKEN = 1 << 30  # ids from here on are image tokens
 _CHANNELS = 3
 
 
 class Image(msgspec.Struct, frozen=True):
-    """An image as the encoder of its model takes it, but for its numbers' scale.
+    """An image in the form for the encoder of its model, except for the scale of its numbers.
 
-    at: the first of its tokens in the prompt.
-    rows, columns: of tokens; each is a square of so many pixels as the model says.
-    pixels: RGB, 8 bits each, row after row.
+    Attributes:
+        at: position of its first token in the prompt.
+        rows, columns: of tokens. The model defines the pixels of a token, which form a square.
+        pixels: RGB, 8 bits each, row by row.
     """
 
     at: int
@@ -44,7 +45,7 @@ class Image(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> bytes:
-        """Of its content: 16 bytes."""
+        """Hash of its content, 16 bytes."""
         size = self.rows.to_bytes(4, "little") + self.columns.to_bytes(4, "little")
         digest = hashlib.blake2b(size, digest_size=16, person=b"baton image")
         digest.update(self.pixels)
@@ -52,21 +53,23 @@ class Image(msgspec.Struct, frozen=True):
 
     @property
     def token_ids(self) -> list[int]:
-        """30 bits of each are of its content."""
+        """Token ids, with 30 bits each from the content."""
         drawn = hashlib.shake_128(self.name).digest(4 * self.num_tokens)
         words = struct.unpack(f"<{self.num_tokens}I", drawn)
         return [word % FIRST_IMAGE_TOKEN + FIRST_IMAGE_TOKEN for word in words]
 
     def fits(self, token_side: int) -> bool:
-        """Whether it has the pixels of its tokens, squares of so many pixels a side."""
+        """Return whether it has the pixels of its tokens, which are squares of `token_side`
+        pixels."""
         return len(self.pixels) == self.num_tokens * token_side**2 * _CHANNELS
 
 
 def check_images(images: Sequence[Image], token_ids: Sequence[int]) -> None:
-    """
+    """Check the images of a prompt.
+
     Raises:
-        InvalidRequest: they are too many, or in the prompt's tokens is something else in their
-            place: then what is computed would be found under the name of another image.
+        InvalidRequest: there are too many, or the prompt has other tokens in their place. In that
+            case, the KV would be cached under another image's tokens.
     """
     if len(images) > MAX_IMAGES:
         raise InvalidRequest(f"images: {len(images)} in one request, {MAX_IMAGES} allowed")
@@ -88,7 +91,7 @@ def check_images(images: Sequence[Image], token_ids: Sequence[int]) -> None:
 
 
 def from_proto(protos: Sequence[pb.Image]) -> tuple[Image, ...]:
-    """To be checked."""
+    """Parse images. The caller must check them."""
     return tuple(Image(each.at, each.rows, each.columns, each.pixels) for each in protos)
 
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens that follow each other, as they cross from node to router."""
+"""Log-probabilities of consecutive tokens, in the form sent from node to router."""
 
 from array import array
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ from protos import sampling_pb2 as pb
 
 
 class Logprobs(msgspec.Struct, frozen=True):
-    """Columns in the machine's bytes: float32 or uint32."""
+    """Log-probabilities in columns of float32 or uint32, in native byte order."""
 
     logprob: bytes  # [n]
-    num_top: int  # likeliest tokens of each place, in falling order
+    num_top: int  # most likely tokens per position, in descending order
     top_token: bytes  # [n, num_top]
     top_logprob: bytes  # [n, num_top]
 
@@ -23,7 +23,7 @@ class Logprobs(msgspec.Struct, frozen=True):
         return len(self.logprob) // 4
 
     def first(self, num_tokens: int) -> "Logprobs":
-        """Of so many of its tokens."""
+        """Return the first `num_tokens` tokens."""
         width = 4 * self.num_top
         return Logprobs(
             self.logprob[: 4 * num_tokens],
@@ -33,7 +33,7 @@ class Logprobs(msgspec.Struct, frozen=True):
         )
 
     def tokens(self) -> list["TokenLogprobs"]:
-        """One record for each token."""
+        """Return one record per token."""
         k = self.num_top
         logprobs, top = array("f", self.logprob), array("f", self.top_logprob).tolist()
         top_tokens = array("I", self.top_token).tolist()
@@ -50,7 +50,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
 
 
 def join(parts: Sequence[Logprobs]) -> Logprobs:
-    """Of one request, of tokens that follow each other."""
+    """Join consecutive parts of one request."""
     return Logprobs(
         b"".join(part.logprob for part in parts),
         parts[0].num_top,
@@ -60,7 +60,7 @@ def join(parts: Sequence[Logprobs]) -> Logprobs:
 
 
 def split(logprobs: Logprobs) -> list[Logprobs]:
-    """One record for each token."""
+    """Return one record per token."""
     width = 4 * logprobs.num_top
     return [
         Logprobs(
@@ -74,7 +74,7 @@ def split(logprobs: Logprobs) -> list[Logprobs]:
 
 
 def to_fields(logprobs: Logprobs | None) -> dict[str, Any] | None:
-    """The fields of the wire form, for a message that has it as a part."""
+    """Return the fields of the wire form, for use in a larger message."""
     if logprobs is None:
         return None
     return {
@@ -86,7 +86,7 @@ def to_fields(logprobs: Logprobs | None) -> dict[str, Any] | None:
 
 
 def from_proto(proto: pb.Logprobs) -> Logprobs:
-    """Raises ProtocolViolation where its columns do not fit."""
+    """Parse log-probabilities. Raises ProtocolViolation if column lengths differ."""
     num_top = proto.num_top
     num_values = len(proto.logprob) * num_top
     lengths = {len(proto.top_token), len(proto.top_logprob), num_values}

@@ -1,12 +1,13 @@
-"""The namespace of a prompt in the prefix caches: KV is reused within one, never across two.
+"""Namespace of a prompt in the prefix caches. KV is reused only within a namespace.
 
-A router makes it; nodes carry and compare it, and do not know what it stands for. It is 16 bytes,
-or none: then the prompt is shared with all others that have none.
+A router creates it. Nodes send and compare it without knowing its meaning. It has 16 bytes, or
+none: requests without a namespace share one default namespace.
 
-128 bits, and no secret. Whoever knows what others' namespaces are made of can try salts at home
-until one falls into any of them, and would find there what its owner has sent. Among a million of
-them that takes 2**108 tries; with 64 bits it would take 2**44. With a secret key 64 would do, but
-every router would have to have the same one, and a new one would empty all caches.
+It has 128 bits and uses no secret key. An attacker who knows how namespaces are made could try
+salts offline until one matches any namespace in use, and could then read from its cache. Among a
+million namespaces that takes 2**108 tries. With 64 bits it would take 2**44. A secret key would
+make 64 bits sufficient, but all routers would need the same key, and a new key would invalidate all
+caches.
 """
 
 from hashlib import blake2b
@@ -20,10 +21,13 @@ SHARED: Namespace = b""
 
 
 def namespace_of(salt: str, owner: str = "") -> Namespace:
-    """Alike on every router. A salt that nobody can guess is a namespace that nobody can enter.
+    """Return the namespace for a salt. It is the same on every router.
+
+    A namespace is private if its salt cannot be guessed.
 
     Args:
-        owner: at most 64 bytes; no salt of one owner, or of none, makes a namespace of another's.
+        salt: from the client.
+        owner: at most 64 bytes. Namespaces of different owners, or without an owner, never match.
     """
     return blake2b(
         salt.encode(),
@@ -34,11 +38,14 @@ def namespace_of(salt: str, owner: str = "") -> Namespace:
 
 
 def part_of(namespace: Namespace, content: bytes, *, person: bytes) -> Namespace:
-    """The part of a namespace that is for KV made with some content besides; all of it where there
-    is none.
+    """Return the part of a namespace for KV that also depends on `content`.
+
+    Without content, it is the namespace itself.
 
     Args:
-        person: of blake2b: contents of different kinds have different parts.
+        namespace: of the client.
+        content: hash of an adapter or of weights.
+        person: personalisation for blake2b, which separates different kinds of content.
     """
     if not content:
         return namespace
@@ -48,7 +55,7 @@ def part_of(namespace: Namespace, content: bytes, *, person: bytes) -> Namespace
 
 
 def check_namespace(namespace: bytes) -> Namespace:
-    """Raises InvalidRequest for what no router makes."""
+    """Return the namespace. Raises InvalidRequest if its length is wrong."""
     if len(namespace) not in (0, NAMESPACE_BYTES):
         raise InvalidRequest(
             f"namespace has {len(namespace)} bytes; it has {NAMESPACE_BYTES}, or none"

@@ -1,4 +1,4 @@
-"""What is wanted of a prompt that no token is to follow."""
+"""Pooling requests: vectors or scores of a prompt, without generated tokens."""
 
 from enum import IntEnum
 
@@ -10,18 +10,21 @@ MAX_TOLD_TOKENS = 256
 
 
 class Pool(IntEnum):
-    """What is made of a prompt's hidden states. The numbers of pooling.proto."""
+    """Pooling of a prompt's hidden states, with the numbers of pooling.proto."""
 
-    LAST = 1  # that of its last token
-    MEAN = 2  # of all its tokens
-    FIRST = 3  # that of its first token, "cls"
-    LABELS = 4  # what the model's head for classes says of the last one
-    TOKENS = 5  # log-probabilities of some tokens, were one to follow the last
+    LAST = 1  # last token
+    MEAN = 2  # mean of all tokens
+    FIRST = 3  # first token, "cls"
+    LABELS = 4  # output of the model's classification head for the last token
+    TOKENS = 5  # log-probabilities of some tokens after the last one
 
 
 class Pooling(msgspec.Struct, frozen=True):
-    """
-    tokens: ids, with Pool.TOKENS only.
+    """A pooling request.
+
+    Attributes:
+        pool: kind of pooling.
+        tokens: ids, only with Pool.TOKENS.
     """
 
     pool: Pool
@@ -29,12 +32,13 @@ class Pooling(msgspec.Struct, frozen=True):
 
     @property
     def of_all(self) -> bool:
-        """Whether tokens are needed whose KV a cache may have: then all are computed."""
+        """True if hidden states of tokens in the prefix cache are needed. Then all tokens are
+        computed."""
         return self.pool in (Pool.MEAN, Pool.FIRST)
 
 
 def check(pooling: Pooling) -> None:
-    """Raises InvalidRequest with a sentence that names the field."""
+    """Check a pooling request. Raises InvalidRequest with the field's name."""
     if len(pooling.tokens) > MAX_TOLD_TOKENS:
         raise InvalidRequest(
             f"label_token_ids has {len(pooling.tokens)} tokens, {MAX_TOLD_TOKENS} allowed"

@@ -1,10 +1,10 @@
-"""What became of the tokens of a text that a client had expected of its answer."""
+"""Statistics of predicted outputs, which clients send with a request."""
 
 import msgspec
 
 
 class Predicted(msgspec.Struct, frozen=True):
-    """Tokens of it that were guesses: those that are in the answer, and those that were wrong."""
+    """Predicted tokens that were in the response (accepted) and that were not (rejected)."""
 
     accepted: int = 0
     rejected: int = 0

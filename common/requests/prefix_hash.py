@@ -1,8 +1,8 @@
-"""The name of a prefix of a prompt, alike on every machine: 64 bits.
+"""The 64-bit hash of a prefix of a prompt, the same on every machine.
 
-It is the XXH3 of the prefix's namespace (namespace.py) and its token ids as little-endian int32.
-A page of a prefix cache is named by the prefix that it ends. That serves to find what is probably
-cached where; whoever reuses KV compares namespaces and tokens.
+It is the XXH3 of the prefix's namespace (namespace.py) and its token ids as little-endian int32. A
+page of a prefix cache is identified by the hash of the prefix that it ends. The hash finds prefixes
+that are probably cached. Reuse of KV compares namespaces and tokens.
 """
 
 import sys
@@ -17,12 +17,12 @@ BYTES_PER_TOKEN = 4
 
 
 def as_bytes(token_ids: Sequence[int]) -> bytes:
-    """Little-endian int32.
+    """Return token ids as little-endian int32.
 
     Raises:
-        OverflowError: an id is negative, or no 32-bit integer.
+        OverflowError: an id is negative or does not fit into 32 bits.
     """
-    # "I" and fromlist: "i", or the array's constructor, take several times as long.
+    # "I" with fromlist is several times faster than "i" or the array's constructor.
     packed = array("I")
     packed.fromlist(list(token_ids))
     if sys.byteorder == "big":
@@ -31,24 +31,27 @@ def as_bytes(token_ids: Sequence[int]) -> bytes:
 
 
 class PrefixHasher:
-    """Names the pages of one prompt as it grows."""
+    """Hashes of the pages of a growing prompt."""
 
     def __init__(self, begun: bytes | memoryview = b"") -> None:
-        """
+        """Start after a prefix.
+
         Args:
-            begun: the namespace, then the tokens, as of `as_bytes`, after which naming begins.
+            begun: the namespace, then the tokens before the first page, in the form of `as_bytes`.
         """
         self._hash = xxh3_64(begun)
 
     def copy(self) -> "PrefixHasher":
-        """For another continuation of the same prefix."""
+        """Return a copy, for another continuation of the same prefix."""
         other = PrefixHasher()
         other._hash = self._hash.copy()
         return other
 
     def extend(self, tokens: bytes | memoryview, page_size: int) -> list[int]:
-        """The names of the prefixes that end with each whole page in `tokens`; what is no whole
-        page at the end is left out."""
+        """Return the hashes of the prefixes that end with each whole page in `tokens`.
+
+        An incomplete page at the end is ignored.
+        """
         size = page_size * BYTES_PER_TOKEN
         update, digest = self._hash.update, self._hash.intdigest
         names: list[int] = []
@@ -61,5 +64,5 @@ class PrefixHasher:
 def page_names(
     token_ids: Sequence[int], page_size: int, namespace: Namespace = SHARED
 ) -> list[int]:
-    """Of every prefix in whole pages, the shortest first."""
+    """Return the hashes of all prefixes in whole pages, shortest first."""
     return PrefixHasher(namespace).extend(as_bytes(token_ids), page_size)

@@ -1,13 +1,16 @@
-"""Who holds the KV of how much of a prompt, as somebody believes. A hint: whoever follows it asks
-there, and computes where it was wrong."""
+"""Hints about nodes that hold a prefix of a prompt.
+
+A hint may be wrong. The receiver requests the prefix there and recomputes it if it is missing.
+"""
 
 import msgspec
 
-MAX_HINTS = 4  # of one request
+MAX_HINTS = 4  # per request
 
 
 class PrefixAt(msgspec.Struct, frozen=True):
-    """A node, by its address, has the KV of so many tokens from the first one on."""
+    """A node by its address, and the number of prompt tokens that it holds, from the first one
+    on."""
 
     address: str
     num_tokens: int

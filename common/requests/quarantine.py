@@ -1,15 +1,15 @@
-"""What becomes of a request that an engine may have died of: the rules that all programs keep to.
+"""Quarantine: rules of all processes for requests that may have crashed an engine.
 
-One request that makes a forward raise takes its engine down, and all others of that engine with it.
-Nobody knows then which of them it was. So each of them carries on that it was there, and computes
-alone, at its prefill node and at its decode node, until it has got past the place of the death:
-then it was innocent, and nothing is held against it. One that is alone in an engine that dies is
-what the engine died of.
+One request that makes a forward pass raise crashes its engine, together with all its other
+requests, and it is unknown which request it was. So each of them carries a crash count and is
+computed alone, at its prefill node and at its decode node, until it is past the position of the
+crash. Then it is innocent and its count is cleared. A request that is alone in an engine that
+crashes is the cause.
 """
 
-# From the tokens that had been told: the forward that died was for the next one of them, or, with
-# a step launched ahead, for the one after.
+# Counted from the tokens sent: the crashed pass was for the next one, or for the one after if a
+# step was launched ahead.
 TRIAL_TOKENS = 4
-MAX_DEATHS = 1  # of engines, that a node takes a request with
+MAX_DEATHS = 1  # crashes with which a node still accepts a request
 
 GUILTY = "this request has ended two engines, the second one while it computed alone"

@@ -1,4 +1,4 @@
-"""What an answer may begin with: thought, which ends before anything is said."""
+"""Reasoning at the beginning of a response, before the visible text."""
 
 from typing import Any
 
@@ -8,9 +8,11 @@ from protos import sampling_pb2 as pb
 
 
 class Thought(msgspec.Struct, frozen=True):
-    """
-    open: the token that begins it, as the first one of the answer; None: the prompt has begun it.
-    close: the token that ends it.
+    """Tokens that delimit reasoning.
+
+    Attributes:
+        close: token that ends it.
+        open: token that begins it, as the first one of the response. None: the prompt has begun it.
     """
 
     close: int
@@ -26,5 +28,5 @@ def from_proto(proto: pb.Thought) -> Thought:
 
 
 def to_fields(thought: Thought) -> dict[str, Any]:
-    """The fields of the wire form."""
+    """Return the fields of the wire form."""
     return {"close": thought.close, "open": thought.open}

@@ -1,7 +1,7 @@
-"""What happened to one request on one program: a list of moments, in words, for people.
+"""Trace of one request at one process: a list of events in words, for people.
 
-A timeline (timeline.py) is what metrics and drawings are made of, closed and counted; a flight is
-read. What a peer says is never trusted: it is cut to what can be.
+A timeline (timeline.py) has a fixed set of phases, for metrics and diagrams. A trace is for
+reading. Data from peers is not trusted: it is limited to valid values.
 """
 
 from collections.abc import Iterable
@@ -13,8 +13,8 @@ import msgspec
 from common.requests.timeline import MAX_TEXT
 from protos import node_pb2, router_pb2
 
-MAX_EVENTS = 256  # of one flight
-MAX_FLIGHTS = 32  # of one request on one node
+MAX_EVENTS = 256  # of one trace
+MAX_FLIGHTS = 32  # traces of one request at one node
 _MAX_WHAT = 32  # characters
 
 
@@ -25,15 +25,15 @@ class Event(NamedTuple):
 
 
 class Flight(msgspec.Struct, frozen=True, array_like=True):
-    began_ago_s: float  # when it arrived there, before this was said
-    events: tuple[Event, ...]  # by their moments
+    began_ago_s: float  # seconds from its arrival there to this report
+    events: tuple[Event, ...]  # ordered by time
 
 
 class Flights(msgspec.Struct, frozen=True, array_like=True):
-    """What one node knows of one request."""
+    """Traces of one request at one node."""
 
     flights: tuple[Flight, ...]
-    num_kept: int  # requests that have ended and that are still known there
+    num_kept: int  # ended requests that the node still remembers
 
 
 def to_proto(flights: Flights) -> node_pb2.ExplainHereResponse:
@@ -53,7 +53,7 @@ def event_to_proto(event: Event) -> router_pb2.RequestEvent:
 
 
 def from_proto(message: node_pb2.ExplainHereResponse) -> Flights:
-    """What of it can be true."""
+    """Parse traces, limited to valid values."""
     flights = (
         Flight(one.began_ago_s, tuple(_events(one.events[:MAX_EVENTS])))
         for one in message.flights[:MAX_FLIGHTS]

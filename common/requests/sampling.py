@@ -1,4 +1,4 @@
-"""How a request's tokens are chosen: one immutable record from the router to the sampler."""
+"""Sampling parameters of a request: one immutable record from the router to the sampler."""
 
 from collections.abc import Sequence, Sized
 from operator import attrgetter, le
@@ -18,19 +18,19 @@ MAX_STOP_TOKEN_IDS = 16
 MAX_LOGPROBS = 20
 MAX_BIASES = 1024
 MAX_ALLOWED_TOKEN_IDS = 4096
-MAX_BAD_WORDS = 64  # as text; each may be written in several ways
+MAX_BAD_WORDS = 64  # as text; each can have several tokenisations
 MAX_BAD_WORD_IDS = 256
 MAX_BAD_WORD_TOKENS = 64
 STRONGEST_BIAS = 100.0
-MAX_TOKEN_ID = 2**31 - 1  # nodes keep them as int32
+MAX_TOKEN_ID = 2**31 - 1  # nodes store ids as int32
 
-# Of the 32 bits that carry numbers to the nodes.
+# Limits of the float32 fields sent to nodes.
 _LARGEST = (2 - 2**-23) * 2.0**127
 _ABOVE_0 = 2.0**-149
-# Far beyond any use, and far from where a float32 logit overflows: that would be an end with an
-# error, when it has been computed, and look like a fault of the model.
+# Far beyond any use, and far below float32 overflow of logits. An overflow would end the request
+# with an error after it was computed, and would look like a fault of the model.
 _STRONGEST = 2.0**20
-# name, lowest and highest value, as errors say it
+# name, lowest value, highest value, range in error messages
 _RANGES = (
     ("max_tokens", 1, _LARGEST, "at least 1"),
     ("temperature", 0.0, _LARGEST, "at least 0"),
@@ -50,9 +50,9 @@ _ranged = attrgetter(*_NAMES)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """Checked sampling parameters. Stop strings are the router's and are not part of it.
+    """Validated sampling parameters. Stop strings belong to the router and are not included.
 
-    A token is a function of (logits, seed, token index): the same on every node.
+    A token is a function of (logits, seed, token index) and so the same on every node.
     """
 
     max_tokens: int
@@ -68,13 +68,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: float = 1.0
     min_tokens: int = 0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    allowed_token_ids: tuple[int, ...] = ()  # empty: all
+    allowed_token_ids: tuple[int, ...] = ()  # empty: all tokens are allowed
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     logprobs: int = -1  # so many of the likeliest tokens are told beside each token; -1: none is
     prompt_logprobs: int = -1
-    guide: Guide | None = None  # what form the answer has
-    thinking_budget: int = -1  # tokens after which thought is ended; -1: none
-    thought: Thought | None = None  # what the answer may begin with, where anybody has to know
+    guide: Guide | None = None  # form of the response
+    thinking_budget: int = -1  # tokens after which reasoning is ended; -1: no limit
+    thought: Thought | None = None  # reasoning delimiters, if a node needs to know them
 
     @property
     def greedy(self) -> bool:
@@ -82,8 +82,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ends_at_eos(self) -> bool:
-        """Whether an end-of-sequence token ends the answer. Where there is a guide it is the end of
-        the grammar, behind which nothing can follow."""
+        """True if an end-of-sequence token ends the response.
+
+        With a guide it always does: it is the end of the grammar, and nothing can follow.
+        """
         return not self.ignore_eos or self.guide is not None
 
     @property
@@ -96,13 +98,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def from_proto(proto: Sampling, *, max_tokens: int, seed: int) -> SamplingParams:
-    """Checks every field of `proto` and fills what is unset.
+    """Validate all fields of `proto` and fill in unset ones.
 
     Args:
-        max_tokens: used where the proto leaves it unset.
-        seed: used where the proto leaves it unset.
+        proto: from another process.
+        max_tokens: used if it is unset in the proto.
+        seed: used if it is unset in the proto.
     Raises:
-        InvalidRequest: with a sentence that names the field.
+        InvalidRequest: with the field's name.
     """
     params = unchecked(proto, max_tokens=max_tokens, seed=seed)
     check(params)
@@ -111,10 +114,10 @@ def from_proto(proto: Sampling, *, max_tokens: int, seed: int) -> SamplingParams
 
 
 def unchecked(proto: Sampling, *, max_tokens: int, seed: int) -> SamplingParams:
-    """As `from_proto`, for whoever calls `check` later.
+    """Parse `proto` like `from_proto`, without `check`, which the caller must call later.
 
     Raises:
-        InvalidRequest: a list is longer than is worth reading.
+        InvalidRequest: a list is too long.
     """
     check_counts(proto.stop_token_ids, proto.stop)
     words = [word.ids for word in proto.bad_word_ids[: MAX_BAD_WORD_IDS + 1]]
@@ -146,8 +149,8 @@ def unchecked(proto: Sampling, *, max_tokens: int, seed: int) -> SamplingParams:
 
 
 def to_fields(params: SamplingParams) -> dict[str, Any]:
-    """The fields of the wire form, for a message that has it as a part: given as a message, it
-    would be copied there."""
+    """Return the fields of the wire form, for use in a larger message. Protobuf would copy a
+    message."""
     fields = msgspec.structs.asdict(params)
     fields["logit_bias"] = dict(params.logit_bias)
     fields["bad_word_ids"] = [{"ids": word} for word in params.bad_word_ids]
@@ -160,14 +163,14 @@ def to_fields(params: SamplingParams) -> dict[str, Any]:
 
 
 def to_proto(params: SamplingParams) -> Sampling:
-    """The wire form; `from_proto` gives the same record back."""
+    """Return the wire form. `from_proto` gives the same record back."""
     return Sampling(**to_fields(params))
 
 
 def check(params: SamplingParams) -> None:
-    """Raises InvalidRequest with a sentence that names the field."""
+    """Check the parameters. Raises InvalidRequest with the field's name."""
     values = _ranged(params)
-    if not (all(map(le, _LOWEST, values)) and all(map(le, values, _HIGHEST))):  # nor is NaN
+    if not (all(map(le, _LOWEST, values)) and all(map(le, values, _HIGHEST))):  # rejects NaN too
         raise _out_of_range(values)
     if params.top_k < 1 and params.top_k != -1:
         raise InvalidRequest(f"sampling.top_k must be -1 or at least 1, got {params.top_k}")
@@ -186,16 +189,17 @@ def check(params: SamplingParams) -> None:
         guide.check(params.guide)
     check_lengths(params.logit_bias, params.allowed_token_ids, params.bad_word_ids)
     for token, bias in params.logit_bias:
-        if not abs(bias) <= STRONGEST_BIAS:  # nor is NaN
+        if not abs(bias) <= STRONGEST_BIAS:  # rejects NaN too
             raise InvalidRequest(
                 f"sampling.logit_bias must be in [-100, 100], got {bias} for token {token}"
             )
 
 
 def _out_of_range(values: Sequence[float]) -> InvalidRequest:
-    """
+    """Return the error for the first value out of its range.
+
     Args:
-        values: in the order of `_RANGES`; one is out of its range.
+        values: in the order of `_RANGES`. At least one is out of its range.
     """
     rows = zip(_RANGES, values, strict=True)
     name, rule, value = next((n, r, v) for (n, low, high, r), v in rows if not low <= v <= high)
@@ -205,7 +209,7 @@ def _out_of_range(values: Sequence[float]) -> InvalidRequest:
 def check_lengths(
     logit_bias: Sized, allowed_token_ids: Sized, bad_word_ids: Sequence[Sized]
 ) -> None:
-    """Raises InvalidRequest as `check` does, and looks at no token."""
+    """Check lengths only. Raises InvalidRequest as `check` does."""
     _at_most("logit_bias", "tokens", logit_bias, MAX_BIASES)
     _at_most("allowed_token_ids", "ids", allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
     _at_most("bad_word_ids", "words", bad_word_ids, MAX_BAD_WORD_IDS)
@@ -216,7 +220,7 @@ def check_lengths(
 
 
 def check_bad_words(bad_words: Sequence[str]) -> None:
-    """Raises InvalidRequest as `check` does."""
+    """Check bad words. Raises InvalidRequest as `check` does."""
     _at_most("bad_words", "words", bad_words, MAX_BAD_WORDS)
     if not all(bad_words):
         raise InvalidRequest("sampling.bad_words has an empty string")
@@ -228,9 +232,11 @@ def _at_most(field: str, items: str, values: Sized, limit: int) -> None:
 
 
 def check_counts(stop_token_ids: Sized, stop: Sized, name: str = "stop") -> None:
-    """Raises InvalidRequest as `check` does, and looks at no item.
+    """Check the number of stop conditions only. Raises InvalidRequest as `check` does.
 
     Args:
+        stop_token_ids: stop tokens.
+        stop: stop strings.
         name: of the field with `stop`.
     """
     if len(stop_token_ids) > MAX_STOP_TOKEN_IDS:
@@ -242,7 +248,7 @@ def check_counts(stop_token_ids: Sized, stop: Sized, name: str = "stop") -> None
 
 
 def check_stop(stop: Sequence[str]) -> None:
-    """Raises InvalidRequest as `check` does."""
+    """Check stop strings. Raises InvalidRequest as `check` does."""
     check_counts((), stop)
     if not all(stop):
         raise InvalidRequest("sampling.stop has an empty string")

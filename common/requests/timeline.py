@@ -1,8 +1,8 @@
-"""The timeline of a request: a closed list of phases, each with its start and end.
+"""Timeline of a request: a fixed set of phases, each with start and end.
 
-A decode node tells it with a request's end, in seconds since the Submit arrived there. Of a
-prefill node it knows durations only, which came with the last Ready: no clock is compared with
-another host's. What a peer says is never trusted: it is cut to what can be.
+A decode node sends it with the end of a request, in seconds since the Submit arrived there. For the
+prefill node, it has only durations, which came with the last Ready. So clocks of different hosts
+are never compared. Data from peers is not trusted: it is limited to valid values.
 """
 
 from collections.abc import Sequence
@@ -20,22 +20,23 @@ MAX_TEXT = 300  # characters of an address or a reason
 
 
 class Phase(IntEnum):
-    """The numbers of decode.proto. Those of one attempt at a hand-off name its number."""
+    """Phases, with the numbers of decode.proto. Phases of a hand-off attempt also have its
+    number."""
 
     DISPATCH = 1  # Submit at the front -> the engine thread has it
     PREALLOC_QUEUE = 2  # opened at a prefill node -> pages reserved, granted
     PREFILL_WAIT = 3  # granted -> first Ready
     TRANSFER = 4  # first Ready -> last page read
-    RELEASE = 5  # last page read -> Released(held)
-    JOIN = 6  # held -> in the running batch
+    RELEASE = 5  # last page read -> released as completed
+    JOIN = 6  # completed -> in the running batch
     LOCAL_QUEUE = 7  # the waiting queue of a prompt that the decode node prefills
     LOCAL_PREFILL = 8  # its first forward is chosen -> its first token
     RUNNING = 9  # in the running batch -> ended
-    RETRACTED = 10  # off the device for want of pages; inside RUNNING
+    RETRACTED = 10  # swapped out because pages were short; inside RUNNING
     BOOTSTRAP_QUEUE = 11  # prefill node: Open arrived -> granted
     WAITING_QUEUE = 12  # prefill node: granted -> its first forward is chosen
     PREFILL = 13  # prefill node: first chunk chosen -> last chunk done
-    INFLIGHT_QUEUE = 14  # prefill node: last chunk done -> dropped; only that node knows it
+    INFLIGHT_QUEUE = 14  # prefill node: last chunk done -> dropped; known only to that node
 
     @property
     def on_prefill_node(self) -> bool:
@@ -43,12 +44,12 @@ class Phase(IntEnum):
 
 
 class TtftPhase(IntEnum):
-    """What the time to first token is divided into; the last one is all that nobody measured."""
+    """Parts of the time to first token. The last one is the remainder, which is not measured."""
 
     TOKENIZE = 0
     PLACE = 1
     DISPATCH = 2
-    RETRIES = 3  # attempts at hand-offs that came before the one that gave the token
+    RETRIES = 3  # hand-off attempts before the successful one
     PREALLOC_QUEUE = 4
     WAITING_QUEUE = 5
     PREFILL = 6
@@ -61,13 +62,13 @@ class TtftPhase(IntEnum):
 
 class Interval(NamedTuple):
     phase: Phase
-    attempt: int  # from 1; 0 where it belongs to none
+    attempt: int  # from 1; 0: the phase belongs to no attempt
     start: float  # seconds since the Submit arrived
     end: float
 
 
 class Attempt(msgspec.Struct, frozen=True, array_like=True):
-    """One attempt at a hand-off."""
+    """A hand-off attempt."""
 
     prefill: str  # address of the prefill node
     path: str  # of the link to it
@@ -75,20 +76,21 @@ class Attempt(msgspec.Struct, frozen=True, array_like=True):
     reason: str = ""
     num_pages: int = 0  # read
     num_bytes: int = 0
-    num_chunks: int = 0  # the prompt was computed in
+    num_chunks: int = 0  # chunks of the prompt
 
 
 class Timeline(msgspec.Struct, frozen=True, array_like=True):
     intervals: tuple[Interval, ...] = ()
     attempts: tuple[Attempt, ...] = ()
-    first_token: float | None = None  # when the decode node had it
+    first_token: float | None = None  # when the decode node had it, in seconds
 
 
 NOTHING = Timeline()
 
 
 class PrefillTimes(msgspec.Struct, frozen=True, array_like=True):
-    """What a prefill node measured of one hand-off. Durations, never moments of its clock."""
+    """Durations of a hand-off as measured by the prefill node. Times of its clock are never
+    sent."""
 
     bootstrap_s: float  # Open arrived -> granted
     waiting_s: float  # granted -> its first forward was chosen
@@ -98,8 +100,16 @@ class PrefillTimes(msgspec.Struct, frozen=True, array_like=True):
     def between(
         self, opened: float, granted: float, first_token: float, attempt: int
     ) -> list[Interval]:
-        """These durations on the clock of the one who waited for them, as near the middle of what
-        is possible as they fit, and cut where they do not."""
+        """Return these durations as intervals on the decode node's clock.
+
+        They are placed in the middle of the possible range, and cut where they do not fit.
+
+        Args:
+            opened: when the decode node opened the hand-off.
+            granted: when it granted pages.
+            first_token: when it had the first token.
+            attempt: number of the hand-off attempt.
+        """
         total = self.bootstrap_s + self.waiting_s + self.prefill_s
         earliest = max(opened, granted - self.bootstrap_s)
         latest = max(first_token - total, earliest)
@@ -116,7 +126,7 @@ class PrefillTimes(msgspec.Struct, frozen=True, array_like=True):
         return rows
 
 
-# On the wire ------------------------------------------------------------------------------------
+# Wire form ----------------------------------------------------------------------------------------
 
 
 def to_proto(timeline: Timeline) -> pb.Timeline:
@@ -145,10 +155,11 @@ def to_proto(timeline: Timeline) -> pb.Timeline:
 
 
 def from_proto(message: pb.Timeline, longest_s: float) -> Timeline:
-    """What of it can be true.
+    """Parse a timeline, limited to valid values.
 
     Args:
-        longest_s: since the request was sent there; nothing in it can be later.
+        message: from a decode node.
+        longest_s: seconds since the request was sent there. Nothing in the timeline can be later.
     """
     attempts = tuple(
         Attempt(
@@ -162,7 +173,7 @@ def from_proto(message: pb.Timeline, longest_s: float) -> Timeline:
         )
         for one in message.attempts[:MAX_ATTEMPTS]
     )
-    # Columns of different lengths lose what they do not have in common.
+    # If column lengths differ, the excess is ignored.
     rows = zip(message.phase, message.attempt, message.start_s, message.end_s, strict=False)
     intervals: list[Interval] = []
     for phase, attempt, start, end in list(rows)[:MAX_INTERVALS]:
@@ -178,22 +189,24 @@ def from_proto(message: pb.Timeline, longest_s: float) -> Timeline:
 
 _PHASES = {int(phase): phase for phase in Phase}
 
-# The split of the time to first token ------------------------------------------------------------
+# Parts of the time to first token -----------------------------------------------------------------
 
 
 def split_ttft(
     message: pb.Timeline, *, tokenize_s: float, place_s: float, ttft_s: float
 ) -> tuple[float, ...]:
-    """The seconds of every TtftPhase, in order; they add up to `ttft_s`, whatever the node says.
+    """Return the seconds of each TtftPhase, in order. Their sum is `ttft_s` for any message.
 
     Args:
-        tokenize_s, place_s: as the router measured them, with all that came before it submitted
-            the request to the node whose timeline this is.
+        message: from the decode node.
+        tokenize_s, place_s: measured by the router, including everything before it submitted the
+            request to the node of this timeline.
+        ttft_s: measured by the router.
     """
     rows = [
         row
         for row in zip(message.phase, message.attempt, message.start_s, message.end_s, strict=False)
-        if row[0] in _PARTS and 0.0 <= row[2] <= row[3] < inf  # nor NaN
+        if row[0] in _PARTS and 0.0 <= row[2] <= row[3] < inf  # rejects NaN too
     ]
     parts = [0.0] * len(TtftPhase)
     parts[TtftPhase.TOKENIZE] = tokenize_s
@@ -227,7 +240,8 @@ _PARTS = {
 def _attempt_of_first_token(
     rows: Sequence[tuple[int, int, float, float]], first_token: float
 ) -> int:
-    """The attempt whose prefill node sampled it; 0 where it was sampled on the decode node."""
+    """Return the attempt whose prefill node sampled the first token. 0: the decode node sampled
+    it."""
     for phase, attempt, _, end in rows:
         if phase == Phase.PREFILL and end <= first_token:
             return attempt

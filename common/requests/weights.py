@@ -1,9 +1,8 @@
-"""What names the weights that a node computes with: a hash of their content, 16 bytes, the same
-whether it was started with them or got them later.
+"""Weight version: a 16-byte hash of the weights of a node.
 
-KV that was made with some weights is of no use to others. So nodes pair with those that have the
-same, prefix caches part by them, a node is asked for KV by the weights of who asks, and refuses
-where it has others.
+It is the same for weights loaded at the start and later. KV made with other weights is useless. So
+nodes pair only with nodes of the same version, and prefix caches are separated by it. A request for
+KV names the version of the sender, and a node with another version refuses it.
 """
 
 from typing import TypeAlias
@@ -13,16 +12,16 @@ from common.requests.namespace import Namespace, part_of
 
 WEIGHTS_BYTES = 16
 WeightsId: TypeAlias = bytes
-UNNAMED: WeightsId = b""  # not told, or not known
+UNNAMED: WeightsId = b""  # not reported or not known
 
 
 def check_weights(weights: bytes) -> WeightsId:
-    """Raises InvalidRequest for what names none."""
+    """Return the version. Raises InvalidRequest if its length is wrong."""
     if len(weights) not in (0, WEIGHTS_BYTES):
         raise InvalidRequest(f"weights has {len(weights)} bytes; it has {WEIGHTS_BYTES}, or none")
     return weights
 
 
 def made_with(namespace: Namespace, weights: WeightsId) -> Namespace:
-    """The part of a namespace in which KV is made with these."""
+    """Return the namespace for KV made with these weights."""
     return part_of(namespace, weights, person=b"baton weights KV")

@@ -1,15 +1,17 @@
-"""gRPC as all programs use it.
+"""gRPC for all processes.
 
-options.py      of all channels and servers
-addresses.py    host:port
-channels.py     how a server is called: TLS, and who calls
-servers.py      servers, and the ports that they listen on
-services.py     what is served: errors, tolerant decoding, who may call
-prefix_hints.py hints on who holds which prefix
-wire_fields.py  how many fields a message has, before it is parsed
-last_words.py   why a stream has ended, told so that it is not lost
-health.py       for probes
-reflection.py   for clients without proto files
+options.py       options of all channels and servers
+addresses.py     host:port
+channels.py      client channels: TLS and identity
+servers.py       servers and their ports
+services.py      services: errors, tolerant decoding, authorization
+prefix_hints.py  wire form of hints about cached prefixes
+wire_fields.py   number of fields of a message, counted before it is parsed
+stream_status.py reason of a stream's end, sent so that it is not lost
+streams.py       both directions of one stream
+health.py        health service for probes
+probe.py         healthcheck command for containers
+reflection.py    reflection for clients without proto files
 """
 
 from common.rpc.addresses import check_address, join_address

@@ -8,15 +8,15 @@ _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
 
 
 def join_address(host: str, port: int) -> str:
-    """host:port, with the brackets that an IPv6 address needs."""
+    """Return host:port, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def check_address(address: str) -> str:
-    """Returns `address` if it is host:port, and nothing else that gRPC would resolve.
+    """Return `address` if it is host:port, and no other form that gRPC would resolve.
 
     Raises:
-        InvalidRequest: otherwise.
+        InvalidRequest: it is not.
     """
     match = _ADDRESS.fullmatch(address)
     if match is None or not 0 < int(match[2]) < 65536:

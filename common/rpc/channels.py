@@ -1,4 +1,4 @@
-"""How a server is called."""
+"""Client channels."""
 
 import asyncio
 
@@ -16,10 +16,11 @@ def make_channel(
     certificates: tls.Certificates | None = None,
     identity: Identity | None = None,
 ) -> grpc.aio.Channel:
-    """A channel of its own connection to host:port. The caller closes it.
+    """Return a channel with a separate connection to host:port. The caller closes it.
 
     Args:
-        certificates: over TLS if there is a `ca` among them, which the other side is checked by.
+        address: host:port.
+        certificates: used for TLS if they include a `ca`, which verifies the other side.
         identity: shown to nodes, which must prove theirs.
     """
     channel: grpc.aio.Channel
@@ -31,8 +32,11 @@ def make_channel(
 
 
 def raise_if_cancelled() -> None:
-    """For loops that catch AioRpcError: when a call fails in the moment in which its task is
-    cancelled, grpcio raises the failure alone, and the cancel would be lost."""
+    """Raise CancelledError if the current task is being cancelled.
+
+    For loops that catch AioRpcError: if a call fails at the moment of a cancellation, grpcio raises
+    only the failure, and the cancellation would be lost.
+    """
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError

@@ -1,4 +1,4 @@
-"""The health of a server for probes, and reflection for clients without proto files."""
+"""Health service for probes, and reflection for clients without proto files."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -13,16 +13,18 @@ from common.rpc.options import NODE_SERVER_OPTIONS
 from common.rpc.servers import HEALTH_PORT, bind, make_server, stop
 from common.rpc.services import Guard, add_service
 
-MAX_HEALTH_WATCHERS = 64  # they need not say who they are, and keep their connections
+MAX_HEALTH_WATCHERS = 64  # they are not authenticated and keep their connections open
 
 
 def add_health_and_reflection(
     server: grpc.aio.Server, services: Sequence[str], guard: Guard | None = None
 ) -> "Health":
-    """Makes `services` visible to clients without proto files, and their health to probes.
+    """Add reflection of `services`, and a health service for probes.
 
     Args:
-        guard: of reflection; health is for everybody.
+        server: not started yet.
+        services: full names.
+        guard: for reflection. Health is open to all callers.
     """
     servicer = _HealthServicer()
     add_service(server, health_pb2_grpc.add_HealthServicer_to_server, servicer)
@@ -32,14 +34,14 @@ def add_health_and_reflection(
 
 
 class _HealthServicer(health.aio.HealthServicer):
-    """With few watchers. Probes only check, and are never refused."""
+    """Health service with a limit of watchers. Checks are not limited."""
 
     def __init__(self) -> None:
         super().__init__()
         self._num_watchers = 0
 
     async def Watch(self, request: Any, context: Any) -> None:
-        """RESOURCE_EXHAUSTED to one too many."""
+        """Stream health changes. RESOURCE_EXHAUSTED if there are too many watchers."""
         if self._num_watchers >= MAX_HEALTH_WATCHERS:
             raise Overloaded(f"{MAX_HEALTH_WATCHERS} watch the health of this program already")
         self._num_watchers += 1
@@ -50,7 +52,7 @@ class _HealthServicer(health.aio.HealthServicer):
 
 
 class Health:
-    """The answer of the gRPC health service, alike for the server ("") and each service of it."""
+    """Health status, the same for the server ("") and each of its services."""
 
     def __init__(self, servicer: Any, services: Sequence[str]) -> None:
         self.servicer = servicer
@@ -58,7 +60,8 @@ class Health:
         self._serving: bool | None = None
 
     async def tell(self, serving: bool) -> None:
-        """Tells probes and watchers; before the first call no service is known to them."""
+        """Send the status to probes and watchers. Before the first call, no service is known to
+        them."""
         if serving == self._serving:
             return
         self._serving = serving
@@ -72,8 +75,9 @@ class Health:
 async def serving_health(
     health: Health, host: str, port: int | None, *, shares_port: bool = False
 ) -> AsyncIterator[None]:
-    """Inside, a port of its own serves `health`, never with TLS, and nothing else: for probes that
-    know no TLS. None: it does not.
+    """Serve `health` on a separate port while inside the context, for probes without TLS.
+
+    The port never uses TLS and serves nothing else. None: no port.
 
     Raises:
         ConfigError: as `bind`.

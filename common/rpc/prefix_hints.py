@@ -1,4 +1,4 @@
-"""Hints on who holds which prefix, on the wire."""
+"""Wire form of hints about cached prefixes."""
 
 from collections.abc import Iterable, Sequence
 
@@ -9,7 +9,7 @@ from protos import prefixes_pb2
 
 
 def from_proto(told: Sequence[prefixes_pb2.PrefixAt]) -> tuple[PrefixAt, ...]:
-    """Raises InvalidRequest: they are too many, or one names no address."""
+    """Parse hints. Raises InvalidRequest if there are too many, or an address is invalid."""
     if len(told) > MAX_HINTS:
         raise InvalidRequest(f"prefix_at has {len(told)} entries, {MAX_HINTS} are allowed")
     return tuple(PrefixAt(check_address(each.address), each.tokens) for each in told)

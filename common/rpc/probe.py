@@ -1,8 +1,8 @@
-"""Asks a server for its health, for healthchecks of containers: exit code 0 if it serves.
+"""Health probe for containers: exit code 0 if the server is serving.
 
     python -m common.rpc.probe HOST:PORT
 
-It speaks gRPC's health protocol without TLS. Where a node has TLS, probe its `front.health_port`.
+It uses gRPC's health protocol without TLS. For a node with TLS, probe its `front.health_port`.
 """
 
 import sys

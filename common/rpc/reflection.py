@@ -1,5 +1,7 @@
-"""gRPC reflection under both of its names. grpcio has v1alpha; clients ask for v1 first, and newer
-ones for nothing else. The two say the same in the same bytes."""
+"""gRPC reflection under both of its names.
+
+grpcio has v1alpha. Clients try v1 first, and newer ones try only that. Both have the same messages.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +15,7 @@ NAMES = ("grpc.reflection.v1.ServerReflection", reflection.SERVICE_NAME)
 
 
 def servicer(services: Sequence[str]) -> Any:
-    """Tells of `services`, and of reflection itself.
+    """Return a servicer that lists `services` and reflection itself.
 
     Args:
         services: full names.
@@ -23,7 +25,7 @@ def servicer(services: Sequence[str]) -> Any:
 
 
 def add_to_server(servicer: Any, server: Any) -> None:
-    """As generated code registers a service, under both names."""
+    """Register the servicer under both names, like generated code."""
     add: Any = reflection_pb2_grpc.add_ServerReflectionServicer_to_server
     add(servicer, server)
     handler = grpc.stream_stream_rpc_method_handler(
@@ -35,7 +37,7 @@ def add_to_server(servicer: Any, server: Any) -> None:
 
 
 def _describe_v1() -> None:
-    """Makes v1 known to protobuf, whose descriptors reflection tells; twice is as good as once."""
+    """Add v1 to protobuf's descriptors, which reflection returns. Idempotent."""
     alpha = FileDescriptorProto()
     reflection_pb2.DESCRIPTOR.CopyToProto(alpha)
     text = text_format.MessageToString(alpha).replace("v1alpha", "v1")

@@ -1,4 +1,4 @@
-"""Servers, and the ports that they listen on. Knows nothing of what they serve."""
+"""gRPC servers and their ports."""
 
 import asyncio
 import logging
@@ -17,7 +17,7 @@ from common.rpc.options import MAX_MESSAGE_BYTES, SERVER_OPTIONS
 log = logging.getLogger(__name__)
 
 
-PORT, HEALTH_PORT = "--port", "--front.health-port"  # knobs, for sentences about them
+PORT, HEALTH_PORT = "--port", "--front.health-port"  # settings, for error messages
 
 
 def make_server(
@@ -26,12 +26,12 @@ def make_server(
     shares_port: bool = False,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> grpc.aio.Server:
-    """A server with our options, bound to nothing yet. Call it on the event loop.
+    """Return a server with Baton's options, not bound yet. Call it on the event loop.
 
     Args:
-        more: options besides SERVER_OPTIONS.
+        more: options added to SERVER_OPTIONS.
         shares_port: as for `bind`.
-        max_message_bytes: larger ones are refused before they are received.
+        max_message_bytes: larger messages are rejected before they are received.
     """
     options = {
         **dict(SERVER_OPTIONS),
@@ -51,15 +51,18 @@ def bind(
     shares_port: bool = False,
     knob: str = PORT,
 ) -> int:
-    """Binds, with TLS if there are certificates to show, and returns the port, which port 0
-    leaves to the system.
+    """Bind a port, with TLS if there are certificates. Returns the port.
 
     Args:
-        shares_port: with other processes, which the kernel deals connections out to; somebody has
-            it `reserved`. A second server otherwise is refused.
-        knob: the flag that chose the port, for the sentence.
+        server: not started yet.
+        host: address to listen on.
+        port: 0 lets the system choose.
+        certificates: None: no TLS.
+        shares_port: share the port with other processes. The kernel distributes connections, and
+            one process keeps the port `reserved`. Without this, a second server is rejected.
+        knob: the flag that chose the port, for error messages.
     Raises:
-        ConfigError: one sentence, such as that the port is taken.
+        ConfigError: for example, the port is taken.
     """
     address = join_address(host, port)
     if not shares_port:
@@ -73,7 +76,7 @@ def bind(
 
 
 def _check_free(host: str, port: int, refusal: str) -> None:
-    """grpcio does not say why it cannot listen, but writes a line of its own to stderr."""
+    """Check that a port is free. grpcio reports no reason, but writes a line to stderr."""
     try:
         family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
@@ -85,13 +88,14 @@ def _check_free(host: str, port: int, refusal: str) -> None:
 
 @contextmanager
 def reserved(host: str, port: int, *, knob: str = PORT) -> Iterator[int]:
-    """Keeps a port from everybody but those who share it, while inside; gives its number, which
-    port 0 leaves to the system.
+    """Reserve a port for processes that share it, while inside the context. Yields its number.
 
     Args:
-        knob: the flag that chose the port, for the sentence.
+        host: address to listen on.
+        port: 0 lets the system choose.
+        knob: the flag that chose the port, for error messages.
     Raises:
-        ConfigError: it is taken, perhaps by others who share it.
+        ConfigError: the port is taken, perhaps by other processes that share it.
     """
     with _holder(host, port, knob) as holder:
         yield int(holder.getsockname()[1])
@@ -102,11 +106,11 @@ def _holder(host: str, port: int, knob: str) -> socket.socket:
         family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         holder = socket.socket(family, kind)
         try:
-            # As a listener would: connections of one that has ended do not count.
+            # Like a listener: connections of an ended process do not block the port.
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             holder.bind(where)
-            # From here on it lets in who shares, and nobody else; never listening, it gets no
-            # connection itself.
+            # From here on, only sockets that share the port can bind it. This socket never listens
+            # and gets no connections.
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         except OSError:
@@ -119,10 +123,10 @@ def _holder(host: str, port: int, knob: str) -> socket.socket:
 
 
 async def stop(server: grpc.aio.Server, grace_s: float) -> None:
-    """Refuses new calls, gives those under way `grace_s` and ends the rest.
+    """Refuse new calls, give running ones `grace_s` seconds and end the rest.
 
-    Waits no longer than that and a second: a connection that does not read must not hold the
-    program.
+    Waits at most one second longer, so that a connection that does not read cannot block the
+    process.
     """
     try:
         await asyncio.wait_for(server.stop(grace_s), grace_s + 1.0)

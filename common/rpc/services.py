@@ -1,9 +1,8 @@
-"""Services: error mapping, tolerant decoding, and who may call.
+"""gRPC services: error mapping, tolerant decoding and authorization.
 
-A service added with `add_service` never sees bytes that are no message: the caller gets
-INVALID_ARGUMENT, where grpcio alone would answer UNKNOWN. Nor does it see a caller that its guard
-does not let in, of whom nothing is received. Its methods simply raise ServingError; the status goes
-out with the sentence.
+A service added with `add_service` never gets malformed messages: the caller gets INVALID_ARGUMENT,
+where grpcio alone would return UNKNOWN. It never gets a caller that its guard rejects, from whom
+nothing is received. Its methods raise ServingError, which is sent as status and message.
 """
 
 import inspect
@@ -28,24 +27,25 @@ log_of_faults = ThrottledLog(log, Throttle())  # a bug that strangers can reach 
 
 S = TypeVar("S")
 
-# Given the context of a call: who makes it, as its servicer knows callers. Raises ServingError.
+# Called with the context of a call. Returns the caller for the servicer. Raises ServingError.
 Admit: TypeAlias = Callable[[Any], Awaitable[Any]]
 
 
 class Guard(Protocol):
-    """Who may make calls, asked before anything that a caller says is received."""
+    """Authorization of calls, checked before any message of the caller is received."""
 
     def of(self, method: str) -> Admit:
-        """
+        """Return the check for callers of a method.
+
         Args:
             method: its full name.
         Raises:
-            KeyError: there is no rule for it.
+            KeyError: the method has no rule.
         """
 
 
 class Admitted:
-    """The context of a call, and who has made it."""
+    """The context of a call, and its caller."""
 
     def __init__(self, context: "grpc.aio.ServicerContext[Any, Any]", caller: Any) -> None:
         self.caller = caller
@@ -57,15 +57,17 @@ class Admitted:
 
 @asynccontextmanager
 async def rpc_errors(context: "grpc.aio.ServicerContext[Any, Any]") -> AsyncIterator[None]:
-    """Ends the call with the status and sentence of a ServingError raised inside. Any other
-    exception is our fault: it goes to the log, and the caller gets INTERNAL."""
+    """End the call with the status and message of a ServingError raised inside.
+
+    Any other exception is a bug: it is logged, and the caller gets INTERNAL.
+    """
     try:
         yield
     except ServingError as error:
         await context.abort(error.status, str(error))
     except grpc.aio.BaseError:
         raise
-    except NotImplementedError:  # of generated code: a method that a library's servicer leaves out
+    except NotImplementedError:  # from generated code: the library's servicer lacks the method
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this method is not served here")
     except Exception as error:
         log_of_faults.error("a call failed by a fault of this program", exc_info=error)
@@ -73,7 +75,7 @@ async def rpc_errors(context: "grpc.aio.ServicerContext[Any, Any]") -> AsyncIter
 
 
 class _Recorder:
-    """Stands in for a server while generated code registers a service."""
+    """Replacement for a server while generated code registers a service."""
 
     def __init__(self) -> None:
         self.services: dict[str, Mapping[str, Any]] = {}
@@ -82,7 +84,7 @@ class _Recorder:
         self.services[service] = handlers
 
     def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
-        """The same methods again."""
+        """Ignore this call, which repeats the same methods."""
 
 
 def add_service(
@@ -93,17 +95,20 @@ def add_service(
     *,
     max_fields: int = MAX_FIELDS,
 ) -> tuple[str, ...]:
-    """Registers a service, with a guard, tolerant decoding and `rpc_errors` around every method.
-    Methods are given an `Admitted` for a context.
+    """Register a service with a guard, tolerant decoding and `rpc_errors` around every method.
+
+    Methods get an `Admitted` as their context.
 
     Args:
+        server: not started yet.
         add: the generated `add_XServicer_to_server`.
-        guard: None: callers are not asked who they are.
-        max_fields: of one message; what has more is refused before it is parsed.
+        servicer: implements the methods.
+        guard: None: callers are not authenticated.
+        max_fields: limit per message. Messages with more are rejected before they are parsed.
     Returns:
-        The full names of what was registered, for reflection and health.
+        The full names of the registered services, for reflection and health.
     Raises:
-        KeyError: the guard knows no rule for a method.
+        KeyError: the guard has no rule for a method.
     """
     recorder = _Recorder()
     add(servicer, recorder)
@@ -127,14 +132,16 @@ async def _nobody_asked(_context: Any) -> Any:
 
 
 async def _nobody_asked_at_once(context: Any) -> Any:
-    """A caller that says nothing before it has seen a proof learns at once that there is none."""
+    """Send empty metadata at once, for callers that wait for a proof before their first message."""
     await context.send_initial_metadata(())
     return ANYBODY
 
 
 def _guarded(handler: Any, admit: Admit, max_fields: int) -> Any:
-    """Of streams both ways, whatever the method has: no other kind of handler is asked before a
-    message has come. On the wire they are alike."""
+    """Return a handler for streams both ways, for any kind of method.
+
+    Other kinds of handlers are called only after the first message. They are equal on the wire.
+    """
     parse = _bounded(handler.request_deserializer, max_fields)
     behavior = (
         handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
@@ -152,18 +159,20 @@ def _guarded(handler: Any, admit: Admit, max_fields: int) -> Any:
                     async for reply in answer:
                         await context.write(reply)
             elif handler.response_streaming:
-                await answer  # it writes its replies itself
+                await answer  # the method writes its responses itself
             else:
                 await context.write(await answer)
 
-    # Without a deserialiser it gives bytes.
+    # Without a deserialiser, the handler gets bytes.
     return grpc.stream_stream_rpc_method_handler(method, None, handler.response_serializer)
 
 
 def _bounded(parse: Any, max_fields: int) -> Callable[[bytes], Any]:
-    """
+    """Return a parser with a field limit.
+
     Args:
-        parse: `FromString` of a message's class.
+        parse: `FromString` of a message class.
+        max_fields: limit per message.
     """
     fields = FieldCounter(parse.__self__.DESCRIPTOR, max_fields)
 

@@ -1,9 +1,8 @@
-"""Why a server ends a stream both ways, as the last message on it.
+"""Reason of the end of a bidirectional stream, sent by the server as the last message.
 
-The status that follows says the same, but may never be told: where a write of the client fails
-because the stream has just ended, grpc.aio makes INTERNAL of whatever the status was. Messages it
-does not lose. So a client that writes leaves it to who reads why a stream is over, and who reads
-believes the last words before the status.
+The status that follows has the same content but may be lost: if a client's write fails because the
+stream has just ended, grpc.aio replaces any status by INTERNAL. Messages are not lost. So a writing
+client gets the reason from its reader, and the reader prefers the last message to the status.
 """
 
 from collections.abc import AsyncIterator
@@ -15,13 +14,13 @@ import grpc.aio
 from common.errors import ProtocolViolation, ServingError, cut
 from protos import last_words_pb2
 
-_OF_A_FAILED_WRITE = "Internal error from Core"  # grpc.aio's own words
+_OF_A_FAILED_WRITE = "Internal error from Core"  # text of grpc.aio
 _NOT_TOLD = "the stream ended while something was said on it, and its status was lost"
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class StreamEnded(Exception):
-    """By the server, or by what became of the connection to it."""
+    """The stream was ended by the server or by a connection failure."""
 
     def __init__(self, code: grpc.StatusCode, sentence: str) -> None:
         super().__init__(f"{code.name}: {sentence}")
@@ -34,18 +33,19 @@ def said(error: ServingError) -> last_words_pb2.LastWords:
 
 
 async def heard(call: Any) -> AsyncIterator[Any]:
-    """What a server says on a stream whose messages have `last_words`, but for these.
+    """Yield the server's messages except `last_words`, which end in StreamEnded.
 
-    Ends where the server ends the stream without an error.
+    Ends when the server ends the stream without an error.
+
     Raises:
-        ProtocolViolation: it has sent bytes that are no message.
+        ProtocolViolation: the server has sent a malformed message.
         StreamEnded: any other end.
     """
     end: StreamEnded | None = None
     try:
-        # Not `call.read`: that reads nothing more once a write has failed.
+        # `call.read` would read nothing after a failed write.
         async for message in call:
-            if message is None:  # what grpcio makes of bytes that it cannot parse
+            if message is None:  # grpcio returns None for bytes that it cannot parse
                 raise ProtocolViolation("the node has sent bytes that are no message")
             if message.HasField("last_words"):
                 words = message.last_words

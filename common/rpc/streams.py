@@ -1,7 +1,7 @@
-"""Both directions of one gRPC stream: a bounded way out, a reading task, one end for both.
+"""Both directions of one gRPC stream: a bounded send queue, a reading task, and one end for both.
 
-Alike for router streams and pair streams, on the server's and on the client's side. Nobody waits
-for a peer that does not read: it is cut off. One that says more than can be taken waits itself.
+Used for router streams and pair streams, on servers and clients. A peer that does not read is
+disconnected, and nothing waits for it. A peer that sends too fast is slowed by backpressure.
 """
 
 import asyncio
@@ -16,13 +16,13 @@ from common.errors import Overloaded, ServingError
 M = TypeVar("M", bound=Message)
 R = TypeVar("R")
 
-MAX_UNSENT = 2048  # messages; a router gets one per step, so this is 10 s of fast steps or more
+MAX_UNSENT = 2048  # messages; a router gets one per step, so this is at least 10 s of fast steps
 MAX_UNSENT_BYTES = 32 << 20
-_LAST_WRITE_S = 1.0  # for a write under way at the end
+_LAST_WRITE_S = 1.0  # for a write in progress at the end
 
 
 class Outgoing(Generic[M]):
-    """Messages on their way to one peer. Event loop only; no call blocks but `converse`."""
+    """Send queue for one peer. Event loop only. Only `converse` blocks."""
 
     def __init__(
         self,
@@ -31,10 +31,12 @@ class Outgoing(Generic[M]):
         max_messages: int = MAX_UNSENT,
         max_bytes: int = MAX_UNSENT_BYTES,
     ) -> None:
-        """
+        """Create an empty queue.
+
         Args:
-            last_words: what tells the peer of an error that ends the stream. None: it is told in no
-                message.
+            last_words: returns the message for an error that ends the stream. None: no message.
+            max_messages: limit of waiting messages.
+            max_bytes: limit of their bytes.
         """
         self._last_words = last_words
         self._max_messages = max_messages
@@ -43,12 +45,12 @@ class Outgoing(Generic[M]):
         self._num_bytes = 0
         self._changed = asyncio.Event()
         self._end: asyncio.Future[ServingError] = asyncio.get_running_loop().create_future()
-        self._last: ServingError | None = None  # ends the stream once all is written
+        self._last: ServingError | None = None  # ends the stream after everything is written
         self._over = False
         self.cut_off = False  # the peer did not read
 
     def put(self, message: M) -> None:
-        """Queues a message. One too many ends the stream; after an end nothing is queued."""
+        """Queue a message. Exceeding a limit ends the stream. After an end, nothing is queued."""
         if self._end.done() or self._last:
             return
         num_bytes = message.ByteSize()
@@ -61,18 +63,18 @@ class Outgoing(Generic[M]):
         self._changed.set()
 
     def end(self, error: ServingError) -> None:
-        """Ends the stream with this error, unsent messages or not. The first call counts."""
+        """End the stream with this error, and drop unsent messages. Only the first call counts."""
         if not self._end.done():
             self._end.set_result(error)
             self._unsent.clear()
 
     def close(self, error: ServingError) -> None:
-        """Ends the stream with this error as soon as everything put so far has been written."""
+        """End the stream with this error after all queued messages are written."""
         self._last = self._last or error
         self._changed.set()
 
     async def _next(self) -> M | None:
-        """None once the conversation is over."""
+        """Return the next message, or None once the stream is over."""
         while not self._unsent:
             if self._over:
                 return None
@@ -90,13 +92,14 @@ class Outgoing(Generic[M]):
         incoming: AsyncIterator[R],
         take: Callable[[R], Awaitable[None]],
     ) -> None:
-        """Writes what is put and gives what comes to `take`, until the stream is over. Nothing more
-        is read of the stream while `take` waits.
+        """Write queued messages and pass incoming ones to `take`, until the stream is over.
 
-        Returns when `incoming` ends: the peer has closed its direction.
+        While `take` waits, nothing is read. Returns when `incoming` ends because the peer has
+        closed its direction.
+
         Raises:
-            What `end` was given, what `take` raised, or what the stream did, whichever was first.
-            The peer has been told of a ServingError then, if it reads.
+            The first error from `end`, `take` or the stream. A ServingError is sent to the peer
+                before, if the peer reads.
         """
 
         async def writing() -> None:
@@ -112,7 +115,7 @@ class Outgoing(Generic[M]):
         unsaid: list[M] = []
         try:
             await asyncio.wait((*tasks, self._end), return_when="FIRST_COMPLETED")
-            # An end of our own says more than what the stream then did.
+            # An explicit end is more specific than the stream's own error.
             if self._end.done():
                 raise self._end.result()
             for task in tasks:
@@ -127,8 +130,8 @@ class Outgoing(Generic[M]):
             self._changed.set()
             reader.cancel()
             try:
-                # A stream cannot be given its status while a write to it is under way.
+                # The status cannot be sent while a write is in progress.
                 await asyncio.wait({writer}, timeout=_LAST_WRITE_S)
-            finally:  # also of a conversation that is cancelled once more meanwhile
+            finally:  # also if this is cancelled again meanwhile
                 writer.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,40 +1,44 @@
-"""How many fields a protobuf message has, counted before it is parsed.
+"""Number of fields of a protobuf message, counted before it is parsed.
 
-A field of two bytes becomes an object of a hundred: a message of megabytes that is nothing but
-such fields costs seconds and hundreds of megabytes to parse, all of it on the event loop. Counting
-only skips from one field to the next, and ends where there are too many. Knows which fields are
-messages from their descriptors; checks nothing else.
+A field of two bytes becomes an object of a hundred. A message of megabytes with only such fields
+takes seconds and hundreds of megabytes to parse, on the event loop. Counting only skips from field
+to field, and stops at the limit. Descriptors show which fields are messages. Nothing else is
+checked.
 """
 
 from google.protobuf.descriptor import Descriptor
 
-# Between our own programs: a message of ten thousand Submits, twenty each. 60 ms to count.
+# For messages between nodes and routers: ten thousand Submits with twenty fields each. Counting
+# takes 60 ms.
 MAX_FIELDS = 1 << 18
 
 _SMALLEST_FIELD_BYTES = 2
 _LONGEST_VARINT_BYTES = 10
-_BYTES_OF_KIND = {1: 8, 5: 4}  # fixed64, fixed32; ends of groups have none
+_BYTES_OF_KIND = {1: 8, 5: 4}  # fixed64, fixed32; ends of groups have no bytes
 
 
 class FieldCounter:
-    """Counts for one kind of message."""
+    """Counter for one message type."""
 
     def __init__(self, descriptor: Descriptor, allowed: int) -> None:
         self._root = _messages_inside(descriptor, {})
         self._allowed = allowed
 
     def exceeded(self, data: bytes) -> bool:
-        """Whether a serialised message has more fields than allowed, those of messages inside it
-        included. Of what is no message, the fields before that shows count."""
+        """Return whether a serialised message, with its nested messages, has more fields than
+        allowed.
+
+        For malformed bytes, the fields before the error count.
+        """
         if len(data) <= self._allowed * _SMALLEST_FIELD_BYTES:
             return False
         try:
             return _left(data, 0, len(data), self._root, self._allowed) < 0
-        except IndexError:  # it ends in the middle of a number, or has one too long: no message
+        except IndexError:  # it ends within a number, or a number is too long: malformed
             return False
 
 
-_Inside = dict[int, "_Inside"]  # by field number, what the messages in that field have inside
+_Inside = dict[int, "_Inside"]  # by field number: the fields inside the messages of that field
 
 
 def _messages_inside(descriptor: Descriptor, known: dict[str, _Inside]) -> _Inside:
@@ -47,8 +51,10 @@ def _messages_inside(descriptor: Descriptor, known: dict[str, _Inside]) -> _Insi
 
 
 def _left(data: bytes, at: int, end: int, inside: _Inside, allowed: int) -> int:
-    """What is left of `allowed` after the message that data[at:end] is; negative: nothing, and
-    the rest was not looked at."""
+    """Return `allowed` minus the fields of the message in data[at:end].
+
+    Negative: there are more, and the rest was not counted.
+    """
     while at < end and allowed >= 0:
         allowed -= 1
         tag = data[at]
@@ -72,7 +78,7 @@ def _left(data: bytes, at: int, end: int, inside: _Inside, allowed: int) -> int:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """A number that begins at data[at], and where it ends."""
+    """Return the number at data[at], and the position after it."""
     value = 0
     for index in range(_LONGEST_VARINT_BYTES):
         byte = data[at + index]

@@ -1,8 +1,8 @@
-"""TLS as all programs use it.
+"""TLS for all processes.
 
-credentials.py  what a program shows and whom it believes, read anew when its files change
-channel.py      a channel that takes new certificates up
-pem.py          what is in a PEM file
+credentials.py  certificates of a process and its authorities, reloaded when files change
+channel.py      a channel that uses new certificates
+pem.py          content of PEM files
 """
 
 from common.tls.credentials import (

@@ -1,7 +1,7 @@
-"""A gRPC channel whose certificates can change. gRPC's own keeps those that it was made with.
+"""A gRPC channel whose certificates can change. gRPC's own channel keeps its first certificates.
 
-Calls go over an inner channel until there are newer certificates: then the next call makes a new
-one, and the old one lives as long as its calls. A connection that stands is never ended for that.
+Calls use an inner channel until there are newer certificates. Then the next call creates a new one,
+and the old one stays open until its calls end. Open connections are not closed for this.
 """
 
 import asyncio
@@ -19,11 +19,12 @@ class TlsChannel(CallingChannel):
     def __init__(
         self, address: str, certificates: tls.Certificates, options: Sequence[tuple[str, Any]]
     ) -> None:
-        """
+        """Create the channel.
+
         Args:
             address: host:port.
-            certificates: with a `ca`, of whose the other side's certificate must be.
-            options: as gRPC's own channels take them.
+            certificates: with a `ca`, which verifies the other side.
+            options: as for gRPC's channels.
         """
         self._address = address
         self._certificates = certificates
@@ -37,7 +38,7 @@ class TlsChannel(CallingChannel):
         self._closing: set[asyncio.Task[None]] = set()
 
     async def close(self, grace: float | None = None) -> None:
-        """As gRPC's: calls have `grace` seconds, and none without."""
+        """Close the channel like gRPC's: calls have `grace` seconds, or are ended at once."""
         await asyncio.gather(*(each.close(grace) for each in list(self._num_calls)))
         await asyncio.gather(*self._closing)
 
@@ -65,7 +66,7 @@ class TlsChannel(CallingChannel):
         return self._inner
 
     def _see_off(self, inner: grpc.aio.Channel) -> None:
-        """Closes an old one that has no calls."""
+        """Close an old inner channel that has no calls."""
         if inner is not self._inner and not self._num_calls[inner]:
             del self._num_calls[inner]
             closing = asyncio.ensure_future(inner.close())

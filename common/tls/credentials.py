@@ -1,4 +1,4 @@
-"""Certificates from files (watched_files.py), and what gRPC and our HTTP server take of them."""
+"""Certificates from files (watched_files.py), for gRPC and for the HTTP server."""
 
 import logging
 import os
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pems:
-    """What the files of one TlsConfig held at one moment; b"" for a file that is not configured."""
+    """Content of the files of one TlsConfig. b"": the file is not configured."""
 
     cert: bytes
     key: bytes
@@ -29,16 +29,18 @@ class Pems:
 
 
 class Certificates:
-    """The files of one TlsConfig. Any thread may ask."""
+    """The files of one TlsConfig. For any thread."""
 
     def __init__(self, config: TlsConfig, knob: str, *, again_s: float = AGAIN_S) -> None:
-        """
+        """Read the files.
+
         Args:
-            knob: what users call the record, such as "--front.tls"; for messages.
-            again_s: between two looks into files that are of no use.
+            config: paths of the files.
+            knob: the user's name of the record, such as "--front.tls", for messages.
+            again_s: seconds between two attempts to read invalid files.
         Raises:
-            ConfigError: a file cannot be read or holds something else, or the certificate is not
-                the key's or not valid now.
+            ConfigError: a file is unreadable or has other content, or the certificate does not
+                match its key or is not valid now.
         """
         self.config = config
         self._knob = knob
@@ -51,8 +53,11 @@ class Certificates:
         )
 
     def current(self) -> Pems:
-        """The same object as long as the files have not changed for the better. Cheap enough to
-        be asked before every handshake."""
+        """Return the content. It is the same object until the files change to another valid
+        content.
+
+        Cheap enough for every handshake.
+        """
         return self._files.current()
 
     def _read(self) -> Pems:
@@ -69,37 +74,40 @@ class Certificates:
 
 
 def certificates(config: TlsConfig, knob: str) -> Certificates | None:
-    """None where nothing is configured. Raises ConfigError, as Certificates does."""
+    """Return the certificates, or None if there are none. Raises ConfigError as Certificates
+    does."""
     return Certificates(config, knob) if config.cert or config.ca else None
 
 
 def kind(certificates: Certificates | None) -> str:
-    """For people: "off", "on", or "mutual"."""
+    """Return the kind of TLS for people: "off", "on" or "mutual"."""
     if certificates is None:
         return "off"
     return "mutual" if certificates.config.mutual else "on"
 
 
 def names_and_end(pems: Pems) -> tuple[list[str], datetime]:
-    """For whom the certificate that is shown was made, and until when it is good."""
+    """Return the names and the expiry of the shown certificate."""
     return pem.names_and_end(pems.cert)
 
 
 def shown_end(certificates: Certificates) -> float | None:
-    """Unix time until which what is shown is good, with its chain; None: nothing is shown."""
+    """Return the expiry of the shown chain as Unix time. None: no certificate is shown."""
     shown = certificates.current().cert
     return pem.chain_end(shown).timestamp() if shown else None
 
 
 def authority_end(certificates: Certificates) -> float | None:
-    """Unix time until which others can be checked; None: they are not."""
+    """Return the last expiry of the authorities as Unix time. None: others are not verified."""
     ca = certificates.current().ca
     return pem.authority_end(ca).timestamp() if ca else None
 
 
 def server_credentials(certificates: Certificates) -> grpc.ServerCredentials:
-    """For a gRPC server: every handshake is with the newest certificates. With a `ca`, a caller
-    without a certificate signed by it is not heard."""
+    """Return credentials for a gRPC server. Each handshake uses the newest certificates.
+
+    With a `ca`, callers need a certificate signed by it.
+    """
     used = certificates.current()
 
     def newer() -> grpc.ServerCertificateConfiguration | None:
@@ -112,20 +120,21 @@ def server_credentials(certificates: Certificates) -> grpc.ServerCredentials:
 
     return grpc.dynamic_ssl_server_credentials(
         _server_configuration(used),
-        newer,  # type: ignore[arg-type]  # None is for no change, says the documentation
+        newer,  # the documentation says that None means no change
         require_client_authentication=bool(used.ca),
     )
 
 
 def channel_credentials(pems: Pems) -> grpc.ChannelCredentials:
-    """For a gRPC channel, which keeps them for its life."""
+    """Return credentials for a gRPC channel, which keeps them for its life."""
     return grpc.ssl_channel_credentials(pems.ca, pems.key or None, pems.cert or None)
 
 
 def server_contexts(
     certificates: Certificates, application_protocol: str
 ) -> Callable[[], ssl.SSLContext]:
-    """What to take, before each handshake, for a server that is not gRPC's.
+    """Return a function that gives the context for the next handshake of a server other than
+    gRPC's.
 
     Raises:
         ConfigError: OpenSSL cannot use the certificate.
@@ -156,7 +165,7 @@ def _server_context(pems: Pems, application_protocol: str) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols([application_protocol])
-    # It reads files only, and those that were checked may have been replaced since.
+    # OpenSSL reads only files, and the checked files may have been replaced since.
     file = os.memfd_create("certificate", os.MFD_CLOEXEC)
     try:
         os.write(file, pems.key + b"\n" + pems.cert)

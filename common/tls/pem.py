@@ -1,4 +1,4 @@
-"""What PEM files hold: whether a certificate, its key and its authority are good for TLS."""
+"""Content of PEM files: checks of certificates, keys and authorities for TLS."""
 
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,11 +15,11 @@ from common.errors import ConfigError
 
 
 def check_shown(cert: Path, cert_pem: bytes, key: Path, key_pem: bytes) -> None:
-    """Raises ConfigError unless they are a valid certificate, with its chain, and its key."""
+    """Raise ConfigError unless they are a valid certificate chain and its key."""
     chain = _certificates(cert, cert_pem)
     try:
         private = load_pem_private_key(key_pem, None)
-    except TypeError as error:  # what the library says of a password
+    except TypeError as error:  # the library's error for a password
         raise ConfigError(f"{key} is encrypted") from error
     except (ValueError, UnsupportedAlgorithm) as error:
         raise ConfigError(f"{key} holds no PEM private key") from error
@@ -37,13 +37,13 @@ def check_shown(cert: Path, cert_pem: bytes, key: Path, key_pem: bytes) -> None:
 
 
 def check_authority(ca: Path, pem: bytes) -> None:
-    """Raises ConfigError unless one certificate at least is valid."""
+    """Raise ConfigError unless at least one certificate is valid."""
     if not any(map(_is_valid, _certificates(ca, pem))):
         raise ConfigError(f"no certificate in {ca} is valid now")
 
 
 def names_and_end(cert_pem: bytes) -> tuple[list[str], datetime]:
-    """For whom a certificate was made, and until when it is good."""
+    """Return the names and the expiry of a certificate."""
     shown = x509.load_pem_x509_certificate(cert_pem)
     try:
         names = shown.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -53,12 +53,12 @@ def names_and_end(cert_pem: bytes) -> tuple[list[str], datetime]:
 
 
 def chain_end(cert_pem: bytes) -> datetime:
-    """Until when all of a chain is good."""
+    """Return the earliest expiry in a chain."""
     return min(each.not_valid_after_utc for each in x509.load_pem_x509_certificates(cert_pem))
 
 
 def authority_end(ca_pem: bytes) -> datetime:
-    """Until when one of the authorities at least is good."""
+    """Return the latest expiry of the authorities."""
     return max(each.not_valid_after_utc for each in x509.load_pem_x509_certificates(ca_pem))
 
 

@@ -1,1 +1,1 @@
-"""Traces: spans made from timelines when a request has ended, for an OpenTelemetry collector."""
+"""Tracing: spans made from timelines when a request has ended, for an OpenTelemetry collector."""

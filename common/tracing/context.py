@@ -1,7 +1,7 @@
-"""W3C trace context: which trace a request belongs to, and what its next span hangs on.
+"""W3C trace context: the trace of a request, and the parent of its next span.
 
-Only the header is known here; what becomes of spans, common/tracing/ knows. A header that is
-not one is ignored, as the standard asks: it never harms the request that brought it.
+This module knows only the header. Spans are in the rest of common/tracing/. An invalid header is
+ignored, as the standard requires, and never fails its request.
 """
 
 import re
@@ -18,7 +18,7 @@ _FORM = re.compile(
 
 
 class SpanName(NamedTuple):
-    """One span, as anything else refers to it."""
+    """Identity of a span in headers and in other spans."""
 
     trace_id: int
     span_id: int
@@ -30,7 +30,7 @@ class SpanName(NamedTuple):
 
 
 def parse(header: str) -> SpanName | None:
-    """What a traceparent header names; None if it is none."""
+    """Return the span of a traceparent header, or None if it is invalid."""
     match = _FORM.fullmatch(header) if len(header) <= _MAX_CHARACTERS else None
     if match is None:
         return None
@@ -41,7 +41,7 @@ def parse(header: str) -> SpanName | None:
 
 
 def checked(header: str) -> str:
-    """The header as this program passes it on: version 00; empty if it is none."""
+    """Return the header as this process sends it on: version 00. Empty if it is invalid."""
     if not header:
         return ""
     name = parse(header)
@@ -49,29 +49,29 @@ def checked(header: str) -> str:
 
 
 def trace_id_of(header: str) -> str:
-    """32 hex digits; empty without a trace. `header` has been checked."""
+    """Return 32 hex digits, or "" without a trace. `header` must be checked."""
     return header[3:35]
 
 
 def log_fields(header: str) -> dict[str, str]:
-    """For the lines of a request that has a trace. `header` has been checked."""
+    """Return the log fields of a traced request. `header` must be checked."""
     return {"trace_id": trace_id_of(header)} if header else {}
 
 
 def is_sampled(header: str) -> bool:
-    """`header` has been checked."""
+    """Return whether the trace is sampled. `header` must be checked."""
     return header.endswith("1")
 
 
 class Trace(msgspec.Struct, frozen=True, array_like=True):
-    """A request's place in its trace, on one program. Both are checked headers, or empty."""
+    """Position of a request in its trace, at one process. Both are checked headers, or empty."""
 
-    parent: str = ""  # what the caller named
-    own: str = ""  # the span that is made here at the request's end, named ahead for others
+    parent: str = ""  # from the caller
+    own: str = ""  # the span created here at the request's end, named in advance for others
 
     @property
     def passed_on(self) -> str:
-        """What the next program hangs its span on."""
+        """Parent for the spans of the next process."""
         return self.own or self.parent
 
     @property

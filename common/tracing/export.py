@@ -1,15 +1,16 @@
-"""Begins to send spans, if anybody wants them: the library behind otlp.py is loaded then and only
-then."""
+"""Start of tracing, if it is configured. Only then is the library of otlp.py loaded."""
 
 from common.config import FrontConfig
 from common.tracing.tracer import Tracer
 
 
 def start(front: FrontConfig, service: str, *, ratio: float = 1.0) -> Tracer | None:
-    """
+    """Start the export of spans. Returns None if no endpoint is configured.
+
     Args:
+        front: configuration with the endpoint.
         service: such as "baton-router".
-        ratio: share of the requests without a parent that get a trace.
+        ratio: share of requests without a parent that get a trace.
     """
     if front.otlp_endpoint is None:
         return None

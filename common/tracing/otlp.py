@@ -1,7 +1,7 @@
-"""Spans by OpenTelemetry's own library, sent over OTLP/gRPC by a thread of its own.
+"""Spans by OpenTelemetry's library, sent over OTLP/gRPC by a separate thread.
 
-Imported by export.py only where an endpoint is configured. Headers, certificates and
-resource attributes come from the library's usual OTEL_* variables.
+Imported by export.py only if an endpoint is configured. Headers, certificates and resource
+attributes come from the library's usual OTEL_* variables.
 """
 
 import logging
@@ -35,23 +35,23 @@ from common.tracing.tracer import FLUSH_S, Attributes, Child
 log = logging.getLogger(__name__)
 
 _EXPORTERS_LOG = logging.getLogger("opentelemetry.exporter.otlp.proto.grpc.exporter")
-EXPORT_S = 5.0  # for one batch, retries included
+EXPORT_S = 5.0  # for one batch, including retries
 MAX_WAITING = 4096  # spans; more are dropped
 _BATCH = 256
 _BATCH_DELAY_MS = 1000.0
-_LET_GO_S = 1.0  # for an export under way, once its channel is closed
-_NUM_READINGS = 3  # of two clocks
+_LET_GO_S = 1.0  # for an export in progress, after its channel is closed
+_NUM_READINGS = 3  # of both clocks
 
 
 class OtlpTracer:
-    """A Tracer."""
+    """A Tracer that exports over OTLP."""
 
     def __init__(self, endpoint: str, service: str, ratio: float) -> None:
         self._ratio = ratio
         self._names = _Names()
         self._exporter = _Exporter(endpoint)
         self._provider = TracerProvider(
-            sampler=ALWAYS_ON,  # who is sampled is decided in `enter`
+            sampler=ALWAYS_ON,  # `enter` decides about sampling
             resource=Resource.create(
                 {
                     SERVICE_NAME: service,
@@ -117,7 +117,7 @@ class OtlpTracer:
         span.end(unix_ns(ended))
 
     def close(self) -> None:
-        # The library's own end of it waits for half a minute.
+        # The library's own shutdown waits for half a minute.
         ending = threading.Thread(target=self._provider.shutdown, daemon=True)
         ending.start()
         ending.join(FLUSH_S)
@@ -128,8 +128,10 @@ class OtlpTracer:
 
 
 def _to_unix_ns() -> int:
-    """From time.monotonic_ns() to time.time_ns(). A busy machine may hold this thread up between
-    the two: the reading that took least time is right."""
+    """Return the difference from time.monotonic_ns() to time.time_ns().
+
+    A busy machine may delay this thread between the two, so the fastest reading counts.
+    """
     readings = []
     for _ in range(_NUM_READINGS):
         begun, unix, ended = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
@@ -138,8 +140,11 @@ def _to_unix_ns() -> int:
 
 
 class _Exporter(SpanExporter):
-    """The library's. Of a collector that takes nothing that one logs every try: here the log has
-    the first, and when it is over."""
+    """The library's exporter, with fewer log lines.
+
+    If the collector fails, the library logs every attempt. This logs the first one and the
+    recovery.
+    """
 
     def __init__(self, endpoint: str) -> None:
         self._exporter = OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_S)
@@ -165,7 +170,7 @@ class _Exporter(SpanExporter):
 
 
 class _Names(IdGenerator):
-    """Gives the next span the name that was told to others ahead of it, others a fresh one."""
+    """Gives the next span the id that was announced to others, and other spans a new one."""
 
     def __init__(self) -> None:
         self.next: SpanName | None = None
@@ -187,5 +192,5 @@ def _below(parent: SpanName | None) -> Context:
 
 
 def _drawn(num_bits: int) -> int:
-    """Never 0, which the standard excludes."""
+    """Return random bits, but not 0, which the standard excludes."""
     return random.getrandbits(num_bits) or 1

@@ -1,5 +1,4 @@
-"""What makes spans, to those who serve: they keep a `Tracer | None` and ask nothing more than
-whether it is None."""
+"""Interface of a tracer for services, which hold a `Tracer | None`."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
@@ -8,11 +7,11 @@ from common.tracing.context import Trace
 
 Attributes: TypeAlias = Mapping[str, str | int | float]
 
-FLUSH_S = 2.0  # for spans that wait at the end of the program
+FLUSH_S = 2.0  # for waiting spans, at the end of the process
 
 
 class Child(NamedTuple):
-    """A span inside another one. Moments are time.monotonic()."""
+    """A span inside another one. Times are time.monotonic()."""
 
     name: str
     start: float
@@ -21,14 +20,14 @@ class Child(NamedTuple):
 
 
 class Tracer(Protocol):
-    """For one thread. No call waits for the collector but `close`."""
+    """Creates spans. For one thread. Only `close` waits for the collector."""
 
     def enter(self, parent: str, *, root: bool = False) -> Trace:
-        """Names the span of a request that arrives, if it is to have one.
+        """Return the trace of an arriving request, with its span's id if it is sampled.
 
         Args:
             parent: a checked header, or empty.
-            root: begin a trace where there is no parent, for the configured share of requests.
+            root: start a trace if there is no parent, for the configured share of requests.
         """
         ...
 
@@ -43,14 +42,21 @@ class Tracer(Protocol):
         attributes: Attributes,
         error: str = "",
     ) -> None:
-        """One span, and those inside it, of what is over. Moments are time.monotonic(). What the
-        collector does not take in time is dropped.
+        """Send an ended span with its children. Times are time.monotonic().
+
+        Spans that the collector does not accept in time are dropped.
 
         Args:
-            trace: as `enter` gave it; without `own` the span gets a name of its own.
+            trace: from `enter`. Without `own`, the span gets a new id.
+            name: of the span.
+            begun: start of the span.
+            ended: end of the span.
+            children: spans inside it.
+            attributes: of the span.
+            error: message of a failure, or "".
         """
         ...
 
     def close(self) -> None:
-        """Sends what waits, for FLUSH_S at the most. Called last."""
+        """Send waiting spans, for at most FLUSH_S. Called last."""
         ...
