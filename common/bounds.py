@@ -1,5 +1,4 @@
-"""Histogram bounds of engine metrics, shared by the process that counts and the one that
-exports."""
+"""Histogram bounds of engine metrics, for the counting and the exporting process."""
 
 STEP_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08),

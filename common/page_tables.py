@@ -1,9 +1,9 @@
 """Page counts of a request, computed from numbers of tokens.
 
 A request has one page table for each group of layers with the same attention: full tables, and
-tables of which only a window of tokens is used. Its state (of recurrent layers) takes a fixed
-number of pages. These functions serve sizing, reservation, freeing and hand-offs. They know neither
-models nor page numbers.
+tables of which only a window of tokens is used. Its state takes a fixed number of pages. These
+functions serve sizing, reservation, freeing and hand-offs. They know neither models nor page
+numbers.
 """
 
 import math

@@ -86,8 +86,10 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
         return within(self.namespace, self.adapter)
 
     def continued(self, token_ids: Sequence[int], engine_crashes: int) -> "RequestSpec":
-        """Return the request continued after these tokens. Its seed draws the next tokens as
-        before."""
+        """Return the request continued after these tokens.
+
+        Its seed draws the next tokens as before.
+        """
         if not token_ids and not engine_crashes:
             return self
         params = self.sampling
@@ -161,8 +163,10 @@ def from_proto(proto: pb.Request) -> RequestSpec:
 
 
 def to_fields(spec: RequestSpec) -> dict[str, Any]:
-    """Return the fields of the wire form, for use in a larger message. Protobuf would copy a
-    message."""
+    """Return the fields of the wire form, for use in a larger message.
+
+    Protobuf would copy a message.
+    """
     return {
         "request_id": spec.request_id,
         "token_ids": spec.token_ids,
@@ -187,8 +191,10 @@ def to_proto(spec: RequestSpec) -> pb.Request:
 
 
 def remaining_from_proto(proto: pb.Remaining) -> Remaining:
-    """Return the limits. Raises InvalidRequest unless the budget is positive and both are in
-    range."""
+    """Return the limits.
+
+    Raises InvalidRequest unless the budget is positive and both are in range.
+    """
     if not 0.0 < proto.budget_s <= MAX_BUDGET_S:  # also rejects NaN
         raise InvalidRequest(f"budget_s must be in (0, {MAX_BUDGET_S:g}], got {proto.budget_s}")
     if not proto.HasField("queue_s"):

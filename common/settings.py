@@ -216,8 +216,12 @@ class Parser(argparse.ArgumentParser):
         self._refuse(message, self.flags)
 
     def refuse_strangers(self, left: Sequence[str], *records: type[BaseModel]) -> None:
-        """End this process if a flag left over by `parse_known_args` belongs to none of these
-        records."""
+        """End this process if a remaining flag belongs to none of these records.
+
+        Args:
+            left: arguments that `parse_known_args` did not use.
+            records: of other programs that read the flags.
+        """
         theirs = [flag for record in records for flag in _flags_of(record)]
         strangers = [flag for flag in map(_flag, left) if flag and flag not in theirs]
         if strangers or (left and not records):
@@ -225,8 +229,7 @@ class Parser(argparse.ArgumentParser):
             self._refuse(what, [*self.flags, *theirs])
 
     def _refuse(self, message: str, flags: Collection[str]) -> NoReturn:
-        """Report an error, with the known flag most similar to the first unknown one, if there is
-        one."""
+        """Report an error. Suggest the known flag most similar to the first unknown one, if any."""
         stranger = next(
             (flag for flag in map(_flag, self._given) if flag and flag not in flags), ""
         )
@@ -262,7 +265,7 @@ class _Help(argparse.HelpFormatter):
 
 
 class _Environment(EnvSettingsSource):
-    """An environment source that also accepts lists as a,b, as flags do, besides JSON."""
+    """An environment source that accepts lists as a,b, as flags do, in addition to JSON."""
 
     def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
         if get_origin(field.annotation) is tuple and not str(value).startswith("["):
@@ -319,8 +322,10 @@ def _flag_names(where: Sequence[str]) -> list[str]:
 
 
 def _variable(where: Sequence[str]) -> str | None:
-    """Return the variable that sets the setting, or a part around it as JSON. None: there is
-    none."""
+    """Return the variable that sets the setting, or a part around it as JSON.
+
+    None: there is none.
+    """
     for depth in range(len(where), 0, -1):
         name = f"{ENV_PREFIX}{_BETWEEN.join(where[:depth])}".upper()
         for variable in os.environ:

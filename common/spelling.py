@@ -12,8 +12,10 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class Spelling:
-    """Bytes of the tokens of one tokenizer. Caches its results, at most one per vocabulary
-    entry."""
+    """Bytes of the tokens of one tokenizer.
+
+    Caches its results, at most one per vocabulary entry.
+    """
 
     def __init__(self, tokenizer: Tokenizer, context: tuple[int, ...]) -> None:
         """Create the cache.

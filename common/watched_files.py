@@ -57,8 +57,9 @@ class WatchedFiles(Generic[T]):
         self._held = read()
 
     def current(self) -> T:
-        """Return the content. It is the same object until the files change to another valid
-        content.
+        """Return the content.
+
+        It is the same object until the files change to another valid content.
 
         Cheap enough for every handshake.
         """

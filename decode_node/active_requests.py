@@ -139,8 +139,7 @@ class LiveRequests:
             self._logprobs.setdefault(origin, deque(maxlen=KEPT_LOGPROBS)).append(logprobs)
 
     def told_logprobs(self, request: Request, num_tokens: int) -> Logprobs | None:
-        """Return the log-probabilities of the last `num_tokens` tokens, or None if not all are
-        kept."""
+        """Return the log-probabilities of the last tokens, or None if not all are kept."""
         told = [each for part in self._logprobs.get(request.origin, ()) for each in split(part)]
         return join(told[-num_tokens:]) if len(told) >= num_tokens > 0 else None
 

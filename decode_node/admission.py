@@ -101,8 +101,10 @@ class Door:
         self._live.let_in(request, times=times, ticket=placement.ticket, prefix_at=hints)
 
     def _may_wait_s(self, message: SubmitRequest) -> float:
-        """Return the queue limit in seconds. Infinite for a continued response, which a client has
-        in part."""
+        """Return the queue limit in seconds.
+
+        Infinite for a continued response, which a client has in part.
+        """
         spec, remaining = message.spec, message.remaining
         if spec.num_generated:
             return math.inf

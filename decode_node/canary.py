@@ -52,8 +52,10 @@ class _Answer:
 
     @property
     def failed(self) -> bool:
-        """True if it ended without a result. Corrupt KV (NaN or Inf logits) does count as a
-        result."""
+        """True if it ended without a result.
+
+        Corrupt KV (NaN or Inf logits) does count as a result.
+        """
         if self.end is None or self.end.reason == FinishReason.LENGTH:
             return False
         code, _ = StatusCode.INTERNAL.value
@@ -94,8 +96,10 @@ class _Trial:
 
     @property
     def admits(self) -> bool:
-        """True if the verdict admits the producer. "unknown" does, unless it was kept out
-        before."""
+        """True if the verdict admits the producer.
+
+        "unknown" admits it unless it was kept out before.
+        """
         if self.verdict == "unknown":
             return self.standing != _Standing.KEPT_OUT
         return self.verdict == "right"
@@ -139,8 +143,7 @@ class Canary:
         return self._trial.owner
 
     def admitted(self, events: Sequence[NodeEvent], now: float) -> list[NodeEvent]:
-        """Filter transfer events for the rest of the node: it sees a producer only while that is in
-        use.
+        """Filter transfer events for the rest of the node, which sees only producers in use.
 
         Args:
             now: time.monotonic().

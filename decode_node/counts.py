@@ -28,8 +28,10 @@ _REASONS: Mapping[type[ServingError], str] = {QueueTooLong: "late", AdapterNotLo
 
 
 class DecodeCounts:
-    """Counters, named as in Node.Describe. A name with a slash ends with a reason, source or
-    change."""
+    """Counters, named as in Node.Describe.
+
+    A name with a slash ends with a reason, source or change.
+    """
 
     def __init__(self) -> None:
         self._totals = dict.fromkeys(_NAMES, 0)
@@ -69,8 +71,10 @@ class DecodeCounts:
         self._seconds.add(seconds)
 
     def moved_away(self, *, held: bool) -> None:
-        """Count an outgoing migration: completed (`held`), or refused so that the request continues
-        here."""
+        """Count an outgoing migration.
+
+        `held`: it completed. Otherwise the request continues here.
+        """
         self._totals["moves/away" if held else "moves/refused"] += 1
 
     def moved_here(self) -> None:
@@ -89,8 +93,10 @@ class DecodeCounts:
         self._totals[f"refused/{reason}"] += 1
 
     def dropped(self, finish: Finish) -> None:
-        """Count a request that was dropped from a queue. Other ends have no retry time and do not
-        count."""
+        """Count a request that was dropped from a queue.
+
+        Other ends have no retry time and do not count.
+        """
         self._totals["refused/dropped"] += bool(finish.retry_after_s)
 
     def totals(self) -> dict[str, int]:

@@ -271,8 +271,11 @@ class Handoffs:
     # Events of producers and reads ----------------------------------------------------------------
 
     def admitted(self, event: HandoffAdmitted) -> None:
-        """Report the cached tokens before any is computed: if this node or the owner fails later,
-        the next attempt finds the KV of this one in a cache."""
+        """Report the cached tokens before any is computed.
+
+        If this node or the producer fails later, the next attempt finds the KV of this one in a
+        cache.
+        """
         transfer = self.transfer.get(event.id)
         if transfer is None:
             return
@@ -374,8 +377,7 @@ class Handoffs:
         stamps.num_bytes = num_read * self._destinations.page_bytes
 
     def launch_waits_s(self, now: float, *, ahead: bool) -> float:
-        """Return the maximum delay, in seconds, of the next launch for migrations that are paused
-        already.
+        """Return the longest delay, in seconds, of the next launch for paused migrations.
 
         A request that arrives just after a launch pauses for the whole step.
 
@@ -388,14 +390,13 @@ class Handoffs:
         return max(0.0, self._launch_by - now) if self.transfer.is_arriving else 0.0
 
     def _note_arrival(self, now: float) -> None:
-        """Extend the launch delay: a migrating request has stopped at its source, or its pages are
-        read."""
+        """Extend the launch delay when a migrating request has stopped or its pages are read."""
         if now > self._launch_by:
             self._launch_by = now + LAUNCH_WAITS_S
 
     def join(self) -> None:
-        """Add requests whose KV and first token are here to the running batch, without a forward
-        pass."""
+        """Add requests whose KV and first token are here to the running batch, without a
+        forward."""
         for transfer in self.transfer.held():
             request = transfer.continued()
             if not self._scheduler.join(request, transfer.destination.holding):
@@ -441,10 +442,9 @@ class Handoffs:
         return [each for each in lost if each is not None]
 
     def give_up(self, request: Request, reason: str) -> bool:
-        """Cancel the attempt in progress: notify the producer and drop its pages, except for
-        running reads.
+        """Cancel the attempt in progress and notify the producer. Returns False if there is none.
 
-        Returns False if there is no attempt.
+        Its pages are dropped, except for running reads.
         """
         handoff_id = self._current.pop(request.key, None)
         if handoff_id is None:
@@ -459,8 +459,10 @@ class Handoffs:
         return True
 
     def _remove(self, handoff_id: HandoffId) -> Transfer | None:
-        """Remove from the transfer queue. Requests with the same prompt no longer wait for its
-        pages."""
+        """Remove from the transfer queue.
+
+        Requests with the same prompt no longer wait for its pages.
+        """
         transfer = self.transfer.remove(handoff_id)
         if transfer is not None and self._on_its_way.get(transfer.attempt.prompt) is transfer:
             del self._on_its_way[transfer.attempt.prompt]
@@ -503,8 +505,7 @@ def _room_to_grow(request: Request) -> int:
 
 
 def _as_told(request: Request, event: FirstToken) -> bool:
-    """Return whether the source sent log-probabilities for its new tokens, if the request wants
-    them."""
+    """Return whether the source sent the requested log-probabilities with its new tokens."""
     wanted = len(event.token_ids) if request.sampling.logprobs >= 0 else 0
     return len(event.logprobs or ()) == wanted
 

@@ -19,8 +19,10 @@ class _Copied:
 
 
 class Convoys:
-    """Migration groups. Its length counts copied requests that wait for others. Engine thread
-    only."""
+    """Migration groups.
+
+    Its length counts copied requests that wait for others. Engine thread only.
+    """
 
     def __init__(self) -> None:
         self._sources: dict[int, MoveFrom] = {}  # by key
@@ -44,8 +46,10 @@ class Convoys:
         self._await_no_more(request.key)
 
     def remove(self, request: Request) -> bool:
-        """Remove a request. Returns whether its copy had ended. A request still being copied gives
-        False."""
+        """Remove a request.
+
+        Returns whether its copy had ended. A request still being copied gives False.
+        """
         self._sources.pop(request.key, None)
         self._await_no_more(request.key)
         return self._copied.pop(request.key, None) is not None

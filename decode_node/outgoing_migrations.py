@@ -33,8 +33,8 @@ from kvtransfer.ports import FailHandoff, Granted, HandoffDropped, Opened, Owner
 log = logging.getLogger(__name__)
 
 PAUSE_S = 1.0  # longest pause, without the time for the bytes to be read
-# The time for a read assumes a tenth of the link's rate, which the consumer reports. A consumer
-# that reports none, or a rate below this minimum, gets no additional time.
+# The time for a read assumes a tenth of the link's rate, which the consumer reports. Rates below
+# _SLOWEST_GIB_S count as that. _UNKNOWN_GIB_S is assumed if none is reported.
 _GIB = 1 << 30
 _SLOWEST_GIB_S = 0.1
 _UNKNOWN_GIB_S = 1.0
@@ -126,8 +126,10 @@ class Departures:
     # Events of the transfer thread ----------------------------------------------------------------
 
     def opened(self, event: Opened) -> None:
-        """Accept or refuse a hand-off. The request runs on, and no pages are held, until the
-        grant."""
+        """Accept or refuse a hand-off.
+
+        The request runs on, and no pages are held, until the grant.
+        """
         source = event.source
         request = self._live.by_ticket(source.ticket) if isinstance(source, Live) else None
         refusal = self._refusal(request, event)
@@ -195,8 +197,7 @@ class Departures:
             self._scheduler.go_on(request)
 
     def copied(self, ticket: int) -> bool:
-        """Publish the whole pages of a running request in the prefix tree, so that they can be
-        copied.
+        """Publish the whole pages of a running request in the prefix tree, for a copy.
 
         Called before the migration is requested. The request keeps running. Returns whether it
         runs.
@@ -264,8 +265,10 @@ class Departures:
         )
 
     def _give_up(self, departure: _Departure, reason: str) -> None:
-        """Fail the hand-off. HandoffDropped follows and decides whether the request resumes
-        here."""
+        """Fail the hand-off.
+
+        HandoffDropped follows and decides whether the request resumes here.
+        """
         departure.over = True
         self._port.post(FailHandoff(departure.serial, reason, retryable=False))
 

@@ -1,5 +1,4 @@
-"""Pages that receive the KV of a hand-off: those after the cached prefix, and those in the windows
-at the end of the prompt.
+"""Pages for the KV of a hand-off: after the cached prefix, and in windows at the prompt's end.
 
 A hand-off holds the fresh pages twice. The request's hold follows the request. The hold of the
 reads remains until no more bytes can land in the pages, whatever happens to the request.

@@ -165,8 +165,7 @@ class Dispatcher:
             self._live.refuse(request, error)
 
     def pair_again(self, now: float) -> None:
-        """Place requests that waited for a producer, whether one was paired or the wait timed
-        out."""
+        """Place requests that waited for a producer, successfully or until a timeout."""
         for waiter in self.unpaired.take(now, self._owners):
             try:
                 if not waiter.ticket:

@@ -1,5 +1,4 @@
-"""Nodes that hold part of a prompt: this node by its own cache, others as reported by the
-router."""
+"""Nodes that hold part of a prompt, by this node's own cache and by the router's hints."""
 
 from common.requests.prefix_hint import MAX_HINTS, PrefixAt
 from engine.batch.request import Request
@@ -23,8 +22,7 @@ class PrefixHolders:
         self._shares = shares
 
     def of(self, request: Request, placement: Placement) -> tuple[PrefixAt, ...]:
-        """Return this node, if it holds enough of the prompt, then the nodes that the router
-        names."""
+        """Return this node, if it holds enough of the prompt, then the router's hints."""
         if not self._shares:
             return ()
         if not placement.own_address or len(request.token_ids) < WORTH_NAMING_TOKENS:

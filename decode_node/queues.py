@@ -85,7 +85,7 @@ class Transfer:
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens of the request whose KV this node or the owner had."""
+        """Tokens of the request whose KV this node or the producer had."""
         return max(self.destination.prefix_tokens, self.owner_cached_tokens)
 
     def continued(self) -> Request:

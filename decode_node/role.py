@@ -431,8 +431,10 @@ class DecodeRole:
     # Timings of a request -------------------------------------------------------------------------
 
     def _stamp_chunk(self, chunk: ChunkDone) -> None:
-        """Record the prefill time of the first last chunk only: a retracted request is
-        recomputed."""
+        """Record the prefill time at the first last chunk only.
+
+        A retracted request is recomputed.
+        """
         stamps = self._live.stamps(chunk.request)
         if chunk.first_token is not None and stamps.queued and not stamps.prefilled:
             stamps.prefilled = time.monotonic()

@@ -58,8 +58,7 @@ class Unpaired:
         return self._waiters.pop(request.key, None) is not None
 
     def take(self, now: float, owners: Collection[str]) -> list[Waiter]:
-        """Remove and return requests with a paired candidate, and those whose wait has timed
-        out."""
+        """Remove and return requests with a paired candidate or an expired wait."""
         over = [
             waiter
             for waiter in self

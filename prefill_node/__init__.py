@@ -1,2 +1,1 @@
-"""The prefill node process: computes the KV of prompts and publishes their pages for decode
-nodes."""
+"""The prefill node process: computes KV of prompts and publishes it for decode nodes."""

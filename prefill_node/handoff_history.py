@@ -1,5 +1,4 @@
-"""Timings of each hand-off of a prefill node, while it is open and for a limited time
-afterwards."""
+"""Timings of the hand-offs of a prefill node, including recently ended ones."""
 
 import time
 from collections.abc import Callable

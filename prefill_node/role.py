@@ -228,8 +228,10 @@ class PrefillRole:
         return self._pooled.abort_all(PAUSED)
 
     def let_go(self) -> bool:
-        """Fail hand-offs and release KV. Computed pages are read to the end. Returns whether all is
-        released."""
+        """Fail hand-offs and release KV.
+
+        Computed pages are read to the end. Returns whether all is released.
+        """
         self._handoffs.give_up_all(_GIVEN_UP)
         self.scheduler.start_over()
         return not (self._handoffs.lent or self._sharing.fetches.busy)

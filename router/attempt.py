@@ -51,8 +51,10 @@ class Stay:
         return self.chosen.decode.address
 
     def repeats(self, token_ids: Sequence[int]) -> Repeats:
-        """Return the expected repeats. `token_ids` are all tokens of the response that the client
-        has."""
+        """Return the expected repeats.
+
+        `token_ids` are all tokens of the response that the client has.
+        """
         return Repeats(token_ids[self.spec.num_generated :])
 
     def __enter__(self) -> Self:
@@ -109,8 +111,10 @@ class Moving:
         return self._task
 
     def take_successor(self) -> Stay | None:
-        """Return the successor, which the caller must leave. A migration in progress counts as
-        done."""
+        """Return the successor, which the caller must leave.
+
+        A migration in progress counts as done.
+        """
         successor, self._successor = self._successor, None
         if successor is not None:
             self._task = None

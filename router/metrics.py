@@ -243,8 +243,10 @@ class RouterMetrics:
     # Clients --------------------------------------------------------------------------------------
 
     def waiting_from(self, num_waiting: Callable[[], int]) -> None:
-        """Set the source of the queue length. It is called at each scrape, on the thread that
-        scrapes."""
+        """Set the source of the queue length.
+
+        It is called at each scrape, on the thread that scrapes.
+        """
         self._num_waiting = num_waiting
 
     def keys_from(self, keys: Callable[[], Mapping[str, OfKey]]) -> None:
@@ -304,8 +306,10 @@ class RouterMetrics:
         self._streams_lost[()] += 1
 
     def replayed(self, *, suspect: bool) -> None:
-        """Count a request replayed after the loss of its decode node. `suspect`: it is
-        quarantined."""
+        """Count a request replayed after the loss of its decode node.
+
+        `suspect`: it is quarantined.
+        """
         self._replays[()] += 1
         self._suspects[()] += suspect
 

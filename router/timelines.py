@@ -1,8 +1,8 @@
 """Timelines of this router's active requests and of the last ended ones.
 
 Each timeline is reported in full when its request ends: to the metrics, and as spans if it is
-traced. A request that its client leaves or a stop string ends is over before its decode node has
-sent its timeline. The timeline is still accepted then.
+traced. A request that its client leaves or a stop string ends is finished before its decode node
+has sent its timeline. The timeline is still accepted then.
 """
 
 import time

@@ -119,8 +119,7 @@ class TokenBuffer:
             await self._news
 
     async def taken(self, take: Callable[[list[int], End | None], T | None]) -> T:
-        """Call `take` with all waiting tokens, and the end if it has come, until it returns a
-        result.
+        """Call `take` with waiting tokens, and with the end, until it returns a result.
 
         `take` is called at once and at each change. It returns None to wait for more, but must
         return a result with the end. After that, this must not be called again. Only one writer may

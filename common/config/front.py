@@ -13,8 +13,10 @@ NAME_WITHOUT_CA = "server_name says nothing without ca"
 
 
 class TlsConfig(Record):
-    """TLS with PEM files, which are reloaded when they change. Without files, nothing is
-    encrypted."""
+    """TLS with PEM files, which are reloaded when they change.
+
+    Without files, nothing is encrypted.
+    """
 
     cert: Path | None = Field(
         None, description="certificate shown to the other side, and its chain"

@@ -1,8 +1,7 @@
-"""Roles in a caller's certificate, as the URIs urn:baton:router, urn:baton:node,
-urn:baton:operator.
+"""Roles in a caller's certificate, as URIs urn:baton:ROLE.
 
-A certificate may have several roles. TLS has verified its authority. The callee authenticates by
-the names in its own certificate.
+ROLE is router, node or operator, and a certificate may have several. TLS has verified its
+authority. The callee authenticates by the names in its own certificate.
 """
 
 from typing import Any

@@ -49,8 +49,10 @@ class Identity:
         return called, proof.text
 
     def check_proof(self, sent: Token, text: str) -> None:
-        """Verify the proof for the call of `sent`. Raises Refused if the callee is no node of the
-        cluster."""
+        """Verify the proof for the call of `sent`.
+
+        Raises Refused if the callee is no node of the cluster.
+        """
         proof = tokens.verify(self.keyrings.current(), text, _answer(sent.audience))
         if proof.role != _answering(self.role):
             raise Refused("role", f"it has answered as {proof.role}, and is no {CALLEE}")

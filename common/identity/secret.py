@@ -50,8 +50,10 @@ def new_secret() -> str:
 
 
 def operator_keys(keyring: Keyring) -> tuple[str, ...]:
-    """Return the keys for operators, which replace the secret. That of the first secret comes
-    first."""
+    """Return the keys for operators, which replace the secret.
+
+    That of the first secret comes first.
+    """
     return tuple(
         _OPERATOR_KEY + base64.urlsafe_b64encode(key).rstrip(b"=").decode()
         for key in keyring.keys["operator"]

@@ -66,8 +66,10 @@ class Fields:
         self.fields = fields
 
     def __str__(self) -> str:
-        """Return `peer=127.0.0.1:50100 reason="no answer"`, with limited length and quotes where
-        needed."""
+        """Return the fields as text, with limited length and with quotes where needed.
+
+        For example `peer=127.0.0.1:50100 reason="no answer"`.
+        """
         return " ".join([f"{name}={_text(value)}" for name, value in self.fields.items()])
 
 

@@ -1,4 +1,4 @@
-"""All Prometheus metrics of all programs: base units, closed labels, prefix baton_.
+"""All Prometheus metrics of all processes: base units, closed label sets, prefix baton_.
 
-No global registry: each program makes its own object and serves it. docs/metrics.md lists them.
+There is no global registry: each process creates and serves its own. docs/metrics.md lists them.
 """

@@ -68,8 +68,10 @@ class Several:
             yield metric
 
     def _growing(self, declared: Declared) -> Mapping[Series, float]:
-        """Return sums. A series that only ended processes have is dropped, such as that of a
-        deleted key."""
+        """Return sums.
+
+        A series that only ended processes have is dropped, such as that of a deleted key.
+        """
         sums: dict[Series, float] = {}
         for place in self._places.values():
             for series, value in _of(declared, place.last):

@@ -1,5 +1,7 @@
-"""The helper's end of helper.py. It forks a process per question from this one, which has loaded
-all that they need."""
+"""The helper's end of helper.py.
+
+It forks a process per question from this one, which has loaded all that they need.
+"""
 
 import os
 import resource

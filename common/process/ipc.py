@@ -211,8 +211,10 @@ class FrameConnection(asyncio.Protocol, Generic[T]):
 
     @property
     def is_behind(self) -> bool:
-        """True if more than BEHIND_BYTES wait, or did until now. False once the socket has
-        ended."""
+        """True if more than BEHIND_BYTES wait, or did until now.
+
+        False once the socket has ended.
+        """
         return not self._caught_up.is_set()
 
     async def caught_up(self) -> None:
@@ -236,8 +238,10 @@ class FrameConnection(asyncio.Protocol, Generic[T]):
         self._transport.write(frame)
 
     def close(self) -> None:
-        """Close the socket. The other process sees end of file. `on_end` is not called.
-        Idempotent."""
+        """Close the socket.
+
+        The other process sees end of file. `on_end` is not called. Idempotent.
+        """
         self._ended = True
         self._caught_up.set()
         if self._transport is not None:

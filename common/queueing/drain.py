@@ -70,8 +70,7 @@ class Drain:
         return Backlog(round(self.queued_s, 4), round(self.unit_s, 9))
 
     def check(self, newcomer: Place, now: float) -> None:
-        """Raise QueueTooLong if the newcomer would start too late, or would make another entry
-        late.
+        """Raise QueueTooLong if the newcomer would be late, or would make another entry late.
 
         Accepts everything while the queue is empty or the rate is unknown.
         """
@@ -94,8 +93,8 @@ class Drain:
     def serve(self, key: int, left: int = 0) -> None:
         """Record that an entry has `left` units left.
 
-        Ignored if it is not in the queue or has fewer units left, as it may be recomputed. A partly
-        served entry goes before all others.
+        Ignored if it is not in the queue or has at most `left` units left, as it may be recomputed.
+        A partly served entry goes before all others.
         """
         units = self._line.units_of(key)
         if left >= units:

@@ -41,8 +41,10 @@ def tag(form: Mapping[str, Any]) -> Guide:
 
 
 def as_form(guide: Guide) -> Mapping[str, Any] | None:
-    """Return its format for use within a structural tag. None: it is a structural tag or invalid
-    JSON."""
+    """Return its format for use within a structural tag.
+
+    None: it is a structural tag or invalid JSON.
+    """
     match guide.kind:
         case "json_object":
             return {"type": "json_schema", "json_schema": {"type": "object"}}

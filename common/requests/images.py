@@ -59,8 +59,7 @@ class Image(msgspec.Struct, frozen=True):
         return [word % FIRST_IMAGE_TOKEN + FIRST_IMAGE_TOKEN for word in words]
 
     def fits(self, token_side: int) -> bool:
-        """Return whether it has the pixels of its tokens, which are squares of `token_side`
-        pixels."""
+        """Return whether it has the pixels of its tokens, with `token_side` pixels per side."""
         return len(self.pixels) == self.num_tokens * token_side**2 * _CHANNELS
 
 

@@ -32,8 +32,10 @@ class Pooling(msgspec.Struct, frozen=True):
 
     @property
     def of_all(self) -> bool:
-        """True if hidden states of tokens in the prefix cache are needed. Then all tokens are
-        computed."""
+        """True if hidden states of tokens in the prefix cache are needed.
+
+        Then all tokens are computed.
+        """
         return self.pool in (Pool.MEAN, Pool.FIRST)
 
 

@@ -9,8 +9,7 @@ MAX_HINTS = 4  # per request
 
 
 class PrefixAt(msgspec.Struct, frozen=True):
-    """A node by its address, and the number of prompt tokens that it holds, from the first one
-    on."""
+    """A node by its address, and how many prompt tokens it holds, from the first one on."""
 
     address: str
     num_tokens: int

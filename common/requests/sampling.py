@@ -70,7 +70,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()  # empty: all tokens are allowed
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
-    logprobs: int = -1  # so many of the likeliest tokens are told beside each token; -1: none is
+    logprobs: int = -1  # most likely tokens returned per token; -1: no log-probabilities
     prompt_logprobs: int = -1
     guide: Guide | None = None  # form of the response
     thinking_budget: int = -1  # tokens after which reasoning is ended; -1: no limit
@@ -149,8 +149,10 @@ def unchecked(proto: Sampling, *, max_tokens: int, seed: int) -> SamplingParams:
 
 
 def to_fields(params: SamplingParams) -> dict[str, Any]:
-    """Return the fields of the wire form, for use in a larger message. Protobuf would copy a
-    message."""
+    """Return the fields of the wire form, for use in a larger message.
+
+    Protobuf would copy a message.
+    """
     fields = msgspec.structs.asdict(params)
     fields["logit_bias"] = dict(params.logit_bias)
     fields["bad_word_ids"] = [{"ids": word} for word in params.bad_word_ids]

@@ -20,8 +20,10 @@ MAX_TEXT = 300  # characters of an address or a reason
 
 
 class Phase(IntEnum):
-    """Phases, with the numbers of decode.proto. Phases of a hand-off attempt also have its
-    number."""
+    """Phases, with the numbers of decode.proto.
+
+    Phases of a hand-off attempt also have its number.
+    """
 
     DISPATCH = 1  # Submit at the front -> the engine thread has it
     PREALLOC_QUEUE = 2  # opened at a prefill node -> pages reserved, granted
@@ -89,8 +91,10 @@ NOTHING = Timeline()
 
 
 class PrefillTimes(msgspec.Struct, frozen=True, array_like=True):
-    """Durations of a hand-off as measured by the prefill node. Times of its clock are never
-    sent."""
+    """Durations of a hand-off as measured by the prefill node.
+
+    Times of its clock are never sent.
+    """
 
     bootstrap_s: float  # Open arrived -> granted
     waiting_s: float  # granted -> its first forward was chosen
@@ -178,7 +182,7 @@ def from_proto(message: pb.Timeline, longest_s: float) -> Timeline:
     intervals: list[Interval] = []
     for phase, attempt, start, end in list(rows)[:MAX_INTERVALS]:
         known = _PHASES.get(phase)
-        if known is not None and attempt <= len(attempts) and 0.0 <= start <= end:  # nor NaN
+        if known is not None and attempt <= len(attempts) and 0.0 <= start <= end:  # no NaN
             end = min(end, longest_s)
             intervals.append(Interval(known, attempt, min(start, end), end))
     first_token = message.first_token_s if message.HasField("first_token_s") else None
@@ -240,8 +244,10 @@ _PARTS = {
 def _attempt_of_first_token(
     rows: Sequence[tuple[int, int, float, float]], first_token: float
 ) -> int:
-    """Return the attempt whose prefill node sampled the first token. 0: the decode node sampled
-    it."""
+    """Return the attempt whose prefill node sampled the first token.
+
+    0: the decode node sampled it.
+    """
     for phase, attempt, _, end in rows:
         if phase == Phase.PREFILL and end <= first_token:
             return attempt

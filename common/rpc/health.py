@@ -60,8 +60,10 @@ class Health:
         self._serving: bool | None = None
 
     async def tell(self, serving: bool) -> None:
-        """Send the status to probes and watchers. Before the first call, no service is known to
-        them."""
+        """Send the status to probes and watchers.
+
+        Before the first call, no service is known to them.
+        """
         if serving == self._serving:
             return
         self._serving = serving

@@ -1,6 +1,6 @@
 """Options of all gRPC channels and servers."""
 
-# A prompt of a million tokens has 4 MB, and a Step of 10,000 requests 0.1 MB.
+# A prompt of a million tokens has 3 to 5 MB, and a Step of 10,000 requests 0.1 MB.
 MAX_MESSAGE_BYTES = 12 << 20
 
 _COMMON: tuple[tuple[str, int], ...] = (

@@ -23,7 +23,7 @@ from common.rpc.wire_fields import MAX_FIELDS, FieldCounter
 log = logging.getLogger(__name__)
 
 
-log_of_faults = ThrottledLog(log, Throttle())  # a bug that strangers can reach is no flood of lines
+log_of_faults = ThrottledLog(log, Throttle())  # throttled: callers may trigger a bug often
 
 S = TypeVar("S")
 

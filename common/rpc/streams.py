@@ -74,7 +74,7 @@ class Outgoing(Generic[M]):
         self._changed.set()
 
     async def _next(self) -> M | None:
-        """Return the next message, or None once the stream is over."""
+        """Return the next message, or None once the stream has ended."""
         while not self._unsent:
             if self._over:
                 return None
@@ -92,7 +92,7 @@ class Outgoing(Generic[M]):
         incoming: AsyncIterator[R],
         take: Callable[[R], Awaitable[None]],
     ) -> None:
-        """Write queued messages and pass incoming ones to `take`, until the stream is over.
+        """Write queued messages and pass incoming ones to `take`, until the stream ends.
 
         While `take` waits, nothing is read. Returns when `incoming` ends because the peer has
         closed its direction.

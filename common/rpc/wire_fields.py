@@ -25,8 +25,7 @@ class FieldCounter:
         self._allowed = allowed
 
     def exceeded(self, data: bytes) -> bool:
-        """Return whether a serialised message, with its nested messages, has more fields than
-        allowed.
+        """Return whether a serialised message, nested ones included, has too many fields.
 
         For malformed bytes, the fields before the error count.
         """

@@ -53,8 +53,9 @@ class Certificates:
         )
 
     def current(self) -> Pems:
-        """Return the content. It is the same object until the files change to another valid
-        content.
+        """Return the content.
+
+        It is the same object until the files change to another valid content.
 
         Cheap enough for every handshake.
         """
@@ -74,8 +75,10 @@ class Certificates:
 
 
 def certificates(config: TlsConfig, knob: str) -> Certificates | None:
-    """Return the certificates, or None if there are none. Raises ConfigError as Certificates
-    does."""
+    """Return the certificates, or None if there are none.
+
+    Raises ConfigError as Certificates does.
+    """
     return Certificates(config, knob) if config.cert or config.ca else None
 
 
@@ -133,8 +136,7 @@ def channel_credentials(pems: Pems) -> grpc.ChannelCredentials:
 def server_contexts(
     certificates: Certificates, application_protocol: str
 ) -> Callable[[], ssl.SSLContext]:
-    """Return a function that gives the context for the next handshake of a server other than
-    gRPC's.
+    """Return a function that gives the context for the next handshake, for non-gRPC servers.
 
     Raises:
         ConfigError: OpenSSL cannot use the certificate.

@@ -1,1 +1,1 @@
-"""The nodes: who is there, how they are, and the streams to them."""
+"""The cluster: its nodes, their state, and the streams to them."""

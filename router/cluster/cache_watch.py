@@ -29,8 +29,10 @@ class CacheWatch:
         self._index = index
 
     async def run(self, address: str, channel: grpc.aio.Channel) -> None:
-        """Keep the index of one node up to date until cancelled. Then the index forgets the
-        node."""
+        """Keep the index of one node up to date until cancelled.
+
+        Then the index forgets the node.
+        """
         stub = node_pb2_grpc.NodeStub(channel)  # type: ignore[no-untyped-call]
         backoff_s = _MIN_BACKOFF_S
         told = ""

@@ -157,8 +157,10 @@ class Cluster:
                 yield node.address
 
     def usable(self) -> Sequence[DecodeChoice]:
-        """Return the decode nodes for a request: those that are not paused, or all if all are
-        paused."""
+        """Return the decode nodes for a request.
+
+        Paused ones are included only if all are paused.
+        """
         return self._awake or self._choices
 
     async def until_first_ready(self) -> None:
@@ -286,8 +288,7 @@ class Cluster:
         return client.paused or not client.moves or self._survey.silent(client.address)
 
     def _usable(self, clients: Sequence[DecodeClient]) -> Sequence[DecodeChoice]:
-        """Return the decode nodes that can accept a request, with the prefill nodes they can read
-        from."""
+        """Return the decode nodes that can accept a request, with the prefill nodes of each."""
         return self._taking(clients, lambda status: status.serves_alone) or self._taking(
             clients, lambda status: status.falls_back
         )

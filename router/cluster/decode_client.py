@@ -57,8 +57,10 @@ class _Over(NamedTuple):
 
 
 class DecodeClient:
-    """Client of a decode node. `run` keeps the stream, all else returns at once. For one event
-    loop."""
+    """Client of a decode node.
+
+    `run` keeps the stream, all else returns at once. For one event loop.
+    """
 
     def __init__(
         self,
@@ -279,8 +281,7 @@ class DecodeClient:
     async def _end_if_dead(
         self, pulse: EnginePulse, call: "grpc.aio.StreamStreamCall[Any, Any]"
     ) -> None:
-        """Cancel the stream when its engine is dead and there are requests, which continue
-        elsewhere.
+        """Cancel the stream when its engine is dead and has requests, which continue elsewhere.
 
         A stream without requests stays open for the engine to recover.
         """

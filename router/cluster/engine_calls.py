@@ -166,8 +166,9 @@ class EngineCalls:
         return found.pop()
 
     async def release_memory(self, tags: Sequence[str]) -> None:
-        """Release memory on all nodes. If this raises, nodes that had the memory before have it
-        again.
+        """Release memory on all nodes.
+
+        If this raises, nodes that had the memory before have it again.
 
         Args:
             tags: as in ReleaseMemoryRequest.

@@ -16,7 +16,7 @@ _LONGEST_LOOK_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Seconds without progress of the engine; heartbeats come once a second."""
+    """Limits for a silent engine, in seconds. Heartbeats come once a second."""
 
     silent_s: float = 5.0  # until the engine counts as silent
     dead_s: float = 10.0  # until it counts as dead

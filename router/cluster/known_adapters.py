@@ -21,8 +21,10 @@ class KnownAdapters:
         self._news = asyncio.Event()  # set when a node has reported something
 
     def by_name(self) -> Mapping[str, AdapterId]:
-        """Return the adapters of all nodes. If one name has several, the first node's adapter
-        counts."""
+        """Return the adapters of all nodes.
+
+        If one name has several, the first node's adapter counts.
+        """
         found: dict[str, AdapterId] = {}
         for _, client in sorted(self._clients.items()):
             for name, adapter in client.adapters.items():

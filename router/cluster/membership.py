@@ -108,8 +108,10 @@ class Membership:
         self._cluster.refresh()
 
     def _join(self, role: Role, address: str) -> None:
-        """Add a member. If it has just left, it counts as a new node, and the old one ends
-        separately."""
+        """Add a member.
+
+        If it has just left, it counts as a new node, and the old one ends separately.
+        """
         log.info("node joins %s", kv(role=role, node=address))
         left = self._left[role, address] = asyncio.Event()
         channel = self._make_channel(address)

@@ -134,8 +134,7 @@ class Survey:
         return known is not None and known.state == "paused"
 
     def silent(self, address: str) -> bool:
-        """Return whether the node's engine was silent at its last report, and nothing else was
-        wrong."""
+        """Return whether a silent engine was the only problem in the node's last report."""
         known = self._known.get(address)
         return known is not None and known.engine_silent
 
@@ -147,8 +146,10 @@ class Survey:
             known.num_lives += 1
 
     def drains(self, address: str) -> None:
-        """Note that a node reports on its stream that it drains. It may end before the next
-        survey."""
+        """Note that a node reports on its stream that it drains.
+
+        It may end before the next survey.
+        """
         known = self._known.get(address)
         if known is not None:
             known.leaving = True

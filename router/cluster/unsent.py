@@ -49,8 +49,10 @@ class Unsent:
         self._news.set()
 
     def cancel(self, number: int) -> bool:
-        """Cancel a request. Returns False if its submission was not sent, and then sends
-        nothing."""
+        """Cancel a request.
+
+        Returns False if its submission was not sent, and then sends nothing.
+        """
         if self._submits.pop(number, None) is not None:
             return False
         self._cancels.append(number)

@@ -50,8 +50,10 @@ _NOTHING = _Told()
 
 
 class Backlogs:
-    """Queue times of all nodes. A node that has reported nothing counts as idle. For one event
-    loop."""
+    """Queue times of all nodes.
+
+    A node that has reported nothing counts as idle. For one event loop.
+    """
 
     def __init__(self, load: Load, now: Callable[[], float] = time.monotonic) -> None:
         self._load = load

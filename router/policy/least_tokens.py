@@ -1,5 +1,4 @@
-"""Least-loaded policy: the prefill node with the fewest prompt tokens to compute, without
-caches."""
+"""Least-loaded policy: the prefill node with the fewest tokens to compute, ignoring caches."""
 
 from collections.abc import Sequence
 

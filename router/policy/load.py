@@ -99,8 +99,10 @@ class Load:
         return Charge(self, placement, Place(start_by, num_tokens, priority))
 
     def shown(self, decode: str) -> None:
-        """Process a Status of a decode node: it includes requests that had their first token
-        before."""
+        """Process a Status of a decode node.
+
+        It includes requests that had their first token before.
+        """
         for charge in self._unshown.pop(decode, ()):
             charge.shown()
 

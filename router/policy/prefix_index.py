@@ -91,8 +91,9 @@ class PrefixIndex:
         stored: Iterable[int] = (),
         removed: Iterable[int] = (),
     ) -> None:
-        """Apply cache events of a node. Pages are identified by the hash of the prefix that they
-        end.
+        """Apply cache events of a node.
+
+        Pages are identified by the hash of the prefix that they end.
 
         Args:
             address: of the node.
@@ -181,8 +182,10 @@ class _Node:
         self._tells = False
 
     def match_told(self, prompt: PromptPrefixes) -> int:
-        """Return the cached tokens by events, in O(log(pages)). Most uncached prompts differ in
-        page one."""
+        """Return the cached tokens by events, in O(log(pages)).
+
+        Most uncached prompts differ in page one.
+        """
         if not self.told:
             return 0
         told, size = self.told, self.page_size

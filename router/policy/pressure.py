@@ -19,8 +19,7 @@ class Pressure:
         self._refusals: dict[int, tuple[float, float]] = {}  # by priority: limit, expiry
 
     def limit_s(self, now: float, priority: int = 0) -> float:
-        """Return the current limit. inf: no request of at least this priority was rejected
-        lately."""
+        """Return the current limit. inf: no request of at least this priority was rejected."""
         if not self._refusals:
             return math.inf
         limits = (

@@ -40,8 +40,10 @@ class Siblings:
         self._sessions = sessions
 
     async def ask(self, path: str, longest_s: float = LONGEST_S, /, **query: str) -> Told:
-        """Call all processes. Returns within `longest_s`. Raises nothing: failures count as
-        silent."""
+        """Call all processes.
+
+        Returns within `longest_s`. Raises nothing: failures count as silent.
+        """
         url = URL.build(scheme="http", host="router", path=path, query=query)
         asked = (_body(one, url, longest_s) for one in self._sessions.values())
         answers = await asyncio.gather(*asked)
