@@ -1,8 +1,8 @@
 """Request priorities: integers, higher is more urgent.
 
-Each step counts as STEP_S seconds of queue time. A request goes before those that arrived less than
-this advantage earlier, and after those that arrived before that. So urgent requests hardly wait,
-and others wait longer but do not starve.
+Each step of priority counts as STEP_S seconds of queue time. A request with an advantage of n
+seconds goes before requests that arrived up to n seconds earlier, and after older ones. So urgent
+requests hardly wait, and others wait longer but do not starve.
 """
 
 from typing import Literal, TypeAlias, get_args

@@ -1,8 +1,8 @@
 """The specification of a request: its only record, its wire form and its validation.
 
-All processes share this record. The router creates it, a decode node sends it to the prefill node
-and to the next decode node, and the engine's `Request` refers to it. A new field is declared here
-and in `protos/request.proto`.
+All processes share this record. The router creates it. A decode node sends it to the prefill node
+and to the next decode node. The engine's `Request` refers to it. A new field is declared here and
+in `protos/request.proto`.
 """
 
 import math

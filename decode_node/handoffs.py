@@ -395,8 +395,10 @@ class Handoffs:
             self._launch_by = now + LAUNCH_WAITS_S
 
     def join(self) -> None:
-        """Add requests whose KV and first token are here to the running batch, without a
-        forward."""
+        """Add requests whose KV and first token are here to the running batch.
+
+        No forward is needed.
+        """
         for transfer in self.transfer.held():
             request = transfer.continued()
             if not self._scheduler.join(request, transfer.destination.holding):

@@ -1,7 +1,7 @@
 """Declarations of metrics: name, help, and all values of their labels.
 
-A process creates all series of a family at once. Series that start at 0 can be compared, and an
-undeclared label value is a KeyError in a test instead of a new series in production.
+A process creates all series of a family at once. Series that start at 0 can be compared. An
+undeclared label value is a KeyError in a test, not a new series in production.
 """
 
 from collections.abc import Callable, Iterable, Mapping

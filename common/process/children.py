@@ -16,9 +16,9 @@ from common.process.leash import leashed
 class Child:
     """A child process, its log and its end.
 
-    It has a separate session. So a terminal's Ctrl-C reaches it only through `send`, and a kernel
-    that divides cores by session (autogroup) does not delay it behind a node that uses all of them.
-    It gets SIGTERM when its parent is killed.
+    It has a separate session. So a terminal's Ctrl-C reaches it only through `send`. A kernel that
+    divides cores by session (autogroup) does not delay it behind a node that uses all of them. It
+    gets SIGTERM when its parent is killed.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Becomes a program that ends with its parent: python leash.py PARENT_PID SIGNAL PROGRAM [ARG...]
 
-A separate script, because Python code must not run between fork and exec, and because the signal
-must be set before a program finishes its imports. PR_SET_PDEATHSIG persists across exec.
+This is a separate script because Python code must not run between fork and exec. The signal must
+also be set before a program finishes its imports. PR_SET_PDEATHSIG persists across exec.
 """
 
 import ctypes

@@ -4,7 +4,7 @@ A router creates it. Nodes send and compare it without knowing its meaning. It h
 none: requests without a namespace share one default namespace.
 
 It has 128 bits and uses no secret key. An attacker who knows how namespaces are made could try
-salts offline until one matches any namespace in use, and could then read from its cache. Among a
+salts offline until one matches any namespace in use. The attacker could then use its cache. Among a
 million namespaces that takes 2**108 tries. With 64 bits it would take 2**44. A secret key would
 make 64 bits sufficient, but all routers would need the same key, and a new key would invalidate all
 caches.
