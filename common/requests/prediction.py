@@ -4,7 +4,7 @@ import msgspec
 
 
 class Predicted(msgspec.Struct, frozen=True):
-    """Predicted tokens that were in the response (accepted) and that were not (rejected)."""
+    """Predicted tokens used as drafts: in the response (accepted), or wrong (rejected)."""
 
     accepted: int = 0
     rejected: int = 0

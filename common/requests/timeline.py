@@ -34,7 +34,7 @@ class Phase(IntEnum):
     LOCAL_QUEUE = 7  # the waiting queue of a prompt that the decode node prefills
     LOCAL_PREFILL = 8  # its first forward is chosen -> its first token
     RUNNING = 9  # in the running batch -> ended
-    RETRACTED = 10  # swapped out because pages were short; inside RUNNING
+    RETRACTED = 10  # off the device because pages were short; inside RUNNING
     BOOTSTRAP_QUEUE = 11  # prefill node: Open arrived -> granted
     WAITING_QUEUE = 12  # prefill node: granted -> its first forward is chosen
     PREFILL = 13  # prefill node: first chunk chosen -> last chunk done
