@@ -123,7 +123,7 @@ def server_credentials(certificates: Certificates) -> grpc.ServerCredentials:
 
     return grpc.dynamic_ssl_server_credentials(
         _server_configuration(used),
-        newer,  # the documentation says that None means no change
+        newer,  # type: ignore[arg-type]  # the documentation says that None means no change
         require_client_authentication=bool(used.ca),
     )
 
