@@ -51,7 +51,7 @@ ABOUT = (
     "--role says which program: decode (default), prefill or router."
 )
 YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
-SOON = timedelta(days=14)  # a certificate that nobody renews would be noticed until then
+SOON = timedelta(days=14)  # a certificate that is not renewed should be noticed before this
 STYLES = {"ok": "green", "note": "yellow", "fails": "red"}
 
 
@@ -63,7 +63,7 @@ class Finding:
 
 
 def node_findings(config: NodeConfig) -> Iterator[Finding]:
-    """What a prefill or decode node needs, in the order it would need it."""
+    """Check model, KV transfer, server, and callers of a node, in the order in which it starts."""
     yield from _model(config.engine)
     yield from _transfer(config.transfer)
     yield from _front(config.front)
@@ -71,7 +71,7 @@ def node_findings(config: NodeConfig) -> Iterator[Finding]:
 
 
 def router_findings(config: RouterConfig) -> Iterator[Finding]:
-    """What a router needs; it has no use for weights or devices."""
+    """Check the configuration of a router, which needs neither weights nor devices."""
     try:
         directory = model_directory(config.model, weights=False)
     except ConfigError as error:
@@ -107,7 +107,7 @@ def _model(config: EngineConfig) -> Iterator[Finding]:
         precision = choose_precision(config.dtype, device, checkpoint, matrix_features())
         yield Finding("dtype", "ok", f"{precision}: {precision.because}")
         yield _weights(spec, device, config)
-        # Weights first: what is left decides the size of the KV pool.
+        # Weights first: the KV pool gets the remaining memory.
         free = free_bytes(device, config.cache.memory_fraction)
         weights = servable.weight_bytes(device, precision.dtype, config.quantize)
         shape = resolve_shape(config, spec, dtype=precision.dtype, free=free - weights)
@@ -128,7 +128,7 @@ def _model(config: EngineConfig) -> Iterator[Finding]:
 
 
 def _drafter(config: SpeculationConfig) -> Iterator[Finding]:
-    """Who guesses tokens, where somebody does."""
+    """Report the source of draft tokens, if speculation is enabled."""
     whose = {
         "ngram": "what stood behind the same tokens before",
         "mtp": "the checkpoint's own layer",
@@ -139,7 +139,7 @@ def _drafter(config: SpeculationConfig) -> Iterator[Finding]:
 
 
 def _weights(spec: ModelSpec, device: torch.device, config: EngineConfig) -> Finding:
-    """How the checkpoint has its matrices, and what becomes of them."""
+    """Report the format of the stored weights and the conversion at load time."""
     rounding = rounding_of(device, config.quantize, int8_stored=spec.int8_stored)
     if rounding == "none":
         rounding = "as stored" if spec.stored == NOT_QUANTISED else "made floats when they are read"
@@ -197,7 +197,7 @@ def _front(config: FrontConfig) -> Iterator[Finding]:
 
 
 def _callers(role: Role, front: FrontConfig, *, mutual: bool) -> Finding:
-    """Who may reach a program, and by what programs know each other."""
+    """Check who may call this process and how Baton processes authenticate each other."""
     try:
         identity = identity_of(role, "baton check", front.secret_file)
         asked = identity is not None or mutual

@@ -1,4 +1,4 @@
-"""What the commands ask of running programs, over gRPC."""
+"""gRPC calls of the commands to running processes."""
 
 import argparse
 import asyncio
@@ -42,7 +42,7 @@ def add_router_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def address(text: str) -> str:
-    """For argparse."""
+    """Parse HOST:PORT, for argparse."""
     try:
         return check_address(text)
     except InvalidRequest as error:
@@ -50,8 +50,11 @@ def address(text: str) -> str:
 
 
 def add_key_flag(parser: argparse.ArgumentParser) -> None:
-    """For commands that ask a router, which may want an API key. There is no flag for the key
-    itself: everybody on the machine can read command lines."""
+    """Add the flag of the API key file, for commands that call a router.
+
+    A flag for the key itself does not exist, because every user of the machine can read command
+    lines.
+    """
     parser.add_argument(
         "--api-key-file",
         type=Path,
@@ -61,10 +64,11 @@ def add_key_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def credentials(options: argparse.Namespace) -> Metadata:
-    """What to send with each call, by the flag of `add_key_flag`; nothing without a key.
+    """Return the metadata to send with each call, from the flag of `add_key_flag`. Empty without a
+    key.
 
     Raises:
-        ConfigError: the file cannot be read, or there is no key in it.
+        ConfigError: the file cannot be read, or contains no key.
     """
     key, source = os.environ.get(KEY_VARIABLE, ""), f"the variable {KEY_VARIABLE}"
     if options.api_key_file is not None:
@@ -82,7 +86,7 @@ def credentials(options: argparse.Namespace) -> Metadata:
 
 
 def add_tls_flags(parser: argparse.ArgumentParser) -> None:
-    """What every command that talks to running programs has to know of their TLS."""
+    """Add the TLS flags of all commands that call running processes."""
     group = parser.add_argument_group("TLS", "PEM files; without --tls-ca nothing is encrypted.")
     for name, what in (
         ("ca", "who must have signed the certificate of the program"),
@@ -96,7 +100,7 @@ def add_tls_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def tls_config(options: argparse.Namespace) -> TlsConfig:
-    """What the flags of `add_tls_flags` say.
+    """Return the TLS configuration from the flags of `add_tls_flags`.
 
     Raises:
         ConfigError: they contradict each other.
@@ -110,7 +114,7 @@ def tls_config(options: argparse.Namespace) -> TlsConfig:
 
 
 def add_secret_flag(parser: argparse.ArgumentParser) -> None:
-    """What a command that operates programs shows them."""
+    """Add the flag of the credential for operating processes."""
     parser.add_argument(
         "--secret-file",
         type=Path,
@@ -121,10 +125,10 @@ def add_secret_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def identity(options: argparse.Namespace) -> Identity | None:
-    """The operator's, of what `add_secret_flag` names; None where there is no secret.
+    """Return the operator's identity from the flag of `add_secret_flag`. None without a secret.
 
     Raises:
-        ConfigError: it is of no use.
+        ConfigError: the secret is unusable.
     """
     return identity_of("operator", f"operator@{socket.gethostname()}", _secret_file(options))
 
@@ -137,7 +141,7 @@ def _secret_file(options: argparse.Namespace) -> Path | None:
 
 
 def secret_source(options: argparse.Namespace) -> str:
-    """Say where the secret of `identity` came from, for errors of authentication."""
+    """Return the source of the secret of `identity`, for authentication errors."""
     file = _secret_file(options)
     if file is not None:
         flag = "--secret-file" if file is options.secret_file else "`baton up` wrote it here"
@@ -148,7 +152,7 @@ def secret_source(options: argparse.Namespace) -> str:
 
 
 def key_source(options: argparse.Namespace) -> str:
-    """Say where the key of `credentials` came from, likewise."""
+    """Return the source of the key of `credentials`, for authentication errors."""
     if options.api_key_file is not None:
         return f"the API key came from {options.api_key_file} (--api-key-file)"
     if os.environ.get(KEY_VARIABLE):
@@ -160,7 +164,7 @@ def failure(error: grpc.aio.AioRpcError, source: str) -> str:
     """Return an error of a call as a sentence.
 
     Args:
-        source: of what was sent to prove who calls. Said if that was not good.
+        source: source of the credential that was sent. Named if the credential was rejected.
     """
     sentence = f"{error.code().name}: {error.details()}"
     unauthenticated = error.code() is grpc.StatusCode.UNAUTHENTICATED
@@ -168,14 +172,14 @@ def failure(error: grpc.aio.AioRpcError, source: str) -> str:
 
 
 def certificates(options: argparse.Namespace) -> tls.Certificates | None:
-    """What the flags of `add_tls_flags` name. Raises ConfigError."""
+    """Load the certificates that the flags of `add_tls_flags` name. Raises ConfigError."""
     return tls.certificates(tls_config(options), "--tls")
 
 
 async def until_serving(
     address: str, service: str, certificates: tls.Certificates | None = None
 ) -> None:
-    """Returns once the program at `address` says that `service` is healthy. Sets no deadline."""
+    """Wait until the process at `address` reports `service` as healthy. Sets no deadline."""
     request = health_pb2.HealthCheckRequest(service=service)
     async with make_channel(address, certificates) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
@@ -185,7 +189,7 @@ async def until_serving(
                 if answer.status == health_pb2.HealthCheckResponse.SERVING:
                     return
             except grpc.aio.AioRpcError:
-                raise_if_cancelled()  # else it is not up yet, or does not know the service yet
+                raise_if_cancelled()  # otherwise it is not up yet, or does not know the service yet
             await asyncio.sleep(_POLL_S)
 
 
@@ -195,7 +199,7 @@ async def stream(
     certificates: tls.Certificates | None = None,
     metadata: Metadata = (),
 ) -> AsyncGenerator[router_pb2.GenerateResponse, None]:
-    """The answer of the router at `address`. Leaving the iteration cancels the request.
+    """Stream the response of the router at `address`. Leaving the iteration cancels the request.
 
     Raises:
         grpc.aio.AioRpcError: with the router's own sentence in `details()`.

@@ -15,7 +15,9 @@ from common.settings import Parser, wrong
 
 
 def write(directory: Path) -> None:
-    """Copy the model there, whole or not at all. A directory that holds it already is left alone.
+    """Copy the model to `directory`, completely or not at all.
+
+    A directory that already holds the model is left unchanged.
 
     Raises:
         FileExistsError: `directory` holds something else.

@@ -29,10 +29,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 async def drain(options: argparse.Namespace, fleet: Fleet) -> None:
-    """Raises Undone."""
+    """Drain the nodes and routers that `options` select. Raises Undone."""
     look = await fleet.look(options.router)
     routers = {options.router: look.router}
-    # A router of several processes ends as a whole.
+    # A router with several worker processes ends as a whole.
     every = [replace(turn, processes=1) for turn in restart_steps.turns(look, routers)]
     wanted = [turn for turn in every if turn.address == options.address]
     if not wanted:

@@ -22,7 +22,7 @@ from common.process.standard_output import say
 from protos.router_pb2 import ExplainRequest, ExplainResponse
 from protos.router_pb2_grpc import RouterStub
 
-ANSWER_S = 10.0  # the router gives its nodes two
+ANSWER_S = 10.0  # the router allows its nodes 2 s
 EXIT_NO_ANSWER = 1
 EXIT_USAGE = 2
 
@@ -42,7 +42,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def text(told: ExplainResponse) -> str:
-    """For people; `took` is since the same program's event before."""
+    """Return the events as text. `took` is the time since the same process's previous event."""
     return "\n".join((*_head(told), "", *_events(told), *_silent(told)))
 
 
@@ -74,7 +74,7 @@ def _events(told: ExplainResponse) -> Iterator[str]:
 
 
 def _silent(told: ExplainResponse) -> Iterator[str]:
-    """Nodes that might have been part of it."""
+    """Name the nodes that may have taken part but did not respond."""
     for node in told.nodes:
         if node.problem:
             yield f"{safe(node.role)} {safe(node.address)} has not answered: {safe(node.problem)}"

@@ -50,7 +50,7 @@ _FORMS = {
     "ebnf": "the answer is a word of this grammar, whose rule root is the first",
     "structural_tag": "the answer has these forms in its text: JSON, as xgrammar has it",
 }
-# Flags of their own, and what is for programs: token ids of words, and what is told beside text.
+# Fields with flags of their own, and fields for programs: token ids, and data beside the text.
 _OTHERWISE = frozenset(
     {"logit_bias", "guide", "bad_word_ids", "logprobs", "prompt_logprobs", "thought"}
 )
@@ -97,7 +97,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _add_flag(group: argparse._ActionsContainer, field: Any, told: str) -> None:
-    """field: a FieldDescriptor, of whichever of protobuf's implementations."""
+    """Add a flag for `field`, a FieldDescriptor of any protobuf implementation."""
     flag = "--" + field.name.replace("_", "-")
     if field.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
         group.add_argument(flag, action="store_true", default=None, help=told)
@@ -121,7 +121,7 @@ async def print_answer(
     certificates: tls.Certificates | None = None,
     metadata: client.Metadata = (),
 ) -> tuple[GenerateResponse, float]:
-    """Streams the answer's text to standard output.
+    """Stream the response text to standard output.
 
     Returns:
         The last message, and the seconds until the first one.
@@ -162,7 +162,7 @@ async def _main(arguments: argparse.Namespace) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(asyncio.run(_main(parse())))
-    # The first two are what protobuf says of a number out of its range.
+    # protobuf raises the first two for a number out of range.
     except (TypeError, ValueError, ConfigError) as error:
         print(f"baton generate: {error}", file=sys.stderr)
         sys.exit(2)

@@ -1,5 +1,5 @@
-"""The `baton` command: turns into the program that the first word names. Imports none of them,
-and starts none where another package has taken a name of theirs."""
+"""The `baton` command: replaces itself by the program that the first word names. It imports none of
+them, and starts none if another package has overwritten one of their names."""
 
 import os
 import sys
@@ -15,7 +15,7 @@ class Command(NamedTuple):
     module: str
     summary: str
     needs: tuple[str, ...] = ()  # packages that an installation for routers lacks
-    first: tuple[str, ...] = ()  # its arguments before those that are given
+    first: tuple[str, ...] = ()  # arguments before the given ones
 
 
 def _order(name: str, summary: str) -> Command:
@@ -70,7 +70,7 @@ def usage() -> str:
 
 def _say(text: str) -> None:
     from common.process.standard_output import (
-        say,  # not before it is asked for: `common` may be another's
+        say,  # imported late: `common` may be another distribution's package
     )
 
     say(text)
@@ -89,7 +89,7 @@ def main() -> int:
                     file=sys.stderr,
                 )
                 return EXIT_USAGE
-            # -P: a directory of the user's that is called router must not be taken for ours.
+            # -P: do not import a directory of the user that is called router
             command = COMMANDS[name]
             program = ["-m", "cli.program", name, command.module, *command.first, *arguments]
             os.execv(sys.executable, [sys.executable, "-P", *program])

@@ -41,7 +41,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 async def move(options: argparse.Namespace, fleet: Fleet) -> None:
-    """Raises Undone."""
+    """Migrate the request that `options` name. Raises Undone."""
     order = MoveRequest(request_id=options.request, target=options.target)
     moved = await fleet.tell_router(options.router, "Move", order, _LONGEST_S)
     say(f"{moved.request_id} has moved from {moved.source} to {moved.target}")

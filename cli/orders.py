@@ -1,5 +1,5 @@
-"""Orders that a node obeys by itself, and a router has all of them obey: `baton pause`, `continue`,
-`sleep` and `wake`. They differ by what stands in ORDERS."""
+"""Commands that a node executes by itself and a router forwards to all nodes: `baton pause`,
+`continue`, `sleep` and `wake`. They differ only by their entries in ORDERS."""
 
 import argparse
 import sys
@@ -66,10 +66,10 @@ class Order:
     method: str  # of the router, and of a node
     description: str
     undone: str  # when it exits with EXIT_UNDONE
-    longest_s: float  # of all nodes of one role, then of the other
+    longest_s: float  # timeout for all nodes of one role, then of the other
     add_flags: Callable[[argparse.ArgumentParser], None] = _add_none
     request: Callable[[argparse.Namespace], Any]
-    said: Callable[[Any], str]  # of the answer
+    said: Callable[[Any], str]  # text from the response
 
 
 ORDERS = {
@@ -124,7 +124,7 @@ def parse(name: str, arguments: list[str]) -> argparse.Namespace:
 
 
 async def give(order: Order, options: argparse.Namespace, fleet: Fleet) -> None:
-    """Raises Undone."""
+    """Send the order to one node or to the router. Raises Undone."""
     request = order.request(options)
     say(order.said(await command.tell(options, fleet, order.method, request, order.longest_s)))
 

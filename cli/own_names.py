@@ -1,6 +1,9 @@
-"""Are the packages that Baton imports its own? Installed, it owns names that others have too, such
-as `kernels` and `common`; where two of one name share an environment, the later one has overwritten
-the other. Reads files, imports none of them."""
+"""Check that the packages that Baton imports are its own.
+
+An installation owns names that other distributions also use, such as `kernels` and `common`. If two
+packages of one name share an environment, the later one has overwritten the first. Reads files,
+imports none of them.
+"""
 
 import base64
 import hashlib
@@ -17,7 +20,7 @@ _HERE = Path(__file__).resolve().parent.parent
 
 
 def clash() -> str | None:
-    """What is wrong, in one line; None: nothing is."""
+    """Return a one-line description of a name clash, or None if there is none."""
     recorded = _recorded()
     for package in PACKAGES:
         spec = find_spec(package)
@@ -37,7 +40,7 @@ def clash() -> str | None:
 
 
 def _recorded() -> dict[str, str]:
-    """The digest of each package's __init__.py as it was installed; empty in a checkout."""
+    """Return the digest of each package's __init__.py at installation. Empty in a checkout."""
     try:
         files = Distribution.from_name(DISTRIBUTION).files or ()
     except PackageNotFoundError:
@@ -52,6 +55,6 @@ def _recorded() -> dict[str, str]:
 
 
 def _digest(file: Path) -> str:
-    """As in a wheel's RECORD."""
+    """Return a file's digest in the format of a wheel's RECORD."""
     digest = hashlib.sha256(file.read_bytes()).digest()
     return base64.urlsafe_b64encode(digest).rstrip(b"=").decode()

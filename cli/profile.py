@@ -37,7 +37,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 async def profile(options: argparse.Namespace, fleet: Fleet) -> None:
-    """Raises Undone."""
+    """Profile the selected nodes. Raises Undone."""
     begin = StartProfileRequest(num_steps=options.steps)
     await command.tell(options, fleet, "StartProfile", begin, _LONGEST_S)
     await asyncio.sleep(options.seconds)

@@ -1,14 +1,14 @@
-"""What `baton NAME` turns into: `python -m cli.program NAME MODULE [ARGUMENT]...` runs that module.
-Who interrupts it, be it while it imports what it needs, reads a sentence."""
+"""The process that `baton NAME` turns into: `python -m cli.program NAME MODULE [ARGUMENT]...` runs
+that module. An interrupt, even during imports, prints one sentence."""
 
 import runpy
 import sys
 
-EXIT_INTERRUPTED = 130  # 128 and SIGINT, as shells say it
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, the convention of shells
 
 
 def main() -> None:
-    """Exits as the module does, which finds its arguments as if it had been started itself."""
+    """Run the module with its arguments, as if started directly, and exit with its code."""
     _, name, module, *arguments = sys.argv
     sys.argv[1:] = arguments
     try:

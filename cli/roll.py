@@ -50,7 +50,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 async def roll(options: argparse.Namespace, fleet: Fleet) -> None:
-    """Raises Undone: a program is not back, or was not to be drained."""
+    """Restart every process in turn. Raises Undone if one does not return or was not drained."""
     looks = {router: await fleet.look(router) for router in options.router}
     cluster = looks[options.router[0]]
     routers = {router: look.router for router, look in looks.items()}
@@ -73,7 +73,7 @@ async def roll(options: argparse.Namespace, fleet: Fleet) -> None:
 async def _restart(
     turn: Turn, cluster: GetClusterResponse, fleet: Fleet, options: argparse.Namespace
 ) -> None:
-    """Returns once its successor serves."""
+    """Restart one process and wait until its successor serves."""
     longest_s = options.timeout
     if turn.node is None:
         since = time.monotonic()

@@ -36,9 +36,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def printed(options: argparse.Namespace) -> str:
-    """
+    """Return the new secret, or the key or token derived from the current one.
+
     Raises:
-        ConfigError: there is no secret to make it of, or it is of no use.
+        ConfigError: there is no secret to derive it from, or it is unusable.
     """
     if not (options.operator or options.token):
         return new_secret()

@@ -31,7 +31,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 async def switch(options: argparse.Namespace, fleet: Fleet) -> None:
-    """Raises Undone."""
+    """Change a node's role. Raises Undone."""
     look = await fleet.look(options.router)
     nodes = restart_steps.turns(look, {})
     wanted = [turn for turn in nodes if turn.address == options.address]

@@ -1,4 +1,4 @@
-"""The demo model: two million parameters at most that recall, copy, reverse and add.
+"""The demo model: two million parameters at most, trained to recall, copy, reverse and add.
 
 `tasks` and `structured` make what it learns and is asked, `train` makes the weights in `weights/`,
 `evaluate` measures them. Importing this package loads none of that.

@@ -1,1 +1,1 @@
-"""Programs of a system on this machine: which, with which flags, and kept running."""
+"""The processes of a system on this machine: their flags, and their restarts."""

@@ -1,4 +1,4 @@
-"""Which programs make a whole system on one machine, with which flags. Starts nothing."""
+"""Plan the processes and flags of a whole system on one machine. Starts nothing."""
 
 import ctypes
 import os
@@ -18,20 +18,20 @@ _PORT_FLAGS = {
     "prefill_node": "--prefill-port",
     "decode_node": "--decode-port",
 }
-# A thread that has nothing to compute sleeps at once: its core is another engine's meanwhile.
+# An idle thread sleeps at once, so that another engine can use its core.
 _LENDING = (("OMP_WAIT_POLICY", "passive"),)
 HTTP_PORT, ROUTER_PORT, PREFILL_PORT, DECODE_PORT = 8000, 50050, 50100, 50200
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One program to start."""
+    """One process to start."""
 
-    name: str  # "router", "prefill-0", "decode-1": its log's name too
+    name: str  # "router", "prefill-0", "decode-1": also the name of its log
     module: str
     address: str  # host:port of its gRPC server
     flags: tuple[str, ...]
-    variables: tuple[tuple[str, str], ...] = ()  # of its environment, where ours has them not
+    variables: tuple[tuple[str, str], ...] = ()  # for its environment, where ours lacks them
 
     @property
     def environment(self) -> dict[str, str]:
@@ -43,13 +43,13 @@ class Program:
 
     @property
     def service(self) -> str:
-        """The gRPC service whose health says that it is ready."""
+        """Return the gRPC service whose health check reports that the process is ready."""
         return "baton.v1.Router" if self.module == "router" else "baton.v1.Node"
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What the user of `baton up` asks for."""
+    """The system that the user of `baton up` requested."""
 
     model: str
     prefill: int
@@ -57,30 +57,30 @@ class Wish:
     host: str
     port: int  # the router's
     http_port: int  # the router's
-    prefill_port: int  # the first prefill node's; the others take the next ones
+    prefill_port: int  # of the first prefill node; the others use the next ones
     decode_port: int
-    metrics_port: int | None  # the router's; the nodes take the next ones
+    metrics_port: int | None  # of the router; the nodes use the next ones
     device: str  # auto | cpu | cuda
     node_flags: tuple[str, ...] = ()  # for every node
     router_flags: tuple[str, ...] = ()
-    # cert, key and ca for every program, or nothing.
+    # cert, key and ca for every process, or nothing
     tls: TlsConfig = field(default_factory=TlsConfig)
-    secret_file: Path | None = None  # for every program; None: they have the variable
-    served_model_name: str = ""  # "": what `model` says
+    secret_file: Path | None = None  # for every process; None: they have the variable
+    served_model_name: str = ""  # "": the name in `model`
 
 
 _DATA_PORT = "--transfer.data-port"
 
 
 def programs(wish: Wish) -> list[Program]:
-    """The router first, then prefill nodes, then decode nodes.
+    """Return the router first, then prefill nodes, then decode nodes.
 
-    Without prefill nodes the decode nodes are colocated. CUDA devices go round the nodes, and
-    those on one device share its memory. On a CPU the nodes of a kind share its cores, and lend
-    them to those of the other kind, which rarely compute at the same time.
+    Without prefill nodes the decode nodes are colocated. CUDA devices are assigned to nodes in
+    turn, and nodes on one device share its memory. On a CPU the nodes of a role share its cores.
+    The two roles overlap on the same cores, because they rarely compute at the same time.
 
     Raises:
-        ConfigError: CUDA is asked for and there is none.
+        ConfigError: CUDA is requested but not available.
     """
     prefill = [(f"prefill-{i}", "prefill_node", wish.prefill_port + i) for i in range(wish.prefill)]
     decode = [(f"decode-{i}", "decode_node", wish.decode_port + i) for i in range(wish.decode)]
@@ -117,9 +117,10 @@ def programs(wish: Wish) -> list[Program]:
 
 
 def refuse_busy_ports(plan: Sequence[Program]) -> None:
-    """
+    """Check that the ports of `plan` are free.
+
     Raises:
-        ConfigError: something listens on a port of the plan; names the flag of `baton up` for it.
+        ConfigError: a port of the plan is in use. Names the flag of `baton up` that changes it.
     """
     for program in plan:
         host, _, port = program.address.rpartition(":")
@@ -127,11 +128,12 @@ def refuse_busy_ports(plan: Sequence[Program]) -> None:
 
 
 def refuse_busy_port(host: str, port: int, purpose: str, flag: str) -> None:
-    """
+    """Check that `port` is free.
+
     Args:
-        flag: that chooses another port.
+        flag: flag that chooses another port.
     Raises:
-        ConfigError: `port` cannot be listened on now; names it, the purpose and the flag.
+        ConfigError: cannot listen on `port` now. Names the port, the purpose and the flag.
     """
     if reason := busy(host, port):
         raise ConfigError(
@@ -140,7 +142,7 @@ def refuse_busy_port(host: str, port: int, purpose: str, flag: str) -> None:
 
 
 def busy(host: str, port: int) -> str | None:
-    """Why `port` cannot be listened on now; None: it can."""
+    """Return the reason why listening on `port` fails now, or None if it works."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -151,7 +153,7 @@ def busy(host: str, port: int) -> str | None:
 
 
 def cuda_devices() -> int:
-    """CUDA devices that this process may use, found without loading torch."""
+    """Return the number of CUDA devices that this process may use, without loading torch."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -171,13 +173,14 @@ def _flags(wish: Wish, port: int, number: int) -> list[str]:
 
 
 def _own_data_port(module: str, node_flags: Sequence[str]) -> list[str]:
-    """A data port that is asked for is a prefill node's: no other node here can have it."""
+    """Give decode nodes any free data port if one is requested: only a prefill node here can have
+    it."""
     asked = any(flag.startswith(_DATA_PORT) for flag in node_flags)
     return [f"{_DATA_PORT}=0"] if asked and module == "decode_node" else []
 
 
 def _tls_flags(knob: str, config: TlsConfig, *names: str) -> list[str]:
-    """Flags that give `knob` those fields of `config` that are set."""
+    """Return the flags for those fields `names` of `config` that are set, in the section `knob`."""
     given = config.model_dump(include=set(names), exclude_none=True)
     return [f"--{knob}.{name.replace('_', '-')}={value}" for name, value in given.items()]
 

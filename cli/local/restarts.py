@@ -1,4 +1,4 @@
-"""Programs that are started again when they die. Knows nothing of what they serve."""
+"""Restart of child processes that die. Independent of the service they provide."""
 
 import asyncio
 import time
@@ -11,11 +11,11 @@ from node.frontend.process import exit_sentence
 
 @dataclass(frozen=True, slots=True)
 class RestartTimes:
-    """Seconds."""
+    """Restart delays in seconds."""
 
-    first_s: float = 1.0  # from a death to the next start; doubles with every death in a row
+    first_s: float = 1.0  # from a crash to the restart; doubles with every crash in a row
     longest_s: float = 30.0
-    steady_s: float = 60.0  # who has lived so long has not died in a row
+    steady_s: float = 60.0  # uptime after which a crash no longer counts as one in a row
 
 
 async def keep_running(
@@ -25,12 +25,12 @@ async def keep_running(
     say: Callable[[str], None],
     times: RestartTimes | None = None,
 ) -> None:
-    """Watches a running program, and its successors, until cancelled.
+    """Watch a running process and restart it after each crash, until cancelled.
 
     Args:
-        start_again: called once the one before has ended.
-        until_serving: returns once the newest one serves; cancelled if that one dies before.
-        say: takes a line about each death, and about each return.
+        start_again: called after the previous process has ended.
+        until_serving: returns once the newest process serves; cancelled if that one dies before.
+        say: receives a line about each crash and each recovery.
     """
     times = times or RestartTimes()
     wait_s, began = times.first_s, time.monotonic()
@@ -50,7 +50,7 @@ async def keep_running(
 
 
 async def _serves(child: Child, until_serving: Callable[[], Awaitable[None]]) -> bool:
-    """Waits until it does, or has died: False."""
+    """Wait until the process serves. Returns False if it died first."""
     serving = asyncio.ensure_future(until_serving())
     ended = asyncio.ensure_future(child.ended())
     tasks: tuple[asyncio.Future[None] | asyncio.Future[int], ...] = (serving, ended)

@@ -1,5 +1,5 @@
-"""The programs of a system on this machine, as children of this process: started, watched, started
-again, ended in order. Knows nothing of what they answer."""
+"""The processes of a system on this machine, as children of this process: started, watched,
+restarted and ended in order. Independent of the requests they serve."""
 
 import asyncio
 import signal
@@ -12,12 +12,12 @@ from cli.local import plan, restarts
 from common import tls
 from common.process.children import Child
 
-# Whoever asks stops before whoever answers: nothing is left waiting for a node that has gone.
+# Callers stop before the processes that they call, so that no call waits for a stopped node.
 STOP_ORDER = ("router", "decode_node", "prefill_node")
 
 
 class System:
-    """The programs of one machine, as children of this process."""
+    """The processes of one machine, as children of this process."""
 
     def __init__(
         self,
@@ -25,10 +25,10 @@ class System:
         logs: Path,
         certificates: tls.Certificates | None,
     ) -> None:
-        """Starts all of them at once.
+        """Start all processes at once.
 
         Args:
-            certificates: to ask them with.
+            certificates: for health checks.
         """
         self._programs = programs
         logs.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -42,7 +42,8 @@ class System:
         return [program.name for program in self._programs]
 
     async def until_ready(self, tell: Callable[[str, str], None]) -> None:
-        """Returns once every program is healthy; the router is when it can serve a request."""
+        """Wait until every process is healthy. The router is healthy when it can serve a
+        request."""
 
         async def wait(program: plan.Program) -> None:
             await self._until_serving(program)
@@ -51,7 +52,7 @@ class System:
         await asyncio.gather(*(wait(program) for program in self._programs))
 
     async def first_death(self) -> str:
-        """Waits until a program has ended on its own; returns what there is to say about it."""
+        """Wait until a process ends on its own. Returns a description for the user."""
         ends = {asyncio.ensure_future(c.ended()): c for c in self._children.values()}
         try:
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -65,7 +66,7 @@ class System:
         )
 
     async def keep_running(self, say: Callable[[str], None]) -> None:
-        """Starts every program again that ends on its own, until cancelled."""
+        """Restart every process that ends on its own, until cancelled."""
 
         async def keep(program: plan.Program) -> None:
             def start_again() -> Child:
@@ -78,7 +79,7 @@ class System:
         await asyncio.gather(*(keep(program) for program in self._programs))
 
     async def stop(self, patience_s: float) -> list[str]:
-        """Ends all programs. Returns what went wrong."""
+        """End all processes. Returns the failures."""
         wrong = []
         for module in STOP_ORDER:
             group = [c for program, c in self._children.items() if program.module == module]
@@ -87,7 +88,7 @@ class System:
             wrong += [
                 f"{child.name} ended with code {child.code}"
                 for child in alive
-                if child.code not in (0, -signal.SIGTERM)  # the latter: it had hardly begun
+                if child.code not in (0, -signal.SIGTERM)  # SIGTERM: the process had hardly begun
             ]
         return wrong
 

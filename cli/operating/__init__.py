@@ -1,1 +1,1 @@
-"""What commands have in common that drain programs: whom they ask, in which order, how they end."""
+"""Shared parts of commands that drain processes: calls, order of restarts, exit codes."""

@@ -1,4 +1,4 @@
-"""What commands that operate programs have in common: their flags, what they heed, how they end."""
+"""Shared parts of commands that operate processes: flags, objections, exit codes."""
 
 import argparse
 import asyncio
@@ -19,10 +19,10 @@ LONGEST_S = 900.0
 
 
 def parser(name: str, description: str | None, undone: str) -> argparse.ArgumentParser:
-    """Of `baton NAME`.
+    """Return the argument parser of `baton NAME`.
 
     Args:
-        undone: when it exits with EXIT_UNDONE.
+        undone: condition under which the command exits with EXIT_UNDONE.
     """
     epilog = f"Exits with {EXIT_UNDONE} if {undone}."
     return settings.Parser(prog=f"baton {name}", description=description, epilog=epilog)
@@ -44,7 +44,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_one_or_all(parser: argparse.ArgumentParser) -> None:
-    """Of commands for one node, or for all that a router knows."""
+    """Add the address argument of commands for one node or for all nodes of a router."""
     parser.add_argument(
         "address",
         nargs="?",
@@ -57,7 +57,7 @@ def add_one_or_all(parser: argparse.ArgumentParser) -> None:
 
 
 def add_identity_flags(parser: argparse.ArgumentParser) -> None:
-    """Of all commands: who asks."""
+    """Add the credential and TLS flags that all commands share."""
     client.add_secret_flag(parser)
     client.add_key_flag(parser)
     client.add_tls_flags(parser)
@@ -66,7 +66,7 @@ def add_identity_flags(parser: argparse.ArgumentParser) -> None:
 async def tell(
     options: argparse.Namespace, fleet: Fleet, method: str, request: Any, longest_s: float
 ) -> Any:
-    """The answer of that node, or of the router. Raises Undone."""
+    """Call `method` of the given node, or of the router, and return the response. Raises Undone."""
     if options.address is not None:
         return await fleet.tell_node(options.address, method, request, longest_s)
     return await fleet.tell_router(options.router, method, request, longest_s)
@@ -75,7 +75,7 @@ async def tell(
 def heed(
     objections: Iterable[str], options: argparse.Namespace, undone: str = "nothing is drained"
 ) -> None:
-    """Says what speaks against it. Raises Undone where anything does, but for --force."""
+    """Print the objections. Raises Undone if there are any, unless --force is given."""
     found = list(objections)
     for sentence in found:
         say(f"but: {sentence}")
@@ -84,7 +84,7 @@ def heed(
 
 
 def run(program: str, options: argparse.Namespace, work: Callable[[Fleet], Awaitable[None]]) -> int:
-    """The exit code."""
+    """Run `work` and return the exit code."""
     try:
         asyncio.run(with_fleet(options, work))
     except ConfigError as error:
@@ -99,8 +99,10 @@ def run(program: str, options: argparse.Namespace, work: Callable[[Fleet], Await
 
 
 async def with_fleet(options: argparse.Namespace, work: Callable[[Fleet], Awaitable[None]]) -> None:
-    """Routers are shown the API key that is given, else the operators' key of the secret. Raises
-    ConfigError."""
+    """Run `work` with a Fleet.
+
+    Routers receive the given API key, or else the operators' key of the secret. Raises ConfigError.
+    """
     identity = client.identity(options)
     metadata, source = client.credentials(options), client.key_source(options)
     secret_source = client.secret_source(options)
@@ -112,7 +114,7 @@ async def with_fleet(options: argparse.Namespace, work: Callable[[Fleet], Awaita
 
 
 def positive(text: str) -> float:
-    """For argparse."""
+    """Parse a positive number, for argparse."""
     number = float(text)
     if not 0 < number < float("inf"):
         raise argparse.ArgumentTypeError(f"must be above 0, got {text!r}")

@@ -1,5 +1,5 @@
-"""The programs that a router knows, asked and told by an operator: what they are, that one is to
-drain, when it is gone, when it is back."""
+"""The processes that a router knows, as an operator calls them: list, drain, change role, and wait
+for their end or return."""
 
 import asyncio
 import time
@@ -31,12 +31,12 @@ Pairs = frozenset[tuple[str, str]]
 
 
 class Undone(Exception):
-    """It has not come to what was wanted; the message says where it stands."""
+    """The requested operation is incomplete. The message describes the current state."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Where an operator's credentials came from, for errors of authentication."""
+    """Sources of an operator's credentials, for authentication errors."""
 
     to_routers: str = ""
     to_nodes: str = ""
@@ -46,11 +46,11 @@ _UNKNOWN = Sources()
 
 
 class Fleet:
-    """For one event loop.
+    """gRPC client of the routers and nodes of a cluster. Not thread-safe: one event loop only.
 
     Args:
-        metadata: for routers, `identity` for nodes.
-        sources: of both.
+        metadata: credentials for routers; `identity` is for nodes.
+        sources: sources of both credentials.
     """
 
     def __init__(
@@ -66,38 +66,47 @@ class Fleet:
         self._sources = sources
 
     async def look(self, router: str) -> GetClusterResponse:
-        """The cluster, as this router knows it. Raises Undone where it does not answer."""
+        """Return the cluster as this router knows it. Raises Undone if the router does not
+        respond."""
         async with self._router(router) as ask:
             answer: GetClusterResponse = await ask("GetCluster", GetClusterRequest())
             return answer
 
     async def drain_router(self, address: str, *, in_turn: bool) -> None:
-        """Raises Undone where it does not answer, or refuses."""
+        """Start to drain a router. Raises Undone if it does not respond or refuses."""
         await self.tell_router(address, "Drain", DrainRouterRequest(in_turn=in_turn))
 
     async def drain_node(self, address: str) -> None:
-        """Raises Undone where it does not answer, or refuses."""
+        """Start to drain a node. Raises Undone if it does not respond or refuses."""
         await self.tell_node(address, "Drain", DrainRequest())
 
     async def tell_router(
         self, address: str, method: str, request: Any, longest_s: float = _ANSWER_S
     ) -> Any:
-        """The router's answer. Raises Undone where there is none in time, or it refuses."""
+        """Call `method` of a router and return its response.
+
+        Raises Undone if it does not respond in time or refuses.
+        """
         async with self._router(address) as ask:
             return await ask(method, request, longest_s)
 
     async def tell_node(
         self, address: str, method: str, request: Any, longest_s: float = _ANSWER_S
     ) -> Any:
-        """The same of a node."""
+        """Call `method` of a node and return its response.
+
+        Raises Undone if it does not respond in time or refuses.
+        """
         async with make_channel(address, self._certificates, self._identity) as channel:
             stub = NodeStub(channel)  # type: ignore[no-untyped-call]
             call = getattr(stub, method)(request, timeout=longest_s)
             return await _answer(address, call, self._sources.to_nodes)
 
     async def switch_node(self, address: str, role: str, longest_s: float) -> None:
-        """Returns when the node is about to take that role. Raises Undone where it does not answer,
-        or goes on as it is."""
+        """Wait until the node has accepted the new role.
+
+        Raises Undone if it does not respond or keeps its role.
+        """
         async with make_channel(address, self._certificates, self._identity) as channel:
             stub = NodeStub(channel)  # type: ignore[no-untyped-call]
             call = stub.Switch(SwitchRequest(role=role), timeout=longest_s)
@@ -106,8 +115,10 @@ class Fleet:
     async def until_has_role(
         self, router: str, node: ClusterNode, role: str, longest_s: float
     ) -> None:
-        """Waits until the router finds it ready in that role; if there are others to pair with,
-        until it is paired, and all processes of the router use it.
+        """Wait until the router finds the node ready in that role.
+
+        If there are nodes to pair with, also wait until it is paired and all worker processes of
+        the router use it.
 
         Raises:
             Undone: not after `longest_s`.
@@ -127,7 +138,7 @@ class Fleet:
         await until(has, longest_s, sentence)
 
     async def until_ended(self, router: str, node: ClusterNode, longest_s: float) -> None:
-        """Waits until nobody by this instance id answers at the node's address.
+        """Wait until no process with this instance id responds at the node's address.
 
         Raises:
             Undone: not after `longest_s`.
@@ -140,7 +151,7 @@ class Fleet:
         await until(ended, longest_s, f"{node.role} {node.address} still drains")
 
     async def until_router_ended(self, address: str, since: float, longest_s: float) -> None:
-        """Waits until none of the router's processes is older than `since`.
+        """Wait until none of the router's processes is older than `since`.
 
         Args:
             since: by time.monotonic().
@@ -159,8 +170,8 @@ class Fleet:
     async def until_back(
         self, routers: Sequence[str], node: ClusterNode, pairs: Pairs, longest_s: float
     ) -> None:
-        """Waits until every one of the routers finds a successor of the node ready, and all of
-        these pairs, and all of its processes use it.
+        """Wait until every router finds a successor of the node ready, with all of these pairs, and
+        all of its worker processes use it.
 
         Raises:
             Undone: not after `longest_s`.
@@ -174,7 +185,7 @@ class Fleet:
                     return False
                 if not _in_use(cluster, node.address):
                     return False
-                # One that had taken another role begins in its first one again.
+                # A node that had changed its role starts again in its original role.
                 if now.role == node.role and not pairs <= paired(cluster):
                     return False
             return True
@@ -188,8 +199,10 @@ class Fleet:
         )
 
     async def until_router_back(self, address: str, since: float, longest_s: float) -> None:
-        """Waits until all of its processes have been started since then and it is ready. Raises
-        Undone as `until_router_ended`."""
+        """Wait until all of its processes were started after `since` and the router is ready.
+
+        Raises Undone as `until_router_ended`.
+        """
 
         async def back() -> bool:
             now = (await self.look(address)).router
@@ -212,7 +225,8 @@ class Fleet:
 
 
 def of_address(cluster: GetClusterResponse, address: str) -> ClusterNode | None:
-    """The node there, as it describes itself; None where there is none, or it does not answer."""
+    """Return the node at `address` as it describes itself, or None if there is none or it does not
+    respond."""
     for node in cluster.nodes:
         if node.address == address and node.state != "unreachable":
             return node
@@ -220,24 +234,25 @@ def of_address(cluster: GetClusterResponse, address: str) -> ClusterNode | None:
 
 
 def _in_use(cluster: GetClusterResponse, address: str) -> bool:
-    """By every process of the router: the slowest to find a node may get the next request."""
+    """Return whether every worker process uses the node: the slowest one may get the next
+    request."""
     return not cluster.router.silent_processes and address in cluster.router.in_use
 
 
 def paired(cluster: GetClusterResponse) -> Pairs:
-    """Each decode node with each prefill node that it can read from."""
+    """Return pairs of each decode node with each prefill node that it can read from."""
     owners = {node.address for node in cluster.nodes if node.role == "prefill"}
     return frozenset(
         (node.address, link.peer)
         for node in cluster.nodes
-        if node.role == "decode"  # prefill nodes pair when they have something to read
+        if node.role == "decode"  # prefill nodes pair only when they have something to read
         for link in node.links
         if link.peer in owners
     )
 
 
 async def until(condition: Callable[[], Awaitable[bool]], longest_s: float, sentence: str) -> None:
-    """Looks again and again; who does not answer meanwhile is asked again.
+    """Poll `condition` until it holds. Failed calls are retried.
 
     Raises:
         Undone: with the sentence, if the condition does not hold after `longest_s`.

@@ -1,4 +1,4 @@
-"""Which programs of a cluster are restarted in which order, and what speaks against it. Pure."""
+"""The restart order of a cluster's processes, and objections to it. Pure functions."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ ROLES = (*NODES, "router")  # in this order
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One program, which ends and is to come back before the next one ends."""
+    """One process that ends, and returns before the next one ends."""
 
     role: str
     address: str
-    remark: str  # what becomes of its requests
+    remark: str  # effect on its requests
     node: ClusterNode | None = None  # None: it is a router
-    processes: int = 1  # that a router has, and that end one after the other
+    processes: int = 1  # worker processes of a router, which end one after the other
 
     @property
     def reachable(self) -> bool:
@@ -30,7 +30,8 @@ class Turn:
 
 
 def turns(cluster: GetClusterResponse, routers: Mapping[str, RouterState]) -> list[Turn]:
-    """
+    """Return the turns of all processes.
+
     Args:
         routers: by address.
     """
@@ -46,10 +47,10 @@ def objections(
     wanted: list[Turn],
     routers: Mapping[str, RouterState],
 ) -> Iterator[str]:
-    """Why requests would fail, one sentence each.
+    """Return one sentence for each reason why requests would fail.
 
     Args:
-        all_turns: of every program that there is; `wanted` are those to be drained.
+        all_turns: turns of every process; `wanted` are the ones to drain.
     """
     for turn in all_turns:
         state = turn.node.state if turn.node is not None else routers[turn.address].state
@@ -62,7 +63,7 @@ def objections(
 
 
 def objections_to_switch(nodes: list[Turn], turn: Turn) -> Iterator[str]:
-    """Why requests would fail if that node took another role, one sentence each."""
+    """Return one sentence for each reason why requests would fail if the node changed its role."""
     for each in nodes:
         if each.node is not None and each.node.state != "ready":
             yield f"{each.role} {each.address} is {each.node.state or 'silent'}"

@@ -1,1 +1,1 @@
-"""How many nodes of each role a cluster should have, from what its nodes say of themselves."""
+"""Planner for the number of nodes of each role, based on the figures that nodes report."""

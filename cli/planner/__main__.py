@@ -89,7 +89,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _count(text: str) -> int:
-    """For argparse."""
+    """Parse a count, for argparse."""
     number = int(text)
     if number < 0:
         raise argparse.ArgumentTypeError(f"must not be below 0, got {text!r}")
@@ -107,11 +107,11 @@ def rules_of(options: argparse.Namespace) -> Rules:
 
 
 class Planner:
-    """For one event loop.
+    """Planning loop. Not thread-safe: one event loop only.
 
     Args:
-        router: whose view of the cluster counts.
-        act: whether nodes are told to take other roles, and requests are moved.
+        router: router whose view of the cluster counts.
+        act: whether to change roles of nodes and migrate requests.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Planner:
         self._told = ""
 
     async def look(self) -> Decision:
-        """Looks once, and does what follows from that, if anything is to be done."""
+        """Look at the cluster once and carry out the decision, if any."""
         seen = look_of(await self._fleet.look(self._router), self._clock())
         self._history.append(seen)
         oldest = seen.at - self._rules.idle_s - self._rules.sustained_s
@@ -146,13 +146,13 @@ class Planner:
         lately = pressures(history, self._rules)
         self._metrics.seen(lately, _wanted(seen, decision))
         self._tell(decision)
-        await self._account.tell(lately)  # before it is done, which takes a while
+        await self._account.tell(lately)  # report before the change, which takes a while
         if self._act:
             await self._carry_out(decision)
         return decision
 
     def _tell(self, decision: Decision) -> None:
-        """Whenever it is something else."""
+        """Log and report a decision if it differs from the previous one."""
         if _news(decision) != self._told:
             log.info("%s %s", _what(decision), kv(because=decision.because))
             self._account.note(_what(decision), decision.because)
@@ -161,7 +161,7 @@ class Planner:
         self._told = _news(decision)
 
     async def _carry_out(self, decision: Decision) -> None:
-        """What is for others to do is left to them."""
+        """Change a role or migrate a request. Leaves all other decisions to the operator."""
         match decision:
             case Switch():
                 await self._switch(decision)
@@ -195,7 +195,7 @@ class Planner:
             took_s = round(self._clock() - began, 1)
             log.info("switched %s", kv(node=decision.address, to=decision.role, seconds=took_s))
             self._account.note(f"{decision.address} becomes a {decision.role} node", "")
-        self._history.clear()  # and what follows is decided of what is seen from now on
+        self._history.clear()  # later decisions use only looks after this change
         self._told = ""
 
 
@@ -216,7 +216,8 @@ def _what(decision: Decision) -> str:
 
 
 def _news(decision: Decision) -> str:
-    """What makes it another one: most reasons have figures, which are others each time."""
+    """Return the part of a decision that identifies it. Most reasons contain figures that always
+    differ."""
     match decision:
         case Wait(because):
             return because
@@ -237,7 +238,7 @@ def _wanted(look: Look, decision: Decision) -> dict[str, int]:
 
 
 async def plan(options: argparse.Namespace, metrics: PlannerMetrics, fleet: Fleet) -> None:
-    """Until SIGTERM or SIGINT. A node that is on its way to another role gets there without it."""
+    """Run the planner until SIGTERM or SIGINT. A running change of role completes without it."""
     rules = rules_of(options)
     planner = Planner(fleet, metrics, rules, router=options.router, act=options.act)
     log.info("watching %s", kv(router=options.router, acts=options.act))
@@ -249,7 +250,7 @@ async def plan(options: argparse.Namespace, metrics: PlannerMetrics, fleet: Flee
 
 
 async def _watch(planner: Planner, every_s: float) -> None:
-    """A router that does not answer is asked again."""
+    """Look at the cluster periodically. Retries a router that does not respond."""
     silence = ""
     while True:
         try:

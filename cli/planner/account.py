@@ -1,5 +1,5 @@
-"""What a planner tells its router, for those who watch that one's page: how much each role has to
-do, what was decided, what was done about it."""
+"""The planner's report to its router, for the router's page: pressure of each role, decisions and
+actions."""
 
 import logging
 import time
@@ -12,16 +12,16 @@ from protos.router_pb2 import Plan, PlanEvent, TellPlanRequest
 
 log = logging.getLogger(__name__)
 
-# As much as a router takes at once, and of a text.
+# Limits of a router: events in one report, and characters of a text.
 _MOST_EVENTS = 16
 _MOST_CHARACTERS = 512
 
 
 class Account:
-    """For one event loop.
+    """Reports not yet sent to the router. Not thread-safe: one event loop only.
 
     Args:
-        acts: whether the planner does what it decides.
+        acts: whether the planner carries out its decisions.
     """
 
     def __init__(
@@ -40,12 +40,12 @@ class Account:
         self._refusal = ""
 
     def note(self, what: str, because: str) -> None:
-        """To be told from now on, until the router has heard it."""
+        """Queue an event. It is sent with each report until the router has accepted it."""
         told = what[:_MOST_CHARACTERS], because[:_MOST_CHARACTERS]
         self._untold.append((self._clock(), *told))
 
     async def tell(self, pressures: Mapping[str, float]) -> None:
-        """Of each look. A router that does not take it keeps nothing from being done.
+        """Send a report of the latest look. A router that rejects it does not stop the planner.
 
         Args:
             pressures: by role.

@@ -1,9 +1,9 @@
-"""Between which decode nodes a request should move, where one has too much and another has room.
-Pure.
+"""Choice of the decode nodes between which a request should migrate: one overloaded, one with
+capacity. Pure functions.
 
-Requests stay where they have come to, so what routers spread evenly need not stay even: a node that
-has taken another role begins with nothing, and long answers meet at random. One request is moved at
-a time, and none to where it would be as much too much.
+Requests stay where they were placed, so an even placement need not stay even: a node that has
+changed its role starts empty, and long responses collect at random. Requests migrate one at a time,
+and never to a node that would then be as overloaded.
 """
 
 from collections.abc import Sequence
@@ -12,18 +12,19 @@ from statistics import fmean
 from cli.planner.looks import Look, NodeFigures
 from cli.planner.pressure import Limits, of_decode
 
-_FEWER = 2  # requests that the other one must have less: else the two would change places
+_FEWER = 2  # minimum difference in requests: with less, the two would only change places
 
 
 def uneven(
     looks: Sequence[Look], limits: Limits, spare: float
 ) -> tuple[NodeFigures, NodeFigures] | None:
-    """The node that should give a request away, and the one that should have it; both have been
-    like that in all of these looks, in the mean.
+    """Return the node that should give a request away, and the one that should receive it.
+
+    Both must match in the mean of all of these looks.
 
     Args:
-        looks: at the same nodes.
-        spare: most pressure of a node that has room.
+        looks: looks that contain the same nodes.
+        spare: maximum pressure of a node with capacity.
     """
     nodes = looks[-1].of("decode")
     if len(nodes) < 2:

@@ -1,11 +1,13 @@
-"""What is to be changed about a cluster: a pure function of what was seen of it.
+"""Planner decisions as a pure function of the observed cluster.
 
-A role is *pressed* where its pressure has been 1.0 or more lately, in the mean, and can *spare* a
-node where those that would be left would have been well below that, all the while. Between the two
-lies the hysteresis: who has given a node is not pressed by that, and asks for none. A change is
-decided of looks at one roster only, and of enough of them: whatever has changed the cluster, a
-plan, an operator or a crash, nothing follows before it has shown what it does. The last node of a
-role is never taken. A move changes no roster: it may follow another one at once.
+A role is *pressed* if its recent mean pressure is 1.0 or more. It can *spare* a node if the
+remaining nodes would have had a pressure well below that during the whole window. The gap between
+the two is the hysteresis: a role that gave a node away is not pressed by that, and does not ask for
+one back.
+
+A decision uses only looks at one roster, and needs enough of them. After a change of the cluster,
+by a plan, an operator or a crash, no decision follows before its effect is visible. The last node
+of a role is never removed. A migration changes no roster, so it may follow another one at once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,17 +20,18 @@ from cli.planner.looks import ROLES, Look, NodeFigures
 from cli.planner.pressure import Limits, of_decode, pressure
 
 _MOST = 2.0
-_GONE = ("unreachable", "unhealthy")  # for as long as counts: others do without such a node
+_GONE = ("unreachable", "unhealthy")  # such nodes do not count: the others work without them
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """
+    """Limits of the decisions.
+
     Attributes:
-        spare: most pressure that the nodes which are left may have.
-        sustained_s: for so long a role must have been pressed, or able to spare.
-        settle_s: from one change of the cluster to the next, at least.
-        idle_s: for so long it must have been able to spare a node that nobody else needs.
+        spare: maximum pressure of the remaining nodes.
+        sustained_s: seconds for which a role must have been pressed, or able to spare a node.
+        settle_s: minimum seconds between two changes of the cluster.
+        idle_s: seconds for which a role must have been able to spare a node that no role needs.
     """
 
     limits: Limits = field(default_factory=Limits)
@@ -40,21 +43,21 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Nothing:
-    """What there is, is right."""
+    """No change is needed."""
 
     because: str
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """It cannot be told yet."""
+    """More looks are needed before a decision."""
 
     because: str
 
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """A node is to take another role."""
+    """A node should change its role."""
 
     address: str
     role: str
@@ -63,7 +66,7 @@ class Switch:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One of a decode node's running requests is to go on at another."""
+    """A running request should migrate from one decode node to another."""
 
     source: str
     target: str
@@ -72,7 +75,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """There should be one more node of a role."""
+    """A role needs one more node."""
 
     role: str
     because: str
@@ -91,9 +94,10 @@ Decision: TypeAlias = Nothing | Wait | Switch | Move | Add | Remove
 
 
 def decide(history: Sequence[Look], rules: Rules) -> Decision:
-    """
+    """Return the decision that follows from the looks.
+
     Args:
-        history: looks, the oldest first; any part of it, if it is recent.
+        history: recent looks, the oldest first. Older ones may be missing.
     """
     looks = _of_one_roster(history)
     if not looks:
@@ -131,14 +135,14 @@ def decide(history: Sequence[Look], rules: Rules) -> Decision:
 
 
 def pressures(history: Sequence[Look], rules: Rules) -> Mapping[str, float]:
-    """Of each role, lately, in the mean."""
+    """Return the recent mean pressure of each role."""
     looks = _of_one_roster(history)
     recent = _Window(looks, rules.sustained_s, rules) if looks else None
     return {role: recent.mean(role) if recent else 0.0 for role in ROLES}
 
 
 class _Window:
-    """The last looks, and what is before each of them for as long as counts."""
+    """The last looks, each with the preceding looks that count for it."""
 
     def __init__(self, looks: Sequence[Look], seconds: float, rules: Rules) -> None:
         since = looks[-1].at - seconds
@@ -154,7 +158,8 @@ class _Window:
         }
 
     def mean(self, role: str) -> float:
-        """One look counts for _MOST at most: what was there for a moment presses nobody."""
+        """Return the mean pressure. One look counts for _MOST at most, so that a short peak presses
+        no role."""
         return fmean(min(each, _MOST) for each in self._pressures[role])
 
     def most_without_one(self, role: str) -> float:
@@ -181,7 +186,7 @@ def _move(looks: Sequence[Look], rules: Rules) -> Move | None:
 
 
 def _of_one_roster(history: Sequence[Look]) -> Sequence[Look]:
-    """The last looks, as far back as they have the nodes of the very last."""
+    """Return the last looks, as far back as they have the nodes of the newest."""
     first = len(history)
     while first and history[first - 1].roster == history[-1].roster:
         first -= 1
@@ -189,10 +194,10 @@ def _of_one_roster(history: Sequence[Look]) -> Sequence[Look]:
 
 
 def _first(looks: Sequence[Look], end: int, seconds: float) -> int:
-    """Of the looks that are not older than so long, at the look `end`."""
+    """Return the index of the oldest look that is at most `seconds` older than the look `end`."""
     return next(n for n, look in enumerate(looks) if look.at >= looks[end].at - seconds)
 
 
 def _lightest(nodes: Sequence[NodeFigures]) -> NodeFigures:
-    """Whose requests are the least to move, or to wait for."""
+    """Return the node whose requests are the cheapest to migrate or to wait for."""
     return min(nodes, key=lambda node: (node.occupied, node.queued_s, node.address))

@@ -1,25 +1,26 @@
-"""One look at a cluster, as far as plans are made of it. Immutable, and made of plain numbers."""
+"""One look at a cluster, reduced to plain numbers for planning. Immutable."""
 
 from dataclasses import dataclass
 
 from protos.router_pb2 import ClusterNode, GetClusterResponse
 
 ROLES = ("prefill", "decode")
-_WAITING = ("prealloc", "waiting", "retracted")  # queues of a decode node: they have no pages
+_WAITING = ("prealloc", "waiting", "retracted")  # decode queues for requests without pages
 
 
 @dataclass(frozen=True, slots=True)
 class NodeFigures:
-    """What a node says of itself.
+    """The figures that a node reports.
 
     Attributes:
-        instance: new when it starts, and when it takes another role.
-        queued_s: until the prompts that wait there are computed.
-        token_s: that a prompt token takes; 0.0: nothing has waited for long enough to tell.
-        prompt_tokens: that it has taken up, since the instance began.
+        instance: changes when the node starts or changes its role.
+        queued_s: seconds until the queued prompts are computed.
+        token_s: seconds for each prompt token; 0.0: no request has waited long enough to measure
+            it.
+        prompt_tokens: prompt tokens accepted since the instance began.
         occupied: share of its pages that requests hold.
-        running, coming, waiting: requests of a decode node that it computes, whose prompts are
-            being handed over, and that have no pages.
+        running, coming, waiting: requests of a decode node that are computed, that are in hand-off,
+            and that have no pages.
     """
 
     address: str
@@ -37,7 +38,8 @@ class NodeFigures:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """
+    """The nodes of a cluster at one moment.
+
     Attributes:
         at: seconds, by one clock for all looks.
         nodes: by address.
@@ -48,16 +50,16 @@ class Look:
 
     @property
     def roster(self) -> tuple[tuple[str, str, int, str], ...]:
-        """What a change of the cluster changes."""
+        """Return a value that changes with every change of the cluster's nodes."""
         return tuple((node.address, node.role, node.instance, node.state) for node in self.nodes)
 
     def of(self, role: str) -> list[NodeFigures]:
-        """Those that serve in a role."""
+        """Return the ready nodes of a role."""
         return [node for node in self.nodes if node.role == role and node.state == "ready"]
 
 
 def look_of(cluster: GetClusterResponse, at: float) -> Look:
-    """What a router says of its cluster."""
+    """Return a look from a router's description of its cluster."""
     nodes = sorted(cluster.nodes, key=lambda node: node.address)
     return Look(at, tuple(_figures(node) for node in nodes))
 

@@ -1,4 +1,4 @@
-"""What `baton planner` counts."""
+"""Metrics of `baton planner`."""
 
 from collections.abc import Iterable, Mapping
 from typing import Literal
@@ -45,7 +45,8 @@ DECLARED = (PRESSURE, WANTED, DECISIONS, SWITCHES, MOVES, INFO, *PROCESS)
 
 
 class PlannerMetrics:
-    """Written by the planner's event loop, told on whatever thread scrapes."""
+    """Counters and gauges of the planner. Written by its event loop, read on any thread that
+    scrapes."""
 
     def __init__(self) -> None:
         self._pressure = PRESSURE.numbers()
@@ -56,7 +57,7 @@ class PlannerMetrics:
         self.registry = registry_of(lambda: "planner", self._families)
 
     def seen(self, pressures: Mapping[str, float], wanted: Mapping[str, int]) -> None:
-        """By role."""
+        """Record the pressures and the wanted number of nodes, by role."""
         for role in pressures:
             self._pressure[role,], self._wanted[role,] = pressures[role], wanted[role]
 

@@ -1,4 +1,5 @@
-"""How much a role has to do, against what it can: 1.0 is as much as it should have. Pure."""
+"""Load of a role relative to its capacity. At 1.0 it has as much as it should have. Pure
+functions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,16 +7,16 @@ from dataclasses import dataclass
 from cli.planner.looks import Look, NodeFigures
 
 _MOSTLY = 0.5
-_FULL = 0.9  # one has just ended, and the next one is about to begin
-_ALL_BUSY = 0.99  # who computes without a pause has enough to do, and too much where some wait
+_FULL = 0.9  # a slot may be free for a moment between two requests
+_ALL_BUSY = 0.99  # a node without idle time is at capacity, and above it if requests wait
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a node has at a pressure of 1.0.
+    """The load of a node at a pressure of 1.0.
 
     Attributes:
-        queued_s: of a prefill node, prompts that wait for so long.
+        queued_s: of a prefill node, queueing time of prompts.
         occupied: of a decode node, the share of its pages that requests hold.
         running: of a decode node, requests at once; 0: as many as it has pages for.
     """
@@ -26,8 +27,11 @@ class Limits:
 
 
 def pressure(role: str, looks: Sequence[Look], limits: Limits) -> float:
-    """Of a role's nodes at the last of these looks, which all have the same nodes; what has become
-    more is taken from the first to the last. Nodes share what there is, so it is their mean."""
+    """Return the mean pressure of a role's nodes at the last of these looks.
+
+    All looks must have the same nodes. Counters are compared between the first and the last look.
+    The nodes share the load, so their mean counts.
+    """
     first, last = looks[0], looks[-1]
     nodes = last.of(role)
     if not nodes:
@@ -46,12 +50,12 @@ def _of_prefill(node: NodeFigures, before: NodeFigures, seconds: float, limits: 
 
 
 def of_decode(node: NodeFigures, limits: Limits) -> float:
-    """Of one decode node."""
-    # Those that come wait for prefill nodes, with pages: that is not this node's doing, unless it
-    # has as many running as it may.
+    """Return the pressure of one decode node."""
+    # Requests in hand-off hold pages while they wait for prefill nodes. They count only if this
+    # node runs as many requests as it may.
     share = node.running / max(1, node.running + node.coming)
     by_pages = node.occupied * share / limits.occupied
-    if node.waiting and share >= _MOSTLY:  # as if those that run had as many more
+    if node.waiting and share >= _MOSTLY:  # as if the running requests were that many more
         by_pages = max(by_pages, (node.running + node.waiting) / node.running)
     if not limits.running:
         return by_pages

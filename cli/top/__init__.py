@@ -1,1 +1,1 @@
-"""baton top: a cluster in a terminal."""
+"""The terminal view of a cluster: `baton top`."""

@@ -27,7 +27,7 @@ from common.errors import ConfigError
 from protos.router_pb2 import GetClusterRequest, GetClusterResponse
 from protos.router_pb2_grpc import RouterStub
 
-ANSWER_S = 5.0  # the router gives its nodes two
+ANSWER_S = 5.0  # the router allows its nodes 2 s
 EXIT_NO_ANSWER = 1
 EXIT_USAGE = 2
 
@@ -61,7 +61,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 class Top:
-    """What is known of one cluster. For one event loop."""
+    """Latest state of one cluster. Not thread-safe: one event loop only."""
 
     def __init__(
         self, address: str, stub: Any, metadata: client.Metadata = (), key_source: str = ""
@@ -72,10 +72,10 @@ class Top:
         self._key_source = key_source
         self._rates = Rates()
         self._cluster: GetClusterResponse | None = None
-        self.problem = ""  # why the last question has no answer
+        self.problem = ""  # reason why the last call failed
 
     async def look(self) -> None:
-        """Asks once."""
+        """Ask the router once."""
         try:
             cluster = await self._stub.GetCluster(
                 GetClusterRequest(), timeout=ANSWER_S, metadata=self._metadata
@@ -102,7 +102,7 @@ class Top:
 
 
 async def watch(top: Top, interval_s: float, console: Console, stop: asyncio.Event) -> None:
-    """Shows a frame at every interval, and when the terminal's size changes, until `stop`."""
+    """Show a frame at every interval, and when the terminal's size changes, until `stop`."""
     with _screen(console, stop) as show:
         resized = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGWINCH, resized.set)
@@ -131,10 +131,10 @@ async def watch(top: Top, interval_s: float, console: Console, stop: asyncio.Eve
 
 
 async def once(top: Top, interval_s: float, console: Console) -> int:
-    """Prints one frame. Returns the exit code."""
+    """Print one frame. Returns the exit code."""
     await top.look()
     if not top.problem:
-        await asyncio.sleep(interval_s)  # a rate takes two
+        await asyncio.sleep(interval_s)  # a rate needs two samples
         await top.look()
     if top.problem:
         print(f"baton top: {top.problem}", file=sys.stderr)
@@ -145,7 +145,7 @@ async def once(top: Top, interval_s: float, console: Console) -> int:
 
 @contextlib.contextmanager
 def _screen(console: Console, stop: asyncio.Event) -> Iterator[Any]:
-    """Gives what shows a frame: in place on a terminal, else one after the other."""
+    """Yield a function that shows a frame: in place on a terminal, else one after the other."""
     if not console.is_terminal:
 
         def follow(frame: RenderableType) -> None:
@@ -160,7 +160,8 @@ def _screen(console: Console, stop: asyncio.Event) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _keys(stop: asyncio.Event) -> Iterator[None]:
-    """q sets `stop`. Keys come at once and are not echoed; the terminal gets its manners back."""
+    """Set `stop` when q is pressed. Keys are read unbuffered without echo. Restores the
+    terminal."""
     if not sys.stdin.isatty():
         yield
         return

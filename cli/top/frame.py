@@ -1,4 +1,5 @@
-"""One frame of `baton top`: a cluster and its rates in, something that rich can print out. Pure."""
+"""One frame of `baton top`: converts a cluster and its rates into a rich renderable. Pure
+functions."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from rich.text import Text
 from cli.top.rates import Rates
 from protos.router_pb2 import ClusterNode, GetClusterResponse, LinkState, RouterState
 
-# Holders of pages in the order of the bar. Where there are no colours the signs tell them apart.
+# Holders of pages in the order of the bar. Without colours the signs tell them apart.
 _HOLDERS = {
     "request": ("█", "blue"),
     "step": ("▓", "magenta"),
@@ -19,7 +20,7 @@ _HOLDERS = {
     "cache": ("░", "bright_black"),
     "free": ("·", "bright_black"),
 }
-# Any other is red.
+# All other states are red.
 _STATES = {
     "ready": "green",
     **dict.fromkeys(("not ready", "starting", "paused", "draining"), "yellow"),
@@ -35,10 +36,10 @@ _PATHS = {
 _GAP = 2  # between columns
 _STATE_WIDTH, _USED_WIDTH = 11, 4
 _NARROWEST_BAR, _WIDEST_BAR = 8, 24
-_FIXED_WIDTH = _STATE_WIDTH + _NARROWEST_BAR + _USED_WIDTH + 3 * _GAP  # of what is never left out
+_FIXED_WIDTH = _STATE_WIDTH + _NARROWEST_BAR + _USED_WIDTH + 3 * _GAP  # always shown
 _QUEUES_WIDTH = 40  # at least
 _FIRST_NUMBER = 3  # the column of "used"
-_FEWEST_LINKS = 4  # lines that links get, however low the terminal
+_FEWEST_LINKS = 4  # minimum lines for links, on any terminal
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class _Column:
     counter: str
 
 
-# In the order in which they are shown; the last ones are the first to go when it is narrow.
+# In display order. On a narrow terminal the last ones are dropped first.
 _RATES = (
     _Column("tok/s", 6, "generated_tokens"),
     _Column("prompt/s", 8, "prompt_tokens"),
@@ -65,11 +66,12 @@ def frame(
     width: int,
     height: int | None = None,
 ) -> RenderableType:
-    """
+    """Render the cluster.
+
     Args:
-        address: the router's.
-        width: cells of a line; nothing is wider, columns are left out instead.
-        height: lines there are; None: any number. Links become fewer lines where they are too many.
+        address: of the router.
+        width: cells of a line. Nothing is wider: columns are left out instead.
+        height: available lines; None: any number. Links are summed up if they are too many.
     """
     nodes = list(cluster.nodes)
     parts: list[RenderableType] = [
@@ -88,12 +90,12 @@ def frame(
 
 
 def safe(text: str) -> str:
-    """Without what a terminal would obey: names come from programs elsewhere."""
+    """Return `text` without terminal control characters: names come from other processes."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def short(value: float | None) -> str:
-    """Three significant digits at most, with k and M."""
+    """Format with three significant digits at most, with k and M."""
     match value:
         case None:
             return "-"
@@ -167,7 +169,8 @@ def _node_lines(nodes: Sequence[ClusterNode], rates: Rates, width: int) -> Itera
 
 
 def _line(cells: Sequence[Text], widths: Sequence[int]) -> Text:
-    """Words to the left; from the fourth to the last but the queues numbers, to the right."""
+    """Align words to the left. Numbers, from the fourth column to the last before the queues, are
+    aligned to the right."""
     line = Text(no_wrap=True)
     for index, (cell, width) in enumerate(zip(cells, widths, strict=False)):
         number = _FIRST_NUMBER <= index < _FIRST_NUMBER + 1 + len(_RATES)
@@ -179,8 +182,10 @@ def _line(cells: Sequence[Text], widths: Sequence[int]) -> Text:
 
 
 def _fitting(width: int, address_width: int) -> tuple[Sequence[_Column], int, int]:
-    """The columns of rates there is room for, the bar's width, and that of the queues beside them;
-    0: they need a line of their own."""
+    """Return the rate columns that fit, the bar's width, and the width of the queues beside them.
+
+    A queue width of 0 means that they need a line of their own.
+    """
     left = width - address_width - _FIXED_WIDTH
     columns: list[_Column] = []
     for column in _RATES:
@@ -197,7 +202,7 @@ def _fitting(width: int, address_width: int) -> tuple[Sequence[_Column], int, in
 
 
 def _bar(node: ClusterNode, width: int) -> Text:
-    """A cell for every holder that has a page at all, the others by share."""
+    """Draw a cell for every holder that has a page at all, the others by share."""
     total = sum(node.pages.values())
     if not total:
         return Text("?" * width, "bright_black")
@@ -215,7 +220,7 @@ def _bar(node: ClusterNode, width: int) -> Text:
 
 
 def _used(node: ClusterNode) -> str:
-    """Pages that cannot be had: neither free nor merely cached."""
+    """Return the share of pages that cannot be allocated: neither free nor merely cached."""
     total = sum(node.pages.values())
     loose = node.pages.get("free", 0) + node.pages.get("cache", 0)
     return f"{1 - loose / total:.0%}" if total else "-"
@@ -244,7 +249,7 @@ def _legend() -> Text:
 def _link_lines(
     links: Sequence[tuple[LinkState, str]], room: int | None, width: int
 ) -> Iterator[Text]:
-    """A line for each link; where that is more than there is room for, one for each path."""
+    """Return a line for each link, or one for each path if there are more links than `room`."""
     rows = [(Text("links"), Text("path"), Text("GB/s"))]
     if room is None or len(links) <= room:
         rows += [

@@ -1,4 +1,4 @@
-"""What happens per second, from counters of nodes that only grow. Pure: no clock but theirs."""
+"""Rates per second, from monotonic counters of nodes. Pure: uses only the nodes' own clocks."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -24,19 +24,20 @@ class _Book:
 
 
 class Rates:
-    """By address of the node. A node that starts again counts from zero, so it begins anew here."""
+    """Rates by node address. A restarted node counts from zero, so its samples are discarded."""
 
     def __init__(self) -> None:
         self._books: dict[str, _Book] = {}
 
     def take(self, nodes: Sequence[ClusterNode]) -> None:
-        """Takes every node as it is now; one that is not among them is forgotten."""
+        """Add a sample of every node. Nodes missing from `nodes` are forgotten."""
         self._books = {
             node.address: self._taken(node) for node in nodes if node.state != "unreachable"
         }
 
     def of(self, address: str, counter: str) -> float | None:
-        """Per second over the last seconds; "steps" is one too. None: not known yet."""
+        """Return the rate of a counter over the last seconds; "steps" is one too. None: not known
+        yet."""
         book = self._books.get(address)
         if book is None or len(book.samples) < 2:
             return None
@@ -45,13 +46,13 @@ class Rates:
         return max(0.0, grown / (last.at_s - first.at_s))
 
     def total(self, addresses: Sequence[str], counter: str) -> float | None:
-        """The sum over those of which it is known; None: of none."""
+        """Return the sum of the known rates, or None if none is known."""
         known = [rate for a in addresses if (rate := self.of(a, counter)) is not None]
         return sum(known) if known else None
 
     def _taken(self, node: ClusterNode) -> _Book:
         book = self._books.get(node.address)
-        # A router that starts again has another clock.
+        # A restarted router has another clock.
         if (
             book is None
             or book.instance != node.instance_id

@@ -1,1 +1,1 @@
-"""baton up: a system on this machine, until Ctrl-C."""
+"""The command that runs a system on this machine until Ctrl-C: `baton up`."""

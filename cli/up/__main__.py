@@ -25,11 +25,11 @@ from common.errors import ConfigError
 from common.rpc import join_address
 
 PROMPT = "Once upon a time"
-DEMO_PROMPT = "add 27 15 ="  # of what the demo model has learned
+DEMO_PROMPT = "add 27 15 ="  # a task of the demo model's training
 
 
 class StartFailed(Exception):
-    """The system is not what it should be; the message says why."""
+    """The system did not start as requested. The message says why."""
 
 
 async def serve(
@@ -39,7 +39,7 @@ async def serve(
     key: Key,
     screen: Screen,
 ) -> int:
-    """Runs the programs until SIGINT or SIGTERM. Returns the exit code."""
+    """Run the processes until SIGINT or SIGTERM. Returns the exit code."""
     interrupted = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -79,10 +79,10 @@ async def serve(
 async def _run(
     system: System, sample: FirstAnswer, options: argparse.Namespace, screen: Screen
 ) -> None:
-    """Never returns.
+    """Start the system and keep it running. Never returns.
 
     Raises:
-        StartFailed: as `_start`, or a program has died.
+        StartFailed: as `_start`, or a process has died.
     """
     start = _start(system, sample, options.start_timeout, screen)
     starting, death = asyncio.ensure_future(start), asyncio.ensure_future(system.first_death())
@@ -101,7 +101,8 @@ async def _run(
 
 
 async def _start(system: System, sample: FirstAnswer, start_s: float, screen: Screen) -> None:
-    """Raises StartFailed where not all are ready in time, or the sample is not answered."""
+    """Start the system. Raises StartFailed if it is not ready in time or the sample request
+    fails."""
     try:
         with screen.waiting_for(system.names) as tell:
             async with asyncio.timeout(start_s):

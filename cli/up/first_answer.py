@@ -1,4 +1,5 @@
-"""A prompt that shows that a system answers: asked once, and told as commands to try."""
+"""The sample prompt that shows that a system responds: sent once, and printed as commands to
+try."""
 
 import shlex
 import shutil
@@ -19,25 +20,25 @@ class FirstAnswer(Protocol):
 
     @property
     def http(self) -> str:
-        """URL of the router's HTTP port."""
+        """Return the URL of the router's HTTP port."""
         ...
 
     async def ask(self) -> None:
-        """Prints the answer. Raises grpc.aio.AioRpcError where there is none."""
+        """Print the response. Raises grpc.aio.AioRpcError if there is none."""
         ...
 
     def commands(self) -> list[str]:
-        """To paste."""
+        """Return commands to paste."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A key that the router knows.
+    """A key that the router accepts.
 
     Attributes:
-        metadata: shows it to the router.
-        shell: expands to it in a shell, for commands to paste. "": the router asks for none.
+        metadata: presents it to the router.
+        shell: expands to it in a shell, for commands to paste. "": the router requires none.
     """
 
     metadata: client.Metadata = ()
@@ -45,7 +46,7 @@ class Key:
 
     @property
     def header(self) -> str:
-        """A flag of curl and grpcurl, with a space behind it."""
+        """Return a header flag for curl and grpcurl, followed by a space."""
         return f'-H "Authorization: Bearer {self.shell}" ' if self.shell else ""
 
     @property
@@ -57,21 +58,22 @@ class Key:
 NO_KEY = Key()
 
 
-_BESIDE_PYTHON = Path(sys.executable).with_name("baton")  # where no shell looks for it
+_BESIDE_PYTHON = Path(sys.executable).with_name("baton")  # where shells do not search
 
 
 def baton() -> str:
-    """The command, as a shell finds it."""
+    """Return the command as a shell finds it."""
     return "baton" if shutil.which("baton") else shlex.quote(str(_BESIDE_PYTHON))
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """
+    """A completion as the sample request.
+
     Attributes:
         router: its address for gRPC.
         http: URL of its HTTP port.
-        certificates, key: to ask it with.
+        certificates, key: credentials for the call.
     """
 
     prompt: str
@@ -81,12 +83,12 @@ class Sample:
     key: Key = NO_KEY
 
     async def ask(self) -> None:
-        """Prints the answer. Raises grpc.aio.AioRpcError where there is none."""
+        """Print the response. Raises grpc.aio.AioRpcError if there is none."""
         request = GenerateRequest(text=self.prompt, sampling=Sampling(max_tokens=32, temperature=0))
         await generate.print_answer(self.router, request, self.certificates, self.key.metadata)
 
     def commands(self) -> list[str]:
-        """To paste."""
+        """Return commands to paste."""
         ca = "" if self.certificates is None else self.certificates.config.ca
         ask = f'{{"text":"{self.prompt}","sampling":{{"max_tokens":8}}}}'
         body = f'{{"prompt":"{self.prompt}","max_tokens":8}}'

@@ -1,5 +1,5 @@
-"""The same for a system without decode nodes: a score, which every model that is served so can
-give."""
+"""The sample request of a system without decode nodes: a score, which every model served there
+supports."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ _ASK_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class VectorSample:
-    """Attributes as of Sample."""
+    """A score as the sample request. Has the attributes of Sample."""
 
     prompt: str
     router: str
@@ -23,7 +23,7 @@ class VectorSample:
     key: Key = NO_KEY
 
     async def ask(self) -> None:
-        """Prints how well the prompt goes with itself. Raises grpc.aio.AioRpcError."""
+        """Print the score of the prompt with itself. Raises grpc.aio.AioRpcError."""
         request = ScoreRequest(queries=[self.prompt], documents=[self.prompt])
         async with make_channel(self.router, certificates=self.certificates) as channel:
             stub = RouterStub(channel)  # type: ignore[no-untyped-call]
@@ -31,7 +31,7 @@ class VectorSample:
         print(f"with itself: {answer.scores[0]:.3f}")
 
     def commands(self) -> list[str]:
-        """To paste."""
+        """Return commands to paste."""
         ca = "" if self.certificates is None else self.certificates.config.ca
         curl = f"curl {f'--cacert {ca} ' if ca else ''}{self.http}"
         json = "-H 'Content-Type: application/json'"

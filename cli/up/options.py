@@ -1,4 +1,4 @@
-"""What `baton up` is asked for on its command line, checked before anything is started."""
+"""The command line of `baton up`, checked before any process starts."""
 
 import argparse
 import os
@@ -24,7 +24,7 @@ _ROUTER_FLAGS = "--router-flags"
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options, and the flags left over for the nodes."""
+    """Return the options, and the flags left over for the nodes."""
     parser = settings.Parser(
         prog=PROGRAM,
         description="Starts a router and nodes on this machine, waits until all are ready, and "
@@ -102,8 +102,10 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _with_router_flags(arguments: Sequence[str]) -> list[str]:
-    """Join the flags for the router to the option before them: argparse takes a single word that
-    begins with dashes for an option of its own."""
+    """Join the flags for the router to the option before them.
+
+    argparse would read a single word that begins with dashes as an option of its own.
+    """
     joined: list[str] = []
     for word in arguments:
         if joined and joined[-1] == _ROUTER_FLAGS:
@@ -114,10 +116,12 @@ def _with_router_flags(arguments: Sequence[str]) -> list[str]:
 
 
 def wish(options: argparse.Namespace, node_flags: list[str], screen: Screen) -> plan.Wish:
-    """What is to be started. Fetches the model and writes a secret, where there is none.
+    """Return the system to start. Fetches the model, and writes a secret if there is none.
+
+    Exits if a process would reject its flags.
 
     Raises:
-        ConfigError: it cannot be had. This process ends where a program would refuse its flags.
+        ConfigError: the model or the secret is not available.
     """
     _check_flags(options.model or "demo", node_flags, options.router_flags)
     model = _have_model(options.model, screen)
@@ -144,8 +148,10 @@ def wish(options: argparse.Namespace, node_flags: list[str], screen: Screen) -> 
 
 
 def key(options: argparse.Namespace, secret_file: Path | None) -> Key:
-    """The key to send with the sample: the API key that is given, else the operators' key of the
-    secret, which routers accept wherever they ask clients for API keys.
+    """Return the key to send with the sample request.
+
+    It is the given API key, or else the operators' key of the secret. Routers accept that one
+    wherever they require API keys.
 
     Raises:
         ConfigError: the given key, or the secret, is not usable.
@@ -156,7 +162,7 @@ def key(options: argparse.Namespace, secret_file: Path | None) -> Key:
         shell = f"$(cat {shlex.quote(str(options.api_key_file))})"
     elif not metadata:
         identity = identity_of("operator", PROGRAM, secret_file)
-        assert identity is not None  # `wish` has made a secret where there was none
+        assert identity is not None  # `wish` has written a secret if there was none
         key = operator_keys(identity.keyrings.current())[0]
         metadata = (("authorization", f"Bearer {key}"),)
         flag = f" --secret-file {shlex.quote(str(secret_file))}" if secret_file else ""
@@ -171,7 +177,7 @@ def _port(text: str) -> int:
 
 
 def _check_flags(model: str, node_flags: list[str], router_flags: list[str]) -> None:
-    """Ends this process where a program would refuse them."""
+    """Exit if a process would reject the flags."""
     records: tuple[tuple[type[Record], list[str]], ...] = (
         (PrefillConfig, node_flags),
         (DecodeConfig, node_flags),
@@ -182,10 +188,10 @@ def _check_flags(model: str, node_flags: list[str], router_flags: list[str]) -> 
 
 
 def _have_model(model: str | None, screen: Screen) -> str:
-    """The model to serve, fetched if it is not on this machine yet.
+    """Return the model to serve. Fetches it if it is not on this machine yet.
 
     Raises:
-        ConfigError: it is neither a directory nor to be had from the hub, or no such checkpoint.
+        ConfigError: it is neither a directory nor available from the hub, or no such checkpoint.
     """
     if model is None:
         return str(demo.DIRECTORY)
@@ -199,7 +205,7 @@ def _have_model(model: str | None, screen: Screen) -> str:
 
 
 def _new_secret_file(var: Path) -> Path | None:
-    """A file with a new secret, for nobody but this user; None where the environment has one.
+    """Write a new secret to a file that only this user can read. None if the environment has one.
 
     Raises:
         ConfigError: it cannot be written.

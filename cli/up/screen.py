@@ -1,4 +1,4 @@
-"""What `baton up` shows: spinners on a terminal, plain lines anywhere else."""
+"""Progress output of `baton up`: spinners on a terminal, plain lines elsewhere."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,13 +16,15 @@ class Screen:
         self._console.print(text, style=style, markup=False)
 
     def warn(self, text: str) -> None:
-        """Of something that is being mended."""
+        """Print a warning about a problem that is being handled."""
         self.say(text, style="yellow")
 
     @contextmanager
     def waiting_for(self, names: Sequence[str]) -> Iterator[Callable[[str, str], None]]:
-        """Shows all of `names` as not ready; call what it gives with a name and a remark once
-        that one is."""
+        """Show all of `names` as not ready.
+
+        Yields a function that takes a name and a remark once that process is ready.
+        """
         if not self._console.is_terminal:
             yield self._line_by_line()
             return
