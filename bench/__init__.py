@@ -1,4 +1,5 @@
-"""`baton bench`: load on OpenAI-compatible servers, what clients saw of it, and a report.
+"""The load generator `baton bench`: drives OpenAI-compatible servers, measures as a client, and
+writes a report.
 
 Speaks HTTP to servers and starts systems as `baton up` does. Imports no router and no node.
 """

@@ -19,7 +19,7 @@ PROGRAM = "baton bench"
 
 
 def parse(arguments: Sequence[str]) -> tuple[Command, argparse.Namespace]:
-    """Ends this process where a flag is wrong."""
+    """Parse the command line. Exits if a flag is wrong."""
     parser = settings.Parser(
         prog=PROGRAM,
         description="Measures, and writes a report: one HTML file that needs nothing else. "
@@ -56,7 +56,7 @@ def parse(arguments: Sequence[str]) -> tuple[Command, argparse.Namespace]:
 
 def main() -> int:
     command, options = parse(sys.argv[1:])
-    gc.freeze()  # fewer pauses of the client in what it measures
+    gc.freeze()  # avoids pauses of the client during measurements
     return uvloop.run(run(command, options))
 
 

@@ -1,13 +1,14 @@
-"""What ends a bench with one line."""
+"""Errors that end a benchmark with one line."""
 
 import argparse
 
 
 class WrongInput(argparse.ArgumentTypeError):
-    """The command line, or a file it names, asks for what cannot be. Exit code 2.
+    """The command line, or a file that it names, is invalid. Exit code 2.
 
-    argparse's own kind, so that what reads one flag can raise it."""
+    A subclass of argparse's error, so that the parser of one flag can raise it.
+    """
 
 
 class Unusable(Exception):
-    """The server or system to measure cannot be measured. Exit code 1."""
+    """The server or system cannot be measured. Exit code 1."""

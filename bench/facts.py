@@ -1,4 +1,4 @@
-"""What a measurement was made on: processor, memory, GPUs, versions. Looks, and changes nothing."""
+"""Facts about the machine of a measurement: processor, memory, GPUs, versions. Read-only."""
 
 import os
 import platform
@@ -47,7 +47,7 @@ def cpu_name() -> str:
 
 
 def gpu_names() -> list[str]:
-    """As the driver's own tool names them; empty where there is none."""
+    """Return the GPU names as nvidia-smi prints them. Empty without nvidia-smi."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []

@@ -1,4 +1,4 @@
-"""The numbers that runs are compared by, and how two systems compare over paired repeats."""
+"""The metrics of a comparison, and ratios of two systems over paired repeats."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,18 +20,18 @@ class Metric:
     unit: str = "ms"
     scale: float = 1e3  # from what `value` gives to `unit`
     lower_is_better: bool = True
-    # In ratios a smaller value counts as this one, so that nothing at all is not left out of them.
+    # Minimum value in ratios, so that a value of 0 is not left out.
     floor: Value = lambda one, stats: 0.0
 
     def word(self, verdict: str) -> str:
-        """What a Ratio's verdict means here."""
+        """Return the meaning of a Ratio's verdict for this metric: better, worse or undecided."""
         if verdict == "undecided":
             return verdict
         return "better" if (verdict == "lower") == self.lower_is_better else "worse"
 
 
 def percentile(of: str, which: str) -> Value:
-    """One percentile of one of a summary's distributions."""
+    """Return a function for one percentile of one of a summary's distributions."""
     return lambda _, stats: stats[of][which]
 
 
@@ -73,7 +73,10 @@ class Spread:
         return max(self.values.values(), default=None)
 
     def paired(self, other: "Spread") -> dict[int, tuple[float, float]]:
-        """What goes into a ratio, by repeat; only repeats that both have, and no zeros."""
+        """Return the value pairs for a ratio, by repeat.
+
+        Includes only repeats that both systems have, without zeros.
+        """
         repeats = sorted(self.values.keys() & other.values.keys())
         pairs = {
             repeat: tuple(max(s.values[repeat], s.floors[repeat]) for s in (self, other))
@@ -86,7 +89,7 @@ class Spread:
 
 
 class Grid:
-    """Every metric of every complete run, by system and point."""
+    """All metrics of all complete runs, by system and point."""
 
     def __init__(self, session: Session, metrics: Sequence[Metric]) -> None:
         self._spreads: dict[tuple[str, str, float], tuple[dict[int, float], dict[int, float]]] = {}
@@ -108,7 +111,7 @@ class Grid:
 
 
 def shown(value: float | None) -> str:
-    """A number for a table: three figures."""
+    """Format a number for a table with three significant digits."""
     if value is None:
         return "–"
     if abs(value) >= 1000:

@@ -1,4 +1,5 @@
-"""What a request must keep to count as good: --goodput ttft=0.5,itl=0.05."""
+"""Latency objectives (SLO) that a request must meet to count as good: --goodput
+ttft=0.5,itl=0.05."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,14 +13,17 @@ KINDS = ("ttft", "itl", "tpot", "e2e")
 
 @dataclass(frozen=True, slots=True)
 class Objectives:
-    """Limits in seconds. ttft, tpot and e2e are one number of a request; itl is the 99th percentile
-    of its own gaps between chunks: with fewer than 100 of them, the longest."""
+    """Limits in seconds.
+
+    ttft, tpot and e2e are one number of a request. itl is the 99th percentile of the request's own
+    gaps between chunks. With fewer than 100 gaps it is the longest.
+    """
 
     limits: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, text: str) -> "Objectives":
-        """Raises WrongInput."""
+        """Parse METRIC=SECONDS pairs. Raises WrongInput."""
         try:
             pairs = [part.split("=") for part in text.split(",")]
             limits = {name.strip(): float(value) for name, value in pairs}

@@ -1,4 +1,4 @@
-"""What a bench shows while it runs, on standard error: bars on a terminal, lines anywhere else."""
+"""Progress of a benchmark on standard error: bars on a terminal, lines elsewhere."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from rich.progress import (
 
 
 class Show:
-    """Use as a context manager."""
+    """A progress display. Use as a context manager."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -42,13 +42,16 @@ class Show:
         self._console.print(text, style=style, markup=False)
 
     def plan(self, what: str, total: int) -> Callable[[], None]:
-        """A bar over everything; call what it gives after each of `total`."""
+        """Show a bar for the whole session. Call the returned function after each of `total`."""
         task = self._progress.add_task(what, total=total)
         return lambda: self._progress.advance(task)
 
     @contextmanager
     def doing(self, what: str, total: int | None = None) -> Iterator[Callable[[], None]]:
-        """A bar while the block runs; call what it gives after each of `total` (None: unknown)."""
+        """Show a bar while the block runs.
+
+        Call the yielded function after each of `total` (None: unknown).
+        """
         if not self._console.is_terminal:
             self.say(f"{what} ...")
         task = self._progress.add_task(what, total=total)

@@ -1,4 +1,4 @@
-"""Everything that one bench has measured so far, in the order it was measured.
+"""All measurements of one benchmark so far, in order.
 
 What was under way when a bench is interrupted is in it too, marked as not complete.
 """
@@ -18,7 +18,7 @@ from bench.traffic.outcome import Outcome
 class Measured:
     system: str  # "server", or an arm's name
     point: str  # "2 requests/s", "512 tokens"
-    x: float  # the same as a number, for plots
+    x: float  # the point as a number, for plots
     repeat: int
     run: Run
 
@@ -32,7 +32,7 @@ class Session:
     show: Show
     objectives: Objectives
     measured: list[Measured] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # what went wrong, for the report's head
+    notes: list[str] = field(default_factory=list)  # failures, for the report's head
     interrupted: bool = False
 
     async def measure(
@@ -47,7 +47,8 @@ class Session:
         total: int | None = None,
         on_outcome: Callable[[Outcome], None] = lambda _: None,
     ) -> Measured:
-        """
+        """Run one load on one system and record it.
+
         Args:
             drive: runs one of the load's loops.
             total: requests, if it is known.
@@ -66,7 +67,7 @@ class Session:
         return measured
 
     def warnings(self) -> list[str]:
-        """The worst of each kind, with how many more there are."""
+        """Return the worst warning of each kind, with the number of others."""
         kinds: dict[str, list[Warned]] = {}
         for one in self.measured:
             stats = summary(one.run, self.objectives)
@@ -81,7 +82,7 @@ class Session:
         return said
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """For JSON: every run with all that is known of every request."""
+        """Yield the JSON record of every run, with all data of every request."""
         for one in self.measured:
             yield {
                 "system": one.system,

@@ -1,4 +1,5 @@
-"""Numbers about numbers: percentiles with their counts, ratios over repeats with their spread."""
+"""Statistics: percentiles with their counts, ratios over repeats with their confidence
+intervals."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -9,19 +10,21 @@ import numpy as np
 
 # Student's t at 97.5 %, by degrees of freedom.
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160)
-_T_MANY = 2.145  # from 14 on it only falls: a little too wide is honest
+_T_MANY = 2.145  # upper bound for 14 and more degrees of freedom: slightly too wide intervals are safe
 _RESAMPLES = 2000
 
 
 def nearest_rank(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` of all are not above; 0 where there is none."""
+    """Return the smallest value that is at least as large as the share `share` of all. 0 if
+    empty."""
     if not values:
         return 0.0
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
 def distribution(values: Iterable[float]) -> dict[str, Any]:
-    """Count, mean, p50, p90, p99 (linear between ranks) and max; None where there is no value."""
+    """Return count, mean, p50, p90, p99 (linear between ranks) and max; None for those of no
+    values."""
     data = np.fromiter(values, float)
     if not len(data):
         return {"n": 0, "mean": None, "p50": None, "p90": None, "p99": None, "max": None}
@@ -38,17 +41,17 @@ def distribution(values: Iterable[float]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """How one system does against another: the geometric mean over paired repeats, and where it
-    lies with 95 % confidence if repeats differ as these do (Student's t on logarithms)."""
+    """The ratio of two systems: the geometric mean over paired repeats, with its 95 % confidence
+    interval (Student's t on logarithms)."""
 
     mean: float
-    low: float | None  # None: one repeat says nothing of how repeats differ
+    low: float | None  # None: a single repeat has no interval
     high: float | None
     repeats: int
 
     @property
     def verdict(self) -> str:
-        """Of a ratio of times: "lower", "higher", or "undecided"."""
+        """Return the verdict on a ratio of times: "lower", "higher", or "undecided"."""
         if self.low is None or self.high is None or self.low <= 1 <= self.high:
             return "undecided"
         return "lower" if self.high < 1 else "higher"
@@ -63,12 +66,13 @@ class Ratio:
 
 
 def ratio(pairs: Sequence[tuple[float | None, float | None]]) -> Ratio | None:
-    """
+    """Return the ratio over paired repeats.
+
     Args:
-        pairs: (value, what it is held against) of each repeat; those without both, or with a zero,
-            are left out.
+        pairs: (value, reference value) of each repeat. Pairs with a missing value or a zero are
+            left out.
     Returns:
-        None where no pair is left.
+        None if no pair is left.
     """
     logs = np.array([math.log(a / b) for a, b in pairs if a and b])
     if not len(logs):
@@ -84,11 +88,11 @@ def ratio(pairs: Sequence[tuple[float | None, float | None]]) -> Ratio | None:
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """From which x on a curve of ratios stays below 1."""
+    """The x from which a curve of ratios stays below 1."""
 
     at: float | None  # None: never in the range
-    below: float | None  # the longest x before it that is not below 1; None: there is none
-    first: float | None  # the shortest x from which on all are below 1
+    below: float | None  # the longest x before it that is not below 1, if any
+    first: float | None  # the shortest x from which all are below 1
 
     @property
     def everywhere(self) -> bool:
@@ -96,7 +100,8 @@ class Crossing:
 
 
 def crossing(xs: Sequence[float], logs: Sequence[float]) -> Crossing:
-    """
+    """Find the crossing of 1.
+
     Args:
         xs: ascending, above 0.
         logs: logarithm of the ratio at each.
@@ -118,20 +123,21 @@ def crossing(xs: Sequence[float], logs: Sequence[float]) -> Crossing:
 
 @dataclass(frozen=True, slots=True)
 class Confidence:
-    """What becomes of a crossing when the repeats are drawn again, with replacement."""
+    """The bootstrap confidence of a crossing: repeats drawn again, with replacement."""
 
-    same: float  # share of draws with the same answer: the same two neighbours, or never
+    same: float  # share of draws with the same result: the same two neighbours, or never
     never: float  # share of draws without a crossing
-    low: float | None  # 5 % and 95 % of the crossings there were
+    low: float | None  # 5 % and 95 % of the crossings found
     high: float | None
 
 
 def confidence(xs: Sequence[float], logs: np.ndarray, seed: int = 0) -> Confidence | None:
-    """
+    """Bootstrap the crossing.
+
     Args:
         logs: [repeats, len(xs)], logarithms of the ratio in each repeat.
     Returns:
-        None for fewer than three repeats: drawn again, two can say almost nothing else.
+        None for fewer than three repeats: draws from two hardly differ.
     """
     repeats = len(logs)
     if repeats < 3:

@@ -1,5 +1,7 @@
-"""From outcomes to the numbers of a report. Times are seconds; what each is called is defined
-once, in DEFINITIONS, which every report prints."""
+"""The summary of a run's outcomes for a report.
+
+Times are in seconds. DEFINITIONS names each figure once, and every report prints it.
+"""
 
 from bisect import bisect_left
 from collections import Counter
@@ -13,8 +15,8 @@ from bench.traffic.load import Run
 from bench.traffic.outcome import Outcome
 
 LATE_S, LATE_SHARE = 0.01, 0.02
-BUSY_SHARE = 0.8  # of a core: above it, the client is likely what is measured
-LAG_S = 0.02  # p99 of how late the client's own timers come: above it, its clock reads late
+BUSY_SHARE = 0.8  # of a core: above it, the client is likely the bottleneck
+LAG_S = 0.02  # p99 of the delay of the client's own timers: above it, its timestamps are late
 
 DEFINITIONS = {
     "due": "When a request was to be sent. In an open loop the arrival process says it, in a "
@@ -38,7 +40,7 @@ DEFINITIONS = {
 
 
 def summary(run: Run, objectives: Objectives) -> dict[str, Any]:
-    """Everything about one run but its outcomes."""
+    """Return all figures of one run except its outcomes."""
     wall_s = max(run.wall_s, 1e-9)
     outcomes = run.outcomes
     answered = [outcome for outcome in outcomes if not outcome.error]
@@ -91,9 +93,11 @@ def goodput(
 
 
 def gaps_during(readers: Sequence[Outcome], prefills: Sequence[Outcome]) -> list[float]:
-    """Gaps of `readers` that overlap a prefill as a client sees it: from the sending of one of
-    `prefills` to its first token."""
-    starts: list[float] = []  # of spans that do not touch each other, ascending
+    """Return the gaps of `readers` that overlap a prefill.
+
+    A prefill lasts from the sending of one of `prefills` to its first token, as a client sees it.
+    """
+    starts: list[float] = []  # ascending spans that do not overlap
     ends: list[float] = []
     for start, end in sorted(
         (one.sent, one.chunks[0] if one.chunks else one.ended) for one in prefills
@@ -114,17 +118,18 @@ def gaps_during(readers: Sequence[Outcome], prefills: Sequence[Outcome]) -> list
 
 @dataclass(frozen=True, slots=True)
 class Warned:
-    """What a reader of a run's numbers must know first."""
+    """A caveat about a run's numbers."""
 
     kind: str
-    weight: float  # of two of one kind, the one with more is the worse
+    weight: float  # the worst warning of a kind has the highest weight
     text: str
 
 
 def warnings(name: str, run: Run, stats: dict[str, Any]) -> list[Warned]:
-    """
+    """Return the caveats of a run.
+
     Args:
-        name: the run's.
+        name: name of the run.
     """
     said = []
     lag = run.client_lag.get("p99") or 0.0

@@ -1,4 +1,4 @@
-"""Whole systems on this machine, one at a time, on ports that are free."""
+"""Whole systems on this machine, started one at a time on free ports."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,7 @@ from common.errors import ConfigError
 
 _STOP_S = 20.0
 _TRIES = 50
-# Below the range that the system takes ports of outgoing connections from.
+# Below the ephemeral port range of the operating system.
 _PORTS = range(20000, 32000)
 
 
@@ -37,15 +37,15 @@ class Arm:
 
 @dataclass(slots=True)
 class Serving:
-    """A system that is up."""
+    """A running system."""
 
     url: str
-    death: str | None = None  # of one of its programs, with the end of its log
+    death: str | None = None  # a process that died, with the end of its log
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Starts arms of one model."""
+    """Starter of the arms of one model."""
 
     model: Path
     device: str
@@ -54,10 +54,10 @@ class Machine:
 
     @contextlib.asynccontextmanager
     async def serving(self, arm: Arm) -> AsyncIterator[Serving]:
-        """The arm, ready; ended when the block is left, however it is left.
+        """Start the arm and yield it when it is ready. Ends it when the block is left, in any way.
 
         Raises:
-            Unusable: it does not come up; with the end of a log.
+            Unusable: it does not start. Contains the end of a log.
         """
         programs, url = self._programs(arm)
         system = System(programs, self.logs / arm.name, None)
@@ -124,7 +124,7 @@ async def _watch(system: System, serving: Serving) -> None:
 
 
 def _free_block(count: int) -> int:
-    """The first of `count` ports in a row that nobody listens on."""
+    """Return the first of `count` consecutive free ports."""
     for _ in range(_TRIES):
         first = random.randrange(_PORTS.start, _PORTS.stop - count)
         if not any(plan.busy(plan.HOST, port) for port in range(first, first + count)):
@@ -133,9 +133,11 @@ def _free_block(count: int) -> int:
 
 
 def abba(arms: tuple[Arm, ...], repeats: int) -> list[tuple[Arm, list[int]]]:
-    """Which repeats of which arm follow each other: forwards, backwards, and so on, so that a
-    machine that gets slower or faster does so for all alike. An arm that comes twice in a row is
-    one block, and need be started only once."""
+    """Return the order of arms and their repeats: forwards, backwards, and so on.
+
+    With this order a gradual slowdown of the machine affects all arms alike. An arm that comes
+    twice in a row is one block, and is started only once.
+    """
     blocks: list[tuple[Arm, list[int]]] = []
     for repeat in range(repeats):
         for arm in arms if repeat % 2 == 0 else reversed(arms):

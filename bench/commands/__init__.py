@@ -1,1 +1,1 @@
-"""The subcommands of `baton bench`, and what each says of what it has measured."""
+"""The subcommands of `baton bench` and their reports."""

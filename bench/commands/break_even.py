@@ -73,7 +73,7 @@ class BreakEvenCommand:
     name = "break-even"
 
     def __init__(self, options: argparse.Namespace, node_flags: list[str]) -> None:
-        """Raises WrongInput."""
+        """Check the options. Raises WrongInput."""
         check_common_flags(options)
         for name in ("streams", "stream_prompt_tokens", "stream_output_tokens", "duration"):
             if not getattr(options, name) > 0:
@@ -136,9 +136,11 @@ class BreakEvenCommand:
         return Workload(Lengths.fixed(length), output, group="probe")
 
     async def _calibrate(self, session: Session, ready: Ready) -> None:
-        """How often probes of each length come: as often as makes their prefills take the share
-        --load of all nodes' time, by the first system's own time for one when it has no other
-        work. Every system then gets the same ones at the same times."""
+        """Set the rate of probes for each length.
+
+        At that rate, their prefills take the share --load of all nodes' time, measured on the
+        otherwise idle first system. Every system then receives the same probes at the same times.
+        """
         with session.show.doing(f"{ready.arm.name}, to calibrate", len(self._lengths)) as tick:
             for length in self._lengths:
                 load = Load(ready.client.ask)

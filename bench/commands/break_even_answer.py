@@ -1,4 +1,5 @@
-"""Where one system becomes better than another as prompts get longer, and what to do about it."""
+"""Break-even analysis: the prompt length from which one system is better than another, and the
+resulting advice."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ KNOB = "--local-prefill-tokens"
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Where one system becomes better than another by one metric."""
+    """The break-even point of two systems by one metric."""
 
     metric: Metric
     against: str
@@ -57,7 +58,10 @@ class Answer:
 
 
 def answer(grid: Grid, metric: Metric, lengths: Sequence[int], system: str, against: str) -> Answer:
-    """From where on `system` is better. Only lengths and repeats that both have count."""
+    """Find the length from which `system` is better.
+
+    Only lengths and repeats that both systems have count.
+    """
     sign = 1.0 if metric.lower_is_better else -1.0
     logs: dict[float, dict[int, float]] = {}
     for length in lengths:
@@ -75,15 +79,18 @@ def answer(grid: Grid, metric: Metric, lengths: Sequence[int], system: str, agai
 
 
 def advice(knob: Answer) -> int | None:
-    """What to set decode.local_prefill_tokens to by one metric: the longest length measured at
-    which handing over is not better yet. None: too little was measured."""
+    """Return the advised decode.local_prefill_tokens by one metric.
+
+    It is the longest measured length at which remote prefill is not better yet. None: too little
+    was measured.
+    """
     if not knob.lengths:
         return None
     return int(knob.found.below or 0)
 
 
 def advised(knobs: Sequence[Answer]) -> str:
-    """The same by each of them, as a sentence."""
+    """Return the advice by each metric, as a sentence."""
     said = []
     for knob in knobs:
         value = advice(knob)

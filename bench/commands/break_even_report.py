@@ -43,10 +43,10 @@ DEFINED = {
 class Setting:
     colocated: Arm
     remote: Arm  # disaggregated; every prompt is handed over
-    local: Arm  # the same nodes; no prompt is
+    local: Arm  # the same nodes; no prompt is handed over
     lengths: Sequence[int]
     rates: Mapping[int, float]
-    shared_cores: int | None = None  # that all nodes compute on; None: they have devices
+    shared_cores: int | None = None  # cores of all nodes; None: they have CUDA devices
 
 
 def _of(one: Measured, group: str) -> list[Outcome]:
@@ -71,7 +71,7 @@ def _undisturbed(one: Measured, _: Mapping[str, Any]) -> float | None:
 
 
 def _itl(one: Measured, _: Mapping[str, Any]) -> float | None:
-    """Without probes: of all gaps."""
+    """Return the statistic of all gaps, without probes."""
     others, probes = _of(one, "background"), _of(one, "probe")
     gaps = gaps_during(others, probes) if one.x else [g for o in others for g in o.gaps]
     p99: float | None = distribution(gaps)["p99"]
@@ -132,7 +132,7 @@ def findings(session: Session, about: About, setting: Setting) -> Findings:
 
 
 def _shared(grid: Grid, setting: Setting) -> list[str]:
-    """What is to be said where prefill and decode nodes compute on the same cores."""
+    """Return the warning for prefill and decode nodes that share the same cores."""
     if setting.shared_cores is None:
         return []
     remote, colocated = (

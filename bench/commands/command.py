@@ -1,5 +1,6 @@
-"""What a subcommand is, the flags that all have, and what becomes of its measurements: a report, a
-file of raw numbers, one line of JSON. Interrupted or failed, it reports what it has."""
+"""The interface of a subcommand, the common flags, and the output of measurements: a report, a file
+of raw numbers, one line of JSON. An interrupted or failed session reports the measurements so far.
+"""
 
 import argparse
 import asyncio
@@ -20,13 +21,13 @@ from bench.report.page import Page, write
 from bench.session import Session
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
-_BUSY_SHARE = 0.5  # of the cores, in use by others
-_WHERE = ("html", "json")  # of the configuration: where it went is not how it was measured
+_BUSY_SHARE = 0.5  # of the cores, in use by other processes
+_WHERE = ("html", "json")  # not part of the configuration: output paths do not affect measurements
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What a session says, for people and for programs."""
+    """The results of a session, as a page and as a machine-readable summary."""
 
     page: Page
     summary: Mapping[str, Any]
@@ -37,17 +38,17 @@ class Command(Protocol):
     objectives: Objectives
 
     async def measure(self, session: Session) -> None:
-        """Fills the session. May be cancelled at any moment, and leaves nothing behind."""
+        """Fill the session. May be cancelled at any moment, and leaves nothing behind."""
         ...
 
     def findings(self, session: Session, about: "About") -> Findings:
-        """Of a session that may have ended early."""
+        """Return the findings of a session that may have ended early."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What every page says at its end."""
+    """The facts at the end of every page."""
 
     configuration: Mapping[str, Any]
     machine: Mapping[str, Any]
@@ -77,7 +78,7 @@ def add_common_flags(parser: argparse.ArgumentParser, program: str) -> None:
 
 
 def check_common_flags(options: argparse.Namespace) -> None:
-    """Raises WrongInput."""
+    """Check the common flags. Raises WrongInput."""
     for file in (options.html, options.json):
         if file is not None and (not file.parent.is_dir() or file.is_dir()):
             raise WrongInput(f"{file} cannot be written: no such directory, or it is one")
@@ -88,7 +89,7 @@ def check_common_flags(options: argparse.Namespace) -> None:
 
 
 async def run(command: Command, options: argparse.Namespace) -> int:
-    """Measures until done or told to stop (SIGINT, SIGTERM); returns the exit code."""
+    """Measure until done or interrupted (SIGINT, SIGTERM). Returns the exit code."""
     begun = time.strftime("%Y-%m-%d %H:%M")
     facts = await asyncio.to_thread(machine)
     code = 0
@@ -169,7 +170,7 @@ def _busy(facts: Mapping[str, Any]) -> list[str]:
 
 
 def _configuration(options: argparse.Namespace) -> dict[str, Any]:
-    """Every flag as it was understood."""
+    """Return every flag as parsed."""
     found = {}
     for name, value in sorted(vars(options).items()):
         if name in _WHERE or callable(value):

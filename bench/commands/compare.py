@@ -23,8 +23,8 @@ from bench.traffic.lengths import HELP, Lengths
 from bench.traffic.load import Load, Run, poisson, until
 from bench.traffic.workload import Workload
 
-SHARES = (0.3, 0.6, 0.9)  # of what the colocated system answers in a closed loop
-STREAMS_PER_NODE = 8  # of that closed loop
+SHARES = (0.3, 0.6, 0.9)  # of the colocated system's throughput in a closed loop
+STREAMS_PER_NODE = 8  # in that closed loop
 OBJECTIVE_FACTOR = 3.0
 _ALONE_SEED, _FULL_SEED = WARM_UP_SEED + 1, WARM_UP_SEED + 2
 
@@ -67,7 +67,7 @@ class CompareCommand:
     name = "compare"
 
     def __init__(self, options: argparse.Namespace, node_flags: list[str]) -> None:
-        """Raises WrongInput."""
+        """Check the options. Raises WrongInput."""
         check_common_flags(options)
         if not (options.duration > 0 and options.long_tokens > 0):
             raise WrongInput("--duration and --long-tokens must be above 0")
@@ -105,8 +105,11 @@ class CompareCommand:
         return findings(session, about, setting)
 
     async def _calibrate(self, session: Session, ready: Ready) -> None:
-        """On the first system, which is the colocated one: what it can do, and how fast a request
-        is alone. Its rates and objectives then hold for both."""
+        """Measure the throughput of the first, colocated system and the latency of a single
+        request.
+
+        The derived rates and objectives apply to both systems.
+        """
         alone = await self._calibrating(session, ready, 1, _ALONE_SEED)
         if not session.objectives.limits:
             stats = latencies([o for o in alone.outcomes if not o.error])

@@ -144,7 +144,7 @@ def _headline(grid: Grid, setting: Setting) -> Table:
 
 
 def _ratio(grid: Grid, setting: Setting, metric: Metric, rate: float) -> Ratio | None:
-    """Disaggregated to colocated."""
+    """Return the ratio of disaggregated to colocated."""
     ours = grid.spread(metric, setting.disaggregated.name, rate)
     return ours.against(grid.spread(metric, setting.colocated.name, rate))
 

@@ -92,7 +92,7 @@ class LoadCommand:
     name = "load"
 
     def __init__(self, options: argparse.Namespace) -> None:
-        """Raises WrongInput."""
+        """Check the options. Raises WrongInput."""
         check_common_flags(options)
         self._server = Server.at(options.url)
         self._options = options
@@ -125,7 +125,7 @@ class LoadCommand:
         return findings(session, about, open_loop=self._points[0].streams is None)
 
     async def _warm_up(self, session: Session, client: OpenAiClient) -> None:
-        """Its prompts come in no run."""
+        """Send warm-up requests. Their prompts occur in no run."""
         with session.show.doing("warm-up", self._options.warm_up) as tick:
             load = Load(client.ask, lambda _: tick())
             jobs = self._work.jobs(self._options.seed + len(self._points))
@@ -157,7 +157,7 @@ class LoadCommand:
         )
 
     def _num_requests(self) -> int | None:
-        """In each run; None: the duration alone ends it."""
+        """Return the number of requests in each run. None: only the duration ends a run."""
         if self._options.requests is not None or self._options.duration is not None:
             requests: int | None = self._options.requests
             return requests
@@ -195,7 +195,7 @@ def _points(options: argparse.Namespace, work: Workload | Trace) -> list[Point]:
 
 
 def _own_times(work: Workload | Trace) -> Sequence[float]:
-    assert isinstance(work, Trace)  # _points has seen to it
+    assert isinstance(work, Trace)  # checked by _points
     return work.times()
 
 

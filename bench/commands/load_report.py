@@ -32,9 +32,10 @@ Stats = dict[str, Any]
 
 
 def findings(session: Session, about: About, *, open_loop: bool) -> Findings:
-    """
+    """Return the report of a session.
+
     Args:
-        open_loop: rates were asked for, not streams.
+        open_loop: the load was given as rates, not as streams.
     """
     runs = [(one, summary(one.run, session.objectives)) for one in session.measured]
     page = Page(
@@ -147,7 +148,7 @@ def _latency_tables(runs: Sequence[tuple[Measured, Stats]]) -> list[Table]:
 
 
 def _curves(runs: Sequence[tuple[Measured, Stats]], open_loop: bool) -> list[Plot]:
-    """Latency over throughput, where there is more than one load."""
+    """Plot latency over throughput, if there is more than one load."""
     if len(runs) < 2:
         return []
     done = [stats["requests_per_s"] for _, stats in runs]
@@ -205,7 +206,7 @@ def _distributions(runs: Sequence[tuple[Measured, Stats]]) -> list[Plot]:
 
 
 def _over_time(runs: Sequence[tuple[Measured, Stats]]) -> Plot:
-    """Whether a queue grows while a run goes on."""
+    """Plot TTFT over the time of a run, which shows a growing queue."""
     series = []
     for number, (one, _) in enumerate(runs):
         points = sorted((o.due, o.ttft * 1e3) for o in one.run.outcomes if o.ttft is not None)

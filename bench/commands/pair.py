@@ -1,4 +1,5 @@
-"""What `compare` and `break-even` share: the systems of one machine, their flags, their order."""
+"""Shared parts of `compare` and `break-even`: the systems of one machine, their flags, their
+order."""
 
 import argparse
 import json
@@ -24,17 +25,17 @@ from common.errors import ConfigError
 from common.model_directory import model_directory
 
 COLOCATED, DISAGGREGATED = "colocated", "disaggregated"
-WARM_UP_SEED = 1 << 40  # far from those of runs: nothing that a run sends is cached by it
+WARM_UP_SEED = 1 << 40  # far from the seeds of runs, so that warm-up caches no prompt of a run
 MAX_IN_FLIGHT = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """One system that is up, with a client of it."""
+    """A running system with a client of it."""
 
     arm: Arm
     client: OpenAiClient
-    context_tokens: int | None  # the model's, where the server tells
+    context_tokens: int | None  # of the model, if the server reports it
 
 
 Block = Callable[[Ready, list[int]], Awaitable[None]]  # a system, and the repeats to run on it
@@ -74,14 +75,15 @@ def add_pair_flags(parser: argparse.ArgumentParser, *, repeats: int) -> None:
 
 
 class Pair:
-    """The systems that one model is measured with on this machine, one at a time."""
+    """The systems to compare for one model on this machine, started one at a time."""
 
     def __init__(self, program: str, options: argparse.Namespace, node_flags: list[str]) -> None:
-        """
+        """Check the options and the nodes' flags.
+
         Args:
             node_flags: for every node of every system.
         Raises:
-            WrongInput: and ends this process where a node would refuse its flags.
+            WrongInput: an option is wrong. Exits if a node would reject its flags.
         """
         for name in ("prefill", "decode", "repeats", "start_timeout"):
             if not getattr(options, name) > 0:
@@ -108,15 +110,17 @@ class Pair:
 
     @property
     def shared_cores(self) -> int | None:
-        """How many cores all nodes of a system compute on; None: they have CUDA devices."""
+        """Return the number of cores that all nodes of a system share, or None with CUDA
+        devices."""
         if self._options.device != "cpu" and plan.cuda_devices():
             return None
         return len(os.sched_getaffinity(0))
 
     async def each(self, session: Session, arms: tuple[Arm, ...], block: Block) -> None:
-        """Runs `block` on every arm for every repeat, in turns.
+        """Run `block` on every arm for every repeat, in turns.
 
-        A system one of whose programs has died in a block is noted; the next block starts anew.
+        If a process of a system dies in a block, the death is noted and the next block starts a new
+        system.
         """
         blocks = abba(arms, self._options.repeats)
         done = session.show.plan("systems", len(blocks))
@@ -150,7 +154,7 @@ class Pair:
 
 
 async def warm_up(session: Session, ready: Ready, work: Workload, requests: int) -> None:
-    """Raises Unusable if nothing was answered: measuring it would be in vain."""
+    """Send warm-up requests. Raises Unusable if all of them failed."""
     with session.show.doing(f"{ready.arm.name}, warm-up", requests) as tick:
         load = Load(ready.client.ask, lambda _: tick())
         async with load.measuring():
@@ -161,7 +165,7 @@ async def warm_up(session: Session, ready: Ready, work: Workload, requests: int)
 
 
 def check_context(ready: Ready, tokens: int) -> None:
-    """Raises WrongInput."""
+    """Check that `tokens` fit the model's context. Raises WrongInput."""
     if ready.context_tokens is not None and tokens > ready.context_tokens:
         raise WrongInput(
             f"the model takes {ready.context_tokens} tokens of prompt and answer together; "
@@ -170,8 +174,11 @@ def check_context(ready: Ready, tokens: int) -> None:
 
 
 def seed_of(seed: int, repeat: int, point: int) -> int:
-    """Of one run's prompts and arrivals: the same for every system, and another one in every
-    repeat, so that no run finds the prompts of one before it cached."""
+    """Return the seed of one run's prompts and arrivals.
+
+    It is the same for every system and differs between repeats, so that no run finds its prompts
+    cached.
+    """
     return seed * 1_000_000 + repeat * 1000 + point
 
 

@@ -1,1 +1,1 @@
-"""A report as one HTML file that needs nothing from outside. Knows nothing of what is measured."""
+"""A report as one self-contained HTML file. Independent of the measurements."""

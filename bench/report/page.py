@@ -1,4 +1,4 @@
-"""The report as a record, and the one template that makes a file of it."""
+"""The report as a record, and the template that renders it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from bench.report.svg import Plot, render
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """`rows` as text; `emphasis` are the indices of rows to point out."""
+    """A table with `rows` as text. `emphasis` holds the indices of rows to point out."""
 
     title: str
     columns: Sequence[str]
@@ -23,7 +23,7 @@ class Table:
     emphasis: frozenset[int] = frozenset()
 
     def lines(self) -> list[str]:
-        """For a terminal."""
+        """Render the table for a terminal."""
         cells = [self.columns, *self.rows]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         return [
@@ -38,21 +38,21 @@ class Table:
 @dataclass(frozen=True, slots=True)
 class Page:
     title: str
-    lead: Sequence[str]  # the answer, in a sentence or two
+    lead: Sequence[str]  # the result, in a sentence or two
     headline: Table | None  # the numbers behind it
-    warnings: Sequence[str]  # what to know before believing it
+    warnings: Sequence[str]  # caveats of the result
     plots: Sequence[Plot]
     tables: Sequence[Table]
     definitions: Mapping[str, str]
     configuration: Mapping[str, Any]
     machine: Mapping[str, Any]
-    made: str  # when, for people
+    made: str  # date and time as text
 
 
 def html(page: Page) -> str:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     text = files(__package__).joinpath("page.html").read_text()
-    drawn = [(plot, Markup(render(plot))) for plot in page.plots]  # escapes what it is given
+    drawn = [(plot, Markup(render(plot))) for plot in page.plots]  # Markup: render() escapes its input
     return environment.from_string(text).render(
         page=page,
         drawn=drawn,
@@ -62,7 +62,7 @@ def html(page: Page) -> str:
 
 
 def write(page: Page, file: Path) -> None:
-    """Whole or not at all: an old report stays until the new one is complete."""
+    """Write the file atomically: an old report stays until the new one is complete."""
     part = file.with_name(file.name + ".part")
     part.write_text(html(page), encoding="utf-8")
     part.replace(file)

@@ -1,6 +1,8 @@
-"""Line plots as SVG text. Colours are classes: the page's style sheet says what they are, so that
-one plot serves light and dark. Small on purpose: what libraries make brings its own colours, fonts
-or scripts from elsewhere."""
+"""Line plots as SVG text.
+
+Colours are CSS classes that the page's style sheet defines, so that one plot works in light and
+dark mode. Plot libraries would add their own colours, fonts or external scripts.
+"""
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,1 +1,1 @@
-"""What is sent to a server, when, over which connections, and what came of each request."""
+"""Traffic to a server: requests, arrival times, connections, and the outcome of each request."""

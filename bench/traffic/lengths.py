@@ -1,4 +1,4 @@
-"""How long prompts and answers are: a number, a range, a distribution, a mixture."""
+"""Distributions of prompt and response lengths: a number, a range, a distribution, a mixture."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,16 +14,16 @@ _Draw = Callable[[np.random.Generator], int]
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Tokens; every draw is from `smallest` to `largest`."""
+    """A distribution of lengths in tokens. Every draw is from `smallest` to `largest`."""
 
-    text: str  # as it was asked for
+    text: str  # as given on the command line
     smallest: int
     largest: int
     draw: _Draw
 
     @classmethod
     def parse(cls, text: str) -> "Lengths":
-        """Raises WrongInput."""
+        """Parse a length specification. Raises WrongInput."""
         try:
             lengths = _parsed(text)
         except ValueError:

@@ -1,7 +1,7 @@
-"""When requests are sent: a closed loop or an open one, and what the client itself cost.
+"""Load generation in a closed or an open loop, with the cost of the client itself.
 
-An open loop never waits for the server: each request has a time at which it is due, and whatever
-keeps it from being sent then is part of its latency. Knows nothing of HTTP.
+An open loop never waits for the server. Each request has a due time, and any delay of its sending
+is part of its latency. Independent of HTTP.
 """
 
 import asyncio
@@ -28,20 +28,22 @@ class Run:
     """One load on one system. Complete only when `ended` is set."""
 
     outcomes: list[Outcome] = field(default_factory=list)
-    begun: int = 0  # requests; those that are not among the outcomes were given up
+    begun: int = 0  # requests; those without an outcome were cancelled
     ended: float | None = None  # seconds from its start
     client_cpu: float = 0.0  # share of one core
-    client_lag: dict[str, Any] = field(default_factory=dict)  # s; how late a timer of ours came
+    client_lag: dict[str, Any] = field(default_factory=dict)  # seconds; delay of the client's own timers
 
     @property
     def wall_s(self) -> float:
-        """From the start to the end of the last answer."""
+        """Return the seconds from the start to the end of the last response."""
         return max((outcome.ended for outcome in self.outcomes), default=0.0)
 
 
 class Load:
-    """Sends jobs and collects outcomes into `run` as they come, so that a cancelled load leaves
-    what it has. The loops run inside `measuring`, several at once if need be; for one event loop.
+    """A load that sends jobs and collects outcomes into `run`.
+
+    Outcomes are added as they arrive, so that a cancelled load keeps them. The loops run inside
+    `measuring`, several at once if needed. Not thread-safe: one event loop only.
     """
 
     def __init__(self, ask: Ask, on_outcome: Callable[[Outcome], None] = lambda _: None) -> None:
@@ -52,7 +54,7 @@ class Load:
 
     @contextlib.asynccontextmanager
     async def measuring(self) -> AsyncIterator[None]:
-        """The run's time, and the client's own cost, count from here to the block's end."""
+        """Measure the run's time and the client's own cost until the block ends."""
         self._start, cpu = time.perf_counter(), time.process_time()
         lags: list[float] = []
         ticking = asyncio.create_task(_tick(lags))
@@ -73,8 +75,11 @@ class Load:
         duration_s: float | None = None,
         ends: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`concurrency` callers, each with one request under way, until so many are begun, so much
-        time has gone or `ends` says so, then until all have their answers."""
+        """Run `concurrency` callers with one request in flight each.
+
+        No request starts after `requests`, after `duration_s`, or once `ends` returns True. Waits
+        for the requests in flight.
+        """
         last = math.inf if duration_s is None else duration_s
         jobs = itertools.islice(jobs, requests)
 
@@ -92,8 +97,10 @@ class Load:
     async def open_loop(
         self, jobs: Iterator[Job], due: Iterable[float], *, max_in_flight: int
     ) -> None:
-        """Sends each job at its due time (seconds from the start), or as soon after as fewer than
-        `max_in_flight` are under way, and waits for all."""
+        """Send each job at its due time (seconds from the start) and wait for all responses.
+
+        A job is sent late while `max_in_flight` requests are in flight.
+        """
         room = asyncio.Semaphore(max_in_flight)
 
         async def call(job: Job, at: float) -> None:
@@ -109,7 +116,8 @@ class Load:
                 calls.create_task(call(job, at))
 
     async def _until(self, at: float) -> None:
-        """Never returns early, as one sleep may: uvloop's are whole milliseconds."""
+        """Sleep until `at`. Never returns early, unlike one sleep: uvloop rounds to
+        milliseconds."""
         left = at - self._now()
         while left > 0:
             await asyncio.sleep(left)
@@ -133,7 +141,7 @@ async def _tick(lags: list[float]) -> None:
 
 
 def poisson(rate: float, seed: int) -> Iterator[float]:
-    """Due times of arrivals at `rate` a second, without end; the same ones for the same seed."""
+    """Yield due times of arrivals at `rate` a second, without end. The seed determines them."""
     rng, at = np.random.default_rng((seed, 1)), 0.0
     while True:
         at += float(rng.exponential(1.0 / rate))
@@ -143,7 +151,7 @@ def poisson(rate: float, seed: int) -> Iterator[float]:
 def until(
     times: Iterable[float], *, count: int | None, duration_s: float | None
 ) -> Iterator[float]:
-    """The first `count` of them, and none at or after `duration_s`."""
+    """Yield at most `count` of the times, and none at or after `duration_s`."""
     for number, at in enumerate(times):
         if (count is not None and number >= count) or (duration_s is not None and at >= duration_s):
             return

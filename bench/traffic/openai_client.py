@@ -1,7 +1,7 @@
-"""OpenAI's API from a client's side: a Job becomes a request, a stream of events an Outcome.
+"""Client of the OpenAI API: converts a Job to a request, and a stream of events to an Outcome.
 
-Works with any server that streams completions or chat with usage. What goes wrong is an outcome,
-never an exception.
+Works with any server that streams completions or chat with usage. Failures are outcomes, never
+exceptions.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from bench.traffic.workload import Job
 Send = Literal["ids", "text", "chat"]
 SENDS: tuple[Send, ...] = ("ids", "text", "chat")
 
-_ASK_S = 10.0  # longest wait for the list of models
+_ASK_S = 10.0  # timeout for the list of models
 _WORDS = ("the", "of", "and", "to", "in", "is", "that", "was", "for", "on", "are", "with", "as")
 _MAX_DETAIL = 300
 _MAX_EVENT_BYTES = 1 << 20
@@ -65,7 +65,8 @@ class _Models(msgspec.Struct):
 
 
 class OpenAiClient:
-    """Requests to one model of one server. For one event loop; close it."""
+    """A client of one model of one server. Not thread-safe: one event loop only. The owner closes
+    it."""
 
     def __init__(
         self,
@@ -76,11 +77,12 @@ class OpenAiClient:
         extra: Mapping[str, Any] | None = None,
         api_key: str | None = None,
     ) -> None:
-        """
+        """Configure the requests.
+
         Args:
-            send: prompts as token ids or as words to /v1/completions, or to /v1/chat/completions.
-                A word is about a token; what the server counted is what is reported.
-            timeout_s: longest wait for a whole answer.
+            send: prompts as token ids or as words to /v1/completions, or to /v1/chat/completions. A
+                word is about a token. Reports use the server's count.
+            timeout_s: timeout of a whole response.
             extra: more fields of every request's body.
         """
         headers = (("authorization", f"Bearer {api_key}"),) if api_key else ()
@@ -96,7 +98,7 @@ class OpenAiClient:
         self._pool.close()
 
     async def choose_model(self, name: str | None = None) -> Model:
-        """The model that every request will name.
+        """Choose the model of every request.
 
         Args:
             name: one that the server has; None: its first.
@@ -124,10 +126,11 @@ class OpenAiClient:
         raise Unusable(f"there is no model {name!r} (the server has {there})")
 
     async def ask(self, job: Job, start: float, due: float) -> Outcome:
-        """
+        """Send one request and return its outcome.
+
         Args:
             start: time.perf_counter() of the run's start.
-            due: seconds from there; not waited for.
+            due: seconds from `start`. This method does not wait for it.
         """
         body = self._body(job)
         outcome = Outcome(job.group, len(job.prompt), due, time.perf_counter() - start)
@@ -169,13 +172,14 @@ def _words(job: Job) -> str:
 
 
 class _Stream:
-    """Server-sent events of one answer, into its outcome."""
+    """A parser of one response's server-sent events, which fills its outcome."""
 
     def __init__(self, outcome: Outcome, start: float, *, counts_empty: bool) -> None:
-        """
+        """Parse into `outcome`.
+
         Args:
-            counts_empty: a choice without text is a token all the same: half a character. In chat
-                it is the role, which comes before any token.
+            counts_empty: count a choice without text as a token: it may be half a character. In
+                chat it is the role, which comes before any token.
         """
         self._outcome = outcome
         self._start = start
@@ -195,7 +199,7 @@ class _Stream:
                 self._take(event[5:].strip(), now - self._start)
 
     def end(self, status: int) -> None:
-        """The answer is whole."""
+        """Complete the outcome at the end of the response."""
         if status != 200:
             self.fail(f"status {status}", _sentence(self._rest))
         elif not self._done:
@@ -206,7 +210,7 @@ class _Stream:
             self._outcome.output_tokens = len(self._outcome.chunks)
 
     def fail(self, kind: str, detail: str) -> None:
-        """The first one stays."""
+        """Record a failure. Only the first one is kept."""
         if not self._outcome.error:
             self._outcome.error, self._outcome.detail = kind, detail[:_MAX_DETAIL]
 
@@ -243,7 +247,7 @@ class _Stream:
 
 
 def _sentence(body: bytes) -> str:
-    """What the body of an error says, in OpenAI's form or any other."""
+    """Return the message of an error body, in OpenAI's form or any other."""
     text = body.decode(errors="replace").strip()
     try:
         error = msgspec.json.decode(body)["error"]

@@ -1,4 +1,4 @@
-"""What a client saw of one request. The one record that everything here is computed from."""
+"""The outcome of one request as the client saw it. All figures are computed from this record."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,17 +13,17 @@ class Outcome:
     """
 
     group: str
-    prompt_tokens: int  # as asked for; as the server counted them, once it has told
-    due: float  # when it was to be sent: latencies count from here
-    sent: float  # when it was
-    chunks: list[float] = field(default_factory=list)  # when each came
-    chunk_tokens: list[int] = field(default_factory=list)  # in each, from servers that tell
+    prompt_tokens: int  # as requested, then as the server's usage reports
+    due: float  # scheduled sending time: latencies count from here
+    sent: float  # actual sending time
+    chunks: list[float] = field(default_factory=list)  # arrival times
+    chunk_tokens: list[int] = field(default_factory=list)  # tokens of each chunk, if the server reports them
     output_tokens: int = 0  # by the server's usage; without it, the number of chunks
-    cached_tokens: int = 0  # of the prompt, from servers that tell
+    cached_tokens: int = 0  # of the prompt, if the server reports them
     usage_told: bool = False
     ended: float = 0.0
-    error: str = ""  # its kind, from a small set; "": it was answered
-    detail: str = ""  # what the server or the system said of it
+    error: str = ""  # kind of error, from a small set; "": success
+    detail: str = ""  # error message of the server or the system
 
     @property
     def ttft(self) -> float | None:
@@ -35,18 +35,22 @@ class Outcome:
 
     @property
     def late(self) -> float:
-        """How long after it was due it was sent: the client's fault, or its bound on requests in
-        flight; never the server's merit."""
+        """Return the delay of sending in seconds.
+
+        The client, or its limit of requests in flight, caused the delay. It never counts in the
+        server's favour.
+        """
         return self.sent - self.due
 
     @property
     def gaps(self) -> Sequence[float]:
-        """Between chunks, as a reader of the stream sees them."""
+        """Return the gaps between chunks, as a reader of the stream sees them."""
         return [b - a for a, b in zip(self.chunks, self.chunks[1:], strict=False)]
 
     @property
     def per_token(self) -> float | None:
-        """Mean time per token after the first chunk; None if nothing came after it."""
+        """Return the mean time per token after the first chunk, or None if nothing came after
+        it."""
         first = self.chunk_tokens[0] if self.chunk_tokens else 1
         after = self.output_tokens - first
         if len(self.chunks) < 2 or after < 1:
@@ -54,7 +58,7 @@ class Outcome:
         return (self.chunks[-1] - self.chunks[0]) / after
 
     def record(self) -> dict[str, Any]:
-        """For JSON: everything, times to the microsecond."""
+        """Return the JSON record: all fields, times in whole microseconds."""
         values = asdict(self)
         for name in ("due", "sent", "ended"):
             values[name] = round(values[name], 6)

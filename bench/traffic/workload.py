@@ -1,7 +1,7 @@
-"""Which requests are sent: prompts as token ids, the same ones for the same seed.
+"""Workloads: prompts as token ids, determined by the seed.
 
-Ids are from a small range that every vocabulary has, so that lengths are exact whatever the
-tokenizer. Knows nothing of when requests are sent, but for traces, which say it.
+Ids are from a small range that every vocabulary has, so that lengths are exact with any tokenizer.
+Only traces define sending times.
 """
 
 import json
@@ -15,17 +15,17 @@ import numpy as np
 from bench.errors import WrongInput
 from bench.traffic.lengths import Lengths
 
-VOCABULARY = (3, 250)  # at least the bytes are in every vocabulary; the first ids may be special
-TRACE_BLOCK_TOKENS = 512  # what one entry of hash_ids stands for
+VOCABULARY = (3, 250)  # every vocabulary has at least the bytes; the first ids may be special
+TRACE_BLOCK_TOKENS = 512  # tokens for one entry of hash_ids
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request: greedy, and never ended by a token."""
+    """One request: greedy, without stop tokens."""
 
     prompt: Sequence[int]
     max_tokens: int
-    group: str = ""  # what reports tell apart: "long", "background", "probe"
+    group: str = ""  # category in reports: "long", "background", "probe"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Workload:
     """A kind of traffic.
 
     Prompts of one prefix group begin with the same `prefix_tokens` tokens, which are part of the
-    prompt's length; nothing else is shared by any two.
+    prompt's length. Prompts share nothing else.
     """
 
     prompt_tokens: Lengths
@@ -41,7 +41,7 @@ class Workload:
     prefix_groups: int = 0
     prefix_tokens: int = 0
     group: str = ""
-    long_tokens: int | None = None  # prompts of at least so many are of the group "long"
+    long_tokens: int | None = None  # prompts of at least this length are in the group "long"
 
     def __post_init__(self) -> None:
         if bool(self.prefix_groups) != bool(self.prefix_tokens):
@@ -54,11 +54,14 @@ class Workload:
 
     @property
     def largest(self) -> int:
-        """The most tokens that a prompt and its answer have."""
+        """Return the maximum tokens of a prompt and its response."""
         return self.prompt_tokens.largest + self.output_tokens.largest
 
     def jobs(self, seed: int) -> Iterator[Job]:
-        """Without end. Prefixes depend on the seed too: runs of another seed find none cached."""
+        """Yield jobs without end.
+
+        The seed also determines the prefixes: runs of another seed find none cached.
+        """
         rng = np.random.default_rng(seed)
         prefixes = rng.integers(*VOCABULARY, (self.prefix_groups, self.prefix_tokens)).tolist()
         while True:
@@ -83,16 +86,17 @@ class TraceLine:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests of a file, once through, in the order of their times."""
+    """The requests of a file, sent once in the order of their times."""
 
     name: str
     lines: tuple[TraceLine, ...]
 
     @classmethod
     def read(cls, file: Path) -> "Trace":
-        """One JSON object a line, as in Mooncake's traces: timestamp (ms), input_length,
-        output_length and hash_ids (one for each 512 tokens; equal ids are equal tokens). All but
-        the lengths may be absent.
+        """Read one JSON object a line, in the format of Mooncake's traces.
+
+        The fields are timestamp (ms), input_length, output_length and hash_ids (one for each 512
+        tokens; equal ids are equal tokens). All but the lengths may be absent.
 
         Raises:
             WrongInput: names the line.
@@ -122,7 +126,7 @@ class Trace:
             yield Job((*shared, *rest), line.output_tokens)
 
     def times(self) -> list[float]:
-        """When each request is due, from the first."""
+        """Return the due time of each request in seconds, from the first."""
         return [line.at_s - self.lines[0].at_s for line in self.lines]
 
 
