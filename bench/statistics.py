@@ -10,12 +10,12 @@ import numpy as np
 
 # Student's t at 97.5 %, by degrees of freedom.
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160)
-_T_MANY = 2.145  # upper bound for 14 and more degrees of freedom: slightly too wide intervals are safe
+_T_MANY = 2.145  # upper bound for 14 and more degrees of freedom
 _RESAMPLES = 2000
 
 
 def nearest_rank(values: Sequence[float], share: float) -> float:
-    """Return the smallest value that is at least as large as the share `share` of all. 0 if
+    """Return the nearest-rank percentile: at least `share` of the values are not above it. 0 if
     empty."""
     if not values:
         return 0.0
@@ -23,8 +23,7 @@ def nearest_rank(values: Sequence[float], share: float) -> float:
 
 
 def distribution(values: Iterable[float]) -> dict[str, Any]:
-    """Return count, mean, p50, p90, p99 (linear between ranks) and max; None for those of no
-    values."""
+    """Return count, mean, p50, p90, p99 (linear between ranks) and max. None without values."""
     data = np.fromiter(values, float)
     if not len(data):
         return {"n": 0, "mean": None, "p50": None, "p90": None, "p99": None, "max": None}

@@ -1,4 +1,4 @@
-"""What holds for the repository as a whole."""
+"""Invariants of the whole repository."""
 
 import re
 import subprocess

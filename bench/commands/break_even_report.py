@@ -71,7 +71,7 @@ def _undisturbed(one: Measured, _: Mapping[str, Any]) -> float | None:
 
 
 def _itl(one: Measured, _: Mapping[str, Any]) -> float | None:
-    """Return the statistic of all gaps, without probes."""
+    """Return the p99 gap during the probes' prefills, or of all gaps in a run without probes."""
     others, probes = _of(one, "background"), _of(one, "probe")
     gaps = gaps_during(others, probes) if one.x else [g for o in others for g in o.gaps]
     p99: float | None = distribution(gaps)["p99"]

@@ -52,7 +52,7 @@ class Page:
 def html(page: Page) -> str:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     text = files(__package__).joinpath("page.html").read_text()
-    drawn = [(plot, Markup(render(plot))) for plot in page.plots]  # Markup: render() escapes its input
+    drawn = [(plot, Markup(render(plot))) for plot in page.plots]  # render() escapes its input
     return environment.from_string(text).render(
         page=page,
         drawn=drawn,

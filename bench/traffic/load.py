@@ -31,7 +31,7 @@ class Run:
     begun: int = 0  # requests; those without an outcome were cancelled
     ended: float | None = None  # seconds from its start
     client_cpu: float = 0.0  # share of one core
-    client_lag: dict[str, Any] = field(default_factory=dict)  # seconds; delay of the client's own timers
+    client_lag: dict[str, Any] = field(default_factory=dict)  # seconds; delay of our own timers
 
     @property
     def wall_s(self) -> float:

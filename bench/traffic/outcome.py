@@ -17,7 +17,7 @@ class Outcome:
     due: float  # scheduled sending time: latencies count from here
     sent: float  # actual sending time
     chunks: list[float] = field(default_factory=list)  # arrival times
-    chunk_tokens: list[int] = field(default_factory=list)  # tokens of each chunk, if the server reports them
+    chunk_tokens: list[int] = field(default_factory=list)  # of each chunk, if reported
     output_tokens: int = 0  # by the server's usage; without it, the number of chunks
     cached_tokens: int = 0  # of the prompt, if the server reports them
     usage_told: bool = False

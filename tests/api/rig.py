@@ -54,7 +54,8 @@ def byte_level_tokenizer() -> Tokenizer:
 
 
 def sentencepiece_like_tokenizer() -> Tokenizer:
-    """As Llama 2's: words carry their leading space, unknown characters are bytes."""
+    """Return a tokenizer like Llama 2's: words include their leading space, and unknown characters
+    are bytes."""
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁Hello", "▁world", "a"]
     tokenizer = Tokenizer(
         models.BPE(

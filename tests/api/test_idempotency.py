@@ -193,7 +193,8 @@ async def test_two_that_ask_at_once_follow_one_answer() -> None:
 
 
 async def test_what_the_prompt_became_is_known_to_who_comes_back() -> None:
-    """What an answer follows decides how it is read: as thought, or as said."""
+    """Keep the rendered prompt, which decides whether a response is parsed as reasoning or
+    content."""
     scripted = Scripted()
     kept = KeptAnswers(scripted, keep_s=LONG_S)
     first, again = _wanted(), _wanted()

@@ -1,4 +1,4 @@
-"""What the router's HTTP port gives to its page: files, and the cluster as JSON."""
+"""Files and cluster state that the router's HTTP port serves to its page."""
 
 import asyncio
 import re

@@ -1,4 +1,4 @@
-"""How much a model may think, however that is asked for, and where its answer's form begins."""
+"""Reasoning budgets in all request forms, and the position at which the response format begins."""
 
 import asyncio
 from pathlib import Path

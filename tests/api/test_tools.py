@@ -340,7 +340,7 @@ async def test_with_tools_and_a_form_the_model_may_call_first(calling: Path, par
 
 @pytest.mark.parametrize("choice", ["required", {"function": {"name": "add"}}], ids=str)
 async def test_a_call_that_must_be_made_goes_before_a_form(calling: Path, choice: Any) -> None:
-    """As with vLLM. Seen failing: 400."""
+    """Prefer a required call to the response format, as vLLM does. Seen failing: 400."""
     fields = {"tools": TOOLS, "tool_choice": choice, "response_format": FORMAT}
     async with talk(calling) as talking:
         asking = asyncio.create_task(talking.api.post(CHAT, messages=HELLO, **fields))

@@ -1,5 +1,5 @@
-"""How long another client waits for a short answer while one arm attacks alone, compared with how
-long it waits while none does.
+"""Delay of another client's short request during one attack arm, compared with its delay without
+attacks.
 
 Undisturbed and disturbed windows alternate, so a machine that is busy disturbs both. An arm that
 breaks the bound is measured again, with the same moves, and counts as it did the better of both
@@ -26,7 +26,7 @@ _QUESTION = {"prompt": "add 1 2 =", "max_tokens": 4, "temperature": 0}
 
 
 class Delay(msgspec.Struct, frozen=True):
-    """What one arm made of another client's time to a short answer."""
+    """The delay of another client's short request under one arm."""
 
     arm: str
     calm_p99_s: float

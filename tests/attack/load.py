@@ -31,7 +31,7 @@ _AGAIN_S = 0.2
 
 @dataclass(slots=True)
 class Served:
-    """What the load has seen."""
+    """Results of the load so far."""
 
     num_right: int = 0
     wrong: list[str] = field(default_factory=list)

@@ -43,7 +43,7 @@ _CALM_S = 60.0  # until memory is judged, at the latest
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What one siege has shown."""
+    """The results of one siege."""
 
     seed: int
     seconds: float
@@ -268,7 +268,7 @@ def _moves(ended: Sequence[Arm]) -> dict[str, Counter[str]]:
 
 
 def _listens(pid: int) -> str:
-    """Where a process listens for TCP, of which there is one place."""
+    """Return the address on which a process listens for TCP. It must be the only one."""
     inodes = {
         link.readlink().name.removeprefix("socket:[").removesuffix("]")
         for link in Path(f"/proc/{pid}/fd").iterdir()

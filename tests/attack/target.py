@@ -1,5 +1,4 @@
-"""What an arm of the attack is told: where everything listens, and what it may know and for how
-long."""
+"""Input of an attack arm: addresses, credentials that it may use, and its duration."""
 
 from pathlib import Path
 from random import Random

@@ -1,5 +1,5 @@
-"""What must hold of a system that has been attacked. Judged from outside: processes, logs, memory,
-and what an innocent client was served meanwhile."""
+"""Invariants of an attacked system. They are judged from outside: processes, logs, memory, and the
+responses that an innocent client received meanwhile."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -32,7 +32,7 @@ class Process(msgspec.Struct, frozen=True):
 
 
 class Arm(msgspec.Struct, frozen=True):
-    """What became of one arm of the attack."""
+    """The outcome of one attack arm."""
 
     name: str
     exit_code: int
@@ -40,7 +40,7 @@ class Arm(msgspec.Struct, frozen=True):
 
 
 def resident_bytes(pid: int) -> int:
-    """What the process holds of memory that is its alone; 0 of one that is gone."""
+    """Return the process's private memory in bytes, or 0 if it has ended."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:

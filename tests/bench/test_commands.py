@@ -208,7 +208,7 @@ SWEEP = ("--prompt-tokens=16,64", "--duration=0.4", "--streams=2", "--stream-out
 
 
 def _assert_swept(said, tmp_path):
-    """What break-even says and writes of SWEEP."""
+    """Check the output and the files of break-even for SWEEP."""
     assert said["summary"]["break_even"]["by"] == "probe_ttft_p50"
     assert said["summary"]["shared_cores"] >= 1
     assert "Prefill and decode share" in Page(tmp_path / "baton-bench-break-even.html").text

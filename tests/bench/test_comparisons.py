@@ -1,4 +1,4 @@
-"""What `compare` and `break-even` conclude, from measurements of which the answer is known."""
+"""Conclusions of `compare` and `break-even` from measurements with known results."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""When requests are sent, what is counted from when, and what runs tell apart."""
+"""Sending times, the origin of latencies, and request groups of a load."""
 
 import asyncio
 import itertools

@@ -89,7 +89,7 @@ class View:
         return values
 
     def facts(self, where: str) -> dict[str, str]:
-        """Of the lists of facts there, all as they are at one moment."""
+        """Return the terms and values of the description lists there, read at one moment."""
         script = (
             "const texts = (name) => [...document.querySelectorAll(`${arguments[0]} ${name}`)]"
             "  .map((e) => e.textContent);"
@@ -107,7 +107,7 @@ class View:
         return value
 
     def complaints(self) -> list[str]:
-        """What the console has said since it was asked last."""
+        """Return the console messages since the last call."""
         return [entry["message"] for entry in self.driver.get_log("browser")]
 
     def asked(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""What can happen to a program, and the order in which it does: drawn from a seed alone."""
+"""Faults of processes and their order, drawn from a seed alone."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class Fault:
 
     @property
     def ends(self) -> bool:
-        """Whether the program ends, and another is to come."""
+        """Return whether the fault ends the process, which is then restarted."""
         return KINDS[self.what]
 
     @property
@@ -74,7 +74,7 @@ class Round:
 
     @property
     def breaks(self) -> bool:
-        """Whether clients lose connections: their router's process is killed."""
+        """Return whether clients lose connections because their router's process is killed."""
         return any(fault.what == "SIGKILL of a process" for fault in self.faults)
 
 

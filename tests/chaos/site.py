@@ -27,7 +27,7 @@ _LOOK_S = 0.2
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """Of all processes together, when everything was well."""
+    """Resource use of all processes together, in an undisturbed state."""
 
     at_s: float
     memory_bytes: int
@@ -80,7 +80,7 @@ class Site:
                 await self._operate("roll")
 
     async def instances(self, faults: tuple[Fault, ...]) -> dict[str, int]:
-        """Of the nodes that these end, by address."""
+        """Return the instance ids of the nodes that these faults end, by address."""
         ending = {node.address for each in faults if each.ends for node in self._nodes(each)}
         nodes = (await self._look()).nodes
         return {node.address: node.instance_id for node in nodes if node.address in ending}
@@ -172,7 +172,8 @@ class Site:
             )
 
     async def _look(self) -> GetClusterResponse:
-        """Of a router one of whose processes may have ended just now."""
+        """Return the cluster's state from a router. Retries if one of its processes has just
+        ended."""
         async with asyncio.timeout(_RECOVERY_S):
             while True:
                 try:

@@ -37,12 +37,12 @@ class Passed(msgspec.Struct, frozen=True):
     breaks: bool  # its faults may break connections
 
     def saw(self, at_s: float) -> bool:
-        """Whether what was noticed then may have happened in it."""
+        """Return whether an observation at that time may be an effect of this period."""
         return self.at_s <= at_s <= self.until_s + _AFTER_S
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What one storm has shown."""
+    """The results of one storm."""
 
     seed: int
     seconds: float
@@ -178,7 +178,7 @@ class _Storm:
         )
 
     def _found(self, seconds: float) -> Iterator[str]:
-        """What answers and logs show."""
+        """Yield the failures that responses and logs show."""
         yield from of_answers(self._served)
         for at, what in self._served.broken:
             at_s = at - self._began

@@ -42,7 +42,7 @@ def test_help_is_no_error():
 
 @pytest.mark.parametrize("arguments", [["--help"], ["prefill", "--help"], ["bench", "--help"]])
 def test_help_may_be_read_in_part(arguments):
-    """As by `head -1`. Seen failing, with a traceback."""
+    """Print help to a closed pipe, such as `head -1`. Seen failing, with a traceback."""
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "wb") as nobody:

@@ -1,5 +1,5 @@
-"""When a program that was restarted is back: as every process of every router sees it. And why it
-refuses to answer."""
+"""Return of a restarted process, as every worker process of every router sees it, and reasons of
+its refusals."""
 
 from pathlib import Path
 

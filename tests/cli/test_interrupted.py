@@ -115,7 +115,7 @@ class Cluster(router_pb2_grpc.RouterServicer, node_pb2_grpc.NodeServicer):
     ],
 )
 async def test_a_roll(tmp_path: Path, silent: str, drains: bool, said: int) -> None:
-    """Nobody is told anything more."""
+    """Send no further calls after an interrupt of a roll."""
     cluster = Cluster(silent=silent)
     async with cluster.serving():
         router = f"--router={cluster.address}"

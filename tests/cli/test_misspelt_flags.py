@@ -1,4 +1,4 @@
-"""What the commands that start nodes say of a flag that is neither theirs nor the nodes'."""
+"""Errors of commands that start nodes, for a flag that neither the command nor the node has."""
 
 import pytest
 

@@ -14,7 +14,7 @@ ROUTER, NODE = "127.0.0.1:50100", "10.0.0.7:50200"
 
 
 class Told(Fleet):
-    """Where everybody answers the same."""
+    """A fleet whose processes all give the same response."""
 
     def __init__(self, answer: Any) -> None:
         super().__init__((), None, None)

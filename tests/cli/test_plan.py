@@ -29,7 +29,7 @@ RECORDS = {"router": RouterConfig, "prefill_node": PrefillConfig, "decode_node":
 
 
 def _configs(wish):
-    """What each program would read from its flags, by name."""
+    """Return the configuration of each process as parsed from its flags, by name."""
     return {
         program.name: read(RECORDS[program.module], program.name, program.flags)
         for program in plan.programs(wish)

@@ -1,4 +1,4 @@
-"""What is decided about a cluster, as a pure function of what was seen of it."""
+"""Planner decisions as a pure function of the observed cluster."""
 
 import itertools
 from collections.abc import Sequence
@@ -220,7 +220,8 @@ def _after(nodes: dict[int, str], decision: Decision) -> dict[int, str]:
 def _lived(
     nodes: dict[int, str], loads: Sequence[tuple[float, float]], looks_each: int
 ) -> list[tuple[float, Decision]]:
-    """What is decided of a cluster under one load after the other; everything decided is done."""
+    """Return the decisions for a cluster under a sequence of loads. Every decision is carried
+    out."""
     made: list[tuple[float, Decision]] = []
     history: list[Look] = []
     for number in range(len(loads) * looks_each):

@@ -1,4 +1,4 @@
-"""Where a configuration comes from, which source goes first, and what a wrong value looks like."""
+"""Sources of the configuration, their precedence, and errors for invalid values."""
 
 import os
 import re

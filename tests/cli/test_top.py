@@ -61,7 +61,7 @@ def cluster(at_s, *more, router=None):
 
 
 def lines(width, height=None, *, answers=(0.0, 2.0), make=cluster, paper=None):
-    """What is printed on `paper` cells; by default as wide as the frame is told to be."""
+    """Return the lines printed on `paper` cells. The default is the width of the frame."""
     rates = Rates()
     for at_s in answers:
         now = make(at_s)

@@ -1,4 +1,5 @@
-"""Where the clients are that `install.sh` has installed, and how a script is run with one."""
+"""Environments of the clients that `install.sh` has installed, and a function that runs a script in
+one."""
 
 import asyncio
 import os

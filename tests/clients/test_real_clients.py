@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.long, installed, pytest.mark.asyncio(loop_scope="modul
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def arguments(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[list[str]]:
-    """What each script is told."""
+    """Yield the command line of each script."""
     write(model := tmp_path_factory.mktemp("demo") / "model")
     logs = tmp_path_factory.mktemp("logs")
     flags = (f"--served-model-name={MODEL}",)

@@ -79,7 +79,7 @@ def selects(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
 
 
 def num_bytes(quantity: str) -> int:
-    """Of a quantity of memory, such as 64Mi."""
+    """Return the bytes of a quantity of memory, such as 64Mi."""
     match = re.fullmatch(r"([0-9]+)(Ki|Mi|Gi)", quantity)
     assert match, quantity
     return int(match[1]) << {"Ki": 10, "Mi": 20, "Gi": 30}[match[2]]
@@ -130,7 +130,7 @@ def kustomize_command() -> tuple[tuple[str, ...], str]:
 
 
 def rendered(directory: Path) -> list[Object]:
-    """What `kubectl apply -k` would apply. Skips the test where nothing can render it."""
+    """Return the objects that `kubectl apply -k` would apply. Skips the test without kustomize."""
     command, reason = kustomize_command()
     if not command:
         pytest.skip(reason)
@@ -200,7 +200,8 @@ def _value(container: Object, variable: Object) -> str:
 def settings(
     role: str, flags: list[str], variables: Mapping[str, str]
 ) -> RouterConfig | NodeConfig:
-    """What the program of `role` would read. Variables that it does not know are a failure."""
+    """Return the configuration that the process of `role` would read. Fails on unknown
+    variables."""
     known = RECORDS[role].model_fields
     for name in variables:
         field = name.removeprefix(ENV_PREFIX).lower().split("__")[0]

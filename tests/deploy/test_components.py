@@ -1,4 +1,4 @@
-"""What each component is for."""
+"""The purpose of each component."""
 
 import re
 from pathlib import Path

@@ -34,7 +34,7 @@ DECLARED: dict[str, Declared] = {
 
 @dataclass
 class Parsed:
-    """What an expression names."""
+    """The metrics and labels of an expression."""
 
     metrics: set[str] = field(default_factory=set)
     labels: set[str] = field(default_factory=set)  # in by, on and the like
@@ -42,7 +42,7 @@ class Parsed:
 
 
 def _values(metric: str, label: str) -> set[str] | None:
-    """What a label of a sample can say; None for whatever a cluster's names are."""
+    """Return the possible values of a sample's label, or None if they are names of the cluster."""
     declared = DECLARED[metric]
     if label in declared.labels:
         return set(declared.labels[label])

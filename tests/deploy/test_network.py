@@ -1,4 +1,4 @@
-"""Who reaches which port of a pod, by network policies: those whom the guide names alone.
+"""Access to the ports of pods by network policies: only for the callers that the guide names.
 
 The guide's table "Port access" is the rule, which policies are held against.
 """
@@ -117,7 +117,7 @@ def test_every_kind_of_port_in_the_guide_is_one_that_there_is(render):
 
 
 def _ports_between(rules, labels):
-    """Those that the rules name for pods of this namespace with these labels."""
+    """Return the ports that the rules open for pods of this namespace with these labels."""
     return {
         port
         for peers, ports in rules

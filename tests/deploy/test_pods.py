@@ -1,4 +1,4 @@
-"""What holds for every pod: its configuration, its life and its rights.
+"""Invariants of every pod: its configuration, its lifecycle and its privileges.
 
 Held against overlays, and against every component by itself on the base.
 """

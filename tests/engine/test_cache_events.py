@@ -1,4 +1,4 @@
-"""Whoever watches the prefix cache knows what is in it: always, whatever the cache does."""
+"""Watchers of the prefix cache know its content at any time, through all of its operations."""
 
 import random
 

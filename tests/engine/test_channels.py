@@ -53,7 +53,7 @@ CALL_ENDS = "<|call|>"
 
 @pytest.fixture(scope="module")
 def made() -> Compilers:
-    """Of a vocabulary with a token for each byte, and one for each marker."""
+    """Return compilers for a vocabulary with one token for each byte and one for each marker."""
     words = [bytes([byte]) for byte in range(256)] + [b""] * len(MARKERS)
     return Compilers(words, sorted(ENDS))
 
@@ -81,7 +81,7 @@ def _may_come(matcher: Any) -> set[int]:
 
 
 def _follows(made: Compilers, guide: Guide, ids: list[int]) -> bool:
-    """Whether an answer can be of these tokens, each of which its mask lets come."""
+    """Return whether a response can consist of these tokens, each of which its mask allows."""
     matcher = xgrammar.GrammarMatcher(made.compiled(prepared(guide)))
     for token in ids:
         if token not in _may_come(matcher):

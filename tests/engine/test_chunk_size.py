@@ -35,7 +35,8 @@ def _config(directory: str, chunk_tokens: int) -> EngineConfig:
 
 @pytest.fixture
 def first_forward(directory: str) -> Iterator[First]:
-    """How many tokens of each of some prompts the first forward of an engine computes."""
+    """Yield a function that returns the tokens of each prompt that an engine's first forward
+    computes."""
     exits = ExitStack()
 
     def of(chunk_tokens: int, lengths: list[int]) -> list[int]:

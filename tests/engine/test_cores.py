@@ -1,4 +1,4 @@
-"""How many cores a program counts on: by its affinity, its container, OMP_NUM_THREADS."""
+"""The number of cores that a process assumes: by its affinity, its container, OMP_NUM_THREADS."""
 
 import math
 import os

@@ -43,7 +43,7 @@ class Guessing:
 
 
 def _draw(sampling: SamplingParams) -> Draw:
-    """As a request's tokens are drawn, by its temperature alone."""
+    """Return a function that samples a request's tokens by its temperature alone."""
 
     def draw(logits: Tensor, index: int) -> int:
         if sampling.greedy:

@@ -1,4 +1,4 @@
-"""Who guesses, and how many guesses pay: arithmetic on tokens and numbers."""
+"""Drafters, and the number of drafts that pays: arithmetic on tokens and numbers."""
 
 import random
 
@@ -108,7 +108,7 @@ def test_before_anything_is_known_and_while_all_steps_are_alike_a_tokens_share_i
 
 
 def test_what_a_token_costs_is_known_until_a_step_differs():
-    """Of a batch that computes all the time: where nothing is guessed, all steps are alike."""
+    """Keep the estimate for a saturated batch, in which all steps without drafts are alike."""
     costs = StepCosts()
     for tokens in (16, 16, 26, 16):
         costs.took(tokens, 0.002 * tokens)

@@ -403,7 +403,8 @@ def test_nobody_else_may_read_it(tmp_path):
 
 
 def left(path: Path, kind: str, elsewhere: Path) -> None:
-    """What another user of a shared directory may leave under a name that is opened next."""
+    """Leave something under a name that is opened next, as another user of a shared directory
+    may."""
     path.unlink(missing_ok=True)
     match kind:
         case "symbolic link":

@@ -1,4 +1,5 @@
-"""What serving takes of a GPU is measured right while other processes come and go on it."""
+"""The memory that serving takes of a GPU is measured correctly while other processes use the
+GPU."""
 
 import random
 import threading
@@ -107,7 +108,7 @@ def test_without_graphs_none_are_counted(monkeypatch):
 
 @pytest.fixture
 def measuring(tmp_path):
-    """What `measure_footprint` is called with."""
+    """Return the arguments of `measure_footprint`."""
     spec = read_spec(make_checkpoint(tmp_path))
     config = EngineConfig(model=str(tmp_path), device="cpu")
     shape = resolve_shape(config, spec, dtype=torch.float32, free=GIB)
@@ -157,7 +158,7 @@ def test_what_was_measured_with_is_given_back(measuring, monkeypatch):
 
 # Seen failing without the clamps, each of the three.
 def test_memory_that_comes_free_meanwhile_makes_nothing_cheaper(monkeypatch):
-    """What loading has left is collected at any time."""
+    """Measure correctly even if memory left over from loading is collected at any time."""
     gpu = FakeGpu(monkeypatch)
     gpu.take(GIB)
 

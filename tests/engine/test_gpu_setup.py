@@ -1,4 +1,4 @@
-"""What is refused of a machine's CUDA before an engine is built, and what host memory is pinned."""
+"""Checks of a machine's CUDA before an engine is built, and pinning of host memory."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -106,7 +106,7 @@ def test_the_thread_that_builds_an_engine_has_its_gpu_first_of_all(monkeypatch):
 
 
 class FakeRuntime:
-    """What torch shows of the CUDA runtime, and what it was asked to pin."""
+    """A fake of torch's CUDA runtime that records the memory to pin."""
 
     def __init__(self, result=0):
         self.pinned = {}
@@ -177,7 +177,7 @@ def test_a_gpu_gets_four_gib_of_host_pages_and_no_more_than_a_quarter_of_what_is
 def test_chunks_are_larger_on_prefill_nodes_with_room(
     tmp_path, monkeypatch, role, asked, free_gib, chunk_tokens
 ):
-    """Of a model with the widths of Llama 3 8B in two layers."""
+    """Choose the chunk size of a model with the widths of Llama 3 8B in two layers."""
     has(monkeypatch)
     monkeypatch.setattr(sizing, "free_bytes", lambda *_: 1 << 30)
     spec = read_spec(make_checkpoint(tmp_path))

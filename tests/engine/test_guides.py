@@ -1,4 +1,4 @@
-"""What takes too long to compile ends, and keeps nobody waiting who asks for something small."""
+"""Grammar compilations that take too long are stopped, and do not delay small ones."""
 
 import os
 import signal

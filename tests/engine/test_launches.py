@@ -1,5 +1,7 @@
-"""What a forward enqueues on a device, counted: every launch costs a decode step a microsecond or
-more, whatever it computes."""
+"""The number of operations that a forward enqueues on a device.
+
+Every launch costs a decode step a microsecond or more, whatever it computes.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterator

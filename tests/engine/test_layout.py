@@ -1,4 +1,5 @@
-"""Where layers lie in pages: together where they keep the same, and nowhere twice."""
+"""Placement of layers in pages: layers with the same tokens share pages, and no layer is placed
+twice."""
 
 import pytest
 import torch
@@ -180,7 +181,8 @@ def test_in_fewer_bits_pages_are_smaller_and_states_are_as_they_are():
 
 
 def test_a_drafters_layer_lies_behind_the_others_in_the_pages_of_the_first_table():
-    """Whatever its shape and theirs; each has numbers of its own, and a vector once a page."""
+    """Place the drafter's layer there for any shape. It has its own KV cells, and a vector once a
+    page."""
     layers = [KV, KV, PagedKV(2, 8, window=64)]
     draft = DraftState(PagedKV(3, 4), 10)
     plain, layout = (

@@ -258,7 +258,8 @@ def test_int8_is_refused_where_nothing_multiplies_it(monkeypatch):
 
 
 def nbytes(part):
-    """Of all weights in a block or a tuple of them; frequencies are not weights."""
+    """Return the bytes of all weights in a block or a tuple of blocks. Frequencies are not
+    weights."""
     if isinstance(part, tuple):
         return sum(map(nbytes, part))
     if isinstance(part, torch.Tensor):

@@ -68,8 +68,10 @@ def _log(batches: list[ScheduleBatch | None], turns: int, **options) -> list[str
 
 
 def test_with_overlap_the_next_step_is_launched_before_the_last_is_waited_for():
-    """And rows that wait for the last one's tokens are sampled after them. Seen failing with
-    `sample` before `_finish`."""
+    """Sample rows that need the last step's tokens after that step has finished.
+
+    Seen failing with `sample` before `_finish`.
+    """
     assert _log([_batch(1), _batch(2)], turns=4) == [
         "launch 1",
         "sample 1",

@@ -1,4 +1,5 @@
-"""What a directory must hold to be served, what is said when it does not, and its fingerprint."""
+"""Required files of a model directory, errors when they are missing, and the model's
+fingerprint."""
 
 import json
 import shutil
@@ -318,7 +319,7 @@ def test_norms_stored_as_differences_from_one_are_whole_and_exact_in_any_dtype(t
 
 
 def test_experts_in_one_tensor_are_those_one_by_one(tmp_path):
-    """As Qwen3.5's authors store them, of the layer for drafts too."""
+    """Load experts stacked as in Qwen3.5's checkpoints, including those of the draft layer."""
     one_by_one = make_hybrid_mtp(make_checkpoint(tmp_path / "one", "qwen3_5_moe_text"))
     stacked = shutil.copytree(one_by_one, tmp_path / "stacked")
 

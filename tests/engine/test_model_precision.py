@@ -1,4 +1,4 @@
-"""How far a model in fewer bits is from itself in float32, fed the same tokens."""
+"""Error of a quantized model relative to itself in float32, with the same tokens."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ class Recorder:
 
 
 def logits_of(model: Model, tokens: list[int]) -> torch.Tensor:
-    """Of chunks' last tokens, and of every token from 100 on."""
+    """Return the logits of the chunks' last tokens, and of every token from 100 on."""
     recorder = Recorder(model)
     steps = Steps(recorder, overlap=False)
     slot = steps.add(tokens)

@@ -1,4 +1,4 @@
-"""How far logits go astray where keys and values are kept in 8 bits, and that it is no further."""
+"""Error of logits with keys and values in 8 bits, and its upper bound."""
 
 import random
 

@@ -58,7 +58,8 @@ def test_only_so_many_files_stay_open(tmp_path, opened):
 
 
 def test_threads_may_read_at_the_same_time(tmp_path):
-    """As transformers loads a model. Each closes what another one has just opened."""
+    """Read from threads as transformers loads a model. Each closes the file that another has just
+    opened."""
     names = [str(number) for number in range(8)]
     save_file({name: torch.full((600,), int(name)) for name in names}, tmp_path / SINGLE)
     checkpoint = Checkpoint(tmp_path)

@@ -1,5 +1,5 @@
-"""What overlap is for, and what it must not break: a forward that is still on the device may
-write pages of a request that has ended meanwhile."""
+"""The gain of overlap and its hazard: a forward still on the device may write pages of a request
+that has ended meanwhile."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What `engine.dtype` means: by the device, the processor, and what the checkpoint is stored in."""
+"""The meaning of `engine.dtype`: by the device, the processor, and the stored dtype."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Who takes whose place where there is no room, and what becomes of those that had it."""
+"""Preemption: the choice of requests that give up their pages or slots, and their continuation."""
 
 import time
 

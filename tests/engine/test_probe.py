@@ -1,5 +1,5 @@
-"""What a class says of its attention when one token of it is tried without weights, and which keys
-a mask's rule lets queries see."""
+"""Attention of a model class, probed with one token without weights, and the keys that a mask's
+rule shows to queries."""
 
 import pytest
 import torch

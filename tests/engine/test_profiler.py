@@ -42,7 +42,7 @@ def made(steps, tmp_path):
 
 
 def names(path: str) -> set[str]:
-    """Of what a trace shows."""
+    """Return the names of the events in a trace."""
     with gzip.open(path, "rt") as file:
         return {event["name"] for event in json.load(file)["traceEvents"]}
 

@@ -240,7 +240,10 @@ def test_a_prefix_that_was_held_during_an_eviction_outlives_those_that_were_not(
 
 
 def test_of_a_namespace_without_pages_nothing_stays():
-    """Whoever makes a namespace of every request gets no memory for it but the pages'."""
+    """Free the memory of a namespace without pages.
+
+    A client that uses a new namespace for every request then gets no memory beyond its pages.
+    """
     books = Books(num_pages=4)
     for number in range(2000):
         if number == 1000:

@@ -1,4 +1,4 @@
-"""What is computed before there is traffic is as much as traffic can ask for."""
+"""Warmup batches are as large as any batch in service."""
 
 from engine.runner.rehearsal import decode_rehearsal, mixed_rehearsal, verify_rehearsal
 
@@ -18,7 +18,7 @@ def test_rows_in_rehearsal_write_nowhere():
 
 
 def test_as_many_rows_have_drafts_in_rehearsal_as_a_step_may_sample_tokens():
-    """What layers remember of drafts is measured by it."""
+    """Measure the memory that layers need for drafts with the largest number of sampled tokens."""
     batch, told = verify_rehearsal(num_rows=3, num_tables=2, page_size=1, state_pages=2)
     assert (told.ends - told.starts).tolist() == [2, 2, 2]
     assert batch.query_starts.tolist() == [0, 2, 4, 6]

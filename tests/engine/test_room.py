@@ -1,4 +1,4 @@
-"""Who gets pages and slots when there are too few, in which order, and who is tried again."""
+"""Allocation of scarce pages and slots: the order of requests, and retries."""
 
 import time
 

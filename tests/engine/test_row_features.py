@@ -1,5 +1,5 @@
-"""What single rows ask of their logits: whichever rows stand beside them, with overlap and without,
-and wherever the request goes on."""
+"""Sampling features of single rows: the same with any neighbours, with and without overlap, and
+after a continuation elsewhere."""
 
 from types import SimpleNamespace
 
@@ -122,8 +122,11 @@ def test_what_is_forbidden_everywhere_still_gives_a_token(make_steps):
 
 
 def test_thought_is_ended_when_it_has_all_the_tokens_it_may_have(make_steps):
-    """Whether the prompt has begun it (5 ends it) or its first token does (7 begins it). Seen
-    failing with the rows that are forced in the places of others, and one token late."""
+    """Force the end of reasoning, begun by the prompt (5 ends it) or by the first token (7 begins
+    it).
+
+    Seen failing with the forced rows at the positions of others, and one token late.
+    """
     begun, begins = Thought(close=5), Thought(close=5, open=7)
     wanted = [
         params(thought=begun, thinking_budget=3),
@@ -151,7 +154,7 @@ def test_thought_that_has_ended_has_no_budget_any_more(make_steps):
 
 
 def test_a_request_that_goes_on_from_its_tokens_is_asked_the_same(make_steps):
-    """As a replay does, and a retracted request that is computed anew."""
+    """Apply the same features after a replay and after a retracted request is recomputed."""
     for wanted in (
         params(bad_word_ids=((7, 0), (0, 7, 1))),
         params(min_tokens=5),

@@ -96,7 +96,7 @@ class Traffic:
             self.rig.abort(self.live.pop(self.rng.randrange(len(self.live))))
 
     def _land(self) -> None:
-        """As a decode node grants pages."""
+        """Grant pages to hand-offs, as a decode node does."""
         scheduler = self.rig.scheduler
         while self.landing and self._may_land(self.landing[0]) and self.rig.land(self.landing[0]):
             self.landing.pop(0)

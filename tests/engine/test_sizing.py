@@ -1,4 +1,5 @@
-"""What an engine takes of a machine: by what is free, by what is asked for, by its container."""
+"""Memory that an engine takes of a machine: by the free memory, the configuration, its
+container."""
 
 import math
 

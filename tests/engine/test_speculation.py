@@ -224,7 +224,10 @@ def test_who_may_share_no_forward_has_no_drafts():
 
 
 def test_who_has_stopped_goes_on_with_all_that_was_accepted():
-    """As of a request that moves to another node: nothing is in flight, and it stands still."""
+    """Continue a stopped request with all accepted tokens.
+
+    A request that migrates to another node is in this state: it has no step in flight.
+    """
     rig = Rig(speculator=guesses("random"))
     request = rig.add([4] * 30, max_tokens=100)
     while len(rig.tokens[request.key]) < 100:

@@ -28,7 +28,8 @@ def _compiled(monkeypatch):
 
 
 def logits(model, stack):
-    """Of prompts in chunks, of a step with prompts and single tokens, and of single tokens."""
+    """Return logits of chunked prompts, of a step with prompts and single tokens, and of single
+    tokens."""
     seen = []
 
     class Watched:

@@ -134,7 +134,7 @@ class Books:
         self.taught: list[tuple[list[int], list[int]]] = []
 
     def teach(self, tokens: list[int], keep: int) -> None:
-        """As the results of a step do."""
+        """Insert pages and a state into the cache, as the results of a step do."""
         num_pages = len(tokens) // self.SIZE
         fresh = self.cache.allocate(num_pages + STATE, Holder.REQUEST)
         if fresh is None:

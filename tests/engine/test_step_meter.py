@@ -1,4 +1,5 @@
-"""What is counted of steps: each one, at once or not, is in its place."""
+"""Step metrics: each step is counted once, in the right bucket, whether reported at once or
+later."""
 
 import random
 

@@ -55,7 +55,7 @@ def test_all_work_on_the_same_memory_is_ordered(checkpoint: Path) -> None:
 def test_a_zero_fill_on_another_stream_is_found(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As it was once: what a runner keeps was zeroed on the stream of whoever made it."""
+    """Find a former bug: a runner's buffers were zeroed on the stream of their creator."""
     monkeypatch.setattr(runner_module, "made_on", lambda stream, make: make())
     with followed() as order:
         model = load(checkpoint, GPU, torch.bfloat16)
@@ -105,7 +105,7 @@ def test_a_forward_never_waits_nor_uploads_nor_pins(tmp_path: Path, architecture
 
 
 def launched(order: StreamOrder, model: Model, seed: int) -> list[Operation]:
-    """What steps of the same shapes enqueue, whatever is in them."""
+    """Return the operations that steps of the same shapes enqueue, independent of their values."""
     rng = random.Random(seed)
     steps = Steps(model, num_slots=NUM_SLOTS)
     kinds = (

@@ -41,7 +41,7 @@ def _guide(wanted: Mapping[str, Any]) -> Guide:
 
 
 def _follows(made: Compilers, guide: Guide, text: str) -> bool:
-    """Whether an answer can be that text."""
+    """Return whether that text is a complete response."""
     matcher = xgrammar.GrammarMatcher(made.compiled(prepared(guide)))
     return matcher.accept_string(text) and matcher.is_completed()
 

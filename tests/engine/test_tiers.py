@@ -272,7 +272,7 @@ def test_a_host_page_that_nobody_knows_of_is_found(holder, sentence):
 
 @dataclass
 class Told:
-    """What a watcher of the cache believes to be there."""
+    """The content of the cache according to a watcher."""
 
     rig: Rig
     journal: CacheJournal = field(default_factory=CacheJournal)

@@ -1,4 +1,4 @@
-"""What transformers generates greedily: the answer that every cluster must give."""
+"""Greedy generation by transformers, which every cluster must reproduce."""
 
 from collections.abc import Sequence
 from functools import cache

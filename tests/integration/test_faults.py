@@ -34,7 +34,8 @@ async def _queued(node: Node, queue: str) -> int:
 async def test_requests_of_a_killed_prefill_node_are_answered_as_if_nothing_had_been(
     make: Callable[..., Cluster], known: Oracle
 ):
-    """As many as its turns gave it are in flight there, and no other is."""
+    """Complete all requests. Exactly the requests that round-robin sent to the killed node are in
+    flight there."""
     how: dict[str, Any] = {"router_flags": TURNS}
     async with make(num_prefill=2, **how) as cluster:
         doomed, (decode,) = cluster.prefill[0], cluster.decode
@@ -158,7 +159,8 @@ async def test_requests_of_a_killed_decode_node_go_on_at_another_and_nobody_can_
 
 
 def _replay_told(told: ExplainResponse, doomed: Node, other: Node) -> bool:
-    """Whether it was replayed; if so, why and where is told, and by the node that has ended it."""
+    """Return whether it was replayed, and check the reported reason and nodes, and the final node's
+    events."""
     by_router = {e.event.what: e.event.detail for e in told.events if e.where == "router"}
     if "replayed" not in by_router:
         return False
@@ -277,7 +279,7 @@ async def test_a_client_that_goes_away_while_it_waits_for_pages_holds_up_nobody(
 async def test_a_signal_to_the_process_groups_ends_all_programs_with_0(
     make: Callable[..., Cluster], number: signal.Signals
 ):
-    """As a terminal's Ctrl-C does: to fronts and engines at once."""
+    """Send the signal as a terminal's Ctrl-C does: to frontends and engines at once."""
     before = left_behind()
     async with make() as cluster:
         answer = await cluster.generate([1, 2, 3], max_tokens=4, ignore_eos=True)

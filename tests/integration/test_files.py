@@ -1,5 +1,5 @@
-"""What a node keeps in files is there after its end, whatever that was; and nothing that a disk
-does, or that has been done to it, ends a node or changes an answer."""
+"""Files of a node survive any end of it. No failure or modification of a disk ends a node or
+changes a response."""
 
 import random
 import subprocess

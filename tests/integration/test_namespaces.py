@@ -42,8 +42,8 @@ async def asked(cluster: Cluster, prompt: list[int], salt: str | None) -> Answer
 
 
 async def sources(cluster: Cluster, prompt: list[int], salt: str | None) -> tuple[int, ...]:
-    """How many tokens of the prompt came from the decode node's cache, from the prefill node's
-    beyond that, and from a forward."""
+    """Return the numbers of prompt tokens from the decode node's cache, from the prefill node's
+    cache beyond that, and from a forward."""
     names = [f"handoff_tokens/{source}" for source in SOURCES]
     (node,) = cluster.decode
     before = (await node.describe()).counters

@@ -62,7 +62,7 @@ async def test_answers_are_those_of_the_weights_whatever_was_cached_or_under_way
             return await asyncio.to_thread(_baton, cluster, command, *arguments)
 
         async def ask(prompt: list[int], of: Oracle) -> int:
-            """How much of it was cached."""
+            """Send a prompt and return its number of cached tokens."""
             answer = await cluster.generate(
                 prompt, max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True
             )

@@ -41,7 +41,7 @@ class Axes:
 
     @property
     def guesses(self) -> bool:
-        """Whether decode nodes speculate."""
+        """Return whether decode nodes use speculative decoding."""
         return self.overlap and not self.small_pool
 
     def __str__(self) -> str:

@@ -47,7 +47,7 @@ async def _dead(nodes: list[Node], count: int, cluster: Cluster) -> None:
 async def test_poison_ends_two_engines_and_nobody_else(
     model: Path, tmp_path: Path, role: str, at: int
 ) -> None:
-    """Those beside it get the answers that they would have had."""
+    """Check that requests beside it get the same responses as without it."""
     async with Cluster(
         model,
         tmp_path,

@@ -56,7 +56,7 @@ async def _works(cluster: Cluster, node: Node) -> None:
 
 
 def _switch(cluster: Cluster, node: Node, role: str, secret: Path) -> tuple[int, str]:
-    """What `baton switch` says, and its exit code."""
+    """Run `baton switch` and return its exit code and output."""
     command = ["-m", "cli.switch", node.address, role]
     said = subprocess.run(
         [sys.executable, *command, f"--router={cluster.address}", f"--secret-file={secret}"],

@@ -29,7 +29,7 @@ SAMPLED = GenerateRequest(
 async def test_only_clients_of_a_killed_router_notice_and_another_has_their_answers(
     make: Callable[..., Cluster], known: Oracle
 ):
-    """Nobody names a seed: it is made of the key and of what is asked."""
+    """Send requests without a seed: it is derived from the idempotency key and the request."""
     prompts = [[1 + (number * 7 + place * place) % 240 for place in range(40)] for number in (0, 1)]
     async with make(environment=slowed(STEP_S)) as cluster:
         begun = asyncio.Semaphore(0)

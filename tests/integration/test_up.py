@@ -91,7 +91,7 @@ def _serving(up: Program) -> dict[str, int]:
 
 
 def _answered(curl: str) -> dict[str, Any]:
-    """What the server says to this command line of curl."""
+    """Return the server's response to this command line of curl."""
     match shlex.split(curl):
         case ["curl", url, "-H", header, "-d", body]:
             name, value = header.split(": ")
@@ -124,7 +124,7 @@ def test_it_serves_the_demo_model_answers_a_sample_and_ends_without_a_trace(run,
 # "Sockets" in docs/tls.md. Seen failing with "tcp" among the transports of agents: two more of
 # each engine, one of them on all interfaces.
 def _run(line: str) -> str:
-    """What a shell prints for it."""
+    """Return the output of a shell for this line."""
     return subprocess.run(
         ["/bin/sh", "-c", line], capture_output=True, text=True, timeout=START_S, check=True
     ).stdout
@@ -173,7 +173,7 @@ def test_what_others_can_send_to_is_what_the_docs_say_on_the_host_asked_for(run,
 
 
 def _flag(pid: int, name: str) -> str:
-    """What a program has been given."""
+    """Return the value of a flag on a process's command line."""
     (value,) = [
         argument.removeprefix(f"{name}=")
         for argument in Path(f"/proc/{pid}/cmdline").read_text().split("\0")
@@ -203,7 +203,7 @@ async def test_a_node_that_is_killed_under_load_is_back_and_used_and_nobody_can_
         stub = RouterStub(channel)
 
         async def decode_nodes() -> dict[int, ClusterNode]:
-            """Those that serve, by instance."""
+            """Return the ready and paired decode nodes, by instance."""
             cluster = await stub.GetCluster(GetClusterRequest(), timeout=60)
             nodes = [node for node in cluster.nodes if node.role == "decode" and node.links]
             return {node.instance_id: node for node in nodes if node.state == "ready"}

@@ -18,7 +18,7 @@ TEXTS = ["the owl", "a much longer text about the same owl " * 5, "x"]
 
 
 def ids(text: str) -> list[int]:
-    """Of the byte-level tokenizer that every tiny checkpoint has."""
+    """Return the token ids by the byte-level tokenizer of every tiny checkpoint."""
     return list(text.encode())
 
 

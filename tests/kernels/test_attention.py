@@ -39,7 +39,7 @@ def test_half_precision_and_any_strides(implementation, head_dim, enveloped):
 
 
 def test_queries_may_lie_head_after_head(implementation):
-    """As other libraries lay them: all tokens of a head together."""
+    """Accept queries in the layout of other libraries: all tokens of a head together."""
     case = Case([(17, 17), (1, 20), (1, 9)])
     case.q = case.q.transpose(0, 1).contiguous().transpose(0, 1)
     case.check()
@@ -125,7 +125,7 @@ def test_long_rows_are_taken_in_pieces(implementation):
 
 
 def test_a_query_that_is_not_finite_shows(implementation):
-    """Or a row whose forward has failed would get a token."""
+    """Return NaN for such a row. Otherwise a row whose forward failed would get a token."""
     case = Case([(1, 40), (1, 20)])
     case.q[0, 0, 3] = float("nan")
     head_dim = case.q.shape[2]

@@ -1,4 +1,4 @@
-"""How CPU serving shares gathers and masks among rows does not show in what it computes."""
+"""The sharing of gathers and masks among rows in CPU serving does not affect its results."""
 
 import pytest
 

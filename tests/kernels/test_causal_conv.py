@@ -19,7 +19,8 @@ def implementation(request, monkeypatch):
 
 
 def by_head():
-    """As Qwen3-Next's product gives them: q, k, v and something else of each head."""
+    """Return columns in the order of Qwen3-Next's product: q, k, v and other columns of each
+    head."""
     columns = torch.arange(KEY_HEADS)[:, None] * (CHANNELS + 5) + torch.arange(CHANNELS)
     return columns.int().to(DEVICE)
 

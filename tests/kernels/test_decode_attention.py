@@ -86,7 +86,10 @@ def test_a_window_drops_the_tiles_before_it():
 
 
 def test_the_host_never_reads_what_the_device_holds(monkeypatch):
-    """Or it would wait for the device, and a captured graph would be wrong for other lengths."""
+    """Plan without device reads.
+
+    A read would wait for the device, and a captured graph would be wrong for other lengths.
+    """
     launches = []
 
     def launch(kernel, grid):

@@ -126,7 +126,7 @@ def test_a_prompt_cut_at_a_whole_chunk_leaves_the_same_bits(implementation):
 
 
 def test_a_state_gives_way_to_the_one_behind_some_of_its_rows_tokens(implementation):
-    """As of one token after the other; this is done when it is known which drafts stand."""
+    """Match the state after one token at a time. This runs once the accepted drafts are known."""
     x, gates = inputs(9)
     state = torch.randn(HEADS, K, V, device=DEVICE)
     cells, _ = cells_of(HEADS, (K, V))

@@ -83,7 +83,7 @@ def test_half_precision_is_near_the_exact_sum(implementation, dtype, tolerance):
 
 @pytest.mark.parametrize("expert", [0, 2, 3])
 def test_all_tokens_may_want_the_same_expert(implementation, expert):
-    """And nobody the first or the last."""
+    """Compute correctly if the first or the last expert gets no token."""
     x, gate_up, down, weights, ids = drawn(70, 32, 16, 4, 1)
     ids.fill_(expert)
     expected = exact(x, gate_up, down, weights, ids, "silu")

@@ -43,8 +43,8 @@ def test_pages_of_any_size_in_bfloat16(implementation, enveloped):
 
 
 def test_heads_are_divided_among_programs(monkeypatch, by_kernels):
-    """Of chunks and of decode rows, which many programs share whose results are combined by parts
-    of their heads."""
+    """Divide chunks and decode rows among many programs, whose results are combined by parts of
+    their heads."""
     monkeypatch.setattr(latent_heads, "HEADS", 4)
     monkeypatch.setattr(extend_attention, "_tile", lambda *size, **kinds: Tile(16, 16, 4, 2, 0))
     monkeypatch.setattr(decode_plan, "_tile", lambda *size: decode_plan.DecodeTile(16))

@@ -1,4 +1,4 @@
-"""What adapters add, against each token's own product in float64."""
+"""Output of adapters, compared with each token's own product in float64."""
 
 from dataclasses import replace
 

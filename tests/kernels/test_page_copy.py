@@ -30,7 +30,7 @@ def test_exactly_the_named_pages_are_copied(sources, targets):
 
 
 def test_a_long_run_is_copied_in_pieces(monkeypatch):
-    """Of ten numbers, which are pages of six and parts of pages."""
+    """Copy pieces of ten numbers, which are pages of six and parts of pages."""
     monkeypatch.setattr(page_copy, "MAX_COPY_BYTES", 40)
     source, target, sizes = torch.randn(9, 2, 3), torch.zeros(9, 2, 3), []
     copy = torch.Tensor.copy_

@@ -1,7 +1,10 @@
-"""What kernels need of a GPU, compiled ahead of time. In processes of their own: this one's kernels
-are made for the interpreter. Of one model on one architecture with one size of pages, and a layer
-whose kernels start early on all, then all that serving launches: it takes minutes, and is part of
-`make test-long`."""
+"""GPU resources of kernels, compiled ahead of time.
+
+The compilation runs in processes of its own, because this process's kernels are made for the
+interpreter. First it covers one model on one architecture with one page size, and a layer whose
+kernels start early on all. Then it covers all kernels that serving launches, which takes minutes
+and is part of `make test-long`.
+"""
 
 import json
 import os
@@ -197,7 +200,8 @@ def test_latents_have_as_many_stages_as_shared_memory_has_room_for(
 def test_attention_has_as_few_instructions_as_it_was_built_for(
     served: subprocess.CompletedProcess[str],
 ) -> None:
-    """Of a tile of 128 queries and 128 keys, where no largest score rises much."""
+    """Bound the instructions of a tile of 128 queries and 128 keys, where no row maximum rises
+    much."""
     (row,) = (
         row
         for row in _rows(served, 90, "_extend_kernel")

@@ -100,7 +100,7 @@ def test_deepseek_v2s_router_chooses_the_same_experts(implementation):
 
 
 def _same(weights, ids, expected, expected_ids):
-    """Whatever the order of a token's experts."""
+    """Compare weights and experts, regardless of the order of a token's experts."""
     order, expected_order = ids.argsort(-1), expected_ids.argsort(-1)
     assert torch.equal(ids.long().gather(1, order), expected_ids.gather(1, expected_order))
     torch.testing.assert_close(weights.gather(1, order), expected.gather(1, expected_order))

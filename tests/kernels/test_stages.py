@@ -1,4 +1,4 @@
-"""How deep attention reads ahead: as deep as it is worth, and as shared memory has room for."""
+"""Pipeline depth of attention: as deep as it pays, and as shared memory allows."""
 
 import pytest
 

@@ -66,7 +66,7 @@ FOR_EVER = 1e9
 
 
 class LivePlan(NamedTuple):
-    """What is searched.
+    """The parameters of a search.
 
     known: tokens that the router has when it submits the mover.
     most: tokens at which the request ends.
@@ -101,7 +101,7 @@ class LivePlan(NamedTuple):
 
 
 class Kv(Enum):
-    """Where that of a submission is.
+    """The location of a submission's KV.
 
     HERE --retract--> AWAY --return--> RETURNING --a launched step--> FILLING --finished--> HERE
                         `--------------computed anew---------------------^
@@ -148,7 +148,7 @@ class Running:
 
     @property
     def holding(self) -> Holding:
-        """What it has on the device."""
+        """Return the pages that it holds on the device."""
         tables = self.tables
         return Holding.none(tables.num_tables) if self.kv is Kv.AWAY else self.holding_in(self.bank)
 
@@ -175,14 +175,14 @@ class Running:
 
     @property
     def written(self) -> list[tuple[int, int, int]]:
-        """Of these, what its next step writes."""
+        """Return those of its places that its next step writes."""
         tail, state = (self.num_tokens - 1) // PAGE_SIZE, self.tables.num_tables
         return [each for each in self.places if each[1] == state or each[2] == tail]
 
 
 @dataclass(eq=False)
 class Beneath:
-    """What Departures and Loans ask and tell: scheduler, page books, tree, live requests, port."""
+    """Fakes below Departures and Loans: scheduler, page books, tree, live requests, port."""
 
     requests: dict[int, Running] = field(default_factory=dict)  # by ticket
     lent: list[int] = field(default_factory=list)
@@ -322,7 +322,7 @@ class SourceSide(OwnerSide):
         return moves
 
     def _steps(self, request: Running) -> Iterator[str]:
-        """What the scheduler may do next with it."""
+        """Yield the next scheduler operations that are possible for the request."""
         if request.launched:
             yield "finish"
         elif request.kv is Kv.AWAY:
@@ -416,7 +416,7 @@ class SourceSide(OwnerSide):
         return self._turn()
 
     def _turn(self) -> list[Output]:
-        """What comes of it in the same turn of the engine."""
+        """Return the outputs that follow in the same turn of the engine."""
         self.departures.poll(0.0)
         held = {page for r in self.beneath.requests.values() for page in r.pages}
         for page in range(len(self.cells)):
@@ -480,7 +480,7 @@ def in_page(place: int, num_kv: int) -> int:
 
 
 class TargetSide(ReaderSide):
-    """Where it copies before, a mover's first attempt is that.
+    """The migration target. If it copies first, the first attempt of a migration is the copy.
 
     joined: tickets of submissions that run here, by mover.
     copied: pages that the tree has.
@@ -541,7 +541,8 @@ class TargetSide(ReaderSide):
         return self.live.copies and self.jobs[r].attempt == 1
 
     def _restart(self, instance: int) -> None:
-        """Nobody moves a request whose target is gone; its router replays it elsewhere."""
+        """Restart without migrations. A request whose target is gone is not moved; its router
+        replays it elsewhere."""
         fresh = type(self)(self.live, self.config, instance, asks=self.asks)
         fresh.jobs = [ENDED] * len(self.jobs)
         self.__dict__.update(fresh.__dict__)

@@ -86,11 +86,11 @@ class Node:
         return self.reader.live_streams() if self.reader is not None else set()
 
     def streams(self) -> set[int]:
-        """Those that its ends remember."""
+        """Return the streams that its ends remember."""
         return set[int]().union(*(end.streams() for end in self._all()))
 
     def ids(self) -> set[HandoffId]:
-        """Those that anything here remembers."""
+        """Return the hand-off ids that any part of this node remembers."""
         return set[HandoffId]().union(*(end.ids() for end in self._all()))
 
     def peers(self) -> set[int]:

@@ -51,7 +51,7 @@ OTHERS = "others"  # what whoever takes a page writes into it
 
 
 class PrefixPlan(NamedTuple):
-    """What is searched.
+    """The parameters of a search.
 
     namespaces: of the prompts that want a prefix; all have the same tokens.
     told: pages that the reader is told of, at one owner for each prompt in turn.
@@ -80,7 +80,7 @@ class PrefixPlan(NamedTuple):
         return PageTables(PAGE_SIZE, self.windows, self.state_pages)
 
     def hint(self, r: int) -> PrefixAt:
-        """What a prompt is told of."""
+        """Return the prefix hint of a prompt."""
         num_pages = self.told + self.further * r
         return PrefixAt(self.owners[r % len(self.owners)], num_pages * PAGE_SIZE)
 
@@ -137,7 +137,7 @@ class Memory:
         self.pages.drop(taken, Holder.REQUEST)
 
     def vandalise(self) -> None:
-        """Somebody takes all that can be had, writes there, and goes."""
+        """Allocate all available pages, overwrite them, and free them."""
         taken = self.cache.allocate(self.cache.num_available, Holder.REQUEST)
         assert taken is not None
         for page in taken.tolist():
@@ -145,7 +145,7 @@ class Memory:
         self.pages.drop(taken, Holder.REQUEST)
 
     def check(self, namespaces: tuple[Namespace, ...]) -> None:
-        """What the tree has is right; what nobody holds is no matter any more."""
+        """Check the content of the tree. The content of free pages is irrelevant."""
         self.pages.check()
         self.cache.check()
         for page in self.pages._free.all().tolist():
@@ -207,8 +207,10 @@ NO_TIERS = no_tiers(
 
 
 def lender_memory(plan: PrefixPlan, free: int | None = None) -> Memory:
-    """Of a node that may lend what it has; if so, of a pool with so many pages that are not taken
-    for good."""
+    """Return the memory of a node that may lend what it has.
+
+    With `free`, its pool has only that many pages that are not permanently taken.
+    """
     lent = num_pages_of(plan.tables.handed_over(plan.has * PAGE_SIZE, 0))
     num_pages = SHARE * lent * plan.loans
     return Memory(num_pages, plan.tables, 0 if free is None else num_pages - free)

@@ -79,7 +79,7 @@ class Pump:
         self._call(lambda: self._close(stream, "cut"))
 
     def say(self, stream: int, message: AnyMessage, *, to_reader: bool) -> None:
-        """What the other end would not say of its own accord."""
+        """Send a message that the other end would not send by itself."""
         self._call(lambda: self._sockets[to_reader].send(PairMessage(stream, message)))
 
     def wait(self, condition: Callable[[], bool]) -> None:

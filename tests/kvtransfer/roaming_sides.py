@@ -27,7 +27,7 @@ class Stop(NamedTuple):
     asks: tuple[int, int] | None = None
 
     def tickets(self) -> Iterator[int]:
-        """Of all that may run here."""
+        """Yield the tickets of all requests that may run here."""
         if self.runs is not None:
             yield self.runs
         if self.asks is not None:
@@ -72,7 +72,7 @@ class Roamer(Node):
         self._rooms = rooms
 
     def fork(self, *names: str) -> None:
-        """What joins at one end begins at the other."""
+        """Fork both ends: a request that joins at one end begins at the other."""
         super().fork(*self._ends)
 
     def react(self, name: str, given: Input) -> list[Output]:
@@ -83,7 +83,8 @@ class Roamer(Node):
         return outputs
 
     def moves(self) -> list[Input]:
-        """Whoever needs a room waits for it, and holds nothing meanwhile."""
+        """Return the possible moves. A request that needs a slot waits for it and holds nothing
+        meanwhile."""
         full = self._taken() >= self._rooms
         waiting = ("grant", "return", "compute anew") if full else ()
         return [move for move in super().moves() if move[1] not in waiting]

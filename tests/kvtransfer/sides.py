@@ -74,7 +74,7 @@ def require(holds: bool, invariant: str) -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is searched."""
+    """The parameters of a search."""
 
     prompts: tuple[int, ...]  # tokens of each request
     prefixes: tuple[int, ...]  # of those, what the reader has already
@@ -96,8 +96,11 @@ class Plan:
         return PageTables(PAGE_SIZE, self.windows, self.state_pages)
 
     def places(self, num_tokens: int, prefix: int) -> list[tuple[int, int]]:
-        """What is handed over: of each table the pages behind the prefix, or those that the next
-        token, or the last page's first one, sees through its window; then the state."""
+        """Return the (table, page) places that are handed over.
+
+        Each table contributes the pages behind the prefix. A table with a window contributes those
+        that the next token, or the last page's first token, sees through it. The state follows.
+        """
         past, edge = -(-num_tokens // PAGE_SIZE), num_tokens // PAGE_SIZE * PAGE_SIZE
         return [
             (table, page)
@@ -232,11 +235,11 @@ class ReaderSide(Side[ReaderEnd]):
         return set(self._end._streams)
 
     def streams(self) -> set[int]:
-        """Those that the end remembers."""
+        """Return the streams that the end remembers."""
         return self.live_streams() | self._end._links._links.keys()
 
     def ids(self) -> set[HandoffId]:
-        """Those that anything here remembers."""
+        """Return the hand-off ids that any part of this side remembers."""
         under_way = [*self.posts, *self.inbox]
         ids = {self._id(job) for job in self.jobs} | self.reads.keys()
         ids |= {item.id for item in under_way if hasattr(item, "id")}
@@ -366,7 +369,7 @@ class ReaderSide(Side[ReaderEnd]):
         raise AssertionError(what)
 
     def _owner(self, r: int) -> int:
-        """Where its next attempt goes: each to another owner, if there is one."""
+        """Return the owner of its next attempt: a different one each time, if possible."""
         addresses = sorted(set(self.owners.values()))
         address = addresses[(self.jobs[r].attempt - 1) % len(addresses)]
         return max(instance for instance, at in self.owners.items() if at == address)
@@ -424,7 +427,7 @@ class ReaderSide(Side[ReaderEnd]):
         self._leave(r, ENDED)
 
     def _retry(self, r: int, lost: Lost) -> None:
-        """Where no owner is left it waits, if its own may come back."""
+        """Retry, or end the job. Without an owner it waits, if its own may come back."""
         job = self.jobs[r]
         somewhere = bool(self.owners) or lost.may_return
         if lost.retryable and job.attempt < self.plan.attempts and somewhere:
@@ -539,7 +542,7 @@ class OwnerSide(Side[OwnerEnd]):
         return faults
 
     def streams(self) -> set[int]:
-        """Those that the end remembers."""
+        """Return the streams that the end remembers."""
         return set(self._end._streams)
 
     def peers(self) -> set[int]:
@@ -547,7 +550,7 @@ class OwnerSide(Side[OwnerEnd]):
         return {stream.reader for stream in self._end._streams.values()}
 
     def ids(self) -> set[HandoffId]:
-        """Those that anything here remembers."""
+        """Return the hand-off ids that any part of this side remembers."""
         waiting = {event.id for event in self.inbox if isinstance(event, Opened | HandoffDropped)}
         return {p.id for p in self.prompts.values()} | self._end._handoffs.keys() | waiting
 

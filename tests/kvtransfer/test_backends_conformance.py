@@ -1,4 +1,4 @@
-"""What every data path must do. Owners of nixl and tcp are processes of their own."""
+"""Requirements of every data path. Owners of nixl and tcp are processes of their own."""
 
 import threading
 import time

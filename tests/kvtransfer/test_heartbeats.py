@@ -1,4 +1,4 @@
-"""When an end beats, and which of its streams are silent."""
+"""Times at which an end sends heartbeats, and detection of its silent streams."""
 
 from common.config import TransferConfig
 from kvtransfer.protocol.heartbeats import Beats

@@ -1,4 +1,4 @@
-"""Whom a node pairs with because somebody has named them."""
+"""Pairing of a node with owners that a message has named."""
 
 from kvtransfer.pairs.named_owners import MAX_OWNERS, REMEMBERED_S, NamedOwners
 

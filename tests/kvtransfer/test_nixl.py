@@ -1,4 +1,5 @@
-"""What nixl adds to the contract: the proof of its path, and an agent that is surely gone."""
+"""Properties of nixl beyond the contract: the proof of its path, and the certain end of an
+agent."""
 
 import contextlib
 import sys
@@ -45,7 +46,7 @@ def test_no_byte_lands_after_close_at_any_moment(ends: Ends) -> None:
 
 
 def _copy_small_parts(connection: Connection) -> None:
-    """What a link's thread does: copies until stopped, then closes."""
+    """Copy until stopped, then close, as a link's thread does."""
     source, destination = scattered(0, NUM_PAGES, NUM_PAGES)
     with contextlib.suppress(TransferError):
         while True:

@@ -221,7 +221,7 @@ def test_what_a_path_holds_is_let_go_with_its_connection_and_without_one(
 
     class Held(SameHost):
         def __init__(self, told: bytes, metadata: bytes, pool: PagePool) -> None:
-            """Whatever is told is believed."""
+            """Accept any description."""
 
         def close(self) -> None:
             let_go.append(self.path)

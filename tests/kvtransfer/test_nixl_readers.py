@@ -109,7 +109,7 @@ def test_readers_that_have_come_and_gone_leave_nothing_behind() -> None:
     with serving(KEYED_CMA) as owner:
 
         def come_and_go(readers: range) -> tuple[int, int, int]:
-            """What is held while the last one is there."""
+            """Return the resources held while the last reader is there."""
             for reader in readers:
                 owner.prepare(reader).result(WAIT_S)
                 assert owner.admit(reader)

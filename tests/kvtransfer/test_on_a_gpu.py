@@ -1,4 +1,5 @@
-"""What only a GPU shows of pages in its memory. The suites of all backends run there as well."""
+"""Properties of pages in GPU memory that only a GPU shows. The suites of all backends run there as
+well."""
 
 import contextlib
 import threading
@@ -41,7 +42,7 @@ def test_a_pool_is_seen_where_it_is() -> None:
 
 
 def test_pages_are_compared_while_a_forward_runs() -> None:
-    """Whatever the default stream does: a sum waits for no forward."""
+    """Compute page sums without waiting for a forward or for any work on the default stream."""
     memory = CudaMemory(NUM_PAGES, PAGE_BYTES)
     content = np.random.default_rng(0).integers(0, 256, (NUM_PAGES, PAGE_BYTES), np.uint8)
     memory.pages[:] = torch.from_numpy(content)

@@ -26,7 +26,8 @@ def test_every_page_or_none(memory: Memory) -> None:
 
 
 def test_of_many_pages_the_share_that_was_asked_for_is_taken(memory: Memory) -> None:
-    """Whatever ranges they are published in; every page is taken at some time."""
+    """Take the requested share, in whatever ranges pages are published. Every page is taken at some
+    time."""
     sums, num_taken, seen = PageSums(page_bytes_of(memory.pool), 8), 0, set()
     for start in range(0, 32_000, 5):
         pages = [(start + i) % NUM_PAGES for i in range(5)]
@@ -60,7 +61,7 @@ def test_pages_of_a_device_are_compared_as_well(memory: Memory) -> None:
 def test_the_pages_of_a_device_are_enqueued_together_and_waited_for_once(
     memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As long as a bounded buffer holds them: here five of them."""
+    """Enqueue together as many pages as a bounded buffer holds: here five."""
     monkeypatch.setattr(page_bytes, "_MOST_PAGES", 5)
     device = DeviceTwin()
     queue, added = device.queue("to host"), []

@@ -66,7 +66,7 @@ class IgnoresUnknownGrant(LetsGoSilently):
 
 
 def _answers(given: Input, kind: type, output: Output) -> bool:
-    """Whether this output answers a message of that kind about an unknown hand-off."""
+    """Return whether this output responds to a message of that kind about an unknown hand-off."""
     if given[0] != "message" or not isinstance(given[2], kind) or output[0] != "send":
         return False
     match output[2]:

@@ -1,4 +1,4 @@
-"""What may be granted and published of a hand-off of each kind."""
+"""Ranges that may be granted and published, for each kind of hand-off."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What tcp adds to the contract: who may read what, hostile peers, and the fence."""
+"""Properties of tcp beyond the contract: read permissions, hostile peers, and the fence."""
 
 import contextlib
 import queue
@@ -34,7 +34,7 @@ ALL = np.arange(NUM_PAGES, dtype=np.int32)
 
 @pytest.fixture(params=["tcp", "tcp-tls", "tcp-staged", "loopback"])
 def backend(request: pytest.FixtureRequest) -> Backend:
-    """Those whose owner knows what it has published."""
+    """Return a backend whose owner knows what it has published."""
     return LoopbackBackend() if request.param == "loopback" else make_backend(request.param)
 
 

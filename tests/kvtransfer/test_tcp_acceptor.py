@@ -1,4 +1,4 @@
-"""Who has not said yet who he is costs an owner of tcp next to nothing, and keeps nobody out."""
+"""Unauthenticated connections cost an owner of tcp next to nothing, and block no other reader."""
 
 import itertools
 import queue

@@ -255,7 +255,7 @@ def _start(channel: Channel, seal: bytes) -> None:
 
 
 def _asked(channel: Channel, request: bytes) -> bytes:
-    """What comes for a request; empty where the connection ends instead."""
+    """Return the response to a request, or nothing if the connection ends instead."""
     with suppress(OSError, TransferError):
         channel.send(request)
         return channel.receive(1)

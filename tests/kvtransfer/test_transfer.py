@@ -162,7 +162,7 @@ class Rig:
         self.owner.post(Publish(self.serials[id], 4, 7, np.array([5], np.int32), True, 42))
 
     def landed(self, *pages: int) -> bool:
-        """Whether the landing pages 1, 2, ... hold these pages of the source."""
+        """Return whether the landing pages 1, 2, ... hold these pages of the source."""
         return all(
             (self.landing.pages[place] == self.source.pages[page]).all()
             for place, page in enumerate(pages, start=1)

@@ -47,7 +47,7 @@ class Owner:
             self.publisher.received(stream, Cancel(id, "changed its mind"), 0.0)
 
     def refused(self) -> list[Failed]:
-        """What it has answered since the last look."""
+        """Return the failures that it has sent since the last call."""
         said = [each.message for each in self.front.receive() if isinstance(each, PairSend)]
         return [message for message in said if isinstance(message, Failed)]
 

@@ -40,7 +40,7 @@ Window = tuple[int, int]  # pieces [first, past)
 
 
 class WeightPlan(NamedTuple):
-    """What is searched.
+    """The parameters of a search.
 
     wanted: the windows that the reader asks for, all at once.
     whole: pieces that there are.
@@ -104,7 +104,7 @@ class LenderSide(OwnerSide):
         return super()._take(event)
 
     def _lend(self, serial: int) -> list[Output]:
-        """As many as there are pages for."""
+        """Lend as many pieces as there are pages for."""
         loan = self.prompts[serial]
         free = [page for page in range(self.weights.lends) if self.cells[page] == FREE]
         pages = tuple(free[: loan.num_pieces])

@@ -171,7 +171,7 @@ class Draft:
         self.of_reader(stream, "write", read.id, read.destination, (TORN,) * len(contents))
 
     def read_landed(self, stream: int) -> None:
-        """What changed while it was read has landed in part."""
+        """Land a read. Data that changed during the read has landed in part."""
         link = self._links[stream]
         read = link.reads[0]
         then = link.begun or ()

@@ -102,7 +102,7 @@ class Transfer:
         self._connection.send(message)
 
     def read(self, on: bool) -> None:
-        """Whether it takes what comes; as it does at first."""
+        """Set whether it reads from the connection. It reads at first."""
         transport = self._connection._transport
         transport.resume_reading() if on else transport.pause_reading()
 

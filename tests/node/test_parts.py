@@ -130,7 +130,7 @@ async def test_why_a_stream_is_ended_is_the_last_message_on_it(how: str):
 
 
 async def test_a_conversation_that_is_cancelled_twice_leaves_nothing_behind():
-    """As gRPC does with one whose peer goes while it ends."""
+    """Cancel it twice, as gRPC does if the peer disconnects while the conversation ends."""
     wire, outgoing = Wire(), Outgoing()
     complaints: list[dict[str, object]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, told: complaints.append(told))

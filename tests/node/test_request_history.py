@@ -1,4 +1,4 @@
-"""What a node remembers of requests that have ended, and of how many."""
+"""The history of ended requests that a node keeps, and its size."""
 
 from node.request_history import FlightRecorder
 from node.timings import HandoffStamps

@@ -197,7 +197,7 @@ def test_the_same_object_is_given_until_the_files_change(authority, tmp_path):
 
 
 def test_files_behind_a_link_that_turns_are_new_ones(authority, tmp_path):
-    """As Kubernetes changes the files of a mounted Secret."""
+    """Load new files when the link changes, as Kubernetes updates a mounted Secret."""
     for version in ("1", "2"):
         authority.write(tmp_path / version)
     link = tmp_path / "now"

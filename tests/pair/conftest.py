@@ -52,5 +52,5 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Known]:
 
 @pytest.fixture(scope="session")
 def known(model: Callable[[str], Known]) -> Known:
-    """Where the architecture does not matter."""
+    """Return a model for tests that are independent of the architecture."""
     return model("qwen3")

@@ -60,7 +60,7 @@ def shelf(known, tmp_path_factory):
 
 
 def ids(rig):
-    """Of adapters, by name; every node says the same."""
+    """Return the adapter ids by name. Every node must report the same."""
     told = [dict(node.engine.loader.names()) for node in rig.nodes]
     assert all(one == told[0] for one in told)
     return told[0] | {None: b""}
@@ -117,7 +117,7 @@ def test_an_open_names_the_adapter_and_the_part_of_the_namespace_that_is_its_own
 
 
 def test_more_adapters_than_slots_take_turns(known, shelf):
-    """And nobody is overtaken for ever: all come to their end."""
+    """Complete all requests: none is overtaken without limit."""
     wanted = [(name, prompt) for name in (*NAMES, None) for prompt in PROMPTS]
     size = shelf.size(*NAMES, slots=1, num_slots=16, num_pages=256)
     with PairRig(known.loaded, prefill=[size], decode=[size]) as rig:
@@ -147,7 +147,8 @@ def test_who_waits_for_a_slot_is_out_of_time_when_it_is(known, shelf):
 
 @pytest.fixture
 def occupied(shelf):
-    """How somebody takes a node's only slot, with adapter a, until the end of the test."""
+    """Return a function that takes a node's only slot, with adapter a, until the end of the
+    test."""
     with contextlib.ExitStack() as exits:
 
         def occupy(rig):

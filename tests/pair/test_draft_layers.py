@@ -50,7 +50,7 @@ def _size(max_drafts: int = 3, **fields: Any) -> Size:
 
 
 def _prompts(vocabulary_size: int) -> list[list[int]]:
-    """Of lengths around a page's edge."""
+    """Return prompts with lengths around a page's edge."""
     source = random.Random(5)
     return [[source.randrange(vocabulary_size) for _ in range(n)] for n in (1, 15, 16, 33)]
 

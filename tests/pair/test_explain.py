@@ -1,4 +1,4 @@
-"""What both nodes say of a request when they are asked what happened to it."""
+"""Explanations of a request by both nodes."""
 
 from common.requests.request_trace import Flight
 from kvtransfer.messages import Grant

@@ -1,5 +1,5 @@
-"""Whatever befalls a hand-off, the client gets the tokens of an undisturbed run, and no byte lands
-in a page that somebody else has."""
+"""Faults in hand-offs: the client gets the tokens of an undisturbed run, and no byte is written
+into a page of another owner."""
 
 import time
 from functools import partial
@@ -120,7 +120,8 @@ def _seen(rig: PairRig, kind: type) -> bool:
 
 
 def test_the_pages_of_a_lost_attempt_are_not_those_of_the_next(known):
-    """As above, where the request that takes its own old pages is the same one.
+    """Keep the pages apart as above, where the request that takes its own old pages is the same
+    one.
 
     Seen failing in the same way."""
     with PairRig(known.loaded, chunk_tokens=WHOLE) as rig:

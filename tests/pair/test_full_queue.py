@@ -1,4 +1,4 @@
-"""Who is refused where too many wait already, and who never is."""
+"""Refusals at a full queue, and the requests that are never refused."""
 
 from tests.support.pair_node import Size
 from tests.support.pair_rig import PairRig

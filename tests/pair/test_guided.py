@@ -78,7 +78,10 @@ def _holds(guide, text):
 
 
 def _asked(rig, tokenizer):
-    """Of every form, greedy and drawn. Noise would rather write spaces than JSON."""
+    """Start a greedy and a sampled request of every form.
+
+    A bias forbids spaces, which random weights prefer to JSON.
+    """
     spaces = sorted(tokenizer.token_to_id(name) for name in "ĠĊĉč")
     fields = {"logit_bias": tuple((token, -100.0) for token in spaces)}
     return [
@@ -122,7 +125,8 @@ def test_every_finished_answer_has_its_form(noise, pool, overlap):
 
 
 def test_an_answer_that_goes_on_elsewhere_keeps_its_form(noise):
-    """As the router replays it: seen failing where the matcher begins anew."""
+    """Continue the response as the router replays it. Seen failing where the matcher starts
+    again."""
     loaded, _ = noise
     with PairRig(loaded) as rig:
         for guide in (PERSON, ANSWER):
@@ -392,8 +396,11 @@ def test_an_answer_over_the_budget_of_its_grammar_ends_and_no_other(noise, monke
 
 @pytest.mark.parametrize("fields", [{"ignore_eos": True}, {"ignore_eos": False, "min_tokens": 50}])
 def test_an_answer_ends_where_its_grammar_ends(noise, fields):
-    """Whatever is said about its end. Seen failing with free text behind the first answer, and
-    with tokens that the grammar forbids behind the second."""
+    """End the response with its grammar, whatever the fields say about its end.
+
+    Seen failing with free text behind the first response, and with tokens that the grammar forbids
+    behind the second.
+    """
     loaded, tokenizer = noise
     with PairRig(loaded) as rig:
         one = rig.ask(PROMPTS[1], 60, guide=Guide("ebnf", 'root ::= "zebra"'), **fields)

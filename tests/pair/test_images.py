@@ -271,7 +271,8 @@ def test_embeddings_are_kept_up_to_so_many_bytes():
 
 @pytest.fixture(scope="module")
 def shelf(tmp_path_factory):
-    """Of two models of one configuration that see otherwise, too."""
+    """Return a directory of two models with one configuration that also encode images
+    differently."""
     root = tmp_path_factory.mktemp("shelf")
     for seed, name in enumerate(("old", "new")):
         make_vision_checkpoint(root / name, seed=seed)

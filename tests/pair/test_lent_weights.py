@@ -50,7 +50,7 @@ class Pair:
         return sum(isinstance(each.source, Weights) for each in opened)
 
     def until_halfway(self):
-        """What they are has come in part, and no more of it will before `let_go` of Done."""
+        """Run until some pieces have arrived. No more arrive before `let_go` of Done."""
         self.rig.wires.hold_back(Done)
         self.rig.until(lambda: self.num_opened, "some are asked for")
         self.rig.settle()

@@ -38,7 +38,7 @@ def _move(rig: PairRig, asked: Asked, source: int = 0) -> Asked:
 
 
 def _joined(asked: Asked, successor: Asked, num_known: int) -> list[int]:
-    """What a client gets: what the successor repeats of the first one's tokens is the same."""
+    """Return the client's tokens. The successor must repeat the same tokens as its predecessor."""
     repeated = asked.tokens[num_known:]
     assert successor.tokens[: len(repeated)] == repeated
     return asked.tokens[:num_known] + successor.tokens
@@ -290,7 +290,7 @@ def _copied(rig: PairRig) -> list[int]:
 def test_it_stands_still_for_what_has_come_since_only(
     model: Callable[[str], Known], architecture: str
 ) -> None:
-    """Of what it has generated too: the tree of its node learns of that when it is asked for."""
+    """Include the generated tokens in the copy: the node's tree learns them on request."""
     known = model(architecture)
     with PairRig(known.loaded, decode=TWO, shares=SharingConfig()) as rig:
         asked = _begin(rig, 30, 200)

@@ -19,7 +19,7 @@ NARROW = Size(num_pages=256, kept_in="fp8_e4m3")
 
 @pytest.fixture(scope="module", params=["qwen3", "gemma2", "qwen3_next", "deepseek_v3"])
 def known(request, model) -> Known:
-    """Of full attention, with windows, with states, with latents."""
+    """Return models with full attention, with windows, with states, with latents."""
     return model(request.param)
 
 
@@ -31,7 +31,7 @@ PROMPTS = [prompt(length, length) for length in (1, 16, 17, LONG)]
 
 
 def answers(loaded: Loaded, prefill: list[Size], decode: Size) -> list[list[int]]:
-    """And once more, from what is cached."""
+    """Return the responses of two rounds, the second one from the cache."""
     chunks = {"chunk_tokens": 32}
     with PairRig(loaded, prefill=prefill, decode=[decode], scheduler=chunks) as rig:
         asked = []

@@ -13,7 +13,7 @@ SMALL_NODE = [Size(num_pages=8, prefix_cache=False)]
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch):
-    """Who has waited at all is not overtaken."""
+    """Set the time after which a waiting request is no longer overtaken to 0."""
     monkeypatch.setattr(arrivals, "SKIP_AHEAD_S", 0.0)
 
 

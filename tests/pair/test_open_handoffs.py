@@ -1,4 +1,4 @@
-"""What either node has open, as its watchdog tells it: every hand-off, whatever queue it is in."""
+"""Open hand-offs of either node in its watchdog report: every hand-off, in any queue."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What cannot be begun in time is refused or dropped before any work, and nothing else is."""
+"""Only requests that cannot be started in time are refused or dropped, and before any work."""
 
 import time
 

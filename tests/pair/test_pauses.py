@@ -37,7 +37,7 @@ def resumed(rig: PairRig, *nodes: Node) -> None:
 
 
 def computes_nothing(rig: PairRig) -> bool:
-    """Whether no node launches anything in some turns."""
+    """Return whether no node launches a step during some turns."""
     before = [node.count("steps") for node in rig.nodes]
     for _ in range(20):
         rig.turn()

@@ -16,8 +16,8 @@ FIRST = 1  # the key of the first request of a decode node
 
 
 def _lose_engine(rig: PairRig, owner: int) -> None:
-    """As the fronts tell it of one that has the first prompt under way, and not all of it
-    computed."""
+    """Crash the engine of an owner, as its frontends report it, while it has computed part of the
+    first prompt."""
     told = _num_ready(rig)
 
     def the_reader_knows() -> bool:
@@ -29,7 +29,8 @@ def _lose_engine(rig: PairRig, owner: int) -> None:
 
 
 def _num_ready(rig: PairRig) -> int:
-    """Of the first request: what is told of another one says nothing of it."""
+    """Count the Ready messages of the first request. Those of other requests are irrelevant to
+    it."""
     return sum(isinstance(each, Ready) and each.id.request == FIRST for each in rig.wires.seen)
 
 

@@ -1,5 +1,7 @@
-"""What rows ask of their logits, across a hand-off: the first token is the prefill node's, the
-others the decode node's, and nobody can tell."""
+"""Sampling features across a hand-off.
+
+The prefill node samples the first token and the decode node the others, with no visible difference.
+"""
 
 import random
 

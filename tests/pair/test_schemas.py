@@ -41,7 +41,7 @@ def noise(tmp_path_factory: pytest.TempPathFactory) -> tuple[Loaded, Tokenizer]:
 
 
 def _validator(schema: object) -> Validator:
-    """Of the draft that a schema is of."""
+    """Return a validator for the schema's draft."""
     text = json.dumps(schema)
     if "draft-04" in text:
         draft = Draft4Validator
@@ -53,8 +53,10 @@ def _validator(schema: object) -> Validator:
 def _answers(
     noise: tuple[Loaded, Tokenizer], names: list[str], seeds: range
 ) -> Iterator[tuple[str, str | None]]:
-    """Of each schema what came, None where it did not end. What closes is likelier than noise has
-    it, so that most do."""
+    """Yield each schema with its response, or None where the response did not end.
+
+    A bias on closing tokens makes most responses of random weights end.
+    """
     loaded, tokenizer = noise
     bias = tuple((tokenizer.token_to_id(sign), 4.0) for sign in CLOSING)
     with PairRig(

@@ -37,7 +37,7 @@ PARTICULAR: tuple[dict[str, Any], ...] = (
 
 
 def _prompts(vocabulary_size: int) -> list[list[int]]:
-    """Of lengths around a page's edge; some repeat themselves."""
+    """Return prompts with lengths around a page's edge. Some repeat themselves."""
     source = random.Random(5)
     prompts = [[source.randrange(vocabulary_size) for _ in range(n)] for n in (3, 15, 16, 33, 70)]
     return [*prompts, prompts[0] * 12, prompts[1] * 3]
@@ -155,8 +155,8 @@ def _answers(known: Known, size: Size, prompts: list[list[int]]) -> tuple[list[A
 def test_sampled_tokens_and_those_that_forbid_drafts_are_the_same_in_one_batch(
     known: Known, kind: str
 ) -> None:
-    """What is recalled are the sampled answers: at any temperature a draft stands if it is what
-    the request's own noise would have drawn.
+    """Recall the sampled responses as drafts. At any temperature a draft is accepted if the
+    request's own noise would have drawn it.
 
     Seen failing with rows that are not moved back, and with samples whose positions are not."""
     prompts = _prompts(known.vocabulary_size)[3:5]

@@ -38,7 +38,7 @@ def known(model) -> Known:
 
 
 def _prompts(known: Known) -> list[list[int]]:
-    """Of lengths around a page's edge."""
+    """Return prompts with lengths around a page's edge."""
     source = random.Random(5)
     lengths = (3, 16, 33, 40)
     return [[source.randrange(known.vocabulary_size) for _ in range(n)] for n in lengths]
@@ -84,7 +84,7 @@ def test_greedy_tokens_are_those_of_transformers(known: Known, kind: str, overla
 
 @pytest.mark.parametrize("sampling", WAYS)
 def test_drafts_by_repetition_change_no_token(known: Known, sampling: dict[str, Any]) -> None:
-    """Of few tokens, which repeat themselves."""
+    """Restrict the sampling to few tokens, which repeat themselves."""
     told: dict[bool, list[list[int]]] = {}
     room = Size(num_pages=NUM_PAGES, num_slots=32)
     for guesses in (False, True):

@@ -40,7 +40,7 @@ class SlowStream:
             pending.done = True
 
     def close(self) -> None:
-        """What nobody has waited for is never run."""
+        """Drop operations that were not waited for."""
 
 
 def test_kv_never_lands_in_a_page_that_a_stale_forward_may_still_write(known):

@@ -90,7 +90,7 @@ def test_answers_are_the_same_wherever_the_pages_have_been(model, architecture, 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3_next"])
 def test_answers_are_the_same_from_files(model, architecture, tmp_path):
-    """Of host memory there is little, and all is asked of the next process once more."""
+    """Use little host memory, and send all requests again to the next process."""
     known = model(architecture)
     size = small(known)
     size = replace(size, host_pages=0, tier_pages=size.tier_pages // 5, file_dir=tmp_path)

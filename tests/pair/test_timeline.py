@@ -20,8 +20,7 @@ def seconds(asked: Asked, phase: Phase, attempt: int = 0) -> float:
 
 
 def besides_delay(asked: Asked) -> float:
-    """What is left of the whole for phases that the delay is not part of, however busy this
-    machine is."""
+    """Return the time that remains for phases without the delay, however busy this machine is."""
     return max(row.end for row in asked.ended.timeline.intervals) - DELAY_S
 
 

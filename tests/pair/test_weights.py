@@ -34,7 +34,7 @@ def greedy(shelf):
 
 @pytest.fixture
 def rig(shelf):
-    """Of two engines with models of their own; the second owner is left as it is."""
+    """Yield a rig of two engines with models of their own. The second owner stays unchanged."""
     loaded = Loaded.from_directory(shelf / "old")
     size = Size(weights_directory=shelf)
     with PairRig(loaded, prefill=[size], decode=[size], own_models=True) as rig:

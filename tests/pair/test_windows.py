@@ -50,7 +50,7 @@ def test_a_full_hit_here_still_needs_the_windows_from_there(known):
 
 
 def test_more_answers_than_fit_with_all_their_pages_fit_with_their_windows(known):
-    """And some that do not fit are taken off the device and come back."""
+    """Retract some of the responses that do not fit, and continue them later."""
     tables = known.tables(16)
     bold = {"new_token_ratio": 0.01, "min_new_token_ratio": 0.01}
     for factor, retracts in ((1.0, True), (2.2, False)):

@@ -60,7 +60,7 @@ def stay_at(address: str) -> Stay:
 
 
 def ends_of(stay: Stay) -> tuple[int, int]:
-    """How often it was left, and its part of the load given back."""
+    """Return how often the stay was left, and how often its part of the load was given back."""
     ends = cast(Ends, cast(Any, stay.chosen).charge)
     return ends.left, ends.closed
 

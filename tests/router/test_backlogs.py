@@ -1,4 +1,5 @@
-"""Where a request can be begun in time, as far as a router knows; the clock is the test's."""
+"""Nodes at which a request can start in time, as far as a router knows. The test provides the
+clock."""
 
 import math
 

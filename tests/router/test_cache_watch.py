@@ -1,4 +1,4 @@
-"""What prefill nodes tell of their caches decides where prompts go."""
+"""Placement of prompts by the cache contents that prefill nodes report."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -23,7 +23,8 @@ WAIT_S = 60.0
 
 
 class Names:
-    """What a resolver knows. Asked for a name it does not know, it fails as the system's does."""
+    """A resolver with a fixed set of names. Unknown names fail as they do in the system's
+    resolver."""
 
     def __init__(self, **known: list[str]) -> None:
         self.known = known

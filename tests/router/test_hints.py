@@ -1,4 +1,4 @@
-"""Who else has a prompt's beginning: told to the node that is to compute it."""
+"""Prefix hints: the other holders of a prompt's beginning, sent to the node that computes it."""
 
 from common.requests.namespace import SHARED, Namespace, namespace_of
 from common.requests.prefix_hash import page_names

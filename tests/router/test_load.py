@@ -1,4 +1,4 @@
-"""What is charged when a request is placed is taken back, whatever becomes of it."""
+"""Load that is charged when a request is placed is always released."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -54,7 +54,7 @@ def router(model: Path, roster: Roster) -> Any:
 
 
 def peers(node: StubDecodeNode) -> list[str]:
-    """What the node has been told last."""
+    """Return the prefill addresses that the node received last."""
     told = [message.peers for message in node.received if message.HasField("peers")]
     return list(told[-1].prefill_addresses) if told else []
 

@@ -1,4 +1,4 @@
-"""What a router has placed counts for where it places the next request, and only as long."""
+"""Placed requests count as load for the next placement, for as long as they are placed."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

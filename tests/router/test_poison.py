@@ -34,7 +34,7 @@ async def nodes(model: Path, count: int) -> AsyncIterator[tuple[Client, list[Stu
 
 
 async def submitted(stubs: Sequence[StubDecodeNode]) -> tuple[StubDecodeNode, Submission]:
-    """Where the next request goes."""
+    """Return the node that receives the next request, and the submission."""
     tasks = {asyncio.create_task(stub.submitted()): stub for stub in stubs}
     done, _ = await asyncio.wait(tasks, return_when="FIRST_COMPLETED")
     for task in tasks:

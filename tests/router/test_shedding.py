@@ -1,4 +1,5 @@
-"""What no node can begin in time is refused at the router, at once, and told when to come again."""
+"""Load shedding: the router rejects requests that no node can start in time, at once and with a
+retry time."""
 
 import math
 import time

@@ -1,4 +1,4 @@
-"""What nodes say of themselves, and do not say, and what that means for others."""
+"""States that nodes report or fail to report, and their effect on other nodes."""
 
 import asyncio
 import logging
@@ -106,7 +106,7 @@ async def test_a_node_that_says_of_itself_what_cannot_be_gets_no_requests(lie: A
 async def test_only_the_silence_of_a_node_that_did_not_drain_is_a_warning(
     drained: bool, level: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What ends as planned is nothing to look into."""
+    """Log no warning for a planned end."""
     caplog.set_level(logging.INFO, "router.cluster")
     looking = Survey(tokenizer_hash="", on_change=lambda: None)
     async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:

@@ -1,4 +1,4 @@
-"""What the router tells of its requests' timelines, and what it makes of those that nodes tell."""
+"""Request timelines of the router, including those that nodes report."""
 
 import asyncio
 import math

@@ -230,7 +230,8 @@ def reference_model(directory: Path) -> PreTrainedModel:
 def greedy_tokens(
     model: PreTrainedModel, prompts: Sequence[Sequence[int]], num_tokens: int
 ) -> list[list[int]]:
-    """What `model` generates after each prompt, one prompt at a time, without padding."""
+    """Return the tokens that `model` generates for each prompt, one prompt at a time, without
+    padding."""
     generated = []
     for prompt in prompts:
         ids = torch.tensor([list(prompt)])

@@ -289,7 +289,7 @@ class Cluster:
 
     @property
     def logs(self) -> dict[str, Path]:
-        """Of every program, by its name."""
+        """Return the log files of all processes, by name."""
         children = [self._router, *(node.child for node in self.nodes)]
         return {child.name: child.log for child in children if child.log is not None}
 
@@ -343,8 +343,11 @@ class Cluster:
         return renewed
 
     async def replace_prefill(self) -> None:
-        """Of one prefill and one decode node: a new process on the killed prefill node's address,
-        with which the decode node pairs, once it has seen that the old one is gone."""
+        """Replace the killed prefill node in a cluster of one prefill and one decode node.
+
+        Starts a new process at its address and waits until the decode node, which must first see
+        that the old one is gone, has paired with it.
+        """
         (prefill,), (decode,) = self.prefill, self.decode
 
         async def paired() -> bool:
@@ -455,7 +458,7 @@ class Cluster:
         return response
 
     async def explain(self, name: str) -> ExplainResponse:
-        """What happened to a request, by its id or its client's name for it."""
+        """Return the events of a request, by its id or its client's name for it."""
         response: ExplainResponse = await self._stub.Explain(
             ExplainRequest(name=name), timeout=RPC_S
         )
@@ -585,7 +588,7 @@ class Cluster:
         return _program(name, "router", port, self._model, flags)
 
     def _entries(self, role: str) -> list[str]:
-        """What the router is told of the nodes of a role when it starts."""
+        """Return the node entries of a role in the router's initial configuration."""
         if self._roster is None:
             return self._named[role]
         self._write_roster()
@@ -674,7 +677,8 @@ def children_of(pid: int) -> list[int]:
 
 
 def held(description: DescribeResponse) -> dict[str, int]:
-    """What keeps a node from being idle: pages that more than the cache holds, queued requests."""
+    """Return the reasons why a node is not idle: pages held by others than the cache, and queued
+    requests."""
     pages = {
         f"pages of {holder}": number
         for holder, number in description.pages.items()
@@ -708,7 +712,7 @@ def free_ports(count: int) -> Iterator[int]:
 
 
 def free_row(count: int) -> range:
-    """As many ports one after the other, for programs that count up from the first."""
+    """Return `count` consecutive free ports, for processes that count up from the first."""
     while True:
         first = next(CANDIDATES)
         row = range(first, first + count)

@@ -1,4 +1,4 @@
-"""What runs in processes of their own in tests of the data paths: an owner, a reader, a nonce.
+"""Child processes for tests of the data paths: an owner, a reader, a nonce.
 
 Children are forked from a server that has loaded nixl once (a start costs 10 ms instead of 2 s)
 and has no agent. Those that use a GPU are programs of their own, started ahead: a forked process
@@ -43,7 +43,7 @@ _context.set_forkserver_preload(["tests.support.data_children", "tests.support.p
 
 
 class StagedTcp(TcpBackend):
-    """As between GPUs, where there is none."""
+    """A tcp backend with staging as between GPUs, on a machine without GPUs."""
 
     name = "tcp-staged"
 
@@ -72,7 +72,7 @@ SOCKETS = PathKind(
 
 
 class TwoPathNixl(NixlBackend):
-    """As on a machine whose better path turns out to be none."""
+    """A nixl backend on a machine whose better path turns out not to work."""
 
     name = "nixl-two-paths"
 
@@ -85,7 +85,7 @@ KEYED = replace(SOCKETS, name="keyed", min_gib_per_s=0.0, keyed=True)
 
 
 class KeyedNixl(NixlBackend):
-    """As between hosts, where there is no RDMA."""
+    """A nixl backend with the paths between hosts, on a machine without RDMA."""
 
     name = "nixl-keyed"
 
@@ -143,13 +143,13 @@ class CudaMemory(Memory):
 
 
 def make_memory(backend: str, num_pages: int, page_bytes: int) -> Memory:
-    """Where the backend of that name wants it."""
+    """Allocate memory where the backend of that name needs it."""
     kind = CudaMemory if backend.endswith("-cuda") else Memory
     return kind(num_pages, page_bytes)
 
 
 def content(seed: int, num_pages: int, page_bytes: int) -> NDArray[np.uint8]:
-    """What an owner of that seed has in its pages; no two pages of it are alike."""
+    """Return the page contents of an owner with that seed. No two pages are alike."""
     return np.random.default_rng(seed).integers(0, 256, (num_pages, page_bytes), np.uint8)
 
 

@@ -43,7 +43,7 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = REPLY_S) -> None:
 
 
 def introduction(told: Description) -> bytes:
-    """What its reader says first, on a new connection."""
+    """Return the first message of a reader on a new connection."""
     count = time.monotonic_ns()
     return INTRODUCTION.pack(MAGIC, told.reader, count, Proofs.by(told.key, count).of_reader)
 
@@ -59,7 +59,7 @@ def introduced(description: bytes) -> socket.socket:
 
 
 def changed(description: Description, **fields: object) -> bytes:
-    """What an owner of tcp has described, with something else in it."""
+    """Return the description of a tcp owner with some fields changed."""
     return msgspec.msgpack.encode(msgspec.structs.replace(description, **fields))
 
 

@@ -29,7 +29,7 @@ class Guesser:
 
 
 def recall(answers: Sequence[Sequence[int]]) -> Foretell:
-    """Of whole texts, prompts and answers; nothing of others."""
+    """Foretell whole texts, prompts and responses. Returns no drafts for other texts."""
 
     def foretell(tokens: list[int], count: int) -> list[int]:
         for text in answers:

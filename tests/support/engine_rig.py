@@ -246,7 +246,8 @@ class Rig:
         self.scheduler.kept.slots = 0
 
     def note_pages(self) -> None:
-        """What runs writes its pages, those that it has been given since its admission too."""
+        """Record the pages that running requests write, including pages granted after their
+        admission."""
         for request in self.requests.values():
             if request.slot is not None:
                 pages = self.table.pages_of(request.slot).tolist()
@@ -270,13 +271,13 @@ class Rig:
         assert [on_trial.key] == keys if on_trial is not None else not kept_apart
 
     def _check_whose(self, request: Request, pages: Ints) -> None:
-        """Of the pages that it begins with, those from the cache are its namespace's own."""
+        """Check that the cached pages at its start belong to its namespace."""
         cached = pages[self.pages.holds(Holder.CACHE)[pages] > 0].tolist()
         assert {self.written_in[page] for page in cached} <= {request.namespace}
         self.written_in |= dict.fromkeys(pages.tolist(), request.namespace)
 
     def expected(self, request: Request) -> tuple[list[int], FinishReason]:
-        """What the request must yield: the plainest loop there is."""
+        """Return the expected tokens of a request, computed with a plain loop."""
         sampling = request.sampling
         tokens = self.came_with[request.key].tolist()
         new: list[int] = []

@@ -28,7 +28,7 @@ DEADLINE_S = 60.0
 
 
 def next_token(tokens: Sequence[int] | Ints, vocabulary_size: int) -> int:
-    """What the fake model says after these tokens. The oracle of every test."""
+    """Return the token of the fake model after these tokens. The oracle of every test."""
     values = np.asarray(tokens, np.uint64)
     weights = np.arange(1, len(values) + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     mixed = int((values * weights + (weights >> np.uint64(17))).sum())
@@ -44,7 +44,7 @@ def foretold(tokens: Sequence[int], count: int, vocabulary_size: int) -> list[in
 
 
 def state_of(tokens: Sequence[int] | Ints) -> Ints:
-    """What a state's pages have after these."""
+    """Return the page content of the state after these tokens."""
     return np.array([len(tokens), next_token(tokens, 1 << 30)], np.int32)
 
 

@@ -1,5 +1,4 @@
-"""How a client of gRPC asks again what was refused before a word of it was said: as docs/clients.md
-has it."""
+"""Retries of a gRPC client for calls refused before the first message, as in docs/clients.md."""
 
 import json
 

@@ -94,11 +94,11 @@ class Wire:
             yield chunk
 
     def read_on(self) -> None:
-        """Of one that is `not_reading`."""
+        """Resume reading on a connection that is `not_reading`."""
         self.writer.transport.resume_reading()  # type: ignore[attr-defined]
 
     async def ended(self) -> bool:
-        """Whether nothing comes any more: the server has closed the connection."""
+        """Return whether the server has closed the connection."""
         async with asyncio.timeout(WAIT_S):
             return await self.reader.read(1) == b""
 
@@ -152,8 +152,10 @@ async def post(port: int, path: str, content: object, **headers: str) -> Respons
 
 
 def sse_events(stream: bytes) -> list[Any]:
-    """What a stream of server-sent events says, which must be exactly `data: JSON` and a blank
-    line for each, and [DONE] at the end."""
+    """Return the events of a stream of server-sent events.
+
+    Each event must be exactly `data: JSON` and a blank line, with [DONE] at the end.
+    """
     *events, done, rest = stream.split(b"\n\n")
     assert (done, rest) == (b"data: [DONE]", b""), stream[-200:]
     for event in events:

@@ -51,7 +51,7 @@ class Island:
 
     @property
     def there(self) -> tuple[str, ...]:
-        """What a command begins with that is to run there."""
+        """Return the prefix of a command that runs in the network namespace."""
         return ("ip", "netns", "exec", self._name)
 
     def __enter__(self) -> Self:

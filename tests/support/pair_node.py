@@ -114,7 +114,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What differs between the nodes of a rig."""
+    """Settings that differ between the nodes of a rig."""
 
     num_pages: int = 64
     num_slots: int = 8
@@ -133,7 +133,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Common:
-    """What all nodes of a rig share. scheduler: fields of SchedulerConfig."""
+    """Settings that all nodes of a rig share. scheduler: fields of SchedulerConfig."""
 
     loaded: Loaded
     page_size: int
@@ -230,7 +230,7 @@ class RouterEnd:
 
 
 class News:
-    """Whether the transfer thread has told the engine thread something since its last turn."""
+    """A flag that the transfer thread has sent the engine thread something since its last turn."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._told = threading.Event()
@@ -469,7 +469,7 @@ def _sharing(
 
 
 def _engine(common: Common, size: Size) -> tuple[Engine, EngineConfig]:
-    """As `build` makes it, but for the model, which is there, and the order of free pages."""
+    """Build an engine as `build` does, with the loaded model and the given order of free pages."""
     loaded, page_size = common.loaded, common.page_size
     directory = size.started_with or loaded.directory
     model = Loaded.from_directory(directory).model if common.own_models else loaded.model

@@ -108,7 +108,7 @@ def _reach(rig: PairRig, asked: Asked, condition: Callable[[], object], *nodes: 
 
 @dataclass(frozen=True)
 class State:
-    """How to get there: `reach` calls `ask` for the request and returns it."""
+    """A state and the way to reach it: `reach` calls `ask` for the request and returns it."""
 
     reach: Callable[[PairRig, Callable[..., Asked]], Asked]
     sizes: dict[str, Any] = field(default_factory=dict)

@@ -1,4 +1,5 @@
-"""What the fronts of all nodes of a PairRig do for pair streams, without gRPC and by hand.
+"""The pair streams between the frontends of all nodes of a PairRig, without gRPC and driven by
+hand.
 
 Every record crosses as the bytes of its protobuf message. A test may hold messages of a kind back,
 and cut streams on one side or on both.

@@ -73,7 +73,7 @@ class Program:
                 self._changed.wait(left)
 
     def address(self) -> str:
-        """Where the program listens, by its log."""
+        """Return the listening address, as the process has logged it."""
         line = self.line_with("listening address=")
         return line.split("address=")[1].split()[0]
 
@@ -108,7 +108,7 @@ class Program:
 
 
 def runs(pid: int) -> bool:
-    """Whether a process exists and is no zombie."""
+    """Return whether a process exists and is no zombie."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What a caller is told whose stream is refused while he writes on it."""
+"""The error of a caller whose stream is refused while the caller writes."""
 
 import grpc
 

@@ -316,7 +316,7 @@ def _combined() -> Iterator[tuple[str, Any]]:
 
 
 def _of_life() -> Iterator[tuple[str, Any]]:
-    """As tools, forms and services have them."""
+    """Yield schemas as tools, forms and services use them."""
     address = record({"street": TEXT, "zip": {"type": "string", "pattern": "^[0-9]{5}$"}}, "zip")
     person = record({"name": TEXT, "age": COUNT, "address": address}, "name", "age")
     yield "person", person

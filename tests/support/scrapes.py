@@ -13,7 +13,7 @@ Scrape = Mapping[str, Metric]
 
 
 def scraped(port: int) -> Scrape:
-    """What a program on this machine exports, by the name of the family."""
+    """Return the metrics of a process on this machine, by the name of the family."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60.0) as response:
         text = response.read().decode()
     return {family.name: family for family in text_string_to_metric_families(text)}

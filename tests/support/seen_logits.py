@@ -1,4 +1,4 @@
-"""What a model gave, as a runner asked for it."""
+"""A recorder of a model's logits, as a runner requested them."""
 
 
 class Recorder:

@@ -24,7 +24,7 @@ class OpenSocket:
 
 
 def sockets_of(pid: int) -> list[OpenSocket]:
-    """Of a process of this user."""
+    """Return the open sockets of a process of this user that accept data from any sender."""
     inodes = set(_inodes(pid))
     return [
         *(
@@ -42,7 +42,8 @@ def sockets_of(pid: int) -> list[OpenSocket]:
 
 
 def _takes(kind: str, far: str, state: str) -> bool:
-    """Whether anybody may send to it: a socket with a far end hears that end alone."""
+    """Return whether any sender may reach the socket. A connected socket receives from its far end
+    alone."""
     return state == _LISTENING if kind.startswith("tcp") else int(far.rpartition(":")[2], 16) == 0
 
 

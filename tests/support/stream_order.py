@@ -48,7 +48,7 @@ class Access:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What was enqueued, as far as a captured graph would depend on it."""
+    """An enqueued operation, as far as a captured graph would depend on it."""
 
     name: str
     arguments: tuple[object, ...]  # tensors by place, shape and strides; numbers by value
@@ -239,7 +239,7 @@ class StreamOrder(TorchDispatchMode):
 
 
 class FakeGraph:
-    """What was enqueued while it was captured, to be enqueued again."""
+    """A captured sequence of operations that can be enqueued again."""
 
     def __init__(self, order: StreamOrder, operations: list[Operation]) -> None:
         self._order = order
@@ -295,7 +295,8 @@ def _described(value: object) -> object:
 def _touched(
     function: Any, args: Any, given: list[Tensor], made: list[Tensor]
 ) -> tuple[tuple[Tensor, bool], ...]:
-    """What it reads and writes; nothing of what only makes a view, or room."""
+    """Return the tensors that the function reads and writes. Views and pure allocations touch
+    none."""
     schema = function._schema
     written = {
         id(value)

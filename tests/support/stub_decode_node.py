@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 def links_to(peers: Sequence[str]) -> list[router_pb2.LinkState]:
-    """What a Status says of a node that has paired with these."""
+    """Return the links in the Status of a node that has paired with these peers."""
     return [router_pb2.LinkState(peer=peer, path="tcp", gib_per_s=2.5) for peer in peers]
 
 
@@ -226,7 +226,7 @@ class StubNode(node_pb2_grpc.NodeServicer):
         return router_pb2.FlushCacheResponse(pages_freed=2)
 
     def adapters_changed(self) -> None:
-        """Of a prefill node, nobody is told."""
+        """Ignore the change: a prefill node's adapters are not announced."""
 
     def tell_cache(self, **fields: Any) -> None:
         """CacheEvents with these fields to every watcher; without any, their calls end."""

@@ -140,7 +140,7 @@ class EchoEngine:
                 self._channel.post(Answer(number, integer=len(doomed)))
 
     def _remember(self, submit: SubmitRequest) -> None:
-        """As if the whole prompt had been computed at once."""
+        """Insert the prompt into the cache as if it had been computed at once."""
         tokens = np.frombuffer(submit.spec.token_ids, np.int32)
         pages = self._cache.allocate(len(tokens) // PAGE_SIZE, Holder.REQUEST)
         if pages is not None:

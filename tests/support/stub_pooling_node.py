@@ -16,12 +16,12 @@ Vector = Callable[[list[int]], list[float]]
 
 
 class StubPoolingNode(StubNode, pooling_pb2_grpc.PoolingServicer):
-    """As StubNode.
+    """A stub of a pooling node. Has the arguments of StubNode.
 
     Attributes:
         fails: raised by every call; None: none.
-        pooling: cleared: calls wait.
-        calls: all that came; num_cancelled: those that nobody waited for any more.
+        pooling: while cleared, calls wait.
+        calls: all calls received; num_cancelled: those that their callers cancelled.
     """
 
     def __init__(self, vector: Vector = lambda ids: [len(ids), ids[0]], **how: Any) -> None:

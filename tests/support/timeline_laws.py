@@ -1,4 +1,4 @@
-"""What is true of the timeline of every request, however it ended."""
+"""Invariants of the timeline of every request, however it ended."""
 
 import itertools
 

@@ -28,10 +28,10 @@ def random_params(rng: random.Random) -> SamplingParams:
 
 
 class Traffic:
-    """What a scheduler could ask of `steps` next, at random.
+    """Random work that a scheduler could request of `steps` next.
 
     Args:
-        drafts: some rows have some, and nearly all of those are rejected.
+        drafts: give drafts to some rows. Nearly all of these are rejected.
     """
 
     def __init__(

@@ -37,7 +37,8 @@ CHAT_TEMPLATE = (
 
 
 def make_vision_checkpoint(directory: Path, *, seed: int = 0) -> Path:
-    """As `make_checkpoint`: weights are large enough for what is wrong to show."""
+    """Make a checkpoint as `make_checkpoint` does. Weights are large enough to make errors
+    visible."""
     torch.manual_seed(seed)
     model = Qwen2_5_VLForConditionalGeneration(_config())
     with torch.no_grad():
@@ -159,7 +160,7 @@ def with_images(*parts: str | Image) -> tuple[list[int], tuple[Image, ...]]:
 
 
 def reference_vision_model(directory: Path) -> PreTrainedModel:
-    """As `reference_model`."""
+    """Load the reference model as `reference_model` does."""
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(
         directory, attn_implementation="eager", dtype=torch.float32
     )
@@ -174,7 +175,8 @@ def greedy_vision_tokens(
     images: Sequence[Image],
     num_tokens: int,
 ) -> list[int]:
-    """What transformers generates, whose image processor gets each image at its size."""
+    """Return the tokens that transformers generates. Its image processor gets each image at its
+    size."""
     processor = image_processor(do_resize=False)
     ids, inputs = list(token_ids), {}
     for image in images:

@@ -159,11 +159,14 @@ async def test_a_request_without_a_token_waits_until_it_has_one(model: Path) -> 
 async def test_a_node_that_ends_when_it_has_drained_alarms_nobody(
     model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What is planned is no stream lost, of which an alert is made. Seen failing where all are."""
+    """Count no lost stream for a planned end, since lost streams raise an alert.
+
+    Seen failing where every end counts.
+    """
     async with two_nodes(model) as (_, router, d0, d1):
 
         def told(words: str) -> list[int]:
-            """How seriously."""
+            """Return the log levels of the records that contain these words."""
             return [each.levelno for each in caplog.records if words in each.getMessage()]
 
         async def num_lost() -> str:

@@ -1,4 +1,4 @@
-"""What a planner tells a router is there for who watches it, of all processes and within bounds."""
+"""Plans that a planner reports to a router: visible on all worker processes, and bounded."""
 
 from collections.abc import Sequence
 from pathlib import Path

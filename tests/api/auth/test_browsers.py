@@ -1,4 +1,4 @@
-"""What browsers are made to say: the host that they ask, and the page that asks."""
+"""Checks of the Host and Origin headers, against requests that a web page makes a browser send."""
 
 import pytest
 

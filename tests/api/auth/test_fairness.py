@@ -16,7 +16,7 @@ LONG_S = 30.0  # for what must not be waited out
 
 
 def take_all(shares, name, weight=1.0):
-    """As many as this client gets."""
+    """Take shares until the client is refused. Returns their number."""
     for number in count():
         if not shares.may_take(name, weight):
             return number

@@ -1,4 +1,4 @@
-"""Who a router answers over gRPC, and how much."""
+"""Authentication and quotas of clients over gRPC."""
 
 import asyncio
 from collections.abc import AsyncIterator

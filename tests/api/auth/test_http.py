@@ -1,4 +1,4 @@
-"""Who a router answers over HTTP, by which name, and how much."""
+"""Authentication, client names and quotas of clients over HTTP."""
 
 import asyncio
 from pathlib import Path
@@ -283,7 +283,7 @@ async def test_pages_of_listed_sites_may_ask_and_no_others(
 
 
 async def test_one_clients_requests_leave_slots_for_another(model: Path, tmp_path: Path) -> None:
-    """Of 16 slots one key gets 14, however many requests it sends."""
+    """Give one key at most 14 of 16 slots, however many requests it sends."""
     file = write(tmp_path / "keys", entry("alice"), entry("bob"))
     clients = ClientsConfig(api_keys=file, longest_wait_s=WAIT_S)
     async with api_for(model, clients=clients, max_requests=16) as api:

@@ -1,4 +1,4 @@
-"""What one key may take a minute: requests before any work, tokens as they are known."""
+"""Rate limits of one key per minute: requests before any work, tokens as they are counted."""
 
 import pytest
 

@@ -333,7 +333,7 @@ class Unasked(Names):
 
 @pytest.fixture
 async def site() -> AsyncIterator[str]:
-    """Where a small file is, a large one, one that never ends, and a redirect."""
+    """Serve a small file, a large one, an endless one, and a redirect."""
 
     over = asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""Where in a completion's text its tokens are."""
+"""Offsets of tokens in a completion's text."""
 
 from collections.abc import Sequence
 

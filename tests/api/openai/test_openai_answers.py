@@ -1,4 +1,4 @@
-"""What clients of the OpenAI API get, with a decode node that says what the test tells it."""
+"""Responses of the OpenAI API, from a decode node with scripted output."""
 
 import asyncio
 import logging

@@ -1,4 +1,5 @@
-"""What becomes of a request's fields: what the node is sent, and what is refused by which name."""
+"""Request fields of the OpenAI API: the resulting submission, and errors that name a rejected
+field."""
 
 import asyncio
 import gzip
@@ -25,7 +26,7 @@ def calling(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def _submitted(api: Api, path: str, **fields: Any) -> Submission:
-    """What the node is sent of a request that is answered."""
+    """Return the submission of a request that succeeds."""
     asking = asyncio.create_task(api.post(path, **fields))
     submit = await api.complete()
     answer = await asking

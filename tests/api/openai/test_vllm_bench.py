@@ -38,7 +38,10 @@ async def answered(api: Api, path: str, **fields: Any) -> Response:
 
 
 def tokens_and_usage(response: Response) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """As the tool tells them apart: an event with choices is of tokens, one without is the end."""
+    """Separate token events from the usage event as the tool does.
+
+    An event with choices contains tokens, one without is the end.
+    """
     assert response.status == 200
     chosen = [event["choices"][0] for event in response.events if event.get("choices")]
     (usage,) = (e["usage"] for e in response.events if not e.get("choices") and e.get("usage"))

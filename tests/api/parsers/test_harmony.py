@@ -262,7 +262,7 @@ async def test_a_form_is_of_the_content_and_not_of_the_thought(model: Path) -> N
 async def test_calls_of_strict_tools_are_held_to_their_form(
     model: Path, tools: list[Any], fields: dict[str, Any], shape: str
 ) -> None:
-    """Those of a name that no header has a place for have none."""
+    """Leave tools without a grammar if no header can hold their name."""
     strict = {"type": "function", "function": {**ADD["function"], "strict": True}}
     odd = {"type": "function", "function": {"name": "a b"}}
     async with talk(model) as talking:
@@ -287,8 +287,11 @@ async def test_what_need_not_call_is_free_if_the_router_is_told_so(model: Path) 
 
 
 async def test_an_answer_that_begins_with_no_header_is_held_from_its_start(model: Path) -> None:
-    """As of a prompt that no template has rendered, of a turn that goes on, and of a tag, which
-    says itself where it is free."""
+    """Constrain a response from its first token if no header begins it.
+
+    This holds for a prompt without a template, for a continued turn, and for a structural tag,
+    which itself says where text is free.
+    """
     said = [*HELLO, {"role": "assistant", "content": "{"}]
     tag = {"type": "structural_tag", "format": {"type": "any_text"}}
     for path, fields in (

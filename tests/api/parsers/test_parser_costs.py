@@ -34,7 +34,7 @@ LONGEST = 32  # characters of a marker
 
 
 def _begins(markers: tuple[str, ...]) -> Iterator[str]:
-    """What brings a grammar to each of its places."""
+    """Yield texts that bring a grammar to each of its states."""
     yield from ("", *markers)
     for begin in ("", *markers[:1]):
         yield from (begin + "".join(markers[1:2]), begin + "f" + "".join(markers[1:2]))
@@ -43,7 +43,7 @@ def _begins(markers: tuple[str, ...]) -> Iterator[str]:
 
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_no_more_text_waits_than_may_be_the_start_of_a_marker(name: str) -> None:
-    """What waits is looked at again with each character: of 40,000 spaces that took 2.3 s."""
+    """Bound the pending text, because each character scans it again. 40,000 spaces took 2.3 s."""
     grammar, markers = GRAMMARS[name]
     for begin in _begins(markers):
         for unit in (*UNITS, *markers, *(marker[:-1] for marker in markers)):

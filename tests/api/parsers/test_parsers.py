@@ -1,4 +1,4 @@
-"""What models write is told apart, wherever it is cut into pieces."""
+"""Parsers separate the parts of model output, wherever it is cut into pieces."""
 
 import json
 from collections.abc import Mapping, Sequence

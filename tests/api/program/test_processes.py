@@ -49,7 +49,7 @@ class Rig:
         return int(line.partition(f" {field}=")[2].split()[0].rpartition(":")[2])
 
     def pids(self) -> list[int]:
-        """Of the processes that serve."""
+        """Return the process ids of the worker processes."""
         path = Path(f"/proc/{self.program.pid}/task/{self.program.pid}/children")
         return [int(pid) for pid in path.read_text().split()]
 

@@ -1,4 +1,4 @@
-"""What a router of several processes tells of itself is of all of them, whichever is asked."""
+"""Status of a router with several worker processes: any of them describes the whole router."""
 
 import asyncio
 import os
@@ -92,7 +92,8 @@ class Whole:
         await self._until_all_know_the_live()
 
     async def _until_all_know_the_live(self) -> None:
-        """What they say of it may be a moment old."""
+        """Wait until all processes report the live requests. A process's figure may be a moment
+        old."""
         async with asyncio.timeout(START_S):
             while True:
                 states = [one.json["router"] for one in await self.get_from_all("/cluster")]
@@ -104,8 +105,10 @@ class Whole:
         return await get(self.http_port, path)
 
     async def get_from_all(self, path: str) -> list[Response]:
-        """As often, and on as many connections, as to reach every process, and again where one was
-        too busy to be heard in time."""
+        """Send enough requests on enough connections to reach every process.
+
+        Repeats them if a process was too busy to respond in time.
+        """
         async with asyncio.timeout(START_S):
             while True:
                 answers = await asyncio.gather(*(self.get(path) for _ in range(MANY)))
@@ -113,7 +116,8 @@ class Whole:
                     return answers
 
     async def scraped(self) -> dict[str, Metric]:
-        """What all processes count; again where one was too busy to be heard in time."""
+        """Return the metrics of all processes. Repeats the scrape if one was too busy to respond in
+        time."""
         async with asyncio.timeout(START_S):
             while True:
                 scrape = await _scraped(self)
@@ -121,7 +125,7 @@ class Whole:
                     return scrape
 
     async def first(self, path: str) -> Response:
-        """Of whichever process answers."""
+        """Return the response of the first process that responds."""
         asked = [asyncio.create_task(self.get(path)) for _ in range(MANY)]
         done, others = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
         for each in others:
@@ -136,7 +140,7 @@ class Whole:
 
 
 def _misses_one(answer: Response) -> bool:
-    """Whether it says that a process has not answered."""
+    """Return whether the response reports a process that has not responded."""
     if answer.headers.get("content-type", "").startswith("text/"):
         return bool(value(_families(answer), "baton_router_processes", state="silent"))
     content = answer.json

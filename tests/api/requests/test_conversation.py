@@ -1,5 +1,5 @@
-"""What becomes of a conversation: templates see what Hugging Face's tokenizers would give them, and
-what a template has no place for is refused by name."""
+"""Conversations as chat templates see them: the same as with Hugging Face's tokenizers. Errors name
+the fields that a template does not support."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""How urgent a request may be, and what its nodes are told of it."""
+"""Priorities of requests: allowed values, and the values that nodes receive."""
 
 import asyncio
 from pathlib import Path

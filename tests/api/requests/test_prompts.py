@@ -1,4 +1,4 @@
-"""What cannot fit the context is refused before anything is made of it."""
+"""Prompts that cannot fit the context are rejected before any work."""
 
 import asyncio
 from collections.abc import Sequence

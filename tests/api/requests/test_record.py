@@ -1,4 +1,4 @@
-"""What is counted of one request."""
+"""Figures recorded for one request."""
 
 import pytest
 

@@ -128,7 +128,7 @@ EXPRESSIONS = [
 
 @given(st.lists(st.text("ab\n", max_size=8), max_size=5), st.sampled_from(EXPRESSIONS))
 def test_an_expression_finds_what_python_finds(pieces: list[str], pattern: str) -> None:
-    """Of all places where a match ends the first, and there the longest."""
+    """Find the earliest end of a match, and the longest match that ends there."""
     text, compiled = "".join(pieces), re.compile(pattern)
     found = next(
         (
@@ -281,7 +281,8 @@ def test_the_set_of_a_repetition_is_made_once() -> None:
 def test_stop_strings_cost_nothing_before_a_text_has_begun_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whatever they are: 16 strings for each of 128 choices took 1.5 s to prepare."""
+    """Delay the preparation of stop strings. 16 strings for each of 128 choices took 1.5 s to
+    prepare."""
     made = 0
     initialise = stops_module._Prefix.__init__
 

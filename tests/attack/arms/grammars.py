@@ -31,7 +31,7 @@ async def nested_repetitions(target: Target, draw: Random) -> None:
 
 
 async def accepted_but_dear(target: Target, draw: Random) -> None:
-    """What the trial accepts with little to spare."""
+    """Send a regex that the trial compilation barely accepts."""
     prefix = "".join(draw.choices("ab", k=draw.randrange(9)))
     await _follow_regex(target, prefix + draw.choice(_DEAR))
 

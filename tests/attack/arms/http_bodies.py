@@ -44,7 +44,7 @@ async def broken_json(target: Target, draw: Random) -> None:
 
 
 async def heavy(target: Target, draw: Random) -> None:
-    """As much work as some megabytes can be."""
+    """Send bodies of a few megabytes that are as expensive to parse as possible."""
     make = draw.choice(_HEAVY)
     await post(target, draw.choice(_PATHS), make(draw.choice((50_000, 1_000_000, 11_000_000))))
 

@@ -281,7 +281,7 @@ async def _learned(target: Target, draw: Random) -> kvtransfer_pb2.Hello:
 
 
 async def _corrected(channel: grpc.aio.Channel, hello: kvtransfer_pb2.Hello) -> bool:
-    """Whether the node has found something wrong with it, which is right now."""
+    """Return whether the node has rejected the Hello, which is the correct reaction."""
     call = KvTransferStub(channel).Pair(timeout=5.0)  # type: ignore[no-untyped-call]
     await call.write(kvtransfer_pb2.FromReader(hello=hello))
     await call.done_writing()

@@ -21,7 +21,7 @@ async def spaces(target: Target, draw: Random) -> None:
 
 
 async def spaces_in_a_call(target: Target, draw: Random) -> None:
-    """As many as the grammar of a call allows."""
+    """Request as many spaces as the grammar of a call allows."""
     bias = dict.fromkeys(_SPACES, 100)
     await _chat(target, draw, tool_choice="required", logit_bias=bias)
 

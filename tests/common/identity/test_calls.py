@@ -53,7 +53,7 @@ class Keys:
 
 @dataclass
 class Counted:
-    """What was counted, in order."""
+    """A record of the counted refusals, in order."""
 
     refusals: list[tuple[str, str]] = field(default_factory=list)
 

@@ -1,4 +1,4 @@
-"""What a program's log looks like, as whoever collects it reads it."""
+"""The log format of a process, as a log collector reads it."""
 
 import json
 import subprocess
@@ -10,7 +10,7 @@ HEAD = "import logging, threading; from common import logs; from common.logs imp
 
 
 def lines_of(code, log_format, level="info"):
-    """What a program writes to stderr that sets its log up and then runs `code`."""
+    """Return the stderr lines of a process that sets up its log and then runs `code`."""
     setup = (
         f"logs.setup('decode engine', {level!r}, {log_format!r})\nlog = logging.getLogger('x')\n"
     )

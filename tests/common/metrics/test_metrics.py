@@ -1,4 +1,4 @@
-"""What programs export of what they have counted, and what docs/metrics.md says of it."""
+"""Exported metrics of the processes, compared with docs/metrics.md."""
 
 import pytest
 from prometheus_client import generate_latest

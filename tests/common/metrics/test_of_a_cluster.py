@@ -1,4 +1,4 @@
-"""What a real cluster exports and logs after requests of many kinds."""
+"""Metrics and logs of a real cluster after requests of many kinds."""
 
 import asyncio
 import json
@@ -38,7 +38,8 @@ class Observed:
         self._logs = logs
 
     async def scrape(self) -> dict[str, Scrape]:
-        """What each program exports, once nothing moves any more and the engines have said so."""
+        """Return the metrics of each process once the cluster is idle and the engines have reported
+        it."""
         await self.cluster.until_nothing_is_held()
         before = await self._scrape()
 
@@ -57,7 +58,7 @@ class Observed:
         return {role: await asyncio.to_thread(scraped, port) for role, port in self._ports.items()}
 
     def lines(self) -> dict[str, list[dict[str, object]]]:
-        """What each program has logged."""
+        """Return the log records of each process."""
         return {
             file.name.split("-")[0]: [json.loads(line) for line in file.read_text().splitlines()]
             for file in self._logs.glob("*.log")

@@ -1,4 +1,4 @@
-"""How many files and connections a program may have."""
+"""Limits of files and connections of a process."""
 
 import resource
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ FILES = resource.RLIMIT_NOFILE
 
 @pytest.fixture
 def hard() -> Iterator[int]:
-    """What the system lets this process have."""
+    """Yield the hard limit of this process. Restores both limits afterwards."""
     before = resource.getrlimit(FILES)
     yield before[1]
     resource.setrlimit(FILES, before)

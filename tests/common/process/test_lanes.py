@@ -30,7 +30,7 @@ class Ends:
     heard: list[Note]
 
     def read(self, on: bool) -> None:
-        """Whether the engine does."""
+        """Set whether the engine reads."""
         transport = self.engine._transport
         assert transport is not None
         transport.resume_reading() if on else transport.pause_reading()
@@ -50,7 +50,7 @@ async def ends() -> AsyncIterator[Ends]:
 
 
 async def room(lane: Lane) -> bool:
-    """Whether it has any now."""
+    """Return whether the lane has capacity now."""
     waiting = asyncio.ensure_future(lane.room())
     done, _ = await asyncio.wait({waiting}, timeout=0.05)
     waiting.cancel()

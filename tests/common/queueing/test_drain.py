@@ -1,4 +1,4 @@
-"""How long a queue takes, from what has gone through it; the clock is the test's."""
+"""Estimate of a queue's drain time, from its recent throughput. The test provides the clock."""
 
 import math
 

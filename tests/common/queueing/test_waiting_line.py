@@ -1,4 +1,4 @@
-"""Who would be late if one more joined a line."""
+"""Requests of a queue that would miss their deadline after one more admission."""
 
 import math
 import random
@@ -20,7 +20,7 @@ def line(*places: Place) -> WaitingLine:
 
 
 def plainly(places: list[Place], newcomer: Place, begins: float, unit_s: float) -> float:
-    """How late somebody is, by serving the line with and without the newcomer."""
+    """Return the newly caused lateness, by serving the queue with and without the newcomer."""
 
     def starts(served: list[Place]) -> dict[int, float]:
         at, started = begins, {}

@@ -1,4 +1,4 @@
-"""What every service of ours gives its callers: statuses, sentences, tolerance of bad bytes."""
+"""Behaviour common to all gRPC services: status codes, error texts, tolerance of invalid bytes."""
 
 import asyncio
 import contextlib

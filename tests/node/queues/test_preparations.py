@@ -102,7 +102,10 @@ def test_who_cannot_have_what_it_needs_is_told_why_wherever_it_is(preparations, 
 
 
 def test_who_is_taken_may_make_room_in_a_line_before(preparations, lines):
-    """As by its end: nobody looks again before something else happens."""
+    """Allow a taken request to free capacity in an earlier queue, for example by its end.
+
+    Otherwise the queue would not be checked again before another event.
+    """
     a, b, _ = lines
     preparations.put(a_request(1, "a"), None)
     preparations.put(a_request(2, "b"), None)

@@ -1,4 +1,4 @@
-"""Who is asked to forget KV that made no numbers, and how often a node heeds it."""
+"""Requests to forget KV that gave NaN logits: their receivers, and the rate that a node accepts."""
 
 import numpy as np
 import pytest
@@ -40,7 +40,7 @@ def test_who_asks_without_end_is_heeded_now_and_then(memory: Memory) -> None:
     asked = AskedToForget(TOKENS, b"")
 
     def heeded() -> int:
-        """Of as many as anybody likes to send."""
+        """Return the number of accepted requests out of a flood."""
         before = spoilt.counters()["forgotten_prefixes/asked"]
         for _ in range(10 * MOST):
             spoilt.asked(asked)

@@ -1,4 +1,4 @@
-"""What an owner lends, and when it holds it."""
+"""Exports of an owner: the pages that it lends, and the time for which it holds them."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What is written down of how many instructions kernels have."""
+"""Recorded budgets of instructions of the kernels."""
 
 from pathlib import Path
 

@@ -133,7 +133,7 @@ def test_medians_and_ranges_of_each_system_are_told():
 
 
 def _quick(models, part):
-    """What the last line of stdout says of a quick run of one part."""
+    """Return the last stdout line of a quick run of one part."""
     command = [
         sys.executable,
         "-m",

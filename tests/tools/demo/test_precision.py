@@ -80,8 +80,10 @@ def drawn(case: Case, num_prompts: int) -> list[Exchange]:
 def compared(
     tokenizer, exact: Model, other: Model, cases: Sequence[Case], most: int
 ) -> tuple[int, int]:
-    """How many more answers of up to `most` prompts of each case are right in float32, and of how
-    many."""
+    """Count correct responses of up to `most` prompts of each case.
+
+    Returns how many more are correct in float32, and the number of prompts.
+    """
     difference = total = 0
     for case in cases:
         exchanges = drawn(case, min(case.num_prompts, most))

@@ -1,4 +1,4 @@
-"""What people type becomes the tokens that the demo model has been trained on."""
+"""The demo model's tokenizer maps typed text to the tokens of its training."""
 
 import pytest
 

@@ -1,4 +1,5 @@
-"""What the scripts beside this one are told, and how they run a program of their environment."""
+"""Arguments of the scripts beside this one, and a function that runs programs of their
+environment."""
 
 import json
 import os
@@ -25,10 +26,10 @@ def served() -> Served:
 
 
 def ran(program: Path, *arguments: str, **environment: str) -> str:
-    """What it writes to standard output, once it has ended well. In a directory of its own.
+    """Run a program in its own directory and return its standard output.
 
     Raises:
-        SystemExit: it has failed; what it said is told.
+        SystemExit: the program failed. Contains its output.
     """
     with tempfile.TemporaryDirectory() as directory:
         process = subprocess.run(
