@@ -271,8 +271,7 @@ def test_embeddings_are_kept_up_to_so_many_bytes():
 
 @pytest.fixture(scope="module")
 def shelf(tmp_path_factory):
-    """Return a directory of two models with one configuration that also encode images
-    differently."""
+    """Return a directory of two models with one configuration, whose image encoders differ too."""
     root = tmp_path_factory.mktemp("shelf")
     for seed, name in enumerate(("old", "new")):
         make_vision_checkpoint(root / name, seed=seed)

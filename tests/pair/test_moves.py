@@ -290,7 +290,7 @@ def _copied(rig: PairRig) -> list[int]:
 def test_it_stands_still_for_what_has_come_since_only(
     model: Callable[[str], Known], architecture: str
 ) -> None:
-    """Include the generated tokens in the copy: the node's tree learns them on request."""
+    """Copy the generated tokens before the pause too: the node's tree inserts them on request."""
     known = model(architecture)
     with PairRig(known.loaded, decode=TWO, shares=SharingConfig()) as rig:
         asked = _begin(rig, 30, 200)

@@ -230,7 +230,8 @@ class RouterEnd:
 
 
 class News:
-    """A flag that the transfer thread has sent the engine thread something since its last turn."""
+    """A flag that is set once the transfer thread has sent the engine thread something since its
+    last turn."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._told = threading.Event()

@@ -1,12 +1,12 @@
-"""What LoRA adapters cost a decode step, beside the same step without any.
+"""Measure the cost of LoRA adapters per decode step, compared with the same step without adapters.
 
     python -m tools.bench.adapters [--batches 1,16] [--ranks 8,32] [--tokens 32] [--rounds 3]
 
-One engine on a CPU, in this process, of a dense model with random weights and adapters of all the
-matrices of its layers. The same requests with no adapter, with one and the same, with four in turn,
-and with one request in four that has one; in turns, and of each the round whose steps took least.
-Time is the CPU time of this process, whose engine has one thread, so that other programs on the
-machine hardly count.
+One engine runs in this process on a CPU. It has a dense model with random weights, and adapters of
+all matrices of its layers. The same requests run without an adapter, with one shared adapter, with
+four adapters in turn, and with an adapter for one request in four. The ways take turns, and the
+round with the fastest steps counts. Time is the CPU time of this process, whose engine has one
+thread, so that other processes on the machine hardly count.
 """
 
 import argparse
@@ -37,7 +37,7 @@ WAYS = ("none", "one", "four", "one row in four")
 
 
 def _adapters(directory: Path, model: Path, rank: int) -> Path:
-    """Makes them below it unless an earlier run has."""
+    """Make the adapters below `directory` unless an earlier run has."""
     shelf = directory / f"adapters-{rank}"
     if not shelf.exists():
         reference = reference_model(model)
@@ -77,7 +77,7 @@ def _of_row(way: str, row: int, ids: list[AdapterId]) -> AdapterId:
 
 
 def _requests(engine: Engine, way: str, batch: int, tokens: int) -> Iterator[Request]:
-    """Each has its adapter in a slot."""
+    """Yield requests whose adapters are in slots."""
     rng = np.random.default_rng(0)
     ids = [adapter for _, adapter in sorted(engine.loader.names().items())]
     for row in range(batch):

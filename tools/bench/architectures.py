@@ -45,13 +45,14 @@ NUM_TOKENS = 8
 CHUNK_TOKENS = 32
 LENGTHS = (1, 16, 45, 90)
 CPU = torch.device("cpu")
-# The class is built from it as a size that no default says; the tiny checkpoint says it.
+# The class is built with a size that its default configuration lacks. The tiny checkpoint sets it.
 _UNSAID = ("cannot be built from its configuration", "cannot be tried without weights")
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """same: tokens equal to the class's own, of how many; without them `reason` says why not."""
+    """The result for one class. same: number of tokens equal to the class's own, and their total.
+    Without it, `reason` says why the class is not served."""
 
     kind: str
     name: str
@@ -68,7 +69,7 @@ class Found:
 
 
 def examined(kind: str) -> Found:
-    """One class."""
+    """Examine one class."""
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
     found = {"kind": kind, "name": name, "native": kind in FAMILIES}
     with tempfile.TemporaryDirectory() as where:
@@ -97,7 +98,7 @@ def examined(kind: str) -> Found:
 
 
 def _refused(directory: Path, kind: str) -> str:
-    """Why the class is not served as its default configuration has it; "" where it is."""
+    """Return why the class is not served with its default configuration, or "" if it is."""
     try:
         config: PreTrainedConfig = CONFIG_MAPPING[kind]()
         if "is_decoder" in config.to_dict():
@@ -113,7 +114,8 @@ def _refused(directory: Path, kind: str) -> str:
 
 
 def _through_a_pair(directory: Path) -> tuple[int, int]:
-    """How many tokens were asked for, and how many were those of the class's own forward."""
+    """Return the number of tokens generated, and how many equal those of the class's own
+    forward."""
     servable = open_checkpoint(directory, "transformers")
     loaded = Loaded(directory, servable.load(CPU, torch.float32, "none"))
     context = min(512, servable.spec.context_length)
@@ -167,7 +169,7 @@ def _child(kind: str, end: Connection) -> None:
 
 
 def examine(kind: str) -> Found:
-    """In a process of its own, which has DEADLINE_S."""
+    """Examine a class in a process of its own, within DEADLINE_S."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
     child = context.Process(target=_child, args=(kind, theirs), daemon=True)
@@ -187,7 +189,7 @@ def examine(kind: str) -> Found:
 
 
 def read() -> dict[str, Found]:
-    """What has been found so far, by model_type."""
+    """Return the results so far, by model_type."""
     if not FILE.exists():
         return {}
     lines = map(json.loads, FILE.read_text().splitlines())

@@ -1,11 +1,11 @@
-"""Layers of experts as a step on a CPU needs them: every form, beside transformers' own block.
+"""Compare all forms of expert layers in CPU steps with transformers' own block.
 
     python -m tools.bench.experts [--threads 2] [--rows 1 8 64 256] [--rounds 5]
 
-4 layers of 32 experts of which a token goes through 8 (hidden 1024, inner 384: 0.15 billion numbers
-in all), random, router included. transformers' block has the same numbers in bfloat16. All are
-timed in turn within every round, and the best of the rounds counts. `of transformers`: how many
-times as fast. Run it on an idle machine.
+The model has 4 layers of 32 experts, 8 of them per token (hidden 1024, inner 384: 0.15 billion
+parameters in all). Weights and router are random. transformers' block has the same weights in
+bfloat16. All forms take turns within every round, and the best round counts. `of transformers` is
+the speed relative to transformers. Run it on an idle machine.
 """
 
 import argparse
@@ -43,7 +43,7 @@ Net = Callable[[Tensor], object]
 
 
 def peers() -> list[Qwen3MoeSparseMoeBlock]:
-    """Of a whole model, which chooses how they are computed."""
+    """Return the blocks of a whole model, because the model selects their implementation."""
     config = Qwen3MoeConfig(
         vocab_size=32,
         hidden_size=HIDDEN,
@@ -62,12 +62,12 @@ def peers() -> list[Qwen3MoeSparseMoeBlock]:
 
 
 def ours(block: Qwen3MoeSparseMoeBlock, form: Form) -> Net:
-    """The same numbers in `form`."""
+    """Return our layer with the same weights in `form`."""
     stacks = zip(block.experts.gate_up_proj, block.experts.down_proj, strict=True)
     stored = (StoredExpert(Matrix(gate_up), Matrix(down)) for gate_up, down in stacks)
     experts = form.experts(stored, SPEC.count, SPEC.gate)
     net = ExpertsBlock(SPEC.routing, block.gate.weight.detach(), None, None, experts, None, None)
-    return partial(net.forward, step=cast(Step, None))  # of which experts take nothing
+    return partial(net.forward, step=cast(Step, None))  # expert layers do not use the step
 
 
 def measure(rows: Sequence[int], rounds: int) -> list[dict[str, object]]:

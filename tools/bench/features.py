@@ -1,15 +1,17 @@
-"""What each row feature costs a decode step: CPU of the engine thread, and of the device's part.
+"""Measure the cost of each row feature per decode step, on the engine thread and on the device.
 
     python -m tools.bench.features [--rows 64] [--vocabulary 151000] [--steps 40]
 
-Steps as the engine makes them, with overlap: a step is built while the token of the step before is
-under way; what must know that token is built once it is there. Then the device's part, from logits
-of noise to tokens, as one thread of this CPU computes it. Every row asks for the feature, or one of
-them; rows are greedy unless said otherwise. Thread CPU time, so that other programs hardly count;
-the median over the steps. Logits and vocabulary are those of no model, and there is no forward.
+Steps are built with overlap, as in the engine: a step is built while the previous step's token is
+computed. The parts that need that token are built once it is known. Then one thread of this CPU
+computes the device's part, from random logits to tokens.
 
-A stop expression is no part of a step: the router looks for it in each row's text. What LoRA
-adapters cost is in `tools.bench.adapters`, drafts in `tools.bench.speculation`.
+Either every row uses the feature, or only one row. Rows are greedy unless noted otherwise. The
+figures are medians over the steps of thread CPU time, so that other processes hardly count. Logits
+and vocabulary belong to no model, and there is no forward.
+
+A stop expression is not part of a step, because the router searches for it in each row's text.
+`tools.bench.adapters` measures LoRA adapters, and `tools.bench.speculation` measures drafts.
 """
 
 import argparse
@@ -42,8 +44,8 @@ from tools.bench.support import record
 ROWS, VOCABULARY, STEPS = 64, 151_000, 40
 WARM_UP = 3
 PROMPT = 256
-CLOSE = 4  # the token that would end a thought
-NUM_LOGITS = 4  # different ones, in turn: a step must not find all it reads in a cache
+CLOSE = 4  # the token that ends reasoning
+NUM_LOGITS = 4  # different logits in turn, so that a step does not find its input in a CPU cache
 FEATURES: Mapping[str, Mapping[str, Any]] = {
     "none": {},
     "temperature": {"temperature": 1.0},
@@ -61,7 +63,7 @@ FEATURES: Mapping[str, Mapping[str, Any]] = {
     "thinking budget": {"thinking_budget": 10_000, "thought": Thought(CLOSE)},
 }
 EXPRESSION = r"(END|STOP)[.!]? *\d{3}"
-TEXT = "a word, and number 27 "  # what each row's text grows by
+TEXT = "a word, and number 27 "  # text appended to each row
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,7 @@ class Costs:
 
 
 class Steps:
-    """Rows of a table, and steps over all of them. A row whose answer ends begins anew."""
+    """Rows of a table, and steps over all of them. A row restarts when its response ends."""
 
     def __init__(self, requests: Sequence[Request], num_words: int, num_steps: int) -> None:
         self._eos = num_words - 1
@@ -92,7 +94,7 @@ class Steps:
         self._number = 0
 
     def step(self, logits: torch.Tensor) -> tuple[float, float]:
-        """Seconds of the engine thread, and of the device.
+        """Run one step. Returns seconds of the engine thread and of the device.
 
         Args:
             logits: of every row; they are overwritten.
@@ -126,7 +128,8 @@ class Steps:
         )
 
     def _tell(self) -> list[int]:
-        """The step before has ended. Returns rows whose answers have, which begin anew."""
+        """Finish the previous step. Returns the rows whose responses have ended, which start
+        again."""
         (rows,) = (self._coming >= 0).nonzero()
         self._table.tokens[rows, self._table.known[rows]] = self._coming[rows]
         self._table.known[rows] += 1
@@ -157,7 +160,7 @@ def measure(requests: Sequence[Request], logits: Sequence[torch.Tensor], steps: 
 def requests_of(
     fields: Mapping[str, Any], asking: int, rows: int, words: int, compiler: Compilers
 ) -> list[Request]:
-    """The first `asking` of them have the feature."""
+    """Return requests, the first `asking` of which use the feature."""
     draw = np.random.default_rng(1)
     plain = {"max_tokens": 5000, "temperature": 0.0}
     made = []
@@ -183,7 +186,7 @@ def requests_of(
 
 
 def measure_stops(rows: int, steps: int) -> float:
-    """Microseconds of the router for a token of each of so many rows."""
+    """Return the router's microseconds for one token of each of `rows` rows."""
 
     rules = StopRules((), Automaton([EXPRESSION]))
 

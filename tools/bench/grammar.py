@@ -57,7 +57,7 @@ GUIDES = {
 
 
 def vocabulary(size: int) -> list[bytes]:
-    """The last of them ends answers."""
+    """Return the vocabulary. Its last token ends a response."""
     draw = random.Random(1)
     consonants, vowels = "bcdfghklmnprst", "aeiou"
     syllables = ["".join(each) for each in itertools.product(consonants, vowels, "bdlmnrst ")]

@@ -1,20 +1,19 @@
-"""What conversations with a hybrid find in the prefix cache, and when their first tokens come, by
-where states are kept; in simulated time.
+"""Simulate conversations with a hybrid model: prefix cache hits and TTFT, by placement of states.
 
     python -m tools.bench.hybrids [--talks 32] [--turns 6] [--pages 4000] [--chunk 2048]
 
-The engine's own scheduler, page pool and prefix cache; a model without weights, which finds out any
-wrong page or state, and whose time is a cost model's: 10 ms a forward and 1/12 ms a token of it, as
-of an 8B model on a recent GPU, about. Pages and states are Qwen3-Next's (64 tokens, 50 pages a
-state). Conversations begin with one of a few system prompts, come at random, and go on some time
-after each answer. The same ones are held by
+The simulation uses the engine's own scheduler, page pool and prefix cache. The model has no
+weights, and detects any wrong page or state. Its time is a cost model of about an 8B model on a
+recent GPU: 10 ms a forward and 1/12 ms a token. Pages and states are Qwen3-Next's (64 tokens, 50
+pages a state). Conversations begin with one of a few system prompts, start at random times, and
+continue some time after each response. The same conversations run with
 
     kept          states where the product keeps them (engine/scheduler/boundaries.py)
-    chunk ends    states at the ends of a prompt's forwards, where those are at a page's edge
-    no cache      nothing is kept
-    KV alone      as if all layers kept keys and values: what a hybrid could have at most
+    chunk ends    states at the ends of a prompt's forwards, if those are at a page's edge
+    no cache      no prefix cache
+    KV alone      as if all layers kept keys and values: the upper limit for a hybrid
 
-and are answered alike. A run is the same every time.
+and receive the same responses. A run is deterministic.
 """
 
 import argparse
@@ -35,7 +34,7 @@ _PAGE_SIZE, _STATE_PAGES = 64, 50
 _STEP_S, _TOKEN_S = 0.01, 1 / 12_000
 _OPENINGS, _OPENING = 6, (600, 3000)  # system prompts, and their tokens
 _SAYS, _ANSWER, _PAUSE_S = (20, 400), (20, 200), 8.0
-_APART_S = 0.7  # between two conversations that begin
+_APART_S = 0.7  # between the starts of two conversations
 
 
 def _at_chunk_ends(
@@ -62,7 +61,7 @@ _SYSTEMS = (
 
 @dataclass
 class _Talk:
-    """One conversation: what was said of it so far, and what will be."""
+    """One conversation: its text so far, and its future turns."""
 
     number: int
     tokens: list[int]
@@ -74,10 +73,10 @@ class _Talk:
 
 @dataclass
 class _Seen:
-    """From the second turn on, where not said otherwise."""
+    """Results of one system, from the second turn on unless noted otherwise."""
 
     first_tokens: list[float] = field(default_factory=list)
-    openings: list[float] = field(default_factory=list)  # first tokens of first turns
+    openings: list[float] = field(default_factory=list)  # TTFT of first turns
     cached: int = 0
     asked: int = 0
     computed: int = 0  # in all turns
@@ -107,7 +106,7 @@ def _talks(options: argparse.Namespace) -> list[tuple[float, _Talk]]:
 
 
 def hold(system: _System, options: argparse.Namespace) -> _Seen:
-    """All conversations, to their ends."""
+    """Run all conversations to their ends."""
     rig = Rig(
         num_pages=options.pages,
         page_size=_PAGE_SIZE,
@@ -123,7 +122,7 @@ def hold(system: _System, options: argparse.Namespace) -> _Seen:
     seen = _Seen()
     coming = [(at, talk.number, talk) for at, talk in _talks(options)]
     heapq.heapify(coming)
-    under_way: dict[int, tuple[float, _Talk]] = {}  # by key: since when
+    under_way: dict[int, tuple[float, _Talk]] = {}  # start times by key
     begun: set[int] = set()  # keys with a first token
     now = 0.0
     while coming or under_way:

@@ -1,14 +1,17 @@
-"""What prompts that a decode node prefills itself do to the answers that run there.
+"""Measure the effect of local prefills at a decode node on its running responses.
 
     python -m tools.bench.local_prefill [--prompts 30] [--tokens 900] [--running 4]
-                                  [--chunks 2048,256,64]
+    [--chunks 2048,256,64]
 
-Some answers run; then many prompts come at once. Of the answers, the time between two tokens until
-the last prompt has its first; of the prompts, the time until that. Three ways to share the steps:
-prefill first, then decode; a quota, which gives every other forward to those who decode; mixed, in
-which they ride in the forwards of the prompts' chunks. One engine on a CPU, in this process, with a
-model as large as the demo model. Time is the CPU time of this process, so that other programs on
-the machine hardly count; all ways are measured in one run, in turns, and compared within it.
+Some responses run when many prompts arrive at once. For the responses, the bench measures the time
+between tokens until the last prompt has its first token. For the prompts, it measures the time
+until that token. There are three ways to share the steps: prefill first, then decode; a quota,
+which gives every other forward to decoding requests; mixed, where decoding requests are part of the
+prompts' forwards.
+
+One engine runs in this process on a CPU, with a model as large as the demo model. Time is the CPU
+time of this process, so that other processes on the machine hardly count. All ways are measured in
+one run, in turns, and compared within it.
 """
 
 import argparse
@@ -36,13 +39,13 @@ from tools.bench.support import record
 from tools.bench.support.models import TINY
 
 PAGE_SIZE = 16
-RUNNING_TOKENS = 64  # prompts of the answers that run
-ANSWER_TOKENS = 8  # of the prompts that come
+RUNNING_TOKENS = 64  # prompt tokens of the running responses
+ANSWER_TOKENS = 8  # output tokens of the arriving prompts
 WAYS = ("prefill first", "quota", "mixed")
 
 
 class _WithQuota(NextRows):
-    """After a forward with prompts comes one without, if anybody decodes."""
+    """A scheduler that follows each forward with prompts by one without, if a request decodes."""
 
     _prefilled = False
 
@@ -57,11 +60,11 @@ class _WithQuota(NextRows):
 
 @dataclass(eq=False)
 class _Role:
-    """Notes when each request gets a token."""
+    """A role that records when each request gets a token."""
 
     scheduler: Scheduler
     told: dict[int, list[float]] = field(default_factory=dict)  # by request
-    last_first: float = 0.0  # when the last of them got its first one
+    last_first: float = 0.0  # when the last request got its first token
 
     def poll(self) -> None:
         pass
@@ -77,11 +80,12 @@ class _Role:
             self.told[request].append(now)
 
     def all_told(self, requests: Sequence[Request], *, after: float) -> bool:
-        """Has each of them got a token after that moment?"""
+        """Return whether each request has got a token after that moment."""
         return all(self.told[request.key][-1] > after for request in requests)
 
     def gaps(self, request: Request, *, since: float) -> list[float]:
-        """Between its tokens, from the one before `since` until the first after all have one."""
+        """Return the gaps between its tokens, from the one before `since` until the first after all
+        have one."""
         times = np.array(self.told[request.key])
         first, last = np.searchsorted(times, [since, self.last_first])
         gaps: list[float] = np.diff(times[first - 1 : last + 1]).tolist()
@@ -98,7 +102,7 @@ class Plan:
     running: int
 
     def requests(self) -> Iterator[Request]:
-        """Those that run, then those that come; numbered from 0."""
+        """Yield the running requests, then the arriving ones, numbered from 0."""
         rng = np.random.default_rng(0)
         lengths = [RUNNING_TOKENS] * self.running + [self.tokens] * self.prompts
         for number, length in enumerate(lengths):
@@ -153,7 +157,7 @@ def _scheduler(engine: Engine, plan: Plan, way: str, chunk_tokens: int) -> Sched
 
 
 def measure(engine: Engine, plan: Plan, way: str, chunk_tokens: int) -> dict[str, Any]:
-    """One crowd of prompts; milliseconds."""
+    """Measure one burst of prompts, in milliseconds."""
     scheduler = _scheduler(engine, plan, way, chunk_tokens)
     role = _Role(scheduler)
     loop = EventLoop(role, engine.runner)
@@ -194,7 +198,7 @@ def measure(engine: Engine, plan: Plan, way: str, chunk_tokens: int) -> dict[str
 def _end(
     scheduler: Scheduler, loop: EventLoop, in_flight: Launched | None, requests: list[Request]
 ) -> None:
-    """Leaves the engine's pages and slots free for the next crowd."""
+    """Free the engine's pages and slots for the next burst."""
     for request in requests:
         scheduler.abort(request, Finish(FinishReason.ABORT))
     while in_flight is not None:
@@ -203,7 +207,7 @@ def _end(
 
 
 def _median(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of several rounds of one way: each figure's median."""
+    """Return the median of each figure over several rounds of one way."""
     numbers = {name: float(np.median([row[name] for row in rows])) for name in list(rows[0])[1:]}
     return {"way": rows[0]["way"], **numbers}
 

@@ -1,15 +1,14 @@
-"""What clients see of their answers' moves from one decode node to another.
+"""Measure the pause that clients see when responses migrate between decode nodes.
 
     python -m tools.bench.migration [--rounds 12] [--answers 4] [--prompt 512]
 
-A router, a prefill node and two decode nodes, with a tiny model on this machine's cores. Long
-answers run; the decode node that has them is drained, they go on at the other one, it is started
-again, and so on, to and fro. An answer's pause is its longest gap between two messages after the
-call to drain. Beside it, in the same run: the gap of its undisturbed tokens (a step), and a round
-trip of gRPC to a node.
+A router, a prefill node and two decode nodes run a tiny model on this machine's cores. While long
+responses run, their decode node is drained. They continue at the other node, the drained one is
+restarted, and the direction reverses. The pause of a response is its longest gap between two
+messages after the call to drain. The same run also measures the gap of its undisturbed tokens (a
+step), and a gRPC round trip to a node.
 
-The goal: p50 of the pause is at most 1.5 round trips, a step and 5 ms. Nothing may be computed
-again.
+Goal: the p50 of the pause is at most 1.5 round trips, a step and 5 ms. No token may be recomputed.
 """
 
 import argparse
@@ -29,19 +28,19 @@ from tools.bench.support import record
 
 _GOAL_MORE_S = 0.005
 _GOAL_ROUND_TRIPS = 1.5
-_STEP_S = 0.01  # that a forward takes longer, as of a larger model: answers outlast two starts
-_CALM_S = 1.0  # of an undisturbed answer, before each drain
+_STEP_S = 0.01  # added to each forward, as for a larger model, so that responses outlast two starts
+_CALM_S = 1.0  # of undisturbed responses, before each drain
 _NUM_ROUND_TRIPS = 200
 
 
 @dataclass(slots=True)
 class _Answer:
-    """One answer as its client sees it."""
+    """One response as its client sees it."""
 
     moments: list[float] = field(default_factory=list)
 
     def gaps(self, begin: float, end: float) -> list[float]:
-        """Between messages of which the second came in that time."""
+        """Return the gaps between messages of which the second arrived in that time."""
         pairs = zip(self.moments, self.moments[1:], strict=False)
         return [after - before for before, after in pairs if begin <= after < end]
 
@@ -92,9 +91,9 @@ async def _one_round(
     pauses: list[float],
     steps: list[float],
 ) -> None:
-    """All of them at `source`, then at the other node."""
+    """Start all responses at `source`, then migrate them to the other node."""
     (target,) = [node for node in cluster.decode if node is not source]
-    # Whoever is not there when they begin cannot get any of them.
+    # A node that is not there when they begin cannot get any of them.
     await cluster.drain(target)
     draw = Random(len(pauses))
     prompts = [[draw.randrange(256) for _ in range(num_prompt)] for _ in answers]
@@ -106,7 +105,7 @@ async def _one_round(
     await cluster.start_again(target)
     await cluster.wait_until(lambda: _usable(cluster, 2), "both decode nodes are usable")
     begin = time.monotonic()
-    await asyncio.sleep(_CALM_S)  # is measured
+    await asyncio.sleep(_CALM_S)  # the measured undisturbed phase
     drained = time.monotonic()
     for answer in answers:
         steps += answer.gaps(begin, drained)
@@ -131,7 +130,7 @@ async def _ask(cluster: Cluster, prompt: list[int], answer: _Answer, over: async
 
 
 async def _usable(cluster: Cluster, number: int) -> bool:
-    """Whether so many decode nodes are ready and paired."""
+    """Return whether `number` decode nodes are ready and paired."""
     nodes = [node for node in (await cluster.describe()).nodes if node.role == "decode"]
     return sum(node.state == "ready" and bool(node.links) for node in nodes) == number
 

@@ -57,7 +57,7 @@ _COLUMNS = {
     "native: prompt x": "{native_prompt}",
     "x": "{native_answer}",
 }
-Round = Callable[[], tuple[float, float]]  # seconds of the prompt, and of the answer
+Round = Callable[[], tuple[float, float]]  # seconds of the prompt, and of the response
 
 
 def ours(directory: Path, backend: ModelBackend, quantize: Quantize) -> Round:
@@ -115,7 +115,7 @@ def main() -> None:
 
 
 def rows_of(family: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each way."""
+    """Return a row for each way."""
     sizes = sizes_of(family, small=options.small)
     if options.layers:
         sizes["num_hidden_layers"] = options.layers
@@ -142,7 +142,7 @@ def rows_of(family: str, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def measured(ways: Mapping[str, Round], rounds: int) -> dict[str, tuple[float, float]]:
-    """Tokens/s of prompt and of answer, after a round that nobody counts."""
+    """Return tokens/s of prompt and of response, after a warm-up round."""
     seen: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     for counted in range(-1, rounds):
         for name, measure in ways.items():

@@ -1,15 +1,17 @@
-"""Five times what a system can do: who is answered, how soon, and how soon the others are refused.
+"""Overload a system fivefold: goodput, latency, and the delay of refusals.
 
     python -m tools.bench.overload                       two to three minutes
     python -m tools.bench.overload --router-flags='--queue-share=1'
 
-One system of real processes (router, prefill node, decode node; or --mode colocated) and clients
-that never wait for it. In one run, since the machine may have other work: its capacity (closed
-loops of clients with all the time in the world, twice as many each time until that answers no
-more), the same rate as Poisson arrivals, `--times` as many, and then at once half of it. These
-clients have budgets of three classes; an answer counts if it is whole within its budget.
-Goals: at 5 x capacity at least 85 % of it is answered in time; p99 of TTFT at most twice that at
-capacity; who is refused hears so within 50 ms; 2 s afterwards all is as before.
+One system of real processes (router, prefill node, decode node; or --mode colocated) receives load
+from clients that never wait for it. Because the machine may have other work, one run measures
+everything. First comes its capacity: closed loops of clients without deadlines, doubled until
+throughput no longer grows. Then come Poisson arrivals at that rate, at `--times` that rate, and at
+once at half of it. Those clients have budgets of three classes, and a response counts if it is
+complete within its budget.
+
+Goals: at 5 x capacity at least 85 % of it is completed in time. The p99 of TTFT is at most twice
+that at capacity. Refusals arrive within 50 ms. 2 s afterwards all figures are normal again.
 """
 
 import argparse
@@ -41,7 +43,7 @@ from tests.support.checkpoints import make_checkpoint
 from tools.bench.support.record import emit, percentiles, say, table
 from tools.bench.support.systems import System, cpu_seconds_of, serving
 
-MODEL: dict[str, Any] = {  # slow enough for clients and router to have a core left beside it
+MODEL: dict[str, Any] = {  # slow enough to leave the clients and the router a free core
     "hidden_size": 192,
     "intermediate_size": 576,
     "num_hidden_layers": 6,
@@ -54,11 +56,11 @@ CLASSES = {"short": 6.0, "usual": 12.0, "long": 24.0}  # budgets in seconds
 PATIENT = "patient"
 BUDGETS_S = {**CLASSES, PATIENT: 600.0}
 SHARES = ("usual", "short", "usual", "long")  # of arrivals, in turn
-RAMP_S = 3.0  # of each load, in which no answers are counted: the first ones are under way
-PROMPT_S = 0.05  # within which a refusal must be told
+RAMP_S = 3.0  # start of each load, in which responses are not counted
+PROMPT_S = 0.05  # time limit of a refusal
 REFUSED = "RESOURCE_EXHAUSTED"
-MORE = 1.05  # times as many answers; else there is no use in more callers
-ROUNDS = 4  # at most, of the search for capacity
+MORE = 1.05  # factor of throughput that justifies more callers
+ROUNDS = 4  # maximum rounds of the search for capacity
 GOALS = {"goodput": 0.85, "ttft": 2.0, "refusals": PROMPT_S, "normal": 2.0}
 COLUMNS = {
     "load": "{load}",
@@ -76,7 +78,7 @@ COLUMNS = {
 
 
 class Caller:
-    """Asks a router over gRPC, each class with its budget. What goes wrong is an outcome."""
+    """A gRPC client of a router with one budget per class. Failures are outcomes."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub: Any = RouterStub(channel)  # type: ignore[no-untyped-call]
@@ -155,8 +157,10 @@ def _options() -> argparse.Namespace:
 async def _measure(
     system: System, options: argparse.Namespace
 ) -> tuple[list[dict[str, Any]], float]:
-    """A row of each load, and of each class of the overload; and how long after the overload the
-    last request came that was not answered as usual."""
+    """Return a row of each load and of each class of the overload, and the recovery time.
+
+    The recovery time is that of the last request after the overload that was not served normally.
+    """
     seconds, seed = options.seconds, options.seed
     async with make_channel(system.target) as channel:
         caller = Caller(channel)
@@ -188,13 +192,15 @@ async def _measure(
 
 def _jobs(options: argparse.Namespace, groups: Sequence[str]) -> Iterator[Job]:
     prompt, output = Lengths.fixed(options.prompt_tokens), Lengths.fixed(options.output_tokens)
-    jobs = Workload(prompt, output).jobs(options.seed + len(groups))  # none in two loads
+    jobs = Workload(prompt, output).jobs(options.seed + len(groups))  # distinct by load
     return (dataclasses.replace(job, group=group) for job, group in zip(jobs, cycle(groups)))
 
 
 def _arrivals(rate: float, seed: int, begin_s: float, seconds: float) -> Iterator[float]:
-    """Poisson's, given their number: capacity is capacity then, where 20 s of chance are within a
-    tenth of it."""
+    """Yield Poisson arrivals with a fixed number.
+
+    Otherwise chance would change the rate by a tenth in 20 s.
+    """
     due = np.random.default_rng(seed).uniform(begin_s, begin_s + seconds, round(rate * seconds))
     return iter(sorted(due.tolist()))
 
@@ -202,13 +208,16 @@ def _arrivals(rate: float, seed: int, begin_s: float, seconds: float) -> Iterato
 async def _capacity(
     caller: Caller, jobs: Iterator[Job], callers: int, seconds: float, pids: Sequence[int]
 ) -> dict[str, Any]:
-    """The row of the closed loop that answered most. Of each loop the answers of so many seconds
-    count, after half as many: the first ones come late, and all at once."""
+    """Return the row of the closed loop with the most responses.
+
+    The responses of `seconds` seconds count, after half as many of warm-up: the first responses are
+    late, and all at once.
+    """
     best: dict[str, Any] = {}
     for _ in range(ROUNDS):
         load = Load(caller.ask)
         cores = asyncio.create_task(_cores(pids, 1.5 * seconds))
-        with contextlib.suppress(TimeoutError):  # nobody waits for the last answers
+        with contextlib.suppress(TimeoutError):  # the last responses are not awaited
             async with load.measuring(), asyncio.timeout(1.5 * seconds):
                 await load.closed_loop(jobs, concurrency=callers)
         outcomes = load.run.outcomes
@@ -234,8 +243,8 @@ def _row(
     end_s: float,
     node_cores: float,
 ) -> dict[str, Any]:
-    """Of the requests that were due from `begin_s` to `end_s`, and the answers that were whole
-    then, but for the ramp."""
+    """Return the row of the requests due from `begin_s` to `end_s`, and of the responses complete
+    then, without the ramp."""
     counted_s = begin_s + min(RAMP_S, (end_s - begin_s) / 2)
     due = [outcome for outcome in outcomes if begin_s <= outcome.due < end_s]
     good = [o for o in outcomes if not o.error and o.e2e <= BUDGETS_S[o.group]]
@@ -257,7 +266,8 @@ def _row(
 
 
 async def _cores(pids: Sequence[int], seconds: float) -> float:
-    """How many the nodes have had in the next seconds: other work leaves them fewer."""
+    """Return the cores that the nodes used in the next seconds. Other work on the machine reduces
+    them."""
     before = sum(map(cpu_seconds_of, pids))
     await asyncio.sleep(seconds)
     return (sum(map(cpu_seconds_of, pids)) - before) / seconds
@@ -270,12 +280,12 @@ async def _cores_then(
 
 
 def _waited_s(system: System) -> float:
-    """How long the router's event loop has been ready to run and had no core."""
+    """Return the seconds for which the router's event loop was ready to run without a core."""
     return int(Path(f"/proc/{system.router_pid}/schedstat").read_text().split()[1]) / 1e9
 
 
 async def _refused_by_nodes(system: System) -> dict[str, int]:
-    """late: on arrival; dropped: from a queue."""
+    """Return refusals by reason. late: on arrival; dropped: from a queue."""
     nodes = await system.nodes()
     return {
         reason: sum(node.counters.get(f"refused/{reason}", 0) for node in nodes)

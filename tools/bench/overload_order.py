@@ -1,17 +1,17 @@
-"""Whom an overloaded node begins with, and whom it lets in: four ways, in simulated time.
+"""Simulate four queue orders and admission rules of an overloaded node.
 
     python -m tools.bench.overload_order [--times 5]
 
-One node that computes one prompt after the other, 20 a second; Poisson arrivals of `--times` as
-many, prompts of 256 to 1,024 tokens, budgets as in tools/bench/overload.py, of which `--share` may
-be waited. Who comes is let in or refused by the product's own test,
-`common.queueing.waiting_line`; who is not begun in time is dropped. Nothing waits: a run is the
-same every time.
+One node computes one prompt after the other, 20 a second. It gets `--times` as many Poisson
+arrivals, with prompts of 256 to 1,024 tokens and the budgets of tools/bench/overload.py. Requests
+may spend `--share` of their budget in the queue. The product's own test,
+`common.queueing.waiting_line`, admits or refuses a request. Requests that are not started in time
+are dropped. A run is simulated and deterministic.
 
-newest   whoever came last goes first; all are let in behind whom nothing else is
-fcfs     as they came; let in is who can be begun in time behind all others
-slack    who must be begun soonest goes first; let in is who makes nobody late
-pressed  the same, and while others are refused nobody may wait longer than they might have
+    newest   last in, first out; every request is admitted
+    fcfs     first in, first out; admits requests that can start in time behind all others
+    slack    earliest deadline first; admits requests that make no other one late
+    pressed  as slack; during refusals, the queueing time is limited to the refused requests' own
 """
 
 import argparse
@@ -52,7 +52,7 @@ class Prompt:
 
 @dataclass(slots=True)
 class Counts:
-    """answered: prompts that were begun in time, by class; ttft: theirs."""
+    """Counts of one run. answered: prompts that were started in time, by class; ttft: of those."""
 
     came: Counter[str] = field(default_factory=Counter)
     answered: Counter[str] = field(default_factory=Counter)
@@ -62,7 +62,7 @@ class Counts:
     ttft: list[float] = field(default_factory=list)
 
 
-# Of those that wait: who goes first; and how a newcomer stands among them.
+# The order of waiting requests, and the position of a new one among them.
 ORDERS: dict[str, Callable[[Prompt], float]] = {
     "newest": lambda prompt: -prompt.at,
     "fcfs": lambda prompt: prompt.at,

@@ -1,16 +1,17 @@
-"""What a planner gains where a load turns: from long prompts and short answers to the reverse.
+"""Measure the gain of a planner when a load changes from long prompts to long responses.
 
     python -m tools.bench.planner [--seconds 50] [--step-ms 20] [--rates 14,9.5]
 
-One system of four nodes; nodes take other roles between the measurements. Each split of them into
-prefill and decode nodes gets the same arrivals, first those of the one kind, then those of the
-other, and so does a system with a planner, which begins with two of each. An answer counts if it is
-whole within its budget: --first-s, and two steps for each of its tokens. Whoever asks waits no
-longer than that.
+One system of four nodes is used, whose nodes change roles between the measurements. The first load
+has long prompts and short responses, the second one the reverse. Each split into prefill and decode
+nodes gets the same arrivals, first those of the one kind, then those of the other. A system with a
+planner, which starts with two nodes of each role, gets them too. A response counts if it is
+complete within its budget: --first-s, and two steps for each of its tokens. Clients wait no longer
+than that.
 
-Every forward takes --step-ms longer, in which nothing is computed, so that four nodes have the room
-of four machines on two cores: a prefill node computes --chunk tokens in a step, a decode node one
-of each of --running answers.
+Every forward takes --step-ms longer without computing, so that four nodes on two cores have the
+capacity of four machines. A prefill node computes --chunk tokens in a step. A decode node computes
+one token of each of --running responses.
 """
 
 import argparse
@@ -44,7 +45,7 @@ STEPS_PER_TOKEN = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Requests that are alike."""
+    """A kind of request."""
 
     name: str
     prompt: int  # tokens
@@ -59,14 +60,14 @@ class Counted:
 
 
 def arrivals(kind: Kind, seconds: float, seed: int) -> Iterator[tuple[float, list[int]]]:
-    """When, and what is asked: the same for everybody who has the same seed."""
+    """Yield the time and prompt of each arrival, determined by the seed."""
     draw, at = Random(seed), 0.0
     while (at := at + draw.expovariate(kind.per_s)) < seconds:
         yield at, [draw.randrange(2, 250) for _ in range(kind.prompt)]
 
 
 async def load(cluster: Cluster, kind: Kind, options: argparse.Namespace) -> Counted:
-    """Sends what arrives of a kind, whether or not it is answered."""
+    """Send the arrivals of a kind, regardless of the responses."""
     counted, began = Counted(), time.perf_counter()
     budget_s = options.first_s + STEPS_PER_TOKEN * options.step_ms / 1e3 * kind.answer
 
@@ -92,7 +93,7 @@ async def load(cluster: Cluster, kind: Kind, options: argparse.Namespace) -> Cou
 
 @contextlib.asynccontextmanager
 async def planned(cluster: Cluster, options: argparse.Namespace) -> AsyncIterator[list[str]]:
-    """A planner acts while inside; gives what it has decided."""
+    """Run an active planner in the context. Yields the list of its decisions."""
     rules = Rules(
         limits=Limits(queued_s=options.first_s / 2, running=options.running),
         sustained_s=3.0,
@@ -126,7 +127,7 @@ async def planned(cluster: Cluster, options: argparse.Namespace) -> AsyncIterato
 
 
 async def split(cluster: Cluster, num_prefill: int) -> None:
-    """Has that many nodes prefill, and all others decode."""
+    """Give `num_prefill` nodes the prefill role, and all others the decode role."""
     while len(cluster.prefill) != num_prefill:
         grows = len(cluster.prefill) < num_prefill
         node = (cluster.decode if grows else cluster.prefill)[-1]
@@ -149,7 +150,7 @@ async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         how: dict[str, Any] = {"num_prefill": 2, "num_decode": 2, "node_flags": flags}
         environment = slowed(options.step_ms / 1e3)
         async with Cluster(model, Path(directory), environment=environment, **how) as cluster:
-            for kind in kinds:  # nodes learn what a token takes
+            for kind in kinds:  # nodes measure the time of a token
                 short = argparse.Namespace(**{**vars(options), "seconds": 5.0})
                 await load(cluster, kind, short)
             for num_prefill in SPLITS:
@@ -160,7 +161,7 @@ async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             async with planned(cluster, options) as made:
                 told = [await load(cluster, kind, options) for kind in kinds]
             rows.append(_row("planner", told, options, changes="; ".join(made)))
-            # The cluster is to know all that have changed before it looks whether they have paired.
+            # The cluster must know all changed nodes before it checks whether they have paired.
             nodes = [(node, (await node.describe()).role) for node in cluster.nodes]
             cluster.prefill = [node for node, role in nodes if role == "prefill"]
             cluster.decode = [node for node, role in nodes if role == "decode"]

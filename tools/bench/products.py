@@ -1,11 +1,11 @@
-"""The matrices of a model once each, as a step needs them: every form, beside the memory's rate.
+"""Compare all forms of a model's matrix products in CPU steps with the memory's read rate.
 
     python -m tools.bench.products [--threads 2] [--rows 1 8 16 64 256] [--rounds 5]
 
-28 layers of a Qwen3 with 0.44 billion numbers in them (hidden 1024, intermediate 3072), random.
-Forms are timed in turn within every round, and so is a plain read of a GiB; the best of the rounds
-counts. `of read` is the rate at which weights went by, as a share of that read's: the bound where
-rows are few. Run it on an idle machine.
+The weights are 28 random layers of a Qwen3 with 0.44 billion parameters (hidden 1024, intermediate
+3072). Forms take turns within every round, and so does a plain read of a GiB. The best round
+counts. `of read` is the rate of weight bytes as a share of that read's rate, which is the limit for
+few rows. Run it on an idle machine.
 """
 
 import argparse
@@ -39,7 +39,7 @@ COLUMNS = {
 
 
 def forms() -> dict[str, Form]:
-    """Those that this machine has."""
+    """Return the forms that this machine supports."""
     cpu, bfloat16 = torch.device("cpu"), torch.bfloat16
     made: dict[str, Form] = {"plain bfloat16": DenseForm(cpu, bfloat16)}
     if onednn.packs_bfloat16():

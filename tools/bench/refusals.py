@@ -1,14 +1,15 @@
-"""What inputs that are refused cost a router: how long it answers nobody else, memory, CPU.
+"""Measure the cost of rejected inputs for a router: blocked time of its event loop, memory, CPU.
 
     python -m tools.bench.refusals [--context 131072] [--only NAME]
 
-One router without nodes, a vocabulary of 16,000 tokens made of this repository's own sources. Each
-input is sent once, alone, while somebody asks for /health again and again: the longest wait for
-that is how long the event loop was held up, on an otherwise idle machine. The CPU of the loop's
-thread, receiving the input included, is as much at most, whatever else the machine does. Memory is
-the growth of the process's peak. The last row is no refusal: 1,400 characters behind eight texts of
-a million.
-Goals: nobody waits longer than 100 ms; no more memory than a few times what was sent.
+One router without nodes has a vocabulary of 16,000 tokens made of this repository's own sources.
+Each input is sent once, alone, while a client polls /health continuously. The longest wait of a
+poll is the time for which the event loop was blocked, on an otherwise idle machine. The CPU time of
+the loop's thread, including the receipt of the input, is an upper bound on any machine. Memory is
+the growth of the process's peak. The last row is not a rejection: 1,400 characters behind eight
+texts of a million.
+
+Goals: no poll waits longer than 100 ms, and memory grows by no more than a few times the input.
 """
 
 import argparse
@@ -37,7 +38,7 @@ HOST = "127.0.0.1"
 READY_S = 60.0
 ANSWER_S = 120.0
 PING_EVERY_S = 0.005
-AFTERWARDS_S = 0.2  # what an input has cost is freed when its answer is out
+AFTERWARDS_S = 0.2  # the memory of an input is freed once its response is sent
 MOST = (12 << 20) - 1024  # bytes of an input
 VOCABULARY = 16_000
 COLUMNS = {
@@ -63,7 +64,7 @@ class Router:
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def loop_ms(self) -> float:
-        """CPU of the thread that has the event loop."""
+        """Return the CPU milliseconds of the event loop's thread."""
         ran_ns = Path(f"/proc/{self.pid}/task/{self.pid}/schedstat").read_text().split()[0]
         return int(ran_ns) / 1e6
 
@@ -71,14 +72,14 @@ class Router:
         Path(f"/proc/{self.pid}/clear_refs").write_text("5")
 
     def memory_mib(self, name: str) -> float:
-        """`name`: "VmRSS" or "VmHWM", its peak."""
+        """Return a memory figure in MiB. `name`: "VmRSS" or "VmHWM", its peak."""
         lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
         return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(name))
 
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """One message; `path` is that of an HTTP endpoint or of a gRPC method."""
+    """One message. `path` is that of an HTTP endpoint or of a gRPC method."""
 
     path: str
     make: Callable[[], bytes]
@@ -97,13 +98,14 @@ class Row:
 
 
 def _json(before: str, item: str, after: str) -> Callable[[], bytes]:
-    """So many items between `before` and `after` that the body is as long as it may be."""
+    """Return a maker of the longest allowed body, with repeated items between `before` and
+    `after`."""
     num = (MOST - len(before) - len(after)) // (len(item.encode()) + 1)
     return lambda: (before + ",".join([item] * num) + after).encode()
 
 
 def _fields(field: int, item: bytes) -> Callable[[], bytes]:
-    """A gRPC message with one field that holds `item` again and again."""
+    """Return a maker of a gRPC message with one field that holds `item` repeatedly."""
     num = (MOST - 16) // len(item)
     return lambda: bytes([field << 3 | 2]) + _varint(num * len(item)) + item * num
 
@@ -190,7 +192,7 @@ async def _measure(router: Router, only: str) -> list[Row]:
 
 async def _row(router: Router, name: str, num_bytes: int, ask: Awaitable[str]) -> Row:
     async with _pinging(router) as waits:
-        await asyncio.sleep(0.5)  # what the input before has left is given back
+        await asyncio.sleep(0.5)  # lets the router release the memory of the previous input
         router.forget_peak()
         memory_mib, cpu_s = router.memory_mib("VmRSS"), router.cpu_s()
         loop_ms = router.loop_ms()
@@ -212,7 +214,7 @@ async def _row(router: Router, name: str, num_bytes: int, ask: Awaitable[str]) -
 
 
 async def _behind_eight(router: Router) -> str:
-    """How long 1,400 characters wait behind eight million."""
+    """Return the wait of 1,400 characters behind eight million."""
     long = TokenizeRequest(text=_long(WORDS, 1_000_000)).SerializeToString()
     short = TokenizeRequest(text=_long(WORDS, 1_400)).SerializeToString()
     tasks = [asyncio.create_task(_answer(router, TOKENIZE, long)) for _ in range(8)]
@@ -265,7 +267,7 @@ async def _called(router: Router, path: str, data: bytes) -> str:
 
 @asynccontextmanager
 async def _pinging(router: Router) -> AsyncIterator[list[float]]:
-    """Gives how long each answer took, s."""
+    """Yield a list that receives the seconds of each response."""
     waits: list[float] = []
     over = asyncio.Event()
     reader, writer = await asyncio.open_connection(HOST, router.http_port)
@@ -282,7 +284,7 @@ async def _pinging(router: Router) -> AsyncIterator[list[float]]:
     yield waits
     await asyncio.sleep(AFTERWARDS_S)
     over.set()
-    await pinging  # to the answer of the last one
+    await pinging  # until the last response
     writer.close()
 
 

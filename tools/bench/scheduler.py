@@ -52,7 +52,7 @@ CONTEXTS = {
 
 @dataclass(frozen=True, eq=False)
 class _NullLaunched:
-    """A forward that was done at once and always says the same token."""
+    """A launched forward that completes at once and always returns the same token."""
 
     batch: ScheduleBatch
 
@@ -65,7 +65,7 @@ class _NullLaunched:
 
 @dataclass(eq=False)
 class _NullRunner:
-    """Builds the forward's tensors, and throws them away."""
+    """A runner that builds the forward's tensors and discards them."""
 
     builder: BatchBuilder
     features: RowFeatures
@@ -81,7 +81,7 @@ class _NullRunner:
 
 @dataclass(eq=False)
 class _BenchRole:
-    """A role with nothing but a scheduler."""
+    """A role with only a scheduler."""
 
     scheduler: Scheduler
     told: int = 0
@@ -103,14 +103,14 @@ class _BenchRole:
 
 
 def measure(batch_size: int, steps: int, *, greedy: bool) -> dict[str, Any]:
-    """Microseconds of thread CPU time per decode step of `batch_size` requests."""
+    """Return microseconds of thread CPU time per decode step of `batch_size` requests."""
     length = PROMPT_TOKENS + steps + WARM_UP + 10
     num_pages = batch_size * (-(-length // PAGE_SIZE) + 1)
     pages = PageAllocator(num_pages)
     table = RequestTable(batch_size, length, PAGE_SIZE)
     cache = RadixCache(PAGE_SIZE, pages)
     scheduler = Scheduler(
-        SchedulerConfig(  # nobody decodes before all prompts are computed
+        SchedulerConfig(  # decoding starts after all prompts are computed
             max_running=batch_size, max_waiting=batch_size, chunk_tokens=-1, mixed_chunk=False
         ),
         eos_token_ids=(EOS,),
@@ -125,7 +125,7 @@ def measure(batch_size: int, steps: int, *, greedy: bool) -> dict[str, Any]:
     role, runner = _BenchRole(scheduler), _NullRunner(BatchBuilder(table), features)
     rng = np.random.default_rng(0)
     for key in range(batch_size):
-        # Different lengths, so that as many requests as usual need a page in any one step.
+        # Different lengths, so that the usual number of requests needs a page in each step.
         num_tokens = PROMPT_TOKENS - key % PAGE_SIZE
         role.inbox.append(
             Request.of(
@@ -173,7 +173,8 @@ def measure(batch_size: int, steps: int, *, greedy: bool) -> dict[str, Any]:
 
 
 def measure_tensors(name: str, steps: int) -> dict[str, Any]:
-    """Microseconds of thread CPU time for the tensors of a decode step over these contexts."""
+    """Return microseconds of thread CPU time for the tensors of a decode step over these
+    contexts."""
     ends = np.array(CONTEXTS[name], np.int32)
     table = RequestTable(len(ends), int(ends.max()), PAGE_SIZE)
     pages = np.arange(table.page_table.size, dtype=np.int32)

@@ -1,12 +1,13 @@
-"""Load on a whole system: TTFT, ITL and throughput, beside transformers' continuous batching.
+"""Measure TTFT, ITL and throughput of whole systems beside transformers' continuous batching.
 
     python -m tools.bench.serve                     both systems and the peer, about two minutes
     python -m tools.bench.serve --target HOST:PORT  a router that runs already, and no peer
 
-In one run, one after the other: a disaggregated system (router, prefill node, decode node), a
-colocated one (router, decode node) and transformers' continuous batching, all with the same random
-weights and the same prompts. Greedy answers must be the same everywhere, or no speed is reported.
-Goal: at 16 streams on a CPU at least 5 x the tokens/s of transformers, which does without any RPC.
+One run measures, one after the other, a disaggregated system (router, prefill node, decode node), a
+colocated one (router, decode node), and transformers' continuous batching. All have the same random
+weights and the same prompts. Speed is reported only if the greedy responses are the same
+everywhere. Goal: at 16 streams on a CPU at least 5 x the tokens/s of transformers, which has no RPC
+overhead.
 """
 
 import argparse
@@ -110,7 +111,8 @@ def _options() -> argparse.Namespace:
 
 
 def _jobs(count: int, vocabulary: int, options: argparse.Namespace, series: int) -> list[Job]:
-    """The same prompts for every system; none in two series, so that no prefix cache helps."""
+    """Return the jobs, the same for every system. Two series share no prompt, so prefix caches have
+    no effect."""
     return make_jobs(
         count,
         prompt_tokens=options.prompt_tokens,
@@ -132,7 +134,7 @@ def _warm_up(vocabulary: int, options: argparse.Namespace) -> list[Job]:
 async def _measure(
     system: System, options: argparse.Namespace
 ) -> tuple[list[dict[str, Any]], Tokens]:
-    """Rows of all loads, and the tokens of the closed loop with most streams."""
+    """Return the rows of all loads, and the tokens of the closed loop with most streams."""
     vocabulary = await system.vocabulary()
     rows: list[dict[str, Any]] = []
     tokens: Tokens = []
@@ -154,7 +156,7 @@ async def _measure(
 async def _timed(
     system: System, load: Awaitable[list[Answer]]
 ) -> tuple[dict[str, Any], list[Answer]]:
-    """Runs one load; its summary with the CPU that each process took, in shares of a core."""
+    """Run one load. Returns its summary with the CPU of each process, in shares of a core."""
     before = await system.cpu_seconds()
     started, cpu = time.perf_counter(), time.process_time()
     answers = await load
@@ -169,8 +171,10 @@ async def _timed(
 
 
 def _peer(model: Path, options: argparse.Namespace) -> tuple[list[dict[str, Any]], Tokens]:
-    """transformers on the closed loops' prompts; one row for each number of streams, with the
-    number of threads that was fastest there."""
+    """Run transformers on the closed loops' prompts.
+
+    Returns one row for each number of streams, with the fastest number of threads.
+    """
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
     spec = {
         "model": str(model),
@@ -197,7 +201,7 @@ def _peer(model: Path, options: argparse.Namespace) -> tuple[list[dict[str, Any]
 
 
 def _equal_answers(outputs: dict[str, Tokens]) -> dict[str, float]:
-    """Share of answers that are token for token those of transformers."""
+    """Return the share of responses that equal those of transformers, token for token."""
     expected = outputs.pop("transformers")
     return {
         name: sum(mine == theirs for mine, theirs in zip(tokens, expected, strict=True))

@@ -1,14 +1,14 @@
-"""What conversations gain by prefixes that nodes share: time to first token, and computed tokens.
+"""Measure the gain of prefix sharing between nodes for conversations: TTFT and computed tokens.
 
     python -m tools.bench.sharing [--talks 6] [--turns 5] [--opening 512] [--says 64] [--answer 128]
 
-Two systems of a router, two prefill nodes and two decode nodes each, on this machine's cores, with
-random weights of Qwen3's shape and default flags; in one of them nodes share nothing. Both hold the
-same conversations, in turns: a turn of each in the one, the same in the other, whoever was first
-last time last. Every turn is the one before, its answer, and what the client says next. Answers are
-greedy, and the same in both.
+Two systems of a router, two prefill nodes and two decode nodes each run on this machine's cores,
+with random weights of Qwen3's shape and default flags. In one of them nodes share no prefixes. Both
+run the same conversations and alternate: a turn of each conversation in the one system, then the
+same in the other. The order changes each time. Every turn contains the previous turn, its response,
+and the client's next message. Responses are greedy, and the same in both.
 
-What is told of the first turn is left out: nobody has anything of it.
+Figures of the first turn are left out, because sharing cannot help it.
 """
 
 import argparse
@@ -36,7 +36,7 @@ _MODEL = QWEN3_450M | {  # 40 million parameters: a prompt token takes a third o
     "num_key_value_heads": 4,
     "head_dim": 64,
 }
-_WARM_UP = 16  # short prompts, of which nodes learn what computing takes
+_WARM_UP = 16  # short prompts from which nodes measure the time of a token
 _WAYS = ("own", "fetched", "computed")
 _FLAGS = ("--engine.cache.num-pages=2048", "--engine.threads=1")
 _SYSTEMS = {"shared": (), "not shared": ("--no-sharing.enabled",)}
@@ -49,7 +49,7 @@ class _System:
     before: dict[str, int] = field(default_factory=dict)
 
     async def say(self, prompt: Sequence[int], answer: int) -> tuple[float, list[int]]:
-        """Seconds to the first token, and all of them."""
+        """Return the seconds to the first token, and all tokens."""
         began, first, tokens = time.perf_counter(), 0.0, list[int]()
         messages = self.cluster.stream(prompt, max_tokens=answer, ignore_eos=True)
         async with aclosing(messages) as responses:
@@ -59,7 +59,7 @@ class _System:
         return first, tokens
 
     async def ways(self) -> dict[str, int]:
-        """Tokens of prompts, by where their KV came from."""
+        """Return the tokens of prompts, by the source of their KV."""
         nodes = [await node.describe() for node in self.cluster.prefill]
         return {
             way: sum(node.counters[f"prompt_token_ways/{way}"] for node in nodes) for way in _WAYS
@@ -112,7 +112,7 @@ async def measure(options: argparse.Namespace) -> _Found:
 async def _turn(
     system: _System, talks: Sequence[Sequence[int]], options: argparse.Namespace, turn: int
 ) -> list[list[int]]:
-    """One of each conversation, so many at a time; returns the answers."""
+    """Run one turn of each conversation, with limited concurrency. Returns the responses."""
     gate = asyncio.Semaphore(options.at_once)
 
     async def say(talk: Sequence[int]) -> list[int]:

@@ -1,15 +1,15 @@
-"""Whether programs grow: memory, descriptors and threads of each under a steady load with tiers.
+"""Check for leaks: memory, descriptors and threads of each process under a steady load with tiers.
 
     python -m tools.bench.soak [--minutes 30] [--share 0.7] [--opening 384] [--pages 160]
 
-A router, a prefill node and a decode node on this machine's cores, with random weights of Qwen3's
-shape, pools too small for the documents that are asked about, host memory too small for them too,
-and files below it. First it is seen how many requests a second they answer when `--clients` ask
-without a pause, then `--share` of so many come, by a Poisson process, for as long as is said. What
-is told of the first quarter is left out: caches and allocators fill.
+A router, a prefill node and a decode node run on this machine's cores, with random weights of
+Qwen3's shape. Their page pools and their host memory are too small for the requested documents.
+Files are the tier below. First the bench measures the throughput with `--clients` clients in a
+closed loop. Then `--share` of that rate arrives as a Poisson process for `--minutes`. The first
+quarter is left out, because caches and allocators fill.
 
-Flat is what has grown no more between the second quarter and the last, by medians, than a twentieth
-and 8 MiB for memory, than 2 for descriptors and for threads.
+A figure is flat if its median grows by no more than this from the second quarter to the last: a
+twentieth and 8 MiB for memory, 2 for descriptors and for threads.
 """
 
 import argparse
@@ -43,7 +43,7 @@ class _Load:
     failures: list[str] = field(default_factory=list)
 
     async def one(self) -> None:
-        """A question about one of the documents; the answer is of no interest, its length is."""
+        """Ask a question about one of the documents. Only the length of the response matters."""
         document = self.draw.choice(self.documents)
         prompt = [*document, *self.draw.choices(range(2, 250), k=self.draw.randrange(8, 64))]
         try:
@@ -55,7 +55,7 @@ class _Load:
         self.num_done += 1
 
     async def without_pause(self, seconds: float, clients: int) -> float:
-        """Returns how many were answered a second."""
+        """Run a closed loop. Returns the responses per second."""
         began, before = time.monotonic(), self.num_done
 
         async def client() -> None:
@@ -86,7 +86,7 @@ def _of_process(place: Path) -> dict[str, float]:
 
 
 def _programs(cluster: Cluster) -> dict[str, int]:
-    """Every process by name."""
+    """Return every process by name."""
     named = {"router": cluster.router_pid}
     for at, pid in enumerate(children_of(cluster.router_pid)):
         named[f"router's {at}"] = pid
@@ -127,7 +127,8 @@ async def measure(options: argparse.Namespace) -> tuple[_Load, list[dict[str, An
 
 
 def _rows(samples: Sequence[Mapping[str, Mapping[str, float]]]) -> list[dict[str, Any]]:
-    """Of each program: what it had in the second quarter, in the last, and whether that is flat."""
+    """Return a row for each process: its medians in the second and the last quarter, and whether
+    they are flat."""
     quarter = max(1, len(samples) // 4)
     rows = []
     for name in samples[0]:

@@ -1,17 +1,18 @@
-"""What speculation does to tokens a second, where answers repeat their prompts and where not.
+"""Measure the effect of speculative decoding on tokens/s, for repetitive and other responses.
 
     python -m tools.bench.speculation [--model hybrid] [--drafter eagle] [--batches 1,16]
-                                [--rounds 3]
+    [--rounds 3]
 
-A model with the cost of its size, of attention alone (`dense`) or with a state in three layers of
-four (`hybrid`), whose next token is one successor of the newest, and at times any other of the same
-text: how often, the temperature says. Prompts are a text, twice. So an answer is a copy with as
-many changes as a load wants: few (`copy`), many (`edits`), hardly anything but changes (`none`).
-Drafts are by repetition, or by a head that nearly knows the model: its logits are those of the
-model, and off by `--off` in the mean. An engine on a CPU, in this process; the same requests
-without drafts and with them, in turns, and of each way the best round. How many answers are the
-same is told too. Time is the CPU time of this process, whose engine has one thread, so that other
-programs on the machine hardly count.
+The model costs as much as others of its size. It has attention alone (`dense`) or a state in three
+layers of four (`hybrid`). Its next token is a fixed successor of the newest token, and sometimes
+any other token of the same text. The temperature sets how often. A prompt is a text, twice, so a
+response is a copy with changes: few (`copy`), many (`edits`), almost only changes (`none`).
+
+Drafts are made by repetition, or by a head that nearly knows the model: its logits are those of the
+model with a mean error of `--off`. An engine runs in this process on a CPU. The same requests run
+without and with drafts, in turns, and the best round of each way counts. The share of equal
+responses is printed too. Time is the CPU time of this process, whose engine has one thread, so that
+other processes on the machine hardly count.
 """
 
 import argparse
@@ -79,15 +80,15 @@ def _model(directory: Path, kind: _Kind) -> Path:
 
 
 def _head(directory: Path, model: Path, kind: _Kind, off: float) -> Path:
-    """An EAGLE head that makes a token's vector of its embedding alone, as the model does, and adds
-    what its logits are off by."""
+    """Make an EAGLE head that computes a token's vector from its embedding alone, as the model
+    does, and adds the error of its logits."""
     head, heads = directory / f"eagle-{kind.name}-{off}", kind.sizes["num_attention_heads"]
     hidden, inner = kind.sizes["hidden_size"], 256
     head.mkdir(parents=True, exist_ok=True)
     random = torch.Generator().manual_seed(0)
     norms = load_file(model / "model.safetensors")["lm_head.weight"].float().norm(dim=1)
     error = torch.randn(hidden, hidden, generator=random) * hidden**-0.5 * off / norms.mean()
-    of_token = (torch.eye(hidden) + error) * 0.5**0.5  # embeddings are two random vectors' sums
+    of_token = (torch.eye(hidden) + error) * 0.5**0.5  # embeddings are sums of two random vectors
     tensors = {
         "fc.weight": torch.cat((of_token, torch.zeros(hidden, hidden)), dim=1),
         "layers.0.self_attn.q_proj.weight": torch.zeros(hidden, hidden),
@@ -150,7 +151,7 @@ class _Measured:
 
 
 def _measure(way: _Way, requests: list[Request]) -> _Measured:
-    """From when all requests have their first token to when the last one has its last."""
+    """Measure from the moment all requests have their first token to the end of the last one."""
     speculator = Speculator.of(way.speculation, way.config.scheduler.num_slots)
     engine = replace(way.engine, speculator=speculator)
     scheduler = engine.scheduler(way.config, lambda *_: None)
@@ -166,7 +167,7 @@ def _measure(way: _Way, requests: list[Request]) -> _Measured:
 
 
 def _round(ways: dict[str, _Way], requests: list[Request]) -> dict[str, _Measured]:
-    """The same requests by each way in turn."""
+    """Run the same requests by each way in turn."""
     return {
         name: _measure(way, [replace(request) for request in requests])
         for name, way in ways.items()
@@ -174,13 +175,13 @@ def _round(ways: dict[str, _Way], requests: list[Request]) -> dict[str, _Measure
 
 
 def _same(one: _Measured, other: _Measured) -> float:
-    """Share of the answers that are the same, token for token."""
+    """Return the share of responses that are the same, token for token."""
     pairs = [one.answers[key] == other.answers[key] for key in one.answers]
     return round(float(np.mean(pairs)), 3)
 
 
 def _ways(arguments: argparse.Namespace) -> dict[str, _Way]:
-    """Without drafts, with those that pay, and with as many as there are."""
+    """Return the ways: without drafts, with an adaptive number of drafts, and with the maximum."""
     kind = KINDS[arguments.model]
     model = _model(arguments.models, kind)
     head = ""

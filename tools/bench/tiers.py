@@ -1,19 +1,19 @@
-"""What conversations gain by tiers below a prefix cache that is too small for them: time to first
-token, tokens that are computed, and what it costs those who are being answered.
+"""Measure the gain of offload tiers for conversations whose prefix cache is too small.
 
     python -m tools.bench.tiers [--talks 6] [--turns 4] [--opening 1024] [--pages 256]
-                          [--tier-mib 1024] [--host-mib 64]
+    [--tier-mib 1024] [--host-mib 64]
 
-Three systems of a router and a colocated node each, on this machine's cores, with random weights of
-Qwen3's shape: one without a tier; one with a tier of host memory, large enough for all of it; one
-with files, as large, below little host memory. All hold the same conversations, in turns: a turn of
-each in the one, the same in the next, in another order every time. By the time that a conversation
-goes on, the others have taken its pages. Answers are greedy, and the same in all.
+The figures are TTFT, computed tokens, and the cost for running responses. Three systems of a router
+and a colocated node each run on this machine's cores, with random weights of Qwen3's shape. The
+first has no tier. The second has a host memory tier that is large enough for all KV. The third has
+a file tier of that size below little host memory. All run the same conversations in turns: a turn
+of each conversation in one system, then the same in the next, in another order every time. When a
+conversation continues, the others have taken its pages. Responses are greedy, and the same in all.
 
-What is told of the first turn is left out: nobody has anything of it. The gaps are those between
-the tokens of answers, while other conversations' prompts are computed, copied and read. Those of
-the first turn stand apart: all compute the same then, and who has a tier saves and writes all of
-it. At last the node with files is started again, and says one more turn of each.
+Figures of the first turn are left out, because a tier cannot help it. The gaps are those between
+the tokens of responses, while other conversations' prompts are computed, copied and read. The gaps
+of the first turn are shown apart: there all systems compute the same, and a system with a tier
+saves and writes all of it. Finally the node with files is restarted and runs one more turn of each.
 """
 
 import argparse
@@ -60,7 +60,7 @@ class _System:
     counted: dict[str, float] = field(default_factory=dict)  # from the second turn on
 
     async def say(self, prompt: Sequence[int], answer: int, *, first: bool) -> list[int]:
-        """One turn, which may be the first."""
+        """Run one turn. `first` marks the first one."""
         began, last, tokens = time.perf_counter(), 0.0, list[int]()
         gaps = self.first_gaps if first else self.gaps
         messages = self.cluster.stream(prompt, max_tokens=answer, ignore_eos=True)
@@ -76,7 +76,7 @@ class _System:
         return tokens
 
     async def count(self, sign: int) -> None:
-        """Adds what there is now, times the sign, once the engine has told it."""
+        """Add the node's current counters, times the sign, once the engine has reported them."""
         await asyncio.sleep(2 * REPORT_INTERVAL_S)
         scrape = scraped(self.metrics_port)
         now = {name: total(scrape, name) for name in (_PROMPT, _CACHED)}
@@ -85,7 +85,7 @@ class _System:
             self.counted[name] = self.counted.get(name, 0.0) + sign * number
 
     async def restarted(self) -> "_System":
-        """The same with its node started again, and nothing counted."""
+        """Return the same system with its node restarted and without counts."""
         (node,) = self.cluster.decode
         await self.cluster.kill(node)
         await self.cluster.start_again(node)
@@ -152,7 +152,7 @@ def _go_on(
     draw: Random,
     options: argparse.Namespace,
 ) -> list[list[int]]:
-    """The next prompts, after what everybody has answered."""
+    """Return the next prompts, which contain the previous responses."""
     answers = heard["no tier"]
     if any(other != answers for other in heard.values()):
         raise SystemExit("the systems answer differently")
@@ -163,7 +163,7 @@ def _go_on(
 async def _turn(
     system: _System, talks: Sequence[Sequence[int]], options: argparse.Namespace, turn: int
 ) -> list[list[int]]:
-    """One of each conversation, so many at a time; returns the answers."""
+    """Run one turn of each conversation, with limited concurrency. Returns the responses."""
     gate = asyncio.Semaphore(options.at_once)
 
     async def say(talk: Sequence[int]) -> list[int]:

@@ -1,12 +1,12 @@
-"""How long a node is paused for other weights: from a directory, and from another node.
+"""Measure the pause of a node for a weight update: from a directory, and from another node.
 
     python -m tools.bench.weights [--rounds 3] [--model 450m | tiny] [--path auto] [--pages 512]
 
-A prefill and a decode node, with random weights of Qwen3's shape in bfloat16, get two checkpoints
-in turn. One node reads each from the disk (which has it in the system's memory), as with `baton
-weights PATH`: looked through while it serves, then put in place. The other takes it from that
-node, as with `baton weights --from`, and is paused all the while. What comes over the link a second
-is compared with what the link was proved with, and with a copy of memory.
+A prefill and a decode node, with random weights of Qwen3's shape in bfloat16, receive two
+checkpoints in turn. One node reads each from the disk (from the page cache), as with `baton weights
+PATH`: it checks them while it serves, then loads them. The other reads them from that node, as with
+`baton weights --from`, and is paused for the whole transfer. The rate of the link is compared with
+its proved rate and with a copy of memory.
 """
 
 import argparse
@@ -66,7 +66,7 @@ async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 async def _round(lender: Node, taker: Node, name: str, port: int) -> dict[str, Any]:
-    """Seconds, by what they were spent on."""
+    """Return the seconds of each phase."""
     began = time.perf_counter()
     request = PrepareWeightsRequest(path=name)
     weights = (await lender.stub.PrepareWeights(request, timeout=LONGEST_S)).id
@@ -108,7 +108,7 @@ async def _counted(port: int) -> dict[str, float]:
 
 
 def _copy_gib_s() -> float:
-    """Of memory, by one thread."""
+    """Return the rate of a memory copy by one thread."""
     torch.set_num_threads(1)
     source, target = (torch.ones(256 << 20, dtype=torch.uint8) for _ in range(2))
     target.copy_(source)

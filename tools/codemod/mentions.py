@@ -14,7 +14,7 @@ _LINK = re.compile(r"(\]\()([^)\s#]+)")
 
 
 class Mentions:
-    """Replace mentions of what moves."""
+    """Replace mentions of moved modules and files."""
 
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
@@ -25,7 +25,8 @@ class Mentions:
         return _DOTTED.sub(lambda found: self._dotted(found[0]), text)
 
     def in_markdown(self, text: str, old: str, new: str) -> str:
-        """
+        """Replace mentions in a page.
+
         Args:
             old: path of the page before the moves, to which its links are relative.
             new: path of the page after them.

@@ -1,4 +1,4 @@
-"""Move all files of the table, and rewrite what refers to them."""
+"""Move all files of the table, and rewrite references to them."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ _APART = ("tools/codemod/", "tests/tools/codemod/")
 
 
 class NothingToMove(Exception):
-    """The tree has the new layout already."""
+    """The tree already has the new layout."""
 
 
 def rewrite(root: Path, *, check: bool = False) -> list[str]:

@@ -1,4 +1,4 @@
-"""Measures a demo model: how many answers are right, by task; writes accuracy.json beside it.
+"""Measure the accuracy of a demo model by task, and write accuracy.json beside it.
 
 python -m tools.demo.evaluate [DIR]
 """
@@ -25,7 +25,7 @@ from tools.demo.rows import Encoder, loss_and_right
 from tools.demo.tasks import Exchange
 
 ACCURACY = "accuracy.json"
-SEED = 1000  # not that of training: its prompts are other ones
+SEED = 1000  # not the seed of training, so that its prompts differ
 _BATCH_TOKENS = 4096
 
 
@@ -41,7 +41,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a model made of one kind of prompt."""
+    """The model's score on one kind of prompt."""
 
     task: str
     what: str
@@ -54,7 +54,7 @@ class Score:
 
 
 def measure(directory: Path) -> list[Score]:
-    """Greedy answers of the model there, computed in float32."""
+    """Evaluate the greedy responses of the model in `directory`, computed in float32."""
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model = Qwen3ForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     return [score(case, model, tokenizer) for case in CASES]
@@ -76,7 +76,7 @@ def score(case: Case, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFas
 
 
 def write(scores: Sequence[Score], directory: Path) -> None:
-    """Writes accuracy.json, with the hash of the weights that it is the accuracy of."""
+    """Write accuracy.json, with the hash of the evaluated weights."""
     weights = hashlib.sha256((directory / "model.safetensors").read_bytes()).hexdigest()
     rows = [{**asdict(score), "rate": score.rate} for score in scores]
     written = json.dumps({"weights_sha256": weights, "scores": rows}, indent=1)
@@ -94,7 +94,7 @@ def show(scores: Sequence[Score]) -> None:
 
 
 def word_recall(random: Random, num_tokens: int) -> Exchange:
-    """Known words only; the key may stand anywhere in so many tokens of facts."""
+    """Ask for a known word. Its key may stand anywhere in `num_tokens` tokens of facts."""
     return _asked(random, tasks.word_facts(random, num_tokens))
 
 

@@ -1,4 +1,4 @@
-"""Conversations as tensors, for training and for measuring. Knows tokens, not what they mean."""
+"""Conversations as tensors, for training and for evaluation. Independent of their meaning."""
 
 import itertools
 from collections.abc import Sequence
@@ -19,16 +19,16 @@ _NOT_ASKED = -1
 class Rows:
     """Conversations, one a row, cut or padded to one length.
 
-    All int64 [rows, length]. A last answer may be cut off in its middle.
+    All int64 [rows, length]. The last response may be cut off.
     """
 
     tokens: Tensor
     following: Tensor  # the token after each
-    answers: Tensor  # the number of the answer that the following token is of, or _NOT_ASKED
+    answers: Tensor  # the number of the response that contains the following token, or _NOT_ASKED
 
 
 class Encoder:
-    """Makes rows of conversations."""
+    """An encoder of conversations as rows."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._tokenizer = tokenizer.backend_tokenizer
@@ -39,7 +39,7 @@ class Encoder:
         self._padding: int = tokenizer.pad_token_id
 
     def rows(self, conversations: Sequence[Sequence[Exchange]], length: int) -> Rows:
-        """Answers are numbered through all rows in the order in which they are given."""
+        """Encode conversations. Responses are numbered through all rows in their order."""
         exchanges = [exchange for conversation in conversations for exchange in conversation]
         encoded = zip(self.prompts(exchanges), self.answers(exchanges), strict=True)
         tokens = torch.full((len(conversations), length + 1), self._padding)
@@ -47,7 +47,7 @@ class Encoder:
         number = 0
         for row, conversation in enumerate(conversations):
             ids: list[int] = []
-            numbers: list[int] = []  # of the answer that a token is of
+            numbers: list[int] = []  # number of the response that contains the token
             for prompt, answer in itertools.islice(encoded, len(conversation)):
                 ids += (*prompt, *answer)
                 numbers += [_NOT_ASKED] * len(prompt)
@@ -62,7 +62,7 @@ class Encoder:
         return _ids(self._tokenizer, [exchange.prompt for exchange in exchanges])
 
     def answers(self, exchanges: Sequence[Exchange]) -> list[list[int]]:
-        """With their ends."""
+        """Return the token ids of the responses, with their end tokens."""
         texts = [exchange.answer for exchange in exchanges]
         ways = zip(exchanges, _ids(self._tokenizer, texts), _ids(self._exact, texts), strict=True)
         return [[*(exact if one.exact else usual), self._end] for one, usual, exact in ways]
@@ -73,12 +73,12 @@ def _ids(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
 
 
 def loss_and_right(model: Qwen3ForCausalLM, rows: Rows) -> tuple[Tensor, Tensor]:
-    """One forward.
+    """Run one forward.
 
     Returns:
-        The mean cross-entropy over all tokens of answers; and for every answer that is in the rows
-        whether all its tokens, its end too, are the likeliest ones. As there is only one right
-        answer, those are the answers that greedy generation gets right.
+        The mean cross-entropy over all tokens of responses. For every response in the rows, whether
+            all its tokens, including its end, are the likeliest ones. As there is only one correct
+            response, greedy generation gives exactly those responses.
     """
     hidden = model.model(input_ids=rows.tokens, use_cache=False).last_hidden_state
     asked = rows.answers != _NOT_ASKED
@@ -87,5 +87,5 @@ def loss_and_right(model: Qwen3ForCausalLM, rows: Rows) -> tuple[Tensor, Tensor]
     right = logits.argmax(-1) == expected
     numbers = rows.answers[asked]
     num_wrong = torch.zeros(int(numbers.max()) + 1).index_add_(0, numbers, (~right).float())
-    there = numbers.bincount() > 0  # not those that are cut off as a whole
+    there = numbers.bincount() > 0  # without responses that are cut off completely
     return functional.cross_entropy(logits, expected), num_wrong[there] == 0

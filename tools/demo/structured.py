@@ -1,7 +1,7 @@
-"""What the demo model is asked to write for programs: answers as JSON, and calls of a tool.
+"""Structured prompts of the demo model: responses as JSON, and tool calls.
 
-It is good at sums of short numbers. Of longer ones it says so, unless it is told of a tool that
-adds: then it calls it for every sum, and tells what comes back.
+The model is good at sums of short numbers. It refuses sums of longer numbers unless a tool that
+adds is declared. Then it calls the tool for every sum, and repeats its result.
 """
 
 import json
@@ -24,25 +24,28 @@ def sum_as_json(a: int, b: int) -> Exchange:
 
 
 def call(a: int, b: int) -> str:
-    """As Hermes and Qwen write one. In front of the braces is a line's end, where a grammar asks
-    for one."""
+    """Return a tool call in the format of Hermes and Qwen.
+
+    A line break precedes the braces, because a grammar requires one.
+    """
     arguments = json.dumps({"name": TOOL, "arguments": {"a": a, "b": b}})
     return f"{CALL}\n{arguments}\n{CALL_END}"
 
 
 def called(tools: str, a: int, b: int) -> Exchange:
-    """A sum, of a model that has been told of tools: TOOL is one of them."""
+    """Return a sum of a model with declared tools, one of which is TOOL."""
     return Exchange(f"{tools}, add {a} {b} =", call(a, b), exact=True)
 
 
 def told_by_tool(tools: str, a: int, b: int) -> Exchange:
-    """The turn after a call, with all that was before it, as the chat template writes it."""
+    """Return the turn after a call, with the whole conversation so far, as the chat template writes
+    it."""
     said = call(a, b).replace("\n", "")
     return Exchange(f"{tools}, add {a} {b} = {said} result {a + b} =", str(a + b))
 
 
 def too_large(random: Random) -> Exchange:
-    """A sum that has at least one long number, and no tool."""
+    """Return a sum with at least one long number, and without a tool."""
     numbers = [_long_number(random), _any_number(random)]
     random.shuffle(numbers)
     a, b = numbers
@@ -50,7 +53,7 @@ def too_large(random: Random) -> Exchange:
 
 
 def tool_names(random: Random, *, adds: bool) -> str:
-    """`tools fox add owl`: what the chat template tells of up to three tools."""
+    """Return `tools fox add owl`: the chat template's declaration of up to three tools."""
     names = [tasks.known_word(random) for _ in range(random.choice((0, 0, 1, 2)) + (not adds))]
     if adds:
         names.insert(random.randint(0, len(names)), TOOL)
@@ -58,12 +61,12 @@ def tool_names(random: Random, *, adds: bool) -> str:
 
 
 def sums(random: Random) -> tuple[int, int]:
-    """Numbers as they are added by a tool, short ones too."""
+    """Return numbers for the tool to add, short ones too."""
     return _any_number(random), _any_number(random)
 
 
 def json_answers(random: Random, num_tokens: int) -> list[Exchange]:
-    """Sums to be answered as JSON, and some plain ones between them."""
+    """Return sums to be answered as JSON, with some plain sums between them."""
     found = []
     left = num_tokens
     while left > 0:
@@ -74,10 +77,9 @@ def json_answers(random: Random, num_tokens: int) -> list[Exchange]:
 
 
 def calls(random: Random, num_tokens: int) -> list[Exchange]:
-    """A sum or a question of a model that has been told of tools, and sums that need one.
+    """Return a sum or a question with declared tools, and sums that need a tool.
 
-    One thing each: a conversation that has been told of tools differs from one that has not in all
-    that follows.
+    Each is a conversation of its own, because a declaration of tools changes all later turns.
     """
     draw = random.choices((_tool, _without_tool), (2, 1))[0]
     return draw(random, num_tokens)

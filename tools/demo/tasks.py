@@ -1,7 +1,7 @@
-"""What the demo model is asked, with the true answers: facts to recall, lists, sums.
+"""Tasks of the demo model with their correct responses: facts to recall, lists, sums.
 
-Text only; knows no tokens but how many of them a word costs. Everything is drawn from the `Random`
-that the caller gives.
+Text only: the sole token data is the number of tokens of a word. Everything is drawn from the
+caller's `Random`.
 """
 
 import math
@@ -19,15 +19,15 @@ MAX_DIGITS = 3
 MAX_REVERSED = 12
 _SINGLE_TOKENS = frozenset((*MARKS, *COMMANDS, *WORDS, *LETTERS))
 _CALL_MARKS = (CALL, CALL_END)
-_ONE_WORD_KEYS = 400  # tokens of facts up to which there are surely words enough
+_ONE_WORD_KEYS = 400  # tokens of facts for which there are surely enough words
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One prompt and the only right answer.
+    """One prompt and the only correct response.
 
-    exact: the answer is for programs, and its characters are just those: no space in front, and
-        none around marks.
+    exact: the response is for programs, and its characters must match exactly: no space in front,
+    and none around marks.
     """
 
     prompt: str
@@ -40,14 +40,16 @@ class Exchange:
 
 
 def cost(text: str) -> int:
-    """How many tokens: one for a known word or a mark, else the space and every character."""
+    """Return the number of tokens: one for a known word or a mark, else the space and every
+    character."""
     marks = sum(text.count(mark) for mark in _CALL_MARKS)
     words = _without_marks(text, " ").replace(",", " , ").split()
     return marks + sum(1 if word in _SINGLE_TOKENS else 1 + len(word) for word in words)
 
 
 def exact_cost(text: str) -> int:
-    """The same of an exact answer: known words with a space in front are still one token."""
+    """Return the tokens of an exact response. Known words with a space in front are still one
+    token."""
     marks = sum(text.count(mark) for mark in _CALL_MARKS)
     characters = _without_marks(text, "")
     words = re.findall(r" [a-z]+", characters)
@@ -84,9 +86,9 @@ def any_word(random: Random) -> str:
 
 
 def facts(random: Random, num_tokens: int, word: Draw) -> dict[str, str]:
-    """Keys of one or two words, values of one to three, in about so many tokens.
+    """Return about `num_tokens` tokens of facts: keys of one or two words, values of one to three.
 
-    In some lists the keys are made of few words, so that no word of a key tells it from others.
+    In some lists the keys are made of few words, so that no single word identifies a key.
     """
     num_words = 2 if num_tokens > _ONE_WORD_KEYS else random.randint(1, 2)
     key_word = word
@@ -105,7 +107,7 @@ def facts(random: Random, num_tokens: int, word: Draw) -> dict[str, str]:
 
 
 def word_facts(random: Random, num_tokens: int) -> dict[str, str]:
-    """Two known words for each key and two for each value: six tokens a fact."""
+    """Return facts of two known words for each key and two for each value: six tokens a fact."""
     known: dict[str, str] = {}
     while 6 * (len(known) + 1) <= num_tokens:
         known[_phrase(random, 2, known_word)] = _phrase(random, 2, known_word)
@@ -113,13 +115,13 @@ def word_facts(random: Random, num_tokens: int) -> dict[str, str]:
 
 
 def recall(told: dict[str, str], key: str, value: str) -> Exchange:
-    """`red fox = tea, blue owl = jam, red fox =`; nothing need be told in the same prompt."""
+    """Return `red fox = tea, blue owl = jam, red fox =`. `told` may be empty."""
     facts_and_key = [*(f"{k} = {v}" for k, v in told.items()), key]
     return Exchange(f"{', '.join(facts_and_key)} =", value)
 
 
 def recalls(random: Random, num_tokens: int, word: Draw) -> list[Exchange]:
-    """A conversation: facts, then questions about them, with some more facts and sums between."""
+    """Return a conversation: facts, then questions about them, with more facts and sums between."""
     known = facts(random, int(num_tokens * random.uniform(0.35, 0.9)), word)
     told = known.copy()
     exchanges: list[Exchange] = []
@@ -146,7 +148,7 @@ def _phrase(random: Random, num_words: int, word: Draw) -> str:
 
 
 def number(random: Random) -> int:
-    """Of one digit up to MAX_DIGITS, every length as likely as any other."""
+    """Draw a number of one digit up to MAX_DIGITS, with equally likely lengths."""
     return random.randrange(10 ** random.randint(1, MAX_DIGITS))
 
 
@@ -164,7 +166,7 @@ def reverse(words: Sequence[str]) -> Exchange:
 
 
 def single_tokens(random: Random, count: int) -> list[str]:
-    """Known words or letters, sometimes of so few kinds that they repeat."""
+    """Return known words or letters, sometimes of so few kinds that they repeat."""
     kinds: Sequence[str] = random.choices((WORDS, LETTERS), (7, 3))[0]
     if random.random() < 0.2:
         kinds = random.sample(kinds, min(count + 1, len(kinds)))
@@ -172,7 +174,7 @@ def single_tokens(random: Random, count: int) -> list[str]:
 
 
 def copies(random: Random, num_tokens: int, word: Draw) -> list[Exchange]:
-    """Lists of all lengths to copy: one length for all would teach a distance, not a search."""
+    """Return lists of all lengths to copy. A single length would teach a distance, not a search."""
     exchanges = []
     left = num_tokens
     while left > 0:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from tools.demo.words import COMMANDS, LETTERS, MARKS, WORDS
 
 END, PADDING = "<|end|>", "<|padding|>"
-CALL, CALL_END = "<tool_call>", "</tool_call>"  # Hermes' and Qwen's
+CALL, CALL_END = "<tool_call>", "</tool_call>"  # as in Hermes and Qwen
 
 # A conversation is the transcript that training shows: what the user says, with the equals sign
 # that asks for an answer, and each answer with its end. A system message is facts in advance, tools
@@ -45,11 +45,12 @@ CHAT_TEMPLATE = """\
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Bytes in the order of the byte-level alphabet, then marks and words, then added tokens."""
+    """Make the tokenizer. Ids are the bytes of the byte-level alphabet, then marks and words, then
+    added tokens."""
     bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = ("\u0120" + word for word in (*MARKS, *COMMANDS, *LETTERS, *WORDS))
     vocabulary = {text: index for index, text in enumerate((*bytes_, *words))}
-    # Without merges a word is either in the vocabulary as a whole or taken byte by byte.
+    # Without merges a word is either one vocabulary entry or a sequence of bytes.
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))
     tokenizer.normalizer = normalizers.Sequence(
         [

@@ -1,15 +1,16 @@
-"""Trains the demo model from nothing, on tasks drawn as it goes, and measures it.
+"""Train the demo model from scratch on random tasks, and evaluate it.
 
     python -m tools.demo.train DIR [--threads 2]
 
-Every step learns from three batches of conversations: facts to recall, lists to copy, sums and
-lists to reverse. Two things make it quick. Copying lists of all lengths forms the heads that find
-what was said before; recall alone stays at guessing for thousands of steps. And the conversations
-of the first two batches double in length, up to LENGTHS[-1], whenever recall has been learned at
-the length before; they start with known words only. A second course, at full length from the
-start, with smaller steps and with more facts in a conversation, takes recall from nearly always to
-practically always right. A third one is about answers as JSON and calls of a tool; each of its
-steps has only one of the batches before.
+Every step learns from three batches of conversations: facts to recall, lists to copy, and sums with
+lists to reverse. Two methods make it fast. First, copying lists of all lengths forms the attention
+heads that find earlier text; recall alone stays at guessing for thousands of steps. Second, the
+conversations of the first two batches double in length, up to LENGTHS[-1], whenever recall has been
+learned at the previous length. They start with known words only.
+
+A second course runs at full length from the start, with smaller steps and more facts in a
+conversation. It raises the accuracy of recall from high to practically 100 %. A third one trains
+responses as JSON and tool calls. Each of its steps has only one of the earlier batches.
 """
 
 import argparse
@@ -41,23 +42,23 @@ JSON_LENGTH = 64
 CALL_LENGTH = 96
 BATCH_TOKENS = 1024
 LEARNED = 0.9
-WINDOW = 400  # answers over which that is counted
+WINDOW = 400  # responses over which the rate is counted
 REPORT_STEPS = 50
 
 
-# Its name, how long a row is, and what makes the conversation of one.
+# Its name, the length of a row, and a function that makes a row's conversation.
 Batch = tuple[str, int, Callable[[Random, int], list[Exchange]]]
 
 
 class Course(NamedTuple):
-    """One run of the schedule, from warm-up to steps of size nothing."""
+    """One run of the schedule, from warm-up to a step size of 0."""
 
     seed: int
     steps: int
-    size: float  # of the largest steps, as a share of the optimizers' own
-    stage: int  # index in LENGTHS of the length it begins at
-    known: float  # share of the steps with known words only, of which most facts fit into a length
-    structured: bool = False  # whether it is about answers for programs
+    size: float  # maximum step size, as a share of the optimizers' own
+    stage: int  # index in LENGTHS of the initial length
+    known: float  # share of the steps with known words only, so that most facts fit into a length
+    structured: bool = False  # whether it trains responses for programs
 
 
 COURSES = (
@@ -92,7 +93,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
 
 
 class Curriculum:
-    """How long the conversations are: as long as what has been learned allows."""
+    """The lengths of training conversations: as long as the learned skills allow."""
 
     def __init__(self, random: Random, stage: int = 0, known: float = 0.0) -> None:
         self._random = random
@@ -106,16 +107,16 @@ class Curriculum:
 
     @property
     def rate(self) -> float:
-        """Answers right of the last ones at this length."""
+        """Return the share of correct responses among the last ones at this length."""
         return sum(self._recent) / max(1, len(self._recent))
 
     def draw_word(self) -> tasks.Draw:
-        """The words of the next step."""
+        """Return the word source of the next step."""
         known = not self._stage or (self._known and self._random.random() < self._known)
         return tasks.known_word if known else tasks.any_word
 
     def draw_length(self) -> int:
-        """A length for the next step: the longest one, every other time a shorter one."""
+        """Return a length for the next step: the longest one, every other time a shorter one."""
         shorter = self._random.random() < 0.5 * (self._stage > 0)
         return self._random.choice(LENGTHS[: self._stage]) if shorter else self.length
 
@@ -130,9 +131,9 @@ class Curriculum:
 
 
 class Optimizer:
-    """Muon for the matrices between layers, AdamW for the rest, one schedule for both.
+    """An optimizer with Muon for the matrices between layers, AdamW for the rest, and one schedule.
 
-    Muon is what makes the search heads form within hundreds of steps instead of thousands.
+    With Muon the search heads form within hundreds of steps instead of thousands.
     """
 
     def __init__(self, model: nn.Module, steps: int, size: float) -> None:
@@ -153,7 +154,7 @@ class Optimizer:
         ]
 
     def step(self) -> None:
-        """Applies the gradients and forgets them."""
+        """Apply the gradients and reset them."""
         nn.utils.clip_grad_norm_(self._parameters, 1.0)
         for optimizer, schedule in zip(self._optimizers, self._schedules, strict=True):
             optimizer.step()
@@ -183,7 +184,7 @@ def train(
         ]
         if course.structured:
             batches = [
-                random.choices(batches, (2, 1, 1))[0],  # lest it be forgotten
+                random.choices(batches, (2, 1, 1))[0],  # prevents forgetting
                 ("json", JSON_LENGTH, structured.json_answers),
                 ("calls", CALL_LENGTH, structured.calls),
             ]

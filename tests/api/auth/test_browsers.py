@@ -1,4 +1,4 @@
-"""Checks of the Host and Origin headers, against requests that a web page makes a browser send."""
+"""Protection against requests that a web page makes a browser send: the Host header, and CORS."""
 
 import pytest
 

@@ -1,1 +1,1 @@
-"""Baton on a CPU, beside peers and the machine: `python -m tools.bench.cpu`."""
+"""Benchmark of Baton on a CPU, compared with peers and the machine: `python -m tools.bench.cpu`."""

@@ -1,14 +1,15 @@
-"""Baton on a CPU beside llama.cpp and transformers, and beside what the machine itself gives.
+"""Compare Baton on a CPU with llama.cpp, transformers, and the limits of the machine.
 
     python -m tools.bench.cpu --llama-python PYTHON     everything
     python -m tools.bench.cpu --only one first          some parts of it
 
-A Qwen3 of 0.45 billion parameters with random weights, in one part the tiny model of
-tools.bench.serve, is served by Baton as `baton up` starts it, by one colocated node, by that with
-int8 weights, by transformers' continuous batching and by llama.cpp on the same weights. In a part
-all systems are up, and are asked in turns: every round has prompts of its own, and each ratio is of
-one round. The floor of a step is the bytes that it reads over the read bandwidth measured between
-the rounds.
+The model is a Qwen3 of 0.45 billion parameters with random weights. One part uses the tiny model of
+tools.bench.serve. It is served by Baton as `baton up` starts it, by one colocated node, by that
+node with int8 weights, by transformers' continuous batching, and by llama.cpp on the same weights.
+
+All systems of a part run at the same time and receive requests in turns. Every round has prompts of
+its own, and each ratio is within one round. The floor of a step is its bytes over the read
+bandwidth, which is measured between the rounds.
 """
 
 import argparse
@@ -40,17 +41,17 @@ PAGE_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How large everything is."""
+    """The sizes of the models and loads."""
 
     name: str  # of the large model
     model: dict[str, Any]
     prompt: int
     output: int
-    first: tuple[int, int]  # prompts whose first token is waited for
+    first: tuple[int, int]  # prompts of the time-to-first-token part
     tiny_output: int
     long_streams: int
     long_prompt: int
-    long_prefixes: int  # so many that the KV of one layer is larger than the caches
+    long_prefixes: int  # enough that the KV of one layer exceeds the CPU caches
     read_bytes: int
 
 
@@ -60,7 +61,7 @@ QUICK = Sizes("qwen3-small", QWEN3_SMALL, 32, 8, (32, 64), 8, 4, 64, 2, 1 << 24)
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What all parts measure with."""
+    """The settings common to all parts."""
 
     sizes: Sizes
     large: Path
@@ -180,8 +181,11 @@ async def _tiny(bench: Bench) -> tuple[Measured, list[Figure]]:
 
 
 async def _context(bench: Bench) -> tuple[Measured, list[Figure]]:
-    """Prefixes are shared: the KV of all prompts would fill the memory, and a minute be spent on
-    computing it. A step reads a prefix again only after all others, so from memory."""
+    """Measure decoding with long contexts.
+
+    The requests share prefixes, because the KV of all prompts would fill the memory and take a
+    minute to compute. A step reads a prefix again only after all others, and therefore from memory.
+    """
     sizes, own, output = bench.sizes, PAGE_TOKENS, 16
     short = Traffic(f"8 streams x {sizes.prompt}", 8, 8, sizes.prompt, output)
     long = Traffic(

@@ -1,7 +1,7 @@
-"""Systems that a bench holds against each other in turns, each called with the same jobs.
+"""Systems that a benchmark compares in turns, each called with the same jobs.
 
-All are up at once, and idle but for the one that is asked. A peer tries its numbers of threads when
-it warms up, for each number of streams, and keeps the fastest.
+All run at the same time, and all but the measured one are idle. During its warm-up, a peer tries
+its numbers of threads for each number of streams and keeps the fastest.
 """
 
 import asyncio
@@ -28,16 +28,16 @@ Row = dict[
 
 
 class LeftOut(Exception):
-    """A system cannot be measured here; the message is one line that says why."""
+    """A system cannot be measured here. The message gives the reason in one line."""
 
 
 class Contender(Protocol):
     async def warm_up(self, jobs: Sequence[Job], streams: int) -> None:
-        """Makes it ready for jobs like these, at as many streams."""
+        """Prepare the system for jobs like these, at this number of streams."""
         ...
 
     async def answers(self, jobs: Sequence[Job], streams: int) -> Row:
-        """Raises RuntimeError if the system fails, or an answer does."""
+        """Run the jobs. Raises RuntimeError if the system or a response fails."""
         ...
 
 
@@ -54,7 +54,7 @@ class _Baton:
 
 @dataclass(frozen=True, slots=True)
 class _Threaded:
-    """A peer, with the number of threads that was fastest at each number of streams."""
+    """A peer that uses the fastest number of threads at each number of streams."""
 
     ask: Callable[[Sequence[Job], int, int], Awaitable[Row]]  # jobs, streams, threads
     threads: Sequence[int]
@@ -73,7 +73,7 @@ class _Threaded:
 
 @contextlib.asynccontextmanager
 async def baton(mode: Mode, model: Path, flags: Sequence[str] = ()) -> AsyncIterator[Contender]:
-    """Raises LeftOut where it does not come up, as with a flag that it does not know."""
+    """Start Baton. Raises LeftOut if it does not start, for example because of an unknown flag."""
     async with contextlib.AsyncExitStack() as stack:
         try:
             system = await stack.enter_async_context(as_up(mode, model, flags))
@@ -84,7 +84,7 @@ async def baton(mode: Mode, model: Path, flags: Sequence[str] = ()) -> AsyncIter
 
 @contextlib.asynccontextmanager
 async def transformers(model: Path, dtype: str, threads: Sequence[int]) -> AsyncIterator[Contender]:
-    """transformers' continuous batching."""
+    """Start transformers' continuous batching."""
     async with running(TRANSFORMERS) as peer:
 
         async def ask(jobs: Sequence[Job], streams: int, count: int) -> Row:
@@ -93,7 +93,7 @@ async def transformers(model: Path, dtype: str, threads: Sequence[int]) -> Async
                 "device": "cpu",
                 "dtype": dtype,
                 "threads": [count],
-                "warm_up": _listed(_shortened(jobs[:1])),  # of its loop, which is made anew
+                "warm_up": _listed(_shortened(jobs[:1])),  # of its loop, which is created again
                 "loads": [(streams, _listed(jobs))],
             }
             reply = await peer.ask(spec, _REPLY_S)
@@ -106,10 +106,12 @@ async def transformers(model: Path, dtype: str, threads: Sequence[int]) -> Async
 async def llama(
     python: str | None, model: Path, name: str, threads: Sequence[int]
 ) -> AsyncIterator[Contender]:
-    """llama.cpp on the same weights, written as GGUF beside the checkpoint unless they are there.
+    """Start llama.cpp on the same weights.
+
+    Writes them as GGUF beside the checkpoint if they are missing.
 
     Args:
-        python: that has llama-cpp-python and gguf.
+        python: Python with llama-cpp-python and gguf.
         name: "bf16" or "q8_0".
     Raises:
         LeftOut: there is no such Python, or it cannot write the files.
@@ -159,7 +161,7 @@ async def _gguf(python: str, model: Path) -> Path:
             raise LeftOut(f"--llama-python {python}: {error}") from None
         if process.returncode:
             raise LeftOut(errors.decode(errors="replace").strip().splitlines()[-1])
-        made.rename(directory)  # whole or not at all
+        made.rename(directory)  # atomic
     return directory
 
 

@@ -1,4 +1,4 @@
-"""Figures of tools/bench/cpu: one value a round, their median and the worst, each with its goal."""
+"""Figures of tools/bench/cpu: one value per round, their median and the worst, with goals."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,9 +13,9 @@ Better = Literal["low", "high"]
 @dataclass(frozen=True, slots=True)
 class Figure:
     what: str
-    values: Sequence[float]  # one of each round; empty: it was not measured
+    values: Sequence[float]  # one per round; empty: not measured
     better: Better
-    goal: float | None = None  # None: it stands beside one that has a goal
+    goal: float | None = None  # None: a figure for comparison only
     note: str = ""
 
     @property
@@ -28,7 +28,7 @@ class Figure:
 
     @property
     def reached(self) -> bool | None:
-        """Whether the median reaches the goal; None where there is nothing to say."""
+        """Return whether the median reaches the goal, or None without a goal or values."""
         if self.goal is None or not self.values:
             return None
         return self.middle <= self.goal if self.better == "low" else self.middle >= self.goal
@@ -48,7 +48,7 @@ class Figure:
 
 @dataclass(slots=True)
 class Table:
-    """What was measured in rounds: a row of each system for each load and round."""
+    """Measurements in rounds: a row for each system, load and round."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
 
@@ -56,19 +56,19 @@ class Table:
         return [row for row in self.rows if (row["system"], row["load"]) == (system, load)]
 
     def values(self, system: str, load: str, *keys: str) -> list[float]:
-        """One number of each round, by its place in the row; empty where there are no rows."""
+        """Return one number per round, by its path in the row. Empty without rows."""
         return [float(reduce(getitem, keys, row)) for row in self.of(system, load)]
 
 
 def ratios(values: Sequence[float], against: Sequence[float]) -> list[float]:
-    """Round by round; empty where either was not measured."""
+    """Return the ratios by round. Empty if either was not measured."""
     if not values or not against:
         return []
     return [a / b for a, b in zip(values, against, strict=True)]
 
 
 def best(of: Sequence[Sequence[float]], better: Better) -> list[float]:
-    """Of several systems the best one of each round; those that were not measured do not count."""
+    """Return the best of several systems in each round. Systems without values do not count."""
     choose = min if better == "low" else max
     return [choose(values) for values in zip(*filter(None, of), strict=True)]
 
@@ -76,12 +76,12 @@ def best(of: Sequence[Sequence[float]], better: Better) -> list[float]:
 def growth(
     times: Sequence[float], before: Sequence[float], read: float, read_before: float
 ) -> list[float]:
-    """How much more a step grew than the bytes that it reads; 1: they explain all of it."""
+    """Return by how much more than its bytes a step grew. 1: the bytes explain the growth."""
     return [grown / (read / read_before) for grown in ratios(times, before)]
 
 
 def agreement(table: Table, load: str, system: str, other: str) -> float:
-    """Share of answers of one system that are token for token those of another one."""
+    """Return the share of responses that are token for token equal to another system's."""
     mine, theirs = ([row["token_ids"] for row in table.of(name, load)] for name in (system, other))
     pairs = [pair for round in zip(mine, theirs, strict=True) for pair in zip(*round, strict=True)]
     return sum(a == b for a, b in pairs) / len(pairs)
@@ -93,7 +93,7 @@ def markdown(figures: Sequence[Figure]) -> str:
 
 
 def spreads(table: Table) -> str:
-    """What each system did: medians, and in brackets the range over the rounds."""
+    """Format the results of each system: medians, and in brackets the range over the rounds."""
     lines = [
         "| load | system | threads | tokens/s | first token, ms | gap, ms |",
         "|---|---|---|---|---|---|",

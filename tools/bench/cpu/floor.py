@@ -1,4 +1,4 @@
-"""What this machine's memory and its arithmetic units give, measured with all of its cores."""
+"""Memory bandwidth and arithmetic throughput of this machine, measured with all of its cores."""
 
 import ctypes
 import os
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 _TRIES = 4
-_ABSENT = 77  # a byte that the buffer does not have
+_ABSENT = 77  # a byte that the buffer does not contain
 PRODUCT_ROWS = 256
 
 
@@ -21,7 +21,7 @@ class Floor:
     product_flops_per_s: float  # of bfloat16 products by oneDNN, PRODUCT_ROWS rows
 
     def step_s(self, read_bytes: int) -> float:
-        """The least that a step can take which reads so much."""
+        """Return the minimum seconds of a step that reads `read_bytes`."""
         return read_bytes / self.read_bytes_per_s
 
     def product_s(self, flops: float) -> float:
@@ -29,16 +29,17 @@ class Floor:
 
 
 def measured(read_bytes: int, sizes: dict[str, Any]) -> Floor:
-    """
+    """Measure the floor.
+
     Args:
-        read_bytes: of the buffer that is read; many times the caches.
-        sizes: of the model whose layers are multiplied with.
+        read_bytes: size of the buffer to read; many times the CPU caches.
+        sizes: sizes of the model whose layers are multiplied.
     """
     return Floor(_read_rate(read_bytes), _product_rate(sizes))
 
 
 def matrices(sizes: dict[str, Any]) -> list[tuple[int, int]]:
-    """[out, in] of a layer's products, those with one input as one."""
+    """Return [out, in] of a layer's products. Products with the same input count as one."""
     hidden, inner = sizes["hidden_size"], sizes["intermediate_size"]
     queries = sizes["num_attention_heads"] * sizes["head_dim"]
     keys = sizes["num_key_value_heads"] * sizes["head_dim"]
@@ -46,7 +47,8 @@ def matrices(sizes: dict[str, Any]) -> list[tuple[int, int]]:
 
 
 def product_flops(sizes: dict[str, Any], rows: int) -> float:
-    """Of the products of all layers; the head is for one row only, and is left out."""
+    """Return the FLOPs of the products of all layers. The head, which has one row only, is left
+    out."""
     each = sum(out * into for out, into in matrices(sizes))
     return 2.0 * rows * each * sizes["num_hidden_layers"]
 
@@ -61,7 +63,7 @@ def _cores() -> int:
 
 
 def _read_rate(num_bytes: int) -> float:
-    """libc's search for a byte that is not there: it reads, and does nothing else."""
+    """Measure with libc's search for an absent byte, which only reads."""
     buffer, part = torch.zeros(num_bytes, dtype=torch.uint8), num_bytes // _cores()
     find = ctypes.CDLL(None).memchr
     find.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
@@ -81,7 +83,8 @@ def _read_rate(num_bytes: int) -> float:
 
 
 def _product_rate(sizes: dict[str, Any]) -> float:
-    """Through weights of all layers, so that each is read from memory as in a forward."""
+    """Measure products with the weights of all layers, so that each is read from memory as in a
+    forward."""
     threads = torch.get_num_threads()
     torch.set_num_threads(_cores())
     layers = [

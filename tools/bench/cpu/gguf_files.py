@@ -63,7 +63,7 @@ def _write(checkpoint: Path, file: Path) -> None:
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("none")
     for name, bits in _tensors(checkpoint / "model.safetensors"):
-        if bits.ndim == 1:  # norms are multiplied in float32 there
+        if bits.ndim == 1:  # llama.cpp multiplies norms in float32
             writer.add_tensor(name, (bits.astype(np.uint32) << 16).view(np.float32))
         else:
             writer.add_tensor(name, bits.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
@@ -74,7 +74,7 @@ def _write(checkpoint: Path, file: Path) -> None:
 
 
 def _tensors(file: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Every tensor by llama.cpp's name, as the bits of its bfloat16 numbers."""
+    """Yield every tensor by llama.cpp's name, as the bits of its bfloat16 numbers."""
     raw = np.memmap(file, np.uint8, "r")
     size = int(raw[:8].view(np.uint64)[0])
     header = json.loads(raw[8 : 8 + size].tobytes())

@@ -18,20 +18,20 @@ from typing import Any
 import llama_cpp
 import numpy as np
 
-_BATCH = 2048  # tokens of one call; llama.cpp cuts it into what it computes at once
+_BATCH = 2048  # tokens of one call, which llama.cpp splits into its compute batches
 
 
 @dataclass(slots=True)
 class Sequence:
-    """One request under way."""
+    """One request in flight."""
 
     job: int
     prompt: list[int]
     max_tokens: int
     due: float
-    num_computed: int = 0  # tokens whose KV is there
+    num_computed: int = 0  # tokens whose KV is computed
     tokens: list[int] = field(default_factory=list)
-    chunks: list[float] = field(default_factory=list)  # when each token came
+    chunks: list[float] = field(default_factory=list)  # arrival time of each token
 
     def next_tokens(self, most: int) -> list[int]:
         if self.tokens:
@@ -43,7 +43,7 @@ class Engine:
     def __init__(self, file: str) -> None:
         silent = llama_cpp.llama_log_callback(lambda level, text, data: None)
         llama_cpp.llama_log_set(silent, ctypes.c_void_p(0))
-        self._silent = silent  # it must live as long as the library
+        self._silent = silent  # must live as long as the library
         llama_cpp.llama_backend_init()
         self._model = llama_cpp.llama_model_load_from_file(
             file.encode(), llama_cpp.llama_model_default_params()
@@ -56,7 +56,8 @@ class Engine:
         self._context: Any = None
 
     def closed_loop(self, load: dict[str, Any]) -> dict[str, Any]:
-        """Greedy answers, `streams` at once, in the order of jobs; times from its start."""
+        """Generate greedy responses, `streams` at once, in the order of jobs. Times count from the
+        start."""
         self._open(load["streams"], load["threads"], load["jobs"])
         waiting = list(enumerate(load["jobs"]))[::-1]
         slots: list[Sequence | None] = [None] * load["streams"]
@@ -88,7 +89,7 @@ class Engine:
         longest = max(len(prompt) + max_tokens for prompt, max_tokens, _ in jobs)
         wish = llama_cpp.llama_context_default_params()
         wish.n_seq_max = streams
-        wish.n_ctx = streams * (-(-longest // 256) * 256)  # it divides it among the sequences
+        wish.n_ctx = streams * (-(-longest // 256) * 256)  # llama.cpp divides it by sequence
         wish.n_batch = _BATCH
         wish.n_threads = wish.n_threads_batch = threads
         self._context = llama_cpp.llama_init_from_model(self._model, wish)
@@ -96,7 +97,7 @@ class Engine:
             raise SystemExit("llama.cpp does not make a context")
 
     def _step(self, slots: list[Sequence | None]) -> dict[int, int]:
-        """Computes one batch; the tokens that it gives, by slot."""
+        """Compute one batch. Returns the new tokens by slot."""
         batch, sampled = self._batch, {}
         batch.n_tokens = 0
         running = [(number, slot) for number, slot in enumerate(slots) if slot is not None]

@@ -1,4 +1,5 @@
-"""Rounds of tools/bench/cpu: systems that are up together answer the same prompts in turns."""
+"""Rounds of tools/bench/cpu: systems that run at the same time receive the same prompts in
+turns."""
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
@@ -18,18 +19,18 @@ Systems = Mapping[str, Callable[[], AbstractAsyncContextManager[Contender]]]
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """One load: `streams` callers, each with one request under way, until all are answered."""
+    """One load: `streams` callers, each with one request in flight, until all requests are done."""
 
     name: str
     streams: int
     requests: int
     prompt_tokens: int
     output_tokens: int
-    num_prefixes: int = 0  # prompts begin with one of so many prefixes; 0: no two begin alike
-    own_tokens: int = 0  # of such a prompt, behind its prefix
+    num_prefixes: int = 0  # number of distinct prompt prefixes; 0: no two prompts share one
+    own_tokens: int = 0  # of such a prompt, after its prefix
 
     def jobs(self, vocabulary: int, seed: int) -> list[Job]:
-        """The same ones for the same seed. Prefixes are the same whatever the seed."""
+        """Return the jobs, determined by the seed. The prefixes are independent of the seed."""
         own = self._random(self.requests, self.own_tokens or self.prompt_tokens, vocabulary, seed)
         prefixes = self.prefixes(vocabulary) or [Job((), 0)]
         return [
@@ -38,7 +39,7 @@ class Traffic:
         ]
 
     def prefixes(self, vocabulary: int) -> list[Job]:
-        """Requests that leave every prefix in a prefix cache."""
+        """Return requests that leave every prefix in a prefix cache."""
         tokens = self.prompt_tokens - self.own_tokens
         return self._random(self.num_prefixes, tokens, vocabulary, seed=0)
 
@@ -50,15 +51,15 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one part of the bench has measured."""
+    """The measurements of one part of the benchmark."""
 
     table: Table
     floors: Sequence[Floor]  # before each round
-    left_out: Mapping[str, str]  # why, by system
+    left_out: Mapping[str, str]  # reasons by system
 
     @property
     def floor(self) -> Floor:
-        """The best of all rounds: what the machine can do when nobody else is on it."""
+        """Return the best floor of all rounds: the machine's limit without other load."""
         return Floor(
             max(floor.read_bytes_per_s for floor in self.floors),
             max(floor.product_flops_per_s for floor in self.floors),
@@ -73,9 +74,10 @@ class Measured:
         *,
         of: Sequence[str] = (),
     ) -> Figure:
-        """
+        """Return a figure of this part.
+
         Args:
-            of: the systems that the values are of; those left out are told.
+            of: the systems that the values are of. Systems that were left out are noted.
         """
         reasons = [f"{name}: {self.left_out[name]}" for name in of if name in self.left_out]
         return Figure(what, values, better, goal, "; ".join(reasons))
@@ -90,10 +92,11 @@ async def measured(
     seed: int,
     floor: Callable[[], Floor],
 ) -> Measured:
-    """Every system on every traffic, in every round; forwards and backwards in turns.
+    """Measure every system on every traffic in every round. The order alternates between forwards
+    and backwards.
 
     Raises:
-        RuntimeError: a system that came up fails.
+        RuntimeError: a running system fails.
     """
     table, floors, left_out = Table(), list[Floor](), dict[str, str]()
     async with contextlib.AsyncExitStack() as stack:
@@ -128,7 +131,8 @@ async def measured(
 
 
 def _seed(seed: int, number: int, place: int) -> int:
-    """Of a traffic's prompts in a round: none finds another one cached. Prefixes have 0."""
+    """Return the seed of a traffic's prompts in a round, so that none is cached. Prefixes have
+    0."""
     return 1 + 100_000 * seed + 100 * number + place
 
 

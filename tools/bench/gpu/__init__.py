@@ -1,1 +1,1 @@
-"""Checks, then measures, everything on a GPU in one call: `python -m tools.bench.gpu`, in parts."""
+"""Checks and measurements of all GPU code in one call, in parts: `python -m tools.bench.gpu`."""

@@ -1,12 +1,12 @@
-"""Everything that is measured on a GPU, in one run: kernels, layouts, steps, hand-offs, serving.
+"""Run all GPU measurements: kernels, layouts, steps, hand-offs, serving.
 
     python -m tools.bench.gpu                          all parts, in less than nine minutes
     python -m tools.bench.gpu --parts attention tuning  some of them
     python -m tools.bench.gpu --dry                     all of it on a CPU, at tiny sizes
 
-Ceilings of the machine are measured first and are the denominators of all that follows. What is
-wrong is not timed: an operation that fails its check is reported, and the others go on. Every row
-is written to --out as soon as it is known. Times of the dry mode say nothing.
+The machine's ceilings are measured first and are the denominators of all other figures. An
+operation that fails its check is reported and not timed. The other operations continue. Every row
+is written to --out as soon as it is known. Times of the dry mode are meaningless.
 """
 
 import argparse
@@ -30,8 +30,8 @@ BUDGET_S = 520.0
 def main() -> None:
     options = _options()
     if options.dry:
-        os.environ["TRITON_INTERPRET"] = "1"  # read where the first kernel is defined
-    importlib.import_module("torch")  # once, for all processes that are forked
+        os.environ["TRITON_INTERPRET"] = "1"  # must be set before the first kernel is defined
+    importlib.import_module("torch")  # loaded once, before any process is forked
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
@@ -58,8 +58,9 @@ def _options() -> argparse.Namespace:
 
 
 def _run(options: argparse.Namespace, out: Path, started: float) -> list[Report]:
-    """Each part may run until its own share, and all before it, are used up."""
-    from tools.bench.gpu.setting import (  # defines kernels, for the mode chosen above
+    """Run the parts. Each may run until its own share of the time and the unused shares before it
+    end."""
+    from tools.bench.gpu.setting import (  # defines kernels for the mode chosen above
         Ceilings,
         Setting,
     )
@@ -100,7 +101,7 @@ def _end(
     reports: Sequence[Report],
     wall_s: float,
 ) -> None:
-    """The last line is a summary; record.json has every row too."""
+    """Print the summary as the last line. record.json also contains every row."""
     parts = {r.part.name: {"status": r.status, "wall_s": r.wall_s} for r in reports}
     goals = reached((r.part.name, row) for r in reports for row in r.rows)
     say()

@@ -1,4 +1,4 @@
-"""How long work takes: on a GPU by CUDA events around it, elsewhere by the host's clock."""
+"""Timing of work: on a GPU by CUDA events around it, elsewhere by the host's clock."""
 
 import functools
 import statistics
@@ -15,7 +15,7 @@ Work: TypeAlias = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds: the median of `runs`, and where the middle three fifths of them lie."""
+    """A timing in seconds: the median of `runs`, and the range of the middle three fifths."""
 
     p50: float
     p20: float
@@ -31,40 +31,48 @@ class Timing:
 
 
 class Clock(Protocol):
-    """Work must have been done once before it is timed: nothing is compiled under the clock."""
+    """A clock for work on a device.
+
+    The caller must run the work once before timing it, so that no compilation is timed.
+    """
 
     def time(self, work: Work, *, prepare: Work | None = None, cold: bool = True) -> Timing:
-        """
+        """Time the work.
+
         Args:
-            prepare: done before each run, outside its time.
-            cold: what the work reads is not in the cache.
+            prepare: runs before each run, outside its time.
+            cold: flush the cache before each run.
         """
         ...
 
     def stamp(self) -> Any:
-        """A point on the current stream, behind all that was enqueued there."""
+        """Return a stamp on the current stream, after all work enqueued so far."""
         ...
 
     def between(self, one: Any, other: Any) -> float:
-        """Seconds between two stamps that the device has passed."""
+        """Return the seconds between two stamps that the device has passed."""
         ...
 
 
 class CudaClock:
-    """Each run waits behind other work of the GPU, until the host has enqueued all of it: launches
-    are not part of a time, unless one run needs the host for longer than HOLD_S."""
+    """A clock that excludes launch times.
+
+    Each run waits behind other work of the GPU until the host has enqueued all of it. This fails
+    only if the host needs longer than HOLD_S for one run.
+    """
 
     HOLD_S = 150e-6
 
     def __init__(self, device: torch.device, target_s: float = 0.1) -> None:
-        """target_s: spent on the runs of one timing, if they are neither too few nor too many."""
+        """Create a clock. target_s: time for all runs of one timing, within the limits of their
+        number."""
         self._device = device
         self._target_s = target_s
         self._hold_cycles = int(self.HOLD_S * 1.8e9)
 
     @functools.cached_property
     def _flush(self) -> Tensor:
-        """Written between runs: nothing that was in the cache before is left."""
+        """Write to memory between runs, which evicts the previous content of the cache."""
         size = torch.cuda.get_device_properties(self._device).L2_cache_size
         return torch.empty(4 * size, dtype=torch.uint8, device=self._device)
 
@@ -97,7 +105,7 @@ class CudaClock:
 
 
 class HostClock:
-    """For the dry mode: one run, whose time says nothing."""
+    """A clock for the dry mode: one run, whose time is meaningless."""
 
     def time(self, work: Work, *, prepare: Work | None = None, cold: bool = True) -> Timing:
         if prepare is not None:

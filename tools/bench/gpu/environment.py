@@ -1,6 +1,6 @@
-"""What the numbers were measured on: the GPU as nvidia-smi sees it, and the packages.
+"""The environment of the measurements: the GPU according to nvidia-smi, and the packages.
 
-Asks no library that would take hold of the GPU: the process that calls this forks others.
+Loads no library that would initialise the GPU, because the calling process forks others.
 """
 
 import subprocess
@@ -21,17 +21,17 @@ _STATE = (
 
 
 def facts() -> dict[str, Any]:
-    """Of all GPUs, what never changes, and the versions of the packages that matter."""
+    """Return the static properties of all GPUs, and the versions of the relevant packages."""
     return {"gpus": _ask(_FACTS), "packages": {name: _version(name) for name in _PACKAGES}}
 
 
 def state() -> list[dict[str, str]]:
-    """Clocks, heat and power of each GPU now."""
+    """Return the current clocks, temperature and power of each GPU."""
     return _ask(_STATE)
 
 
 def _ask(fields: tuple[str, ...]) -> list[dict[str, str]]:
-    """Empty where there is no nvidia-smi."""
+    """Query nvidia-smi. Empty if it is missing."""
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)

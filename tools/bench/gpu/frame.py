@@ -1,8 +1,8 @@
-"""Runs the parts of tools/bench/gpu, each in a process of its own, and keeps every row they give.
+"""Runner of the parts of tools/bench/gpu, each in a process of its own. Keeps every row they yield.
 
-The process is forked before anything touches CUDA: a kernel that takes its context down takes its
-own part down, memory is given back between parts, and a part that outstays its time is ended. A
-row is with the parent before the next is measured. Knows nothing of what is measured.
+The process is forked before any use of CUDA. A kernel that breaks its context ends only its own
+part, memory is released between parts, and a part that exceeds its time is killed. The parent has
+received a row before the next one is measured. Independent of the measurements.
 """
 
 import contextlib
@@ -20,28 +20,29 @@ from typing import Any, Protocol, TypeAlias
 
 from tools.bench.support.record import say, table
 
-Row: TypeAlias = dict[str, Any]  # "table": which of its part's tables shows it
+Row: TypeAlias = dict[str, Any]  # "table": the table of its part that shows the row
 Tables: TypeAlias = Mapping[str, Mapping[str, str]]  # name: columns, as for record.table
 
 NOTES = "notes"  # the table that every part has: "what" and "note"
 _NOTE_LENGTH = 400
-_PATIENCE_S = 8.0  # for a part to stop the programs it has started
+_PATIENCE_S = 8.0  # for a part to stop the processes it has started
 _PR_SET_PDEATHSIG = 1
 
 
 class PartModule(Protocol):
-    """tools/bench/gpu/parts/NAME.py."""
+    """The module of a part: tools/bench/gpu/parts/NAME.py."""
 
     TABLES: Tables
 
     def measure(self, setting: Any) -> Iterator[Row]:
-        """Yields each row as soon as it is known, the most wanted ones first."""
+        """Yield each row as soon as it is known, the most important ones first."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """share: of the time for all parts. What a part leaves, the next may use."""
+    """A part. share: its share of the time for all parts. Later parts may use the time it
+    leaves."""
 
     name: str
     what: str
@@ -54,7 +55,7 @@ class Part:
 
 @dataclass(slots=True, eq=False)
 class Report:
-    """What became of a part. status: done | cut ... | skipped ... | failed ..."""
+    """The result of a part. status: done | cut ... | skipped ... | failed ..."""
 
     part: Part
     status: str = ""
@@ -63,7 +64,7 @@ class Report:
     tables: Tables = field(default_factory=dict)
 
     def show(self) -> None:
-        """Its tables, for people."""
+        """Print the tables of the part."""
         for name, columns in self.tables.items():
             if rows := [row for row in self.rows if row["table"] == name]:
                 say(f"-- {name}")
@@ -75,13 +76,15 @@ class Report:
 
 
 def note(what: str, text: str) -> Row:
-    """What could not be measured, and why."""
+    """Return a note with the reason why a measurement is missing."""
     return {"table": NOTES, "what": what, "note": text[:_NOTE_LENGTH]}
 
 
 def guarded(what: str, rows: Iterator[Row]) -> Iterator[Row]:
-    """The rows; where one fails, a note instead of it and of all after it. Where it failed is told
-    on stderr."""
+    """Yield the rows. After a failure, yield a note instead of the remaining rows.
+
+    The traceback goes to stderr.
+    """
     try:
         yield from rows
     except ModuleNotFoundError:
@@ -94,7 +97,7 @@ def guarded(what: str, rows: Iterator[Row]) -> Iterator[Row]:
 def run(
     part: Part, make_setting: Callable[[], Any], limit_s: float, keep: Callable[[Row], None]
 ) -> Report:
-    """Runs a part to its end, or to its limit; each of its rows goes to `keep` at once.
+    """Run a part until its end or its limit. Each of its rows goes to `keep` at once.
 
     Args:
         make_setting: called in the part's process.
@@ -123,7 +126,7 @@ def run(
 def _listen(
     inlet: "Connection[Any, Any]", late: float, report: Report, keep: Callable[[Row], None]
 ) -> None:
-    """Until the part says how it ended, or it is late."""
+    """Receive rows until the part reports its end, or until it is late."""
     while inlet.poll(max(0.0, late - time.monotonic())):
         kind, content = inlet.recv()
         match kind:
@@ -138,12 +141,12 @@ def _listen(
 
 
 def _end(process: multiprocessing.process.BaseProcess) -> None:
-    """Its process first, which ends what it has started; then whatever is left of its group."""
+    """End the part's process, which ends its children, then the rest of its process group."""
     assert process.pid is not None
     if process.is_alive():
         process.terminate()
     process.join(_PATIENCE_S)
-    with contextlib.suppress(ProcessLookupError):  # nothing is left
+    with contextlib.suppress(ProcessLookupError):  # the group is empty
         os.killpg(process.pid, signal.SIGKILL)
     process.join()
 
@@ -152,7 +155,7 @@ def _end(process: multiprocessing.process.BaseProcess) -> None:
 
 
 class _Cut(BaseException):
-    """The part's time is over. Nobody may catch this one and go on."""
+    """The part's time has expired. Must not be caught and ignored."""
 
 
 def _measure(part: Part, make_setting: Callable[[], Any], outlet: "Connection[Any, Any]") -> None:
@@ -176,7 +179,7 @@ def _measure(part: Part, make_setting: Callable[[], Any], outlet: "Connection[An
 
 
 def _rounded(value: Any) -> Any:
-    """Five digits of every float: no measurement here has more."""
+    """Round every float to five digits, the maximum precision of these measurements."""
     match value:
         case float():
             return float(f"{value:.5g}")
@@ -187,5 +190,5 @@ def _rounded(value: Any) -> Any:
 
 
 def _leave(number: int, frame: object) -> None:
-    """Unwinds, so that contexts end the programs that they have started."""
+    """Unwind the stack, so that contexts end the processes that they have started."""
     raise _Cut

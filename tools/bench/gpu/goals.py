@@ -1,4 +1,4 @@
-"""The goals of the GPU engine, and what of them a run reached. Reads rows; measures nothing."""
+"""Goals of the GPU engine, and their state in a run. Reads rows; measures nothing."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from tools.bench.gpu.frame import Row
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """at_least or at_most a share of 1, in the first row of `part` that `fits`."""
+    """A goal: at_least or at_most a share of 1, in the first row of `part` that `fits`."""
 
     what: str
     part: str
@@ -78,7 +78,7 @@ GOALS = (
 
 
 def reached(rows: Iterable[tuple[str, Row]]) -> list[dict[str, Any]]:
-    """One entry per goal; measured: None where no row of the run (part's name, row) says."""
+    """Return one entry per goal. measured: None if no row of the run (part's name, row) matches."""
     given = list(rows)
     found = []
     for goal in GOALS:

@@ -1,6 +1,6 @@
-"""One operation on one shape: proved against float64, then timed, then held against a ceiling.
+"""One operation on one shape: checked against float64, then timed, then compared with a ceiling.
 
-No speed without proof: what is wrong is reported and not timed.
+An operation that fails its check is reported and not timed.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -31,11 +31,12 @@ COLUMNS = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Op:
-    """call: does it once, on memory of its own. error: how wrong it is, at most `tolerance`.
+    """An operation. call: runs it once, on memory of its own. error: its error, at most
+    `tolerance`.
 
-    amount: bytes that must be moved or FLOPs that must be done, of the kind that `ceiling` counts.
-    peers: others that do the same, on the same data; timed and not checked.
-    prepare: before each call, outside its time. more: further fields of the row.
+    amount: bytes to move or FLOPs to compute, of the kind that `ceiling` counts. peers: other
+    implementations on the same data; timed and not checked. prepare: runs before each call, outside
+    its time. more: further fields of the row.
     """
 
     name: str
@@ -52,10 +53,10 @@ class Op:
 
 
 def measure(setting: Setting, ops: Iterable[Callable[[], Op]], name: str) -> Iterator[Row]:
-    """Rows of the table `name`, one per operation, and a note for each that is not timed.
+    """Yield rows of the table `name`, one per operation, and a note for each that is not timed.
 
     Args:
-        ops: each makes an operation with its data, which are gone when its row is there.
+        ops: each makes an operation with its data, which is freed when its row is yielded.
     """
     for make in ops:
         yield from guarded(f"an operation of {name}", _made(setting, make, name))
@@ -68,7 +69,7 @@ def _made(setting: Setting, make: Callable[[], Op], name: str) -> Iterator[Row]:
 
 def _timed(setting: Setting, op: Op, name: str) -> Iterator[Row]:
     error = op.error()
-    if not error <= op.tolerance:  # NaN is not
+    if not error <= op.tolerance:  # also true for NaN
         yield note(f"{op.name} {op.shape}", f"wrong by {error:.2g}, at most {op.tolerance:g}")
         return
     _do(op.prepare)
@@ -94,7 +95,7 @@ def _timed(setting: Setting, op: Op, name: str) -> Iterator[Row]:
 
 
 def _peer_us(setting: Setting, op: Op, work: Work) -> float | None:
-    """None where the peer cannot do it here."""
+    """Time a peer. None if it cannot run here."""
     try:
         _do(op.prepare)
         work()
@@ -113,22 +114,23 @@ def _text(us: float | None) -> str:
 
 
 def relative_error(found: Tensor, exact: Tensor) -> float:
-    """norm(found - exact) / norm(exact), in float64; NaN where anything is."""
+    """Return norm(found - exact)
+    norm(exact), in float64. NaN if any input is."""
     exact = exact.double()
     norm = torch.linalg.vector_norm
     return float(norm(found.double() - exact) / norm(exact))
 
 
 def unequal_share(found: Tensor, expected: Tensor) -> float:
-    """Of the elements; NaN equals nothing."""
+    """Return the share of unequal elements. NaN is unequal to everything."""
     return int(torch.count_nonzero(found != expected)) / found.numel()
 
 
 def worst(*errors: float) -> float:
-    """The largest; NaN if one is."""
+    """Return the largest error, or NaN if one is NaN."""
     return float(torch.tensor(errors, dtype=torch.float64).max())
 
 
 def roundings(dtype: torch.dtype, count: int) -> float:
-    """The relative error that so many roundings to `dtype`, one upon the other, can leave."""
+    """Return the relative error bound of `count` successive roundings to `dtype`."""
     return count * torch.finfo(dtype).eps / 2 + 1e-6

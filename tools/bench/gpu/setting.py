@@ -1,7 +1,7 @@
-"""What every part of tools/bench/gpu is given: a device, a clock, and the ceilings of the machine.
+"""The setting of every part of tools/bench/gpu: a device, a clock, and the ceilings of the machine.
 
-The dry mode is the same program on a CPU: small sizes, float32, kernels in Triton's interpreter
-(which computes bfloat16 wrongly), and times that say nothing.
+The dry mode is the same program on a CPU: small sizes, float32, and kernels in Triton's interpreter
+(which computes bfloat16 wrongly). Its times are meaningless.
 """
 
 from collections.abc import Iterable
@@ -21,10 +21,10 @@ _SCALES = {"GB/s": 1e9, "TFLOP/s": 1e12}
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What this machine reaches, measured in the same run. The denominators of all shares.
+    """The machine's limits, measured in the same run: the denominators of all shares.
 
-    copy: bytes/s of a copy on the device, read and written ones counted. read: bytes/s of reading
-    only. matmul: FLOP/s of a large product of random numbers in the model's dtype.
+    copy: bytes/s of a copy on the device, reads and writes counted. read: bytes/s of reading only.
+    matmul: FLOP/s of a large product of random numbers in the model's dtype.
     """
 
     copy: float
@@ -33,7 +33,7 @@ class Ceilings:
 
     @classmethod
     def of(cls, rows: Iterable[dict[str, Any]]) -> "Ceilings":
-        """From the rows of the part `machine`: the best of each kind."""
+        """Return the best of each kind from the rows of the part `machine`."""
         best = dict.fromkeys(UNITS, 0.0)
         for row in rows:
             if (name := row.get("ceiling")) is not None:
@@ -46,7 +46,7 @@ class Ceilings:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Setting:
-    """For one process. dtype: of weights, activations and KV."""
+    """The setting of one process. dtype: of weights, activations and KV."""
 
     device: torch.device
     dtype: torch.dtype
@@ -56,7 +56,8 @@ class Setting:
 
     @classmethod
     def make(cls, ceilings: Ceilings, *, dry: bool) -> "Setting":
-        """Does not touch the device: a process that has must not be forked."""
+        """Make a setting without using the device, because a process that has used it must not be
+        forked."""
         torch.manual_seed(0)
         if dry:
             torch.set_num_threads(1)
@@ -65,11 +66,11 @@ class Setting:
         return cls(device, torch.bfloat16, CudaClock(device), ceilings, dry)
 
     def sized(self, full: Sized, dry: Sized) -> Sized:
-        """A size, or a list of them, for the run at hand."""
+        """Return a size, or a list of sizes, for this run."""
         return dry if self.dry else full
 
     def share(self, ceiling: str, amount: float, seconds: float) -> float:
-        """Of a ceiling, what `amount` bytes or FLOPs in `seconds` are."""
+        """Return the share of a ceiling that `amount` bytes or FLOPs in `seconds` reach."""
         return amount / seconds / self.ceilings.of_kind(ceiling)
 
     def randn(self, *shape: int, scale: float = 1.0) -> Tensor:
@@ -77,21 +78,22 @@ class Setting:
         return tensor.normal_(0.0, scale)
 
     def integers(self, high: int, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        """In [0, high)."""
+        """Return random integers in [0, high)."""
         return torch.randint(0, high, shape, dtype=dtype, device=self.device)
 
     def launch_kernels(self) -> None:
-        """Operations of this process run as Triton kernels on a CPU too, in the interpreter."""
+        """Make the operations of this process run as Triton kernels, on a CPU in the
+        interpreter."""
         if self.dry:
             kernel_device.uses_triton = lambda tensor: True
 
     def finish(self) -> None:
-        """Waits until the device has done all it was given. Raises what went wrong there."""
+        """Wait until the device has completed all work. Raises the errors that occurred there."""
         if not self.dry:
             torch.cuda.synchronize(self.device)
 
 
 def rate(ceiling: str, amount: float, seconds: float) -> dict[str, Any]:
-    """Fields of a row."""
+    """Return the rate as fields of a row."""
     unit = UNITS[ceiling]
     return {"rate": amount / seconds / _SCALES[unit], "unit": unit}

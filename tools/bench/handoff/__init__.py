@@ -1,1 +1,1 @@
-"""What a hand-off costs: `python -m tools.bench.handoff`, in parts."""
+"""Benchmark of the cost of a hand-off, in parts: `python -m tools.bench.handoff`."""

@@ -1,4 +1,4 @@
-"""What a hand-off of KV pages costs: on the wire, on each engine thread, and for the client.
+"""Measure a hand-off of KV pages: on the wire, on each engine thread, and for the client.
 
     python -m tools.bench.handoff                        all parts, about three minutes
     python -m tools.bench.handoff --parts rates          page reads between two processes

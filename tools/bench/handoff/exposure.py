@@ -1,12 +1,13 @@
-"""How much of a transfer prefill hides, and what disaggregation adds to the time to first token.
+"""The share of a transfer that prefill hides, and the TTFT that disaggregation adds.
 
-Two measurements of the same prompts, which are cut into many chunks:
+Two measurements use the same prompts, which are cut into many chunks:
 
-hidden share: a reader without an engine (_watcher.py) takes them from a real prefill node, once in
-chunks and once whole. The first token is told when the last chunk is computed; the time from then
-until all has landed and is confirmed is exposed. In one chunk the whole transfer is.
+hidden share: A reader without an engine (_watcher.py) takes them from a real prefill node, once in
+chunks and once whole. The first token is sent when the last chunk is computed. The time from then
+until all pages have landed and are confirmed is exposed. In one chunk the whole transfer is
+exposed.
 
-TTFT: clients of a colocated and of a disaggregated system, one prompt at a time.
+TTFT: Clients of a colocated and of a disaggregated system send one prompt at a time.
 """
 
 import tempfile
@@ -25,7 +26,7 @@ from tools.bench.support.load import Answer, Client, make_jobs
 from tools.bench.support.record import percentiles, say
 from tools.bench.support.systems import Mode, System, prefilling, serving
 
-# 64 KiB of KV per token against little compute, so that moving it takes a while.
+# 64 KiB of KV per token and little compute, so that the transfer takes long.
 LAYERS, KV_HEADS, HEAD_DIM = 8, 8, 128
 MODEL: dict[str, Any] = {
     "hidden_size": 256,
@@ -40,7 +41,7 @@ KV_BYTES_PER_TOKEN = 2 * LAYERS * KV_HEADS * HEAD_DIM * 4
 PAGE_SIZE = 16
 SHORT_TOKENS = PAGE_SIZE
 OUTPUT_TOKENS = 4
-POOL_PROMPTS = 3  # what a pool holds, and the number of warm-up prompts: then no page is new
+POOL_PROMPTS = 3  # prompts in a pool, and warm-up prompts: afterwards all pages have been used
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class Plan:
         return self.prompt_tokens * KV_BYTES_PER_TOKEN
 
     def jobs(self, prompt_tokens: int) -> list[Job]:
-        """The same for every system; the first POOL_PROMPTS are warm-up."""
+        """Return the jobs, the same for every system. The first POOL_PROMPTS are warm-up."""
         return make_jobs(
             self.prompts + POOL_PROMPTS,
             prompt_tokens=prompt_tokens,
@@ -88,7 +89,7 @@ class Plan:
 
 
 async def measure(plan: Plan) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Rows, and what they say together."""
+    """Return the rows and their summary."""
     with tempfile.TemporaryDirectory(prefix="baton-bench-model-") as directory:
         model = make_checkpoint(Path(directory), **MODEL)
         watched = {
@@ -127,7 +128,7 @@ async def _take(watcher: Watcher, job: Job) -> Watched:
 
 
 async def _ask(model: Path, plan: Plan, mode: Mode) -> tuple[list[Answer], list[Answer]]:
-    """Answers to the long prompts, and to prompts of one page."""
+    """Return the responses to the long prompts, and to prompts of one page."""
     say(f"{mode} ...")
     async with serving(mode, model, plan.flags(model, plan.chunk_tokens)) as system:
         return await _answers(system, plan, plan.prompt_tokens), await _answers(
@@ -170,8 +171,11 @@ def _seen_row(
 
 
 def _together(rows: Sequence[dict[str, Any]], plan: Plan) -> dict[str, Any]:
-    """hidden_share: of the reads of a whole prompt. The last chunk has nothing to hide behind:
-    hidden_share_bound. added: disaggregated less colocated, medians."""
+    """Summarise the rows.
+
+    hidden_share: of the reads of a whole prompt. Its upper limit is hidden_share_bound, because no
+    computation follows the last chunk. added: disaggregated minus colocated, medians.
+    """
     chunked, whole, colocated, disaggregated = rows
     exposed, everything = chunked["exposed_ms"]["p50"], whole["exposed_ms"]["p50"]
     added = {

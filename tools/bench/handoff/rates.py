@@ -1,9 +1,9 @@
-"""How fast pages cross between two processes, against the bare rate of each path.
+"""Rates of pages between two processes, compared with the bare rate of each path.
 
 For every number of pages the same scattered pages are read in turn by memcpy, a bare socket, the
-tcp backend without and with TLS, one bare NIXL READ and the nixl backend, round after round: a
-change of the machine's mood falls on all of them. A ratio is the median over rounds of
-(ours / bare).
+tcp backend without and with TLS, one bare NIXL READ, and the nixl backend. The readers alternate
+round after round, so that changes of the machine's speed affect all of them. A ratio is the median
+over rounds of (ours / bare).
 """
 
 import os
@@ -36,7 +36,7 @@ GOAL = 0.95
 
 _GIB = 1 << 30
 _READER = 1
-_ASK = struct.Struct("<Q")  # of the bare socket: bytes wanted
+_ASK = struct.Struct("<Q")  # request of the bare socket: number of bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,8 @@ class Plan:
 
 
 def measure(plan: Plan) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """One row per number of pages, and the goals. Raises TransferError where a path is missing."""
+    """Return one row per number of pages, and the goals. Raises TransferError if a path is
+    missing."""
     cores = sorted(os.sched_getaffinity(0))
     with ExitStack() as exits:
         owner = _OwnerProcess(plan, core=cores[-1])
@@ -87,7 +88,8 @@ def _row(
     seconds: dict[str, list[float]] = {name: [] for name in reads}
     cpu_seconds = dict.fromkeys(reads, 0.0)
     posts: list[float] = []
-    # A sample of few pages is many reads in a row, each of other pages: long against the clock.
+    # A sample with few pages consists of many reads of different pages, to last long enough for the
+    # clock.
     repeats = max(1, min(200, num_pages // (4 * count)))
     for round_number in range(plan.rounds + 1):
         ids = [(_some(rng, num_pages, count), _some(rng, num_pages, count)) for _ in range(repeats)]
@@ -132,7 +134,7 @@ def _prove(
     target: "_Pages",
     plan: Plan,
 ) -> None:
-    """No rate without the right bytes."""
+    """Check the bytes before rates are reported."""
     pages = np.random.default_rng(0).permutation(max(plan.counts)).astype(np.int32)
     expected = _content(plan)
     for name in ("tcp", "tls", "bare nixl", "nixl"):
@@ -147,7 +149,7 @@ class _Pages:
 
     def __init__(self, plan: Plan) -> None:
         self.pages: NDArray[np.uint8] = np.zeros((max(plan.counts), plan.page_bytes), np.uint8)
-        self.pages[:] = 1  # page faults belong here
+        self.pages[:] = 1  # takes the page faults before the measurement
         num_pages = max(plan.counts)
         self.pool = PagePool(self.pages.ctypes.data, plan.page_bytes, num_pages, "cpu")
         self.remote = RemotePool(self.pool.base, plan.page_bytes, num_pages)
@@ -181,7 +183,7 @@ def _socket_read(connection: socket.socket, target: _Pages) -> Callable[[Ints, I
 
 
 class _BareNixl:
-    """What nixl does when it is asked for all pages in one READ, and nothing else."""
+    """NIXL with only a single READ of all pages."""
 
     def __init__(self, owner: "_OwnerProcess", target: _Pages) -> None:
         self._agent = _bare_agent("bench-reader")
@@ -192,7 +194,7 @@ class _BareNixl:
         )
         self._remote = self._agent.prep_xfer_dlist(name, _descriptors(owner.remote), "DRAM")
         first = np.zeros(1, np.int32)
-        self.read(first, first)  # makes contact
+        self.read(first, first)  # establishes the connection
 
     def read(self, source_pages: Ints, destination_pages: Ints) -> None:
         handle = self._agent.make_prepped_xfer(
@@ -205,7 +207,8 @@ class _BareNixl:
         assert state == "DONE"
 
     def post_seconds(self, source_pages: Ints, destination_pages: Ints) -> float:
-        """Of making one request of all these descriptors: on CMA the post itself copies."""
+        """Return the seconds to make one request of all these descriptors. On CMA the post itself
+        copies."""
         started = time.perf_counter()
         handle = self._agent.make_prepped_xfer(
             "READ", self._local, destination_pages, self._remote, source_pages
@@ -216,7 +219,7 @@ class _BareNixl:
 
 
 def _bare_agent(name: str) -> Any:
-    """With the transports of host memory, which are the default of `load`."""
+    """Return an agent with the transports of host memory, the defaults of `load`."""
     api = load()
     agent = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=[]))
     agent.create_backend("UCX", {"ucx_error_handling_mode": HOST.errors})
@@ -253,7 +256,7 @@ def _connected(name: str, owner: "_OwnerProcess", target: _Pages, exits: ExitSta
 
 
 class _Served(msgspec.Struct):
-    """What the owner's process tells."""
+    """The output of the owner's process."""
 
     base: int
     descriptions: dict[str, bytes]
@@ -262,7 +265,8 @@ class _Served(msgspec.Struct):
 
 
 class _OwnerProcess:
-    """A program of its own: multiprocessing would import the caller's main module first."""
+    """The owner as a separate program. multiprocessing would import the caller's main module
+    first."""
 
     def __init__(self, plan: Plan, core: int) -> None:
         numbers = (plan.page_bytes, max(plan.counts), core)
@@ -313,7 +317,7 @@ def _own(page_bytes: int, num_pages: int, core: int) -> None:
 
 
 def _serve_socket(listener: socket.socket, memory: memoryview) -> None:
-    """Answers each request with so many bytes from the start, on a thread of its own."""
+    """Send each requested number of bytes from the start of the memory, on a thread of its own."""
 
     def serve() -> None:
         connection, _ = listener.accept()

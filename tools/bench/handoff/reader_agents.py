@@ -1,7 +1,7 @@
-"""What it costs an owner that each reader has an agent of its own, with all of the pool registered.
+"""Cost for an owner of a separate agent per reader, each with the whole pool registered.
 
-Over RDMA where this machine has it, which pins and maps every page; else over cma, where nothing is
-pinned and the figures are those of the agent alone.
+Uses RDMA if this machine has it, which pins and maps every page. Otherwise it uses cma, where no
+page is pinned and the figures are those of the agent alone.
 """
 
 import os
@@ -34,7 +34,8 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """By this process. Pages that a network card has pinned are not resident a second time."""
+    """The resources held by this process. Pages pinned by a network card are not counted as
+    resident twice."""
 
     memory_kib: int
     pinned_kib: int
@@ -53,7 +54,7 @@ class _Held:
 
 
 def measure(plan: Plan) -> list[dict[str, Any]]:
-    """One row. Every page of the pool is there before the first agent is."""
+    """Return one row. Every page of the pool is resident before the first agent is created."""
     num_pages = int(plan.pool_gib * (1 << 30)) // plan.page_bytes
     pages = np.ones((num_pages, plan.page_bytes), np.uint8)
     memory = HostMemory(PagePool(pages.ctypes.data, plan.page_bytes, num_pages, "cpu"))
@@ -89,7 +90,7 @@ def measure(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _kind(memory: Memory) -> PathKind:
-    """The first one with keys that this machine has."""
+    """Return the first path with keys that this machine supports."""
     for kind in PATHS:
         if kind.keyed and kind.memory == "cpu":
             try:

@@ -1,8 +1,9 @@
-"""CPU of one hand-off on each side's engine thread: the real roles, scheduler, pages and prefix
-cache, between ports that only keep lists and a device that computes nothing.
+"""CPU of one hand-off on each side's engine thread.
 
-Counted is every call that the loop makes while the hand-off passes through, its share of polling
-included. Not counted: what the transfer thread and the front do, and the forward itself.
+Uses the real roles, scheduler, pages and prefix cache, between ports that only keep lists and a
+device that computes nothing. Every call that the loop makes during the hand-off is counted,
+including its share of polling. The transfer thread, the frontend and the forward itself are not
+counted.
 """
 
 import time
@@ -70,14 +71,16 @@ ADDRESS = "127.0.0.1:50100"
 SLOTS = 64
 TOKEN = 7
 WARM_UP = 50
-_GUIDES = Guides(Path(), VOCABULARY, (), Beside(Path(), VOCABULARY, ()))  # nobody asks for any
+_GUIDES = Guides(Path(), VOCABULARY, (), Beside(Path(), VOCABULARY, ()))  # no request uses one
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`handoffs` prompts of `num_tokens` tokens that share nothing, one after the other.
+    """A load of `handoffs` prompts of `num_tokens` tokens without common prefixes, one after the
+    other.
 
-    pool_handoffs: prompts that the pool holds; fewer than `handoffs` and each evicts another.
+    pool_handoffs: prompts that the pool holds. If fewer than `handoffs`, each prompt evicts
+    another.
     """
 
     handoffs: int
@@ -99,7 +102,7 @@ class Load:
 
 
 class _Front:
-    """The engine thread's socket, with nobody at its other end."""
+    """The engine thread's socket, without a peer."""
 
     def __init__(self) -> None:
         self.waiting: list[FrontMessage] = []
@@ -119,7 +122,7 @@ class _Front:
 
 
 class _Port:
-    """The transfer thread, with nobody behind it."""
+    """The transfer thread's port, without a transfer thread."""
 
     def __init__(self) -> None:
         self.waiting: list[NodeEvent] = []
@@ -134,7 +137,7 @@ class _Port:
 
 
 class _Clock:
-    """CPU seconds of this thread, by stage of the hand-off under way."""
+    """CPU seconds of this thread, by stage of the current hand-off."""
 
     def __init__(self) -> None:
         self.stages: dict[str, list[float]] = {}
@@ -146,7 +149,7 @@ class _Clock:
         self.stages.setdefault(stage, []).append(time.thread_time() - started)
 
     def row(self, side: str, load: Load, descriptors: int) -> dict[str, Any]:
-        """All stages together are the hand-off; microseconds."""
+        """Return a row in microseconds. The sum of all stages is the hand-off."""
         stages = {name: np.array(spent[WARM_UP:]) for name, spent in self.stages.items()}
         total = np.sum([spent for name, spent in stages.items() if name not in _BESIDE], axis=0)
         return {
@@ -162,11 +165,11 @@ class _Clock:
         }
 
 
-_BESIDE = ("its first decode step, its end",)  # shown, but no part of the hand-off
+_BESIDE = ("its first decode step, its end",)  # shown, but not part of the hand-off
 
 
 def owner(load: Load) -> dict[str, Any]:
-    """A prefill node's side: opened, granted, admitted, computed, published, dropped."""
+    """Measure a prefill node's side: opened, granted, admitted, computed, published, dropped."""
     pages, cache, table, limits = _engine(load)
     port, front, clock = _Port(), _Front(), _Clock()
     weights = _weights(pages, cache, port)
@@ -206,7 +209,7 @@ def owner(load: Load) -> dict[str, Any]:
 
 
 class _Weights:
-    """That stay as they are."""
+    """Weights that never change."""
 
     id, whole = UNNAMED, True
 
@@ -227,7 +230,7 @@ class _Weights:
 
 
 class _Memory:
-    """That stays."""
+    """Memory that is never released."""
 
     unused = False
 
@@ -242,7 +245,7 @@ class _Memory:
 
 
 class _NoProfiler:
-    """Begins nothing."""
+    """A profiler that starts no profile."""
 
     def start(self, num_steps: int) -> NoReturn:
         raise WrongState("this bench asks for none")
@@ -292,7 +295,8 @@ def _sharing(pages: PageAllocator, cache: RadixCache, weights: WeightSharing) ->
 
 
 def reader(load: Load) -> dict[str, Any]:
-    """A decode node's side: submitted, opened, granted, first token, reads ended, joined."""
+    """Measure a decode node's side: submitted, opened, granted, first token, reads ended,
+    joined."""
     pages, cache, table, limits = _engine(load)
     port, front, clock = _Port(), _Front(), _Clock()
     weights = _weights(pages, cache, port)
@@ -317,7 +321,7 @@ def reader(load: Load) -> dict[str, Any]:
     )
     port.waiting = [OwnerUp(OWNER, ADDRESS, "cma", 5.0)]
     role.poll()
-    # Two tokens: the hand-off's and one of a decode step, with which the request ends.
+    # Two tokens: the hand-off's, and one of a decode step, which ends the request.
     sampling = SamplingParams(max_tokens=2, seed=1, temperature=0.0, ignore_eos=True)
     descriptors = 0
     for number, prompt in enumerate(load.prompts()):
@@ -346,7 +350,7 @@ def reader(load: Load) -> dict[str, Any]:
 
 
 def plain(load: Load) -> dict[str, Any]:
-    """No hand-off at all: what scheduling the prefill of the same prompt costs any engine."""
+    """Measure scheduling of the same prompt's prefill without a hand-off, as any engine does it."""
     pages, cache, table, _ = _engine(load)
     clock = _Clock()
     scheduler = _scheduler(load, pages, cache, table, lambda request, pages: None)
@@ -391,7 +395,7 @@ def _scheduler(
 
 
 def _step(role: PrefillRole | DecodeRole | Scheduler) -> None:
-    """One turn of the loop on a device that answers at once."""
+    """Run one turn of the loop on a device that completes at once."""
     batch: ScheduleBatch | None = role.next_batch()
     if batch is None:
         raise RuntimeError("there was nothing to launch")

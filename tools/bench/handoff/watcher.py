@@ -1,8 +1,8 @@
-"""A reader without an engine: takes hand-offs from a running prefill node with the product's own
-transfer thread, links and pair stream, and notes when each event comes.
+"""A reader without an engine.
 
-It stands where a decode node's engine thread would, so that nothing of a decode step is in the
-times. It pulls every page of a prompt and then forgets it.
+It takes hand-offs from a running prefill node with the product's own transfer thread, links and
+pair stream, and records the time of each event. It replaces a decode node's engine thread, so that
+decode steps do not affect the times. It reads every page of a prompt and then discards it.
 """
 
 import asyncio
@@ -49,8 +49,11 @@ WAIT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """One hand-off, in seconds. exposed: from the first token until the owner has confirmed that
-    every page has landed; the round trip of Done and Released is part of it."""
+    """The times of one hand-off in seconds.
+
+    exposed: from the first token until the owner has confirmed that every page has landed. The
+    round trip of Done and Released is part of it.
+    """
 
     first_token: float  # from Admitted
     exposed: float
@@ -58,7 +61,7 @@ class Watched:
 
 
 class Watcher:
-    """For one event loop; made by `watching`."""
+    """A reader of one prefill node. Not thread-safe: one event loop only. Made by `watching`."""
 
     def __init__(
         self,
@@ -75,12 +78,14 @@ class Watcher:
         self._handoffs = 0
 
     async def take(self, token_ids: Ints) -> Watched:
-        """Has the owner prefill a prompt, and reads all of it. Raises SystemExit if it is lost."""
+        """Let the owner prefill a prompt, and read all of it. Raises SystemExit if the hand-off
+        fails."""
         self._handoffs += 1
         id = HandoffId(INSTANCE, self._handoffs, 1)
         sampling = SamplingParams(max_tokens=2, seed=1, temperature=0.0, ignore_eos=True)
         num_pages = -(-len(token_ids) // self._engine.shape.layout.page_size)
-        # The pool's pages in turn, so that prompt after prompt meets memory that is in use.
+        # The pool's pages in turn, so that every prompt is read into memory that has been used
+        # before.
         first = num_pages * self._handoffs % (self._engine.pages.num_pages - num_pages)
         pages = np.arange(first, first + num_pages, dtype=np.int32)
         spec = RequestSpec(token_ids=token_ids.tobytes(), sampling=sampling)
@@ -94,7 +99,7 @@ class Watcher:
             match event:
                 case FirstToken():
                     token = event.token
-                case HandoffAdmitted() | Held() | ReadsEnded():  # the last: of the one before
+                case HandoffAdmitted() | Held() | ReadsEnded():  # the last: of the previous one
                     pass
                 case _:
                     raise SystemExit(f"the hand-off was not to end like this: {event}")
@@ -106,15 +111,17 @@ class Watcher:
 async def watching(
     address: str, engine_config: EngineConfig, transfer_config: TransferConfig
 ) -> AsyncIterator[Watcher]:
-    """Pairs with the prefill node at `address`. The engine's configuration must be the node's own:
-    model, pages and dtype are compared."""
+    """Pair with the prefill node at `address`.
+
+    The engine's configuration must be the node's own: model, pages and dtype are compared.
+    """
     engine = build(engine_config)
     loop = asyncio.get_running_loop()
     events: asyncio.Queue[tuple[float, ReaderEvent]] = asyncio.Queue()
     front_socket, thread_socket = socket_pair()
     frames: FrameSocket[PairInput] = FrameSocket(thread_socket, PairInput)
 
-    def note() -> None:  # on the transfer thread, right after it has told something
+    def note() -> None:  # on the transfer thread, right after it has sent an event
         now = time.perf_counter()
         for event in transfer.take():
             loop.call_soon_threadsafe(events.put_nowait, (now, event))

@@ -1,1 +1,1 @@
-"""What the GPU's kernels take, compiled without one: `python -m tools.bench.resources`."""
+"""Resources of the GPU kernels, compiled without a GPU: `python -m tools.bench.resources`."""

@@ -1,16 +1,21 @@
-"""Registers, spills and shared memory of every kernel that serving launches. Needs no GPU.
+"""Report registers, spills and shared memory of every kernel that serving launches. Needs no GPU.
 
     python -m tools.bench.resources [--arch 80 90 100] [--only PATTERN] [--all] [--files FOLDER]
 
-The kernels' own launchers run on host tensors, and what they would have launched is compiled ahead
-of time for each architecture. Fails, with the kernel's name, where one does not compile, spills
-registers or wants more shared memory than a block may have; where one has more instructions than
-`budgets.py` allows; where one is compiled once more only because a number differs that differs
-from step to step (in traffic, that is), or leaves it to a default of Triton's, which changes, that
-products and sums are fused; and where `kernels` has one that no variant launches. Kernels of equal
-code are one row. With --only all launches are looked at, and those compiled of whose architecture,
-variant and kernel ("sm_90 llama3-8b bfloat16 page 16 store _rope_and_store_kernel") some part fits
-the regular expression.
+The kernels' own launchers run on host tensors, and the kernels they would have launched are
+compiled ahead of time for each architecture. The command fails and names the kernel if
+
+    - a kernel does not compile, spills registers, or needs more shared memory than a block may
+        have;
+    - a kernel has more instructions than `budgets.py` allows;
+    - a kernel is compiled again only because of a number that changes from step to step, that is,
+        during traffic;
+    - a kernel leaves the fusion of products and sums to Triton's default, which changes; or
+    - `kernels` has a kernel that no variant launches.
+
+Kernels with equal code are one row. With --only all launches are recorded, but a launch is compiled
+only if a part of its architecture, variant and kernel ("sm_90 llama3-8b bfloat16 page 16 store
+_rope_and_store_kernel") matches the regular expression.
 """
 
 import argparse
@@ -56,7 +61,8 @@ _COLUMNS = {
 
 
 def record(arch: int, *, every: bool) -> tuple[dict[Launch, list[str]], list[str]]:
-    """Launches with the names of their variants; and what is compiled in traffic."""
+    """Return launches with the names of their variants, and the kernels that are compiled during
+    traffic."""
     launches: dict[Launch, list[str]] = {}
     problems = []
     for variant in variants.serving(arch, every=every):
@@ -76,7 +82,7 @@ def record(arch: int, *, every: bool) -> tuple[dict[Launch, list[str]], list[str
 
 
 def never_launched(launched: Iterable[str]) -> list[str]:
-    """Kernels of `kernels` that are neither among these nor called by another one."""
+    """Return kernels of `kernels` that are neither launched nor called by another kernel."""
     modules = [
         importlib.import_module(module.name)
         for module in pkgutil.walk_packages(kernels.__path__, "kernels.")
@@ -93,7 +99,7 @@ def never_launched(launched: Iterable[str]) -> list[str]:
 
 
 def rows_of(made: Iterable[Compiled], launches: dict[Launch, list[str]]) -> list[dict[str, Any]]:
-    """One row for each different code, or each launch that has none."""
+    """Return one row for each different code, or for each launch without code."""
     rows: dict[tuple[object, ...], dict[str, Any]] = {}
     for one in made:
         launch = one.launch

@@ -1,11 +1,13 @@
-"""How many instructions kernels may have, by what they had when somebody last looked.
+"""Budgets for the instructions of kernels, from the last reviewed measurement.
 
-A change of a kernel that makes one longer fails by its name; whoever finds the longer one good
-writes it down (`python -m tools.bench.resources --write-budgets`, of all or of some `--arch` or
-`--only`) and says why. Every release of Triton has a file of its own: the newest, and the one that
-torch's wheels for CUDA ask for. With another one nothing is compared.
-Counted for one model, one with experts, a hybrid and one with latents, on one architecture of each
-generation (`COUNTED`), in machine code, or in PTX where nothing disassembles.
+A change that makes a kernel longer fails with its name. If the longer kernel is acceptable, record
+it (`python -m tools.bench.resources --write-budgets`, for all or for some `--arch` or `--only`) and
+give the reason. Two releases of Triton have a file each: the newest, and the one that torch's
+wheels for CUDA require. With another release the comparison is skipped.
+
+The instructions are counted for one model, one with experts, a hybrid and one with latents, on one
+architecture of each generation (`COUNTED`). They are counted in machine code, or in PTX without a
+disassembler.
 """
 
 import json
@@ -25,17 +27,19 @@ MODELS = (
     variants.QWEN3_NEXT,
     variants.DEEPSEEK_V3,
 )
-COUNTED = (80, 90, 100)  # the others have code much like that of one of them
+COUNTED = (80, 90, 100)  # the code for other architectures resembles that for one of these
 PAGE = "bfloat16 page 16"
-SLACK = 0.03  # what another patch of a release may add
+SLACK = 0.03  # allowance for another patch release
 
 Counts: TypeAlias = dict[str, dict[str, int]]  # by language: "instructions" and "loop"
 Budgets: TypeAlias = dict[str, Counts]  # by "sm_90 kernel operation"
 
 
 def counted(rows: Iterable[Mapping[str, Any]]) -> Budgets:
-    """Of the rows of `tools.bench.resources`; of a kernel that one operation launches in several
-    forms the largest numbers."""
+    """Return the instruction counts from rows of `tools.bench.resources`.
+
+    For a kernel that one operation launches in several forms, the largest counts.
+    """
     found: Budgets = {}
     for row in (row for row in rows if row["arch"] in COUNTED):
         for variant in row["variants"]:
@@ -56,7 +60,7 @@ def _largest(one: Counts, other: Counts) -> Counts:
 
 
 def exceeded(rows: Iterable[Mapping[str, Any]], budgets: Budgets) -> Iterator[str]:
-    """What is wrong, by kernel."""
+    """Yield the violations, by kernel."""
     for name, codes in counted(rows).items():
         arch, kernel, operation = name.split(" ", 2)
         which = f"{kernel} on {arch} ({operation})"
@@ -76,15 +80,15 @@ def read() -> Budgets:
 
 
 def known() -> bool:
-    """Whether somebody has looked with this release of Triton."""
+    """Return whether there are budgets for this release of Triton."""
     return FILE.exists()
 
 
 def write(found: Budgets, whole: Collection[int]) -> None:
-    """Adds what was found to what is there.
+    """Add new counts to the budgets.
 
     Args:
-        whole: architectures whose kernels were all looked at: there is nothing else of them then.
+        whole: architectures whose kernels were all counted. Their old budgets are replaced.
     """
     gone = tuple(f"sm_{arch} " for arch in whole)
     kept = read() if known() else {}

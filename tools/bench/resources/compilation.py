@@ -1,11 +1,11 @@
-"""Kernels compiled for a GPU that is not there: what their launchers ask for, and what comes of it.
+"""Compilation of kernels for an absent GPU, as their launchers request them.
 
-Launchers run as they are, on host tensors. Each launch is recorded with its true signature (types,
-alignment, constants, options) and not executed; the recorded ones are then compiled by Triton
-itself, in processes beside this one. That proves that they compile, and what they need: neither
-results nor speed. Knows nothing of what serving launches.
+Launchers run unchanged, on host tensors. Each launch is recorded with its true signature (types,
+alignment, constants, options) and not executed. Triton itself then compiles the recorded launches,
+in processes beside this one. That checks that they compile and shows their resources, but neither
+results nor speed. Independent of the launches of serving.
 
-Not in a process with TRITON_INTERPRET: its kernels are made for the interpreter.
+Does not work in a process with TRITON_INTERPRET, whose kernels are made for the interpreter.
 """
 
 import contextlib
@@ -61,13 +61,13 @@ class Launch:
     arch: int
     module: str
     kernel: str
-    chosen: str  # what the launcher decides: constants, dtypes of tensors, options
+    chosen: str  # chosen by the launcher: constants, dtypes of tensors, options
     values: tuple[tuple[str, str], ...]  # by parameter: what Triton derives from its value
-    says_fusion: bool  # enable_fp_fusion, or else the default of Triton's version holds
+    says_fusion: bool  # sets enable_fp_fusion; otherwise Triton's default applies
     specialisation: str = field(compare=False, repr=False)  # as Triton serialises it
 
     def differences(self, other: "Launch") -> list[str]:
-        """The parameters that made Triton compile the kernel twice, where nothing else did."""
+        """Return the parameters that alone made Triton compile the kernel twice."""
         return [
             f"{name} ({mine} and {others})"
             for (name, mine), (_, others) in zip(self.values, other.values, strict=True)
@@ -77,12 +77,12 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What one launch needs of the machine: bytes and counts. Most is 0 where `error` is set."""
+    """The resources of one launch, in bytes and counts. Most are 0 if `error` is set."""
 
     launch: Launch
     error: str = ""
-    seconds: float = 0.0  # of CPU time, Triton's and its assembler's: at a server's start too
-    digest: str = ""  # equal for kernels whose code is
+    seconds: float = 0.0  # CPU time of Triton and its assembler, also spent at a server's start
+    digest: str = ""  # equal for kernels with equal code
     warps: int = 0
     stages: int = 0
     registers: int = 0
@@ -97,7 +97,7 @@ class Compiled:
 
     @property
     def problem(self) -> str:
-        """Why this kernel must not be served; empty where it may."""
+        """Return why this kernel must not be served, or "" if it may be."""
         limit = SHARED_BYTES[self.launch.arch]
         if self.error:
             return f"does not compile: {self.error}"
@@ -109,9 +109,9 @@ class Compiled:
 
 
 class _AbsentDevice:
-    """A GPU of some compute capability as far as Triton's compiler asks for one.
+    """A GPU of some compute capability, as far as Triton's compiler needs one.
 
-    Its number is its capability: Triton keeps what it knows of a device by number.
+    Its number is its capability, because Triton caches device properties by number.
     """
 
     def __init__(self, arch: int) -> None:
@@ -136,7 +136,7 @@ class _AbsentDevice:
 
 @contextlib.contextmanager
 def recorded(arch: int) -> Iterator[dict[Launch, None]]:
-    """Inside, kernels of any launcher are noted in order, for this architecture, and do not run."""
+    """Record kernels of any launcher in order, for this architecture, instead of running them."""
     launches: dict[Launch, None] = {}
     said: set[str] = set()
     parse = CUDABackend.parse_options
@@ -192,10 +192,10 @@ def _launch(arch: int, fn: Any, told: Mapping[str, Any], says_fusion: bool) -> L
 def compiled(
     launches: Iterable[Launch], workers: int, files: Path | None = None
 ) -> Iterator[Compiled]:
-    """Compiles launches, in their order, by so many processes at once and from scratch.
+    """Compile launches in their order, in `workers` processes and without a cache.
 
     Args:
-        files: a folder for the intermediate code of every kernel; None: nothing is kept.
+        files: a folder for the intermediate code of every kernel; None: discard it.
     """
     context = multiprocessing.get_context("spawn")
     with (
@@ -247,7 +247,7 @@ def _compiled(launch: Launch, files: Path | None) -> Compiled:
 
 
 def _accesses(ptx: str) -> dict[str, int]:
-    """Instructions on global memory, by direction and bytes per thread."""
+    """Return the instructions on global memory, by direction and bytes per thread."""
     counts: Counter[str] = Counter()
     for direction, modifiers, bits in _ACCESS.findall(ptx):
         vector = re.search(r"\.v(\d)", modifiers)

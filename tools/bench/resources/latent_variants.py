@@ -1,4 +1,4 @@
-"""Which kernels layers with latents launch, on the shape of DeepSeek-V3; see `variants.py`."""
+"""Kernel launches of layers with latents, on the shape of DeepSeek-V3. See `variants.py`."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,12 +19,12 @@ NUM_PAGES = 4
 
 @dataclass(frozen=True)
 class LatentModel:
-    """Tensors as a forward of the model has them. heads: 128 in DeepSeek-V3, 16 in V2-Lite."""
+    """Tensors as in a forward of the model. heads: 128 in DeepSeek-V3, 16 in V2-Lite."""
 
     dtype: torch.dtype
     heads: int = 128
     page_size: int = 16
-    kept_in: torch.dtype | None = None  # of latents, where it is another one
+    kept_in: torch.dtype | None = None  # dtype of latents, if different
 
     @cached_property
     def pool(self) -> KVPool:
@@ -36,7 +36,7 @@ class LatentModel:
         return torch.empty(sizes, dtype=self.dtype)
 
     def store(self, n: int) -> None:
-        """Latents are the last columns of what makes the queries' own too."""
+        """Store latents, the last columns of a product that also contains the queries' input."""
         queries = self.tensor(n, self.heads, KEY_DIM + ROTATED)
         rope_and_store_latents(
             self.tensor(n, 1536 + RANK + ROTATED)[:, 1536:],
@@ -51,7 +51,7 @@ class LatentModel:
         )
 
     def mixed(self, n: int) -> None:
-        """A chunk of a prompt beside decode rows."""
+        """Run a chunk of a prompt beside decode rows."""
         tokens, latents = n + PROMPT_TOKENS, self.pool.layers[1]
         starts, each = (torch.zeros(rows, dtype=torch.int32) for rows in (n + 2, n + 1))
         plan = plan_attention(

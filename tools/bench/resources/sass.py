@@ -1,7 +1,7 @@
-"""How many instructions a kernel has, and an iteration of its innermost loop.
+"""Instruction counts of a kernel, and of an iteration of its innermost loop.
 
-In machine code (SASS) where Triton's disassembler is there, and in PTX: that is before registers
-are given out and instructions scheduled, so the two are not comparable.
+They are counted in machine code (SASS) if Triton's disassembler is installed, and in PTX. PTX is
+not comparable: it is the code before register allocation and instruction scheduling.
 """
 
 import re
@@ -23,13 +23,13 @@ _PRODUCT = re.compile(r"\b(?:H|HG|UTC[A-Z]+)MMA\b|\bwgmma\.mma_async|\btcgen05\.
 @dataclass(frozen=True, slots=True)
 class Code:
     instructions: int
-    # Of an iteration of the shortest loop on tensor cores, which is attention's over tiles that
-    # need no mask, where it takes every branch ahead; 0 where there is none.
+    # Of an iteration of the shortest loop on tensor cores, with every forward branch taken; 0
+    # without one. In attention this is the loop over tiles that need no mask.
     loop: int
 
 
 def codes_of(made: Any) -> dict[str, Code]:
-    """By language, "sass" or "ptx". made: a kernel as Triton compiles it."""
+    """Return the code by language, "sass" or "ptx". made: a kernel as Triton compiles it."""
     codes = {"ptx": _code(*_ptx_lines(made.asm["ptx"]))}
     if sass := _disassembled(made.asm["cubin"]):
         codes["sass"] = _code(*_sass_lines(sass))
@@ -41,7 +41,7 @@ def _code(lines: Sequence[str], targets: Mapping[int, int]) -> Code:
 
 
 def _disassembled(cubin: bytes) -> str:
-    """Empty where nothing can do it."""
+    """Disassemble the cubin. Empty without a disassembler."""
     try:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(cubin)
@@ -53,7 +53,7 @@ def _disassembled(cubin: bytes) -> str:
 
 
 def _sass_lines(sass: str) -> tuple[list[str], dict[int, int]]:
-    """Instructions, and where those that are branches go."""
+    """Return the instructions, and the targets of the branches among them."""
     found = _SASS.findall(sass)
     places = {int(address, 16): place for place, (address, _) in enumerate(found)}
     lines = [instruction for _, instruction in found]
@@ -98,7 +98,7 @@ def _loop(lines: Sequence[str], targets: Mapping[int, int]) -> int:
 
 
 def _iteration(first: int, last: int, targets: Mapping[int, int]) -> int:
-    """Instructions from first to last by the branches ahead that do not leave."""
+    """Count instructions from first to last along the forward branches that stay in the loop."""
     count, place = 0, first
     while place <= last:
         count += 1

@@ -1,4 +1,4 @@
-"""Which kernels layers with a state launch, on the shape of Qwen3-Next; see `variants.py`."""
+"""Kernel launches of layers with a state, on the shape of Qwen3-Next. See `variants.py`."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,14 +27,14 @@ NET = DeltaNet(
     projection=ByKeyHead(),
 )
 ATTENTION = PagedKV(kv_heads=2, head_dim=256)
-ROTATED = 32  # pairs of a head's numbers
+ROTATED = 32  # rotated pairs of a head's numbers
 LAYERS = (NET.keeps, NET.keeps, NET.keeps, ATTENTION) * 12
 NUM_PAGES = 4
 
 
 @dataclass(frozen=True)
 class HybridModel:
-    """Tensors as a forward of the model has them."""
+    """Tensors as in a forward of the model."""
 
     dtype: torch.dtype
     page_size: int = 16
@@ -48,7 +48,7 @@ class HybridModel:
         return torch.empty(sizes, dtype=self.dtype)
 
     def states(self, n: int) -> None:
-        """A delta net between its products, and K that is rotated in part."""
+        """Run a delta net between its products, and store K that is rotated in part."""
         rows = self._rows(n)
         x = self.tensor(n, NET.heads * (NET.channels + NET.group * NET.value_dim) + 64)
         z, b, a = NET.projection.split(NET, x)

@@ -1,7 +1,7 @@
-"""Which kernels serving launches: every operation of a forward, on the shapes of models it serves.
+"""Kernel launches of serving: every operation of a forward, on the shapes of served models.
 
 Operations are called as the engine calls them, on host tensors of true widths, strides, dtypes and
-alignment whose memory nobody touches: for callers that record launches and let none run.
+alignment. Their memory is never accessed, so callers must record launches without running them.
 """
 
 from collections.abc import Callable, Iterable
@@ -36,18 +36,18 @@ from kernels.sampling.sample import SamplingColumns, sample
 from tools.bench.resources.latent_variants import LatentModel
 from tools.bench.resources.state_variants import HybridModel
 
-COUNTS = (1, 2, 16, 33, 256, 1000)  # of rows or tokens: none may lead to a kernel of its own
+COUNTS = (1, 2, 16, 33, 256, 1000)  # of rows or tokens: none may need a separate kernel
 PAGE_SIZES = (16, 64, 128)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-PROMPT_TOKENS = 300  # of the row that a mixed batch has besides its decode rows
+PROMPT_TOKENS = 300  # the prefill row of a mixed batch
 NUM_PAGES = 4
 NUM_SLOTS = 1024
-NUM_TOP = 20  # logprobs a request may ask for at most
+NUM_TOP = 20  # maximum logprobs of a request
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A model as far as kernels can tell it from others."""
+    """The properties of a model that kernels depend on."""
 
     name: str
     hidden: int
@@ -61,7 +61,7 @@ class Shape:
     activation: Activation = "silu"
     window: int | None = None  # of some layers
     soft_cap: float | None = None
-    experts: tuple[int, int] | None = None  # how many there are, and of a token; intermediate: each
+    experts: tuple[int, int] | None = None  # number, and number per token; intermediate: of each
 
 
 QWEN3_06B = Shape("qwen3-0.6b", 1024, 16, 8, 128, 3072, 151936, 28, qk_norm=True)
@@ -95,7 +95,7 @@ ADAPTED = (LLAMA3_8B, QWEN2_05B)
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One operation of one model. `launch` calls it for a batch of so many rows or tokens."""
+    """One operation of one model. `launch` calls it for a batch of that many rows or tokens."""
 
     name: str
     launch: Callable[[int], object]
@@ -103,16 +103,16 @@ class Variant:
 
 @dataclass(frozen=True)
 class _Model:
-    """Tensors as a forward of the model has them."""
+    """Tensors as in a forward of the model."""
 
     shape: Shape
     dtype: torch.dtype
     page_size: int
-    kept_in: torch.dtype | None = None  # of keys and values, where it is another one
+    kept_in: torch.dtype | None = None  # dtype of keys and values, if different
 
     @cached_property
     def kv(self) -> Tensor:
-        """One layer of a pool, as the engine makes it."""
+        """Return one layer of a pool, as the engine makes it."""
         return self.pool.layers[1]
 
     @cached_property
@@ -157,7 +157,7 @@ class _Model:
         grouped_mlp(self.tensor(n, shape.hidden), gate_up, down, weights, ids, shape.activation)
 
     def clamped(self, n: int) -> None:
-        """Experts of gpt-oss: with biases."""
+        """Run experts of gpt-oss, which have biases."""
         assert self.shape.experts is not None
         (count, per_token), shape = self.shape.experts, self.shape
         weights, ids = route(self.tensor(n, count), Routing(per_token, normalise=True))
@@ -173,7 +173,7 @@ class _Model:
         )
 
     def adapters(self, n: int) -> None:
-        """Of every product of a layer, each token with an adapter."""
+        """Run adapters for every product of a layer, with an adapter for each token."""
         shape, slots, rank = self.shape, 4, 32
         tiles = [(0, first, min(first + TILE_ROWS, n)) for first in range(0, n, TILE_ROWS)]
         tokens = TokensBySlot(_ints(n), torch.tensor(tiles, dtype=torch.int32), ((0, 0, n),))
@@ -207,7 +207,7 @@ class _Model:
         )
 
     def write(self, n: int) -> None:
-        """K and V as classes of transformers have them: all tokens of a head together."""
+        """Write K and V in the layout of transformers' classes: all tokens of a head together."""
         shape = self.shape
         k, v = (self.tensor(shape.kv_heads, n, shape.head_dim).transpose(0, 1) for _ in "kv")
         store_kv(k, v, self.kv, _longs(n))
@@ -240,7 +240,7 @@ class _Model:
             paged_attention(q, self.kv, plan, scale=scale, soft_cap=shape.soft_cap)
 
     def pack(self, n: int) -> None:
-        """The half of every page that one of two tensor-parallel ranks has."""
+        """Pack the half of every page that one of two tensor-parallel ranks has."""
         pages = self.pool.tensor
         packed = torch.empty(n, pages.shape[1] // 2, dtype=torch.uint8)
         pack_pages(pages, _ints(n), packed, offset=packed.shape[1])
@@ -261,7 +261,7 @@ class _Model:
         sample(self.tensor(n, self.shape.vocabulary), columns)
 
     def restricted(self, n: int) -> None:
-        """What happens to logits before and beside sampling, all in float32."""
+        """Run the logits operations before and beside sampling, all in float32."""
         vocabulary = self.shape.vocabulary
         logits = _floats(n, vocabulary)
         counts = torch.empty(NUM_SLOTS, vocabulary, dtype=torch.int32)
@@ -274,13 +274,13 @@ class _Model:
         sample(logits, None)
 
     def narrow(self, n: int) -> None:
-        """All that writes or reads keys and values."""
+        """Run all operations that write or read keys and values."""
         self.store(n)
         self.write(n)
         self.mixed(n)
 
     def early(self, n: int) -> None:
-        """A layer's kernels where each starts while the one before it ends."""
+        """Run a layer's kernels, each of which starts while the previous one ends."""
         with mock.patch.object(early_launch, "ENABLED", True):
             self.store(n)
             self.mixed(n)
@@ -295,11 +295,12 @@ _BF16 = torch.bfloat16
 
 
 def serving(arch: int, *, every: bool) -> list[Variant]:
-    """What is served on GPUs of this architecture.
+    """Return the variants that are served on GPUs of this architecture.
 
     Args:
-        every: all shapes in all dtypes with all page sizes. Else a choice that differs in all that
-            kernels differ by, and less of it where nobody has served yet: not on sm_90.
+        every: all shapes in all dtypes with all page sizes. Otherwise a selection that covers every
+            difference between kernels, and a smaller one for architectures without deployments: all
+            but sm_90.
     """
     if every:
         experts = [_experts(shape, dtype) for shape in WITH_EXPERTS for dtype in DTYPES]
@@ -346,7 +347,7 @@ def _latents(dtype: torch.dtype) -> list[Variant]:
 
 
 def _narrow() -> list[Variant]:
-    """Keys, values and latents in 8 bits."""
+    """Return the variants with keys, values and latents in 8 bits."""
     kinds = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
     models = {
         f"{shape.name} bfloat16 {kind}": _Model(shape, _BF16, 16, kept_in).narrow
@@ -370,7 +371,7 @@ def _clamped(shape: Shape, dtype: torch.dtype) -> Variant:
 
 
 def _variants(models: Iterable[tuple[Shape, torch.dtype, int]]) -> list[Variant]:
-    variants: dict[str, Variant] = {}  # each once: most do not depend on all three
+    variants: dict[str, Variant] = {}  # deduplicated: most do not depend on all three
     for shape, dtype, page_size in models:
         model = _Model(shape, dtype, page_size)
         kind = str(dtype).removeprefix("torch.")

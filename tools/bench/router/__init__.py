@@ -1,1 +1,1 @@
-"""What a router costs, beside others: `python -m tools.bench.router`."""
+"""Benchmark of the cost of a router, compared with others: `python -m tools.bench.router`."""

@@ -1,17 +1,17 @@
-"""What a router costs: CPU for a request, a stream, a token. Beside the Rust routers.
+"""Measure a router's CPU per request, stream and token, compared with the Rust routers.
 
     python -m tools.bench.router                  about four minutes; installs the peers once
     python -m tools.bench.router --no-peers       Baton alone
 
-Behind every router answer stubs that take no time to think (tools/bench/router/behind.py), before
-it clients in a process of their own. All routers are pinned to one core and run at the same time,
-all else has the other cores; they take turns, `--rounds` times, and the cheapest turn counts. CPU
-is what the kernel has accounted to the router's processes: unlike wall time it hardly moves when
-the machine has other work.
+Behind every router, stubs respond without delay (tools/bench/router/behind.py). The clients run in
+a process of their own. All routers are pinned to one core and run at the same time; all other
+processes use the other cores. The routers take turns, `--rounds` times, and the cheapest turn
+counts. CPU is the kernel's accounting for the router's processes: unlike wall time it hardly
+changes when the machine has other work.
 
-Logs are at "warning" for all, and requests go round robin. Goals: 100 us for a plain request, not
-more than the Rust routers for a streamed one of prefill and decode, 20,000 token events a second
-and core (50 us for each).
+Logs are at "warning" for all, and requests are distributed round robin. Goals: 100 us for a plain
+request; not more than the Rust routers for a streamed one of prefill and decode; 20,000 token
+events a second and core (50 us for each).
 """
 
 import argparse
@@ -77,7 +77,7 @@ LOADS = {
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """A router that runs."""
+    """A running router."""
 
     name: str
     pid: int
@@ -255,10 +255,10 @@ def _baton(
 def _program(
     cores: Sequence[int], *command: str, talks: bool = False
 ) -> "Iterator[subprocess.Popen[str]]":
-    """A program on these cores, ended at the end.
+    """Start a process on these cores, and end it when the block is left.
 
     Args:
-        talks: over stdin and stdout; what others write there is thrown away.
+        talks: connect stdin and stdout. Otherwise its output is discarded.
     """
     pinned = ["taskset", "--cpu-list", ",".join(map(str, cores))]
     process = subprocess.Popen(
@@ -290,7 +290,7 @@ def _line(process: "subprocess.Popen[str]") -> str:
 
 
 def _until_ready(system: System) -> None:
-    """Until it answers a request: each has its own idea of readiness."""
+    """Wait until it serves a request, because routers define readiness differently."""
     body = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 1}).encode()
     url = f"http://{system.targets['http']}/v1/completions"
     headers = {"content-type": "application/json"}
@@ -307,7 +307,7 @@ def _until_ready(system: System) -> None:
 
 
 def _write_model(directory: Path) -> Path:
-    """What a router reads of a checkpoint."""
+    """Write the checkpoint files that a router reads."""
     byte_level_tokenizer().save(str(directory / "tokenizer.json"))
     config = {"max_position_embeddings": 8192, "vocab_size": 320, "eos_token_id": 1}
     (directory / "config.json").write_text(json.dumps(config))

@@ -1,10 +1,10 @@
-"""Everything behind a router, in one process: a decode node without an engine, and HTTP servers
-with OpenAI's API, for routers that forward HTTP. Both answer alike.
+"""The backends of a router in one process: a decode node without an engine, and HTTP servers with
+OpenAI's API for routers that forward HTTP. Both send the same responses.
 
     python -m tools.bench.router.behind --http-workers 3 --step-s 0.01
 
-The first token of a request comes at once, each further one with the next step; a step is one
-message of the decode node, and one event of each HTTP answer that streams. Prints its addresses.
+The first token of a request is sent at once, each further one with the next step. A step is one
+message of the decode node, and one event of each streaming HTTP response. Prints its addresses.
 """
 
 import argparse
@@ -24,13 +24,13 @@ from protos import decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc
 HOST = "127.0.0.1"
 TOKEN = 42
 MODEL = "stub"
-_WORD = "x"  # what a worker says for one token
+_WORD = "x"  # the text of one token
 _BEAT = decode_pb2.FromNode(engine_beat=decode_pb2.EngineBeat())
-_BEAT_S = 1.0  # as decode nodes have it: without beats a router takes the engine for dead
+_BEAT_S = 1.0  # as real nodes; without heartbeats a router considers the engine dead
 
 
 class Steps:
-    """Calls everything that wants one, every `step_s`."""
+    """A timer that calls all waiting callbacks every `step_s`."""
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
@@ -47,7 +47,7 @@ class Steps:
 
 
 class DecodeNode(decode_pb2_grpc.DecodeNodeServicer, node_pb2_grpc.NodeServicer):
-    """Serves alone; every token is TOKEN."""
+    """A decode node that serves alone. Every token is TOKEN."""
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
@@ -106,7 +106,8 @@ class DecodeNode(decode_pb2_grpc.DecodeNodeServicer, node_pb2_grpc.NodeServicer)
 
 
 def _step(now: dict[int, int], begun: list[int]) -> decode_pb2.FromNode:
-    """One token for each of `now`, whose numbers say how many are left with it."""
+    """Return one token for each request of `now`, whose values are the tokens left, including this
+    one."""
     ended = [number for number, tokens in now.items() if tokens == 1]
     return decode_pb2.FromNode(
         step=decode_pb2.Step(
@@ -123,14 +124,14 @@ def _step(now: dict[int, int], begun: list[int]) -> decode_pb2.FromNode:
 
 
 class Worker(asyncio.Protocol):
-    """One connection of an HTTP server that answers as an OpenAI server would."""
+    """One connection of an HTTP server that responds as an OpenAI server would."""
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
         self._parser = httptools.HttpRequestParser(self)
         self._url = b""
         self._body: list[bytes] = []
-        self._left = 0  # events of the answer that streams
+        self._left = 0  # remaining events of the streaming response
         self._transport: asyncio.Transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -139,7 +140,7 @@ class Worker(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError:  # a router that asks whether this speaks gRPC
+        except httptools.HttpParserError:  # a router that probes for gRPC
             self._transport.close()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -158,7 +159,7 @@ class Worker(asyncio.Protocol):
             self._answer(json.loads(b"".join(self._body)))
         elif path == "/v1/models":
             self._reply({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
-        else:  # health, and what routers want to know of the server
+        else:  # health, and the server properties that routers request
             self._reply({"status": "ok"})
 
     def _answer(self, request: dict[str, Any]) -> None:
@@ -200,7 +201,7 @@ def _answer(request: dict[str, Any], text: str, finish_reason: str | None) -> di
         "choices": [{"index": 0, "text": text, "finish_reason": finish_reason, "logprobs": None}],
         "usage": {"prompt_tokens": 16, "completion_tokens": len(text), "total_tokens": 17},
     }
-    if "kv_transfer_params" in request:  # as a prefill server tells where its pages are
+    if "kv_transfer_params" in request:  # the location of its pages, as a prefill server sends it
         answer["kv_transfer_params"] = {
             "do_remote_decode": False,
             "do_remote_prefill": True,

@@ -1,10 +1,10 @@
-"""Clients of a router, in a process of their own: a closed loop over HTTP or gRPC for so long.
+"""Clients of a router, in a process of their own: a closed loop over HTTP or gRPC for a fixed time.
 
     python -m tools.bench.router.clients '{"protocol": "http", "target": "127.0.0.1:8000", ...}'
 
-Bytes of requests are made once and answers are hardly looked at: of the machine that the router
-shares with its clients they must not take much. Prints a line before it measures, takes a line
-for each turn and prints its counts as JSON.
+Requests are encoded once and responses hardly parsed, because the clients share the machine with
+the router. Prints a line before it measures, reads a line for each turn, and prints its counts as
+JSON.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ _PATH = "/v1/completions"
 
 
 class Load(msgspec.Struct, frozen=True):
-    """What the clients of one turn do."""
+    """The load of one turn."""
 
     protocol: str  # "http" | "grpc"
     target: str  # host:port
@@ -46,7 +46,7 @@ class Counts(msgspec.Struct):
 
 
 class _HttpClient(asyncio.Protocol):
-    """One request after the other on one connection."""
+    """A client that sends one request after the other on one connection."""
 
     def __init__(self, load: Load, request: bytes, until: float, counts: Counts) -> None:
         self._stream = load.stream
@@ -66,7 +66,8 @@ class _HttpClient(asyncio.Protocol):
         if self._stream:
             self._counts.events += data.count(b"\ndata: {")
             self._received = self._received[-16:] + data
-            # Some end with the last event in one chunk, some with an empty chunk of its own.
+            # Some servers end with the last event in one chunk, some with an empty chunk of its
+            # own.
             if not self._received.endswith(b"0\r\n\r\n"):
                 return
         else:

@@ -1,4 +1,4 @@
-"""Other routers, from PyPI, for a comparison: where they are installed and how they are started."""
+"""Other routers, from PyPI, for a comparison: their installation and their commands."""
 
 import subprocess
 import sys
@@ -14,9 +14,10 @@ _HOST = "127.0.0.1"
 
 
 def installed(cache: Path) -> dict[str, Path]:
-    """The wheels' commands, in an environment of their own below `cache`, by the wheel's name.
+    """Return the wheels' commands, in an environment of their own below `cache`, by the wheel's
+    name.
 
-    What cannot be had is left out, with a line that says why.
+    Wheels that cannot be installed are left out, with a printed reason.
     """
     environment = cache / "router-peers"
     pip = environment / "bin" / "pip"
@@ -38,11 +39,12 @@ def installed(cache: Path) -> dict[str, Path]:
 def commands(
     wheels: Mapping[str, Path], ports: Sequence[int], workers: Sequence[str]
 ) -> dict[str, tuple[list[str], str]]:
-    """By system: the command, and where it serves. Each wheel with one worker, and in its mode for
-    prefill and decode servers.
+    """Return by system the command and its address.
+
+    Each wheel runs with one worker, and in its mode for prefill and decode servers.
 
     Args:
-        wheels: as `installed` gives them.
+        wheels: as `installed` returns them.
         ports: PORTS free ones.
         workers: host:port of three HTTP servers: one for everything, one to prefill, one to decode.
     """

@@ -1,15 +1,15 @@
-"""Routing policies on a trace with shared prefixes, in simulated time.
+"""Simulate routing policies on a trace with shared prefixes.
 
     python -m tools.bench.routing [--requests 6000] [--traces groups dominated unique] [--routers 4]
 
-The router's own Policy, Load and PrefixIndex place the requests of one trace on stub nodes whose
-prefix caches are the engine's own and whose time is a cost model's (tools/bench/routing/nodes.py).
-Nothing waits and no sockets are open: a run is the same every time, but for the CPU time of a
-pick, of which the median is told.
+The router's own Policy, Load and PrefixIndex place the requests of one trace on stub nodes. Their
+prefix caches are the engine's own, and their time is a cost model's (tools/bench/routing/nodes.py).
+A run opens no sockets and is deterministic except for the CPU time of a pick, whose median is
+printed.
 
-Traces: `groups` has 64 prefixes of 512 to 4096 tokens, by Zipf's law; in `dominated` one of them
-begins 80 % of the requests; in `unique` nothing is shared. Users of a group are sessions. What is
-the same for all policies is the load: as much as round robin can just bear.
+Traces: `groups` has 64 prefixes of 512 to 4096 tokens, by Zipf's law. In `dominated` one of them
+begins 80 % of the requests. In `unique` no prefix is shared. Users of a group are sessions. All
+policies get the same load: the highest that round robin can sustain.
 """
 
 import argparse
@@ -49,7 +49,7 @@ class Scale:
 
 
 def make_trace(name: str, scale: Scale, num_requests: int, per_s: float) -> list[Arrival]:
-    """Poisson arrivals, `per_s` of them each second."""
+    """Return Poisson arrivals, `per_s` of them each second."""
     rng = random.Random(name)
 
     def tokens(count: int) -> "array[int]":
@@ -77,7 +77,7 @@ def make_trace(name: str, scale: Scale, num_requests: int, per_s: float) -> list
 
 
 class Router:
-    """What one router knows of the nodes, and how it chooses."""
+    """The state of one router: its view of the nodes, and its policy."""
 
     def __init__(
         self, policy: str, seed: int, clock: Callable[[], float], tokens_per_s: float
@@ -88,7 +88,7 @@ class Router:
 
 
 class Simulation:
-    """One policy, one trace, one clock that jumps from event to event."""
+    """One policy on one trace, with a clock that jumps from event to event."""
 
     def __init__(
         self,
@@ -100,12 +100,14 @@ class Simulation:
         num_routers: int = 1,
         told_s: float = 0.0,
     ) -> None:
-        """
+        """Set up a simulation.
+
         Args:
-            events: the nodes tell what they have cached; else a router has its history alone.
-            num_routers: among which clients are dealt at random. They know nothing of each other
-                but what the nodes tell.
-            told_s: so often a prefill node tells all of them what waits there; 0: never.
+            events: the nodes report their cached prefixes. Otherwise a router has only its own
+                history.
+            num_routers: number of routers, to which clients are assigned at random. They learn of
+                each other only through the nodes.
+            told_s: interval at which a prefill node reports its queue to all routers; 0: never.
         """
         self._costs = costs
         self._now = 0.0
@@ -136,7 +138,7 @@ class Simulation:
         for address in self._decode:
             self._after(self._costs.status_s, partial(self._status, address))
         if self._told_s:
-            for number, address in enumerate(self._prefill):  # not all at the same moment
+            for number, address in enumerate(self._prefill):  # staggered
                 first_s = self._told_s * (number + 1) / len(self._prefill)
                 self._after(first_s, partial(self._tell_waiting, address))
         while self._due:
@@ -165,7 +167,7 @@ class Simulation:
             for address, node in self._decode.items()
         ]
         router = self._dealing.choice(self._routers)
-        prompt = PlacementKey(arrival.token_ids.tolist(), arrival.session)  # new, as of a tokenizer
+        prompt = PlacementKey(arrival.token_ids.tolist(), arrival.session)  # as from a tokenizer
         began = time.thread_time()
         placement = router.policy.pick(prompt, choices)
         self._picks_s.append(time.thread_time() - began)

@@ -1,4 +1,4 @@
-"""Nodes of tools.bench.routing: real prefix caches and real events, and the time of a cost model.
+"""Nodes of tools.bench.routing: real prefix caches and events, with the time of a cost model.
 
 A prefill node computes one prompt after the other: a fixed time for each, and a time per token that
 its cache lacks. A decode node has pages for a request from its first token to its last.
@@ -21,13 +21,13 @@ PAGE_SIZE = 16
 
 @dataclass(frozen=True)
 class Costs:
-    """Of an 8B model on a recent GPU, about."""
+    """The cost model: about an 8B model on a recent GPU."""
 
     prompt_s: float = 0.004  # each prompt, whatever its length
     token_s: float = 1 / 12_000  # each uncached token
     step_s: float = 0.02  # each token of an answer
     handoff_s: float = 0.005  # from the end of a prefill to the first token
-    events_s: float = 0.05  # until a router hears of a change
+    events_s: float = 0.05  # delay of cache events at a router
     status_s: float = 0.5  # between two Statuses of a decode node
 
 
@@ -42,11 +42,11 @@ class Arrival:
 
 
 class PrefillNode:
-    """Computes in the order of arrival.
+    """A prefill node that computes in the order of arrival.
 
     Args:
-        after: runs something so many seconds later.
-        tell: called with each change of the cache, as CacheEvents tells it.
+        after: runs a function after a delay in seconds.
+        tell: called with each change of the cache, in the form of CacheEvents.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class PrefillNode:
         took = self._costs.prompt_s + num_new * self._costs.token_s
         self.cached_tokens += cached.num_tokens
         self.busy_s += took
-        # As the engine: the hit is held, the rest is allocated, which may evict.
+        # As in the engine: the hit is held, and the rest is allocated, which may evict.
         self._pages.hold(cached.pages, Holder.REQUEST)
         fresh = self._cache.allocate(-(-num_new // PAGE_SIZE), Holder.REQUEST)
         if fresh is None:
@@ -106,7 +106,7 @@ class PrefillNode:
 
 
 class DecodeNode:
-    """Pages in use, now and on average."""
+    """A decode node with its current and average pages in use."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages

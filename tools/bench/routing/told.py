@@ -1,6 +1,6 @@
-"""What nodes could tell every router of what waits there, whoever sent it.
+"""Queue reports of nodes to all routers, which cover the requests of every router.
 
-The product's routers are told so for refusals alone: to place requests by it does not pay, see
+The product's routers use these reports for refusals only. Placement by them brings no gain, see
 docs/routing.md.
 """
 
@@ -10,11 +10,12 @@ from router.policy.load import Tally
 
 
 class ToldTally(Tally):
-    """A router's own tokens, and those of others that the nodes told of last, which are taken to be
-    computed meanwhile.
+    """A tally of a router's own tokens and of other routers' tokens.
+
+    The latter are those that the nodes last reported, less the tokens assumed to be computed since.
 
     Args:
-        tokens_per_s: that a node computes.
+        tokens_per_s: throughput of a node.
     """
 
     def __init__(self, clock: Callable[[], float], tokens_per_s: float) -> None:
@@ -24,7 +25,7 @@ class ToldTally(Tally):
         self._told: dict[str, tuple[int, float]] = {}
 
     def told(self, address: str, num_tokens: int) -> None:
-        """So many wait there in all, now."""
+        """Record that `num_tokens` wait at the node now."""
         self._told[address] = (num_tokens - super().tokens(address), self._clock())
 
     def own(self, address: str) -> int:

@@ -1,1 +1,1 @@
-"""What benches share: systems, loads, models, peers, and the record they leave."""
+"""Shared parts of the benches: systems, loads, models, peers, and result records."""

@@ -1,4 +1,4 @@
-"""An engine in this process, with requests that nobody sends."""
+"""An engine in this process, with requests created in place."""
 
 import time
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from engine.scheduler.scheduler import Scheduler
 
 @dataclass(eq=False)
 class TellingRole:
-    """Notes each request's tokens."""
+    """A role that records each request's tokens."""
 
     scheduler: Scheduler
     told: dict[int, list[int]] = field(default_factory=dict)  # by request
@@ -35,7 +35,7 @@ class TellingRole:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """What came from when all requests had their first token to when the last one had its last.
+    """The work between the moment all requests have their first token and the end of the last one.
 
     seconds: CPU time of this process.
     answers: by request, first tokens too.
@@ -48,7 +48,7 @@ class Decoded:
 
 
 def decode(runner: ModelRunner, scheduler: Scheduler, requests: Iterable[Request]) -> Decoded:
-    """Runs requests to their ends."""
+    """Run requests to their ends."""
     role = TellingRole(scheduler)
     loop = EventLoop(role, runner)
     in_flight: Launched | None = None

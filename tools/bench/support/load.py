@@ -1,7 +1,7 @@
-"""Load on a router over gRPC, in the loops of `bench`, and what its clients saw.
+"""Load on a router over gRPC, in the loops of `bench`, as its clients see it.
 
-The client is a Python process that pays about 0.1 ms of CPU for each message: its own share of a
-core is part of every result, and near 1.0 the numbers are the client's, not the server's.
+The client is a Python process that needs about 0.1 ms of CPU for each message. Every result
+contains its own share of a core. Near 1.0 the figures describe the client, not the server.
 """
 
 import time
@@ -21,12 +21,12 @@ from protos.router_pb2_grpc import RouterStub
 from protos.sampling_pb2 import Sampling
 from tools.bench.support.record import percentiles
 
-REQUEST_S = 600.0  # longest wait for a whole answer
+REQUEST_S = 600.0  # timeout of a whole response
 
 
 @dataclass(slots=True)
 class Answer(Outcome):
-    """What the client saw of one job, and its tokens."""
+    """The outcome of one job as the client saw it, with its tokens."""
 
     token_ids: list[int] = field(default_factory=list)
 
@@ -34,13 +34,13 @@ class Answer(Outcome):
 def make_jobs(
     count: int, *, prompt_tokens: int, output_tokens: int, vocabulary: int, seed: int
 ) -> list[Job]:
-    """`count` random prompts without a common prefix; the same ones for the same seed."""
+    """Return `count` random prompts without a common prefix, determined by the seed."""
     prompts = np.random.default_rng(seed).integers(1, vocabulary, (count, prompt_tokens))
     return [Job(tuple(prompt), output_tokens) for prompt in prompts.tolist()]
 
 
 class Client:
-    """Many calls over one channel. Use as an async context manager."""
+    """A client with many calls over one channel. Use as an async context manager."""
 
     def __init__(self, target: str) -> None:
         self._channel = make_channel(target)
@@ -53,10 +53,10 @@ class Client:
         await self._channel.close()
 
     async def ask(self, job: Job, start: float, due: float) -> Answer:
-        """Sends one job and takes its answer; what goes wrong is in its `error`.
+        """Send one job and return its response. Failures are in its `error`.
 
         Args:
-            start: time.perf_counter() of the run's start, from which the answer's times count.
+            start: time.perf_counter() of the run's start, from which the response's times count.
         """
         request = GenerateRequest(
             token_ids=TokenIds(ids=job.prompt),
@@ -78,14 +78,15 @@ class Client:
         return answer
 
     async def closed_loop(self, jobs: Sequence[Job], streams: int) -> list[Answer]:
-        """`streams` callers, each with one job under way, until all are done. In job order."""
+        """Run `streams` callers, each with one job in flight, until all are done. Returns job
+        order."""
         loop = _InOrder(self)
         async with loop.load.measuring():
             await loop.load.closed_loop(iter(jobs), concurrency=streams)
         return loop.answers(jobs)
 
     async def open_loop(self, jobs: Sequence[Job], rate: float, seed: int) -> list[Answer]:
-        """Poisson arrivals at `rate` jobs per second, however slow the answers are."""
+        """Send Poisson arrivals at `rate` jobs per second, however slow the responses are."""
         loop = _InOrder(self)
         async with loop.load.measuring():
             due = poisson(rate, seed)
@@ -94,7 +95,7 @@ class Client:
 
 
 class _InOrder:
-    """A load whose answers can be compared with another system's, job by job."""
+    """A load whose responses can be compared with another system's, job by job."""
 
     def __init__(self, client: Client) -> None:
         self.load = Load(self._ask)
@@ -110,7 +111,7 @@ class _InOrder:
 
 
 def summary(answers: Sequence[Answer]) -> dict[str, Any]:
-    """Throughput and latencies of one run, in the words of bench.summary.DEFINITIONS."""
+    """Return throughput and latencies of one run, named as in bench.summary.DEFINITIONS."""
     good = [answer for answer in answers if not answer.error]
     wall_s = _wall_s(answers)
     tokens = sum(answer.output_tokens for answer in good)
@@ -128,8 +129,10 @@ def summary(answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def cpu_row(spent_s: Mapping[str, float], answers: Sequence[Answer]) -> dict[str, Any]:
-    """CPU seconds of each server process, as shares of a core and per token answered. Unlike wall
-    time it hardly moves when the machine has other work."""
+    """Return the CPU of each server process, as shares of a core and per output token.
+
+    Unlike wall time it hardly changes when the machine has other work.
+    """
     wall_s, tokens = _wall_s(answers), sum(len(answer.token_ids) for answer in answers)
     return {
         "server_cpu": {name: round(seconds / wall_s, 2) for name, seconds in spent_s.items()},

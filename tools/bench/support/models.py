@@ -1,4 +1,4 @@
-"""The checkpoints with random weights that benches on a CPU serve, made by transformers."""
+"""The checkpoints with random weights for CPU benches, made by transformers."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ QWEN3_450M: dict[str, Any] = {  # 449 million parameters: the layers of Qwen3-0.
     "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
 }
-QWEN3_105M: dict[str, Any] = {  # so many parameters are in its layers
+QWEN3_105M: dict[str, Any] = {  # 105 million parameters in its layers
     "vocab_size": 4096,
     "hidden_size": 1024,
     "intermediate_size": 3072,
@@ -42,8 +42,8 @@ QWEN3_105M: dict[str, Any] = {  # so many parameters are in its layers
     "max_position_embeddings": 8192,
     "tie_word_embeddings": False,
 }
-QWEN3_SMALL = QWEN3_450M | TINY  # to rehearse with
-_STATES: dict[str, Any] = {  # of three layers of four
+QWEN3_SMALL = QWEN3_450M | TINY  # for rehearsals
+_STATES: dict[str, Any] = {  # in three layers of four
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 16,
     "linear_key_head_dim": 128,
@@ -51,7 +51,7 @@ _STATES: dict[str, Any] = {  # of three layers of four
 }
 HYBRID_115M: dict[str, Any] = {"architecture": "qwen3_5_text", **QWEN3_105M, **_STATES}
 
-_EXPERTS: dict[str, Any] = {  # by the names that configurations have for them
+_EXPERTS: dict[str, Any] = {  # by their names in configurations
     "num_experts": 16,
     "num_local_experts": 16,
     "n_routed_experts": 16,
@@ -61,9 +61,9 @@ _EXPERTS: dict[str, Any] = {  # by the names that configurations have for them
     "n_group": 1,
     "topk_group": 1,
 }
-_LATENTS: dict[str, Any] = {  # in place of keys and values; heads as in DeepSeek-V2
+_LATENTS: dict[str, Any] = {  # instead of keys and values; heads as in DeepSeek-V2
     "num_key_value_heads": 16,
-    "head_dim": 64,  # as transformers calls what is rotated
+    "head_dim": 64,  # transformers' name of the rotated size
     "q_lora_rank": None,
     "kv_lora_rank": 512,
     "qk_nope_head_dim": 128,
@@ -91,14 +91,17 @@ _SMALL_OF_FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def sizes_of(family: str, *, small: bool) -> dict[str, Any]:
-    """Of a native family, as large as a Qwen3 of 0.45 billion parameters, or to rehearse with."""
+    """Return the sizes of a native family, comparable to a Qwen3 of 0.45 billion parameters.
+
+    With `small`, return sizes for rehearsals.
+    """
     if small:
         return QWEN3_SMALL | _SMALL_OF_FAMILIES.get(family, {})
     return QWEN3_450M | _OF_FAMILIES.get(family, {})
 
 
 def kept(directory: Path, name: str, dtype: torch.dtype, sizes: dict[str, Any]) -> Path:
-    """The Qwen3 of that name under `directory`, made there unless an earlier run has."""
+    """Return the Qwen3 of that name under `directory`. Makes it unless an earlier run has."""
     model = directory / name
     if not model.exists():
         say(f"making {model} ...")
@@ -107,7 +110,7 @@ def kept(directory: Path, name: str, dtype: torch.dtype, sizes: dict[str, Any]) 
         try:
             make_checkpoint(made, dtype=dtype, **sizes)
             _name_every_token(made)
-            made.rename(model)  # whole or not at all
+            made.rename(model)  # atomic
         except BaseException:
             shutil.rmtree(made)
             raise
@@ -115,8 +118,10 @@ def kept(directory: Path, name: str, dtype: torch.dtype, sizes: dict[str, Any]) 
 
 
 def _name_every_token(model: Path) -> None:
-    """Has all that a random model says be text: what has none reaches no client, and nobody could
-    tell when a token came."""
+    """Give every token a text.
+
+    Tokens without text reach no client, so their arrival could not be measured.
+    """
     vocabulary_size = json.loads((model / "config.json").read_text())["vocab_size"]
     file = model / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
@@ -127,6 +132,6 @@ def _name_every_token(model: Path) -> None:
 
 
 def weight_bytes(model: Path) -> int:
-    """What the weights take on disk: every one of them is read in each step of a dense model
-    with tied embeddings."""
+    """Return the bytes of the weights on disk. Each step of a dense model with tied embeddings
+    reads all of them."""
     return sum(file.stat().st_size for file in model.glob("*.safetensors"))

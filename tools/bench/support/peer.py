@@ -1,4 +1,4 @@
-"""Runs the peer of a bench in a process of its own: a line of JSON in, a line of JSON out."""
+"""Process of a bench's peer: reads a line of JSON and writes a line of JSON."""
 
 import asyncio
 import contextlib
@@ -12,16 +12,16 @@ from typing import IO, Any
 from tools.bench.support.record import ROOT
 
 TRANSFORMERS = (sys.executable, "-m", "tools.bench.support.transformers_peer")
-_MOST_BYTES = 1 << 26  # of one reply
+_MOST_BYTES = 1 << 26  # of one response
 _TAIL_BYTES = 4000
 _END_S = 10.0
 
 
 def transformers_peer(spec: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
-    """What tools.bench.support.transformers_peer says of `spec`.
+    """Run tools.bench.support.transformers_peer on `spec` and return its output.
 
     Raises:
-        RuntimeError: with the end of what it said, if it fails.
+        RuntimeError: it fails. Contains the end of its output.
         subprocess.TimeoutExpired: it takes longer than `limit_s`.
     """
     done = subprocess.run(
@@ -39,14 +39,15 @@ def transformers_peer(spec: Mapping[str, Any], limit_s: float) -> dict[str, Any]
 
 
 class Peer:
-    """A program that keeps running, for rounds in turns with others."""
+    """A process that keeps running, for rounds in turns with others."""
 
     def __init__(self, process: asyncio.subprocess.Process, errors: IO[bytes]) -> None:
         self._process = process
         self._errors = errors
 
     async def ask(self, spec: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
-        """Its reply. Raises RuntimeError, with the end of what it said, if it ends or is late."""
+        """Return its response. Raises RuntimeError, with the end of its output, if it ends or is
+        late."""
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
             self._process.stdin.write(json.dumps(spec).encode() + b"\n")
@@ -61,7 +62,7 @@ class Peer:
 
 @contextlib.asynccontextmanager
 async def running(command: Sequence[str]) -> AsyncIterator[Peer]:
-    """The peer that `command` starts; ended when the block is left."""
+    """Start the peer with `command`. It ends when the block is left."""
     with tempfile.TemporaryFile() as errors:
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -75,5 +76,5 @@ async def running(command: Sequence[str]) -> AsyncIterator[Peer]:
             yield Peer(process, errors)
         finally:
             with contextlib.suppress(ProcessLookupError):
-                process.kill()  # it keeps nothing
+                process.kill()  # it has no state to save
             await asyncio.wait_for(process.wait(), _END_S)

@@ -1,5 +1,7 @@
-"""What every bench records beside its numbers, and how it prints them. The last stdout line is
-JSON; everything for people goes to stderr."""
+"""The record of every bench: its environment and numbers.
+
+The last stdout line is JSON. All output for people goes to stderr.
+"""
 
 import json
 import os
@@ -15,25 +17,25 @@ import numpy as np
 from bench.facts import cpu_name, versions
 
 ROOT = Path(__file__).resolve().parents[3]
-_LOAD_AT_START = os.getloadavg()[0]  # of others: what runs here must be measured alone
+_LOAD_AT_START = os.getloadavg()[0]  # of other processes: a bench must run alone
 _PACKAGES = ("torch", "transformers", "grpcio", "nixl", "numpy")
 
 
 def say(line: str = "") -> None:
-    """One line for people."""
+    """Print one line for people."""
     print(line, file=sys.stderr, flush=True)
 
 
 def emit(
     bench: str, config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], **more: Any
 ) -> None:
-    """The record of one run, as the last line of stdout."""
+    """Print the record of one run, as the last line of stdout."""
     record = {"bench": bench, "commit": commit(), "machine": machine(), "config": config}
     print(json.dumps({**record, **more, "rows": rows}), flush=True)
 
 
 def table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> None:
-    """Rows for people. `columns`: heading: format of a row, as for str.format."""
+    """Print rows for people. `columns`: heading: format of a row, as for str.format."""
     cells = [list(columns)]
     cells += [[form.format(**row) for form in columns.values()] for row in rows]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
@@ -42,7 +44,7 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> None
 
 
 def percentiles(values: Iterable[float], scale: float = 1.0, digits: int = 2) -> dict[str, float]:
-    """p50, p90 and p99, each times `scale`; zeros where there is no value."""
+    """Return p50, p90 and p99, each times `scale`; zeros without values."""
     data = np.fromiter(values, float)
     if not len(data):
         return {"p50": 0.0, "p90": 0.0, "p99": 0.0}
@@ -51,7 +53,7 @@ def percentiles(values: Iterable[float], scale: float = 1.0, digits: int = 2) ->
 
 
 def commit() -> str:
-    """The commit that was measured; a "+" where files differ from it."""
+    """Return the measured commit; with a "+" if files differ from it."""
     head = _git("rev-parse", "--short=12", "HEAD")
     if not head:
         return "unknown"
@@ -71,6 +73,6 @@ def machine() -> dict[str, Any]:
 def _git(*arguments: str) -> str:
     try:
         done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
-    except FileNotFoundError:  # a machine to measure on need not have it
+    except FileNotFoundError:  # the measuring machine may lack it
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""

@@ -1,4 +1,4 @@
-"""Starts the programs that a bench measures, as real processes on this machine, and ends them."""
+"""Processes of a measured system: starts them on this machine, and ends them."""
 
 import asyncio
 import contextlib
@@ -30,11 +30,11 @@ Mode = Literal["disaggregated", "colocated"]
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """A router that serves, and the nodes behind it."""
+    """A running router, and the nodes behind it."""
 
     name: str
     target: str
-    router_pid: int | None  # None: somebody else's
+    router_pid: int | None  # None: started elsewhere
 
     async def vocabulary(self) -> int:
         async with make_channel(self.target) as channel:
@@ -47,11 +47,11 @@ class System:
         return list(cluster.nodes)
 
     async def cpu_seconds(self) -> dict[str, float]:
-        """CPU time so far of each process on this machine, by what it is."""
+        """Return the CPU time so far of each process on this machine, by name."""
         pids = {"router": self.router_pid} if self.router_pid else {}
         for node in await self.nodes():
             names = (f"{node.role} {part}" for part in _PARTS)
-            pids |= dict(zip(names, node.pids, strict=False))  # no pids: it is unreachable
+            pids |= dict(zip(names, node.pids, strict=False))  # no pids: the node is unreachable
         return {name: cpu_seconds_of(pid) for name, pid in pids.items()}
 
 
@@ -64,12 +64,13 @@ async def serving(
     prefill_flags: Sequence[str] = (),
     router_flags: Sequence[str] = (),
 ) -> AsyncIterator[System]:
-    """One router, one decode node and, if disaggregated, one prefill node; ready to serve.
+    """Start one router, one decode node and, if disaggregated, one prefill node. Yields when they
+    serve.
 
     Args:
-        prefill_flags: what the prefill node has besides the flags of both.
+        prefill_flags: additional flags of the prefill node.
     Raises:
-        SystemExit: with the end of a log, if they do not come up.
+        SystemExit: with the end of a log, if they do not start.
     """
     programs = _programs(mode, model, node_flags, prefill_flags, router_flags)
     async with _running(programs) as children:
@@ -78,9 +79,12 @@ async def serving(
 
 @contextlib.asynccontextmanager
 async def as_up(mode: Mode, model: Path, node_flags: Sequence[str] = ()) -> AsyncIterator[System]:
-    """What `baton up --device cpu` starts with the flags that it chooses: one decode node and, if
-    disaggregated, one prefill node; but nobody is refused for a long queue, which benches want.
-    Raises SystemExit as `serving` does."""
+    """Start a system with the flags of `baton up --device cpu`.
+
+    It has one decode node and, if disaggregated, one prefill node. Unlike in `baton up`, no request
+    is refused for a long queue, because benches need long queues. Raises SystemExit as `serving`
+    does.
+    """
     router, prefill, decode = (int(end.rpartition(":")[2]) for end in _free_addresses(3))
     wish = plan.Wish(
         model=str(model),
@@ -103,7 +107,7 @@ async def as_up(mode: Mode, model: Path, node_flags: Sequence[str] = ()) -> Asyn
 
 @contextlib.asynccontextmanager
 async def prefilling(model: Path, flags: Sequence[str]) -> AsyncIterator[str]:
-    """One prefill node; its address. Raises SystemExit as `serving` does."""
+    """Start one prefill node. Yields its address. Raises SystemExit as `serving` does."""
     (address,) = _free_addresses(1)
     node = _node("prefill", address, model, flags)
     async with _running([node]):
@@ -127,7 +131,7 @@ async def _running(programs: Sequence[plan.Program]) -> AsyncIterator[list[Child
             await _until_ready(programs, children)
             yield children
         finally:
-            for child in children:  # the router first: nobody waits for a node that has gone
+            for child in children:  # the router first, so that no request waits for a stopped node
                 await child.stop(END_S)
 
 

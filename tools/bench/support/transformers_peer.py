@@ -1,13 +1,13 @@
 """A peer of benches: transformers' continuous batching on the same model and prompts.
 
-A process of its own, so that its threads and its CPU time are its own. It is called as a library,
-with no RPC and no streaming to anyone, which is in its favour. Each line of stdin is a spec (JSON),
-and is answered by a line of JSON on stdout.
+It runs in a process of its own, so that its threads and its CPU time are its own. It is called as a
+library without RPC and streaming, which is in its favour. Each line of stdin is a spec (JSON), and
+the response is a line of JSON on stdout.
 
-Set for it: number of cache pages, tokens per batch and requests per batch, or it takes 60 % of the
-machine's memory and masks of that size; prefix sharing off (no prompt shares one, and it costs a
-little). CUDA graphs and asynchronous batching, which it turns off where it has no flash attention,
-are forced on CUDA; on a CPU it has neither and refuses them.
+The number of cache pages, tokens per batch and requests per batch are set, because it would
+otherwise take 60 % of the machine's memory and masks of that size. Prefix sharing is off, because
+no prompts share a prefix and it costs a little. CUDA graphs and asynchronous batching are forced on
+CUDA; it disables them without flash attention. On a CPU it has neither and rejects them.
 """
 
 import contextlib
@@ -26,18 +26,19 @@ from bench.traffic.workload import Job
 from tools.bench.support.load import Answer, cpu_row, summary
 
 PAGE_SIZE = 32
-RESULT_S = 60.0  # longest wait for any answer
+RESULT_S = 60.0  # timeout of any response
 
 
 def main() -> None:
     replies = sys.stdout
-    with contextlib.redirect_stdout(sys.stderr):  # whatever a library has to say
+    with contextlib.redirect_stdout(sys.stderr):  # library output
         for line in sys.stdin:
             print(json.dumps(_reply(json.loads(line))), file=replies, flush=True)
 
 
 def _reply(spec: dict[str, Any]) -> dict[str, Any]:
-    """A row for each load and number of threads, and the tokens of the load with most answers."""
+    """Return a row for each load and number of threads, and the tokens of the load with most
+    responses."""
     warm_up = [Job(*job) for job in spec["warm_up"]]
     model = _model(spec["model"], spec["dtype"], spec["device"])
     rows: list[dict[str, Any]] = []
@@ -69,7 +70,7 @@ def _model(directory: str, dtype: str, device: str) -> Any:
 def _closed_loop(
     model: Any, warm_up: list[Job], jobs: list[Job], streams: int
 ) -> tuple[list[Answer], float]:
-    """Answers in job order, and the CPU seconds this process spent on them."""
+    """Return the responses in job order, and the CPU seconds of this process."""
     generation = GenerationConfig(do_sample=False, eos_token_id=-1)
     longest = max(len(job.prompt) + job.max_tokens for job in jobs)
     accelerated = True if model.device.type == "cuda" else None

@@ -1,1 +1,1 @@
-"""Whole models on a device: made, run, proved and watched."""
+"""Whole models on a device: construction, execution, correctness and traces."""

@@ -1,7 +1,7 @@
-"""The product's scheduler, runner and loop over a model, with requests whose KV is there already.
+"""The product's scheduler, runner and loop over a model, with requests whose KV exists already.
 
-Nothing is prefilled: the pool holds random numbers, which are as good as any for the time of a
-step. What the loop does is timed from outside, by standing between its parts.
+Prefill is skipped: the pool holds random numbers, which do not change the time of a step. Wrappers
+between the loop's parts measure their time.
 """
 
 import time
@@ -41,7 +41,7 @@ FAR = 1e12
 
 
 def make_pool(model: Model, num_pages: int) -> KVPool:
-    """Full of random numbers."""
+    """Make a pool of random numbers."""
     pool = KVPool(KVLayout.of(model.spec.layers, PAGE_SIZE, model.dtype), num_pages, model.device)
     pool.tensor.view(model.dtype).normal_()
     return pool
@@ -50,7 +50,7 @@ def make_pool(model: Model, num_pages: int) -> KVPool:
 def make_request(
     key: int, rng: np.random.Generator, num_tokens: int, vocabulary_size: int
 ) -> Request:
-    """Of random tokens, greedy, and as good as endless."""
+    """Make a greedy request of random tokens, which practically never ends."""
     return Request.of(
         RequestSpec(
             token_ids=rng.integers(3, vocabulary_size, num_tokens, dtype=np.int32).tobytes(),
@@ -65,7 +65,7 @@ def make_request(
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How the steps of an engine are run. early: see `kernels/early_launch.py`."""
+    """The mode of an engine's steps. early: see `kernels/early_launch.py`."""
 
     graphs: bool
     overlap: bool
@@ -76,7 +76,7 @@ class Way:
 class Spent:
     """Seconds of the engine thread.
 
-    launch: building steps and enqueueing them; wait: for their results.
+    launch: building and enqueueing steps; wait: waiting for their results.
     """
 
     launch: float = 0.0
@@ -84,12 +84,12 @@ class Spent:
 
 
 class DecodeEngine:
-    """Some requests of one length in the running batch of an engine; `run` takes their steps."""
+    """A running batch of requests of one length in an engine. `run` executes its steps."""
 
     def __init__(
         self, setting: Setting, model: Model, pool: KVPool, batch: int, context: int, way: Way
     ) -> None:
-        """context: tokens of each request when its first step begins."""
+        """Create the batch. context: tokens of each request when its first step begins."""
         longest = context + 1024
         table = RequestTable(batch, longest, PAGE_SIZE)
         pages = PageAllocator(pool.num_pages)
@@ -124,12 +124,12 @@ class DecodeEngine:
             self._join(make_request(key, rng, context, model.spec.vocabulary_size))
 
     def run(self, steps: int) -> None:
-        """Launches so many steps, and finishes as many."""
+        """Launch `steps` steps, and finish as many."""
         for _ in range(steps):
             self._in_flight = self._loop.step(self._in_flight)
 
     def forget(self) -> None:
-        """What was measured so far."""
+        """Discard the measurements so far."""
         self._stream.spans.clear()
         self._runner.spent = Spent()
 
@@ -138,12 +138,12 @@ class DecodeEngine:
         return self._runner.spent
 
     def idle_share(self) -> float:
-        """Of the time from the first step's begin to the last one's end on the device, the part
-        that is between steps."""
+        """Return the share of device time between steps, from the first step's start to the last
+        one's end."""
         return self._stream.idle_share()
 
     def tokens(self) -> NDArray[np.int32]:
-        """[finished steps, batch], since the first step."""
+        """Return the tokens since the first step, [finished steps, batch]."""
         return np.array(self._role.tokens)
 
     def close(self) -> None:
@@ -158,7 +158,7 @@ class DecodeEngine:
 
 
 class TimedStream:
-    """A stream that notes when each piece of work began and ended on it."""
+    """A stream that records when each piece of work began and ended on it."""
 
     def __init__(self, stream: Stream, clock: Clock) -> None:
         self.spans: list[tuple[Any, Any]] = []
@@ -177,7 +177,7 @@ class TimedStream:
         self._stream.close()
 
     def idle_share(self) -> float:
-        """All that was submitted must be done."""
+        """Return the idle share. All submitted work must be complete."""
         (first, _), (_, last) = self.spans[0], self.spans[-1]
         busy = sum(self._clock.between(began, ended) for began, ended in self.spans)
         return 1.0 - busy / self._clock.between(first, last)
@@ -216,7 +216,7 @@ class _TimedLaunched:
 
 @dataclass(eq=False)
 class _Role:
-    """A role with nothing but a scheduler."""
+    """A role with only a scheduler."""
 
     scheduler: Scheduler
     tokens: list[NDArray[np.int32]] = field(default_factory=list)
@@ -239,7 +239,7 @@ def _recorder(setting: Setting) -> Recorder:
 
 
 class _Echo:
-    """Records on a CPU: what was recorded is simply done again, into the same memory."""
+    """A graph on a CPU: repeats the recorded calls into the same memory."""
 
     def __call__(self, work: Callable[[], Tensor]) -> tuple[Graph, Tensor]:
         output = work()

@@ -1,4 +1,4 @@
-"""Forwards of a model over prompts, one call at a time: no scheduler, no stream, no sampling."""
+"""Forwards of a model over prompts, one call at a time, without scheduler, stream and sampling."""
 
 from collections.abc import Sequence
 from typing import Protocol, cast
@@ -18,7 +18,7 @@ from tools.bench.gpu.model.engine import PAGE_SIZE, make_request
 
 
 class Pages(Protocol):
-    """As much of a pool as a forward looks at."""
+    """The interface of a pool that a forward needs."""
 
     @property
     def layers(self) -> Sequence[Tensor]: ...
@@ -49,7 +49,7 @@ class Forwards:
             pages = pages[count:]
 
     def batch(self, starts: Sequence[int], ends: Sequence[int]) -> ForwardBatch:
-        """Tokens [starts[i], ends[i]) of every prompt i, on the device."""
+        """Return tokens [starts[i], ends[i]) of every prompt i, on the device."""
         columns = np.array([starts, ends], np.int32)
         batch = ScheduleBatch(
             step=1,
@@ -63,6 +63,6 @@ class Forwards:
 
     @torch.inference_mode()
     def logits(self, batch: ForwardBatch) -> Tensor:
-        """Of every prompt's last token in the batch."""
+        """Return the logits of every prompt's last token in the batch."""
         hidden = self._model.forward(batch, cast(KVPool, self._pool), self._future)
         return self._model.logits(hidden)

@@ -1,4 +1,4 @@
-"""Models by name with random weights: on the device at once, or as a checkpoint for programs."""
+"""Models by name with random weights: on the device, or as a checkpoint for processes."""
 
 import json
 import tempfile
@@ -58,7 +58,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "head_dim": 128,
         "vocab_size": 128256,
-        "max_position_embeddings": 131072,  # the window of 3.1: room for every prompt here
+        "max_position_embeddings": 131072,  # of 3.1: enough for every prompt here
         "rms_norm_eps": 1e-5,
         "rope_theta": 5e5,
         "tie_word_embeddings": False,
@@ -80,7 +80,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-SERVED = "Qwen3-4B"  # by whole systems: large enough for a transfer to hide behind a prefill
+SERVED = "Qwen3-4B"  # for whole systems: large enough to hide a transfer behind a prefill
 
 
 def spec_of(name: str) -> DecoderSpec:
@@ -90,8 +90,10 @@ def spec_of(name: str) -> DecoderSpec:
 
 
 def random_model(name: str, device: torch.device, dtype: torch.dtype) -> tuple[Decoder, int]:
-    """The model, and the bytes of weights that every decode step must read: all but an input
-    embedding that is not the head too."""
+    """Return the model, and the weight bytes that every decode step must read.
+
+    An input embedding counts only if it is also the head.
+    """
     spec, source = spec_of(name), RandomWeights(device, dtype, dtype)
     decoder = spec.build(source)
     embedding = 0 if spec.tied_embeddings else decoder.embedding.nbytes
@@ -99,13 +101,13 @@ def random_model(name: str, device: torch.device, dtype: torch.dtype) -> tuple[D
 
 
 def shallow(spec: DecoderSpec, layers: int) -> DecoderSpec:
-    """The model's first layers only."""
+    """Return the model's first `layers` layers only."""
     model = replace(spec.model, layers=spec.model.layers[:layers])
     return replace(spec, model=model, layers=spec.layers[:layers])
 
 
 def write_checkpoint(directory: Path, name: str, device: torch.device) -> Path:
-    """Config, random weights and a tokenizer, as transformers writes them; returns `directory`."""
+    """Write config, random weights and a tokenizer in transformers' format. Returns `directory`."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from tests.support.checkpoints import make_tokenizer

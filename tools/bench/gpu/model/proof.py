@@ -1,6 +1,6 @@
-"""Is a model computed rightly? Its first layers by the kernels, beside the references in float32.
+"""Correctness of a model: its first layers by the kernels, compared with the references in float32.
 
-The pool is that of the whole model: layers then lie where they lie in serving.
+The pool is that of the whole model, so that layers are placed as in serving.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +39,7 @@ TABLES: Tables = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _FirstLayers:
-    """Of a pool, as much as a forward looks at."""
+    """The interface of a pool that a forward needs."""
 
     layers: Sequence[Tensor]
     cells: Sequence[Mapping[str, CellView]]
@@ -48,25 +48,25 @@ class _FirstLayers:
 
 
 def row(setting: Setting, name: str) -> Row:
-    """The relative error of a model's logits, the worst of a prefill, of a chunk after it, and of a
-    decode step."""
+    """Return the relative error of a model's logits: the worst of a prefill, of a chunk after it,
+    and of a decode step."""
     with _implemented(by_kernels=True):
         found = _logits(setting, name, _model(setting, name, setting.dtype))
     with _implemented(by_kernels=False):
         exact = _logits(setting, name, _model(setting, name, torch.float32))
     error = worst(*map(relative_error, found, exact))
-    right = error <= TOLERANCE  # NaN is not
+    right = error <= TOLERANCE  # false for NaN
     return {"table": "proof", "model": name, "error": error, "limit": TOLERANCE, "right": right}
 
 
 def forwards_by_kernels(setting: Setting, name: str) -> None:
-    """Runs what `row` checks, and samples: it compiles all that serving needs."""
+    """Run the forwards of `row`, and sample. This compiles all kernels that serving needs."""
     for logits in _logits(setting, name, _model(setting, name, setting.dtype)):
         sample(logits, None)
 
 
 def _model(setting: Setting, name: str, held: torch.dtype) -> Decoder:
-    """Of the same numbers in whatever dtype they are held."""
+    """Return a model with the same weights, held in any dtype."""
     torch.manual_seed(0)
     return shallow(spec_of(name), LAYERS).build(RandomWeights(setting.device, setting.dtype, held))
 
@@ -86,7 +86,7 @@ def _logits(setting: Setting, name: str, model: Decoder) -> list[Tensor]:
 
 @contextmanager
 def _implemented(by_kernels: bool) -> Iterator[None]:
-    """Every operation by its Triton kernel, or every one by its reference."""
+    """Run every operation by its Triton kernel, or every one by its reference."""
     chosen = kernel_device.uses_triton
     kernel_device.uses_triton = lambda tensor: by_kernels
     try:

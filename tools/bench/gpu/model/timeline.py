@@ -1,7 +1,7 @@
-"""What the device does in a few steps, kernel by kernel, by torch's profiler.
+"""Device timeline of a few steps, kernel by kernel, from torch's profiler.
 
-It tells the time without any kernel from the time within one, which events around steps cannot. A
-profiled step is a little slower than others; its shares are what counts.
+Unlike events around steps, it separates the time without a kernel from the time within one. A
+profiled step is slightly slower, so only the shares count.
 """
 
 from collections import defaultdict
@@ -36,13 +36,13 @@ TABLES: Tables = {
 }
 
 STEPS = 10
-LONGEST_GAP_US = 5.0  # between two kernels of one graph; the device idles in longer ones
+LONGEST_GAP_US = 5.0  # between two kernels of one graph; longer gaps count as idle
 TOP = 12
 _NAME = 70  # characters
 
 
 def measure(setting: Setting, engine: DecodeEngine, labels: dict[str, Any]) -> Iterator[Row]:
-    """One row about the whole, then the kernels that take longest.
+    """Yield one row about the whole, then the kernels with the longest time.
 
     Args:
         labels: fields of every row; `overlap` is one.
@@ -75,7 +75,7 @@ def measure(setting: Setting, engine: DecodeEngine, labels: dict[str, Any]) -> I
         "idle": idle / whole,
         "kernels": len(events) / STEPS,
     }
-    if not labels["overlap"]:  # the same kernels, further apart
+    if not labels["overlap"]:  # the same kernels, only further apart
         return
     spent: dict[str, list[float]] = defaultdict(list)
     for start, end, name in events:

@@ -1,4 +1,4 @@
-"""Random weights for a decoder's blocks, made where they are needed."""
+"""Random weights for a decoder's blocks, generated on the device that needs them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,9 +20,9 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class RandomWeights:
-    """A Source of numbers such that activations keep their size from layer to layer.
+    """A Source of weights that keep the size of activations from layer to layer.
 
-    drawn: the dtype that they are rounded to; held: the one that they are computed in.
+    drawn: dtype to which they are rounded; held: dtype in which they are computed.
     """
 
     device: torch.device

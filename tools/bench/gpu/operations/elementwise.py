@@ -1,7 +1,7 @@
 """Operations between the matrix products: norm, rotation, activation, embedding.
 
-At one and at 64 tokens they are as long as a launch, whatever they do; the share of a ceiling says
-something at 8192 tokens only.
+With 1 or 64 tokens they take as long as a launch. Their share of a ceiling is meaningful with 8192
+tokens only.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,5 +1,7 @@
-"""Attention to latents, on the shapes of DeepSeek-V3 and V2-Lite: a decode step streams each latent
-once, however many heads attend to it, and a chunk multiplies."""
+"""Attention to latents, on the shapes of DeepSeek-V3 and V2-Lite.
+
+A decode step streams each latent once for all its heads. A chunk multiplies.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,19 +16,19 @@ from tools.bench.gpu.operations.paged import Rows
 from tools.bench.gpu.ops import Op, relative_error
 from tools.bench.gpu.setting import Setting
 
-SHAPES = {"v3": (128, 512, 64), "v2-lite": (16, 512, 64)}  # heads, value_dim, what is rotated
+SHAPES = {"v3": (128, 512, 64), "v2-lite": (16, 512, 64)}  # heads, value_dim, rotated size
 DRY_SHAPES = {"tiny": (4, 32, 8)}
 SCALE = 192**-0.5
 PAGE_SIZE, LAYERS = 16, 4
 DECODES = ((64, 8192), (1, 8192), (64, 1024), (1, 1024))  # rows, tokens of each
-EXTENDS = ((0, 2048), (8192, 256))  # tokens that are there, and new ones
+EXTENDS = ((0, 2048), (8192, 256))  # tokens in the cache, and new ones
 TOLERANCE = 1e-2
-CHECKED = 6  # queries whose answer is computed in float64
+CHECKED = 6  # queries whose output is computed in float64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Latents:
-    """Rows over one layer of a pool whose pages they have in no order."""
+    """Rows over one layer of a pool, with their pages in random order."""
 
     rows: Rows
     value_dim: int
@@ -39,14 +41,15 @@ class Latents:
 
     @property
     def bytes(self) -> int:
-        """The fewest that attention must move: latents, queries and answers."""
+        """Return the minimum bytes that attention must move: latents, queries and outputs."""
         size = self.q.shape[2]
         kept = sum(self.rows.lengths) * size * self.q.element_size()
         return kept + self.q.nbytes * (size + self.value_dim) // size
 
     @property
     def flops(self) -> float:
-        """The fewest without unfolding: two products with every latent that a query sees."""
+        """Return the minimum FLOPs without unfolding: two products with every latent that a query
+        sees."""
         size, heads = self.q.shape[2] + self.value_dim, self.q.shape[1]
         return 2.0 * self.rows.num_seen * heads * size
 

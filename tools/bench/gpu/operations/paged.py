@@ -1,5 +1,5 @@
-"""Paged attention on made-up rows: their data in either layout, the exact answer, and the fewest
-bytes and FLOPs that it takes."""
+"""Paged attention on synthetic rows: their data in either layout, the exact output, and the minimum
+bytes and FLOPs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from tools.bench.gpu.clock import Work
 from tools.bench.gpu.ops import relative_error
 from tools.bench.gpu.setting import Setting
 
-CHECKED = 12  # queries whose answer is computed in float64
+CHECKED = 12  # queries whose output is computed in float64
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,8 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Row i asks with its last queries[i] of lengths[i] tokens; decode rows ask with one."""
+    """Rows of attention. Row i has queries for its last queries[i] of lengths[i] tokens; a decode
+    row has one."""
 
     queries: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -47,7 +48,7 @@ class Rows:
 
     @property
     def num_seen(self) -> int:
-        """Keys seen by all queries together."""
+        """Return the number of keys that all queries see together."""
         return sum(
             asked * length - asked * (asked - 1) // 2
             for asked, length in zip(self.queries, self.lengths, strict=True)
@@ -73,18 +74,18 @@ class Paged:
 
     @property
     def kv_bytes(self) -> int:
-        """Of the keys and values that the rows have."""
+        """Return the bytes of the rows' keys and values."""
         token_bytes = 2 * self.heads.kv_heads * self.heads.head_dim * self.kv.element_size()
         return sum(self.rows.lengths) * token_bytes
 
     @property
     def bytes(self) -> int:
-        """The fewest that attention must move: keys, values, queries and answers."""
+        """Return the minimum bytes that attention must move: keys, values, queries and outputs."""
         return self.kv_bytes + 2 * self.q.nbytes
 
     @property
     def flops(self) -> float:
-        """The fewest: two products with every key that a query sees."""
+        """Return the minimum FLOPs: two products with every key that a query sees."""
         return 4.0 * self.rows.num_seen * self.heads.heads * self.heads.head_dim
 
     def plan(self) -> AttentionPlan:
@@ -101,11 +102,11 @@ class Paged:
         )
 
     def attention(self) -> Work:
-        """The call that a layer makes, on a plan that is made now."""
+        """Return the call that a layer makes, with a plan made now."""
         return partial(paged_attention, self.q, self.kv, self.plan(), scale=self.scale)
 
     def error(self) -> float:
-        """Of some queries, spread over all, against float64."""
+        """Return the error of some queries, spread over all, against float64."""
         found = paged_attention(self.q, self.kv, self.plan(), scale=self.scale)
         last = self.rows.num_tokens - 1
         places = sorted({last * part // (CHECKED - 1) for part in range(CHECKED)})
@@ -113,7 +114,7 @@ class Paged:
         return relative_error(found[places], exact)
 
     def contiguous(self, row: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a row, [kv_heads, length, head_dim] each."""
+        """Return keys and values of a row, [kv_heads, length, head_dim] each."""
         length, first = self.rows.lengths[row], int(self.page_starts[row])
         count = -(-length // self.kv.shape[3])
         gathered = self.kv[self.page_ids[first : first + count].long()]
@@ -131,13 +132,13 @@ class Paged:
 
 
 def envelope(setting: Setting, heads: Heads, num_pages: int, page_size: int, layers: int) -> Tensor:
-    """One layer of a pool as serving has it: a page is one block of all layers."""
+    """Return one layer of a pool as in serving: a page is one block of all layers."""
     shape = (num_pages, heads.kv_heads, layers, 2, page_size, heads.head_dim)
     return setting.randn(*shape).unbind(2)[layers // 2]
 
 
 def per_layer(setting: Setting, heads: Heads, num_pages: int, page_size: int) -> Tensor:
-    """A pool of one layer only."""
+    """Return a pool of one layer only."""
     return setting.randn(num_pages, heads.kv_heads, 2, page_size, heads.head_dim)
 
 
@@ -146,7 +147,7 @@ def num_pages_of(rows: Rows, page_size: int) -> int:
 
 
 def paged(setting: Setting, rows: Rows, heads: Heads, kv: Tensor) -> Paged:
-    """Gives the rows pages of `kv` in no order; it must have `num_pages_of` them, or more."""
+    """Give the rows pages of `kv` in random order. `kv` must have at least `num_pages_of` pages."""
     page_size = kv.shape[3]
     counts = [-(-length // page_size) for length in rows.lengths]
     on_device = partial(torch.tensor, dtype=torch.int32, device=setting.device)

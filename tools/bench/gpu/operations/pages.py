@@ -61,7 +61,7 @@ def _unpack(setting: Setting, page_bytes: int, count: int, slice_bytes: int) -> 
 def _memory(
     setting: Setting, page_bytes: int, count: int, slice_bytes: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A pool, some of its pages in no order, and room for their slices."""
+    """Return a pool, some of its pages in random order, and a buffer for their slices."""
     num_pages = 4 * count
     pool = setting.integers(256, num_pages, page_bytes, dtype=torch.uint8)
     pages = torch.randperm(num_pages, device=setting.device)[:count].int()

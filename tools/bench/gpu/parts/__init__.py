@@ -1,4 +1,4 @@
-"""The parts of `python -m tools.bench.gpu`, in the order in which they run, a module each."""
+"""The parts of `python -m tools.bench.gpu`, in execution order, a module each."""
 
 from tools.bench.gpu.frame import Part
 
@@ -14,4 +14,4 @@ PARTS = (
     Part("serving", "whole systems, and transformers", 140),
     Part("tuning", "launch parameters of the attention kernels", 40),
 )
-FIRST = PARTS[0].name  # whatever parts are asked for: without its ceilings there are no shares
+FIRST = PARTS[0].name  # always runs: shares need its ceilings

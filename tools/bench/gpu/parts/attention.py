@@ -1,6 +1,6 @@
 """Part attention: decode against the read bandwidth, extend against the rate of matrix products.
 
-Peers of extend are torch's own kernels on contiguous tensors, which no paged cache gives them.
+Peers of extend are torch's own kernels on contiguous tensors, which a paged cache does not have.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -33,12 +33,12 @@ TABLES: Tables = {
 LARGE, SMALL = Heads(32, 8, 128), Heads(16, 8, 128)  # of 8B models and of Qwen3-0.6B
 DRY = Heads(4, 2, 32)
 PAGE_SIZE = 16
-LAYERS = 4  # in the pool: one layer's blocks are not neighbours
+LAYERS = 4  # in the pool, so that one layer's blocks are not adjacent
 TOLERANCE = 1e-2  # probabilities are rounded before they meet the values
 
 
 def compile_calls(setting: Setting) -> Iterator[Callable[[], object]]:
-    """Calls that need the same kernels as `measure`."""
+    """Yield calls that need the same kernels as `measure`."""
     for heads in setting.sized((LARGE, SMALL), (DRY,)):
         for rows in (Rows.decode([64]), Rows.extend(64, 64)):
             yield partial(_call_once, setting, rows, heads)
@@ -61,7 +61,7 @@ def _decodes(setting: Setting) -> Iterator[Callable[[], Op]]:
     for heads in setting.sized((LARGE, SMALL), (DRY,)):
         for batch, context in setting.sized((*wanted, *others), ((2, 40),)):
             case = f"decode {batch} x {context}"
-            # Of odd lengths, so that last pages are full of something else.
+            # Odd lengths, so that last pages are partly filled with other data.
             lengths = [context - row % 7 for row in range(batch)]
             yield partial(_decode, setting, case, Rows.decode(lengths), heads)
 
@@ -81,7 +81,7 @@ def _decode(setting: Setting, case: str, rows: Rows, heads: Heads) -> Op:
 
 
 def _skew(setting: Setting) -> Iterator[Row]:
-    """One long row among short ones, beside as many tokens in equal rows."""
+    """Measure one long row among short ones, and as many tokens in equal rows."""
     heads = setting.sized(LARGE, DRY)
     long, short, count = setting.sized((65536, 2048, 31), (50, 20, 2))
     mean = (long + count * short) // (count + 1)
@@ -126,7 +126,8 @@ def _extend(setting: Setting, prefix: int, new: int, heads: Heads) -> Op:
 
 
 def _peers(data: Paged, prefix: int) -> Mapping[str, Work]:
-    """Keys and values repeated for every query head, so that any of them can be asked."""
+    """Return peers, with keys and values repeated for every query head so that any kernel can
+    run."""
     group = data.heads.heads // data.heads.kv_heads
     k, v = (x.repeat_interleave(group, dim=0)[None] for x in data.contiguous(0))
     q = data.q.transpose(0, 1)[None].contiguous()
@@ -145,7 +146,7 @@ def _peers(data: Paged, prefix: int) -> Mapping[str, Work]:
 
 
 def _plans(setting: Setting) -> Iterator[Callable[[], Op]]:
-    """What a step pays once, however many layers it has."""
+    """Yield the operations that a step runs once, independent of the number of layers."""
     heads = setting.sized(LARGE, DRY)
     for batch, context in setting.sized(((1, 1024), (64, 1024), (256, 1024)), ((2, 20),)):
         yield partial(_plan, setting, Rows.decode([context] * batch), heads)
@@ -176,6 +177,6 @@ def _make_and_call(make: Callable[[], Op]) -> None:
 
 
 def make_data(setting: Setting, rows: Rows, heads: Heads) -> Paged:
-    """Rows over a pool like that of serving."""
+    """Make rows over a pool like that of serving."""
     pages = num_pages_of(rows, PAGE_SIZE)
     return paged(setting, rows, heads, envelope(setting, heads, pages, PAGE_SIZE, LAYERS))

@@ -1,7 +1,7 @@
-"""Part compile: compiles what the other parts are going to need, in many processes at once.
+"""Part compile: compile the kernels of the other parts, in many processes at once.
 
-Every process calls its share of the operations once, on little data; what Triton compiles is then
-found on disk by all that come later, programs that a part starts among them. Nothing is measured.
+Every process calls its share of the operations once, on little data. All later processes, including
+those that a part starts, find Triton's output on disk. Measures nothing.
 """
 
 import importlib
@@ -30,7 +30,7 @@ def measure(setting: Setting) -> Iterator[Row]:
     modules = [importlib.import_module(f"tools.bench.gpu.parts.{part}") for part in PARTS]
     calls = [call for module in modules for call in module.compile_calls(setting)]
     calls, processes = setting.sized((calls, PROCESSES), (calls[:2], 2))
-    # Not a pool: what is called cannot be pickled, and need not be where processes are forked.
+    # Not a pool: the calls cannot be pickled, and need not be if processes are forked.
     fork = multiprocessing.get_context("fork")
     inlets: list[Connection[Any, Any]] = []
     for place in range(processes):
@@ -48,7 +48,7 @@ def measure(setting: Setting) -> Iterator[Row]:
 
 
 def _failures(inlets: "list[Connection[Any, Any]]") -> Iterator[Row]:
-    """As the processes tell of them, until the last has ended."""
+    """Yield failures as the processes report them, until the last process has ended."""
     while inlets:
         for inlet in cast("list[Connection[Any, Any]]", wait(inlets)):
             try:

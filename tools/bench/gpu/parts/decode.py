@@ -1,7 +1,7 @@
 """Part decode: whole steps, from the scheduler's decision to the token, against the roofline.
 
 The roofline of a step is the time that its bytes take at the read bandwidth: every weight once, and
-every key and value of the batch once. The ways to run a step must give the same tokens.
+every key and value of the batch once. All modes of a step must give the same tokens.
 """
 
 import gc
@@ -56,13 +56,13 @@ WAYS = (
     Way(False, True),
     Way(False, False),
 )
-LONG = 8192  # tokens of context from which on only the best way is measured
+LONG = 8192  # context tokens from which only the best mode is measured
 SPARE_BYTES = 5 << 30  # of the device, beside weights and pages
 WARM_UP = 8
 
 
 def compile_calls(setting: Setting) -> Iterator[Callable[[], object]]:
-    """Calls that need the same kernels as whole forwards of any part."""
+    """Yield calls that need the same kernels as whole forwards of any part."""
     for name in setting.sized((*MODELS, SERVED), ("tiny",)):
         yield partial(proof.forwards_by_kernels, setting, name)
 
@@ -121,7 +121,10 @@ def _way(
     step_bytes: int,
     steps: int,
 ) -> Generator[Row, None, NDArray[np.int32]]:
-    """Returns the tokens of the first steps; what gives others than expected is not timed."""
+    """Measure one mode and return the tokens of its first steps.
+
+    A mode with tokens other than `expected` is not timed.
+    """
     engine = DecodeEngine(setting, model, pool, labels["batch"], labels["context"], way)
     try:
         row, tokens = _steps(setting, engine, labels, way, step_bytes, steps)
@@ -147,7 +150,7 @@ def _steps(
     step_bytes: int,
     steps: int,
 ) -> tuple[Row, NDArray[np.int32]]:
-    """The row, and the tokens of the first steps."""
+    """Return the row, and the tokens of the first steps."""
     engine.run(WARM_UP)
     setting.finish()
     gc.collect()
@@ -179,7 +182,7 @@ def _steps(
 
 
 def _pages(batch: int, context: int, steps: int) -> int:
-    """With room for the steps of a measurement and of a profile."""
+    """Return the number of pages for a measurement and a profile."""
     return batch * -(-(context + 2 * (WARM_UP + steps + timeline.STEPS)) // PAGE_SIZE)
 
 

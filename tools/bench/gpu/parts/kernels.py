@@ -1,4 +1,4 @@
-"""Part kernels: every operation of a step but attention, on the shapes of an 8B model."""
+"""Part kernels: every operation of a step except attention, on the shapes of an 8B model."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -20,7 +20,7 @@ TABLES: Tables = dict.fromkeys(OPS, COLUMNS)
 
 
 def compile_calls(setting: Setting) -> Iterator[Callable[[], object]]:
-    """Calls that need the same kernels as `measure`."""
+    """Yield calls that need the same kernels as `measure`."""
     for name in ("logits", "elementwise", "experts", "pages"):
         for make in OPS[name](setting):
             yield partial(_call_once, make)

@@ -1,7 +1,7 @@
 """Part layout: decode attention over page envelopes and over one pool per layer, by page size.
 
-An envelope has all layers of a page in one block, so that a page is one transfer; the question is
-what its attention pays for that.
+An envelope has all layers of a page in one block, so that a page is one transfer. This part
+measures the cost of that layout for attention.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ LAYERS = 32
 
 
 def compile_calls(setting: Setting) -> Iterator[Callable[[], object]]:
-    """Calls that need the same kernels as `measure`."""
+    """Yield calls that need the same kernels as `measure`."""
     for make in _ops_of(setting, Rows.decode([64])):
         yield partial(_call_once, make)
 

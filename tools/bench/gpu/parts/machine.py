@@ -1,8 +1,8 @@
-"""Part machine: the ceilings of this GPU, which are the denominators of everything else.
+"""Part machine: the ceilings of this GPU, which are the denominators of all other figures.
 
-A ceiling is the best that any plain program reached here, not what a data sheet says: copies,
-a reduction that reads and hardly writes, a large matrix product. Beside them what a launch costs,
-by itself and as a node of a graph, and the link to host memory.
+A ceiling is the best result of any simple program here, not a figure of a data sheet. The programs
+are copies, a reduction that mostly reads, and a large matrix product. The part also measures the
+cost of a launch, alone and as a node of a graph, and the link to host memory.
 """
 
 import time
@@ -82,7 +82,7 @@ def _reads(setting: Setting) -> Iterator[Row]:
     ways["torch sum"] = numbers.sum
     for by, work in ways.items():
         error = abs(float(work().sum(dtype=torch.float64)) - expected)
-        if not error < 1.0:  # one block left out is a difference of about 40
+        if not error < 1.0:  # one missing block is a difference of about 40
             yield note(f"reading by {by}", f"wrong: the sum is off by {error:.2g}")
             continue
         timing = setting.clock.time(work)
@@ -173,7 +173,7 @@ def _launch_row(what: str, seconds: float, launches: int) -> Row:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _sum_kernel(x_ptr, sums_ptr, num_blocks, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Each program sums every num_programs-th block."""
+    """Sum every num_programs-th block in each Triton program."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     x_ptr += program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)

@@ -1,8 +1,8 @@
 """Part prefill: whole prompts through a model, against the rate of matrix products.
 
-Counted are the FLOPs that nobody can do without: every weight of the layers twice per token, two
-products with every key that a token sees, and the head for the last token only. A prompt is
-launched kernel by kernel, as serving does: a short one on a small model waits for the host.
+Only the necessary FLOPs count: every weight of the layers twice per token, two products with every
+key that a token sees, and the head for the last token only. A prompt is launched kernel by kernel,
+as in serving. A short prompt on a small model waits for the host.
 """
 
 from collections.abc import Iterator
@@ -79,7 +79,7 @@ def _prompt(
 
 
 def _flops(spec: DecoderSpec, tokens: int) -> tuple[float, float]:
-    """Of products with weights, and of attention."""
+    """Return the FLOPs of products with weights, and of attention."""
     model = spec.model
     products = 2.0 * tokens * model.products_per_token
     products += 2.0 * model.hidden_size * model.vocabulary_size

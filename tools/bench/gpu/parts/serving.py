@@ -1,8 +1,8 @@
-"""Part serving: a colocated and a disaggregated system on the device, and transformers beside them.
+"""Part serving: a colocated and a disaggregated system on the device, compared with transformers.
 
-One model, one machine, the same prompts. Where there is one device only, the two nodes of the
-disaggregated system take turns on it, by the driver's time slices: its ITL then says what sharing
-a device costs, not what disaggregation is for. Two devices are used where there are two.
+All use one model, one machine, and the same prompts. Two devices are used if there are two. With
+one device, the two nodes of the disaggregated system share it by the driver's time slices. Their
+ITL then shows the cost of sharing a device, not the gain of disaggregation.
 """
 
 import asyncio
@@ -78,7 +78,7 @@ DRY_SIZES = Sizes(
 MODES: tuple[Mode, ...] = ("colocated", "disaggregated")
 CHUNK, DRY_CHUNK = 2048, 64
 PAGES, DRY_PAGES = 6144, 256  # of each node: two nodes and a reader share a device
-MEMORY = Path("/dev/shm")  # the checkpoint is written and read once or twice, and gone
+MEMORY = Path("/dev/shm")  # the checkpoint is written, read once or twice, and deleted
 
 
 def measure(setting: Setting) -> Iterator[Row]:
@@ -96,7 +96,7 @@ def measure(setting: Setting) -> Iterator[Row]:
 
 @dataclass(slots=True, eq=False)
 class _Bench:
-    """Measures system after system, and keeps what is compared between them."""
+    """Measurements of one system after the other, with the data to compare between them."""
 
     setting: Setting
     model: Path
@@ -110,7 +110,7 @@ class _Bench:
         self.sizes = self.setting.sized(SIZES, DRY_SIZES)
 
     async def system(self, mode: Mode) -> AsyncIterator[Row]:
-        """All that is measured of one system, while it runs."""
+        """Yield all measurements of one system while it runs."""
         setting, sizes = self.setting, self.sizes
         two = not setting.dry and torch.cuda.device_count() > 1
         alone = mode == "colocated"
@@ -161,8 +161,11 @@ class _Bench:
         yield {"table": "full streams", **row, **names}
 
     def compared(self) -> Iterator[Row]:
-        """Of all pairs that are there. In bfloat16 equal answers are not to be expected of two
-        systems that batch differently; single prompts they batch alike."""
+        """Compare all pairs of systems measured so far.
+
+        In bfloat16, systems that batch differently need not give equal responses. Single prompts
+        are batched alike.
+        """
         first, second = "colocated", "disaggregated"
         if {first, second} <= self.singles.keys():
             equal = equal_share(self.singles[second], self.singles[first])
@@ -178,11 +181,13 @@ class _Bench:
                 yield _compared(what, equal, f"{equal:.0%}")
 
     def _prove(self, mode: Mode) -> None:
-        """No speed without proof. In bfloat16 an answer may part from the other system's after a
-        few tokens, but hardly at once.
+        """Check the responses before speed is reported.
+
+        In bfloat16 a response may differ from the other system's after a few tokens, but rarely at
+        once.
 
         Raises:
-            RuntimeError: most first tokens are not those of the system before.
+            RuntimeError: most first tokens differ from those of the previous system.
         """
         firsts = [[tokens[:1] for tokens in single] for single in self.singles.values()]
         if (equal := equal_share(firsts[0], firsts[-1])) < 0.5:
@@ -206,7 +211,7 @@ def _compared(what: str, value: float, text: str) -> Row:
 
 
 def _one_by_one(rows: AsyncIterator[Row]) -> Iterator[Row]:
-    """Each row as soon as it is there; between two, the event loop stands still."""
+    """Yield each row as soon as it is available. The event loop is stopped between two rows."""
 
     async def following() -> Row | None:
         return await anext(rows, None)

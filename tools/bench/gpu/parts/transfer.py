@@ -1,9 +1,9 @@
-"""Part transfer: pages of the device read from another process, over each data path.
+"""Part transfer: read pages of the device from another process, over each data path.
 
-The path is the one that the backend has proved and names. Beside it the same scattered pages are
-gathered by one kernel: within this process, and from the other's memory where the device shares it
-(CUDA IPC): nothing moves them faster. On one device both are copies within its memory. Rates are of
-payload: a copy within a memory reads and writes as much each.
+The path is the one that the backend has proved and names. For comparison one kernel gathers the
+same scattered pages: within this process, and from the other's memory if the device shares it (CUDA
+IPC). No other method is faster. On one device both are copies within its memory. Rates count
+payload bytes: a copy within a memory reads and writes as much each.
 """
 
 import pickle
@@ -99,7 +99,8 @@ def _rows(
     num_pages: int,
     page_bytes: int,
 ) -> Iterator[Row]:
-    """Round after round, so that a change of the machine's mood falls on all."""
+    """Yield the rows. The paths take turns in rounds, so that changes of the machine's speed affect
+    all of them."""
     rng = np.random.default_rng(count)
     seconds: dict[str, list[float]] = {by: [] for by in reads}
     for _ in range(setting.sized(ROUNDS, 1)):
@@ -139,7 +140,8 @@ def _raw_reads(
 
 
 def _gather(setting: Setting, source: Tensor, landing: Tensor) -> Read:
-    """Into the first pages, wherever they are to go: one kernel, and done when it returns."""
+    """Return a reader that gathers pages into the first pages of `landing`, whatever their
+    destination. One kernel, complete on return."""
 
     def read(from_pages: Ints, to_pages: Ints) -> None:
         ids = torch.from_numpy(from_pages).to(source.device)
@@ -164,7 +166,8 @@ def _connected(owner: OwnerProcess, name: str, landing: Tensor, exits: ExitStack
 
 
 def _wrong_share(setting: Setting, read: Read, expected: Tensor, landing: Tensor) -> float:
-    """Of the bytes, after all pages were read, each to where it is from."""
+    """Return the share of wrong bytes after each page was read to the place it has at its
+    source."""
     landing.zero_()
     setting.finish()
     pages = np.arange(len(expected), dtype=np.int32)

@@ -1,7 +1,7 @@
-"""Part tuning: the attention kernels with other launch parameters than those they are shipped with.
+"""Part tuning: the attention kernels with other launch parameters than the shipped ones.
 
-What the kernels' modules choose by their tables is replaced from outside, one choice after another;
-each is proved before it is timed. The best per shape is what the tables should say.
+The parameters in the tables of the kernels' modules are overridden, one choice after another. Each
+choice is checked before it is timed. The best choice per shape is the value for the tables.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,7 +36,7 @@ TABLES: Tables = {
 
 @dataclass(frozen=True, slots=True)
 class DecodeLaunch:
-    """programs: per multiprocessor. block: keys of a tile."""
+    """Launch parameters of decode. programs: per multiprocessor. block: keys of a tile."""
 
     block: int
     warps: int
@@ -55,7 +55,8 @@ class DecodeLaunch:
 
 @dataclass(frozen=True, slots=True)
 class ExtendLaunch:
-    """rows: queries times the heads that share a KV head; block: keys of a tile."""
+    """Launch parameters of extend. rows: queries times the heads that share a KV head; block: keys
+    of a tile."""
 
     rows: int
     block: int
@@ -116,7 +117,7 @@ def measure(setting: Setting) -> Iterator[Row]:
 
 
 def compile_calls(setting: Setting) -> Iterator[Callable[[], object]]:
-    """Calls that need the same kernels as `measure`."""
+    """Yield calls that need the same kernels as `measure`."""
     decodes, extends = _launches(setting)
     once: Mapping[object, DecodeLaunch] = {(d.block, d.warps, d.stages): d for d in decodes}
     for launch in once.values():
@@ -138,7 +139,7 @@ def _call_once(setting: Setting, launch: Launch, rows: Rows) -> None:
 def _best(
     setting: Setting, kernel: str, shape: str, rows: Rows, launches: Sequence[Launch]
 ) -> Iterator[Row]:
-    """A row per launch, in the record only, and one about the best of them."""
+    """Yield a row per launch, in the record only, and one about the best of them."""
     data = make_data(setting, rows, setting.sized(LARGE, DRY))
     ceiling, amount = ("read", data.bytes) if kernel == "decode" else ("matmul", data.flops)
     shipped_s = _seconds(setting, data)
@@ -171,7 +172,7 @@ def _best(
 
 
 def _seconds(setting: Setting, data: Paged) -> float:
-    """Raises ArithmeticError where the answer is wrong."""
+    """Time the attention. Raises ArithmeticError if its output is wrong."""
     error = data.error()
     if not error <= TOLERANCE:
         raise ArithmeticError(f"wrong by {error:.2g}")

@@ -1,1 +1,1 @@
-"""Programs beside the one that measures, and what is asked of them."""
+"""Processes under measurement, and their loads."""

@@ -1,8 +1,9 @@
-"""How much of a hand-off prefill hides: taken from a running prefill node by a reader of its own.
+"""Share of a hand-off that prefill hides, measured by a separate reader of a running prefill node.
 
-The first token is told when the last chunk is computed; what of the transfer ends later is exposed.
-A prompt of one page gives the fixed part of that, one of a single chunk, of which nothing can be
-hidden, the time of a chunk's bytes; so many chunks would take as many times that.
+The first token is sent when the last chunk is computed. Any transfer time after that is exposed. A
+prompt of one page gives the fixed part of that time. A prompt of a single chunk, whose transfer
+cannot be hidden, gives the time of a chunk's bytes. Without overlap, N chunks would take N times as
+long.
 """
 
 from collections.abc import AsyncIterator
@@ -35,7 +36,7 @@ PROMPTS = 5
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """Tokens of a chunk, as the prefill node cuts prompts, and of a prompt of many."""
+    """The tokens of a chunk, as the prefill node cuts prompts, and of a prompt of many chunks."""
 
     chunk: int
     prompt: int
@@ -44,7 +45,7 @@ class Cuts:
 async def measure(
     setting: Setting, model: Path, address: str, vocabulary: int, cuts: Cuts
 ) -> AsyncIterator[Row]:
-    """One row per kind of prompt, the long one last."""
+    """Yield one row per kind of prompt, the long one last."""
     config = EngineConfig.model_validate(
         {
             "model": str(model),
@@ -79,7 +80,7 @@ async def measure(
 
 
 async def _take(watcher: Watcher, vocabulary: int, tokens: int) -> tuple[float, float]:
-    """Medians, ms: from admission to the first token, and from there to the end."""
+    """Return medians in ms: from admission to the first token, and from there to the end."""
     rng = np.random.default_rng(tokens)
     taken = [
         await watcher.take(rng.integers(1, vocabulary, tokens, dtype=np.int32))

@@ -1,7 +1,7 @@
-"""What is asked of a running system: single prompts, streams beside long prompts, full streams.
+"""Loads on a running system: single prompts, streams beside long prompts, full streams.
 
-The client is a Python process that pays about 0.1 ms for each message: streams are few, so that
-what is seen is the system.
+The client is a Python process that needs about 0.1 ms for each message. The number of streams is
+small, so that the system and not the client is measured.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from tools.bench.support.record import percentiles
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Tokens, unless they are counts."""
+    """Sizes of the loads, in tokens unless they are counts."""
 
     vocabulary: int
     prompt: int  # of single prompts
@@ -33,34 +33,38 @@ class Sizes:
 
 
 class Loads:
-    """For one system. Every system is asked the same; no two prompts of one system are alike."""
+    """Loads on one system. Every system gets the same prompts, and no two prompts of one system are
+    alike."""
 
     def __init__(self, client: Client, sizes: Sizes) -> None:
         self._client = client
         self._sizes = sizes
 
     async def warm_up(self) -> None:
-        """Of each kind, one."""
+        """Send requests of each kind as warm-up."""
         await self._ask(self._jobs(2, self._sizes.prompt, 4, series=1), streams=2)
         await self._ask(self._jobs(1, self._sizes.long_prompt, 2, series=2), streams=1)
 
     async def single(self) -> list[Answer]:
-        """One prompt after the other."""
+        """Send one prompt after the other."""
         jobs = self._jobs(self._sizes.prompts, self._sizes.prompt, 8, series=3)
         return await self._ask(jobs, streams=1)
 
     async def full(self) -> tuple[list[Answer], dict[str, Any]]:
-        """Streams that never wait, and their summary."""
+        """Run streams without pauses. Returns their responses and summary."""
         answers = await self._ask(self.full_jobs(self._sizes), self._sizes.streams)
         return answers, summary(answers)
 
     async def decoding(self) -> dict[str, float]:
-        """ITL of streams that decode undisturbed, ms."""
+        """Return the ITL of streams that decode undisturbed, in ms."""
         return _gaps(await self._ask(self._streams(series=5), self._sizes.streams))
 
     async def disturbed(self) -> tuple[dict[str, float], float]:
-        """ITL of such streams while long prompts come, and what a long prompt takes by itself, s.
-        They come so that prefilling takes half of the time."""
+        """Return the ITL of such streams beside long prompts in ms, and the seconds of one long
+        prompt alone.
+
+        The long prompts arrive at a rate at which prefilling takes half of the time.
+        """
         sizes = self._sizes
         (alone,) = await self._ask(self._jobs(1, sizes.long_prompt, 1, series=6), streams=1)
         took_s = alone.e2e
@@ -108,13 +112,14 @@ def ttft_ms(answers: Sequence[Answer]) -> dict[str, float]:
 
 
 def equal_share(answers: Sequence[list[int]], others: Sequence[list[int]]) -> float:
-    """Of the answers (their tokens), those that are token for token the other system's."""
+    """Return the share of responses that equal the other system's, token for token."""
     equal: int = sum(map(operator.eq, answers, others))
     return equal / len(answers)
 
 
 def _gaps(answers: Sequence[Answer]) -> dict[str, float]:
-    """Between messages while all streams decode: from the last first token to the first end."""
+    """Return the gaps between messages while all streams decode: from the last first token to the
+    first end."""
     begin = max(answer.chunks[0] for answer in answers)
     end = min(answer.chunks[-1] for answer in answers)
     gaps = [

@@ -1,9 +1,9 @@
-"""The owner's process of the part transfer: pages on a device, served over every backend there is.
+"""The owner's process of the part transfer: pages on a device, served over every available backend.
 
     python -m tools.bench.gpu.systems.owner DEVICE PAGE_BYTES NUM_PAGES
 
-It tells on one line of stdout how it is reached, polls until a line comes on stdin (everybody has
-connected by then), and ends with its stdin. Its pages hold what `content` says.
+It prints its connection data on one line of stdout. It polls until it reads a line from stdin, when
+all readers have connected, and ends with its stdin. Its pages hold the bytes of `content`.
 """
 
 import contextlib
@@ -28,8 +28,8 @@ _POLL_S = 0.001
 
 
 class Served(msgspec.Struct):
-    """What the owner's process tells. missing: why a backend is not there. shared: how torch finds
-    the pool from another process, pickled; empty where the device cannot share memory."""
+    """The output of the owner's process. missing: why a backend is absent. shared: pickled data
+    with which torch opens the pool in another process; empty if the device cannot share memory."""
 
     base: int
     descriptions: dict[str, bytes]
@@ -43,7 +43,7 @@ def backends() -> dict[str, Backend]:
 
 
 def content(device: torch.device, page_bytes: int, num_pages: int) -> Tensor:
-    """uint8 [num_pages, page_bytes], the same in every process on a device of this kind."""
+    """Return uint8 [num_pages, page_bytes], the same in every process on a device of this kind."""
     generator = torch.Generator(device).manual_seed(7)
     shape = (num_pages, page_bytes)
     return torch.randint(0, 256, shape, dtype=torch.uint8, device=device, generator=generator)
@@ -55,7 +55,7 @@ def pool_of(pages: Tensor) -> PagePool:
 
 
 class OwnerProcess:
-    """Made by `owner_process`."""
+    """A running owner's process. Made by `owner_process`."""
 
     def __init__(self, process: subprocess.Popen[bytes], served: Served, remote: RemotePool):
         self._process = process
@@ -63,7 +63,7 @@ class OwnerProcess:
         self.remote = remote
 
     def stop_polling(self) -> None:
-        """From here on it is as quiet as a serving node's."""
+        """Stop its polling, so that it is as quiet as a serving node's owner."""
         assert self._process.stdin is not None
         self._process.stdin.write(b"\n")
         self._process.stdin.flush()
@@ -71,7 +71,7 @@ class OwnerProcess:
 
 @contextlib.contextmanager
 def owner_process(device: torch.device, page_bytes: int, num_pages: int) -> Iterator[OwnerProcess]:
-    """Raises RuntimeError where it does not come up."""
+    """Start the owner's process. Raises RuntimeError if it does not start."""
     numbers = (device, page_bytes, num_pages)
     process = subprocess.Popen(
         [sys.executable, "-m", "tools.bench.gpu.systems.owner", *map(str, numbers)],

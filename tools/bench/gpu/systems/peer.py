@@ -16,10 +16,10 @@ WARM_UP_TOKENS = 8
 def full_streams(
     setting: Setting, model: Path, jobs: Sequence[Job], streams: int
 ) -> tuple[dict[str, Any], list[list[int]]]:
-    """The summary of its answers, as of tools.bench.support.load, and their tokens by job.
+    """Return the summary of its responses, as of tools.bench.support.load, and their tokens by job.
 
     Raises:
-        RuntimeError: with the end of what it said, if it fails.
+        RuntimeError: it failed. Contains the end of its output.
     """
     warm_up = [dataclasses.replace(job, max_tokens=WARM_UP_TOKENS) for job in jobs[:streams]]
     spec = {
