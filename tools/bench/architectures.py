@@ -1,16 +1,15 @@
-"""Every class that transformers has a causal language model for: is it served, token for token?
+"""Check each causal language model class of transformers: is it served, token for token?
 
     python -m tools.bench.architectures             # those that architectures.jsonl lacks
-    python -m tools.bench.architectures olmo2 phi3  # these, anew
-    python -m docs.generate.models                 # docs/models.md, from what was found
+    python -m tools.bench.architectures olmo2 phi3  # these, again
+    python -m docs.generate.models                 # docs/models.md, from the results
 
-Each class in a process of its own. What its default configuration says is asked first: why it is
-not served, if it is not. Of the others a tiny random checkpoint is saved by transformers and loaded
-as any is, by transformers' way; then prompts of several lengths go through a prefill and a decode
-node with chunks, hand-offs and both caches, once from nothing and once from what is cached. Both
-nodes are in one process, and pages cross by loopback (`tests.support.pair_rig`). What is compared
-is the likeliest token after each, of the class's own full forward over all tokens before it,
-without a cache of any kind.
+Each class is checked in a process of its own. If its default configuration is not supported, the
+reason is recorded. For the other classes, transformers saves a tiny random checkpoint, which is
+loaded by the transformers backend. Prompts of several lengths then go through a prefill and a
+decode node with chunks, hand-offs and both caches, once uncached and once cached. Both nodes are in
+one process, and pages cross by loopback (`tests.support.pair_rig`). Each greedy token is compared
+with the class's own full forward over all tokens before it, without any cache.
 """
 
 import argparse

@@ -68,7 +68,7 @@ TEXT = "a word, and number 27 "  # text appended to each row
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Medians of one step.
+    """Median costs of one step.
 
     built_us: of the engine thread; device_us: of the device's part.
     """

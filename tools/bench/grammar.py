@@ -2,13 +2,14 @@
 
     python -m tools.bench.grammar [--rows 64] [--vocabulary 151000]
 
-For each grammar, rows follow it along answers of their own. Per step: the tokens of the step
-before are followed, and every row's mask is made, on a thread that the engine thread waits for.
-The figures are medians over the steps: the time that passes, which needs a quiet machine, and the
-engine thread's own CPU time. Rows are held if their grammar is too slow for a step; that ends the
-measurement. The vocabulary is made here: bytes, and words of syllables, digits and JSON's signs,
-as large as Qwen's. A step's forward is launched before any of this begins (`EventLoop.step`), so
-all of it is hidden where it is shorter than the forward.
+For each grammar, every row follows a response of its own. In each step, the grammar accepts the
+previous step's tokens, and a thread for which the engine thread waits makes every row's mask. The
+figures are medians over the steps: wall time, which needs an idle machine, and the engine thread's
+own CPU time. Rows are held if their grammar is too slow for a step, which ends the measurement.
+
+The vocabulary is generated: bytes, and words of syllables, digits and JSON's signs, as large as
+Qwen's. A step's forward is launched before all this work (`EventLoop.step`), so the work is hidden
+if it is shorter than the forward.
 """
 
 import argparse
@@ -74,7 +75,7 @@ def vocabulary(size: int) -> list[bytes]:
 
 
 class Cost(NamedTuple):
-    """One step's. held: rows."""
+    """The cost of one step. held: number of held rows."""
 
     passed_s: float
     cpu_s: float

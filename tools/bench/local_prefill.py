@@ -45,7 +45,10 @@ WAYS = ("prefill first", "quota", "mixed")
 
 
 class _WithQuota(NextRows):
-    """A scheduler that follows each forward with prompts by one without, if a request decodes."""
+    """A selection of rows in which a forward without prompts follows each one with prompts.
+
+    Applies only while a request decodes.
+    """
 
     _prefilled = False
 

@@ -1,17 +1,17 @@
-"""Models computed in every way there is, on a CPU: tokens/s beside transformers' own `generate`.
+"""Measure tokens/s of a model on a CPU in all backends, compared with transformers' own `generate`.
 
     python -m tools.bench.models                       # Qwen3 of 0.45 B, bfloat16: minutes
-    python -m tools.bench.models --small               # to rehearse with
+    python -m tools.bench.models --small               # for rehearsals
     python -m tools.bench.models --family llama gpt_oss  # the same sizes, other families
     python -m tools.bench.models --family all --layers 4
     python -m tools.bench.models --quantize int8
 
-The same checkpoint natively (`--model-backend native`), by transformers' class with our attention
-(`transformers`; hybrids are not served so), and by `generate` with a cache of its own and torch's
-attention. One runner, no
-scheduler and no node: a prompt in chunks, then one token after the other. The ways take turns, and
-the median of the rounds is told; random weights, so nothing is said of what they answer. The last
-line is JSON.
+The same checkpoint runs in three ways: natively (`--model-backend native`), by transformers' class
+with our attention (`transformers`, which does not support hybrids), and by `generate` with a cache
+of its own and torch's attention. There is one runner without scheduler and node. It computes a
+prompt in chunks, then one token after the other. The ways take turns, and the median of the rounds
+is printed. The weights are random, so the text of the responses is not evaluated. The last line is
+JSON.
 """
 
 import argparse

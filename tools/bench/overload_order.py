@@ -8,10 +8,10 @@ may spend `--share` of their budget in the queue. The product's own test,
 `common.queueing.waiting_line`, admits or refuses a request. Requests that are not started in time
 are dropped. A run is simulated and deterministic.
 
-    newest   last in, first out; every request is admitted
+    newest   last in, first out; admits requests as if the queue were empty
     fcfs     first in, first out; admits requests that can start in time behind all others
-    slack    earliest deadline first; admits requests that make no other one late
-    pressed  as slack; during refusals, the queueing time is limited to the refused requests' own
+    slack    earliest latest-start time first; admits requests that make no request late
+    pressed  as slack; during refusals no request may wait longer than the refused ones could
 """
 
 import argparse

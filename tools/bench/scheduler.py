@@ -1,13 +1,15 @@
-"""CPU time of one decode step of the engine thread, with a device that takes no time.
+"""Measure the CPU time of one decode step on the engine thread, with a device that takes no time.
 
     python -m tools.bench.scheduler [--steps 400]
 
-Per step: poll of an empty inbox, next_batch, the forward's tensors, finish. Thread CPU time, so
-that other programs on the machine hardly count; the median over the steps, and its growth per
-request. Random sampling needs more columns of tensors than greedy. Besides, the tensors alone of
-steps with much context, and their packing for the one copy to the device. For comparison: vLLM
-0.33's scheduler alone (schedule and update_from_output) needs 79 / 1850 / 6600 / 39000 us at 1 / 64
-/ 256 / 1024 requests on such a machine.
+A step consists of a poll of an empty inbox, next_batch, the forward's tensors, and finish. The
+figures are thread CPU time, so that other processes on the machine hardly count: the median over
+the steps, and its growth per request. Random sampling needs more columns of tensors than greedy.
+The bench also measures the tensors alone for steps with much context, and their packing for the
+single copy to the device.
+
+For comparison: vLLM 0.33's scheduler alone (schedule and update_from_output) needs 79 us at 1
+request, 1850 us at 64, 6600 us at 256, and 39000 us at 1024 requests on such a machine.
 """
 
 import argparse

@@ -13,9 +13,9 @@ from tools.demo.words import COMMANDS, LETTERS, MARKS, WORDS
 END, PADDING = "<|end|>", "<|padding|>"
 CALL, CALL_END = "<tool_call>", "</tool_call>"  # as in Hermes and Qwen
 
-# A conversation is the transcript that training shows: what the user says, with the equals sign
-# that asks for an answer, and each answer with its end. A system message is facts in advance, tools
-# are told by name alone, and what one has found asks for an answer as a user does.
+# A conversation has the format of the training transcript: the user's text, with the equals sign
+# that requests a response, and each response with its end. A system message consists of facts.
+# Tools are declared by name alone, and a tool's result requests a response as a user message does.
 CHAT_TEMPLATE = """\
 {%- if tools -%}
 {{ 'tools' }}

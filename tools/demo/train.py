@@ -131,7 +131,7 @@ class Curriculum:
 
 
 class Optimizer:
-    """An optimizer with Muon for the matrices between layers, AdamW for the rest, and one schedule.
+    """An optimizer: Muon for the matrices between layers, AdamW for the rest, with one schedule.
 
     With Muon the search heads form within hundreds of steps instead of thousands.
     """

@@ -1,11 +1,12 @@
-"""Writes a Qwen3 checkpoint in bfloat16, with tied embeddings, as GGUF for llama.cpp; and as Q8_0.
+"""Write a Qwen3 checkpoint in bfloat16, with tied embeddings, as GGUF for llama.cpp, and as Q8_0.
 
     LLAMA_PYTHON tools/bench/cpu/gguf_files.py CHECKPOINT DIRECTORY
 
 It writes DIRECTORY/bf16.gguf and q8_0.gguf.
 
-A program for the Python that has `llama-cpp-python` and `gguf`: imports nothing of this repository.
-The files have no vocabulary, only its size: prompts and answers are token ids.
+A program for the Python that has `llama-cpp-python` and `gguf`: it imports nothing of this
+repository. The files have no vocabulary, only its size, because prompts and responses are token
+ids.
 """
 
 import json

@@ -2,10 +2,10 @@
 
     LLAMA_PYTHON tools/bench/cpu/llama_peer.py FILE.gguf
 
-A program for the Python that has `llama-cpp-python`: imports nothing of this repository. Each line
-of stdin is a load (JSON), and is answered by a line on stdout. It batches as llama.cpp's own server
-does: a token of every answer that runs, then tokens of prompts up to the batch's size. Called as a
-library, with no RPC and no streaming to anyone, which is in its favour.
+A program for the Python that has `llama-cpp-python`: it imports nothing of this repository. Each
+line of stdin is a load (JSON), and the response is a line on stdout. It batches as llama.cpp's own
+server does: a token of every running response, then tokens of prompts up to the batch's size. It is
+called as a library without RPC and streaming, which is in its favour.
 """
 
 import ctypes

@@ -3,8 +3,8 @@
     python -m tools.bench.handoff                        all parts, about three minutes
     python -m tools.bench.handoff --parts rates          page reads between two processes
     python -m tools.bench.handoff --parts cost           CPU on the engine threads
-    python -m tools.bench.handoff --parts exposure       what of a transfer clients still see
-    python -m tools.bench.handoff --parts readers        an agent of its own for each reader
+    python -m tools.bench.handoff --parts exposure       transfer time that clients notice
+    python -m tools.bench.handoff --parts readers        a separate agent for each reader
 
 Goals: one descriptor per page; at least 95 % of the bare rate of each path; at most 100 us of CPU
 per hand-off and side on the engine thread (1k tokens, 64 pages, one chunk).

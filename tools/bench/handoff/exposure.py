@@ -1,13 +1,13 @@
 """The share of a transfer that prefill hides, and the TTFT that disaggregation adds.
 
-Two measurements use the same prompts, which are cut into many chunks:
+Two measurements use the same prompts, which are cut into many chunks.
 
-hidden share: A reader without an engine (_watcher.py) takes them from a real prefill node, once in
+Hidden share: a reader without an engine (watcher.py) takes them from a real prefill node, once in
 chunks and once whole. The first token is sent when the last chunk is computed. The time from then
 until all pages have landed and are confirmed is exposed. In one chunk the whole transfer is
 exposed.
 
-TTFT: Clients of a colocated and of a disaggregated system send one prompt at a time.
+TTFT: clients of a colocated and of a disaggregated system send one prompt at a time.
 """
 
 import tempfile
