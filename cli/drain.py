@@ -29,7 +29,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 async def drain(options: argparse.Namespace, fleet: Fleet) -> None:
-    """Drain the nodes and routers that `options` select. Raises Undone."""
+    """Drain the node or router at the given address. Raises Undone."""
     look = await fleet.look(options.router)
     routers = {options.router: look.router}
     # A router with several worker processes ends as a whole.

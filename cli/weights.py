@@ -45,7 +45,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 async def update(options: argparse.Namespace, fleet: Fleet) -> None:
-    """Update the weights of the selected nodes. Raises Undone."""
+    """Update the weights of all nodes. Raises Undone."""
     request = UpdateWeightsRequest(path=options.path, from_node=options.node, abort=options.abort)
     answer = await fleet.tell_router(options.router, "UpdateWeights", request, _LONGEST_S)
     aborted = f"; {answer.aborted} requests have ended" if answer.aborted else ""

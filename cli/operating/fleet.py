@@ -121,7 +121,7 @@ class Fleet:
         the router use it.
 
         Raises:
-            Undone: not after `longest_s`.
+            Undone: not within `longest_s` seconds.
         """
 
         async def has() -> bool:
@@ -141,7 +141,7 @@ class Fleet:
         """Wait until no process with this instance id responds at the node's address.
 
         Raises:
-            Undone: not after `longest_s`.
+            Undone: not within `longest_s` seconds.
         """
 
         async def ended() -> bool:
@@ -156,7 +156,7 @@ class Fleet:
         Args:
             since: by time.monotonic().
         Raises:
-            Undone: not after `longest_s`.
+            Undone: not within `longest_s` seconds.
         """
 
         async def ended() -> bool:
@@ -174,7 +174,7 @@ class Fleet:
         all of its worker processes use it.
 
         Raises:
-            Undone: not after `longest_s`.
+            Undone: not within `longest_s` seconds.
         """
 
         async def back() -> bool:
@@ -255,7 +255,7 @@ async def until(condition: Callable[[], Awaitable[bool]], longest_s: float, sent
     """Poll `condition` until it holds. Failed calls are retried.
 
     Raises:
-        Undone: with the sentence, if the condition does not hold after `longest_s`.
+        Undone: with the sentence, if the condition does not hold within `longest_s` seconds.
     """
     end = time.monotonic() + longest_s
     while True:

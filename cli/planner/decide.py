@@ -20,7 +20,7 @@ from cli.planner.looks import ROLES, Look, NodeFigures
 from cli.planner.pressure import Limits, of_decode, pressure
 
 _MOST = 2.0
-_GONE = ("unreachable", "unhealthy")  # such nodes do not count: the others work without them
+_GONE = ("unreachable", "unhealthy")  # not a change in progress: other nodes work without these
 
 
 @dataclass(frozen=True, slots=True)
