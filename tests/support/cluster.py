@@ -343,10 +343,10 @@ class Cluster:
         return renewed
 
     async def replace_prefill(self) -> None:
-        """Replace the killed prefill node in a cluster of one prefill and one decode node.
+        """Kill the prefill node of a cluster of one prefill and one decode node, and replace it.
 
-        Starts a new process at its address and waits until the decode node, which must first see
-        that the old one is gone, has paired with it.
+        Starts a new process at its address once the decode node has noticed the loss. Returns when
+        the decode node has paired with it.
         """
         (prefill,), (decode,) = self.prefill, self.decode
 

@@ -281,7 +281,10 @@ async def _learned(target: Target, draw: Random) -> kvtransfer_pb2.Hello:
 
 
 async def _corrected(channel: grpc.aio.Channel, hello: kvtransfer_pb2.Hello) -> bool:
-    """Return whether the node has rejected the Hello, which is the correct reaction."""
+    """Send the Hello, and correct its fields that the node reports as different.
+
+    Returns whether there were any.
+    """
     call = KvTransferStub(channel).Pair(timeout=5.0)  # type: ignore[no-untyped-call]
     await call.write(kvtransfer_pb2.FromReader(hello=hello))
     await call.done_writing()

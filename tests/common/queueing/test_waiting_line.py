@@ -20,7 +20,10 @@ def line(*places: Place) -> WaitingLine:
 
 
 def plainly(places: list[Place], newcomer: Place, begins: float, unit_s: float) -> float:
-    """Return the newly caused lateness, by serving the queue with and without the newcomer."""
+    """Return the lateness of the newcomer, or of a request that it makes late.
+
+    Serves the queue with and without the newcomer.
+    """
 
     def starts(served: list[Place]) -> dict[int, float]:
         at, started = begins, {}
