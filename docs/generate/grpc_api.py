@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 # Ordered by caller: clients, operators, routers, decode nodes. Then the messages that several use.
 FILES = (
     "router",
+    "request",
     "sampling",
     "node",
     "decode",
