@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from tools.codemod import moves
+from tools.codemod import moves, names, renames
 from tools.codemod.replay import replay
 
 _HERE = Path(__file__).resolve().parents[2]
@@ -15,12 +15,21 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     move = commands.add_parser("moves", help="move files and rewrite what refers to them")
     move.add_argument("--check", action="store_true", help="list the files and change nothing")
+    rename = commands.add_parser("names", help="rename identifiers wherever they are used")
+    rename.add_argument("--check", action="store_true", help="list the files and change nothing")
+    commands.add_parser("docs", help=f"write {renames.PAGE}")
     again = commands.add_parser("replay", help="make the commits of a branch anew after the moves")
     again.add_argument("before", help="the commit before the moves, which HEAD contains")
     again.add_argument("after", help="the commit of the moves")
     options = parser.parse_args()
     if options.command == "replay":
         print(replay(_HERE, options.before, options.after))
+        return
+    if options.command == "docs":
+        renames.PAGE.write_text(renames.page())
+        return
+    if options.command == "names":
+        _rename(check=options.check)
         return
     try:
         changed = moves.rewrite(Path.cwd(), check=options.check)
@@ -31,6 +40,17 @@ def main() -> None:
         print("\n".join(changed))
         sys.exit(1)
     print(f"{len(changed)} files moved or changed")
+
+
+def _rename(*, check: bool) -> None:
+    """Rename, then report each public class name that the product still uses twice."""
+    root = Path.cwd()
+    changed = names.rewrite(root, check=check)
+    print("\n".join(changed) if check else f"{len(changed)} files changed")
+    twice = {} if check else names.used_twice(names.python_files(root))
+    for name, places in twice.items():
+        print(f"{name} is used twice: {', '.join(places)}")
+    sys.exit(bool(twice) or (check and bool(changed)))
 
 
 if __name__ == "__main__":
