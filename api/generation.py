@@ -8,52 +8,52 @@ from typing import TypedDict
 
 from api.auth.client import Client
 from api.requests import validation
-from api.requests.answer import Answer, LastPiece, Piece
-from api.requests.deadline import Within
-from api.requests.generate_params import Wanted
-from api.requests.job import Job
-from api.requests.limiter import Admission, new_request_id
-from api.requests.priorities import Priorities
-from api.requests.record import Records, RequestRecord
+from api.requests.answer import FinalChunk, OutputChunk, ResponseBuilder
+from api.requests.deadline import DeadlineScope
+from api.requests.generate_params import GenerateParams
+from api.requests.job import TokenizedRequest
+from api.requests.limiter import RequestLimiter, new_request_id
+from api.requests.priorities import PriorityLimits
+from api.requests.record import RequestRecord, RequestRecords
 from api.requests.served_model import ServedModel
-from api.requests.token_reports import Spell, ToldPrompt, ToldToken, told, told_prompt
+from api.requests.token_reports import PromptReport, Spell, TokenReport, told, told_prompt
 from api.text.detokenizer import Detokenizer
 from common.errors import NodeUnavailable
 from common.request import Remaining, RequestSpec
 from common.requests.logprobs import TokenLogprobs
 from common.requests.weights import WeightsId, made_with
 from protos.decode_pb2 import MoveFrom
-from router.attempt import Moving, Stay
-from router.cluster.cluster import Chosen, Cluster
-from router.losses import Losses, died
-from router.policy.backlogs import WHENEVER, Due
+from router.attempt import Attempt, AttemptMigration
+from router.cluster.cluster import Cluster, Placed
+from router.losses import AttemptLosses, died
+from router.policy.backlogs import WHENEVER, RequestDue
 from router.policy.choices import PlacementKey
-from router.timelines import Submission
-from router.token_buffer import End
+from router.timelines import AttemptTimings
+from router.token_buffer import StreamEnd
 
 # Factor by which a node may wait longer than the router estimates. The node has better information,
 # and a late rejection costs a round trip. It is worthwhile only if the router's estimate was far
 # off.
 _LENIENCE = 2.0
 
-Write = Callable[[str, Piece | LastPiece], Awaitable[None]]
-Offer = Callable[[Piece], bool]
+Write = Callable[[str, OutputChunk | FinalChunk], Awaitable[None]]
+Offer = Callable[[OutputChunk], bool]
 
 
-class Generator:
+class Dispatcher:
     """Dispatcher of generation requests to nodes. For one event loop."""
 
     def __init__(
         self,
         model: ServedModel,
         cluster: Cluster,
-        admission: Admission,
-        records: Records,
+        admission: RequestLimiter,
+        records: RequestRecords,
         *,
         budget_s: float,
         queue_share: float = 1.0,
         tells_cached_tokens: bool = True,
-        priorities: Priorities | None = None,
+        priorities: PriorityLimits | None = None,
     ) -> None:
         """
         Args:
@@ -70,17 +70,17 @@ class Generator:
         self._budget_s = budget_s
         self._queue_share = queue_share
         self._tells_cached_tokens = tells_cached_tokens
-        self._priorities = priorities or Priorities()
+        self._priorities = priorities or PriorityLimits()
 
     async def generate(
         self,
-        wanted: Wanted,
+        wanted: GenerateParams,
         client: Client,
         write: Write,
         traceparent: str = "",
         offer: Offer = lambda piece: False,
     ) -> None:
-        """Call `write(request_id, piece)` until the LastPiece is written.
+        """Call `write(request_id, piece)` until the FinalChunk is written.
 
         Tokens that arrive while a `write` is waiting go into the next piece. Cancelling this call
         cancels the request on its nodes.
@@ -99,10 +99,10 @@ class Generator:
             validation.check_label(wanted.label)
             budget_s = validation.budget_s(wanted.timeout_s, self._budget_s)
             priority = self._priorities.decide(wanted.priority, client)
-            with Within(budget_s) as deadline:
+            with DeadlineScope(budget_s) as deadline:
                 async with self._admission.admitted(client, priority):
                     queue_s = budget_s * self._queue_share
-                    due = Due(time.monotonic() + queue_s, deadline, priority)
+                    due = RequestDue(time.monotonic() + queue_s, deadline, priority)
                     self._cluster.check_in_time(due)
                     job = await validation.parse(
                         wanted,
@@ -117,7 +117,7 @@ class Generator:
                     record.timeline.tokenised = time.monotonic()
                     await self._stream(job, due, write, offer, record)
 
-    async def _count(self, wanted: Wanted, client: Client) -> None:
+    async def _count(self, wanted: GenerateParams, client: Client) -> None:
         """Count the prompts of all responses to one request.
 
         Raises:
@@ -132,10 +132,15 @@ class Generator:
         client.usage.prompts(sum(lengths), together.num_answers)
 
     async def _stream(
-        self, job: Job, due: Due, write: Write, offer: Offer, record: RequestRecord
+        self,
+        job: TokenizedRequest,
+        due: RequestDue,
+        write: Write,
+        offer: Offer,
+        record: RequestRecord,
     ) -> None:
         spec, tokenizer = job.spec, self._model.tokenizer
-        answer = Answer(
+        answer = ResponseBuilder(
             Detokenizer(tokenizer, tokenizer.some_text, tokenizer.spelt(job.shown)),
             job.stops.begin(),
             spec.sampling.stop_token_ids,
@@ -147,8 +152,8 @@ class Generator:
         )
         chosen = await self._choose(job, due)
         record.accept(spec.num_tokens, chosen.decode.address)
-        losses = Losses()
-        stay: Stay | None = None  # after a migration. None: not yet submitted
+        losses = AttemptLosses()
+        stay: Attempt | None = None  # after a migration. None: not yet submitted
         submit = partial(self._submit, spec, answer, losses, due.deadline, record)
 
         def may_move() -> bool:
@@ -158,7 +163,7 @@ class Generator:
             try:
                 with (
                     stay or submit(chosen) as here,
-                    Moving(
+                    AttemptMigration(
                         here, may_move, partial(self._move, job.session_id, submit), record.stay
                     ) as moving,
                 ):
@@ -167,7 +172,7 @@ class Generator:
                         last = await self._follow(here, job, answer, write, offer, record)
                     except NodeUnavailable as lost:
                         answer.note_cached_tokens(here.tokens.cached_tokens)
-                        stay = moving.take_successor() if not died(lost) else None
+                        stay = moving.take_target_attempt() if not died(lost) else None
                         raise
                 break
             except NodeUnavailable as error:
@@ -190,13 +195,13 @@ class Generator:
     def _submit(
         self,
         spec: RequestSpec,
-        answer: Answer,
-        losses: Losses,
+        answer: ResponseBuilder,
+        losses: AttemptLosses,
         deadline: float,
         record: RequestRecord,
-        chosen: Chosen,
+        chosen: Placed,
         move_from: MoveFrom | None = None,
-    ) -> Stay:
+    ) -> Attempt:
         """Submit the rest of a request to a decode node.
 
         Args:
@@ -213,7 +218,9 @@ class Generator:
         rest = spec.continued(answer.token_ids, losses.engine_deaths)
         timeline = record.timeline
         moves = move_from is not None
-        submission = Submission(chosen.decode.address, now) if moves else timeline.submissions[-1]
+        submission = (
+            AttemptTimings(chosen.decode.address, now) if moves else timeline.submissions[-1]
+        )
         try:
             submitted = chosen.decode.submitted(
                 rest,
@@ -227,15 +234,15 @@ class Generator:
         except NodeUnavailable:
             chosen.charge.close()
             raise
-        return Stay(chosen, submitted, submission, rest)
+        return Attempt(chosen, submitted, submission, rest)
 
     def _move(
         self,
         session_id: str,
-        submit: Callable[[Chosen, MoveFrom], Stay],
-        stay: Stay,
+        submit: Callable[[Placed, MoveFrom], Attempt],
+        stay: Attempt,
         target: str,
-    ) -> Stay:
+    ) -> Attempt:
         """Submit a running request to another node.
 
         Raise NodeUnavailable if no node, or not `target`, can take it.
@@ -245,13 +252,13 @@ class Generator:
 
     async def _follow(
         self,
-        stay: Stay,
-        job: Job,
-        answer: Answer,
+        stay: Attempt,
+        job: TokenizedRequest,
+        answer: ResponseBuilder,
         write: Write,
         offer: Offer,
         record: RequestRecord,
-    ) -> LastPiece:
+    ) -> FinalChunk:
         """Write the output of one decode node and return the last piece unwritten.
 
         Raises:
@@ -261,7 +268,9 @@ class Generator:
         tokens, charge = stay.tokens, stay.chosen.charge
         repeats = stay.repeats(answer.token_ids)
 
-        def take(token_ids: Sequence[int], end: End | None) -> Piece | LastPiece | None:
+        def take(
+            token_ids: Sequence[int], end: StreamEnd | None
+        ) -> OutputChunk | FinalChunk | None:
             logprobs = tokens.take_logprobs(len(token_ids))
             num_again = repeats.dropped(token_ids)
             if num_again:
@@ -274,20 +283,24 @@ class Generator:
             )
             charge.first_token()
             record.write(len(piece.token_ids))
-            written = not isinstance(piece, LastPiece) and offer(piece)
+            written = not isinstance(piece, FinalChunk) and offer(piece)
             return None if written else piece
 
-        while not isinstance(piece := await tokens.taken(take), LastPiece):
+        while not isinstance(piece := await tokens.taken(take), FinalChunk):
             await write(job.spec.request_id, piece)
         return piece
 
-    async def _choose(self, job: Job, due: Due = WHENEVER, avoid: Sequence[str] = ()) -> Chosen:
+    async def _choose(
+        self, job: TokenizedRequest, due: RequestDue = WHENEVER, avoid: Sequence[str] = ()
+    ) -> Placed:
         if not self._cluster.ready:
             await self._cluster.until_ready()
         key = _key(job.spec, job.session_id, self._cluster.weights)
         return self._cluster.choose(key, avoid, due)
 
-    async def _choose_again(self, job: Job, lost: NodeUnavailable, avoid: Sequence[str]) -> Chosen:
+    async def _choose_again(
+        self, job: TokenizedRequest, lost: NodeUnavailable, avoid: Sequence[str]
+    ) -> Placed:
         """Choose another node. If there is none, raise the error of the failed node."""
         try:
             return await self._choose(job, avoid=avoid)
@@ -301,12 +314,12 @@ def _key(spec: RequestSpec, session_id: str, weights: WeightsId) -> PlacementKey
 
 
 class _Tells(TypedDict, total=False):
-    tells_tokens: Callable[[int, TokenLogprobs], ToldToken]
-    tells_prompt: Callable[[Sequence[TokenLogprobs]], ToldPrompt]
+    tells_tokens: Callable[[int, TokenLogprobs], TokenReport]
+    tells_prompt: Callable[[Sequence[TokenLogprobs]], PromptReport]
     silent: bool
 
 
-def _tells(job: Job, spell: Spell) -> _Tells:
+def _tells(job: TokenizedRequest, spell: Spell) -> _Tells:
     """Return the options of a response for output beyond its text."""
     tells: _Tells = {"silent": job.silent}
     num_top, num_prompt_top = job.spec.sampling.logprobs, job.spec.sampling.prompt_logprobs

@@ -10,13 +10,13 @@ from aiohttp import web
 from api.access import of_path
 from api.auth.client import Client
 from api.auth.cors import Cors, Headers
-from api.auth.guard import Guard
-from api.auth.hosts import HostCheck
+from api.auth.guard import ApiKeyGuard
+from api.auth.hosts import AllowedHosts
 from api.dialect import problems
-from api.dialect.problems import ANTHROPIC, OPENAI, Refusal
+from api.dialect.problems import ANTHROPIC, OPENAI, ApiError
 from api.http.answers import whole
-from api.http.request import Check, Request
-from api.http.shared import Peer
+from api.http.request import Check, HttpRequest
+from api.http.shared import HttpPeer
 from api.key_connections import KeyConnections
 from common.errors import RateLimited, ServingError
 from router.metrics import RouterMetrics
@@ -27,7 +27,9 @@ _ANTHROPIC_BELOW = "/v1/messages"
 class HttpChecks:
     """The checks. For one event loop."""
 
-    def __init__(self, guard: Guard, hosts: HostCheck, cors: Cors, metrics: RouterMetrics) -> None:
+    def __init__(
+        self, guard: ApiKeyGuard, hosts: AllowedHosts, cors: Cors, metrics: RouterMetrics
+    ) -> None:
         self._guard = guard
         self._hosts = hosts
         self._cors = cors
@@ -35,7 +37,7 @@ class HttpChecks:
         self._connections = KeyConnections()
         self.in_order: Sequence[Check] = (self._host, self._preflight, self._access)
 
-    def begin(self, request: Request, num_requests: int) -> Client:
+    def begin(self, request: HttpRequest, num_requests: int) -> Client:
         """Count generation requests that arrived together, and return their client.
 
         Must be called before any work on them.
@@ -48,29 +50,29 @@ class HttpChecks:
         self._guard.begin(client, num_requests)
         return client
 
-    def headers(self, request: Request) -> Headers:
+    def headers(self, request: HttpRequest) -> Headers:
         """Return headers to add to every response."""
         return self._cors.headers(request.route, request.header("origin"))
 
-    def closed(self, peer: Peer) -> None:
+    def closed(self, peer: HttpPeer) -> None:
         """Note that the connection has ended."""
         self._connections.closed(peer)
 
-    def _host(self, request: Request) -> web.Response | None:
+    def _host(self, request: HttpRequest) -> web.Response | None:
         sentence = self._hosts.refusal(request.header("host"))
         if sentence is None:
             return None
         self._metrics.stranger("host")
-        return Refusal(421, sentence).response()
+        return ApiError(421, sentence).response()
 
-    def _preflight(self, request: Request) -> web.Response | None:
+    def _preflight(self, request: HttpRequest) -> web.Response | None:
         if request.method != "OPTIONS" or not request.header("access-control-request-method"):
             return None
         wanted = request.header("access-control-request-headers")
         headers = self._cors.preflight(request.route, request.header("origin"), wanted)
         return whole(200, b"", headers=headers) if headers else None
 
-    def _access(self, request: Request) -> web.Response | None:
+    def _access(self, request: HttpRequest) -> web.Response | None:
         access = of_path(request.route)
         if access == "anybody":
             return None
@@ -86,10 +88,10 @@ class HttpChecks:
             words = ANTHROPIC if request.route.startswith(_ANTHROPIC_BELOW) else OPENAI
             return problems.of_error(error, {}).in_words(words).response(limits)
         if access is None:
-            return Refusal(404, f"there is nothing at {request.route}").response()
+            return ApiError(404, f"there is nothing at {request.route}").response()
         return None
 
-    def _admit(self, client: Client, connection: Peer) -> None:
+    def _admit(self, client: Client, connection: HttpPeer) -> None:
         """Count the connection for its client. Raise RateLimited if the key has too many."""
         try:
             self._connections.admit(client, connection)
@@ -98,7 +100,7 @@ class HttpChecks:
             raise
 
 
-def _authorization(request: Request) -> str:
+def _authorization(request: HttpRequest) -> str:
     """Return the request's authorization. Anthropic's clients send only a key, in x-api-key."""
     key = request.header("x-api-key")
     return request.header("authorization") or (f"Bearer {key}" if key else "")

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from api.auth.client import Client
-from api.http.shared import Peer
+from api.http.shared import HttpPeer
 from common.errors import RateLimited
 
 
@@ -11,10 +11,10 @@ class KeyConnections:
     """Open connections by key. For one event loop."""
 
     def __init__(self) -> None:
-        self._shown: dict[Peer, set[str]] = {}  # names of clients by connection
+        self._shown: dict[HttpPeer, set[str]] = {}  # names of clients by connection
         self._open: Counter[str] = Counter()  # number of connections by name of client
 
-    def admit(self, client: Client, connection: Peer) -> None:
+    def admit(self, client: Client, connection: HttpPeer) -> None:
         """Count a connection for a client.
 
         Raises:
@@ -30,7 +30,7 @@ class KeyConnections:
         self._shown[connection] = {*shown, client.name}
         self._open[client.name] += 1
 
-    def closed(self, connection: Peer) -> None:
+    def closed(self, connection: HttpPeer) -> None:
         for name in self._shown.pop(connection, ()):
             self._open[name] -= 1
             if not self._open[name]:

@@ -10,18 +10,17 @@ import msgspec
 
 from api.admin.adapters import LoadFields, UnloadFields
 from api.admin.engines import COMMANDS
-from api.anthropic.count_tokens import Counted
-from api.anthropic.fields import CountedFields, MessagesFields
-from api.native.generate import Generated, NativeFields
+from api.anthropic.count_tokens import TokenCount
+from api.anthropic.fields import CountTokensFields, MessagesFields
+from api.native.generate import NativeFields, NativeResponse
 from api.native.tokens import Detokenized, DetokenizeFields, Tokenized, TokenizeFields
 from api.openai.chat import ChatFields
-from api.openai.chat_voice import Choice as ChatChoice
-from api.openai.chat_voice import ChunkChoice
-from api.openai.completions import Choice, CompletionFields
-from api.openai.replies import Usage
+from api.openai.chat_voice import ChatChoice, ChunkChoice
+from api.openai.completions import CompletionChoice, CompletionFields
+from api.openai.replies import OpenAiUsage
 from api.openai.responses import ResponseFields
 from api.pooling.embeddings import EmbeddingFields, EmbeddingList
-from api.pooling.rerank import Reranked, RerankFields
+from api.pooling.rerank import RerankFields, RerankResponse
 from api.pooling.scores import ScoreFields, ScoreList
 
 Schema = dict[str, Any]
@@ -132,7 +131,7 @@ REQUESTS = (
     ChatFields,
     ResponseFields,
     MessagesFields,
-    CountedFields,
+    CountTokensFields,
     NativeFields,
     TokenizeFields,
     DetokenizeFields,
@@ -143,10 +142,10 @@ REQUESTS = (
 _BESIDE = (
     ResponseFields,
     MessagesFields,
-    CountedFields,
-    Counted,
+    CountTokensFields,
+    TokenCount,
     NativeFields,
-    Generated,
+    NativeResponse,
     TokenizeFields,
     Tokenized,
     DetokenizeFields,
@@ -156,7 +155,7 @@ _BESIDE = (
     ScoreFields,
     ScoreList,
     RerankFields,
-    Reranked,
+    RerankResponse,
     LoadFields,
     UnloadFields,
     *(fields for _, fields in COMMANDS.values()),
@@ -208,7 +207,15 @@ _PROBLEMS: Mapping[str, str] = {
 def document(version: str) -> Schema:
     """Return the whole OpenAPI 3.1 document. `version` is Baton's."""
     records, components = msgspec.json.schema_components(
-        [CompletionFields, ChatFields, Choice, ChatChoice, ChunkChoice, Usage, *_BESIDE],
+        [
+            CompletionFields,
+            ChatFields,
+            CompletionChoice,
+            ChatChoice,
+            ChunkChoice,
+            OpenAiUsage,
+            *_BESIDE,
+        ],
         ref_template="#/components/schemas/{name}",
     )
     completion, chat, text_choice, chat_choice, chunk_choice, usage, *beside = records

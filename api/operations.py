@@ -10,15 +10,15 @@ from aiohttp import web
 
 from api import openapi
 from api.dialect.model_names import ModelNames
-from api.dialect.problems import Refusal
+from api.dialect.problems import ApiError
 from api.http.answers import whole
-from api.http.request import Request
+from api.http.request import HttpRequest
 from common.version import VERSION
 
 MODELS_PATH = "/v1/models"
 
 
-class Operations:
+class AdminOperations:
     """HTTP handlers of these endpoints."""
 
     def __init__(
@@ -62,16 +62,16 @@ class Operations:
         self._why_not_ready = why_not_ready
         self._openapi = msgspec.json.encode(openapi.document(VERSION))
 
-    async def models(self, request: Request) -> web.Response:
+    async def models(self, request: HttpRequest) -> web.Response:
         adapters = [self._adapter(name) for name in self._names.adapters]
         content = {"object": "list", "data": [self._model, *adapters]}
         return whole(200, msgspec.json.encode(content))
 
-    async def model(self, request: Request) -> web.Response:
+    async def model(self, request: HttpRequest) -> web.Response:
         name = unquote(request.route.removeprefix(f"{MODELS_PATH}/"))
         try:
             adapter = self._names.adapter(name)
-        except Refusal as refusal:
+        except ApiError as refusal:
             return refusal.response()
         found = self._adapter(adapter) if adapter else self._model
         return whole(200, msgspec.json.encode(found))
@@ -79,24 +79,24 @@ class Operations:
     def _adapter(self, name: str) -> Mapping[str, Any]:
         return {**self._model, "id": name, "root": name, "parent": self._names.served}
 
-    async def version(self, request: Request) -> web.Response:
+    async def version(self, request: HttpRequest) -> web.Response:
         return whole(200, msgspec.json.encode(self._version))
 
-    async def model_info(self, request: Request) -> web.Response:
+    async def model_info(self, request: HttpRequest) -> web.Response:
         return whole(200, msgspec.json.encode(self._model_info))
 
-    async def server_info(self, request: Request) -> web.Response:
+    async def server_info(self, request: HttpRequest) -> web.Response:
         return whole(200, msgspec.json.encode(self._server_info))
 
-    async def health(self, request: Request) -> web.Response:
+    async def health(self, request: HttpRequest) -> web.Response:
         """Return 200, for liveness probes."""
         return whole(200, b'{"status":"alive"}')
 
-    async def ready(self, request: Request) -> web.Response:
+    async def ready(self, request: HttpRequest) -> web.Response:
         reason = self._why_not_ready()
         if reason is None:
             return whole(200, b'{"status":"ready"}')
         return whole(503, msgspec.json.encode({"status": "not ready", "reason": reason}))
 
-    async def openapi(self, request: Request) -> web.Response:
+    async def openapi(self, request: HttpRequest) -> web.Response:
         return whole(200, self._openapi)

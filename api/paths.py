@@ -3,30 +3,30 @@
 from collections.abc import Callable, Mapping
 
 from api.anthropic.count_tokens import CountTokens
-from api.anthropic.messages import AnthropicMessages
+from api.anthropic.messages import MessagesEndpoint
 from api.dialect import problems
-from api.dialect.endpoint_call import Dialect
+from api.dialect.endpoint_call import ApiDialect
 from api.dialect.generation_endpoint import Begin, GenerationEndpoint
 from api.dialect.model_names import ModelNames
 from api.dialect.prompt_endpoint import PromptEndpoint
 from api.http.request import Handler
-from api.http.routes import Routes
-from api.native.generate import Native
-from api.native.tokens import Tokens
-from api.openai.chat import Chat
-from api.openai.completions import Completions
-from api.openai.responses import Responses
-from api.operations import MODELS_PATH, Operations
+from api.http.routes import HttpRoutes
+from api.native.generate import NativeEndpoint
+from api.native.tokens import TokenizeEndpoint
+from api.openai.chat import ChatEndpoint
+from api.openai.completions import CompletionsEndpoint
+from api.openai.responses import ResponsesEndpoint
+from api.operations import MODELS_PATH, AdminOperations
 from api.pooling.assembly import pooling_routes
-from api.pooling.vectors import Vectors
-from api.requests.idempotency import KeptAnswers
+from api.pooling.vectors import PoolingService
+from api.requests.idempotency import IdempotencyCache
 from api.requests.served_model import ServedModel
 from router.metrics import RouterMetrics
 
 
 def routes(
-    answers: KeptAnswers,
-    vectors: Vectors,
+    answers: IdempotencyCache,
+    vectors: PoolingService,
     metrics: RouterMetrics,
     begin: Begin,
     *,
@@ -37,7 +37,7 @@ def routes(
     why_not_ready: Callable[[], str | None],
     others: Mapping[str, Mapping[str, Handler]],
     others_below: Mapping[str, Mapping[str, Handler]],
-) -> Routes:
+) -> HttpRoutes:
     """Return the routes of the HTTP port.
 
     Args:
@@ -49,25 +49,27 @@ def routes(
         others: handlers beside OpenAI's API, by path and method.
         others_below: the same for every path that begins with this one.
     """
-    operations = Operations(names, model.limits.context_length, why_not_ready)
+    operations = AdminOperations(names, model.limits.context_length, why_not_ready)
     prompts = PromptEndpoint(begin, budget_s)
-    tokens = Tokens(model, prompts, names=names, ignore_unknown=ignore_unknown)
+    tokens = TokenizeEndpoint(model, prompts, names=names, ignore_unknown=ignore_unknown)
     count_tokens = CountTokens(model, prompts, names=names, ignore_unknown=ignore_unknown)
-    chat = Chat(model.speech, model.shown, ignore_unknown=ignore_unknown)
-    messages = AnthropicMessages(model.speech, model.shown, ignore_unknown=ignore_unknown)
-    responses = Responses(model.speech, model.shown, ignore_unknown=ignore_unknown)
+    chat = ChatEndpoint(model.speech, model.shown, ignore_unknown=ignore_unknown)
+    messages = MessagesEndpoint(model.speech, model.shown, ignore_unknown=ignore_unknown)
+    responses = ResponsesEndpoint(model.speech, model.shown, ignore_unknown=ignore_unknown)
 
-    def generation(dialect: Dialect) -> GenerationEndpoint:
+    def generation(dialect: ApiDialect) -> GenerationEndpoint:
         return GenerationEndpoint(dialect, answers, metrics, begin, names=names)
 
-    return Routes(
+    return HttpRoutes(
         {
-            "/v1/completions": {"POST": generation(Completions(ignore_unknown=ignore_unknown))},
+            "/v1/completions": {
+                "POST": generation(CompletionsEndpoint(ignore_unknown=ignore_unknown))
+            },
             "/v1/chat/completions": {"POST": generation(chat)},
             "/v1/responses": {"POST": generation(responses)},
             "/v1/messages": {"POST": generation(messages)},
             "/v1/messages/count_tokens": {"POST": count_tokens},
-            "/generate": {"POST": generation(Native(ignore_unknown=ignore_unknown))},
+            "/generate": {"POST": generation(NativeEndpoint(ignore_unknown=ignore_unknown))},
             "/tokenize": {"POST": tokens.tokenize},
             "/detokenize": {"POST": tokens.detokenize},
             **pooling_routes(vectors, metrics, begin, names=names, ignore_unknown=ignore_unknown),

@@ -10,17 +10,17 @@ import uvloop
 from bench.commands import break_even as break_even_command
 from bench.commands import compare as compare_command
 from bench.commands import load as load_command
-from bench.commands.command import Command, run
-from bench.errors import WrongInput
+from bench.commands.command import BenchCommand, run
+from bench.errors import InvalidInput
 from common import settings
 from common.config import DecodeConfig, PrefillConfig
 
 PROGRAM = "baton bench"
 
 
-def parse(arguments: Sequence[str]) -> tuple[Command, argparse.Namespace]:
+def parse(arguments: Sequence[str]) -> tuple[BenchCommand, argparse.Namespace]:
     """Parse the command line. Exits if a flag is wrong."""
-    parser = settings.Parser(
+    parser = settings.ConfigArgumentParser(
         prog=PROGRAM,
         description="Measures, and writes a report: one HTML file that needs nothing else. "
         "The last line on standard output is JSON; progress goes to standard error.",
@@ -41,7 +41,7 @@ def parse(arguments: Sequence[str]) -> tuple[Command, argparse.Namespace]:
     parsers[options.command].refuse_strangers(rest, *records)
     prog = f"{PROGRAM} {options.command}"
     try:
-        command: Command
+        command: BenchCommand
         match options.command:
             case "compare":
                 command = compare_command.CompareCommand(options, rest)
@@ -49,7 +49,7 @@ def parse(arguments: Sequence[str]) -> tuple[Command, argparse.Namespace]:
                 command = break_even_command.BreakEvenCommand(options, rest)
             case _:
                 command = load_command.LoadCommand(options)
-    except WrongInput as error:
+    except InvalidInput as error:
         settings.wrong(prog, str(error))
     return command, options
 

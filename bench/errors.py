@@ -3,12 +3,12 @@
 import argparse
 
 
-class WrongInput(argparse.ArgumentTypeError):
+class InvalidInput(argparse.ArgumentTypeError):
     """The command line, or a file that it names, is invalid. Exit code 2.
 
     A subclass of argparse's error, so that the parser of one flag can raise it.
     """
 
 
-class Unusable(Exception):
+class UnusableRun(Exception):
     """The server or system cannot be measured. Exit code 1."""

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from bench.session import Measured, Session
+from bench.session import MeasuredRun, Session
 from bench.statistics import Ratio, ratio
 from bench.summary import summary
 
-Value = Callable[[Measured, Mapping[str, Any]], float | None]  # of a run and its summary
+Value = Callable[[MeasuredRun, Mapping[str, Any]], float | None]  # of a run and its summary
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ def percentile(of: str, which: str) -> Value:
     return lambda _, stats: stats[of][which]
 
 
-def _met_per_s(_: Measured, stats: Mapping[str, Any]) -> float | None:
+def _met_per_s(_: MeasuredRun, stats: Mapping[str, Any]) -> float | None:
     return stats["goodput"]["requests_per_s"] if stats["goodput"] else None
 
 

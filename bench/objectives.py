@@ -4,9 +4,9 @@ ttft=0.5,itl=0.05."""
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from bench.errors import WrongInput
+from bench.errors import InvalidInput
 from bench.statistics import nearest_rank
-from bench.traffic.outcome import Outcome
+from bench.traffic.outcome import RequestOutcome
 
 KINDS = ("ttft", "itl", "tpot", "e2e")
 
@@ -23,25 +23,25 @@ class Objectives:
 
     @classmethod
     def parse(cls, text: str) -> "Objectives":
-        """Parse METRIC=SECONDS pairs. Raises WrongInput."""
+        """Parse METRIC=SECONDS pairs. Raises InvalidInput."""
         try:
             pairs = [part.split("=") for part in text.split(",")]
             limits = {name.strip(): float(value) for name, value in pairs}
         except ValueError:
             limits = {}
         if not limits or not limits.keys() <= set(KINDS) or not all(v > 0 for v in limits.values()):
-            raise WrongInput(
+            raise InvalidInput(
                 f"--goodput {text!r}: wants limits in seconds of {', '.join(KINDS)}, "
                 "as ttft=0.5,itl=0.05"
             )
         return cls(limits)
 
-    def met(self, outcome: Outcome) -> bool:
+    def met(self, outcome: RequestOutcome) -> bool:
         if outcome.error:
             return False
         return all(self._value(kind, outcome) <= limit for kind, limit in self.limits.items())
 
-    def _value(self, kind: str, outcome: Outcome) -> float:
+    def _value(self, kind: str, outcome: RequestOutcome) -> float:
         match kind:
             case "ttft":
                 return outcome.ttft or 0.0

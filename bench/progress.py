@@ -15,7 +15,7 @@ from rich.progress import (
 )
 
 
-class Show:
+class ProgressView:
     """A progress display. Use as a context manager."""
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Show:
             disable=not self._console.is_terminal,
         )
 
-    def __enter__(self) -> "Show":
+    def __enter__(self) -> "ProgressView":
         self._progress.start()
         return self
 

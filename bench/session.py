@@ -8,19 +8,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bench.objectives import Objectives
-from bench.progress import Show
-from bench.summary import Warned, summary, warnings
-from bench.traffic.load import Ask, Load, Run
-from bench.traffic.outcome import Outcome
+from bench.progress import ProgressView
+from bench.summary import RunWarning, summary, warnings
+from bench.traffic.load import Ask, LoadGenerator, LoadRun
+from bench.traffic.outcome import RequestOutcome
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredRun:
     system: str  # "server", or an arm's name
     point: str  # "2 requests/s", "512 tokens"
     x: float  # the point as a number, for plots
     repeat: int
-    run: Run
+    run: LoadRun
 
     @property
     def name(self) -> str:
@@ -29,24 +29,24 @@ class Measured:
 
 @dataclass(slots=True)
 class Session:
-    show: Show
+    show: ProgressView
     objectives: Objectives
-    measured: list[Measured] = field(default_factory=list)
+    measured: list[MeasuredRun] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # failures, for the report's head
     interrupted: bool = False
 
     async def measure(
         self,
         ask: Ask,
-        drive: Callable[[Load], Awaitable[None]],
+        drive: Callable[[LoadGenerator], Awaitable[None]],
         *,
         system: str,
         point: str,
         x: float,
         repeat: int = 0,
         total: int | None = None,
-        on_outcome: Callable[[Outcome], None] = lambda _: None,
-    ) -> Measured:
+        on_outcome: Callable[[RequestOutcome], None] = lambda _: None,
+    ) -> MeasuredRun:
         """Run one load on one system and record it.
 
         Args:
@@ -55,12 +55,12 @@ class Session:
         """
         with self.show.doing(f"{system}, {point}", total) as tick:
 
-            def note(outcome: Outcome) -> None:
+            def note(outcome: RequestOutcome) -> None:
                 tick()
                 on_outcome(outcome)
 
-            load = Load(ask, note)
-            measured = Measured(system, point, x, repeat, load.run)
+            load = LoadGenerator(ask, note)
+            measured = MeasuredRun(system, point, x, repeat, load.run)
             self.measured.append(measured)
             async with load.measuring():
                 await drive(load)
@@ -68,7 +68,7 @@ class Session:
 
     def warnings(self) -> list[str]:
         """Return the worst warning of each kind, with the number of others."""
-        kinds: dict[str, list[Warned]] = {}
+        kinds: dict[str, list[RunWarning]] = {}
         for one in self.measured:
             stats = summary(one.run, self.objectives)
             for warned in warnings(one.name, one.run, stats):

@@ -11,8 +11,8 @@ from typing import Any
 
 from bench.objectives import Objectives
 from bench.statistics import distribution
-from bench.traffic.load import Run
-from bench.traffic.outcome import Outcome
+from bench.traffic.load import LoadRun
+from bench.traffic.outcome import RequestOutcome
 
 LATE_S, LATE_SHARE = 0.01, 0.02
 BUSY_SHARE = 0.8  # of a core: above it, the client is likely the bottleneck
@@ -39,7 +39,7 @@ DEFINITIONS = {
 }
 
 
-def summary(run: Run, objectives: Objectives) -> dict[str, Any]:
+def summary(run: LoadRun, objectives: Objectives) -> dict[str, Any]:
     """Return all figures of one run except its outcomes."""
     wall_s = max(run.wall_s, 1e-9)
     outcomes = run.outcomes
@@ -70,7 +70,7 @@ def summary(run: Run, objectives: Objectives) -> dict[str, Any]:
     }
 
 
-def latencies(answered: Sequence[Outcome]) -> dict[str, Any]:
+def latencies(answered: Sequence[RequestOutcome]) -> dict[str, Any]:
     return {
         "ttft": distribution(o.ttft for o in answered if o.ttft is not None),
         "itl": distribution(gap for outcome in answered for gap in outcome.gaps),
@@ -80,7 +80,7 @@ def latencies(answered: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def goodput(
-    outcomes: Sequence[Outcome], objectives: Objectives, wall_s: float
+    outcomes: Sequence[RequestOutcome], objectives: Objectives, wall_s: float
 ) -> dict[str, Any] | None:
     if not objectives.limits:
         return None
@@ -92,7 +92,9 @@ def goodput(
     }
 
 
-def gaps_during(readers: Sequence[Outcome], prefills: Sequence[Outcome]) -> list[float]:
+def gaps_during(
+    readers: Sequence[RequestOutcome], prefills: Sequence[RequestOutcome]
+) -> list[float]:
     """Return the gaps of `readers` that overlap a prefill.
 
     A prefill lasts from the sending of one of `prefills` to its first token, as a client sees it.
@@ -117,7 +119,7 @@ def gaps_during(readers: Sequence[Outcome], prefills: Sequence[Outcome]) -> list
 
 
 @dataclass(frozen=True, slots=True)
-class Warned:
+class RunWarning:
     """A caveat about a run's numbers."""
 
     kind: str
@@ -125,7 +127,7 @@ class Warned:
     text: str
 
 
-def warnings(name: str, run: Run, stats: dict[str, Any]) -> list[Warned]:
+def warnings(name: str, run: LoadRun, stats: dict[str, Any]) -> list[RunWarning]:
     """Return the caveats of a run.
 
     Args:
@@ -135,21 +137,21 @@ def warnings(name: str, run: Run, stats: dict[str, Any]) -> list[Warned]:
     lag = run.client_lag.get("p99") or 0.0
     if run.client_cpu > BUSY_SHARE:
         text = f"the client used {run.client_cpu:.0%} of a core: these may be the client's numbers"
-        said.append(Warned("client", run.client_cpu, f"{name}: {text}, not the server's"))
+        said.append(RunWarning("client", run.client_cpu, f"{name}: {text}, not the server's"))
     elif lag > LAG_S:
         text = f"the client's timers came {lag * 1e3:.0f} ms late (p99) though it used only"
         why = "of a core: this machine is short of cores, and every latency is that much too long"
-        said.append(Warned("lag", lag, f"{name}: {text} {run.client_cpu:.0%} {why}"))
+        said.append(RunWarning("lag", lag, f"{name}: {text} {run.client_cpu:.0%} {why}"))
     if stats["errors"]:
         kinds = ", ".join(f"{count} x {kind}" for kind, count in stats["errors"].items())
         detail = next((o.detail for o in run.outcomes if o.error), "")
         text = f"{name}: {kinds} of {stats['requests']} requests; the first said: {detail}"
-        said.append(Warned("errors", sum(stats["errors"].values()), text))
+        said.append(RunWarning("errors", sum(stats["errors"].values()), text))
     if stats["late"] > LATE_SHARE * stats["requests"]:
         text = f"{name}: {stats['late']} of {stats['requests']} requests were sent late, by"
         most = stats["lateness"]["max"]
-        said.append(Warned("late", most, f"{text} {most:.2f} s at most; their latency has it"))
+        said.append(RunWarning("late", most, f"{text} {most:.2f} s at most; their latency has it"))
     if stats["answered"] and not stats["usage_told"]:
         text = f"{name}: the server tells no usage; each event is taken for one token"
-        said.append(Warned("usage", 0.0, text))
+        said.append(RunWarning("usage", 0.0, text))
     return said

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench.errors import Unusable
+from bench.errors import UnusableRun
 from cli.local import plan
-from cli.local.system import System
+from cli.local.system import LocalSystem
 from common.errors import ConfigError
 
 _STOP_S = 20.0
@@ -19,7 +19,7 @@ _PORTS = range(20000, 32000)
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
+class ComparedSystem:
     """One way to use the same number of nodes."""
 
     name: str
@@ -53,14 +53,14 @@ class Machine:
     start_s: float
 
     @contextlib.asynccontextmanager
-    async def serving(self, arm: Arm) -> AsyncIterator[Serving]:
+    async def serving(self, arm: ComparedSystem) -> AsyncIterator[Serving]:
         """Start the arm and yield it when it is ready. Ends it when the block is left, in any way.
 
         Raises:
-            Unusable: it does not start. Contains the end of a log.
+            UnusableRun: it does not start. Contains the end of a log.
         """
         programs, url = self._programs(arm)
-        system = System(programs, self.logs / arm.name, None)
+        system = LocalSystem(programs, self.logs / arm.name, None)
         serving = Serving(url)
         watching = asyncio.create_task(_watch(system, serving))
         try:
@@ -75,7 +75,11 @@ class Machine:
                 raise
 
     async def _until_ready(
-        self, arm: Arm, system: System, watching: "asyncio.Task[None]", serving: Serving
+        self,
+        arm: ComparedSystem,
+        system: LocalSystem,
+        watching: "asyncio.Task[None]",
+        serving: Serving,
     ) -> None:
         ready = asyncio.create_task(system.until_ready(lambda name, remark: None))
         try:
@@ -83,18 +87,18 @@ class Machine:
                 (ready, watching), timeout=self.start_s, return_when=asyncio.FIRST_COMPLETED
             )
             if serving.death is not None:
-                raise Unusable(f"{arm.name} does not come up: {serving.death}")
+                raise UnusableRun(f"{arm.name} does not come up: {serving.death}")
             if not ready.done():
-                raise Unusable(f"{arm.name} is not ready within {self.start_s:.0f} s")
+                raise UnusableRun(f"{arm.name} is not ready within {self.start_s:.0f} s")
             ready.result()
         finally:
             ready.cancel()
 
-    def _programs(self, arm: Arm) -> tuple[list[plan.Program], str]:
+    def _programs(self, arm: ComparedSystem) -> tuple[list[plan.Program], str]:
         first = _free_block(2 + arm.prefill + arm.decode)
         try:
             programs = plan.programs(
-                plan.Wish(
+                plan.RequestedSystem(
                     model=str(self.model),
                     prefill=arm.prefill,
                     decode=arm.decode,
@@ -109,7 +113,7 @@ class Machine:
                 )
             )
         except ConfigError as error:
-            raise Unusable(str(error)) from None
+            raise UnusableRun(str(error)) from None
         extended = [
             replace(program, flags=(*program.flags, *arm.decode_flags))
             if program.module == "decode_node"
@@ -119,7 +123,7 @@ class Machine:
         return extended, f"http://{plan.HOST}:{first + 1}"
 
 
-async def _watch(system: System, serving: Serving) -> None:
+async def _watch(system: LocalSystem, serving: Serving) -> None:
     serving.death = await system.first_death()
 
 
@@ -129,16 +133,16 @@ def _free_block(count: int) -> int:
         first = random.randrange(_PORTS.start, _PORTS.stop - count)
         if not any(plan.busy(plan.HOST, port) for port in range(first, first + count)):
             return first
-    raise Unusable(f"no {count} free ports in a row between {_PORTS.start} and {_PORTS.stop}")
+    raise UnusableRun(f"no {count} free ports in a row between {_PORTS.start} and {_PORTS.stop}")
 
 
-def abba(arms: tuple[Arm, ...], repeats: int) -> list[tuple[Arm, list[int]]]:
+def abba(arms: tuple[ComparedSystem, ...], repeats: int) -> list[tuple[ComparedSystem, list[int]]]:
     """Return the order of arms and their repeats: forwards, backwards, and so on.
 
     With this order a gradual slowdown of the machine affects all arms alike. An arm that comes
     twice in a row is one block, and is started only once.
     """
-    blocks: list[tuple[Arm, list[int]]] = []
+    blocks: list[tuple[ComparedSystem, list[int]]] = []
     for repeat in range(repeats):
         for arm in arms if repeat % 2 == 0 else reversed(arms):
             if blocks and blocks[-1][0] is arm:

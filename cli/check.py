@@ -21,10 +21,10 @@ from common import tls
 from common.config import (
     DecodeConfig,
     EngineConfig,
-    FrontConfig,
     NodeConfig,
     PrefillConfig,
     RouterConfig,
+    ServerConfig,
     SpeculationConfig,
     TlsConfig,
     TransferConfig,
@@ -34,7 +34,7 @@ from common.identity import exposure
 from common.identity.program import identity_of
 from common.identity.roles import Role
 from common.model_directory import model_directory
-from common.settings import Parser, read
+from common.settings import ConfigArgumentParser, read
 from engine.cores import threads_at_hand, usable_cores
 from engine.models import open_checkpoint
 from engine.models.checkpoint import Checkpoint
@@ -185,7 +185,7 @@ def _transfer(config: TransferConfig) -> Iterator[Finding]:
         yield Finding("KV transfer", "ok", "nixl; its path is proved when nodes pair")
 
 
-def _front(config: FrontConfig) -> Iterator[Finding]:
+def _front(config: ServerConfig) -> Iterator[Finding]:
     for what, port, flag in (
         ("port", config.port, "--port"),
         ("metrics port", config.metrics_port, "--metrics-port"),
@@ -196,7 +196,7 @@ def _front(config: FrontConfig) -> Iterator[Finding]:
     yield from _tls("TLS", config.tls, "--front.tls")
 
 
-def _callers(role: Role, front: FrontConfig, *, mutual: bool) -> Finding:
+def _callers(role: Role, front: ServerConfig, *, mutual: bool) -> Finding:
     """Check who may call this process and how Baton processes authenticate each other."""
     try:
         identity = identity_of(role, "baton check", front.secret_file)
@@ -261,7 +261,7 @@ def _findings(role: str, flags: list[str]) -> Callable[[], Iterator[Finding]]:
 
 
 def main() -> int:
-    parser = Parser(prog=PROGRAM, add_help=False)
+    parser = ConfigArgumentParser(prog=PROGRAM, add_help=False)
     parser.add_argument("--role", choices=("router", "prefill", "decode"), default="decode")
     options, flags = parser.parse_known_args()
     table = Table(title=f"{options.role} node" if options.role != "router" else "router")

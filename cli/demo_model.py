@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from cli.demo import DIRECTORY
-from common.settings import Parser, wrong
+from common.settings import ConfigArgumentParser, wrong
 
 
 def write(directory: Path) -> None:
@@ -44,7 +44,7 @@ def _holds_the_model(directory: Path) -> bool:
 
 
 def main() -> int:
-    parser = Parser(
+    parser = ConfigArgumentParser(
         prog="baton demo-model",
         description="Writes a tiny model that recalls, copies, reverses and adds.",
     )

@@ -14,7 +14,7 @@ from functools import partial
 
 from cli import client
 from cli.operating import command, restart_steps
-from cli.operating.fleet import Fleet, Undone
+from cli.operating.fleet import Fleet, UnfinishedRestart
 from common.process.standard_output import say
 
 
@@ -29,7 +29,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 async def drain(options: argparse.Namespace, fleet: Fleet) -> None:
-    """Drain the node or router at the given address. Raises Undone."""
+    """Drain the node or router at the given address. Raises UnfinishedRestart."""
     look = await fleet.look(options.router)
     routers = {options.router: look.router}
     # A router with several worker processes ends as a whole.
@@ -37,7 +37,7 @@ async def drain(options: argparse.Namespace, fleet: Fleet) -> None:
     wanted = [turn for turn in every if turn.address == options.address]
     if not wanted:
         known = ", ".join(f"{turn.role} {turn.address}" for turn in every)
-        raise Undone(f"the router knows nobody at {options.address}; it knows {known}")
+        raise UnfinishedRestart(f"the router knows nobody at {options.address}; it knows {known}")
     (turn,) = wanted
     say(turn.sentence)
     command.heed(restart_steps.objections(every, wanted, routers), options)

@@ -28,7 +28,7 @@ EXIT_USAGE = 2
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = settings.Parser(
+    parser = settings.ConfigArgumentParser(
         prog="baton explain",
         description=__doc__,
         epilog=f"Exits with {EXIT_NO_ANSWER} if nobody knows the request, or no router answers.",

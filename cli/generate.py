@@ -71,7 +71,7 @@ def request_from(arguments: argparse.Namespace) -> GenerateRequest:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = settings.Parser(prog="baton generate", description=__doc__)
+    parser = settings.ConfigArgumentParser(prog="baton generate", description=__doc__)
     parser.add_argument("text", metavar="TEXT", help="the prompt; - reads standard input")
     client.add_router_flag(parser)
     parser.add_argument("--chat", action="store_true", help="TEXT is a user's message")

@@ -21,7 +21,7 @@ _PROGRAM = "baton keys new"
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = settings.Parser(
+    parser = settings.ConfigArgumentParser(
         prog="baton keys",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -11,47 +11,51 @@ from cli import own_names
 EXIT_USAGE = 2
 
 
-class Command(NamedTuple):
+class CliCommand(NamedTuple):
     module: str
     summary: str
     needs: tuple[str, ...] = ()  # packages that an installation for routers lacks
     first: tuple[str, ...] = ()  # arguments before the given ones
 
 
-def _order(name: str, summary: str) -> Command:
-    return Command("cli.orders", summary, first=(name,))
+def _order(name: str, summary: str) -> CliCommand:
+    return CliCommand("cli.orders", summary, first=(name,))
 
 
 _A_NODES = ("torch", "triton", "transformers", "safetensors", "numpy")
 
 COMMANDS = {
-    "up": Command("cli.up", "start a router and nodes on this machine, and serve", _A_NODES),
-    "generate": Command("cli.generate", "send a prompt to a router, stream the answer"),
-    "bench": Command(
+    "up": CliCommand("cli.up", "start a router and nodes on this machine, and serve", _A_NODES),
+    "generate": CliCommand("cli.generate", "send a prompt to a router, stream the answer"),
+    "bench": CliCommand(
         "bench", "measure: load, colocated or disaggregated, break-even", ("httptools", "numpy")
     ),
-    "top": Command("cli.top", "watch a cluster: nodes, pages, queues, links, rates"),
-    "explain": Command("cli.explain", "what happened to one request, on every program"),
+    "top": CliCommand("cli.top", "watch a cluster: nodes, pages, queues, links, rates"),
+    "explain": CliCommand("cli.explain", "what happened to one request, on every program"),
     "pause": _order("pause", "have nodes compute nothing for a while"),
     "continue": _order("continue", "end what `baton pause` has begun"),
-    "weights": Command("cli.weights", "have all nodes compute with other weights of the model"),
+    "weights": CliCommand("cli.weights", "have all nodes compute with other weights of the model"),
     "sleep": _order("sleep", "have nodes give memory back to the system for a while"),
     "wake": _order("wake", "have them take it again"),
-    "profile": Command("cli.profile", "have torch's profiler watch some steps of nodes"),
-    "drain": Command("cli.drain", "end a program, once its requests have ended or moved"),
-    "switch": Command("cli.switch", "have a node take the other role, with its weights and cache"),
-    "move": Command("cli.move", "have a running request go on at another decode node"),
-    "planner": Command("cli.planner", "which nodes should take another role, be added or removed"),
-    "roll": Command("cli.roll", "restart all programs, one after the other, unnoticed"),
-    "keys": Command("cli.keys", "make an API key, and its entry for --api-keys"),
-    "secret": Command("cli.secret", "print a new cluster secret, or what is made of one"),
-    "check": Command(
+    "profile": CliCommand("cli.profile", "have torch's profiler watch some steps of nodes"),
+    "drain": CliCommand("cli.drain", "end a program, once its requests have ended or moved"),
+    "switch": CliCommand(
+        "cli.switch", "have a node take the other role, with its weights and cache"
+    ),
+    "move": CliCommand("cli.move", "have a running request go on at another decode node"),
+    "planner": CliCommand(
+        "cli.planner", "which nodes should take another role, be added or removed"
+    ),
+    "roll": CliCommand("cli.roll", "restart all programs, one after the other, unnoticed"),
+    "keys": CliCommand("cli.keys", "make an API key, and its entry for --api-keys"),
+    "secret": CliCommand("cli.secret", "print a new cluster secret, or what is made of one"),
+    "check": CliCommand(
         "cli.check", "will this configuration and model run on this machine?", _A_NODES
     ),
-    "demo-model": Command("cli.demo_model", "write the tiny model that `baton up` serves"),
-    "router": Command("router", "run a router"),
-    "prefill": Command("prefill_node", "run a prefill node", _A_NODES),
-    "decode": Command("decode_node", "run a decode node", _A_NODES),
+    "demo-model": CliCommand("cli.demo_model", "write the tiny model that `baton up` serves"),
+    "router": CliCommand("router", "run a router"),
+    "prefill": CliCommand("prefill_node", "run a prefill node", _A_NODES),
+    "decode": CliCommand("decode_node", "run a decode node", _A_NODES),
 }
 
 

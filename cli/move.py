@@ -21,7 +21,7 @@ _LONGEST_S = 60.0
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = settings.Parser(
+    parser = settings.ConfigArgumentParser(
         prog="baton move",
         description=__doc__,
         epilog=f"Exits with {command.EXIT_UNDONE} if it stays where it is, or nobody has it.",

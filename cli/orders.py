@@ -62,7 +62,7 @@ def _continued(answer: ContinueResponse) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class AdminCommand:
     method: str  # of the router, and of a node
     description: str
     undone: str  # when it exits with EXIT_UNDONE
@@ -73,7 +73,7 @@ class Order:
 
 
 ORDERS = {
-    "pause": Order(
+    "pause": AdminCommand(
         method="Pause",
         description="no node computes anything, or one does not, until `baton continue`. What "
         "comes meanwhile waits there, as long as it may.",
@@ -83,7 +83,7 @@ ORDERS = {
         request=lambda options: PauseRequest(mode=options.mode),
         said=_paused,
     ),
-    "continue": Order(
+    "continue": AdminCommand(
         method="Continue",
         description="ends what `baton pause` has begun, on all nodes or on one.",
         undone="one of them does not answer",
@@ -91,7 +91,7 @@ ORDERS = {
         request=lambda _: ContinueRequest(),
         said=_continued,
     ),
-    "sleep": Order(
+    "sleep": AdminCommand(
         method="ReleaseMemory",
         description="nodes give the memory of their KV, their weights or both back to the system, "
         "until `baton wake`. They have no requests, or are paused (`baton pause`); meanwhile all "
@@ -102,7 +102,7 @@ ORDERS = {
         request=lambda options: ReleaseMemoryRequest(tags=options.tags),
         said=lambda _: "given back",
     ),
-    "wake": Order(
+    "wake": AdminCommand(
         method="ResumeMemory",
         description="nodes take again what they have given back by `baton sleep`. Those that had "
         "to be paused for that go on with `baton continue`, the others by themselves.",
@@ -123,7 +123,7 @@ def parse(name: str, arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-async def give(order: Order, options: argparse.Namespace, fleet: Fleet) -> None:
+async def give(order: AdminCommand, options: argparse.Namespace, fleet: Fleet) -> None:
     """Send the order to one node or to the router. Raises Undone."""
     request = order.request(options)
     say(order.said(await command.tell(options, fleet, order.method, request, order.longest_s)))

@@ -16,14 +16,14 @@ from cli import client
 from cli.local import plan
 from cli.operating import command, restart_steps
 from cli.operating.fleet import Fleet, paired
-from cli.operating.restart_steps import Turn
+from cli.operating.restart_steps import RestartStep
 from common import settings
 from common.process.standard_output import say
 from protos.router_pb2 import GetClusterResponse
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = settings.Parser(
+    parser = settings.ConfigArgumentParser(
         prog="baton roll",
         description=__doc__,
         epilog=f"Exits with {command.EXIT_UNDONE} if one does not come back, or anything speaks "
@@ -71,7 +71,7 @@ async def roll(options: argparse.Namespace, fleet: Fleet) -> None:
 
 
 async def _restart(
-    turn: Turn, cluster: GetClusterResponse, fleet: Fleet, options: argparse.Namespace
+    turn: RestartStep, cluster: GetClusterResponse, fleet: Fleet, options: argparse.Namespace
 ) -> None:
     """Restart one process and wait until its successor serves."""
     longest_s = options.timeout

@@ -23,7 +23,7 @@ _METHODS = {
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = settings.Parser(
+    parser = settings.ConfigArgumentParser(
         prog=PROGRAM,
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -13,7 +13,7 @@ from functools import partial
 
 from cli import client
 from cli.operating import command, restart_steps
-from cli.operating.fleet import Fleet, Undone
+from cli.operating.fleet import Fleet, UnfinishedRestart
 from common.process.standard_output import say
 
 
@@ -31,17 +31,17 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 async def switch(options: argparse.Namespace, fleet: Fleet) -> None:
-    """Change a node's role. Raises Undone."""
+    """Change a node's role. Raises UnfinishedRestart."""
     look = await fleet.look(options.router)
     nodes = restart_steps.turns(look, {})
     wanted = [turn for turn in nodes if turn.address == options.address]
     if not wanted:
         known = ", ".join(f"{turn.role} {turn.address}" for turn in nodes)
-        raise Undone(f"the router knows no node at {options.address}; it knows {known}")
+        raise UnfinishedRestart(f"the router knows no node at {options.address}; it knows {known}")
     (turn,) = wanted
     assert turn.node is not None
     if turn.role == options.role:
-        raise Undone(f"{turn.address} is a {turn.role} node already")
+        raise UnfinishedRestart(f"{turn.address} is a {turn.role} node already")
     say(turn.sentence)
     command.heed(restart_steps.objections_to_switch(nodes, turn), options, "nothing is switched")
     if options.dry_run:

@@ -11,7 +11,7 @@ from math import inf
 import msgspec
 
 
-class Counted(msgspec.Struct, frozen=True):
+class HistogramCounts(msgspec.Struct, frozen=True):
     """Counts of a histogram.
 
     `counts[i]` values were at most `bounds[i]` and above the bound before. The last count is of
@@ -23,7 +23,7 @@ class Counted(msgspec.Struct, frozen=True):
     total: float
 
 
-class Distribution:
+class LiveHistogram:
     """A histogram.
 
     Args:
@@ -51,5 +51,5 @@ class Distribution:
             below = upto
         self._total += sum(ordered)
 
-    def counted(self) -> Counted:
-        return Counted(self._bounds, tuple(self._counts), self._total)
+    def counted(self) -> HistogramCounts:
+        return HistogramCounts(self._bounds, tuple(self._counts), self._total)

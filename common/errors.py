@@ -4,10 +4,10 @@ ServingError                      status sent to the peer
 ├── InvalidRequest                INVALID_ARGUMENT     the caller's fault, never retried
 ├── Unauthenticated               UNAUTHENTICATED      the caller is not authenticated
 ├── Forbidden                     PERMISSION_DENIED    the caller may not call this
-├── WrongState                    FAILED_PRECONDITION  not possible in the current state
-├── NotKnown                      NOT_FOUND            the name is unknown
+├── FailedPrecondition                    FAILED_PRECONDITION  not possible in the current state
+├── NotFound                      NOT_FOUND            the name is unknown
 ├── Overloaded                    RESOURCE_EXHAUSTED   retry later or on another node
-│   ├── QueueTooLong                                   the queue is too long; says when to retry
+│   ├── QueueFull                                   the queue is too long; says when to retry
 │   └── RateLimited                                    retry later: the client's own limit
 ├── RequestAborted                CANCELLED
 ├── DeadlineExceeded              DEADLINE_EXCEEDED
@@ -64,11 +64,11 @@ class Forbidden(ServingError):
     status = StatusCode.PERMISSION_DENIED
 
 
-class WrongState(ServingError):
+class FailedPrecondition(ServingError):
     status = StatusCode.FAILED_PRECONDITION
 
 
-class NotKnown(ServingError):
+class NotFound(ServingError):
     status = StatusCode.NOT_FOUND
 
 
@@ -86,7 +86,7 @@ class Overloaded(ServingError):
         self.retry_after_s = retry_after_s
 
 
-class QueueTooLong(Overloaded):
+class QueueFull(Overloaded):
     """The queue takes longer than the request may wait. No work was done for it."""
 
     def __init__(self, sentence: str, retry_after_s: float) -> None:

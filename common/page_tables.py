@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
-class Span(NamedTuple):
+class PageSpan(NamedTuple):
     """Pages [first, past) of one table of a request. Page j has the tokens from j * page_size on.
 
     The state counts as one more table, after the last one.
@@ -105,7 +105,7 @@ class PageTables:
             for t, _ in self.sliding
         )
 
-    def handed_over(self, num_tokens: int, prefix: int) -> tuple[Span, ...]:
+    def handed_over(self, num_tokens: int, prefix: int) -> tuple[PageSpan, ...]:
         """Return the pages sent to a consumer that has `prefix` tokens in its full tables.
 
         They are the rest of the full tables, the live pages of tables with a window, and the state.
@@ -122,7 +122,7 @@ class PageTables:
 
     def spans(
         self, num_tokens: int, prefix: int, start: int, end: int, *, last: bool
-    ) -> tuple[Span, ...]:
+    ) -> tuple[PageSpan, ...]:
         """Return the part of a hand-off for the tokens [start, end).
 
         Over all ranges from `prefix` on, each page occurs exactly once. The first range also
@@ -135,18 +135,18 @@ class PageTables:
             first = all_of_it.first if start == prefix else self.num_pages(start)
             first = max(first, all_of_it.first)
             if first < past:
-                spans.append(Span(all_of_it.table, first, past))
+                spans.append(PageSpan(all_of_it.table, first, past))
         return (*spans, *(self._state if last else ()))
 
     @property
-    def _state(self) -> tuple[Span, ...]:
-        return (Span(self.num_tables, 0, self.state_pages),) if self.state_pages else ()
+    def _state(self) -> tuple[PageSpan, ...]:
+        return (PageSpan(self.num_tables, 0, self.state_pages),) if self.state_pages else ()
 
-    def _handed(self, table: int, num_tokens: int, prefix: int) -> Span:
+    def _handed(self, table: int, num_tokens: int, prefix: int) -> PageSpan:
         full = self.windows[table] is None
         first = self.num_pages(prefix) if full else self.live_from(table, num_tokens)
-        return Span(table, first, self.num_pages(num_tokens))
+        return PageSpan(table, first, self.num_pages(num_tokens))
 
 
-def num_pages_of(spans: tuple[Span, ...]) -> int:
+def num_pages_of(spans: tuple[PageSpan, ...]) -> int:
     return sum(span.num_pages for span in spans)

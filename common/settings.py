@@ -176,7 +176,7 @@ def _size(content: Any) -> int:
 def _flags_source(
     settings_class: type[BaseSettings], program: str, about: str, flags: list[str]
 ) -> CliSettingsSource[argparse.ArgumentParser]:
-    parser = Parser(
+    parser = ConfigArgumentParser(
         prog=program,
         usage="%(prog)s [--config FILE] [--FLAG VALUE]...",
         description=f"{about} Every flag can also be set by an environment variable "
@@ -197,7 +197,7 @@ def _flags_source(
     )
 
 
-class Parser(argparse.ArgumentParser):
+class ConfigArgumentParser(argparse.ArgumentParser):
     """An argument parser without abbreviations that reports errors by `wrong`."""
 
     def __init__(self, **options: Any) -> None:
@@ -249,7 +249,7 @@ def _flag(word: str) -> str:
 def _flags_of(record: type[BaseModel]) -> Collection[str]:
     """Return all flags of a program that reads this record."""
     source = _flags_source(_settings_class(record, "", "", [], {}), "", "", [])
-    return ["--config", *cast(Parser, source.root_parser).flags]
+    return ["--config", *cast(ConfigArgumentParser, source.root_parser).flags]
 
 
 class _Help(argparse.HelpFormatter):

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
-class Spelling:
+class TokenSpelling:
     """Bytes of the tokens of one tokenizer.
 
     Caches its results, at most one per vocabulary entry.

@@ -10,23 +10,23 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from common.errors import InvalidRequest, ServingError
 from common.requests.logprobs import Logprobs, join, split
-from common.requests.prefix_hint import PrefixAt
-from common.requests.request_trace import Flight, Flights
-from decode_node.counts import DecodeCounts
-from engine.adapters.adapters import Adapters
-from engine.batch.request import Finish, FinishReason, Request
-from engine.batch.token_budget import HeldTokens
-from node.control.outbox import Outbox
-from node.messages import Ended
-from node.request_history import FlightRecorder
+from common.requests.prefix_hint import PrefixHint
+from common.requests.request_trace import RequestTrace, RequestTraces
+from decode_node.counts import DecodeCounters
+from engine.adapters.adapters import AdapterManager
+from engine.batch.request import FinishReason, Request, RequestEnd
+from engine.batch.token_budget import TokenBudget
+from node.control.outbox import TokenOutbox
+from node.messages import RequestEnded
+from node.request_history import RequestHistory
 from node.request_traces import of_request
-from node.timings import RequestStamps
+from node.timings import RequestTimings
 
 # Log-probabilities of this many last steps of a request are kept for a node that continues it.
 KEPT_LOGPROBS = 1024
 
 
-class LiveRequests:
+class ActiveRequests:
     """Active requests of the decode node. Engine thread only.
 
     Args:
@@ -34,19 +34,23 @@ class LiveRequests:
     """
 
     def __init__(
-        self, outbox: Outbox, counts: DecodeCounts, adapters: Adapters, most_tokens: int
+        self,
+        outbox: TokenOutbox,
+        counts: DecodeCounters,
+        adapters: AdapterManager,
+        most_tokens: int,
     ) -> None:
         self._outbox = outbox
         self._counts = counts
         self._adapters = adapters
         self._by_origin: dict[tuple[int, int], Request] = {}
-        self._tokens = HeldTokens(most_tokens)
-        self._stamps: dict[int, RequestStamps] = {}  # by request key
-        self._recorder = FlightRecorder(RequestStamps)
+        self._tokens = TokenBudget(most_tokens)
+        self._stamps: dict[int, RequestTimings] = {}  # by request key
+        self._recorder = RequestHistory(RequestTimings)
         self._tickets: dict[int, tuple[int, int]] = {}  # origins, by ticket
         self._ticket_of: dict[int, int] = {}  # by request key
         self._logprobs: dict[tuple[int, int], deque[Logprobs]] = {}  # by origin
-        self._prefix_at: dict[int, tuple[PrefixAt, ...]] = {}  # by request key
+        self._prefix_at: dict[int, tuple[PrefixHint, ...]] = {}  # by request key
 
     def __len__(self) -> int:
         return len(self._by_origin)
@@ -62,15 +66,15 @@ class LiveRequests:
         origin = self._tickets.get(ticket)
         return self._by_origin.get(origin) if origin is not None else None
 
-    def stamps(self, request: Request) -> RequestStamps:
+    def stamps(self, request: Request) -> RequestTimings:
         """Return the timings of a request that has begun and not ended."""
         return self._stamps[request.key]
 
-    def begin(self, request: Request, stamps: RequestStamps) -> None:
+    def begin(self, request: Request, stamps: RequestTimings) -> None:
         """Start tracking a request. Exactly one `end` or `refuse` must follow."""
         self._stamps[request.key] = stamps
 
-    def prefix_at(self, request: Request) -> tuple[PrefixAt, ...]:
+    def prefix_at(self, request: Request) -> tuple[PrefixHint, ...]:
         """Return the nodes that hold part of the prompt, as far as the router knows."""
         return self._prefix_at.get(request.key, ())
 
@@ -80,7 +84,7 @@ class LiveRequests:
         *,
         times: int,
         ticket: int = 0,
-        prefix_at: tuple[PrefixAt, ...] = (),
+        prefix_at: tuple[PrefixHint, ...] = (),
     ) -> None:
         """Admit a request.
 
@@ -111,7 +115,7 @@ class LiveRequests:
         """Report the cached tokens. The router keeps the first report of a request."""
         self._outbox.begin(request.origin, request.cached_tokens)
 
-    def tell_first_token(
+    def send_first_token(
         self,
         request: Request,
         token: int,
@@ -119,11 +123,11 @@ class LiveRequests:
         prompt_logprobs: Logprobs | None,
     ) -> None:
         self._outbox.begin(request.origin, request.cached_tokens)
-        self.tell_tokens(request, (token,), logprobs)
+        self.send_tokens(request, (token,), logprobs)
         if prompt_logprobs is not None:
             self._outbox.prompt_logprobs(request.origin, prompt_logprobs)
 
-    def tell_tokens(
+    def send_tokens(
         self, request: Request, tokens: Sequence[int], logprobs: Logprobs | None
     ) -> None:
         """Send tokens, with their log-probabilities if there are any."""
@@ -138,12 +142,12 @@ class LiveRequests:
         if origin in self._by_origin:
             self._logprobs.setdefault(origin, deque(maxlen=KEPT_LOGPROBS)).append(logprobs)
 
-    def told_logprobs(self, request: Request, num_tokens: int) -> Logprobs | None:
+    def sent_logprobs(self, request: Request, num_tokens: int) -> Logprobs | None:
         """Return the log-probabilities of the last tokens, or None if not all are kept."""
         told = [each for part in self._logprobs.get(request.origin, ()) for each in split(part)]
         return join(told[-num_tokens:]) if len(told) >= num_tokens > 0 else None
 
-    def end(self, request: Request, finish: Finish) -> None:
+    def end(self, request: Request, finish: RequestEnd) -> None:
         """End an admitted request. This is the only way that it ends."""
         self._by_origin.pop(request.origin, None)
         self._tell_end(request, finish)
@@ -153,22 +157,22 @@ class LiveRequests:
         self._counts.refused(error)
         if self._by_origin.get(request.origin) is request:
             del self._by_origin[request.origin]
-        finish = Finish(FinishReason.ERROR, str(error), error.status, error.late_s)
+        finish = RequestEnd(FinishReason.ERROR, str(error), error.status, error.late_s)
         self._tell_end(request, finish)
 
-    def explain(self, request_id: str) -> Flights:
+    def explain(self, request_id: str) -> RequestTraces:
         """Return the traces of the requests with this id, active and ended."""
         found = [*self._recorder.find(request_id), *self._under_way(request_id)]
         now = time.monotonic()
-        return Flights(tuple(of_request(each, now) for each in found), len(self._recorder))
+        return RequestTraces(tuple(of_request(each, now) for each in found), len(self._recorder))
 
-    def flights(self, num_ended: int) -> list[tuple[str, Flight]]:
+    def flights(self, num_ended: int) -> list[tuple[str, RequestTrace]]:
         """Return ids and traces of the last ended requests and of all active ones."""
         found = [*self._recorder.last(num_ended), *self._under_way()]
         now = time.monotonic()
         return [(stamps.request_id, of_request(stamps, now)) for stamps in found]
 
-    def _under_way(self, request_id: str | None = None) -> Iterable[RequestStamps]:
+    def _under_way(self, request_id: str | None = None) -> Iterable[RequestTimings]:
         """Yield the timings of active requests with this id (None: of all)."""
         for request in self:
             if request_id in (None, request.spec.request_id):
@@ -176,7 +180,7 @@ class LiveRequests:
                 _complete(stamps, request)
                 yield stamps
 
-    def _tell_end(self, request: Request, finish: Finish) -> None:
+    def _tell_end(self, request: Request, finish: RequestEnd) -> None:
         self._tokens.drop(request.key)
         self._prefix_at.pop(request.key, None)
         self._adapters.release(request.key)
@@ -193,11 +197,11 @@ class LiveRequests:
         stream, number = request.origin
         code, _ = finish.status.value
         reason = int(finish.reason)
-        ended = Ended(number, reason, finish.error, code, stamps, finish.retry_after_s)
+        ended = RequestEnded(number, reason, finish.error, code, stamps, finish.retry_after_s)
         self._outbox.end(stream, ended)
 
 
-def _complete(stamps: RequestStamps, request: Request) -> None:
+def _complete(stamps: RequestTimings, request: Request) -> None:
     """Copy the times that the scheduler keeps in the request itself."""
     stamps.admitted, stamps.away = request.admitted, request.away
     stamps.cached_tokens, stamps.bringing = request.cached_tokens, request.bringing

@@ -8,23 +8,23 @@ import math
 import time
 
 from common.errors import InvalidRequest, NodeUnavailable, Overloaded
-from common.queueing.drain import Drain, may_wait_s
-from decode_node.active_requests import LiveRequests
-from decode_node.output_length import AnswerPace
-from decode_node.prefix_holders import PrefixHolders
-from engine.adapters.adapters import Adapters
+from common.queueing.drain import QueueEstimator, may_wait_s
+from decode_node.active_requests import ActiveRequests
+from decode_node.output_length import OutputLengthEstimate
+from decode_node.prefix_holders import PrefixLocations
+from engine.adapters.adapters import AdapterManager
 from engine.batch.limits import RequestLimits
 from engine.batch.request import Request
-from node.control.engine_control import Desk
+from node.control.engine_control import EngineControl
 from node.messages import SubmitRequest
-from node.timings import RequestStamps
+from node.timings import RequestTimings
 
 # Multiple of the queue limits for replayed requests, whose clients have tokens already: another
 # node that fails may send all of its requests here.
 REPLAYS_TIMES = 2
 
 
-class Door:
+class RequestAdmission:
     """Admission control of the decode node. Engine thread only.
 
     Args:
@@ -38,12 +38,12 @@ class Door:
         *,
         max_waiting: int,
         limits: RequestLimits,
-        desk: Desk,
-        live: LiveRequests,
-        adapters: Adapters,
-        holders: PrefixHolders,
-        prompts: Drain,
-        answers: AnswerPace,
+        desk: EngineControl,
+        live: ActiveRequests,
+        adapters: AdapterManager,
+        holders: PrefixLocations,
+        prompts: QueueEstimator,
+        answers: OutputLengthEstimate,
     ) -> None:
         self._max_waiting = max_waiting
         self._limits = limits
@@ -67,7 +67,7 @@ class Door:
             start_by=now + self._may_wait_s(message),
             weights=self._desk.weights,
         )
-        stamps = RequestStamps(
+        stamps = RequestTimings(
             spec.request_id,
             spec.num_prompt,
             message.trace,

@@ -30,10 +30,10 @@ from common.request import Remaining, RequestSpec
 from common.requests.namespace import NAMESPACE_BYTES
 from common.requests.prefix_hash import as_bytes
 from common.requests.sampling import SamplingParams
-from decode_node.counts import DecodeCounts
+from decode_node.counts import DecodeCounters
 from engine.batch.request import FinishReason
-from kvtransfer.ports import NodeEvent, OwnerDown, OwnerUp
-from node.messages import Ended, Placement, StepTokens, SubmitRequest
+from kvtransfer.ports import NodeEvent, ProducerDown, ProducerUp
+from node.messages import Placement, RequestEnded, StepTokens, SubmitRequest
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ BUDGET_S = 10.0
 class _Answer:
     request: int
     tokens: list[int] = field(default_factory=list)
-    end: Ended | None = None
+    end: RequestEnded | None = None
 
     @property
     def failed(self) -> bool:
@@ -74,7 +74,7 @@ class _Standing(Enum):
 class _Trial:
     """A trial with one prompt. All earlier trials gave different responses."""
 
-    owner: OwnerUp
+    owner: ProducerUp
     number: int  # of this producer, counted from 1
     standing: _Standing
     handed: _Answer
@@ -122,7 +122,7 @@ class Canary:
         vocabulary_size: int,
         submit: Callable[[SubmitRequest], None],
         is_busy: Callable[[], bool],
-        counts: DecodeCounts,
+        counts: DecodeCounters,
     ) -> None:
         self._num_tokens = num_tokens
         self._vocabulary_size = vocabulary_size
@@ -130,13 +130,15 @@ class Canary:
         self._is_busy = is_busy
         self._counts = counts
         self._numbers = itertools.count(1)
-        self._waiting: deque[OwnerUp] = deque()
-        self._untried: deque[OwnerUp] = deque()  # in use without a trial
+        self._waiting: deque[ProducerUp] = deque()
+        self._untried: deque[ProducerUp] = deque()  # in use without a trial
         self._trial: _Trial | None = None
-        self._kept_out: dict[int, tuple[OwnerUp, float]] = {}  # by instance; time of the next trial
+        self._kept_out: dict[
+            int, tuple[ProducerUp, float]
+        ] = {}  # by instance; time of the next trial
 
     @property
-    def owner(self) -> OwnerUp:
+    def owner(self) -> ProducerUp:
         """Return the producer on trial. Raises NodeUnavailable if it is gone."""
         if self._trial is None:
             raise NodeUnavailable("the node that was to be tried is gone")
@@ -153,9 +155,9 @@ class Canary:
         passed = self._settled(now)
         for event in events:
             match event:
-                case OwnerUp():
+                case ProducerUp():
                     self._waiting.append(event)
-                case OwnerDown(owner=instance) if self._forgets(instance):
+                case ProducerDown(owner=instance) if self._forgets(instance):
                     pass
                 case _:
                     passed.append(event)
@@ -200,7 +202,7 @@ class Canary:
                     again_s=AGAIN_S,
                 ),
             )
-        gone = OwnerDown(owner.owner, owner.address, "its KV is not what is computed here")
+        gone = ProducerDown(owner.owner, owner.address, "its KV is not what is computed here")
         return [gone] if trial.in_use else []
 
     def _begin(self, now: float) -> list[NodeEvent]:
@@ -226,7 +228,7 @@ class Canary:
             self._counts.canary("unknown")
         return [*owners]
 
-    def _try(self, owner: OwnerUp, standing: _Standing, number: int = 1) -> None:
+    def _try(self, owner: ProducerUp, standing: _Standing, number: int = 1) -> None:
         draw = Random(f"{owner.owner} {number}")
         tokens = [draw.randrange(self._vocabulary_size) for _ in range(PROMPT_TOKENS)]
         handed, own = _Answer(next(self._numbers)), _Answer(next(self._numbers))

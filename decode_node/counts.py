@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from grpc import StatusCode
 
 from common import bounds
-from common.distribution import Counted, Distribution
-from common.errors import AdapterNotLoaded, QueueTooLong, ServingError
-from engine.batch.request import Finish
+from common.distribution import HistogramCounts, LiveHistogram
+from common.errors import AdapterNotLoaded, QueueFull, ServingError
+from engine.batch.request import RequestEnd
 
 _NAMES = (
     *("handoffs_opened", "handoffs_held", "handoffs_lost", "handoff_retries", "pages_read"),
@@ -24,10 +24,10 @@ _REFUSALS = {
     StatusCode.DEADLINE_EXCEEDED: "deadline",
     StatusCode.UNAVAILABLE: "draining",
 }
-_REASONS: Mapping[type[ServingError], str] = {QueueTooLong: "late", AdapterNotLoaded: "adapter"}
+_REASONS: Mapping[type[ServingError], str] = {QueueFull: "late", AdapterNotLoaded: "adapter"}
 
 
-class DecodeCounts:
+class DecodeCounters:
     """Counters, named as in Node.Describe.
 
     A name with a slash ends with a reason, source or change.
@@ -36,7 +36,7 @@ class DecodeCounts:
     def __init__(self) -> None:
         self._totals = dict.fromkeys(_NAMES, 0)
         self._local = dict.fromkeys(_LOCAL, 0)
-        self._seconds = Distribution(bounds.HANDOFF_S)
+        self._seconds = LiveHistogram(bounds.HANDOFF_S)
 
     def link(self, *, up: bool) -> None:
         self._totals["link_changes/up" if up else "link_changes/down"] += 1
@@ -92,7 +92,7 @@ class DecodeCounts:
         reason = _REASONS.get(type(error)) or _REFUSALS.get(error.status, "overloaded")
         self._totals[f"refused/{reason}"] += 1
 
-    def dropped(self, finish: Finish) -> None:
+    def dropped(self, finish: RequestEnd) -> None:
         """Count a request that was dropped from a queue.
 
         Other ends have no retry time and do not count.
@@ -103,5 +103,5 @@ class DecodeCounts:
         by_reason = {f"local_prefills/{reason}": count for reason, count in self._local.items()}
         return {**self._totals, "local_prefills": sum(self._local.values()), **by_reason}
 
-    def distributions(self) -> Mapping[str, Counted]:
+    def distributions(self) -> Mapping[str, HistogramCounts]:
         return {"handoff_seconds": self._seconds.counted()}

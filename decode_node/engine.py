@@ -6,9 +6,9 @@ from common.config import DecodeConfig, EngineConfig
 from common.errors import ConfigError
 from decode_node.role import DecodeRole
 from engine.build import Engine
-from node.control.outbox import Outbox
+from node.control.outbox import TokenOutbox
 from node.engine_process import EngineStart
-from node.runtime import EngineParts
+from node.runtime import NodeRuntime
 
 
 def wants(config: EngineConfig) -> EngineConfig:
@@ -23,13 +23,13 @@ def check(engine: Engine) -> None:
 
 
 def serve(engine: Engine, start: EngineStart[DecodeConfig], prepare: Callable[[str], None]) -> None:
-    """Serve until the node process disconnects (PeerGone) or changes the role (RoleOver).
+    """Serve until the node process disconnects (PeerGone) or changes the role (RoleEnded).
 
     Args:
         prepare: see Desk.
     """
     config = start.config
-    parts = EngineParts.of(engine, start, prepare)
+    parts = NodeRuntime.of(engine, start, prepare)
     role = DecodeRole(
         config=config,
         instance=start.instance,
@@ -43,7 +43,7 @@ def serve(engine: Engine, start: EngineStart[DecodeConfig], prepare: Callable[[s
         limits=engine.limits,
         port=parts.port,
         desk=parts.desk,
-        outbox=Outbox(start.channel),
+        outbox=TokenOutbox(start.channel),
         adapters=engine.adapters,
         guides=engine.guides,
         sharing=parts.sharing,

@@ -26,28 +26,28 @@ from msgspec.structs import replace
 
 from common.errors import NodeUnavailable
 from common.logs.throttle import Throttle, ThrottledLog
-from common.queueing.drain import Backlog, Drain
-from common.queueing.waiting_line import Place
+from common.queueing.drain import QueueBacklog, QueueEstimator
+from common.queueing.waiting_line import QueueEntry
 from common.request import Remaining
-from decode_node.active_requests import LiveRequests
-from decode_node.counts import DecodeCounts
-from decode_node.page_reservations import Destinations
-from decode_node.queues import Attempt, PreallocQueue, Transfer, TransferQueue
-from engine.batch.request import Finish, Request, out_of_time, waited_too_long
+from decode_node.active_requests import ActiveRequests
+from decode_node.counts import DecodeCounters
+from decode_node.page_reservations import PageReservations
+from decode_node.queues import GrantedHandoff, HandoffAttempt, PreallocQueue, TransferQueue
+from engine.batch.request import Request, RequestEnd, out_of_time, waited_too_long
 from engine.scheduler.scheduler import Scheduler
 from kvtransfer.messages import HandoffId, Live, Prompt, Source
 from kvtransfer.ports import (
-    CancelHandoff,
-    FirstToken,
-    GrantHandoff,
-    HandoffAdmitted,
-    Held,
-    Lost,
-    OpenHandoff,
-    OwnerUp,
-    ReaderCommands,
+    CancelCommand,
+    CompletedEvent,
+    ConsumerCommands,
+    FailedEvent,
+    FirstTokenEvent,
+    GrantCommand,
+    OpenCommand,
+    ProducerUp,
+    QueuedEvent,
 )
-from node.timings import AttemptStamps
+from node.timings import HandoffTimings
 
 log = logging.getLogger(__name__)
 
@@ -65,15 +65,15 @@ _LEAST_BUDGET_S = 1e-3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LostHandoff:
+class FailedHandoff:
     """A failed attempt. Its request holds no resources and includes the tokens sent so far."""
 
     request: Request
-    attempt: Attempt
-    event: Lost
+    attempt: HandoffAttempt
+    event: FailedEvent
 
 
-class Handoffs:
+class IncomingHandoffs:
     """Incoming hand-offs. Engine thread only.
 
     Attributes:
@@ -90,11 +90,11 @@ class Handoffs:
         instance: int,
         vocabulary_size: int,
         max_granted_pages: int,
-        port: ReaderCommands,
+        port: ConsumerCommands,
         scheduler: Scheduler,
-        destinations: Destinations,
-        live: LiveRequests,
-        counts: DecodeCounts,
+        destinations: PageReservations,
+        live: ActiveRequests,
+        counts: DecodeCounters,
     ) -> None:
         self._instance = instance
         self._vocabulary_size = vocabulary_size
@@ -107,21 +107,21 @@ class Handoffs:
         self.prealloc = PreallocQueue()
         self.transfer = TransferQueue()
         self._current: dict[int, HandoffId] = {}  # by request key, in either queue
-        self._on_its_way: dict[bytes, Transfer] = {}  # prompts whose pages others may share
-        self._waits = Drain()  # queue for pages (prealloc), in pages
+        self._on_its_way: dict[bytes, GrantedHandoff] = {}  # prompts whose pages others may share
+        self._waits = QueueEstimator()  # queue for pages (prealloc), in pages
         self._deadlines_due = 0.0
         self._launch_by = 0.0  # one limit for all migrations arriving now
         self._log = ThrottledLog(log, Throttle(most=100))
 
     @property
-    def backlog(self) -> Backlog:
+    def backlog(self) -> QueueBacklog:
         """Backlog of attempts that wait for pages."""
         return self._waits.backlog
 
     def open(
         self,
         request: Request,
-        owner: OwnerUp,
+        owner: ProducerUp,
         candidates: tuple[str, ...],
         number: int,
         ticket: int = 0,
@@ -132,7 +132,7 @@ class Handoffs:
             number: of the attempt, unique for this request.
             ticket: under which the producer runs the request. 0: the producer does not run it.
         Raises:
-            QueueTooLong: the request would get its pages too late.
+            QueueFull: the request would get its pages too late.
         """
         now = time.monotonic()
         tables, num_tokens = self._destinations.tables, len(request.token_ids)
@@ -143,13 +143,13 @@ class Handoffs:
             # At a page boundary, more pages may leave the window than the next token takes.
             num_pages = max(tables.pages_for(num_tokens), tables.pages_for(num_tokens + 1))
         priority, came = request.spec.priority, request.arrived
-        self._waits.check(Place(request.start_by, num_pages, priority, came), now)
+        self._waits.check(QueueEntry(request.start_by, num_pages, priority, came), now)
         handoff_id = HandoffId(self._instance, request.key, number)
         self._current[request.key] = handoff_id
-        stamps = AttemptStamps(owner.address, owner.path, opened=now)
+        stamps = HandoffTimings(owner.address, owner.path, opened=now)
         self._live.stamps(request).open(stamps)
         prompt = b"" if room_tokens else _name_of(request)
-        attempt = Attempt(
+        attempt = HandoffAttempt(
             handoff_id,
             request,
             owner.owner,
@@ -163,10 +163,10 @@ class Handoffs:
         if attempt.moves:
             attempt.until = now + MOVE_WAIT_S
         self.prealloc.put(attempt)
-        self._waits.join(request.key, Place(-math.inf, num_pages, priority, came), now)
+        self._waits.join(request.key, QueueEntry(-math.inf, num_pages, priority, came), now)
         self._counts.opened(number)
         self._port.post(
-            OpenHandoff(
+            OpenCommand(
                 handoff_id,
                 owner.owner,
                 request.weights,
@@ -177,7 +177,7 @@ class Handoffs:
             )
         )
 
-    def _source(self, attempt: Attempt, owner: OwnerUp, ticket: int) -> Source:
+    def _source(self, attempt: HandoffAttempt, owner: ProducerUp, ticket: int) -> Source:
         request = attempt.request
         spec = replace(
             request.spec,
@@ -209,7 +209,7 @@ class Handoffs:
         self._keep_room()
         kept.most_urgent = self._make_room()
 
-    def _next_fitting(self, now: float, floor: float) -> Attempt | None:
+    def _next_fitting(self, now: float, floor: float) -> HandoffAttempt | None:
         if not len(self.prealloc):
             return None
         self._keep_room()
@@ -219,7 +219,7 @@ class Handoffs:
             now, room, num_unready, claim, floor, lambda attempt: self._has_twin(attempt, now)
         )
 
-    def _has_twin(self, attempt: Attempt, now: float) -> bool:
+    def _has_twin(self, attempt: HandoffAttempt, now: float) -> bool:
         """Return whether another request will soon bring the pages of the same prompt."""
         twin = self._on_its_way.get(attempt.prompt)
         if twin is None:
@@ -241,7 +241,7 @@ class Handoffs:
         self._scheduler.make_room(attempt.request.spec.priority, attempt.num_pages)
         return attempt.request.spec.priority
 
-    def _grant(self, attempt: Attempt) -> bool:
+    def _grant(self, attempt: HandoffAttempt) -> bool:
         destination = self._destinations.reserve(
             attempt.id, attempt.token_ids, attempt.request.namespace, attempt.room_tokens
         )
@@ -252,12 +252,12 @@ class Handoffs:
             attempt.until = attempt.stamps.granted + MOVE_WAIT_S
         self._waits.serve(attempt.request.key)
         growth_pages = self._scheduler.growth_pages(attempt.request)
-        transfer = Transfer(attempt, destination, growth_pages)
+        transfer = GrantedHandoff(attempt, destination, growth_pages)
         self.transfer.append(transfer)
         if attempt.prompt and self._destinations.lacks_pages(attempt.token_ids, destination):
             self._on_its_way[attempt.prompt] = transfer
         self._port.post(
-            GrantHandoff(
+            GrantCommand(
                 attempt.id, destination.prefix_tokens, destination.fresh, attempt.room_tokens
             )
         )
@@ -270,7 +270,7 @@ class Handoffs:
 
     # Events of producers and reads ----------------------------------------------------------------
 
-    def admitted(self, event: HandoffAdmitted) -> None:
+    def admitted(self, event: QueuedEvent) -> None:
         """Report the cached tokens before any is computed.
 
         If this node or the producer fails later, the next attempt finds the KV of this one in a
@@ -285,7 +285,7 @@ class Handoffs:
             request.cached_tokens = transfer.cached_tokens
             self._live.report_cached_tokens(request)
 
-    def first_token(self, event: FirstToken) -> LostHandoff | None:
+    def first_token(self, event: FirstTokenEvent) -> FailedHandoff | None:
         """Send the first token to the client at once, before its KV has landed.
 
         Returns the failed attempt if the token is invalid.
@@ -308,21 +308,23 @@ class Handoffs:
         self._live.stamps(request).note_first_token(stamps.first_token)
         transfer.first_token = event.token
         request.cached_tokens = transfer.cached_tokens
-        self._live.tell_first_token(request, event.token, event.logprobs, event.prompt_logprobs)
+        self._live.send_first_token(request, event.token, event.logprobs, event.prompt_logprobs)
         finish = self._scheduler.finish_of(request, event.token)
         if finish is not None:
             self.give_up(request, "its first token ended the request")
             self._live.end(request, finish)
         return None
 
-    def _refuse_ready(self, event: FirstToken, reason: str) -> LostHandoff | None:
+    def _refuse_ready(self, event: FirstTokenEvent, reason: str) -> FailedHandoff | None:
         return self._take_back(event.id, reason)
 
-    def _take_back(self, handoff_id: HandoffId, reason: str) -> LostHandoff | None:
-        self._port.post(CancelHandoff(handoff_id, reason))
-        return self.lost(Lost(handoff_id, reason, retryable=True))
+    def _take_back(self, handoff_id: HandoffId, reason: str) -> FailedHandoff | None:
+        self._port.post(CancelCommand(handoff_id, reason))
+        return self.lost(FailedEvent(handoff_id, reason, retryable=True))
 
-    def _tokens_of_mover(self, transfer: Transfer, event: FirstToken) -> LostHandoff | None:
+    def _tokens_of_mover(
+        self, transfer: GrantedHandoff, event: FirstTokenEvent
+    ) -> FailedHandoff | None:
         """Check and record the tokens that the source generated and the client may not know.
 
         They are sent only once the hand-off is completed: until then the request runs at its
@@ -353,7 +355,7 @@ class Handoffs:
         transfer.told, transfer.first_token = event, event.token
         return None
 
-    def held(self, event: Held) -> None:
+    def held(self, event: CompletedEvent) -> None:
         transfer = self.transfer.get(event.id)
         if transfer is None:
             return
@@ -410,11 +412,11 @@ class Handoffs:
             if transfer.told is not None:
                 self._live.stamps(request).note_first_token(now)
                 fresh = (*transfer.told.token_ids, transfer.told.token)[1:]
-                self._live.tell_tokens(request, fresh, transfer.told.logprobs)
+                self._live.send_tokens(request, fresh, transfer.told.logprobs)
 
     # Failed and cancelled attempts ----------------------------------------------------------------
 
-    def lost(self, event: Lost) -> LostHandoff | None:
+    def lost(self, event: FailedEvent) -> FailedHandoff | None:
         """Remove a failed attempt. Returns None if it was cancelled before."""
         transfer = self._remove(event.id)
         attempt = transfer.attempt if transfer else self.prealloc.remove(event.id)
@@ -435,9 +437,9 @@ class Handoffs:
         self._waits.leave(request.key)
         del self._current[request.key]
         self._live.goes_on(request)
-        return LostHandoff(request, attempt, event)
+        return FailedHandoff(request, attempt, event)
 
-    def take_back(self, reason: str) -> list[LostHandoff]:
+    def cancel_all(self, reason: str) -> list[FailedHandoff]:
         """Fail all attempts in progress, as if their producers had failed them."""
         under_way = [*self.prealloc, *(each.attempt for each in self.transfer)]
         lost = [self._take_back(attempt.id, reason) for attempt in under_way]
@@ -457,10 +459,10 @@ class Handoffs:
         transfer = self._remove(handoff_id)
         if transfer is not None:
             self._destinations.drop(transfer.destination)
-        self._port.post(CancelHandoff(handoff_id, reason))
+        self._port.post(CancelCommand(handoff_id, reason))
         return True
 
-    def _remove(self, handoff_id: HandoffId) -> Transfer | None:
+    def _remove(self, handoff_id: HandoffId) -> GrantedHandoff | None:
         """Remove from the transfer queue.
 
         Requests with the same prompt no longer wait for its pages.
@@ -491,7 +493,7 @@ class Handoffs:
                 self._counts.dropped(finish)
                 self._end(attempt.request, finish)
 
-    def _end(self, request: Request, finish: Finish) -> None:
+    def _end(self, request: Request, finish: RequestEnd) -> None:
         self.give_up(request, finish.error)
         self._live.end(request, finish)
 
@@ -506,13 +508,13 @@ def _room_to_grow(request: Request) -> int:
     return min(request.sampling.max_tokens - request.num_generated, MOST_GROWTH)
 
 
-def _as_told(request: Request, event: FirstToken) -> bool:
+def _as_told(request: Request, event: FirstTokenEvent) -> bool:
     """Return whether the source sent the requested log-probabilities with its new tokens."""
     wanted = len(event.token_ids) if request.sampling.logprobs >= 0 else 0
     return len(event.logprobs or ()) == wanted
 
 
-def _as_asked(request: Request, event: FirstToken) -> bool:
+def _as_asked(request: Request, event: FirstTokenEvent) -> bool:
     """Return whether the event has as many log-probabilities as the request asks for."""
     told = [0 if each is None else len(each) for each in (event.logprobs, event.prompt_logprobs)]
     wanted = [

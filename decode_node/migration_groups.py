@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engine.batch.request import Request
-from node.messages import MoveFrom
+from node.messages import MigrateFrom
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -18,14 +18,14 @@ class _Copied:
     awaited: set[int]  # keys of requests that were being copied when its own copy ended
 
 
-class Convoys:
+class MigrationGroups:
     """Migration groups.
 
     Its length counts copied requests that wait for others. Engine thread only.
     """
 
     def __init__(self) -> None:
-        self._sources: dict[int, MoveFrom] = {}  # by key
+        self._sources: dict[int, MigrateFrom] = {}  # by key
         self._copied: dict[int, _Copied] = {}  # by key
 
     def __len__(self) -> int:
@@ -34,7 +34,7 @@ class Convoys:
     def __contains__(self, request: Request) -> bool:
         return request.key in self._sources
 
-    def put(self, request: Request, source: MoveFrom) -> None:
+    def put(self, request: Request, source: MigrateFrom) -> None:
         """Register a request whose copy begins."""
         self._sources[request.key] = source
 
@@ -54,7 +54,7 @@ class Convoys:
         self._await_no_more(request.key)
         return self._copied.pop(request.key, None) is not None
 
-    def take(self) -> Iterator[tuple[Request, MoveFrom]]:
+    def take(self) -> Iterator[tuple[Request, MigrateFrom]]:
         """Yield and remove the requests that migrate now."""
         for key, copied in tuple(self._copied.items()):
             if not copied.awaited:

@@ -3,12 +3,14 @@
 import time
 from collections.abc import Iterable
 
-from decode_node.queues import Attempt, Transfer
-from decode_node.unpaired import Waiter
+from decode_node.queues import GrantedHandoff, HandoffAttempt
+from decode_node.unpaired import UnpairedEntry
 
 
 def open_handoffs(
-    unpaired: Iterable[Waiter], prealloc: Iterable[Attempt], transfer: Iterable[Transfer]
+    unpaired: Iterable[UnpairedEntry],
+    prealloc: Iterable[HandoffAttempt],
+    transfer: Iterable[GrantedHandoff],
 ) -> list[dict[str, object]]:
     """Return the log fields of each hand-off: its queue, its request and its progress."""
     now = time.monotonic()
@@ -28,7 +30,7 @@ def open_handoffs(
     return told
 
 
-def _of(attempt: Attempt, now: float) -> dict[str, object]:
+def _of(attempt: HandoffAttempt, now: float) -> dict[str, object]:
     return {
         "request_id": attempt.request.spec.request_id,
         "id": tuple(attempt.id),

@@ -5,7 +5,7 @@
        `-----------------------dropped, not held ----------------/
 
 Exactly one node runs a request: the one to which it was released as held. A paused request resumes
-only after a HandoffDropped with "not held" and leaves only after one with "held". The transfer
+only after a ClosedEvent with "not held" and leaves only after one with "held". The transfer
 thread decides this. A deadline here only requests the decision. A request has at most one hand-off,
 and only the drop of that one resumes it.
 """
@@ -22,13 +22,20 @@ import numpy as np
 from common.errors import EngineFault
 from common.logs.throttle import Throttle, ThrottledLog
 from common.page_tables import PageTables
-from decode_node.active_requests import LiveRequests
-from decode_node.counts import DecodeCounts
+from decode_node.active_requests import ActiveRequests
+from decode_node.counts import DecodeCounters
 from engine.batch.request import Ints, Request
-from engine.kv_cache.pages import Holder, PageAllocator
+from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.scheduler.scheduler import Scheduler
 from kvtransfer.messages import Live, Prompt
-from kvtransfer.ports import FailHandoff, Granted, HandoffDropped, Opened, OwnerCommands, Publish
+from kvtransfer.ports import (
+    ClosedEvent,
+    FailCommand,
+    GrantedEvent,
+    OpenedEvent,
+    ProducerCommands,
+    PublishCommand,
+)
 
 log = logging.getLogger(__name__)
 
@@ -43,16 +50,16 @@ _SHARE = 0.1
 LINGER_S = 1.0
 
 
-class State(Enum):
+class MigrationStage(Enum):
     RUNNING = "running"
     STOPPING = "stopping"
     PAUSED = "paused"
 
 
 _NEXT = {
-    State.RUNNING: {State.STOPPING},
-    State.STOPPING: {State.PAUSED},
-    State.PAUSED: set[State](),
+    MigrationStage.RUNNING: {MigrationStage.STOPPING},
+    MigrationStage.STOPPING: {MigrationStage.PAUSED},
+    MigrationStage.PAUSED: set[MigrationStage](),
 }
 
 
@@ -63,7 +70,7 @@ class _Departure:
     serial: int
     request: Request
     num_known: int  # tokens that the consumer knows
-    state: State = State.RUNNING
+    state: MigrationStage = MigrationStage.RUNNING
     prefix_tokens: int = 0  # tokens that the consumer has KV of
     room_tokens: int = 0
     gib_per_s: float = _UNKNOWN_GIB_S
@@ -71,13 +78,13 @@ class _Departure:
     lent: Ints = field(default_factory=lambda: np.empty(0, np.int32))
     over: bool = False  # the request has ended, or the hand-off is cancelled
 
-    def to(self, new: State) -> None:
+    def to(self, new: MigrationStage) -> None:
         if new not in _NEXT[self.state]:
             raise EngineFault(f"a departure cannot go from {self.state.name} to {new.name}")
         self.state = new
 
 
-class Departures:
+class OutgoingMigrations:
     """Outgoing migrations. Engine thread only.
 
     Args:
@@ -92,9 +99,9 @@ class Departures:
         pages: PageAllocator,
         tables: PageTables,
         page_bytes: int,
-        port: OwnerCommands,
-        live: LiveRequests,
-        counts: DecodeCounts,
+        port: ProducerCommands,
+        live: ActiveRequests,
+        counts: DecodeCounters,
         on_moved: Callable[[Request], None],
     ) -> None:
         self._scheduler = scheduler
@@ -125,7 +132,7 @@ class Departures:
 
     # Events of the transfer thread ----------------------------------------------------------------
 
-    def opened(self, event: Opened) -> None:
+    def opened(self, event: OpenedEvent) -> None:
         """Accept or refuse a hand-off.
 
         The request runs on, and no pages are held, until the grant.
@@ -137,12 +144,12 @@ class Departures:
             self._refused.add(event.serial)
             # A prompt is retried elsewhere: the sender found a prefill node at this address before.
             retryable = isinstance(source, Prompt)
-            self._port.post(FailHandoff(event.serial, refusal, retryable))
+            self._port.post(FailCommand(event.serial, refusal, retryable))
             return
         departure = _Departure(event.serial, request, source.num_tokens)
         self._by_serial[event.serial] = self._by_request[request.key] = departure
 
-    def _refusal(self, request: Request | None, event: Opened) -> str:
+    def _refusal(self, request: Request | None, event: OpenedEvent) -> str:
         """Return why the request may not migrate, or "" if it may."""
         if not isinstance(event.source, Live):
             return "a decode node computes no prompts for others"
@@ -164,32 +171,32 @@ class Departures:
             return "the request has other tokens"
         return ""
 
-    def granted(self, event: Granted) -> None:
+    def granted(self, event: GrantedEvent) -> None:
         departure = self._by_serial.get(event.serial)
         if departure is None or departure.over:
-            return  # refused or cancelled; HandoffDropped will follow
+            return  # refused or cancelled; ClosedEvent will follow
         departure.prefix_tokens, departure.room_tokens = event.prefix_tokens, event.room_tokens
         if event.gib_per_s:
             departure.gib_per_s = max(event.gib_per_s, _SLOWEST_GIB_S)
         if not self._scheduler.stop(departure.request):
             self._give_up(departure, "the request is not running")
             return
-        departure.to(State.STOPPING)
+        departure.to(MigrationStage.STOPPING)
 
-    def dropped(self, event: HandoffDropped) -> None:
+    def dropped(self, event: ClosedEvent) -> None:
         if event.serial in self._refused:
             self._refused.remove(event.serial)
             return
         departure = self._by_serial.pop(event.serial)
         self._by_request.pop(departure.request.key, None)
-        self._pages.drop(departure.lent, Holder.PUBLICATION)
+        self._pages.drop(departure.lent, PageHolder.PUBLICATION)
         request = departure.request
         self._counts.moved_away(held=event.held)
         if event.held:
             self._moved_at = time.monotonic()
         else:
             self._log.info("not moved", request_id=request.spec.request_id, because=event.reason)
-        if departure.state is State.RUNNING or request.slot is None:
+        if departure.state is MigrationStage.RUNNING or request.slot is None:
             return  # it never stopped, or has ended meanwhile
         if event.held:
             self._on_moved(request)
@@ -212,9 +219,9 @@ class Departures:
         for departure in tuple(self._by_request.values()):
             if departure.over:
                 continue
-            if departure.state is State.STOPPING:
+            if departure.state is MigrationStage.STOPPING:
                 self._publish(departure, now)
-            elif departure.state is State.PAUSED and departure.paused_until <= now:
+            elif departure.state is MigrationStage.PAUSED and departure.paused_until <= now:
                 self._give_up(departure, "the reader took too long")
 
     def ended(self, request: Request) -> None:
@@ -237,7 +244,7 @@ class Departures:
         num_fresh = num_kv - departure.num_known
         logprobs = None
         if departure.request.sampling.logprobs >= 0 and num_fresh:
-            logprobs = self._live.told_logprobs(departure.request, num_fresh)
+            logprobs = self._live.sent_logprobs(departure.request, num_fresh)
             if logprobs is None:
                 self._give_up(departure, "its log-probabilities are not known any more")
                 return
@@ -246,13 +253,13 @@ class Departures:
             return
         prefix = departure.prefix_tokens
         lent = stopped.holding.take(self._tables.handed_over(num_kv, prefix))
-        self._pages.hold(lent, Holder.PUBLICATION)
+        self._pages.hold(lent, PageHolder.PUBLICATION)
         departure.lent = lent
         read_s = len(lent) * self._page_bytes / (_SHARE * departure.gib_per_s * _GIB)
         departure.paused_until = now + PAUSE_S + read_s
-        departure.to(State.PAUSED)
+        departure.to(MigrationStage.PAUSED)
         self._port.post(
-            Publish(
+            PublishCommand(
                 departure.serial,
                 prefix,
                 num_kv,
@@ -267,10 +274,10 @@ class Departures:
     def _give_up(self, departure: _Departure, reason: str) -> None:
         """Fail the hand-off.
 
-        HandoffDropped follows and decides whether the request resumes here.
+        ClosedEvent follows and decides whether the request resumes here.
         """
         departure.over = True
-        self._port.post(FailHandoff(departure.serial, reason, retryable=False))
+        self._port.post(FailCommand(departure.serial, reason, retryable=False))
 
 
 def _begins_with(tokens: Ints, token_ids: bytes) -> bool:

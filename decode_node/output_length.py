@@ -11,7 +11,7 @@ ENOUGH = 16  # responses; with fewer, no estimate is made
 REMEMBERED = 64
 
 
-class AnswerPace:
+class OutputLengthEstimate:
     """Lengths and speeds of the last responses. Engine thread only."""
 
     def __init__(self) -> None:

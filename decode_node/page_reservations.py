@@ -10,31 +10,31 @@ import numpy as np
 
 from common.page_tables import PageTables, num_pages_of
 from common.requests.namespace import Namespace
-from engine.batch.holding import Holding
+from engine.batch.holding import PageHolding
 from engine.batch.request import Ints
-from engine.kv_cache.pages import Holder, PageAllocator
-from engine.kv_cache.radix import RadixCache
-from engine.offload.tiers import Tiers
+from engine.kv_cache.pages import PageAllocator, PageHolder
+from engine.kv_cache.radix import PrefixCache
+from engine.offload.tiers import CacheTiers
 from engine.scheduler.scheduler import Scheduler
 from kvtransfer.messages import HandoffId
 
 
-class Destination(NamedTuple):
+class PageReservation(NamedTuple):
     """Pages of all tokens of a request, held for it.
 
     Attributes:
         holding: the pages. For a migration, one table with all pages until its number of tokens is
             known.
         prefix_tokens: tokens in whole pages that are cached here already, of full tables.
-        fresh: the other pages, also held for the reads, in the order of GrantHandoff.
+        fresh: the other pages, also held for the reads, in the order of GrantCommand.
     """
 
-    holding: Holding
+    holding: PageHolding
     prefix_tokens: int
     fresh: Ints
 
 
-class Destinations:
+class PageReservations:
     """Reservations of pages for incoming hand-offs. Engine thread only.
 
     Attributes:
@@ -46,9 +46,9 @@ class Destinations:
         *,
         scheduler: Scheduler,
         pages: PageAllocator,
-        cache: RadixCache,
+        cache: PrefixCache,
         tables: PageTables,
-        tiers: Tiers,
+        tiers: CacheTiers,
         page_bytes: int,
     ) -> None:
         self._scheduler = scheduler
@@ -61,7 +61,7 @@ class Destinations:
 
     def reserve(
         self, handoff_id: HandoffId, token_ids: Ints, namespace: Namespace, room_tokens: int = 0
-    ) -> Destination | None:
+    ) -> PageReservation | None:
         """Reserve pages for all tokens, or none.
 
         Returns None if pages are short, although they seemed to suffice: an evictable-looking page
@@ -77,26 +77,26 @@ class Destinations:
             num_pages = self.tables.room_pages(room_tokens, prefix_tokens)
         else:
             num_pages = num_pages_of(self.tables.handed_over(num_tokens, prefix_tokens))
-        self._pages.hold(cached.ravel(), Holder.REQUEST)
-        fresh = self._scheduler.allocate(num_pages, Holder.REQUEST)
+        self._pages.hold(cached.ravel(), PageHolder.REQUEST)
+        fresh = self._scheduler.allocate(num_pages, PageHolder.REQUEST)
         if fresh is None:
-            self._pages.drop(cached.ravel(), Holder.REQUEST)
+            self._pages.drop(cached.ravel(), PageHolder.REQUEST)
             return None
         self._tiers.used(token_ids[:prefix_tokens], namespace)
-        self._pages.hold(fresh, Holder.READ)
+        self._pages.hold(fresh, PageHolder.READ)
         self.reads[handoff_id] = fresh
         if room_tokens:
-            holding = Holding.of(np.concatenate((cached.ravel(), fresh)))
+            holding = PageHolding.of(np.concatenate((cached.ravel(), fresh)))
         else:
-            holding = Holding.laid_out(self.tables, cached, fresh, num_tokens)
-        return Destination(holding, prefix_tokens, fresh)
+            holding = PageHolding.laid_out(self.tables, cached, fresh, num_tokens)
+        return PageReservation(holding, prefix_tokens, fresh)
 
-    def lacks_pages(self, token_ids: Ints, destination: Destination) -> bool:
+    def lacks_pages(self, token_ids: Ints, destination: PageReservation) -> bool:
         """Return whether the reads will bring whole pages into the cache that it lacks now."""
         whole = len(token_ids) - len(token_ids) % self.tables.page_size
         return self._cache.enabled and destination.prefix_tokens < whole
 
-    def settle(self, destination: Destination, num_tokens: int) -> Destination:
+    def settle(self, destination: PageReservation, num_tokens: int) -> PageReservation:
         """Adjust the reservation of a migration once its number of tokens with KV is known.
 
         Surplus pages become free as soon as no read can land in them.
@@ -106,13 +106,13 @@ class Destinations:
         cached = cached.reshape(tables.num_full, tables.num_pages(prefix))
         num_pages = num_pages_of(tables.handed_over(num_tokens, prefix))
         fresh, surplus = np.split(destination.fresh, [num_pages])
-        self._pages.drop(surplus, Holder.REQUEST)
-        holding = Holding.laid_out(tables, cached, fresh, num_tokens)
-        return Destination(holding, prefix, fresh)
+        self._pages.drop(surplus, PageHolder.REQUEST)
+        holding = PageHolding.laid_out(tables, cached, fresh, num_tokens)
+        return PageReservation(holding, prefix, fresh)
 
-    def drop(self, destination: Destination) -> None:
+    def drop(self, destination: PageReservation) -> None:
         """Release the request's hold on the pages. Reads may continue."""
-        self._pages.drop(destination.holding.flat(), Holder.REQUEST)
+        self._pages.drop(destination.holding.flat(), PageHolder.REQUEST)
 
     def reads_ended(self, handoff_id: HandoffId) -> None:
-        self._pages.drop(self.reads.pop(handoff_id), Holder.READ)
+        self._pages.drop(self.reads.pop(handoff_id), PageHolder.READ)

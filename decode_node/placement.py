@@ -18,27 +18,27 @@ from collections.abc import Sequence
 from grpc import StatusCode
 
 from common.config import DecodeConfig
-from common.errors import DeadlineExceeded, NodeUnavailable, QueueTooLong, ServingError
-from common.queueing.drain import Drain
-from common.queueing.waiting_line import Place
+from common.errors import DeadlineExceeded, NodeUnavailable, QueueFull, ServingError
+from common.queueing.drain import QueueEstimator
+from common.queueing.waiting_line import QueueEntry
 from common.requests.quarantine import GUILTY, MAX_DEATHS
 from decode_node import canary
-from decode_node.active_requests import LiveRequests
-from decode_node.counts import DecodeCounts
-from decode_node.handoffs import MOVE_WAIT_S, Handoffs, LostHandoff
-from decode_node.held_back import HeldBack
-from decode_node.migration_groups import Convoys
-from decode_node.unpaired import Unpaired, Waiter
-from engine.batch.request import Finish, FinishReason, Request, out_of_time
-from engine.kv_cache.radix import RadixCache
+from decode_node.active_requests import ActiveRequests
+from decode_node.counts import DecodeCounters
+from decode_node.handoffs import MOVE_WAIT_S, FailedHandoff, IncomingHandoffs
+from decode_node.held_back import PausedQueue
+from decode_node.migration_groups import MigrationGroups
+from decode_node.unpaired import UnpairedEntry, UnpairedQueue
+from engine.batch.request import FinishReason, Request, RequestEnd, out_of_time
+from engine.kv_cache.radix import PrefixCache
 from engine.scheduler.scheduler import Scheduler
-from kvtransfer.ports import OwnerDown, OwnerUp
-from node.messages import MoveFrom
-from node.sharing.fetch_queue import FetchLine
+from kvtransfer.ports import ProducerDown, ProducerUp
+from node.messages import MigrateFrom
+from node.sharing.fetch_queue import FetchQueue
 from node.sharing.prefixes import PrefixSharing
 
 
-class Dispatcher:
+class PrefillPlacement:
     """Placement of requests. Engine thread only.
 
     Attributes:
@@ -54,11 +54,11 @@ class Dispatcher:
         config: DecodeConfig,
         *,
         scheduler: Scheduler,
-        cache: RadixCache,
-        handoffs: Handoffs,
-        prompts: Drain,
-        live: LiveRequests,
-        counts: DecodeCounts,
+        cache: PrefixCache,
+        handoffs: IncomingHandoffs,
+        prompts: QueueEstimator,
+        live: ActiveRequests,
+        counts: DecodeCounters,
         sharing: PrefixSharing,
     ) -> None:
         self._config = config
@@ -69,17 +69,17 @@ class Dispatcher:
         self._live = live
         self._counts = counts
         self._sharing = sharing
-        self._owners: dict[str, OwnerUp] = {}  # by address, of usable links
-        self.unpaired = Unpaired(config.pair_again_s)
-        self.held_back = HeldBack()
-        self.fetching = FetchLine(sharing.fetches)
-        self._convoys = Convoys()
+        self._owners: dict[str, ProducerUp] = {}  # by address, of usable links
+        self.unpaired = UnpairedQueue(config.pair_again_s)
+        self.held_back = PausedQueue()
+        self.fetching = FetchQueue(sharing.fetches)
+        self._convoys = MigrationGroups()
 
-    def owner_up(self, event: OwnerUp) -> None:
+    def owner_up(self, event: ProducerUp) -> None:
         self._owners[event.address] = event
         self._counts.link(up=True)
 
-    def owner_down(self, event: OwnerDown, now: float) -> bool:
+    def owner_down(self, event: ProducerDown, now: float) -> bool:
         """Remove a producer. Returns whether this node was paired with it."""
         owner = self._owners.get(event.address)
         if owner is None or owner.owner != event.owner:
@@ -98,14 +98,14 @@ class Dispatcher:
             attempt: number of the next attempt.
         Raises:
             DeadlineExceeded: no time is left.
-            QueueTooLong: it would be scheduled too late.
+            QueueFull: it would be scheduled too late.
         """
         now = time.monotonic()
         if request.deadline <= now:
             raise DeadlineExceeded(out_of_time().error)
         if self._scheduler.paused:
             until = min(request.deadline, request.start_by)
-            self.held_back.append(Waiter(request, candidates, attempt, until))
+            self.held_back.append(UnpairedEntry(request, candidates, attempt, until))
             return
         usable = self._usable(candidates)
         if not usable and self._waits_for_an_owner(request, candidates, attempt, now):
@@ -116,26 +116,26 @@ class Dispatcher:
         else:
             self._handoffs.open(request, usable[0], candidates, attempt)
 
-    def place_mover(self, request: Request, source: MoveFrom) -> None:
+    def place_mover(self, request: Request, source: MigrateFrom) -> None:
         """Start the migration of a request to this node.
 
         Copies its KV so far while it runs on, then opens a hand-off at its source. Waits first if
         this node is not paired with the source.
 
         Raises:
-            QueueTooLong: it would get its pages too late.
+            QueueFull: it would get its pages too late.
             NodeUnavailable: this node is paused.
         """
         if source.address not in self._owners:
             until = time.monotonic() + MOVE_WAIT_S
-            self.unpaired.append(Waiter(request, (source.address,), 1, until, source.ticket))
+            self.unpaired.append(UnpairedEntry(request, (source.address,), 1, until, source.ticket))
         elif self._copy_first(request, source):
             self._convoys.put(request, source)
             self.fetching.put(request)
         else:
             self._move(request, source)
 
-    def place_again(self, lost: LostHandoff) -> None:
+    def retry(self, lost: FailedHandoff) -> None:
         """Place a request after a failed attempt: at another node, or here. Otherwise end it."""
         request, event = lost.request, lost.event
         if _is_canary(request):  # a canary tests one producer and has no other
@@ -146,10 +146,10 @@ class Dispatcher:
             return
         if event.engine_died:
             if request.engine_deaths >= MAX_DEATHS:
-                guilty = Finish(FinishReason.ERROR, GUILTY, StatusCode.INTERNAL)
+                guilty = RequestEnd(FinishReason.ERROR, GUILTY, StatusCode.INTERNAL)
                 self._live.end(request, guilty)
                 return
-            request.suspect_of(request.engine_deaths + 1)
+            request.quarantine_after(request.engine_deaths + 1)
         candidates = lost.attempt.candidates if event.retryable else ()
         if not event.may_return:
             failed = lost.attempt.stamps.prefill
@@ -164,21 +164,21 @@ class Dispatcher:
         except ServingError as error:
             self._live.refuse(request, error)
 
-    def pair_again(self, now: float) -> None:
+    def place_unpaired(self, now: float) -> None:
         """Place requests that waited for a producer, successfully or until a timeout."""
         for waiter in self.unpaired.take(now, self._owners):
             try:
                 if not waiter.ticket:
                     self.place(waiter.request, waiter.candidates, waiter.attempt)
                 elif self._usable(waiter.candidates):
-                    source = MoveFrom(waiter.candidates[0], waiter.ticket)
+                    source = MigrateFrom(waiter.candidates[0], waiter.ticket)
                     self.place_mover(waiter.request, source)
                 else:
                     raise NodeUnavailable("not moved: this node is not paired with the other")
             except ServingError as error:
                 self._live.refuse(waiter.request, error)
 
-    def place_held_back(self, now: float) -> None:
+    def place_paused(self, now: float) -> None:
         """Place paused requests after the pause. During it, end those that have waited too long."""
         for waiter in self.held_back:
             request = waiter.request
@@ -229,19 +229,19 @@ class Dispatcher:
         """Requests whose prefix is being fetched or is waiting for another fetch."""
         return len(self.fetching) + len(self._convoys)
 
-    def _check_another(self, lost: LostHandoff, candidates: Sequence[str], attempt: int) -> None:
+    def _check_another(self, lost: FailedHandoff, candidates: Sequence[str], attempt: int) -> None:
         """Check that another producer may be tried after one whose queue is too long.
 
         Such a request is not prefilled here, because that would delay running responses.
 
         Raises:
-            QueueTooLong: no other producer is left, or no time.
+            QueueFull: no other producer is left, or no time.
         """
         here = self._why_here(lost.request, self._usable(candidates), attempt)
         if here or lost.request.start_by <= time.monotonic():
-            raise QueueTooLong(lost.event.reason, lost.event.retry_after_s)
+            raise QueueFull(lost.event.reason, lost.event.retry_after_s)
 
-    def _usable(self, candidates: Sequence[str]) -> list[OwnerUp]:
+    def _usable(self, candidates: Sequence[str]) -> list[ProducerUp]:
         return [self._owners[address] for address in candidates if address in self._owners]
 
     def _waits_for_an_owner(
@@ -251,12 +251,12 @@ class Dispatcher:
         until = min(self.unpaired.worth_until(candidates), request.deadline)
         if self._is_exhausted(attempt) or now >= until or self._is_short(request):
             return False
-        self.unpaired.append(Waiter(request, candidates, attempt, until))
+        self.unpaired.append(UnpairedEntry(request, candidates, attempt, until))
         self._live.stamps(request).unpaired = now
         return True
 
-    def _why_here(self, request: Request, usable: Sequence[OwnerUp], attempt: int) -> str:
-        """Return why it is prefilled here, as named in DecodeCounts, or "" if it is not."""
+    def _why_here(self, request: Request, usable: Sequence[ProducerUp], attempt: int) -> str:
+        """Return why it is prefilled here, as named in DecodeCounters, or "" if it is not."""
         if _is_canary(request):
             return "canary"
         if self._config.mode == "colocated":
@@ -279,19 +279,19 @@ class Dispatcher:
 
     def _prefill_here(self, request: Request, why: str, now: float) -> None:
         num_tokens = len(request.token_ids)
-        self._prompts.check(Place(request.start_by, num_tokens, request.spec.priority), now)
+        self._prompts.check(QueueEntry(request.start_by, num_tokens, request.spec.priority), now)
         if self._fetch_first(request):
             self.fetching.put(request)
         else:
             self._scheduler.add(request)
-        place = Place(request.due, num_tokens, request.spec.priority)
+        place = QueueEntry(request.due, num_tokens, request.spec.priority)
         self._prompts.join(request.key, place, now)
         if not _is_canary(request):  # canaries are not client prompts
             self._counts.local_prefill(why)
         stamps = self._live.stamps(request)
         stamps.queued, stamps.why_here = now, why
 
-    def _move(self, request: Request, source: MoveFrom) -> None:
+    def _move(self, request: Request, source: MigrateFrom) -> None:
         if self._scheduler.paused:
             raise NodeUnavailable("not moved: this node is paused")
         owner = self._owners.get(source.address)
@@ -299,7 +299,7 @@ class Dispatcher:
             raise NodeUnavailable("not moved: this node is not paired with the other")
         self._handoffs.open(request, owner, (), 1, source.ticket)
 
-    def _copy_first(self, request: Request, source: MoveFrom) -> bool:
+    def _copy_first(self, request: Request, source: MigrateFrom) -> bool:
         if self._scheduler.paused:
             return False
         # The newest token may have no KV yet.
@@ -323,6 +323,6 @@ def _is_canary(request: Request) -> bool:
 def _paused_too_long(request: Request, now: float) -> ServingError:
     if request.deadline <= now:
         return DeadlineExceeded(f"{out_of_time().error}, in a pause of generation")
-    return QueueTooLong(
+    return QueueFull(
         "generation is paused, for longer than this request may wait", retry_after_s=1.0
     )

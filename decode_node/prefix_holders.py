@@ -1,27 +1,27 @@
 """Nodes that hold part of a prompt, by this node's own cache and by the router's hints."""
 
-from common.requests.prefix_hint import MAX_HINTS, PrefixAt
+from common.requests.prefix_hint import MAX_HINTS, PrefixHint
 from engine.batch.request import Request
-from engine.kv_cache.radix import RadixCache
-from engine.offload.tiers import Tiers
+from engine.kv_cache.radix import PrefixCache
+from engine.offload.tiers import CacheTiers
 from node.messages import Placement
 
 WORTH_NAMING_TOKENS = 64  # shorter cached prefixes are not offered to other nodes
 
 
-class PrefixHolders:
+class PrefixLocations:
     """Prefix hints for hand-offs. Engine thread only.
 
     Args:
         shares: whether nodes fetch prefixes from each other. If not, there are no hints.
     """
 
-    def __init__(self, cache: RadixCache, tiers: Tiers, *, shares: bool) -> None:
+    def __init__(self, cache: PrefixCache, tiers: CacheTiers, *, shares: bool) -> None:
         self._cache = cache
         self._tiers = tiers
         self._shares = shares
 
-    def of(self, request: Request, placement: Placement) -> tuple[PrefixAt, ...]:
+    def of(self, request: Request, placement: Placement) -> tuple[PrefixHint, ...]:
         """Return this node, if it holds enough of the prompt, then the router's hints."""
         if not self._shares:
             return ()
@@ -32,4 +32,4 @@ class PrefixHolders:
         num_tokens = self._cache.match(*wanted).num_tokens if way is None else len(way.token_ids)
         if num_tokens < WORTH_NAMING_TOKENS:
             return placement.prefix_hints
-        return (PrefixAt(placement.own_address, num_tokens), *placement.prefix_hints)[:MAX_HINTS]
+        return (PrefixHint(placement.own_address, num_tokens), *placement.prefix_hints)[:MAX_HINTS]

@@ -5,12 +5,12 @@ from functools import partial
 
 from common.config import DecodeConfig
 from common.errors import ServingError
-from decode_node.servicer import ServeService
+from decode_node.servicer import DecodeService
 from kvtransfer.pairs.dialer import PairDialer
-from kvtransfer.pairs.named_owners import NamedOwners
+from kvtransfer.pairs.named_owners import NamedProducers
 from kvtransfer.pairs.service import PairService
 from kvtransfer.pairs.streams import PairStreams
-from node.frontend.parts import Front, NodeParts, RoleProgram
+from node.frontend.parts import NodeFrontend, RoleProgram, RoleServices
 
 
 def program(config: DecodeConfig) -> RoleProgram:
@@ -24,7 +24,9 @@ def program(config: DecodeConfig) -> RoleProgram:
     return RoleProgram("decode", config, parts, config.mode)
 
 
-def _parts(front: Front, *, colocated: bool, falls_back: bool, fetches: bool) -> NodeParts:
+def _parts(
+    front: NodeFrontend, *, colocated: bool, falls_back: bool, fetches: bool
+) -> RoleServices:
     """Connect the services of a decode node.
 
     Incoming calls: routers, and decode nodes to which a request of this node migrates. Outgoing
@@ -38,13 +40,13 @@ def _parts(front: Front, *, colocated: bool, falls_back: bool, fetches: bool) ->
 
     streams = PairStreams(front.transfer_socket, front.metrics, on_beat=beat)
     dialer = PairDialer(streams, front.metrics, front.make_channel)
-    owners = NamedOwners(front.address, dialer.dial)
+    owners = NamedProducers(front.address, dialer.dial)
     pairs = PairService(streams, front.engine.check_ready, front.supervision.check_length)
 
     def pair(prefill: frozenset[str], decode: frozenset[str]) -> None:
         owners.listed(decode if colocated else prefill | decode)
 
-    serve = ServeService(
+    serve = DecodeService(
         front.engine,
         front.metrics,
         front.supervision,
@@ -59,7 +61,7 @@ def _parts(front: Front, *, colocated: bool, falls_back: bool, fetches: bool) ->
         serve.end(error)
         streams.close_all(error)
 
-    return NodeParts(
+    return RoleServices(
         services=(serve.register, pairs.register),
         background=(streams.run, dialer.run),
         step=serve.step,

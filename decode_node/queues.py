@@ -15,16 +15,16 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from common.priority import PriorityClass, class_of
-from decode_node.page_reservations import Destination
+from decode_node.page_reservations import PageReservation
 from engine.batch.request import Request
-from engine.scheduler.arrivals import Claim, FairQueue, Room, is_overdue
+from engine.scheduler.arrivals import FairQueue, FreeCapacity, PageClaim, is_overdue
 from kvtransfer.messages import HandoffId
-from kvtransfer.ports import FirstToken, Ints
-from node.timings import AttemptStamps
+from kvtransfer.ports import FirstTokenEvent, Ints
+from node.timings import HandoffTimings
 
 
 @dataclass(slots=True, eq=False)
-class Attempt:
+class HandoffAttempt:
     """An attempt at a hand-off, with the request as it was when the attempt began."""
 
     id: HandoffId
@@ -33,7 +33,7 @@ class Attempt:
     candidates: tuple[str, ...]  # producers that have not failed it, in order of preference
     num_pages: int  # for its tokens and the next one
     opened: float  # time.monotonic()
-    stamps: AttemptStamps
+    stamps: HandoffTimings
     prompt: bytes = b""  # hash of namespace and tokens; empty for migrations
     # Only for migrations to this node, which have one attempt.
     room_tokens: int = 0  # maximum tokens with KV when it arrives; 0: a prompt
@@ -72,15 +72,15 @@ class Attempt:
 
 
 @dataclass(slots=True, eq=False)
-class Transfer:
+class GrantedHandoff:
     """A granted attempt."""
 
-    attempt: Attempt
-    destination: Destination
+    attempt: HandoffAttempt
+    destination: PageReservation
     growth_pages: int  # to be kept free for it after it joins
     owner_cached_tokens: int = 0
     first_token: int | None = field(default=None)
-    told: FirstToken | None = None  # migrations only: tokens sent to the client after the join
+    told: FirstTokenEvent | None = None  # migrations only: tokens sent to the client after the join
     held: bool = False  # the KV is here and correct; it waits at most for a slot
 
     @property
@@ -108,29 +108,29 @@ class PreallocQueue:
     """
 
     def __init__(self) -> None:
-        self._attempts: FairQueue[HandoffId, Attempt] = FairQueue()
+        self._attempts: FairQueue[HandoffId, HandoffAttempt] = FairQueue()
 
     def __len__(self) -> int:
         return len(self._attempts)
 
-    def __iter__(self) -> Iterator[Attempt]:
+    def __iter__(self) -> Iterator[HandoffAttempt]:
         return iter(tuple(self._attempts))
 
-    def put(self, attempt: Attempt) -> None:
+    def put(self, attempt: HandoffAttempt) -> None:
         self._attempts.put(attempt.id, attempt)
 
-    def remove(self, handoff_id: HandoffId) -> Attempt | None:
+    def remove(self, handoff_id: HandoffId) -> HandoffAttempt | None:
         return self._attempts.take(handoff_id)
 
     def take_fitting(
         self,
         now: float,
-        room: Room,
+        room: FreeCapacity,
         num_unready: float,
-        claim: Claim | None,
+        claim: PageClaim | None,
         floor: float = -math.inf,
-        held_back: Callable[[Attempt], bool] = lambda attempt: False,
-    ) -> Attempt | None:
+        held_back: Callable[[HandoffAttempt], bool] = lambda attempt: False,
+    ) -> HandoffAttempt | None:
         """Remove and return the first attempt that may be granted.
 
         Large attempts neither block the queue nor starve.
@@ -177,7 +177,7 @@ class PreallocQueue:
                 return attempt.place
         return math.inf
 
-    def most_urgent(self, num_unready: float) -> Attempt | None:
+    def most_urgent(self, num_unready: float) -> HandoffAttempt | None:
         """Return the attempt with the highest priority that lacks pages, the first of equals."""
         lacking = (each for each in self._attempts.in_turn() if each.num_pages <= num_unready)
         return max(lacking, key=lambda attempt: attempt.priority, default=None)
@@ -190,24 +190,24 @@ class TransferQueue:
     """Granted attempts by id."""
 
     def __init__(self) -> None:
-        self._transfers: dict[HandoffId, Transfer] = {}
-        self._movers: dict[HandoffId, Transfer] = {}  # those that are migrations
+        self._transfers: dict[HandoffId, GrantedHandoff] = {}
+        self._movers: dict[HandoffId, GrantedHandoff] = {}  # those that are migrations
 
     def __len__(self) -> int:
         return len(self._transfers)
 
-    def __iter__(self) -> Iterator[Transfer]:
+    def __iter__(self) -> Iterator[GrantedHandoff]:
         return iter(tuple(self._transfers.values()))
 
-    def append(self, transfer: Transfer) -> None:
+    def append(self, transfer: GrantedHandoff) -> None:
         self._transfers[transfer.attempt.id] = transfer
         if transfer.attempt.moves:
             self._movers[transfer.attempt.id] = transfer
 
-    def get(self, handoff_id: HandoffId) -> Transfer | None:
+    def get(self, handoff_id: HandoffId) -> GrantedHandoff | None:
         return self._transfers.get(handoff_id)
 
-    def remove(self, handoff_id: HandoffId) -> Transfer | None:
+    def remove(self, handoff_id: HandoffId) -> GrantedHandoff | None:
         self._movers.pop(handoff_id, None)
         return self._transfers.pop(handoff_id, None)
 
@@ -222,7 +222,7 @@ class TransferQueue:
         movers = self._movers.values()
         return any(transfer.told is not None and not transfer.held for transfer in movers)
 
-    def held(self) -> list[Transfer]:
+    def held(self) -> list[GrantedHandoff]:
         return [transfer for transfer in self._transfers.values() if transfer.held]
 
     def growth_pages(self) -> int:

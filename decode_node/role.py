@@ -9,7 +9,7 @@ This node is responsible for a request from submission to the last token (active
 can always prefill a request itself after a failed hand-off. The dispatcher places requests,
 Handoffs tracks hand-offs in progress, and the scheduler holds requests that are computed here. None
 of them knows streams or sockets: the router is behind the desk and the outbox, other nodes behind a
-NodePort. For outgoing migrations this node is the producer (outgoing_migrations.py).
+TransferPort. For outgoing migrations this node is the producer (outgoing_migrations.py).
 """
 
 import math
@@ -17,57 +17,63 @@ import time
 from collections.abc import Mapping
 
 from common.config import DecodeConfig
-from common.distribution import Counted
+from common.distribution import HistogramCounts
 from common.errors import ServingError
 from common.page_tables import PageTables
 from common.priority import PriorityClass
-from common.queueing.drain import Backlog, Drain
-from common.requests.request_trace import Flight, Flights
+from common.queueing.drain import QueueBacklog, QueueEstimator
+from common.requests.request_trace import RequestTrace, RequestTraces
 from common.requests.weights import WeightsId
 from decode_node import canary
-from decode_node.active_requests import LiveRequests
-from decode_node.admission import Door
+from decode_node.active_requests import ActiveRequests
+from decode_node.admission import RequestAdmission
 from decode_node.canary import Canary
-from decode_node.counts import DecodeCounts
-from decode_node.handoffs import Handoffs, LostHandoff
+from decode_node.counts import DecodeCounters
+from decode_node.handoffs import FailedHandoff, IncomingHandoffs
 from decode_node.open_handoffs import open_handoffs
-from decode_node.outgoing_migrations import Departures
-from decode_node.output_length import AnswerPace
-from decode_node.page_reservations import Destinations
-from decode_node.placement import Dispatcher
-from decode_node.prefix_holders import PrefixHolders
-from engine.adapters.adapters import Adapters
+from decode_node.outgoing_migrations import OutgoingMigrations
+from decode_node.output_length import OutputLengthEstimate
+from decode_node.page_reservations import PageReservations
+from decode_node.placement import PrefillPlacement
+from decode_node.prefix_holders import PrefixLocations
+from engine.adapters.adapters import AdapterManager
 from engine.batch.batch import BatchResult, ScheduleBatch
 from engine.batch.limits import RequestLimits
-from engine.batch.request import Finish, FinishReason, Request, moved
-from engine.grammar.guides import Guides
-from engine.kv_cache.pages import Holder, PageAllocator
-from engine.kv_cache.radix import RadixCache
-from engine.offload.tiers import Tiers
-from engine.scheduler.scheduler import ChunkDone, Finished, Scheduler
+from engine.batch.request import FinishReason, Request, RequestEnd, moved
+from engine.grammar.guides import GrammarCache
+from engine.kv_cache.pages import PageAllocator, PageHolder
+from engine.kv_cache.radix import PrefixCache
+from engine.offload.tiers import CacheTiers
+from engine.scheduler.scheduler import ChunkDone, FinishedRequest, Scheduler
 from kvtransfer.ports import (
-    ComputesWith,
-    FirstToken,
-    Granted,
-    HandoffAdmitted,
-    HandoffDropped,
-    Held,
-    Lost,
-    NodePort,
-    Opened,
-    OwnerDown,
+    ClosedEvent,
+    CompletedEvent,
+    FailedEvent,
+    FirstTokenEvent,
+    GrantedEvent,
+    OpenedEvent,
     OwnerRate,
-    OwnerUp,
-    ReadsEnded,
+    ProducerDown,
+    ProducerUp,
+    QueuedEvent,
+    ReadsEndedEvent,
+    SetWeightVersion,
+    TransferPort,
 )
-from node.control.engine_control import Desk
-from node.control.outbox import Outbox
+from node.control.engine_control import EngineControl
+from node.control.outbox import TokenOutbox
 from node.control.pauses import PAUSED
-from node.messages import CancelSubmitted, FrontMessage, OnTrial, StreamEnded, SubmitRequest
-from node.queues.adapter_queue import AdapterLine
-from node.queues.grammar_queue import GuideLine
-from node.queues.preparations import Preparations
-from node.queues.tier_load_queue import TierLine
+from node.messages import (
+    CancelSubmitted,
+    FrontMessage,
+    QuarantineStarted,
+    RouterStreamClosed,
+    SubmitRequest,
+)
+from node.queues.adapter_queue import AdapterQueue
+from node.queues.grammar_queue import GrammarQueue
+from node.queues.preparations import PreparationStages
+from node.queues.tier_load_queue import TierLoadQueue
 from node.sharing.prefixes import PrefixSharing
 
 
@@ -81,17 +87,17 @@ class DecodeRole:
         instance: int,
         scheduler: Scheduler,
         pages: PageAllocator,
-        cache: RadixCache,
+        cache: PrefixCache,
         tables: PageTables,
         page_bytes: int,
         limits: RequestLimits,
-        port: NodePort,
-        desk: Desk,
-        outbox: Outbox,
-        adapters: Adapters,
-        guides: Guides,
+        port: TransferPort,
+        desk: EngineControl,
+        outbox: TokenOutbox,
+        adapters: AdapterManager,
+        guides: GrammarCache,
         sharing: PrefixSharing,
-        tiers: Tiers,
+        tiers: CacheTiers,
     ) -> None:
         self.scheduler = scheduler
         self._port = port
@@ -103,21 +109,21 @@ class DecodeRole:
         most_tokens = config.engine.scheduler.max_waiting_tokens + tables.max_tokens(
             pages.num_pages
         )
-        self._counts = DecodeCounts()
-        self._live = LiveRequests(outbox, self._counts, adapters, most_tokens)
-        self._prompts = Drain()  # prompts to be computed here
-        self._answers = AnswerPace()
-        self._door = Door(
+        self._counts = DecodeCounters()
+        self._live = ActiveRequests(outbox, self._counts, adapters, most_tokens)
+        self._prompts = QueueEstimator()  # prompts to be computed here
+        self._answers = OutputLengthEstimate()
+        self._door = RequestAdmission(
             max_waiting=config.engine.scheduler.max_waiting,
             limits=limits,
             desk=desk,
             live=self._live,
             adapters=adapters,
-            holders=PrefixHolders(cache, tiers, shares=config.sharing.enabled),
+            holders=PrefixLocations(cache, tiers, shares=config.sharing.enabled),
             prompts=self._prompts,
             answers=self._answers,
         )
-        self._destinations = Destinations(
+        self._destinations = PageReservations(
             scheduler=scheduler,
             pages=pages,
             cache=cache,
@@ -125,7 +131,7 @@ class DecodeRole:
             tiers=tiers,
             page_bytes=page_bytes,
         )
-        self._handoffs = Handoffs(
+        self._handoffs = IncomingHandoffs(
             instance=instance,
             vocabulary_size=limits.vocabulary_size,
             max_granted_pages=config.max_granted_pages or pages.num_pages // 2,
@@ -135,7 +141,7 @@ class DecodeRole:
             live=self._live,
             counts=self._counts,
         )
-        self._dispatcher = Dispatcher(
+        self._dispatcher = PrefillPlacement(
             config,
             scheduler=scheduler,
             cache=cache,
@@ -145,7 +151,7 @@ class DecodeRole:
             counts=self._counts,
             sharing=sharing,
         )
-        self._departures = Departures(
+        self._departures = OutgoingMigrations(
             scheduler=scheduler,
             pages=pages,
             tables=tables,
@@ -164,10 +170,10 @@ class DecodeRole:
             counts=self._counts,
         )
         outbox.listen(canary.STREAM, self._canary.take)
-        self._preparations: Preparations[SubmitRequest] = Preparations(
-            GuideLine(guides),
-            AdapterLine(adapters),
-            TierLine(tiers, lambda: scheduler.room().num_pages),
+        self._preparations: PreparationStages[SubmitRequest] = PreparationStages(
+            GrammarQueue(guides),
+            AdapterQueue(adapters),
+            TierLoadQueue(tiers, lambda: scheduler.room().num_pages),
         )
         self._told_trial: Request | None = None
 
@@ -176,13 +182,13 @@ class DecodeRole:
     def poll(self) -> None:
         now = time.monotonic()
         for lost in self._take_events(now):  # after all events, so that lost producers are known
-            self._dispatcher.place_again(lost)
+            self._dispatcher.retry(lost)
         self._expire(now)
         self._desk.poll(self, self._take)
         self._place_prepared(now)
         self._departures.poll(now)
-        self._dispatcher.pair_again(now)
-        self._dispatcher.place_held_back(now)
+        self._dispatcher.place_unpaired(now)
+        self._dispatcher.place_paused(now)
         self._dispatcher.place_fetched(now)
         self._handoffs.join()
         self._handoffs.grant(now)
@@ -236,40 +242,40 @@ class DecodeRole:
         reads = [*self._destinations.reads.values(), *self._sharing.reads()]
         lent = [*self._departures.lent(), *self._sharing.lent()]
         self.scheduler.check_idle(
-            {Holder.REQUEST: joining, Holder.READ: reads, Holder.PUBLICATION: lent}
+            {PageHolder.REQUEST: joining, PageHolder.READ: reads, PageHolder.PUBLICATION: lent}
         )
 
     # Events of the transfer thread ----------------------------------------------------------------
 
-    def _take_events(self, now: float) -> list[LostHandoff]:
-        lost: list[LostHandoff | None] = []
+    def _take_events(self, now: float) -> list[FailedHandoff]:
+        lost: list[FailedHandoff | None] = []
         for event in self._canary.admitted(self._port.take(), now):
             if self._sharing.take(event):
                 continue
             match event:
-                case OwnerUp():
+                case ProducerUp():
                     self._dispatcher.owner_up(event)
                     self._desk.links[event.address] = (event.path, event.gib_per_s)
                 case OwnerRate():
                     self._desk.link_measured(event.address, event.gib_per_s)
-                case OwnerDown():
+                case ProducerDown():
                     if self._dispatcher.owner_down(event, now):
                         self._desk.links.pop(event.address, None)
-                case HandoffAdmitted():
+                case QueuedEvent():
                     self._handoffs.admitted(event)
-                case FirstToken():
+                case FirstTokenEvent():
                     lost.append(self._handoffs.first_token(event))
-                case Held():
+                case CompletedEvent():
                     self._handoffs.held(event)
-                case Lost():
+                case FailedEvent():
                     lost.append(self._handoffs.lost(event))
-                case ReadsEnded():
+                case ReadsEndedEvent():
                     self._destinations.reads_ended(event.id)
-                case Opened():
+                case OpenedEvent():
                     self._departures.opened(event)
-                case Granted():
+                case GrantedEvent():
                     self._departures.granted(event)
-                case HandoffDropped():
+                case ClosedEvent():
                     self._departures.dropped(event)
         return [each for each in lost if each is not None]
 
@@ -305,28 +311,28 @@ class DecodeRole:
         own = self._counts.totals()
         return {**self.scheduler.counters(), **own, **self._sharing.counters()}
 
-    def distributions(self) -> Mapping[str, Counted]:
+    def distributions(self) -> Mapping[str, HistogramCounts]:
         return {**self._counts.distributions(), **self.scheduler.distributions()}
 
-    def backlogs(self) -> dict[str, Backlog]:
+    def backlogs(self) -> dict[str, QueueBacklog]:
         return {"prompts": self._prompts.backlog, "pages": self._handoffs.backlog}
 
     def abort(self, request_id: str) -> int:
         doomed = [request for request in self._live if request.spec.request_id == request_id]
         for request in doomed:
-            self._abort(request, Finish(FinishReason.ABORT, "aborted by an operator"))
+            self._abort(request, RequestEnd(FinishReason.ABORT, "aborted by an operator"))
         return len(doomed)
 
     def abort_all(self) -> int:
         doomed = tuple(self._live)
         for request in doomed:
-            self._abort(request, Finish(FinishReason.ABORT, PAUSED))
+            self._abort(request, RequestEnd(FinishReason.ABORT, PAUSED))
         return len(doomed)
 
     def let_go(self) -> bool:
         self._departures.give_up_all("this node is paused")
-        for lost in self._handoffs.take_back("this node is paused"):
-            self._dispatcher.place_again(lost)
+        for lost in self._handoffs.cancel_all("this node is paused"):
+            self._dispatcher.retry(lost)
         if len(self._departures):
             return False
         self.scheduler.start_over()
@@ -336,20 +342,20 @@ class DecodeRole:
         for request in self._live:
             request.compute_with(self._desk.weights)
 
-    def pair_as(self, weights: WeightsId) -> None:
-        self._port.post(ComputesWith(weights))
+    def set_weight_version(self, weights: WeightsId) -> None:
+        self._port.post(SetWeightVersion(weights))
         self._desk.links.clear()
 
-    def explain(self, request_id: str) -> Flights:
+    def explain(self, request_id: str) -> RequestTraces:
         return self._live.explain(request_id)
 
-    def flights(self, num_ended: int) -> list[tuple[str, Flight]]:
+    def flights(self, num_ended: int) -> list[tuple[str, RequestTrace]]:
         return self._live.flights(num_ended)
 
     # Messages of the router -----------------------------------------------------------------------
 
     def _take(self, message: FrontMessage) -> None:
-        cancelled = Finish(FinishReason.ABORT, "cancelled")
+        cancelled = RequestEnd(FinishReason.ABORT, "cancelled")
         match message:
             case SubmitRequest():
                 self._submit(message)
@@ -357,7 +363,7 @@ class DecodeRole:
                 request = self._live.get((stream, number))
                 if request is not None:
                     self._abort(request, cancelled)
-            case StreamEnded(stream):
+            case RouterStreamClosed(stream):
                 for request in self._live:
                     if request.origin[0] == stream:
                         self._abort(request, cancelled)
@@ -402,7 +408,7 @@ class DecodeRole:
             self._counts.dropped(finished.finish)
             self._ended(finished)
 
-    def _abort(self, request: Request, finish: Finish) -> None:
+    def _abort(self, request: Request, finish: RequestEnd) -> None:
         waited = self._preparations.remove(request) or self._dispatcher.give_up(request)
         if waited or self._handoffs.give_up(request, finish.error):
             self._live.end(request, finish)
@@ -412,17 +418,17 @@ class DecodeRole:
             self._ended(finished)
 
     def _moved_away(self, request: Request) -> None:
-        self.scheduler.give_away(request)
-        self._ended(Finished(request, moved()))
+        self.scheduler.remove_migrated(request)
+        self._ended(FinishedRequest(request, moved()))
 
-    def _ended(self, finished: Finished) -> None:
+    def _ended(self, finished: FinishedRequest) -> None:
         """End a request that has left the scheduler."""
         self._departures.ended(finished.request)
         self._prompts.leave(finished.request.key)
         self._sharing.forget(finished.request.key)
         self._live.end(finished.request, finished.finish)
 
-    def _note_length(self, finished: Finished, now: float) -> None:
+    def _note_length(self, finished: FinishedRequest, now: float) -> None:
         """Record the length of a response that was not cut short."""
         stamps = self._live.stamps(finished.request)
         if finished.num_generated and stamps.first_token:
@@ -443,4 +449,6 @@ class DecodeRole:
     def _tell_trial(self, request: Request | None) -> None:
         """Report the request on trial, before the launch of the step that may crash the engine."""
         self._told_trial = request
-        self._desk.notify(OnTrial(*request.origin) if request else OnTrial(0, 0))
+        self._desk.notify(
+            QuarantineStarted(*request.origin) if request else QuarantineStarted(0, 0)
+        )

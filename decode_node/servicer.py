@@ -26,30 +26,30 @@ from common.errors import (
     ProtocolViolation,
     ServingError,
 )
-from common.identity.guard import Guard
+from common.identity.guard import CallAuthenticator
 from common.logs.throttle import Throttle, ThrottledLog
-from common.process.lanes import Lane
-from common.queueing.drain import Backlog
+from common.process.lanes import CallLane
+from common.queueing.drain import QueueBacklog
 from common.requests.logprobs import Logprobs, to_fields
 from common.requests.prefix_hash import BYTES_PER_TOKEN
-from common.requests.prefix_hint import PrefixAt
+from common.requests.prefix_hint import PrefixHint
 from common.requests.timeline import to_proto
 from common.rpc import prefix_hints
 from common.rpc.stream_status import said
-from common.rpc.streams import Outgoing
-from common.tracing.context import Trace, checked, log_fields
+from common.rpc.streams import OutgoingStream
+from common.tracing.context import TraceContext, checked, log_fields
 from common.tracing.tracer import Tracer
 from node.frontend import spans
 from node.frontend.engine_link import EngineLink
-from node.frontend.supervision import Supervision
+from node.frontend.supervision import EngineSupervisor
 from node.messages import (
     CancelSubmitted,
-    MoveFrom,
-    Moving,
-    OnTrial,
+    EngineStats,
+    MigrateFrom,
     Placement,
+    QuarantineStarted,
+    RouterStreamClosed,
     StepTokens,
-    StreamEnded,
     SubmitRequest,
 )
 from node.metrics import NodeMetrics, Refusal
@@ -61,10 +61,10 @@ MAX_STREAMS = 256
 
 
 class _RouterStream:
-    def __init__(self, number: int, lane: Lane) -> None:
+    def __init__(self, number: int, lane: CallLane) -> None:
         self.number = number
         self.lane = lane
-        self.outgoing: Outgoing[decode_pb2.FromNode] = Outgoing(last_words=_last_words)
+        self.outgoing: OutgoingStream[decode_pb2.FromNode] = OutgoingStream(last_words=_last_words)
         # Addresses of prefill nodes and of decode nodes. None until the router has sent them.
         self.peers: tuple[str, ...] | None = None
         self.others: tuple[str, ...] = ()
@@ -85,7 +85,7 @@ class _RouterStream:
         if address not in self.others:
             raise InvalidRequest(f"move_from has {address}, which is none of the peers")
 
-    def known(self, hints: tuple[PrefixAt, ...]) -> tuple[PrefixAt, ...]:
+    def known(self, hints: tuple[PrefixHint, ...]) -> tuple[PrefixHint, ...]:
         """Return the hints that name another node of that router.
 
         Other hints are ignored, not refused: the node may just have left.
@@ -94,7 +94,7 @@ class _RouterStream:
         return tuple(hint for hint in hints if hint.address in nodes)
 
 
-class ServeService(decode_pb2_grpc.DecodeNodeServicer):
+class DecodeService(decode_pb2_grpc.DecodeNodeServicer):
     """The DecodeNode service. Event loop only.
 
     Args:
@@ -110,7 +110,7 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
         self,
         engine: EngineLink,
         metrics: NodeMetrics,
-        supervision: Supervision,
+        supervision: EngineSupervisor,
         tracer: Tracer | None,
         *,
         serves_alone: bool,
@@ -137,7 +137,9 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
         self._told = decode_pb2.Status()
         self._draining = False
 
-    def register(self, server: grpc.aio.Server, guard: Guard | None = None) -> tuple[str, ...]:
+    def register(
+        self, server: grpc.aio.Server, guard: CallAuthenticator | None = None
+    ) -> tuple[str, ...]:
         """Add the service to a server. Returns its name."""
         add = decode_pb2_grpc.add_DecodeNodeServicer_to_server
         return rpc.add_service(server, add, self, guard)
@@ -172,7 +174,7 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
             await stream.outgoing.converse(context.write, messages, partial(self._take, stream))
         finally:
             del self._streams[number]
-            self._engine.send(StreamEnded(number))
+            self._engine.send(RouterStreamClosed(number))
             self._metrics.stream_closed("router")
             if stream.outgoing.cut_off:
                 self._metrics.cut_off()
@@ -211,14 +213,14 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
         )
         stream.outgoing.put(decode_pb2.FromNode(step=step))
 
-    def on_trial(self, message: OnTrial) -> None:
+    def on_trial(self, message: QuarantineStarted) -> None:
         """Send the trial to all routers. Only the router of the request gets its number."""
         for number, stream in self._streams.items():
             own = message.request if number == message.stream else None
             trial = decode_pb2.Trial(under_way=bool(message.stream), request=own)
             stream.outgoing.put(decode_pb2.FromNode(trial=trial))
 
-    def moved(self, moving: Moving) -> None:
+    def moved(self, moving: EngineStats) -> None:
         """Send a changed status to all routers."""
         if self._status() != self._told:
             self._tell_status()
@@ -288,7 +290,7 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
                 num_tokens = self._checked_length(submit.request, tokens_left)
                 tokens_left -= num_tokens
                 parent = checked(submit.request.traceparent)
-                trace = Trace(parent) if self._tracer is None else self._tracer.enter(parent)
+                trace = TraceContext(parent) if self._tracer is None else self._tracer.enter(parent)
                 parsed = _parsed(stream, submit, trace)
                 placement = parsed.placement
                 stream.check_named(placement.prefill_addresses)
@@ -363,7 +365,7 @@ class ServeService(decode_pb2_grpc.DecodeNodeServicer):
     def _status(self) -> decode_pb2.Status:
         ready, moving = self._supervision.ready, self._supervision.moving
         backlogs = moving.backlogs if moving else {}
-        prompts, pages = (backlogs.get(queue, Backlog()) for queue in ("prompts", "pages"))
+        prompts, pages = (backlogs.get(queue, QueueBacklog()) for queue in ("prompts", "pages"))
         return decode_pb2.Status(
             state="draining" if self._draining else "ready",
             serves_alone=self._serves_alone,
@@ -404,7 +406,7 @@ def _rows(told: Sequence[tuple[int, Logprobs]]) -> list[decode_pb2.RowLogprobs]:
     ]
 
 
-def _parsed(stream: _RouterStream, submit: decode_pb2.Submit, trace: Trace) -> SubmitRequest:
+def _parsed(stream: _RouterStream, submit: decode_pb2.Submit, trace: TraceContext) -> SubmitRequest:
     prefill = _addresses(submit.prefill_addresses, limits.MAX_CANDIDATES)
     placement = Placement(
         prefill_addresses=prefill,
@@ -424,13 +426,13 @@ def _parsed(stream: _RouterStream, submit: decode_pb2.Submit, trace: Trace) -> S
     )
 
 
-def _move_from(submit: decode_pb2.Submit) -> MoveFrom | None:
+def _move_from(submit: decode_pb2.Submit) -> MigrateFrom | None:
     if not submit.HasField("move_from"):
         return None
     if not submit.request.num_generated:
         raise InvalidRequest("move_from: nothing was generated yet")
     source = submit.move_from
-    return MoveFrom(rpc.check_address(source.address), source.ticket)
+    return MigrateFrom(rpc.check_address(source.address), source.ticket)
 
 
 def _addresses(addresses: Sequence[str], max_addresses: int) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from engine.batch.request import Request
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Waiter:
+class UnpairedEntry:
     request: Request
     candidates: tuple[str, ...]
     attempt: int  # number of the next attempt
@@ -21,7 +21,7 @@ class Waiter:
     ticket: int = 0  # of a request that runs at the only candidate
 
 
-class Unpaired:
+class UnpairedQueue:
     """Requests that wait for a producer, in order of arrival."""
 
     def __init__(self, wait_s: float) -> None:
@@ -32,12 +32,12 @@ class Unpaired:
         """
         self._wait_s = wait_s
         self._lost_at: dict[str, float] = {}  # by address
-        self._waiters: dict[int, Waiter] = {}  # by request key
+        self._waiters: dict[int, UnpairedEntry] = {}  # by request key
 
     def __len__(self) -> int:
         return len(self._waiters)
 
-    def __iter__(self) -> Iterator[Waiter]:
+    def __iter__(self) -> Iterator[UnpairedEntry]:
         return iter(tuple(self._waiters.values()))
 
     def owner_lost(self, address: str, now: float) -> None:
@@ -50,14 +50,14 @@ class Unpaired:
         lost_at = (self._lost_at.get(address, -math.inf) for address in candidates)
         return max(lost_at, default=-math.inf) + self._wait_s
 
-    def append(self, waiter: Waiter) -> None:
+    def append(self, waiter: UnpairedEntry) -> None:
         self._waiters[waiter.request.key] = waiter
 
     def remove(self, request: Request) -> bool:
         """Remove a request. Returns whether it was queued here."""
         return self._waiters.pop(request.key, None) is not None
 
-    def take(self, now: float, owners: Collection[str]) -> list[Waiter]:
+    def take(self, now: float, owners: Collection[str]) -> list[UnpairedEntry]:
         """Remove and return requests with a paired candidate or an expired wait."""
         over = [
             waiter

@@ -16,25 +16,25 @@ from common.errors import ConfigError
 from common.logs import kv
 from common.model_directory import model_directory
 from common.requests.weights import WeightsId
-from engine.adapters.adapters import Adapters
+from engine.adapters.adapters import AdapterManager
 from engine.adapters.bank import AdapterBank
-from engine.adapters.library import Library
+from engine.adapters.library import AdapterCache
 from engine.adapters.loader import AdapterLoader
 from engine.adapters.making import bank_of, load_all, shelf_of
-from engine.batch.holding import Holding
+from engine.batch.holding import PageHolding
 from engine.batch.limits import RequestLimits
 from engine.batch.request import Request
-from engine.batch.table import RequestTable
+from engine.batch.table import SlotTable
 from engine.cores import threads_at_hand
 from engine.footprint import largest_forward, measure_footprint
-from engine.grammar.grammar_verifier import Beside
-from engine.grammar.guides import Guides
+from engine.grammar.grammar_verifier import SubprocessVerifier
+from engine.grammar.guides import GrammarCache
 from engine.kv_cache.kv import HostPool, KVPool
 from engine.kv_cache.pages import PageAllocator
-from engine.kv_cache.radix import RadixCache
+from engine.kv_cache.radix import PrefixCache
 from engine.models import (
+    LoadableModel,
     Model,
-    Servable,
     constants,
     content,
     open_checkpoint,
@@ -49,7 +49,7 @@ from engine.offload.file_threads import FileThreads
 from engine.offload.host_cache import HostCache
 from engine.offload.page_files import PageFiles
 from engine.offload.page_records import version_of
-from engine.offload.tiers import Tiers
+from engine.offload.tiers import CacheTiers
 from engine.processor import matrix_features
 from engine.runner.copier import PageCopier
 from engine.runner.cpu import use_cpu
@@ -57,8 +57,8 @@ from engine.runner.gpu import use_gpu
 from engine.runner.graphs import CudaRecorder
 from engine.runner.profiler import Profiler
 from engine.runner.runner import ModelRunner
-from engine.runner.stream import Stream, open_stream
-from engine.sampling.composition import RowFeatures, every_feature
+from engine.runner.stream import DeviceStream, open_stream
+from engine.sampling.composition import SamplingFeatures, every_feature
 from engine.scheduler.scheduler import Scheduler
 from engine.sizing import (
     CUDA_CONTEXT_BYTES,
@@ -69,7 +69,7 @@ from engine.sizing import (
     resolve_shape,
 )
 from engine.speculative.speculator import Speculator
-from engine.update import WeightsUpdate
+from engine.update import WeightUpdater
 
 PROGRESS_S = 1.0  # between two log lines about captured graphs
 
@@ -80,7 +80,7 @@ class _Host(NamedTuple):
     """The pages in host memory: for retracted requests, and as a tier below the prefix cache."""
 
     pool: HostPool
-    tiers: Tiers
+    tiers: CacheTiers
     copier: PageCopier
 
 
@@ -92,20 +92,20 @@ class Engine:
     shape: EngineShape
     model: Model
     pool: KVPool
-    table: RequestTable
+    table: SlotTable
     pages: PageAllocator
-    cache: RadixCache
-    stream: Stream
-    features: RowFeatures
+    cache: PrefixCache
+    stream: DeviceStream
+    features: SamplingFeatures
     runner: ModelRunner
     limits: RequestLimits
     host_pool: HostPool
-    tiers: Tiers
+    tiers: CacheTiers
     copier: PageCopier
-    adapters: Adapters
+    adapters: AdapterManager
     loader: AdapterLoader
-    guides: Guides
-    weights: WeightsUpdate
+    guides: GrammarCache
+    weights: WeightUpdater
     constants: dict[str, str]
     tokenizer_hash: str
     speculator: Speculator | None = None
@@ -117,7 +117,7 @@ class Engine:
         return {**self.constants, "weights": self.weights.id.hex()}
 
     def scheduler(
-        self, config: EngineConfig, on_admit: Callable[[Request, Holding], None]
+        self, config: EngineConfig, on_admit: Callable[[Request, PageHolding], None]
     ) -> Scheduler:
         """Create the scheduler of this engine; see Scheduler for `on_admit`."""
         spec = self.model.spec
@@ -219,11 +219,11 @@ def build(config: EngineConfig) -> Engine:
     pool = KVPool(shape.layout, shape.num_pages, device)
     page_size, windows = shape.layout.page_size, shape.layout.windows
     state_pages = shape.layout.state_pages
-    table = RequestTable(
+    table = SlotTable(
         config.scheduler.num_slots, shape.context_length, page_size, windows, state_pages
     )
     pages = PageAllocator(shape.num_pages)
-    cache = RadixCache(page_size, pages, windows, state_pages, enabled=config.cache.prefix_cache)
+    cache = PrefixCache(page_size, pages, windows, state_pages, enabled=config.cache.prefix_cache)
     told = _constants(servable, shape, str(precision), rounding)
     version = None
     if config.tiers.file_dir is not None and shape.tier_pages:
@@ -231,7 +231,9 @@ def build(config: EngineConfig) -> Engine:
     host = _host(shape, pool, cache, pages, config.tiers, version)
     stream = open_stream(device)
     features = every_feature(table, model.spec.vocabulary_size, model.spec.eos_token_ids, device)
-    adapters = Adapters(Library(config.lora.max_loaded, config.lora.max_bytes), bank, table)
+    adapters = AdapterManager(
+        AdapterCache(config.lora.max_loaded, config.lora.max_bytes), bank, table
+    )
     shelf = shelf_of(config.lora, model)
     load_all(config.lora, shelf, adapters.library)
     runner = _runner(config, shape, model, pool, host.pool, table, features, adapters, stream)
@@ -271,7 +273,7 @@ def build(config: EngineConfig) -> Engine:
         adapters=adapters,
         loader=AdapterLoader(shelf, adapters.library),
         guides=_guides(directory, model),
-        weights=WeightsUpdate(config, directory, servable, model, named.result()),
+        weights=WeightUpdater(config, directory, servable, model, named.result()),
         limits=RequestLimits(
             context_length=shape.context_length,
             vocabulary_size=model.spec.vocabulary_size,
@@ -297,7 +299,9 @@ def _named(stored: Mapping[str, StoredTensor]) -> Future[WeightsId]:
         worker.shutdown(wait=False)
 
 
-def _constants(servable: Servable, shape: EngineShape, dtype: str, rounding: str) -> dict[str, str]:
+def _constants(
+    servable: LoadableModel, shape: EngineShape, dtype: str, rounding: str
+) -> dict[str, str]:
     return {
         **constants(servable),
         "dtype": dtype,
@@ -309,9 +313,9 @@ def _constants(servable: Servable, shape: EngineShape, dtype: str, rounding: str
     }
 
 
-def _guides(directory: Path, model: Model) -> Guides:
+def _guides(directory: Path, model: Model) -> GrammarCache:
     told = directory, model.spec.vocabulary_size, model.spec.eos_token_ids
-    return Guides(*told, Beside(*told))
+    return GrammarCache(*told, SubprocessVerifier(*told))
 
 
 def _affordable_host_pages(config: EngineConfig, shape: EngineShape) -> int:
@@ -331,7 +335,7 @@ def _affordable_host_pages(config: EngineConfig, shape: EngineShape) -> int:
 def _host(
     shape: EngineShape,
     pool: KVPool,
-    cache: RadixCache,
+    cache: PrefixCache,
     pages: PageAllocator,
     config: TiersConfig,
     version: bytes | None,
@@ -353,7 +357,7 @@ def _host(
         files = PageFiles(config.file_dir, memory, version=version, num_bytes=config.file_bytes)
         index = FileCache(files.num_slots, tables.width, files.found())
         store = FileThreads(files, lambda: copier.tell())
-    tiers = Tiers(
+    tiers = CacheTiers(
         HostCache(num_pages, index),
         enabled=shape.tier_pages > 0,
         cache=cache,
@@ -371,10 +375,10 @@ def _runner(
     model: Model,
     pool: KVPool,
     host_pool: HostPool,
-    table: RequestTable,
-    features: RowFeatures,
-    adapters: Adapters,
-    stream: Stream,
+    table: SlotTable,
+    features: SamplingFeatures,
+    adapters: AdapterManager,
+    stream: DeviceStream,
 ) -> ModelRunner:
     """Create the runner, with everything prepared that would otherwise delay its first steps."""
     on_cuda = model.device.type == "cuda"
@@ -386,7 +390,7 @@ def _runner(
 
 
 def _load(
-    servable: Servable, device: torch.device, dtype: torch.dtype, config: EngineConfig
+    servable: LoadableModel, device: torch.device, dtype: torch.dtype, config: EngineConfig
 ) -> Model:
     needed = servable.weight_bytes(device, dtype, config.quantize)
     free = free_bytes(device, config.cache.memory_fraction)

@@ -13,10 +13,10 @@ from typing import Protocol
 import torch
 
 from common.errors import ConfigError
-from engine.adapters.adapters import Adapters
+from engine.adapters.adapters import AdapterManager
 from engine.adapters.bank import AdapterBank
-from engine.adapters.library import Library
-from engine.batch.table import RequestTable
+from engine.adapters.library import AdapterCache
+from engine.batch.table import SlotTable
 from engine.kv_cache.kv import HostPool, KVPool
 from engine.models import Model
 from engine.runner.graphs import CudaRecorder
@@ -31,7 +31,7 @@ DRIVER_BYTES_PER_GRAPH = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Footprint:
+class MemoryFootprint:
     """Measured memory in bytes."""
 
     state: int  # permanent memory of a runner: counts for penalties, the inputs of graphs
@@ -43,7 +43,7 @@ class Footprint:
         return self.state + self.forward + self.graphs
 
 
-class Rehearsed(Protocol):
+class MeasuredForward(Protocol):
     """The part of ModelRunner that is measured."""
 
     @property
@@ -56,7 +56,7 @@ class Rehearsed(Protocol):
 
 def measure_footprint(
     model: Model, shape: EngineShape, bank: AdapterBank, *, max_running: int, graphs: bool
-) -> Footprint:
+) -> MemoryFootprint:
     """Run the largest forward and capture the two largest graphs over a pool of one page, then
     release all their memory. The kernels stay compiled.
 
@@ -69,7 +69,7 @@ def measure_footprint(
     stream = open_stream(device)
 
     def make_runner() -> ModelRunner:
-        table = RequestTable(
+        table = SlotTable(
             max_running,
             shape.context_length,
             layout.page_size,
@@ -82,7 +82,7 @@ def measure_footprint(
             HostPool(layout, 0, device),
             table,
             every_feature(table, model.spec.vocabulary_size, model.spec.eos_token_ids, device),
-            Adapters(Library(0, 0), bank, table),
+            AdapterManager(AdapterCache(0, 0), bank, table),
             stream,
             CudaRecorder() if graphs else None,
         )
@@ -108,8 +108,8 @@ def largest_forward(shape: EngineShape, max_running: int) -> int:
 
 
 def footprint_of(
-    make_runner: Callable[[], Rehearsed], num_tokens: int, device: torch.device
-) -> Footprint:
+    make_runner: Callable[[], MeasuredForward], num_tokens: int, device: torch.device
+) -> MemoryFootprint:
     """Return the memory of a runner, from its creation to its graphs. The runner is deleted
     afterwards."""
     before = _in_use(device)
@@ -126,7 +126,7 @@ def footprint_of(
         runner.capture(size)
         taken[place] = max(0, _in_use(device) - before) + DRIVER_BYTES_PER_GRAPH
     graphs = taken[0] + taken[1] * max(0, len(sizes) - 1)
-    return Footprint(max(0, state), max(0, forward), graphs)
+    return MemoryFootprint(max(0, state), max(0, forward), graphs)
 
 
 def _in_use(device: torch.device) -> int:

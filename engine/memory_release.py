@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.errors import WrongState
+from common.errors import FailedPrecondition
 from common.memory_tags import KV_CACHE, WEIGHTS
 from engine.kv_cache.pages import PageAllocator
 from engine.sizing import free_bytes
-from engine.update import WeightsUpdate
+from engine.update import WeightUpdater
 from kernels.cpu.memory import give_back
 
 
-class Occupation:
+class MemoryOccupation:
     """The releasable memory of an engine. Engine thread only.
 
     Args:
@@ -30,7 +30,7 @@ class Occupation:
 
     def __init__(
         self,
-        weights: WeightsUpdate,
+        weights: WeightUpdater,
         pages: PageAllocator,
         pools: Sequence[Tensor],
         pinned: str,
@@ -49,9 +49,9 @@ class Occupation:
         return self._pages.num_free == self._pages.num_pages
 
     def check(self, tags: Collection[str]) -> None:
-        """Raise WrongState if the memory of one of these tags cannot be released."""
+        """Raise FailedPrecondition if the memory of one of these tags cannot be released."""
         if KV_CACHE in tags and self._pinned:
-            raise WrongState(f"{KV_CACHE}: {self._pinned}")
+            raise FailedPrecondition(f"{KV_CACHE}: {self._pinned}")
         if WEIGHTS in tags:
             self._weights.check_drainable()
 
@@ -63,9 +63,9 @@ class Occupation:
         return self._begin(self._give_back_pools)
 
     def take_again(self, tag: str) -> Future[Any]:
-        """Reallocate the memory. The future fails with WrongState, without any change, if there is
-        not enough memory or the weights are no longer available. Raise Overloaded as `give_back`
-        does."""
+        """Reallocate the memory. The future fails with FailedPrecondition, without any change, if
+        there is not enough memory or the weights are no longer available. Raise Overloaded as
+        `give_back` does."""
         if tag == WEIGHTS:
             return self._weights.bring_back()
         return self._begin(self._find_room)
@@ -87,6 +87,6 @@ class Occupation:
         wanted = sum(pool.nbytes for pool in self._pools)
         left = free_bytes(torch.device("cpu"), 1.0)
         if wanted > left:
-            raise WrongState(
+            raise FailedPrecondition(
                 f"{KV_CACHE}: {wanted / 2**30:.2f} GiB are wanted, {left / 2**30:.2f} GiB are left"
             )

@@ -17,9 +17,9 @@ import torch
 from safetensors import SafetensorError
 
 from common.config import EngineConfig
-from common.errors import ConfigError, EngineFault, InvalidRequest, Overloaded, WrongState
+from common.errors import ConfigError, EngineFault, FailedPrecondition, InvalidRequest, Overloaded
 from common.requests.weights import WeightsId
-from engine.models import Model, Servable, open_checkpoint
+from engine.models import LoadableModel, Model, open_checkpoint
 from engine.models.below import below
 from engine.models.checkpoint import content
 from engine.models.fingerprint import stored_of
@@ -50,7 +50,7 @@ class _Source:
     """
 
     directory: Path
-    servable: Servable
+    servable: LoadableModel
     received: ReceivedFile | None = None
 
     def close(self) -> None:
@@ -59,7 +59,7 @@ class _Source:
             self.received.close()
 
 
-class WeightsUpdate:
+class WeightUpdater:
     """The current weights and their updates. Engine thread only.
 
     Attributes:
@@ -73,7 +73,7 @@ class WeightsUpdate:
         self,
         config: EngineConfig,
         directory: Path,
-        served: Servable,
+        served: LoadableModel,
         model: Model,
         weights: WeightsId,
     ) -> None:
@@ -115,7 +115,7 @@ class WeightsUpdate:
 
         Raises:
             Overloaded: another update is in progress.
-            WrongState: the file cannot be created.
+            FailedPrecondition: the file cannot be created.
         """
         if self._under_way:
             raise Overloaded("other weights are under way already")
@@ -124,7 +124,9 @@ class WeightsUpdate:
         try:
             return ReceivedFile(self._directory)
         except OSError as error:
-            raise WrongState(f"weights: there is no place for them here: {error}") from error
+            raise FailedPrecondition(
+                f"weights: there is no place for them here: {error}"
+            ) from error
 
     def prepare_received(self, received: ReceivedFile, named: str) -> Future[WeightsId]:
         """Check received weights as `prepare` does. Takes ownership of `received`.
@@ -141,11 +143,11 @@ class WeightsUpdate:
 
     def lent(self) -> OneFile:
         """Return the current weights as one file, as another node reads them. May be called on one
-        thread, which may be any. Reads the headers of files. Raise WrongState if the weights cannot
-        be read."""
+        thread, which may be any. Reads the headers of files. Raise FailedPrecondition if the
+        weights cannot be read."""
         source = self._source
         if source is None or not self.whole:
-            raise WrongState(_NOWHERE if self.whole else "weights: they are incomplete")
+            raise FailedPrecondition(_NOWHERE if self.whole else "weights: they are incomplete")
         if self._lent is not None and self._lent[0] is source:
             return self._lent[1]
         try:
@@ -155,29 +157,32 @@ class WeightsUpdate:
             self._lent = source, file
             return file
         except (ConfigError, *_UNREADABLE) as error:
-            raise WrongState(f"weights: they cannot be read again: {error}") from error
+            raise FailedPrecondition(f"weights: they cannot be read again: {error}") from error
 
     def put(self, weights: WeightsId) -> Future[None]:
-        """Apply the weights that were prepared last. The future fails with WrongState if they can
-        no longer be read. `whole` then states whether the current weights are still complete.
+        """Apply the weights that were prepared last. The future fails with FailedPrecondition if
+        they can no longer be read. `whole` then states whether the current weights are still
+        complete.
 
         Raises:
-            WrongState: other weights were prepared last, or none.
+            FailedPrecondition: other weights were prepared last, or none.
             Overloaded: another update is in progress.
         """
         if self._under_way:
             raise Overloaded("other weights are under way already")
         prepared = self._prepared
         if prepared is None or prepared[0] != weights:
-            raise WrongState("these weights were not prepared")
+            raise FailedPrecondition("these weights were not prepared")
         return self._begin(lambda: self._put(*prepared))
 
     def check_drainable(self) -> None:
-        """Raise WrongState if their memory cannot be released."""
+        """Raise FailedPrecondition if their memory cannot be released."""
         if self._model.device.type != "cpu":
-            raise WrongState("weights: they are in a device's memory, which is not given back")
+            raise FailedPrecondition(
+                "weights: they are in a device's memory, which is not given back"
+            )
         if self._source is None:
-            raise WrongState(_NOWHERE)
+            raise FailedPrecondition(_NOWHERE)
 
     def give_back(self) -> Future[None]:
         """Release their memory to the system, until `bring_back`. Requires `check_drainable`.
@@ -190,8 +195,8 @@ class WeightsUpdate:
         return self._begin(self._give_back)
 
     def bring_back(self) -> Future[None]:
-        """Read the weights again from their source. The future fails with WrongState if the source
-        has other weights, or none.
+        """Read the weights again from their source. The future fails with FailedPrecondition if the
+        source has other weights, or none.
 
         Raises:
             Overloaded: another update is in progress.
@@ -236,7 +241,7 @@ class WeightsUpdate:
         self._forget_prepared()
         self._prepared = weights, source
 
-    def _named(self, directory: Path, named: str, hidden: str) -> tuple[Servable, WeightsId]:
+    def _named(self, directory: Path, named: str, hidden: str) -> tuple[LoadableModel, WeightsId]:
         """Check all weights of a directory.
 
         Args:
@@ -252,7 +257,7 @@ class WeightsUpdate:
             kind = type(error).__name__
             raise InvalidRequest(f"{named}: what is there cannot be read ({kind})") from error
 
-    def _fitting(self, directory: Path) -> tuple[Servable, WeightsId]:
+    def _fitting(self, directory: Path) -> tuple[LoadableModel, WeightsId]:
         here = self._served
         there = open_checkpoint(directory, self._config.model_backend, self._config.speculation)
         if (there.backend, there.config_hash()) != (here.backend, here.config_hash()):
@@ -274,7 +279,7 @@ class WeightsUpdate:
         if source is not None:
             source.close()
 
-    def _check_room(self, there: Servable) -> None:
+    def _check_room(self, there: LoadableModel) -> None:
         """Raise InvalidRequest if they must fit beside the current ones, and do not."""
         if not there.refilled_whole:
             return
@@ -298,7 +303,7 @@ class WeightsUpdate:
         except (ConfigError, EngineFault, *_UNREADABLE) as error:
             if source.received is not None and source is not self._source:
                 self._forget_prepared()
-            raise WrongState(f"its weights are incomplete now: {error}") from error
+            raise FailedPrecondition(f"its weights are incomplete now: {error}") from error
         if source is not self._source:
             self._forget_source()
             if source.received is not None:
@@ -312,10 +317,10 @@ class WeightsUpdate:
     def _bring_back(self) -> None:
         source = self._source
         if source is None:
-            raise WrongState(_NOWHERE)
+            raise FailedPrecondition(_NOWHERE)
         try:
             if content(stored_of(source.servable, source.directory)) != self.id:
-                raise WrongState("weights: other ones are now where they were read")
+                raise FailedPrecondition("weights: other ones are now where they were read")
         except (ConfigError, *_UNREADABLE) as error:
-            raise WrongState(f"weights: they cannot be read again: {error}") from error
+            raise FailedPrecondition(f"weights: they cannot be read again: {error}") from error
         self._put(self.id, source)

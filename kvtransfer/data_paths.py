@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from common.config import TransferConfig
 from common.errors import ConfigError, TransferError
 from common.logs import kv
-from kvtransfer.backends.base import Backend, Owner, PagePool
+from kvtransfer.backends.base import PagePool, PageProducer, TransferBackend
 from kvtransfer.backends.nixl.backend import NixlBackend
 from kvtransfer.backends.nixl.paths import PATHS
 from kvtransfer.backends.rdma_proof import active_ports
@@ -17,27 +17,29 @@ log = logging.getLogger(__name__)
 _WITHIN_A_HOST = tuple(kind for kind in PATHS if kind.name != "rdma")
 
 
-def backends(config: TransferConfig, *, tls: bool) -> dict[str, Backend]:
+def backends(config: TransferConfig, *, tls: bool) -> dict[str, TransferBackend]:
     """Return the backends by name, in the order in which they should be tried.
 
     Args:
         tls: whether the node's pair streams are encrypted.
     """
     encrypted = tls if config.encrypt == "auto" else config.encrypt == "on"
-    known: tuple[Backend, ...] = (
+    known: tuple[TransferBackend, ...] = (
         NixlBackend(_WITHIN_A_HOST if config.encrypt == "on" else PATHS),
         TcpBackend(config.data_host, data_port=config.data_port, encrypted=encrypted),
     )
     return {backend.name: backend for backend in known if config.path in ("auto", backend.name)}
 
 
-def serve(backends: Mapping[str, Backend], pool: PagePool, instance: int) -> dict[str, Owner]:
+def serve(
+    backends: Mapping[str, TransferBackend], pool: PagePool, instance: int
+) -> dict[str, PageProducer]:
     """Serve `pool` over every backend that this machine supports, in the same order.
 
     Raises:
         ConfigError: there is none.
     """
-    owners: dict[str, Owner] = {}
+    owners: dict[str, PageProducer] = {}
     reasons = []
     for name, backend in backends.items():
         try:
@@ -51,7 +53,7 @@ def serve(backends: Mapping[str, Backend], pool: PagePool, instance: int) -> dic
     return owners
 
 
-def rehearse(backends: Mapping[str, Backend], pool: PagePool) -> None:
+def rehearse(backends: Mapping[str, TransferBackend], pool: PagePool) -> None:
     """Compile the kernels that the first reads into `pool` would otherwise wait for. Serving the
     pool compiles them too.
 
@@ -66,7 +68,7 @@ def rehearse(backends: Mapping[str, Backend], pool: PagePool) -> None:
         raise ConfigError(f"transfer.path: tcp cannot read into the pool: {error}") from None
 
 
-def why_pinned(backends: Mapping[str, Backend], pool: PagePool) -> str:
+def why_pinned(backends: Mapping[str, TransferBackend], pool: PagePool) -> str:
     """Return why the system cannot reclaim the pool's memory while it is served, or "" if
     it can.
     """

@@ -6,8 +6,8 @@ this:
 
     reader's front                      owner's front
     sends LocalHello.hello  ---Hello--> PairOpened(stream, hello, as_reader=False)
-                                        waits for PairHello (or PairEnd) of that stream
-    PairOpened(stream, hello,   <-Hello-- sends PairHello.hello
+                                        waits for PeerHello (or PairEnd) of that stream
+    PairOpened(stream, hello,   <-Hello-- sends PeerHello.hello
                as_reader=True)
 
 Each end stops waiting for a Hello after 5 s. Messages wait in the front until the stream has been
@@ -19,7 +19,7 @@ from typing import TypeAlias
 import msgspec
 
 from kvtransfer.messages import AnyMessage
-from kvtransfer.pairing import Hello
+from kvtransfer.pairing import PairHello
 
 # Front to transfer thread -----------------------------------------------------------------------
 
@@ -28,7 +28,7 @@ class PairOpened(msgspec.Struct, frozen=True, tag=True):
     """A pair stream on which the peer's Hello has arrived."""
 
     stream: int
-    hello: Hello
+    hello: PairHello
     as_reader: bool  # whether this node is the reader of the pair
 
 
@@ -55,14 +55,14 @@ class LocalHello(msgspec.Struct, frozen=True, tag=True):
     since pairing may begin with it, and is sent again when the weight version changes.
     """
 
-    hello: Hello
+    hello: PairHello
 
 
-class PairHello(msgspec.Struct, frozen=True, tag=True):
+class PeerHello(msgspec.Struct, frozen=True, tag=True):
     """The owner's Hello on this stream: its paths, described for this reader."""
 
     stream: int
-    hello: Hello
+    hello: PairHello
 
 
 class PairSend(msgspec.Struct, frozen=True, tag=True):
@@ -80,7 +80,7 @@ class PairEnd(msgspec.Struct, frozen=True, tag=True):
     refused: bool  # FAILED_PRECONDITION: mismatch or violation; else UNAVAILABLE
 
 
-class EngineBeat(msgspec.Struct, frozen=True, tag=True):
+class EngineHeartbeat(msgspec.Struct, frozen=True, tag=True):
     """A heartbeat of the engine.
 
     The transfer thread sends it once a second, since the engine thread may be in a step. It stops
@@ -90,4 +90,4 @@ class EngineBeat(msgspec.Struct, frozen=True, tag=True):
     late_s: float  # seconds by which the engine's next progress is overdue
 
 
-PairOutput: TypeAlias = LocalHello | PairHello | PairSend | PairEnd | EngineBeat
+PairOutput: TypeAlias = LocalHello | PeerHello | PairSend | PairEnd | EngineHeartbeat

@@ -12,7 +12,7 @@ from common.request import Remaining, RequestSpec
 from common.requests.logprobs import Logprobs
 from common.requests.namespace import SHARED, Namespace
 from common.requests.prefix_hash import BYTES_PER_TOKEN
-from common.requests.prefix_hint import PrefixAt
+from common.requests.prefix_hint import PrefixHint
 from common.requests.timeline import PrefillTimes
 from common.requests.weights import WeightsId
 
@@ -28,8 +28,8 @@ class HandoffId(NamedTuple):
         return f"{self.instance:016x}-{self.request}-{self.attempt}"
 
 
-class Kind(Enum):
-    """The content of a hand-off, one value for each source of `Open`."""
+class HandoffKind(Enum):
+    """The content of a hand-off, one value for each source of `OpenHandoff`."""
 
     PROMPT = auto()
     LIVE = auto()
@@ -39,7 +39,7 @@ class Kind(Enum):
     @property
     def samples(self) -> bool:
         """Return whether a sampled token comes with it."""
-        return self in (Kind.PROMPT, Kind.LIVE)
+        return self in (HandoffKind.PROMPT, HandoffKind.LIVE)
 
 
 class Prompt(msgspec.Struct, frozen=True, tag=True):
@@ -49,9 +49,9 @@ class Prompt(msgspec.Struct, frozen=True, tag=True):
     """
 
     spec: RequestSpec
-    prefix_hints: tuple[PrefixAt, ...] = ()
+    prefix_hints: tuple[PrefixHint, ...] = ()
 
-    kind: ClassVar[Kind] = Kind.PROMPT
+    kind: ClassVar[HandoffKind] = HandoffKind.PROMPT
 
     @property
     def num_tokens(self) -> int:
@@ -68,7 +68,7 @@ class Live(msgspec.Struct, frozen=True, tag=True):
     spec: RequestSpec
     ticket: int
 
-    kind: ClassVar[Kind] = Kind.LIVE
+    kind: ClassVar[HandoffKind] = HandoffKind.LIVE
 
     @property
     def num_tokens(self) -> int:
@@ -87,7 +87,7 @@ class Prefix(msgspec.Struct, frozen=True, tag=True):
     namespace: Namespace = SHARED
     ticket: int = 0
 
-    kind: ClassVar[Kind] = Kind.PREFIX
+    kind: ClassVar[HandoffKind] = HandoffKind.PREFIX
 
     @property
     def num_tokens(self) -> int:
@@ -100,7 +100,7 @@ class Weights(msgspec.Struct, frozen=True, tag=True):
     first_piece: int
     num_pieces: int
 
-    kind: ClassVar[Kind] = Kind.WEIGHTS
+    kind: ClassVar[HandoffKind] = HandoffKind.WEIGHTS
 
     @property
     def num_tokens(self) -> int:
@@ -111,11 +111,11 @@ class Weights(msgspec.Struct, frozen=True, tag=True):
 Source: TypeAlias = Prompt | Live | Prefix | Weights
 
 
-class Message(msgspec.Struct, frozen=True, tag=True):
+class PairRecord(msgspec.Struct, frozen=True, tag=True):
     """Any message of a pair stream after Hello."""
 
 
-class Open(Message, frozen=True, tag=True):
+class OpenHandoff(PairRecord, frozen=True, tag=True):
     """A reader's request for `source`.
 
     weights: that the reader computes with. Unnamed with Prefix, whose namespace includes them.
@@ -131,20 +131,20 @@ class Open(Message, frozen=True, tag=True):
         return self.source.num_tokens
 
 
-class Grant(Message, frozen=True, tag=True):
+class GrantHandoff(PairRecord, frozen=True, tag=True):
     id: HandoffId
     prefix_tokens: int
     room_tokens: int = 0  # LIVE: tokens for whose KV the reader has capacity
     gib_per_s: float = 0.0  # LIVE: over its link, as it was proved; 0.0: unknown
 
 
-class Admitted(Message, frozen=True, tag=True):
+class HandoffQueued(PairRecord, frozen=True, tag=True):
     id: HandoffId
     compute_tokens: int
     queued_tokens: int
 
 
-class Ready(Message, frozen=True, tag=True):
+class PagesReady(PairRecord, frozen=True, tag=True):
     """A token range [start, end) in `pages` of the owner, final and readable. `PageTables.spans`
     defines which pages, and their order.
     """
@@ -165,21 +165,21 @@ class Ready(Message, frozen=True, tag=True):
     token_ids: tuple[int, ...] = ()
 
 
-class Done(Message, frozen=True, tag=True):
+class ReadsDone(PairRecord, frozen=True, tag=True):
     id: HandoffId
 
 
-class Released(Message, frozen=True, tag=True):
+class PagesReleased(PairRecord, frozen=True, tag=True):
     id: HandoffId
     held: bool
 
 
-class Cancel(Message, frozen=True, tag=True):
+class CancelHandoff(PairRecord, frozen=True, tag=True):
     id: HandoffId
     reason: str
 
 
-class Forget(Message, frozen=True, tag=True):
+class InvalidatePrefix(PairRecord, frozen=True, tag=True):
     """A reader's report that KV of these tokens, which it got from the owner, led to NaN or Inf
     logits. The owner must not serve that KV from its cache any more. It belongs to no hand-off,
     since the hand-off is completed. There is no response.
@@ -193,21 +193,32 @@ class Forget(Message, frozen=True, tag=True):
         return len(self.token_ids) // BYTES_PER_TOKEN
 
 
-class Failed(Message, frozen=True, tag=True):
+class HandoffFailed(PairRecord, frozen=True, tag=True):
     id: HandoffId
     reason: str
     retryable: bool
     retry_after_s: float = 0.0  # above 0.0: the owner's queue is too long until then
 
 
-class Beat(Message, frozen=True, tag=True):
+class Heartbeat(PairRecord, frozen=True, tag=True):
     sequence: int
     open_handoffs: int
     connecting: bool = False  # from a reader whose link is not up: an owner over RDMA must poll
 
 
-FromReader: TypeAlias = Open | Grant | Done | Cancel | Forget | Beat
-FromOwner: TypeAlias = Admitted | Ready | Released | Failed | Beat
+FromReader: TypeAlias = (
+    OpenHandoff | GrantHandoff | ReadsDone | CancelHandoff | InvalidatePrefix | Heartbeat
+)
+FromOwner: TypeAlias = HandoffQueued | PagesReady | PagesReleased | HandoffFailed | Heartbeat
 AnyMessage: TypeAlias = (
-    Open | Grant | Admitted | Ready | Done | Released | Cancel | Forget | Failed | Beat
+    OpenHandoff
+    | GrantHandoff
+    | HandoffQueued
+    | PagesReady
+    | ReadsDone
+    | PagesReleased
+    | CancelHandoff
+    | InvalidatePrefix
+    | HandoffFailed
+    | Heartbeat
 )

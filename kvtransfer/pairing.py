@@ -27,7 +27,7 @@ class DataPath(msgspec.Struct, frozen=True):
     description: bytes
 
 
-class Region(msgspec.Struct, frozen=True):
+class PoolRegion(msgspec.Struct, frozen=True):
     """The sender's pages of one rank: page i is [base + i * page_bytes, + page_bytes)."""
 
     base: int
@@ -35,7 +35,7 @@ class Region(msgspec.Struct, frozen=True):
     num_pages: int
 
 
-class Hello(msgspec.Struct, frozen=True, tag=True):
+class PairHello(msgspec.Struct, frozen=True, tag=True):
     """The first message in each direction. A reader offers no paths. An owner offers them in the
     order of its preference, described for that one stream.
     """
@@ -44,30 +44,30 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     protocol_version: int
     fingerprint: dict[str, str]
     paths: tuple[DataPath, ...]
-    regions: tuple[Region, ...]  # by rank
+    regions: tuple[PoolRegion, ...]  # by rank
     address: str  # of the sender's gRPC server
 
     @classmethod
     def of(
         cls, instance: int, address: str, fingerprint: dict[str, str], pool: PagePool
-    ) -> "Hello":
+    ) -> "PairHello":
         """Return the Hello of a node with one rank, without paths."""
         return cls(
             instance=instance,
             protocol_version=PROTOCOL_VERSION,
             fingerprint=fingerprint,
             paths=(),
-            regions=(Region(pool.base, pool.page_bytes, pool.num_pages),),
+            regions=(PoolRegion(pool.base, pool.page_bytes, pool.num_pages),),
             address=address,
         )
 
-    def with_weights(self, weights: WeightsId) -> "Hello":
+    def with_weights(self, weights: WeightsId) -> "PairHello":
         """Return the same node's Hello with this weight version."""
         fingerprint = {**self.fingerprint, _WEIGHTS: weights.hex()}
         return msgspec.structs.replace(self, fingerprint=fingerprint)
 
 
-def compare(ours: Hello, theirs: Hello) -> None:
+def compare(ours: PairHello, theirs: PairHello) -> None:
     """Return if the two nodes may pair.
 
     Raises:
@@ -79,7 +79,7 @@ def compare(ours: Hello, theirs: Hello) -> None:
         raise LayoutMismatch(f"{peer} cannot pair: {differences}")
 
 
-def lasts(ours: Hello, theirs: Hello) -> bool:
+def lasts(ours: PairHello, theirs: PairHello) -> bool:
     """Return whether a mismatch lasts until one of the nodes is restarted. A difference in weights
     does not: nodes can change weights while they run.
     """
@@ -87,7 +87,7 @@ def lasts(ours: Hello, theirs: Hello) -> bool:
     return any(_differences(msgspec.structs.replace(ours, fingerprint=fingerprint), theirs))
 
 
-def _differences(ours: Hello, theirs: Hello) -> Iterator[str]:
+def _differences(ours: PairHello, theirs: PairHello) -> Iterator[str]:
     if ours.instance == theirs.instance:
         yield "It is this node itself."
     if ours.protocol_version != theirs.protocol_version:
@@ -106,7 +106,7 @@ def _differences(ours: Hello, theirs: Hello) -> Iterator[str]:
         yield from _page_differences(ours, theirs)
 
 
-def _page_differences(ours: Hello, theirs: Hello) -> Iterator[str]:
+def _page_differences(ours: PairHello, theirs: PairHello) -> Iterator[str]:
     for rank, (our, their) in enumerate(zip(ours.regions, theirs.regions, strict=True)):
         if our.page_bytes != their.page_bytes:
             yield _sentence(f"page_bytes of rank {rank}", our.page_bytes, their.page_bytes)

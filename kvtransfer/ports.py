@@ -1,11 +1,12 @@
 """Messages between a node's engine thread and its transfer thread.
 
 All pages are counted on the engine thread. For every command that gives the transfer thread the use
-of pages, it returns them with exactly one event: GrantHandoff -> ReadsEnded, Opened ->
-HandoffDropped (which ends every Publish of that hand-off).
+of pages, it returns them with exactly one event: GrantCommand -> ReadsEndedEvent, OpenedEvent ->
+ClosedEvent (which ends every PublishCommand of that hand-off).
 
 A reader chooses its ids, and may reuse one. So an owner's engine identifies a hand-off by a serial
-of this node, new for every Opened. A command about an ended hand-off then never affects another.
+of this node, new for every OpenedEvent. A command about an ended hand-off then never affects
+another.
 """
 
 from typing import Protocol, TypeAlias
@@ -27,7 +28,7 @@ Ints = NDArray[np.int32]
 # Commands of a reader's engine (decode node) ---------------------------------------------------
 
 
-class OpenHandoff(msgspec.Struct, frozen=True):
+class OpenCommand(msgspec.Struct, frozen=True):
     """A request to `owner`, a paired instance, for `source`. Lost follows if the owner is gone.
 
     weights: that this node computes with.
@@ -40,10 +41,10 @@ class OpenHandoff(msgspec.Struct, frozen=True):
     source: Source
 
 
-class GrantHandoff(msgspec.Struct, frozen=True):
+class GrantCommand(msgspec.Struct, frozen=True):
     """Destination pages for the tables of `PageTables.handed_over`, table after table. WEIGHTS has
-    one page for each piece. The engine holds them for "read" until ReadsEnded. A running request
-    and a PREFIX have `PageTables.room_pages` pages. Their tokens use the first ones.
+    one page for each piece. The engine holds them for "read" until ReadsEndedEvent. A running
+    request and a PREFIX have `PageTables.room_pages` pages. Their tokens use the first ones.
     """
 
     id: HandoffId
@@ -52,16 +53,16 @@ class GrantHandoff(msgspec.Struct, frozen=True):
     room_tokens: int = 0  # LIVE
 
 
-class CancelHandoff(msgspec.Struct, frozen=True):
-    """Cancellation of an attempt in any state. Neither Held nor Lost follows. ReadsEnded does if it
-    was granted.
+class CancelCommand(msgspec.Struct, frozen=True):
+    """Cancellation of an attempt in any state. Neither CompletedEvent nor FailedEvent follows.
+    ReadsEndedEvent does if it was granted.
     """
 
     id: HandoffId
     reason: str
 
 
-class AskToForget(msgspec.Struct, frozen=True):
+class InvalidateCommand(msgspec.Struct, frozen=True):
     """A report to `owner`, if it is still paired, that KV of these tokens, which it gave, led to
     NaN or Inf logits.
     """
@@ -74,7 +75,7 @@ class AskToForget(msgspec.Struct, frozen=True):
 # Events to a reader's engine -------------------------------------------------------------------
 
 
-class OwnerUp(msgspec.Struct, frozen=True):
+class ProducerUp(msgspec.Struct, frozen=True):
     """A paired owner with a proved link."""
 
     owner: int
@@ -91,21 +92,21 @@ class OwnerRate(msgspec.Struct, frozen=True):
     gib_per_s: float
 
 
-class OwnerDown(msgspec.Struct, frozen=True):
-    """A lost owner. Every open hand-off with it is reported Lost next."""
+class ProducerDown(msgspec.Struct, frozen=True):
+    """A lost owner. Every open hand-off with it is reported FailedEvent next."""
 
     owner: int
     address: str
     reason: str
 
 
-class HandoffAdmitted(msgspec.Struct, frozen=True):
+class QueuedEvent(msgspec.Struct, frozen=True):
     id: HandoffId
     compute_tokens: int
     queued_tokens: int
 
 
-class FirstToken(msgspec.Struct, frozen=True):
+class FirstTokenEvent(msgspec.Struct, frozen=True):
     """The first token. Comes before the pages have landed, at most once per id."""
 
     id: HandoffId
@@ -117,7 +118,7 @@ class FirstToken(msgspec.Struct, frozen=True):
     token_ids: tuple[int, ...] = ()  # LIVE, as in Ready
 
 
-class Held(msgspec.Struct, frozen=True):
+class CompletedEvent(msgspec.Struct, frozen=True):
     """A completed hand-off: all pages have landed and the owner held them throughout. The request
     may join a batch.
     """
@@ -127,8 +128,9 @@ class Held(msgspec.Struct, frozen=True):
     num_tokens: int = 0  # with KV; for a PREFIX possibly fewer than were requested
 
 
-class Lost(msgspec.Struct, frozen=True):
-    """A failed attempt, without its pages. A later event about this id can only be ReadsEnded."""
+class FailedEvent(msgspec.Struct, frozen=True):
+    """A failed attempt, without its pages. A later event about this id can only be
+    ReadsEndedEvent."""
 
     id: HandoffId
     reason: str
@@ -138,7 +140,7 @@ class Lost(msgspec.Struct, frozen=True):
     retry_after_s: float = 0.0  # above 0.0: the owner's queue is too long until then
 
 
-class ReadsEnded(msgspec.Struct, frozen=True):
+class ReadsEndedEvent(msgspec.Struct, frozen=True):
     """The end of all reads of this attempt: no byte can land any more, so the engine drops the
     "read" hold. Exactly once per grant.
     """
@@ -149,15 +151,15 @@ class ReadsEnded(msgspec.Struct, frozen=True):
 # Commands of an owner's engine ------------------------------------------------------------------
 
 
-class Admit(msgspec.Struct, frozen=True):
+class QueuedCommand(msgspec.Struct, frozen=True):
     serial: int
     compute_tokens: int
     queued_tokens: int
 
 
-class Publish(msgspec.Struct, frozen=True):
+class PublishCommand(msgspec.Struct, frozen=True):
     """A token range [start, end) that is final in these pages, which are concatenated in the order
-    of `PageTables.spans`. The engine holds them for "publication" until HandoffDropped. The ranges
+    of `PageTables.spans`. The engine holds them for "publication" until ClosedEvent. The ranges
     of one hand-off follow each other, from its prefix_tokens on.
     """
 
@@ -173,8 +175,8 @@ class Publish(msgspec.Struct, frozen=True):
     token_ids: tuple[int, ...] = ()  # LIVE, as in Ready
 
 
-class FailHandoff(msgspec.Struct, frozen=True):
-    """The owner's decision to fail the hand-off. HandoffDropped follows."""
+class FailCommand(msgspec.Struct, frozen=True):
+    """The owner's decision to fail the hand-off. ClosedEvent follows."""
 
     serial: int
     reason: str
@@ -185,7 +187,7 @@ class FailHandoff(msgspec.Struct, frozen=True):
 # Events to an owner's engine -------------------------------------------------------------------
 
 
-class Opened(msgspec.Struct, frozen=True):
+class OpenedEvent(msgspec.Struct, frozen=True):
     """A reader's request for `source`.
 
     id: for logs.
@@ -199,16 +201,16 @@ class Opened(msgspec.Struct, frozen=True):
     source: Source
 
 
-class Granted(msgspec.Struct, frozen=True):
+class GrantedEvent(msgspec.Struct, frozen=True):
     serial: int
     prefix_tokens: int
     room_tokens: int = 0  # LIVE: maximum number of published tokens
     gib_per_s: float = 0.0  # LIVE: of the reader's link, as the reader reports it; 0.0: unknown
 
 
-class HandoffDropped(msgspec.Struct, frozen=True):
+class ClosedEvent(msgspec.Struct, frozen=True):
     """The end of a hand-off at the owner. The engine drops its "publication" holds and stops
-    computing it. Exactly once per Opened, and the last event about its serial.
+    computing it. Exactly once per OpenedEvent, and the last event about its serial.
     """
 
     serial: int
@@ -217,7 +219,7 @@ class HandoffDropped(msgspec.Struct, frozen=True):
     reason: str
 
 
-class AskedToForget(msgspec.Struct, frozen=True):
+class InvalidateEvent(msgspec.Struct, frozen=True):
     """A reader's report that KV of these tokens, which this node gave, led to NaN or Inf logits.
     The report may be wrong.
     """
@@ -229,7 +231,7 @@ class AskedToForget(msgspec.Struct, frozen=True):
 # Commands of either's engine --------------------------------------------------------------------
 
 
-class ComputesWith(msgspec.Struct, frozen=True):
+class SetWeightVersion(msgspec.Struct, frozen=True):
     """A new weight version. The node's pairs end, and it pairs with nodes that have the
     same one.
     """
@@ -237,29 +239,36 @@ class ComputesWith(msgspec.Struct, frozen=True):
     weights: WeightsId
 
 
-ReaderCommand: TypeAlias = OpenHandoff | GrantHandoff | CancelHandoff | AskToForget
+ReaderCommand: TypeAlias = OpenCommand | GrantCommand | CancelCommand | InvalidateCommand
 ReaderEvent: TypeAlias = (
-    OwnerUp | OwnerRate | OwnerDown | HandoffAdmitted | FirstToken | Held | Lost | ReadsEnded
+    ProducerUp
+    | OwnerRate
+    | ProducerDown
+    | QueuedEvent
+    | FirstTokenEvent
+    | CompletedEvent
+    | FailedEvent
+    | ReadsEndedEvent
 )
-OwnerCommand: TypeAlias = Admit | Publish | FailHandoff
-OwnerEvent: TypeAlias = Opened | Granted | HandoffDropped | AskedToForget
-NodeCommand: TypeAlias = ReaderCommand | OwnerCommand | ComputesWith
+OwnerCommand: TypeAlias = QueuedCommand | PublishCommand | FailCommand
+OwnerEvent: TypeAlias = OpenedEvent | GrantedEvent | ClosedEvent | InvalidateEvent
+NodeCommand: TypeAlias = ReaderCommand | OwnerCommand | SetWeightVersion
 NodeEvent: TypeAlias = ReaderEvent | OwnerEvent
 
 
-class ReaderCommands(Protocol):
+class ConsumerCommands(Protocol):
     """The port for commands about hand-offs that this node receives. Never blocks."""
 
     def post(self, command: ReaderCommand) -> None: ...
 
 
-class OwnerCommands(Protocol):
+class ProducerCommands(Protocol):
     """The port for commands about hand-offs that this node gives. Never blocks."""
 
     def post(self, command: OwnerCommand) -> None: ...
 
 
-class NodePort(Protocol):
+class TransferPort(Protocol):
     """The transfer thread of a node that is reader and owner, as its engine thread sees it. Neither
     call ever blocks.
     """

@@ -7,22 +7,22 @@ from common.config import EngineConfig
 from engine.build import Engine
 from engine.loop import last_words
 from engine.loop.clock import StepClock
-from engine.loop.last_words import Standing
-from engine.loop.loop import EventLoop, Role
+from engine.loop.last_words import StalledEngine
+from engine.loop.loop import EngineRole, EventLoop
 from engine.loop.watchdog import Watchdog
 from engine.scheduler.scheduler import Scheduler
-from node.control.engine_control import Channel
+from node.control.engine_control import FrontendChannel
 from node.messages import EngineReady
 
 
-class DrivenRole(Role, Standing, Protocol):
+class DrivenRole(EngineRole, StalledEngine, Protocol):
     """A role, as the event loop and the stall report need it."""
 
     @property
     def scheduler(self) -> Scheduler: ...
 
 
-def introduce(engine: Engine, config: EngineConfig, channel: Channel) -> None:
+def introduce(engine: Engine, config: EngineConfig, channel: FrontendChannel) -> None:
     """Report to the front that requests may come."""
     channel.post(
         EngineReady(
@@ -38,7 +38,7 @@ def introduce(engine: Engine, config: EngineConfig, channel: Channel) -> None:
 
 def drive(role: DrivenRole, engine: Engine, config: EngineConfig, clock: StepClock) -> None:
     """Run the loop until the front releases this process (PeerGone) or gives it another role
-    (RoleOver), or a part fails. If the loop stalls for too long, the process ends.
+    (RoleEnded), or a part fails. If the loop stalls for too long, the process ends.
     """
     loop = EventLoop(
         role,

@@ -12,14 +12,14 @@ from typing import Any, Protocol, cast
 from common.config import DecodeConfig, EngineConfig, NodeConfig, PrefillConfig
 from common.process.ipc import PeerGone
 from engine.build import Engine, build
-from node.control.engine_control import RoleOver
+from node.control.engine_control import RoleEnded
 from node.engine_process import Begin, EngineStart, run_engine
-from node.messages import Start
+from node.messages import StartRole
 
 CONFIGS: Mapping[str, type[NodeConfig]] = {"prefill": PrefillConfig, "decode": DecodeConfig}
 
 
-class EngineRole(Protocol):
+class SwitchableEngine(Protocol):
     """The module `engine` of a role's package."""
 
     def wants(self, config: EngineConfig) -> EngineConfig:
@@ -33,18 +33,18 @@ class EngineRole(Protocol):
     def serve(
         self, engine: Engine, start: EngineStart[Any], prepare: Callable[[str], None]
     ) -> None:
-        """Serve until RoleOver or PeerGone."""
+        """Serve until RoleEnded or PeerGone."""
         ...
 
 
-def load_roles() -> Mapping[str, EngineRole]:
+def load_roles() -> Mapping[str, SwitchableEngine]:
     """Import both roles by name, because their packages depend on this one."""
-    return {name: cast(EngineRole, import_module(f"{name}_node.engine")) for name in CONFIGS}
+    return {name: cast(SwitchableEngine, import_module(f"{name}_node.engine")) for name in CONFIGS}
 
 
-def body(begin: Begin, first: Start) -> None:
+def body(begin: Begin, first: StartRole) -> None:
     """Serve in one role after another, as the front requests, until it releases this process. After
-    a fault the engine is not closed: see EngineParts.run.
+    a fault the engine is not closed: see NodeRuntime.run.
     """
     start = begin(first)
     config: EngineConfig = start.config.engine
@@ -64,7 +64,7 @@ def body(begin: Begin, first: Start) -> None:
         while True:
             try:
                 roles[start.role].serve(engine, start, prepare)
-            except RoleOver as over:
+            except RoleEnded as over:
                 successor = over.successor
             start, engine = begin(successor), prepared.pop(successor.role)
             engine.copier.tell = start.channel.wake

@@ -21,7 +21,7 @@ from common import logs
 from common.config import NodeConfig
 from common.errors import ConfigError
 from common.process.ipc import FrameSocket, PeerGone
-from node.messages import EngineFailed, EngineMessage, FrontMessage, Start
+from node.messages import EngineFailed, EngineMessage, FrontMessage, StartRole
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class EngineChannel:
     """The engine thread's socket to its front. All calls except `wake` are the engine thread's.
 
     Args:
-        handed_over: over which the front passes a socket to its pair streams, with each Start.
+        handed_over: over which the front passes a socket to its pair streams, with each StartRole.
     """
 
     def __init__(self, frames: FrameSocket[FrontMessage], handed_over: socket.socket) -> None:
@@ -89,7 +89,7 @@ class EngineChannel:
             self.wait(deadline - time.monotonic())
 
     def transfer_socket(self) -> socket.socket:
-        """Return the socket that came with the last Start. Called once for each Start.
+        """Return the socket that came with the last StartRole. Called once for each StartRole.
 
         Raises:
             PeerGone: there is none.
@@ -118,12 +118,12 @@ class EngineStart(Generic[C]):
     transfer_socket: socket.socket  # to the front's pair streams; the body owns it
 
 
-# Returns the values of a Start, for its role. From then on the log is that role's.
-Begin: TypeAlias = Callable[[Start], EngineStart[Any]]
+# Returns the values of a StartRole, for its role. From then on the log is that role's.
+Begin: TypeAlias = Callable[[StartRole], EngineStart[Any]]
 
 
 def run_engine(
-    configs: Mapping[str, type[NodeConfig]], body: Callable[[Begin, Start], None], name: str
+    configs: Mapping[str, type[NodeConfig]], body: Callable[[Begin, StartRole], None], name: str
 ) -> NoReturn:
     """Run an engine program to the end of the process.
 
@@ -149,7 +149,7 @@ def run_engine(
     first = _await_start(frames)
     channel = EngineChannel(frames, socket.socket(fileno=handed_over_fd))
 
-    def begin(start: Start) -> EngineStart[Any]:
+    def begin(start: StartRole) -> EngineStart[Any]:
         config = configs[start.role].model_validate_json(start.config)
         logs.setup(f"{start.role} {name}", config.front.log_level, config.front.log_format)
         pairs = channel.transfer_socket()
@@ -190,14 +190,14 @@ def _leave(exit_code: int) -> NoReturn:
     os._exit(exit_code)
 
 
-def _await_start(frames: FrameSocket[FrontMessage]) -> Start:
+def _await_start(frames: FrameSocket[FrontMessage]) -> StartRole:
     readable, _, _ = select.select([frames], [], [], _START_S)
     try:
         messages = frames.receive() if readable else []
     except PeerGone:
         sys.exit(0)
     match messages:
-        case [Start() as start]:
+        case [StartRole() as start]:
             return start
         case _:
             sys.exit("this is the engine of a node; it is started by the node's program")

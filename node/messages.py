@@ -9,25 +9,25 @@ from typing import TypeAlias
 
 import msgspec
 
-from common.distribution import Counted
-from common.queueing.drain import Backlog
+from common.distribution import HistogramCounts
+from common.queueing.drain import QueueBacklog
 from common.request import Remaining, RequestSpec
 from common.requests.adapter import NO_ADAPTER, AdapterId
 from common.requests.logprobs import Logprobs
 from common.requests.namespace import SHARED, Namespace
-from common.requests.pooling import Pooling
-from common.requests.prediction import Predicted
-from common.requests.prefix_hint import PrefixAt
-from common.requests.request_trace import Flights
+from common.requests.pooling import PoolingParams
+from common.requests.prediction import PredictionUsage
+from common.requests.prefix_hint import PrefixHint
+from common.requests.request_trace import RequestTraces
 from common.requests.timeline import NOTHING, Timeline
 from common.requests.weights import UNNAMED, WeightsId
-from common.tracing.context import UNTRACED, Trace
-from node.timings import HandoffStamps, RequestStamps
+from common.tracing.context import UNTRACED, TraceContext
+from node.timings import ProducerTimings, RequestTimings
 
 # Front to engine --------------------------------------------------------------------------------
 
 
-class Start(msgspec.Struct, frozen=True, tag=True):
+class StartRole(msgspec.Struct, frozen=True, tag=True):
     """The beginning of a role: sent first, and again for each other role of the node. Later
     messages belong to that role, and so do the engine's messages from its EngineReady on.
     """
@@ -38,7 +38,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     address: str  # of the front's gRPC server, for logs and peers
 
 
-class MoveFrom(msgspec.Struct, frozen=True):
+class MigrateFrom(msgspec.Struct, frozen=True):
     """The current location of a request that is to migrate here."""
 
     address: str  # of a decode node
@@ -57,9 +57,9 @@ class Placement(msgspec.Struct, frozen=True):
     """
 
     prefill_addresses: tuple[str, ...] = ()
-    prefix_hints: tuple[PrefixAt, ...] = ()
+    prefix_hints: tuple[PrefixHint, ...] = ()
     ticket: int = 0
-    move_from: MoveFrom | None = None
+    move_from: MigrateFrom | None = None
     own_address: str = ""
 
 
@@ -77,7 +77,7 @@ class SubmitRequest(msgspec.Struct, frozen=True, tag=True):
     remaining: Remaining
     placement: Placement = Placement()
     received: float = 0.0
-    trace: Trace = UNTRACED
+    trace: TraceContext = UNTRACED
 
 
 class CancelSubmitted(msgspec.Struct, frozen=True, tag=True):
@@ -85,14 +85,14 @@ class CancelSubmitted(msgspec.Struct, frozen=True, tag=True):
     request: int
 
 
-class StreamEnded(msgspec.Struct, frozen=True, tag=True):
+class RouterStreamClosed(msgspec.Struct, frozen=True, tag=True):
     """The end of a router's stream: cancel its submissions."""
 
     stream: int
 
 
-class Ask(msgspec.Struct, frozen=True, tag=True):
-    """A question of `Node`. The response is one Answer with the same number.
+class NodeCall(msgspec.Struct, frozen=True, tag=True):
+    """A question of `Node`. The response is one NodeCallResult with the same number.
 
     what: "describe" | "drain" | "serve" (accept requests again after a drain) | "prepare"
         (argument = the role whose parts are made) | "flush_cache" | "abort" | "explain"
@@ -116,13 +116,13 @@ class WatchCache(msgspec.Struct, frozen=True, tag=True):
     on: bool
 
 
-class PoolPrompts(msgspec.Struct, frozen=True, tag=True):
-    """One call for vectors of prompts. The response is one Pooled with the same number."""
+class SubmitPooling(msgspec.Struct, frozen=True, tag=True):
+    """One call for vectors of prompts. The response is one PoolingDone with the same number."""
 
     number: int  # the front's own
     request_id: str
     prompts: tuple[bytes, ...]  # little-endian int32
-    pooling: Pooling
+    pooling: PoolingParams
     budget_s: float
     queue_s: float = math.inf  # longest wait for the first forward
     namespace: Namespace = SHARED
@@ -136,13 +136,13 @@ class CancelPooling(msgspec.Struct, frozen=True, tag=True):
 
 
 FrontMessage: TypeAlias = (
-    Start
+    StartRole
     | SubmitRequest
     | CancelSubmitted
-    | StreamEnded
-    | Ask
+    | RouterStreamClosed
+    | NodeCall
     | WatchCache
-    | PoolPrompts
+    | SubmitPooling
     | CancelPooling
 )
 
@@ -153,7 +153,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     """The first message of the engine in each role: the model is loaded, the pool is sized, and the
     role has begun.
 
-    Shown by Describe, except for `weights`, which Moving has too.
+    Shown by Describe, except for `weights`, which EngineStats has too.
     """
 
     model: str
@@ -164,12 +164,12 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     page_size: int  # tokens
 
 
-class Ended(msgspec.Struct, frozen=True):
+class RequestEnded(msgspec.Struct, frozen=True):
     request: int
     reason: int  # FinishReason of decode.proto
     error: str = ""
     error_code: int = 0  # gRPC status code
-    stamps: RequestStamps | None = None
+    stamps: RequestTimings | None = None
     retry_after_s: float = 0.0  # above 0.0: a queue was too long for it
 
     @property
@@ -183,15 +183,15 @@ class StepTokens(msgspec.Struct, frozen=True, tag=True):
     stream: int
     requests: bytes  # little-endian uint64, one per new token
     tokens: bytes  # little-endian uint32, same length
-    ended: tuple[Ended, ...] = ()
+    ended: tuple[RequestEnded, ...] = ()
     begun: tuple[tuple[int, int], ...] = ()  # (request, cached tokens), when its prefill begins
     # Of all tokens of the requests that asked for them.
     logprobs: tuple[tuple[int, Logprobs], ...] = ()
     prompt_logprobs: tuple[tuple[int, Logprobs], ...] = ()  # before its first token
-    predicted: tuple[tuple[int, Predicted], ...] = ()  # of requests with a prediction
+    predicted: tuple[tuple[int, PredictionUsage], ...] = ()  # of requests with a prediction
 
 
-class OnTrial(msgspec.Struct, frozen=True, tag=True):
+class QuarantineStarted(msgspec.Struct, frozen=True, tag=True):
     """A request that computes alone from now on, because it is quarantined. With stream 0 none does
     any more.
     """
@@ -200,14 +200,14 @@ class OnTrial(msgspec.Struct, frozen=True, tag=True):
     request: int
 
 
-class HandoffTraced(msgspec.Struct, frozen=True, tag=True):
+class HandoffSpan(msgspec.Struct, frozen=True, tag=True):
     """A given hand-off that has ended. Sent only if it has a span here."""
 
-    stamps: HandoffStamps
+    stamps: ProducerTimings
 
 
-class Pooled(msgspec.Struct, frozen=True, tag=True):
-    """The result of one PoolPrompts: vectors, or an error."""
+class PoolingDone(msgspec.Struct, frozen=True, tag=True):
+    """The result of one SubmitPooling: vectors, or an error."""
 
     number: int
     vectors: tuple[bytes, ...] = ()  # float32 of each prompt; sums if a mean is requested
@@ -217,19 +217,19 @@ class Pooled(msgspec.Struct, frozen=True, tag=True):
     retry_after_s: float = 0.0  # above 0.0: a queue was too long for it
 
 
-class Answer(msgspec.Struct, frozen=True, tag=True):
+class NodeCallResult(msgspec.Struct, frozen=True, tag=True):
     number: int
-    error: str = ""  # WrongState and the like; empty on success
+    error: str = ""  # FailedPrecondition and the like; empty on success
     integer: int = 0  # pages freed, requests aborted, adapters loaded or unloaded, pauses ended
     fresh: bool = True  # whether the state is new
     path: str = ""  # of a trace
     description: dict[str, dict[str, int]] | None = None  # "pages", "queues", "counters"
-    flights: Flights | None = None
+    flights: RequestTraces | None = None
     adapter: AdapterId = NO_ADAPTER  # the loaded one
     weights: WeightsId = UNNAMED  # that were checked, or are in use now
 
 
-class Moving(msgspec.Struct, frozen=True, tag=True):
+class EngineStats(msgspec.Struct, frozen=True, tag=True):
     """The engine's report, sent at least once a second while the loop turns, idle or not.
 
     gauges: pages_HOLDER, queue_NAME and others, and total_NAME for values that only grow. There and
@@ -240,14 +240,14 @@ class Moving(msgspec.Struct, frozen=True, tag=True):
     gauges: dict[str, float]
     state: str  # "ready" | "paused" | "draining"
     links: tuple[tuple[str, str, float], ...]  # to usable owners: address, path, GiB/s
-    distributions: dict[str, Counted] = {}
+    distributions: dict[str, HistogramCounts] = {}
     pages_free: int = 0  # including pages that only the prefix cache holds
-    backlogs: dict[str, Backlog] = {}  # "prompts", and on a decode node "pages"
+    backlogs: dict[str, QueueBacklog] = {}  # "prompts", and on a decode node "pages"
     adapters: dict[str, AdapterId] = {}  # that requests may use, by name
     weights: WeightsId = UNNAMED  # in use
 
 
-class CacheChanged(msgspec.Struct, frozen=True, tag=True):
+class CacheEventBatch(msgspec.Struct, frozen=True, tag=True):
     """A change of the prefix cache for these watchers. Empty: for all that have received
     everything.
 
@@ -275,12 +275,12 @@ class EngineFailed(msgspec.Struct, frozen=True, tag=True):
 EngineMessage: TypeAlias = (
     EngineReady
     | StepTokens
-    | OnTrial
-    | HandoffTraced
-    | Pooled
-    | Answer
-    | Moving
-    | CacheChanged
+    | QuarantineStarted
+    | HandoffSpan
+    | PoolingDone
+    | NodeCallResult
+    | EngineStats
+    | CacheEventBatch
     | Drained
     | EngineFailed
 )

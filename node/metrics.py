@@ -8,15 +8,15 @@ from typing import Literal
 from prometheus_client.core import Metric
 
 from common import bounds
-from common.distribution import Counted
+from common.distribution import HistogramCounts
 from common.memory_tags import MEMORY_TAGS
-from common.metrics.declared import Declared, Values
+from common.metrics.declared import MetricDeclaration, Values
 from common.metrics.program import INFO, PROCESS, registry_of
 from common.metrics.trust import TRUST, TrustMetrics
 from common.pause_mode import PAUSE_MODES
 from common.priority import CLASSES
-from common.queueing.drain import Backlog
-from node.messages import Moving
+from common.queueing.drain import QueueBacklog
+from node.messages import EngineStats
 
 Role = Literal["prefill", "decode"]
 Refusal = Literal["invalid", "draining", "overloaded", "late", "dropped", "deadline"]
@@ -40,7 +40,7 @@ PATHS = ("nvlink", "cuda_ipc", "rdma", "cma", "tcp")
 
 # Of the front ------------------------------------------------------------------------------------
 
-REJECTED = Declared(
+REJECTED = MetricDeclaration(
     "baton_node_rejected",
     "counter",
     "Total requests or hand-offs that this node rejected or stopped. Late: the queue is longer "
@@ -54,23 +54,25 @@ REJECTED = Declared(
         )
     },
 )
-STREAMS = Declared("baton_streams", "gauge", "Current open streams.", {"kind": ("router", "pair")})
-STREAM_ENDS = Declared(
+STREAMS = MetricDeclaration(
+    "baton_streams", "gauge", "Current open streams.", {"kind": ("router", "pair")}
+)
+STREAM_ENDS = MetricDeclaration(
     "baton_stream_ends", "counter", "Total closed streams.", {"kind": ("router", "pair")}
 )
-CUT_OFF = Declared(
+CUT_OFF = MetricDeclaration(
     "baton_streams_cut_off", "counter", "Total streams closed because the peer did not read."
 )
-PAIRINGS = Declared(
+PAIRINGS = MetricDeclaration(
     "baton_pairings",
     "counter",
     "Total attempts to pair with a node to read from, by result.",
     {"outcome": ("up", "refused", "failed")},
 )
-STATE = Declared(
+STATE = MetricDeclaration(
     "baton_node_state", "gauge", "1 for the current state of the node, else 0.", {"state": STATES}
 )
-SILENCE = Declared(
+SILENCE = MetricDeclaration(
     "baton_engine_silence_seconds",
     "gauge",
     "Seconds without progress of the engine, beyond what its running step may take.",
@@ -78,7 +80,7 @@ SILENCE = Declared(
 
 # Of the engine -----------------------------------------------------------------------------------
 
-PAGES = Declared(
+PAGES = MetricDeclaration(
     "baton_kv_pages",
     "gauge",
     "Current KV pages by holder. They add up to the pool. A page with several holders counts "
@@ -86,10 +88,10 @@ PAGES = Declared(
     "cache.",
     {"holder": HOLDERS},
 )
-HOST_PAGES = Declared(
+HOST_PAGES = MetricDeclaration(
     "baton_host_kv_pages", "gauge", "Current host pages used by retracted requests."
 )
-QUEUE = Declared(
+QUEUE = MetricDeclaration(
     "baton_queue_requests",
     "gauge",
     "Current requests in each queue of the engine. The queue on_device has those in the current "
@@ -97,14 +99,14 @@ QUEUE = Declared(
     {"queue": QUEUES},
     sparse=True,
 )
-WAITING = Declared(
+WAITING = MetricDeclaration(
     "baton_queued_requests",
     "gauge",
     "Current requests that wait for computation on this node, or for pages on a decode node, by "
     "priority: below 0, 0, above 0.",
     {"priority": CLASSES},
 )
-QUEUED = Declared(
+QUEUED = MetricDeclaration(
     "baton_queued_seconds",
     "gauge",
     "Estimated seconds until the waiting requests are served: prompts to be computed here, and "
@@ -112,12 +114,12 @@ QUEUED = Declared(
     {"queue": ("prompts", "pages")},
     sparse=True,
 )
-TOKEN_SECONDS = Declared(
+TOKEN_SECONDS = MetricDeclaration(
     "baton_prompt_token_seconds",
     "gauge",
     "Recent time of a prompt token in seconds, cached or not, while prompts waited. 0: unknown.",
 )
-STEP_SECONDS = Declared(
+STEP_SECONDS = MetricDeclaration(
     "baton_step_seconds",
     "histogram",
     "Time of a step on the device in seconds, from the end of the previous step, or its launch, "
@@ -125,159 +127,163 @@ STEP_SECONDS = Declared(
     {"mode": MODES},
     bounds.STEP_S,
 )
-BATCH_REQUESTS = Declared(
+BATCH_REQUESTS = MetricDeclaration(
     "baton_batch_requests",
     "histogram",
     "Requests in a step.",
     {"mode": MODES},
     bounds.BATCH_REQUESTS,
 )
-BATCH_TOKENS = Declared(
+BATCH_TOKENS = MetricDeclaration(
     "baton_batch_tokens",
     "histogram",
     "Tokens computed in a step with prompts or drafts.",
     {"mode": ("extend", "mixed", "verify")},
     bounds.BATCH_TOKENS,
 )
-WAITED = Declared(
+WAITED = MetricDeclaration(
     "baton_engine_waited_seconds",
     "counter",
     "Total time in seconds that the engine thread waited for the device, or for work.",
     {"on": ("device", "work")},
 )
-THREAD_CPU = Declared(
+THREAD_CPU = MetricDeclaration(
     "baton_engine_thread_cpu_seconds",
     "counter",
     "Total CPU time of the engine thread in seconds: scheduling, launching, finishing.",
 )
-ENGINE_CPU = Declared(
+ENGINE_CPU = MetricDeclaration(
     "baton_engine_cpu_seconds",
     "counter",
     "Total CPU time of all threads of the engine process in seconds.",
 )
-SELF_CHECKS = Declared(
+SELF_CHECKS = MetricDeclaration(
     "baton_self_checks",
     "counter",
     "Total leak checks of an idle engine that found every page and slot accounted for. A failed "
     "check ends the engine.",
 )
-PROMPT_TOKENS = Declared(
+PROMPT_TOKENS = MetricDeclaration(
     "baton_prompt_tokens", "counter", "Total prompt tokens of requests admitted for prefill here."
 )
-CACHED_TOKENS = Declared(
+CACHED_TOKENS = MetricDeclaration(
     "baton_cached_tokens",
     "counter",
     "Total tokens of baton_prompt_tokens_total whose KV was in the prefix cache.",
 )
-SAMPLED_TOKENS = Declared("baton_sampled_tokens", "counter", "Total tokens sampled on this node.")
-FINISHED = Declared(
+SAMPLED_TOKENS = MetricDeclaration(
+    "baton_sampled_tokens", "counter", "Total tokens sampled on this node."
+)
+FINISHED = MetricDeclaration(
     "baton_finished_requests", "counter", "Total requests that have left the scheduler."
 )
-DEADLINES = Declared(
+DEADLINES = MetricDeclaration(
     "baton_deadlines", "counter", "Total requests whose budget expired in the scheduler."
 )
-RETRACTIONS = Declared(
+RETRACTIONS = MetricDeclaration(
     "baton_retractions", "counter", "Total requests retracted from the device for lack of pages."
 )
-RECOMPUTED = Declared(
+RECOMPUTED = MetricDeclaration(
     "baton_recomputed", "counter", "Total retracted requests whose KV was recomputed."
 )
-PREEMPTED = Declared(
+PREEMPTED = MetricDeclaration(
     "baton_preempted",
     "counter",
     "Total requests preempted by a more urgent one, by their own priority.",
     {"priority": CLASSES},
 )
-PAUSES = Declared(
+PAUSES = MetricDeclaration(
     "baton_pauses",
     "counter",
     "Total pauses of generation by an operator, by mode.",
     {"mode": PAUSE_MODES},
 )
-WEIGHT_UPDATES = Declared("baton_weight_updates", "counter", "Total updates of the weights.")
-WEIGHT_BYTES = Declared(
+WEIGHT_UPDATES = MetricDeclaration(
+    "baton_weight_updates", "counter", "Total updates of the weights."
+)
+WEIGHT_BYTES = MetricDeclaration(
     "baton_weight_bytes",
     "counter",
     "Total bytes of weights that this node read from others (read) or provided to others (lent).",
     {"copy": ("read", "lent")},
 )
-WEIGHT_READS = Declared(
+WEIGHT_READS = MetricDeclaration(
     "baton_weight_reads",
     "counter",
     "Total attempts to read the weights of another node. Held: all arrived and were correct. "
     "Lost: the attempt failed.",
     {"outcome": ("held", "lost")},
 )
-WEIGHT_READ_SECONDS = Declared(
+WEIGHT_READ_SECONDS = MetricDeclaration(
     "baton_weight_read_seconds",
     "counter",
     "Total time of these reads in seconds, including verification, without the update itself.",
 )
-MEMORY_AWAY = Declared(
+MEMORY_AWAY = MetricDeclaration(
     "baton_memory_away",
     "gauge",
     "1 for each part of the node's memory that an operator has released to the system, else 0.",
     {"part": MEMORY_TAGS},
 )
-DRAFT_TOKENS = Declared(
+DRAFT_TOKENS = MetricDeclaration(
     "baton_draft_tokens",
     "counter",
     "Total draft tokens computed with the newest token. Accepted: correct, and each saved one "
     "step.",
     {"outcome": ("accepted", "rejected")},
 )
-PREDICTION_TOKENS = Declared(
+PREDICTION_TOKENS = MetricDeclaration(
     "baton_prediction_tokens",
     "counter",
     "Total draft tokens from predictions that clients sent.",
     {"outcome": ("accepted", "rejected")},
 )
-VERIFIED_TOKENS = Declared(
+VERIFIED_TOKENS = MetricDeclaration(
     "baton_verified_tokens",
     "histogram",
     "Tokens that a step with drafts yields for a request: the accepted drafts and one more.",
     {},
     bounds.RUN_TOKENS,
 )
-POOLED = Declared(
+POOLED = MetricDeclaration(
     "baton_pooled_prompts", "counter", "Total prompts computed for embeddings or scores."
 )
-ADAPTERS = Declared("baton_adapters", "gauge", "Current LoRA adapters in host memory.")
-ADAPTER_BYTES = Declared(
+ADAPTERS = MetricDeclaration("baton_adapters", "gauge", "Current LoRA adapters in host memory.")
+ADAPTER_BYTES = MetricDeclaration(
     "baton_adapter_bytes", "gauge", "Current host memory of LoRA adapters in bytes."
 )
-ADAPTER_SLOTS = Declared(
+ADAPTER_SLOTS = MetricDeclaration(
     "baton_adapter_slots_used", "gauge", "Current device slots whose adapter is used by requests."
 )
-ADAPTER_FILLS = Declared(
+ADAPTER_FILLS = MetricDeclaration(
     "baton_adapter_fills", "counter", "Total copies of an adapter into a slot."
 )
-KERNELS_COMPILED = Declared(
+KERNELS_COMPILED = MetricDeclaration(
     "baton_kernels_compiled", "counter", "Total kernels that were compiled while serving."
 )
-KERNEL_COMPILE_SECONDS = Declared(
+KERNEL_COMPILE_SECONDS = MetricDeclaration(
     "baton_kernel_compile_seconds", "counter", "Total time for these compilations in seconds."
 )
-ADAPTERS_EVICTED = Declared(
+ADAPTERS_EVICTED = MetricDeclaration(
     "baton_adapters_evicted", "counter", "Total adapters evicted from host memory."
 )
-IMAGES = Declared(
+IMAGES = MetricDeclaration(
     "baton_images",
     "counter",
     "Total images with tokens in a chunk of a prompt. Encoded: the image was encoded for it. "
     "Kept: its embeddings were still cached.",
     {"embeddings": ("encoded", "kept")},
 )
-IMAGE_SECONDS = Declared(
+IMAGE_SECONDS = MetricDeclaration(
     "baton_image_encoding_seconds",
     "counter",
     "Total extra time of forward passes for encoding images in seconds. On a GPU, the time to "
     "launch that work.",
 )
-IMAGE_BYTES = Declared(
+IMAGE_BYTES = MetricDeclaration(
     "baton_image_bytes", "gauge", "Current size of cached image embeddings in bytes."
 )
-HANDOFFS = Declared(
+HANDOFFS = MetricDeclaration(
     "baton_handoffs",
     "counter",
     "Total hand-offs by result. Held: completed, the consumer has everything. Lost: failed. On "
@@ -288,28 +294,30 @@ HANDOFFS = Declared(
 
 # Of a decode node's engine -----------------------------------------------------------------------
 
-OPENED = Declared("baton_handoffs_opened", "counter", "Total attempts at hand-offs.")
-RETRIES = Declared(
+OPENED = MetricDeclaration("baton_handoffs_opened", "counter", "Total attempts at hand-offs.")
+RETRIES = MetricDeclaration(
     "baton_handoff_retries",
     "counter",
     "Total hand-off attempts after a failed one of the same request.",
 )
-HANDOFF_SECONDS = Declared(
+HANDOFF_SECONDS = MetricDeclaration(
     "baton_handoff_seconds",
     "histogram",
     "Time of a hand-off in seconds, from its opening until its pages are here and confirmed, "
     "including the prefill.",
     bounds=bounds.HANDOFF_S,
 )
-HANDOFF_TOKENS = Declared(
+HANDOFF_TOKENS = MetricDeclaration(
     "baton_handoff_prompt_tokens",
     "counter",
     "Total tokens of completed hand-offs by the source of their KV: this node's cache, the "
     "prefill node's cache, or computed.",
     {"source": ("own_cache", "owner_cache", "computed")},
 )
-PAGES_READ = Declared("baton_kv_pages_read", "counter", "Total pages read by completed hand-offs.")
-LOCAL_PREFILLS = Declared(
+PAGES_READ = MetricDeclaration(
+    "baton_kv_pages_read", "counter", "Total pages read by completed hand-offs."
+)
+LOCAL_PREFILLS = MetricDeclaration(
     "baton_local_prefills",
     "counter",
     "Total prompts that this decode node prefilled itself. Colocated: by configuration. Short: "
@@ -317,7 +325,7 @@ LOCAL_PREFILLS = Declared(
     "attempts failed.",
     {"reason": ("colocated", "short", "no_owner", "exhausted")},
 )
-CANARIES = Declared(
+CANARIES = MetricDeclaration(
     "baton_canaries",
     "counter",
     "Total canary checks of nodes at pairing. Wrong: responses differ from this node's own, and "
@@ -325,59 +333,59 @@ CANARIES = Declared(
     "wrong.",
     {"outcome": ("right", "wrong", "unknown")},
 )
-READ_BYTES = Declared(
+READ_BYTES = MetricDeclaration(
     "baton_handoff_read_bytes", "counter", "Total bytes read from other nodes.", {"path": PATHS}
 )
-READ_DESCRIPTORS = Declared(
+READ_DESCRIPTORS = MetricDeclaration(
     "baton_handoff_read_descriptors",
     "counter",
     "Total transfer descriptors of these reads, one a page.",
     {"path": PATHS},
 )
-READ_SECONDS = Declared(
+READ_SECONDS = MetricDeclaration(
     "baton_handoff_read_seconds",
     "histogram",
     "Time of one read in seconds. A read has the pages of one chunk.",
     {"path": PATHS},
     bounds.READ_S,
 )
-READS_REFUSED = Declared(
+READS_REFUSED = MetricDeclaration(
     "baton_handoff_reads_refused",
     "counter",
     "Total reads that the producer rejected because it does not publish these pages.",
     {"path": PATHS},
 )
-PAGES_COMPARED = Declared(
+PAGES_COMPARED = MetricDeclaration(
     "baton_handoff_pages_compared",
     "counter",
     "Total pages read whose checksum was compared with the producer's. Wrong: they differed.",
     {"outcome": ("right", "wrong")},
 )
-READS_IN_FLIGHT = Declared(
+READS_IN_FLIGHT = MetricDeclaration(
     "baton_handoff_reads_in_flight", "gauge", "Current reads submitted to links and not finished."
 )
 # By path, not by peer: the set of addresses is unbounded. Describe lists each link.
-LINKS = Declared(
+LINKS = MetricDeclaration(
     "baton_links",
     "gauge",
     "Current usable links to nodes that this node reads from.",
     {"path": PATHS},
 )
-SLOWEST = Declared(
+SLOWEST = MetricDeclaration(
     "baton_slowest_link_bytes_per_second",
     "gauge",
     "Rate of the slowest link of each path, as measured at pairing and since.",
     {"path": PATHS},
     sparse=True,
 )
-LINK_CHANGES = Declared(
+LINK_CHANGES = MetricDeclaration(
     "baton_link_changes",
     "counter",
     "Total prefill nodes that became usable for this node (up), or unusable (down).",
     {"change": ("up", "down")},
 )
 
-MOVES = Declared(
+MOVES = MetricDeclaration(
     "baton_node_moves",
     "counter",
     "Total live migrations of running requests. Away: completed, to another node. Refused: "
@@ -385,14 +393,14 @@ MOVES = Declared(
     {"outcome": ("away", "refused", "here")},
 )
 
-PROMPT_TOKEN_WAYS = Declared(
+PROMPT_TOKEN_WAYS = MetricDeclaration(
     "baton_prompt_token_ways",
     "counter",
     "Total prompt tokens that this node had to provide, by the source of their KV. Fetched: "
     "read from another node's cache.",
     {"way": ("own", "fetched", "computed")},
 )
-FETCHES = Declared(
+FETCHES = MetricDeclaration(
     "baton_prefix_fetches",
     "counter",
     "Total prefixes that another node was expected to have. Held: fetched. Lost: rejected or "
@@ -400,14 +408,14 @@ FETCHES = Declared(
     "no free pages. With unpaired no such node was paired.",
     {"outcome": ("held", "lost", "dearer", "no_room", "unpaired")},
 )
-LOANS = Declared(
+LOANS = MetricDeclaration(
     "baton_prefix_loans",
     "counter",
     "Total prefixes that other nodes wanted to read here. Held: completed. Lost: failed. "
     "Refused: the cache had no more of it, or too much was being exported.",
     {"outcome": ("held", "lost", "refused")},
 )
-FORGOTTEN = Declared(
+FORGOTTEN = MetricDeclaration(
     "baton_forgotten_prefixes",
     "counter",
     "Total prefixes whose KV gave NaN or Inf logits. Own: invalidated after a request of this "
@@ -417,27 +425,29 @@ FORGOTTEN = Declared(
 )
 
 _TIERS = {"tier": ("host", "file")}
-TIER_PAGES = Declared("baton_tier_pages", "gauge", "Current pages in an offload tier.", _TIERS)
-TIER_TOKENS = Declared(
+TIER_PAGES = MetricDeclaration(
+    "baton_tier_pages", "gauge", "Current pages in an offload tier.", _TIERS
+)
+TIER_TOKENS = MetricDeclaration(
     "baton_tier_tokens",
     "counter",
     "Total prompt tokens that an offload tier saved from being computed or read from another "
     "node. File: no other tier had them.",
     _TIERS,
 )
-TIER_BYTES = Declared(
+TIER_BYTES = MetricDeclaration(
     "baton_tier_bytes",
     "counter",
     "Total bytes saved to host memory and brought back from it, or written to files and read back.",
     {"copy": ("saved", "brought", "written", "read")},
 )
-TIER_EVICTED = Declared(
+TIER_EVICTED = MetricDeclaration(
     "baton_tier_evicted",
     "counter",
     "Total pages of tokens evicted from an offload tier.",
     _TIERS,
 )
-TIER_FAULTS = Declared(
+TIER_FAULTS = MetricDeclaration(
     "baton_tier_faults",
     "counter",
     "Total pages that could not be written to a file (full, write) or read back. Damaged: the "
@@ -465,7 +475,7 @@ DECODE = (
     *(LINK_CHANGES, MOVES, DRAFT_TOKENS, PREDICTION_TOKENS, VERIFIED_TOKENS),
 )
 PREFILL = (POOLED,)
-DECLARED: Mapping[Role, tuple[Declared, ...]] = {
+DECLARED: Mapping[Role, tuple[MetricDeclaration, ...]] = {
     "prefill": (*BOTH, *PREFILL, *TRUST, INFO, *PROCESS),
     "decode": (*BOTH, *DECODE, *TRUST, INFO, *PROCESS),
 }
@@ -552,13 +562,13 @@ class NodeMetrics:
         self._cut_off = CUT_OFF.numbers()
         self._refused = REJECTED.numbers()
         self._liveness: Callable[[], tuple[str, float]] = lambda: ("starting", 0.0)
-        self._moving = Moving(steps=0, gauges={}, state="ready", links=())
+        self._moving = EngineStats(steps=0, gauges={}, state="ready", links=())
         self.registry = registry_of(lambda: self._role, self._families)
 
     def begin(self, role: Role) -> None:
         """Reset the engine's report for a new role, whose engine counts from 0."""
         self._role = role
-        self._moving = Moving(steps=0, gauges={}, state="ready", links=())
+        self._moving = EngineStats(steps=0, gauges={}, state="ready", links=())
 
     def liveness_from(self, liveness: Callable[[], tuple[str, float]]) -> None:
         """Set the function that returns the node's state and the seconds of its engine's silence.
@@ -566,7 +576,7 @@ class NodeMetrics:
         """
         self._liveness = liveness
 
-    def engine_moved(self, moving: Moving) -> None:
+    def engine_moved(self, moving: EngineStats) -> None:
         """Record the engine's latest report."""
         self._moving = moving
 
@@ -596,16 +606,16 @@ class NodeMetrics:
         rejected = series.setdefault(REJECTED.name, {})
         for values, number in self._refused.items():
             by_engine = rejected.get(values, 0.0)
-            assert not isinstance(by_engine, Counted)
+            assert not isinstance(by_engine, HistogramCounts)
             rejected[values] = by_engine + number
         for declared in (*BOTH, *(DECODE if self._role == "decode" else PREFILL)):
             yield declared.family(series.get(declared.name, {}))
         yield from self.trust.families()
 
 
-def _reported(moving: Moving) -> dict[str, dict[Values, float | Counted]]:
+def _reported(moving: EngineStats) -> dict[str, dict[Values, float | HistogramCounts]]:
     """Return the series of an engine's report, by the name of the metric."""
-    series: dict[str, dict[Values, float | Counted]] = {}
+    series: dict[str, dict[Values, float | HistogramCounts]] = {}
     for name, value in moving.gauges.items():
         declared, values = _place(name)
         if declared is not None:
@@ -615,11 +625,11 @@ def _reported(moving: Moving) -> dict[str, dict[Values, float | Counted]]:
         series.setdefault(_DISTRIBUTIONS[key].name, {})[_values(label)] = counted
     series[LINKS.name], series[SLOWEST.name] = _links(moving)
     series[QUEUED.name] = {(queue,): told.queued_s for queue, told in moving.backlogs.items()}
-    series[TOKEN_SECONDS.name] = {(): moving.backlogs.get("prompts", Backlog()).unit_s}
+    series[TOKEN_SECONDS.name] = {(): moving.backlogs.get("prompts", QueueBacklog()).unit_s}
     return series
 
 
-def _place(name: str) -> tuple[Declared | None, Values]:
+def _place(name: str) -> tuple[MetricDeclaration | None, Values]:
     """Return the series of a reported value, or None if it is exported elsewhere."""
     gauge, _, label = name.partition("/")
     if gauge in _GAUGES:
@@ -648,8 +658,8 @@ def _values(label: str) -> Values:
 
 
 def _links(
-    moving: Moving,
-) -> tuple[dict[Values, float | Counted], dict[Values, float | Counted]]:
+    moving: EngineStats,
+) -> tuple[dict[Values, float | HistogramCounts], dict[Values, float | HistogramCounts]]:
     """Return the number of links and the slowest rate, by path."""
     speeds: dict[str, list[float]] = {}
     for _, path, gib_per_s in moving.links:

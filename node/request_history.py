@@ -14,11 +14,11 @@ KEPT_BYTES = 1 << 20
 FAILED_BYTES = 256 << 10
 
 
-class Stamps(Protocol):
+class RecordedTimings(Protocol):
     request_id: str
 
 
-S = TypeVar("S", bound=Stamps)
+S = TypeVar("S", bound=RecordedTimings)
 
 
 class _Kept(NamedTuple):
@@ -27,7 +27,7 @@ class _Kept(NamedTuple):
     stamps: bytes
 
 
-class FlightRecorder(Generic[S]):
+class RequestHistory(Generic[S]):
     """Recent stamps. Engine thread only. The watchdog reads it when that thread is stalled.
 
     Args:

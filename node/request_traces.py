@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 
-from common.requests.request_trace import Event, Flight
+from common.requests.request_trace import RequestTrace, TimelineEvent
 from common.requests.timeline import MAX_TEXT
-from node.timings import AttemptStamps, HandoffStamps, RequestStamps
+from node.timings import HandoffTimings, ProducerTimings, RequestTimings
 
 WHY_HERE = {
     "colocated": "this node prefills everything itself",
@@ -14,78 +14,88 @@ WHY_HERE = {
 }
 
 
-def of_request(stamps: RequestStamps, now: float) -> Flight:
+def of_request(stamps: RequestTimings, now: float) -> RequestTrace:
     """Return the events of a submission on a decode node."""
     return _flight(_moments_of_request(stamps), stamps.received, now)
 
 
-def of_handoff(stamps: HandoffStamps, now: float) -> Flight:
+def of_handoff(stamps: ProducerTimings, now: float) -> RequestTrace:
     """Return the events of a hand-off on the prefill node."""
     return _flight(_moments_of_handoff(stamps), stamps.opened, now)
 
 
-def _flight(moments: Iterator[Event], zero: float, now: float) -> Flight:
+def _flight(moments: Iterator[TimelineEvent], zero: float, now: float) -> RequestTrace:
     """Return the events in order, relative to `zero`. Moments are time.monotonic(). Those that have
     not happened are left out.
     """
     events = [
-        Event(event.at - zero, event.what, event.detail[:MAX_TEXT]) for event in moments if event.at
+        TimelineEvent(event.at - zero, event.what, event.detail[:MAX_TEXT])
+        for event in moments
+        if event.at
     ]
-    return Flight(now - zero, tuple(sorted(events, key=lambda event: event.at)))
+    return RequestTrace(now - zero, tuple(sorted(events, key=lambda event: event.at)))
 
 
-def _moments_of_request(stamps: RequestStamps) -> Iterator[Event]:
+def _moments_of_request(stamps: RequestTimings) -> Iterator[TimelineEvent]:
     came = f"{stamps.num_prompt} prompt tokens"
     if stamps.num_generated:
         came += f" and {stamps.num_generated} that are out already"
-    yield Event(stamps.received, "submitted", came)
-    yield Event(stamps.taken, "taken", "by the engine thread, between two steps")
+    yield TimelineEvent(stamps.received, "submitted", came)
+    yield TimelineEvent(stamps.taken, "taken", "by the engine thread, between two steps")
     yield from _moments_of_bringing(stamps.bringing)
-    yield Event(stamps.unpaired, "waits", "for a prefill node to be paired again")
+    yield TimelineEvent(stamps.unpaired, "waits", "for a prefill node to be paired again")
     for number, attempt in enumerate(stamps.attempts, 1):
         yield from _moments_of_attempt(attempt, number, stamps.ended)
     why = WHY_HERE.get(stamps.why_here, stamps.why_here)
-    yield Event(stamps.queued, "queued", f"to be prefilled here: {why}")
+    yield TimelineEvent(stamps.queued, "queued", f"to be prefilled here: {why}")
     if stamps.queued:
         admitted = stamps.admitted if stamps.admitted >= stamps.queued else 0.0
-        yield Event(admitted, "prefills", "its first forward is chosen")
+        yield TimelineEvent(admitted, "prefills", "its first forward is chosen")
     if stamps.first_token:
-        yield Event(stamps.first_token, "first token", f"{stamps.cached_tokens} tokens were cached")
+        yield TimelineEvent(
+            stamps.first_token, "first token", f"{stamps.cached_tokens} tokens were cached"
+        )
     for out in stamps.away[::2]:
-        yield Event(out, "retracted", "off the device for want of pages")
+        yield TimelineEvent(out, "retracted", "off the device for want of pages")
     for back in stamps.away[1::2]:
-        yield Event(back, "returned", "to the device")
-    yield Event(stamps.ended, "ended", stamps.end)
+        yield TimelineEvent(back, "returned", "to the device")
+    yield TimelineEvent(stamps.ended, "ended", stamps.end)
 
 
-def _moments_of_attempt(stamps: AttemptStamps, number: int, ended: float) -> Iterator[Event]:
+def _moments_of_attempt(
+    stamps: HandoffTimings, number: int, ended: float
+) -> Iterator[TimelineEvent]:
     name = f"hand-off {number}"
-    yield Event(stamps.opened, "opened", f"{name} at {stamps.prefill} over {stamps.path}")
-    yield Event(stamps.granted, "granted", f"{name}: its pages are reserved here")
-    yield Event(stamps.first_ready, "ready", f"{name}: the first pages can be read")
+    yield TimelineEvent(stamps.opened, "opened", f"{name} at {stamps.prefill} over {stamps.path}")
+    yield TimelineEvent(stamps.granted, "granted", f"{name}: its pages are reserved here")
+    yield TimelineEvent(stamps.first_ready, "ready", f"{name}: the first pages can be read")
     read = f"{stamps.num_pages} pages, {stamps.num_bytes} bytes"
-    yield Event(stamps.landed, "read", f"{name}: {read}")
-    yield Event(stamps.held, "held", f"{name}: what was read was right")
-    yield Event(stamps.joined, "joined", f"{name}: in the running batch")
-    yield Event(stamps.lost, "lost", f"{name}: {stamps.reason}")
+    yield TimelineEvent(stamps.landed, "read", f"{name}: {read}")
+    yield TimelineEvent(stamps.held, "held", f"{name}: what was read was right")
+    yield TimelineEvent(stamps.joined, "joined", f"{name}: in the running batch")
+    yield TimelineEvent(stamps.lost, "lost", f"{name}: {stamps.reason}")
     if stamps.outcome == "given_up":
-        yield Event(ended, "given up", f"{name}: {stamps.reason}")
+        yield TimelineEvent(ended, "given up", f"{name}: {stamps.reason}")
 
 
-def _moments_of_bringing(moments: Sequence[float]) -> Iterator[Event]:
+def _moments_of_bringing(moments: Sequence[float]) -> Iterator[TimelineEvent]:
     for began in moments[::2]:
-        yield Event(began, "bringing", "what a tier below the prefix cache has of it")
+        yield TimelineEvent(began, "bringing", "what a tier below the prefix cache has of it")
     for ended in moments[1::2]:
-        yield Event(ended, "brought", "from a tier to the prefix cache")
+        yield TimelineEvent(ended, "brought", "from a tier to the prefix cache")
 
 
-def _moments_of_handoff(stamps: HandoffStamps) -> Iterator[Event]:
+def _moments_of_handoff(stamps: ProducerTimings) -> Iterator[TimelineEvent]:
     came = f"hand-off {stamps.attempt}, {stamps.num_prompt} prompt tokens"
-    yield Event(stamps.opened, "opened", came)
+    yield TimelineEvent(stamps.opened, "opened", came)
     granted = f"its reader has {stamps.prefix_tokens} tokens already"
-    yield Event(stamps.granted, "granted", granted)
+    yield TimelineEvent(stamps.granted, "granted", granted)
     yield from _moments_of_bringing(stamps.bringing)
-    yield Event(stamps.admitted, "prefills", f"{stamps.cached_tokens} tokens were cached here")
-    yield Event(stamps.done, "computed", f"chunks: {stamps.num_chunks}")
+    yield TimelineEvent(
+        stamps.admitted, "prefills", f"{stamps.cached_tokens} tokens were cached here"
+    )
+    yield TimelineEvent(stamps.done, "computed", f"chunks: {stamps.num_chunks}")
     end = "released" if stamps.held else "dropped"
-    yield Event(stamps.dropped, end, "its reader has everything" if stamps.held else stamps.reason)
+    yield TimelineEvent(
+        stamps.dropped, end, "its reader has everything" if stamps.held else stamps.reason
+    )

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from common import settings
 from common.config import DecodeConfig, NodeConfig, PrefillConfig
-from common.errors import ConfigError, WrongState
+from common.errors import ConfigError, FailedPrecondition
 from node.frontend.frontend import run_node
 from node.frontend.parts import RoleProgram
 from node.metrics import Role
@@ -37,12 +37,12 @@ def other(begun: RoleProgram, role: str) -> RoleProgram:
     """Return the program of a role, for a node that began in another one, or in the same.
 
     Raises:
-        ConfigError, WrongState: it cannot have that role.
+        ConfigError, FailedPrecondition: it cannot have that role.
     """
     if role == begun.role:
         return begun
     if begun.mode == "colocated":
-        raise WrongState("this node is colocated: such nodes read from no prefill node")
+        raise FailedPrecondition("this node is colocated: such nodes read from no prefill node")
     return program_of(role, config_of(begun.config, role))
 
 

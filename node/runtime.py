@@ -16,20 +16,20 @@ from engine.build import Engine
 from engine.kv_cache.cache_events import CacheEvents
 from engine.loop.clock import StepClock
 from engine.loop.lateness import Lateness
-from engine.memory_release import Occupation
-from engine.models.vision.meter import SeeingMeter
+from engine.memory_release import MemoryOccupation
+from engine.models.vision.meter import VisionMetrics
 from engine.offload.meter import TierMeter
 from engine.runner.profiler import Profiler
 from kvtransfer import data_paths
 from kvtransfer.backends.base import PagePool
 from kvtransfer.front_messages import PairInput
-from kvtransfer.pairing import Hello
-from kvtransfer.ports import NodeCommand, NodeEvent, NodePort
-from kvtransfer.transfer.read_meter import ReadMeter
+from kvtransfer.pairing import PairHello
+from kvtransfer.ports import NodeCommand, NodeEvent, TransferPort
+from kvtransfer.transfer.read_meter import ReadMetrics
 from kvtransfer.transfer.sides import both_sides
 from kvtransfer.transfer.thread import LONGEST_SLEEP_S, TransferThread
-from node.control.engine_control import Desk, RoleOver
-from node.control.operations import Operations
+from node.control.engine_control import EngineControl, RoleEnded
+from node.control.operations import EngineOperations
 from node.drive import DrivenRole, drive, introduce
 from node.engine_process import EngineStart
 from node.sharing.prefixes import PrefixSharing
@@ -41,25 +41,25 @@ C = TypeVar("C", bound=NodeConfig)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class EngineParts:
+class NodeRuntime:
     """The parts of the engine for one role. Nothing runs before `run`."""
 
     clock: StepClock
     transfer: TransferThread[NodeCommand, NodeEvent]
-    desk: Desk
+    desk: EngineControl
     weights: WeightSharing
     sharing: PrefixSharing
     profiler: Profiler
-    memory: Occupation
+    memory: MemoryOccupation
 
     @classmethod
     def of(
         cls, engine: Engine, start: EngineStart[C], prepare: Callable[[str], None]
-    ) -> "EngineParts":
+    ) -> "NodeRuntime":
         """Make the parts.
 
         Args:
-            prepare: see Desk.
+            prepare: see EngineControl.
         Raises:
             ConfigError: no data path works here, or there is no memory for one.
         """
@@ -76,7 +76,7 @@ class EngineParts:
         pool = PagePool(kv.base_address, kv.page_bytes, kv.num_pages, str(engine.shape.device))
         paths = data_paths.backends(config.transfer, tls=config.front.tls.cert is not None)
         data_paths.rehearse(paths, pool)
-        reads = ReadMeter(kv.page_bytes)
+        reads = ReadMetrics(kv.page_bytes)
         tables = engine.shape.layout.tables
         frames: FrameSocket[PairInput] = FrameSocket(start.transfer_socket, PairInput)
         transfer: TransferThread[NodeCommand, NodeEvent] = TransferThread(
@@ -84,7 +84,7 @@ class EngineParts:
             both_sides(
                 config.transfer,
                 tables,
-                Hello.of(start.instance, start.address, engine.fingerprint, pool),
+                PairHello.of(start.instance, start.address, engine.fingerprint, pool),
                 pool,
                 paths,
                 data_paths.serve(paths, pool, start.instance),
@@ -95,7 +95,7 @@ class EngineParts:
             stall_s=steps.stall_s,
             wake_engine=channel.wake,
         )
-        memory = Occupation(
+        memory = MemoryOccupation(
             engine.weights,
             engine.pages,
             (kv.tensor, engine.host_pool.tensor),
@@ -114,17 +114,17 @@ class EngineParts:
             port=transfer,
             tell=channel.wake,
         )
-        desk = Desk(
+        desk = EngineControl(
             channel,
             pages_by_holder=engine.pages.by_holder,
             steps_finished=lambda: clock.reading.finished,
             meters=(
                 *(clock.meter, clock.compiles, reads, tiers, weights),
-                *(AdapterMeter(engine.adapters), SeeingMeter(engine.model.seeing)),
+                *(AdapterMeter(engine.adapters), VisionMetrics(engine.model.seeing)),
             ),
             cache=CacheEvents(engine.cache),
             adapters=engine.loader,
-            operations=Operations(engine.weights, weights, memory, profiler),
+            operations=EngineOperations(engine.weights, weights, memory, profiler),
             prepare=prepare_in_time,
         )
         sharing = PrefixSharing(
@@ -141,12 +141,13 @@ class EngineParts:
         return cls(clock, transfer, desk, weights, sharing, profiler, memory)
 
     @property
-    def port(self) -> NodePort:
+    def port(self) -> TransferPort:
         """Return the port to the transfer thread, for hand-offs of requests."""
         return self.weights
 
     def run(self, role: DrivenRole, engine: Engine, start: EngineStart[C]) -> None:
-        """Run until the front releases this process (PeerGone) or gives it another role (RoleOver).
+        """Run until the front releases this process (PeerGone) or gives it another role
+        (RoleEnded).
 
         After a fault nothing is closed: the front must be notified at once, and waiting could block
         on the part that failed. The process ends then.
@@ -156,7 +157,7 @@ class EngineParts:
         introduce(engine, config, start.channel)
         try:
             drive(role, engine, config, self.clock)
-        except (PeerGone, RoleOver):
+        except (PeerGone, RoleEnded):
             self.transfer.stop(TRANSFER_END_S)
             self.profiler.close()
             self.memory.close()

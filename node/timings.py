@@ -7,11 +7,18 @@ them.
 
 import msgspec
 
-from common.requests.timeline import MAX_ATTEMPTS, Attempt, Interval, Phase, PrefillTimes, Timeline
-from common.tracing.context import Trace
+from common.requests.timeline import (
+    MAX_ATTEMPTS,
+    HandoffSummary,
+    Interval,
+    Phase,
+    PrefillTimes,
+    Timeline,
+)
+from common.tracing.context import TraceContext
 
 
-class AttemptStamps(msgspec.Struct, array_like=True, eq=False):
+class HandoffTimings(msgspec.Struct, array_like=True, eq=False):
     """One attempt at a hand-off, on a decode node."""
 
     prefill: str  # address
@@ -36,15 +43,15 @@ class AttemptStamps(msgspec.Struct, array_like=True, eq=False):
         return "held" if self.held else "given_up"
 
 
-class RequestStamps(msgspec.Struct, array_like=True, eq=False):
+class RequestTimings(msgspec.Struct, array_like=True, eq=False):
     """One request on a decode node, from its Submit on."""
 
     request_id: str
     num_prompt: int
-    trace: Trace
+    trace: TraceContext
     received: float  # at the front
     taken: float  # consumed by the engine thread
-    attempts: list[AttemptStamps] = []
+    attempts: list[HandoffTimings] = []
     queued: float = 0.0  # for prefill on this node
     admitted: float = 0.0  # to it: its first forward was chosen
     prefilled: float = 0.0  # on this node
@@ -59,7 +66,7 @@ class RequestStamps(msgspec.Struct, array_like=True, eq=False):
     # Alternating: when a load from an offload tier started, and when it ended.
     bringing: list[float] = []
 
-    def open(self, attempt: AttemptStamps) -> None:
+    def open(self, attempt: HandoffTimings) -> None:
         """Add an attempt. Keeps the last MAX_ATTEMPTS."""
         self.attempts.append(attempt)
         del self.attempts[:-MAX_ATTEMPTS]
@@ -103,7 +110,7 @@ class RequestStamps(msgspec.Struct, array_like=True, eq=False):
         )
 
 
-class HandoffStamps(msgspec.Struct, array_like=True, eq=False):
+class ProducerTimings(msgspec.Struct, array_like=True, eq=False):
     """One hand-off on a prefill node, from its Open on."""
 
     request_id: str
@@ -120,7 +127,7 @@ class HandoffStamps(msgspec.Struct, array_like=True, eq=False):
     prefix_tokens: int = 0  # that its reader had
     held: bool = False  # its reader has everything
     reason: str = ""  # of a hand-off that was dropped before
-    bringing: list[float] = []  # as RequestStamps.bringing
+    bringing: list[float] = []  # as RequestTimings.bringing
 
     def times(self) -> PrefillTimes:
         """Return the times of a hand-off whose last chunk is done."""
@@ -142,7 +149,7 @@ class HandoffStamps(msgspec.Struct, array_like=True, eq=False):
         return Timeline(tuple(_chain(begun, self.dropped, self.opened)))
 
 
-def _of_attempt(attempt: AttemptStamps, number: int, until: float, zero: float) -> list[Interval]:
+def _of_attempt(attempt: HandoffTimings, number: int, until: float, zero: float) -> list[Interval]:
     begun = (
         (Phase.PREALLOC_QUEUE, attempt.opened),
         (Phase.PREFILL_WAIT, attempt.granted),
@@ -169,8 +176,8 @@ def _chain(
     ]
 
 
-def _told(attempt: AttemptStamps) -> Attempt:
-    return Attempt(
+def _told(attempt: HandoffTimings) -> HandoffSummary:
+    return HandoffSummary(
         attempt.prefill,
         attempt.path,
         attempt.outcome,

@@ -11,36 +11,36 @@ from common.errors import (
     InvalidRequest,
     NodeUnavailable,
     Overloaded,
-    QueueTooLong,
+    QueueFull,
     ServingError,
 )
-from common.queueing.drain import Drain, may_wait_s
-from common.queueing.waiting_line import Place
+from common.queueing.drain import QueueEstimator, may_wait_s
+from common.queueing.waiting_line import QueueEntry
 from common.request import Remaining, RequestSpec
-from engine.adapters.adapters import Adapters
+from engine.adapters.adapters import AdapterManager
 from engine.batch.limits import RequestLimits
 from engine.batch.request import Request
-from engine.batch.token_budget import HeldTokens
+from engine.batch.token_budget import TokenBudget
 from engine.scheduler.scheduler import Scheduler
 from kvtransfer.messages import Prompt
-from kvtransfer.ports import Opened
-from node.control.engine_control import Desk
+from kvtransfer.ports import OpenedEvent
+from node.control.engine_control import EngineControl
 
 
-class Draining(NodeUnavailable):
+class NodeDraining(NodeUnavailable):
     """This node is draining and accepts no hand-offs."""
 
 
-class Paused(NodeUnavailable):
+class NodePaused(NodeUnavailable):
     """This node is paused and accepts no hand-offs for now."""
 
 
-class OtherWeights(NodeUnavailable):
+class WeightVersionMismatch(NodeUnavailable):
     """The weights of this node differ, so the consumer cannot use its KV."""
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class HandoffRejection:
     """A rejection of a hand-off.
 
     Attributes:
@@ -52,24 +52,24 @@ class Refusal:
     retryable: bool
 
 
-_REFUSALS: Mapping[type, Refusal] = {
-    Draining: Refusal("refused/draining", retryable=True),
-    Paused: Refusal("refused/paused", retryable=True),
-    OtherWeights: Refusal("refused/weights", retryable=True),
-    AdapterNotLoaded: Refusal("refused/adapter", retryable=True),
-    QueueTooLong: Refusal("refused/late", retryable=True),
-    Overloaded: Refusal("refused/overloaded", retryable=True),
-    ServingError: Refusal("refused/invalid", retryable=False),
+_REFUSALS: Mapping[type, HandoffRejection] = {
+    NodeDraining: HandoffRejection("refused/draining", retryable=True),
+    NodePaused: HandoffRejection("refused/paused", retryable=True),
+    WeightVersionMismatch: HandoffRejection("refused/weights", retryable=True),
+    AdapterNotLoaded: HandoffRejection("refused/adapter", retryable=True),
+    QueueFull: HandoffRejection("refused/late", retryable=True),
+    Overloaded: HandoffRejection("refused/overloaded", retryable=True),
+    ServingError: HandoffRejection("refused/invalid", retryable=False),
 }
 COUNTS = tuple(refusal.count for refusal in _REFUSALS.values())
 
 
-def refusal_of(error: ServingError) -> Refusal:
+def refusal_of(error: ServingError) -> HandoffRejection:
     """Return the rejection for an error, by its nearest base class."""
     return next(_REFUSALS[kind] for kind in type(error).__mro__ if kind in _REFUSALS)
 
 
-class Door:
+class HandoffAdmission:
     """Admission control of the prefill node. Engine thread only.
 
     Args:
@@ -84,10 +84,10 @@ class Door:
         max_waiting: int,
         limits: RequestLimits,
         scheduler: Scheduler,
-        desk: Desk,
-        adapters: Adapters,
-        prompts: Drain,
-        tokens: HeldTokens,
+        desk: EngineControl,
+        adapters: AdapterManager,
+        prompts: QueueEstimator,
+        tokens: TokenBudget,
     ) -> None:
         self._max_waiting = max_waiting
         self._limits = limits
@@ -97,7 +97,7 @@ class Door:
         self._prompts = prompts
         self._tokens = tokens
 
-    def take(self, event: Opened, num_waiting: int, now: float) -> Request:
+    def take(self, event: OpenedEvent, num_waiting: int, now: float) -> Request:
         """Admit a hand-off and hold its tokens and its adapter.
 
         Args:
@@ -106,11 +106,11 @@ class Door:
             ServingError: it is rejected. See refusal_of.
         """
         if self._desk.draining:
-            raise Draining("this prefill node is draining")
+            raise NodeDraining("this prefill node is draining")
         if self._scheduler.paused:
-            raise Paused("this prefill node is paused")
+            raise NodePaused("this prefill node is paused")
         if event.weights != self._desk.weights:
-            raise OtherWeights("this prefill node has other weights")
+            raise WeightVersionMismatch("this prefill node has other weights")
         if not isinstance(event.source, Prompt):
             raise InvalidRequest("a prefill node runs no requests")
         if num_waiting >= self._max_waiting:
@@ -137,11 +137,11 @@ class Door:
         Infinite for a continued response, which a client has in part.
 
         Raises:
-            QueueTooLong: the queue here takes longer.
+            QueueFull: the queue here takes longer.
         """
         if spec.num_generated:
             return math.inf
         work_s = spec.num_tokens * self._prompts.unit_s
         left_s = may_wait_s(remaining.queue_s, remaining.budget_s, work_s)
-        self._prompts.check(Place(now + left_s, spec.num_tokens, spec.priority), now)
+        self._prompts.check(QueueEntry(now + left_s, spec.num_tokens, spec.priority), now)
         return now + left_s

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from common.config import EngineConfig, PrefillConfig
 from engine.build import Engine
 from node.engine_process import EngineStart
-from node.runtime import EngineParts
+from node.runtime import NodeRuntime
 from prefill_node.role import PrefillRole
 
 CHUNK_TOKENS = 8192  # no decode rows wait for a chunk here, and large chunks are efficient
@@ -30,7 +30,7 @@ def check(engine: Engine) -> None:
 def serve(
     engine: Engine, start: EngineStart[PrefillConfig], prepare: Callable[[str], None]
 ) -> None:
-    """Serve until the node process disconnects (PeerGone) or changes the role (RoleOver).
+    """Serve until the node process disconnects (PeerGone) or changes the role (RoleEnded).
 
     Args:
         engine: built with the configuration that `wants` returned, or prepared with it for a change
@@ -38,7 +38,7 @@ def serve(
         prepare: see Desk.
     """
     config = start.config.engine
-    parts = EngineParts.of(engine, start, prepare)
+    parts = NodeRuntime.of(engine, start, prepare)
     role = PrefillRole(
         make_scheduler=lambda on_admit: engine.scheduler(config, on_admit),
         pages=engine.pages,

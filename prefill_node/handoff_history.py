@@ -5,17 +5,17 @@ from collections.abc import Callable
 
 from common.logs.throttle import ThrottledLog
 from common.request import RequestSpec
-from common.requests.request_trace import Flight, Flights
+from common.requests.request_trace import RequestTrace, RequestTraces
 from common.tracing.context import is_sampled, log_fields
-from kvtransfer.ports import HandoffDropped, Opened
-from node.messages import HandoffTraced
-from node.request_history import FlightRecorder
+from kvtransfer.ports import ClosedEvent, OpenedEvent
+from node.messages import HandoffSpan
+from node.request_history import RequestHistory
 from node.request_traces import of_handoff
-from node.timings import HandoffStamps
+from node.timings import ProducerTimings
 
 
-class HandoffRecords:
-    """Records by serial, from Opened to HandoffDropped, and the last ended ones by request.
+class HandoffHistory:
+    """Records by serial, from OpenedEvent to ClosedEvent, and the last ended ones by request.
 
     Engine thread only. The watchdog reads it when that thread is stalled.
 
@@ -23,17 +23,17 @@ class HandoffRecords:
         tell: sends hand-offs of traced requests to the front.
     """
 
-    def __init__(self, log: ThrottledLog, tell: Callable[[HandoffTraced], None]) -> None:
+    def __init__(self, log: ThrottledLog, tell: Callable[[HandoffSpan], None]) -> None:
         self._log = log
         self._tell = tell
-        self._open: dict[int, HandoffStamps] = {}
-        self._ended = FlightRecorder(HandoffStamps)
+        self._open: dict[int, ProducerTimings] = {}
+        self._ended = RequestHistory(ProducerTimings)
 
-    def __getitem__(self, serial: int) -> HandoffStamps:
+    def __getitem__(self, serial: int) -> ProducerTimings:
         return self._open[serial]
 
-    def open(self, event: Opened, spec: RequestSpec, now: float) -> None:
-        self._open[event.serial] = HandoffStamps(
+    def open(self, event: OpenedEvent, spec: RequestSpec, now: float) -> None:
+        self._open[event.serial] = ProducerTimings(
             spec.request_id,
             spec.num_prompt,
             spec.traceparent,
@@ -41,7 +41,7 @@ class HandoffRecords:
             attempt=event.id.attempt,
         )
 
-    def close(self, event: HandoffDropped) -> None:
+    def close(self, event: ClosedEvent) -> None:
         stamps = self._open.pop(event.serial)
         if not event.held:
             self._log.info(
@@ -54,18 +54,18 @@ class HandoffRecords:
         stamps.dropped, stamps.held, stamps.reason = time.monotonic(), event.held, event.reason
         self._ended.record(stamps, failed=not event.held)
         if is_sampled(stamps.traceparent):
-            self._tell(HandoffTraced(stamps))
+            self._tell(HandoffSpan(stamps))
 
-    def explain(self, request_id: str) -> Flights:
+    def explain(self, request_id: str) -> RequestTraces:
         """Return the traces of the hand-offs of a client's request."""
         found = [
             *self._ended.find(request_id),
             *(each for each in tuple(self._open.values()) if each.request_id == request_id),
         ]
         now = time.monotonic()
-        return Flights(tuple(of_handoff(each, now) for each in found), len(self._ended))
+        return RequestTraces(tuple(of_handoff(each, now) for each in found), len(self._ended))
 
-    def flights(self, num_ended: int) -> list[tuple[str, Flight]]:
+    def flights(self, num_ended: int) -> list[tuple[str, RequestTrace]]:
         """Return request ids and traces of the last ended hand-offs and of all open ones."""
         now = time.monotonic()
         return [

@@ -1,6 +1,6 @@
 """The hand-offs of a prefill node: bootstrap queue -> scheduler -> inflight queue.
 
-    Opened            Granted                    last chunk done         HandoffDropped
+    Opened            Granted                    last chunk done         ClosedEvent
       -> bootstrap queue -> waiting, prefilling  ------------> inflight queue -> gone
 
 A hand-off may be dropped in any queue: its consumer cancelled it, its stream ended, or its budget
@@ -16,38 +16,46 @@ from dataclasses import dataclass
 from common.errors import ServingError
 from common.logs.throttle import Throttle, ThrottledLog
 from common.page_tables import PageTables
-from common.queueing.drain import Drain
-from common.queueing.waiting_line import Place
-from common.requests.request_trace import Flight, Flights
-from engine.adapters.adapters import Adapters
-from engine.batch.holding import Holding
-from engine.batch.request import Finish, FinishReason, Ints, Request
-from engine.batch.token_budget import HeldTokens
-from engine.kv_cache.pages import Holder, PageAllocator
+from common.queueing.drain import QueueEstimator
+from common.queueing.waiting_line import QueueEntry
+from common.requests.request_trace import RequestTrace, RequestTraces
+from engine.adapters.adapters import AdapterManager
+from engine.batch.holding import PageHolding
+from engine.batch.request import FinishReason, Ints, Request, RequestEnd
+from engine.batch.token_budget import TokenBudget
+from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.scheduler.scheduler import ChunkDone, Scheduler
 from kvtransfer.messages import Live, Prompt
-from kvtransfer.ports import Admit, FailHandoff, Granted, HandoffDropped, NodePort, Opened, Publish
-from node.control.engine_control import Desk
-from node.queues.preparations import Preparations
+from kvtransfer.ports import (
+    ClosedEvent,
+    FailCommand,
+    GrantedEvent,
+    OpenedEvent,
+    PublishCommand,
+    QueuedCommand,
+    TransferPort,
+)
+from node.control.engine_control import EngineControl
+from node.queues.preparations import PreparationStages
 from node.sharing.prefixes import PrefixSharing
-from prefill_node.admission import COUNTS, Door, refusal_of
-from prefill_node.handoff_history import HandoffRecords
+from prefill_node.admission import COUNTS, HandoffAdmission, refusal_of
+from prefill_node.handoff_history import HandoffHistory
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
-class Prefilling:
+class PrefillHandoff:
     """A granted hand-off whose prompt waits for its pages or is being computed."""
 
     serial: int
     request: Request
     prefix_tokens: int  # tokens that the consumer has
     published: int  # token ranges up to here are published
-    holding: Holding  # pages of the whole prompt; empty until admission
+    holding: PageHolding  # pages of the whole prompt; empty until admission
 
 
-class Handoffs:
+class OutgoingHandoffs:
     """Outgoing hand-offs. Engine thread only.
 
     The watchdog may call `told` and `flights` while that thread is stalled.
@@ -59,18 +67,18 @@ class Handoffs:
 
     def __init__(
         self,
-        door: Door,
+        door: HandoffAdmission,
         *,
         scheduler: Scheduler,
         pages: PageAllocator,
         tables: PageTables,
-        port: NodePort,
-        desk: Desk,
-        adapters: Adapters,
-        preparations: Preparations[None],
+        port: TransferPort,
+        desk: EngineControl,
+        adapters: AdapterManager,
+        preparations: PreparationStages[None],
         sharing: PrefixSharing,
-        prompts: Drain,
-        tokens: HeldTokens,
+        prompts: QueueEstimator,
+        tokens: TokenBudget,
     ) -> None:
         self._door = door
         self._scheduler = scheduler
@@ -84,10 +92,10 @@ class Handoffs:
         self._tokens = tokens
         # By the serial of the hand-off, which is also the key of its request.
         self._bootstrap: dict[int, Request] = {}
-        self._prefilling: dict[int, Prefilling] = {}
-        self._inflight: dict[int, Prefilling] = {}
+        self._prefilling: dict[int, PrefillHandoff] = {}
+        self._inflight: dict[int, PrefillHandoff] = {}
         self._lent: dict[int, Ints] = {}  # pages held for publication
-        self._records = HandoffRecords(ThrottledLog(log, Throttle(most=100)), desk.notify)
+        self._records = HandoffHistory(ThrottledLog(log, Throttle(most=100)), desk.notify)
         outcomes = ("handoffs_held", "handoffs_lost", "handoffs_failed", "refused/dropped")
         self._counts = dict.fromkeys((*outcomes, *COUNTS), 0)
 
@@ -128,15 +136,15 @@ class Handoffs:
             for request in requests
         ]
 
-    def explain(self, request_id: str) -> Flights:
+    def explain(self, request_id: str) -> RequestTraces:
         return self._records.explain(request_id)
 
-    def flights(self, num_ended: int) -> list[tuple[str, Flight]]:
+    def flights(self, num_ended: int) -> list[tuple[str, RequestTrace]]:
         return self._records.flights(num_ended)
 
     # Events of one hand-off -----------------------------------------------------------------------
 
-    def open(self, event: Opened) -> None:
+    def open(self, event: OpenedEvent) -> None:
         now = time.monotonic()
         source = event.source
         assert isinstance(source, Prompt | Live)  # PrefixSharing handles the other sources
@@ -151,20 +159,20 @@ class Handoffs:
             room, queued_s = self._scheduler.room().num_pages, self._prompts.queued_s
             self._sharing.fetch(request, source.prefix_hints, room=room, queued_s=queued_s)
 
-    def grant(self, event: Granted) -> None:
+    def grant(self, event: GrantedEvent) -> None:
         request = self._bootstrap.pop(event.serial, None)
         if request is None:
-            return  # it failed here before the grant arrived; HandoffDropped will follow
+            return  # it failed here before the grant arrived; ClosedEvent will follow
         stamps = self._records[event.serial]
         stamps.granted, stamps.prefix_tokens = time.monotonic(), event.prefix_tokens
-        self._prefilling[event.serial] = Prefilling(
+        self._prefilling[event.serial] = PrefillHandoff(
             serial=event.serial,
             request=request,
             prefix_tokens=event.prefix_tokens,
             published=event.prefix_tokens,
-            holding=Holding.none(self._tables.num_tables),
+            holding=PageHolding.none(self._tables.num_tables),
         )
-        place = Place(request.due, len(request.token_ids), request.spec.priority)
+        place = QueueEntry(request.due, len(request.token_ids), request.spec.priority)
         self._prompts.join(event.serial, place, time.monotonic())
         try:
             self._preparations.put(request, None)
@@ -180,7 +188,7 @@ class Handoffs:
         except ServingError as error:
             self._refuse(request.key, error)
 
-    def admitted(self, request: Request, holding: Holding) -> None:
+    def admitted(self, request: Request, holding: PageHolding) -> None:
         """Publish the cached pages of a prompt for which the scheduler has reserved all pages."""
         handoff = self._prefilling[request.key]
         handoff.holding = holding
@@ -191,10 +199,10 @@ class Handoffs:
         stamps = self._records[handoff.serial]
         stamps.admitted, stamps.cached_tokens = request.admitted, request.cached_tokens
         stamps.bringing = request.bringing
-        self._pages.hold(lent, Holder.PUBLICATION)
+        self._pages.hold(lent, PageHolder.PUBLICATION)
         self._lent[handoff.serial] = lent
         self._port.post(
-            Admit(
+            QueuedCommand(
                 handoff.serial,
                 compute_tokens=num_tokens - request.cached_tokens,
                 queued_tokens=self._scheduler.queued_tokens(),
@@ -220,7 +228,7 @@ class Handoffs:
         self._records[handoff.serial].done = time.monotonic()
         self._publish(handoff, chunk.end, chunk)
 
-    def ended(self, request: Request, finish: Finish) -> None:
+    def ended(self, request: Request, finish: RequestEnd) -> None:
         """Fail the hand-off of a request that ended in the scheduler or before."""
         if request.key in self._prefilling:  # else it ended with its first token or was dropped
             self._counts["refused/dropped"] += bool(finish.retry_after_s)
@@ -231,13 +239,13 @@ class Handoffs:
                 retry_after_s=finish.retry_after_s,
             )
 
-    def dropped(self, event: HandoffDropped) -> None:
+    def dropped(self, event: ClosedEvent) -> None:
         self._counts["handoffs_held" if event.held else "handoffs_lost"] += 1
         self._records.close(event)
-        self._forget(event.serial, Finish(FinishReason.ABORT, event.reason))
+        self._forget(event.serial, RequestEnd(FinishReason.ABORT, event.reason))
         lent = self._lent.pop(event.serial, None)
         if lent is not None:
-            self._pages.drop(lent, Holder.PUBLICATION)
+            self._pages.drop(lent, PageHolder.PUBLICATION)
 
     # Calls of operators ---------------------------------------------------------------------------
 
@@ -260,7 +268,9 @@ class Handoffs:
 
     # --------------------------------------------------------------------------------------------
 
-    def _publish(self, handoff: Prefilling, end: int, last_chunk: ChunkDone | None = None) -> None:
+    def _publish(
+        self, handoff: PrefillHandoff, end: int, last_chunk: ChunkDone | None = None
+    ) -> None:
         """Publish [handoff.published, end), page aligned unless it is the last range.
 
         If the consumer already has a longer prefix, only the last, empty range is published.
@@ -271,7 +281,7 @@ class Handoffs:
         num_tokens = len(handoff.request.token_ids)
         spans = self._tables.spans(num_tokens, handoff.prefix_tokens, start, end, last=last)
         self._port.post(
-            Publish(
+            PublishCommand(
                 handoff.serial,
                 start=start,
                 end=end,
@@ -297,10 +307,10 @@ class Handoffs:
         self, serial: int, reason: str, *, retryable: bool, retry_after_s: float = 0.0
     ) -> None:
         self._counts["handoffs_failed"] += 1
-        self._forget(serial, Finish(FinishReason.ABORT, reason))
-        self._port.post(FailHandoff(serial, reason, retryable, retry_after_s))
+        self._forget(serial, RequestEnd(FinishReason.ABORT, reason))
+        self._port.post(FailCommand(serial, reason, retryable, retry_after_s))
 
-    def _forget(self, serial: int, finish: Finish) -> None:
+    def _forget(self, serial: int, finish: RequestEnd) -> None:
         """Remove a hand-off from its queue. Its computation stops at the end of the chunk."""
         self._tokens.drop(serial)
         self._prompts.leave(serial)

@@ -14,24 +14,24 @@ import numpy as np
 from grpc import StatusCode
 
 from common.errors import NodeUnavailable, Overloaded, ServingError
-from common.queueing.drain import Drain, may_wait_s
-from common.queueing.waiting_line import Place
+from common.queueing.drain import QueueEstimator, may_wait_s
+from common.queueing.waiting_line import QueueEntry
 from common.request import RequestSpec
 from common.requests.sampling import SamplingParams
 from common.requests.weights import WeightsId
 from engine.batch.limits import RequestLimits
-from engine.batch.request import Finish, FinishReason, Ints, Request
-from engine.batch.token_budget import HeldTokens
+from engine.batch.request import FinishReason, Ints, Request, RequestEnd
+from engine.batch.token_budget import TokenBudget
 from engine.scheduler.scheduler import ChunkDone, Scheduler
-from node.messages import Pooled, PoolPrompts
+from node.messages import PoolingDone, SubmitPooling
 
 _NO_TOKEN = SamplingParams(max_tokens=1, seed=0, temperature=0.0)  # no token is sampled
-_LEFT = Finish(FinishReason.ABORT, "nobody waits for it")
+_LEFT = RequestEnd(FinishReason.ABORT, "nobody waits for it")
 
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """A PoolPrompts call in progress."""
+    """A SubmitPooling call in progress."""
 
     number: int
     request_id: str
@@ -40,7 +40,7 @@ class _Call:
     vectors: dict[int, bytes] = field(default_factory=dict)  # by request key
 
 
-class PooledCalls:
+class PoolingCalls:
     """Pooling calls in progress. Engine thread only.
 
     Args:
@@ -56,9 +56,9 @@ class PooledCalls:
         *,
         limits: RequestLimits,
         max_waiting: int,
-        tokens: HeldTokens,
-        prompts: Drain,
-        tell: Callable[[Pooled], None],
+        tokens: TokenBudget,
+        prompts: QueueEstimator,
+        tell: Callable[[PoolingDone], None],
         weights: Callable[[], WeightsId],
     ) -> None:
         self._scheduler = scheduler
@@ -77,7 +77,7 @@ class PooledCalls:
         """Return the number of prompts without a vector."""
         return len(self._of_request)
 
-    def take(self, message: PoolPrompts, *, draining: bool) -> None:
+    def take(self, message: SubmitPooling, *, draining: bool) -> None:
         """Start a call, or reject it with an error."""
         call = _Call(message.number, message.request_id, next(self._keys))
         try:
@@ -136,9 +136,9 @@ class PooledCalls:
             self._end(call)
             vectors = tuple(call.vectors[request.key] for request in call.requests)
             cached = sum(request.cached_tokens for request in call.requests)
-            self._tell(Pooled(call.number, vectors, cached))
+            self._tell(PoolingDone(call.number, vectors, cached))
 
-    def ended(self, request: Request, finish: Finish) -> None:
+    def ended(self, request: Request, finish: RequestEnd) -> None:
         """End a prompt. Without a vector, its call fails."""
         call = self._of_request.get(request.key)
         if call is not None:
@@ -146,7 +146,7 @@ class PooledCalls:
             sentence = finish.error or finish.reason.name.lower()
             self._refuse(call, sentence, finish.status, finish.retry_after_s)
 
-    def _begin(self, call: _Call, message: PoolPrompts, draining: bool) -> None:
+    def _begin(self, call: _Call, message: SubmitPooling, draining: bool) -> None:
         """Check and schedule the prompts of a call.
 
         After a ServingError, the caller only has to release what `call` holds.
@@ -165,14 +165,14 @@ class PooledCalls:
         now, num_tokens = time.monotonic(), sum(map(len, prompts))
         work_s = num_tokens * self._prompts.unit_s
         start_by = now + may_wait_s(message.queue_s, message.budget_s, work_s)
-        self._prompts.check(Place(start_by, num_tokens), now)
+        self._prompts.check(QueueEntry(start_by, num_tokens), now)
         self._tokens.take(call.held, num_tokens)
         self._calls[call.number] = call
         for token_ids in prompts:
             self._add(call, self._request(message, token_ids, now, start_by))
 
     def _request(
-        self, message: PoolPrompts, token_ids: Ints, now: float, start_by: float
+        self, message: SubmitPooling, token_ids: Ints, now: float, start_by: float
     ) -> Request:
         spec = RequestSpec(
             request_id=message.request_id,
@@ -195,7 +195,9 @@ class PooledCalls:
         self._scheduler.add(request)
         call.requests.append(request)
         self._of_request[request.key] = call
-        self._prompts.join(request.key, Place(request.due, len(request.token_ids)), request.arrived)
+        self._prompts.join(
+            request.key, QueueEntry(request.due, len(request.token_ids)), request.arrived
+        )
 
     def _end(self, call: _Call) -> None:
         """Remove a call. Prompts in progress stop at the end of the chunk."""
@@ -210,4 +212,4 @@ class PooledCalls:
         self, call: _Call, sentence: str, status: StatusCode, retry_after_s: float = 0.0
     ) -> None:
         code = status.value[0] or StatusCode.CANCELLED.value[0]
-        self._tell(Pooled(call.number, (), 0, sentence, code, retry_after_s))
+        self._tell(PoolingDone(call.number, (), 0, sentence, code, retry_after_s))

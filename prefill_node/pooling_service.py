@@ -21,19 +21,19 @@ from common.errors import (
     InvalidRequest,
     NodeUnavailable,
     Overloaded,
-    QueueTooLong,
+    QueueFull,
     RequestAborted,
     RequestFailed,
     ServingError,
 )
-from common.identity.guard import Guard
+from common.identity.guard import CallAuthenticator
 from common.requests import pooling
 from common.requests.namespace import check_namespace
-from common.requests.pooling import Pool, Pooling
+from common.requests.pooling import PoolingMode, PoolingParams
 from common.requests.quarantine import MAX_DEATHS
 from common.requests.sampling import MAX_TOKEN_ID
 from node.frontend.engine_link import EngineLink
-from node.messages import CancelPooling, Pooled, PoolPrompts
+from node.messages import CancelPooling, PoolingDone, SubmitPooling
 from protos import pooling_pb2, pooling_pb2_grpc
 
 MAX_PROMPTS = 256  # per call
@@ -41,7 +41,7 @@ MAX_TOKENS = 1 << 20
 MAX_CALLS = 1024  # waiting calls
 MAX_BUDGET_S = 7 * 24 * 3600.0
 MAX_REQUEST_ID = 256  # characters
-_POOLS = frozenset(map(int, Pool))
+_POOLS = frozenset(map(int, PoolingMode))
 _PATIENCE_S = 5.0  # after the budget, within which the engine ends late calls
 
 _ERRORS: dict[int, type[ServingError]] = {
@@ -50,7 +50,7 @@ _ERRORS: dict[int, type[ServingError]] = {
 }
 
 
-class PoolingService(pooling_pb2_grpc.PoolingServicer):
+class PoolingServicer(pooling_pb2_grpc.PoolingServicer):
     """The Pooling service. Event loop only.
 
     Args:
@@ -61,10 +61,12 @@ class PoolingService(pooling_pb2_grpc.PoolingServicer):
         self._engine = engine
         self._check_length = check_length
         self._numbers = itertools.count(1)
-        self._calls: dict[int, asyncio.Future[Pooled]] = {}
+        self._calls: dict[int, asyncio.Future[PoolingDone]] = {}
         self._draining = False
 
-    def register(self, server: grpc.aio.Server, guard: Guard | None = None) -> tuple[str, ...]:
+    def register(
+        self, server: grpc.aio.Server, guard: CallAuthenticator | None = None
+    ) -> tuple[str, ...]:
         """Add the service to a server. Returns its name."""
         add = pooling_pb2_grpc.add_PoolingServicer_to_server
         return rpc.add_service(server, add, self, guard)
@@ -83,7 +85,7 @@ class PoolingService(pooling_pb2_grpc.PoolingServicer):
             raise Overloaded(f"{MAX_CALLS} calls wait here already")
         try:
             pooled = await self._pooled(self._parsed(request), request.budget_s)
-        except QueueTooLong as late:
+        except QueueFull as late:
             context.set_trailing_metadata((("retry-after", str(ceil(late.retry_after_s))),))
             raise
         lengths = [len(prompt.ids) for prompt in request.prompts]
@@ -95,7 +97,7 @@ class PoolingService(pooling_pb2_grpc.PoolingServicer):
             cached_tokens=pooled.cached_tokens,
         )
 
-    def pooled(self, message: Pooled) -> None:
+    def pooled(self, message: PoolingDone) -> None:
         """Complete a call with the engine's response."""
         call = self._calls.get(message.number)
         if call is not None and not call.done():
@@ -116,14 +118,14 @@ class PoolingService(pooling_pb2_grpc.PoolingServicer):
             if not call.done():
                 call.set_exception(error)
 
-    async def _pooled(self, message: PoolPrompts, budget_s: float) -> Pooled:
+    async def _pooled(self, message: SubmitPooling, budget_s: float) -> PoolingDone:
         """Wait for the engine's response. Raises ServingError if it has no vectors."""
         answer = asyncio.get_running_loop().create_future()
         self._calls[message.number] = answer
         try:
             self._engine.submit(message, self._engine.lane())
             async with asyncio.timeout(budget_s + _PATIENCE_S):
-                pooled: Pooled = await answer
+                pooled: PoolingDone = await answer
         except TimeoutError:
             raise DeadlineExceeded(f"no answer within the budget of {budget_s:g} s") from None
         finally:
@@ -133,10 +135,10 @@ class PoolingService(pooling_pb2_grpc.PoolingServicer):
         if not pooled.error_code:
             return pooled
         if pooled.retry_after_s:
-            raise QueueTooLong(pooled.error, pooled.retry_after_s)
+            raise QueueFull(pooled.error, pooled.retry_after_s)
         raise _ERRORS.get(pooled.error_code, RequestFailed)(pooled.error)
 
-    def _parsed(self, request: pooling_pb2.PoolRequest) -> PoolPrompts:
+    def _parsed(self, request: pooling_pb2.PoolRequest) -> SubmitPooling:
         """Check sizes, then return the engine's message. Raises InvalidRequest."""
         if not 1 <= len(request.prompts) <= MAX_PROMPTS:
             raise InvalidRequest(f"prompts has {len(request.prompts)}, 1 to {MAX_PROMPTS} allowed")
@@ -151,7 +153,7 @@ class PoolingService(pooling_pb2_grpc.PoolingServicer):
             raise InvalidRequest(f"queue_s must be in [0, {MAX_BUDGET_S:g}]")
         if len(request.request_id) > MAX_REQUEST_ID:
             raise InvalidRequest(f"request_id is longer than {MAX_REQUEST_ID} characters")
-        return PoolPrompts(
+        return SubmitPooling(
             number=next(self._numbers),
             request_id=request.request_id,
             prompts=tuple(_token_ids(prompt.ids) for prompt in request.prompts),
@@ -163,11 +165,11 @@ class PoolingService(pooling_pb2_grpc.PoolingServicer):
         )
 
 
-def _pooling(request: pooling_pb2.PoolRequest) -> Pooling:
+def _pooling(request: pooling_pb2.PoolRequest) -> PoolingParams:
     if request.pool not in _POOLS:
         raise InvalidRequest(f"pool is {request.pool}, which is none that there is")
     some = request.label_token_ids[: pooling.MAX_TOLD_TOKENS + 1]
-    wanted = Pooling(Pool(request.pool), tuple(some))
+    wanted = PoolingParams(PoolingMode(request.pool), tuple(some))
     pooling.check(wanted)
     return wanted
 

@@ -4,14 +4,14 @@ import time
 from functools import partial
 
 from common.config import PrefillConfig
-from common.errors import ServingError, WrongState
+from common.errors import FailedPrecondition, ServingError
 from kvtransfer.pairs.dialer import PairDialer
-from kvtransfer.pairs.named_owners import NamedOwners
+from kvtransfer.pairs.named_owners import NamedProducers
 from kvtransfer.pairs.service import PairService
 from kvtransfer.pairs.streams import PairStreams
 from node.frontend import spans
-from node.frontend.parts import Front, NodeParts, RoleProgram
-from prefill_node.pooling_service import PoolingService
+from node.frontend.parts import NodeFrontend, RoleProgram, RoleServices
+from prefill_node.pooling_service import PoolingServicer
 
 
 def program(config: PrefillConfig) -> RoleProgram:
@@ -21,7 +21,7 @@ def program(config: PrefillConfig) -> RoleProgram:
     return RoleProgram("prefill", config, partial(_parts, calls=calls, fetches=fetches))
 
 
-def _parts(front: Front, *, calls: bool, fetches: bool) -> NodeParts:
+def _parts(front: NodeFrontend, *, calls: bool, fetches: bool) -> RoleServices:
     """Connect the services of a prefill node.
 
     Incoming calls: consumers that want KV, and routers that want vectors. Outgoing calls: nodes
@@ -37,18 +37,18 @@ def _parts(front: Front, *, calls: bool, fetches: bool) -> NodeParts:
         on_beat=lambda late_s: front.supervision.beat(time.monotonic(), late_s),
     )
     dialer = PairDialer(streams, front.metrics, front.make_channel)
-    owners = NamedOwners(front.address, dialer.dial)
+    owners = NamedProducers(front.address, dialer.dial)
     pairs = PairService(
         streams,
         front.engine.check_ready,
         front.supervision.check_length,
         on_named=owners.name if fetches else lambda addresses: None,
     )
-    pooling = PoolingService(front.engine, front.supervision.check_length)
+    pooling = PoolingServicer(front.engine, front.supervision.check_length)
 
     def pair_with(address: str) -> None:
         if not calls:
-            raise WrongState("over TLS that is not mutual a prefill node calls no other")
+            raise FailedPrecondition("over TLS that is not mutual a prefill node calls no other")
         owners.name([address])
 
     def drain() -> None:
@@ -63,7 +63,7 @@ def _parts(front: Front, *, calls: bool, fetches: bool) -> NodeParts:
         streams.close_all(error)
         pooling.end(error)
 
-    return NodeParts(
+    return RoleServices(
         services=(pairs.register, pooling.register),
         background=(streams.run, dialer.run),
         handoff=lambda handoff: spans.tell_handoff(front.tracer, handoff),

@@ -5,52 +5,52 @@ node has a prefix of its prompt and a fetch is cheaper than recomputation, the p
 (node/sharing/). The prompt enters the scheduler when the fetch has ended, successfully or not.
 Pooling prompts, which need a vector and no KV, use the same scheduler (pooling.py).
 
-This module knows nothing of streams and sockets: the transfer thread is behind a NodePort.
+This module knows nothing of streams and sockets: the transfer thread is behind a TransferPort.
 """
 
 import time
 from collections.abc import Callable, Mapping
 
-from common.distribution import Counted
+from common.distribution import HistogramCounts
 from common.page_tables import PageTables
 from common.priority import PriorityClass
-from common.queueing.drain import Backlog, Drain
-from common.requests.request_trace import Flight, Flights
+from common.queueing.drain import QueueBacklog, QueueEstimator
+from common.requests.request_trace import RequestTrace, RequestTraces
 from common.requests.weights import WeightsId
-from engine.adapters.adapters import Adapters
+from engine.adapters.adapters import AdapterManager
 from engine.batch.batch import BatchResult, ScheduleBatch
-from engine.batch.holding import Holding
+from engine.batch.holding import PageHolding
 from engine.batch.limits import RequestLimits
 from engine.batch.request import Request
-from engine.batch.token_budget import HeldTokens
-from engine.grammar.guides import Guides
-from engine.kv_cache.pages import Holder, PageAllocator
-from engine.offload.tiers import Tiers
-from engine.scheduler.scheduler import Finished, Scheduler
+from engine.batch.token_budget import TokenBudget
+from engine.grammar.guides import GrammarCache
+from engine.kv_cache.pages import PageAllocator, PageHolder
+from engine.offload.tiers import CacheTiers
+from engine.scheduler.scheduler import FinishedRequest, Scheduler
 from kvtransfer.ports import (
-    ComputesWith,
-    Granted,
-    HandoffDropped,
-    NodePort,
-    Opened,
-    OwnerDown,
+    ClosedEvent,
+    GrantedEvent,
+    OpenedEvent,
     OwnerRate,
-    OwnerUp,
+    ProducerDown,
+    ProducerUp,
+    SetWeightVersion,
+    TransferPort,
 )
-from node.control.engine_control import Desk
+from node.control.engine_control import EngineControl
 from node.control.pauses import PAUSED
-from node.messages import CancelPooling, FrontMessage, PoolPrompts
-from node.queues.adapter_queue import AdapterLine
-from node.queues.grammar_queue import GuideLine
-from node.queues.preparations import Preparations
-from node.queues.tier_load_queue import TierLine
-from node.sharing.fetch_queue import FetchLine
+from node.messages import CancelPooling, FrontMessage, SubmitPooling
+from node.queues.adapter_queue import AdapterQueue
+from node.queues.grammar_queue import GrammarQueue
+from node.queues.preparations import PreparationStages
+from node.queues.tier_load_queue import TierLoadQueue
+from node.sharing.fetch_queue import FetchQueue
 from node.sharing.prefixes import PrefixSharing
-from prefill_node.admission import Door
-from prefill_node.handoffs import Handoffs
-from prefill_node.pooling import PooledCalls
+from prefill_node.admission import HandoffAdmission
+from prefill_node.handoffs import OutgoingHandoffs
+from prefill_node.pooling import PoolingCalls
 
-MakeScheduler = Callable[[Callable[[Request, Holding], None]], Scheduler]
+MakeScheduler = Callable[[Callable[[Request, PageHolding], None]], Scheduler]
 
 _GIVEN_UP = "this prefill node is paused"
 
@@ -67,27 +67,27 @@ class PrefillRole:
         limits: RequestLimits,
         max_waiting: int,
         max_waiting_tokens: int,
-        port: NodePort,
-        desk: Desk,
-        adapters: Adapters,
-        guides: Guides,
+        port: TransferPort,
+        desk: EngineControl,
+        adapters: AdapterManager,
+        guides: GrammarCache,
         sharing: PrefixSharing,
-        tiers: Tiers,
+        tiers: CacheTiers,
     ) -> None:
         self.scheduler = make_scheduler(self._admitted)
         self._port = port
         self._desk = desk
         self._sharing = sharing
         self._tiers = tiers
-        self._prompts = Drain()  # prompts that are granted and not computed yet
-        tokens = HeldTokens(max_waiting_tokens)  # of prompts without pages
-        self._preparations: Preparations[None] = Preparations(
-            GuideLine(guides),
-            AdapterLine(adapters),
-            TierLine(tiers, lambda: self.scheduler.room().num_pages),
-            FetchLine(sharing.fetches),
+        self._prompts = QueueEstimator()  # prompts that are granted and not computed yet
+        tokens = TokenBudget(max_waiting_tokens)  # of prompts without pages
+        self._preparations: PreparationStages[None] = PreparationStages(
+            GrammarQueue(guides),
+            AdapterQueue(adapters),
+            TierLoadQueue(tiers, lambda: self.scheduler.room().num_pages),
+            FetchQueue(sharing.fetches),
         )
-        self._pooled = PooledCalls(
+        self._pooled = PoolingCalls(
             self.scheduler,
             limits=limits,
             max_waiting=max_waiting,
@@ -96,7 +96,7 @@ class PrefillRole:
             tell=desk.notify,
             weights=lambda: desk.weights,
         )
-        door = Door(
+        door = HandoffAdmission(
             max_waiting=max_waiting,
             limits=limits,
             scheduler=self.scheduler,
@@ -105,7 +105,7 @@ class PrefillRole:
             prompts=self._prompts,
             tokens=tokens,
         )
-        self._handoffs = Handoffs(
+        self._handoffs = OutgoingHandoffs(
             door,
             scheduler=self.scheduler,
             pages=pages,
@@ -126,17 +126,17 @@ class PrefillRole:
             if self._sharing.take(event):
                 continue
             match event:
-                case OwnerUp():
+                case ProducerUp():
                     self._desk.links[event.address] = (event.path, event.gib_per_s)
                 case OwnerRate():
                     self._desk.link_measured(event.address, event.gib_per_s)
-                case OwnerDown():
+                case ProducerDown():
                     self._desk.links.pop(event.address, None)
-                case Opened():
+                case OpenedEvent():
                     self._handoffs.open(event)
-                case Granted():
+                case GrantedEvent():
                     self._handoffs.grant(event)
-                case HandoffDropped():
+                case ClosedEvent():
                     self._handoffs.dropped(event)
         now = time.monotonic()
         for request, _, refusal in self._preparations.take(now):
@@ -173,7 +173,7 @@ class PrefillRole:
         """Raise EngineFault if a page or slot has no live owner."""
         lent = [*self._handoffs.lent, *self._sharing.lent()]
         reads = self._sharing.reads()
-        self.scheduler.check_idle({Holder.PUBLICATION: lent, Holder.READ: reads})
+        self.scheduler.check_idle({PageHolder.PUBLICATION: lent, PageHolder.READ: reads})
 
     # Calls of the desk ----------------------------------------------------------------------------
 
@@ -204,16 +204,16 @@ class PrefillRole:
             "pooled_prompts": self._pooled.num_pooled,
         }
 
-    def distributions(self) -> Mapping[str, Counted]:
+    def distributions(self) -> Mapping[str, HistogramCounts]:
         return {}
 
-    def backlogs(self) -> dict[str, Backlog]:
+    def backlogs(self) -> dict[str, QueueBacklog]:
         return {"prompts": self._prompts.backlog}
 
-    def explain(self, request_id: str) -> Flights:
+    def explain(self, request_id: str) -> RequestTraces:
         return self._handoffs.explain(request_id)
 
-    def flights(self, num_ended: int) -> list[tuple[str, Flight]]:
+    def flights(self, num_ended: int) -> list[tuple[str, RequestTrace]]:
         return self._handoffs.flights(num_ended)
 
     def abort(self, request_id: str) -> int:
@@ -239,24 +239,24 @@ class PrefillRole:
     def renew(self) -> None:
         self._pooled.renew()
 
-    def pair_as(self, weights: WeightsId) -> None:
-        self._port.post(ComputesWith(weights))
+    def set_weight_version(self, weights: WeightsId) -> None:
+        self._port.post(SetWeightVersion(weights))
         self._desk.links.clear()
 
     # Messages and ends ----------------------------------------------------------------------------
 
     def _take(self, message: FrontMessage) -> None:
         match message:
-            case PoolPrompts():
+            case SubmitPooling():
                 self._pooled.take(message, draining=self._desk.draining)
             case CancelPooling(number=number):
                 self._pooled.cancel(number)
 
-    def _admitted(self, request: Request, holding: Holding) -> None:
+    def _admitted(self, request: Request, holding: PageHolding) -> None:
         if request.pooling is None:
             self._handoffs.admitted(request, holding)
 
-    def _ended(self, finished: Finished) -> None:
+    def _ended(self, finished: FinishedRequest) -> None:
         if finished.request.pooling is not None:
             self._pooled.ended(finished.request, finished.finish)
         else:

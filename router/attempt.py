@@ -16,17 +16,17 @@ from typing import Self
 
 from common.errors import NodeUnavailable, ServingError
 from common.request import RequestSpec
-from router.cluster.cluster import Chosen
-from router.cluster.decode_client import Submitted
-from router.cluster.migratable import Outcome
-from router.losses import Doing, NodeLost
-from router.repeats import Repeats
-from router.timelines import Submission
+from router.cluster.cluster import Placed
+from router.cluster.decode_client import DecodeCall
+from router.cluster.migratable import MigrationOutcome
+from router.losses import LossCause, NodeLost
+from router.repeats import RepeatedTokens
+from router.timelines import AttemptTimings
 
 _AGAIN_S = 1.0  # wait after a failed migration
 
 
-class Stay:
+class Attempt:
     """A request at one decode node. A context that cancels it there. For one event loop.
 
     Attributes:
@@ -37,7 +37,7 @@ class Stay:
     """
 
     def __init__(
-        self, chosen: Chosen, submitted: Submitted, submission: Submission, spec: RequestSpec
+        self, chosen: Placed, submitted: DecodeCall, submission: AttemptTimings, spec: RequestSpec
     ) -> None:
         self.chosen = chosen
         self.submission = submission
@@ -50,12 +50,12 @@ class Stay:
     def address(self) -> str:
         return self.chosen.decode.address
 
-    def repeats(self, token_ids: Sequence[int]) -> Repeats:
+    def repeats(self, token_ids: Sequence[int]) -> RepeatedTokens:
         """Return the expected repeats.
 
         `token_ids` are all tokens of the response that the client has.
         """
-        return Repeats(token_ids[self.spec.num_generated :])
+        return RepeatedTokens(token_ids[self.spec.num_generated :])
 
     def __enter__(self) -> Self:
         return self
@@ -70,7 +70,7 @@ class Stay:
         self.chosen.charge.close()
 
 
-class Moving:
+class AttemptMigration:
     """Migration of a request at a decode node, as a Guest there. A context that ends with its stay.
 
     Args:
@@ -81,17 +81,17 @@ class Moving:
 
     def __init__(
         self,
-        stay: Stay,
+        stay: Attempt,
         may_move: Callable[[], bool],
-        submit: Callable[[Stay, str], Stay],
+        submit: Callable[[Attempt, str], Attempt],
         on_stay: Callable[[str, ServingError], None],
     ) -> None:
         self._stay = stay
         self._may_move = may_move
         self._submit = submit
         self._on_stay = on_stay
-        self._successor: Stay | None = None
-        self._task: asyncio.Task[Outcome] | None = None
+        self._successor: Attempt | None = None
+        self._task: asyncio.Task[MigrationOutcome] | None = None
         self._again_at = 0.0
 
     @property
@@ -106,11 +106,11 @@ class Moving:
     def movable(self) -> bool:
         return self._successor is None and time.monotonic() >= self._again_at and self._may_move()
 
-    def move(self, target: str = "") -> asyncio.Task[Outcome]:
+    def move(self, target: str = "") -> asyncio.Task[MigrationOutcome]:
         self._task = asyncio.create_task(self._move(target))
         return self._task
 
-    def take_successor(self) -> Stay | None:
+    def take_target_attempt(self) -> Attempt | None:
         """Return the successor, which the caller must leave.
 
         A migration in progress counts as done.
@@ -121,26 +121,28 @@ class Moving:
             successor.tokens.tell()
         return successor
 
-    async def _move(self, target: str) -> Outcome:
+    async def _move(self, target: str) -> MigrationOutcome:
         self._again_at = time.monotonic() + _AGAIN_S
         try:
             successor = self._successor = self._submit(self._stay, target)
         except NodeUnavailable as nowhere:
-            return Outcome("", str(nowhere))
+            return MigrationOutcome("", str(nowhere))
         await successor.tokens.news()
         if self._successor is not successor:
-            return Outcome(successor.address)  # its own node handed it off and said so first
+            return MigrationOutcome(
+                successor.address
+            )  # its own node handed it off and said so first
         if successor.tokens.has_begun:
             # The first end counts. An end reported by its own node would have come earlier.
-            self._stay.tokens.end(NodeLost("it goes on elsewhere", Doing.NOT_ITS_OWN))
+            self._stay.tokens.end(NodeLost("it goes on elsewhere", LossCause.NOT_ITS_OWN))
             self._stay.tokens.tell()
-            return Outcome(successor.address)
+            return MigrationOutcome(successor.address)
         self._again_at = time.monotonic() + _AGAIN_S
         self._successor = None
         error = successor.tokens.error()
         with successor:
             self._on_stay(successor.address, error)
-        return Outcome(successor.address, str(error))
+        return MigrationOutcome(successor.address, str(error))
 
     def __enter__(self) -> Self:
         self._stay.chosen.decode.guests.add(self)

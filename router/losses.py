@@ -14,7 +14,7 @@ MAX_REPLAYS = 2  # charged losses since its last progress
 MAX_ENGINE_DEATHS = 4  # crashes that it was part of, with or without progress
 
 
-class Doing(Enum):
+class LossCause(Enum):
     """Possible cause of the loss of a request's node."""
 
     NOT_ITS_OWN = 0
@@ -26,17 +26,17 @@ class Doing(Enum):
 class NodeLost(NodeUnavailable):
     """The node of a request is gone, or refused it because it is about to end."""
 
-    def __init__(self, sentence: str, doing: Doing) -> None:
+    def __init__(self, sentence: str, doing: LossCause) -> None:
         super().__init__(sentence)
         self.doing = doing
 
 
 def died(error: NodeUnavailable) -> bool:
     """Return whether the request may have crashed the engine of its node."""
-    return isinstance(error, NodeLost) and error.doing in (Doing.ANYBODYS, Doing.ITS_OWN)
+    return isinstance(error, NodeLost) and error.doing in (LossCause.ANYBODYS, LossCause.ITS_OWN)
 
 
-class Losses:
+class AttemptLosses:
     """Losses of one request.
 
     Attributes:
@@ -64,17 +64,17 @@ class Losses:
         if num_tokens >= self._num_tokens + TRIAL_TOKENS:
             self.engine_deaths = self._charged = 0
         self._num_tokens = num_tokens
-        match error.doing if isinstance(error, NodeLost) else Doing.UNKNOWN:
-            case Doing.ITS_OWN:
+        match error.doing if isinstance(error, NodeLost) else LossCause.UNKNOWN:
+            case LossCause.ITS_OWN:
                 raise RequestFailed(GUILTY)
-            case Doing.ANYBODYS if not self.engine_deaths:
+            case LossCause.ANYBODYS if not self.engine_deaths:
                 # A request that is quarantined already was queued for its trial and computed
                 # nothing.
                 self.engine_deaths = 1
                 self._all_engine_deaths += 1
                 if self._all_engine_deaths > MAX_ENGINE_DEATHS:
                     raise error
-            case Doing.UNKNOWN:
+            case LossCause.UNKNOWN:
                 self._charged += 1
                 if self._charged > MAX_REPLAYS:
                     raise error

@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 
 from prometheus_client.core import Metric
 
-from common.metrics.declared import Declared
+from common.metrics.declared import MetricDeclaration
 from common.metrics.program import INFO, PROCESS, registry_of
 from common.metrics.trust import TRUST, TrustMetrics
 from common.requests.timeline import TtftPhase
@@ -26,115 +26,117 @@ _TTFT_PHASE_S = (0.0001, 0.0005, 0.001, 0.0025, 0.005, *_TTFT_S)
 _ITL_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 10.0)
 _REQUEST_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
 
-REQUESTS = Declared(
+REQUESTS = MetricDeclaration(
     "baton_requests",
     "counter",
     "Total accepted requests by result.",
     {"outcome": ("stop", "length", "pooled", "cancelled", "error")},
 )
-REJECTED = Declared(
+REJECTED = MetricDeclaration(
     "baton_rejected",
     "counter",
     "Total requests rejected before they reached a node. Late: the queue of every node is "
     "longer than their wait limit.",
     {"reason": ("invalid", "overloaded", "late", "limited", "no_node")},
 )
-WAITING = Declared(
+WAITING = MetricDeclaration(
     "baton_waiting_requests", "gauge", "Current requests that wait for a slot of the router."
 )
-STRANGERS = Declared(
+STRANGERS = MetricDeclaration(
     "baton_strangers",
     "counter",
     "Total calls rejected because of the caller's credentials, or the host name that they use.",
     {"reason": ("no_key", "unknown_key", "expired_key", "no_operator", "host")},
 )
-KEY_REQUESTS = Declared(
+KEY_REQUESTS = MetricDeclaration(
     "baton_key_requests",
     "counter",
     "Total requests by API key, for the keys in the present file.",
     {"key": (), "outcome": ("taken", "limited")},
     sparse=True,
 )
-KEY_TOKENS = Declared(
+KEY_TOKENS = MetricDeclaration(
     "baton_key_tokens",
     "counter",
     "Total tokens by API key, for the keys in the present file.",
     {"key": (), "kind": ("prompt", "generated")},
     sparse=True,
 )
-LIVE = Declared("baton_live_requests", "gauge", "Current accepted requests in flight.")
-PROMPT_TOKENS = Declared(
+LIVE = MetricDeclaration("baton_live_requests", "gauge", "Current accepted requests in flight.")
+PROMPT_TOKENS = MetricDeclaration(
     "baton_accepted_prompt_tokens", "counter", "Total prompt tokens of accepted requests."
 )
-TOKENS = Declared("baton_generated_tokens", "counter", "Total tokens written to clients.")
-FIRST_TOKEN = Declared(
+TOKENS = MetricDeclaration("baton_generated_tokens", "counter", "Total tokens written to clients.")
+FIRST_TOKEN = MetricDeclaration(
     "baton_time_to_first_token_seconds",
     "histogram",
     "Time in seconds from accepting a request to writing its first token.",
     bounds=_TTFT_S,
 )
-TTFT_PHASE = Declared(
+TTFT_PHASE = MetricDeclaration(
     "baton_ttft_phase_seconds",
     "histogram",
     "Time to first token in seconds, by phase. The phases of a request add up to it.",
     {"phase": tuple(phase.label for phase in TtftPhase)},
     bounds=_TTFT_PHASE_S,
 )
-NEXT_TOKEN = Declared(
+NEXT_TOKEN = MetricDeclaration(
     "baton_inter_token_latency_seconds",
     "histogram",
     "Time in seconds between two writes of a request's tokens, divided by the tokens of the "
     "second one.",
     bounds=_ITL_S,
 )
-REQUEST_SECONDS = Declared(
+REQUEST_SECONDS = MetricDeclaration(
     "baton_request_seconds",
     "histogram",
     "Time in seconds from receiving a request to its end, for accepted requests.",
     bounds=_REQUEST_S,
 )
-READY = Declared(
+READY = MetricDeclaration(
     "baton_ready",
     "gauge",
     "1 while a request could be placed on a node, else 0. With several processes, the minimum.",
     together="least",
 )
-PROCESSES = Declared(
+PROCESSES = MetricDeclaration(
     "baton_router_processes",
     "gauge",
     "Current processes of this router, by whether they answered this scrape in time.",
     {"state": ("answering", "silent")},
 )
-NODES = Declared(
+NODES = MetricDeclaration(
     "baton_nodes",
     "gauge",
     "Current nodes that this router knows, by their last reported state.",
     {"kind": ("prefill", "decode"), "state": NODE_STATES},
     together="most",
 )
-STREAMS_LOST = Declared(
+STREAMS_LOST = MetricDeclaration(
     "baton_decode_streams_lost",
     "counter",
     "Total streams to decode nodes that broke, except to nodes that had drained. All requests "
     "on them were affected.",
 )
-REPLAYS = Declared("baton_replays", "counter", "Total requests replayed on another decode node.")
-MOVES = Declared(
+REPLAYS = MetricDeclaration(
+    "baton_replays", "counter", "Total requests replayed on another decode node."
+)
+MOVES = MetricDeclaration(
     "baton_moves",
     "counter",
     "Total live migrations of running requests to another decode node, by result.",
     {"outcome": ("moved", "stayed")},
 )
-SUSPECTS = Declared(
+SUSPECTS = MetricDeclaration(
     "baton_suspects",
     "counter",
     "Total requests replayed alone (quarantined), because a decode engine crashed while it "
     "served them.",
 )
-HTTP_CONNECTIONS = Declared(
+HTTP_CONNECTIONS = MetricDeclaration(
     "baton_http_connections", "gauge", "Current open connections of HTTP clients."
 )
-HTTP_ANSWERS = Declared(
+HTTP_ANSWERS = MetricDeclaration(
     "baton_http_answers",
     "counter",
     "Total completed HTTP responses.",
@@ -170,7 +172,7 @@ DECLARED = (
 )
 
 
-class OfKey(NamedTuple):
+class ApiKeyMetrics(NamedTuple):
     """Counts of one API key."""
 
     num_requests: int
@@ -187,7 +189,7 @@ class RouterMetrics:
         self._rejected = REJECTED.numbers()
         self._strangers = STRANGERS.numbers()
         self._num_waiting: Callable[[], int] = lambda: 0
-        self._keys: Callable[[], Mapping[str, OfKey]] = dict
+        self._keys: Callable[[], Mapping[str, ApiKeyMetrics]] = dict
         self._live = LIVE.numbers()
         self._prompt_tokens = PROMPT_TOKENS.numbers()
         self._tokens = TOKENS.numbers()
@@ -249,7 +251,7 @@ class RouterMetrics:
         """
         self._num_waiting = num_waiting
 
-    def keys_from(self, keys: Callable[[], Mapping[str, OfKey]]) -> None:
+    def keys_from(self, keys: Callable[[], Mapping[str, ApiKeyMetrics]]) -> None:
         """Set the source of the counts by key name. It is called like that of `waiting_from`."""
         self._keys = keys
 

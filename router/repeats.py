@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from common.errors import NodeUnavailable
 
 
-class Repeats:
+class RepeatedTokens:
     """Repeated tokens of one submission, which had fewer tokens than its client has now."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from common.requests.timeline import MAX_TEXT, NOTHING, Timeline, from_proto, split_ttft
-from common.tracing.context import UNTRACED, Trace, checked
-from common.tracing.tracer import Child, Tracer
+from common.tracing.context import UNTRACED, TraceContext, checked
+from common.tracing.tracer import ChildSpan, Tracer
 from protos import decode_pb2
 from router.metrics import RouterMetrics
 
@@ -22,7 +22,7 @@ NUM_FAILED_KEPT = 64  # older requests that failed or were replayed
 MAX_BYTES = 32 << 10  # of a timeline; longer ones are ignored
 
 
-class Submission(msgspec.Struct, eq=False):
+class AttemptTimings(msgspec.Struct, eq=False):
     """A submission to one decode node. Times are time.monotonic(). 0.0 is "not yet"."""
 
     decode: str  # address
@@ -68,7 +68,7 @@ class RequestTimeline(msgspec.Struct, eq=False):
 
     request_id: str
     label: str  # the client's name for it, or empty
-    trace: Trace
+    trace: TraceContext
     arrived_unix: float
     arrived: float
     on_told: "Callable[[RequestTimeline], None]"  # called for a timeline that comes after the end
@@ -81,9 +81,9 @@ class RequestTimeline(msgspec.Struct, eq=False):
     completion_tokens: int = 0
     outcome: str = "live"
     error: str = ""
-    submissions: list[Submission] = []
+    submissions: list[AttemptTimings] = []
 
-    def told(self, one: Submission, message: decode_pb2.Timeline) -> None:
+    def told(self, one: AttemptTimings, message: decode_pb2.Timeline) -> None:
         """Store the timeline that the decode node of this submission has sent."""
         one.tell(message)
         if self.ended and one is self.giver():
@@ -91,9 +91,9 @@ class RequestTimeline(msgspec.Struct, eq=False):
 
     def submit(self, decode: str) -> None:
         now = time.monotonic()
-        self.submissions.append(Submission(decode, now, num_tokens=self.completion_tokens))
+        self.submissions.append(AttemptTimings(decode, now, num_tokens=self.completion_tokens))
 
-    def move(self, to: Submission) -> None:
+    def move(self, to: AttemptTimings) -> None:
         """Continue at another decode node, where the request was submitted before."""
         last = self.submissions[-1]
         last.lost, last.because = time.monotonic(), "moved"
@@ -142,7 +142,7 @@ class RequestTimeline(msgspec.Struct, eq=False):
         if self.first_token:
             yield "stream", self.first_token, self.last_token if self.ended else now
 
-    def giver(self) -> Submission | None:
+    def giver(self) -> AttemptTimings | None:
         """Return the submission whose node produced the first token."""
         if not self.first_token:
             return None
@@ -150,7 +150,7 @@ class RequestTimeline(msgspec.Struct, eq=False):
         return until[0] if until else None
 
 
-class Timelines:
+class TimelineRecorder:
     """Timelines of all requests of a router. For one event loop."""
 
     def __init__(self, metrics: RouterMetrics, tracer: Tracer | None) -> None:
@@ -189,7 +189,7 @@ class Timelines:
         if self._tracer is not None:
             trace = self._tracer.enter(parent, root=True)
         elif parent:
-            trace = Trace(parent)
+            trace = TraceContext(parent)
         return RequestTimeline(request_id, label, trace, time.time(), time.monotonic(), self._count)
 
     def accept(self, timeline: RequestTimeline) -> None:
@@ -225,7 +225,9 @@ class Timelines:
             "baton.request",
             begun=timeline.arrived,
             ended=timeline.ended,
-            children=[Child(name, start, end, {}) for name, start, end in timeline.router_phases()],
+            children=[
+                ChildSpan(name, start, end, {}) for name, start, end in timeline.router_phases()
+            ],
             attributes={
                 "baton.request_id": timeline.request_id[:MAX_TEXT],
                 "baton.label": timeline.label[:MAX_TEXT],

@@ -12,12 +12,12 @@ import msgspec
 
 from common.errors import NodeUnavailable, ServingError
 from common.requests.logprobs import TokenLogprobs
-from common.requests.prediction import NOTHING, Predicted
+from common.requests.prediction import NOTHING, PredictionUsage
 
 T = TypeVar("T")
 
 
-class End(msgspec.Struct, frozen=True):
+class StreamEnd(msgspec.Struct, frozen=True):
     """End of a request at its node."""
 
     finish_reason: str  # "stop" | "length"
@@ -44,9 +44,11 @@ class TokenBuffer:
         self._logprobs: list[TokenLogprobs] = []  # of tokens not taken yet or about to come
         self._room = max_tokens
         self._tokens: list[int] = []
-        self._end: End | ServingError | None = None
+        self._end: StreamEnd | ServingError | None = None
         # Set while the writer waits: its `take` callback and the future it waits for.
-        self._writer: tuple[Callable[[list[int], End | None], Any], asyncio.Future[Any]] | None
+        self._writer: (
+            tuple[Callable[[list[int], StreamEnd | None], Any], asyncio.Future[Any]] | None
+        )
         self._writer = None
         self._news: asyncio.Future[None] | None = None
 
@@ -76,11 +78,11 @@ class TokenBuffer:
         taken, self._logprobs = self._logprobs[:num_tokens], self._logprobs[num_tokens:]
         return taken
 
-    def take_predicted(self) -> Predicted:
+    def take_predicted(self) -> PredictionUsage:
         taken, self.predicted = self.predicted, NOTHING
         return taken
 
-    def end(self, end: End | ServingError) -> None:
+    def end(self, end: StreamEnd | ServingError) -> None:
         """Record the end. Only the first one counts."""
         if self._end is None:
             self._end = end
@@ -118,7 +120,7 @@ class TokenBuffer:
             self._news = asyncio.get_running_loop().create_future()
             await self._news
 
-    async def taken(self, take: Callable[[list[int], End | None], T | None]) -> T:
+    async def taken(self, take: Callable[[list[int], StreamEnd | None], T | None]) -> T:
         """Call `take` with waiting tokens, and with the end, until it returns a result.
 
         `take` is called at once and at each change. It returns None to wait for more, but must
@@ -141,11 +143,11 @@ class TokenBuffer:
         finally:
             self._writer = None
 
-    def _next(self, take: Callable[[list[int], End | None], T | None]) -> T | None:
+    def _next(self, take: Callable[[list[int], StreamEnd | None], T | None]) -> T | None:
         end = self._end
-        if self._tokens or isinstance(end, End):
+        if self._tokens or isinstance(end, StreamEnd):
             tokens, self._tokens = self._tokens, []
-            result = take(tokens, end if isinstance(end, End) else None)
+            result = take(tokens, end if isinstance(end, StreamEnd) else None)
             if result is not None:
                 return result
         if isinstance(end, ServingError):

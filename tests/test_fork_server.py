@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 
-from common.process.children import Child
+from common.process.children import ChildProcess
 from tests.support import fork_server
 
 PR_GET_PDEATHSIG = 2
@@ -49,9 +49,9 @@ def test_a_program_of_a_cluster_ends_with_the_same_code_and_log(tmp_path):
         log = tmp_path / name
         if name == "forked":
             with fork_server.in_use():
-                child = Child(name, command, log)
+                child = ChildProcess(name, command, log)
         else:
-            child = Child(name, command, log)
+            child = ChildProcess(name, command, log)
         ends.append((child._process.wait(), log.read_text()))
     assert ends[0] == ends[1]
     assert ends[0][0] == 2 and "--port" in ends[0][1]
@@ -60,7 +60,7 @@ def test_a_program_of_a_cluster_ends_with_the_same_code_and_log(tmp_path):
 def test_it_can_be_stopped_and_killed(tmp_path):
     flags = ["--model=/nonexistent", "--port=1"]
     with fork_server.in_use():
-        child = Child("router", [sys.executable, "-m", "router", *flags], tmp_path / "log")
+        child = ChildProcess("router", [sys.executable, "-m", "router", *flags], tmp_path / "log")
     child.send(signal.SIGSTOP)
     _, status = os.waitpid(child.pid, os.WUNTRACED)
     assert os.WIFSTOPPED(status) and child.code is None

@@ -14,11 +14,11 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from api.admin.plans import Plans
-from api.admin.router_state import WholeState
+from api.admin.router_state import MergedState
 from api.http.answers import whole
-from api.http.request import Request
+from api.http.request import HttpRequest
 from protos import router_pb2
-from router.cluster.survey import NodeReport, Survey
+from router.cluster.survey import ClusterState, NodeReport
 
 REUSE_S = 0.25
 
@@ -26,7 +26,7 @@ REUSE_S = 0.25
 class ClusterReport:
     """Builder of the cluster report. For one event loop."""
 
-    def __init__(self, survey: Survey, router: WholeState, plans: Plans) -> None:
+    def __init__(self, survey: ClusterState, router: MergedState, plans: Plans) -> None:
         self._survey = survey
         self._router = router
         self._plans = plans
@@ -55,7 +55,7 @@ class ClusterEndpoint:
         self._making: asyncio.Task[bytes] | None = None
         self._made_at = 0.0
 
-    async def __call__(self, request: Request) -> web.Response:
+    async def __call__(self, request: HttpRequest) -> web.Response:
         making = self._making
         if making is None or (making.done() and time.monotonic() > self._made_at + REUSE_S):
             making = self._making = asyncio.create_task(self._make())

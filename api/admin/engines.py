@@ -13,11 +13,11 @@ from aiohttp import web
 
 from api.dialect import problems
 from api.dialect.bodies import BodyReader, take_json
-from api.dialect.ignored_fields import Harmless, only
-from api.dialect.problems import Refusal
+from api.dialect.ignored_fields import IgnoredFields, only
+from api.dialect.problems import ApiError
 from api.http.answers import whole
-from api.http.request import Handler, Request
-from common.errors import ServingError, WrongState
+from api.http.request import Handler, HttpRequest
+from common.errors import FailedPrecondition, ServingError
 from protos import router_pb2
 from router.cluster.engine_calls import EngineCalls
 
@@ -39,7 +39,7 @@ class UpdateFields(msgspec.Struct, kw_only=True):
     abort_all_requests: bool = False
 
 
-class TakeFields(msgspec.Struct, kw_only=True):
+class PullWeightsFields(msgspec.Struct, kw_only=True):
     node: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
     abort_all_requests: bool = False
 
@@ -56,12 +56,12 @@ class NoFields(msgspec.Struct, kw_only=True):
     pass
 
 
-_OF_ALL: Mapping[str, Harmless] = {
+_OF_ALL: Mapping[str, IgnoredFields] = {
     "is_async": only(False),
     "torch_empty_cache": only(True, False),
 }
 # Further fields that SGLang's clients may send, if the value matches the existing behaviour.
-_OF_UPDATES: Mapping[str, Harmless] = {
+_OF_UPDATES: Mapping[str, IgnoredFields] = {
     "load_format": only("auto", "safetensors"),
     "flush_cache": only(True),
     **_OF_ALL,
@@ -71,7 +71,7 @@ _OF_UPDATES: Mapping[str, Harmless] = {
     "weight_version": only(),
     "manifest": only(),
 }
-_OF_PROFILES: Mapping[str, Harmless] = {
+_OF_PROFILES: Mapping[str, IgnoredFields] = {
     "activities": only(["CPU"], ["GPU"], ["CPU", "GPU"]),
     "output_dir": only(),
     "start_step": only(0),
@@ -84,7 +84,7 @@ COMMANDS: Mapping[str, tuple[str, type[msgspec.Struct]]] = {
     PAUSE_PATH: ("Has all nodes launch nothing, until they are to continue.", PauseFields),
     CONTINUE_PATH: ("Ends the pause of all nodes.", NoFields),
     UPDATE_PATH: ("Has all nodes compute with other weights of the model.", UpdateFields),
-    TAKE_PATH: ("Has all nodes compute with the weights of one of them.", TakeFields),
+    TAKE_PATH: ("Has all nodes compute with the weights of one of them.", PullWeightsFields),
     RELEASE_PATH: ("Has all nodes give memory back to the system.", MemoryFields),
     RESUME_PATH: ("Has all nodes take it again.", MemoryFields),
     PROFILE_PATH: ("Has torch's profiler watch the next steps of all nodes.", ProfileFields),
@@ -93,7 +93,7 @@ COMMANDS: Mapping[str, tuple[str, type[msgspec.Struct]]] = {
 }
 
 
-class Engines:
+class EnginesEndpoint:
     """HTTP handlers of the engine commands."""
 
     def __init__(self, calls: EngineCalls) -> None:
@@ -105,7 +105,7 @@ class Engines:
             PAUSE_PATH: {"POST": _Command(PauseFields, self._pause)},
             CONTINUE_PATH: {"POST": _Command(NoFields, self._continue)},
             UPDATE_PATH: {"POST": _Command(UpdateFields, self._update, _OF_UPDATES)},
-            TAKE_PATH: {"POST": _Command(TakeFields, self._take)},
+            TAKE_PATH: {"POST": _Command(PullWeightsFields, self._take)},
             RELEASE_PATH: {"POST": _Command(MemoryFields, self._release)},
             RESUME_PATH: {"POST": _Command(MemoryFields, self._resume)},
             PROFILE_PATH: {"POST": _Command(ProfileFields, self._profile, _OF_PROFILES)},
@@ -125,7 +125,7 @@ class Engines:
         abort = fields.abort_all_requests
         return _updated(await self._calls.update_weights(fields.model_path, abort=abort))
 
-    async def _take(self, fields: TakeFields) -> Mapping[str, Any]:
+    async def _take(self, fields: PullWeightsFields) -> Mapping[str, Any]:
         abort = fields.abort_all_requests
         return _updated(await self._calls.take_weights(fields.node, abort=abort))
 
@@ -155,18 +155,18 @@ class _Command(Generic[F]):
         self,
         fields: type[F],
         run: Callable[[F], Awaitable[Mapping[str, Any]]],
-        unsupported: Mapping[str, Harmless] = _OF_ALL,
+        unsupported: Mapping[str, IgnoredFields] = _OF_ALL,
     ) -> None:
         self._reader = BodyReader(fields, unsupported, ignore_unknown=False)
         self._run = run
 
-    async def __call__(self, request: Request) -> web.Response:
+    async def __call__(self, request: HttpRequest) -> web.Response:
         try:
             done = await self._run(self._reader.read(_json(request)))
-        except Refusal as refusal:
+        except ApiError as refusal:
             return refusal.response()
-        except WrongState as error:
-            return Refusal(409, str(error)).response()
+        except FailedPrecondition as error:
+            return ApiError(409, str(error)).response()
         except ServingError as error:
             return problems.of_error(error, self._reader.names).response()
         return whole(200, msgspec.json.encode(done))
@@ -184,7 +184,7 @@ def _traces(status: str, told: router_pb2.ProfilesResponse) -> Mapping[str, Any]
     return {"status": status, "profiles": profiles}
 
 
-def _json(request: Request) -> bytes:
+def _json(request: HttpRequest) -> bytes:
     """Return the request's JSON body.
 
     An empty body counts as {} unless a web page may have sent it.

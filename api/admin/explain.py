@@ -9,26 +9,26 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import msgspec
 
-from api.requests.events import Told, told
+from api.requests.events import EventHistory, told
 from api.requests.validation import MAX_LABEL_CHARACTERS
-from common.errors import InvalidRequest, NodeUnavailable, NotKnown
+from common.errors import InvalidRequest, NodeUnavailable, NotFound
 from common.requests.request_trace import event_to_proto
 from protos.router_pb2 import ExplainedEvent, ExplainingNode, ExplainResponse
-from router.cluster.inquiry import Inquiry, Said
-from router.timelines import Timelines
-from router.workers.asking import Siblings
+from router.cluster.inquiry import DescribeResult, NodeDescriber
+from router.timelines import TimelineRecorder
+from router.workers.asking import SiblingProcesses
 
 _TOLD = "/told"  # path between worker processes
-_read = msgspec.json.Decoder(Told | None).decode
+_read = msgspec.json.Decoder(EventHistory | None).decode
 
 
-class OwnEvents:
+class LocalEvents:
     """Request histories of this process."""
 
-    def __init__(self, timelines: Timelines) -> None:
+    def __init__(self, timelines: TimelineRecorder) -> None:
         self._timelines = timelines
 
-    def find(self, name: str) -> Told | None:
+    def find(self, name: str) -> EventHistory | None:
         timeline = self._timelines.find(name)
         return None if timeline is None else told(timeline)
 
@@ -45,7 +45,9 @@ class OwnEvents:
 class Explainer:
     """Collector of request histories from all processes and nodes. For one event loop."""
 
-    def __init__(self, own: OwnEvents, siblings: Siblings, inquiry: Inquiry) -> None:
+    def __init__(
+        self, own: LocalEvents, siblings: SiblingProcesses, inquiry: NodeDescriber
+    ) -> None:
         self._own = own
         self._siblings = siblings
         self._inquiry = inquiry
@@ -59,7 +61,7 @@ class Explainer:
 
         Raises:
             InvalidRequest: no request can have that name.
-            NotKnown: no process or node knows the request, or its history has been dropped.
+            NotFound: no process or node knows the request, or its history has been dropped.
             NodeUnavailable: the request is unknown, but a process of this router did not respond.
         """
         if not 0 < len(name) <= MAX_LABEL_CHARACTERS:
@@ -69,10 +71,10 @@ class Explainer:
         known, num_silent = await self._find(name)
         said = await self._inquiry.ask(known.request_id if known else name)
         if known is None and not any(one.flights.flights for one in said):
-            raise (NodeUnavailable if num_silent else NotKnown)(_sentence(name, said, num_silent))
+            raise (NodeUnavailable if num_silent else NotFound)(_sentence(name, said, num_silent))
         return _together(name, known, said)
 
-    async def _find(self, name: str) -> tuple[Told | None, int]:
+    async def _find(self, name: str) -> tuple[EventHistory | None, int]:
         """Return the history, and the number of processes that did not respond."""
         own = self._own.find(name)
         if own is not None and own.request_id == name:
@@ -83,7 +85,9 @@ class Explainer:
         return best, others.num_silent
 
 
-def _together(name: str, known: Told | None, said: Sequence[Said]) -> ExplainResponse:
+def _together(
+    name: str, known: EventHistory | None, said: Sequence[DescribeResult]
+) -> ExplainResponse:
     began = [one.at - flight.began_ago_s for one in said for flight in one.flights.flights]
     zero = known.arrived if known else min(began)
     own = known.events if known else ()
@@ -119,7 +123,7 @@ def _together(name: str, known: Told | None, said: Sequence[Said]) -> ExplainRes
     return answer
 
 
-def _sentence(name: str, said: Sequence[Said], num_silent: int) -> str:
+def _sentence(name: str, said: Sequence[DescribeResult], num_silent: int) -> str:
     kept = ", ".join(
         f"{one.role} {one.address} {one.problem or f'its last {one.flights.num_kept}'}"
         for one in said

@@ -10,10 +10,10 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import choose_encoder
 
-from api.dialect.problems import Refusal
+from api.dialect.problems import ApiError
 from api.http.answers import whole
-from api.http.request import Request
-from router.workers.asking import Siblings
+from api.http.request import HttpRequest
+from router.workers.asking import SiblingProcesses
 from router.workers.telling import Tell
 
 PATH = "/metrics"  # also the path between worker processes
@@ -34,22 +34,22 @@ class MetricsEndpoint:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
 
-    async def __call__(self, request: Request) -> web.Response:
+    async def __call__(self, request: HttpRequest) -> web.Response:
         encode, kind = choose_encoder(request.header("accept"))
         return whole(200, encode(self._registry), kind)
 
 
-class WholeMetricsEndpoint:
+class MergedMetricsEndpoint:
     """HTTP handler for the metrics of a router with several processes."""
 
-    def __init__(self, keeper: Siblings) -> None:
+    def __init__(self, keeper: SiblingProcesses) -> None:
         self._keeper = keeper
 
-    async def __call__(self, request: Request) -> web.Response:
+    async def __call__(self, request: HttpRequest) -> web.Response:
         accept = request.header("accept")
         told = await self._keeper.ask(PATH, accept=accept)
         if told.num_silent:
             sentence = "the process that gathers this router's metrics did not answer in time"
-            return Refusal(503, sentence).response()
+            return ApiError(503, sentence).response()
         (body,) = told.bodies.values()
         return whole(200, body, choose_encoder(accept)[1])

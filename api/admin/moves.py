@@ -5,17 +5,17 @@ from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 
-from common.errors import InvalidRequest, NodeUnavailable, NotKnown, WrongState
+from common.errors import FailedPrecondition, InvalidRequest, NodeUnavailable, NotFound
 from protos.router_pb2 import MoveResponse
 from router.cluster.cluster import Cluster
-from router.workers.asking import LONGEST_S, Siblings
+from router.workers.asking import LONGEST_S, SiblingProcesses
 
 _MOVE, _MOVABLE = "/move", "/movable"  # paths between worker processes
 MOVE_S = 20.0  # longest wait: the nodes may have to pair, and the target may have to free capacity
 _MOST_NAMED = 64
 
 
-class Moved(msgspec.Struct, frozen=True):
+class MigrationResult(msgspec.Struct, frozen=True):
     """The result of a migration command. `because` is the reason for no migration, else empty."""
 
     source: str
@@ -23,11 +23,11 @@ class Moved(msgspec.Struct, frozen=True):
     because: str
 
 
-_read_moved = msgspec.json.Decoder(Moved | None).decode
+_read_moved = msgspec.json.Decoder(MigrationResult | None).decode
 _read_ids = msgspec.json.Decoder(list[str]).decode
 
 
-class OwnMoves:
+class LocalMigrations:
     """Migrations of requests of this process."""
 
     def __init__(self, cluster: Cluster) -> None:
@@ -38,7 +38,7 @@ class OwnMoves:
         here = (guest for guest in self._cluster.guests() if guest.address == source)
         return [guest.request_id for guest in here if guest.movable][:_MOST_NAMED]
 
-    async def move(self, request_id: str, target: str) -> Moved | None:
+    async def move(self, request_id: str, target: str) -> MigrationResult | None:
         """Migrate a request, within MOVE_S. Return None if no such request runs in this process."""
         for guest in self._cluster.guests():
             if guest.request_id == request_id:
@@ -47,17 +47,19 @@ class OwnMoves:
             return None
         source = guest.address
         if not guest.movable:
-            return Moved(source, "", "it has no token yet, or is being moved, or was just now")
+            return MigrationResult(
+                source, "", "it has no token yet, or is being moved, or was just now"
+            )
         if source == target:
-            return Moved(source, "", "it runs there")
+            return MigrationResult(source, "", "it runs there")
         task = guest.move(target)
         await asyncio.wait({task}, timeout=MOVE_S)
         if not task.done():
-            return Moved(source, "", "it is still on its way")
+            return MigrationResult(source, "", "it is still on its way")
         if task.cancelled():
-            return Moved(source, "", "it has ended, or its node has")
+            return MigrationResult(source, "", "it has ended, or its node has")
         outcome = task.result()
-        return Moved(source, outcome.target, outcome.because)
+        return MigrationResult(source, outcome.target, outcome.because)
 
     @property
     def tells(self) -> Mapping[str, Callable[[Mapping[str, str]], Awaitable[bytes]]]:
@@ -72,10 +74,10 @@ class OwnMoves:
         return {_MOVABLE: tell_movable, _MOVE: move}
 
 
-class Mover:
+class MigrationService:
     """Migrations of requests of all processes. For one event loop."""
 
-    def __init__(self, own: OwnMoves, siblings: Siblings) -> None:
+    def __init__(self, own: LocalMigrations, siblings: SiblingProcesses) -> None:
         self._own = own
         self._siblings = siblings
 
@@ -88,9 +90,9 @@ class Mover:
 
         Raises:
             InvalidRequest: neither request nor source is given.
-            NotKnown: there is no such request.
+            NotFound: there is no such request.
             NodeUnavailable: the request is unknown, but a process of this router did not respond.
-            WrongState: the request stays where it is.
+            FailedPrecondition: the request stays where it is.
         """
         if not (request_id or source):
             raise InvalidRequest("request_id and source are empty")
@@ -106,7 +108,7 @@ class Mover:
                 raise _unknown(sentence, others.num_silent)
             (moved,) = found
         if moved.because:
-            raise WrongState(f"not moved: {moved.because}")
+            raise FailedPrecondition(f"not moved: {moved.because}")
         return MoveResponse(request_id=request_id, source=moved.source, target=moved.target)
 
     async def _movable(self, source: str) -> str:
@@ -121,7 +123,7 @@ class Mover:
         raise _unknown(sentence, others.num_silent)
 
 
-def _unknown(sentence: str, num_silent: int) -> NotKnown | NodeUnavailable:
+def _unknown(sentence: str, num_silent: int) -> NotFound | NodeUnavailable:
     if not num_silent:
-        return NotKnown(sentence)
+        return NotFound(sentence)
     return NodeUnavailable(f"{sentence}; {num_silent} processes of this router have not answered")

@@ -13,7 +13,7 @@ from itertools import islice
 
 from common.errors import InvalidRequest
 from protos.router_pb2 import Plan, PlanEvent
-from router.workers.asking import Siblings
+from router.workers.asking import SiblingProcesses
 
 NUM_KEPT = 32  # events
 MOST_EVENTS = 16  # in one report
@@ -31,7 +31,7 @@ class _Event:
     because: str
 
 
-class OwnPlans:
+class LocalPlans:
     """Planner reports of this process."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -72,7 +72,7 @@ class OwnPlans:
 class Plans:
     """Planner reports of all processes of this router."""
 
-    def __init__(self, own: OwnPlans, siblings: Siblings) -> None:
+    def __init__(self, own: LocalPlans, siblings: SiblingProcesses) -> None:
         self._own = own
         self._siblings = siblings
 

@@ -7,8 +7,8 @@ is included. docs/tracing.md defines the phases.
 import time
 from typing import Any
 
-from common.requests.timeline import Attempt, Interval, TtftPhase
-from router.timelines import RequestTimeline, Submission
+from common.requests.timeline import HandoffSummary, Interval, TtftPhase
+from router.timelines import AttemptTimings, RequestTimeline
 
 
 def summary(timeline: RequestTimeline) -> dict[str, Any]:
@@ -66,14 +66,14 @@ def details(timeline: RequestTimeline) -> dict[str, Any]:
     }
 
 
-def _used(submission: Submission) -> Attempt | None:
+def _used(submission: AttemptTimings) -> HandoffSummary | None:
     """Return the completed hand-off whose KV the request used."""
     held = [one for one in submission.timeline.attempts if one.outcome == "held"]
     return held[-1] if held else None
 
 
 def _of_node(
-    row: Interval, submission: Submission, attempts: tuple[Attempt, ...], zero: float
+    row: Interval, submission: AttemptTimings, attempts: tuple[HandoffSummary, ...], zero: float
 ) -> dict[str, Any]:
     where, node = "decode", submission.decode
     if row.phase.on_prefill_node and row.attempt:
@@ -99,7 +99,7 @@ def _mark(where: str, at_s: float) -> dict[str, Any]:
     return {"where": where, "mark": "first_token", "at_s": at_s}
 
 
-def _attempt(number: int, attempt: Attempt, submission: Submission) -> dict[str, Any]:
+def _attempt(number: int, attempt: HandoffSummary, submission: AttemptTimings) -> dict[str, Any]:
     return {
         "number": number,
         "node": submission.decode,

@@ -15,13 +15,13 @@ from aiohttp import web
 from api.admin.cluster_report import plain
 from api.admin.explain import Explainer
 from api.admin.request_json import details, summary
-from api.dialect.problems import Refusal
+from api.dialect.problems import ApiError
 from api.http.answers import whole
-from api.http.request import Request
+from api.http.request import HttpRequest
 from api.requests.validation import MAX_LABEL_CHARACTERS
-from common.errors import NodeUnavailable, NotKnown
-from router.timelines import Timelines
-from router.workers.asking import Siblings
+from common.errors import NodeUnavailable, NotFound
+from router.timelines import TimelineRecorder
+from router.workers.asking import SiblingProcesses
 
 PATH = "/requests"
 _ALL, _ONE = "/requests", "/request"  # paths between worker processes
@@ -31,10 +31,10 @@ _FRESH = (("cache-control", "no-store"),)
 _Content = dict[str, Any]
 
 
-class OwnRequests:
+class LocalRequests:
     """Request timelines of this process."""
 
-    def __init__(self, timelines: Timelines) -> None:
+    def __init__(self, timelines: TimelineRecorder) -> None:
         self._timelines = timelines
 
     def all(self) -> list[_Content]:
@@ -60,12 +60,14 @@ class OwnRequests:
 class RequestsEndpoint:
     """HTTP handlers of the request timelines."""
 
-    def __init__(self, own: OwnRequests, siblings: Siblings, explainer: Explainer) -> None:
+    def __init__(
+        self, own: LocalRequests, siblings: SiblingProcesses, explainer: Explainer
+    ) -> None:
         self._own = own
         self._siblings = siblings
         self._explainer = explainer
 
-    async def all(self, request: Request) -> web.Response:
+    async def all(self, request: HttpRequest) -> web.Response:
         told = await self._siblings.ask(_ALL)
         lists = [self._own.all(), *map(msgspec.json.decode, told.bodies.values())]
         content = {
@@ -75,7 +77,7 @@ class RequestsEndpoint:
         }
         return whole(200, msgspec.json.encode(content), headers=_FRESH)
 
-    async def below(self, request: Request) -> web.Response:
+    async def below(self, request: HttpRequest) -> web.Response:
         """Serve one request by name. A slash within the name is percent-encoded in the path."""
         name = request.route.removeprefix(f"{PATH}/")
         asked = unquote(name.removesuffix(_EVENTS))
@@ -86,10 +88,10 @@ class RequestsEndpoint:
     async def _explained(self, name: str) -> web.Response:
         try:
             told = await self._explainer.explain(name)
-        except NotKnown as unknown:
-            return Refusal(404, str(unknown), code="request_not_found").response()
+        except NotFound as unknown:
+            return ApiError(404, str(unknown), code="request_not_found").response()
         except NodeUnavailable as silent:
-            return Refusal(503, str(silent), code="request_not_found").response()
+            return ApiError(503, str(silent), code="request_not_found").response()
         return whole(200, msgspec.json.encode(plain(told)), headers=_FRESH)
 
     async def _one(self, name: str) -> web.Response:
@@ -116,10 +118,10 @@ def _best(name: str, found: list[_Content]) -> _Content | None:
     return min(found, key=lambda one: (one["id"] != name, _newest_first(one)), default=None)
 
 
-def _not_found(name: str, num_silent: int) -> Refusal:
+def _not_found(name: str, num_silent: int) -> ApiError:
     sentence = f"no request {name!r} is under way or among the last that ended"
     if num_silent:
         processes = "a process" if num_silent == 1 else f"{num_silent} processes"
         sentence += f", as far as is known: {processes} of this router did not answer"
-        return Refusal(503, sentence, code="request_not_found")
-    return Refusal(404, sentence, code="request_not_found")
+        return ApiError(503, sentence, code="request_not_found")
+    return ApiError(404, sentence, code="request_not_found")

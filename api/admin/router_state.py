@@ -3,20 +3,20 @@
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
-from api.requests.limiter import Admission
+from api.requests.limiter import RequestLimiter
 from protos.router_pb2 import RouterState
-from router.workers.asking import Siblings
+from router.workers.asking import SiblingProcesses
 
 STATE = "/state"  # path between worker processes
 _BY_WEIGHT = ("ready", "not ready", "draining")
 
 
-class OwnState:
+class LocalState:
     """State of this process."""
 
     def __init__(
         self,
-        admission: Admission,
+        admission: RequestLimiter,
         constant: RouterState,
         why_not_ready: Callable[[], str | None],
         in_use: Callable[[], Iterable[str]],
@@ -56,10 +56,10 @@ class OwnState:
         return {STATE: tell}
 
 
-class WholeState:
+class MergedState:
     """State of all processes of this router."""
 
-    def __init__(self, own: OwnState, siblings: Siblings, began: float) -> None:
+    def __init__(self, own: LocalState, siblings: SiblingProcesses, began: float) -> None:
         """
         Args:
             began: start time of the router, by time.monotonic().

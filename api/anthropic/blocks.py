@@ -6,12 +6,12 @@ from typing import Any
 import msgspec
 
 from api.dialect.event_reply import Event
-from api.parsers.listener import Heard
+from api.parsers.listener import ParsedText
 
 Block = dict[str, Any]
 
 
-class Blocks:
+class ContentBlocks:
     """Content blocks of one response. Iterators that the methods return must be exhausted."""
 
     def __init__(self) -> None:
@@ -19,7 +19,7 @@ class Blocks:
         self._said: list[str] = []  # parts of the open block: its text, or the tool's input as JSON
         self._is_open = False
 
-    def add(self, heard: Heard) -> Iterator[Event]:
+    def add(self, heard: ParsedText) -> Iterator[Event]:
         if heard.reasoning:
             yield from self._ensure({"type": "thinking", "thinking": "", "signature": ""})
             self._said.append(heard.reasoning)

@@ -4,7 +4,7 @@ import msgspec
 from aiohttp import web
 
 from api.anthropic import fields as asked_for
-from api.anthropic.fields import CountedFields
+from api.anthropic.fields import CountTokensFields
 from api.auth.client import Client
 from api.dialect.bodies import BodyReader, name_ignored, take_json
 from api.dialect.ignored_fields import OF_COUNTED
@@ -12,12 +12,12 @@ from api.dialect.model_names import ModelNames
 from api.dialect.problems import ANTHROPIC
 from api.dialect.prompt_endpoint import PromptEndpoint
 from api.dialect.tools import offered
-from api.http.request import Request
-from api.requests.generate_params import Messages
+from api.http.request import HttpRequest
+from api.requests.generate_params import ChatPrompt
 from api.requests.served_model import ServedModel
 
 
-class Counted(msgspec.Struct):
+class TokenCount(msgspec.Struct):
     input_tokens: int
 
 
@@ -40,10 +40,10 @@ class CountTokens:
         self._model = model
         self._endpoint = endpoint
         self._names = names
-        self._reader = BodyReader(CountedFields, OF_COUNTED, ignore_unknown=ignore_unknown)
+        self._reader = BodyReader(CountTokensFields, OF_COUNTED, ignore_unknown=ignore_unknown)
 
-    async def __call__(self, request: Request) -> web.Response:
-        async def answer(client: Client) -> Counted:
+    async def __call__(self, request: HttpRequest) -> web.Response:
+        async def answer(client: Client) -> TokenCount:
             ignored: list[str] = []
             fields = self._reader.read(take_json(request), ignored)
             name_ignored(request, ignored)
@@ -51,7 +51,7 @@ class CountTokens:
             choice, named = asked_for.chosen(fields)
             tools = asked_for.tools(fields)
             offer = offered(tools, choice, named, self._model.speech, parallel=None)
-            prompt = Messages(asked_for.turns(fields), offer.shown)
-            return Counted(len(await self._model.prompts.encode(prompt, client)))
+            prompt = ChatPrompt(asked_for.turns(fields), offer.shown)
+            return TokenCount(len(await self._model.prompts.encode(prompt, client)))
 
         return await self._endpoint.answered(request, answer, self._reader.names, ANTHROPIC)

@@ -3,32 +3,32 @@
 from collections.abc import Callable, Iterator
 
 from api.anthropic import fields as asked_for
-from api.anthropic.blocks import Blocks
+from api.anthropic.blocks import ContentBlocks
 from api.anthropic.fields import MessagesFields
 from api.dialect.bodies import BodyReader
-from api.dialect.endpoint_call import Asked, Reply
+from api.dialect.endpoint_call import EndpointCall, EndpointReply
 from api.dialect.event_reply import Event, reply_of
-from api.dialect.fields import Fields, check_multiplied, choices, samplings
+from api.dialect.fields import GenerationFields, check_multiplied, choices, samplings
 from api.dialect.ignored_fields import OF_MESSAGES
-from api.dialect.origin import Origin
-from api.dialect.problems import ANTHROPIC, Refusal, fields_of
+from api.dialect.origin import RequestOrigin
+from api.dialect.problems import ANTHROPIC, ApiError, fields_of
 from api.dialect.tools import guided, listening, offered
 from api.http.answers import Headers
-from api.http.request import Request
+from api.http.request import HttpRequest
 from api.openai.chat import Shown
-from api.parsers.listener import Listener
-from api.parsers.model_format import Speech
-from api.requests.answer import LastPiece, Piece
-from api.requests.generate_params import Messages, SharedPrompt
+from api.parsers.listener import StreamParser
+from api.parsers.model_format import ModelFormat
+from api.requests.answer import FinalChunk, OutputChunk
+from api.requests.generate_params import ChatPrompt, SharedPrompt
 
 
-class AnthropicMessages:
+class MessagesEndpoint:
     """The Dialect of /v1/messages."""
 
     id_prefix = "msg_"
     words = ANTHROPIC
 
-    def __init__(self, speech: Speech, shown: Shown, *, ignore_unknown: bool) -> None:
+    def __init__(self, speech: ModelFormat, shown: Shown, *, ignore_unknown: bool) -> None:
         """
         Args:
             speech, shown, ignore_unknown: see Chat.
@@ -40,11 +40,11 @@ class AnthropicMessages:
             self._reader.names, stop="stop_sequences", thinking_budget="thinking.budget_tokens"
         )
 
-    def read(self, body: bytes) -> Asked:
+    def read(self, body: bytes) -> EndpointCall:
         ignored: list[str] = []
         fields = self._reader.read(body, ignored)
         unheeded = [*asked_for.unheeded(fields, self._speech)]
-        common = Fields(
+        common = GenerationFields(
             temperature=fields.temperature,
             top_p=fields.top_p,
             top_k=fields.top_k,
@@ -64,7 +64,7 @@ class AnthropicMessages:
         )
         config = fields.output_config
         effort = config.effort if config and self._speech.takes_effort else None
-        messages = Messages(asked_for.turns(fields), offer.shown, reasoning_effort=effort)
+        messages = ChatPrompt(asked_for.turns(fields), offer.shown, reasoning_effort=effort)
         budget = -1 if "thinking" in unheeded else asked_for.thinking_budget(fields)
         # Clients must send max_tokens and often send a constant: like Anthropic's models since
         # Claude 4.5, cut it to the context and report `model_context_window_exceeded`.
@@ -75,7 +75,7 @@ class AnthropicMessages:
         reasons = fields.thinking is None or fields.thinking.type != "disabled"
         listener = listening(self._speech, prompt, offer, reasons=reasons)
 
-        def reply(origin: Origin, request: Request, headers: Headers) -> Reply:
+        def reply(origin: RequestOrigin, request: HttpRequest, headers: Headers) -> EndpointReply:
             return reply_of(
                 _Message(origin, prompt, listener, fields.max_tokens),
                 bool(fields.stream),
@@ -84,7 +84,9 @@ class AnthropicMessages:
             )
 
         form = "output_config.format" if common.response_format else "tools" if offer.tools else ""
-        return Asked(fields.model, wanted, "", reply, form=form, ignored=[*ignored, *unheeded])
+        return EndpointCall(
+            fields.model, wanted, "", reply, form=form, ignored=[*ignored, *unheeded]
+        )
 
 
 class _Message:
@@ -92,25 +94,25 @@ class _Message:
 
     def __init__(
         self,
-        origin: Origin,
+        origin: RequestOrigin,
         prompt: SharedPrompt,
-        listener: Callable[[], Listener],
+        listener: Callable[[], StreamParser],
         max_tokens: int,
     ) -> None:
         self._origin = origin
         self._prompt = prompt
         self._make_listener = listener
         self._max_tokens = max_tokens
-        self._listener: Listener | None = None
-        self._blocks = Blocks()
+        self._listener: StreamParser | None = None
+        self._blocks = ContentBlocks()
         self.last: Event = {}
 
-    def add(self, piece: Piece | LastPiece) -> Iterator[Event]:
+    def add(self, piece: OutputChunk | FinalChunk) -> Iterator[Event]:
         if self._listener is None:
             self._listener = self._make_listener()
             yield {"type": "message_start", "message": self._message(None)}
         match piece:
-            case LastPiece():
+            case FinalChunk():
                 yield from self._blocks.add(self._listener.hear(piece.text, piece.marks, last=True))
                 yield from self._blocks.close()
                 self.last = self._message(piece)
@@ -123,10 +125,10 @@ class _Message:
                     self._listener.hear(piece.text, piece.marks, last=False)
                 )
 
-    def failed(self, why: Refusal) -> Event:
+    def failed(self, why: ApiError) -> Event:
         return {"type": "error", "error": {"type": why.kind, "message": str(why)}}
 
-    def _message(self, last: LastPiece | None) -> Event:
+    def _message(self, last: FinalChunk | None) -> Event:
         cached = (last.usage.cached_tokens or 0) if last else 0
         return {
             "id": self._origin.id,
@@ -145,7 +147,7 @@ class _Message:
             },
         }
 
-    def _reason(self, last: LastPiece) -> str:
+    def _reason(self, last: FinalChunk) -> str:
         if last.finish_reason == "length":
             cut = last.usage.completion_tokens < self._max_tokens
             return "model_context_window_exceeded" if cut else "max_tokens"
@@ -154,6 +156,6 @@ class _Message:
         return "tool_use" if self._listener and self._listener.has_called else "end_turn"
 
 
-def _stop_sequence(last: LastPiece) -> str | None:
+def _stop_sequence(last: FinalChunk) -> str | None:
     """Return the stop sequence that ended a response."""
     return last.stop_reason if isinstance(last.stop_reason, str) else None

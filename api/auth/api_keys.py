@@ -22,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from common.config import Positive, Priority, Record
+from common.config import ConfigRecord, Positive, Priority
 from common.errors import ConfigError
 from common.limits import MAX_WEIGHT, MIN_WEIGHT
 
@@ -35,7 +35,7 @@ _DATE = re.compile(r"\d{4}-\d\d-\d\d")
 Role = Literal["client", "operator"]
 
 
-class KeyLimits(Record):
+class KeyLimits(ConfigRecord):
     """Limits of one key in one router process. None: no limit of its own."""
 
     requests_per_minute: Positive | None = Field(None, description="a minute's worth at once")
@@ -53,7 +53,7 @@ def _moment(value: Any) -> Any:
     return value
 
 
-class KeyEntry(Record):
+class KeyEntry(ConfigRecord):
     """One API key in the file."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$", description="in metrics, logs")
@@ -73,7 +73,7 @@ class KeyEntry(Record):
     limits: KeyLimits = KeyLimits()
 
 
-class _File(Record):
+class _File(ConfigRecord):
     keys: tuple[KeyEntry, ...] = Field(min_length=1, max_length=MAX_KEYS)
 
     @model_validator(mode="after")

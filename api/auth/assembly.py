@@ -4,14 +4,14 @@ import logging
 from dataclasses import dataclass
 
 from api.auth.cors import Cors
-from api.auth.guard import Guard, IsOperator
-from api.auth.hosts import HostCheck
-from api.auth.keyring import Keyring
+from api.auth.guard import ApiKeyGuard, IsOperator
+from api.auth.hosts import AllowedHosts
+from api.auth.keyring import ApiKeys
 from common.config import RouterConfig
 from common.identity.exposure import is_loopback
 from common.identity.operator import OperatorCheck
-from common.identity.refusals import Refused
-from common.identity.secret import Keyrings, keyrings
+from common.identity.refusals import AuthRejection
+from common.identity.secret import SecretStore, keyrings
 from common.logs import kv
 from router.metrics import RouterMetrics
 
@@ -20,9 +20,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Clients:
-    guard: Guard
-    keyring: Keyring | None
-    hosts: HostCheck
+    guard: ApiKeyGuard
+    keyring: ApiKeys | None
+    hosts: AllowedHosts
     cors: Cors
 
     async def keep_up(self) -> None:
@@ -40,14 +40,14 @@ def make_clients(config: RouterConfig, metrics: RouterMetrics) -> Clients:
     host = config.front.host
     here_only = is_loopback(host)
     file = config.clients.api_keys
-    keyring = Keyring(file, salt_by_key=config.clients.salt_by_key) if file else None
+    keyring = ApiKeys(file, salt_by_key=config.clients.salt_by_key) if file else None
     if keyring is not None:
         metrics.keys_from(keyring.usage)
     elif not here_only:
         log.warning("clients are not asked for a key: --api-keys is not set %s", kv(host=host))
     held = keyrings(config.front.secret_file, "router")
     return Clients(
-        guard=Guard(
+        guard=ApiKeyGuard(
             keyring,
             _is_operator(held),
             metrics,
@@ -55,12 +55,12 @@ def make_clients(config: RouterConfig, metrics: RouterMetrics) -> Clients:
             has_secret=held is not None,
         ),
         keyring=keyring,
-        hosts=HostCheck(host, config.clients.allowed_hosts),
+        hosts=AllowedHosts(host, config.clients.allowed_hosts),
         cors=Cors(config.clients.cors_origins),
     )
 
 
-def _is_operator(held: Keyrings | None) -> IsOperator:
+def _is_operator(held: SecretStore | None) -> IsOperator:
     if held is None:
         return lambda shown: False
     operator = OperatorCheck(held)
@@ -68,7 +68,7 @@ def _is_operator(held: Keyrings | None) -> IsOperator:
     def is_operator(shown: str) -> bool:
         try:
             operator.check(shown)
-        except Refused:
+        except AuthRejection:
             return False
         return True
 

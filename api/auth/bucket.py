@@ -11,7 +11,7 @@ from collections.abc import Callable
 _MINUTE_NS = 60 * 10**9
 
 
-class Bucket:
+class TokenBucket:
     def __init__(self, per_minute: int, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self.per_minute = per_minute
         self._clock_ns = clock_ns

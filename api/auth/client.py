@@ -7,7 +7,7 @@ from functools import lru_cache
 from xxhash import xxh3_64_intdigest
 
 from api.auth.api_keys import KeyLimits
-from api.auth.usage import Usage
+from api.auth.usage import KeyUsage
 
 _NO_LIMITS = KeyLimits()
 # An IPv6 customer has at least a /64 network and could call from each of its addresses.
@@ -27,7 +27,7 @@ class Client:
     """
 
     name: str
-    usage: Usage
+    usage: KeyUsage
     limits: KeyLimits = _NO_LIMITS
     weight: float = 1.0
     operator: bool = False
@@ -43,7 +43,7 @@ class Client:
 @lru_cache(maxsize=_REMEMBERED)
 def by_address(address: str) -> Client:
     """Return the client for an IP address, or for any other text that identifies the caller."""
-    return Client(network_of(address), Usage(_NO_LIMITS))
+    return Client(network_of(address), KeyUsage(_NO_LIMITS))
 
 
 @lru_cache(maxsize=_REMEMBERED)

@@ -13,7 +13,7 @@ from itertools import count
 from typing import NamedTuple, TypeAlias
 
 from api.auth.client import Client
-from api.auth.shares import Shares
+from api.auth.shares import FairShares
 from common.errors import Overloaded, ServingError
 
 _WAITING_PER_SLOT = 1 / 4
@@ -32,7 +32,7 @@ class _Waiter(NamedTuple):
     turn: _Turn
 
 
-class FairSlots:
+class FairShareLimiter:
     """Slots shared between clients. For one event loop."""
 
     def __init__(
@@ -50,8 +50,8 @@ class FairSlots:
         """
         if max_waiting is None:
             max_waiting = max(int(num_slots * _WAITING_PER_SLOT), _WAITING_AT_LEAST)
-        self._slots = Shares(num_slots)
-        self._places = Shares(max_waiting)
+        self._slots = FairShares(num_slots)
+        self._places = FairShares(max_waiting)
         self._longest_wait_s = longest_wait_s
         self._what = what
         self._lines: dict[str, _Line] = {}  # never an empty queue

@@ -13,8 +13,8 @@ from typing import Literal, TypeAlias
 
 from api.auth.api_keys import KeyLimits
 from api.auth.client import Client, by_address
-from api.auth.keyring import Keyring
-from api.auth.usage import Usage
+from api.auth.keyring import ApiKeys
+from api.auth.usage import KeyUsage
 from common.errors import Forbidden, InvalidRequest, RateLimited, ServingError, Unauthenticated
 from common.logs.throttle import Throttle, ThrottledLog
 from router.metrics import RouterMetrics, Stranger
@@ -29,12 +29,12 @@ _BEARER = "bearer "
 _MAX_KEY_CHARACTERS = 256  # longer ones are rejected without hashing
 
 
-class Guard:
+class ApiKeyGuard:
     """Authentication of callers. For one event loop."""
 
     def __init__(
         self,
-        keyring: Keyring | None,
+        keyring: ApiKeys | None,
         is_operator: IsOperator,
         metrics: RouterMetrics,
         *,
@@ -53,7 +53,7 @@ class Guard:
         self._metrics = metrics
         self._operators_prove = operators_prove or keyring is not None
         self._commanders_prove = self._operators_prove or has_secret
-        self._operator = Client("the cluster's operator", Usage(KeyLimits()), operator=True)
+        self._operator = Client("the cluster's operator", KeyUsage(KeyLimits()), operator=True)
         self._log = ThrottledLog(log, Throttle())
 
     def client(self, authorization: str, address: str) -> Client:
@@ -106,7 +106,7 @@ class Guard:
         """Count requests that arrived together, before any work on them.
 
         Raises:
-            RateLimited, InvalidRequest: as Usage.begin.
+            RateLimited, InvalidRequest: as KeyUsage.begin.
         """
         try:
             client.usage.begin(num_requests)

@@ -15,7 +15,7 @@ _LOCALHOST = "localhost"
 _REMEMBERED = 256  # hosts as sent: nearly all requests send the same few
 
 
-class HostCheck:
+class AllowedHosts:
     def __init__(self, listens_on: str, allowed: Sequence[str]) -> None:
         """
         Args:

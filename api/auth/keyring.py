@@ -9,15 +9,15 @@ from typing import NamedTuple
 from api.auth import api_keys
 from api.auth.api_keys import KeyEntry
 from api.auth.client import Client
-from api.auth.usage import Usage
+from api.auth.usage import KeyUsage
 from common.errors import ConfigError
 from common.watched_files import WatchedFiles
-from router.metrics import OfKey
+from router.metrics import ApiKeyMetrics
 
 LOOK_EVERY_S = 1.0
 
 
-class Held(NamedTuple):
+class ActiveKey(NamedTuple):
     """The client of one key, and the key's expiry."""
 
     client: Client
@@ -28,7 +28,7 @@ class Held(NamedTuple):
         return self.expires is not None and datetime.now(UTC) >= self.expires
 
 
-class Keyring:
+class ApiKeys:
     """Clients by API key. For one event loop.
 
     A key that is removed from the file is rejected from then on. Its running requests continue.
@@ -44,8 +44,8 @@ class Keyring:
         self._files = WatchedFiles([file], lambda: _read(file), what="API keys", knob="--api-keys")
         self._salt_by_key = salt_by_key
         self._entries: Sequence[KeyEntry] = ()
-        self._by_hash: Mapping[str, Held] = {}
-        self._usages: Mapping[str, Usage] = {}
+        self._by_hash: Mapping[str, ActiveKey] = {}
+        self._usages: Mapping[str, KeyUsage] = {}
         self._take(self._files.current())
 
     def __len__(self) -> int:
@@ -60,7 +60,7 @@ class Keyring:
             await asyncio.sleep(LOOK_EVERY_S)
             self._take(await asyncio.to_thread(self._files.current))
 
-    def find(self, key: str) -> Held | None:
+    def find(self, key: str) -> ActiveKey | None:
         """Return the client of a key, or None if there is no such key.
 
         The lookup time can reveal parts of a key's hash at most, and a key cannot be derived from a
@@ -68,10 +68,10 @@ class Keyring:
         """
         return self._by_hash.get(api_keys.hashed(key))
 
-    def usage(self) -> Mapping[str, OfKey]:
+    def usage(self) -> Mapping[str, ApiKeyMetrics]:
         """Return the metrics of each key, by its name. Safe to call from any thread."""
         return {
-            name: OfKey(
+            name: ApiKeyMetrics(
                 usage.num_requests,
                 usage.num_refused,
                 usage.num_prompt_tokens,
@@ -84,10 +84,10 @@ class Keyring:
         if entries is self._entries:
             return
         self._entries = entries
-        usages: dict[str, Usage] = {}
-        by_hash: dict[str, Held] = {}
+        usages: dict[str, KeyUsage] = {}
+        by_hash: dict[str, ActiveKey] = {}
         for entry in entries:
-            usage = self._usages.get(entry.name) or Usage(entry.limits)
+            usage = self._usages.get(entry.name) or KeyUsage(entry.limits)
             usage.limit(entry.limits)
             usages[entry.name] = usage
             client = Client(
@@ -99,7 +99,7 @@ class Keyring:
                 namespaces_of=entry.name if self._salt_by_key else "",
                 priority=entry.priority,
             )
-            by_hash[entry.sha256] = Held(client, entry.expires)
+            by_hash[entry.sha256] = ActiveKey(client, entry.expires)
         self._usages, self._by_hash = usages, by_hash
 
 

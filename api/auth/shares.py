@@ -15,7 +15,7 @@ _PER_FREE_PLACE = 7
 _LEFT_FREE = 8  # fraction 1/8
 
 
-class Shares:
+class FairShares:
     def __init__(self, places: int) -> None:
         self.places = places
         self._held: dict[str, int] = {}

@@ -4,17 +4,17 @@ import time
 from collections.abc import Callable, Iterable
 
 from api.auth.api_keys import KeyLimits
-from api.auth.bucket import Bucket
+from api.auth.bucket import TokenBucket
 from common.errors import InvalidRequest, RateLimited
 
 
-class Usage:
+class KeyUsage:
     """Usage of one client. For one event loop. The counters may be read on any thread."""
 
     def __init__(self, limits: KeyLimits, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._clock_ns = clock_ns
-        self._requests: Bucket | None = None
-        self._tokens: Bucket | None = None
+        self._requests: TokenBucket | None = None
+        self._tokens: TokenBucket | None = None
         self.num_requests = 0
         self.num_refused = 0  # rejected for one of its limits
         self.num_prompt_tokens = 0
@@ -26,12 +26,12 @@ class Usage:
         self._requests = self._bucket(self._requests, limits.requests_per_minute)
         self._tokens = self._bucket(self._tokens, limits.tokens_per_minute)
 
-    def _bucket(self, before: Bucket | None, per_minute: int | None) -> Bucket | None:
+    def _bucket(self, before: TokenBucket | None, per_minute: int | None) -> TokenBucket | None:
         if per_minute is None:
             return None
         if before is not None and before.per_minute == per_minute:
             return before
-        return Bucket(per_minute, self._clock_ns)
+        return TokenBucket(per_minute, self._clock_ns)
 
     def begin(self, num_requests: int = 1) -> None:
         """Count requests that arrived together, before any work on them.
@@ -107,5 +107,5 @@ class Usage:
         return RateLimited(f"this key has used up its {limit}", wait_s)
 
 
-def _wait_s(bucket: Bucket | None, number: int) -> float:
+def _wait_s(bucket: TokenBucket | None, number: int) -> float:
     return 0.0 if bucket is None else bucket.wait_s(number)

@@ -13,11 +13,11 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from api.dialect import unknown_fields
-from api.dialect.ignored_fields import IGNORED, Harmless, asks_nothing
-from api.dialect.problems import Refusal, fields_of
+from api.dialect.ignored_fields import IGNORED, IgnoredFields, asks_nothing
+from api.dialect.problems import ApiError, fields_of
 from api.dialect.structure import check_structure
-from api.dialect.unknown_fields import Ignored, Shape, Stranger
-from api.http.request import Request
+from api.dialect.unknown_fields import FieldShape, Ignored, UnknownField
+from api.http.request import HttpRequest
 
 F = TypeVar("F", bound=msgspec.Struct)
 D = TypeVar("D")
@@ -30,22 +30,24 @@ _UNPRINTABLE = re.compile(r"[^\w.\[\]-]", re.ASCII)  # in a header
 _MAX_NAMED = 16
 
 
-def take_json(request: Request) -> bytes:
+def take_json(request: HttpRequest) -> bytes:
     """Return the request's body and release it to the caller.
 
-    Raises Refusal unless the content type is JSON. A web page may make its visitors' browsers post
+    Raises ApiError unless the content type is JSON. A web page may make its visitors' browsers post
     any other type here.
     """
     kind = request.header("content-type").partition(";")[0].strip().lower()
     if kind != "application/json":
-        raise Refusal(415, "the body must be JSON, with content-type: application/json")
+        raise ApiError(415, "the body must be JSON, with content-type: application/json")
     encoding = request.header("content-encoding").strip().lower()
     if encoding not in ("", "identity"):
-        raise Refusal(415, f"the body has content-encoding {encoding[:40]!r}: send it uncompressed")
+        raise ApiError(
+            415, f"the body has content-encoding {encoding[:40]!r}: send it uncompressed"
+        )
     return request.take_body()
 
 
-def name_ignored(request: Request, ignored: Sequence[str]) -> None:
+def name_ignored(request: HttpRequest, ignored: Sequence[str]) -> None:
     """Name the ignored fields in a header of the response."""
     if ignored:
         named = ", ".join(_UNPRINTABLE.sub("?", path) for path in ignored[:_MAX_NAMED])
@@ -57,7 +59,7 @@ class BodyReader(Generic[F]):
     """Reader of the bodies of one endpoint."""
 
     def __init__(
-        self, fields: type[F], unsupported: Mapping[str, Harmless], *, ignore_unknown: bool
+        self, fields: type[F], unsupported: Mapping[str, IgnoredFields], *, ignore_unknown: bool
     ) -> None:
         """
         Args:
@@ -77,7 +79,7 @@ class BodyReader(Generic[F]):
             forbid_unknown_fields=True,
         )
         self._decoder = msgspec.json.Decoder(record)
-        self._shape = Shape.of(record, unsupported)
+        self._shape = FieldShape.of(record, unsupported)
         self._ignore_unknown = ignore_unknown
         self._unsupported = tuple(unsupported.values())
         self._watched = attrgetter(*unsupported)
@@ -92,7 +94,7 @@ class BodyReader(Generic[F]):
                 or the reader ignores such fields.
 
         Raises:
-            Refusal: the body is not JSON, a field has the wrong type or an unsupported value, or
+            ApiError: the body is not JSON, a field has the wrong type or an unsupported value, or
                 the body would cost too much to decode.
         """
         check_structure(body)
@@ -128,18 +130,18 @@ class BodyReader(Generic[F]):
 
 
 def _decoded(decoder: msgspec.json.Decoder[D], body: bytes | msgspec.Raw) -> D:
-    """Decode JSON. Raise Refusal, or msgspec.ValidationError for JSON of the wrong types."""
+    """Decode JSON. Raise ApiError, or msgspec.ValidationError for JSON of the wrong types."""
     try:
         return decoder.decode(body)
     except msgspec.ValidationError:
         raise
     except RecursionError:
-        raise Refusal(400, "the body is nested too deeply") from None
+        raise ApiError(400, "the body is nested too deeply") from None
     except ValueError as error:  # msgspec: malformed JSON. Python: invalid UTF-8
-        raise Refusal(400, f"the body is not valid JSON: {error}") from None
+        raise ApiError(400, f"the body is not valid JSON: {error}") from None
 
 
-def _meant(found: Iterator[Stranger], ignored: list[str]) -> Iterator[Stranger]:
+def _meant(found: Iterator[UnknownField], ignored: list[str]) -> Iterator[UnknownField]:
     """Yield the fields that cannot be ignored. Append the paths of the others to `ignored`."""
     for stranger in found:
         if not stranger.ignored:
@@ -148,14 +150,14 @@ def _meant(found: Iterator[Stranger], ignored: list[str]) -> Iterator[Stranger]:
             ignored.append(stranger.path)
 
 
-def _wrong_type(message: str) -> Refusal:
-    """Convert a message of msgspec such as "Expected `int`, got `str` - at `$.n`" to a Refusal."""
+def _wrong_type(message: str) -> ApiError:
+    """Convert a message of msgspec such as "Expected `int`, got `str` - at `$.n`" to a ApiError."""
     where = _PATH.search(message)
     missing = _MISSING.search(message)
     path = where[1] if where else ""
     if missing:
         path = f"{path}.{missing[1]}" if path else missing[1]
-        return Refusal(400, f"{path} is required", param=path)
+        return ApiError(400, f"{path} is required", param=path)
     if where is None:
-        return Refusal(400, f"the body is wrong: {message}")
-    return Refusal(400, f"{path}: {message[: where.start()]}", param=path)
+        return ApiError(400, f"the body is wrong: {message}")
+    return ApiError(400, f"{path}: {message[: where.start()]}", param=path)

@@ -2,22 +2,22 @@
 
 from aiohttp import web
 
-from api.dialect.problems import Refusal
-from api.http.answers import EVENT_STREAM, Headers, Stream
-from api.http.request import Request
+from api.dialect.problems import ApiError
+from api.http.answers import EVENT_STREAM, Headers, HttpStream
+from api.http.request import HttpRequest
 
 DONE = b"data: [DONE]\n\n"
 
 
-class Events:
+class EventStream:
     """The event stream of one response.
 
     Each event is complete, with the empty line that ends it.
     """
 
-    def __init__(self, request: Request, headers: Headers) -> None:
+    def __init__(self, request: HttpRequest, headers: Headers) -> None:
         self._headers = headers
-        self._stream = Stream(
+        self._stream = HttpStream(
             request,
             EVENT_STREAM,
             (("cache-control", "no-cache"), ("x-accel-buffering", "no"), *headers),
@@ -45,7 +45,7 @@ class Events:
     def response(self) -> web.StreamResponse:
         return self._stream
 
-    def failed(self, why: Refusal, last: bytes | None = None) -> web.StreamResponse:
+    def failed(self, why: ApiError, last: bytes | None = None) -> web.StreamResponse:
         """Return the response after an error.
 
         Args:

@@ -7,15 +7,15 @@ import msgspec
 from msgspec.structs import replace
 
 from api.dialect.guides import GuideFields, guide_of
-from api.dialect.problems import Refusal
+from api.dialect.problems import ApiError
 from api.dialect.unknown_fields import Ignored
 from api.requests.generate_params import (
     UNLIMITED,
-    Prediction,
+    GenerateParams,
+    PredictionPrompt,
     Prompt,
+    RequestGroup,
     SharedPrompt,
-    Together,
-    Wanted,
     any_seed,
 )
 from api.text.limits import MAX_CHOICES
@@ -46,7 +46,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     continuous_usage_stats: Ignored = None  # in addition to the text. The last event has all of it
 
 
-class Fields(GuideFields, kw_only=True):
+class GenerationFields(GuideFields, kw_only=True):
     """Request fields. Absent and null mean the same."""
 
     model: ModelName | None = None
@@ -76,24 +76,24 @@ class Fields(GuideFields, kw_only=True):
     bad_words: list[str] | None = None
 
 
-def check_multiplied(fields: Fields, body: bytes, best_of: int = 1) -> None:
+def check_multiplied(fields: GenerationFields, body: bytes, best_of: int = 1) -> None:
     """Check the total size of a request's prompts over all of its choices.
 
     Args:
         best_of: responses to each prompt, if more than its choices.
 
     Raises:
-        Refusal: there are too many choices for a body of this size.
+        ApiError: there are too many choices for a body of this size.
     """
     own = f"{fields.where}n"
     name, count = ("best_of", best_of) if best_of > 1 else (own, fields.n or 1)
     if len(body) * count > MAX_BYTES:
         sentence = f"{name} = {count} makes more than {MAX_BYTES} bytes of a body of {len(body)}"
-        raise Refusal(413, sentence, param=name)
+        raise ApiError(413, sentence, param=name)
 
 
 def samplings(
-    fields: Fields,
+    fields: GenerationFields,
     max_tokens: int | None,
     *,
     logprobs: int = -1,
@@ -113,7 +113,7 @@ def samplings(
         logprobs, prompt_logprobs, thinking_budget: -1: none.
 
     Raises:
-        Refusal: two response formats are requested, or an invalid one.
+        ApiError: two response formats are requested, or an invalid one.
         InvalidRequest: a list is too long to be copied.
     """
     check_counts(fields.stop_token_ids or (), ())
@@ -150,7 +150,7 @@ def samplings(
 
 
 def choices(
-    fields: Fields,
+    fields: GenerationFields,
     prompts: Sequence[Prompt],
     per_prompt: Sequence[SamplingParams],
     *,
@@ -158,28 +158,28 @@ def choices(
     shown: frozenset[int] = frozenset(),
     echo: bool = False,
     silent: bool = False,
-    prediction: Prediction | None = None,
-) -> Sequence[Wanted]:
+    prediction: PredictionPrompt | None = None,
+) -> Sequence[GenerateParams]:
     """Return the choices that a request asks for, unchecked.
 
     Each prompt gets one choice for each of `per_prompt`. The choices of a prompt are adjacent.
 
     Args:
-        max_tokens_field, shown, echo, silent: see Wanted.
+        max_tokens_field, shown, echo, silent: see GenerateParams.
         prediction: the prediction of each choice.
 
     Raises:
         InvalidRequest: a list is too long to be copied.
     """
     expected = None if prediction is None else SharedPrompt(prediction)
-    together = Together.of(prompts, len(per_prompt))
+    together = RequestGroup.of(prompts, len(per_prompt))
     stop, stop_regex = _texts(fields.stop), _texts(fields.stop_regex)
     bad_words = tuple(fields.bad_words or ())
     check_counts((), stop)
     check_counts((), stop_regex, "stop_regex")
     check_bad_words(bad_words)
     return [
-        Wanted(
+        GenerateParams(
             prompt=prompt,
             together=together,
             sampling=sampling,
@@ -200,7 +200,7 @@ def choices(
     ]
 
 
-def includes_usage(fields: Fields) -> bool:
+def includes_usage(fields: GenerationFields) -> bool:
     return fields.stream_options is not None and bool(fields.stream_options.include_usage)
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from api.dialect.messages import Tool
-from common.requests.guide import Guide
+from api.dialect.messages import ToolDefinition
+from common.requests.guide import GuidedDecoding
 
 _ANY_OBJECT = {"type": "object"}
 # Keywords whose values are data, and keywords that map names to schemas, where a name may equal a
@@ -21,7 +21,7 @@ _BY_NAME = frozenset(
 )
 
 
-def guide_of_calls(tools: Sequence[Tool], *, parallel: bool) -> Guide:
+def guide_of_calls(tools: Sequence[ToolDefinition], *, parallel: bool) -> GuidedDecoding:
     """Return the guide of a response that consists of tool calls.
 
     Args:
@@ -39,10 +39,10 @@ def guide_of_calls(tools: Sequence[Tool], *, parallel: bool) -> Guide:
         "items": {"anyOf": calls},
         **({} if parallel else {"maxItems": 1}),
     }
-    return Guide("json_schema", msgspec.json.encode(schema).decode())
+    return GuidedDecoding("json_schema", msgspec.json.encode(schema).decode())
 
 
-def _call(tool: Tool, place: str) -> dict[str, Any]:
+def _call(tool: ToolDefinition, place: str) -> dict[str, Any]:
     parameters = _moved(tool.function.parameters or _ANY_OBJECT, place)
     return {
         "type": "object",

@@ -12,13 +12,13 @@ from msgspec.structs import replace
 from api.auth.client import Client
 from api.dialect import problems
 from api.dialect.bodies import name_ignored, take_json
-from api.dialect.endpoint_call import Asked, Dialect, Reply
+from api.dialect.endpoint_call import ApiDialect, EndpointCall, EndpointReply
 from api.dialect.model_names import ModelNames
-from api.dialect.origin import Origin
-from api.dialect.problems import Refusal
-from api.http.request import Request
-from api.requests.generate_params import Wanted
-from api.requests.idempotency import KeptAnswers, Retry
+from api.dialect.origin import RequestOrigin
+from api.dialect.problems import ApiError
+from api.http.request import HttpRequest
+from api.requests.generate_params import GenerateParams
+from api.requests.idempotency import IdempotencyCache, IdempotentRetry
 from api.requests.limiter import new_request_id
 from common.errors import ServingError
 from common.logs.throttle import Throttle, ThrottledLog
@@ -27,7 +27,7 @@ from router.metrics import RouterMetrics
 log = logging.getLogger(__name__)
 
 # Returns the client of that many generation requests. Raises ServingError if it may not send them.
-Begin = Callable[[Request, int], Client]
+Begin = Callable[[HttpRequest, int], Client]
 
 
 class GenerationEndpoint:
@@ -35,8 +35,8 @@ class GenerationEndpoint:
 
     def __init__(
         self,
-        dialect: Dialect,
-        answers: KeptAnswers,
+        dialect: ApiDialect,
+        answers: IdempotencyCache,
         metrics: RouterMetrics,
         begin: Begin,
         *,
@@ -54,7 +54,7 @@ class GenerationEndpoint:
         self._names = names
         self._refusals = ThrottledLog(log, Throttle())
 
-    async def __call__(self, request: Request) -> web.StreamResponse:
+    async def __call__(self, request: HttpRequest) -> web.StreamResponse:
         """Serve a request. Cancelling this call cancels every choice on its nodes."""
         request_id = new_request_id()
         label = request.header("x-request-id")
@@ -67,7 +67,7 @@ class GenerationEndpoint:
             client = self._begin(request, len(asked.requests))
             retry = self._retry(client, request, body, request_id)
             del body  # releases the memory: it is not needed until the response ends
-        except Refusal as refusal:
+        except ApiError as refusal:
             self._metrics.rejected("invalid")
             self._refusals.info(
                 "request refused", request_id=request_id, label=label, because=refusal
@@ -79,7 +79,9 @@ class GenerationEndpoint:
             request_id = retry.request_id
             headers = _names(label, request_id)
         headers += tuple(client.usage.headers())
-        origin = Origin.now(self._dialect.id_prefix + request_id, adapter or self._names.served)
+        origin = RequestOrigin.now(
+            self._dialect.id_prefix + request_id, adapter or self._names.served
+        )
         reply = asked.reply(origin, request, headers)
         traceparent = request.header("traceparent")
         session_id = _session_id(request, asked)
@@ -94,22 +96,22 @@ class GenerationEndpoint:
         return reply.response()
 
     def _retry(
-        self, client: Client, request: Request, body: bytes, request_id: str
-    ) -> Retry | None:
+        self, client: Client, request: HttpRequest, body: bytes, request_id: str
+    ) -> IdempotentRetry | None:
         key = request.header("idempotency-key")
         return self._answers.retry(client, key, lambda: request.route.encode() + body, request_id)
 
-    def _problem(self, error: ServingError, form: str = "") -> Refusal:
+    def _problem(self, error: ServingError, form: str = "") -> ApiError:
         refusal = problems.of_error(error, self._dialect.field_names, form)
         return refusal.in_words(self._dialect.words)
 
     async def _generate(
         self,
-        choices: Sequence[Wanted],
+        choices: Sequence[GenerateParams],
         client: Client,
-        reply: Reply,
+        reply: EndpointReply,
         traceparent: str,
-        retry: Retry | None,
+        retry: IdempotentRetry | None,
     ) -> None:
         """Run all choices concurrently. The first failure ends the others."""
 
@@ -135,14 +137,14 @@ def _names(label: str, request_id: str) -> tuple[tuple[str, str], ...]:
     return ("x-request-id", label or request_id), ("baton-request-id", request_id)
 
 
-def _ids(request_id: str, asked: Asked) -> list[str]:
+def _ids(request_id: str, asked: EndpointCall) -> list[str]:
     """Return the request ids of the choices, in order."""
     if len(asked.requests) == 1:
         return [request_id]
     return [f"{request_id}-{index}" for index in range(len(asked.requests))]
 
 
-def _session_id(request: Request, asked: Asked) -> str:
+def _session_id(request: HttpRequest, asked: EndpointCall) -> str:
     """Return the session id. Headers take precedence, because proxies can set them."""
     named = request.header("x-session-id") or request.header("x-smg-routing-key")
     return named or asked.session_id

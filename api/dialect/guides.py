@@ -5,9 +5,9 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from api.dialect.problems import Refusal
+from api.dialect.problems import ApiError
 from api.dialect.unknown_fields import Ignored
-from common.requests.guide import JSON_OBJECT, Guide
+from common.requests.guide import JSON_OBJECT, GuidedDecoding
 
 MAX_CHOICES = 1024
 
@@ -74,11 +74,11 @@ def form_field(fields: GuideFields) -> str:
     return next((f"{fields.where}{name}" for name, value in given if value is not None), "")
 
 
-def guide_of(fields: GuideFields) -> Guide | None:
+def guide_of(fields: GuideFields) -> GuidedDecoding | None:
     """Return the guide that the fields ask for.
 
     Raises:
-        Refusal: two fields ask for one, or a value is invalid.
+        ApiError: two fields ask for one, or a value is invalid.
     """
     if _given(fields) == _NOTHING_GIVEN:
         return None
@@ -103,11 +103,11 @@ def guide_of(fields: GuideFields) -> Guide | None:
     given = {f"{fields.where}{name}": guide for name, guide in said.items() if guide is not None}
     if len(given) > 1:
         names = " and ".join(given)
-        raise Refusal(400, f"{names} each say a form of the answer", param=next(iter(given)))
+        raise ApiError(400, f"{names} each say a form of the answer", param=next(iter(given)))
     return next(iter(given.values()), None)
 
 
-def _of_format(wanted: ResponseFormat | None) -> Guide | None:
+def _of_format(wanted: ResponseFormat | None) -> GuidedDecoding | None:
     if wanted is None or wanted.type == "text":
         return None
     if wanted.type == "json_object":
@@ -117,33 +117,33 @@ def _of_format(wanted: ResponseFormat | None) -> Guide | None:
         return _tag({name: value for name, value in said if value is not None})
     if wanted.json_schema is None:
         where = "response_format.json_schema"
-        raise Refusal(400, f"{where} is required", param=where)
+        raise ApiError(400, f"{where} is required", param=where)
     return _schema(wanted.json_schema.schema)
 
 
-def _schema(schema: str | dict[str, Any] | None) -> Guide | None:
+def _schema(schema: str | dict[str, Any] | None) -> GuidedDecoding | None:
     if schema is None or schema == "":
         return None
     text = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
-    return Guide("json_schema", text)
+    return GuidedDecoding("json_schema", text)
 
 
-def _tag(tag: str | dict[str, Any] | None) -> Guide | None:
+def _tag(tag: str | dict[str, Any] | None) -> GuidedDecoding | None:
     if tag is None or tag == "":
         return None
     text = tag if isinstance(tag, str) else msgspec.json.encode(tag).decode()
-    return Guide("structural_tag", text)
+    return GuidedDecoding("structural_tag", text)
 
 
-def _guide(kind: str, text: str | None) -> Guide | None:
-    return Guide(kind, text) if text else None
+def _guide(kind: str, text: str | None) -> GuidedDecoding | None:
+    return GuidedDecoding(kind, text) if text else None
 
 
-def _choice(where: str, choices: list[str] | None) -> Guide | None:
+def _choice(where: str, choices: list[str] | None) -> GuidedDecoding | None:
     if not choices:
         return None
     if len(choices) > MAX_CHOICES or not all(choices):
         sentence = f"{where} must have at most {MAX_CHOICES} texts, none of them empty"
-        raise Refusal(400, sentence, param=where)
+        raise ApiError(400, sentence, param=where)
     quoted = (msgspec.json.encode(choice).decode() for choice in choices)
-    return Guide("ebnf", f"root ::= {' | '.join(quoted)}")
+    return GuidedDecoding("ebnf", f"root ::= {' | '.join(quoted)}")

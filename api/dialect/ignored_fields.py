@@ -12,7 +12,7 @@ import msgspec
 
 
 @dataclass(frozen=True, slots=True)
-class Harmless:
+class IgnoredFields:
     """Values of a field that ask for the default behaviour. Null, "" and [] always do.
 
     Attributes:
@@ -29,17 +29,17 @@ def asks_nothing(value: object) -> bool:
     return value is None or value == "" or value == []
 
 
-def only(*values: object) -> Harmless:
+def only(*values: object) -> IgnoredFields:
     said = " or ".join(f"`{msgspec.json.encode(value).decode()}`" for value in values)
-    return Harmless(said, lambda value: value in values)
+    return IgnoredFields(said, lambda value: value in values)
 
 
-def hint(*values: object) -> Harmless:
+def hint(*values: object) -> IgnoredFields:
     return replace(only(*values), hint=True)
 
 
 _NEVER = only()
-_ANYTHING = Harmless("anything", lambda value: True)
+_ANYTHING = IgnoredFields("anything", lambda value: True)
 _OFF, _ON = only(False), only(True)
 _EMPTY = only({})
 
@@ -61,7 +61,7 @@ IGNORED: Mapping[str, str] = {
     "truncation_side": "says how `truncate_prompt_tokens` does it, which is refused",
 }
 
-UNSUPPORTED: Mapping[str, Harmless] = {
+UNSUPPORTED: Mapping[str, IgnoredFields] = {
     # other sampling methods
     "best_of": only(1),
     "do_sample": _ON,
@@ -112,7 +112,7 @@ UNSUPPORTED: Mapping[str, Harmless] = {
     "vllm_xargs": _EMPTY,
 }
 
-OF_COMPLETIONS: Mapping[str, Harmless] = {
+OF_COMPLETIONS: Mapping[str, IgnoredFields] = {
     **{name: harmless for name, harmless in UNSUPPORTED.items() if name != "best_of"},
     "add_special_tokens": _ON,
     "prompt_embeds": _NEVER,
@@ -120,11 +120,11 @@ OF_COMPLETIONS: Mapping[str, Harmless] = {
     "thinking_token_budget": only(-1),  # supported by chats
 }
 
-OF_RESPONSES: Mapping[str, Harmless] = {
+OF_RESPONSES: Mapping[str, IgnoredFields] = {
     "background": _OFF,
     "context_management": hint(),
     "conversation": _NEVER,
-    "include": Harmless(
+    "include": IgnoredFields(
         "anything but `message.output_text.logprobs`",
         # Reasoning is returned as text anyway. The other values belong to built-in tools, which do
         # not exist here.
@@ -135,23 +135,23 @@ OF_RESPONSES: Mapping[str, Harmless] = {
     "previous_response_id": _NEVER,
     "prompt": _NEVER,
     "top_logprobs": only(0),
-    "truncation": Harmless('`"auto"` or `"disabled"`', lambda v: v == "disabled", hint=True),
+    "truncation": IgnoredFields('`"auto"` or `"disabled"`', lambda v: v == "disabled", hint=True),
 }
 
-OF_MESSAGES: Mapping[str, Harmless] = {
+OF_MESSAGES: Mapping[str, IgnoredFields] = {
     "container": _NEVER,
     "context_management": hint(),
     "inference_geo": hint(),
     "mcp_servers": _NEVER,
 }
 
-OF_COUNTED: Mapping[str, Harmless] = {
+OF_COUNTED: Mapping[str, IgnoredFields] = {
     **OF_MESSAGES,
     "output_config": _ANYTHING,
     "output_format": _ANYTHING,
 }
 
-OF_NATIVE: Mapping[str, Harmless] = {
+OF_NATIVE: Mapping[str, IgnoredFields] = {
     "audio_data": _NEVER,
     "bootstrap_host": _NEVER,
     "bootstrap_port": _NEVER,
@@ -172,19 +172,19 @@ OF_NATIVE: Mapping[str, Harmless] = {
     "video_data": _NEVER,
 }
 
-OF_TOKENIZE: Mapping[str, Harmless] = {
+OF_TOKENIZE: Mapping[str, IgnoredFields] = {
     "chat_template": _NEVER,
     "documents": _NEVER,
     "media_io_kwargs": _EMPTY,
     "mm_processor_kwargs": _EMPTY,
 }
 
-OF_DETOKENIZE: Mapping[str, Harmless] = {
+OF_DETOKENIZE: Mapping[str, IgnoredFields] = {
     "skip_special_tokens": _ON,
     "spaces_between_special_tokens": _ON,
 }
 
-OF_CHATS: Mapping[str, Harmless] = {
+OF_CHATS: Mapping[str, IgnoredFields] = {
     **UNSUPPORTED,
     "add_special_tokens": _OFF,
     "audio": _NEVER,

@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 
-from api.dialect.problems import Refusal
+from api.dialect.problems import ApiError
 from api.dialect.unknown_fields import Ignored, Nothing
-from api.images.picture import Picture
-from api.requests.generate_params import Ending, Messages, ToolCall, Turn
+from api.images.picture import ImageInput
+from api.requests.generate_params import ChatPrompt, ChatTurn, PastToolCall, PromptEnding
 from api.text.limits import MAX_MESSAGES, MAX_TOOLS
 
 
@@ -20,7 +20,7 @@ class ImageUrl(msgspec.Struct, forbid_unknown_fields=True):
     detail: Literal["auto", "low", "high"] | None = None
 
 
-class Part(msgspec.Struct, forbid_unknown_fields=True):
+class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
     """A part of a message's content."""
 
     type: str
@@ -31,29 +31,29 @@ class Part(msgspec.Struct, forbid_unknown_fields=True):
     prompt_cache_breakpoint: Ignored = None
 
 
-class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
+class AssistantFunction(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     arguments: str = ""
 
 
-class Call(msgspec.Struct, forbid_unknown_fields=True):
+class AssistantToolCall(msgspec.Struct, forbid_unknown_fields=True):
     """A tool call of an earlier message."""
 
-    function: CalledFunction
+    function: AssistantFunction
     id: str = ""
     type: Literal["function"] = "function"
     index: Ignored = None
 
 
-class Message(msgspec.Struct, forbid_unknown_fields=True):
+class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     """A message. Clients that send back a response set some fields to null."""
 
     role: str
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: list[Call] | None = None
+    tool_calls: list[AssistantToolCall] | None = None
     tool_call_id: str | None = None
     annotations: Ignored = None
     cache_control: Ignored = None
@@ -64,32 +64,32 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
     refusal: Nothing = None
 
 
-class Function(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+class ToolFunction(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(msgspec.Struct, forbid_unknown_fields=True):
+class ToolDefinition(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["function"]
-    function: Function
+    function: ToolFunction
     cache_control: Ignored = None
 
 
-class Named(msgspec.Struct, forbid_unknown_fields=True):
+class NamedFunction(msgspec.Struct, forbid_unknown_fields=True):
     name: str
 
 
-class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
+class NamedToolChoice(msgspec.Struct, forbid_unknown_fields=True):
     """The one tool that must be called."""
 
-    function: Named
+    function: NamedFunction
     type: Literal["function"] = "function"
 
 
-MessageList = Annotated[list[Message], msgspec.Meta(max_length=MAX_MESSAGES)]
-ToolList = Annotated[list[Tool], msgspec.Meta(max_length=MAX_TOOLS)]
+MessageList = Annotated[list[ChatMessage], msgspec.Meta(max_length=MAX_MESSAGES)]
+ToolList = Annotated[list[ToolDefinition], msgspec.Meta(max_length=MAX_TOOLS)]
 
 
 class ConversationFields(Protocol):
@@ -102,17 +102,17 @@ class ConversationFields(Protocol):
 
 
 def conversation(
-    fields: ConversationFields, messages: Sequence[Message], tools: Sequence[dict[str, Any]]
-) -> Messages:
+    fields: ConversationFields, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]]
+) -> ChatPrompt:
     """Return the conversation that a request asks for.
 
     Args:
         tools: tools that the model may use, in the format of chat templates.
 
     Raises:
-        Refusal: a message is empty or has parts that are not text, or both endings are requested.
+        ApiError: a message is empty or has parts that are not text, or both endings are requested.
     """
-    return Messages(
+    return ChatPrompt(
         [_turn(number, message) for number, message in enumerate(messages)],
         tools,
         fields.chat_template_kwargs or {},
@@ -121,7 +121,7 @@ def conversation(
     )
 
 
-def shown(function: Function) -> dict[str, Any]:
+def shown(function: ToolFunction) -> dict[str, Any]:
     """Return a tool in the format of chat templates."""
     told: dict[str, Any] = {"name": function.name}
     if function.description is not None:
@@ -130,34 +130,34 @@ def shown(function: Function) -> dict[str, Any]:
     return {"type": "function", "function": told}
 
 
-def _ending(fields: ConversationFields) -> Ending:
+def _ending(fields: ConversationFields) -> PromptEnding:
     if fields.continue_final_message:
         if fields.add_generation_prompt:
-            raise Refusal(
+            raise ApiError(
                 400,
                 "continue_final_message and add_generation_prompt cannot both be",
                 param="continue_final_message",
             )
-        return Ending.CONTINUED
-    return Ending.CLOSED if fields.add_generation_prompt is False else Ending.OPENED
+        return PromptEnding.CONTINUED
+    return PromptEnding.CLOSED if fields.add_generation_prompt is False else PromptEnding.OPENED
 
 
-def _turn(number: int, message: Message) -> Turn:
+def _turn(number: int, message: ChatMessage) -> ChatTurn:
     where = f"messages[{number}]"
     calls = tuple(
-        ToolCall(call.function.name, call.function.arguments, call.id)
+        PastToolCall(call.function.name, call.function.arguments, call.id)
         for call in message.tool_calls or ()
     )
     content: str | None = None
-    parts: Sequence[str | Picture] = ()
+    parts: Sequence[str | ImageInput] = ()
     if isinstance(message.content, list) and any(part.image_url for part in message.content):
         parts = tuple(_part(f"{where}.content", *each) for each in enumerate(message.content))
     elif message.content is not None:
         content = text_of(f"{where}.content", message.content)
     elif message.role != "assistant":
         path = f"{where}.content"
-        raise Refusal(400, f"{path} must be text or a list of text parts", param=path)
-    return Turn(
+        raise ApiError(400, f"{path} must be text or a list of text parts", param=path)
+    return ChatTurn(
         # `developer` is OpenAI's newer name. Templates know the older one.
         role="system" if message.role == "developer" else message.role,
         content=content,
@@ -169,13 +169,13 @@ def _turn(number: int, message: Message) -> Turn:
     )
 
 
-def _part(where: str, number: int, part: Part) -> str | Picture:
+def _part(where: str, number: int, part: ContentPart) -> str | ImageInput:
     if part.type != "image_url" or part.image_url is None:
         return text_of(where, [part], number)
-    return Picture(part.image_url.url, part.image_url.detail == "low")
+    return ImageInput(part.image_url.url, part.image_url.detail == "low")
 
 
-def text_of(where: str, content: str | list[Part], first: int = 0) -> str:
+def text_of(where: str, content: str | list[ContentPart], first: int = 0) -> str:
     """Return the text of a message's content.
 
     Args:
@@ -183,7 +183,7 @@ def text_of(where: str, content: str | list[Part], first: int = 0) -> str:
         first: index of the first part.
 
     Raises:
-        Refusal: a part is not text. The error names its path.
+        ApiError: a part is not text. The error names its path.
     """
     if isinstance(content, str):
         return content
@@ -191,6 +191,6 @@ def text_of(where: str, content: str | list[Part], first: int = 0) -> str:
     for number, part in enumerate(content, first):
         if part.type != "text" or part.text is None:
             path = f"{where}[{number}]"
-            raise Refusal(400, f"{path} is no text; only text is supported", param=path)
+            raise ApiError(400, f"{path} is no text; only text is supported", param=path)
         texts.append(part.text)
     return "\n".join(texts)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from api.dialect.problems import Refusal
+from api.dialect.problems import ApiError
 
 _MOST_NAMED = 8  # in an error
 
@@ -30,20 +30,20 @@ class ModelNames:
         """Return the adapter of a request with these fields, "" for none.
 
         Raises:
-            Refusal: there is no such model or adapter, or the fields name two adapters.
+            ApiError: there is no such model or adapter, or the fields name two adapters.
         """
         adapter = "" if model in (None, self.served) else self._known(model or "", "model")
         if not lora_path:
             return adapter
         if adapter not in ("", lora_path):
             sentence = f"lora_path {lora_path!r} and model {model!r} are two adapters"
-            raise Refusal(400, sentence, param="lora_path")
+            raise ApiError(400, sentence, param="lora_path")
         return self._known(lora_path, "lora_path")
 
     def check_served(self, model: str | None) -> None:
-        """Raise Refusal if `model` is an adapter or does not exist."""
+        """Raise ApiError if `model` is an adapter or does not exist."""
         if self.adapter(model):
-            raise Refusal(
+            raise ApiError(
                 400, f"model {model!r} is a LoRA adapter, and of text alone", param="model"
             )
 
@@ -53,7 +53,7 @@ class ModelNames:
             return name
         others = [repr(each) for each in (self.served, *known[:_MOST_NAMED])]
         are = "are" if known else "is"
-        raise Refusal(
+        raise ApiError(
             404,
             f"there is no model {name!r} here; {', '.join(others)} {are} served",
             param=param,

@@ -6,7 +6,7 @@ from typing import Self
 import msgspec
 
 
-class Origin(msgspec.Struct, frozen=True):
+class RequestOrigin(msgspec.Struct, frozen=True):
     id: str
     model: str
     created: int  # seconds since 1970

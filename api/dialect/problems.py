@@ -85,7 +85,7 @@ ANTHROPIC = Words(
 )
 
 
-class Refusal(Exception):
+class ApiError(Exception):
     """An error response, or the end of a response that has already begun."""
 
     words = OPENAI
@@ -141,7 +141,7 @@ class Refusal(Exception):
         return whole(self.status, self.body, headers=(*self.headers, *headers))
 
 
-def of_error(error: ServingError, fields: Fields, form: str = "") -> Refusal:
+def of_error(error: ServingError, fields: Fields, form: str = "") -> ApiError:
     """Return the error response for a ServingError.
 
     Args:
@@ -152,21 +152,21 @@ def of_error(error: ServingError, fields: Fields, form: str = "") -> Refusal:
     message = str(error)
     if isinstance(error, Overloaded):
         code = "rate_limit_exceeded" if isinstance(error, RateLimited) else None
-        return Refusal(status, message, code=code, retry_after_s=error.retry_after_s)
+        return ApiError(status, message, code=code, retry_after_s=error.retry_after_s)
     if status in _CODES:
-        return Refusal(status, message, code=_CODES[status])
+        return ApiError(status, message, code=_CODES[status])
     if status != 400 or (found := _FIELD.match(message)) is None:
-        return Refusal(status, message)
+        return ApiError(status, message)
     ours = found[1]
     name = form if ours in _FORMS and form else fields.get(ours)
     if name is None:
-        return Refusal(status, message)
+        return ApiError(status, message)
     end = found.end()
     if name.rpartition(".")[2] != ours and (path := _PATH.match(message, end)):
         end = path.end()  # a path into the router's field is invalid for the client's
-    return Refusal(status, name + message[end:], param=name)
+    return ApiError(status, name + message[end:], param=name)
 
 
 def error_body(status: int, sentence: str) -> bytes:
     """Return the body of an error that no field causes."""
-    return Refusal(status, sentence).body
+    return ApiError(status, sentence).body

@@ -8,10 +8,10 @@ from aiohttp import web
 from api.auth.client import Client
 from api.dialect import problems
 from api.dialect.generation_endpoint import Begin
-from api.dialect.problems import OPENAI, Fields, Refusal, Words
+from api.dialect.problems import OPENAI, ApiError, Fields, Words
 from api.http.answers import whole
-from api.http.request import Request
-from api.requests.deadline import Within
+from api.http.request import HttpRequest
+from api.requests.deadline import DeadlineScope
 from common.errors import ServingError
 
 
@@ -29,7 +29,7 @@ class PromptEndpoint:
 
     async def answered(
         self,
-        request: Request,
+        request: HttpRequest,
         answer: Callable[[Client], Awaitable[msgspec.Struct]],
         names: Fields,
         words: Words = OPENAI,
@@ -37,15 +37,15 @@ class PromptEndpoint:
         """Run a handler within the limits and return its response.
 
         Args:
-            answer: called with the client. Raises Refusal or ServingError.
+            answer: called with the client. Raises ApiError or ServingError.
             names: fields that a request may have.
             words: error vocabulary.
         """
         try:
             client = self._begin(request, 1)
-            with Within(self._budget_s):
+            with DeadlineScope(self._budget_s):
                 return whole(200, msgspec.json.encode(await answer(client)))
-        except Refusal as refusal:
+        except ApiError as refusal:
             return refusal.in_words(words).response()
         except ServingError as error:
             return problems.of_error(error, names).in_words(words).response()

@@ -5,7 +5,7 @@ seconds and hundreds of megabytes to decode, on the event loop. Counting the byt
 values takes a few milliseconds. The count does not check that the body is valid JSON.
 """
 
-from api.dialect.problems import Refusal
+from api.dialect.problems import ApiError
 
 # Limit of texts, objects and lists, keys included. A conversation of 4096 messages with some parts
 # each and hundreds of tools has fewer. Decoding this many takes 50 ms.
@@ -19,14 +19,14 @@ def check_structure(body: bytes) -> None:
     """Check the number of values in a body.
 
     Raises:
-        Refusal: the body has more values than any valid request.
+        ApiError: the body has more values than any valid request.
     """
     if len(body) <= MAX_NAMED or _fits(body):
         return
     # A text may contain any of these bytes, so only bytes outside of texts count.
     unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     if unescaped.count(b'"') > 2 * MAX_NAMED or not _fits(b'""'.join(unescaped.split(b'"')[::2])):
-        raise Refusal(
+        raise ApiError(
             413,
             f"the body has too many values: at most {MAX_NAMED} texts, lists and objects and "
             f"{MAX_NUMBERS} numbers are taken",

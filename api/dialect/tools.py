@@ -7,21 +7,23 @@ import msgspec
 from msgspec.structs import replace
 
 from api.dialect.forced import guide_of_calls
-from api.dialect.messages import Function, Tool, shown
-from api.dialect.problems import Refusal
+from api.dialect.messages import ToolDefinition, ToolFunction, shown
+from api.dialect.problems import ApiError
 from api.parsers.harmony import can_call
-from api.parsers.listener import Listener
-from api.parsers.model_format import FREE, NONE, SCHEMA, Speech, Tools
+from api.parsers.listener import StreamParser
+from api.parsers.model_format import FREE, NONE, SCHEMA, ModelFormat, Tools
 from api.requests.generate_params import SharedPrompt
-from common.requests.guide import MAX_GUIDE_CHARACTERS, Guide, as_form, tag
+from common.requests.guide import MAX_GUIDE_CHARACTERS, GuidedDecoding, as_form, tag
 from common.requests.sampling import SamplingParams
 
 
-class Offer(msgspec.Struct, frozen=True):
+class ToolOffer(msgspec.Struct, frozen=True):
     """Tools that are shown to the model and that it may call."""
 
-    tools: Sequence[Tool]
-    must: Sequence[Tool]  # the model must call one of these. Empty: it may also respond with text
+    tools: Sequence[ToolDefinition]
+    must: Sequence[
+        ToolDefinition
+    ]  # the model must call one of these. Empty: it may also respond with text
     parallel: bool  # False: at most one call
 
     @property
@@ -36,13 +38,13 @@ class Offer(msgspec.Struct, frozen=True):
 
 
 def offered(
-    tools: Sequence[Tool],
+    tools: Sequence[ToolDefinition],
     choice: str | None,
     named: str | None,
-    speech: Speech,
+    speech: ModelFormat,
     *,
     parallel: bool | None,
-) -> Offer:
+) -> ToolOffer:
     """Return the tools that a request offers.
 
     Args:
@@ -52,9 +54,9 @@ def offered(
         parallel: None: no limit.
 
     Raises:
-        Refusal: there is no such tool or choice, or the model's tool call format is unknown.
+        ApiError: there is no such tool or choice, or the model's tool call format is unknown.
     """
-    must: Sequence[Tool] = ()
+    must: Sequence[ToolDefinition] = ()
     if named is not None:
         must = [tool for tool in tools if tool.function.name == named]
         parallel = False
@@ -64,27 +66,27 @@ def offered(
         tools = ()
     elif choice not in (None, "", "auto"):
         sentence = f"tool_choice is auto, none, required or one of the tools, not {choice[:40]!r}"
-        raise Refusal(400, sentence, param="tool_choice")
+        raise ApiError(400, sentence, param="tool_choice")
     if not must and (named is not None or choice == "required"):
-        raise Refusal(400, "tool_choice: there is no such tool", param="tool_choice")
+        raise ApiError(400, "tool_choice: there is no such tool", param="tool_choice")
     if tools and not must and speech.tools == NONE:
-        raise Refusal(
+        raise ApiError(
             400,
             "tools: how this model calls them is not known here (--tool-parser says it)",
             param="tools",
             code="unsupported",
         )
-    return Offer(tools, must, parallel is not False)
+    return ToolOffer(tools, must, parallel is not False)
 
 
-def optional(tools: Sequence[Mapping[str, Any]]) -> Offer:
+def optional(tools: Sequence[Mapping[str, Any]]) -> ToolOffer:
     """Return the offer of tools in OpenAI's form. Any of them may be called, and none must be."""
     functions = [tool["function"] for tool in tools]
-    return Offer(
+    return ToolOffer(
         [
-            Tool(
+            ToolDefinition(
                 "function",
-                Function(
+                ToolFunction(
                     name=each["name"],
                     parameters=each.get("parameters"),
                     strict=each.get("strict"),
@@ -99,8 +101,8 @@ def optional(tools: Sequence[Mapping[str, Any]]) -> Offer:
 
 def guided(
     samplings: Sequence[SamplingParams],
-    offer: Offer,
-    speech: Speech,
+    offer: ToolOffer,
+    speech: ModelFormat,
     form_field: str,
 ) -> Sequence[SamplingParams]:
     """Return the same samplings, with the grammar that tools need.
@@ -114,18 +116,20 @@ def guided(
         form_field: the field that asks for a response format, for errors.
 
     Raises:
-        Refusal: no grammar can express the request, or parameters are nested too deeply.
+        ApiError: no grammar can express the request, or parameters are nested too deeply.
     """
     if not offer.tools:
         return samplings
     try:
         guide = _guide(samplings[0].guide, offer, speech, form_field)
     except RecursionError:
-        raise Refusal(400, "tools: parameters are nested too deeply", param="tools") from None
+        raise ApiError(400, "tools: parameters are nested too deeply", param="tools") from None
     return [replace(each, guide=guide) for each in samplings]
 
 
-def _guide(form: Guide | None, offer: Offer, speech: Speech, form_field: str) -> Guide | None:
+def _guide(
+    form: GuidedDecoding | None, offer: ToolOffer, speech: ModelFormat, form_field: str
+) -> GuidedDecoding | None:
     if offer.must:
         return _must_guide(offer, speech)
     if form is None:
@@ -133,19 +137,19 @@ def _guide(form: Guide | None, offer: Offer, speech: Speech, form_field: str) ->
     return _guide_of_form(form, offer, speech, form_field)
 
 
-def _must_guide(offer: Offer, speech: Speech) -> Guide:
+def _must_guide(offer: ToolOffer, speech: ModelFormat) -> GuidedDecoding:
     if speech.channels is None:
         return guide_of_calls(offer.must, parallel=offer.parallel)
     functions = [tool.function for tool in offer.must]
     for function in functions:
         if not can_call(function.name):
             sentence = f"tool_choice: this model cannot call {function.name[:40]!r}"
-            raise Refusal(400, sentence, param="tool_choice", code="unsupported")
+            raise ApiError(400, sentence, param="tool_choice", code="unsupported")
     tools = [(each.name, each.parameters or {"type": "object"}) for each in functions]
     return tag(speech.channels.calls(tools, parallel=offer.parallel))
 
 
-def _guide_of_text(offer: Offer, speech: Speech) -> Guide | None:
+def _guide_of_text(offer: ToolOffer, speech: ModelFormat) -> GuidedDecoding | None:
     """Return the grammar of a response that is text with optional calls. None: no constraint."""
     strict = any(tool.function.strict for tool in offer.tools)
     if not strict and speech.arguments == FREE:
@@ -159,7 +163,9 @@ def _guide_of_text(offer: Offer, speech: Speech) -> Guide | None:
     return guide if strict or len(guide.text) <= MAX_GUIDE_CHARACTERS else None
 
 
-def _guide_of_form(form: Guide, offer: Offer, speech: Speech, form_field: str) -> Guide:
+def _guide_of_form(
+    form: GuidedDecoding, offer: ToolOffer, speech: ModelFormat, form_field: str
+) -> GuidedDecoding:
     """Return the grammar of a response that has this format or consists of calls.
 
     A structural tag defines the place of calls itself and is returned unchanged.
@@ -169,7 +175,7 @@ def _guide_of_form(form: Guide, offer: Offer, speech: Speech, form_field: str) -
         return form
     either = speech.form_of_calls_or(inner, _held(offer, speech), parallel=offer.parallel)
     if either is None:
-        raise Refusal(
+        raise ApiError(
             400,
             f"{form_field}: no grammar can write this model's tool calls; send tools or a form "
             "of the answer, or set tool_choice to none or required",
@@ -179,7 +185,7 @@ def _guide_of_form(form: Guide, offer: Offer, speech: Speech, form_field: str) -
     return tag(either)
 
 
-def _held(offer: Offer, speech: Speech) -> Sequence[tuple[str, Mapping[str, Any]]]:
+def _held(offer: ToolOffer, speech: ModelFormat) -> Sequence[tuple[str, Mapping[str, Any]]]:
     """Return the tools with the schemas that constrain their arguments.
 
     A strict tool has its own schema. Other tools accept any JSON object, unless the router
@@ -195,19 +201,20 @@ def _held(offer: Offer, speech: Speech) -> Sequence[tuple[str, Mapping[str, Any]
 
 
 def listening(
-    speech: Speech, prompt: SharedPrompt, offer: Offer, *, reasons: bool = True
-) -> Callable[[], Listener]:
-    """Return a function that makes a Listener for each response to `prompt`, after its rendering.
+    speech: ModelFormat, prompt: SharedPrompt, offer: ToolOffer, *, reasons: bool = True
+) -> Callable[[], StreamParser]:
+    """Return a function that makes a StreamParser for each response to `prompt`, after its
+    rendering.
 
     Args:
         reasons: whether reasoning is returned.
     """
 
-    def listener() -> Listener:
+    def listener() -> StreamParser:
         if offer.must:
             parser = speech.parser_of_calls(prompt.rendering.end, offer.callable, reasons=reasons)
         else:
             parser = speech.parser(prompt.rendering.end, offer.callable, reasons=reasons)
-        return Listener(parser, parallel=offer.parallel)
+        return StreamParser(parser, parallel=offer.parallel)
 
     return listener

@@ -14,8 +14,8 @@ from typing import Annotated, Any, Self
 import msgspec
 from msgspec import inspect
 
-from api.dialect.ignored_fields import Harmless, asks_nothing, only
-from api.dialect.problems import Refusal
+from api.dialect.ignored_fields import IgnoredFields, asks_nothing, only
+from api.dialect.problems import ApiError
 
 # Types of fields that a record lists so that they decode quickly.
 Ignored = Annotated[Any, msgspec.Meta(description="Taken, and changes no answer.")]
@@ -27,7 +27,7 @@ _MAX_NAME_CHARACTERS = 40  # a client may send names of any length
 
 
 @dataclass(frozen=True, slots=True)
-class Stranger:
+class UnknownField:
     """An unsupported field."""
 
     path: str
@@ -36,15 +36,15 @@ class Stranger:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class FieldShape:
     """The fields of a record, and of its nested records."""
 
-    heeded: Mapping[str, "Shape | None"]  # None: no nested record
+    heeded: Mapping[str, "FieldShape | None"]  # None: no nested record
     ignored: frozenset[str]
-    unsupported: Mapping[str, Harmless]
+    unsupported: Mapping[str, IgnoredFields]
 
     @classmethod
-    def of(cls, record: type[msgspec.Struct], unsupported: Mapping[str, Harmless]) -> Self:
+    def of(cls, record: type[msgspec.Struct], unsupported: Mapping[str, IgnoredFields]) -> Self:
         """Return the shape of a record.
 
         Args:
@@ -53,7 +53,7 @@ class Shape:
         return cls._of(inspect.type_info(record), unsupported)  # type: ignore[arg-type]
 
     @classmethod
-    def _of(cls, record: inspect.StructType, unsupported: Mapping[str, Harmless]) -> Self:
+    def _of(cls, record: inspect.StructType, unsupported: Mapping[str, IgnoredFields]) -> Self:
         types = {field.encode_name: field.type for field in record.fields}
         ignored = {name for name, kind in types.items() if kind == _IGNORED}
         refused = {name: only() for name, kind in types.items() if kind == _NOTHING}
@@ -68,7 +68,9 @@ class Shape:
             refused,
         )
 
-    def strip(self, fields: dict[str, Any], ignore: bool, where: str = "") -> Iterator[Stranger]:
+    def strip(
+        self, fields: dict[str, Any], ignore: bool, where: str = ""
+    ) -> Iterator[UnknownField]:
         """Remove unsupported fields from `fields` and yield those that may change the response.
 
         Args:
@@ -87,12 +89,12 @@ class Shape:
             harmless = self.unsupported.get(name)
             path = where + name[:_MAX_NAME_CHARACTERS]
             if harmless is None:
-                yield Stranger(path, tuple(self.heeded), ignore)
+                yield UnknownField(path, tuple(self.heeded), ignore)
             elif not harmless.holds(value):
-                yield Stranger(path, (), ignore or harmless.hint)
+                yield UnknownField(path, (), ignore or harmless.hint)
 
 
-def refusal(strangers: Iterator[Stranger]) -> Refusal | None:
+def refusal(strangers: Iterator[UnknownField]) -> ApiError | None:
     """Return the error that names the first unsupported fields, None if there are none.
 
     It says if there are more.
@@ -103,12 +105,12 @@ def refusal(strangers: Iterator[Stranger]) -> Refusal | None:
     more = ["others"] if next(strangers, None) else []
     *others, last = [*map(_told, told), *more]
     names = f"{', '.join(others)} and {last} are" if others else f"{last} is"
-    return Refusal(
+    return ApiError(
         400, f"{names} not supported by this server", param=told[0].path, code="unsupported"
     )
 
 
-def _told(stranger: Stranger) -> str:
+def _told(stranger: UnknownField) -> str:
     name = stranger.path.rpartition(".")[2].lower()
     close = get_close_matches(name, stranger.meant)
     meant = max(close, key=lambda known: known[:2] == name[:2], default="")

@@ -6,16 +6,16 @@ from urllib.parse import unquote
 
 from api.access import METHODS
 from api.auth.client import Client
-from api.auth.guard import Guard
+from api.auth.guard import ApiKeyGuard
 from common import rpc
 
 _HEADER = "authorization"
 
 
-class Callers:
+class CallerResolver:
     """The guard of a gRPC service. A method's caller is a Client."""
 
-    def __init__(self, guard: Guard) -> None:
+    def __init__(self, guard: ApiKeyGuard) -> None:
         self._guard = guard
 
     def of(self, method: str) -> rpc.Admit:

@@ -5,21 +5,21 @@ from typing import Any
 
 import msgspec
 
-from api.images.picture import Picture
+from api.images.picture import ImageInput
 from api.requests.generate_params import (
     UNLIMITED,
-    Ending,
-    Messages,
-    Nothing,
-    Prediction,
+    ChatPrompt,
+    ChatTurn,
+    GenerateParams,
+    NoPrompt,
+    PastToolCall,
+    PredictionPrompt,
     Prompt,
+    PromptEnding,
+    RequestGroup,
     SharedPrompt,
-    Text,
-    Together,
-    TokenIds,
-    ToolCall,
-    Turn,
-    Wanted,
+    TextPrompt,
+    TokenIdsPrompt,
     any_seed,
 )
 from api.text.limits import MAX_SETTINGS_BYTES, MAX_TOOLS
@@ -35,13 +35,13 @@ from protos.router_pb2 import (
 )
 
 
-def from_request(request: GenerateRequest) -> Wanted:
+def from_request(request: GenerateRequest) -> GenerateParams:
     """Parse a generation request.
 
     Raise InvalidRequest if tools or settings are not JSON objects.
     """
-    together = Together.of([from_prompt(request)])
-    return Wanted(
+    together = RequestGroup.of([from_prompt(request)])
+    return GenerateParams(
         prompt=together.prompts[0],
         together=together,
         sampling=unchecked(request.sampling, max_tokens=UNLIMITED, seed=any_seed()),
@@ -56,17 +56,19 @@ def from_request(request: GenerateRequest) -> Wanted:
         adapter=request.adapter,
         timeout_s=request.timeout_s if request.HasField("timeout_s") else None,
         priority=request.priority if request.HasField("priority") else None,
-        prediction=SharedPrompt(Prediction(request.prediction)) if request.prediction else None,
+        prediction=SharedPrompt(PredictionPrompt(request.prediction))
+        if request.prediction
+        else None,
     )
 
 
-def from_input(given: Input) -> Text | TokenIds:
+def from_input(given: Input) -> TextPrompt | TokenIdsPrompt:
     """Parse an input. Raise InvalidRequest if it is empty."""
     match given.WhichOneof("input"):
         case "text":
-            return Text(given.text)
+            return TextPrompt(given.text)
         case "token_ids":
-            return TokenIds(given.token_ids.ids)
+            return TokenIdsPrompt(given.token_ids.ids)
         case _:
             raise InvalidRequest("inputs: set text or token_ids of each")
 
@@ -84,17 +86,17 @@ def from_prompt(request: GenerateRequest | TokenizeRequest) -> Prompt:
     """Parse a prompt. Raise InvalidRequest as `from_request` does."""
     match request.WhichOneof("prompt"):
         case "text":
-            return Text(request.text)
+            return TextPrompt(request.text)
         case "messages":
             return _messages(request.messages)
         case "token_ids" if isinstance(request, GenerateRequest):
-            return TokenIds(request.token_ids.ids)
+            return TokenIdsPrompt(request.token_ids.ids)
         case _:
             fields = request.DESCRIPTOR.oneofs_by_name["prompt"].fields
-            return Nothing(tuple(field.name for field in fields))
+            return NoPrompt(tuple(field.name for field in fields))
 
 
-def _messages(sent: ChatMessages) -> Messages:
+def _messages(sent: ChatMessages) -> ChatPrompt:
     if len(sent.tools) > MAX_TOOLS:
         raise InvalidRequest(f"messages.tools has {len(sent.tools)} tools, {MAX_TOOLS} allowed")
     if len(sent.template_settings) > MAX_SETTINGS_BYTES:
@@ -103,24 +105,24 @@ def _messages(sent: ChatMessages) -> Messages:
             f"{MAX_SETTINGS_BYTES} allowed"
         )
     tools = [_tool(text, f"messages.tools[{n}]") for n, text in enumerate(sent.tools)]
-    return Messages(
+    return ChatPrompt(
         [_turn(number, message) for number, message in enumerate(sent.messages)],
         tools,
         _object(sent.template_settings or "{}", "messages.template_settings"),
         sent.reasoning_effort if sent.HasField("reasoning_effort") else None,
-        Ending.CONTINUED if sent.continue_final_message else Ending.OPENED,
+        PromptEnding.CONTINUED if sent.continue_final_message else PromptEnding.OPENED,
     )
 
 
-def _turn(number: int, message: ChatMessage) -> Turn:
-    calls = tuple(ToolCall(call.name, call.arguments, call.id) for call in message.tool_calls)
+def _turn(number: int, message: ChatMessage) -> ChatTurn:
+    calls = tuple(PastToolCall(call.name, call.arguments, call.id) for call in message.tool_calls)
     parts = tuple(_part(f"messages[{number}].parts", *each) for each in enumerate(message.parts))
     if parts and message.content:
         raise InvalidRequest(f"messages[{number}]: either content or parts")
     texts = [part for part in parts if isinstance(part, str)]
     seen = len(texts) < len(parts)
     content = message.content or "\n".join(texts)
-    return Turn(
+    return ChatTurn(
         role=message.role,
         content=None if seen or (calls and not content) else content,
         parts=parts if seen else (),
@@ -131,12 +133,12 @@ def _turn(number: int, message: ChatMessage) -> Turn:
     )
 
 
-def _part(where: str, number: int, part: ChatPart) -> str | Picture:
+def _part(where: str, number: int, part: ChatPart) -> str | ImageInput:
     match part.WhichOneof("part"):
         case "text":
             return part.text
         case "image":
-            return Picture(part.image, part.low_detail)
+            return ImageInput(part.image, part.low_detail)
         case _:
             raise InvalidRequest(f"{where}[{number}] is neither a text nor an image")
 

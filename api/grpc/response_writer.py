@@ -2,27 +2,28 @@
 
 from collections.abc import Callable
 
-from api.parsers.listener import Heard, Listener
-from api.requests.answer import LastPiece, Piece
+from api.parsers.listener import ParsedText, StreamParser
+from api.requests.answer import FinalChunk, OutputChunk
 from protos.router_pb2 import GenerateResponse, ToolCallPart
 
 
-class GrpcVoice:
+class GrpcResponseWriter:
     """Writer of one response."""
 
-    def __init__(self, listener: Callable[[], Listener]) -> None:
+    def __init__(self, listener: Callable[[], StreamParser]) -> None:
         """
         Args:
-            listener: makes the Listener. Called with the first piece, after the prompt is rendered.
+            listener: makes the StreamParser. Called with the first piece, after the prompt is
+                rendered.
         """
         self._make_listener = listener
-        self._listener: Listener | None = None
+        self._listener: StreamParser | None = None
 
-    def tell(self, piece: Piece | LastPiece, response: GenerateResponse) -> None:
+    def tell(self, piece: OutputChunk | FinalChunk, response: GenerateResponse) -> None:
         """Fill in text, reasoning and tool calls of `response`, which already has the piece."""
         listener = self._listener = self._listener or self._make_listener()
         match piece:
-            case LastPiece():
+            case FinalChunk():
                 _put(listener.hear(piece.text, piece.marks, last=True), response)
                 if piece.finish_reason == "stop" and listener.has_called:
                     response.finish_reason = "tool_calls"
@@ -30,7 +31,7 @@ class GrpcVoice:
                 _put(listener.hear(piece.text, piece.marks, last=False), response)
 
 
-def _put(heard: Heard, response: GenerateResponse) -> None:
+def _put(heard: ParsedText, response: GenerateResponse) -> None:
     response.text = heard.content
     response.reasoning = heard.reasoning
     response.tool_calls.extend(

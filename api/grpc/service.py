@@ -10,23 +10,23 @@ from msgspec.structs import replace
 
 from api.admin.cluster_report import ClusterReport
 from api.admin.explain import Explainer
-from api.admin.moves import Mover
+from api.admin.moves import MigrationService
 from api.admin.plans import Plans
 from api.auth.client import Client
-from api.auth.guard import Guard
-from api.dialect.problems import Refusal
-from api.dialect.tools import Offer, guided, listening, optional
+from api.auth.guard import ApiKeyGuard
+from api.dialect.problems import ApiError
+from api.dialect.tools import ToolOffer, guided, listening, optional
 from api.grpc.parsing import from_input, from_prompt, from_request, one_with_each
-from api.grpc.response_writer import GrpcVoice
+from api.grpc.response_writer import GrpcResponseWriter
 from api.parsers.model_format import NONE
-from api.pooling.vectors import Asker, Vectors
-from api.requests.answer import LastPiece, Piece
-from api.requests.deadline import Within
-from api.requests.generate_params import Messages
-from api.requests.idempotency import KeptAnswers
+from api.pooling.vectors import PoolingCaller, PoolingService
+from api.requests.answer import FinalChunk, OutputChunk
+from api.requests.deadline import DeadlineScope
+from api.requests.generate_params import ChatPrompt
+from api.requests.idempotency import IdempotencyCache
 from api.requests.limiter import new_request_id
 from api.requests.served_model import ServedModel
-from api.requests.token_reports import ToldToken
+from api.requests.token_reports import TokenReport
 from api.text.limits import check_context, check_vocabulary
 from common.errors import InvalidRequest, Overloaded
 from common.requests.sampling import SamplingParams
@@ -34,27 +34,27 @@ from common.tracing.context import HEADER
 from protos import router_pb2, router_pb2_grpc, sampling_pb2
 from router.cluster.adapter_calls import AdapterCalls
 from router.cluster.engine_calls import EngineCalls
-from router.workers.ends import Ends
+from router.workers.ends import OperatorEnds
 
 Context: TypeAlias = Any  # rpc.Admitted, whose caller is a Client
 
 
-class RouterService(router_pb2_grpc.RouterServicer):
+class InferenceService(router_pb2_grpc.RouterServicer):
     """The gRPC service, for `rpc.add_service` with Callers as guard. Methods raise ServingError."""
 
     def __init__(
         self,
-        guard: Guard,
-        answers: KeptAnswers,
-        vectors: Vectors,
+        guard: ApiKeyGuard,
+        answers: IdempotencyCache,
+        vectors: PoolingService,
         report: ClusterReport,
         explainer: Explainer,
         adapters: AdapterCalls,
         engines: EngineCalls,
-        mover: Mover,
+        mover: MigrationService,
         plans: Plans,
         model: ServedModel,
-        ends: Ends,
+        ends: OperatorEnds,
         *,
         budget_s: float,
     ) -> None:
@@ -83,18 +83,18 @@ class RouterService(router_pb2_grpc.RouterServicer):
 
         with self._begun(context) as client:
             wanted = from_request(request)
-            voice: GrpcVoice | None = None
+            voice: GrpcResponseWriter | None = None
             match wanted.prompt.prompt:
-                case Messages(tools=tools):
+                case ChatPrompt(tools=tools):
                     offer = self._offer(tools)
                     wanted = replace(
                         wanted,
                         shown=self._model.shown(bool(tools)),
                         sampling=self._guided(wanted.sampling, offer),
                     )
-                    voice = GrpcVoice(listening(self._model.speech, wanted.prompt, offer))
+                    voice = GrpcResponseWriter(listening(self._model.speech, wanted.prompt, offer))
 
-            async def write(request_id: str, piece: Piece | LastPiece) -> None:
+            async def write(request_id: str, piece: OutputChunk | FinalChunk) -> None:
                 response = _response(request_id, piece)
                 if voice is not None:
                     voice.tell(piece, response)
@@ -156,14 +156,14 @@ class RouterService(router_pb2_grpc.RouterServicer):
     async def Tokenize(
         self, request: router_pb2.TokenizeRequest, context: Context
     ) -> router_pb2.TokenizeResponse:
-        with self._begun(context) as client, Within(self._budget_s):
+        with self._begun(context) as client, DeadlineScope(self._budget_s):
             token_ids = await self._model.prompts.encode(from_prompt(request), client)
         return router_pb2.TokenizeResponse(token_ids=token_ids)
 
     async def Detokenize(
         self, request: router_pb2.DetokenizeRequest, context: Context
     ) -> router_pb2.DetokenizeResponse:
-        with self._begun(context), Within(self._budget_s):
+        with self._begun(context), DeadlineScope(self._budget_s):
             check_context(request.token_ids, self._model.limits, "token_ids")
             token_ids = list(request.token_ids)
             check_vocabulary(token_ids, self._model.limits, "token_ids")
@@ -267,7 +267,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self._plans.take(request.plan)
         return router_pb2.TellPlanResponse()
 
-    def _offer(self, tools: Sequence[Any]) -> Offer:
+    def _offer(self, tools: Sequence[Any]) -> ToolOffer:
         """Return the offer of these tools.
 
         Raises:
@@ -277,11 +277,11 @@ class RouterService(router_pb2_grpc.RouterServicer):
             raise InvalidRequest("messages.tools: how this model calls them is not known here")
         return optional(tools)
 
-    def _guided(self, sampling: SamplingParams, offer: Offer) -> SamplingParams:
+    def _guided(self, sampling: SamplingParams, offer: ToolOffer) -> SamplingParams:
         """Return the sampling with the grammar that tools need, as over HTTP."""
         try:
             return guided([sampling], offer, self._model.speech, "sampling.guide")[0]
-        except Refusal as refusal:
+        except ApiError as refusal:
             if refusal.param == "tools":
                 raise InvalidRequest(f"messages.{refusal}") from None
             raise InvalidRequest(
@@ -302,9 +302,9 @@ class RouterService(router_pb2_grpc.RouterServicer):
             raise
 
 
-def _asker(request: Any, client: Client, context: Context) -> Asker:
-    """Return the Asker of any request that has these fields."""
-    return Asker(
+def _asker(request: Any, client: Client, context: Context) -> PoolingCaller:
+    """Return the PoolingCaller of any request that has these fields."""
+    return PoolingCaller(
         client,
         label=request.request_id,
         request_id=new_request_id(),
@@ -322,9 +322,9 @@ def _metadata(context: Context, wanted: str) -> str:
     return ""
 
 
-def _response(request_id: str, piece: Piece | LastPiece) -> router_pb2.GenerateResponse:
+def _response(request_id: str, piece: OutputChunk | FinalChunk) -> router_pb2.GenerateResponse:
     match piece:
-        case LastPiece(usage=usage, stop_reason=reason):
+        case FinalChunk(usage=usage, stop_reason=reason):
             predicted = usage.predicted
             return router_pb2.GenerateResponse(
                 request_id=request_id,
@@ -353,12 +353,12 @@ def _response(request_id: str, piece: Piece | LastPiece) -> router_pb2.GenerateR
             )
 
 
-def _prompt_logprobs(piece: Piece) -> sampling_pb2.Logprobs | None:
+def _prompt_logprobs(piece: OutputChunk) -> sampling_pb2.Logprobs | None:
     """Return log-probabilities of the prompt's tokens, without the first token, which has none."""
     return _logprobs(piece.prompt.tokens[1:]) if piece.prompt is not None else None
 
 
-def _logprobs(tokens: Sequence[ToldToken]) -> sampling_pb2.Logprobs | None:
+def _logprobs(tokens: Sequence[TokenReport]) -> sampling_pb2.Logprobs | None:
     if not tokens:
         return None
     return sampling_pb2.Logprobs(

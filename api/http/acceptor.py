@@ -12,15 +12,15 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, cast
 
-from api.http.connection_limit import Place
-from api.http.shared import NOBODY, Peer, Shared, peer_of
+from api.http.connection_limit import ConnectionSlot
+from api.http.shared import NOBODY, HttpContext, HttpPeer, peer_of
 
 _MAX_UNSENT_BYTES = 64 << 10  # above it, writers of a response wait
 _HEAD_BYTES = 64 << 10  # may come in addition to a body of maximum length
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
-class Door(asyncio.Transport, asyncio.Protocol):
+class HttpAcceptor(asyncio.Transport, asyncio.Protocol):
     """A protocol for the event loop, and a transport for aiohttp.
 
     uvloop, like asyncio, sets TCP_NODELAY on every TCP socket it accepts.
@@ -28,9 +28,9 @@ class Door(asyncio.Transport, asyncio.Protocol):
 
     def __init__(
         self,
-        shared: Shared,
-        make_inside: Callable[["Door"], asyncio.Protocol],
-        on_closed: Callable[[Peer], None],
+        shared: HttpContext,
+        make_inside: Callable[["HttpAcceptor"], asyncio.Protocol],
+        on_closed: Callable[[HttpPeer], None],
     ) -> None:
         """
         Args:
@@ -46,7 +46,7 @@ class Door(asyncio.Transport, asyncio.Protocol):
         self._on_closed = on_closed
         self._transport: asyncio.Transport
         self._inside: asyncio.Protocol | None = None
-        self._place: Place | None = None
+        self._place: ConnectionSlot | None = None
         self._writable = True
         self._full = False  # reading is paused inside
         self._ahead = bytearray()  # received, but not yet passed inside
@@ -54,7 +54,7 @@ class Door(asyncio.Transport, asyncio.Protocol):
         self._answering = False
         self._leaving = False  # no further request is read
         self._num_inside = 0  # bytes of requests that are held inside
-        self._num_arriving = 0  # this connection's part of Shared.num_arriving
+        self._num_arriving = 0  # this connection's part of HttpContext.num_arriving
 
     @property
     def goes_on(self) -> bool:

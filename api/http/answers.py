@@ -5,7 +5,7 @@ from typing import Any
 
 from aiohttp import HttpVersion11, web
 
-from api.http.request import Request
+from api.http.request import HttpRequest
 
 Headers = Iterable[tuple[str, str]]
 
@@ -26,7 +26,7 @@ def whole(status: int, body: bytes, kind: str = JSON, headers: Headers = ()) -> 
     return web.Response(status=status, reason=_REASONS.get(status), body=body, headers=fields)
 
 
-class Stream(web.StreamResponse):
+class HttpStream(web.StreamResponse):
     """A streamed response: pieces by `send` or `push`, and one `finish`.
 
     The head is written with the first piece. After the client has disconnected, all methods do
@@ -36,7 +36,9 @@ class Stream(web.StreamResponse):
     # An option of aiohttp: otherwise the head would be a packet of its own.
     _send_headers_immediately = False
 
-    def __init__(self, request: Request, kind: str = EVENT_STREAM, headers: Headers = ()) -> None:
+    def __init__(
+        self, request: HttpRequest, kind: str = EVENT_STREAM, headers: Headers = ()
+    ) -> None:
         """
         Args:
             request: the request of this response.

@@ -2,7 +2,7 @@
 
 from aiohttp import EMPTY_PAYLOAD, HttpVersion10, HttpVersion11
 
-from api.http.request import Request
+from api.http.request import HttpRequest
 
 # Each piece of a body costs the same work, whatever its size. This limits the number of small ones.
 _SMALL_BYTES, _MAX_SMALL = 64, 1000
@@ -19,7 +19,7 @@ class BadRequest(Exception):
         self.status = status
 
 
-async def whole_body(request: Request, max_bytes: int) -> bytes:
+async def whole_body(request: HttpRequest, max_bytes: int) -> bytes:
     """Wait until the whole body has arrived, and return it.
 
     Raises:
@@ -49,7 +49,7 @@ async def whole_body(request: Request, max_bytes: int) -> bytes:
     return bytes(body)
 
 
-def _num_told(request: Request) -> int:
+def _num_told(request: HttpRequest) -> int:
     # The parser has checked that it is a number, but Python reads at most 4300 digits of one.
     return int(request.header("content-length").lstrip("0")[:20] or "0")
 

@@ -8,18 +8,18 @@ of those is idle, the new connection is rejected.
 from collections.abc import Callable
 
 from api.auth.client import network_of
-from api.auth.shares import Shares
+from api.auth.shares import FairShares
 
 Leave = Callable[[], None]
 
 
-class Place:
+class ConnectionSlot:
     """The place of one connection.
 
     Call `leave` when the connection ends. Further calls do nothing.
     """
 
-    def __init__(self, room: "Room", network: str, turn_out: Leave) -> None:
+    def __init__(self, room: "ConnectionLimit", network: str, turn_out: Leave) -> None:
         self.turn_out = turn_out
         self._room = room
         self._network = network
@@ -40,14 +40,16 @@ class Place:
             self._room.give_back(self._network)
 
 
-class Room:
+class ConnectionLimit:
     """The places for connections. For one event loop."""
 
     def __init__(self, places: int) -> None:
-        self._shares = Shares(places)
-        self._idle: dict[str, dict[Place, None]] = {}  # longest idle first, never an empty dict
+        self._shares = FairShares(places)
+        self._idle: dict[
+            str, dict[ConnectionSlot, None]
+        ] = {}  # longest idle first, never an empty dict
 
-    def enter(self, host: str, turn_out: Leave) -> Place | None:
+    def enter(self, host: str, turn_out: Leave) -> ConnectionSlot | None:
         """Return a place for a new connection, or None if there is none.
 
         Args:
@@ -60,7 +62,7 @@ class Room:
             if not self._turn_out_of(self._shares.largest() if full else network):
                 return None
         self._shares.take(network)
-        return Place(self, network, turn_out)
+        return ConnectionSlot(self, network, turn_out)
 
     def _turn_out_of(self, network: str) -> bool:
         place = next(iter(self._idle.get(network, ())), None)
@@ -72,10 +74,10 @@ class Room:
 
     # Called by places -----------------------------------------------------------------------------
 
-    def idle(self, network: str, place: Place) -> None:
+    def idle(self, network: str, place: ConnectionSlot) -> None:
         self._idle.setdefault(network, {})[place] = None
 
-    def busy(self, network: str, place: Place) -> None:
+    def busy(self, network: str, place: ConnectionSlot) -> None:
         idle = self._idle.get(network, {})
         idle.pop(place, None)
         if not idle:

@@ -1,4 +1,4 @@
-"""A client's connection until its TLS handshake is complete. Then a Door takes over.
+"""A client's connection until its TLS handshake is complete. Then a HttpAcceptor takes over.
 
 It counts as a connection from the start and has a deadline, so a silent client does not hold its
 place for long.
@@ -12,20 +12,23 @@ import ssl
 from collections.abc import Callable
 from typing import cast
 
-from api.http.acceptor import Door
-from api.http.connection_limit import Place
-from api.http.shared import Shared, peer_of
+from api.http.acceptor import HttpAcceptor
+from api.http.connection_limit import ConnectionSlot
+from api.http.shared import HttpContext, peer_of
 
 
 class Handshake(asyncio.Protocol):
     """The protocol that the server makes for each client if it serves TLS."""
 
     def __init__(
-        self, shared: Shared, door: Callable[[], Door], context: Callable[[], ssl.SSLContext]
+        self,
+        shared: HttpContext,
+        door: Callable[[], HttpAcceptor],
+        context: Callable[[], ssl.SSLContext],
     ) -> None:
         """
         Args:
-            door: makes the Door that takes over the connection.
+            door: makes the HttpAcceptor that takes over the connection.
             context: returns the TLS context. Called once per handshake.
         """
         self.deadline = math.inf  # the event loop has its own deadline for handshakes
@@ -33,7 +36,7 @@ class Handshake(asyncio.Protocol):
         self._door = door
         self._context = context
         self._peer = ""
-        self._place: Place | None = None
+        self._place: ConnectionSlot | None = None
         self._shaking: asyncio.Task[None]
 
     def expire(self) -> None:

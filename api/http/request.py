@@ -1,21 +1,21 @@
-"""One request as its handler sees it: aiohttp's request, with the connection's Door."""
+"""One request as its handler sees it: aiohttp's request, with the connection's HttpAcceptor."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
 from aiohttp import web
 
-from api.http.acceptor import Door
-from api.http.shared import Peer
+from api.http.acceptor import HttpAcceptor
+from api.http.shared import HttpPeer
 
 
-class Request(web.BaseRequest):
+class HttpRequest(web.BaseRequest):
     """An HTTP request.
 
     Its whole body has arrived before its handler is called, and can be taken once.
     """
 
-    def __init__(self, door: Door, *parts: Any) -> None:
+    def __init__(self, door: HttpAcceptor, *parts: Any) -> None:
         """
         Args:
             parts: constructor arguments of aiohttp's request.
@@ -36,7 +36,7 @@ class Request(web.BaseRequest):
         return super().keep_alive and self.door.goes_on
 
     @property
-    def peer(self) -> Peer:
+    def peer(self) -> HttpPeer:
         return self.door.peer
 
     def header(self, name: str) -> str:
@@ -63,6 +63,6 @@ class Request(web.BaseRequest):
         return body
 
 
-Handler: TypeAlias = Callable[[Request], Awaitable[web.StreamResponse]]
+Handler: TypeAlias = Callable[[HttpRequest], Awaitable[web.StreamResponse]]
 # Returns a response that replaces the handler's, before the body is read, or None.
-Check: TypeAlias = Callable[[Request], web.Response | None]
+Check: TypeAlias = Callable[[HttpRequest], web.Response | None]

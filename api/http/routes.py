@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from aiohttp import web
 
 from api.http.answers import whole
-from api.http.request import Handler, Request
+from api.http.request import Handler, HttpRequest
 from api.http.shared import ErrorBody
 
 
-class Routes:
+class HttpRoutes:
     """The handler of each request. Without one, a handler that returns 404 or 405."""
 
     def __init__(
@@ -32,7 +32,7 @@ class Routes:
         """Return every path or path prefix that is served."""
         return [*self._exact, *self._below]
 
-    def __call__(self, request: Request) -> Handler:
+    def __call__(self, request: HttpRequest) -> Handler:
         path = request.route
         methods = self._exact.get(path) or self._methods_below(path)
         if methods is None:
@@ -50,7 +50,7 @@ class Routes:
     def _refusing(
         self, status: int, sentence: str, headers: tuple[tuple[str, str], ...] = ()
     ) -> Handler:
-        async def refuse(_: Request) -> web.Response:
+        async def refuse(_: HttpRequest) -> web.Response:
             return whole(status, self._error_body(status, sentence), headers=headers)
 
         return refuse

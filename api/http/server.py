@@ -7,10 +7,10 @@ import socket
 import ssl
 from collections.abc import Callable
 
-from api.http.acceptor import Door
+from api.http.acceptor import HttpAcceptor
 from api.http.handshake import Handshake
-from api.http.service import Service
-from api.http.shared import Shared
+from api.http.service import HttpService
+from api.http.shared import HttpContext
 from common.errors import ConfigError
 from common.rpc import join_address
 
@@ -25,8 +25,8 @@ class HttpServer:
 
     def __init__(
         self,
-        shared: Shared,
-        service: Service,
+        shared: HttpContext,
+        service: HttpService,
         tls_context: Callable[[], ssl.SSLContext] | None = None,
     ) -> None:
         """
@@ -92,7 +92,7 @@ class HttpServer:
         if self._next_tick is not None:
             self._next_tick.cancel()
 
-    def _protocol(self) -> Door | Handshake:
+    def _protocol(self) -> HttpAcceptor | Handshake:
         if self._tls_context is None:
             return self._service.door()
         return Handshake(self._shared, self._service.door, self._tls_context)

@@ -6,33 +6,35 @@ from typing import Any, Protocol, cast
 
 from aiohttp import EMPTY_PAYLOAD, StreamReader, web
 
-from api.http.acceptor import Door
+from api.http.acceptor import HttpAcceptor
 from api.http.answers import Headers, whole
 from api.http.body import BadRequest, whole_body
-from api.http.request import Check, Handler, Request
-from api.http.shared import Peer, Shared
+from api.http.request import Check, Handler, HttpRequest
+from api.http.shared import HttpContext, HttpPeer
 
 # aiohttp parses at most twice as much of a body ahead of its reader, and at most 1024 chunks.
 _READ_BYTES = 16 << 10
 _BUG = "the router has failed to answer; its log says more"
 
 
-class Checks(Protocol):
+class RequestChecks(Protocol):
     """Checks and headers of every request, independent of its path."""
 
     in_order: Sequence[Check]  # called in this order, before the body is read
 
-    def headers(self, request: Request) -> Headers:
+    def headers(self, request: HttpRequest) -> Headers:
         """Return headers to add to the response."""
 
-    def closed(self, peer: Peer) -> None:
+    def closed(self, peer: HttpPeer) -> None:
         """Note that the connection has ended."""
 
 
-class Service:
+class HttpService:
     """Serving of requests. For one event loop."""
 
-    def __init__(self, shared: Shared, route: Callable[[Request], Handler], checks: Checks) -> None:
+    def __init__(
+        self, shared: HttpContext, route: Callable[[HttpRequest], Handler], checks: RequestChecks
+    ) -> None:
         self._shared = shared
         self._route = route
         self._checks = checks
@@ -42,14 +44,14 @@ class Service:
             handler_cancellation=True,
         )
 
-    def door(self) -> Door:
-        """Make the Door of one connection."""
-        return Door(self._shared, self._conversation, self._checks.closed)
+    def door(self) -> HttpAcceptor:
+        """Make the HttpAcceptor of one connection."""
+        return HttpAcceptor(self._shared, self._conversation, self._checks.closed)
 
-    def _conversation(self, door: Door) -> asyncio.Protocol:
+    def _conversation(self, door: HttpAcceptor) -> asyncio.Protocol:
         return _Conversation(door, self._aiohttp, self._shared)
 
-    async def _answer(self, request: Request) -> web.StreamResponse:
+    async def _answer(self, request: HttpRequest) -> web.StreamResponse:
         """Write the whole response. Cancelled when the client disconnects."""
         request.answer_headers = (*self._checks.headers(request), ("server", "baton"))
         try:
@@ -67,7 +69,7 @@ class Service:
         request.door.answered()
         return response
 
-    async def _response(self, request: Request) -> web.StreamResponse:
+    async def _response(self, request: HttpRequest) -> web.StreamResponse:
         """Return the response.
 
         Raise BadRequest, or ConnectionError after the client has disconnected.
@@ -82,13 +84,13 @@ class Service:
                 request.door.abort()
             return whole(500, self._shared.error_body(500, _BUG))
 
-    def _refused(self, request: Request) -> web.Response | None:
+    def _refused(self, request: HttpRequest) -> web.Response | None:
         refused = next((r for check in self._checks.in_order if (r := check(request))), None)
         if refused is not None and not request.content.is_eof():
             request.door.forget()
         return refused
 
-    async def _handled(self, request: Request) -> web.StreamResponse:
+    async def _handled(self, request: HttpRequest) -> web.StreamResponse:
         cast(_Conversation, request.protocol).expect(request.content)
         request.body = await whole_body(request, self._shared.limits.max_body_bytes)
         request.door.answering(len(request.body))
@@ -96,9 +98,9 @@ class Service:
 
 
 class _Conversation(web.RequestHandler):
-    """aiohttp's handler of one connection. The Door enforces all time limits instead."""
+    """aiohttp's handler of one connection. The HttpAcceptor enforces all time limits instead."""
 
-    def __init__(self, door: Door, server: web.Server, shared: Shared) -> None:
+    def __init__(self, door: HttpAcceptor, server: web.Server, shared: HttpContext) -> None:
         super().__init__(
             server,
             loop=asyncio.get_running_loop(),
@@ -150,6 +152,6 @@ class _Conversation(web.RequestHandler):
         self.door.turn_away(400, f"this is not HTTP/1.1: {reason}")
 
 
-def _request(message: Any, payload: StreamReader, protocol: Any, *others: Any) -> Request:
+def _request(message: Any, payload: StreamReader, protocol: Any, *others: Any) -> HttpRequest:
     loop = asyncio.get_running_loop()
-    return Request(protocol.door, message, payload, protocol, *others, loop)
+    return HttpRequest(protocol.door, message, payload, protocol, *others, loop)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from api.http.connection_limit import Room
+from api.http.connection_limit import ConnectionLimit
 from common.logs.throttle import Throttle, ThrottledLog
 from common.rpc import join_address
 from router.metrics import RouterMetrics
@@ -18,7 +18,7 @@ ErrorBody: TypeAlias = Callable[[int, str], bytes]  # (status, sentence) -> JSON
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Peer:
+class HttpPeer:
     """The client's end of one connection.
 
     No two are equal, although addresses can be. If a router listens on two of its own addresses,
@@ -29,20 +29,20 @@ class Peer:
     address: str  # host:port
 
 
-NOBODY = Peer("", "")
+NOBODY = HttpPeer("", "")
 
 
-def peer_of(transport: asyncio.BaseTransport) -> Peer:
+def peer_of(transport: asyncio.BaseTransport) -> HttpPeer:
     """Return the client of a connection, "gone" if it has closed the connection already.
 
     Call it once for each connection.
     """
     name = transport.get_extra_info("peername")
-    return Peer(str(name[0]), join_address(*name[:2])) if name else Peer("gone", "gone")
+    return HttpPeer(str(name[0]), join_address(*name[:2])) if name else HttpPeer("gone", "gone")
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class HttpLimits:
     """Limits of clients, in size and time."""
 
     max_connections: int
@@ -59,7 +59,7 @@ class Limits:
     tick_s: float = 1.0  # interval of deadline checks
 
 
-class Member(Protocol):
+class ConnectionMember(Protocol):
     """A connection, as the server sees it."""
 
     deadline: float  # in time.monotonic() seconds
@@ -74,28 +74,28 @@ class Member(Protocol):
         """End the connection immediately."""
 
 
-class Shared:
+class HttpContext:
     """Shared state of all connections. For one event loop."""
 
-    def __init__(self, limits: Limits, error_body: ErrorBody, metrics: RouterMetrics) -> None:
+    def __init__(self, limits: HttpLimits, error_body: ErrorBody, metrics: RouterMetrics) -> None:
         self.limits = limits
         self.error_body = error_body
         self.metrics = metrics
-        self.room = Room(limits.max_connections)
+        self.room = ConnectionLimit(limits.max_connections)
         self.log = ThrottledLog(log, Throttle())  # about clients that are not served
-        self.members: set[Member] = set()
+        self.members: set[ConnectionMember] = set()
         self.all_gone = asyncio.Event()
         self.all_gone.set()
         self.num_arriving = 0  # bytes of requests that no handler has read yet
         self.draining = False
         self.now = time.monotonic()  # as of the last tick
 
-    def join(self, member: Member) -> None:
+    def join(self, member: ConnectionMember) -> None:
         self.members.add(member)
         self.all_gone.clear()
         self.metrics.http_connections(len(self.members))
 
-    def leave(self, member: Member) -> None:
+    def leave(self, member: ConnectionMember) -> None:
         self.members.discard(member)
         self.metrics.http_connections(len(self.members))
         if not self.members:

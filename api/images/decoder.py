@@ -11,7 +11,7 @@ import sys
 
 import msgspec
 
-from api.images.jobs import Decoded, Job, Outcome, Refused
+from api.images.jobs import Decoded, ImageJob, Outcome, Refused
 from api.images.pixels import opened, pixels_of
 from api.images.sizes import tokens_of
 from common.errors import InvalidRequest
@@ -20,13 +20,13 @@ from common.process import helper_program
 
 def work(content: bytes) -> bytes:
     try:
-        outcome: Outcome = _decoded(msgspec.msgpack.decode(content, type=Job))
+        outcome: Outcome = _decoded(msgspec.msgpack.decode(content, type=ImageJob))
     except InvalidRequest as error:
         outcome = Refused(str(error))
     return msgspec.msgpack.encode(outcome)
 
 
-def _decoded(job: Job) -> Decoded:
+def _decoded(job: ImageJob) -> Decoded:
     """Decode and resize one image. Raise InvalidRequest if it is invalid or too large."""
     content = job.content
     if job.is_base64:

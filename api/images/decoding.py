@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from api.auth.client import Client
-from api.auth.fair_slots import FairSlots
-from api.images.jobs import Decoded, Job, Outcome, Refused
+from api.auth.fair_slots import FairShareLimiter
+from api.images.jobs import Decoded, ImageJob, Outcome, Refused
 from common.errors import InvalidRequest, NodeUnavailable
 from common.logs import kv
 from common.process.helper import ANSWERED, Helper, HelperLost, Question
@@ -28,7 +28,7 @@ class Decoding:
 
     def __init__(self) -> None:
         self.helper = Helper("api.images.decoder", [], num_lanes=LANES, deadline_s=_DEADLINE_S)
-        self._turns = FairSlots(
+        self._turns = FairShareLimiter(
             LANES,
             longest_wait_s=_LONGEST_WAIT_S,
             max_waiting=MAX_WAITING,
@@ -37,7 +37,7 @@ class Decoding:
         self._lanes = list(range(LANES))  # free lanes
         self._threads = ThreadPoolExecutor(LANES, thread_name_prefix="images")
 
-    async def decoded(self, job: Job, client: Client) -> Decoded:
+    async def decoded(self, job: ImageJob, client: Client) -> Decoded:
         """Return the image of a job.
 
         Raises:
@@ -55,7 +55,7 @@ class Decoding:
         self.helper.close()
         self._threads.shutdown(wait=False)
 
-    async def _turn(self, job: Job, client: Client) -> Decoded:
+    async def _turn(self, job: ImageJob, client: Client) -> Decoded:
         lane = self._lanes.pop()
         try:
             run = asyncio.get_running_loop().run_in_executor
@@ -69,7 +69,7 @@ class Decoding:
             case Decoded():
                 return outcome
 
-    def _ask(self, lane: int, job: Job) -> Outcome:
+    def _ask(self, lane: int, job: ImageJob) -> Outcome:
         """Wait for the decoded image, on a thread of the executor."""
         question = Question(msgspec.msgpack.encode(job), CPU_S, MAX_BYTES)
         try:

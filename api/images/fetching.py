@@ -31,7 +31,7 @@ _TUNNELS = tuple(
 )
 
 
-class Fetch(Protocol):
+class ImageFetch(Protocol):
     async def __call__(self, url: str, max_bytes: int) -> bytes:
         """Fetch an image.
 
@@ -58,7 +58,7 @@ async def no_fetch(url: str, max_bytes: int) -> bytes:
 
 
 class HttpFetch:
-    """Implementation of Fetch over HTTP. For one event loop, with a connection for each image.
+    """Implementation of ImageFetch over HTTP. For one event loop, with a connection for each image.
 
     Args:
         longest_s: time limit from the DNS lookup to the last byte.

@@ -5,7 +5,7 @@ import msgspec
 from common.vision_files import VisionFiles
 
 
-class Job(msgspec.Struct, frozen=True):
+class ImageJob(msgspec.Struct, frozen=True):
     """An image to be decoded and resized.
 
     Attributes:

@@ -3,6 +3,6 @@
 import msgspec
 
 
-class Picture(msgspec.Struct, frozen=True):
+class ImageInput(msgspec.Struct, frozen=True):
     source: str | bytes  # data:...;base64,... or a URL. bytes: the file
     low_detail: bool = False

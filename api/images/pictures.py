@@ -11,9 +11,9 @@ import msgspec
 
 from api.auth.client import Client
 from api.images.decoding import Decoding
-from api.images.fetching import Fetch, HttpFetch, no_fetch
-from api.images.jobs import Job
-from api.images.picture import Picture
+from api.images.fetching import HttpFetch, ImageFetch, no_fetch
+from api.images.jobs import ImageJob
+from api.images.picture import ImageInput
 from common.config import ImagesConfig
 from common.errors import InvalidRequest
 from common.limits import MAX_PIXEL_BYTES
@@ -32,20 +32,20 @@ class _Content(NamedTuple):
     num_bytes: int  # of the file, at most
 
 
-class Pictures:
+class ImageLoader:
     """Reader of images. For one event loop."""
 
     def __init__(self, files: VisionFiles, config: ImagesConfig) -> None:
         self._files = files
         self._config = config
-        self._fetch: Fetch = HttpFetch(config.fetch_s) if config.fetch else no_fetch
+        self._fetch: ImageFetch = HttpFetch(config.fetch_s) if config.fetch else no_fetch
         self.decoding = Decoding()
 
     def close(self) -> None:
         self.decoding.close()
 
     async def read(
-        self, pictures: Sequence[Picture], max_tokens: int, client: Client
+        self, pictures: Sequence[ImageInput], max_tokens: int, client: Client
     ) -> list[Image]:
         """Return the images, without their positions in a prompt.
 
@@ -103,7 +103,7 @@ class Pictures:
             after = at + 1
         return [*whole, *token_ids[after:]], placed
 
-    async def _content(self, picture: Picture, left: int) -> _Content:
+    async def _content(self, picture: ImageInput, left: int) -> _Content:
         source = picture.source
         if isinstance(source, bytes):
             if len(source) > left:
@@ -121,11 +121,11 @@ class Pictures:
             raise InvalidRequest("an image is not valid base64: it has other characters than ASCII")
         return _Content(body, min(left, 3 * len(body) // 4))
 
-    def _job(self, picture: Picture, content: _Content, left: int) -> Job:
+    def _job(self, picture: ImageInput, content: _Content, left: int) -> ImageJob:
         most = self._config.max_tokens
         if picture.low_detail:
             most = min(most, LOW_DETAIL_TOKENS)
         given = content.given
         is_base64 = isinstance(given, str)
         file = given.encode() if isinstance(given, str) else given
-        return Job(file, is_base64, self._files, most, left)
+        return ImageJob(file, is_base64, self._files, most, left)

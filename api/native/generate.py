@@ -8,10 +8,10 @@ import msgspec
 from aiohttp import web
 
 from api.dialect.bodies import BodyReader
-from api.dialect.endpoint_call import Asked, Reply
-from api.dialect.events import DONE, Events
+from api.dialect.endpoint_call import EndpointCall, EndpointReply
+from api.dialect.events import DONE, EventStream
 from api.dialect.fields import (
-    Fields,
+    GenerationFields,
     Int32,
     ModelName,
     TokenId,
@@ -21,13 +21,13 @@ from api.dialect.fields import (
 )
 from api.dialect.guides import form_field
 from api.dialect.ignored_fields import OF_NATIVE
-from api.dialect.origin import Origin
-from api.dialect.problems import OPENAI, Refusal
+from api.dialect.origin import RequestOrigin
+from api.dialect.problems import OPENAI, ApiError
 from api.dialect.unknown_fields import Ignored, Nothing
 from api.http.answers import Headers, whole
-from api.http.request import Request
-from api.requests.answer import LastPiece, Piece
-from api.requests.generate_params import Text, TokenIds, Wanted
+from api.http.request import HttpRequest
+from api.requests.answer import FinalChunk, OutputChunk
+from api.requests.generate_params import GenerateParams, TextPrompt, TokenIdsPrompt
 from api.text.limits import MAX_CHOICES
 
 _DEFAULT_MAX_TOKENS = 128  # SGLang's
@@ -82,27 +82,27 @@ class NativeFields(msgspec.Struct, kw_only=True):
     priority: Int32 | None = None
 
 
-class _CommonFields(Fields, kw_only=True):
+class _CommonFields(GenerationFields, kw_only=True):
     """The sampling fields, by OpenAI's names."""
 
     where: ClassVar[str] = "sampling_params."
 
 
-class FinishReason(msgspec.Struct, omit_defaults=True):
+class NativeFinishReason(msgspec.Struct, omit_defaults=True):
     type: str
     length: int | None = None
 
 
 class MetaInfo(msgspec.Struct):
     id: str
-    finish_reason: FinishReason | None
+    finish_reason: NativeFinishReason | None
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int | msgspec.UnsetType = msgspec.UNSET
     e2e_latency: float | msgspec.UnsetType = msgspec.UNSET  # seconds
 
 
-class Generated(msgspec.Struct, omit_defaults=True):
+class NativeResponse(msgspec.Struct, omit_defaults=True):
     """One response so far. Each event of a stream has all of it."""
 
     text: str
@@ -111,7 +111,7 @@ class Generated(msgspec.Struct, omit_defaults=True):
     index: int | None = None  # in a stream with several responses
 
 
-class Native:
+class NativeEndpoint:
     """The Dialect of /generate."""
 
     id_prefix = ""
@@ -125,7 +125,7 @@ class Native:
         self._reader = BodyReader(NativeFields, OF_NATIVE, ignore_unknown=ignore_unknown)
         self.field_names: Mapping[str, str] = {**self._reader.names, **_OTHER_NAMES}
 
-    def read(self, body: bytes) -> Asked:
+    def read(self, body: bytes) -> EndpointCall:
         ignored: list[str] = []
         fields = self._reader.read(body, ignored)
         common = _common(fields)
@@ -134,19 +134,19 @@ class Native:
         prompts, is_list = _prompts(fields)
         if len(prompts) * len(per_prompt) > MAX_CHOICES:
             sentence = f"these are more than {MAX_CHOICES} answers"
-            raise Refusal(400, sentence, param="sampling_params.n")
+            raise ApiError(400, sentence, param="sampling_params.n")
         given = fields.sampling_params and fields.sampling_params.max_new_tokens is not None
         limit = "sampling.max_tokens" if given else ""
         wanted = choices(common, prompts, per_prompt, max_tokens_field=limit)
         is_list = is_list or len(wanted) > 1
 
-        def reply(origin: Origin, request: Request, headers: Headers) -> Reply:
+        def reply(origin: RequestOrigin, request: HttpRequest, headers: Headers) -> EndpointReply:
             told = [_Answer(index, each, origin.id, is_list) for index, each in enumerate(wanted)]
             if fields.stream:
                 return _Streamed(told, request, headers)
             return _Whole(told, is_list, headers)
 
-        return Asked(
+        return EndpointCall(
             fields.model,
             wanted,
             fields.user or "",
@@ -158,10 +158,10 @@ class Native:
 
 
 def _common(fields: NativeFields) -> _CommonFields:
-    """Return the sampling fields by OpenAI's names. Raise Refusal for unsupported values."""
+    """Return the sampling fields by OpenAI's names. Raise ApiError for unsupported values."""
     sampling = fields.sampling_params or SamplingFields()
     if sampling.skip_special_tokens is False:
-        raise Refusal(
+        raise ApiError(
             400,
             "sampling_params.skip_special_tokens is not supported by this server",
             param="sampling_params.skip_special_tokens",
@@ -178,7 +178,9 @@ def _common(fields: NativeFields) -> _CommonFields:
     )
 
 
-_SAME_NAMES = frozenset(SamplingFields.__struct_fields__) & frozenset(Fields.__struct_fields__)
+_SAME_NAMES = frozenset(SamplingFields.__struct_fields__) & frozenset(
+    GenerationFields.__struct_fields__
+)
 # Fields with other names, or in another place, than in the router.
 _OTHER_NAMES = {
     **{name: f"{_CommonFields.where}{name}" for name in _SAME_NAMES},
@@ -189,25 +191,27 @@ _OTHER_NAMES = {
 }
 
 
-def _prompts(fields: NativeFields) -> tuple[Sequence[Text | TokenIds], bool]:
+def _prompts(fields: NativeFields) -> tuple[Sequence[TextPrompt | TokenIdsPrompt], bool]:
     """Return the prompts, and whether they came as a list."""
     match fields.text, fields.input_ids:
         case str(text), None:
-            return [Text(text)], False
+            return [TextPrompt(text)], False
         case [*texts], None if texts:
-            return [Text(text) for text in texts], True
+            return [TextPrompt(text) for text in texts], True
         case None, [int(), *_] as ids if all(isinstance(token, int) for token in ids):
-            return [TokenIds(cast(list[int], ids))], False
+            return [TokenIdsPrompt(cast(list[int], ids))], False
         case None, [[*_], *_] as lists if all(isinstance(ids, list) for ids in lists):
-            return [TokenIds(ids) for ids in cast(list[list[int]], lists)], True
+            return [TokenIdsPrompt(ids) for ids in cast(list[list[int]], lists)], True
         case _:
-            raise Refusal(400, "text or input_ids is needed, one of them", param="text")
+            raise ApiError(400, "text or input_ids is needed, one of them", param="text")
 
 
 class _Answer:
     """One response so far."""
 
-    def __init__(self, index: int, wanted: Wanted, answer_id: str, is_one_of_several: bool) -> None:
+    def __init__(
+        self, index: int, wanted: GenerateParams, answer_id: str, is_one_of_several: bool
+    ) -> None:
         self._index = index if is_one_of_several else None
         self._wanted = wanted
         self._id = f"{answer_id}-{index}" if is_one_of_several else answer_id
@@ -216,13 +220,13 @@ class _Answer:
         self._size = 0  # characters and tokens
         self._told_size = 0
         self._began = time.monotonic()
-        self._end: LastPiece | None = None
+        self._end: FinalChunk | None = None
 
-    def add(self, piece: Piece | LastPiece) -> None:
+    def add(self, piece: OutputChunk | FinalChunk) -> None:
         self._texts.append(piece.text)
         self._token_ids += piece.token_ids
         self._size += len(piece.text) + len(piece.token_ids)
-        if isinstance(piece, LastPiece):
+        if isinstance(piece, FinalChunk):
             self._end = piece
 
     @property
@@ -235,11 +239,11 @@ class _Answer:
         told = self._told_size
         return self.ended or self._size - told >= max(told - _SIZE_OF_EACH_PIECE, 0) / _GROWTH
 
-    def told(self) -> Generated:
+    def told(self) -> NativeResponse:
         text = "".join(self._texts)
         self._texts = [text]
         self._told_size = self._size
-        return Generated(text, self._token_ids, self._meta_info(), self._index)
+        return NativeResponse(text, self._token_ids, self._meta_info(), self._index)
 
     def _meta_info(self) -> MetaInfo:
         num_prompt, num = self._wanted.prompt.rendering.num_tokens, len(self._token_ids)
@@ -249,7 +253,7 @@ class _Answer:
         cached = self._end.usage.cached_tokens
         return MetaInfo(
             self._id,
-            FinishReason(reason, num if reason == "length" else None),
+            NativeFinishReason(reason, num if reason == "length" else None),
             num_prompt,
             num,
             msgspec.UNSET if cached is None else cached,
@@ -265,10 +269,10 @@ class _Whole:
         self._is_list = is_list
         self._headers = headers
 
-    async def write(self, index: int, request_id: str, piece: Piece | LastPiece) -> None:
+    async def write(self, index: int, request_id: str, piece: OutputChunk | FinalChunk) -> None:
         self.offer(index, piece)
 
-    def offer(self, index: int, piece: Piece) -> bool:
+    def offer(self, index: int, piece: OutputChunk) -> bool:
         self._answers[index].add(piece)
         return True
 
@@ -276,7 +280,7 @@ class _Whole:
         told: Any = [answer.told() for answer in self._answers]
         return whole(200, _encode(told if self._is_list else told[0]), headers=self._headers)
 
-    def failed(self, why: Refusal) -> web.StreamResponse:
+    def failed(self, why: ApiError) -> web.StreamResponse:
         return why.response(self._headers)
 
 
@@ -287,18 +291,18 @@ class _Streamed:
     wait for the next event. With an event for each token, n tokens would produce n² of text.
     """
 
-    def __init__(self, answers: Sequence[_Answer], request: Request, headers: Headers) -> None:
+    def __init__(self, answers: Sequence[_Answer], request: HttpRequest, headers: Headers) -> None:
         self._answers = answers
-        self._events = Events(request, headers)
+        self._events = EventStream(request, headers)
 
-    async def write(self, index: int, request_id: str, piece: Piece | LastPiece) -> None:
+    async def write(self, index: int, request_id: str, piece: OutputChunk | FinalChunk) -> None:
         event = self._event(index, piece)
         if all(answer.ended for answer in self._answers):
             self._events.finish(event + DONE)
         else:
             await self._events.send(event)
 
-    def offer(self, index: int, piece: Piece) -> bool:
+    def offer(self, index: int, piece: OutputChunk) -> bool:
         if self._events.slow:
             return False
         self._events.push(self._event(index, piece))
@@ -307,10 +311,10 @@ class _Streamed:
     def response(self) -> web.StreamResponse:
         return self._events.response()
 
-    def failed(self, why: Refusal) -> web.StreamResponse:
+    def failed(self, why: ApiError) -> web.StreamResponse:
         return self._events.failed(why)
 
-    def _event(self, index: int, piece: Piece) -> bytes:
+    def _event(self, index: int, piece: OutputChunk) -> bytes:
         """Return the event that is due with the piece, empty if none is."""
         answer = self._answers[index]
         answer.add(piece)

@@ -12,10 +12,10 @@ from api.dialect.fields import ModelName, TokenId
 from api.dialect.ignored_fields import OF_DETOKENIZE, OF_TOKENIZE
 from api.dialect.messages import MessageList, ToolList, conversation, shown
 from api.dialect.model_names import ModelNames
-from api.dialect.problems import Refusal
+from api.dialect.problems import ApiError
 from api.dialect.prompt_endpoint import PromptEndpoint
-from api.http.request import Request
-from api.requests.generate_params import Prompt, Text
+from api.http.request import HttpRequest
+from api.requests.generate_params import Prompt, TextPrompt
 from api.requests.served_model import ServedModel
 from api.text.limits import MAX_CHOICES, check_context, check_vocabulary
 
@@ -54,7 +54,7 @@ class Detokenized(msgspec.Struct):
     text: str  # the same, by SGLang's name
 
 
-class Tokens:
+class TokenizeEndpoint:
     """HTTP handlers of /tokenize and /detokenize."""
 
     def __init__(
@@ -78,7 +78,7 @@ class Tokens:
             DetokenizeFields, OF_DETOKENIZE, ignore_unknown=ignore_unknown
         )
 
-    async def tokenize(self, request: Request) -> web.Response:
+    async def tokenize(self, request: HttpRequest) -> web.Response:
         async def answer(client: Client) -> Tokenized:
             ignored: list[str] = []
             fields = self._tokenize.read(take_json(request), ignored)
@@ -96,7 +96,7 @@ class Tokens:
 
         return await self._endpoint.answered(request, answer, self._tokenize.names)
 
-    async def detokenize(self, request: Request) -> web.Response:
+    async def detokenize(self, request: HttpRequest) -> web.Response:
         async def answer(client: Client) -> Detokenized:
             ignored: list[str] = []
             fields = self._detokenize.read(take_json(request), ignored)
@@ -111,12 +111,12 @@ class Tokens:
 
 
 def _prompts(fields: TokenizeFields) -> Sequence[Prompt]:
-    """Return the prompts. Raise Refusal unless either prompt or messages is set."""
+    """Return the prompts. Raise ApiError unless either prompt or messages is set."""
     if (fields.prompt is None) == (fields.messages is None):
-        raise Refusal(400, "prompt or messages is needed, and not both", param="prompt")
+        raise ApiError(400, "prompt or messages is needed, and not both", param="prompt")
     if fields.messages is not None:
         if fields.add_special_tokens:
-            raise Refusal(
+            raise ApiError(
                 400,
                 "add_special_tokens: a chat template adds them itself",
                 param="add_special_tokens",
@@ -124,4 +124,4 @@ def _prompts(fields: TokenizeFields) -> Sequence[Prompt]:
         tools = [shown(tool.function) for tool in fields.tools or ()]
         return [conversation(fields, fields.messages, tools)]
     texts = [fields.prompt] if isinstance(fields.prompt, str) else fields.prompt or []
-    return [Text(text, fields.add_special_tokens is not False) for text in texts]
+    return [TextPrompt(text, fields.add_special_tokens is not False) for text in texts]

@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from api.dialect.bodies import BodyReader
-from api.dialect.endpoint_call import Asked
+from api.dialect.endpoint_call import EndpointCall
 from api.dialect.fields import (
     Budget,
-    Fields,
+    GenerationFields,
     Int32,
     check_multiplied,
     choices,
@@ -18,13 +18,20 @@ from api.dialect.fields import (
 )
 from api.dialect.guides import form_field
 from api.dialect.ignored_fields import OF_CHATS
-from api.dialect.messages import MessageList, Part, ToolChoice, ToolList, conversation, text_of
-from api.dialect.problems import OPENAI, Refusal
+from api.dialect.messages import (
+    ContentPart,
+    MessageList,
+    NamedToolChoice,
+    ToolList,
+    conversation,
+    text_of,
+)
+from api.dialect.problems import OPENAI, ApiError
 from api.dialect.tools import guided, listening, offered
-from api.openai.chat_voice import Voice
-from api.openai.replies import Choices
-from api.parsers.model_format import Speech
-from api.requests.generate_params import Prediction
+from api.openai.chat_voice import ChatResponseWriter
+from api.openai.replies import ChoiceCollector
+from api.parsers.model_format import ModelFormat
+from api.requests.generate_params import PredictionPrompt
 from common.requests.sampling import MAX_LOGPROBS
 
 # Returns the special tokens that a response's text keeps, given whether it may have tool calls.
@@ -33,13 +40,13 @@ Shown = Callable[[bool], frozenset[int]]
 
 class PredictionFields(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["content"]
-    content: str | list[Part]
+    content: str | list[ContentPart]
 
 
-class ChatFields(Fields, kw_only=True):
+class ChatFields(GenerationFields, kw_only=True):
     messages: MessageList
     tools: ToolList | None = None
-    tool_choice: str | ToolChoice | None = None
+    tool_choice: str | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
@@ -54,13 +61,13 @@ class ChatFields(Fields, kw_only=True):
     prediction: PredictionFields | None = None
 
 
-class Chat:
+class ChatEndpoint:
     """The Dialect of /v1/chat/completions."""
 
     id_prefix = "chatcmpl-"
     words = OPENAI
 
-    def __init__(self, speech: Speech, shown: Shown, *, ignore_unknown: bool) -> None:
+    def __init__(self, speech: ModelFormat, shown: Shown, *, ignore_unknown: bool) -> None:
         """
         Args:
             speech: format of reasoning and tool calls.
@@ -72,7 +79,7 @@ class Chat:
         self._reader = BodyReader(ChatFields, OF_CHATS, ignore_unknown=ignore_unknown)
         self.field_names = self._reader.names
 
-    def read(self, body: bytes) -> Asked:
+    def read(self, body: bytes) -> EndpointCall:
         ignored: list[str] = []
         fields = self._reader.read(body, ignored)
         if fields.reasoning_effort and not self._speech.takes_effort:
@@ -106,16 +113,16 @@ class Chat:
         )
         reasons = fields.include_reasoning is not False
         listener = listening(self._speech, wanted[0].prompt, offer, reasons=reasons)
-        told = Choices(
+        told = ChoiceCollector(
             whole_object="chat.completion",
             chunk_object="chat.completion.chunk",
             num=len(wanted),
             num_per_prompt=len(per_prompt),
             stream=bool(fields.stream),
             include_usage=includes_usage(fields),
-            voice=lambda index: Voice(index, listener),
+            voice=lambda index: ChatResponseWriter(index, listener),
         )
-        return Asked(
+        return EndpointCall(
             fields.model,
             wanted,
             fields.user or "",
@@ -126,17 +133,17 @@ class Chat:
         )
 
 
-def _choice(choice: str | ToolChoice | None) -> tuple[str | None, str | None]:
+def _choice(choice: str | NamedToolChoice | None) -> tuple[str | None, str | None]:
     match choice:
-        case ToolChoice(function=function):
+        case NamedToolChoice(function=function):
             return None, function.name
         case _:
             return choice, None
 
 
-def _prediction(fields: PredictionFields | None) -> Prediction | None:
+def _prediction(fields: PredictionFields | None) -> PredictionPrompt | None:
     text = "" if fields is None else text_of("prediction.content", fields.content)
-    return Prediction(text) if text else None
+    return PredictionPrompt(text) if text else None
 
 
 def _logprobs(fields: ChatFields) -> int:
@@ -145,7 +152,7 @@ def _logprobs(fields: ChatFields) -> int:
         return fields.top_logprobs or 0
     if fields.top_logprobs:
         sentence = "top_logprobs is told beside logprobs: set both"
-        raise Refusal(400, sentence, param="top_logprobs")
+        raise ApiError(400, sentence, param="top_logprobs")
     return -1
 
 
@@ -155,7 +162,7 @@ def _thinking_budget(fields: ChatFields) -> int:
         each for each in (fields.thinking_token_budget, fields.thinking_budget) if each is not None
     ]
     if len(set(given)) > 1:
-        raise Refusal(
+        raise ApiError(
             400,
             "thinking_token_budget and thinking_budget differ; they mean the same",
             param="thinking_token_budget",
@@ -168,7 +175,7 @@ def _max_tokens(fields: ChatFields) -> tuple[int | None, str]:
     if fields.max_completion_tokens is None:
         return fields.max_tokens, "" if fields.max_tokens is None else "max_tokens"
     if fields.max_tokens not in (None, fields.max_completion_tokens):
-        raise Refusal(
+        raise ApiError(
             400,
             "max_completion_tokens and max_tokens differ; they mean the same",
             param="max_completion_tokens",

@@ -6,32 +6,32 @@ import msgspec
 
 from api.openai.likelihoods import ChatLogprobs, of_chat
 from api.openai.replies import StopReason, stop_reason
-from api.parsers.listener import CallPart, Heard, Listener
-from api.requests.answer import LastPiece, Piece
+from api.parsers.listener import CallPart, ParsedText, StreamParser
+from api.requests.answer import FinalChunk, OutputChunk
 
 
-class CalledFunction(msgspec.Struct):
+class ResponseFunction(msgspec.Struct):
     name: str
     arguments: str  # JSON, as the model wrote it
 
 
-class ToolCall(msgspec.Struct):
+class ResponseToolCall(msgspec.Struct):
     id: str
-    function: CalledFunction
+    function: ResponseFunction
     type: str = "function"
 
 
-class Answer(msgspec.Struct):
+class ResponseMessage(msgspec.Struct):
     content: str | None
     role: str = "assistant"
     refusal: None = None
     reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
-    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[ResponseToolCall] | msgspec.UnsetType = msgspec.UNSET
 
 
-class Choice(msgspec.Struct):
+class ChatChoice(msgspec.Struct):
     index: int
-    message: Answer
+    message: ResponseMessage
     finish_reason: str
     logprobs: ChatLogprobs | None = None
     stop_reason: StopReason = msgspec.UNSET
@@ -66,23 +66,24 @@ class ChunkChoice(msgspec.Struct):
     stop_reason: StopReason = msgspec.UNSET
 
 
-class Voice:
+class ChatResponseWriter:
     """Writer of one choice."""
 
-    def __init__(self, index: int, listener: Callable[[], Listener]) -> None:
+    def __init__(self, index: int, listener: Callable[[], StreamParser]) -> None:
         """
         Args:
-            listener: makes the Listener. Called with the first piece, after the prompt is rendered.
+            listener: makes the StreamParser. Called with the first piece, after the prompt is
+                rendered.
         """
         self._index = index
         self._make_listener = listener
-        self._listener: Listener | None = None
+        self._listener: StreamParser | None = None
 
-    def chunk(self, piece: Piece | LastPiece) -> ChunkChoice | None:
+    def chunk(self, piece: OutputChunk | FinalChunk) -> ChunkChoice | None:
         first = self._listener is None
         listener = self._listener = self._listener or self._make_listener()
         match piece:
-            case LastPiece():
+            case FinalChunk():
                 heard = listener.hear(piece.text, piece.marks, last=True)
                 return ChunkChoice(
                     self._index,
@@ -97,14 +98,14 @@ class Voice:
                     return None
                 return ChunkChoice(self._index, _delta(heard, first), None, of_chat(piece.tokens))
 
-    def choice(self, pieces: Sequence[Piece], last: LastPiece) -> Choice:
+    def choice(self, pieces: Sequence[OutputChunk], last: FinalChunk) -> ChatChoice:
         listener = self._make_listener()
         text, marks = "", list[int]()
         for piece in pieces:
             marks += [len(text) + mark for mark in piece.marks]
             text += piece.text
         heard = listener.hear(text, marks, last=True)
-        return Choice(
+        return ChatChoice(
             self._index,
             _answer(heard),
             _reason(listener, last),
@@ -113,7 +114,7 @@ class Voice:
         )
 
 
-def _delta(heard: Heard, first: bool) -> Delta:
+def _delta(heard: ParsedText, first: bool) -> Delta:
     return Delta(
         "assistant" if first else None,
         heard.content or ("" if first and not heard else None),
@@ -128,16 +129,19 @@ def _delta_call(part: CallPart) -> DeltaCall:
     return DeltaCall(part.index, DeltaFunction(part.name, part.arguments), part.id, "function")
 
 
-def _answer(heard: Heard) -> Answer:
-    calls = [ToolCall(part.id, CalledFunction(part.name, part.arguments)) for part in heard.calls]
-    return Answer(
+def _answer(heard: ParsedText) -> ResponseMessage:
+    calls = [
+        ResponseToolCall(part.id, ResponseFunction(part.name, part.arguments))
+        for part in heard.calls
+    ]
+    return ResponseMessage(
         heard.content if heard.content or not heard else None,
         reasoning_content=heard.reasoning or msgspec.UNSET,
         tool_calls=calls or msgspec.UNSET,
     )
 
 
-def _reason(listener: Listener, last: LastPiece) -> str:
+def _reason(listener: StreamParser, last: FinalChunk) -> str:
     """Return the finish reason.
 
     A truncated response has its own reason, even if it has tool calls.

@@ -7,9 +7,9 @@ from typing import Annotated, cast
 import msgspec
 
 from api.dialect.bodies import BodyReader
-from api.dialect.endpoint_call import Asked
+from api.dialect.endpoint_call import EndpointCall
 from api.dialect.fields import (
-    Fields,
+    GenerationFields,
     TokenId,
     check_multiplied,
     choices,
@@ -18,26 +18,26 @@ from api.dialect.fields import (
 )
 from api.dialect.guides import form_field
 from api.dialect.ignored_fields import OF_COMPLETIONS
-from api.dialect.problems import OPENAI, Refusal
+from api.dialect.problems import OPENAI, ApiError
 from api.openai.likelihoods import TextLogprobs, TextTokens
-from api.openai.replies import Choices, StopReason, stop_reason
-from api.requests.answer import LastPiece, Piece
-from api.requests.generate_params import Text, TokenIds
-from api.requests.token_reports import ToldToken
+from api.openai.replies import ChoiceCollector, StopReason, stop_reason
+from api.requests.answer import FinalChunk, OutputChunk
+from api.requests.generate_params import TextPrompt, TokenIdsPrompt
+from api.requests.token_reports import TokenReport
 from api.text.limits import MAX_CHOICES
 from common.requests.sampling import MAX_LOGPROBS
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
-class CompletionFields(Fields, kw_only=True):
+class CompletionFields(GenerationFields, kw_only=True):
     prompt: str | list[str | TokenId | list[TokenId]]
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
     best_of: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] | None = None
 
 
-class Choice(msgspec.Struct):
+class CompletionChoice(msgspec.Struct):
     index: int
     text: str
     finish_reason: str | None
@@ -45,7 +45,7 @@ class Choice(msgspec.Struct):
     stop_reason: StopReason = msgspec.UNSET
 
 
-class Voice:
+class CompletionResponseWriter:
     """Writer of one choice.
 
     Args:
@@ -58,21 +58,21 @@ class Voice:
         self._begun = False
         self._tokens = TextTokens()
 
-    def chunk(self, piece: Piece | LastPiece) -> Choice | None:
+    def chunk(self, piece: OutputChunk | FinalChunk) -> CompletionChoice | None:
         match piece:
-            case LastPiece():
+            case FinalChunk():
                 return self._end([piece], piece)
-            case Piece(text="", tokens=[] | ()) if self._begun:  # an incomplete character
+            case OutputChunk(text="", tokens=[] | ()) if self._begun:  # an incomplete character
                 return None
             case _:
                 self._begun = True
-                return Choice(self._index, _text([piece]), None, self._logprobs([piece]))
+                return CompletionChoice(self._index, _text([piece]), None, self._logprobs([piece]))
 
-    def choice(self, pieces: Sequence[Piece], last: LastPiece) -> Choice:
+    def choice(self, pieces: Sequence[OutputChunk], last: FinalChunk) -> CompletionChoice:
         return self._end(pieces, last)
 
-    def _end(self, pieces: Sequence[Piece], last: LastPiece) -> Choice:
-        return Choice(
+    def _end(self, pieces: Sequence[OutputChunk], last: FinalChunk) -> CompletionChoice:
+        return CompletionChoice(
             self._index,
             _text(pieces),
             last.finish_reason,
@@ -80,22 +80,22 @@ class Voice:
             stop_reason(last),
         )
 
-    def _logprobs(self, pieces: Sequence[Piece]) -> TextLogprobs | None:
+    def _logprobs(self, pieces: Sequence[OutputChunk]) -> TextLogprobs | None:
         if not self._tells:
             return None
-        tokens: list[ToldToken] = []
+        tokens: list[TokenReport] = []
         for piece in pieces:
             tokens += piece.prompt.tokens if piece.prompt else ()
             tokens += piece.tokens
         return self._tokens.told(tokens, pieces[0].prompt)
 
 
-def _text(pieces: Sequence[Piece]) -> str:
+def _text(pieces: Sequence[OutputChunk]) -> str:
     """Return the text, with the prompt if it is echoed."""
     return "".join((piece.prompt.text if piece.prompt else "") + piece.text for piece in pieces)
 
 
-class Completions:
+class CompletionsEndpoint:
     """The Dialect of /v1/completions."""
 
     id_prefix = "cmpl-"
@@ -109,7 +109,7 @@ class Completions:
         self._reader = BodyReader(CompletionFields, OF_COMPLETIONS, ignore_unknown=ignore_unknown)
         self.field_names = self._reader.names
 
-    def read(self, body: bytes) -> Asked:
+    def read(self, body: bytes) -> EndpointCall:
         ignored: list[str] = []
         fields = self._reader.read(body, ignored)
         best_of = _best_of(fields)
@@ -127,7 +127,7 @@ class Completions:
         )
         prompts = _prompts(fields.prompt)
         if len(prompts) * len(per_prompt) > MAX_CHOICES:
-            raise Refusal(
+            raise ApiError(
                 400,
                 f"prompt: {len(prompts)} prompts with {'best_of' if best_of > 1 else 'n'} = "
                 f"{len(per_prompt)} are more than {MAX_CHOICES} choices",
@@ -141,17 +141,17 @@ class Completions:
             echo=echo,
             silent=silent,
         )
-        told = Choices(
+        told = ChoiceCollector(
             whole_object="text_completion",
             chunk_object="text_completion",
             num=len(wanted),
             num_per_prompt=len(per_prompt),
             stream=bool(fields.stream),
             include_usage=includes_usage(fields),
-            voice=partial(Voice, tells=logprobs >= 0),
+            voice=partial(CompletionResponseWriter, tells=logprobs >= 0),
             num_kept=fields.n or 1,
         )
-        return Asked(
+        return EndpointCall(
             fields.model,
             wanted,
             fields.user or "",
@@ -168,29 +168,31 @@ def _best_of(fields: CompletionFields) -> int:
     1: no selection.
 
     Raises:
-        Refusal: there are fewer than n, or the response is streamed, before the best are known.
+        ApiError: there are fewer than n, or the response is streamed, before the best are known.
     """
     best_of, n = fields.best_of or 1, fields.n or 1
     if best_of in (1, n):
         return 1
     if best_of < n:
-        raise Refusal(400, f"best_of = {best_of} is less than n = {n}", param="best_of")
+        raise ApiError(400, f"best_of = {best_of} is less than n = {n}", param="best_of")
     if fields.stream:
-        raise Refusal(400, "best_of: not of a streamed answer", param="best_of")
+        raise ApiError(400, "best_of: not of a streamed answer", param="best_of")
     return best_of
 
 
-def _prompts(prompt: str | list[str | TokenId | list[TokenId]]) -> Sequence[Text | TokenIds]:
+def _prompts(
+    prompt: str | list[str | TokenId | list[TokenId]],
+) -> Sequence[TextPrompt | TokenIdsPrompt]:
     if isinstance(prompt, str):
-        return [Text(prompt)]
+        return [TextPrompt(prompt)]
     match {type(item) for item in prompt}:
         case kinds if not kinds:
-            raise Refusal(400, "prompt is empty", param="prompt")
+            raise ApiError(400, "prompt is empty", param="prompt")
         case kinds if kinds == {int}:
-            return [TokenIds(cast(list[int], prompt))]
+            return [TokenIdsPrompt(cast(list[int], prompt))]
         case kinds if kinds == {str}:
-            return [Text(text) for text in cast(list[str], prompt)]
+            return [TextPrompt(text) for text in cast(list[str], prompt)]
         case kinds if len(kinds) == 1:
-            return [TokenIds(ids) for ids in cast(list[list[int]], prompt)]
+            return [TokenIdsPrompt(ids) for ids in cast(list[list[int]], prompt)]
         case _:
-            raise Refusal(400, "prompt mixes text, token ids and lists of them", param="prompt")
+            raise ApiError(400, "prompt mixes text, token ids and lists of them", param="prompt")

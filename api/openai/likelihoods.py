@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from api.requests.token_reports import Likely, ToldPrompt, ToldToken
+from api.requests.token_reports import LikelyTokenText, PromptReport, TokenReport
 
 _utf8 = codecs.getincrementaldecoder("utf-8")
 _LEAST = -9999.0  # JSON has no -inf
@@ -35,7 +35,7 @@ class TextLogprobs(msgspec.Struct):
     top_logprobs: list[dict[str, float] | None]
 
 
-def of_chat(tokens: Sequence[ToldToken]) -> ChatLogprobs | None:
+def of_chat(tokens: Sequence[TokenReport]) -> ChatLogprobs | None:
     """Return log-probabilities of a chat, None if they are not requested."""
     if not tokens:
         return None
@@ -64,7 +64,7 @@ class TextTokens:
         self._decoder = _utf8("replace")
 
     def told(
-        self, tokens: Sequence[ToldToken], prompt: ToldPrompt | None = None
+        self, tokens: Sequence[TokenReport], prompt: PromptReport | None = None
     ) -> TextLogprobs | None:
         """Return log-probabilities of the next tokens, None if they are not requested.
 
@@ -87,7 +87,7 @@ class TextTokens:
         )
 
 
-def _num_beside(prompt: ToldPrompt) -> int:
+def _num_beside(prompt: PromptReport) -> int:
     """Return the number of characters of a prompt's tokens that precede its text.
 
     These are the BOS token and a space that the tokenizer puts before a text.
@@ -96,14 +96,14 @@ def _num_beside(prompt: ToldPrompt) -> int:
     return len(spelt) - len(prompt.text) if spelt.endswith(prompt.text) else 0
 
 
-def _likeliest(token: ToldToken) -> dict[str, float] | None:
+def _likeliest(token: TokenReport) -> dict[str, float] | None:
     """Return the likeliest tokens. The token itself is always among them."""
     if token.logprob is None:
         return None
     return {_name(each): _number(each) for each in (*token.top, token)}
 
 
-def _name(token: Likely) -> str:
+def _name(token: LikelyTokenText) -> str:
     """Return a token's text. A part of a character is returned as its bytes."""
     try:
         return token.spelt.decode()
@@ -111,5 +111,5 @@ def _name(token: Likely) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.spelt)
 
 
-def _number(token: Likely) -> float:
+def _number(token: LikelyTokenText) -> float:
     return _LEAST if token.logprob is None else max(token.logprob, _LEAST)

@@ -6,13 +6,13 @@ from typing import Protocol, TypeAlias
 import msgspec
 from aiohttp import web
 
-from api.dialect.endpoint_call import Reply
-from api.dialect.events import DONE, Events
-from api.dialect.origin import Origin
-from api.dialect.problems import Refusal
+from api.dialect.endpoint_call import EndpointReply
+from api.dialect.events import DONE, EventStream
+from api.dialect.origin import RequestOrigin
+from api.dialect.problems import ApiError
 from api.http.answers import Headers, whole
-from api.http.request import Request
-from api.requests.answer import LastPiece, Piece
+from api.http.request import HttpRequest
+from api.requests.answer import FinalChunk, OutputChunk
 from common.requests.prediction import NOTHING
 
 StopReason: TypeAlias = str | int | msgspec.UnsetType
@@ -30,7 +30,7 @@ class CompletionTokensDetails(msgspec.Struct):
     rejected_prediction_tokens: int
 
 
-class Usage(msgspec.Struct):
+class OpenAiUsage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -38,34 +38,34 @@ class Usage(msgspec.Struct):
     completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
 
 
-class Envelope(msgspec.Struct):
+class ResponseEnvelope(msgspec.Struct):
     id: str
     object: str
     created: int
     model: str
     choices: Sequence[msgspec.Struct]
-    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    usage: OpenAiUsage | msgspec.UnsetType | None = msgspec.UNSET
 
 
-class Voice(Protocol):
+class ResponseWriter(Protocol):
     """Writer of one choice in its endpoint's format.
 
     Its pieces come in order, the last one last. Either all go to `chunk`, or all to `choice`.
     """
 
-    def chunk(self, piece: Piece | LastPiece) -> msgspec.Struct | None:
+    def chunk(self, piece: OutputChunk | FinalChunk) -> msgspec.Struct | None:
         """Return a piece's addition to a streamed response, None if nothing can be sent yet.
 
         The first piece and the last piece never return None.
         """
         ...
 
-    def choice(self, pieces: Sequence[Piece], last: LastPiece) -> msgspec.Struct:
+    def choice(self, pieces: Sequence[OutputChunk], last: FinalChunk) -> msgspec.Struct:
         """Return the choice in a whole response. `pieces` includes `last`."""
         ...
 
 
-class Choices(msgspec.Struct, frozen=True):
+class ChoiceCollector(msgspec.Struct, frozen=True):
     """The format of the choices of one request."""
 
     whole_object: str
@@ -74,31 +74,31 @@ class Choices(msgspec.Struct, frozen=True):
     num_per_prompt: int  # adjacent
     stream: bool
     include_usage: bool
-    voice: Callable[[int], Voice]  # of the choice with this index
+    voice: Callable[[int], ResponseWriter]  # of the choice with this index
     num_kept: int = 0  # number of the best choices of a prompt in a whole response. 0: all
 
-    def reply(self, origin: Origin, request: Request, headers: Headers) -> Reply:
+    def reply(self, origin: RequestOrigin, request: HttpRequest, headers: Headers) -> EndpointReply:
         if self.stream:
             return StreamedReply(self, origin, request, headers)
-        return WholeReply(self, origin, headers)
+        return UnaryReply(self, origin, headers)
 
 
-class WholeReply:
+class UnaryReply:
     """A reply with one JSON object at the end."""
 
-    def __init__(self, choices: Choices, origin: Origin, headers: Headers) -> None:
+    def __init__(self, choices: ChoiceCollector, origin: RequestOrigin, headers: Headers) -> None:
         self._choices = choices
         self._origin = origin
         self._headers = headers
-        self._pieces: list[list[Piece]] = [[] for _ in range(choices.num)]
-        self._ends: dict[int, LastPiece] = {}
+        self._pieces: list[list[OutputChunk]] = [[] for _ in range(choices.num)]
+        self._ends: dict[int, FinalChunk] = {}
 
-    async def write(self, index: int, request_id: str, piece: Piece | LastPiece) -> None:
+    async def write(self, index: int, request_id: str, piece: OutputChunk | FinalChunk) -> None:
         self.offer(index, piece)
-        if isinstance(piece, LastPiece):
+        if isinstance(piece, FinalChunk):
             self._ends[index] = piece
 
-    def offer(self, index: int, piece: Piece) -> bool:
+    def offer(self, index: int, piece: OutputChunk) -> bool:
         self._pieces[index].append(piece)
         return True
 
@@ -111,7 +111,7 @@ class WholeReply:
         envelope = _envelope(self._origin, self._choices.whole_object, told, usage)
         return whole(200, _encode(envelope), headers=self._headers)
 
-    def failed(self, why: Refusal) -> web.StreamResponse:
+    def failed(self, why: ApiError) -> web.StreamResponse:
         return why.response(self._headers)
 
     def _kept(self) -> Iterator[int]:
@@ -134,7 +134,11 @@ class StreamedReply:
     """A stream of server-sent events: one for each batch of tokens, and [DONE] at the end."""
 
     def __init__(
-        self, choices: Choices, origin: Origin, request: Request, headers: Headers
+        self,
+        choices: ChoiceCollector,
+        origin: RequestOrigin,
+        request: HttpRequest,
+        headers: Headers,
     ) -> None:
         self._choices = choices
         self._voices = [choices.voice(index) for index in range(choices.num)]
@@ -144,19 +148,19 @@ class StreamedReply:
         usage = None if choices.include_usage else msgspec.UNSET
         envelope = _event(_envelope(origin, choices.chunk_object, (), usage))
         self._before, _, self._after = envelope.rpartition(b"]")
-        self._events = Events(request, headers)
-        self._ends: dict[int, LastPiece] = {}
+        self._events = EventStream(request, headers)
+        self._ends: dict[int, FinalChunk] = {}
 
-    async def write(self, index: int, request_id: str, piece: Piece | LastPiece) -> None:
+    async def write(self, index: int, request_id: str, piece: OutputChunk | FinalChunk) -> None:
         event = self._event(index, piece)
-        if isinstance(piece, LastPiece):
+        if isinstance(piece, FinalChunk):
             self._ends[index] = piece
             if len(self._ends) == self._choices.num:
                 self._events.finish(event + self._last_words())
                 return
         await self._events.send(event)
 
-    def offer(self, index: int, piece: Piece) -> bool:
+    def offer(self, index: int, piece: OutputChunk) -> bool:
         if self._events.slow:
             return False
         self._events.push(self._event(index, piece))
@@ -165,10 +169,10 @@ class StreamedReply:
     def response(self) -> web.StreamResponse:
         return self._events.response()
 
-    def failed(self, why: Refusal) -> web.StreamResponse:
+    def failed(self, why: ApiError) -> web.StreamResponse:
         return self._events.failed(why)
 
-    def _event(self, index: int, piece: Piece) -> bytes:
+    def _event(self, index: int, piece: OutputChunk) -> bytes:
         chunk = self._voices[index].chunk(piece)
         return b"" if chunk is None else b"%b%b]%b" % (self._before, _encode(chunk), self._after)
 
@@ -179,31 +183,31 @@ class StreamedReply:
         return _event(_envelope(self._origin, self._choices.chunk_object, (), usage)) + DONE
 
 
-def stop_reason(last: LastPiece) -> StopReason:
+def stop_reason(last: FinalChunk) -> StopReason:
     """Return the stop string or the id of the stop token that ended a choice, unset if none did."""
     return msgspec.UNSET if last.stop_reason is None else last.stop_reason
 
 
 def _envelope(
-    origin: Origin,
+    origin: RequestOrigin,
     kind: str,
     choices: Sequence[msgspec.Struct],
-    usage: Usage | msgspec.UnsetType | None,
-) -> Envelope:
-    return Envelope(origin.id, kind, origin.created, origin.model, choices, usage)
+    usage: OpenAiUsage | msgspec.UnsetType | None,
+) -> ResponseEnvelope:
+    return ResponseEnvelope(origin.id, kind, origin.created, origin.model, choices, usage)
 
 
-def _event(envelope: Envelope) -> bytes:
+def _event(envelope: ResponseEnvelope) -> bytes:
     return b"data: " + _encode(envelope) + b"\n\n"
 
 
-def _usage(ends: dict[int, LastPiece], num_per_prompt: int) -> Usage:
+def _usage(ends: dict[int, FinalChunk], num_per_prompt: int) -> OpenAiUsage:
     """Return the usage. A prompt counts once, however many choices it has."""
     prompts = [ends[index].usage for index in range(0, len(ends), num_per_prompt)]
     prompt_tokens = sum(usage.prompt_tokens for usage in prompts)
     completion_tokens = sum(end.usage.completion_tokens for end in ends.values())
     cached = [usage.cached_tokens for usage in prompts if usage.cached_tokens is not None]
-    return Usage(
+    return OpenAiUsage(
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
         total_tokens=prompt_tokens + completion_tokens,
@@ -213,7 +217,7 @@ def _usage(ends: dict[int, LastPiece], num_per_prompt: int) -> Usage:
 
 
 def _completion_details(
-    ends: Iterable[LastPiece],
+    ends: Iterable[FinalChunk],
 ) -> CompletionTokensDetails | msgspec.UnsetType:
     predicted = [end.usage.predicted for end in ends if end.usage.predicted is not None]
     if not predicted:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import msgspec
 
 from api.dialect.event_reply import Event
-from api.parsers.listener import CallPart, Heard
+from api.parsers.listener import CallPart, ParsedText
 
 
 class TextPart(msgspec.Struct):
@@ -53,7 +53,7 @@ class CallItem(msgspec.Struct):
 Item = MessageItem | ReasoningItem | CallItem
 
 
-class Growing(Protocol):
+class PartialItem(Protocol):
     """The open item."""
 
     kind: str
@@ -124,7 +124,7 @@ class _Call:
         yield _event("output_item.done", output_index=self._index, item=item)
 
 
-class Output:
+class ResponseOutput:
     """The output of one response. Iterators that the methods return must be exhausted.
 
     An item in an event is valid only at the moment when the event is yielded.
@@ -132,9 +132,9 @@ class Output:
 
     def __init__(self) -> None:
         self.items: list[Item] = []
-        self._open: Growing | None = None
+        self._open: PartialItem | None = None
 
-    def add(self, heard: Heard) -> Iterator[Event]:
+    def add(self, heard: ParsedText) -> Iterator[Event]:
         if heard.reasoning:
             if self.kind != "reasoning":
                 thought = ReasoningPart()
@@ -166,7 +166,7 @@ class Output:
         """Return the type of the open item, "" if none is open."""
         return "" if self._open is None else self._open.kind
 
-    def _begin(self, item: Item, growing: Growing) -> Iterator[Event]:
+    def _begin(self, item: Item, growing: PartialItem) -> Iterator[Event]:
         yield from self._close("completed")
         self.items.append(item)
         self._open = growing

@@ -5,11 +5,11 @@ from itertools import count
 from typing import Any
 
 from api.dialect.event_reply import Event
-from api.dialect.origin import Origin
-from api.dialect.problems import Refusal
-from api.openai.response_items import Output
-from api.parsers.listener import Listener
-from api.requests.answer import LastPiece, Piece, Usage
+from api.dialect.origin import RequestOrigin
+from api.dialect.problems import ApiError
+from api.openai.response_items import ResponseOutput
+from api.parsers.listener import StreamParser
+from api.requests.answer import FinalChunk, OutputChunk, TokenUsage
 
 _NOTHING_STORED = {
     "background": False,
@@ -21,43 +21,44 @@ _NOTHING_STORED = {
 }
 
 
-class Response:
+class ResponsesObject:
     """The Telling of one response."""
 
     def __init__(
-        self, origin: Origin, echoed: dict[str, Any], listener: Callable[[], Listener]
+        self, origin: RequestOrigin, echoed: dict[str, Any], listener: Callable[[], StreamParser]
     ) -> None:
         """
         Args:
             echoed: request fields that the response repeats.
-            listener: makes the Listener. Called with the first piece, after the prompt is rendered.
+            listener: makes the StreamParser. Called with the first piece, after the prompt is
+                rendered.
         """
         self._origin = origin
         self._echoed = echoed
         self._make_listener = listener
-        self._listener: Listener | None = None
-        self._output = Output()
+        self._listener: StreamParser | None = None
+        self._output = ResponseOutput()
         self._num_thought = 0  # reasoning tokens
         self._numbers = count()  # sequence numbers of events
         self.last: Event = {}  # the whole response, after it has ended
 
-    def add(self, piece: Piece | LastPiece) -> Iterator[Event]:
+    def add(self, piece: OutputChunk | FinalChunk) -> Iterator[Event]:
         return map(self._numbered, self._told(piece))
 
-    def failed(self, why: Refusal) -> Event:
+    def failed(self, why: ApiError) -> Event:
         event = {"type": "error", "code": why.code, "message": str(why), "param": why.param}
         return self._numbered(event)
 
     def _numbered(self, event: Event) -> Event:
         return {**event, "sequence_number": next(self._numbers)}
 
-    def _told(self, piece: Piece | LastPiece) -> Iterator[Event]:
+    def _told(self, piece: OutputChunk | FinalChunk) -> Iterator[Event]:
         if self._listener is None:
             self._listener = self._make_listener()
             for name in ("created", "in_progress"):
                 yield {"type": f"response.{name}", "response": self._response("in_progress", None)}
         match piece:
-            case LastPiece():
+            case FinalChunk():
                 yield from self._output.add(self._listener.hear(piece.text, piece.marks, last=True))
                 whole = piece.finish_reason == "stop"
                 yield from self._output.end(whole=whole)
@@ -71,7 +72,7 @@ class Response:
                 if self._output.kind == "reasoning":
                     self._num_thought += len(piece.token_ids)
 
-    def _response(self, status: str, last: LastPiece | None) -> Event:
+    def _response(self, status: str, last: FinalChunk | None) -> Event:
         cut_off = status == "incomplete"
         return {
             "id": self._origin.id,
@@ -87,7 +88,7 @@ class Response:
             **_NOTHING_STORED,
         }
 
-    def _usage(self, usage: Usage) -> Event:
+    def _usage(self, usage: TokenUsage) -> Event:
         return {
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {"cached_tokens": usage.cached_tokens or 0},

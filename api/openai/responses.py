@@ -9,11 +9,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from api.dialect.bodies import BodyReader
-from api.dialect.endpoint_call import Asked, Reply
+from api.dialect.endpoint_call import EndpointCall, EndpointReply
 from api.dialect.event_reply import reply_of
 from api.dialect.fields import (
     Budget,
-    Fields,
+    GenerationFields,
     Int32,
     ModelName,
     check_multiplied,
@@ -22,22 +22,22 @@ from api.dialect.fields import (
 )
 from api.dialect.guides import JsonSchema, ResponseFormat
 from api.dialect.ignored_fields import OF_RESPONSES
-from api.dialect.messages import Function, Tool
-from api.dialect.origin import Origin
-from api.dialect.problems import OPENAI, Refusal, fields_of
+from api.dialect.messages import ToolDefinition, ToolFunction
+from api.dialect.origin import RequestOrigin
+from api.dialect.problems import OPENAI, ApiError, fields_of
 from api.dialect.tools import guided, listening, offered
 from api.dialect.unknown_fields import Ignored, Nothing
 from api.http.answers import Headers
-from api.http.request import Request
-from api.images.picture import Picture
+from api.http.request import HttpRequest
+from api.images.picture import ImageInput
 from api.openai.chat import Shown
-from api.openai.response_reply import Response
-from api.parsers.model_format import Speech
-from api.requests.generate_params import Messages, ToolCall, Turn
+from api.openai.response_reply import ResponsesObject
+from api.parsers.model_format import ModelFormat
+from api.requests.generate_params import ChatPrompt, ChatTurn, PastToolCall
 from api.text.limits import MAX_MESSAGES, MAX_TOOLS
 
 
-class Part(msgspec.Struct, forbid_unknown_fields=True):
+class ResponseInputPart(msgspec.Struct, forbid_unknown_fields=True):
     """A part of a message, an output or reasoning: text, or in a message an image."""
 
     type: str
@@ -54,11 +54,11 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=True):
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: str | None = None
-    content: str | list[Part] | None = None
+    content: str | list[ResponseInputPart] | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    output: str | list[Part] | None = None
+    output: str | list[ResponseInputPart] | None = None
     id: Ignored = None
     status: Ignored = None
     phase: Ignored = None
@@ -74,18 +74,18 @@ class ResponseTool(msgspec.Struct, forbid_unknown_fields=True):
     strict: bool | None = None
 
 
-class NamedTool(msgspec.Struct, forbid_unknown_fields=True):
+class ResponseNamedTool(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     type: Literal["function"] = "function"
 
 
-class Reasoning(msgspec.Struct, forbid_unknown_fields=True):
+class ResponseReasoning(msgspec.Struct, forbid_unknown_fields=True):
     effort: str | None = None
     summary: Ignored = None
     generate_summary: Ignored = None
 
 
-class Format(msgspec.Struct, forbid_unknown_fields=True):
+class ResponseTextFormat(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["text", "json_object", "json_schema"] = "text"
     schema: dict[str, Any] | None = None
     name: Ignored = None
@@ -94,11 +94,11 @@ class Format(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TextFields(msgspec.Struct, forbid_unknown_fields=True):
-    format: Format | None = None
+    format: ResponseTextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+class ResponseStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: Ignored = None
     include_usage: Ignored = None  # the last event has it anyway
 
@@ -110,7 +110,7 @@ class ResponseFields(msgspec.Struct, kw_only=True):
     instructions: str | None = None
     model: ModelName | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: ResponseStreamOptions | None = None
     max_output_tokens: Int32 | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -119,9 +119,9 @@ class ResponseFields(msgspec.Struct, kw_only=True):
     seed: int | None = None
     stop: str | list[str] | None = None
     tools: Annotated[list[ResponseTool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: str | NamedTool | None = None
+    tool_choice: str | ResponseNamedTool | None = None
     parallel_tool_calls: bool | None = None
-    reasoning: Reasoning | None = None
+    reasoning: ResponseReasoning | None = None
     thinking_token_budget: Budget | None = None
     text: TextFields | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -130,13 +130,13 @@ class ResponseFields(msgspec.Struct, kw_only=True):
     priority: Int32 | None = None
 
 
-class Responses:
+class ResponsesEndpoint:
     """The Dialect of /v1/responses."""
 
     id_prefix = "resp_"
     words = OPENAI
 
-    def __init__(self, speech: Speech, shown: Shown, *, ignore_unknown: bool) -> None:
+    def __init__(self, speech: ModelFormat, shown: Shown, *, ignore_unknown: bool) -> None:
         """
         Args:
             speech, shown, ignore_unknown: see Chat.
@@ -151,7 +151,7 @@ class Responses:
             reasoning_effort="reasoning.effort",
         )
 
-    def read(self, body: bytes) -> Asked:
+    def read(self, body: bytes) -> EndpointCall:
         ignored: list[str] = []
         fields = self._reader.read(body, ignored)
         effort = fields.reasoning.effort if fields.reasoning else None
@@ -160,7 +160,7 @@ class Responses:
             ignored.append("reasoning.effort")
         if fields.text and fields.text.verbosity not in (None, "medium"):
             ignored.append("text.verbosity")
-        common = Fields(
+        common = GenerationFields(
             temperature=fields.temperature,
             top_p=fields.top_p,
             top_k=fields.top_k,
@@ -180,7 +180,7 @@ class Responses:
             self._speech,
             parallel=fields.parallel_tool_calls,
         )
-        messages = Messages(
+        messages = ChatPrompt(
             turns(fields),
             offer.shown,
             fields.chat_template_kwargs or {},
@@ -202,23 +202,25 @@ class Responses:
         )
         listener = listening(self._speech, wanted[0].prompt, offer)
 
-        def reply(origin: Origin, request: Request, headers: Headers) -> Reply:
-            response = Response(origin, _echoed(fields), listener)
+        def reply(origin: RequestOrigin, request: HttpRequest, headers: Headers) -> EndpointReply:
+            response = ResponsesObject(origin, _echoed(fields), listener)
             return reply_of(response, bool(fields.stream), request, headers)
 
         form = "text.format" if common.response_format else "tools" if offer.tools else ""
-        return Asked(fields.model, wanted, fields.user or "", reply, form=form, ignored=ignored)
+        return EndpointCall(
+            fields.model, wanted, fields.user or "", reply, form=form, ignored=ignored
+        )
 
 
-def turns(fields: ResponseFields) -> Sequence[Turn]:
+def turns(fields: ResponseFields) -> Sequence[ChatTurn]:
     """Return the turns of the conversation. Adjacent assistant items form one turn.
 
     Raises:
-        Refusal: an item is incomplete, or has content that is neither text nor an allowed image.
+        ApiError: an item is incomplete, or has content that is neither text nor an allowed image.
     """
-    made = [] if fields.instructions is None else [Turn("system", fields.instructions)]
+    made = [] if fields.instructions is None else [ChatTurn("system", fields.instructions)]
     if isinstance(fields.input, str):
-        return [*made, Turn("user", fields.input)]
+        return [*made, ChatTurn("user", fields.input)]
     going_on = False  # whether the last turn is the assistant's
     for number, item in enumerate(fields.input):
         turn = _turn(f"input[{number}]", item)
@@ -231,33 +233,35 @@ def turns(fields: ResponseFields) -> Sequence[Turn]:
     return made
 
 
-def _turn(where: str, item: InputItem) -> Turn:
+def _turn(where: str, item: InputItem) -> ChatTurn:
     match item:
         case InputItem(type="function_call", name=str(name), call_id=str(call_id)):
-            call = ToolCall(name, item.arguments or "", call_id)
-            return Turn("assistant", None, tool_calls=(call,))
+            call = PastToolCall(name, item.arguments or "", call_id)
+            return ChatTurn("assistant", None, tool_calls=(call,))
         case InputItem(type="function_call_output", output=output, call_id=str(call_id)):
-            return Turn("tool", _text(f"{where}.output", output), tool_call_id=call_id)
+            return ChatTurn("tool", _text(f"{where}.output", output), tool_call_id=call_id)
         case InputItem(type="reasoning"):
-            return Turn("assistant", None, reasoning=_text(f"{where}.content", item.content or ""))
+            return ChatTurn(
+                "assistant", None, reasoning=_text(f"{where}.content", item.content or "")
+            )
         case InputItem(type="message", role=str(role), content=content):
             role = "system" if role == "developer" else role
             if role != "assistant" and isinstance(content, list) and any(map(_shows, content)):
                 parts = (_part(f"{where}.content", *each) for each in enumerate(content))
-                return Turn(role, None, parts=tuple(parts))
-            return Turn(role, _text(f"{where}.content", content))
+                return ChatTurn(role, None, parts=tuple(parts))
+            return ChatTurn(role, _text(f"{where}.content", content))
         case _:
             sentence = f"{where} has not all fields that a {item.type} has"
-            raise Refusal(400, sentence, param=where)
+            raise ApiError(400, sentence, param=where)
 
 
-def _joined(before: Turn, after: Turn) -> Turn | None:
+def _joined(before: ChatTurn, after: ChatTurn) -> ChatTurn | None:
     """Return two assistant turns as one, None if that would lose the order of their parts."""
     if after.reasoning is not None and (before.content is not None or before.tool_calls):
         return None
     if after.content is not None and (before.content is not None or before.tool_calls):
         return None
-    return Turn(
+    return ChatTurn(
         "assistant",
         after.content if before.content is None else before.content,
         reasoning=after.reasoning if before.reasoning is None else before.reasoning,
@@ -265,31 +269,31 @@ def _joined(before: Turn, after: Turn) -> Turn | None:
     )
 
 
-def _shows(part: Part) -> bool:
+def _shows(part: ResponseInputPart) -> bool:
     return part.type == "input_image"
 
 
-def _part(where: str, number: int, part: Part) -> str | Picture:
+def _part(where: str, number: int, part: ResponseInputPart) -> str | ImageInput:
     if not _shows(part):
         return _text_of(where, number, part)
     if part.image_url is None:
         path = f"{where}[{number}].image_url"
-        raise Refusal(400, f"{path} is missing: no files are stored here", param=path)
-    return Picture(part.image_url, part.detail == "low")
+        raise ApiError(400, f"{path} is missing: no files are stored here", param=path)
+    return ImageInput(part.image_url, part.detail == "low")
 
 
-def _text(where: str, content: str | list[Part] | None) -> str:
+def _text(where: str, content: str | list[ResponseInputPart] | None) -> str:
     if isinstance(content, str):
         return content
     if content is None:
-        raise Refusal(400, f"{where} must be text or a list of text parts", param=where)
+        raise ApiError(400, f"{where} must be text or a list of text parts", param=where)
     return "\n".join(_text_of(where, number, part) for number, part in enumerate(content))
 
 
-def _text_of(where: str, number: int, part: Part) -> str:
+def _text_of(where: str, number: int, part: ResponseInputPart) -> str:
     if not part.type.endswith("text") or part.text is None:
         path = f"{where}[{number}]"
-        raise Refusal(400, f"{path} is no text; only text is supported", param=path)
+        raise ApiError(400, f"{path} is no text; only text is supported", param=path)
     return part.text
 
 
@@ -301,13 +305,15 @@ def _format(text: TextFields | None) -> ResponseFormat | None:
     return ResponseFormat(text.format.type, None if schema is None else JsonSchema(schema))
 
 
-def _tool(tool: ResponseTool) -> Tool:
-    return Tool("function", Function(tool.name, tool.description, tool.parameters, tool.strict))
+def _tool(tool: ResponseTool) -> ToolDefinition:
+    return ToolDefinition(
+        "function", ToolFunction(tool.name, tool.description, tool.parameters, tool.strict)
+    )
 
 
-def _choice(choice: str | NamedTool | None) -> tuple[str | None, str | None]:
+def _choice(choice: str | ResponseNamedTool | None) -> tuple[str | None, str | None]:
     match choice:
-        case NamedTool(name=name):
+        case ResponseNamedTool(name=name):
             return None, name
         case _:
             return choice, None

@@ -7,7 +7,7 @@ from pathlib import Path
 from aiohttp import web
 
 from api.http.answers import whole
-from api.http.request import Handler, Request
+from api.http.request import Handler, HttpRequest
 
 DIRECTORY = Path(__file__).parent
 KINDS = {
@@ -38,7 +38,7 @@ class PageFile:
         self._kind = KINDS[path.suffix]
         self._etag = f'"{hashlib.sha256(self._content).hexdigest()[:32]}"'
 
-    async def __call__(self, request: Request) -> web.Response:
+    async def __call__(self, request: HttpRequest) -> web.Response:
         given = request.header("if-none-match").split(",")
         known = {tag.strip().removeprefix("W/") for tag in given}
         status = 304 if self._etag in known else 200

@@ -3,19 +3,19 @@
 import json
 from collections.abc import Container
 
-from api.parsers.events import Arguments, Call
-from api.parsers.source import Source, Steps
+from api.parsers.events import ArgumentsEvent, ToolCallEvent
+from api.parsers.source import ParserSource, Steps
 
 _ARGUMENTS = ("arguments", "parameters")
 
 
-class CallTelling:
+class ToolCallEvents:
     """Reporter of one call.
 
     Its name is reported before its arguments, whatever their order in the text.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: ParserSource) -> None:
         self._source = source
         self._held: list[str] = []  # arguments that arrived before the name
         self.named = False
@@ -23,7 +23,7 @@ class CallTelling:
 
     def name(self, name: str) -> None:
         self.named = True
-        self._source.say(Call(name))
+        self._source.say(ToolCallEvent(name))
         self.arguments("".join(self._held))
 
     def arguments(self, text: str) -> None:
@@ -31,7 +31,7 @@ class CallTelling:
             self._held.append(text)
         elif text:
             self._told = True
-            self._source.say(Arguments(text))
+            self._source.say(ArgumentsEvent(text))
 
     def end(self) -> None:
         """End the call.
@@ -42,7 +42,7 @@ class CallTelling:
             self.arguments("{}")
 
 
-def call_object(source: Source, known: Container[str] | None = None) -> Steps[bool]:
+def call_object(source: ParserSource, known: Container[str] | None = None) -> Steps[bool]:
     """Parse `{"name": ..., "arguments": {...}}`, with keys in any order, and report the call.
 
     Args:
@@ -52,7 +52,7 @@ def call_object(source: Source, known: Container[str] | None = None) -> Steps[bo
     Returns:
         Whether it is a call. If not, nothing has been reported.
     """
-    call = CallTelling(source)
+    call = ToolCallEvents(source)
     if not (yield from source.accept("{")):
         return False
     while not (yield from source.accept("}")):
@@ -76,7 +76,7 @@ def call_object(source: Source, known: Container[str] | None = None) -> Steps[bo
     return call.named
 
 
-def json_arguments(source: Source, call: CallTelling) -> Steps[None]:
+def json_arguments(source: ParserSource, call: ToolCallEvents) -> Steps[None]:
     """Parse arguments and report them: an object as it arrives, also one in a JSON string."""
     yield from source.spaces()
     if (yield from source.next_is("{[")):
@@ -87,13 +87,13 @@ def json_arguments(source: Source, call: CallTelling) -> Steps[None]:
         yield from json_value(source, [])
 
 
-def json_value(source: Source, parts: list[str]) -> Steps[bool]:
+def json_value(source: ParserSource, parts: list[str]) -> Steps[bool]:
     """Parse a value of any type into `parts`, and return whether it is complete."""
     yield from source.spaces()
     return (yield from source.through(_ValueScan(), parts.append))
 
 
-def _text(source: Source) -> Steps[str]:
+def _text(source: ParserSource) -> Steps[str]:
     """Parse a JSON string. Return "" if there is none."""
     yield from source.spaces()
     if not (yield from source.next_is('"')):

@@ -6,34 +6,34 @@ from typing import Protocol, TypeAlias
 import msgspec
 
 
-class Content(msgspec.Struct, frozen=True):
+class ContentEvent(msgspec.Struct, frozen=True):
     """Part of the text for the user."""
 
     text: str
 
 
-class Reasoning(msgspec.Struct, frozen=True):
+class ReasoningEvent(msgspec.Struct, frozen=True):
     """Part of the reasoning before the content."""
 
     text: str
 
 
-class Call(msgspec.Struct, frozen=True):
+class ToolCallEvent(msgspec.Struct, frozen=True):
     """The beginning of a tool call."""
 
     name: str
 
 
-class Arguments(msgspec.Struct, frozen=True):
+class ArgumentsEvent(msgspec.Struct, frozen=True):
     """Part of the last call's arguments. All parts together are JSON."""
 
     text: str
 
 
-Said: TypeAlias = Content | Reasoning | Call | Arguments
+Said: TypeAlias = ContentEvent | ReasoningEvent | ToolCallEvent | ArgumentsEvent
 
 
-class Parser(Protocol):
+class OutputParser(Protocol):
     """Parser of one response. The result does not depend on how the text is split."""
 
     def push(self, text: str, marks: Sequence[int]) -> Sequence[Said]:

@@ -3,11 +3,12 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from api.parsers.calls import CallTelling, call_object, json_arguments
-from api.parsers.source import Source, Steps, nobody
+from api.parsers.calls import ToolCallEvents, call_object, json_arguments
+from api.parsers.source import ParserSource, Steps, nobody
 
-# Takes a Source, and the tools that may be called: the JSON schema of their arguments by name.
-Grammar = Callable[[Source, Mapping[str, Any]], Steps[None]]
+# Takes a ParserSource, and the tools that may be called: the JSON schema of their arguments by
+# name.
+Grammar = Callable[[ParserSource, Mapping[str, Any]], Steps[None]]
 
 HERMES = ("<tool_call>", "</tool_call>")
 LLAMA3 = ("<|python_tag|>",)
@@ -21,12 +22,12 @@ DEEPSEEK = (
 )
 
 
-def plain(source: Source) -> Steps[None]:
+def plain(source: ParserSource) -> Steps[None]:
     """Parse all text as content."""
     yield from source.rest(source.content)
 
 
-def hermes(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
+def hermes(source: ParserSource, tools: Mapping[str, Any]) -> Steps[None]:
     """Parse `<tool_call>{"name": "f", "arguments": {}}</tool_call>`: Hermes, Qwen2.5 and Qwen3."""
     begin, end = HERMES
     while (yield from source.until(begin, tell=source.content, trim=True)):
@@ -38,7 +39,7 @@ def hermes(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
         yield from source.spaces()
 
 
-def llama3(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
+def llama3(source: ParserSource, tools: Mapping[str, Any]) -> Steps[None]:
     """Parse `{"name": "f", "parameters": {}}` as the whole response, or behind `<|python_tag|>`.
 
     Several calls are separated by `;`. A response that is other JSON is content.
@@ -58,7 +59,7 @@ def llama3(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
     yield from source.rest(source.content)
 
 
-def mistral(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
+def mistral(source: ParserSource, tools: Mapping[str, Any]) -> Steps[None]:
     """Parse `[TOOL_CALLS][{"name": "f", "arguments": {}}]`, or newer `[TOOL_CALLS]f[ARGS]{}`."""
     begin, call_id, arguments = MISTRAL
     while (yield from source.until(begin, tell=source.content, trim=True)):
@@ -83,7 +84,7 @@ def mistral(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
         yield from source.spaces()
 
 
-def deepseek(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
+def deepseek(source: ParserSource, tools: Mapping[str, Any]) -> Steps[None]:
     """Parse DeepSeek's calls, which have their own markers for each part.
 
     V3 and R1 write the kind of tool, then its name and a block of JSON. V3.1 writes the name, then
@@ -105,7 +106,7 @@ def deepseek(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
         yield from source.spaces()
 
 
-def forced(source: Source) -> Steps[None]:
+def forced(source: ParserSource) -> Steps[None]:
     """Parse `[{"name": "f", "parameters": {}}]`, where a grammar makes the whole response calls."""
     yield from source.accept("[")
     while (yield from call_object(source)):
@@ -114,12 +115,12 @@ def forced(source: Source) -> Steps[None]:
     yield from source.rest(nobody)
 
 
-def _named(source: Source, name: str) -> Steps[None]:
+def _named(source: ParserSource, name: str) -> Steps[None]:
     """Report a call whose name has been parsed, and parse its arguments."""
     if not name.strip():
         source.content(source.recorded())
         return
-    call = CallTelling(source)
+    call = ToolCallEvents(source)
     call.name(name.strip())
     yield from json_arguments(source, call)
     call.end()

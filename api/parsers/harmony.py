@@ -2,9 +2,9 @@
 
 import re
 
-from api.parsers.calls import CallTelling
-from api.parsers.events import Reasoning
-from api.parsers.source import Source, Steps, Tell, nobody
+from api.parsers.calls import ToolCallEvents
+from api.parsers.events import ReasoningEvent
+from api.parsers.source import ParserSource, Steps, Tell, nobody
 
 MARKERS = START, CHANNEL, CONSTRAIN, MESSAGE = (
     "<|start|>",
@@ -20,7 +20,7 @@ _NAME = r"[^\s<]+"
 _RECIPIENT = re.compile(rf"to=functions\.({_NAME})")
 
 
-def harmony(source: Source, *, reasons: bool, calls: bool) -> Steps[None]:
+def harmony(source: ParserSource, *, reasons: bool, calls: bool) -> Steps[None]:
     """Parse a Harmony response.
 
     Args:
@@ -44,13 +44,13 @@ def harmony(source: Source, *, reasons: bool, calls: bool) -> Steps[None]:
 
 
 def _message(
-    source: Source, channel: str, recipient: re.Match[str] | None, reasons: bool
+    source: ParserSource, channel: str, recipient: re.Match[str] | None, reasons: bool
 ) -> Steps[str]:
     """Report one message to its end, and return the marker there."""
     if recipient is None:
         tell = _thinking(source, reasons) if _THINKING.match(channel) else source.content
         return (yield from source.until(START, *ENDS, tell=tell))
-    call = CallTelling(source)
+    call = ToolCallEvents(source)
     call.name(recipient[1])
     marker = yield from source.until(START, *ENDS, tell=call.arguments, trim=True)
     call.end()
@@ -67,9 +67,9 @@ def can_call(name: str) -> bool:
     return re.fullmatch(_NAME, name) is not None
 
 
-def _thinking(source: Source, reasons: bool) -> Tell:
+def _thinking(source: ParserSource, reasons: bool) -> Tell:
     def tell(text: str) -> None:
         if text:
-            source.say(Reasoning(text))
+            source.say(ReasoningEvent(text))
 
     return tell if reasons else nobody

@@ -6,7 +6,14 @@ from collections.abc import Sequence
 
 import msgspec
 
-from api.parsers.events import Arguments, Call, Content, Parser, Reasoning, Said
+from api.parsers.events import (
+    ArgumentsEvent,
+    ContentEvent,
+    OutputParser,
+    ReasoningEvent,
+    Said,
+    ToolCallEvent,
+)
 
 _CHARACTERS = string.ascii_letters + string.digits
 _ID_CHARACTERS = 9  # Mistral's templates accept only this many letters and digits
@@ -21,7 +28,7 @@ class CallPart(msgspec.Struct, frozen=True):
     arguments: str
 
 
-class Heard(msgspec.Struct, frozen=True):
+class ParsedText(msgspec.Struct, frozen=True):
     content: str
     reasoning: str
     calls: Sequence[CallPart]  # at most one part of each call, in order
@@ -30,10 +37,10 @@ class Heard(msgspec.Struct, frozen=True):
         return bool(self.content or self.reasoning or self.calls)
 
 
-class Listener:
+class StreamParser:
     """The reader of one response."""
 
-    def __init__(self, parser: Parser, *, parallel: bool = True) -> None:
+    def __init__(self, parser: OutputParser, *, parallel: bool = True) -> None:
         """
         Args:
             parallel: False: only the first call is returned.
@@ -46,11 +53,11 @@ class Listener:
     def has_called(self) -> bool:
         return self._num_calls > 0
 
-    def hear(self, text: str, marks: Sequence[int] = (), *, last: bool) -> Heard:
+    def hear(self, text: str, marks: Sequence[int] = (), *, last: bool) -> ParsedText:
         """Return what more text adds to the response.
 
         Args:
-            marks: see Parser.push.
+            marks: see OutputParser.push.
             last: whether the text is complete.
         """
         said = [*self._parser.push(text, marks)]
@@ -58,22 +65,22 @@ class Listener:
             said += self._parser.finish()
         return self._together(said)
 
-    def _together(self, said: Sequence[Said]) -> Heard:
+    def _together(self, said: Sequence[Said]) -> ParsedText:
         content: list[str] = []
         reasoning: list[str] = []
         begun: dict[int, CallPart] = {}
         arguments: dict[int, list[str]] = {}
         for each in said:
             match each:
-                case Content(text):
+                case ContentEvent(text):
                     content.append(text)
-                case Reasoning(text):
+                case ReasoningEvent(text):
                     reasoning.append(text)
-                case Call(name):
+                case ToolCallEvent(name):
                     begun[self._num_calls] = CallPart(self._num_calls, _new_id(), name, "")
                     arguments[self._num_calls] = []
                     self._num_calls += 1
-                case Arguments(text):
+                case ArgumentsEvent(text):
                     arguments.setdefault(self._num_calls - 1, []).append(text)
         calls = [
             CallPart(index, begun[index].id, begun[index].name, "".join(parts))
@@ -82,7 +89,7 @@ class Listener:
             for index, parts in arguments.items()
             if self._parallel or index == 0
         ]
-        return Heard("".join(content), "".join(reasoning), calls)
+        return ParsedText("".join(content), "".join(reasoning), calls)
 
 
 def _new_id() -> str:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from api.parsers.argument_types import ArgumentTypes, quoted
-from api.parsers.calls import CallTelling
-from api.parsers.source import Source, Steps
+from api.parsers.calls import ToolCallEvents
+from api.parsers.source import ParserSource, Steps
 
 QWEN3_CODER = (
     "<tool_call>",
@@ -21,7 +21,7 @@ QWEN3_CODER = (
 GLM45 = ("<tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</tool_call>")
 
 
-def qwen3_coder(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
+def qwen3_coder(source: ParserSource, tools: Mapping[str, Any]) -> Steps[None]:
     """Parse `<tool_call><function=f><parameter=a>1</parameter></function></tool_call>`.
 
     There are line breaks around every part. Models may omit the first marker.
@@ -49,7 +49,7 @@ def qwen3_coder(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
         yield from source.spaces()
 
 
-def glm45(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
+def glm45(source: ParserSource, tools: Mapping[str, Any]) -> Steps[None]:
     """Parse `<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>`."""
     begin, key_begin, key_end, value_begin, value_end, end = GLM45
     while (yield from source.until(begin, tell=source.content, trim=True)):
@@ -72,10 +72,10 @@ def glm45(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
 class _MarkedCall:
     """Reporter of one call whose arguments come one by one. Reports them as a JSON object."""
 
-    def __init__(self, source: Source, name: str, tools: Mapping[str, Any]) -> None:
+    def __init__(self, source: ParserSource, name: str, tools: Mapping[str, Any]) -> None:
         self._source = source
         self._types = ArgumentTypes(tools.get(name) or {})
-        self._call = CallTelling(source)
+        self._call = ToolCallEvents(source)
         self._separator = "{"
         self._whole = True
         self._call.name(name)

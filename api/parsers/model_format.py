@@ -9,10 +9,10 @@ import msgspec
 
 from api.parsers import formats, harmony, marked, tags, think
 from api.parsers.channels import Channels
-from api.parsers.events import Parser
+from api.parsers.events import OutputParser
 from api.parsers.formats import Grammar
 from api.parsers.forms import one_of
-from api.parsers.source import GrammarParser, PlainParser, Source, Steps
+from api.parsers.source import GrammarParser, ParserSource, PlainParser, Steps
 
 # The JSON schema of their arguments, by name.
 Tools = Mapping[str, Any]
@@ -43,7 +43,7 @@ _SHOWN_BY: Sequence[tuple[str, str]] = (
 )
 
 
-class Thinks(Enum):
+class ReasoningFormat(Enum):
     """The beginning of a response: with or without reasoning."""
 
     NOT = auto()
@@ -51,7 +51,7 @@ class Thinks(Enum):
     AT_ONCE = auto()  # the prompt has opened it
 
 
-class Speech(msgspec.Struct, frozen=True):
+class ModelFormat(msgspec.Struct, frozen=True):
     """The format of a model's reasoning and tool calls. NONE: it has none, or it is unknown.
 
     Attributes:
@@ -139,14 +139,14 @@ class Speech(msgspec.Struct, frozen=True):
         """Return whether reasoning is marked at the start of a response."""
         return self.reasoning not in (NONE, _HARMONY)
 
-    def thinks(self, rendered_end: str) -> Thinks:
+    def thinks(self, rendered_end: str) -> ReasoningFormat:
         """Return how a response begins that follows a prompt with this end."""
         if not self.marks_thought or think.is_closed(rendered_end):
-            return Thinks.NOT
+            return ReasoningFormat.NOT
         opened = self.reasoning == "deepseek-r1" or think.is_open(rendered_end)
-        return Thinks.AT_ONCE if opened else Thinks.PERHAPS
+        return ReasoningFormat.AT_ONCE if opened else ReasoningFormat.PERHAPS
 
-    def parser(self, rendered_end: str, tools: Tools | None, *, reasons: bool) -> Parser:
+    def parser(self, rendered_end: str, tools: Tools | None, *, reasons: bool) -> OutputParser:
         """Return the parser of one response.
 
         Args:
@@ -159,7 +159,9 @@ class Speech(msgspec.Struct, frozen=True):
             return GrammarParser(grammar, self.tokens)
         return self._behind_thought(self._calls(tools), rendered_end, reasons=reasons)
 
-    def parser_of_calls(self, rendered_end: str, tools: Tools | None, *, reasons: bool) -> Parser:
+    def parser_of_calls(
+        self, rendered_end: str, tools: Tools | None, *, reasons: bool
+    ) -> OutputParser:
         """Return the parser of one response that a grammar restricts to calls.
 
         Args:
@@ -170,16 +172,16 @@ class Speech(msgspec.Struct, frozen=True):
         return self._behind_thought(formats.forced, rendered_end, reasons=reasons)
 
     def _behind_thought(
-        self, then: Callable[[Source], Steps[None]], rendered_end: str, *, reasons: bool
-    ) -> Parser:
+        self, then: Callable[[ParserSource], Steps[None]], rendered_end: str, *, reasons: bool
+    ) -> OutputParser:
         thinks = self.thinks(rendered_end)
-        if thinks is Thinks.NOT:
+        if thinks is ReasoningFormat.NOT:
             return PlainParser() if then is formats.plain else GrammarParser(then, self.tokens)
-        opened = thinks is Thinks.AT_ONCE
+        opened = thinks is ReasoningFormat.AT_ONCE
         grammar = partial(think.think, then=then, opened=opened, tells=reasons)
         return GrammarParser(grammar, self.tokens)
 
-    def _calls(self, tools: Tools | None) -> Callable[[Source], Steps[None]]:
+    def _calls(self, tools: Tools | None) -> Callable[[ParserSource], Steps[None]]:
         """Return the grammar of a response without reasoning."""
         if tools is None or self.tools not in _GRAMMARS:
             return formats.plain
@@ -187,7 +189,7 @@ class Speech(msgspec.Struct, frozen=True):
         return lambda source: grammar(source, tools)
 
 
-def speech_of(template: str, reasoning: str, tools: str) -> Speech:
+def speech_of(template: str, reasoning: str, tools: str) -> ModelFormat:
     """Return how a model writes reasoning and tool calls.
 
     Args:
@@ -195,14 +197,14 @@ def speech_of(template: str, reasoning: str, tools: str) -> Speech:
         reasoning, tools: a format, NONE, or "auto" to detect it in the template.
     """
     shown = _shown_by(template)
-    return Speech(
+    return ModelFormat(
         shown.reasoning if reasoning == "auto" else reasoning,
         shown.tools if tools == "auto" else tools,
     )
 
 
-def _shown_by(template: str) -> Speech:
+def _shown_by(template: str) -> ModelFormat:
     tools = next((name for marker, name in _SHOWN_BY if marker in template), NONE)
     if tools == _HARMONY:
-        return Speech(_HARMONY, _HARMONY)
-    return Speech("qwen3" if think.CLOSE in template else NONE, tools)
+        return ModelFormat(_HARMONY, _HARMONY)
+    return ModelFormat("qwen3" if think.CLOSE in template else NONE, tools)

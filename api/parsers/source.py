@@ -1,7 +1,8 @@
 """Incremental text for grammars that read it as if it were complete.
 
-A grammar is a generator over a Source. It reads with `yield from`, which waits while the text is
-undecided. Its result therefore does not depend on how the text was split. Independent of formats.
+A grammar is a generator over a ParserSource. It reads with `yield from`, which waits while the text
+is undecided. Its result therefore does not depend on how the text was split. Independent of
+formats.
 
 A Source keeps no more unread text than may be the start of a marker. The cost of a character does
 not depend on the amount of text before it, nor on the size of the pieces.
@@ -15,7 +16,7 @@ from collections.abc import Callable, Container, Generator, Sequence
 from functools import lru_cache
 from typing import TypeAlias, TypeVar
 
-from api.parsers.events import Content, Said
+from api.parsers.events import ContentEvent, Said
 
 T = TypeVar("T")
 
@@ -27,7 +28,7 @@ Scan: TypeAlias = Callable[[str, int], int | None]
 _SPACES = re.compile(r"\s*")
 
 
-class Source:
+class ParserSource:
     """The text for one grammar. `heard` returns the parts that the grammar has found."""
 
     def __init__(self, tokens: Container[str] = ()) -> None:
@@ -77,7 +78,7 @@ class Source:
 
     def content(self, text: str) -> None:
         if text:
-            self.say(Content(text))
+            self.say(ContentEvent(text))
 
     def record(self) -> None:
         """Start to record the text that is read, in case it turns out to be content."""
@@ -259,7 +260,7 @@ class PlainParser:
     """A Parser for responses that are content only."""
 
     def push(self, text: str, marks: Sequence[int]) -> Sequence[Said]:
-        return (Content(text),) if text else ()
+        return (ContentEvent(text),) if text else ()
 
     def finish(self) -> Sequence[Said]:
         return ()
@@ -269,13 +270,13 @@ class GrammarParser:
     """A Parser that runs a grammar."""
 
     def __init__(
-        self, grammar: Callable[[Source], Steps[None]], tokens: Container[str] = ()
+        self, grammar: Callable[[ParserSource], Steps[None]], tokens: Container[str] = ()
     ) -> None:
         """
         Args:
-            tokens: see Source.
+            tokens: see ParserSource.
         """
-        self._source = Source(tokens)
+        self._source = ParserSource(tokens)
         self._steps = grammar(self._source)
         self._reads = True  # until the grammar has ended, which discards all further text
 

@@ -5,15 +5,15 @@ Another grammar parses the text that follows.
 
 from collections.abc import Callable
 
-from api.parsers.events import Reasoning
-from api.parsers.source import Source, Steps, Tell, nobody
+from api.parsers.events import ReasoningEvent
+from api.parsers.source import ParserSource, Steps, Tell, nobody
 
 OPEN, CLOSE = "<think>", "</think>"
 
 
 def think(
-    source: Source,
-    then: Callable[[Source], Steps[None]],
+    source: ParserSource,
+    then: Callable[[ParserSource], Steps[None]],
     *,
     opened: bool,
     tells: bool = True,
@@ -43,6 +43,6 @@ def is_closed(rendered_end: str) -> bool:
     return rendered_end.rstrip().endswith(CLOSE)
 
 
-def _say(source: Source, text: str) -> None:
+def _say(source: ParserSource, text: str) -> None:
     if text:
-        source.say(Reasoning(text))
+        source.say(ReasoningEvent(text))

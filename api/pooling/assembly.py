@@ -5,17 +5,17 @@ from collections.abc import Mapping
 from api.dialect.generation_endpoint import Begin
 from api.dialect.model_names import ModelNames
 from api.http.request import Handler
-from api.pooling.embeddings import EmbeddingFields, Embeddings
+from api.pooling.embeddings import EmbeddingFields, EmbeddingsEndpoint
 from api.pooling.endpoint import PoolingEndpoint
 from api.pooling.ignored_fields import OF_EMBEDDINGS, OF_RERANK, OF_SCORE
-from api.pooling.rerank import RerankFields, Reranking
-from api.pooling.scores import ScoreAnswers, ScoreFields
-from api.pooling.vectors import Vectors
+from api.pooling.rerank import RerankEndpoint, RerankFields
+from api.pooling.scores import ScoreFields, ScoreResponses
+from api.pooling.vectors import PoolingService
 from router.metrics import RouterMetrics
 
 
 def pooling_routes(
-    vectors: Vectors,
+    vectors: PoolingService,
     metrics: RouterMetrics,
     begin: Begin,
     *,
@@ -26,7 +26,7 @@ def pooling_routes(
     embeddings = PoolingEndpoint(
         EmbeddingFields,
         OF_EMBEDDINGS,
-        Embeddings(vectors).answer,
+        EmbeddingsEndpoint(vectors).answer,
         metrics,
         begin,
         id_prefix="embd-",
@@ -36,7 +36,7 @@ def pooling_routes(
     score = PoolingEndpoint(
         ScoreFields,
         OF_SCORE,
-        ScoreAnswers(vectors).answer,
+        ScoreResponses(vectors).answer,
         metrics,
         begin,
         id_prefix="score-",
@@ -46,7 +46,7 @@ def pooling_routes(
     rerank = PoolingEndpoint(
         RerankFields,
         OF_RERANK,
-        Reranking(vectors).answer,
+        RerankEndpoint(vectors).answer,
         metrics,
         begin,
         id_prefix="rerank-",

@@ -8,13 +8,13 @@ from typing import Annotated, Literal, cast
 import msgspec
 
 from api.dialect.fields import TokenId
-from api.dialect.origin import Origin
-from api.dialect.problems import Refusal
+from api.dialect.origin import RequestOrigin
+from api.dialect.problems import ApiError
 from api.dialect.unknown_fields import Ignored
 from api.pooling.endpoint import PoolingFields, PoolingUsage
-from api.pooling.vectors import Asker, Vectors
-from api.requests.generate_params import Text, TokenIds
-from api.requests.pooled import MAX_PROMPTS, Pooled, PooledPrompt, floats
+from api.pooling.vectors import PoolingCaller, PoolingService
+from api.requests.generate_params import TextPrompt, TokenIdsPrompt
+from api.requests.pooled import MAX_PROMPTS, PooledPrompt, PoolingResult, floats
 
 _AT_ONCE = 16  # vectors encoded before other tasks get a turn
 
@@ -42,13 +42,15 @@ class EmbeddingList(msgspec.Struct):
     usage: PoolingUsage
 
 
-class Embeddings:
+class EmbeddingsEndpoint:
     """The responses of /v1/embeddings."""
 
-    def __init__(self, vectors: Vectors) -> None:
+    def __init__(self, vectors: PoolingService) -> None:
         self._vectors = vectors
 
-    async def answer(self, fields: EmbeddingFields, asker: Asker, origin: Origin) -> bytes:
+    async def answer(
+        self, fields: EmbeddingFields, asker: PoolingCaller, origin: RequestOrigin
+    ) -> bytes:
         prompts = _prompts(fields)
         pooled = await self._vectors.embed(prompts, asker, fields.dimensions or 0)
         as_text = fields.encoding_format == "base64"
@@ -59,23 +61,23 @@ def _prompts(fields: EmbeddingFields) -> Sequence[PooledPrompt]:
     special = fields.add_special_tokens is not False
     given = fields.input
     if isinstance(given, str):
-        return [Text(given, special)]
+        return [TextPrompt(given, special)]
     if len(given) > MAX_PROMPTS and type(given[0]) is not int:
-        raise Refusal(400, f"input has {len(given)} texts, {MAX_PROMPTS} allowed", param="input")
+        raise ApiError(400, f"input has {len(given)} texts, {MAX_PROMPTS} allowed", param="input")
     match {type(item) for item in given}:
         case kinds if not kinds:
-            raise Refusal(400, "input is empty", param="input")
+            raise ApiError(400, "input is empty", param="input")
         case kinds if kinds == {int}:
-            return [TokenIds(cast(list[int], given))]
+            return [TokenIdsPrompt(cast(list[int], given))]
         case kinds if kinds == {str}:
-            return [Text(text, special) for text in cast(list[str], given)]
+            return [TextPrompt(text, special) for text in cast(list[str], given)]
         case kinds if kinds == {list}:
-            return [TokenIds(ids) for ids in cast(list[list[int]], given)]
+            return [TokenIdsPrompt(ids) for ids in cast(list[list[int]], given)]
         case _:
-            raise Refusal(400, "input mixes text, token ids and lists of them", param="input")
+            raise ApiError(400, "input mixes text, token ids and lists of them", param="input")
 
 
-async def _written(pooled: Pooled, origin: Origin, *, as_text: bool) -> bytes:
+async def _written(pooled: PoolingResult, origin: RequestOrigin, *, as_text: bool) -> bytes:
     """Return the response body.
 
     It may have millions of numbers, so other tasks get turns meanwhile.

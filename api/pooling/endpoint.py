@@ -10,13 +10,13 @@ from api.dialect import problems
 from api.dialect.bodies import BodyReader, name_ignored, take_json
 from api.dialect.fields import ModelName
 from api.dialect.generation_endpoint import Begin
-from api.dialect.ignored_fields import Harmless
+from api.dialect.ignored_fields import IgnoredFields
 from api.dialect.model_names import ModelNames
-from api.dialect.origin import Origin
-from api.dialect.problems import Refusal
+from api.dialect.origin import RequestOrigin
+from api.dialect.problems import ApiError
 from api.http.answers import whole
-from api.http.request import Request
-from api.pooling.vectors import Asker
+from api.http.request import HttpRequest
+from api.pooling.vectors import PoolingCaller
 from api.requests.limiter import new_request_id
 from api.requests.pooled import MAX_PROMPTS
 from common.errors import ServingError
@@ -45,8 +45,8 @@ class PoolingEndpoint(Generic[F]):
     def __init__(
         self,
         fields: type[F],
-        unsupported: Mapping[str, Harmless],
-        answer: Callable[[F, Asker, Origin], Awaitable[bytes]],
+        unsupported: Mapping[str, IgnoredFields],
+        answer: Callable[[F, PoolingCaller, RequestOrigin], Awaitable[bytes]],
         metrics: RouterMetrics,
         begin: Begin,
         *,
@@ -57,7 +57,7 @@ class PoolingEndpoint(Generic[F]):
         """
         Args:
             fields, unsupported, ignore_unknown: see BodyReader.
-            answer: returns the response body. Raises Refusal or ServingError.
+            answer: returns the response body. Raises ApiError or ServingError.
             begin, names: see GenerationEndpoint.
         """
         self._reader = BodyReader(fields, unsupported, ignore_unknown=ignore_unknown)
@@ -67,7 +67,7 @@ class PoolingEndpoint(Generic[F]):
         self._id_prefix = id_prefix
         self._names = names
 
-    async def __call__(self, request: Request) -> web.Response:
+    async def __call__(self, request: HttpRequest) -> web.Response:
         """Serve a request. Cancelling this call cancels the request on its nodes."""
         request_id = new_request_id()
         label = request.header("x-request-id")
@@ -82,16 +82,16 @@ class PoolingEndpoint(Generic[F]):
             self._names.check_served(fields.model)
             client = self._begin(request, 1)
             headers += tuple(client.usage.headers())
-            asker = Asker(
+            asker = PoolingCaller(
                 client,
                 label=label,
                 request_id=request_id,
                 traceparent=request.header("traceparent"),
                 cache_salt=fields.cache_salt,
             )
-            origin = Origin.now(self._id_prefix + request_id, self._names.served)
+            origin = RequestOrigin.now(self._id_prefix + request_id, self._names.served)
             return whole(200, await self._answer(fields, asker, origin), headers=headers)
-        except Refusal as refusal:
+        except ApiError as refusal:
             self._metrics.rejected("invalid")
             return refusal.response(headers)
         except ServingError as error:

@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 
-from api.dialect.ignored_fields import Harmless, only
+from api.dialect.ignored_fields import IgnoredFields, only
 
 _NEVER = only()
-_ALL: Mapping[str, Harmless] = {
+_ALL: Mapping[str, IgnoredFields] = {
     "lora_path": _NEVER,
     "max_tokens_per_doc": _NEVER,
     "mm_processor_kwargs": only({}),
@@ -13,7 +13,7 @@ _ALL: Mapping[str, Harmless] = {
     "truncate_prompt_tokens": _NEVER,
 }
 
-OF_EMBEDDINGS: Mapping[str, Harmless] = {
+OF_EMBEDDINGS: Mapping[str, IgnoredFields] = {
     **_ALL,
     "chat_template": _NEVER,
     "embed_dtype": only("float32"),
@@ -22,12 +22,12 @@ OF_EMBEDDINGS: Mapping[str, Harmless] = {
     "normalize": only(True),
     "use_activation": only(True),
 }
-OF_SCORE: Mapping[str, Harmless] = {
+OF_SCORE: Mapping[str, IgnoredFields] = {
     **_ALL,
     "activation": only(True),
     "use_activation": only(True),
 }
-OF_RERANK: Mapping[str, Harmless] = {
+OF_RERANK: Mapping[str, IgnoredFields] = {
     **_ALL,
     "activation": only(True),
     "rank_fields": _NEVER,

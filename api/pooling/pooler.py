@@ -9,17 +9,17 @@ from collections.abc import Sequence
 
 from api.auth.client import Client
 from api.requests import namespaces, validation
-from api.requests.deadline import Within
-from api.requests.limiter import Admission, new_request_id
-from api.requests.pooled import MAX_TOKENS, Pooled, WantedVectors
-from api.requests.record import Records
+from api.requests.deadline import DeadlineScope
+from api.requests.limiter import RequestLimiter, new_request_id
+from api.requests.pooled import MAX_TOKENS, PoolingRequest, PoolingResult
+from api.requests.record import RequestRecords
 from api.requests.served_model import ServedModel
 from api.text.limits import check_vocabulary
 from common.errors import EngineDied, InvalidRequest, NodeUnavailable, Overloaded
 from common.requests import pooling
 from protos import pooling_pb2
 from router.cluster.pooling_nodes import PoolingNodes
-from router.policy.backlogs import Due
+from router.policy.backlogs import RequestDue
 from router.policy.choices import PlacementKey
 
 # Limits of one call to a node. The prompts of one request may be computed on several nodes.
@@ -35,8 +35,8 @@ class Pooler:
         self,
         model: ServedModel,
         nodes: PoolingNodes,
-        admission: Admission,
-        records: Records,
+        admission: RequestLimiter,
+        records: RequestRecords,
         *,
         budget_s: float,
         queue_share: float = 1.0,
@@ -52,7 +52,9 @@ class Pooler:
         self._budget_s = budget_s
         self._queue_share = queue_share
 
-    async def pool(self, wanted: WantedVectors, client: Client, traceparent: str = "") -> Pooled:
+    async def pool(
+        self, wanted: PoolingRequest, client: Client, traceparent: str = ""
+    ) -> PoolingResult:
         """Return a vector for every prompt, in order.
 
         Cancelling this call cancels the request on its nodes.
@@ -68,9 +70,9 @@ class Pooler:
         with self._records.begin(request_id, label, client, traceparent) as record:
             validation.check_label(wanted.label)
             budget_s = validation.budget_s(wanted.timeout_s, self._budget_s)
-            with Within(budget_s) as deadline:
+            with DeadlineScope(budget_s) as deadline:
                 async with self._admission.admitted(client):
-                    due = Due(time.monotonic() + budget_s * self._queue_share, deadline)
+                    due = RequestDue(time.monotonic() + budget_s * self._queue_share, deadline)
                     prompts = await self._prompts(wanted, client)
                     num_tokens = sum(map(len, prompts))
                     client.usage.prompts(num_tokens)
@@ -80,7 +82,7 @@ class Pooler:
                     record.finish("pooled", pooled.cached_tokens)
                     return pooled
 
-    async def _prompts(self, wanted: WantedVectors, client: Client) -> list[Sequence[int]]:
+    async def _prompts(self, wanted: PoolingRequest, client: Client) -> list[Sequence[int]]:
         """Return the token ids of the prompts.
 
         Raise InvalidRequest or Overloaded as Prompts does.
@@ -99,12 +101,12 @@ class Pooler:
 
     async def _pooled(
         self,
-        wanted: WantedVectors,
+        wanted: PoolingRequest,
         request_id: str,
         prompts: Sequence[Sequence[int]],
-        due: Due,
+        due: RequestDue,
         client: Client,
-    ) -> Pooled:
+    ) -> PoolingResult:
         namespace = namespaces.decide(wanted.cache_salt, client.namespaces_of)
         base = pooling_pb2.PoolRequest(
             request_id=request_id,
@@ -123,7 +125,7 @@ class Pooler:
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
         answers = [call.result() for call in calls]
-        return Pooled(
+        return PoolingResult(
             vectors=[vector for answer in answers for vector in answer.vectors],
             num_tokens=[len(prompt) for prompt in prompts],
             cached_tokens=sum(answer.cached_tokens for answer in answers),
@@ -134,7 +136,7 @@ class Pooler:
         base: pooling_pb2.PoolRequest,
         prompts: Sequence[Sequence[int]],
         namespace: bytes,
-        due: Due,
+        due: RequestDue,
     ) -> pooling_pb2.PoolResponse:
         """Call one node. If it is unavailable or overloaded, try others."""
         request = pooling_pb2.PoolRequest()

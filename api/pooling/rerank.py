@@ -8,9 +8,9 @@ from typing import Annotated
 
 import msgspec
 
-from api.dialect.origin import Origin
+from api.dialect.origin import RequestOrigin
 from api.pooling.endpoint import PoolingFields, PoolingUsage
-from api.pooling.vectors import Asker, Vectors
+from api.pooling.vectors import PoolingCaller, PoolingService
 from api.requests.pooled import MAX_PROMPTS
 
 
@@ -26,26 +26,28 @@ class RerankFields(PoolingFields, kw_only=True):
     return_documents: bool | None = None
 
 
-class Ranked(msgspec.Struct, omit_defaults=True):
+class RankedDocument(msgspec.Struct, omit_defaults=True):
     index: int
     relevance_score: float
     document: Document | None = None
 
 
-class Reranked(msgspec.Struct):
+class RerankResponse(msgspec.Struct):
     id: str
     model: str
     usage: PoolingUsage
-    results: Sequence[Ranked]
+    results: Sequence[RankedDocument]
 
 
-class Reranking:
+class RerankEndpoint:
     """The responses of /v1/rerank."""
 
-    def __init__(self, vectors: Vectors) -> None:
+    def __init__(self, vectors: PoolingService) -> None:
         self._vectors = vectors
 
-    async def answer(self, fields: RerankFields, asker: Asker, origin: Origin) -> bytes:
+    async def answer(
+        self, fields: RerankFields, asker: PoolingCaller, origin: RequestOrigin
+    ) -> bytes:
         documents = [each if isinstance(each, str) else each.text for each in fields.documents]
         scored = await self._vectors.score(
             [(fields.query, text) for text in documents], asker, fields.instruct
@@ -54,8 +56,10 @@ class Reranking:
         order = sorted(range(len(documents)), key=lambda index: -scored.scores[index])
         told = fields.return_documents is not False
         results = [
-            Ranked(index, scored.scores[index], Document(documents[index]) if told else None)
+            RankedDocument(
+                index, scored.scores[index], Document(documents[index]) if told else None
+            )
             for index in order[: fields.top_n or None]
         ]
         usage = PoolingUsage(scored.num_tokens, scored.num_tokens)
-        return msgspec.json.encode(Reranked(origin.id, origin.model, usage, results))
+        return msgspec.json.encode(RerankResponse(origin.id, origin.model, usage, results))

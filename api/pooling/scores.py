@@ -6,11 +6,11 @@ from typing import Annotated
 import msgspec
 
 from api.dialect.fields import TokenId
-from api.dialect.origin import Origin
-from api.dialect.problems import Refusal
+from api.dialect.origin import RequestOrigin
+from api.dialect.problems import ApiError
 from api.pooling.endpoint import PoolingFields, PoolingUsage, Texts
-from api.pooling.vectors import Asker, Vectors
-from api.requests.generate_params import Text, TokenIds
+from api.pooling.vectors import PoolingCaller, PoolingService
+from api.requests.generate_params import TextPrompt, TokenIdsPrompt
 from api.requests.pooled import MAX_PROMPTS, PooledPrompt
 from common.requests.pooling import MAX_TOLD_TOKENS
 
@@ -30,7 +30,7 @@ class ScoreFields(PoolingFields, kw_only=True):
     item_first: bool | None = None
 
 
-class Score(msgspec.Struct):
+class ScoreItem(msgspec.Struct):
     index: int
     object: str
     score: float
@@ -43,11 +43,11 @@ class ScoreList(msgspec.Struct):
     object: str
     created: int
     model: str
-    data: Sequence[Score]
+    data: Sequence[ScoreItem]
     usage: PoolingUsage
 
 
-class Scoring(msgspec.Struct):
+class ScoreEndpoint(msgspec.Struct):
     """SGLang's form of the response: the scores of the labels for each item."""
 
     scores: Sequence[Sequence[float]]
@@ -56,13 +56,15 @@ class Scoring(msgspec.Struct):
     object: str
 
 
-class ScoreAnswers:
+class ScoreResponses:
     """The responses of /v1/score."""
 
-    def __init__(self, vectors: Vectors) -> None:
+    def __init__(self, vectors: PoolingService) -> None:
         self._vectors = vectors
 
-    async def answer(self, fields: ScoreFields, asker: Asker, origin: Origin) -> bytes:
+    async def answer(
+        self, fields: ScoreFields, asker: PoolingCaller, origin: RequestOrigin
+    ) -> bytes:
         if fields.query is not None or fields.items is not None:
             return await self._labels(fields, asker, origin)
         scored = await self._vectors.score(_pairs(fields), asker)
@@ -72,19 +74,21 @@ class ScoreAnswers:
                 "list",
                 origin.created,
                 origin.model,
-                [Score(index, "score", score) for index, score in enumerate(scored.scores)],
+                [ScoreItem(index, "score", score) for index, score in enumerate(scored.scores)],
                 PoolingUsage(scored.num_tokens, scored.num_tokens),
             )
         )
 
-    async def _labels(self, fields: ScoreFields, asker: Asker, origin: Origin) -> bytes:
+    async def _labels(
+        self, fields: ScoreFields, asker: PoolingCaller, origin: RequestOrigin
+    ) -> bytes:
         if not fields.label_token_ids:
-            raise Refusal(400, "label_token_ids is missing", param="label_token_ids")
+            raise ApiError(400, "label_token_ids is missing", param="label_token_ids")
         scored = await self._vectors.label_scores(
             _items(fields), fields.label_token_ids, asker, softmax=bool(fields.apply_softmax)
         )
         usage = PoolingUsage(scored.num_tokens, scored.num_tokens)
-        return msgspec.json.encode(Scoring(scored.scores, origin.model, usage, "scoring"))
+        return msgspec.json.encode(ScoreEndpoint(scored.scores, origin.model, usage, "scoring"))
 
 
 def _pairs(fields: ScoreFields) -> Sequence[tuple[str, str]]:
@@ -93,13 +97,15 @@ def _pairs(fields: ScoreFields) -> Sequence[tuple[str, str]]:
     second = fields.text_2 if fields.text_2 is not None else fields.documents
     if first is None or second is None:
         missing = "text_1" if first is None else "text_2"
-        raise Refusal(400, f"{missing} is missing; or query and items are", param=missing)
+        raise ApiError(400, f"{missing} is missing; or query and items are", param=missing)
     ones = [first] if isinstance(first, str) else first
     others = [second] if isinstance(second, str) else second
     if len(ones) == 1:
         ones = ones * len(others)
     if len(ones) != len(others):
-        raise Refusal(400, f"text_1 has {len(ones)} texts and text_2 {len(others)}", param="text_2")
+        raise ApiError(
+            400, f"text_1 has {len(ones)} texts and text_2 {len(others)}", param="text_2"
+        )
     return list(zip(ones, others, strict=True))
 
 
@@ -109,19 +115,19 @@ def _items(fields: ScoreFields) -> Sequence[PooledPrompt]:
     items = [given] if isinstance(given, str) else given
     if not query or not items:
         missing = "query" if not query else "items"
-        raise Refusal(400, f"{missing} is missing or empty", param=missing)
+        raise ApiError(400, f"{missing} is missing or empty", param=missing)
     if len(items) > MAX_PROMPTS:
-        raise Refusal(400, f"items has {len(items)}, {MAX_PROMPTS} allowed", param="items")
+        raise ApiError(400, f"items has {len(items)}, {MAX_PROMPTS} allowed", param="items")
     prompts: list[PooledPrompt] = []
     for item in items:
         one, other = (item, query) if fields.item_first else (query, item)
         match one, other:
             case str(), str():
-                prompts.append(Text(one + other))
+                prompts.append(TextPrompt(one + other))
             case list(), list():
-                prompts.append(TokenIds([*one, *other]))
+                prompts.append(TokenIdsPrompt([*one, *other]))
             case _:
-                raise Refusal(
+                raise ApiError(
                     400, "query and items are both texts, or both token ids", param="items"
                 )
     return prompts

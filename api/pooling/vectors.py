@@ -13,19 +13,23 @@ from msgspec.structs import replace
 
 from api.auth.client import Client
 from api.pooling.pooler import Pooler
-from api.pooling.yes_or_no import YesOrNo
-from api.requests.generate_params import Text, TextPair
-from api.requests.pooled import MAX_PROMPTS, Pooled, PooledPrompt, WantedVectors, floats
+from api.pooling.yes_or_no import YesNoReranker
+from api.requests.generate_params import TextPairPrompt, TextPrompt
+from api.requests.pooled import MAX_PROMPTS, PooledPrompt, PoolingRequest, PoolingResult, floats
 from api.text.pooling_files import PoolingFiles, Way
 from common.errors import InvalidRequest, RequestFailed
-from common.requests.pooling import Pool, Pooling
+from common.requests.pooling import PoolingMode, PoolingParams
 
 MAX_NUMBERS = 1 << 21  # of one response: 8 MiB
 
-_POOLS: dict[Way, Pool] = {"last": Pool.LAST, "mean": Pool.MEAN, "cls": Pool.FIRST}
+_POOLS: dict[Way, PoolingMode] = {
+    "last": PoolingMode.LAST,
+    "mean": PoolingMode.MEAN,
+    "cls": PoolingMode.FIRST,
+}
 
 
-class Asker(msgspec.Struct, frozen=True):
+class PoolingCaller(msgspec.Struct, frozen=True):
     """The client of a pooling request, and the request's names. For other fields see Wanted."""
 
     client: Client
@@ -48,7 +52,7 @@ class LabelScores(msgspec.Struct, frozen=True):
     num_tokens: int
 
 
-class Vectors:
+class PoolingService:
     """Embeddings and scores of the served model. For one event loop."""
 
     def __init__(
@@ -57,7 +61,7 @@ class Vectors:
         files: PoolingFiles,
         *,
         way: Literal["auto", "last", "mean", "cls"] = "auto",
-        reranker: YesOrNo | None = None,
+        reranker: YesNoReranker | None = None,
         has_nodes: bool = True,
     ) -> None:
         """
@@ -73,8 +77,8 @@ class Vectors:
         self._has_nodes = has_nodes
 
     async def embed(
-        self, prompts: Sequence[PooledPrompt], asker: Asker, dimensions: int = 0
-    ) -> Pooled:
+        self, prompts: Sequence[PooledPrompt], asker: PoolingCaller, dimensions: int = 0
+    ) -> PoolingResult:
         """Return embeddings, by default in the checkpoint's full length.
 
         Args:
@@ -92,9 +96,9 @@ class Vectors:
             raise InvalidRequest(
                 f"dimensions is {dimensions}, the model has {', '.join(map(str, known))}"
             )
-        wanted = WantedVectors(
+        wanted = PoolingRequest(
             prompts=prompts,
-            pooling=Pooling(_POOLS[self._way]),
+            pooling=PoolingParams(_POOLS[self._way]),
             dimensions=dimensions,
             normalize=self._files.normalize,
         )
@@ -108,7 +112,7 @@ class Vectors:
         return pooled
 
     async def score(
-        self, pairs: Sequence[tuple[str, str]], asker: Asker, task: str | None = None
+        self, pairs: Sequence[tuple[str, str]], asker: PoolingCaller, task: str | None = None
     ) -> Scores:
         """Return how well the texts of each pair match.
 
@@ -132,7 +136,7 @@ class Vectors:
             said = await self.label_scores(prompts, labels, asker, softmax=True)
             return Scores([yes for yes, _ in said.scores], said.num_tokens)
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-        wanted = await self.embed([Text(text) for text in texts], asker)
+        wanted = await self.embed([TextPrompt(text) for text in texts], asker)
         found = dict(zip(texts, map(_unit, wanted.vectors), strict=True))
         scores = [_cosine(found[one], found[other]) for one, other in pairs]
         return Scores(scores, sum(wanted.num_tokens))
@@ -141,7 +145,7 @@ class Vectors:
         self,
         prompts: Sequence[PooledPrompt],
         tokens: Sequence[int],
-        asker: Asker,
+        asker: PoolingCaller,
         *,
         softmax: bool = False,
     ) -> LabelScores:
@@ -151,7 +155,10 @@ class Vectors:
             softmax: whether to normalise over these tokens instead of the whole vocabulary.
         """
         pooled = await self._pooled(
-            WantedVectors(prompts=prompts, pooling=Pooling(Pool.TOKENS, tuple(tokens))), asker
+            PoolingRequest(
+                prompts=prompts, pooling=PoolingParams(PoolingMode.TOKENS, tuple(tokens))
+            ),
+            asker,
         )
         scores = []
         for vector in pooled.vectors:
@@ -160,9 +167,9 @@ class Vectors:
             scores.append([each / total if total else 0.0 for each in likely])
         return LabelScores(scores, sum(pooled.num_tokens))
 
-    async def _classified(self, pairs: Sequence[tuple[str, str]], asker: Asker) -> Scores:
-        prompts = [TextPair(*pair) for pair in pairs]
-        wanted = WantedVectors(prompts=prompts, pooling=Pooling(Pool.LABELS))
+    async def _classified(self, pairs: Sequence[tuple[str, str]], asker: PoolingCaller) -> Scores:
+        prompts = [TextPairPrompt(*pair) for pair in pairs]
+        wanted = PoolingRequest(prompts=prompts, pooling=PoolingParams(PoolingMode.LABELS))
         pooled = await self._pooled(wanted, asker)
         logits = list(map(_floats, pooled.vectors))
         if any(len(each) != 1 for each in logits):
@@ -171,7 +178,7 @@ class Vectors:
             )
         return Scores([_sigmoid(each[0]) for each in logits], sum(pooled.num_tokens))
 
-    async def _pooled(self, wanted: WantedVectors, asker: Asker) -> Pooled:
+    async def _pooled(self, wanted: PoolingRequest, asker: PoolingCaller) -> PoolingResult:
         if not self._has_nodes:
             raise InvalidRequest(
                 "model: vectors and scores are made by prefill nodes, and this router has none"

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from api.requests.generate_params import Text
+from api.requests.generate_params import TextPrompt
 from api.text.tokenizer import RouterTokenizer
 from common.errors import ConfigError
 
@@ -17,24 +17,24 @@ _TASK = "Given a web search query, retrieve relevant passages that answer the qu
 
 
 @dataclass(frozen=True, slots=True)
-class YesOrNo:
+class YesNoReranker:
     """Prompt format of a reranker. `labels`: token ids of "yes" and "no"."""
 
     labels: tuple[int, int]
 
-    def prompt(self, query: str, document: str, task: str | None) -> Text:
+    def prompt(self, query: str, document: str, task: str | None) -> TextPrompt:
         """Return the prompt for one document.
 
         Args:
             task: the purpose of documents. None: the model's default.
         """
         asked = f"<Instruct>: {task or _TASK}\n<Query>: {query}\n<Document>: {document}"
-        return Text(f"{_BEFORE}{asked}{_BEHIND}", add_special_tokens=False)
+        return TextPrompt(f"{_BEFORE}{asked}{_BEHIND}", add_special_tokens=False)
 
 
-def qwen3(tokenizer: RouterTokenizer) -> YesOrNo:
+def qwen3(tokenizer: RouterTokenizer) -> YesNoReranker:
     """Return Qwen3's format. Raise ConfigError if yes or no is not a single token."""
     yes, no = tokenizer.token_of("yes"), tokenizer.token_of("no")
     if yes is None or no is None:
         raise ConfigError("--reranker: qwen3 is for models with a token for yes and one for no")
-    return YesOrNo((yes, no))
+    return YesNoReranker((yes, no))

@@ -14,29 +14,29 @@ from typing import Any
 import grpc.aio
 
 from api.admin import metrics_endpoint, requests_endpoint
-from api.admin.adapters import Adapters
+from api.admin.adapters import AdaptersEndpoint
 from api.admin.cluster_report import ClusterEndpoint, ClusterReport
-from api.admin.engines import Engines
-from api.admin.explain import Explainer, OwnEvents
-from api.admin.metrics_endpoint import MetricsEndpoint, WholeMetricsEndpoint
-from api.admin.moves import Mover, OwnMoves
-from api.admin.plans import OwnPlans, Plans
-from api.admin.requests_endpoint import OwnRequests, RequestsEndpoint
-from api.admin.router_state import OwnState, WholeState
+from api.admin.engines import EnginesEndpoint
+from api.admin.explain import Explainer, LocalEvents
+from api.admin.metrics_endpoint import MergedMetricsEndpoint, MetricsEndpoint
+from api.admin.moves import LocalMigrations, MigrationService
+from api.admin.plans import LocalPlans, Plans
+from api.admin.requests_endpoint import LocalRequests, RequestsEndpoint
+from api.admin.router_state import LocalState, MergedState
 from api.auth.assembly import make_clients
 from api.dialect.model_names import ModelNames
-from api.generation import Generator
-from api.grpc.callers import Callers
-from api.grpc.service import RouterService
+from api.generation import Dispatcher
+from api.grpc.callers import CallerResolver
+from api.grpc.service import InferenceService
 from api.http.server import HttpServer
 from api.pooling.pooler import Pooler
-from api.pooling.vectors import Vectors
+from api.pooling.vectors import PoolingService
 from api.pooling.yes_or_no import qwen3
 from api.program.http import make_http
-from api.requests.idempotency import KeptAnswers
-from api.requests.limiter import Admission
-from api.requests.priorities import Priorities
-from api.requests.record import Records
+from api.requests.idempotency import IdempotencyCache
+from api.requests.limiter import RequestLimiter
+from api.requests.priorities import PriorityLimits
+from api.requests.record import RequestRecords
 from api.requests.served_model import served_model
 from api.text.limits import MAX_FIELDS
 from api.text.model_files import ModelFiles
@@ -56,20 +56,20 @@ from router.cluster.cache_watch import CacheWatch
 from router.cluster.cluster import NOT_READY, SHUTTING_DOWN, Cluster
 from router.cluster.discovery import Discovery
 from router.cluster.engine_calls import EngineCalls
-from router.cluster.engine_pulse import Patience
-from router.cluster.inquiry import Inquiry
+from router.cluster.engine_pulse import LivenessLimits
+from router.cluster.inquiry import NodeDescriber
 from router.cluster.membership import Membership
 from router.cluster.pooling_nodes import NO_PREFILL_NODE, PoolingNodes
-from router.cluster.survey import NodeReport, Survey
+from router.cluster.survey import ClusterState, NodeReport
 from router.metrics import RouterMetrics
 from router.policy import HEED_PREFIXES, make_policy
 from router.policy.hints import PrefixHints
-from router.policy.load import Load
+from router.policy.load import NodeLoad
 from router.policy.prefix_index import PrefixIndex
-from router.timelines import Timelines
+from router.timelines import TimelineRecorder
 from router.workers.asking import siblings
-from router.workers.ends import KeptEnd, OwnEnd
-from router.workers.place import Place, alone
+from router.workers.ends import LocalEnd, SharedEnd
+from router.workers.place import ProcessSlot, alone
 from router.workers.telling import told
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ _LAST_WORDS_S = 1.0  # time for the ends of calls to reach their clients
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class RunningRouter:
     """A running router."""
 
     port: int
@@ -88,7 +88,7 @@ class Running:
     server: grpc.aio.Server
     shares_port: bool
     health: rpc.Health
-    admission: Admission
+    admission: RequestLimiter
     cluster: Cluster
     metrics: RouterMetrics
     nodes: asyncio.Task[None]
@@ -126,12 +126,12 @@ class Running:
 
 
 @asynccontextmanager
-async def running(
+async def run_router(
     config: RouterConfig,
     model: ModelFiles,
-    place: Place | None = None,
+    place: ProcessSlot | None = None,
     on_drain: Callable[[], None] = lambda: None,
-) -> AsyncIterator[Running]:
+) -> AsyncIterator[RunningRouter]:
     """Run a router in this context.
 
     It listens immediately, and is healthy once it can place a request.
@@ -162,7 +162,7 @@ async def running(
     asked = identity is not None or config.front.tls.mutual or config.tls_to_nodes.mutual
     exposure.check(config.front.host, asked=asked, insecure=config.front.insecure)
     clients = make_clients(config, counts)
-    admission = Admission(config.max_requests, longest_wait_s=config.clients.longest_wait_s)
+    admission = RequestLimiter(config.max_requests, longest_wait_s=config.clients.longest_wait_s)
     counts.waiting_from(lambda: admission.num_waiting)
     tracer = export.start(config.front, "baton-router", ratio=config.trace_ratio)
     async with AsyncExitStack() as resources:
@@ -176,8 +176,8 @@ async def running(
             changed,
             counts,
         )
-        timelines = Timelines(counts, tracer)
-        records = Records(counts, timelines)
+        timelines = TimelineRecorder(counts, tracer)
+        records = RequestRecords(counts, timelines)
         pooler = Pooler(
             served,
             pooling,
@@ -186,41 +186,41 @@ async def running(
             budget_s=config.budget_s,
             queue_share=config.queue_share,
         )
-        generator = Generator(
+        generator = Dispatcher(
             served,
             cluster,
             admission,
             records,
             budget_s=config.budget_s,
             queue_share=config.queue_share,
-            priorities=Priorities(
+            priorities=PriorityLimits(
                 config.clients.priority,
                 low_values_first=config.clients.low_priority_values_first,
             ),
             tells_cached_tokens=not config.hide_cached_tokens,
         )
-        answers = KeptAnswers(generator, keep_s=config.keep_answers_s)
+        answers = IdempotencyCache(generator, keep_s=config.keep_answers_s)
         # Without decode nodes the router serves only embeddings and scores.
         serves = (lambda: pooling.ready) if not config.decode else (lambda: cluster.ready)
         unready = NOT_READY if config.decode else NO_PREFILL_NODE
         why_not_ready = partial(_why_not_ready, admission, serves, unready)
         others = await resources.enter_async_context(siblings(place.others))
         keeper = await resources.enter_async_context(siblings(place.keeper))
-        state = OwnState(
+        state = LocalState(
             admission, _constants(config, model), why_not_ready, lambda: cluster.in_use
         )
-        own_plans = OwnPlans()
+        own_plans = LocalPlans()
         plans = Plans(own_plans, others)
-        report = ClusterReport(survey, WholeState(state, others, place.began), plans)
-        own = OwnRequests(timelines)
-        own_events = OwnEvents(timelines)
-        own_moves = OwnMoves(cluster)
-        explainer = Explainer(own_events, others, Inquiry(survey))
+        report = ClusterReport(survey, MergedState(state, others, place.began), plans)
+        own = LocalRequests(timelines)
+        own_events = LocalEvents(timelines)
+        own_moves = LocalMigrations(cluster)
+        explainer = Explainer(own_events, others, NodeDescriber(survey))
         listed = RequestsEndpoint(own, others, explainer)
         counted = (
-            WholeMetricsEndpoint(keeper) if place.is_shared else MetricsEndpoint(counts.registry)
+            MergedMetricsEndpoint(keeper) if place.is_shared else MetricsEndpoint(counts.registry)
         )
-        vectors = Vectors(
+        vectors = PoolingService(
             pooler,
             model.pooling,
             way=config.pooling,
@@ -230,7 +230,7 @@ async def running(
         model_names = ModelNames(config.served_model_name or model.name, cluster.adapters.by_name)
         adapters = AdapterCalls(survey, cluster, model_names.served)
         engines = EngineCalls(survey)
-        service = RouterService(
+        service = InferenceService(
             clients.guard,
             answers,
             vectors,
@@ -238,13 +238,13 @@ async def running(
             explainer,
             adapters,
             engines,
-            Mover(own_moves, others),
+            MigrationService(own_moves, others),
             plans,
             served,
-            KeptEnd(keeper) if place.is_shared else OwnEnd(on_drain),
+            SharedEnd(keeper) if place.is_shared else LocalEnd(on_drain),
             budget_s=config.budget_s,
         )
-        callers = Callers(clients.guard)
+        callers = CallerResolver(clients.guard)
         server = rpc.make_server(
             shares_port=place.is_shared, max_message_bytes=served.limits.message_bytes
         )
@@ -278,7 +278,7 @@ async def running(
             counts,
             why_not_ready,
             certificates,
-            {**Adapters(adapters).routes(), **Engines(engines).routes()},
+            {**AdaptersEndpoint(adapters).routes(), **EnginesEndpoint(engines).routes()},
             others={
                 "/cluster": ClusterEndpoint(report),
                 requests_endpoint.PATH: listed.all,
@@ -326,7 +326,7 @@ async def running(
             keys = tasks.create_task(clients.keep_up())
             trimming = tasks.create_task(allocator.keep_trimming())
             try:
-                yield Running(
+                yield RunningRouter(
                     port,
                     http_port,
                     http,
@@ -378,17 +378,17 @@ async def _make_cluster(
     make_channel: Callable[[str], grpc.aio.Channel],
     changed: asyncio.Event,
     counts: RouterMetrics,
-) -> tuple[Cluster, Survey, PoolingNodes, Membership]:
+) -> tuple[Cluster, ClusterState, PoolingNodes, Membership]:
     """Make the parts that know nodes. `changed` is set whenever a node changes."""
     discovery = Discovery(config.prefill, config.decode)
     await discovery.start()
-    load, prefixes = Load(), PrefixIndex()
+    load, prefixes = NodeLoad(), PrefixIndex()
 
     def reported(reports: Sequence[NodeReport]) -> None:
         counts.nodes(Counter((report.role, report.state) for report in reports))
         cluster.described(reports)
 
-    survey = Survey(
+    survey = ClusterState(
         tokenizer_hash=tokenizer_hash,
         on_change=lambda: cluster.refresh(),
         on_reports=reported,
@@ -405,7 +405,7 @@ async def _make_cluster(
         CacheWatch(prefixes) if config.policy in HEED_PREFIXES else None,
         pooling,
         budget_s=config.budget_s,
-        patience=Patience(config.silent_s, config.dead_s),
+        patience=LivenessLimits(config.silent_s, config.dead_s),
         on_stream_lost=counts.stream_lost,
     )
     return cluster, survey, pooling, membership
@@ -421,7 +421,9 @@ def _constants(config: RouterConfig, model: ModelFiles) -> router_pb2.RouterStat
     )
 
 
-def _why_not_ready(admission: Admission, serves: Callable[[], bool], unready: str) -> str | None:
+def _why_not_ready(
+    admission: RequestLimiter, serves: Callable[[], bool], unready: str
+) -> str | None:
     if admission.leaving:
         return SHUTTING_DOWN
     return None if serves() else unready

@@ -9,12 +9,12 @@ from api.dialect import problems
 from api.dialect.model_names import ModelNames
 from api.http.request import Handler
 from api.http.server import HttpServer
-from api.http.service import Service
-from api.http.shared import Limits, Shared
+from api.http.service import HttpService
+from api.http.shared import HttpContext, HttpLimits
 from api.http_checks import HttpChecks
 from api.page import files as page
-from api.pooling.vectors import Vectors
-from api.requests.idempotency import KeptAnswers
+from api.pooling.vectors import PoolingService
+from api.requests.idempotency import IdempotencyCache
 from api.requests.served_model import ServedModel
 from common import tls
 from common.config import RouterConfig
@@ -29,8 +29,8 @@ def make_http(
     model: ServedModel,
     names: ModelNames,
     clients: Clients,
-    answers: KeptAnswers,
-    vectors: Vectors,
+    answers: IdempotencyCache,
+    vectors: PoolingService,
     counts: RouterMetrics,
     why_not_ready: Callable[[], str | None],
     certificates: tls.Certificates | None,
@@ -67,11 +67,11 @@ def make_http(
         others_below={path: {"GET": each} for path, each in others_below.items()},
     )
     check_paths(routes.paths)
-    limits = Limits(
+    limits = HttpLimits(
         max_connections=config.max_requests + _SPARE_CONNECTIONS,
         max_body_bytes=model.limits.body_bytes,
         unread_s=config.unread_s,
     )
     contexts = None if certificates is None else tls.server_contexts(certificates, "http/1.1")
-    shared = Shared(limits, problems.error_body, counts)
-    return HttpServer(shared, Service(shared, routes, checks), contexts)
+    shared = HttpContext(limits, problems.error_body, counts)
+    return HttpServer(shared, HttpService(shared, routes, checks), contexts)

@@ -19,16 +19,16 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from api.program.renewal import Renewal
-from api.program.whole_metrics import WholeMetrics
+from api.program.renewal import CertificateRenewal
+from api.program.whole_metrics import MetricsAggregator
 from common import rpc
 from common.config import RouterConfig
 from common.errors import ConfigError
 from common.logs import kv
 from common.metrics.serving import served
-from common.process.children import Child
+from common.process.children import ChildProcess
 from router.workers.asking import siblings
-from router.workers.place import Place
+from router.workers.place import ProcessSlot
 from router.workers.telling import told
 
 log = logging.getLogger(__name__)
@@ -105,10 +105,10 @@ async def _started(processes: "list[_Process]", stop: asyncio.Event) -> bool:
 class _Process:
     """A worker process. It is never restarted after a request to end."""
 
-    def __init__(self, place: Place, config: RouterConfig) -> None:
+    def __init__(self, place: ProcessSlot, config: RouterConfig) -> None:
         self._place = place
         self._config = config.model_dump_json()
-        self._child: Child | None = None
+        self._child: ChildProcess | None = None
         self._told = False
         self._renewing: asyncio.Event | None = None  # set when the successor listens
 
@@ -116,14 +116,14 @@ class _Process:
         """Start the process, and return whether it listens. Otherwise it has ended.
 
         Args:
-            again: see Place.
+            again: see ProcessSlot.
         """
         here, there = os.pipe()
         place = msgspec.json.encode(replace(self._place, again=again)).decode()
         try:
             worker = [sys.executable, "-m", "api.program.worker"]
             command = [*worker, str(there), place, self._config]
-            self._child = Child("router", command, log=None, descriptors=(there,))
+            self._child = ChildProcess("router", command, log=None, descriptors=(there,))
         finally:
             os.close(there)
         with os.fdopen(here, "rb", buffering=0) as end:
@@ -187,13 +187,13 @@ class _Process:
 async def _kept(config: RouterConfig) -> "AsyncIterator[tuple[list[_Process], _End]]":
     """Yield the processes, not started yet, and their end, within the parent's services."""
     with _reserved(config) as shared, _directory() as directory:
-        keeper = Place(config.processes, config.processes, directory, time.monotonic())
+        keeper = ProcessSlot(config.processes, config.processes, directory, time.monotonic())
         places = [replace(keeper, number=number) for number in range(config.processes)]
         async with siblings(keeper.others) as routers:
-            metrics = WholeMetrics(routers)
+            metrics = MetricsAggregator(routers)
             processes = [_Process(place, shared) for place in places]
             end = _End(processes)
-            renewal = Renewal(processes, routers, end.called)
+            renewal = CertificateRenewal(processes, routers, end.called)
             front = config.front
             with served(metrics.registry, front.host, front.metrics_port) as metrics_port:
                 async with told(keeper, {**metrics.tells, **renewal.tells}):

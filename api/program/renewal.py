@@ -12,7 +12,7 @@ from typing import Protocol
 from api.admin.router_state import STATE
 from common.logs import kv
 from protos.router_pb2 import RouterState
-from router.workers.asking import Siblings
+from router.workers.asking import SiblingProcesses
 from router.workers.ends import IN_TURN, PATH
 from router.workers.telling import Tell
 
@@ -22,18 +22,21 @@ _LONGEST_S = 600.0  # for one process: its drain, its start and its first ready 
 _LOOK_S = 0.1
 
 
-class Renewable(Protocol):
+class RenewableProcess(Protocol):
     """A process that can be restarted."""
 
     async def renew(self) -> None:
         """Drain the process, and return when its successor listens."""
 
 
-class Renewal:
+class CertificateRenewal:
     """Restarts of the processes of a router. For one event loop."""
 
     def __init__(
-        self, processes: Sequence[Renewable], routers: Siblings, end_all: Callable[[], None]
+        self,
+        processes: Sequence[RenewableProcess],
+        routers: SiblingProcesses,
+        end_all: Callable[[], None],
     ) -> None:
         """
         Args:

@@ -6,11 +6,11 @@ import logging
 import signal
 from collections.abc import Callable
 
-from api.program.assembly import running
+from api.program.assembly import run_router
 from api.text import model_files
 from common.config import RouterConfig
 from common.process import allocator
-from router.workers.place import Place
+from router.workers.place import ProcessSlot
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +20,10 @@ _COLLECT_EVERY = 50_000
 
 
 async def serve(
-    config: RouterConfig, place: Place | None = None, *, on_up: Callable[[], None] = lambda: None
+    config: RouterConfig,
+    place: ProcessSlot | None = None,
+    *,
+    on_up: Callable[[], None] = lambda: None,
 ) -> None:
     """Run a router until SIGTERM, SIGINT or an operator's Drain, then drain it.
 
@@ -42,7 +45,7 @@ async def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
     model = await asyncio.to_thread(model_files.load, config.model)
-    async with running(config, model, place, on_drain=stop.set) as router:
+    async with run_router(config, model, place, on_drain=stop.set) as router:
         allocator.stay()
         gc.set_threshold(_COLLECT_EVERY)
         on_up()

@@ -12,29 +12,31 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.process_collector import ProcessCollector
 
 from api.admin.metrics_endpoint import PATH
-from common.metrics.program import Families
-from common.metrics.several import Several
+from common.metrics.program import MetricFamilies
+from common.metrics.several import MergedMetrics
 from router.metrics import DECLARED, PROCESSES
-from router.workers.asking import LONGEST_S, Siblings
+from router.workers.asking import LONGEST_S, SiblingProcesses
 from router.workers.telling import Tell
 
 _KEEPER = -1  # the parent's number among the sources
 
 
-class WholeMetrics:
+class MetricsAggregator:
     """Merged metrics. For one event loop. `registry` may be used on any thread but the loop's."""
 
-    def __init__(self, routers: Siblings) -> None:
+    def __init__(self, routers: SiblingProcesses) -> None:
         """
         Args:
             routers: client of the worker processes.
         """
         self._routers = routers
-        self._several = Several(DECLARED)
+        self._several = MergedMetrics(DECLARED)
         self._num_silent = 0
         self._own = CollectorRegistry()
         ProcessCollector(registry=self._own)
-        self._own.register(Families(lambda: [PROCESSES.family({("silent",): self._num_silent})]))
+        self._own.register(
+            MetricFamilies(lambda: [PROCESSES.family({("silent",): self._num_silent})])
+        )
         self._gathering: asyncio.Task[list[Metric]] | None = None
         loop = asyncio.get_running_loop()
 
@@ -43,7 +45,7 @@ class WholeMetrics:
             return gathering.result(2 * LONGEST_S)
 
         self.registry = CollectorRegistry()
-        self.registry.register(Families(families))
+        self.registry.register(MetricFamilies(families))
 
     @property
     def tells(self) -> Mapping[str, Tell]:
@@ -52,7 +54,7 @@ class WholeMetrics:
         async def tell(query: Mapping[str, str]) -> bytes:
             families = await self._families()
             registry = CollectorRegistry()
-            registry.register(Families(lambda: families))
+            registry.register(MetricFamilies(lambda: families))
             encode, _ = choose_encoder(query["accept"])
             return encode(registry)
 

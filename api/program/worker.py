@@ -11,7 +11,7 @@ from common import logs
 from common.config import RouterConfig
 from common.errors import ConfigError
 from common.settings import wrong
-from router.workers.place import Place
+from router.workers.place import ProcessSlot
 
 
 def main(up: str, place_json: str, config_json: str) -> None:
@@ -20,7 +20,7 @@ def main(up: str, place_json: str, config_json: str) -> None:
     Args:
         up: a file descriptor that is written to when this process listens.
     """
-    place = msgspec.json.decode(place_json, type=Place)
+    place = msgspec.json.decode(place_json, type=ProcessSlot)
     config = RouterConfig.model_validate_json(config_json)
     logs.setup(f"router/{place.number}", config.front.log_level, config.front.log_format)
 

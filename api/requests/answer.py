@@ -5,46 +5,48 @@ from collections.abc import Callable, Collection, Sequence
 import msgspec
 from msgspec.structs import replace
 
-from api.requests.token_reports import ToldPrompt, ToldToken
+from api.requests.token_reports import PromptReport, TokenReport
 from api.text.detokenizer import Detokenizer
-from api.text.stops import Stops
+from api.text.stops import StopConditions
 from common.requests.logprobs import TokenLogprobs
-from common.requests.prediction import NOTHING, Predicted
-from router.token_buffer import End
+from common.requests.prediction import NOTHING, PredictionUsage
+from router.token_buffer import StreamEnd
 
 
-class Usage(msgspec.Struct, frozen=True):
+class TokenUsage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int | None  # None: not reported to the client
-    predicted: Predicted | None = None  # None: the request has no prediction
+    predicted: PredictionUsage | None = None  # None: the request has no prediction
 
 
 class _Told(msgspec.Struct, frozen=True, kw_only=True):
     marks: Sequence[int] = ()  # indices in the text of special tokens that mark parts
-    tokens: Sequence[ToldToken] = ()  # all tokens of the piece, if log-probabilities are requested
-    prompt: ToldPrompt | None = None  # in the first piece, if requested
+    tokens: Sequence[
+        TokenReport
+    ] = ()  # all tokens of the piece, if log-probabilities are requested
+    prompt: PromptReport | None = None  # in the first piece, if requested
 
 
-class Piece(_Told, frozen=True):
+class OutputChunk(_Told, frozen=True):
     """An addition to a response."""
 
     text: str
     token_ids: Sequence[int]
 
 
-class LastPiece(Piece, frozen=True):
+class FinalChunk(OutputChunk, frozen=True):
     """The end of a response."""
 
     finish_reason: str  # "stop" | "length"
     stop_reason: (
         str | int | None
     )  # the stop string that was found, or the stop token of the request, that ended the response
-    usage: Usage
+    usage: TokenUsage
     cached_tokens: int  # prompt tokens, for the router's own metrics
 
 
-class Answer:
+class ResponseBuilder:
     """Builder of one response.
 
     Text may lag behind its tokens while a character or a stop is undecided. The last piece has the
@@ -54,14 +56,14 @@ class Answer:
     def __init__(
         self,
         detokenizer: Detokenizer,
-        stops: Stops | None,
+        stops: StopConditions | None,
         stop_token_ids: Collection[int] = (),
         *,
         num_prompt_tokens: int,
         min_tokens: int = 0,
         tells_cached_tokens: bool = True,
-        tells_tokens: Callable[[int, TokenLogprobs], ToldToken] | None = None,
-        tells_prompt: Callable[[Sequence[TokenLogprobs]], ToldPrompt] | None = None,
+        tells_tokens: Callable[[int, TokenLogprobs], TokenReport] | None = None,
+        tells_prompt: Callable[[Sequence[TokenLogprobs]], PromptReport] | None = None,
         silent: bool = False,
         predicts: bool = False,
     ) -> None:
@@ -86,7 +88,7 @@ class Answer:
         self.token_ids: list[int] = []  # all tokens so far
         self._length = 0  # of the text so far
 
-    def add_predicted(self, predicted: Predicted) -> None:
+    def add_predicted(self, predicted: PredictionUsage) -> None:
         """Add the counts of predicted tokens for the tokens that are added next."""
         if self._predicted is not None:
             self._predicted += predicted
@@ -103,12 +105,12 @@ class Answer:
     def add(
         self,
         token_ids: Sequence[int],
-        end: End | None,
+        end: StreamEnd | None,
         cached_tokens: int | None = None,
         logprobs: Sequence[TokenLogprobs] = (),
         prompt_logprobs: Sequence[TokenLogprobs] = (),
-    ) -> Piece | LastPiece:
-        """Add tokens and return the next piece. Must not be called again after a LastPiece.
+    ) -> OutputChunk | FinalChunk:
+        """Add tokens and return the next piece. Must not be called again after a FinalChunk.
 
         Args:
             cached_tokens: see `note_cached_tokens`.
@@ -121,9 +123,9 @@ class Answer:
             prompt, self._tells_prompt = tells(prompt_logprobs), None
         if self._silent:
             token_ids = ()
-            end = end and End("length")
+            end = end and StreamEnd("length")
         piece = self._piece(token_ids, end)
-        tokens: Sequence[ToldToken] = ()
+        tokens: Sequence[TokenReport] = ()
         if self._tells_tokens is not None:
             tokens = [
                 self._tells_tokens(*each) for each in zip(piece.token_ids, logprobs, strict=False)
@@ -142,7 +144,7 @@ class Answer:
             taken.append(marks.popleft() - begun)
         return taken
 
-    def _piece(self, token_ids: Sequence[int], end: End | None) -> Piece | LastPiece:
+    def _piece(self, token_ids: Sequence[int], end: StreamEnd | None) -> OutputChunk | FinalChunk:
         text, num_taken, stopped = self._text_of(token_ids)
         if not stopped and end is not None:
             rest, stopped = self._rest()
@@ -155,7 +157,7 @@ class Answer:
         if end is not None:
             reason = self._stop_token() if end.finish_reason == "stop" else None
             return self._last(text, taken, end.finish_reason, reason)
-        return Piece(text, taken)
+        return OutputChunk(text, taken)
 
     def _stop_token(self) -> int | None:
         """Return the stop token that ended the response. None for EOS, which is not reported."""
@@ -191,16 +193,16 @@ class Answer:
         token_ids: Sequence[int],
         finish_reason: str,
         stop_reason: str | int | None,
-    ) -> LastPiece:
+    ) -> FinalChunk:
         # A node that continues a response may also have found generated tokens in its cache.
         cached_tokens = min(self._cached_tokens or 0, self._num_prompt_tokens)
         told = cached_tokens if self._tells_cached_tokens else None
-        usage = Usage(self._num_prompt_tokens, len(self.token_ids), told, self._in_answer())
-        return LastPiece(text, token_ids, finish_reason, stop_reason, usage, cached_tokens)
+        usage = TokenUsage(self._num_prompt_tokens, len(self.token_ids), told, self._in_answer())
+        return FinalChunk(text, token_ids, finish_reason, stop_reason, usage, cached_tokens)
 
-    def _in_answer(self) -> Predicted | None:
+    def _in_answer(self) -> PredictionUsage | None:
         """Return the counts of predicted tokens, without those behind the end of the response."""
         if self._predicted is None:
             return None
         accepted = min(self._predicted.accepted, len(self.token_ids))
-        return Predicted(accepted, self._predicted.rejected)
+        return PredictionUsage(accepted, self._predicted.rejected)

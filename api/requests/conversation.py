@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from api.images.picture import Picture
-from api.requests.generate_params import Ending, Messages, ToolCall, Turn
+from api.images.picture import ImageInput
+from api.requests.generate_params import ChatPrompt, ChatTurn, PastToolCall, PromptEnding
 from api.text.call_arguments import call_arguments
 from api.text.chat_template import ChatTemplate
 from api.text.limits import MAX_MESSAGES, MAX_SETTINGS_BYTES
@@ -23,7 +23,7 @@ _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")  # names in te
 _CUT = "\x00baton: cut here\x00"
 
 
-def check(messages: Messages, template: ChatTemplate, max_bytes: int) -> None:
+def check(messages: ChatPrompt, template: ChatTemplate, max_bytes: int) -> None:
     """Check a conversation before it is rendered.
 
     Args:
@@ -63,7 +63,7 @@ def check(messages: Messages, template: ChatTemplate, max_bytes: int) -> None:
             )
 
 
-def rendered(messages: Messages, template: ChatTemplate, max_characters: int) -> str:
+def rendered(messages: ChatPrompt, template: ChatTemplate, max_characters: int) -> str:
     """Return the prompt of a conversation that `check` has accepted.
 
     Raises:
@@ -74,14 +74,14 @@ def rendered(messages: Messages, template: ChatTemplate, max_characters: int) ->
     settings = dict(messages.settings)
     if messages.reasoning_effort is not None:
         settings["reasoning_effort"] = messages.reasoning_effort
-    continued = messages.ending is Ending.CONTINUED
+    continued = messages.ending is PromptEnding.CONTINUED
     if continued:
         turns[-1]["content"] = f"{turns[-1]['content'] or ''}{_CUT}"
     text = template.render(
         turns,
         tools=messages.tools,
         settings=settings,
-        opens=messages.ending is Ending.OPENED,
+        opens=messages.ending is PromptEnding.OPENED,
         max_characters=max_characters,
     )
     if not continued:
@@ -94,7 +94,7 @@ def rendered(messages: Messages, template: ChatTemplate, max_characters: int) ->
     return before
 
 
-def _as_templates_know_it(turn: Turn, reasoning: str) -> dict[str, Any]:
+def _as_templates_know_it(turn: ChatTurn, reasoning: str) -> dict[str, Any]:
     told: dict[str, Any] = {"role": turn.role, "content": turn.content}
     if turn.parts:
         told["content"] = [_part(part) for part in turn.parts]
@@ -121,11 +121,11 @@ def _as_templates_know_it(turn: Turn, reasoning: str) -> dict[str, Any]:
     return told
 
 
-def _part(part: str | Picture) -> dict[str, str]:
-    return {"type": "image"} if isinstance(part, Picture) else {"type": "text", "text": part}
+def _part(part: str | ImageInput) -> dict[str, str]:
+    return {"type": "image"} if isinstance(part, ImageInput) else {"type": "text", "text": part}
 
 
-def _texts(turn: Turn) -> Iterator[str]:
+def _texts(turn: ChatTurn) -> Iterator[str]:
     """Yield all texts that a turn adds to the prompt."""
     yield turn.role
     yield from (part for part in turn.parts if isinstance(part, str))
@@ -136,7 +136,7 @@ def _texts(turn: Turn) -> Iterator[str]:
         yield from _texts_of(call)
 
 
-def _texts_of(call: ToolCall) -> tuple[str, ...]:
+def _texts_of(call: PastToolCall) -> tuple[str, ...]:
     return call.id, call.name, call.arguments
 
 

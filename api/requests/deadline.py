@@ -10,7 +10,7 @@ from types import TracebackType
 from common.errors import DeadlineExceeded
 
 
-class Within:
+class DeadlineScope:
     """A context with a time limit, for one task and one use.
 
     Gives the deadline in time.monotonic() seconds.

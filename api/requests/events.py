@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 import msgspec
 
-from common.requests.request_trace import Event
+from common.requests.request_trace import TimelineEvent
 from router.timelines import RequestTimeline
 
 
-class Told(msgspec.Struct, frozen=True):
+class EventHistory(msgspec.Struct, frozen=True):
     """A message between processes of one router. They share their host's monotonic clock."""
 
     request_id: str
@@ -20,15 +20,17 @@ class Told(msgspec.Struct, frozen=True):
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
-    events: tuple[Event, ...]
+    events: tuple[TimelineEvent, ...]
 
 
-def told(timeline: RequestTimeline) -> Told:
+def told(timeline: RequestTimeline) -> EventHistory:
     zero = timeline.arrived
     events = [
-        Event(event.at - zero, event.what, event.detail) for event in _moments(timeline) if event.at
+        TimelineEvent(event.at - zero, event.what, event.detail)
+        for event in _moments(timeline)
+        if event.at
     ]
-    return Told(
+    return EventHistory(
         timeline.request_id,
         timeline.label,
         timeline.outcome,
@@ -42,17 +44,19 @@ def told(timeline: RequestTimeline) -> Told:
     )
 
 
-def _moments(timeline: RequestTimeline) -> Iterator[Event]:
+def _moments(timeline: RequestTimeline) -> Iterator[TimelineEvent]:
     """Yield the events by time.monotonic(). 0.0: has not happened yet."""
-    yield Event(timeline.arrived, "arrived")
-    yield Event(timeline.tokenised, "tokenised", f"{timeline.prompt_tokens} tokens")
+    yield TimelineEvent(timeline.arrived, "arrived")
+    yield TimelineEvent(timeline.tokenised, "tokenised", f"{timeline.prompt_tokens} tokens")
     for number, one in enumerate(timeline.submissions):
         where = f"at decode node {one.decode}"
         if number:
             where += f", with the {one.num_tokens} tokens that are out"
-        yield Event(one.submitted, "replayed" if number else "placed", where)
-        yield Event(one.lost, "lost", one.because)
-    yield Event(timeline.first_token, "first token", "is written")
-    yield Event(timeline.last_token, "last token", f"of {timeline.completion_tokens} is written")
+        yield TimelineEvent(one.submitted, "replayed" if number else "placed", where)
+        yield TimelineEvent(one.lost, "lost", one.because)
+    yield TimelineEvent(timeline.first_token, "first token", "is written")
+    yield TimelineEvent(
+        timeline.last_token, "last token", f"of {timeline.completion_tokens} is written"
+    )
     ended = f"{timeline.outcome}: {timeline.error}" if timeline.error else timeline.outcome
-    yield Event(timeline.ended, "ended", ended)
+    yield TimelineEvent(timeline.ended, "ended", ended)

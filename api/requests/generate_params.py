@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Self, TypeAlias
 
 import msgspec
 
-from api.images.picture import Picture
-from api.requests.job import Job, Terms
+from api.images.picture import ImageInput
+from api.requests.job import Terms, TokenizedRequest
 from api.requests.once import Once
 from common.requests.images import Image
 from common.requests.sampling import SamplingParams
@@ -19,14 +19,14 @@ from common.requests.sampling import SamplingParams
 UNLIMITED = 2**31 - 1  # max_tokens of a request that may fill the context
 
 
-class Text(msgspec.Struct, frozen=True):
+class TextPrompt(msgspec.Struct, frozen=True):
     field: ClassVar[str] = "text"  # name in errors
 
     text: str
     add_special_tokens: bool = True  # special tokens that the tokenizer adds to a text
 
 
-class TextPair(msgspec.Struct, frozen=True):
+class TextPairPrompt(msgspec.Struct, frozen=True):
     """Two texts as one prompt, joined as the tokenizer joins pairs."""
 
     field: ClassVar[str] = "text"
@@ -35,7 +35,7 @@ class TextPair(msgspec.Struct, frozen=True):
     second: str
 
 
-class ToolCall(msgspec.Struct, frozen=True):
+class PastToolCall(msgspec.Struct, frozen=True):
     """A tool call of an earlier turn."""
 
     name: str
@@ -43,17 +43,17 @@ class ToolCall(msgspec.Struct, frozen=True):
     id: str = ""
 
 
-class Turn(msgspec.Struct, frozen=True):
+class ChatTurn(msgspec.Struct, frozen=True):
     role: str
     content: str | None  # None: no content, or content in `parts`
     name: str | None = None  # of the speaker, if the template uses it
     reasoning: str | None = None  # reasoning before the content, if the template uses it
-    tool_calls: Sequence[ToolCall] = ()
+    tool_calls: Sequence[PastToolCall] = ()
     tool_call_id: str | None = None  # the call of this result
-    parts: Sequence[str | Picture] = ()  # texts and pictures in order, if there are pictures
+    parts: Sequence[str | ImageInput] = ()  # texts and pictures in order, if there are pictures
 
 
-class Ending(Enum):
+class PromptEnding(Enum):
     """The end of the prompt of a conversation."""
 
     OPENED = "a new turn of the assistant's"
@@ -61,29 +61,29 @@ class Ending(Enum):
     CLOSED = "the last turn, which has ended"
 
 
-class Messages(msgspec.Struct, frozen=True):
+class ChatPrompt(msgspec.Struct, frozen=True):
     """A conversation, for the model's chat template."""
 
     field: ClassVar[str] = "messages"
 
-    turns: Sequence[Turn]
+    turns: Sequence[ChatTurn]
     tools: Sequence[Any] = ()  # JSON objects, in OpenAI's form
     settings: Mapping[str, Any] = msgspec.field(default_factory=dict)  # variables of the template
     reasoning_effort: str | None = None  # a variable of the template
-    ending: Ending = Ending.OPENED
+    ending: PromptEnding = PromptEnding.OPENED
 
     @property
-    def pictures(self) -> Sequence[Picture]:
-        return [part for turn in self.turns for part in turn.parts if isinstance(part, Picture)]
+    def pictures(self) -> Sequence[ImageInput]:
+        return [part for turn in self.turns for part in turn.parts if isinstance(part, ImageInput)]
 
 
-class TokenIds(msgspec.Struct, frozen=True):
+class TokenIdsPrompt(msgspec.Struct, frozen=True):
     field: ClassVar[str] = "token_ids"
 
     token_ids: Sequence[int]
 
 
-class Prediction(msgspec.Struct, frozen=True):
+class PredictionPrompt(msgspec.Struct, frozen=True):
     """Predicted text of a response."""
 
     field: ClassVar[str] = "prediction"
@@ -91,7 +91,7 @@ class Prediction(msgspec.Struct, frozen=True):
     text: str
 
 
-class Nothing(msgspec.Struct, frozen=True):
+class NoPrompt(msgspec.Struct, frozen=True):
     """A missing prompt."""
 
     field: ClassVar[str] = "prompt"
@@ -99,10 +99,12 @@ class Nothing(msgspec.Struct, frozen=True):
     one_of: tuple[str, ...]  # fields that could have had a prompt
 
 
-Prompt: TypeAlias = Text | TextPair | Messages | TokenIds | Prediction | Nothing
+Prompt: TypeAlias = (
+    TextPrompt | TextPairPrompt | ChatPrompt | TokenIdsPrompt | PredictionPrompt | NoPrompt
+)
 
 
-class Rendering(msgspec.Struct):
+class RenderedPrompt(msgspec.Struct):
     """The result of rendering a prompt, for parsers of its response.
 
     Empty before there are token ids.
@@ -124,11 +126,11 @@ class SharedPrompt(msgspec.Struct):
     prompt: Prompt
     token_ids: Once[Sequence[int]] = msgspec.field(default_factory=Once)
     images: Sequence[Image] = ()
-    rendering: Rendering = msgspec.field(default_factory=Rendering)
-    job: Once[Job] = msgspec.field(default_factory=Once)
+    rendering: RenderedPrompt = msgspec.field(default_factory=RenderedPrompt)
+    job: Once[TokenizedRequest] = msgspec.field(default_factory=Once)
 
 
-class Together(msgspec.Struct):
+class RequestGroup(msgspec.Struct):
     """The responses to one request of a client.
 
     Attributes:
@@ -146,11 +148,11 @@ class Together(msgspec.Struct):
         return cls([SharedPrompt(prompt) for prompt in prompts], len(prompts) * answers_to_each)
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+class GenerateParams(msgspec.Struct, frozen=True, kw_only=True):
     """The parameters of one response."""
 
     prompt: SharedPrompt  # one of the prompts of the request
-    together: Together
+    together: RequestGroup
     sampling: SamplingParams
     max_tokens_field: str = (
         ""  # the client's name of max_tokens in its request, "" if the client left it to a default
@@ -169,7 +171,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     adapter: str = ""  # its name, "": the base model
     timeout_s: float | None = None  # None: the router's own limit
     shown: frozenset[int] = frozenset()  # special tokens that the text keeps
-    prediction: SharedPrompt | None = None  # a Prediction, tokenised as prompts are
+    prediction: SharedPrompt | None = None  # a PredictionPrompt, tokenised as prompts are
 
 
 def any_seed() -> int:

@@ -18,8 +18,8 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from api.auth.client import Client
-from api.requests.answer import LastPiece, Piece
-from api.requests.generate_params import Rendering, SharedPrompt, Wanted
+from api.requests.answer import FinalChunk, OutputChunk
+from api.requests.generate_params import GenerateParams, RenderedPrompt, SharedPrompt
 from common.errors import InvalidRequest, RequestAborted
 
 MAX_KEY_CHARACTERS = 256
@@ -28,15 +28,15 @@ _ANSWER_BYTES = 4000  # of one without a piece
 _PIECE_BYTES = 400  # in addition to its text and tokens
 _TOKEN_BYTES = 36
 
-Write = Callable[[str, Piece | LastPiece], Awaitable[None]]
-Offer = Callable[[Piece], bool]
+Write = Callable[[str, OutputChunk | FinalChunk], Awaitable[None]]
+Offer = Callable[[OutputChunk], bool]
 Name = tuple[str, str, int]  # client, key, index of the response
 
 
-class Generates(Protocol):
+class GenerateCall(Protocol):
     async def generate(
         self,
-        wanted: Wanted,
+        wanted: GenerateParams,
         client: Client,
         write: Write,
         traceparent: str = "",
@@ -44,7 +44,7 @@ class Generates(Protocol):
     ) -> None: ...
 
 
-class Retry(NamedTuple):
+class IdempotentRetry(NamedTuple):
     """One request with an idempotency key, possibly with several responses.
 
     Attributes:
@@ -65,7 +65,7 @@ class Retry(NamedTuple):
         return int.from_bytes(hashlib.sha256(told).digest()[:8])
 
 
-class KeptAnswers:
+class IdempotencyCache:
     """Responses of requests with idempotency keys. For one event loop.
 
     Args:
@@ -73,7 +73,9 @@ class KeptAnswers:
             0: keys are ignored.
     """
 
-    def __init__(self, generator: Generates, *, keep_s: float, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(
+        self, generator: GenerateCall, *, keep_s: float, max_bytes: int = MAX_BYTES
+    ) -> None:
         self._generator = generator
         self._keep_s = keep_s
         self._max_bytes = max_bytes
@@ -87,7 +89,7 @@ class KeptAnswers:
 
     def retry(
         self, client: Client, key: str, asked: Callable[[], bytes], request_id: str
-    ) -> Retry | None:
+    ) -> IdempotentRetry | None:
         """Return the retry state of a request, None if it has no key.
 
         Args:
@@ -106,23 +108,23 @@ class KeptAnswers:
         digest = hashlib.sha256(asked()).digest()
         first = self._answers.get((client.name, key, 0))
         if first is None:
-            return Retry(client.name, key, digest, request_id)
+            return IdempotentRetry(client.name, key, digest, request_id)
         if first.retry.digest != digest:
             raise InvalidRequest("the idempotency key was given for another request")
         return first.retry
 
     async def generate(
         self,
-        wanted: Wanted,
+        wanted: GenerateParams,
         client: Client,
         write: Write,
         traceparent: str = "",
         offer: Offer = lambda piece: False,
         *,
-        retry: Retry | None = None,
+        retry: IdempotentRetry | None = None,
         index: int = 0,
     ) -> None:
-        """Generate as Generator.generate does. A repeated request gets its earlier response.
+        """Generate as Dispatcher.generate does. A repeated request gets its earlier response.
 
         Args:
             index: index of the response within the request.
@@ -137,7 +139,12 @@ class KeptAnswers:
         await answer.follow(wanted.prompt, write, self._keep_s)
 
     def _begin(
-        self, name: Name, retry: Retry, wanted: Wanted, client: Client, traceparent: str
+        self,
+        name: Name,
+        retry: IdempotentRetry,
+        wanted: GenerateParams,
+        client: Client,
+        traceparent: str,
     ) -> "_Answer":
         self._forget(name)
         if wanted.drawn:
@@ -198,14 +205,17 @@ class _Answer:
     task: "asyncio.Task[None]"
 
     def __init__(
-        self, retry: Retry, rendering: Rendering, grown: "Callable[[_Answer, int], None]"
+        self,
+        retry: IdempotentRetry,
+        rendering: RenderedPrompt,
+        grown: "Callable[[_Answer, int], None]",
     ) -> None:
         self.retry = retry
         self._rendering = rendering  # without the rest of the prompt, which may be large
-        self.num_bytes = 0  # as counted by KeptAnswers
+        self.num_bytes = 0  # as counted by IdempotencyCache
         self._grown = grown
         self._request_id = retry.request_id
-        self._pieces: deque[Piece | LastPiece] = deque()
+        self._pieces: deque[OutputChunk | FinalChunk] = deque()
         self._num_dropped = 0  # pieces that all followers have
         self._places: dict[int, int] = {}  # pieces written, by follower
         self._next_follower = 0
@@ -213,20 +223,20 @@ class _Answer:
         self._news = asyncio.Event()
         self._end: asyncio.TimerHandle | None = None
 
-    async def write(self, request_id: str, piece: Piece | LastPiece) -> None:
+    async def write(self, request_id: str, piece: OutputChunk | FinalChunk) -> None:
         """Add a piece. If the response is not kept, wait for the slowest follower."""
         self._request_id = request_id
         self._append(piece)
         while not self._kept and self._pieces:
             await self._news.wait()
 
-    def offer(self, piece: Piece) -> bool:
+    def offer(self, piece: OutputChunk) -> bool:
         taken = self._kept  # before memory may run out
         if taken:
             self._append(piece)
         return taken
 
-    def _append(self, piece: Piece | LastPiece) -> None:
+    def _append(self, piece: OutputChunk | FinalChunk) -> None:
         self._pieces.append(piece)
         if self._kept:
             told = len(piece.token_ids) + 20 * len(piece.tokens)  # with the likeliest alternatives

@@ -8,7 +8,7 @@ from common.requests.namespace import Namespace
 from common.requests.sampling import SamplingParams
 
 
-class Job(msgspec.Struct, frozen=True):
+class TokenizedRequest(msgspec.Struct, frozen=True):
     """A tokenised request, ready for a decode node.
 
     Attributes:

@@ -6,12 +6,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from api.auth.client import Client
-from api.auth.fair_slots import FairSlots
+from api.auth.fair_slots import FairShareLimiter
 from common.errors import NodeUnavailable, RateLimited
 from router.cluster.cluster import SHUTTING_DOWN
 
 
-class Admission:
+class RequestLimiter:
     """Admission of requests. A request is live from its admission to the end of its call."""
 
     def __init__(self, max_requests: int, *, longest_wait_s: float = 0.0) -> None:
@@ -20,7 +20,7 @@ class Admission:
             longest_wait_s: longest wait for a slot, if a client cannot have one immediately.
         """
         self.max_requests = max_requests
-        self._slots = FairSlots(max_requests, longest_wait_s=longest_wait_s)
+        self._slots = FairShareLimiter(max_requests, longest_wait_s=longest_wait_s)
         self._num_here = 0  # requests that are live or queued
         self.leaving = False  # this router is shutting down
         self._closed = False  # no request is admitted any more

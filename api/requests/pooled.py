@@ -7,18 +7,18 @@ from typing import TypeAlias
 
 import msgspec
 
-from api.requests.generate_params import Text, TextPair, TokenIds
-from common.requests.pooling import Pooling
+from api.requests.generate_params import TextPairPrompt, TextPrompt, TokenIdsPrompt
+from common.requests.pooling import PoolingParams
 
 MAX_PROMPTS = 2048
 MAX_TOKENS = 1 << 20  # of all prompts of one request
 
-PooledPrompt: TypeAlias = Text | TextPair | TokenIds
+PooledPrompt: TypeAlias = TextPrompt | TextPairPrompt | TokenIdsPrompt
 
 
-class WantedVectors(msgspec.Struct, frozen=True, kw_only=True):
+class PoolingRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompts: Sequence[PooledPrompt]
-    pooling: Pooling
+    pooling: PoolingParams
     dimensions: int = 0  # number of leading dimensions to keep. 0: all
     normalize: bool = False
     request_id: str = ""  # see Wanted
@@ -27,7 +27,7 @@ class WantedVectors(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float | None = None
 
 
-class Pooled(msgspec.Struct, frozen=True):
+class PoolingResult(msgspec.Struct, frozen=True):
     """Vectors and token counts in the order of the prompts."""
 
     vectors: Sequence[bytes]  # little-endian float32

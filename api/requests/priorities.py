@@ -9,7 +9,7 @@ from common.errors import InvalidRequest
 from common.priority import LOWEST
 
 
-class Priorities:
+class PriorityLimits:
     def __init__(self, highest: int = 0, *, low_values_first: bool = False) -> None:
         """
         Args:

@@ -8,27 +8,27 @@ from collections.abc import Sequence
 from functools import partial
 
 from api.auth.client import Client
-from api.images.pictures import Pictures
+from api.images.pictures import ImageLoader
 from api.parsers import harmony, think
-from api.parsers.model_format import Speech, Thinks
+from api.parsers.model_format import ModelFormat, ReasoningFormat
 from api.requests import conversation
 from api.requests.generate_params import (
-    Messages,
-    Nothing,
-    Prediction,
+    ChatPrompt,
+    NoPrompt,
+    PredictionPrompt,
     Prompt,
     SharedPrompt,
-    Text,
-    TextPair,
-    TokenIds,
+    TextPairPrompt,
+    TextPrompt,
+    TokenIdsPrompt,
 )
 from api.text.chat_template import ChatTemplate
-from api.text.limits import Limits, check_length, check_prompt
+from api.text.limits import ModelLimits, check_length, check_prompt
 from api.text.tokenizer import RouterTokenizer, num_bytes
 from common.errors import InvalidRequest
-from common.requests.guide import Guide, as_form, tag
+from common.requests.guide import GuidedDecoding, as_form, tag
 from common.requests.images import Image
-from common.requests.reasoning import Thought
+from common.requests.reasoning import ReasoningTokens
 
 # Bytes of text for each token of the context. Longer text rarely fits, and encoding it as a whole
 # could take a hundred times its bytes in memory.
@@ -38,16 +38,16 @@ _DOUBTFUL_BYTES_PER_TOKEN = 4
 _END_CHARACTERS = 256
 
 
-class Prompts:
+class PromptEncoder:
     """Converter of prompts. For one event loop."""
 
     def __init__(
         self,
         tokenizer: RouterTokenizer,
         chat_template: ChatTemplate | None,
-        limits: Limits,
-        speech: Speech,
-        pictures: Pictures | None = None,
+        limits: ModelLimits,
+        speech: ModelFormat,
+        pictures: ImageLoader | None = None,
     ) -> None:
         """
         Args:
@@ -91,9 +91,9 @@ class Prompts:
     def may_think(self, prompt: Prompt) -> bool:
         """Return whether nodes can separate reasoning from content for such a prompt."""
         known = self._speech.marks_thought and self._markers is not None
-        return known and isinstance(prompt, Messages)
+        return known and isinstance(prompt, ChatPrompt)
 
-    def thought(self, prompt: SharedPrompt) -> Thought | None:
+    def thought(self, prompt: SharedPrompt) -> ReasoningTokens | None:
         """Return the reasoning that a response to a tokenised prompt may begin with.
 
         None: there is none, or nodes cannot detect it.
@@ -102,14 +102,14 @@ class Prompts:
             return None
         opens, closes = self._markers
         match self._speech.thinks(prompt.rendering.end):
-            case Thinks.NOT:
+            case ReasoningFormat.NOT:
                 return None
-            case Thinks.PERHAPS:
-                return Thought(closes, opens)
-            case Thinks.AT_ONCE:
-                return Thought(closes)
+            case ReasoningFormat.PERHAPS:
+                return ReasoningTokens(closes, opens)
+            case ReasoningFormat.AT_ONCE:
+                return ReasoningTokens(closes)
 
-    def guide(self, prompt: SharedPrompt, guide: Guide) -> Guide:
+    def guide(self, prompt: SharedPrompt, guide: GuidedDecoding) -> GuidedDecoding:
         """Return the guide of a response to a tokenised prompt, whose content has this form."""
         channels = self._speech.channels
         if channels is None or not harmony.is_open(prompt.rendering.end):
@@ -124,7 +124,7 @@ class Prompts:
             Overloaded: too much text waits to be detokenised.
         """
         match prompt:
-            case Text():
+            case TextPrompt():
                 return prompt.text
             case _:
                 return await self._tokenizer.decode_any(list(token_ids))
@@ -148,29 +148,29 @@ class Prompts:
         They may be empty or outside the vocabulary. Raises as `checked` does.
         """
         match prompt:
-            case Text():
+            case TextPrompt():
                 return await self._encode(
                     prompt.text, prompt.field, add_special_tokens=prompt.add_special_tokens
                 )
-            case TextPair(first=first, second=second):
+            case TextPairPrompt(first=first, second=second):
                 await self._check_size(first + second, prompt.field)
                 token_ids = await self._tokenizer.encode_pair(first, second)
                 check_length(token_ids, self._limits, prompt.field)
                 return token_ids
-            case TokenIds():
+            case TokenIdsPrompt():
                 check_length(prompt.token_ids, self._limits, prompt.field)
                 return list(prompt.token_ids)
-            case Messages():
+            case ChatPrompt():
                 said, _ = await self._conversation(prompt, self._render(prompt), client)
                 return said
-            case Prediction(text=text):
+            case PredictionPrompt(text=text):
                 return await self._encode(text, prompt.field, add_special_tokens=False)
-            case Nothing():
+            case NoPrompt():
                 raise InvalidRequest(f"prompt is missing: set one of {', '.join(prompt.one_of)}")
 
     async def _shared(self, shared: SharedPrompt, client: Client) -> Sequence[int]:
         match shared.prompt:
-            case Messages() as messages:
+            case ChatPrompt() as messages:
                 text = self._render(messages)
                 shared.rendering.end = text[-_END_CHARACTERS:]
                 token_ids, shared.images = await self._conversation(messages, text, client)
@@ -182,7 +182,7 @@ class Prompts:
         return token_ids
 
     async def _conversation(
-        self, messages: Messages, text: str, client: Client
+        self, messages: ChatPrompt, text: str, client: Client
     ) -> tuple[Sequence[int], Sequence[Image]]:
         """Return a conversation's token ids, including those of its images, and the images.
 
@@ -198,7 +198,7 @@ class Prompts:
         return token_ids, images
 
     async def _with_images(
-        self, messages: Messages, token_ids: Sequence[int], client: Client
+        self, messages: ChatPrompt, token_ids: Sequence[int], client: Client
     ) -> tuple[Sequence[int], Sequence[Image]]:
         if self._pictures is None:
             raise InvalidRequest("messages: this model sees no images; only text is supported")
@@ -228,7 +228,7 @@ class Prompts:
                 f"takes prompts of at most {context - 1}"
             )
 
-    def _render(self, messages: Messages) -> str:
+    def _render(self, messages: ChatPrompt) -> str:
         if self._chat_template is None:
             raise InvalidRequest("messages: this model has no chat template; send text instead")
         conversation.check(messages, self._chat_template, self._limits.text_bytes)

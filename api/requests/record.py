@@ -9,7 +9,7 @@ from api.auth.client import Client
 from common.errors import (
     InvalidRequest,
     Overloaded,
-    QueueTooLong,
+    QueueFull,
     RateLimited,
     RequestAborted,
     ServingError,
@@ -17,15 +17,15 @@ from common.errors import (
 from common.logs import kv
 from common.logs.throttle import Throttle, ThrottledLog
 from router.metrics import RouterMetrics
-from router.timelines import Submission, Timelines
+from router.timelines import AttemptTimings, TimelineRecorder
 
 log = logging.getLogger(__name__)
 
 
-class Records:
+class RequestRecords:
     """Destinations of all request records. For one event loop."""
 
-    def __init__(self, metrics: RouterMetrics, timelines: Timelines) -> None:
+    def __init__(self, metrics: RouterMetrics, timelines: TimelineRecorder) -> None:
         self.metrics = metrics
         self.timelines = timelines
         self.refusals = ThrottledLog(log, Throttle())  # any client can cause many
@@ -43,10 +43,10 @@ class Records:
 
 
 class RequestRecord:
-    """A context around one request, made by `Records.begin`. Leaving it ends the request."""
+    """A context around one request, made by `RequestRecords.begin`. Leaving it ends the request."""
 
     def __init__(
-        self, records: Records, request_id: str, label: str, client: Client, traceparent: str
+        self, records: RequestRecords, request_id: str, label: str, client: Client, traceparent: str
     ) -> None:
         self._metrics = records.metrics
         self._timelines = records.timelines
@@ -125,7 +125,7 @@ class RequestRecord:
             ),
         )
 
-    def move(self, to: Submission) -> None:
+    def move(self, to: AttemptTimings) -> None:
         """Record that the request has migrated to another decode node."""
         self._metrics.moved(moved=True)
         self.timeline.move(to)
@@ -163,7 +163,7 @@ class RequestRecord:
                 self._metrics.rejected("invalid")
             case RateLimited():
                 self._metrics.rejected("limited")
-            case QueueTooLong():
+            case QueueFull():
                 self._metrics.rejected("late")
             case Overloaded():
                 self._metrics.rejected("overloaded")

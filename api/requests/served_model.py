@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from api.images.pictures import Pictures
+from api.images.pictures import ImageLoader
 from api.parsers import think
-from api.parsers.model_format import Speech, speech_of
-from api.requests.prompts import Prompts
+from api.parsers.model_format import ModelFormat, speech_of
+from api.requests.prompts import PromptEncoder
 from api.text.chat_template import ChatTemplate
-from api.text.limits import Limits
+from api.text.limits import ModelLimits
 from api.text.model_files import ModelFiles
 from api.text.tokenizer import RouterTokenizer
 from common.config import ImagesConfig
@@ -22,9 +22,9 @@ from common.config import ImagesConfig
 class ServedModel:
     files: ModelFiles
     tokenizer: RouterTokenizer
-    limits: Limits
-    prompts: Prompts
-    speech: Speech
+    limits: ModelLimits
+    prompts: PromptEncoder
+    speech: ModelFormat
 
     def shown(self, calls: bool) -> frozenset[int]:
         """Return special tokens that mark parts of a response. `calls`: it may have tool calls."""
@@ -50,7 +50,7 @@ def served_model(
     template = (
         ChatTemplate(files.chat_template, files.special_tokens) if files.chat_template else None
     )
-    limits = Limits(
+    limits = ModelLimits(
         files.context_length,
         files.vocabulary_size,
         tokenizer.longest_token_bytes,
@@ -66,6 +66,6 @@ def served_model(
         takes_effort=template is not None and "reasoning_effort" in template.settings,
         takes_budget=speech.marks_thought and marked,
     )
-    pictures = None if files.vision is None else Pictures(files.vision, images or ImagesConfig())
-    prompts = Prompts(tokenizer, template, limits, speech, pictures)
+    pictures = None if files.vision is None else ImageLoader(files.vision, images or ImagesConfig())
+    prompts = PromptEncoder(tokenizer, template, limits, speech, pictures)
     return ServedModel(files, tokenizer, limits, prompts, speech)

@@ -13,12 +13,12 @@ from xxhash import xxh3_64_intdigest
 
 from api.auth.client import Client
 from api.requests import namespaces
-from api.requests.generate_params import Prompt, Wanted
-from api.requests.job import Job, Terms
-from api.requests.prompts import Prompts
+from api.requests.generate_params import GenerateParams, Prompt
+from api.requests.job import Terms, TokenizedRequest
+from api.requests.prompts import PromptEncoder
 from api.text import expressions
 from api.text.expressions import Automaton
-from api.text.limits import Limits, check_vocabulary
+from api.text.limits import ModelLimits, check_vocabulary
 from api.text.stops import StopRules
 from common.errors import InvalidRequest
 from common.request import RequestSpec
@@ -35,14 +35,14 @@ MAX_SESSION_ID_CHARACTERS = 512
 
 
 async def parse(
-    wanted: Wanted,
+    wanted: GenerateParams,
     request_id: str,
-    prompts: Prompts,
-    limits: Limits,
+    prompts: PromptEncoder,
+    limits: ModelLimits,
     client: Client,
     priority: int = 0,
     adapter: AdapterId = NO_ADAPTER,
-) -> Job:
+) -> TokenizedRequest:
     """Check prompt and sampling parameters, and return the job.
 
     The responses to one request differ only in their prompts, ids and seeds. Everything else is
@@ -68,7 +68,9 @@ async def parse(
     return replace(job, spec=spec)
 
 
-async def _terms(wanted: Wanted, prompts: Prompts, limits: Limits, client: Client) -> Terms:
+async def _terms(
+    wanted: GenerateParams, prompts: PromptEncoder, limits: ModelLimits, client: Client
+) -> Terms:
     params = wanted.sampling
     sampling.check(params)
     check_stop(wanted.stop)
@@ -86,8 +88,12 @@ async def _terms(wanted: Wanted, prompts: Prompts, limits: Limits, client: Clien
 
 
 async def _job(
-    wanted: Wanted, terms: Terms, prompts: Prompts, limits: Limits, client: Client
-) -> Job:
+    wanted: GenerateParams,
+    terms: Terms,
+    prompts: PromptEncoder,
+    limits: ModelLimits,
+    client: Client,
+) -> TokenizedRequest:
     """Return the request of any response to this prompt."""
     params = terms.sampling
     token_ids = await prompts.checked(wanted.prompt, client)
@@ -109,7 +115,7 @@ async def _job(
         prediction=as_bytes(predicted),
         images=tuple(wanted.prompt.images),
     )
-    return Job(
+    return TokenizedRequest(
         spec,
         terms.stops,
         session_id=wanted.session_id,
@@ -149,7 +155,7 @@ def fit_context(
     return replace(params, max_tokens=context_left)
 
 
-def check_tokens(params: SamplingParams, limits: Limits) -> None:
+def check_tokens(params: SamplingParams, limits: ModelLimits) -> None:
     """Raise InvalidRequest for a token that is outside the vocabulary."""
     named = {
         "stop_token_ids": params.stop_token_ids,
@@ -162,7 +168,7 @@ def check_tokens(params: SamplingParams, limits: Limits) -> None:
         check_vocabulary(word, limits, "sampling.bad_word_ids")
 
 
-def check_thinking(params: SamplingParams, prompts: Prompts, prompt: Prompt) -> None:
+def check_thinking(params: SamplingParams, prompts: PromptEncoder, prompt: Prompt) -> None:
     """Raise InvalidRequest for a thinking budget that nodes cannot enforce."""
     if params.thinking_budget >= 0 and not prompts.may_think(prompt):
         raise InvalidRequest(

@@ -15,7 +15,7 @@ _GAINED_BYTES_PER_S = 256 << 10
 _Waiting = tuple[float, int, asyncio.Future[None]]
 
 
-class ByLength:
+class LengthBatcher:
     """A queue for a limited number of concurrent texts. For one event loop."""
 
     def __init__(self, places: int, *, max_waiting_bytes: int) -> None:

@@ -17,7 +17,7 @@ _HARD_WINDOW = 256  # limit of the window, if tokens have no text
 _MAX_PENDING = 3  # bytes of an incomplete character
 
 
-class Decoder(Protocol):
+class TokenDecoder(Protocol):
     """Decoder of a whole sequence of token ids."""
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
@@ -35,7 +35,7 @@ class Detokenizer:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: TokenDecoder,
         context: Sequence[int] = (),
         spelt: Mapping[int, str] | None = None,
     ) -> None:

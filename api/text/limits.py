@@ -26,7 +26,7 @@ _BYTES_PER_TOKEN = 8  # of prompts in an HTTP body with many. Ids have up to sev
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ModelLimits:
     """Limits of the model."""
 
     context_length: int  # tokens of prompt and response together
@@ -55,7 +55,7 @@ class Limits:
         return min(_ROOM_BYTES + max(prompts, self.text_bytes), MAX_MESSAGE_BYTES)
 
 
-def check_prompt(token_ids: Sequence[int], limits: Limits, field: str) -> None:
+def check_prompt(token_ids: Sequence[int], limits: ModelLimits, field: str) -> None:
     """Raise InvalidRequest unless the prompt has tokens, all known, and leaves room for one."""
     if not token_ids:
         raise InvalidRequest(f"{field} is empty: a prompt has at least one token")
@@ -63,7 +63,7 @@ def check_prompt(token_ids: Sequence[int], limits: Limits, field: str) -> None:
     check_vocabulary(token_ids, limits, field)
 
 
-def check_length(token_ids: Sequence[int], limits: Limits, field: str) -> None:
+def check_length(token_ids: Sequence[int], limits: ModelLimits, field: str) -> None:
     """Raise InvalidRequest unless the prompt leaves room for a token. Checks only the length."""
     if len(token_ids) >= limits.context_length:
         raise InvalidRequest(
@@ -72,7 +72,7 @@ def check_length(token_ids: Sequence[int], limits: Limits, field: str) -> None:
         )
 
 
-def check_context(token_ids: Sequence[int], limits: Limits, field: str) -> None:
+def check_context(token_ids: Sequence[int], limits: ModelLimits, field: str) -> None:
     """Raise InvalidRequest for more tokens than the context. Checks only the length."""
     if len(token_ids) > limits.context_length:
         raise InvalidRequest(
@@ -80,7 +80,7 @@ def check_context(token_ids: Sequence[int], limits: Limits, field: str) -> None:
         )
 
 
-def check_vocabulary(token_ids: Sequence[int], limits: Limits, field: str) -> None:
+def check_vocabulary(token_ids: Sequence[int], limits: ModelLimits, field: str) -> None:
     """Raise InvalidRequest naming the first id that is outside the vocabulary."""
     if token_ids and max(token_ids) >= limits.vocabulary_size:
         index = next(i for i, token in enumerate(token_ids) if token >= limits.vocabulary_size)

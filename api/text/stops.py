@@ -1,7 +1,7 @@
 """Detection of stop strings and expressions in a response's text as it arrives.
 
 Text that may be the start of a match is held back. Stop rules are compiled once per request, into a
-`StopRules`. Each response has a `Stops` of its own, which holds only a state.
+`StopRules`. Each response has a `StopConditions` of its own, which holds only a state.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ _FORGETS_EVERY = 512
 MAX_HELD_CHARACTERS = MAX_MATCH_CHARACTERS + _FORGETS_EVERY
 
 
-class Watcher(Protocol):
+class StopWatcher(Protocol):
     """Follows one text character by character."""
 
     def advance(self, character: str) -> int:
@@ -30,7 +30,7 @@ class Watcher(Protocol):
         ...
 
 
-class Stops:
+class StopConditions:
     """Cuts one response's text at the first complete match.
 
     Of two matches that end at the same character, the longer one counts. The result does not depend
@@ -40,7 +40,7 @@ class Stops:
         found: the text of the match, if there was one.
     """
 
-    def __init__(self, watchers: Sequence[Watcher]) -> None:
+    def __init__(self, watchers: Sequence[StopWatcher]) -> None:
         self._watchers = watchers
         self._held = ""
         self.found: str | None = None
@@ -77,14 +77,14 @@ class StopRules:
         self._strings = _Prefix(strings) if strings else None
         self._expressions = expressions
 
-    def begin(self) -> Stops | None:
+    def begin(self) -> StopConditions | None:
         """Return the state of one response, None if there is nothing to search for."""
-        watchers: list[Watcher] = []
+        watchers: list[StopWatcher] = []
         if self._strings is not None:
             watchers.append(StopStrings(self._strings))
         if self._expressions is not None:
             watchers.append(StopExpressions(self._expressions))
-        return Stops(watchers) if watchers else None
+        return StopConditions(watchers) if watchers else None
 
 
 class _Prefix:

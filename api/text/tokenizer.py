@@ -15,9 +15,9 @@ from typing import TypeVar
 
 from tokenizers import Encoding, Tokenizer
 
-from api.text.by_length import ByLength
+from api.text.by_length import LengthBatcher
 from common.errors import ConfigError
-from common.spelling import Spelling
+from common.spelling import TokenSpelling
 
 R = TypeVar("R")
 
@@ -53,13 +53,13 @@ class RouterTokenizer:
         self._spelt = {number: token.content for number, token in added.items() if token.special}
         self._special = {text: number for number, text in self._spelt.items()}
         self.some_text = tuple(self._tokenizer.encode("a", add_special_tokens=False).ids)
-        self.spelling = Spelling(self._tokenizer, self.some_text)
+        self.spelling = TokenSpelling(self._tokenizer, self.some_text)
         self.longest_token_bytes = _longest_token_bytes(self._tokenizer)
         cores = cores or len(os.sched_getaffinity(0))
         # Two queues: long texts must not occupy all cores, because their encoding cannot be
         # interrupted.
-        self._brief = ByLength(cores, max_waiting_bytes=_MAX_WAITING_BYTES)
-        self._long = ByLength(max(1, cores - 1), max_waiting_bytes=_MAX_WAITING_BYTES)
+        self._brief = LengthBatcher(cores, max_waiting_bytes=_MAX_WAITING_BYTES)
+        self._long = LengthBatcher(max(1, cores - 1), max_waiting_bytes=_MAX_WAITING_BYTES)
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return the token ids of `text`.

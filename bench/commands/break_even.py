@@ -6,23 +6,23 @@ from dataclasses import replace
 from statistics import median
 
 from bench.commands.break_even_answer import KNOB
-from bench.commands.break_even_report import Setting, findings
-from bench.commands.command import About, Findings, add_common_flags, check_common_flags
+from bench.commands.break_even_report import BreakEvenSetting, findings
+from bench.commands.command import CommandInfo, Findings, add_common_flags, check_common_flags
 from bench.commands.pair import (
     MAX_IN_FLIGHT,
     WARM_UP_SEED,
-    Pair,
-    Ready,
+    ComparedPair,
+    SystemsReady,
     add_pair_flags,
     check_context,
     seed_of,
     warm_up,
 )
-from bench.errors import Unusable, WrongInput
+from bench.errors import InvalidInput, UnusableRun
 from bench.objectives import Objectives
 from bench.session import Session
 from bench.traffic.lengths import Lengths
-from bench.traffic.load import Load, poisson, until
+from bench.traffic.load import LoadGenerator, poisson, until
 from bench.traffic.workload import Workload
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
@@ -73,17 +73,17 @@ class BreakEvenCommand:
     name = "break-even"
 
     def __init__(self, options: argparse.Namespace, node_flags: list[str]) -> None:
-        """Check the options. Raises WrongInput."""
+        """Check the options. Raises InvalidInput."""
         check_common_flags(options)
         for name in ("streams", "stream_prompt_tokens", "stream_output_tokens", "duration"):
             if not getattr(options, name) > 0:
-                raise WrongInput(f"--{name.replace('_', '-')} must be above 0")
+                raise InvalidInput(f"--{name.replace('_', '-')} must be above 0")
         if not (0 < options.load < 1 and options.probe_output_tokens > 0):
-            raise WrongInput("--load is between 0 and 1, --probe-output-tokens above 0")
+            raise InvalidInput("--load is between 0 and 1, --probe-output-tokens above 0")
         if KNOB in options.disaggregated_flags or KNOB in options.colocated_flags:
-            raise WrongInput(f"{KNOB} is what this command is to find; it sets it itself")
+            raise InvalidInput(f"{KNOB} is what this command is to find; it sets it itself")
         self._options = options
-        pair = self._pair = Pair("baton bench break-even", options, node_flags)
+        pair = self._pair = ComparedPair("baton bench break-even", options, node_flags)
         remote, own = pair.disaggregated, pair.disaggregated.decode_flags
         self._remote = replace(remote, decode_flags=(*own, f"{KNOB}=0"))
         self._local = replace(remote, name=LOCAL, decode_flags=(*own, f"{KNOB}={MOST}"))
@@ -97,7 +97,7 @@ class BreakEvenCommand:
         self.objectives = options.goodput or Objectives()
 
     async def measure(self, session: Session) -> None:
-        async def block(ready: Ready, repeats: list[int]) -> None:
+        async def block(ready: SystemsReady, repeats: list[int]) -> None:
             self._choose_lengths(ready)
             check_context(ready, max(self._others.largest, self._probes(self._lengths[-1]).largest))
             await warm_up(session, ready, self._others, self._options.streams)
@@ -109,8 +109,8 @@ class BreakEvenCommand:
 
         await self._pair.each(session, (self._pair.colocated, self._remote, self._local), block)
 
-    def findings(self, session: Session, about: About) -> Findings:
-        setting = Setting(
+    def findings(self, session: Session, about: CommandInfo) -> Findings:
+        setting = BreakEvenSetting(
             colocated=self._pair.colocated,
             remote=self._remote,
             local=self._local,
@@ -120,7 +120,7 @@ class BreakEvenCommand:
         )
         return findings(session, about, setting)
 
-    def _choose_lengths(self, ready: Ready) -> None:
+    def _choose_lengths(self, ready: SystemsReady) -> None:
         if self._lengths:
             return
         if self._options.prompt_tokens:
@@ -129,13 +129,13 @@ class BreakEvenCommand:
         most = (ready.context_tokens or MOST) - self._options.probe_output_tokens
         self._lengths = [length for length in LENGTHS if length <= most]
         if not self._lengths:
-            raise WrongInput(f"the model takes {ready.context_tokens} tokens: too few to sweep")
+            raise InvalidInput(f"the model takes {ready.context_tokens} tokens: too few to sweep")
 
     def _probes(self, length: int) -> Workload:
         output = Lengths.fixed(self._options.probe_output_tokens)
         return Workload(Lengths.fixed(length), output, group="probe")
 
-    async def _calibrate(self, session: Session, ready: Ready) -> None:
+    async def _calibrate(self, session: Session, ready: SystemsReady) -> None:
         """Set the rate of probes for each length.
 
         At that rate, their prefills take the share --load of all nodes' time, measured on the
@@ -143,18 +143,18 @@ class BreakEvenCommand:
         """
         with session.show.doing(f"{ready.arm.name}, to calibrate", len(self._lengths)) as tick:
             for length in self._lengths:
-                load = Load(ready.client.ask)
+                load = LoadGenerator(ready.client.ask)
                 jobs = self._probes(length).jobs(WARM_UP_SEED + length)
                 async with load.measuring():
                     await load.closed_loop(jobs, concurrency=1, requests=_UNLOADED_PROBES)
                 took = [o.ttft for o in load.run.outcomes if o.ttft is not None and not o.error]
                 if not took:
-                    raise Unusable(f"no prompt of {length} tokens was answered")
+                    raise UnusableRun(f"no prompt of {length} tokens was answered")
                 rate = self._options.load * self._pair.num_nodes / max(median(took), 1e-6)
                 self._rates[length] = min(MAX_RATE, round(rate, 4))
                 tick()
 
-    async def _one(self, session: Session, ready: Ready, repeat: int, length: int) -> None:
+    async def _one(self, session: Session, ready: SystemsReady, repeat: int, length: int) -> None:
         options = self._options
         seed = seed_of(options.seed, repeat, length)
         due: list[float] = []
@@ -163,7 +163,7 @@ class BreakEvenCommand:
             count = max(MIN_PROBES, round(rate * options.duration))
             due = list(until(poisson(rate, seed), count=count, duration_s=None))
 
-        async def drive(load: Load) -> None:
+        async def drive(load: LoadGenerator) -> None:
             over = asyncio.Event()
             async with asyncio.TaskGroup() as both:
                 both.create_task(
@@ -192,5 +192,5 @@ class BreakEvenCommand:
 def _lengths(text: str) -> list[int]:
     lengths = [int(part) for part in text.split(",")]
     if lengths != sorted(set(lengths)) or not 0 < lengths[0] <= lengths[-1] < MOST:
-        raise WrongInput("lengths are above 0 and go upwards")
+        raise InvalidInput("lengths are above 0 and go upwards")
     return lengths

@@ -15,7 +15,7 @@ KNOB = "--local-prefill-tokens"
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class BreakEvenResult:
     """The break-even point of two systems by one metric."""
 
     metric: Metric
@@ -57,7 +57,9 @@ class Answer:
         }
 
 
-def answer(grid: Grid, metric: Metric, lengths: Sequence[int], system: str, against: str) -> Answer:
+def answer(
+    grid: Grid, metric: Metric, lengths: Sequence[int], system: str, against: str
+) -> BreakEvenResult:
     """Find the length from which `system` is better.
 
     Only lengths and repeats that both systems have count.
@@ -73,12 +75,12 @@ def answer(grid: Grid, metric: Metric, lengths: Sequence[int], system: str, agai
     repeats = set.intersection(*(set(found) for found in logs.values())) if logs else set()
     table = np.array([[logs[length][r] for length in measured] for r in sorted(repeats)])
     if not len(table):
-        return Answer(metric, against, (), Crossing(None, None, None), None)
+        return BreakEvenResult(metric, against, (), Crossing(None, None, None), None)
     place = crossing(measured, table.mean(axis=0).tolist())
-    return Answer(metric, against, measured, place, confidence(measured, table))
+    return BreakEvenResult(metric, against, measured, place, confidence(measured, table))
 
 
-def advice(knob: Answer) -> int | None:
+def advice(knob: BreakEvenResult) -> int | None:
     """Return the advised decode.local_prefill_tokens by one metric.
 
     It is the longest measured length at which remote prefill is not better yet. None: too little
@@ -89,7 +91,7 @@ def advice(knob: Answer) -> int | None:
     return int(knob.found.below or 0)
 
 
-def advised(knobs: Sequence[Answer]) -> str:
+def advised(knobs: Sequence[BreakEvenResult]) -> str:
     """Return the advice by each metric, as a sentence."""
     said = []
     for knob in knobs:

@@ -4,16 +4,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.commands.break_even_answer import Answer, advice, advised, answer
-from bench.commands.command import About, Findings
+from bench.commands.break_even_answer import BreakEvenResult, advice, advised, answer
+from bench.commands.command import CommandInfo, Findings
 from bench.metrics import GOODPUT, GOODPUT_FLOOR, Grid, Metric, shown_ratio, shown_spread
-from bench.report.page import Page, Table
+from bench.report.page import ReportPage, ReportTable
 from bench.report.svg import Plot, Series
-from bench.session import Measured, Session
+from bench.session import MeasuredRun, Session
 from bench.statistics import distribution
 from bench.summary import DEFINITIONS, gaps_during
-from bench.systems import Arm
-from bench.traffic.outcome import Outcome
+from bench.systems import ComparedSystem
+from bench.traffic.outcome import RequestOutcome
 
 DEFINED = {
     "probe": "A prompt of the length in question, with a short answer. Probes come as a Poisson "
@@ -40,37 +40,37 @@ DEFINED = {
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
-    colocated: Arm
-    remote: Arm  # disaggregated; every prompt is handed over
-    local: Arm  # the same nodes; no prompt is handed over
+class BreakEvenSetting:
+    colocated: ComparedSystem
+    remote: ComparedSystem  # disaggregated; every prompt is handed over
+    local: ComparedSystem  # the same nodes; no prompt is handed over
     lengths: Sequence[int]
     rates: Mapping[int, float]
     shared_cores: int | None = None  # cores of all nodes; None: they have CUDA devices
 
 
-def _of(one: Measured, group: str) -> list[Outcome]:
+def _of(one: MeasuredRun, group: str) -> list[RequestOutcome]:
     return [o for o in one.run.outcomes if o.group == group and not o.error]
 
 
-def _ttft(one: Measured, _: Mapping[str, Any]) -> float | None:
+def _ttft(one: MeasuredRun, _: Mapping[str, Any]) -> float | None:
     p50: float | None = distribution(o.ttft for o in _of(one, "probe") if o.ttft)["p50"]
     return p50
 
 
-def _ttft_p90(one: Measured, _: Mapping[str, Any]) -> float | None:
+def _ttft_p90(one: MeasuredRun, _: Mapping[str, Any]) -> float | None:
     p90: float | None = distribution(o.ttft for o in _of(one, "probe") if o.ttft)["p90"]
     return p90
 
 
-def _undisturbed(one: Measured, _: Mapping[str, Any]) -> float | None:
+def _undisturbed(one: MeasuredRun, _: Mapping[str, Any]) -> float | None:
     if one.x:
         return None
     p50: float | None = distribution(g for o in _of(one, "background") for g in o.gaps)["p50"]
     return p50
 
 
-def _itl(one: Measured, _: Mapping[str, Any]) -> float | None:
+def _itl(one: MeasuredRun, _: Mapping[str, Any]) -> float | None:
     """Return the p99 gap during the probes' prefills, or of all gaps in a run without probes."""
     others, probes = _of(one, "background"), _of(one, "probe")
     gaps = gaps_during(others, probes) if one.x else [g for o in others for g in o.gaps]
@@ -85,7 +85,7 @@ UNDISTURBED = Metric("others_itl_p50", "ITL p50 without probes", _undisturbed)
 METRICS = (TTFT, TTFT_P90, ITL, GOODPUT)
 
 
-def findings(session: Session, about: About, setting: Setting) -> Findings:
+def findings(session: Session, about: CommandInfo, setting: BreakEvenSetting) -> Findings:
     grid = Grid(session, (*METRICS, UNDISTURBED))
     criterion = GOODPUT if session.objectives.limits else TTFT
     by = [criterion, *(metric for metric in (TTFT, ITL) if metric is not criterion)]
@@ -99,7 +99,7 @@ def findings(session: Session, about: About, setting: Setting) -> Findings:
         *_shared(grid, setting),
         advised(knobs),
     ]
-    page = Page(
+    page = ReportPage(
         title="Baton bench: from which prompt length disaggregation pays",
         lead=lead,
         headline=_headline(answers, knobs),
@@ -131,7 +131,7 @@ def findings(session: Session, about: About, setting: Setting) -> Findings:
     return Findings(page, summary)
 
 
-def _shared(grid: Grid, setting: Setting) -> list[str]:
+def _shared(grid: Grid, setting: BreakEvenSetting) -> list[str]:
     """Return the warning for prefill and decode nodes that share the same cores."""
     if setting.shared_cores is None:
         return []
@@ -153,7 +153,7 @@ def _shared(grid: Grid, setting: Setting) -> list[str]:
     ]
 
 
-def _headline(answers: Sequence[Answer], knobs: Sequence[Answer]) -> Table:
+def _headline(answers: Sequence[BreakEvenResult], knobs: Sequence[BreakEvenResult]) -> ReportTable:
     rows = [
         (question, one.metric.name, one.sentence())
         for question, found in (
@@ -162,14 +162,14 @@ def _headline(answers: Sequence[Answer], knobs: Sequence[Answer]) -> Table:
         )
         for one in found
     ]
-    return Table("In short", ("", "by", "from which prompt length on"), rows)
+    return ReportTable("In short", ("", "by", "from which prompt length on"), rows)
 
 
-def _arms(setting: Setting) -> tuple[Arm, ...]:
+def _arms(setting: BreakEvenSetting) -> tuple[ComparedSystem, ...]:
     return (setting.colocated, setting.remote, setting.local)
 
 
-def _has(grid: Grid, setting: Setting, metric: Metric) -> bool:
+def _has(grid: Grid, setting: BreakEvenSetting, metric: Metric) -> bool:
     return any(
         grid.spread(metric, arm.name, length).values
         for arm in _arms(setting)
@@ -177,7 +177,7 @@ def _has(grid: Grid, setting: Setting, metric: Metric) -> bool:
     )
 
 
-def _table(grid: Grid, setting: Setting, metric: Metric) -> Table:
+def _table(grid: Grid, setting: BreakEvenSetting, metric: Metric) -> ReportTable:
     rows = []
     for length in (0, *setting.lengths):
         spreads = [grid.spread(metric, arm.name, length) for arm in _arms(setting)]
@@ -200,11 +200,14 @@ def _table(grid: Grid, setting: Setting, metric: Metric) -> Table:
         "disaggregated / colocated",
         "disaggregated / local",
     )
-    return Table(f"{metric.name}, {metric.unit}", columns, rows)
+    return ReportTable(f"{metric.name}, {metric.unit}", columns, rows)
 
 
 def _plots(
-    grid: Grid, setting: Setting, answers: Sequence[Answer], knobs: Sequence[Answer]
+    grid: Grid,
+    setting: BreakEvenSetting,
+    answers: Sequence[BreakEvenResult],
+    knobs: Sequence[BreakEvenResult],
 ) -> list[Plot]:
     lengths = [float(length) for length in setting.lengths]
     plots = []
@@ -236,7 +239,9 @@ def _plots(
     return plots
 
 
-def _ratio_plot(grid: Grid, setting: Setting, answer: Answer, arm: Arm) -> Plot:
+def _ratio_plot(
+    grid: Grid, setting: BreakEvenSetting, answer: BreakEvenResult, arm: ComparedSystem
+) -> Plot:
     lengths = [float(length) for length in setting.lengths]
     ratios = [
         grid.spread(answer.metric, setting.remote.name, x).against(
@@ -268,7 +273,7 @@ def _ratio_plot(grid: Grid, setting: Setting, answer: Answer, arm: Arm) -> Plot:
     )
 
 
-def _row(grid: Grid, setting: Setting, length: int) -> dict[str, Any]:
+def _row(grid: Grid, setting: BreakEvenSetting, length: int) -> dict[str, Any]:
     row: dict[str, Any] = {"prompt_tokens": length}
     for metric in METRICS:
         colocated, remote, local = (grid.spread(metric, arm.name, length) for arm in _arms(setting))

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from bench.errors import Unusable, WrongInput
+from bench.errors import InvalidInput, UnusableRun
 from bench.facts import machine
 from bench.objectives import Objectives
-from bench.progress import Show
-from bench.report.page import Page, write
+from bench.progress import ProgressView
+from bench.report.page import ReportPage, write
 from bench.session import Session
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
@@ -29,11 +29,11 @@ _WHERE = ("html", "json")  # not part of the configuration: output paths do not 
 class Findings:
     """The results of a session, as a page and as a machine-readable summary."""
 
-    page: Page
+    page: ReportPage
     summary: Mapping[str, Any]
 
 
-class Command(Protocol):
+class BenchCommand(Protocol):
     name: str
     objectives: Objectives
 
@@ -41,13 +41,13 @@ class Command(Protocol):
         """Fill the session. May be cancelled at any moment, and leaves nothing behind."""
         ...
 
-    def findings(self, session: Session, about: "About") -> Findings:
+    def findings(self, session: Session, about: "CommandInfo") -> Findings:
         """Return the findings of a session that may have ended early."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class About:
+class CommandInfo:
     """The facts at the end of every page."""
 
     configuration: Mapping[str, Any]
@@ -78,22 +78,22 @@ def add_common_flags(parser: argparse.ArgumentParser, program: str) -> None:
 
 
 def check_common_flags(options: argparse.Namespace) -> None:
-    """Check the common flags. Raises WrongInput."""
+    """Check the common flags. Raises InvalidInput."""
     for file in (options.html, options.json):
         if file is not None and (not file.parent.is_dir() or file.is_dir()):
-            raise WrongInput(f"{file} cannot be written: no such directory, or it is one")
+            raise InvalidInput(f"{file} cannot be written: no such directory, or it is one")
     if not options.timeout > 0:
-        raise WrongInput("--timeout must be above 0")
+        raise InvalidInput("--timeout must be above 0")
     if options.seed < 0:
-        raise WrongInput("--seed must not be negative")
+        raise InvalidInput("--seed must not be negative")
 
 
-async def run(command: Command, options: argparse.Namespace) -> int:
+async def run(command: BenchCommand, options: argparse.Namespace) -> int:
     """Measure until done or interrupted (SIGINT, SIGTERM). Returns the exit code."""
     begun = time.strftime("%Y-%m-%d %H:%M")
     facts = await asyncio.to_thread(machine)
     code = 0
-    with Show() as show:
+    with ProgressView() as show:
         session = Session(show, command.objectives)
         session.notes += _busy(facts)
         work = asyncio.ensure_future(command.measure(session))
@@ -112,21 +112,27 @@ async def run(command: Command, options: argparse.Namespace) -> int:
                 raise
             code = EXIT_INTERRUPTED
             session.notes.insert(0, "Interrupted: this is what had been measured by then.")
-        except WrongInput as error:
+        except InvalidInput as error:
             session.notes.insert(0, str(error))
             code = EXIT_USAGE
-        except Unusable as error:
+        except UnusableRun as error:
             session.notes.insert(0, str(error))
             code = EXIT_FAILED
     if code in (EXIT_FAILED, EXIT_USAGE):
         show.say(f"baton bench {command.name}: {session.notes[0]}", style="red")
         if not session.measured:
             return code
-    return _report(command, session, options, About(_configuration(options), facts, begun), code)
+    return _report(
+        command, session, options, CommandInfo(_configuration(options), facts, begun), code
+    )
 
 
 def _report(
-    command: Command, session: Session, options: argparse.Namespace, about: About, code: int
+    command: BenchCommand,
+    session: Session,
+    options: argparse.Namespace,
+    about: CommandInfo,
+    code: int,
 ) -> int:
     findings = command.findings(session, about)
     for sentence in findings.page.lead:

@@ -3,24 +3,24 @@
 import argparse
 from collections.abc import Sequence
 
-from bench.commands.command import About, Findings, add_common_flags, check_common_flags
-from bench.commands.compare_report import Setting, findings
+from bench.commands.command import CommandInfo, Findings, add_common_flags, check_common_flags
+from bench.commands.compare_report import CompareSetting, findings
 from bench.commands.pair import (
     MAX_IN_FLIGHT,
     WARM_UP_SEED,
-    Pair,
-    Ready,
+    ComparedPair,
+    SystemsReady,
     add_pair_flags,
     check_context,
     seed_of,
     warm_up,
 )
-from bench.errors import WrongInput
+from bench.errors import InvalidInput
 from bench.objectives import Objectives
 from bench.session import Session
 from bench.summary import latencies
 from bench.traffic.lengths import HELP, Lengths
-from bench.traffic.load import Load, Run, poisson, until
+from bench.traffic.load import LoadGenerator, LoadRun, poisson, until
 from bench.traffic.workload import Workload
 
 SHARES = (0.3, 0.6, 0.9)  # of the colocated system's throughput in a closed loop
@@ -67,21 +67,21 @@ class CompareCommand:
     name = "compare"
 
     def __init__(self, options: argparse.Namespace, node_flags: list[str]) -> None:
-        """Check the options. Raises WrongInput."""
+        """Check the options. Raises InvalidInput."""
         check_common_flags(options)
         if not (options.duration > 0 and options.long_tokens > 0):
-            raise WrongInput("--duration and --long-tokens must be above 0")
+            raise InvalidInput("--duration and --long-tokens must be above 0")
         self._options = options
         self._work = Workload(
             options.prompt_tokens, options.output_tokens, long_tokens=options.long_tokens
         )
-        self._pair = Pair("baton bench compare", options, node_flags)
+        self._pair = ComparedPair("baton bench compare", options, node_flags)
         self._rates: list[float] = list(options.rate or ())
         self._capacity: float | None = None
         self.objectives = options.goodput or Objectives()
 
     async def measure(self, session: Session) -> None:
-        async def block(ready: Ready, repeats: list[int]) -> None:
+        async def block(ready: SystemsReady, repeats: list[int]) -> None:
             check_context(ready, self._work.largest)
             await warm_up(session, ready, self._work, STREAMS_PER_NODE)
             if not self._rates or not session.objectives.limits:
@@ -93,8 +93,8 @@ class CompareCommand:
         arms = (self._pair.colocated, self._pair.disaggregated)
         await self._pair.each(session, arms, block)
 
-    def findings(self, session: Session, about: About) -> Findings:
-        setting = Setting(
+    def findings(self, session: Session, about: CommandInfo) -> Findings:
+        setting = CompareSetting(
             colocated=self._pair.colocated,
             disaggregated=self._pair.disaggregated,
             rates=tuple(self._rates),
@@ -104,7 +104,7 @@ class CompareCommand:
         )
         return findings(session, about, setting)
 
-    async def _calibrate(self, session: Session, ready: Ready) -> None:
+    async def _calibrate(self, session: Session, ready: SystemsReady) -> None:
         """Measure the throughput of the first, colocated system and the latency of a single
         request.
 
@@ -122,9 +122,11 @@ class CompareCommand:
             self._capacity = answered / max(full.wall_s, 1e-9)
             self._rates = [round(share * self._capacity, 3) for share in SHARES]
 
-    async def _calibrating(self, session: Session, ready: Ready, streams: int, seed: int) -> Run:
+    async def _calibrating(
+        self, session: Session, ready: SystemsReady, streams: int, seed: int
+    ) -> LoadRun:
         with session.show.doing(f"{ready.arm.name}, {streams} streams to calibrate") as tick:
-            load = Load(ready.client.ask, lambda _: tick())
+            load = LoadGenerator(ready.client.ask, lambda _: tick())
             async with load.measuring():
                 await load.closed_loop(
                     self._work.jobs(seed),
@@ -134,12 +136,12 @@ class CompareCommand:
         return load.run
 
     async def _one(
-        self, session: Session, ready: Ready, repeat: int, number: int, rate: float
+        self, session: Session, ready: SystemsReady, repeat: int, number: int, rate: float
     ) -> None:
         seed = seed_of(self._options.seed, repeat, number)
         due = list(until(poisson(rate, seed), count=None, duration_s=self._options.duration))
 
-        async def drive(load: Load) -> None:
+        async def drive(load: LoadGenerator) -> None:
             await load.open_loop(self._work.jobs(seed), due, max_in_flight=MAX_IN_FLIGHT)
 
         await session.measure(
@@ -159,5 +161,5 @@ _LIMITED: Sequence[str] = ("ttft", "itl")
 def _rates(text: str) -> list[float]:
     rates = [float(part) for part in text.split(",")]
     if not all(0 < rate < 1e6 for rate in rates) or rates != sorted(set(rates)):
-        raise WrongInput("rates are above 0 and go upwards")
+        raise InvalidInput("rates are above 0 and go upwards")
     return rates

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.commands.command import About, Findings
+from bench.commands.command import CommandInfo, Findings
 from bench.metrics import (
     GOODPUT,
     GOODPUT_FLOOR,
@@ -15,12 +15,12 @@ from bench.metrics import (
     shown_ratio,
     shown_spread,
 )
-from bench.report.page import Page, Table
+from bench.report.page import ReportPage, ReportTable
 from bench.report.svg import Plot, Series
-from bench.session import Measured, Session
+from bench.session import MeasuredRun, Session
 from bench.statistics import Ratio, distribution
 from bench.summary import DEFINITIONS, gaps_during
-from bench.systems import Arm
+from bench.systems import ComparedSystem
 
 DEFINED = {
     "ratio": "Disaggregated divided by colocated, in pairs: both systems of one repeat got the "
@@ -35,16 +35,16 @@ DEFINED = {
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
-    colocated: Arm
-    disaggregated: Arm
+class CompareSetting:
+    colocated: ComparedSystem
+    disaggregated: ComparedSystem
     rates: Sequence[float]
     capacity: float | None  # requests/s of the colocated system, where it was measured
     long_tokens: int
     objectives_given: bool
 
 
-def _under_long(one: Measured, _: Mapping[str, Any]) -> float | None:
+def _under_long(one: MeasuredRun, _: Mapping[str, Any]) -> float | None:
     answered = [outcome for outcome in one.run.outcomes if not outcome.error]
     short = [outcome for outcome in answered if outcome.group != "long"]
     long = [outcome for outcome in answered if outcome.group == "long"]
@@ -77,7 +77,7 @@ HEADLINE = (UNDER_LONG, TTFT, TOKENS, GOODPUT)
 _COLUMNS = ("", "colocated", "disaggregated", "ratio", "disaggregated is")
 
 
-def findings(session: Session, about: About, setting: Setting) -> Findings:
+def findings(session: Session, about: CommandInfo, setting: CompareSetting) -> Findings:
     grid = Grid(session, METRICS)
     lead = [_verdict(grid, setting, rate) for rate in grid.xs] or ["No run was completed."]
     limits = ", ".join(f"{kind} {1e3 * v:.3g} ms" for kind, v in session.objectives.limits.items())
@@ -92,7 +92,7 @@ def findings(session: Session, about: About, setting: Setting) -> Findings:
             "" if setting.objectives_given else " (3 x the p99 of one request at a time, colocated)"
         ),
     }
-    page = Page(
+    page = ReportPage(
         title="Baton bench: disaggregated and colocated",
         lead=lead,
         headline=_headline(grid, setting) if grid.xs else None,
@@ -113,7 +113,7 @@ def findings(session: Session, about: About, setting: Setting) -> Findings:
     return Findings(page, summary)
 
 
-def _verdict(grid: Grid, setting: Setting, rate: float) -> str:
+def _verdict(grid: Grid, setting: CompareSetting, rate: float) -> str:
     by: dict[str, list[str]] = {"better": [], "worse": [], "undecided": []}
     for metric in HEADLINE:
         if (one := _ratio(grid, setting, metric, rate)) is not None:
@@ -124,7 +124,7 @@ def _verdict(grid: Grid, setting: Setting, rate: float) -> str:
     return f"At {rate:g} requests/s disaggregated is {told}."
 
 
-def _headline(grid: Grid, setting: Setting) -> Table:
+def _headline(grid: Grid, setting: CompareSetting) -> ReportTable:
     rows = []
     for rate in grid.xs:
         for metric in HEADLINE:
@@ -140,10 +140,10 @@ def _headline(grid: Grid, setting: Setting) -> Table:
                     metric.word(one.verdict) if one else "–",
                 )
             )
-    return Table("In short", _COLUMNS, rows, emphasis=_decided(rows))
+    return ReportTable("In short", _COLUMNS, rows, emphasis=_decided(rows))
 
 
-def _ratio(grid: Grid, setting: Setting, metric: Metric, rate: float) -> Ratio | None:
+def _ratio(grid: Grid, setting: CompareSetting, metric: Metric, rate: float) -> Ratio | None:
     """Return the ratio of disaggregated to colocated."""
     ours = grid.spread(metric, setting.disaggregated.name, rate)
     return ours.against(grid.spread(metric, setting.colocated.name, rate))
@@ -153,7 +153,7 @@ def _decided(rows: Sequence[Sequence[str]]) -> frozenset[int]:
     return frozenset(i for i, row in enumerate(rows) if row[-1] in ("better", "worse"))
 
 
-def _table(grid: Grid, setting: Setting, rate: float) -> Table:
+def _table(grid: Grid, setting: CompareSetting, rate: float) -> ReportTable:
     rows = []
     for metric in METRICS:
         ours = grid.spread(metric, setting.disaggregated.name, rate)
@@ -168,10 +168,10 @@ def _table(grid: Grid, setting: Setting, rate: float) -> Table:
                 metric.word(one.verdict) if one else "–",
             )
         )
-    return Table(f"{rate:g} requests/s", _COLUMNS, rows, emphasis=_decided(rows))
+    return ReportTable(f"{rate:g} requests/s", _COLUMNS, rows, emphasis=_decided(rows))
 
 
-def _plot(grid: Grid, setting: Setting, metric: Metric) -> Plot:
+def _plot(grid: Grid, setting: CompareSetting, metric: Metric) -> Plot:
     series = []
     for colour, arm in enumerate((setting.colocated, setting.disaggregated)):
         spreads = [grid.spread(metric, arm.name, rate) for rate in grid.xs]
@@ -185,7 +185,7 @@ def _plot(grid: Grid, setting: Setting, metric: Metric) -> Plot:
     return Plot(metric.name, "offered requests/s", label, series, note=note)
 
 
-def _row(grid: Grid, setting: Setting, rate: float) -> dict[str, Any]:
+def _row(grid: Grid, setting: CompareSetting, rate: float) -> dict[str, Any]:
     row: dict[str, Any] = {"rate": rate}
     for metric in METRICS:
         ours = grid.spread(metric, setting.disaggregated.name, rate)

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.commands.command import About, Findings, add_common_flags, check_common_flags
+from bench.commands.command import CommandInfo, Findings, add_common_flags, check_common_flags
 from bench.commands.load_report import findings
-from bench.errors import WrongInput
+from bench.errors import InvalidInput
 from bench.objectives import Objectives
 from bench.session import Session
 from bench.traffic.http_pool import Server
 from bench.traffic.lengths import HELP, Lengths
-from bench.traffic.load import Load, poisson, until
-from bench.traffic.openai_client import SENDS, Model, OpenAiClient
-from bench.traffic.workload import Job, Trace, Workload
+from bench.traffic.load import LoadGenerator, poisson, until
+from bench.traffic.openai_client import SENDS, OpenAiClient, ServedModelInfo
+from bench.traffic.workload import Workload, WorkloadRequest, WorkloadTrace
 
 DEFAULT_REQUESTS = 100
 WARM_UP_STREAMS = 4
@@ -92,7 +92,7 @@ class LoadCommand:
     name = "load"
 
     def __init__(self, options: argparse.Namespace) -> None:
-        """Check the options. Raises WrongInput."""
+        """Check the options. Raises InvalidInput."""
         check_common_flags(options)
         self._server = Server.at(options.url)
         self._options = options
@@ -121,13 +121,13 @@ class LoadCommand:
         finally:
             client.close()
 
-    def findings(self, session: Session, about: About) -> Findings:
+    def findings(self, session: Session, about: CommandInfo) -> Findings:
         return findings(session, about, open_loop=self._points[0].streams is None)
 
     async def _warm_up(self, session: Session, client: OpenAiClient) -> None:
         """Send warm-up requests. Their prompts occur in no run."""
         with session.show.doing("warm-up", self._options.warm_up) as tick:
-            load = Load(client.ask, lambda _: tick())
+            load = LoadGenerator(client.ask, lambda _: tick())
             jobs = self._work.jobs(self._options.seed + len(self._points))
             async with load.measuring():
                 await load.closed_loop(
@@ -136,10 +136,10 @@ class LoadCommand:
 
     async def _one(self, session: Session, client: OpenAiClient, point: Point, seed: int) -> None:
         options, count = self._options, self._num_requests()
-        jobs: Iterator[Job] = self._work.jobs(seed)
+        jobs: Iterator[WorkloadRequest] = self._work.jobs(seed)
         last = options.duration
 
-        async def drive(load: Load) -> None:
+        async def drive(load: LoadGenerator) -> None:
             if point.streams is not None:
                 await load.closed_loop(
                     jobs, concurrency=point.streams, requests=count, duration_s=last
@@ -161,47 +161,47 @@ class LoadCommand:
         if self._options.requests is not None or self._options.duration is not None:
             requests: int | None = self._options.requests
             return requests
-        return len(self._work.lines) if isinstance(self._work, Trace) else DEFAULT_REQUESTS
+        return len(self._work.lines) if isinstance(self._work, WorkloadTrace) else DEFAULT_REQUESTS
 
 
-def _work(options: argparse.Namespace) -> Workload | Trace:
+def _work(options: argparse.Namespace) -> Workload | WorkloadTrace:
     if options.trace is None:
         prompt = options.prompt_tokens or Lengths.fixed(512)
         output = options.output_tokens or Lengths.fixed(64)
         if min(options.prefix_groups, options.prefix_tokens) < 0:
-            raise WrongInput("--prefix-groups and --prefix-tokens must not be negative")
+            raise InvalidInput("--prefix-groups and --prefix-tokens must not be negative")
         return Workload(prompt, output, options.prefix_groups, options.prefix_tokens)
     if options.prompt_tokens or options.output_tokens or options.prefix_groups:
-        raise WrongInput("--trace says how long prompts and answers are; no other flag can")
-    return Trace.read(options.trace)
+        raise InvalidInput("--trace says how long prompts and answers are; no other flag can")
+    return WorkloadTrace.read(options.trace)
 
 
-def _points(options: argparse.Namespace, work: Workload | Trace) -> list[Point]:
+def _points(options: argparse.Namespace, work: Workload | WorkloadTrace) -> list[Point]:
     for name in ("requests", "duration", "max_in_flight"):
         value = getattr(options, name)
         if value is not None and not value > 0:
-            raise WrongInput(f"--{name.replace('_', '-')} must be above 0")
+            raise InvalidInput(f"--{name.replace('_', '-')} must be above 0")
     if options.warm_up < 0:
-        raise WrongInput("--warm-up must not be negative")
+        raise InvalidInput("--warm-up must not be negative")
     if options.rate and options.concurrency:
-        raise WrongInput("--rate is an open loop and --concurrency a closed one: choose")
+        raise InvalidInput("--rate is an open loop and --concurrency a closed one: choose")
     if options.rate:
         return [Point(f"{rate:g} requests/s", rate, rate=rate) for rate in options.rate]
     if options.concurrency:
         return [Point(f"{n} streams", float(n), streams=n) for n in options.concurrency]
-    if isinstance(work, Trace):
+    if isinstance(work, WorkloadTrace):
         return [Point(f"times of {work.name}", 1.0)]
-    raise WrongInput("say when requests are sent: --rate R or --concurrency N")
+    raise InvalidInput("say when requests are sent: --rate R or --concurrency N")
 
 
-def _own_times(work: Workload | Trace) -> Sequence[float]:
-    assert isinstance(work, Trace)  # checked by _points
+def _own_times(work: Workload | WorkloadTrace) -> Sequence[float]:
+    assert isinstance(work, WorkloadTrace)  # checked by _points
     return work.times()
 
 
-def _check_context(model: Model, work: Workload | Trace) -> None:
+def _check_context(model: ServedModelInfo, work: Workload | WorkloadTrace) -> None:
     if model.max_model_len is not None and work.largest > model.max_model_len:
-        raise WrongInput(
+        raise InvalidInput(
             f"{model.id} takes {model.max_model_len} tokens of prompt and answer together; "
             f"this load would send up to {work.largest}"
         )

@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from bench.commands.command import About, Findings
+from bench.commands.command import CommandInfo, Findings
 from bench.metrics import shown
-from bench.report.page import Page, Table
+from bench.report.page import ReportPage, ReportTable
 from bench.report.svg import Plot, Series
-from bench.session import Measured, Session
+from bench.session import MeasuredRun, Session
 from bench.summary import DEFINITIONS, summary
 
 _ECDF_POINTS = 120
@@ -31,14 +31,14 @@ _SUMMARY_KEYS = (
 Stats = dict[str, Any]
 
 
-def findings(session: Session, about: About, *, open_loop: bool) -> Findings:
+def findings(session: Session, about: CommandInfo, *, open_loop: bool) -> Findings:
     """Return the report of a session.
 
     Args:
         open_loop: the load was given as rates, not as streams.
     """
     runs = [(one, summary(one.run, session.objectives)) for one in session.measured]
-    page = Page(
+    page = ReportPage(
         title="Baton bench: load",
         lead=[_verdict(runs)],
         headline=_headline(runs) if runs else None,
@@ -57,7 +57,7 @@ def findings(session: Session, about: About, *, open_loop: bool) -> Findings:
     return Findings(page, {"runs": rows})
 
 
-def _verdict(runs: Sequence[tuple[Measured, Stats]]) -> str:
+def _verdict(runs: Sequence[tuple[MeasuredRun, Stats]]) -> str:
     if not runs:
         return "Nothing was measured."
     answered = sum(stats["answered"] for _, stats in runs)
@@ -68,7 +68,7 @@ def _verdict(runs: Sequence[tuple[Measured, Stats]]) -> str:
     return f"{said}{shown(most['output_tokens_per_s'])} tokens/s out{' at most' if at else ''}{at}."
 
 
-def _headline(runs: Sequence[tuple[Measured, Stats]]) -> Table:
+def _headline(runs: Sequence[tuple[MeasuredRun, Stats]]) -> ReportTable:
     columns = (
         *("load", "answered", "tokens/s out"),
         *("TTFT p50", "TTFT p99", "ITL p50", "ITL p99", "goodput/s"),
@@ -83,7 +83,7 @@ def _headline(runs: Sequence[tuple[Measured, Stats]]) -> Table:
         )
         for one, stats in runs
     ]
-    return Table("In short", columns, rows)
+    return ReportTable("In short", columns, rows)
 
 
 def _goodput(stats: Stats) -> str:
@@ -91,7 +91,7 @@ def _goodput(stats: Stats) -> str:
     return f"{good['requests_per_s']:.3g} ({good['share'] or 0:.0%})" if good else "–"
 
 
-def _overview(runs: Sequence[tuple[Measured, Stats]]) -> Table:
+def _overview(runs: Sequence[tuple[MeasuredRun, Stats]]) -> ReportTable:
     rows = []
     for one, stats in runs:
         rows.append(
@@ -124,14 +124,14 @@ def _overview(runs: Sequence[tuple[Measured, Stats]]) -> Table:
         "tokens per chunk",
         "client CPU",
     )
-    return Table("Throughput", columns, rows)
+    return ReportTable("Throughput", columns, rows)
 
 
-def _latency_tables(runs: Sequence[tuple[Measured, Stats]]) -> list[Table]:
+def _latency_tables(runs: Sequence[tuple[MeasuredRun, Stats]]) -> list[ReportTable]:
     names = {"ttft": "TTFT", "itl": "ITL", "tpot": "TPOT", "e2e": "E2E"}
     columns = ("load", "n", "mean", "p50", "p90", "p99", "max")
     return [
-        Table(
+        ReportTable(
             f"{name}, ms",
             columns,
             [
@@ -147,7 +147,7 @@ def _latency_tables(runs: Sequence[tuple[Measured, Stats]]) -> list[Table]:
     ]
 
 
-def _curves(runs: Sequence[tuple[Measured, Stats]], open_loop: bool) -> list[Plot]:
+def _curves(runs: Sequence[tuple[MeasuredRun, Stats]], open_loop: bool) -> list[Plot]:
     """Plot latency over throughput, if there is more than one load."""
     if len(runs) < 2:
         return []
@@ -179,8 +179,8 @@ def _curves(runs: Sequence[tuple[Measured, Stats]], open_loop: bool) -> list[Plo
     ]
 
 
-def _distributions(runs: Sequence[tuple[Measured, Stats]]) -> list[Plot]:
-    def times(pick: Callable[[Measured], Sequence[float]], title: str, label: str) -> Plot:
+def _distributions(runs: Sequence[tuple[MeasuredRun, Stats]]) -> list[Plot]:
+    def times(pick: Callable[[MeasuredRun], Sequence[float]], title: str, label: str) -> Plot:
         series = []
         for number, (one, _) in enumerate(runs):
             values = np.sort(np.fromiter(pick(one), float)) * 1e3
@@ -205,7 +205,7 @@ def _distributions(runs: Sequence[tuple[Measured, Stats]]) -> list[Plot]:
     ]
 
 
-def _over_time(runs: Sequence[tuple[Measured, Stats]]) -> Plot:
+def _over_time(runs: Sequence[tuple[MeasuredRun, Stats]]) -> Plot:
     """Plot TTFT over the time of a run, which shows a growing queue."""
     series = []
     for number, (one, _) in enumerate(runs):

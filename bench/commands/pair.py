@@ -11,16 +11,16 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.errors import Unusable, WrongInput
+from bench.errors import InvalidInput, UnusableRun
 from bench.session import Session
-from bench.systems import Arm, Machine, abba
+from bench.systems import ComparedSystem, Machine, abba
 from bench.traffic.http_pool import Server
-from bench.traffic.load import Load
+from bench.traffic.load import LoadGenerator
 from bench.traffic.openai_client import OpenAiClient
 from bench.traffic.workload import Workload
 from cli.local import plan
 from common import settings
-from common.config import DecodeConfig, PrefillConfig, Record
+from common.config import ConfigRecord, DecodeConfig, PrefillConfig
 from common.errors import ConfigError
 from common.model_directory import model_directory
 
@@ -30,15 +30,17 @@ MAX_IN_FLIGHT = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class SystemsReady:
     """A running system with a client of it."""
 
-    arm: Arm
+    arm: ComparedSystem
     client: OpenAiClient
     context_tokens: int | None  # of the model, if the server reports it
 
 
-Block = Callable[[Ready, list[int]], Awaitable[None]]  # a system, and the repeats to run on it
+Block = Callable[
+    [SystemsReady, list[int]], Awaitable[None]
+]  # a system, and the repeats to run on it
 
 
 def add_pair_flags(parser: argparse.ArgumentParser, *, repeats: int) -> None:
@@ -74,7 +76,7 @@ def add_pair_flags(parser: argparse.ArgumentParser, *, repeats: int) -> None:
     )
 
 
-class Pair:
+class ComparedPair:
     """The systems to compare for one model on this machine, started one at a time."""
 
     def __init__(self, program: str, options: argparse.Namespace, node_flags: list[str]) -> None:
@@ -83,18 +85,18 @@ class Pair:
         Args:
             node_flags: for every node of every system.
         Raises:
-            WrongInput: an option is wrong. Exits if a node would reject its flags.
+            InvalidInput: an option is wrong. Exits if a node would reject its flags.
         """
         for name in ("prefill", "decode", "repeats", "start_timeout"):
             if not getattr(options, name) > 0:
-                raise WrongInput(f"--{name.replace('_', '-')} must be above 0")
+                raise InvalidInput(f"--{name.replace('_', '-')} must be above 0")
         self._options = options
         self._model = _directory(options.model)
         own = {
             name: _split(name, getattr(options, f"{name}_flags"))
             for name in (COLOCATED, DISAGGREGATED)
         }
-        checked: tuple[tuple[type[Record], list[str]], ...] = (
+        checked: tuple[tuple[type[ConfigRecord], list[str]], ...] = (
             (PrefillConfig, node_flags),
             (DecodeConfig, [*node_flags, *own[COLOCATED]]),
             (DecodeConfig, [*node_flags, *own[DISAGGREGATED]]),
@@ -103,8 +105,10 @@ class Pair:
             settings.read(record, program, [f"--model={self._model}", *flags])
         everywhere = tuple(node_flags)
         self.num_nodes = options.prefill + options.decode
-        self.colocated = Arm(COLOCATED, 0, self.num_nodes, everywhere, tuple(own[COLOCATED]))
-        self.disaggregated = Arm(
+        self.colocated = ComparedSystem(
+            COLOCATED, 0, self.num_nodes, everywhere, tuple(own[COLOCATED])
+        )
+        self.disaggregated = ComparedSystem(
             DISAGGREGATED, options.prefill, options.decode, everywhere, tuple(own[DISAGGREGATED])
         )
 
@@ -116,7 +120,7 @@ class Pair:
             return None
         return len(os.sched_getaffinity(0))
 
-    async def each(self, session: Session, arms: tuple[Arm, ...], block: Block) -> None:
+    async def each(self, session: Session, arms: tuple[ComparedSystem, ...], block: Block) -> None:
         """Run `block` on every arm for every repeat, in turns.
 
         If a process of a system dies in a block, the death is noted and the next block starts a new
@@ -134,7 +138,9 @@ class Pair:
                 done()
 
     @asynccontextmanager
-    async def _ready(self, session: Session, machine: Machine, arm: Arm) -> AsyncIterator[Ready]:
+    async def _ready(
+        self, session: Session, machine: Machine, arm: ComparedSystem
+    ) -> AsyncIterator[SystemsReady]:
         session.show.say(f"starting {arm.name}: {arm.shape}")
         begun = len(session.measured)
         async with machine.serving(arm) as serving:
@@ -143,7 +149,7 @@ class Pair:
             )
             try:
                 model = await client.choose_model()
-                yield Ready(arm, client, model.max_model_len)
+                yield SystemsReady(arm, client, model.max_model_len)
             finally:
                 client.close()
                 if serving.death is not None:
@@ -153,21 +159,21 @@ class Pair:
                         one.run.ended = None
 
 
-async def warm_up(session: Session, ready: Ready, work: Workload, requests: int) -> None:
-    """Send warm-up requests. Raises Unusable if all of them failed."""
+async def warm_up(session: Session, ready: SystemsReady, work: Workload, requests: int) -> None:
+    """Send warm-up requests. Raises UnusableRun if all of them failed."""
     with session.show.doing(f"{ready.arm.name}, warm-up", requests) as tick:
-        load = Load(ready.client.ask, lambda _: tick())
+        load = LoadGenerator(ready.client.ask, lambda _: tick())
         async with load.measuring():
             await load.closed_loop(work.jobs(WARM_UP_SEED), concurrency=4, requests=requests)
     if all(outcome.error for outcome in load.run.outcomes):
         first = load.run.outcomes[0]
-        raise Unusable(f"{ready.arm.name} answers nothing: {first.error}: {first.detail}")
+        raise UnusableRun(f"{ready.arm.name} answers nothing: {first.error}: {first.detail}")
 
 
-def check_context(ready: Ready, tokens: int) -> None:
-    """Check that `tokens` fit the model's context. Raises WrongInput."""
+def check_context(ready: SystemsReady, tokens: int) -> None:
+    """Check that `tokens` fit the model's context. Raises InvalidInput."""
     if ready.context_tokens is not None and tokens > ready.context_tokens:
-        raise WrongInput(
+        raise InvalidInput(
             f"the model takes {ready.context_tokens} tokens of prompt and answer together; "
             f"this load would send up to {tokens}"
         )
@@ -187,9 +193,9 @@ def _directory(model: str) -> Path:
         found = model_directory(model, weights=True)
         json.loads((found / "config.json").read_text())
     except ConfigError as error:
-        raise WrongInput(f"--model: {error}") from None
+        raise InvalidInput(f"--model: {error}") from None
     except (OSError, ValueError) as error:
-        raise WrongInput(f"--model {model}: no readable config.json: {error}") from None
+        raise InvalidInput(f"--model {model}: no readable config.json: {error}") from None
     return found
 
 
@@ -197,4 +203,4 @@ def _split(name: str, flags: str) -> list[str]:
     try:
         return shlex.split(flags)
     except ValueError as error:
-        raise WrongInput(f"--{name}-flags: {error}") from None
+        raise InvalidInput(f"--{name}-flags: {error}") from None

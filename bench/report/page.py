@@ -13,7 +13,7 @@ from bench.report.svg import Plot, render
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class ReportTable:
     """A table with `rows` as text. `emphasis` holds the indices of rows to point out."""
 
     title: str
@@ -36,20 +36,20 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class ReportPage:
     title: str
     lead: Sequence[str]  # the result, in a sentence or two
-    headline: Table | None  # the numbers behind it
+    headline: ReportTable | None  # the numbers behind it
     warnings: Sequence[str]  # caveats of the result
     plots: Sequence[Plot]
-    tables: Sequence[Table]
+    tables: Sequence[ReportTable]
     definitions: Mapping[str, str]
     configuration: Mapping[str, Any]
     machine: Mapping[str, Any]
     made: str  # date and time as text
 
 
-def html(page: Page) -> str:
+def html(page: ReportPage) -> str:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     text = files(__package__).joinpath("page.html").read_text()
     drawn = [(plot, Markup(render(plot))) for plot in page.plots]  # render() escapes its input
@@ -61,7 +61,7 @@ def html(page: Page) -> str:
     )
 
 
-def write(page: Page, file: Path) -> None:
+def write(page: ReportPage, file: Path) -> None:
     """Write the file atomically: an old report stays until the new one is complete."""
     part = file.with_name(file.name + ".part")
     part.write_text(html(page), encoding="utf-8")

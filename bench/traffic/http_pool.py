@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from bench.errors import WrongInput
+from bench.errors import InvalidInput
 
 _CONNECT_S = 10.0
 
@@ -47,15 +47,15 @@ class Server:
             url: such as http://127.0.0.1:8000; a path after it, and /v1 at its end, are both
                 allowed.
         Raises:
-            WrongInput: it is no http or https URL.
+            InvalidInput: it is no http or https URL.
         """
         try:
             parts = urlsplit(url)
             port = parts.port
         except ValueError as error:
-            raise WrongInput(f"{url!r} is no URL: {error}") from None
+            raise InvalidInput(f"{url!r} is no URL: {error}") from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise WrongInput(f"{url!r} is no URL of the form http://HOST:PORT")
+            raise InvalidInput(f"{url!r} is no URL of the form http://HOST:PORT")
         tls = parts.scheme == "https"
         prefix = parts.path.rstrip("/").removesuffix("/v1")
         return cls(parts.hostname, port or (443 if tls else 80), tls, prefix)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bench.errors import WrongInput
+from bench.errors import InvalidInput
 
 HELP = "N | A-B (uniform) | lognormal:MEDIAN,SIGMA,MAX | mix:N=WEIGHT,N=WEIGHT,..."
 
@@ -23,13 +23,13 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str) -> "Lengths":
-        """Parse a length specification. Raises WrongInput."""
+        """Parse a length specification. Raises InvalidInput."""
         try:
             lengths = _parsed(text)
         except ValueError:
-            raise WrongInput(f"{text!r} is no length: {HELP}") from None
+            raise InvalidInput(f"{text!r} is no length: {HELP}") from None
         if not 1 <= lengths.smallest <= lengths.largest:
-            raise WrongInput(f"{text!r}: lengths are at least 1 and go upwards")
+            raise InvalidInput(f"{text!r}: lengths are at least 1 and go upwards")
         return lengths
 
     @classmethod

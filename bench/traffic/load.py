@@ -16,18 +16,18 @@ from typing import Any
 import numpy as np
 
 from bench.statistics import distribution
-from bench.traffic.outcome import Outcome
-from bench.traffic.workload import Job
+from bench.traffic.outcome import RequestOutcome
+from bench.traffic.workload import WorkloadRequest
 
-Ask = Callable[[Job, float, float], Awaitable[Outcome]]  # job, start, due
+Ask = Callable[[WorkloadRequest, float, float], Awaitable[RequestOutcome]]  # job, start, due
 _TICK_S = 0.02
 
 
 @dataclass(slots=True)
-class Run:
+class LoadRun:
     """One load on one system. Complete only when `ended` is set."""
 
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[RequestOutcome] = field(default_factory=list)
     begun: int = 0  # requests; those without an outcome were cancelled
     ended: float | None = None  # seconds from its start
     client_cpu: float = 0.0  # share of one core
@@ -39,18 +39,20 @@ class Run:
         return max((outcome.ended for outcome in self.outcomes), default=0.0)
 
 
-class Load:
+class LoadGenerator:
     """A load that sends jobs and collects outcomes into `run`.
 
     Outcomes are added as they arrive, so that a cancelled load keeps them. The loops run inside
     `measuring`, several at once if needed. Not thread-safe: one event loop only.
     """
 
-    def __init__(self, ask: Ask, on_outcome: Callable[[Outcome], None] = lambda _: None) -> None:
+    def __init__(
+        self, ask: Ask, on_outcome: Callable[[RequestOutcome], None] = lambda _: None
+    ) -> None:
         self._ask = ask
         self._on_outcome = on_outcome
         self._start = 0.0
-        self.run = Run()
+        self.run = LoadRun()
 
     @contextlib.asynccontextmanager
     async def measuring(self) -> AsyncIterator[None]:
@@ -68,7 +70,7 @@ class Load:
 
     async def closed_loop(
         self,
-        jobs: Iterator[Job],
+        jobs: Iterator[WorkloadRequest],
         *,
         concurrency: int,
         requests: int | None = None,
@@ -95,7 +97,7 @@ class Load:
                 callers.create_task(caller())
 
     async def open_loop(
-        self, jobs: Iterator[Job], due: Iterable[float], *, max_in_flight: int
+        self, jobs: Iterator[WorkloadRequest], due: Iterable[float], *, max_in_flight: int
     ) -> None:
         """Send each job at its due time (seconds from the start) and wait for all responses.
 
@@ -103,7 +105,7 @@ class Load:
         """
         room = asyncio.Semaphore(max_in_flight)
 
-        async def call(job: Job, at: float) -> None:
+        async def call(job: WorkloadRequest, at: float) -> None:
             try:
                 await self._one(job, at)
             finally:
@@ -123,7 +125,7 @@ class Load:
             await asyncio.sleep(left)
             left = at - self._now()
 
-    async def _one(self, job: Job, due: float) -> None:
+    async def _one(self, job: WorkloadRequest, due: float) -> None:
         self.run.begun += 1
         outcome = await self._ask(job, self._start, due)
         self.run.outcomes.append(outcome)

@@ -1,4 +1,5 @@
-"""Client of the OpenAI API: converts a Job to a request, and a stream of events to an Outcome.
+"""Client of the OpenAI API: converts a WorkloadRequest to a request, and a stream of events to an
+RequestOutcome.
 
 Works with any server that streams completions or chat with usage. Failures are outcomes, never
 exceptions.
@@ -11,10 +12,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from bench.errors import Unusable
+from bench.errors import UnusableRun
 from bench.traffic.http_pool import CutOff, HttpPool, NoConnection, Server
-from bench.traffic.outcome import Outcome
-from bench.traffic.workload import Job
+from bench.traffic.outcome import RequestOutcome
+from bench.traffic.workload import WorkloadRequest
 
 Send = Literal["ids", "text", "chat"]
 SENDS: tuple[Send, ...] = ("ids", "text", "chat")
@@ -55,13 +56,13 @@ class _Event(msgspec.Struct):
 _read_event = msgspec.json.Decoder(_Event).decode
 
 
-class Model(msgspec.Struct):
+class ServedModelInfo(msgspec.Struct):
     id: str
     max_model_len: int | None = None
 
 
 class _Models(msgspec.Struct):
-    data: list[Model]
+    data: list[ServedModelInfo]
 
 
 class OpenAiClient:
@@ -97,13 +98,13 @@ class OpenAiClient:
     def close(self) -> None:
         self._pool.close()
 
-    async def choose_model(self, name: str | None = None) -> Model:
+    async def choose_model(self, name: str | None = None) -> ServedModelInfo:
         """Choose the model of every request.
 
         Args:
             name: one that the server has; None: its first.
         Raises:
-            Unusable: there is no such model, or no such server.
+            UnusableRun: there is no such model, or no such server.
         """
         models_of = f"{self._url}/v1/models"
         try:
@@ -111,21 +112,21 @@ class OpenAiClient:
                 status, body = await self._pool.get("/v1/models")
             models = msgspec.json.decode(body, type=_Models).data if status == 200 else []
         except TimeoutError:
-            raise Unusable(f"{models_of}: no answer within {_ASK_S:g} s") from None
+            raise UnusableRun(f"{models_of}: no answer within {_ASK_S:g} s") from None
         except (NoConnection, CutOff) as error:
-            raise Unusable(f"{models_of}: {error}") from None
+            raise UnusableRun(f"{models_of}: {error}") from None
         except (msgspec.MsgspecError, UnicodeDecodeError):
-            raise Unusable(f"{models_of}: the answer is no list of models") from None
+            raise UnusableRun(f"{models_of}: the answer is no list of models") from None
         if status != 200:
-            raise Unusable(f"{models_of}: answered with status {status}")
+            raise UnusableRun(f"{models_of}: answered with status {status}")
         for model in models:
             if name in (None, model.id):
                 self._model = model.id
                 return model
         there = ", ".join(model.id for model in models) or "none"
-        raise Unusable(f"there is no model {name!r} (the server has {there})")
+        raise UnusableRun(f"there is no model {name!r} (the server has {there})")
 
-    async def ask(self, job: Job, start: float, due: float) -> Outcome:
+    async def ask(self, job: WorkloadRequest, start: float, due: float) -> RequestOutcome:
         """Send one request and return its outcome.
 
         Args:
@@ -133,7 +134,7 @@ class OpenAiClient:
             due: seconds from `start`. This method does not wait for it.
         """
         body = self._body(job)
-        outcome = Outcome(job.group, len(job.prompt), due, time.perf_counter() - start)
+        outcome = RequestOutcome(job.group, len(job.prompt), due, time.perf_counter() - start)
         stream = _Stream(outcome, start, counts_empty=self._send != "chat")
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -148,7 +149,7 @@ class OpenAiClient:
         outcome.ended = time.perf_counter() - start
         return outcome
 
-    def _body(self, job: Job) -> bytes:
+    def _body(self, job: WorkloadRequest) -> bytes:
         fields: dict[str, Any] = {
             "model": self._model,
             "max_tokens": job.max_tokens,
@@ -167,14 +168,14 @@ class OpenAiClient:
         return msgspec.json.encode(fields | self._extra)
 
 
-def _words(job: Job) -> str:
+def _words(job: WorkloadRequest) -> str:
     return " ".join(_WORDS[token % len(_WORDS)] for token in job.prompt)
 
 
 class _Stream:
     """A parser of one response's server-sent events, which fills its outcome."""
 
-    def __init__(self, outcome: Outcome, start: float, *, counts_empty: bool) -> None:
+    def __init__(self, outcome: RequestOutcome, start: float, *, counts_empty: bool) -> None:
         """Parse into `outcome`.
 
         Args:

@@ -6,7 +6,7 @@ from typing import Any
 
 
 @dataclass(slots=True)
-class Outcome:
+class RequestOutcome:
     """Times are seconds from the start of the run.
 
     A chunk is an event of the stream that stands for at least one token.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.errors import WrongInput
+from bench.errors import InvalidInput
 from bench.traffic.lengths import Lengths
 
 VOCABULARY = (3, 250)  # every vocabulary has at least the bytes; the first ids may be special
@@ -20,7 +20,7 @@ TRACE_BLOCK_TOKENS = 512  # tokens for one entry of hash_ids
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class WorkloadRequest:
     """One request: greedy, without stop tokens."""
 
     prompt: Sequence[int]
@@ -45,9 +45,9 @@ class Workload:
 
     def __post_init__(self) -> None:
         if bool(self.prefix_groups) != bool(self.prefix_tokens):
-            raise WrongInput("--prefix-groups and --prefix-tokens go together")
+            raise InvalidInput("--prefix-groups and --prefix-tokens go together")
         if self.prefix_tokens >= self.prompt_tokens.smallest:
-            raise WrongInput(
+            raise InvalidInput(
                 f"--prefix-tokens {self.prefix_tokens} leaves nothing of a prompt of "
                 f"{self.prompt_tokens.smallest} tokens, the shortest of --prompt-tokens"
             )
@@ -57,7 +57,7 @@ class Workload:
         """Return the maximum tokens of a prompt and its response."""
         return self.prompt_tokens.largest + self.output_tokens.largest
 
-    def jobs(self, seed: int) -> Iterator[Job]:
+    def jobs(self, seed: int) -> Iterator[WorkloadRequest]:
         """Yield jobs without end.
 
         The seed also determines the prefixes: runs of another seed find none cached.
@@ -68,7 +68,7 @@ class Workload:
             length, most = self.prompt_tokens.draw(rng), self.output_tokens.draw(rng)
             prefix = prefixes[int(rng.integers(len(prefixes)))] if prefixes else []
             rest = rng.integers(*VOCABULARY, length - len(prefix)).tolist()
-            yield Job((*prefix, *rest), most, self._group(length))
+            yield WorkloadRequest((*prefix, *rest), most, self._group(length))
 
     def _group(self, length: int) -> str:
         if self.long_tokens is not None and length >= self.long_tokens:
@@ -85,21 +85,21 @@ class TraceLine:
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class WorkloadTrace:
     """The requests of a file, sent once in the order of their times."""
 
     name: str
     lines: tuple[TraceLine, ...]
 
     @classmethod
-    def read(cls, file: Path) -> "Trace":
+    def read(cls, file: Path) -> "WorkloadTrace":
         """Read one JSON object a line, in the format of Mooncake's traces.
 
         The fields are timestamp (ms), input_length, output_length and hash_ids (one for each 512
         tokens; equal ids are equal tokens). All but the lengths may be absent.
 
         Raises:
-            WrongInput: names the line.
+            InvalidInput: names the line.
         """
         lines = []
         try:
@@ -108,22 +108,22 @@ class Trace:
                     if text.strip():
                         lines.append(_line(file, number, text))
         except (OSError, UnicodeDecodeError) as error:
-            raise WrongInput(f"--trace {file}: {error}") from None
+            raise InvalidInput(f"--trace {file}: {error}") from None
         if not lines:
-            raise WrongInput(f"--trace {file} has no line")
+            raise InvalidInput(f"--trace {file} has no line")
         return cls(file.name, tuple(sorted(lines, key=lambda line: line.at_s)))
 
     @property
     def largest(self) -> int:
         return max(line.prompt_tokens + line.output_tokens for line in self.lines)
 
-    def jobs(self, seed: int) -> Iterator[Job]:
+    def jobs(self, seed: int) -> Iterator[WorkloadRequest]:
         rng = np.random.default_rng(seed)
         for line in self.lines:
             shared = [token for block in line.blocks for token in _block(seed, block)]
             shared = shared[: line.prompt_tokens]
             rest = rng.integers(*VOCABULARY, line.prompt_tokens - len(shared)).tolist()
-            yield Job((*shared, *rest), line.output_tokens)
+            yield WorkloadRequest((*shared, *rest), line.output_tokens)
 
     def times(self) -> list[float]:
         """Return the due time of each request in seconds, from the first."""
@@ -148,7 +148,7 @@ def _line(file: Path, number: int, text: str) -> TraceLine:
         if min(line.prompt_tokens, line.output_tokens) < 1 or not 0 <= line.at_s < 1e9:
             raise ValueError
     except (ValueError, TypeError, KeyError, AttributeError):
-        raise WrongInput(
+        raise InvalidInput(
             f"--trace {file}, line {number}: needs input_length and output_length of at least 1 "
             "and, if any, timestamp in ms and hash_ids"
         ) from None

@@ -48,7 +48,7 @@ class Program:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class RequestedSystem:
     """The system that the user of `baton up` requested."""
 
     model: str
@@ -72,7 +72,7 @@ class Wish:
 _DATA_PORT = "--transfer.data-port"
 
 
-def programs(wish: Wish) -> list[Program]:
+def programs(wish: RequestedSystem) -> list[Program]:
     """Return the router first, then prefill nodes, then decode nodes.
 
     Without prefill nodes the decode nodes are colocated. CUDA devices are assigned to nodes in
@@ -163,7 +163,7 @@ def cuda_devices() -> int:
     return count.value if found else 0
 
 
-def _flags(wish: Wish, port: int, number: int) -> list[str]:
+def _flags(wish: RequestedSystem, port: int, number: int) -> list[str]:
     flags = [f"--model={wish.model}", f"--host={wish.host}", f"--port={port}"]
     if wish.secret_file is not None:
         flags.append(f"--secret-file={wish.secret_file}")
@@ -185,7 +185,7 @@ def _tls_flags(knob: str, config: TlsConfig, *names: str) -> list[str]:
     return [f"--{knob}.{name.replace('_', '-')}={value}" for name, value in given.items()]
 
 
-def _device_flags(wish: Wish) -> list[list[str]]:
+def _device_flags(wish: RequestedSystem) -> list[list[str]]:
     num_nodes = wish.prefill + wish.decode
     num_devices = 0 if wish.device == "cpu" else cuda_devices()
     if num_devices:

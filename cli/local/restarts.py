@@ -5,7 +5,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from common.process.children import Child
+from common.process.children import ChildProcess
 from node.frontend.process import exit_sentence
 
 
@@ -19,8 +19,8 @@ class RestartTimes:
 
 
 async def keep_running(
-    child: Child,
-    start_again: Callable[[], Child],
+    child: ChildProcess,
+    start_again: Callable[[], ChildProcess],
     until_serving: Callable[[], Awaitable[None]],
     say: Callable[[str], None],
     times: RestartTimes | None = None,
@@ -49,7 +49,7 @@ async def keep_running(
             say(f"{child.name} is back after {time.monotonic() - began:.1f} s")
 
 
-async def _serves(child: Child, until_serving: Callable[[], Awaitable[None]]) -> bool:
+async def _serves(child: ChildProcess, until_serving: Callable[[], Awaitable[None]]) -> bool:
     """Wait until the process serves. Returns False if it died first."""
     serving = asyncio.ensure_future(until_serving())
     ended = asyncio.ensure_future(child.ended())

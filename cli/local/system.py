@@ -10,13 +10,13 @@ from pathlib import Path
 from cli import client
 from cli.local import plan, restarts
 from common import tls
-from common.process.children import Child
+from common.process.children import ChildProcess
 
 # Callers stop before the processes that they call, so that no call waits for a stopped node.
 STOP_ORDER = ("router", "decode_node", "prefill_node")
 
 
-class System:
+class LocalSystem:
     """The processes of one machine, as children of this process."""
 
     def __init__(
@@ -69,7 +69,7 @@ class System:
         """Restart every process that ends on its own, until cancelled."""
 
         async def keep(program: plan.Program) -> None:
-            def start_again() -> Child:
+            def start_again() -> ChildProcess:
                 self._children[program] = child = self._child(program, replaces_log=False)
                 return child
 
@@ -96,9 +96,9 @@ class System:
         for child in self._children.values():
             child.send(signal.SIGKILL)
 
-    def _child(self, program: plan.Program, *, replaces_log: bool = True) -> Child:
+    def _child(self, program: plan.Program, *, replaces_log: bool = True) -> ChildProcess:
         log = self._logs / f"{program.name}.log"
-        return Child(
+        return ChildProcess(
             program.name,
             program.command,
             log,

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from cli import client
-from cli.operating.fleet import Fleet, Sources, Undone
+from cli.operating.fleet import Fleet, Sources, UnfinishedRestart
 from cli.program import EXIT_INTERRUPTED
 from common import settings
 from common.errors import ConfigError
@@ -25,7 +25,9 @@ def parser(name: str, description: str | None, undone: str) -> argparse.Argument
         undone: condition under which the command exits with EXIT_UNDONE.
     """
     epilog = f"Exits with {EXIT_UNDONE} if {undone}."
-    return settings.Parser(prog=f"baton {name}", description=description, epilog=epilog)
+    return settings.ConfigArgumentParser(
+        prog=f"baton {name}", description=description, epilog=epilog
+    )
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +68,8 @@ def add_identity_flags(parser: argparse.ArgumentParser) -> None:
 async def tell(
     options: argparse.Namespace, fleet: Fleet, method: str, request: Any, longest_s: float
 ) -> Any:
-    """Call `method` of the given node, or of the router, and return the response. Raises Undone."""
+    """Call `method` of the given node, or of the router, and return the response. Raises
+    UnfinishedRestart."""
     if options.address is not None:
         return await fleet.tell_node(options.address, method, request, longest_s)
     return await fleet.tell_router(options.router, method, request, longest_s)
@@ -75,12 +78,12 @@ async def tell(
 def heed(
     objections: Iterable[str], options: argparse.Namespace, undone: str = "nothing is drained"
 ) -> None:
-    """Print the objections. Raises Undone if there are any, unless --force is given."""
+    """Print the objections. Raises UnfinishedRestart if there are any, unless --force is given."""
     found = list(objections)
     for sentence in found:
         say(f"but: {sentence}")
     if found and not options.force:
-        raise Undone(f"{undone}; --force does it all the same")
+        raise UnfinishedRestart(f"{undone}; --force does it all the same")
 
 
 def run(program: str, options: argparse.Namespace, work: Callable[[Fleet], Awaitable[None]]) -> int:
@@ -89,7 +92,7 @@ def run(program: str, options: argparse.Namespace, work: Callable[[Fleet], Await
         asyncio.run(with_fleet(options, work))
     except ConfigError as error:
         settings.wrong(program, str(error))
-    except Undone as undone:
+    except UnfinishedRestart as undone:
         print(f"{program}: {undone}", file=sys.stderr)
         return EXIT_UNDONE
     except KeyboardInterrupt:

@@ -30,7 +30,7 @@ _LOOK_S = 0.2
 Pairs = frozenset[tuple[str, str]]
 
 
-class Undone(Exception):
+class UnfinishedRestart(Exception):
     """The requested operation is incomplete. The message describes the current state."""
 
 
@@ -66,18 +66,18 @@ class Fleet:
         self._sources = sources
 
     async def look(self, router: str) -> GetClusterResponse:
-        """Return the cluster as this router knows it. Raises Undone if the router does not
-        respond."""
+        """Return the cluster as this router knows it. Raises UnfinishedRestart if the router does
+        not respond."""
         async with self._router(router) as ask:
             answer: GetClusterResponse = await ask("GetCluster", GetClusterRequest())
             return answer
 
     async def drain_router(self, address: str, *, in_turn: bool) -> None:
-        """Start to drain a router. Raises Undone if it does not respond or refuses."""
+        """Start to drain a router. Raises UnfinishedRestart if it does not respond or refuses."""
         await self.tell_router(address, "Drain", DrainRouterRequest(in_turn=in_turn))
 
     async def drain_node(self, address: str) -> None:
-        """Start to drain a node. Raises Undone if it does not respond or refuses."""
+        """Start to drain a node. Raises UnfinishedRestart if it does not respond or refuses."""
         await self.tell_node(address, "Drain", DrainRequest())
 
     async def tell_router(
@@ -85,7 +85,7 @@ class Fleet:
     ) -> Any:
         """Call `method` of a router and return its response.
 
-        Raises Undone if it does not respond in time or refuses.
+        Raises UnfinishedRestart if it does not respond in time or refuses.
         """
         async with self._router(address) as ask:
             return await ask(method, request, longest_s)
@@ -95,7 +95,7 @@ class Fleet:
     ) -> Any:
         """Call `method` of a node and return its response.
 
-        Raises Undone if it does not respond in time or refuses.
+        Raises UnfinishedRestart if it does not respond in time or refuses.
         """
         async with make_channel(address, self._certificates, self._identity) as channel:
             stub = NodeStub(channel)  # type: ignore[no-untyped-call]
@@ -105,7 +105,7 @@ class Fleet:
     async def switch_node(self, address: str, role: str, longest_s: float) -> None:
         """Wait until the node has accepted the new role.
 
-        Raises Undone if it does not respond or keeps its role.
+        Raises UnfinishedRestart if it does not respond or keeps its role.
         """
         async with make_channel(address, self._certificates, self._identity) as channel:
             stub = NodeStub(channel)  # type: ignore[no-untyped-call]
@@ -121,7 +121,7 @@ class Fleet:
         the router use it.
 
         Raises:
-            Undone: not within `longest_s` seconds.
+            UnfinishedRestart: not within `longest_s` seconds.
         """
 
         async def has() -> bool:
@@ -141,7 +141,7 @@ class Fleet:
         """Wait until no process with this instance id responds at the node's address.
 
         Raises:
-            Undone: not within `longest_s` seconds.
+            UnfinishedRestart: not within `longest_s` seconds.
         """
 
         async def ended() -> bool:
@@ -156,13 +156,13 @@ class Fleet:
         Args:
             since: by time.monotonic().
         Raises:
-            Undone: not within `longest_s` seconds.
+            UnfinishedRestart: not within `longest_s` seconds.
         """
 
         async def ended() -> bool:
             try:
                 return (await self.look(address)).router.oldest_process_s < _passed(since)
-            except Undone:
+            except UnfinishedRestart:
                 return True
 
         await until(ended, longest_s, f"router {address} still drains")
@@ -174,7 +174,7 @@ class Fleet:
         all of its worker processes use it.
 
         Raises:
-            Undone: not within `longest_s` seconds.
+            UnfinishedRestart: not within `longest_s` seconds.
         """
 
         async def back() -> bool:
@@ -201,7 +201,7 @@ class Fleet:
     async def until_router_back(self, address: str, since: float, longest_s: float) -> None:
         """Wait until all of its processes were started after `since` and the router is ready.
 
-        Raises Undone as `until_router_ended`.
+        Raises UnfinishedRestart as `until_router_ended`.
         """
 
         async def back() -> bool:
@@ -255,7 +255,8 @@ async def until(condition: Callable[[], Awaitable[bool]], longest_s: float, sent
     """Poll `condition` until it holds. Failed calls are retried.
 
     Raises:
-        Undone: with the sentence, if the condition does not hold within `longest_s` seconds.
+        UnfinishedRestart: with the sentence, if the condition does not hold within `longest_s`
+            seconds.
     """
     end = time.monotonic() + longest_s
     while True:
@@ -263,10 +264,10 @@ async def until(condition: Callable[[], Awaitable[bool]], longest_s: float, sent
         try:
             if await condition():
                 return
-        except Undone as silent:
+        except UnfinishedRestart as silent:
             reason = f" ({silent})"
         if time.monotonic() > end:
-            raise Undone(f"{sentence} after {longest_s:g} s{reason}")
+            raise UnfinishedRestart(f"{sentence} after {longest_s:g} s{reason}")
         await asyncio.sleep(_LOOK_S)
 
 
@@ -279,4 +280,4 @@ async def _answer(address: str, call: Any, source: str) -> Any:
         return await call
     except grpc.aio.AioRpcError as error:
         raise_if_cancelled()
-        raise Undone(f"{address}: {client.failure(error, source)}") from None
+        raise UnfinishedRestart(f"{address}: {client.failure(error, source)}") from None

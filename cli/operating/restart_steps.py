@@ -10,7 +10,7 @@ ROLES = (*NODES, "router")  # in this order
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class RestartStep:
     """One process that ends, and returns before the next one ends."""
 
     role: str
@@ -29,22 +29,24 @@ class Turn:
         return f"{self.role} {self.address}: {self.remark}{in_turn}"
 
 
-def turns(cluster: GetClusterResponse, routers: Mapping[str, RouterState]) -> list[Turn]:
+def turns(cluster: GetClusterResponse, routers: Mapping[str, RouterState]) -> list[RestartStep]:
     """Return the turns of all processes.
 
     Args:
         routers: by address.
     """
     nodes = sorted(cluster.nodes, key=lambda node: (ROLES.index(node.role), node.address))
-    found = [Turn(node.role, node.address, _of_node(node, cluster), node) for node in nodes]
+    found = [RestartStep(node.role, node.address, _of_node(node, cluster), node) for node in nodes]
     for address, state in routers.items():
-        found.append(Turn("router", address, _of_router(state), processes=max(1, state.processes)))
+        found.append(
+            RestartStep("router", address, _of_router(state), processes=max(1, state.processes))
+        )
     return found
 
 
 def objections(
-    all_turns: list[Turn],
-    wanted: list[Turn],
+    all_turns: list[RestartStep],
+    wanted: list[RestartStep],
     routers: Mapping[str, RouterState],
 ) -> Iterator[str]:
     """Return one sentence for each reason why requests would fail.
@@ -62,7 +64,7 @@ def objections(
             yield f"{role} {alike[0].address} is the only one: requests fail while it is away"
 
 
-def objections_to_switch(nodes: list[Turn], turn: Turn) -> Iterator[str]:
+def objections_to_switch(nodes: list[RestartStep], turn: RestartStep) -> Iterator[str]:
     """Return one sentence for each reason why requests would fail if the node changed its role."""
     for each in nodes:
         if each.node is not None and each.node.state != "ready":

@@ -20,23 +20,23 @@ from functools import partial
 
 from cli import client
 from cli.operating import command
-from cli.operating.fleet import Fleet, Undone
-from cli.planner.account import Account
+from cli.operating.fleet import Fleet, UnfinishedRestart
+from cli.planner.account import DecisionLog
 from cli.planner.decide import (
-    Add,
+    AddNodeAction,
     Decision,
-    Move,
-    Nothing,
-    Remove,
-    Rules,
-    Switch,
-    Wait,
+    NoAction,
+    PlannerRules,
+    RemoveNodeAction,
+    ShiftCapacityAction,
+    SwitchRoleAction,
+    WaitAction,
     decide,
     pressures,
 )
-from cli.planner.looks import ROLES, Look, look_of
+from cli.planner.looks import ROLES, ClusterSnapshot, look_of
 from cli.planner.metrics import Decided, PlannerMetrics
-from cli.planner.pressure import Limits
+from cli.planner.pressure import PressureThresholds
 from common import logs, settings
 from common.logs import kv
 from common.metrics.serving import served
@@ -45,21 +45,21 @@ from protos.router_pb2 import MoveRequest
 log = logging.getLogger(__name__)
 
 _KINDS: dict[type[Decision], Decided] = {
-    Switch: "switch",
-    Move: "move",
-    Add: "add",
-    Remove: "remove",
+    SwitchRoleAction: "switch",
+    ShiftCapacityAction: "move",
+    AddNodeAction: "add",
+    RemoveNodeAction: "remove",
 }
 _MOVE_S = 30.0
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = settings.Parser(prog="baton planner", description=__doc__)
+    parser = settings.ConfigArgumentParser(prog="baton planner", description=__doc__)
     client.add_router_flag(parser)
     parser.add_argument(
         "--act", action="store_true", help="have nodes take other roles, and move requests"
     )
-    rules, limits = Rules(), Limits()
+    rules, limits = PlannerRules(), PressureThresholds()
     for flag, default, what in (
         ("every-s", 2.0, "between two looks"),
         ("queued-s", limits.queued_s, "prompts may wait for so long at a prefill node"),
@@ -96,9 +96,9 @@ def _count(text: str) -> int:
     return number
 
 
-def rules_of(options: argparse.Namespace) -> Rules:
-    return Rules(
-        limits=Limits(options.queued_s, options.occupied, options.running),
+def rules_of(options: argparse.Namespace) -> PlannerRules:
+    return PlannerRules(
+        limits=PressureThresholds(options.queued_s, options.occupied, options.running),
         spare=options.spare,
         sustained_s=options.sustained_s,
         settle_s=options.settle_s,
@@ -118,7 +118,7 @@ class Planner:
         self,
         fleet: Fleet,
         metrics: PlannerMetrics,
-        rules: Rules,
+        rules: PlannerRules,
         *,
         router: str,
         act: bool,
@@ -129,9 +129,9 @@ class Planner:
         self._rules = rules
         self._router = router
         self._act = act
-        self._account = Account(fleet, router, acts=act)
+        self._account = DecisionLog(fleet, router, acts=act)
         self._clock = clock
-        self._history: deque[Look] = deque()
+        self._history: deque[ClusterSnapshot] = deque()
         self._told = ""
 
     async def look(self) -> Decision:
@@ -163,16 +163,16 @@ class Planner:
     async def _carry_out(self, decision: Decision) -> None:
         """Change a role or migrate a request. Leaves all other decisions to the operator."""
         match decision:
-            case Switch():
+            case SwitchRoleAction():
                 await self._switch(decision)
-            case Move():
+            case ShiftCapacityAction():
                 await self._move(decision)
 
-    async def _move(self, decision: Move) -> None:
+    async def _move(self, decision: ShiftCapacityAction) -> None:
         order = MoveRequest(source=decision.source, target=decision.target)
         try:
             moved = await self._fleet.tell_router(self._router, "Move", order, _MOVE_S)
-        except Undone as undone:
+        except UnfinishedRestart as undone:
             self._metrics.moved(done=False)
             log.warning("not moved %s", kv(node=decision.source, because=undone))
             self._account.note(f"no request of {decision.source} was moved", str(undone))
@@ -182,11 +182,11 @@ class Planner:
             log.info("moved %s", fields)
             self._account.note(f"{moved.request_id} has moved to {moved.target}", "")
 
-    async def _switch(self, decision: Switch) -> None:
+    async def _switch(self, decision: SwitchRoleAction) -> None:
         began = self._clock()
         try:
             await self._fleet.switch_node(decision.address, decision.role, command.LONGEST_S)
-        except Undone as undone:
+        except UnfinishedRestart as undone:
             self._metrics.switched(done=False)
             log.warning("not switched %s", kv(node=decision.address, because=undone))
             self._account.note(f"{decision.address} goes on as it is", str(undone))
@@ -201,17 +201,17 @@ class Planner:
 
 def _what(decision: Decision) -> str:
     match decision:
-        case Switch(address, role):
+        case SwitchRoleAction(address, role):
             return f"{address} should become a {role} node"
-        case Move(source, target):
+        case ShiftCapacityAction(source, target):
             return f"a request of {source} should go on at {target}"
-        case Add(role):
+        case AddNodeAction(role):
             return f"there should be one more {role} node"
-        case Remove(address, role):
+        case RemoveNodeAction(address, role):
             return f"{role} node {address} is not needed"
-        case Nothing():
+        case NoAction():
             return "nothing is to be done"
-        case Wait():
+        case WaitAction():
             return "waiting"
 
 
@@ -219,20 +219,20 @@ def _news(decision: Decision) -> str:
     """Return the part of a decision that identifies it. Most reasons contain figures that always
     differ."""
     match decision:
-        case Wait(because):
+        case WaitAction(because):
             return because
         case _:
             return _what(decision)
 
 
-def _wanted(look: Look, decision: Decision) -> dict[str, int]:
+def _wanted(look: ClusterSnapshot, decision: Decision) -> dict[str, int]:
     wanted = {role: len(look.of(role)) for role in ROLES}
     match decision:
-        case Switch(role=role):
+        case SwitchRoleAction(role=role):
             wanted = {each: n + (1 if each == role else -1) for each, n in wanted.items()}
-        case Add(role):
+        case AddNodeAction(role):
             wanted[role] += 1
-        case Remove(role=role):
+        case RemoveNodeAction(role=role):
             wanted[role] -= 1
     return wanted
 
@@ -256,7 +256,7 @@ async def _watch(planner: Planner, every_s: float) -> None:
         try:
             await planner.look()
             silence = ""
-        except Undone as undone:
+        except UnfinishedRestart as undone:
             if str(undone) != silence:
                 silence = str(undone)
                 log.warning("the router does not answer %s", kv(because=undone))

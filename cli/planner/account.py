@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from cli.operating.fleet import Fleet, Undone
+from cli.operating.fleet import Fleet, UnfinishedRestart
 from common.logs import kv
 from protos.router_pb2 import Plan, PlanEvent, TellPlanRequest
 
@@ -17,7 +17,7 @@ _MOST_EVENTS = 16
 _MOST_CHARACTERS = 512
 
 
-class Account:
+class DecisionLog:
     """Reports not yet sent to the router. Not thread-safe: one event loop only.
 
     Args:
@@ -58,7 +58,7 @@ class Account:
         plan = Plan(acts=self._acts, pressures=pressures, events=events)
         try:
             await self._fleet.tell_router(self._router, "TellPlan", TellPlanRequest(plan=plan))
-        except Undone as undone:
+        except UnfinishedRestart as undone:
             if str(undone) != self._refusal:
                 log.warning("the router's page does not show this %s", kv(because=undone))
             self._refusal = str(undone)

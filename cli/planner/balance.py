@@ -9,14 +9,14 @@ and never to a node that would then be as overloaded.
 from collections.abc import Sequence
 from statistics import fmean
 
-from cli.planner.looks import Look, NodeFigures
-from cli.planner.pressure import Limits, of_decode
+from cli.planner.looks import ClusterSnapshot, NodeFigures
+from cli.planner.pressure import PressureThresholds, of_decode
 
 _FEWER = 2  # minimum difference in requests: with less, the two would only change places
 
 
 def uneven(
-    looks: Sequence[Look], limits: Limits, spare: float
+    looks: Sequence[ClusterSnapshot], limits: PressureThresholds, spare: float
 ) -> tuple[NodeFigures, NodeFigures] | None:
     """Return the node that should give a request away, and the one that should receive it.
 

@@ -16,15 +16,15 @@ from statistics import fmean
 from typing import TypeAlias
 
 from cli.planner.balance import uneven
-from cli.planner.looks import ROLES, Look, NodeFigures
-from cli.planner.pressure import Limits, of_decode, pressure
+from cli.planner.looks import ROLES, ClusterSnapshot, NodeFigures
+from cli.planner.pressure import PressureThresholds, of_decode, pressure
 
 _MOST = 2.0
 _GONE = ("unreachable", "unhealthy")  # not a change in progress: other nodes work without these
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class PlannerRules:
     """Limits of the decisions.
 
     Attributes:
@@ -34,7 +34,7 @@ class Rules:
         idle_s: seconds for which a role must have been able to spare a node that no role needs.
     """
 
-    limits: Limits = field(default_factory=Limits)
+    limits: PressureThresholds = field(default_factory=PressureThresholds)
     spare: float = 0.7
     sustained_s: float = 10.0
     settle_s: float = 30.0
@@ -42,21 +42,21 @@ class Rules:
 
 
 @dataclass(frozen=True, slots=True)
-class Nothing:
+class NoAction:
     """No change is needed."""
 
     because: str
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class WaitAction:
     """More looks are needed before a decision."""
 
     because: str
 
 
 @dataclass(frozen=True, slots=True)
-class Switch:
+class SwitchRoleAction:
     """A node should change its role."""
 
     address: str
@@ -65,7 +65,7 @@ class Switch:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class ShiftCapacityAction:
     """A running request should migrate from one decode node to another."""
 
     source: str
@@ -74,7 +74,7 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class Add:
+class AddNodeAction:
     """A role needs one more node."""
 
     role: str
@@ -82,7 +82,7 @@ class Add:
 
 
 @dataclass(frozen=True, slots=True)
-class Remove:
+class RemoveNodeAction:
     """A node is not needed."""
 
     address: str
@@ -90,10 +90,17 @@ class Remove:
     because: str
 
 
-Decision: TypeAlias = Nothing | Wait | Switch | Move | Add | Remove
+Decision: TypeAlias = (
+    NoAction
+    | WaitAction
+    | SwitchRoleAction
+    | ShiftCapacityAction
+    | AddNodeAction
+    | RemoveNodeAction
+)
 
 
-def decide(history: Sequence[Look], rules: Rules) -> Decision:
+def decide(history: Sequence[ClusterSnapshot], rules: PlannerRules) -> Decision:
     """Return the decision that follows from the looks.
 
     Args:
@@ -101,16 +108,16 @@ def decide(history: Sequence[Look], rules: Rules) -> Decision:
     """
     looks = _of_one_roster(history)
     if not looks:
-        return Wait("nothing has been seen yet")
+        return WaitAction("nothing has been seen yet")
     changing = [node for node in looks[-1].nodes if node.state not in ("ready", *_GONE)]
     if changing:
-        return Wait(f"{changing[0].role} {changing[0].address} is {changing[0].state}")
+        return WaitAction(f"{changing[0].role} {changing[0].address} is {changing[0].state}")
     age_s = looks[-1].at - looks[0].at
     if age_s >= rules.sustained_s and (move := _move(looks, rules)) is not None:
         return move
     settled_s = max(rules.settle_s, rules.sustained_s)
     if age_s < settled_s:
-        return Wait(f"these nodes are known for less than {settled_s:g} s")
+        return WaitAction(f"these nodes are known for less than {settled_s:g} s")
     recent = _Window(looks, rules.sustained_s, rules)
     pressed = [role for role in ROLES if recent.mean(role) >= 1.0]
     for role in sorted(pressed, key=recent.mean, reverse=True):
@@ -119,22 +126,24 @@ def decide(history: Sequence[Look], rules: Rules) -> Decision:
         if recent.can_spare(other):
             node = _lightest(looks[-1].of(other))
             left = recent.most_without_one(other)
-            return Switch(node.address, role, f"{why}, {other} nodes {left:.2f} with one fewer")
-        return Add(role, f"{why}, and no {other} node can be spared")
+            return SwitchRoleAction(
+                node.address, role, f"{why}, {other} nodes {left:.2f} with one fewer"
+            )
+        return AddNodeAction(role, f"{why}, and no {other} node can be spared")
     if age_s >= rules.idle_s:
         idle = _Window(looks, rules.idle_s, rules)
         for role in ROLES:
             if idle.can_spare(role):
                 node, left = _lightest(looks[-1].of(role)), idle.most_without_one(role)
-                return Remove(
+                return RemoveNodeAction(
                     node.address, role, f"{role} nodes would have had {left:.2f} with one fewer"
                 )
-    return Nothing(
+    return NoAction(
         ", ".join(f"{role} nodes have {recent.mean(role):.2f} of what they may" for role in ROLES)
     )
 
 
-def pressures(history: Sequence[Look], rules: Rules) -> Mapping[str, float]:
+def pressures(history: Sequence[ClusterSnapshot], rules: PlannerRules) -> Mapping[str, float]:
     """Return the recent mean pressure of each role."""
     looks = _of_one_roster(history)
     recent = _Window(looks, rules.sustained_s, rules) if looks else None
@@ -144,7 +153,9 @@ def pressures(history: Sequence[Look], rules: Rules) -> Mapping[str, float]:
 class _Window:
     """The last looks, each with the preceding looks that count for it."""
 
-    def __init__(self, looks: Sequence[Look], seconds: float, rules: Rules) -> None:
+    def __init__(
+        self, looks: Sequence[ClusterSnapshot], seconds: float, rules: PlannerRules
+    ) -> None:
         since = looks[-1].at - seconds
         self._rules = rules
         self._sizes = {role: len(looks[-1].of(role)) for role in ROLES}
@@ -170,7 +181,7 @@ class _Window:
         return self._sizes[role] > 1 and self.most_without_one(role) <= self._rules.spare
 
 
-def _move(looks: Sequence[Look], rules: Rules) -> Move | None:
+def _move(looks: Sequence[ClusterSnapshot], rules: PlannerRules) -> ShiftCapacityAction | None:
     since = looks[-1].at - rules.sustained_s
     recent = [look for look in looks if look.at >= since]
     found = uneven(recent, rules.limits, rules.spare)
@@ -178,14 +189,14 @@ def _move(looks: Sequence[Look], rules: Rules) -> Move | None:
         return None
     source, target = found
     here, there = (of_decode(node, rules.limits) for node in found)
-    return Move(
+    return ShiftCapacityAction(
         source.address,
         target.address,
         f"it has {here:.2f} times what it should, the other one {there:.2f}",
     )
 
 
-def _of_one_roster(history: Sequence[Look]) -> Sequence[Look]:
+def _of_one_roster(history: Sequence[ClusterSnapshot]) -> Sequence[ClusterSnapshot]:
     """Return the last looks, as far back as they have the nodes of the newest."""
     first = len(history)
     while first and history[first - 1].roster == history[-1].roster:
@@ -193,7 +204,7 @@ def _of_one_roster(history: Sequence[Look]) -> Sequence[Look]:
     return history[first:]
 
 
-def _first(looks: Sequence[Look], end: int, seconds: float) -> int:
+def _first(looks: Sequence[ClusterSnapshot], end: int, seconds: float) -> int:
     """Return the index of the oldest look that is at most `seconds` older than the look `end`."""
     return next(n for n, look in enumerate(looks) if look.at >= looks[end].at - seconds)
 

@@ -37,7 +37,7 @@ class NodeFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class ClusterSnapshot:
     """The nodes of a cluster at one moment.
 
     Attributes:
@@ -58,10 +58,10 @@ class Look:
         return [node for node in self.nodes if node.role == role and node.state == "ready"]
 
 
-def look_of(cluster: GetClusterResponse, at: float) -> Look:
+def look_of(cluster: GetClusterResponse, at: float) -> ClusterSnapshot:
     """Return a look from a router's description of its cluster."""
     nodes = sorted(cluster.nodes, key=lambda node: node.address)
-    return Look(at, tuple(_figures(node) for node in nodes))
+    return ClusterSnapshot(at, tuple(_figures(node) for node in nodes))
 
 
 def _figures(node: ClusterNode) -> NodeFigures:

@@ -5,37 +5,37 @@ from typing import Literal
 
 from prometheus_client.core import Metric
 
-from common.metrics.declared import Declared
+from common.metrics.declared import MetricDeclaration
 from common.metrics.program import INFO, PROCESS, registry_of
 
 Decided = Literal["switch", "move", "add", "remove"]
 
 _ROLES = {"kind": ("prefill", "decode")}
-PRESSURE = Declared(
+PRESSURE = MetricDeclaration(
     "baton_planner_pressure",
     "gauge",
     "Current load of the nodes of a role, relative to the intended maximum of 1.",
     _ROLES,
 )
-WANTED = Declared(
+WANTED = MetricDeclaration(
     "baton_planner_wanted_nodes",
     "gauge",
     "Current number of nodes that a role should have after the last decision.",
     _ROLES,
 )
-DECISIONS = Declared(
+DECISIONS = MetricDeclaration(
     "baton_planner_decisions",
     "counter",
     "Total decisions that differ from the one before.",
     {"decision": ("switch", "move", "add", "remove")},
 )
-SWITCHES = Declared(
+SWITCHES = MetricDeclaration(
     "baton_planner_switches",
     "counter",
     "Total requested role changes, by result.",
     {"outcome": ("done", "undone")},
 )
-MOVES = Declared(
+MOVES = MetricDeclaration(
     "baton_planner_moves",
     "counter",
     "Total requested live migrations, by result.",

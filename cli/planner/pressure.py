@@ -4,7 +4,7 @@ functions."""
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cli.planner.looks import Look, NodeFigures
+from cli.planner.looks import ClusterSnapshot, NodeFigures
 
 _MOSTLY = 0.5
 _FULL = 0.9  # a slot may be free for a moment between two requests
@@ -12,7 +12,7 @@ _ALL_BUSY = 0.99  # a node without idle time is at capacity, and above it if req
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class PressureThresholds:
     """The load of a node at a pressure of 1.0.
 
     Attributes:
@@ -26,7 +26,7 @@ class Limits:
     running: int = 0
 
 
-def pressure(role: str, looks: Sequence[Look], limits: Limits) -> float:
+def pressure(role: str, looks: Sequence[ClusterSnapshot], limits: PressureThresholds) -> float:
     """Return the mean pressure of a role's nodes at the last of these looks.
 
     All looks must have the same nodes. Counters are compared between the first and the last look.
@@ -43,13 +43,15 @@ def pressure(role: str, looks: Sequence[Look], limits: Limits) -> float:
     return sum(_of_prefill(n, before[n.address], seconds, limits) for n in nodes) / len(nodes)
 
 
-def _of_prefill(node: NodeFigures, before: NodeFigures, seconds: float, limits: Limits) -> float:
+def _of_prefill(
+    node: NodeFigures, before: NodeFigures, seconds: float, limits: PressureThresholds
+) -> float:
     busy_s = (node.prompt_tokens - before.prompt_tokens) * node.token_s
     busy = min(_ALL_BUSY, busy_s / seconds) if seconds > 0 else 0.0
     return max(busy, node.queued_s / limits.queued_s)
 
 
-def of_decode(node: NodeFigures, limits: Limits) -> float:
+def of_decode(node: NodeFigures, limits: PressureThresholds) -> float:
     """Return the pressure of one decode node."""
     # Requests in hand-off hold pages while they wait for prefill nodes. They count only if this
     # node runs as many requests as it may.

@@ -43,7 +43,7 @@ def _interval(text: str) -> float:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = settings.Parser(
+    parser = settings.ConfigArgumentParser(
         prog="baton top",
         description=__doc__,
         epilog=f"Exits with {EXIT_NO_ANSWER} if --once gets no answer.",
@@ -60,7 +60,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-class Top:
+class TopView:
     """Latest state of one cluster. Not thread-safe: one event loop only."""
 
     def __init__(
@@ -101,7 +101,7 @@ class Top:
         return Group(*parts)
 
 
-async def watch(top: Top, interval_s: float, console: Console, stop: asyncio.Event) -> None:
+async def watch(top: TopView, interval_s: float, console: Console, stop: asyncio.Event) -> None:
     """Show a frame at every interval, and when the terminal's size changes, until `stop`."""
     with _screen(console, stop) as show:
         resized = asyncio.Event()
@@ -130,7 +130,7 @@ async def watch(top: Top, interval_s: float, console: Console, stop: asyncio.Eve
                 task.cancel()
 
 
-async def once(top: Top, interval_s: float, console: Console) -> int:
+async def once(top: TopView, interval_s: float, console: Console) -> int:
     """Print one frame. Returns the exit code."""
     await top.look()
     if not top.problem:
@@ -190,7 +190,7 @@ async def _main(
     console = Console(highlight=False)
     async with rpc.make_channel(options.router, certificates) as channel:
         stub = RouterStub(channel)  # type: ignore[no-untyped-call]
-        top = Top(options.router, stub, metadata, client.key_source(options))
+        top = TopView(options.router, stub, metadata, client.key_source(options))
         if options.once:
             asked = asyncio.create_task(once(top, options.interval, console))
             stopped = asyncio.create_task(stop.wait())

@@ -15,7 +15,7 @@ from typing import Any
 import grpc.aio
 
 from cli.local import plan
-from cli.local.system import System
+from cli.local.system import LocalSystem
 from cli.up import options as up_options
 from cli.up.first_answer import FirstAnswer, Key, Sample
 from cli.up.first_vector import VectorSample
@@ -50,7 +50,7 @@ async def serve(
     make_sample = Sample if options.decode else VectorSample
     sample: FirstAnswer = make_sample(prompt, programs[0].address, http, certificates, key)
     logs = options.var / "log"
-    system = System(programs, logs, certificates)
+    system = LocalSystem(programs, logs, certificates)
     screen.say(f"starting {len(programs)} programs; their logs are in {logs}/")
     work = asyncio.ensure_future(_run(system, sample, options, screen))
     stop = asyncio.ensure_future(interrupted.wait())
@@ -77,7 +77,7 @@ async def serve(
 
 
 async def _run(
-    system: System, sample: FirstAnswer, options: argparse.Namespace, screen: Screen
+    system: LocalSystem, sample: FirstAnswer, options: argparse.Namespace, screen: Screen
 ) -> None:
     """Start the system and keep it running. Never returns.
 
@@ -100,7 +100,7 @@ async def _run(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _start(system: System, sample: FirstAnswer, start_s: float, screen: Screen) -> None:
+async def _start(system: LocalSystem, sample: FirstAnswer, start_s: float, screen: Screen) -> None:
     """Start the system. Raises StartFailed if it is not ready in time or the sample request
     fails."""
     try:

@@ -12,7 +12,7 @@ from cli.local import plan
 from cli.up.first_answer import Key, baton
 from cli.up.screen import Screen
 from common import settings
-from common.config import DecodeConfig, PrefillConfig, Record, RouterConfig
+from common.config import ConfigRecord, DecodeConfig, PrefillConfig, RouterConfig
 from common.errors import ConfigError
 from common.identity.program import identity_of
 from common.identity.secret import VARIABLE, new_secret, operator_keys
@@ -25,7 +25,7 @@ _ROUTER_FLAGS = "--router-flags"
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the options, and the flags left over for the nodes."""
-    parser = settings.Parser(
+    parser = settings.ConfigArgumentParser(
         prog=PROGRAM,
         description="Starts a router and nodes on this machine, waits until all are ready, and "
         "serves until Ctrl-C.",
@@ -115,7 +115,9 @@ def _with_router_flags(arguments: Sequence[str]) -> list[str]:
     return joined
 
 
-def wish(options: argparse.Namespace, node_flags: list[str], screen: Screen) -> plan.Wish:
+def wish(
+    options: argparse.Namespace, node_flags: list[str], screen: Screen
+) -> plan.RequestedSystem:
     """Return the system to start. Fetches the model, and writes a secret if there is none.
 
     Exits if a process would reject its flags.
@@ -125,7 +127,7 @@ def wish(options: argparse.Namespace, node_flags: list[str], screen: Screen) -> 
     """
     _check_flags(options.model or "demo", node_flags, options.router_flags)
     model = _have_model(options.model, screen)
-    wished = plan.Wish(
+    wished = plan.RequestedSystem(
         model=model,
         prefill=options.prefill,
         decode=options.decode,
@@ -178,7 +180,7 @@ def _port(text: str) -> int:
 
 def _check_flags(model: str, node_flags: list[str], router_flags: list[str]) -> None:
     """Exit if a process would reject the flags."""
-    records: tuple[tuple[type[Record], list[str]], ...] = (
+    records: tuple[tuple[type[ConfigRecord], list[str]], ...] = (
         (PrefillConfig, node_flags),
         (DecodeConfig, node_flags),
         (RouterConfig, router_flags),

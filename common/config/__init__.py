@@ -15,7 +15,7 @@ from common.config.engine import (
     TiersConfig,
     check_adapter_name,
 )
-from common.config.front import FrontConfig, TlsConfig
+from common.config.front import ServerConfig, TlsConfig
 from common.config.node import (
     DecodeConfig,
     NodeConfig,
@@ -23,16 +23,16 @@ from common.config.node import (
     SharingConfig,
     TransferConfig,
 )
-from common.config.record import Positive, Record
+from common.config.record import ConfigRecord, Positive
 from common.config.router import ClientsConfig, ImagesConfig, Priority, RouterConfig
 
 __all__ = [
     "CacheConfig",
     "ClientsConfig",
+    "ConfigRecord",
     "CpuKernels",
     "DecodeConfig",
     "EngineConfig",
-    "FrontConfig",
     "ImagesConfig",
     "LoraConfig",
     "ModelBackend",
@@ -41,9 +41,9 @@ __all__ = [
     "PrefillConfig",
     "Priority",
     "Quantize",
-    "Record",
     "RouterConfig",
     "SchedulerConfig",
+    "ServerConfig",
     "SharingConfig",
     "SpeculationConfig",
     "TiersConfig",

@@ -6,12 +6,12 @@ from typing import Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from common.config.record import Positive, Record, Seconds
+from common.config.record import ConfigRecord, Positive, Seconds
 from common.limits import MAX_ADAPTERS
 from common.priority import HIGHEST, LOWEST
 
 
-class CacheConfig(Record):
+class CacheConfig(ConfigRecord):
     """KV pages on the device and in host memory."""
 
     page_size: int = Field(16, description="tokens per KV page, a power of two of at least 16")
@@ -44,7 +44,7 @@ class CacheConfig(Record):
         return value
 
 
-class TiersConfig(Record):
+class TiersConfig(ConfigRecord):
     """KV offload tiers for pages evicted from the prefix cache, see docs/tiers.md."""
 
     host_bytes: int = Field(
@@ -71,7 +71,7 @@ class TiersConfig(Record):
         return self
 
 
-class SchedulerConfig(Record):
+class SchedulerConfig(ConfigRecord):
     """Scheduling and batching."""
 
     max_running: Positive = Field(256, description="requests in the running batch, and slots")
@@ -161,7 +161,7 @@ def check_adapter_name(name: str) -> str:
     return name
 
 
-class LoraConfig(Record):
+class LoraConfig(ConfigRecord):
     """LoRA adapters, see docs/lora.md."""
 
     directory: Path | None = Field(
@@ -197,7 +197,7 @@ CpuKernels = Literal["auto", "required", "off"]
 Drafter = Literal["none", "ngram", "mtp", "eagle"]
 
 
-class SpeculationConfig(Record):
+class SpeculationConfig(ConfigRecord):
     """Speculative decoding on decode nodes."""
 
     drafter: Drafter = Field(
@@ -233,7 +233,7 @@ class SpeculationConfig(Record):
         return self.drafter in ("mtp", "eagle")
 
 
-class EngineConfig(Record):
+class EngineConfig(ConfigRecord):
     """The model and the device it runs on."""
 
     model: str = Field(description="directory or hub id of a Hugging Face checkpoint")

@@ -6,13 +6,13 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from common.config.record import Port, Record, Seconds
+from common.config.record import ConfigRecord, Port, Seconds
 
 _COLLECTOR = re.compile(r"https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?/?")
 NAME_WITHOUT_CA = "server_name says nothing without ca"
 
 
-class TlsConfig(Record):
+class TlsConfig(ConfigRecord):
     """TLS with PEM files, which are reloaded when they change.
 
     Without files, nothing is encrypted.
@@ -42,7 +42,7 @@ class TlsConfig(Record):
         return self.cert is not None and self.ca is not None
 
 
-class FrontConfig(Record):
+class ServerConfig(ConfigRecord):
     """Listening addresses, logs and credentials of a process."""
 
     host: str = Field("127.0.0.1", description="address listened on; 0.0.0.0: all of this host's")

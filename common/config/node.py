@@ -6,14 +6,14 @@ from typing import Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from common.config.engine import EngineConfig
-from common.config.front import FrontConfig
-from common.config.record import Port, Positive, Record, Seconds
+from common.config.front import ServerConfig
+from common.config.record import ConfigRecord, Port, Positive, Seconds
 
 _ALL_ADDRESSES = ("0.0.0.0", "::")
 _DEFAULT_DATA_HOST = "127.0.0.1"
 
 
-class TransferConfig(Record):
+class TransferConfig(ConfigRecord):
     """Pairing and hand-offs."""
 
     path: Literal["auto", "nixl", "tcp"] = Field(
@@ -51,7 +51,7 @@ class TransferConfig(Record):
     )
 
 
-class SharingConfig(Record):
+class SharingConfig(ConfigRecord):
     """Prefix sharing: nodes fetch prefixes that another node has cached."""
 
     enabled: bool = Field(
@@ -72,10 +72,10 @@ class SharingConfig(Record):
     )
 
 
-class NodeConfig(Record):
+class NodeConfig(ConfigRecord):
     """One prefill or decode node."""
 
-    front: FrontConfig
+    front: ServerConfig
     engine: EngineConfig
     transfer: TransferConfig = TransferConfig()
     sharing: SharingConfig = SharingConfig()
@@ -97,11 +97,11 @@ class NodeConfig(Record):
 
 
 class PrefillConfig(NodeConfig):
-    front: FrontConfig = FrontConfig(port=50100)
+    front: ServerConfig = ServerConfig(port=50100)
 
 
 class DecodeConfig(NodeConfig):
-    front: FrontConfig = FrontConfig(port=50200)
+    front: ServerConfig = ServerConfig(port=50200)
     mode: Literal["disaggregated", "colocated"] = Field(
         "disaggregated", description="colocated: prefill here, no prefill nodes"
     )

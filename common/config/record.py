@@ -9,5 +9,5 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
-class Record(BaseModel):
+class ConfigRecord(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")

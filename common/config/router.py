@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from common.config.front import NAME_WITHOUT_CA, FrontConfig, TlsConfig
-from common.config.record import Port, Positive, Record, Seconds
+from common.config.front import NAME_WITHOUT_CA, ServerConfig, TlsConfig
+from common.config.record import ConfigRecord, Port, Positive, Seconds
 from common.limits import MAX_IMAGES
 from common.priority import HIGHEST, LOWEST
 
@@ -16,7 +16,7 @@ _ORIGIN = re.compile(r"https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5}
 _HOST = re.compile(r"\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+")
 
 
-class ClientsConfig(Record):
+class ClientsConfig(ConfigRecord):
     """Authentication of clients, and how they share the router."""
 
     api_keys: Path | None = Field(
@@ -72,7 +72,7 @@ class ClientsConfig(Record):
         return origins
 
 
-class ImagesConfig(Record):
+class ImagesConfig(ConfigRecord):
     """Images in conversations with a vision model, see docs/images.md."""
 
     max_images: int = Field(8, ge=1, le=MAX_IMAGES, description="of one request")
@@ -85,10 +85,10 @@ class ImagesConfig(Record):
     fetch_s: Seconds = Field(10.0, description="longest time for one of them")
 
 
-class RouterConfig(Record):
+class RouterConfig(ConfigRecord):
     """The router. It loads the tokenizer and the chat template of `model`, but no weights."""
 
-    front: FrontConfig = FrontConfig(port=50050)
+    front: ServerConfig = ServerConfig(port=50050)
     http_port: Port = Field(8000, description="OpenAI-compatible HTTP, on the same host")
     model: str = Field(description="directory or hub id of a Hugging Face checkpoint")
     served_model_name: str | None = Field(

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from common.identity.caller import Caller
-from common.identity.refusals import Count, Refused
+from common.identity.refusals import AuthRejection, Count
 from common.identity.roles import MAY_CALL
 from common.logs.throttle import Throttle, ThrottledLog
 
@@ -18,18 +18,18 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Identified:
+class AuthenticatedCaller:
     """A caller, and the initial metadata of the response to it."""
 
     caller: Caller
     answer: tuple[tuple[str, str], ...] = ()
 
 
-# Called with a full method name and the call's context. Raises Refused.
-Identify: TypeAlias = Callable[[str, Any], Identified]
+# Called with a full method name and the call's context. Raises AuthRejection.
+Identify: TypeAlias = Callable[[str, Any], AuthenticatedCaller]
 
 
-class Guard:
+class CallAuthenticator:
     """Authorization for one server. Event loop only."""
 
     def __init__(self, identify: Identify, count: Count) -> None:
@@ -51,8 +51,8 @@ class Guard:
         try:
             identified = self._identify(method, context)
             if not identified.caller.roles & allowed:
-                raise Refused("role", _not_allowed(method, identified.caller, allowed))
-        except Refused as refused:
+                raise AuthRejection("role", _not_allowed(method, identified.caller, allowed))
+        except AuthRejection as refused:
             self._count("caller", refused.reason)
             self._log.warning(
                 "a call was refused", method=method, peer=context.peer(), because=refused

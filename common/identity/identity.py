@@ -1,16 +1,16 @@
 """Identity of a process with the cluster secret, for outgoing and incoming calls."""
 
 from common.identity import tokens
-from common.identity.refusals import Count, Refused
+from common.identity.refusals import AuthRejection, Count
 from common.identity.roles import CALLEE, Role
-from common.identity.secret import Keyrings
+from common.identity.secret import SecretStore
 from common.identity.tokens import Token
 
 
 class Identity:
     """Signs outgoing calls and responses, and verifies incoming ones."""
 
-    def __init__(self, role: Role, name: str, keyrings: Keyrings, count: Count) -> None:
+    def __init__(self, role: Role, name: str, keyrings: SecretStore, count: Count) -> None:
         """Create an identity.
 
         Args:
@@ -34,7 +34,7 @@ class Identity:
         The proof uses the secret that the caller used: during a rotation, it may have no other.
 
         Raises:
-            Refused: the token is invalid for a call of `method` now.
+            AuthRejection: the token is invalid for a call of `method` now.
         """
         keyring = self.keyrings.current()
         called = tokens.verify(keyring, text, method)
@@ -51,13 +51,13 @@ class Identity:
     def check_proof(self, sent: Token, text: str) -> None:
         """Verify the proof for the call of `sent`.
 
-        Raises Refused if the callee is no node of the cluster.
+        Raises AuthRejection if the callee is no node of the cluster.
         """
         proof = tokens.verify(self.keyrings.current(), text, _answer(sent.audience))
         if proof.role != _answering(self.role):
-            raise Refused("role", f"it has answered as {proof.role}, and is no {CALLEE}")
+            raise AuthRejection("role", f"it has answered as {proof.role}, and is no {CALLEE}")
         if proof.nonce != sent.nonce:
-            raise Refused("replayed", "its proof is of another call")
+            raise AuthRejection("replayed", "its proof is of another call")
 
 
 def _answering(caller: Role) -> Role:

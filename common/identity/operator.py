@@ -3,8 +3,8 @@
 import hmac
 
 from common.identity import tokens
-from common.identity.refusals import Refused
-from common.identity.secret import Keyrings, operator_keys
+from common.identity.refusals import AuthRejection
+from common.identity.secret import SecretStore, operator_keys
 
 AUDIENCE = "http"  # of operators' tokens
 _BEARER = "bearer "
@@ -18,7 +18,7 @@ class OperatorCheck:
     expires.
     """
 
-    def __init__(self, keyrings: Keyrings) -> None:
+    def __init__(self, keyrings: SecretStore) -> None:
         self._keyrings = keyrings
 
     def check(self, authorization: str | None) -> None:
@@ -27,17 +27,19 @@ class OperatorCheck:
         Args:
             authorization: value of the header. None: it is missing.
         Raises:
-            Refused: the caller is no operator. `error` has the status and the message.
+            AuthRejection: the caller is no operator. `error` has the status and the message.
         """
         shown = authorization or ""
         if shown[: len(_BEARER)].lower() != _BEARER:
-            raise Refused("missing", "an operator's key is missing: Authorization: Bearer KEY")
+            raise AuthRejection(
+                "missing", "an operator's key is missing: Authorization: Bearer KEY"
+            )
         word = shown[len(_BEARER) :].strip()
         keyring = self._keyrings.current()
         if any(hmac.compare_digest(word.encode(), key.encode()) for key in operator_keys(keyring)):
             return
         if word.count(".") != 2:
-            raise Refused("secret", "this is no operator's key of this cluster")
+            raise AuthRejection("secret", "this is no operator's key of this cluster")
         token = tokens.verify(keyring, word, AUDIENCE)
         if token.role != "operator":
-            raise Refused("role", f"the token is of role {token.role}, not of an operator")
+            raise AuthRejection("role", f"the token is of role {token.role}, not of an operator")

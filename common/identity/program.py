@@ -3,11 +3,11 @@
 from pathlib import Path
 
 from common import tls
-from common.config import FrontConfig
+from common.config import ServerConfig
 from common.identity import certificates as by_certificate
 from common.identity import exposure
-from common.identity.by_token import ByToken
-from common.identity.guard import Guard
+from common.identity.by_token import TokenAuthentication
+from common.identity.guard import CallAuthenticator
 from common.identity.identity import Identity
 from common.identity.refusals import Count, uncounted
 from common.identity.roles import Role
@@ -32,11 +32,11 @@ def identity_of(
 
 
 def guard_of(
-    front: FrontConfig,
+    front: ServerConfig,
     identity: Identity | None,
     certificates: tls.Certificates | None,
     count: Count,
-) -> Guard | None:
+) -> CallAuthenticator | None:
     """Return the guard: tokens if there is a secret, else roles in certificates if TLS is mutual.
 
     None if there is neither. Then only callers on this host are possible.
@@ -47,5 +47,5 @@ def guard_of(
     mutual = certificates is not None and certificates.config.mutual
     exposure.check(front.host, asked=identity is not None or mutual, insecure=front.insecure)
     if identity is not None:
-        return Guard(ByToken(identity), count)
-    return Guard(by_certificate.identify, count) if mutual else None
+        return CallAuthenticator(TokenAuthentication(identity), count)
+    return CallAuthenticator(by_certificate.identify, count) if mutual else None

@@ -22,7 +22,7 @@ SIDES: tuple[Side, ...] = get_args(Side)
 Count: TypeAlias = Callable[[Side, Reason], None]
 
 
-class Refused(Exception):
+class AuthRejection(Exception):
     """Failed authentication. The message is for both sides and contains no secrets."""
 
     def __init__(self, reason: Reason, sentence: str) -> None:

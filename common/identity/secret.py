@@ -29,7 +29,7 @@ _MAX_FILE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Keyring:
+class SecretKeys:
     """Keys by role, the signing key first.
 
     A process can neither act as a role without keys nor recognise it.
@@ -38,10 +38,10 @@ class Keyring:
     keys: Mapping[Role, tuple[bytes, ...]] = field(repr=False)
 
 
-class Keyrings(Protocol):
+class SecretStore(Protocol):
     """Source of the current keyring."""
 
-    def current(self) -> Keyring: ...
+    def current(self) -> SecretKeys: ...
 
 
 def new_secret() -> str:
@@ -49,7 +49,7 @@ def new_secret() -> str:
     return secrets.token_urlsafe(_NUM_BYTES)
 
 
-def operator_keys(keyring: Keyring) -> tuple[str, ...]:
+def operator_keys(keyring: SecretKeys) -> tuple[str, ...]:
     """Return the keys for operators, which replace the secret.
 
     That of the first secret comes first.
@@ -60,7 +60,7 @@ def operator_keys(keyring: Keyring) -> tuple[str, ...]:
     )
 
 
-def keyrings(file: Path | None, role: Role) -> Keyrings | None:
+def keyrings(file: Path | None, role: Role) -> SecretStore | None:
     """Return the keyrings from `file`, or from the variable BATON_SECRET. None: there is neither.
 
     Args:
@@ -78,7 +78,7 @@ def keyrings(file: Path | None, role: Role) -> Keyrings | None:
     return None if text is None else _Fixed(parse(text, VARIABLE, role))
 
 
-def parse(text: str, source: str, role: Role) -> Keyring:
+def parse(text: str, source: str, role: Role) -> SecretKeys:
     """Parse secrets.
 
     Args:
@@ -105,18 +105,18 @@ def parse(text: str, source: str, role: Role) -> Keyring:
             keys[each] += (_derived(word, each),)
     if not keys[role]:
         raise ConfigError(f"{source} holds an operator's key alone: a {role} needs the secret")
-    return Keyring(keys)
+    return SecretKeys(keys)
 
 
 @dataclass(frozen=True, slots=True)
 class _Fixed:
-    keyring: Keyring
+    keyring: SecretKeys
 
-    def current(self) -> Keyring:
+    def current(self) -> SecretKeys:
         return self.keyring
 
 
-def _of_file(file: Path, role: Role) -> Keyring:
+def _of_file(file: Path, role: Role) -> SecretKeys:
     try:
         with file.open("rb") as content:
             read = content.read(_MAX_FILE_BYTES + 1)

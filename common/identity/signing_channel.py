@@ -15,7 +15,7 @@ import grpc.aio
 from common.calling_channel import CallingChannel
 from common.identity.by_token import BEARER, PROOF, SHOWN
 from common.identity.identity import Identity
-from common.identity.refusals import Refused
+from common.identity.refusals import AuthRejection
 from common.identity.roles import MAY_CALL
 from common.identity.tokens import Token
 
@@ -58,9 +58,9 @@ class SigningChannel(CallingChannel):
             proof = (await call.initial_metadata()).get(PROOF)
             try:
                 if proof is None:
-                    raise Refused("missing", "it has sent no proof")
+                    raise AuthRejection("missing", "it has sent no proof")
                 self._identity.check_proof(token, proof)
-            except Refused as refused:
+            except AuthRejection as refused:
                 self._identity.count("callee", refused.reason)
                 call.cancel()
                 raise _unproved(refused) from refused
@@ -127,7 +127,7 @@ def _seen(proving: "asyncio.Task[None]") -> None:
         proving.exception()
 
 
-def _unproved(refused: Refused) -> grpc.aio.AioRpcError:
+def _unproved(refused: AuthRejection) -> grpc.aio.AioRpcError:
     nothing = grpc.aio.Metadata()
     return grpc.aio.AioRpcError(
         grpc.StatusCode.UNAUTHENTICATED,

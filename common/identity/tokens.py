@@ -7,9 +7,9 @@ from typing import Any
 
 import jwt
 
-from common.identity.refusals import Refused
+from common.identity.refusals import AuthRejection
 from common.identity.roles import ROLES, Role
-from common.identity.secret import Keyring
+from common.identity.secret import SecretKeys
 
 LIFETIME_S = 60.0
 LEEWAY_S = 30.0  # allowed clock difference between two hosts
@@ -31,7 +31,7 @@ class Token:
 
 
 def sign(
-    keyring: Keyring,
+    keyring: SecretKeys,
     role: Role,
     name: str,
     audience: str,
@@ -70,11 +70,11 @@ def sign(
     )
 
 
-def verify(keyring: Keyring, text: str, audience: str) -> Token:
+def verify(keyring: SecretKeys, text: str, audience: str) -> Token:
     """Verify a token.
 
     Raises:
-        Refused: it is not signed by these keys, not for `audience`, or not valid now.
+        AuthRejection: it is not signed by these keys, not for `audience`, or not valid now.
     """
     role = _role(text)
     for number, key in enumerate(keyring.keys[role]):
@@ -93,7 +93,9 @@ def verify(keyring: Keyring, text: str, audience: str) -> Token:
             raise _refused(error, text, audience) from error
         ends = float(claims["exp"])
         if ends - float(claims["iat"]) > LIFETIME_S + LEEWAY_S:
-            raise Refused("malformed", f"the token is good for longer than {LIFETIME_S:.0f} s")
+            raise AuthRejection(
+                "malformed", f"the token is good for longer than {LIFETIME_S:.0f} s"
+            )
         return Token(
             role=role,
             name=claims["sub"],
@@ -103,42 +105,42 @@ def verify(keyring: Keyring, text: str, audience: str) -> Token:
             secret=number,
             text=text,
         )
-    raise Refused("secret", "the token is signed with another secret than those known here")
+    raise AuthRejection("secret", "the token is signed with another secret than those known here")
 
 
 def _role(text: str) -> Role:
     """Return the role whose key signed the token, as claimed by the token."""
     if len(text) > _MAX_CHARACTERS:
-        raise Refused("malformed", f"the token has more than {_MAX_CHARACTERS} characters")
+        raise AuthRejection("malformed", f"the token has more than {_MAX_CHARACTERS} characters")
     try:
         name = jwt.get_unverified_header(text).get("kid")
     except jwt.InvalidTokenError as error:
-        raise Refused("malformed", "the token is none") from error
+        raise AuthRejection("malformed", "the token is none") from error
     for role in ROLES:
         if role == name:
             return role
-    raise Refused("malformed", "the token names no role that there is")
+    raise AuthRejection("malformed", "the token names no role that there is")
 
 
-def _refused(error: jwt.InvalidTokenError, text: str, audience: str) -> Refused:
+def _refused(error: jwt.InvalidTokenError, text: str, audience: str) -> AuthRejection:
     match error:
         # These three errors occur after the signature is verified, so the claims are authentic.
         case jwt.ExpiredSignatureError():
-            return Refused(
+            return AuthRejection(
                 "clock",
                 f"the token was made {time.time() - _made(text):.0f} s ago by the clock of its "
                 f"maker and is good for {LIFETIME_S:.0f} s: the clocks of the two hosts differ",
             )
         case jwt.ImmatureSignatureError():
-            return Refused(
+            return AuthRejection(
                 "clock",
                 f"the token will be made in {_made(text) - time.time():.0f} s by the clock of "
                 "its maker: the clocks of the two hosts differ",
             )
         case jwt.InvalidAudienceError():
             made_for = repr(_claims(text).get("aud"))[:100]
-            return Refused("call", f"the token was made for {made_for}, not for {audience!r}")
-    return Refused("malformed", f"the token is malformed: {error}")
+            return AuthRejection("call", f"the token was made for {made_for}, not for {audience!r}")
+    return AuthRejection("malformed", f"the token is malformed: {error}")
 
 
 def _made(text: str) -> float:

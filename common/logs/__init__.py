@@ -1,5 +1,5 @@
 """Logs of all processes: lines.py has the format, throttle.py the rate limit."""
 
-from common.logs.lines import Fields, Format, kv, setup
+from common.logs.lines import Format, LogFields, kv, setup
 
-__all__ = ["Fields", "Format", "kv", "setup"]
+__all__ = ["Format", "LogFields", "kv", "setup"]

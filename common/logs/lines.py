@@ -37,7 +37,7 @@ def setup(program: str, level: str, log_format: Format = "text") -> None:
 
     Args:
         program: shown in every line, such as "decode" or "decode engine".
-        level: of `FrontConfig.log_level`.
+        level: of `ServerConfig.log_level`.
         log_format: text or JSON.
     """
     handler = logging.StreamHandler(sys.stderr)
@@ -57,7 +57,7 @@ def setup(program: str, level: str, log_format: Format = "text") -> None:
     sys.unraisablehook = _unraisable
 
 
-class Fields:
+class LogFields:
     """Fields of a log line, rendered only if the line is written."""
 
     __slots__ = ("fields",)
@@ -73,9 +73,9 @@ class Fields:
         return " ".join([f"{name}={_text(value)}" for name, value in self.fields.items()])
 
 
-def kv(**fields: object) -> Fields:
+def kv(**fields: object) -> LogFields:
     """Return the last argument of a log call, see the module's docstring."""
-    return Fields(fields)
+    return LogFields(fields)
 
 
 def _text(value: object) -> str:
@@ -126,9 +126,9 @@ class _Json(logging.Formatter):
         arguments = record.args
         if isinstance(arguments, tuple):
             for argument in arguments:
-                if isinstance(argument, Fields):
+                if isinstance(argument, LogFields):
                     line |= {_free(name): _json(value) for name, value in argument.fields.items()}
-            arguments = tuple("" if isinstance(each, Fields) else each for each in arguments)
+            arguments = tuple("" if isinstance(each, LogFields) else each for each in arguments)
         sentence = str(record.msg)
         line["message"] = (sentence % arguments if arguments else sentence).rstrip()
         if record.exc_info and record.exc_info[1] is not None:

@@ -17,7 +17,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.utils import floatToGoString
 
-from common.distribution import Counted, Distribution
+from common.distribution import HistogramCounts, LiveHistogram
 
 Kind = Literal["counter", "gauge", "histogram"]
 Values = tuple[str, ...]
@@ -26,7 +26,7 @@ Together = Literal["sum", "most", "least"]
 
 
 @dataclass(frozen=True, slots=True)
-class Declared:
+class MetricDeclaration:
     """A metric.
 
     Attributes:
@@ -69,11 +69,11 @@ class Declared:
         """
         return dict.fromkeys(self.label_sets, 0.0)
 
-    def distributions(self) -> dict[Values, Distribution]:
+    def distributions(self) -> dict[Values, LiveHistogram]:
         """Return distributions for a histogram, by label values, for use with `family`."""
-        return {values: Distribution(self.bounds) for values in self.label_sets}
+        return {values: LiveHistogram(self.bounds) for values in self.label_sets}
 
-    def family(self, series: Mapping[Values, float | Counted | Distribution]) -> Metric:
+    def family(self, series: Mapping[Values, float | HistogramCounts | LiveHistogram]) -> Metric:
         """Return the family for one scrape. Label sets missing in `series` are 0."""
         make: Mapping[Kind, Callable[..., Any]] = {
             "counter": CounterMetricFamily,
@@ -81,12 +81,12 @@ class Declared:
             "histogram": HistogramMetricFamily,
         }
         family = make[self.kind](self.name, self.help, labels=tuple(self.labels))
-        zero = Distribution(self.bounds).counted() if self.kind == "histogram" else 0.0
+        zero = LiveHistogram(self.bounds).counted() if self.kind == "histogram" else 0.0
         known: Iterable[Values] = () if self.sparse else self.label_sets
         for values, value in {**dict.fromkeys(known, zero), **series}.items():
-            if isinstance(value, Distribution):
+            if isinstance(value, LiveHistogram):
                 value = value.counted()
-            if isinstance(value, Counted):
+            if isinstance(value, HistogramCounts):
                 family.add_metric(values, _buckets(value), value.total)
             else:
                 family.add_metric(values, value)
@@ -94,7 +94,7 @@ class Declared:
         return made
 
 
-def _buckets(counted: Counted) -> list[tuple[str, float]]:
+def _buckets(counted: HistogramCounts) -> list[tuple[str, float]]:
     """Return cumulative buckets, as Prometheus expects them."""
     bounds = [*map(floatToGoString, counted.bounds), "+Inf"]
     below, buckets = 0, []

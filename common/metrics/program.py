@@ -7,12 +7,12 @@ from prometheus_client.core import Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
-from common.metrics.declared import Declared
+from common.metrics.declared import MetricDeclaration
 from common.version import VERSION
 
 ROLES = ("router", "prefill", "decode", "planner")
 
-INFO = Declared(
+INFO = MetricDeclaration(
     "baton_info",
     "gauge",
     "Always 1. The labels have the version of Baton and the role of the process.",
@@ -22,23 +22,27 @@ INFO = Declared(
 )
 # For several processes: the latest start, and the one nearest to its descriptor limit.
 PROCESS = (
-    Declared("process_cpu_seconds", "counter", "Total user and system CPU time spent in seconds."),
-    Declared("process_resident_memory_bytes", "gauge", "Resident memory size in bytes."),
-    Declared("process_virtual_memory_bytes", "gauge", "Virtual memory size in bytes."),
-    Declared(
+    MetricDeclaration(
+        "process_cpu_seconds", "counter", "Total user and system CPU time spent in seconds."
+    ),
+    MetricDeclaration("process_resident_memory_bytes", "gauge", "Resident memory size in bytes."),
+    MetricDeclaration("process_virtual_memory_bytes", "gauge", "Virtual memory size in bytes."),
+    MetricDeclaration(
         "process_start_time_seconds",
         "gauge",
         "Start time of the process since unix epoch in seconds.",
         together="most",
     ),
-    Declared("process_open_fds", "gauge", "Number of open file descriptors.", together="most"),
-    Declared(
+    MetricDeclaration(
+        "process_open_fds", "gauge", "Number of open file descriptors.", together="most"
+    ),
+    MetricDeclaration(
         "process_max_fds", "gauge", "Maximum number of open file descriptors.", together="least"
     ),
 )
 
 
-class Families(Collector):
+class MetricFamilies(Collector):
     """Families created at each scrape, on the thread that scrapes."""
 
     def __init__(self, make: Callable[[], Iterable[Metric]]) -> None:
@@ -61,6 +65,6 @@ def registry_of(
     disable_created_metrics()  # type: ignore[no-untyped-call]
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
-    registry.register(Families(lambda: [INFO.family({(VERSION, role()): 1.0})]))
-    registry.register(Families(families))
+    registry.register(MetricFamilies(lambda: [INFO.family({(VERSION, role()): 1.0})]))
+    registry.register(MetricFamilies(families))
     return registry

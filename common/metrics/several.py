@@ -11,7 +11,7 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from common.metrics.declared import Declared, Together
+from common.metrics.declared import MetricDeclaration, Together
 
 _START = "process_start_time_seconds"  # distinguishes a process from its predecessor
 
@@ -40,10 +40,10 @@ class _Place:
     ended: dict[Series, float] = field(default_factory=dict)  # sums of those before the last
 
 
-class Several:
+class MergedMetrics:
     """Metrics of all processes. For one thread."""
 
-    def __init__(self, declared: Iterable[Declared]) -> None:
+    def __init__(self, declared: Iterable[MetricDeclaration]) -> None:
         self._declared = tuple(declared)
         self._places: dict[int, _Place] = {}
 
@@ -67,7 +67,7 @@ class Several:
             metric.samples = [Sample(name, dict(labels), v) for (name, labels), v in values.items()]
             yield metric
 
-    def _growing(self, declared: Declared) -> Mapping[Series, float]:
+    def _growing(self, declared: MetricDeclaration) -> Mapping[Series, float]:
         """Return sums.
 
         A series that only ended processes have is dropped, such as that of a deleted key.
@@ -82,7 +82,7 @@ class Several:
                     sums[series] += value
         return sums
 
-    def _gauges(self, declared: Declared) -> Mapping[Series, float]:
+    def _gauges(self, declared: MetricDeclaration) -> Mapping[Series, float]:
         values: dict[Series, list[float]] = {}
         for place in self._places.values():
             if place.answered:
@@ -92,7 +92,7 @@ class Several:
         return {series: together(each) for series, each in values.items()}
 
 
-def _of(declared: Declared, told: _Told | None) -> Iterator[tuple[Series, float]]:
+def _of(declared: MetricDeclaration, told: _Told | None) -> Iterator[tuple[Series, float]]:
     names = declared.sample_names
     if told is not None:
         yield from ((series, value) for series, value in told.series.items() if series[0] in names)

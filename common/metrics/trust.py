@@ -6,18 +6,18 @@ from typing import Literal, get_args
 from prometheus_client.core import Metric
 
 from common.identity.refusals import REASONS, SIDES, Reason, Side
-from common.metrics.declared import Declared
+from common.metrics.declared import MetricDeclaration
 
 Purpose = Literal["shown", "authority", "shown_to_nodes", "authority_of_nodes"]
 
-REFUSED = Declared(
+REFUSED = MetricDeclaration(
     "baton_identity_refused",
     "counter",
     "Total failed authentications between processes: rejected callers, and callees of this "
     "process's calls, by reason.",
     {"side": SIDES, "reason": REASONS},
 )
-CERTIFICATE_END = Declared(
+CERTIFICATE_END = MetricDeclaration(
     "baton_certificate_end_timestamp_seconds",
     "gauge",
     "Unix time at which certificates in use expire: the first one of a chain that this process "

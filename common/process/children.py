@@ -13,7 +13,7 @@ from typing import BinaryIO
 from common.process.leash import leashed
 
 
-class Child:
+class ChildProcess:
     """A child process, its log and its end.
 
     It has a separate session. So a terminal's Ctrl-C reaches it only through `send`. A kernel that

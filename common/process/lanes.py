@@ -18,7 +18,7 @@ MAX_BACKLOG_BYTES = 64 << 20
 STUCK_S = 30.0  # an engine process that reads nothing for so long is at fault
 
 
-class Lane:
+class CallLane:
     """The share of one stream. Event loop only.
 
     Args:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 
-class Standstill:
+class StallMonitor:
     """Time without progress. For one thread, or one event loop."""
 
     def __init__(self, look_s: float, now: Callable[[], float] = time.monotonic) -> None:

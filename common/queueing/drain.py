@@ -11,8 +11,8 @@ Keys and numbers only. The caller provides the clock.
 import math
 from typing import NamedTuple
 
-from common.errors import QueueTooLong
-from common.queueing.waiting_line import Place, WaitingLine
+from common.errors import QueueFull
+from common.queueing.waiting_line import QueueEntry, QueueModel
 
 FIRST_SAMPLES = 2  # ignored samples at the start, which include compilation and allocation
 ENOUGH_SAMPLES = 8  # samples before the first estimate
@@ -21,7 +21,7 @@ PATIENCE = 4.0  # a sample counts as at most this many times its expected durati
 STALL_S = 1.0  # or this long: a process that was stalled for a while is not slow afterwards
 
 
-class Backlog(NamedTuple):
+class QueueBacklog(NamedTuple):
     """State of a queue, as reported by a node.
 
     Attributes:
@@ -45,11 +45,11 @@ def may_wait_s(queue_s: float, budget_s: float, work_s: float) -> float:
     return min(queue_s, budget_s - min(work_s, budget_s / 2))
 
 
-class Drain:
+class QueueEstimator:
     """A queue with a measured drain rate. For one thread. Each entry has a new key."""
 
     def __init__(self) -> None:
-        self._line = WaitingLine()  # by key
+        self._line = QueueModel()  # by key
         self._served = 0  # units since the last sample
         self._since = 0.0  # time of the last sample, or of the first entry after an empty queue
         self._num_samples = 0
@@ -66,11 +66,11 @@ class Drain:
         return self._line.units * self.unit_s
 
     @property
-    def backlog(self) -> Backlog:
-        return Backlog(round(self.queued_s, 4), round(self.unit_s, 9))
+    def backlog(self) -> QueueBacklog:
+        return QueueBacklog(round(self.queued_s, 4), round(self.unit_s, 9))
 
-    def check(self, newcomer: Place, now: float) -> None:
-        """Raise QueueTooLong if the newcomer would be late, or would make another entry late.
+    def check(self, newcomer: QueueEntry, now: float) -> None:
+        """Raise QueueFull if the newcomer would be late, or would make another entry late.
 
         Accepts everything while the queue is empty or the rate is unknown.
         """
@@ -79,13 +79,13 @@ class Drain:
             return
         late, ahead_s = self._line.late_s(newcomer, begins=now, unit_s=unit_s)
         if late > 0.0:
-            raise QueueTooLong(
+            raise QueueFull(
                 f"overloaded: {ahead_s:.2f} s of work are ahead of this request here, "
                 f"which is {late:.2f} s too much",
                 retry_after_s=late,
             )
 
-    def join(self, key: int, place: Place, now: float) -> None:
+    def join(self, key: int, place: QueueEntry, now: float) -> None:
         if not self._line:
             self._since = now
         self._line.join(key, place)
@@ -102,7 +102,7 @@ class Drain:
         self._served += units - left
         self._line.leave(key)
         if left:
-            self._line.join(key, Place(-math.inf, left))
+            self._line.join(key, QueueEntry(-math.inf, left))
 
     def leave(self, key: int) -> None:
         """Remove an entry. Does nothing if it is not in the queue."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from common.priority import head_start_s
 
 
-class Place(NamedTuple):
+class QueueEntry(NamedTuple):
     """An entry of the queue.
 
     Attributes:
@@ -32,7 +32,7 @@ class Place(NamedTuple):
         return turn - head_start_s(self.priority)
 
 
-class WaitingLine:
+class QueueModel:
     """A queue. For one thread.
 
     Attributes:
@@ -41,8 +41,10 @@ class WaitingLine:
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
-        self._waiting: dict[object, tuple[float, Place, int]] = {}  # turn, place, number
-        self._order: list[tuple[float, Place, int]] = []  # the same entries, in order of service
+        self._waiting: dict[object, tuple[float, QueueEntry, int]] = {}  # turn, place, number
+        self._order: list[
+            tuple[float, QueueEntry, int]
+        ] = []  # the same entries, in order of service
         self.units = 0
 
     def __len__(self) -> int:
@@ -53,7 +55,7 @@ class WaitingLine:
         entry = self._waiting.get(who)
         return entry[1].units if entry is not None else 0
 
-    def join(self, who: object, place: Place) -> None:
+    def join(self, who: object, place: QueueEntry) -> None:
         """Add an entry that is not in the queue yet."""
         entry = (place.turn, place, next(self._numbers))
         self._waiting[who] = entry
@@ -67,7 +69,7 @@ class WaitingLine:
             del self._order[bisect_left(self._order, entry)]
             self.units -= entry[1].units
 
-    def late_s(self, newcomer: Place, *, begins: float, unit_s: float) -> tuple[float, float]:
+    def late_s(self, newcomer: QueueEntry, *, begins: float, unit_s: float) -> tuple[float, float]:
         """Return how late a newcomer would make itself or others, and its waiting time.
 
         Looks only at the entries behind the newcomer.
@@ -91,5 +93,5 @@ class WaitingLine:
             at += place.units * unit_s
         return latest_s, ahead_s
 
-    def _first_behind(self, newcomer: Place) -> int:
+    def _first_behind(self, newcomer: QueueEntry) -> int:
         return bisect_right(self._order, newcomer.turn, key=lambda entry: entry[0])

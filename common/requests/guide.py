@@ -12,7 +12,7 @@ MAX_GUIDE_CHARACTERS = 64 << 10
 KINDS = ("json_schema", "json_object", "regex", "ebnf", "structural_tag")
 
 
-class Guide(msgspec.Struct, frozen=True):
+class GuidedDecoding(msgspec.Struct, frozen=True):
     kind: str  # one of KINDS
     text: str  # empty for a json_object
 
@@ -31,16 +31,16 @@ class Prepared(msgspec.Struct, frozen=True):
     has_tokens: bool = False
 
 
-JSON_OBJECT = Guide("json_object", "")
+JSON_OBJECT = GuidedDecoding("json_object", "")
 
 
-def tag(form: Mapping[str, Any]) -> Guide:
+def tag(form: Mapping[str, Any]) -> GuidedDecoding:
     """Return a structural tag with that format."""
     said = {"type": "structural_tag", "format": form}
-    return Guide("structural_tag", msgspec.json.encode(said).decode())
+    return GuidedDecoding("structural_tag", msgspec.json.encode(said).decode())
 
 
-def as_form(guide: Guide) -> Mapping[str, Any] | None:
+def as_form(guide: GuidedDecoding) -> Mapping[str, Any] | None:
     """Return its format for use within a structural tag.
 
     None: it is a structural tag or invalid JSON.
@@ -62,7 +62,7 @@ def as_form(guide: Guide) -> Mapping[str, Any] | None:
             return None
 
 
-def from_proto(proto: pb.Guide) -> Guide:
+def from_proto(proto: pb.Guide) -> GuidedDecoding:
     """Parse a guide. Raises InvalidRequest if it is empty."""
     match proto.WhichOneof("form"):
         case None:
@@ -70,15 +70,15 @@ def from_proto(proto: pb.Guide) -> Guide:
         case "json_object":
             return JSON_OBJECT
         case kind:
-            return Guide(kind, getattr(proto, kind))
+            return GuidedDecoding(kind, getattr(proto, kind))
 
 
-def to_fields(guide: Guide) -> dict[str, object]:
+def to_fields(guide: GuidedDecoding) -> dict[str, object]:
     """Return the fields of the wire form."""
     return {guide.kind: True if guide.kind == "json_object" else guide.text}
 
 
-def check(guide: Guide) -> None:
+def check(guide: GuidedDecoding) -> None:
     """Check the length. Raises InvalidRequest. Only the compiler can check the content."""
     if len(guide.text) > MAX_GUIDE_CHARACTERS:
         raise InvalidRequest(

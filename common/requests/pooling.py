@@ -9,7 +9,7 @@ from common.errors import InvalidRequest
 MAX_TOLD_TOKENS = 256
 
 
-class Pool(IntEnum):
+class PoolingMode(IntEnum):
     """Pooling of a prompt's hidden states, with the numbers of pooling.proto."""
 
     LAST = 1  # last token
@@ -19,7 +19,7 @@ class Pool(IntEnum):
     TOKENS = 5  # log-probabilities of some tokens after the last one
 
 
-class Pooling(msgspec.Struct, frozen=True):
+class PoolingParams(msgspec.Struct, frozen=True):
     """A pooling request.
 
     Attributes:
@@ -27,7 +27,7 @@ class Pooling(msgspec.Struct, frozen=True):
         tokens: ids, only with Pool.TOKENS.
     """
 
-    pool: Pool
+    pool: PoolingMode
     tokens: tuple[int, ...] = ()
 
     @property
@@ -36,16 +36,16 @@ class Pooling(msgspec.Struct, frozen=True):
 
         Then all tokens are computed.
         """
-        return self.pool in (Pool.MEAN, Pool.FIRST)
+        return self.pool in (PoolingMode.MEAN, PoolingMode.FIRST)
 
 
-def check(pooling: Pooling) -> None:
+def check(pooling: PoolingParams) -> None:
     """Check a pooling request. Raises InvalidRequest with the field's name."""
     if len(pooling.tokens) > MAX_TOLD_TOKENS:
         raise InvalidRequest(
             f"label_token_ids has {len(pooling.tokens)} tokens, {MAX_TOLD_TOKENS} allowed"
         )
-    if pooling.pool is Pool.TOKENS and not pooling.tokens:
+    if pooling.pool is PoolingMode.TOKENS and not pooling.tokens:
         raise InvalidRequest("label_token_ids is empty: of no token a probability is wanted")
-    if pooling.pool is not Pool.TOKENS and pooling.tokens:
+    if pooling.pool is not PoolingMode.TOKENS and pooling.tokens:
         raise InvalidRequest("label_token_ids: a vector is wanted, and no probabilities")

@@ -3,14 +3,14 @@
 import msgspec
 
 
-class Predicted(msgspec.Struct, frozen=True):
+class PredictionUsage(msgspec.Struct, frozen=True):
     """Predicted tokens used as drafts: in the response (accepted), or wrong (rejected)."""
 
     accepted: int = 0
     rejected: int = 0
 
-    def __add__(self, other: "Predicted") -> "Predicted":
-        return Predicted(self.accepted + other.accepted, self.rejected + other.rejected)
+    def __add__(self, other: "PredictionUsage") -> "PredictionUsage":
+        return PredictionUsage(self.accepted + other.accepted, self.rejected + other.rejected)
 
 
-NOTHING = Predicted()
+NOTHING = PredictionUsage()

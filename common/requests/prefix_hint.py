@@ -8,7 +8,7 @@ import msgspec
 MAX_HINTS = 4  # per request
 
 
-class PrefixAt(msgspec.Struct, frozen=True):
+class PrefixHint(msgspec.Struct, frozen=True):
     """A node by its address, and how many prompt tokens it holds, from the first one on."""
 
     address: str

@@ -7,7 +7,7 @@ import msgspec
 from protos import sampling_pb2 as pb
 
 
-class Thought(msgspec.Struct, frozen=True):
+class ReasoningTokens(msgspec.Struct, frozen=True):
     """Tokens that delimit reasoning.
 
     Attributes:
@@ -23,10 +23,10 @@ class Thought(msgspec.Struct, frozen=True):
         return (self.close,) if self.open is None else (self.open, self.close)
 
 
-def from_proto(proto: pb.Thought) -> Thought:
-    return Thought(proto.close, proto.open if proto.HasField("open") else None)
+def from_proto(proto: pb.Thought) -> ReasoningTokens:
+    return ReasoningTokens(proto.close, proto.open if proto.HasField("open") else None)
 
 
-def to_fields(thought: Thought) -> dict[str, Any]:
+def to_fields(thought: ReasoningTokens) -> dict[str, Any]:
     """Return the fields of the wire form."""
     return {"close": thought.close, "open": thought.open}

@@ -18,25 +18,25 @@ MAX_FLIGHTS = 32  # traces of one request at one node
 _MAX_WHAT = 32  # characters
 
 
-class Event(NamedTuple):
+class TimelineEvent(NamedTuple):
     at: float  # seconds since the request arrived there
     what: str
     detail: str = ""
 
 
-class Flight(msgspec.Struct, frozen=True, array_like=True):
+class RequestTrace(msgspec.Struct, frozen=True, array_like=True):
     began_ago_s: float  # seconds from its arrival there to this report
-    events: tuple[Event, ...]  # ordered by time
+    events: tuple[TimelineEvent, ...]  # ordered by time
 
 
-class Flights(msgspec.Struct, frozen=True, array_like=True):
+class RequestTraces(msgspec.Struct, frozen=True, array_like=True):
     """Traces of one request at one node."""
 
-    flights: tuple[Flight, ...]
+    flights: tuple[RequestTrace, ...]
     num_kept: int  # ended requests that the node still remembers
 
 
-def to_proto(flights: Flights) -> node_pb2.ExplainHereResponse:
+def to_proto(flights: RequestTraces) -> node_pb2.ExplainHereResponse:
     return node_pb2.ExplainHereResponse(
         flights=[
             node_pb2.Flight(
@@ -48,21 +48,21 @@ def to_proto(flights: Flights) -> node_pb2.ExplainHereResponse:
     )
 
 
-def event_to_proto(event: Event) -> router_pb2.RequestEvent:
+def event_to_proto(event: TimelineEvent) -> router_pb2.RequestEvent:
     return router_pb2.RequestEvent(at_s=event.at, what=event.what, detail=event.detail)
 
 
-def from_proto(message: node_pb2.ExplainHereResponse) -> Flights:
+def from_proto(message: node_pb2.ExplainHereResponse) -> RequestTraces:
     """Parse traces, limited to valid values."""
     flights = (
-        Flight(one.began_ago_s, tuple(_events(one.events[:MAX_EVENTS])))
+        RequestTrace(one.began_ago_s, tuple(_events(one.events[:MAX_EVENTS])))
         for one in message.flights[:MAX_FLIGHTS]
         if isfinite(one.began_ago_s)
     )
-    return Flights(tuple(flights), message.kept)
+    return RequestTraces(tuple(flights), message.kept)
 
 
-def _events(told: Iterable[router_pb2.RequestEvent]) -> Iterable[Event]:
+def _events(told: Iterable[router_pb2.RequestEvent]) -> Iterable[TimelineEvent]:
     for event in told:
         if isfinite(event.at_s):
-            yield Event(event.at_s, event.what[:_MAX_WHAT], event.detail[:MAX_TEXT])
+            yield TimelineEvent(event.at_s, event.what[:_MAX_WHAT], event.detail[:MAX_TEXT])

@@ -9,8 +9,8 @@ import msgspec
 from common.errors import InvalidRequest
 from common.requests import guide
 from common.requests import reasoning as thought
-from common.requests.guide import Guide
-from common.requests.reasoning import Thought
+from common.requests.guide import GuidedDecoding
+from common.requests.reasoning import ReasoningTokens
 from protos.sampling_pb2 import Sampling
 
 MAX_STOP_STRINGS = 16
@@ -72,9 +72,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     logprobs: int = -1  # most likely tokens returned per token; -1: no log-probabilities
     prompt_logprobs: int = -1
-    guide: Guide | None = None  # form of the response
+    guide: GuidedDecoding | None = None  # form of the response
     thinking_budget: int = -1  # tokens after which reasoning is ended; -1: no limit
-    thought: Thought | None = None  # reasoning delimiters, if a node needs to know them
+    thought: ReasoningTokens | None = None  # reasoning delimiters, if a node needs to know them
 
     @property
     def greedy(self) -> bool:

@@ -69,7 +69,7 @@ class Interval(NamedTuple):
     end: float
 
 
-class Attempt(msgspec.Struct, frozen=True, array_like=True):
+class HandoffSummary(msgspec.Struct, frozen=True, array_like=True):
     """A hand-off attempt."""
 
     prefill: str  # address of the prefill node
@@ -83,7 +83,7 @@ class Attempt(msgspec.Struct, frozen=True, array_like=True):
 
 class Timeline(msgspec.Struct, frozen=True, array_like=True):
     intervals: tuple[Interval, ...] = ()
-    attempts: tuple[Attempt, ...] = ()
+    attempts: tuple[HandoffSummary, ...] = ()
     first_token: float | None = None  # when the decode node had it, in seconds
 
 
@@ -166,7 +166,7 @@ def from_proto(message: pb.Timeline, longest_s: float) -> Timeline:
         longest_s: seconds since the request was sent there. Nothing in the timeline can be later.
     """
     attempts = tuple(
-        Attempt(
+        HandoffSummary(
             one.prefill_address[:MAX_TEXT],
             one.path[:MAX_TEXT],
             one.outcome if one.outcome in ("held", "lost") else "given_up",

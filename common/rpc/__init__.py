@@ -24,7 +24,7 @@ from common.rpc.health import (
 )
 from common.rpc.options import MAX_MESSAGE_BYTES, NODE_SERVER_OPTIONS
 from common.rpc.servers import HEALTH_PORT, bind, make_server, reserved, stop
-from common.rpc.services import Admit, Admitted, Guard, add_service
+from common.rpc.services import Admit, AdmittedCall, RpcGuard, add_service
 
 __all__ = [
     "HEALTH_PORT",
@@ -32,9 +32,9 @@ __all__ = [
     "MAX_MESSAGE_BYTES",
     "NODE_SERVER_OPTIONS",
     "Admit",
-    "Admitted",
-    "Guard",
+    "AdmittedCall",
     "Health",
+    "RpcGuard",
     "add_health_and_reflection",
     "add_service",
     "bind",

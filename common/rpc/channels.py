@@ -8,7 +8,7 @@ from common import tls
 from common.identity.identity import Identity
 from common.identity.signing_channel import SigningChannel
 from common.rpc.options import CHANNEL_OPTIONS
-from common.tls.channel import TlsChannel
+from common.tls.channel import TlsGrpcChannel
 
 
 def make_channel(
@@ -27,7 +27,7 @@ def make_channel(
     if certificates is None or certificates.config.ca is None:
         channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
     else:
-        channel = TlsChannel(address, certificates, CHANNEL_OPTIONS)
+        channel = TlsGrpcChannel(address, certificates, CHANNEL_OPTIONS)
     return channel if identity is None else SigningChannel(channel, identity)
 
 

@@ -11,13 +11,13 @@ from common.errors import Overloaded
 from common.rpc import reflection
 from common.rpc.options import NODE_SERVER_OPTIONS
 from common.rpc.servers import HEALTH_PORT, bind, make_server, stop
-from common.rpc.services import Guard, add_service
+from common.rpc.services import RpcGuard, add_service
 
 MAX_HEALTH_WATCHERS = 64  # they are not authenticated and keep their connections open
 
 
 def add_health_and_reflection(
-    server: grpc.aio.Server, services: Sequence[str], guard: Guard | None = None
+    server: grpc.aio.Server, services: Sequence[str], guard: RpcGuard | None = None
 ) -> "Health":
     """Add reflection of `services`, and a health service for probes.
 

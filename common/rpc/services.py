@@ -31,7 +31,7 @@ S = TypeVar("S")
 Admit: TypeAlias = Callable[[Any], Awaitable[Any]]
 
 
-class Guard(Protocol):
+class RpcGuard(Protocol):
     """Authorization of calls, checked before any message of the caller is received."""
 
     def of(self, method: str) -> Admit:
@@ -44,7 +44,7 @@ class Guard(Protocol):
         """
 
 
-class Admitted:
+class AdmittedCall:
     """The context of a call, and its caller."""
 
     def __init__(self, context: "grpc.aio.ServicerContext[Any, Any]", caller: Any) -> None:
@@ -91,13 +91,13 @@ def add_service(
     server: grpc.aio.Server,
     add: Callable[[S, Any], None],
     servicer: S,
-    guard: Guard | None = None,
+    guard: RpcGuard | None = None,
     *,
     max_fields: int = MAX_FIELDS,
 ) -> tuple[str, ...]:
     """Register a service with a guard, tolerant decoding and `rpc_errors` around every method.
 
-    Methods get an `Admitted` as their context.
+    Methods get an `AdmittedCall` as their context.
 
     Args:
         server: not started yet.
@@ -121,7 +121,7 @@ def add_service(
     return tuple(recorder.services)
 
 
-def _admission(handler: Any, guard: Guard | None, method: str) -> Admit:
+def _admission(handler: Any, guard: RpcGuard | None, method: str) -> Admit:
     if guard is not None:
         return guard.of(method)
     return _nobody_asked_at_once if handler.request_streaming else _nobody_asked
@@ -149,7 +149,7 @@ def _guarded(handler: Any, admit: Admit, max_fields: int) -> Any:
 
     async def method(incoming: Any, context: "grpc.aio.ServicerContext[Any, Any]") -> None:
         async with rpc_errors(context):
-            admitted = Admitted(context, await admit(context))
+            admitted = AdmittedCall(context, await admit(context))
             if handler.request_streaming:
                 answer = behavior(_messages(parse, incoming), admitted)
             else:

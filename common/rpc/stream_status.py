@@ -19,7 +19,7 @@ _NOT_TOLD = "the stream ended while something was said on it, and its status was
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
-class StreamEnded(Exception):
+class StreamStatus(Exception):
     """The stream was ended by the server or by a connection failure."""
 
     def __init__(self, code: grpc.StatusCode, sentence: str) -> None:
@@ -33,15 +33,15 @@ def said(error: ServingError) -> last_words_pb2.LastWords:
 
 
 async def heard(call: Any) -> AsyncIterator[Any]:
-    """Yield the server's messages except `last_words`, which end in StreamEnded.
+    """Yield the server's messages except `last_words`, which end in StreamStatus.
 
     Ends when the server ends the stream without an error.
 
     Raises:
         ProtocolViolation: the server has sent a malformed message.
-        StreamEnded: any other end.
+        StreamStatus: any other end.
     """
-    end: StreamEnded | None = None
+    end: StreamStatus | None = None
     try:
         # `call.read` would read nothing after a failed write.
         async for message in call:
@@ -49,7 +49,7 @@ async def heard(call: Any) -> AsyncIterator[Any]:
                 raise ProtocolViolation("the node has sent bytes that are no message")
             if message.HasField("last_words"):
                 words = message.last_words
-                end = StreamEnded(
+                end = StreamStatus(
                     _CODES.get(words.code, grpc.StatusCode.UNKNOWN), cut(words.sentence)
                 )
             elif end is None:
@@ -60,6 +60,6 @@ async def heard(call: Any) -> AsyncIterator[Any]:
         raise end
 
 
-def _as_told(error: grpc.aio.AioRpcError) -> StreamEnded:
+def _as_told(error: grpc.aio.AioRpcError) -> StreamStatus:
     sentence = error.details() or ""
-    return StreamEnded(error.code(), _NOT_TOLD if sentence == _OF_A_FAILED_WRITE else sentence)
+    return StreamStatus(error.code(), _NOT_TOLD if sentence == _OF_A_FAILED_WRITE else sentence)

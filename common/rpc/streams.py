@@ -21,7 +21,7 @@ MAX_UNSENT_BYTES = 32 << 20
 _LAST_WRITE_S = 1.0  # for a write in progress at the end
 
 
-class Outgoing(Generic[M]):
+class OutgoingStream(Generic[M]):
     """Send queue for one peer. Event loop only. Only `converse` blocks."""
 
     def __init__(

@@ -15,7 +15,7 @@ from common import tls
 from common.calling_channel import CallingChannel
 
 
-class TlsChannel(CallingChannel):
+class TlsGrpcChannel(CallingChannel):
     def __init__(
         self, address: str, certificates: tls.Certificates, options: Sequence[tuple[str, Any]]
     ) -> None:

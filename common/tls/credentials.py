@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Pems:
+class PemFiles:
     """Content of the files of one TlsConfig. b"": the file is not configured."""
 
     cert: bytes
@@ -52,7 +52,7 @@ class Certificates:
             again_s=again_s,
         )
 
-    def current(self) -> Pems:
+    def current(self) -> PemFiles:
         """Return the content.
 
         It is the same object until the files change to another valid content.
@@ -61,10 +61,10 @@ class Certificates:
         """
         return self._files.current()
 
-    def _read(self) -> Pems:
+    def _read(self) -> PemFiles:
         cert, key, ca = self.config.cert, self.config.key, self.config.ca
         try:
-            pems = Pems(cert=_content(cert), key=_content(key), ca=_content(ca))
+            pems = PemFiles(cert=_content(cert), key=_content(key), ca=_content(ca))
             if cert and key:
                 pem.check_shown(cert, pems.cert, key, pems.key)
             if ca:
@@ -89,7 +89,7 @@ def kind(certificates: Certificates | None) -> str:
     return "mutual" if certificates.config.mutual else "on"
 
 
-def names_and_end(pems: Pems) -> tuple[list[str], datetime]:
+def names_and_end(pems: PemFiles) -> tuple[list[str], datetime]:
     """Return the names and the expiry of the shown certificate."""
     return pem.names_and_end(pems.cert)
 
@@ -128,7 +128,7 @@ def server_credentials(certificates: Certificates) -> grpc.ServerCredentials:
     )
 
 
-def channel_credentials(pems: Pems) -> grpc.ChannelCredentials:
+def channel_credentials(pems: PemFiles) -> grpc.ChannelCredentials:
     """Return credentials for a gRPC channel, which keeps them for its life."""
     return grpc.ssl_channel_credentials(pems.ca, pems.key or None, pems.cert or None)
 
@@ -158,12 +158,12 @@ def server_contexts(
     return newest
 
 
-def _server_configuration(pems: Pems) -> grpc.ServerCertificateConfiguration:
+def _server_configuration(pems: PemFiles) -> grpc.ServerCertificateConfiguration:
     pair = (pems.key, pems.cert)
     return grpc.ssl_server_certificate_configuration([pair], pems.ca or None)
 
 
-def _server_context(pems: Pems, application_protocol: str) -> ssl.SSLContext:
+def _server_context(pems: PemFiles, application_protocol: str) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols([application_protocol])

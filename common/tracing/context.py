@@ -63,7 +63,7 @@ def is_sampled(header: str) -> bool:
     return header.endswith("1")
 
 
-class Trace(msgspec.Struct, frozen=True, array_like=True):
+class TraceContext(msgspec.Struct, frozen=True, array_like=True):
     """Position of a request in its trace, at one process. Both are checked headers, or empty."""
 
     parent: str = ""  # from the caller
@@ -83,4 +83,4 @@ class Trace(msgspec.Struct, frozen=True, array_like=True):
         return log_fields(self.passed_on)
 
 
-UNTRACED = Trace()
+UNTRACED = TraceContext()

@@ -1,10 +1,10 @@
 """Start of tracing, if it is configured. Only then is the library of otlp.py loaded."""
 
-from common.config import FrontConfig
+from common.config import ServerConfig
 from common.tracing.tracer import Tracer
 
 
-def start(front: FrontConfig, service: str, *, ratio: float = 1.0) -> Tracer | None:
+def start(front: ServerConfig, service: str, *, ratio: float = 1.0) -> Tracer | None:
     """Start the export of spans. Returns None if no endpoint is configured.
 
     Args:

@@ -29,8 +29,8 @@ from opentelemetry.trace import (
     set_span_in_context,
 )
 
-from common.tracing.context import UNTRACED, SpanName, Trace, parse
-from common.tracing.tracer import FLUSH_S, Attributes, Child
+from common.tracing.context import UNTRACED, SpanName, TraceContext, parse
+from common.tracing.tracer import FLUSH_S, Attributes, ChildSpan
 
 log = logging.getLogger(__name__)
 
@@ -71,23 +71,23 @@ class OtlpTracer:
         )
         self._tracer = self._provider.get_tracer("baton")
 
-    def enter(self, parent: str, *, root: bool = False) -> Trace:
+    def enter(self, parent: str, *, root: bool = False) -> TraceContext:
         above = parse(parent)
         if above is None:
             if not root or random.random() >= self._ratio:
                 return UNTRACED
-            return Trace("", SpanName(_drawn(128), _drawn(64), sampled=True).header)
+            return TraceContext("", SpanName(_drawn(128), _drawn(64), sampled=True).header)
         own = SpanName(above.trace_id, _drawn(64), sampled=True).header if above.sampled else ""
-        return Trace(parent, own)
+        return TraceContext(parent, own)
 
     def tell(
         self,
-        trace: Trace,
+        trace: TraceContext,
         name: str,
         *,
         begun: float,
         ended: float,
-        children: Sequence[Child],
+        children: Sequence[ChildSpan],
         attributes: Attributes,
         error: str = "",
     ) -> None:

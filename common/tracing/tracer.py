@@ -3,14 +3,14 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
-from common.tracing.context import Trace
+from common.tracing.context import TraceContext
 
 Attributes: TypeAlias = Mapping[str, str | int | float]
 
 FLUSH_S = 2.0  # for waiting spans, at the end of the process
 
 
-class Child(NamedTuple):
+class ChildSpan(NamedTuple):
     """A span inside another one. Times are time.monotonic()."""
 
     name: str
@@ -22,7 +22,7 @@ class Child(NamedTuple):
 class Tracer(Protocol):
     """Creates spans. For one thread. Only `close` waits for the collector."""
 
-    def enter(self, parent: str, *, root: bool = False) -> Trace:
+    def enter(self, parent: str, *, root: bool = False) -> TraceContext:
         """Return the trace of an arriving request, with its span's id if it is sampled.
 
         Args:
@@ -33,12 +33,12 @@ class Tracer(Protocol):
 
     def tell(
         self,
-        trace: Trace,
+        trace: TraceContext,
         name: str,
         *,
         begun: float,
         ended: float,
-        children: Sequence[Child],
+        children: Sequence[ChildSpan],
         attributes: Attributes,
         error: str = "",
     ) -> None:

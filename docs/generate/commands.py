@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
-from cli.main import COMMANDS, Command
+from cli.main import COMMANDS, CliCommand
 
 _CONFIGURED = {"router": "router", "prefill": "prefill-node", "decode": "decode-node"}
 _HEAD = """# CLI reference
@@ -49,7 +49,7 @@ def _command(name: str) -> Iterator[str]:
         yield from _options(below)
 
 
-def _parser(command: Command) -> argparse.ArgumentParser:
+def _parser(command: CliCommand) -> argparse.ArgumentParser:
     """Run a command up to the point at which it has built its parser."""
     built: list[argparse.ArgumentParser] = []
 

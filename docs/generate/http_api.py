@@ -62,7 +62,7 @@ def _unsupported() -> Iterator[str]:
         yield f"| `{name}` | {' | '.join(said)} |\n"
 
 
-def _values(field: ignored_fields.Harmless) -> str:
+def _values(field: ignored_fields.IgnoredFields) -> str:
     return " ".join(filter(None, ("*hint*" if field.hint else "", field.said)))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from cli.planner import metrics as planner
-from common.metrics.declared import Declared
+from common.metrics.declared import MetricDeclaration
 from common.metrics.program import INFO, PROCESS
 from node import metrics as node
 from router import metrics as router
@@ -94,7 +94,7 @@ def page() -> str:
     return "".join(parts)
 
 
-def _table(title: str, declared: Sequence[Declared]) -> Iterator[str]:
+def _table(title: str, declared: Sequence[MetricDeclaration]) -> Iterator[str]:
     yield f"\n## {title}\n\n| metric | type | labels | meaning |\n|---|---|---|---|\n"
     for each in declared:
         name = each.name + ("_total" if each.kind == "counter" else "")
@@ -102,7 +102,7 @@ def _table(title: str, declared: Sequence[Declared]) -> Iterator[str]:
         yield f"| `{name}` | {each.kind} | {_labels(each)} | {_escaped(about)} |\n"
 
 
-def _labels(declared: Declared) -> str:
+def _labels(declared: MetricDeclaration) -> str:
     return "<br>".join(f"{name}: {_values(values)}" for name, values in declared.labels.items())
 
 

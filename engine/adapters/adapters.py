@@ -15,21 +15,21 @@ import torch
 from torch import Tensor
 
 from common.requests.adapter import NO_ADAPTER
-from engine.adapters.bank import AdaptedStep, AdapterBank
+from engine.adapters.bank import AdapterBank, AdapterStep
 from engine.adapters.grouping import tokens_by_slot
-from engine.adapters.library import Library
-from engine.adapters.slots import DeviceSlots
-from engine.adapters.stored import Adapter
+from engine.adapters.library import AdapterCache
+from engine.adapters.slots import AdapterSlots
+from engine.adapters.stored import LoraAdapter
 from engine.batch.batch import ScheduleBatch
 from engine.batch.request import Request
-from engine.batch.table import RequestTable
+from engine.batch.table import SlotTable
 from kernels.adapters.low_rank import TokensBySlot
 
 _NONE = -1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class AdapterWork:
+class AdapterBatch:
     """The adapters of one step.
 
     Attributes:
@@ -39,7 +39,7 @@ class AdapterWork:
 
     bank: AdapterBank
     tokens: TokensBySlot | None = None
-    fills: Sequence[tuple[int, Adapter]] = ()
+    fills: Sequence[tuple[int, LoraAdapter]] = ()
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors, contiguous and in host memory."""
@@ -50,7 +50,7 @@ class AdapterWork:
         for slot, adapter in self.fills:
             self.bank.fill(slot, adapter)
 
-    def adapted(self, sent: Sequence[Tensor]) -> AdaptedStep | None:
+    def adapted(self, sent: Sequence[Tensor]) -> AdapterStep | None:
         """Return the adapters of the step as the forward uses them. None if no token has one.
 
         Args:
@@ -62,7 +62,7 @@ class AdapterWork:
         return self.bank.adapted(replace(self.tokens, order=order, tiles=tiles))
 
 
-class Adapters:
+class AdapterManager:
     """The adapters of an engine's requests. Engine thread only.
 
     Attributes:
@@ -73,15 +73,15 @@ class Adapters:
         table: of the requests that steps consist of.
     """
 
-    def __init__(self, library: Library, bank: AdapterBank, table: RequestTable) -> None:
+    def __init__(self, library: AdapterCache, bank: AdapterBank, table: SlotTable) -> None:
         self.library = library
         self._bank = bank
-        self._slots = DeviceSlots(bank.num_slots)
-        self._held: dict[int, Adapter] = {}  # by request key
+        self._slots = AdapterSlots(bank.num_slots)
+        self._held: dict[int, LoraAdapter] = {}  # by request key
         self._with_slot: set[int] = set()  # keys
-        self._fills: list[tuple[int, Adapter]] = []
+        self._fills: list[tuple[int, LoraAdapter]] = []
         self._column = np.full(table.num_slots, _NONE, np.int32)  # by the request's slot
-        self.nothing = AdapterWork(bank)
+        self.nothing = AdapterBatch(bank)
         self.num_changes = 0
         self.num_fills = 0
         if bank.num_slots:
@@ -126,32 +126,32 @@ class Adapters:
             self.num_changes += 1
         self.library.drop(adapter.id)
 
-    def build(self, batch: ScheduleBatch) -> AdapterWork:
+    def build(self, batch: ScheduleBatch) -> AdapterBatch:
         """Return the adapters of a step, at its launch. Costs nothing if no row has an adapter."""
         if not self._held:
             return self.nothing
         fills, self._fills = self._fills, []
         slots = self._column[batch.slots]
         if slots.max(initial=_NONE) == _NONE:
-            return AdapterWork(self._bank, fills=fills) if fills else self.nothing
+            return AdapterBatch(self._bank, fills=fills) if fills else self.nothing
         of_tokens = np.repeat(slots, batch.ends - batch.starts)
-        return AdapterWork(self._bank, tokens_by_slot(of_tokens, self._bank.num_slots), fills)
+        return AdapterBatch(self._bank, tokens_by_slot(of_tokens, self._bank.num_slots), fills)
 
-    def rehearsal(self, num_tokens: int) -> AdapterWork:
+    def rehearsal(self, num_tokens: int) -> AdapterBatch:
         """Return work in which all tokens have an adapter, which needs the most memory, for
         warm-up."""
         num_slots = self._bank.num_slots
         if not num_slots:
             return self.nothing
         tokens = tokens_by_slot(np.arange(num_tokens) % num_slots, num_slots)
-        return AdapterWork(self._bank, tokens)
+        return AdapterBatch(self._bank, tokens)
 
     def _acquired(self, slot: int, request: Request) -> None:
         has = request.spec.adapter != NO_ADAPTER
         self._column[slot] = self._slots.slot_of(request.spec.adapter) if has else _NONE
 
 
-def no_adapters(table: RequestTable) -> Adapters:
+def no_adapters(table: SlotTable) -> AdapterManager:
     """Return an empty set, for requests without adapters."""
     bank = AdapterBank((), 0, 1, torch.device("cpu"), torch.float32)
-    return Adapters(Library(0, 0), bank, table)
+    return AdapterManager(AdapterCache(0, 0), bank, table)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.adapters.stored import Adapter
+from engine.adapters.stored import LoraAdapter
 from engine.models.linear import Linear, Product
 from kernels.adapters.low_rank import LEAST_RANK, TokensBySlot, add_low_rank
 
@@ -55,7 +55,7 @@ class AdapterBank:
                 torch.zeros(up, dtype=dtype, device=device),
             )
 
-    def fill(self, slot: int, adapter: Adapter) -> None:
+    def fill(self, slot: int, adapter: LoraAdapter) -> None:
         """Copy an adapter into a slot, in place of the previous one."""
         rank = self._rank
         for place in self._places.values():
@@ -71,17 +71,17 @@ class AdapterBank:
                     mine.copy_(pair.up, non_blocking=True)
                 first += outputs
 
-    def adapted(self, tokens: TokensBySlot) -> "AdaptedStep":
+    def adapted(self, tokens: TokensBySlot) -> "AdapterStep":
         """Return the adapters of a step as the forward uses them.
 
         Args:
             tokens: of a step, on the device.
         """
-        return AdaptedStep(self._places, tokens)
+        return AdapterStep(self._places, tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class AdaptedStep:
+class AdapterStep:
     """The adapters of a step, see Adapted."""
 
     places: dict[Linear, _Place]

@@ -6,31 +6,31 @@ adapter held by a request stays until the request releases it, even if its names
 
 from dataclasses import dataclass, field
 
-from common.errors import AdapterNotLoaded, Overloaded, WrongState
+from common.errors import AdapterNotLoaded, FailedPrecondition, Overloaded
 from common.requests.adapter import AdapterId
-from engine.adapters.stored import Adapter
+from engine.adapters.stored import LoraAdapter
 
 
 @dataclass(slots=True, eq=False)
-class Loaded:
+class LoadedAdapter:
     """A loaded adapter.
 
     Attributes:
         holders: number of requests that hold it.
     """
 
-    adapter: Adapter
+    adapter: LoraAdapter
     names: set[str] = field(default_factory=set)
     holders: int = 0
 
 
-class Library:
+class AdapterCache:
     """The loaded adapters. Engine thread only."""
 
     def __init__(self, max_adapters: int, max_bytes: int) -> None:
         self._max_adapters = max_adapters
         self._max_bytes = max_bytes
-        self._loaded: dict[AdapterId, Loaded] = {}  # the least recently used first
+        self._loaded: dict[AdapterId, LoadedAdapter] = {}  # the least recently used first
         self.num_evicted = 0
 
     def __len__(self) -> int:
@@ -44,19 +44,21 @@ class Library:
         """Return all names that requests may use, with their adapters."""
         return {name: adapter for adapter, each in self._loaded.items() for name in each.names}
 
-    def add(self, name: str, adapter: Adapter) -> bool:
+    def add(self, name: str, adapter: LoraAdapter) -> bool:
         """Add an adapter under a name. Return whether the name is new.
 
         Raises:
-            WrongState: the name belongs to another adapter.
+            FailedPrecondition: the name belongs to another adapter.
             Overloaded: the adapters in use leave no capacity for it.
         """
         has = self.names().get(name)
         if has not in (None, adapter.id):
-            raise WrongState(f"adapter {name!r} is loaded with other content; unload it first")
+            raise FailedPrecondition(
+                f"adapter {name!r} is loaded with other content; unload it first"
+            )
         if adapter.id not in self._loaded:
             self._make_room(adapter.num_bytes)
-            self._loaded[adapter.id] = Loaded(adapter)
+            self._loaded[adapter.id] = LoadedAdapter(adapter)
         self._loaded[adapter.id].names.add(name)
         return has is None
 
@@ -70,7 +72,7 @@ class Library:
         self._let_go(adapter)
         return True
 
-    def hold(self, adapter: AdapterId) -> Adapter:
+    def hold(self, adapter: AdapterId) -> LoraAdapter:
         """Hold an adapter until `drop`.
 
         Raises:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from common.errors import Overloaded, ServingError
 from common.requests.adapter import AdapterId
-from engine.adapters.library import Library
-from engine.adapters.shelf import Shelf
-from engine.adapters.stored import Adapter
+from engine.adapters.library import AdapterCache
+from engine.adapters.shelf import AdapterDirectory
+from engine.adapters.stored import LoraAdapter
 
 MAX_LOADING = 4  # at once, including the one that is being read
 
@@ -17,7 +17,7 @@ MAX_LOADING = 4  # at once, including the one that is being read
 @dataclass(frozen=True, slots=True, eq=False)
 class _Loading:
     name: str
-    read: Future[Adapter]
+    read: Future[LoraAdapter]
     loaded: Future[tuple[AdapterId, bool]]
 
 
@@ -28,7 +28,7 @@ class AdapterLoader:
         tell: called by another thread when `poll` has work.
     """
 
-    def __init__(self, shelf: Shelf, library: Library) -> None:
+    def __init__(self, shelf: AdapterDirectory, library: AdapterCache) -> None:
         self._shelf = shelf
         self._library = library
         self._reader = ThreadPoolExecutor(1, "adapters")
@@ -43,8 +43,8 @@ class AdapterLoader:
         """Load an adapter. A later `poll` completes the future.
 
         Returns:
-            The adapter, and whether the name is new. Or a ServingError of Shelf.read or
-            Library.add.
+            The adapter, and whether the name is new. Or a ServingError of AdapterDirectory.read or
+            AdapterCache.add.
         Raises:
             Overloaded: too many adapters are being loaded.
         """

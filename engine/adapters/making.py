@@ -3,8 +3,8 @@
 from common.config import LoraConfig
 from common.errors import ConfigError, ServingError
 from engine.adapters.bank import AdapterBank, bank_bytes
-from engine.adapters.library import Library
-from engine.adapters.shelf import Shelf
+from engine.adapters.library import AdapterCache
+from engine.adapters.shelf import AdapterDirectory
 from engine.adapters.stored import AdapterLimits
 from engine.models import Model
 
@@ -32,13 +32,13 @@ def bank_of(config: LoraConfig, model: Model, free: int) -> AdapterBank:
     return AdapterBank(model.products, num_slots, config.max_rank, model.device, model.dtype)
 
 
-def shelf_of(config: LoraConfig, model: Model) -> Shelf:
+def shelf_of(config: LoraConfig, model: Model) -> AdapterDirectory:
     limits = AdapterLimits(config.max_rank, config.max_bytes)
     pinned = model.device.type == "cuda"
-    return Shelf(config.directory, model.products, limits, model.dtype, pinned=pinned)
+    return AdapterDirectory(config.directory, model.products, limits, model.dtype, pinned=pinned)
 
 
-def load_all(config: LoraConfig, shelf: Shelf, library: Library) -> None:
+def load_all(config: LoraConfig, shelf: AdapterDirectory, library: AdapterCache) -> None:
     """Load the configured adapters at start.
 
     Raises:

@@ -2,14 +2,14 @@
 
 from collections.abc import Mapping
 
-from common.distribution import Counted
-from engine.adapters.adapters import Adapters
+from common.distribution import HistogramCounts
+from engine.adapters.adapters import AdapterManager
 
 
 class AdapterMeter:
     """Adapter metrics, see Meter. Engine thread only."""
 
-    def __init__(self, adapters: Adapters) -> None:
+    def __init__(self, adapters: AdapterManager) -> None:
         self._adapters = adapters
 
     def gauges(self) -> Mapping[str, float]:
@@ -22,5 +22,5 @@ class AdapterMeter:
             "total_adapters_evicted": float(library.num_evicted),
         }
 
-    def distributions(self) -> Mapping[str, Counted]:
+    def distributions(self) -> Mapping[str, HistogramCounts]:
         return {}

@@ -6,14 +6,14 @@ from pathlib import Path
 import torch
 
 from common.errors import ConfigError, InvalidRequest
-from engine.adapters.stored import Adapter, AdapterLimits, read_adapter
+from engine.adapters.stored import AdapterLimits, LoraAdapter, read_adapter
 from engine.models.below import below
 from engine.models.linear import Product
 
 _UNREADABLE = (ArithmeticError, OSError, RuntimeError, ValueError)
 
 
-class Shelf:
+class AdapterDirectory:
     """A directory of adapters. For any thread.
 
     Args:
@@ -37,7 +37,7 @@ class Shelf:
         self._dtype = dtype
         self._pinned = pinned
 
-    def read(self, path: str) -> Adapter:
+    def read(self, path: str) -> LoraAdapter:
         """Read an adapter.
 
         Args:
@@ -60,6 +60,6 @@ class Shelf:
             raise InvalidRequest(f"lora_path: what is there cannot be read ({kind})") from error
 
 
-def no_shelf() -> Shelf:
+def no_shelf() -> AdapterDirectory:
     """Return a shelf without adapters."""
-    return Shelf(None, (), AdapterLimits(0, 0), torch.float32, pinned=False)
+    return AdapterDirectory(None, (), AdapterLimits(0, 0), torch.float32, pinned=False)

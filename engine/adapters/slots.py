@@ -7,7 +7,7 @@ recently used first.
 from common.requests.adapter import AdapterId
 
 
-class DeviceSlots:
+class AdapterSlots:
     """The device slots. Engine thread only."""
 
     def __init__(self, num_slots: int) -> None:

@@ -38,7 +38,7 @@ _NONE = (
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pair:
+class LoraPair:
     """The matrices of one module: y += up (down x). In host memory.
 
     Attributes:
@@ -55,7 +55,7 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Adapter:
+class LoraAdapter:
     """An adapter in host memory.
 
     Attributes:
@@ -64,7 +64,7 @@ class Adapter:
     """
 
     id: AdapterId
-    pairs: Mapping[str, Pair]
+    pairs: Mapping[str, LoraPair]
 
     @property
     def num_bytes(self) -> int:
@@ -90,7 +90,7 @@ def read_adapter(
     dtype: torch.dtype,
     *,
     pinned: bool = False,
-) -> Adapter:
+) -> LoraAdapter:
     """Read an adapter.
 
     Args:
@@ -124,10 +124,10 @@ def read_adapter(
         digest.update(f"{name} {down.dtype} {up.dtype} {tuple(down.shape)} {scale!r}\n".encode())
         for tensor in (down, up):
             digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
-        pairs[name] = Pair(
+        pairs[name] = LoraPair(
             _held(down.to(dtype), pinned), _held((up.float() * scale).to(dtype), pinned)
         )
-    return Adapter(digest.digest(), pairs)
+    return LoraAdapter(digest.digest(), pairs)
 
 
 def _held(tensor: Tensor, pinned: bool) -> Tensor:

@@ -29,7 +29,7 @@ class PageCopies:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StateAt:
+class StateCheckpoint:
     """Pages that hold the state of row `row`'s request after `num_tokens` of the row's tokens."""
 
     row: int
@@ -69,8 +69,8 @@ class ScheduleBatch:
     samples: NDArray[np.bool_]
     swap_out: PageCopies | None = None  # before the forward: pool -> host
     swap_in: PageCopies | None = None  # before the forward, after swap_out: host -> pool
-    resumed: tuple[StateAt, ...] = ()
-    kept: tuple[StateAt, ...] = ()
+    resumed: tuple[StateCheckpoint, ...] = ()
+    kept: tuple[StateCheckpoint, ...] = ()
     early: Ints | None = None
 
     @property
@@ -87,7 +87,7 @@ class ScheduleBatch:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RowLogprobs:
+class RowLogprobRequest:
     """Logprobs of the tokens of some rows. Entry i belongs to row rows[i]. Entries of a row are
     adjacent."""
 
@@ -110,7 +110,7 @@ class RowLogprobs:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Runs:
+class AcceptedRuns:
     """Accepted tokens of a VERIFY step: the first counts[i] of tokens[i] for row i, at least
     one."""
 
@@ -132,10 +132,10 @@ class BatchResult:
     """
 
     tokens: Ints
-    logprobs: RowLogprobs | None = None
-    prompt_logprobs: RowLogprobs | None = None
+    logprobs: RowLogprobRequest | None = None
+    prompt_logprobs: RowLogprobRequest | None = None
     pooled: Mapping[int, NDArray[np.float32]] = field(default_factory=dict)
-    runs: Runs | None = None
+    runs: AcceptedRuns | None = None
 
 
 # Placeholder for a draft that only the device will know, see engine/models/drafting.
@@ -144,7 +144,7 @@ NOT_SAMPLED = -1
 NOT_FINITE = -2
 
 
-class Launched(Protocol):
+class LaunchedBatch(Protocol):
     """A forward that the device is executing."""
 
     @property
@@ -164,7 +164,7 @@ class Launched(Protocol):
         ...
 
 
-class Runner(Protocol):
+class BatchRunner(Protocol):
     """A launcher of forwards that never waits for the device."""
 
-    def launch(self, batch: ScheduleBatch) -> Launched: ...
+    def launch(self, batch: ScheduleBatch) -> LaunchedBatch: ...

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from engine.batch.batch import ForwardMode, ScheduleBatch
 from engine.batch.forward import ForwardBatch
-from engine.batch.table import RequestTable
+from engine.batch.table import SlotTable
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class EarlyRows:
+class PrestagedRows:
     """Early rows of one step. Each row's drafts lie in a window of the guesses, which begins at the
     first index that one of its drafts may have."""
 
@@ -34,7 +34,7 @@ class EarlyRows:
     places: Tensor
 
     @classmethod
-    def of(cls, batch: ScheduleBatch, table: RequestTable) -> Self | None:
+    def of(cls, batch: ScheduleBatch, table: SlotTable) -> Self | None:
         """Build the rows in host memory at the launch of a step. Return None if no row may begin
         early."""
         if batch.early is None:

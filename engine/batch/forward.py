@@ -14,8 +14,8 @@ from torch import Tensor
 
 from engine.batch.batch import ForwardMode, Ints, ScheduleBatch
 from engine.batch.holding import NO_PAGE
-from engine.batch.images import RowImages, Seen
-from engine.batch.table import RequestTable
+from engine.batch.images import RowImages, VisibleImage
+from engine.batch.table import SlotTable
 from engine.batch.upload import packed_bytes, upload
 from kernels.linear_attention.state_cells import StateRows
 
@@ -58,7 +58,7 @@ class ForwardBatch:
     page_ids: Tensor  # int32 [any]
     slots: Tensor  # int64 [num_rows without padding]
     num_decodes: int  # number of rows at the end that have one token each
-    seen: tuple[Seen, ...]
+    seen: tuple[VisibleImage, ...]
 
     @property
     def num_rows(self) -> int:
@@ -161,7 +161,7 @@ def _grown(tensor: Tensor, added: int, filler: int) -> Tensor:
 class BatchBuilder:
     """A builder of step tensors in host memory. Engine thread only."""
 
-    def __init__(self, table: RequestTable) -> None:
+    def __init__(self, table: SlotTable) -> None:
         self._table = table
         self._images = RowImages(table)
         self._windows = table.tables.windows

@@ -6,7 +6,7 @@ from typing import Self
 
 import numpy as np
 
-from common.page_tables import PageTables, Span
+from common.page_tables import PageSpan, PageTables
 from engine.batch.batch import Ints
 
 NO_PAGE = -1  # page 0 is valid
@@ -14,7 +14,7 @@ _NO_STATE = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Holding:
+class PageHolding:
     """A request's pages. Immutable.
 
     tables [tables, n]: row t has the pages of table t in order, and NO_PAGE for pages already freed
@@ -58,7 +58,7 @@ class Holding:
         pages = self.tables.ravel()
         return np.concatenate((pages[pages >= 0], self.state))
 
-    def take(self, spans: Iterable[Span]) -> Ints:
+    def take(self, spans: Iterable[PageSpan]) -> Ints:
         """Return the pages of these spans, concatenated. A copy."""
         pages = [
             self.state[first:past] if table == len(self.tables) else self.tables[table, first:past]

@@ -16,13 +16,13 @@ from common.requests.images import Image
 from engine.batch.batch import Ints, ScheduleBatch
 from engine.batch.image_tokens import in_vocabulary
 from engine.batch.request import Request
-from engine.batch.table import RequestTable
+from engine.batch.table import SlotTable
 
 AXES = 3  # time, height, width
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Seen:
+class VisibleImage:
     """Tokens [first, last) of an image. They start at token `place` of the step."""
 
     image: Image
@@ -32,18 +32,18 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Shown:
+class EncodedImage:
     """A step's token ids and positions where rows have images; see ForwardBatch."""
 
     token_ids: Ints
     positions: Ints
-    seen: tuple[Seen, ...]
+    seen: tuple[VisibleImage, ...]
 
 
 class RowImages:
     """Images of the requests in a table's slots. Engine thread only."""
 
-    def __init__(self, table: RequestTable) -> None:
+    def __init__(self, table: SlotTable) -> None:
         self._table = table
         self._images: dict[int, tuple[Image, ...]] = {}  # by slot
         self._have = np.zeros(table.num_slots, np.bool_)
@@ -57,7 +57,7 @@ class RowImages:
 
     def shown(
         self, batch: ScheduleBatch, query_starts: Ints, token_ids: Ints, positions: Ints
-    ) -> Shown:
+    ) -> EncodedImage:
         """Return the step's tokens and positions with images applied.
 
         Args:
@@ -67,7 +67,7 @@ class RowImages:
         counts = batch.ends - batch.starts
         moved = positions + np.repeat(self._shift[batch.slots], counts)
         known = np.where(in_vocabulary(token_ids), token_ids, np.int32(0))
-        seen: list[Seen] = []
+        seen: list[VisibleImage] = []
         for row in np.flatnonzero(self._have[batch.slots]).tolist():
             images = self._images[int(batch.slots[row])]
             start, end, place = (int(x[row]) for x in (batch.starts, batch.ends, query_starts))
@@ -77,7 +77,7 @@ class RowImages:
                 moved = np.tile(moved, (AXES, 1))
             moved[:, place : place + end - start] = positions_of(images, start, end)
             seen += _seen(images, start, end, place)
-        return Shown(known, moved, tuple(seen))
+        return EncodedImage(known, moved, tuple(seen))
 
     def _acquired(self, slot: int, request: Request) -> None:
         # Requests that left the table no longer need their pixels: a launched step holds its own
@@ -112,11 +112,11 @@ def positions_of(images: Sequence[Image], start: int, end: int) -> NDArray[np.in
     return positions
 
 
-def _seen(images: Sequence[Image], start: int, end: int, place: int) -> list[Seen]:
+def _seen(images: Sequence[Image], start: int, end: int, place: int) -> list[VisibleImage]:
     """Return the visible images of a row that computes tokens [start, end), the first at
     `place`."""
     return [
-        Seen(image, first - image.at, last - image.at, place + first - start)
+        VisibleImage(image, first - image.at, last - image.at, place + first - start)
         for image in images
         if (first := max(image.at, start)) < (last := min(image.end, end))
     ]

@@ -9,7 +9,7 @@ from common.errors import InvalidRequest
 from common.page_tables import PageTables
 from common.request import RequestSpec
 from common.requests.images import Image
-from common.requests.pooling import Pool, Pooling
+from common.requests.pooling import PoolingMode, PoolingParams
 from common.requests.sampling import SamplingParams
 from engine.batch.image_tokens import text_of
 from engine.batch.request import Ints
@@ -60,12 +60,12 @@ class RequestLimits:
                     f"sampling.{field} has a token outside the vocabulary of {self.vocabulary_size}"
                 )
 
-    def check_pooling(self, pooling: Pooling) -> None:
+    def check_pooling(self, pooling: PoolingParams) -> None:
         """Raise InvalidRequest if the model has no such head or a token is outside the
         vocabulary."""
-        if pooling.pool is Pool.LABELS and not self.num_labels:
+        if pooling.pool is PoolingMode.LABELS and not self.num_labels:
             raise InvalidRequest("model: it has no head for classes")
-        if pooling.pool is Pool.TOKENS and not self.generates:
+        if pooling.pool is PoolingMode.TOKENS and not self.generates:
             raise InvalidRequest("model: it has no head for tokens")
         if pooling.tokens and not 0 <= min(pooling.tokens) <= max(pooling.tokens) < (
             self.vocabulary_size

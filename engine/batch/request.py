@@ -13,7 +13,7 @@ from common.priority import STEP_S, head_start_s
 from common.request import RequestSpec
 from common.requests.logprobs import Logprobs
 from common.requests.namespace import SHARED, Namespace
-from common.requests.pooling import Pooling
+from common.requests.pooling import PoolingParams
 from common.requests.quarantine import TRIAL_TOKENS
 from common.requests.sampling import SamplingParams
 from common.requests.weights import UNNAMED, WeightsId, made_with
@@ -34,7 +34,7 @@ class FinishReason(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Finish:
+class RequestEnd:
     """The reason why a request ended.
 
     Attributes:
@@ -48,30 +48,30 @@ class Finish:
     retry_after_s: float = 0.0
 
 
-def out_of_time() -> Finish:
+def out_of_time() -> RequestEnd:
     """Return the end of a request whose total time budget is spent."""
     sentence = "deadline: the total budget is spent"
-    return Finish(FinishReason.ERROR, sentence, StatusCode.DEADLINE_EXCEEDED)
+    return RequestEnd(FinishReason.ERROR, sentence, StatusCode.DEADLINE_EXCEEDED)
 
 
-def waited_too_long(retry_after_s: float) -> Finish:
+def waited_too_long(retry_after_s: float) -> RequestEnd:
     """Return the end of a request that was not scheduled within its queue limit."""
     sentence = "overloaded: its turn did not come within the time that it may wait"
     status = StatusCode.RESOURCE_EXHAUSTED
-    return Finish(FinishReason.ERROR, sentence, status, max(retry_after_s, 1.0))
+    return RequestEnd(FinishReason.ERROR, sentence, status, max(retry_after_s, 1.0))
 
 
-def moved() -> Finish:
+def moved() -> RequestEnd:
     """Return the end, on this node, of a request that was migrated to another one."""
-    return Finish(FinishReason.MOVED)
+    return RequestEnd(FinishReason.MOVED)
 
 
 @dataclass(slots=True, eq=False)
 class Request:
     """A prompt and the tokens generated from it. Engine thread only.
 
-    While the request has a slot, its tokens are in the slot's row of the RequestTable, and
-    `token_ids` holds those it arrived with. `RequestTable.tokens_of(slot)` returns all of them.
+    While the request has a slot, its tokens are in the slot's row of the SlotTable, and
+    `token_ids` holds those it arrived with. `SlotTable.tokens_of(slot)` returns all of them.
     """
 
     key: int  # this node's own number for it, unique
@@ -84,7 +84,7 @@ class Request:
     deadline: float  # time.monotonic() by which it must have ended
     arrived: float  # time.monotonic()
     start_by: float = math.inf  # time.monotonic() by which its prompt's first forward must begin
-    pooling: Pooling | None = None  # wanted in place of tokens: it ends with its prompt
+    pooling: PoolingParams | None = None  # wanted in place of tokens: it ends with its prompt
     namespace: Namespace = SHARED  # of the prefix cache: its KV is looked up and stored there
     weights: WeightsId = UNNAMED  # weights that compute it
     given_by: list[int] = field(default_factory=list)  # nodes that some of its KV was read from
@@ -97,7 +97,7 @@ class Request:
     match: Any = None  # features.matching.Match: created before it waits for anything else
     prompt_logprobs: list[Logprobs] = field(default_factory=list)  # computed so far
     pooled: NDArray[np.float32] | None = None  # its vector, computed so far
-    to_finish: Finish | None = field(default=None)  # applied at the next result of its step
+    to_finish: RequestEnd | None = field(default=None)  # applied at the next result of its step
     admitted: float = 0.0  # time.monotonic() when its first forward was chosen
     # when it was swapped out, swapped in, swapped out ...
     away: list[float] = field(default_factory=list)
@@ -115,7 +115,7 @@ class Request:
         origin: tuple[int, int] = (0, 0),
         start_by: float = math.inf,
         weights: WeightsId = UNNAMED,
-        pooling: Pooling | None = None,
+        pooling: PoolingParams | None = None,
     ) -> "Request":
         """Create a request as it arrives."""
         token_ids = np.frombuffer(spec.token_ids, np.int32)
@@ -132,7 +132,7 @@ class Request:
             pooling=pooling,
         )
         request.compute_with(weights)
-        request.suspect_of(spec.engine_crashes)
+        request.quarantine_after(spec.engine_crashes)
         return request
 
     def compute_with(self, weights: WeightsId) -> None:
@@ -169,7 +169,7 @@ class Request:
         """
         return self.spec.priority + (self.away_s + away_s) // STEP_S
 
-    def suspect_of(self, engine_deaths: int) -> None:
+    def quarantine_after(self, engine_deaths: int) -> None:
         """Set the number of engine crashes while it was running. Must not be called while it has a
         slot."""
         self.engine_deaths = engine_deaths

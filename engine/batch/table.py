@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from common.errors import EngineFault
 from common.page_tables import PageTables
 from engine.batch.batch import Ints
-from engine.batch.holding import NO_PAGE, Holding
+from engine.batch.holding import NO_PAGE, PageHolding
 from engine.batch.request import Request
 
 Slots: TypeAlias = NDArray[np.integer[Any]]  # numpy indexes fastest with np.intp
@@ -22,7 +22,7 @@ Slots: TypeAlias = NDArray[np.integer[Any]]  # numpy indexes fastest with np.int
 _NO_PAGES = np.empty(0, np.int32)
 
 
-class RequestTable:
+class SlotTable:
     """Slot-indexed columns. Engine thread only. A launch copies what its forward reads.
 
     `acquire` assigns a slot and `release` returns it. A released slot is reused once no launched
@@ -174,7 +174,7 @@ class RequestTable:
         """Return whether an unfinished launched step has this slot."""
         return bool(self._last_step[slot] > self.finished_step)
 
-    def set_pages(self, slot: int, holding: Holding) -> None:
+    def set_pages(self, slot: int, holding: PageHolding) -> None:
         """Set all pages of the request."""
         num_pages = holding.num_pages
         self.page_table[slot] = NO_PAGE
@@ -215,10 +215,12 @@ class RequestTable:
             growth += int(np.minimum(more_pages, room).sum())
         return growth
 
-    def holding_of(self, slot: int) -> Holding:
+    def holding_of(self, slot: int) -> PageHolding:
         """Return a copy of the request's pages."""
         state = self.state[slot]
-        return Holding(self.page_table[slot, :, : self.num_pages[slot]].copy(), state[state >= 0])
+        return PageHolding(
+            self.page_table[slot, :, : self.num_pages[slot]].copy(), state[state >= 0]
+        )
 
     def pages_of(self, slot: int) -> Ints:
         """Return all pages of the request, distinct. A copy."""

@@ -3,7 +3,7 @@
 from common.errors import Overloaded
 
 
-class HeldTokens:
+class TokenBudget:
     """A token budget. Engine thread only.
 
     Args:

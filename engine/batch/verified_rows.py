@@ -14,11 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.batch.batch import ForwardMode, Runs, ScheduleBatch
+from engine.batch.batch import AcceptedRuns, ForwardMode, ScheduleBatch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Verified:
+class VerifiedDrafts:
     """Tokens of a VERIFY step after verification.
 
     tokens: int32 [num_rows, most tokens of a row], the first counts[i] of row i are new. newest,
@@ -64,7 +64,7 @@ class VerifiedRows:
         """Return the same object with the uploaded copies of its `tensors`."""
         return type(self)(*sent)
 
-    def judge(self, token_ids: Tensor, sampled: Tensor) -> Verified:
+    def judge(self, token_ids: Tensor, sampled: Tensor) -> VerifiedDrafts:
         """Compare drafts with samples. Runs on the forward stream with all tensors on the device.
 
         Args:
@@ -77,10 +77,12 @@ class VerifiedRows:
         accepted = stand.int().cumprod(dim=1, dtype=torch.int32).sum(dim=1, dtype=torch.int32)
         ends = accepted[:, None].long()
         newest, last = tokens.gather(1, ends).squeeze(1), self.samples.gather(1, ends).squeeze(1)
-        return Verified(tokens, accepted + 1, newest, self.counts - 1 - accepted, last)
+        return VerifiedDrafts(tokens, accepted + 1, newest, self.counts - 1 - accepted, last)
 
 
-def standing(batch: ScheduleBatch, runs: Runs) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
+def standing(
+    batch: ScheduleBatch, runs: AcceptedRuns
+) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
     """Return the row of each accepted token, row by row, and its index among the samples."""
     samples = _samples((batch.ends - batch.starts).astype(np.int64))
     rows, numbers = np.nonzero(np.arange(samples.shape[1]) < runs.counts[:, None])

@@ -22,8 +22,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from common.errors import InvalidRequest, cut
-from common.requests.guide import Guide, Prepared
-from common.spelling import Spelling
+from common.requests.guide import GuidedDecoding, Prepared
+from common.spelling import TokenSpelling
 from engine.grammar.bare import xgrammar
 from engine.grammar.bits import words_of
 from engine.grammar.schemas import expressions
@@ -43,11 +43,13 @@ _OBJECT = '{"type": "object"}'
 # arguments.
 _LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]')
 _WORD = re.compile(r"\b([A-Za-z]+)\(")
-_REFUSED = frozenset({"Token", "ExcludeToken", "TokenTagDispatch"})  # see Compilers._with_tokens
+_REFUSED = frozenset(
+    {"Token", "ExcludeToken", "TokenTagDispatch"}
+)  # see GrammarCompilers._with_tokens
 _REFUSED_BESIDE_TOKENS = _REFUSED | {"TagDispatch"}  # its free text would allow any token
 
 
-class Compilers:
+class GrammarCompilers:
     """The compilers of one vocabulary: for JSON, for other text, and for guides that name
     tokens."""
 
@@ -65,7 +67,9 @@ class Compilers:
     @classmethod
     def of_model(cls, directory: Path, vocabulary_size: int, eos_token_ids: Sequence[int]) -> Self:
         tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-        spelling = Spelling(tokenizer, tuple(tokenizer.encode("a", add_special_tokens=False).ids))
+        spelling = TokenSpelling(
+            tokenizer, tuple(tokenizer.encode("a", add_special_tokens=False).ids)
+        )
         special = {
             number
             for number, token in tokenizer.get_added_tokens_decoder().items()
@@ -114,7 +118,7 @@ class Compilers:
         )
 
 
-def prepared(guide: Guide) -> Prepared:
+def prepared(guide: GuidedDecoding) -> Prepared:
     """Rewrite a guide into a text that xgrammar enforces completely.
 
     Raises:
@@ -129,7 +133,7 @@ def prepared(guide: Guide) -> Prepared:
     return form
 
 
-def _prepared(guide: Guide) -> Prepared:
+def _prepared(guide: GuidedDecoding) -> Prepared:
     match guide.kind:
         case "json_schema" | "json_object":
             text = enforced(guide.text if guide.kind == "json_schema" else _OBJECT)

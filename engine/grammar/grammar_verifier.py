@@ -9,14 +9,14 @@ import msgspec
 
 from common.errors import InvalidRequest, Overloaded
 from common.process.helper import ANSWERED, Helper, HelperLost, Question
-from common.requests.guide import Guide, Prepared
+from common.requests.guide import GuidedDecoding, Prepared
 
 MAX_BYTES = 2 << 30  # that one guide may take, in addition to the memory in use
 S_PER_TOKEN = 0.05  # CPU seconds to accept a token and to make the mask after it
 _DEADLINE_S = 300.0  # for a trial on a busy machine, or for the first start
 
 
-class Lane(Enum):
+class GrammarWorker(Enum):
     """Two queues, so that short trials do not wait for long ones. The value is the limit in CPU
     seconds."""
 
@@ -35,18 +35,18 @@ class Verdict(msgspec.Struct, frozen=True):
     refusal: str = ""
 
 
-class TooSlow(Exception):
+class GrammarTimeout(Exception):
     """The trial has used up its time."""
 
 
-class Prover(Protocol):
+class GrammarVerifier(Protocol):
     """Verifies guides. Called by one thread for each lane."""
 
-    def prove(self, guide: Guide, lane: Lane) -> Prepared:
+    def prove(self, guide: GuidedDecoding, lane: GrammarWorker) -> Prepared:
         """Return the guide to compile, if its compilation ends and its tokens are cheap enough.
 
         Raises:
-            TooSlow: the lane's time limit was exceeded.
+            GrammarTimeout: the lane's time limit was exceeded.
             InvalidRequest: the guide is wrong, takes too much memory, has tokens that cost too
                 much, or crashes the compiler.
             Overloaded: the trial could not be run.
@@ -56,7 +56,7 @@ class Prover(Protocol):
     def close(self) -> None: ...
 
 
-class Beside:
+class SubprocessVerifier:
     """A Prover that asks a `trials.py` process. It starts the process with the first guide, and
     restarts it if it has died.
 
@@ -76,19 +76,19 @@ class Beside:
         self.helper = Helper(
             "engine.grammar.trials",
             [str(directory), str(vocabulary_size), eos],
-            num_lanes=len(Lane),
+            num_lanes=len(GrammarWorker),
             deadline_s=deadline_s,
             environment={"CUDA_VISIBLE_DEVICES": ""},
         )
 
-    def prove(self, guide: Guide, lane: Lane) -> Prepared:
+    def prove(self, guide: GuidedDecoding, lane: GrammarWorker) -> Prepared:
         question = Question(msgspec.msgpack.encode(guide), lane.value, MAX_BYTES)
         try:
-            answer = self.helper.ask(list(Lane).index(lane), question)
+            answer = self.helper.ask(list(GrammarWorker).index(lane), question)
         except HelperLost as error:
             raise Overloaded("the process that tries guides has died or stands still") from error
         if answer.took_too_long:
-            raise TooSlow(
+            raise GrammarTimeout(
                 f"sampling.{guide.kind}: compiling and trying it takes more than {lane.value} s of "
                 "a core"
             )

@@ -22,14 +22,14 @@ import numpy as np
 
 from common.errors import InvalidRequest, Overloaded
 from common.logs import kv
-from common.requests.guide import Guide
+from common.requests.guide import GuidedDecoding
 from engine.batch.request import Request
 from engine.grammar.bits import forbid, words_of
-from engine.grammar.grammar_verifier import Lane, Prover, TooSlow
+from engine.grammar.grammar_verifier import GrammarTimeout, GrammarVerifier, GrammarWorker
 from engine.grammar.matching import CompiledGuide, Match, MatchThreads
 
 if TYPE_CHECKING:
-    from engine.grammar.compilers import Compilers
+    from engine.grammar.compilers import GrammarCompilers
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ MAX_SLOW = 8  # of these, guides that exceeded the limit of the quick lane
 SLOW_S = 1.0  # compilations that take longer are logged
 
 
-class Guides:
+class GrammarCache:
     """The grammars of one model. Engine thread only.
 
     Attributes:
@@ -51,7 +51,7 @@ class Guides:
         directory: Path,
         vocabulary_size: int,
         eos_token_ids: Sequence[int],
-        prover: Prover,
+        prover: GrammarVerifier,
     ) -> None:
         """Take ownership of the prover."""
         self._directory = directory
@@ -63,14 +63,16 @@ class Guides:
             if token < vocabulary_size:  # configurations may name larger ids
                 forbid(self._thinking, token)
         self._threads = MatchThreads(lambda: self.tell())
-        self._kept: OrderedDict[Guide, Future[CompiledGuide]] = OrderedDict()
-        self._workers = {lane: ThreadPoolExecutor(1, f"guides-{lane.name}") for lane in Lane}
+        self._kept: OrderedDict[GuidedDecoding, Future[CompiledGuide]] = OrderedDict()
+        self._workers = {
+            lane: ThreadPoolExecutor(1, f"guides-{lane.name}") for lane in GrammarWorker
+        }
         self._slow: list[Future[CompiledGuide]] = []  # of the quick worker: those in the slow lane
         self._lock = threading.Lock()
-        self._compilers: Compilers | None = None
+        self._compilers: GrammarCompilers | None = None
         self.tell: Callable[[], None] = lambda: None
 
-    def compiled(self, guide: Guide) -> "Future[CompiledGuide]":
+    def compiled(self, guide: GuidedDecoding) -> "Future[CompiledGuide]":
         """Return the grammar, or an InvalidRequest with the defect and its place, or Overloaded.
 
         Raises:
@@ -86,7 +88,7 @@ class Guides:
         made: Future[CompiledGuide] = Future()
         self._kept[guide] = made
         made.add_done_callback(lambda _: self.tell())
-        quick = self._workers[Lane.QUICK].submit(self._compile, guide, Lane.QUICK)
+        quick = self._workers[GrammarWorker.QUICK].submit(self._compile, guide, GrammarWorker.QUICK)
         quick.add_done_callback(partial(self._after_quick, guide, made))
         if len(self._kept) > MAX_KEPT:
             del self._kept[next(each for each, other in self._kept.items() if other.done())]
@@ -109,9 +111,9 @@ class Guides:
     # Worker threads -----------------------------------------------------------------------------
 
     def _after_quick(
-        self, guide: Guide, made: "Future[CompiledGuide]", quick: "Future[CompiledGuide]"
+        self, guide: GuidedDecoding, made: "Future[CompiledGuide]", quick: "Future[CompiledGuide]"
     ) -> None:
-        if quick.cancelled() or not isinstance(quick.exception(), TooSlow):
+        if quick.cancelled() or not isinstance(quick.exception(), GrammarTimeout):
             _settle(made, quick)
             return
         self._slow = [each for each in self._slow if not each.done()]
@@ -119,11 +121,11 @@ class Guides:
             sentence = f"{MAX_SLOW} guides that take long wait to be compiled already"
             made.set_exception(Overloaded(sentence))
             return
-        slow = self._workers[Lane.SLOW].submit(self._compile, guide, Lane.SLOW)
+        slow = self._workers[GrammarWorker.SLOW].submit(self._compile, guide, GrammarWorker.SLOW)
         self._slow.append(slow)
         slow.add_done_callback(partial(_settle, made))
 
-    def _compile(self, guide: Guide, lane: Lane) -> CompiledGuide:
+    def _compile(self, guide: GuidedDecoding, lane: GrammarWorker) -> CompiledGuide:
         began = time.monotonic()
         form = self._prover.prove(guide, lane)
         compiled = CompiledGuide(self._loaded().compiled(form))
@@ -132,12 +134,12 @@ class Guides:
             log.warning("guide was slow to compile %s", kv(kind=guide.kind, seconds=took_s))
         return compiled
 
-    def _loaded(self) -> "Compilers":
+    def _loaded(self) -> "GrammarCompilers":
         with self._lock:
             if self._compilers is None:
-                from engine.grammar.compilers import Compilers
+                from engine.grammar.compilers import GrammarCompilers
 
-                self._compilers = Compilers.of_model(
+                self._compilers = GrammarCompilers.of_model(
                     self._directory, self._vocabulary_size, self._eos_token_ids
                 )
             return self._compilers
@@ -151,7 +153,7 @@ def _settle(made: "Future[CompiledGuide]", done: "Future[CompiledGuide]") -> Non
     error = done.exception()
     if error is None:
         made.set_result(done.result())
-    elif isinstance(error, TooSlow):
+    elif isinstance(error, GrammarTimeout):
         made.set_exception(InvalidRequest(str(error)))
     else:
         made.set_exception(error)

@@ -22,10 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import Overloaded
-from common.requests.reasoning import Thought
+from common.requests.reasoning import ReasoningTokens
 from engine.grammar.bits import allow
 from engine.grammar.grammar_verifier import S_PER_TOKEN
-from engine.grammar.reasoning import Stage, ThoughtReader
+from engine.grammar.reasoning import ReasoningStage, ReasoningTracker
 
 ALLOWANCE_S = 2.0  # CPU seconds for each response
 MAX_STUCK = 4  # threads whose matcher was too slow for a step and has not returned yet
@@ -56,7 +56,7 @@ class Match:
     def __init__(
         self,
         compiled: CompiledGuide,
-        thought: Thought | None,
+        thought: ReasoningTokens | None,
         thinking: NDArray[np.int32],
         threads: "MatchThreads",
     ) -> None:
@@ -74,7 +74,7 @@ class Match:
         self.busy = False
         self.fault = ""
         self._matcher: Any = GrammarMatcher(compiled.grammar)
-        self._reader = ThoughtReader(thought)
+        self._reader = ReasoningTracker(thought)
         self._opens = None if thought is None else thought.open
         self._thinking = thinking
         self._tokens: list[int] | None = []  # to follow. None: the mask is ready
@@ -136,11 +136,11 @@ class Match:
         if self.fault:
             return
         self.mask[:] = -1
-        if self._reader.stage is Stage.INSIDE:
+        if self._reader.stage is ReasoningStage.INSIDE:
             self.mask[:] = self._thinking
         elif not matcher.is_terminated():
             matcher.fill_next_token_bitmask(self.mask[None], 0)
-            if self._reader.stage is Stage.AHEAD and self._opens is not None:
+            if self._reader.stage is ReasoningStage.AHEAD and self._opens is not None:
                 allow(self.mask, self._opens)
         self._tokens = None
 

@@ -3,23 +3,23 @@
 from collections.abc import Sequence
 from enum import Enum, auto
 
-from common.requests.reasoning import Thought
+from common.requests.reasoning import ReasoningTokens
 
 
-class Stage(Enum):
+class ReasoningStage(Enum):
     AHEAD = auto()  # the first token decides whether there is reasoning
     INSIDE = auto()
     BEHIND = auto()
 
 
-class ThoughtReader:
+class ReasoningTracker:
     """The reasoning of one response.
 
     Attributes:
         num_tokens: reasoning tokens so far, without the delimiters.
     """
 
-    def __init__(self, thought: Thought | None) -> None:
+    def __init__(self, thought: ReasoningTokens | None) -> None:
         """Start at the first token of a response.
 
         Args:
@@ -28,24 +28,24 @@ class ThoughtReader:
         self._thought = thought
         self.num_tokens = 0
         if thought is None:
-            self.stage = Stage.BEHIND
+            self.stage = ReasoningStage.BEHIND
         else:
-            self.stage = Stage.INSIDE if thought.open is None else Stage.AHEAD
+            self.stage = ReasoningStage.INSIDE if thought.open is None else ReasoningStage.AHEAD
 
     def read(self, tokens: Sequence[int]) -> Sequence[int]:
         """Read the next tokens. Return those after the reasoning."""
         if self._thought is None or not tokens:
             return tokens
-        if self.stage is Stage.AHEAD:
+        if self.stage is ReasoningStage.AHEAD:
             opens = tokens[0] == self._thought.open
-            self.stage = Stage.INSIDE if opens else Stage.BEHIND
+            self.stage = ReasoningStage.INSIDE if opens else ReasoningStage.BEHIND
             tokens = tokens[1:] if opens else tokens
-        if self.stage is Stage.BEHIND:
+        if self.stage is ReasoningStage.BEHIND:
             return tokens
         if self._thought.close not in tokens:
             self.num_tokens += len(tokens)
             return ()
         end = tokens.index(self._thought.close)
         self.num_tokens += end
-        self.stage = Stage.BEHIND
+        self.stage = ReasoningStage.BEHIND
         return tokens[end + 1 :]

@@ -20,8 +20,8 @@ import msgspec
 
 from common.errors import InvalidRequest
 from common.process import helper_program
-from common.requests.guide import Guide
-from engine.grammar.compilers import Compilers, prepared
+from common.requests.guide import GuidedDecoding
+from engine.grammar.compilers import GrammarCompilers, prepared
 from engine.grammar.grammar_verifier import S_PER_TOKEN, Verdict
 from engine.grammar.walks import NUM_TOKENS, WALKS_S, TooDear, Walks
 
@@ -30,17 +30,17 @@ _SLACK_S = 2  # CPU seconds in addition to the walks', for the one call that the
 
 def main(directory: str, vocabulary: str, eos: str, *descriptors: str) -> None:
     eos_token_ids = [int(token) for token in eos.split(",") if token]
-    compilers = Compilers.of_model(Path(directory), int(vocabulary), eos_token_ids)
+    compilers = GrammarCompilers.of_model(Path(directory), int(vocabulary), eos_token_ids)
     walks = Walks(compilers.words, eos_token_ids)
 
     def tried(content: bytes) -> bytes:
-        guide = msgspec.msgpack.decode(content, type=Guide)
+        guide = msgspec.msgpack.decode(content, type=GuidedDecoding)
         return msgspec.msgpack.encode(_verdict(compilers, walks, guide))
 
     helper_program.serve(descriptors, tried)
 
 
-def _verdict(compilers: Compilers, walks: Walks, guide: Guide) -> Verdict:
+def _verdict(compilers: GrammarCompilers, walks: Walks, guide: GuidedDecoding) -> Verdict:
     """Verify the guide, in the process forked for it. Raises MemoryError."""
     try:
         form = prepared(guide)

@@ -1,6 +1,6 @@
 """Events of the prefix cache for its subscribers: pages that were added or removed.
 
-    RadixCache --stored, removed--> CacheJournal --take--> CacheEvents --> the desk, once a step
+    PrefixCache --stored, removed--> CacheJournal --take--> CacheEvents --> the desk, once a step
 
 Without a subscriber there is no journal, and the tree only checks `is None`. A page is named by the
 prefix that it ends (common/requests/prefix_hash.py). This module does not know the subscribers.
@@ -54,7 +54,7 @@ class CacheJournal:
             self._is_stored.clear()
 
 
-class Journalled(Protocol):
+class RecordedChange(Protocol):
     """The prefix cache, as this module uses it."""
 
     @property
@@ -72,7 +72,7 @@ class Journalled(Protocol):
 class CacheEvents:
     """The event source of one cache, which may be stopped. Engine thread only."""
 
-    def __init__(self, cache: Journalled, max_pages: int = MAX_UNTOLD) -> None:
+    def __init__(self, cache: RecordedChange, max_pages: int = MAX_UNTOLD) -> None:
         self._cache = cache
         self._max_pages = max_pages
         self._journal: CacheJournal | None = None

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from common.errors import ConfigError
 from common.page_tables import PageTables
-from engine.kv_cache.states import Cells, DraftState, State
+from engine.kv_cache.states import DraftState, LayerState, StateCells
 from kernels.linear_attention.state_cells import CellView
 
 MAX_PADDING = 0.05  # maximum share of a request's pages at each of these lengths
@@ -41,7 +41,7 @@ class CellPlace:
     They begin at page `first_page` of the state. Head h of layer l is cell h * num_layers + l.
     """
 
-    cells: Cells
+    cells: StateCells
     first_page: int
     per_page: int
     index: int
@@ -53,7 +53,7 @@ class LayerPlace:
     """The place of a layer's KV: in the pages of `table`, as layer `index` of `num_layers`.
     `cells`: the places of its cells in the state's pages."""
 
-    state: State
+    state: LayerState
     table: int
     index: int
     num_layers: int
@@ -105,7 +105,7 @@ class KVLayout:
     @classmethod
     def of(
         cls,
-        layers: Sequence[State],
+        layers: Sequence[LayerState],
         page_size: int,
         dtype: torch.dtype,
         kept_in: torch.dtype | None = None,
@@ -141,7 +141,7 @@ class KVLayout:
     @classmethod
     def _with(
         cls,
-        layers: Sequence[State],
+        layers: Sequence[LayerState],
         page_size: int,
         dtype: torch.dtype,
         cell_dtype: torch.dtype,
@@ -176,7 +176,7 @@ class KVLayout:
         page_bytes = _aligned(vector + draft.vector * self.cell_dtype.itemsize)
         return replace(self, page_bytes=page_bytes, draft=DraftPlace(draft, layer, vector))
 
-    def _and_cells(self, layers: Sequence[State]) -> "KVLayout":
+    def _and_cells(self, layers: Sequence[LayerState]) -> "KVLayout":
         cells, state_pages = _cell_places(layers, self.page_size, self.cell_dtype, self.page_bytes)
         places = tuple(
             replace(place, cells=mine) for place, mine in zip(self.places, cells, strict=True)
@@ -245,7 +245,7 @@ class KVLayout:
         vectors = pages[:, place.vector :].view(self.cell_dtype)[:, : place.state.vector]
         return DraftView(tokens, vectors.view(len(pages), 1, 2, 1, place.state.vector // 2))
 
-    def _of_tokens(self, pages: Tensor, state: State, index: int, num_layers: int) -> Tensor:
+    def _of_tokens(self, pages: Tensor, state: LayerState, index: int, num_layers: int) -> Tensor:
         """Return the view of layer `index` of `num_layers` layers that begin where `pages` do."""
         heads, vectors, size = state.shape
         part = self.page_size * size
@@ -276,7 +276,7 @@ class KVLayout:
 
 
 def _cell_places(
-    layers: Sequence[State], page_size: int, dtype: torch.dtype, page_bytes: int
+    layers: Sequence[LayerState], page_size: int, dtype: torch.dtype, page_bytes: int
 ) -> tuple[list[tuple[CellPlace, ...]], int]:
     """Return the places of each layer's cells, and the number of pages of a state."""
     places: list[list[CellPlace]] = [[] for _ in layers]
@@ -310,5 +310,5 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNED) * ALIGNED
 
 
-def _token_bytes(state: State, dtype: torch.dtype) -> int:
+def _token_bytes(state: LayerState, dtype: torch.dtype) -> int:
     return state.token_numbers * dtype.itemsize

@@ -19,7 +19,7 @@ _ONE = np.array(1, np.int32)
 Pages: TypeAlias = NDArray[np.integer[Any]]  # numpy indexes fastest with np.intp
 
 
-class Holder(IntEnum):
+class PageHolder(IntEnum):
     """The reason why a page must not be reused."""
 
     REQUEST = 0  # in a live request's page table; the radix lock is this hold
@@ -86,7 +86,7 @@ class AscendingRuns:
         self._freed.clear()
 
 
-class LastFreed:
+class LifoFreeList:
     """A LIFO free list for tests: a page that is dropped too early is reused at once."""
 
     def __init__(self, num_pages: int) -> None:
@@ -119,7 +119,7 @@ class PageAllocator:
 
     Attributes:
         num_pages: pages in the pool, constant.
-        num_evictable: pages that `RadixCache.evict` can free now.
+        num_evictable: pages that `PrefixCache.evict` can free now.
         num_released: total pages that went out of use. Callers that found no free pages retry
             when it has changed.
     """
@@ -128,28 +128,28 @@ class PageAllocator:
         self.num_pages = num_pages
         self.num_evictable = 0
         self.num_released = 0
-        self._free: FreeList = LastFreed(num_pages) if lifo else AscendingRuns(num_pages)
-        self._holds = np.zeros((len(Holder), num_pages), np.int32)
+        self._free: FreeList = LifoFreeList(num_pages) if lifo else AscendingRuns(num_pages)
+        self._holds = np.zeros((len(PageHolder), num_pages), np.int32)
         self._of = tuple(self._holds)  # by holder, views
-        self._cached = self._of[Holder.CACHE]
+        self._cached = self._of[PageHolder.CACHE]
         self._total = np.zeros(num_pages, np.int32)  # column sums of _holds
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
-    def allocate(self, num_pages: int, holder: Holder) -> Ints | None:
+    def allocate(self, num_pages: int, holder: PageHolder) -> Ints | None:
         """Allocate free pages and hold them for `holder`. All or nothing; never evicts."""
         if num_pages > len(self._free):
             return None
         pages = self._free.take(num_pages)
         self._holds[holder, pages] = 1
         self._total[pages] = 1
-        if holder is Holder.CACHE:
+        if holder is PageHolder.CACHE:
             self.num_evictable += num_pages
         return pages
 
-    def hold(self, pages: Pages, holder: Holder) -> None:
+    def hold(self, pages: Pages, holder: PageHolder) -> None:
         """Add a hold on pages that are already held.
 
         Raises:
@@ -158,23 +158,23 @@ class PageAllocator:
         total = self._total[pages]
         if np.count_nonzero(total) < len(pages):
             raise EngineFault(f"{holder.name} wants to hold free pages {pages[total == 0]}")
-        if self.num_evictable and holder is not Holder.CACHE:
+        if self.num_evictable and holder is not PageHolder.CACHE:
             self.num_evictable -= int(np.count_nonzero(total <= self._cached[pages]))
         self._of[holder][pages] += _ONE
         self._total[pages] = total + _ONE
 
-    def hold_even_free(self, pages: Pages, holder: Holder) -> None:
+    def hold_even_free(self, pages: Pages, holder: PageHolder) -> None:
         """Add a hold as `hold` does, and remove free pages from the free list. O(free pages)."""
         free = pages[self._total[pages] == 0].astype(np.int32)
         if len(free):
             self._free.remove(free)
             self._holds[holder, free] = 1
             self._total[free] = 1
-            if holder is Holder.CACHE:
+            if holder is PageHolder.CACHE:
                 self.num_evictable += len(free)
         self.hold(pages[~np.isin(pages, free)], holder)
 
-    def drop(self, pages: Pages, holder: Holder) -> None:
+    def drop(self, pages: Pages, holder: PageHolder) -> None:
         """End one hold of this kind on each page. Pages without any holds become free.
 
         Raises:
@@ -192,7 +192,7 @@ class PageAllocator:
         if not num_loose:
             return
         free = pages[total == 0].astype(np.int32)
-        if holder is Holder.CACHE:
+        if holder is PageHolder.CACHE:
             self.num_evictable -= len(free)
         else:
             self.num_evictable += num_loose - len(free)
@@ -200,14 +200,14 @@ class PageAllocator:
         if len(free):
             self._free.put(free)
 
-    def held_only_by(self, pages: Pages, holder: Holder) -> NDArray[np.bool_]:
+    def held_only_by(self, pages: Pages, holder: PageHolder) -> NDArray[np.bool_]:
         """Return for each page whether `holder` is its only kind of holder. False for free
         pages."""
         total = self._total[pages]
         only: NDArray[np.bool_] = (total > 0) & (self._holds[holder, pages] == total)
         return only
 
-    def holds(self, holder: Holder) -> Ints:
+    def holds(self, holder: PageHolder) -> Ints:
         """Return the number of holds of this kind on each page of the pool. A copy."""
         counts: Ints = self._holds[holder].copy()
         return counts
@@ -216,12 +216,12 @@ class PageAllocator:
         """Count the free pages and the pages of each kind of holder. The sum is the pool.
         O(num_pages).
 
-        A page with several kinds of holders counts for the first in the order of Holder. "cache"
-        therefore counts the evictable pages.
+        A page with several kinds of holders counts for the first in the order of PageHolder.
+        "cache" therefore counts the evictable pages.
         """
         counts = {"free": self.num_free}
         left = self._total > 0
-        for holder in Holder:
+        for holder in PageHolder:
             mine = left & (self._of[holder] > 0)
             counts[holder.name.lower()] = int(np.count_nonzero(mine))
             left &= ~mine

@@ -23,16 +23,16 @@ from common.page_tables import PageTables
 from common.requests.namespace import SHARED, Namespace
 from common.requests.prefix_hash import BYTES_PER_TOKEN, PrefixHasher
 from engine.batch.batch import Ints
-from engine.batch.holding import Holding
+from engine.batch.holding import PageHolding
 from engine.kv_cache.cache_events import CacheJournal
 from engine.kv_cache.page_keys import PageKey, page_keys
-from engine.kv_cache.pages import Holder, PageAllocator
-from engine.kv_cache.radix_nodes import Node, TreePages, present
+from engine.kv_cache.pages import PageAllocator, PageHolder
+from engine.kv_cache.radix_nodes import RadixNode, TreePages, present
 from engine.kv_cache.radix_states import NO_STATE, TreeStates
 from engine.kv_cache.radix_windows import TreeWindows
 
 
-class Match(NamedTuple):
+class PrefixMatch(NamedTuple):
     """The longest cached prefix that a request can continue from: its tokens, in whole pages.
 
     Attributes:
@@ -41,7 +41,7 @@ class Match(NamedTuple):
     """
 
     num_tokens: int
-    holding: Holding
+    holding: PageHolding
     shared: Ints
     state: Ints = NO_STATE
 
@@ -51,11 +51,11 @@ class Match(NamedTuple):
         return np.concatenate((self.holding.flat(), self.state))
 
 
-class Below(Protocol):
+class LowerTier(Protocol):
     """A tier that keeps pages evicted from the tree. It identifies pages by key and name, see
     Node."""
 
-    def learnt(self, node: Node) -> None:
+    def learnt(self, node: RadixNode) -> None:
         """Note that the tree has this node's pages, and all above."""
         ...
 
@@ -81,7 +81,7 @@ class Below(Protocol):
         ...
 
 
-class RadixCache:
+class PrefixCache:
     """Pages of KV by the tokens they hold. Engine thread only.
 
     Source: RadixAttention, Zheng et al. 2024, section 3.
@@ -105,14 +105,14 @@ class RadixCache:
         self._windows = TreeWindows(PageTables(page_size, windows), self._pages)
         self._states = TreeStates(state_pages, self._pages, pages)
         self._no_pages = np.empty((len(windows), 0), np.int32)
-        self._root = Node(0, b"", np.empty(0, np.int32), self._no_pages, None)
-        self._leaves: list[tuple[int, int, Node]] = []  # heap by last use, as of the push
+        self._root = RadixNode(0, b"", np.empty(0, np.int32), self._no_pages, None)
+        self._leaves: list[tuple[int, int, RadixNode]] = []  # heap by last use, as of the push
         self._clock = 0
         self._numbers = 0
         self._journal: CacheJournal | None = None
-        self._below: Below | None = None
+        self._below: LowerTier | None = None
 
-    def keep_below(self, below: Below) -> None:
+    def keep_below(self, below: LowerTier) -> None:
         """Report pages inserted from now on to the lower tier. The tree must be empty."""
         self._below = below
 
@@ -121,7 +121,7 @@ class RadixCache:
         """Pages in the tree."""
         return self._pages.num_held
 
-    def match(self, token_ids: Ints, namespace: Namespace = SHARED) -> Match:
+    def match(self, token_ids: Ints, namespace: Namespace = SHARED) -> PrefixMatch:
         """Return the longest cached prefix in the namespace, in whole pages, and mark it as used.
 
         The caller must hold the pages before the next eviction. Changes no node's pages.
@@ -129,7 +129,7 @@ class RadixCache:
         """
         self._clock += 1
         found: list[Ints] = [self._no_pages]
-        path: list[tuple[Node, int]] = []  # each with its start, in pages
+        path: list[tuple[RadixNode, int]] = []  # each with its start, in pages
         num_pages = 0
         for node, common in self._path(token_ids, namespace):
             node.last_used = self._clock
@@ -143,9 +143,9 @@ class RadixCache:
             num_pages, state = self._last_resumable(path, pages)
             _note_resumed(path, num_pages)
             pages = self._windows.within(pages[:, :num_pages], num_pages)
-        return Match(num_pages * self.page_size, Holding(pages), shared, state)
+        return PrefixMatch(num_pages * self.page_size, PageHolding(pages), shared, state)
 
-    def _last_resumable(self, path: list[tuple[Node, int]], pages: Ints) -> tuple[int, Ints]:
+    def _last_resumable(self, path: list[tuple[RadixNode, int]], pages: Ints) -> tuple[int, Ints]:
         """Return the largest number of a path's pages, [tables, n], after which a request can
         continue, and the state at that point."""
         num_pages, state = pages.shape[1], NO_STATE
@@ -171,7 +171,7 @@ class RadixCache:
     def insert(
         self,
         token_ids: Ints,
-        holding: Holding,
+        holding: PageHolding,
         namespace: Namespace = SHARED,
         *,
         state: Ints = NO_STATE,
@@ -233,7 +233,7 @@ class RadixCache:
         """Pages that `allocate` can return: free ones and those that only the tree holds."""
         return self._pool.num_free + self._pool.num_evictable
 
-    def allocate(self, num_pages: int, holder: Holder) -> Ints | None:
+    def allocate(self, num_pages: int, holder: PageHolder) -> Ints | None:
         """Allocate as PageAllocator.allocate does, evicting as needed. Evicts nothing if it must
         fail."""
         short = num_pages - self._pool.num_free
@@ -297,7 +297,7 @@ class RadixCache:
         nodes = list(self._root.below())
         in_tree = [page for node in nodes for page in present(node.pages).tolist()]
         in_tree += [page for node in nodes for page in node.state.tolist()]
-        held = np.flatnonzero(self._pool.holds(Holder.CACHE)).tolist()
+        held = np.flatnonzero(self._pool.holds(PageHolder.CACHE)).tolist()
         if sorted(in_tree) != held or len(in_tree) != self.num_pages:
             raise EngineFault(
                 f"cache: {len(in_tree)} pages in the tree, {self.num_pages} counted, "
@@ -315,7 +315,7 @@ class RadixCache:
                 if not found or not key.endswith(self._key(child.tokens)):
                     raise EngineFault(f"cache: node {child.number} hangs in the wrong place")
 
-    def _path(self, token_ids: Ints, namespace: Namespace) -> Iterator[tuple[Node, int]]:
+    def _path(self, token_ids: Ints, namespace: Namespace) -> Iterator[tuple[RadixNode, int]]:
         """Yield each node along the longest match, and how many of its pages match (never 0)."""
         size = self.page_size
         node, at, end = self._root, 0, len(token_ids) // size * size
@@ -337,16 +337,16 @@ class RadixCache:
     def _key(self, tokens: Ints) -> bytes:
         return tokens[: self.page_size].tobytes()
 
-    def _add_child(self, parent: Node, key: bytes, tokens: Ints, pages: Ints) -> Node:
+    def _add_child(self, parent: RadixNode, key: bytes, tokens: Ints, pages: Ints) -> RadixNode:
         self._numbers += 1
-        node = Node(self._numbers, key, tokens, pages, parent)
+        node = RadixNode(self._numbers, key, tokens, pages, parent)
         node.last_used = self._clock
         parent.children[key] = node
         self._queue(node)
         self._windows.note_passed(parent)
         return node
 
-    def _name(self, node: Node, namespace: Namespace, above: Ints) -> None:
+    def _name(self, node: RadixNode, namespace: Namespace, above: Ints) -> None:
         """Set the keys and names of a node that was added after these tokens, where they are
         needed."""
         if self._below is not None:
@@ -358,7 +358,7 @@ class RadixCache:
         if self._journal is not None:
             self._journal.stored(node.names)
 
-    def _split(self, node: Node, num_pages: int) -> Node:
+    def _split(self, node: RadixNode, num_pages: int) -> RadixNode:
         """Move the first pages of `node` into a new node above it. Return the new node."""
         assert node.parent is not None
         cut = num_pages * self.page_size
@@ -375,14 +375,14 @@ class RadixCache:
         self._windows.note_passed(upper)
         return upper
 
-    def _queue(self, node: Node) -> None:
+    def _queue(self, node: RadixNode) -> None:
         if not node.queued:
             node.queued = True
             heapq.heappush(self._leaves, (node.last_used, node.number, node))
 
     def _evict_leaves(self, num_pages: int) -> int:
         freed = 0
-        in_use: list[Node] = []
+        in_use: list[RadixNode] = []
         while freed < num_pages and self._pool.num_evictable and self._leaves:
             used, _, node = heapq.heappop(self._leaves)
             node.queued = False
@@ -406,7 +406,7 @@ class RadixCache:
             self._queue(node)
         return freed
 
-    def _trim(self, leaf: Node, num_pages: int) -> None:
+    def _trim(self, leaf: RadixNode, num_pages: int) -> None:
         """Shorten a leaf to `num_pages`, without its state. A leaf without pages is removed."""
         parent = leaf.parent
         assert parent is not None
@@ -425,7 +425,7 @@ class RadixCache:
         if not parent.children and parent is not self._root:
             self._queue(parent)
 
-    def _tell_trimmed(self, leaf: Node, num_pages: int) -> None:
+    def _tell_trimmed(self, leaf: RadixNode, num_pages: int) -> None:
         lost: Iterable[int] = leaf.names[num_pages:]
         if self._below is not None:
             lost = self._below.left(leaf.keys[num_pages:], leaf.names[num_pages:])
@@ -452,13 +452,13 @@ class RadixCache:
                 nodes.extend(node.children.values())
         return self._pool.num_free - before
 
-    def _forget(self, node: Node) -> None:
+    def _forget(self, node: RadixNode) -> None:
         """Remove a node and all below it from the tree."""
         for gone in reversed([node, *node.below()]):
             self._trim(gone, 0)
 
 
-def _note_resumed(path: list[tuple[Node, int]], num_pages: int) -> None:
+def _note_resumed(path: list[tuple[RadixNode, int]], num_pages: int) -> None:
     """Mark the node in which a request continues after `num_pages` pages. The path has each node's
     start."""
     for node, start in path:

@@ -8,10 +8,10 @@ from numpy.typing import NDArray
 
 from engine.batch.batch import Ints
 from engine.kv_cache.page_keys import PageKey
-from engine.kv_cache.pages import Holder, PageAllocator
+from engine.kv_cache.pages import PageAllocator, PageHolder
 
 
-class Node:
+class RadixNode:
     """A run of pages without a branch. Its children begin with different pages of tokens."""
 
     __slots__ = (
@@ -33,7 +33,7 @@ class Node:
     )
 
     def __init__(
-        self, number: int, key: bytes, tokens: Ints, pages: Ints, parent: "Node | None"
+        self, number: int, key: bytes, tokens: Ints, pages: Ints, parent: "RadixNode | None"
     ) -> None:
         self.number = number
         # Key among its parent's children: its first page of tokens, preceded by the namespace
@@ -42,7 +42,7 @@ class Node:
         self.tokens = tokens  # [pages.shape[1] * page_size]
         self.pages = pages  # [tables, any], NO_PAGE outside kept windows
         self.parent = parent  # None: the root, or removed
-        self.children: dict[bytes, Node] = {}
+        self.children: dict[bytes, RadixNode] = {}
         self.last_used = 0
         self.queued = False  # has an entry in the heap of leaves
         self.passed = False  # is in the queue of nodes that have a child
@@ -61,14 +61,14 @@ class Node:
         num_pages: int = self.pages.shape[1]
         return num_pages
 
-    def above(self) -> Iterator["Node"]:
+    def above(self) -> Iterator["RadixNode"]:
         """Yield every node above except the root, the nearest first."""
         node = self.parent
         while node is not None and node.parent is not None:
             yield node
             node = node.parent
 
-    def below(self) -> Iterator["Node"]:
+    def below(self) -> Iterator["RadixNode"]:
         """Yield every node below, parents before children."""
         nodes = list(self.children.values())
         while nodes:
@@ -91,20 +91,20 @@ class TreePages:
     def hold(self, pages: Ints) -> None:
         """Hold pages for CACHE. Entries may be NO_PAGE."""
         there = present(pages)
-        self._pool.hold(there, Holder.CACHE)
+        self._pool.hold(there, PageHolder.CACHE)
         self.num_held += len(there)
 
     def let_go(self, pages: Ints) -> None:
         there = present(pages)
         self.num_held -= len(there)
-        self._pool.drop(there, Holder.CACHE)
+        self._pool.drop(there, PageHolder.CACHE)
 
-    def alone(self, node: Node) -> NDArray[np.bool_]:
+    def alone(self, node: RadixNode) -> NDArray[np.bool_]:
         """Return where there is a page that only the tree holds: [tables, n]."""
-        only = self._pool.held_only_by(node.pages.ravel(), Holder.CACHE)
+        only = self._pool.held_only_by(node.pages.ravel(), PageHolder.CACHE)
         return only.reshape(node.pages.shape) & (node.pages >= 0)
 
-    def loose_at_end(self, node: Node) -> int:
+    def loose_at_end(self, node: RadixNode) -> int:
         """Return the number of pages at its end that have no other holder in any table."""
         in_use = (~self.alone(node) & (node.pages >= 0)).any(axis=0)
         held = np.flatnonzero(in_use)

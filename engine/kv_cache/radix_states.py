@@ -11,8 +11,8 @@ from collections import deque
 import numpy as np
 
 from engine.batch.batch import Ints
-from engine.kv_cache.pages import Holder, PageAllocator
-from engine.kv_cache.radix_nodes import Node, TreePages
+from engine.kv_cache.pages import PageAllocator, PageHolder
+from engine.kv_cache.radix_nodes import RadixNode, TreePages
 
 NO_STATE = np.empty(0, np.int32)
 
@@ -24,13 +24,13 @@ class TreeStates:
         self._state_pages = state_pages
         self._pages = pages
         self._pool = pool
-        self._having: dict[Node, None] = {}  # nodes with a state
-        self._passed: deque[Node] = deque()  # nodes with a deeper state below
+        self._having: dict[RadixNode, None] = {}  # nodes with a state
+        self._passed: deque[RadixNode] = deque()  # nodes with a deeper state below
 
     def __bool__(self) -> bool:
         return self._state_pages > 0
 
-    def deepest(self, path: list[tuple[Node, int]], num_pages: int) -> tuple[int, Ints]:
+    def deepest(self, path: list[tuple[RadixNode, int]], num_pages: int) -> tuple[int, Ints]:
         """Return the last position on a path, after at most `num_pages` pages, at which a request
         can continue, and its state. Position 0 needs no state.
 
@@ -42,7 +42,7 @@ class TreeStates:
                 return start + node.num_pages, node.state
         return 0, NO_STATE
 
-    def add(self, node: Node, state: Ints) -> None:
+    def add(self, node: RadixNode, state: Ints) -> None:
         """Hold a state at the node's end, unless there is one."""
         if len(node.state) or not len(state):
             return
@@ -56,7 +56,7 @@ class TreeStates:
         if above is not None:
             self._passed.append(above)
 
-    def drop(self, node: Node) -> int:
+    def drop(self, node: RadixNode) -> int:
         """Release the node's state, if it has one. Return the number of freed pages."""
         state, node.state = node.state, NO_STATE
         if not len(state):
@@ -97,5 +97,5 @@ class TreeStates:
                 freed += self.drop(node)
         return freed
 
-    def _alone(self, node: Node) -> bool:
-        return bool(self._pool.held_only_by(node.state, Holder.CACHE).all())
+    def _alone(self, node: RadixNode) -> bool:
+        return bool(self._pool.held_only_by(node.state, PageHolder.CACHE).all())

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from common.page_tables import PageTables
 from engine.batch.batch import Ints
 from engine.batch.holding import NO_PAGE
-from engine.kv_cache.radix_nodes import Node, TreePages
+from engine.kv_cache.radix_nodes import RadixNode, TreePages
 
 
 class TreeWindows:
@@ -23,7 +23,7 @@ class TreeWindows:
         self._sliding = tables.sliding
         self._has_window = np.array([[window is not None] for window in tables.windows])
         self._pages = pages
-        self._passed: deque[Node] = deque()  # nodes with a child, to be checked
+        self._passed: deque[RadixNode] = deque()  # nodes with a child, to be checked
 
     def __bool__(self) -> bool:
         return bool(self._sliding)
@@ -41,13 +41,13 @@ class TreeWindows:
             kept[table, : self._tables.live_from(table, num_tokens)] = NO_PAGE
         return kept
 
-    def note_passed(self, node: Node) -> None:
+    def note_passed(self, node: RadixNode) -> None:
         """Note that the node has a child: its own windows may be obsolete."""
         if self._sliding and node.parent is not None and not node.passed:
             node.passed = True
             self._passed.append(node)
 
-    def fill(self, node: Node, pages: Ints) -> None:
+    def fill(self, node: RadixNode, pages: Ints) -> None:
         """Add pages that a node lacks among its first ones."""
         if self._sliding:
             mine = node.pages[:, : pages.shape[1]]
@@ -70,7 +70,7 @@ class TreeWindows:
                 freed += self._thin(node)
         return freed
 
-    def drop(self, node: Node, which: NDArray[np.bool_]) -> int:
+    def drop(self, node: RadixNode, which: NDArray[np.bool_]) -> int:
         """Release a node's pages in tables with windows, where [tables, pages] is true. Return how
         many."""
         which = which & self._has_window
@@ -84,7 +84,7 @@ class TreeWindows:
         """Note that the tree is empty."""
         self._passed.clear()
 
-    def _thin(self, node: Node) -> int:
+    def _thin(self, node: RadixNode) -> int:
         """Return the number of freed pages. Pages with other holders are checked again later."""
         below = _tokens_to_next_end(node)
         spare = np.zeros(node.pages.shape, np.bool_)
@@ -111,7 +111,7 @@ def last_within(tables: PageTables, pages: Ints) -> int:
     return int(np.flatnonzero(whole)[-1])
 
 
-def _tokens_to_next_end(node: Node) -> int:
+def _tokens_to_next_end(node: RadixNode) -> int:
     """Return the tokens from a node's end to the first end below from which a request continued, or
     may continue: a branch, or a leaf's end."""
     num_tokens = 0

@@ -8,7 +8,7 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
-class Cells:
+class StateCells:
     """A tensor of a request, in `count` parts (heads) that are stored separately.
 
     shape: of a part. dtype: None: the one that the model computes in.
@@ -24,7 +24,7 @@ class Cells:
         return math.prod(self.shape) * (self.dtype or computed_in).itemsize
 
 
-class State(Protocol):
+class LayerState(Protocol):
     """The data that a layer keeps. Properties that do not apply are empty and take no memory."""
 
     @property
@@ -38,7 +38,7 @@ class State(Protocol):
         ...
 
     @property
-    def cells(self) -> tuple[Cells, ...]:
+    def cells(self) -> tuple[StateCells, ...]:
         """Cells kept per request, whatever its length."""
         ...
 
@@ -69,7 +69,7 @@ class PagedKV:
         return 2 * self.kv_heads * self.head_dim
 
     @property
-    def cells(self) -> tuple[Cells, ...]:
+    def cells(self) -> tuple[StateCells, ...]:
         return ()
 
     @property
@@ -96,7 +96,7 @@ class PagedLatent:
         return self.size
 
     @property
-    def cells(self) -> tuple[Cells, ...]:
+    def cells(self) -> tuple[StateCells, ...]:
         return ()
 
     @property
@@ -113,7 +113,7 @@ class DraftState:
     """The data that a drafter keeps: per token the data of a layer, and per page a vector of
     `vector` numbers. `vector` is even."""
 
-    layer: State
+    layer: LayerState
     vector: int
 
     @property
@@ -122,10 +122,10 @@ class DraftState:
 
 
 @dataclass(frozen=True, slots=True)
-class Recurrent:
+class RecurrentState:
     """Tensors that every token updates, and whose size does not depend on the number of tokens."""
 
-    cells: tuple[Cells, ...]
+    cells: tuple[StateCells, ...]
 
     @property
     def window(self) -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from common.distribution import Counted
+from common.distribution import HistogramCounts
 from common.logs import kv
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class Compiles:
             "total_kernel_compile_seconds": self._seconds,
         }
 
-    def distributions(self) -> Mapping[str, Counted]:
+    def distributions(self) -> Mapping[str, HistogramCounts]:
         return {}
 
     def _begin(self, **_: Any) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import NoReturn, Protocol
 
 from common.logs import kv
-from common.requests.request_trace import Flight
+from common.requests.request_trace import RequestTrace
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ NUM_TOLD = 256  # limit including the current ones
 Fields = Mapping[str, object]  # of a log line
 
 
-class Standing(Protocol):
+class StalledEngine(Protocol):
     """A role of a stalled engine. Called on another thread than the engine thread, which is
     stuck."""
 
@@ -35,13 +35,13 @@ class Standing(Protocol):
         progress."""
         ...
 
-    def flights(self, num_ended: int) -> Iterable[tuple[str, Flight]]:
+    def flights(self, num_ended: int) -> Iterable[tuple[str, RequestTrace]]:
         """Return the request id and the events of each current request and of the last `num_ended`
         ended ones."""
         ...
 
 
-def tell(seconds: float, role: Standing) -> None:
+def tell(seconds: float, role: StalledEngine) -> None:
     """Log all queues, every open hand-off, the last events of requests, and every thread's
     stack."""
     log.error("the engine stands still and ends %s", kv(seconds=seconds, **role.queues()))

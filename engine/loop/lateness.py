@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from common.process.standstill import Standstill
+from common.process.standstill import StallMonitor
 from engine.loop.clock import StepClock
 
 
@@ -19,7 +19,7 @@ class Lateness:
     ) -> None:
         self._clock = clock
         self._now = now
-        self._standstill = Standstill(look_s, now)
+        self._standstill = StallMonitor(look_s, now)
 
     def look(self) -> float:
         """Return the seconds without progress beyond what the current step may take."""

@@ -8,13 +8,13 @@ import threading
 import time
 from typing import Protocol
 
-from engine.batch.batch import BatchResult, ForwardMode, Launched, Runner, ScheduleBatch
+from engine.batch.batch import BatchResult, BatchRunner, ForwardMode, LaunchedBatch, ScheduleBatch
 from engine.loop.clock import StepClock
 
 _PROMPTS = (ForwardMode.EXTEND, ForwardMode.MIXED)
 
 
-class Role(Protocol):
+class EngineRole(Protocol):
     """The part that makes a node a prefill or a decode node. Called by the engine thread only."""
 
     def poll(self) -> None:
@@ -48,8 +48,8 @@ class EventLoop:
 
     def __init__(
         self,
-        role: Role,
-        runner: Runner,
+        role: EngineRole,
+        runner: BatchRunner,
         *,
         overlap: bool = True,
         overlap_prefills: bool = True,
@@ -65,7 +65,7 @@ class EventLoop:
     def run(self) -> None:
         """Run steps until stopped, then finish the step in flight. Raises the error of any part,
         because a failed engine must not run another step."""
-        in_flight: Launched | None = None
+        in_flight: LaunchedBatch | None = None
         while not self._stopped.is_set():
             in_flight = self.step(in_flight)
         if in_flight is not None:
@@ -76,7 +76,7 @@ class EventLoop:
         sleeps."""
         self._stopped.set()
 
-    def step(self, in_flight: Launched | None) -> Launched | None:
+    def step(self, in_flight: LaunchedBatch | None) -> LaunchedBatch | None:
         """Run one turn. Takes the launch in flight and returns the one in flight afterwards."""
         self.clock.turned()
         self._role.poll()
@@ -104,7 +104,7 @@ class EventLoop:
     def _may_overlap(self, before: ScheduleBatch, batch: ScheduleBatch) -> bool:
         return self._overlap_prefills or not (before.mode in _PROMPTS and batch.mode in _PROMPTS)
 
-    def _finish(self, launched: Launched) -> None:
+    def _finish(self, launched: LaunchedBatch) -> None:
         asked = time.monotonic()
         result = launched.result()
         self.clock.meter.waited_s += time.monotonic() - asked

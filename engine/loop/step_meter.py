@@ -5,7 +5,7 @@ counting them one by one would cost about 3 % of a small batch's step.
 """
 
 from common import bounds
-from common.distribution import Counted, Distribution
+from common.distribution import HistogramCounts, LiveHistogram
 from engine.batch.batch import ForwardMode
 
 _UNCOUNTED = 256  # maximum number of steps per group
@@ -17,9 +17,9 @@ class _Mode:
     __slots__ = ("requests", "seconds", "tokens")
 
     def __init__(self) -> None:
-        self.seconds = Distribution(bounds.STEP_S)
-        self.requests = Distribution(bounds.BATCH_REQUESTS)
-        self.tokens = Distribution(bounds.BATCH_TOKENS)
+        self.seconds = LiveHistogram(bounds.STEP_S)
+        self.requests = LiveHistogram(bounds.BATCH_REQUESTS)
+        self.tokens = LiveHistogram(bounds.BATCH_TOKENS)
 
 
 class StepMeter:
@@ -56,9 +56,9 @@ class StepMeter:
             "total_waited/device": self.waited_s,
         }
 
-    def distributions(self) -> dict[str, Counted]:
+    def distributions(self) -> dict[str, HistogramCounts]:
         self._count_decodes()
-        counted: dict[str, Counted] = {}
+        counted: dict[str, HistogramCounts] = {}
         for mode in ForwardMode:
             of_mode, name = self._modes[mode], mode.name.lower()
             counted[f"step_seconds/{name}"] = of_mode.seconds.counted()

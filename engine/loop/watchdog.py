@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from common.process.standstill import Standstill
+from common.process.standstill import StallMonitor
 from engine.loop.clock import StepClock
 
 _LOOKS = 8  # checks per limit
@@ -37,7 +37,7 @@ class Watchdog:
         self._has_work = has_work
         self._on_stuck = on_stuck
         self._look_s = limit_s / _LOOKS
-        self._standstill = Standstill(self._look_s, now)
+        self._standstill = StallMonitor(self._look_s, now)
         self._seen = (False, -1)
         self._told = False
         self._stopped = threading.Event()

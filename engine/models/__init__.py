@@ -6,14 +6,14 @@ import torch
 
 from common.config import ModelBackend, Quantize, SpeculationConfig
 from engine.models.checkpoint import content
-from engine.models.choice import NO_DRAFTS, Model, Servable, open_checkpoint
+from engine.models.choice import NO_DRAFTS, LoadableModel, Model, open_checkpoint
 from engine.models.fingerprint import constants, fingerprint, stored_of, tokenizer_hash
 from engine.models.spec import ModelSpec
 
 __all__ = [
+    "LoadableModel",
     "Model",
     "ModelSpec",
-    "Servable",
     "constants",
     "content",
     "fingerprint",

@@ -39,7 +39,7 @@ _SIZES = {name: dtype.itemsize for name, dtype in _DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class TensorRequest:
     """A tensor that a model needs, with its allowed dtypes and shapes."""
 
     shape: tuple[int, ...]
@@ -114,7 +114,7 @@ class Checkpoint:
 
     def check(
         self,
-        expected: Mapping[str, Wanted],
+        expected: Mapping[str, TensorRequest],
         ignored: frozenset[str],
         unused: tuple[str, ...] = (),
     ) -> None:

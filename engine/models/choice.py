@@ -12,14 +12,14 @@ from common.errors import ConfigError
 from engine.batch.forward import ForwardBatch
 from engine.kv_cache.kv import KVPool
 from engine.models.blocks.late_states import LateStates
-from engine.models.blocks.protocol import Adapted
+from engine.models.blocks.protocol import AdaptedLinear
 from engine.models.drafting import DraftHead
 from engine.models.families import FAMILIES
 from engine.models.fields import Fields
 from engine.models.linear import Product
 from engine.models.native import NativeCheckpoint
 from engine.models.spec import ModelSpec
-from engine.models.vision.seeing import Seeing
+from engine.models.vision.seeing import VisionTower
 
 NO_DRAFTS = SpeculationConfig()
 
@@ -37,7 +37,7 @@ class Model(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     @property
-    def seeing(self) -> Seeing | None:
+    def seeing(self) -> VisionTower | None:
         """Encoder of images. None if the model takes no images."""
         ...
 
@@ -57,7 +57,7 @@ class Model(Protocol):
         batch: ForwardBatch,
         pool: KVPool,
         future_tokens: Tensor,
-        adapted: Adapted | None = None,
+        adapted: AdaptedLinear | None = None,
         late: LateStates | None = None,
     ) -> Tensor: ...
 
@@ -70,7 +70,7 @@ class Model(Protocol):
         ...
 
 
-class Servable(Protocol):
+class LoadableModel(Protocol):
     """A checkpoint that can be served, before it is loaded.
 
     Attributes:
@@ -143,7 +143,7 @@ def open_checkpoint(
     directory: Path,
     backend: ModelBackend = "auto",
     speculation: SpeculationConfig = NO_DRAFTS,
-) -> Servable:
+) -> LoadableModel:
     """Read a checkpoint's configuration, and that of the configured drafter if it has a layer.
 
     Raises:
@@ -158,7 +158,7 @@ def open_checkpoint(
             f"natively, {kind} is not"
         )
     # Imported here because transformers takes a second to import and native models do not need it.
-    from engine.models.transformers_backend import BorrowedCheckpoint
+    from engine.models.transformers_backend import TransformersCheckpoint
 
     because = "as asked for" if backend == "transformers" else f"{kind} has no blocks here"
-    return BorrowedCheckpoint(directory, because)
+    return TransformersCheckpoint(directory, because)

@@ -13,15 +13,15 @@ from engine.kv_cache.kv import KVPool
 from engine.models.blocks.late_states import LateStates
 from engine.models.blocks.layer import Layer, LayerSpec
 from engine.models.blocks.norm import Norm, RmsNorm
-from engine.models.blocks.protocol import Adapted, Site, Step
-from engine.models.blocks.source import Source
+from engine.models.blocks.protocol import AdaptedLinear, LayerSite, ModelStep
+from engine.models.blocks.source import BlockWeights
 from engine.models.drafting import DraftHead, DraftLayer, DraftLayerSpec
 from engine.models.linear import Linear, Product
 from engine.models.quantized.plain import PLAIN
 from engine.models.quantized.protocol import Scheme
 from engine.models.spec import ModelSpec
 from engine.models.stack import LayerByLayer, stack_of, tap
-from engine.models.vision.seeing import Seeing
+from engine.models.vision.seeing import VisionTower
 from kernels.layers.embedding import embed
 
 
@@ -58,7 +58,7 @@ class DecoderSpec:
         draft = drafter.keeps(self.model.hidden_size)
         return replace(self, model=replace(self.model, draft=draft), drafter=drafter)
 
-    def build(self, source: Source) -> "Decoder":
+    def build(self, source: BlockWeights) -> "Decoder":
         """Return the decoder with weights from `source`."""
         *parts, drafter = self.parts(source)
         embedding, head, classes, *layers, norm = parts
@@ -73,11 +73,11 @@ class DecoderSpec:
             drafter=drafter,
         )
 
-    def parts(self, source: Source) -> Iterator[Any]:
+    def parts(self, source: BlockWeights) -> Iterator[Any]:
         """Yield embedding, head, classes, layers, norm and drafter. Each is made when it is
         requested."""
         rows, hidden = self.model.vocabulary_size, self.model.hidden_size
-        site = Site(source, hidden)
+        site = LayerSite(source, hidden)
         # The largest first: it exists twice while it is made, and nothing else uses memory yet.
         embedding = source.tensor(f"{self.prefix}embed_tokens.weight", (rows, hidden))
         yield embedding
@@ -95,14 +95,14 @@ class DecoderSpec:
         )
         return product.linear is not head and not drafts
 
-    def _head(self, source: Source, embedding: Tensor) -> Linear | None:
+    def _head(self, source: BlockWeights, embedding: Tensor) -> Linear | None:
         if not self.model.generates:
             return None
         if self.tied_embeddings:
             return source.tied(embedding)
         return source.linear({"lm_head": self.model.vocabulary_size}, self.model.hidden_size)
 
-    def _classes(self, source: Source) -> Tensor | None:
+    def _classes(self, source: BlockWeights) -> Tensor | None:
         labels = self.model.num_labels
         return source.tensor("score.weight", (labels, self.model.hidden_size)) if labels else None
 
@@ -143,7 +143,7 @@ class Decoder:
         self.products = tuple(products)
         self._adaptable = LayerByLayer(layers)
         self.norm = norm
-        self.seeing: Seeing | None = None
+        self.seeing: VisionTower | None = None
         self._draft_layer = drafter  # only if it is the decoder's own
         self.drafter = None if drafter is None else self.drafting(drafter)
         self._embedding_scale = _rounded(spec.embedding_scale, self.dtype)
@@ -164,7 +164,7 @@ class Decoder:
         batch: ForwardBatch,
         pool: KVPool,
         future_tokens: Tensor,
-        adapted: Adapted | None = None,
+        adapted: AdaptedLinear | None = None,
         late: LateStates | None = None,
     ) -> Tensor:
         """Compute a step and write the KV and states of its tokens into their pages.
@@ -179,7 +179,7 @@ class Decoder:
         Returns:
             Hidden states of batch.sampled, [num_sampled, hidden], for `logits`.
         """
-        step = Step(batch, adapted, late)
+        step = ModelStep(batch, adapted, late)
         x = self._embedded(batch.token_ids, future_tokens)
         if batch.seen:
             assert self.seeing is not None

@@ -10,7 +10,7 @@ import torch
 from common.config import Quantize
 from common.errors import ConfigError
 from engine.models.blocks.attention import Attention
-from engine.models.blocks.protocol import Site
+from engine.models.blocks.protocol import LayerSite
 from engine.models.checkpoint import Checkpoint, content
 from engine.models.drafting import (
     BodySpec,
@@ -25,8 +25,8 @@ from engine.models.fields import Fields
 from engine.models.linear import form_of
 from engine.models.quantized import scheme_of
 from engine.models.spec import ModelSpec
-from engine.models.weights.reader import Reader
-from engine.models.weights.survey import Needs, Survey
+from engine.models.weights.reader import TensorReader
+from engine.models.weights.survey import TensorInventory, TensorNeeds
 
 _FLAG = "engine.speculation.draft_model"
 _UNUSED = ("embed_tokens.", "lm_head.", "t2d")  # copies of the model's own, or unused
@@ -69,8 +69,8 @@ class EagleCheckpoint:
         """Load the layer. Raises ConfigError as `weight_bytes`."""
         self._survey(device, dtype, quantize)
         form = form_of(device, dtype, quantize)
-        reader = Reader(self._checkpoint, self._scheme, device, dtype, form)
-        return self.spec.build(Site(reader, self._hidden_size))
+        reader = TensorReader(self._checkpoint, self._scheme, device, dtype, form)
+        return self.spec.build(LayerSite(reader, self._hidden_size))
 
     def hash(self) -> str:
         """Return a hash of its configuration and of all bytes of its weights."""
@@ -78,10 +78,10 @@ class EagleCheckpoint:
         stored = {name: self._checkpoint.tensors[name] for name in sorted(needs.stored)}
         return hashlib.sha256(repr(self.spec).encode() + content(stored)).hexdigest()
 
-    def _survey(self, device: torch.device, dtype: torch.dtype, quantize: Quantize) -> Needs:
+    def _survey(self, device: torch.device, dtype: torch.dtype, quantize: Quantize) -> TensorNeeds:
         form = form_of(device, dtype, quantize)
-        source = Survey(self._checkpoint, self._scheme, form, dtype)
-        self.spec.build(Site(source, self._hidden_size))
+        source = TensorInventory(self._checkpoint, self._scheme, form, dtype)
+        self.spec.build(LayerSite(source, self._hidden_size))
         self._checkpoint.check(source.needs.stored, self._scheme.ignored, _UNUSED)
         return source.needs
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from common.config import ModelBackend, SpeculationConfig
 from engine.models.checkpoint import Checkpoint, StoredTensor, content
-from engine.models.choice import NO_DRAFTS, Servable, open_checkpoint
+from engine.models.choice import NO_DRAFTS, LoadableModel, open_checkpoint
 
 
 def fingerprint(
@@ -27,7 +27,7 @@ def fingerprint(
     return {**constants(servable), "weights": weights.hex()}
 
 
-def constants(servable: Servable) -> dict[str, str]:
+def constants(servable: LoadableModel) -> dict[str, str]:
     """Return the fields that do not change with the weights.
 
     They are `architecture`, `model_backend`, `config` (sha256 of all numbers that the forward
@@ -41,7 +41,7 @@ def constants(servable: Servable) -> dict[str, str]:
     }
 
 
-def stored_of(servable: Servable, directory: Path) -> dict[str, StoredTensor]:
+def stored_of(servable: LoadableModel, directory: Path) -> dict[str, StoredTensor]:
     """Return the stored tensors that make the model, by name. Raises ConfigError if they are
     incomplete."""
     tensors = Checkpoint(directory).tensors

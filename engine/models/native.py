@@ -19,7 +19,7 @@ from engine.models.families import read_decoder
 from engine.models.heads import as_stored
 from engine.models.refill import drain
 from engine.models.spec import ModelSpec
-from engine.models.vision.encoder import Sight
+from engine.models.vision.encoder import VisionInput
 from engine.models.weights import load_weights, refill_weights, stored_tensors, weight_bytes
 
 
@@ -38,7 +38,7 @@ class NativeCheckpoint:
             ConfigError: the configuration is wrong or not supported.
         """
         self._directory = directory
-        self._sight = Sight.of(directory)
+        self._sight = VisionInput.of(directory)
         names = stored_names(directory)
         decoder = as_stored(read_decoder(directory), names)
         side = 0 if self._sight is None else self._sight.files.token_side

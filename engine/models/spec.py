@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from engine.kv_cache.states import DraftState, State
+from engine.kv_cache.states import DraftState, LayerState
 
 NOT_QUANTISED = "not quantised"
 
@@ -34,7 +34,7 @@ class ModelSpec:
     dtype: torch.dtype
     context_length: int
     eos_token_ids: tuple[int, ...]
-    layers: tuple[State, ...]
+    layers: tuple[LayerState, ...]
     products_per_token: int
     stored: str = NOT_QUANTISED
     int8_stored: bool = False

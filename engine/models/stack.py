@@ -14,7 +14,7 @@ from engine.models.blocks.attention import AttentionBlock
 from engine.models.blocks.dense import DenseBlock
 from engine.models.blocks.layer import Layer
 from engine.models.blocks.norm import RmsNorm
-from engine.models.blocks.protocol import Kept, Step
+from engine.models.blocks.protocol import KeptStates, ModelStep
 from engine.models.blocks.rotation import Rotation
 from engine.models.linear import Linear
 from engine.models.linear.panels import Int8Panels, Panels
@@ -30,7 +30,7 @@ from kernels.cpu.layers import (
 
 
 class Stack(Protocol):
-    def forward(self, x: Tensor, step: Step, pool: KVPool) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, step: ModelStep, pool: KVPool) -> tuple[Tensor, Tensor | None]:
         """Run all layers.
 
         Args:
@@ -56,16 +56,16 @@ class LayerByLayer:
     def __init__(self, layers: tuple[Layer, ...]) -> None:
         self._layers = layers
 
-    def forward(self, x: Tensor, step: Step, pool: KVPool) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, step: ModelStep, pool: KVPool) -> tuple[Tensor, Tensor | None]:
         residual: Tensor | None = None
         layers = zip(self._layers, pool.layers, pool.layout.places, pool.cells, strict=True)
         for layer, kv, place, cells in layers:
-            x, residual = layer.forward(x, residual, step, Kept(kv, place.table, cells))
+            x, residual = layer.forward(x, residual, step, KeptStates(kv, place.table, cells))
         return x, residual
 
 
 def tap(
-    layers: Sequence[Layer], taps: Sequence[int], x: Tensor, step: Step, pool: KVPool
+    layers: Sequence[Layer], taps: Sequence[int], x: Tensor, step: ModelStep, pool: KVPool
 ) -> tuple[Tensor, Tensor | None, Sequence[Tensor]]:
     """Run all layers like `Stack.forward`, and also return the inputs of the layers in `taps`,
     [num_tokens, hidden] each."""
@@ -75,7 +75,7 @@ def tap(
     for number, (layer, kv, place, cells) in enumerate(kept):
         if number in taps:
             tapped[number] = x.clone() if residual is None else x + residual
-        x, residual = layer.forward(x, residual, step, Kept(kv, place.table, cells))
+        x, residual = layer.forward(x, residual, step, KeptStates(kv, place.table, cells))
     return x, residual, [tapped[number] for number in taps]
 
 
@@ -95,7 +95,7 @@ class InOneCall:
         self._rotations = rotations
         self._pools: WeakKeyDictionary[KVPool, CompiledPool] = WeakKeyDictionary()
 
-    def forward(self, x: Tensor, step: Step, pool: KVPool) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, step: ModelStep, pool: KVPool) -> tuple[Tensor, Tensor | None]:
         if pool.layout.dtype != x.dtype:
             return self._one_by_one.forward(x, step, pool)
         batch = step.batch

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from engine.kv_cache.page_keys import PageKey
 
 
-class Brought:
+class TierLoads:
     """Loaded pages that no request has used yet. Engine thread only.
 
     Attributes:

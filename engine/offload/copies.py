@@ -7,35 +7,35 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.batch.batch import Ints, PageCopies
-from engine.kv_cache.pages import Holder, PageAllocator
+from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.offload.host_cache import HostCache, HostPages
 
 
-class Copy(Protocol):
+class TierCopy(Protocol):
     @property
     def done(self) -> bool:
         """Return whether the copy is done. Raise the error of a failed copy."""
         ...
 
 
-class Copier(Protocol):
+class TierCopier(Protocol):
     """A copier of pages in parallel to the steps. Saves run in order, and so do loads."""
 
-    def save(self, copies: PageCopies) -> Copy: ...
+    def save(self, copies: PageCopies) -> TierCopy: ...
 
-    def bring(self, copies: PageCopies) -> Copy: ...
+    def bring(self, copies: PageCopies) -> TierCopy: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Job:
-    copy: Copy
+    copy: TierCopy
     device: Ints
     host: Ints
     kept: Sequence[HostPages]
     then: Callable[[], None]
 
 
-class Copies:
+class TierCopies:
     """The copies of one direction, first in, first out. Engine thread only."""
 
     def __init__(self, host: HostCache, pages: PageAllocator) -> None:
@@ -47,7 +47,7 @@ class Copies:
         return bool(self._jobs)
 
     def add(
-        self, copy: Copy, device: Ints, kept: Sequence[HostPages], then: Callable[[], None]
+        self, copy: TierCopy, device: Ints, kept: Sequence[HostPages], then: Callable[[], None]
     ) -> None:
         """Add a copy that has begun.
 
@@ -68,7 +68,7 @@ class Copies:
         while self._jobs and self._jobs[0].copy.done:
             job = self._jobs.popleft()
             job.then()
-            self._pages.drop(job.device, Holder.COPY)
+            self._pages.drop(job.device, PageHolder.COPY)
             self._host.unpin(job.kept, job.host)
 
     def device_pages(self) -> Iterator[Ints]:

@@ -13,7 +13,7 @@ from itertools import islice
 from common.errors import EngineFault
 from engine.batch.holding import NO_PAGE
 from engine.kv_cache.page_keys import PageKey
-from engine.offload.page_records import Record
+from engine.offload.page_records import PageRecord
 
 MOST_NAMED = 1 << 17  # names reported to subscribers at once: half of a router's limit per node
 
@@ -49,7 +49,7 @@ class FileCache:
     """
 
     def __init__(
-        self, num_slots: int, width: int, found: Iterable[tuple[int, Record]] = ()
+        self, num_slots: int, width: int, found: Iterable[tuple[int, PageRecord]] = ()
     ) -> None:
         """Create the index.
 
@@ -198,7 +198,7 @@ class FileCache:
         for slot in slots:
             (self._free if slot < self._limit else self._withheld).append(slot)
 
-    def _recover(self, found: Iterable[tuple[int, Record]]) -> None:
+    def _recover(self, found: Iterable[tuple[int, PageRecord]]) -> None:
         filled = set()
         for slot, record in sorted(found, key=lambda each: -each[1].order):
             self._order = max(self._order, record.order)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from engine.offload.page_files import Fault, PageFiles, SlotRead, SlotWrite
+from engine.offload.page_files import FileFault, PageFiles, SlotRead, SlotWrite
 
 READERS = 4
 
@@ -24,10 +24,10 @@ class FileThreads:
         self._writer = ThreadPoolExecutor(1, "write-pages")
         self._readers = ThreadPoolExecutor(READERS, "read-pages")
 
-    def write(self, writes: Sequence[SlotWrite]) -> Future[list[Fault | None]]:
+    def write(self, writes: Sequence[SlotWrite]) -> Future[list[FileFault | None]]:
         return self._submit(self._writer, lambda: self._files.write(writes))
 
-    def read(self, reads: Sequence[SlotRead]) -> Future[list[Fault | None]]:
+    def read(self, reads: Sequence[SlotRead]) -> Future[list[FileFault | None]]:
         return self._submit(self._readers, lambda: self._files.read(reads))
 
     def erase(self, slots: Sequence[int]) -> None:

@@ -21,11 +21,11 @@ from common.errors import EngineFault
 from engine.batch.batch import Ints
 from engine.batch.holding import NO_PAGE
 from engine.kv_cache.page_keys import PageKey
-from engine.kv_cache.pages import Holder
+from engine.kv_cache.pages import PageHolder
 from engine.offload.file_cache import FileCache, FiledPages
 from engine.offload.host_cache import HostCache, HostPages
-from engine.offload.page_files import Fault, SlotRead, SlotWrite
-from engine.offload.page_records import Record
+from engine.offload.page_files import FileFault, SlotRead, SlotWrite
+from engine.offload.page_records import PageRecord
 
 MOST_WRITING = 64  # pages at a time,
 WRITING_SHARE = 16  # limited to this part of host memory,
@@ -36,7 +36,7 @@ MAX_BEHIND = 1 << 14  # queued pages of tokens; beyond this the oldest are not w
 AFTER_FAULT_S = 60.0  # until the next attempt
 
 
-class Filed(NamedTuple):
+class StoredPage(NamedTuple):
     """A page that is in a file, and not in host memory."""
 
     key: PageKey
@@ -47,9 +47,9 @@ class PageStore(Protocol):
     """An asynchronous store of pages. Writes keep their order, with `erase` and `clear` in between.
     Results contain the fault of each page, or None."""
 
-    def write(self, writes: Sequence[SlotWrite]) -> Future[list[Fault | None]]: ...
+    def write(self, writes: Sequence[SlotWrite]) -> Future[list[FileFault | None]]: ...
 
-    def read(self, reads: Sequence[SlotRead]) -> Future[list[Fault | None]]: ...
+    def read(self, reads: Sequence[SlotRead]) -> Future[list[FileFault | None]]: ...
 
     def erase(self, slots: Sequence[int]) -> None: ...
 
@@ -82,7 +82,7 @@ class _Job:
         age: the tier's age when the job began.
     """
 
-    futures: Sequence[Future[list[Fault | None]]]
+    futures: Sequence[Future[list[FileFault | None]]]
     pieces: Sequence[_Piece]
     kept: Sequence[HostPages]
     held: Ints
@@ -93,7 +93,7 @@ class _Job:
     def done(self) -> bool:
         return all(future.done() for future in self.futures)
 
-    def faults(self) -> Iterator[Fault | None]:
+    def faults(self) -> Iterator[FileFault | None]:
         """Yield the fault of each piece, or None."""
         return chain.from_iterable(future.result() for future in self.futures)
 
@@ -127,7 +127,7 @@ class FileTier:
         self.cache: FileCache = host.files
         self.num_written = 0
         self.num_read = 0
-        self.faults: Counter[Fault] = Counter()
+        self.faults: Counter[FileFault] = Counter()
         self._host = host
         self._store = store
         self._width = width
@@ -171,7 +171,7 @@ class FileTier:
             self._write_next()
 
     def read(
-        self, wanted: Sequence[Filed], kept: Sequence[HostPages], then: Callable[[], None]
+        self, wanted: Sequence[StoredPage], kept: Sequence[HostPages], then: Callable[[], None]
     ) -> bool:
         """Start reading pages back into host memory. On True, `poll` will call `then` at the end of
         the read, when the correct pages are in host memory. On False nothing has changed.
@@ -184,7 +184,7 @@ class FileTier:
         if self._num_reading + num_pages > self._host.pages.num_pages // READING_SHARE:
             return False
         held = self._host.pin(kept)
-        pages = self._host.allocate(num_pages, Holder.COPY)
+        pages = self._host.allocate(num_pages, PageHolder.COPY)
         if pages is None:
             self._host.unpin(kept, held)
             return False
@@ -295,7 +295,7 @@ class FileTier:
 
     def _slot_write(self, piece: _Piece) -> SlotWrite:
         name, order = piece.filed.name, self.cache.next_order()
-        record = Record(piece.key, name, order, 0, piece.place, self._width)
+        record = PageRecord(piece.key, name, order, 0, piece.place, self._width)
         return SlotWrite(piece.slot, piece.host_page, record)
 
     def _written(self, job: _Job) -> None:
@@ -324,13 +324,13 @@ class FileTier:
         if job.age == self._age:
             self.num_read += len(right)
             self._host.take_in(right, self._width)
-        self._host.pages.drop(job.host_pages(), Holder.COPY)
+        self._host.pages.drop(job.host_pages(), PageHolder.COPY)
         job.then()
         self._host.unpin(job.kept, job.held)
 
     # Both directions ------------------------------------------------------------------------------
 
-    def _end(self, job: _Job, piece: _Piece, fault: Fault | None) -> None:
+    def _end(self, job: _Job, piece: _Piece, fault: FileFault | None) -> None:
         """End a piece. After a fault its entry is removed from the index."""
         key, filed = piece.key, piece.filed
         if fault is not None:
@@ -341,10 +341,10 @@ class FileTier:
         if job.age == self._age:
             self.cache.let_go(filed)
 
-    def _note(self, fault: Fault, piece: _Piece) -> None:
+    def _note(self, fault: FileFault, piece: _Piece) -> None:
         self.faults[fault] += 1
-        if fault is Fault.FULL:
+        if fault is FileFault.FULL:
             self.cache.limit_to(piece.slot)
             self._full_until = self._now() + AFTER_FAULT_S
-        elif fault is Fault.WRITE:
+        elif fault is FileFault.WRITE:
             self._faulty_until = self._now() + AFTER_FAULT_S

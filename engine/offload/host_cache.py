@@ -17,7 +17,7 @@ from engine.batch.batch import Ints
 from engine.batch.holding import NO_PAGE
 from engine.kv_cache.cache_events import CacheJournal
 from engine.kv_cache.page_keys import PageKey
-from engine.kv_cache.pages import Holder, PageAllocator
+from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.offload.file_cache import FileCache, FiledPages
 
 
@@ -77,14 +77,14 @@ class HostCache:
     @property
     def num_cached(self) -> int:
         """Pages that are found by their keys. O(pages)."""
-        return int(np.count_nonzero(self.pages.holds(Holder.CACHE)))
+        return int(np.count_nonzero(self.pages.holds(PageHolder.CACHE)))
 
     @property
     def num_available(self) -> int:
         """Pages that `allocate` can return."""
         return self.pages.num_free + self.pages.num_evictable
 
-    def allocate(self, num_pages: int, holder: Holder) -> Ints | None:
+    def allocate(self, num_pages: int, holder: PageHolder) -> Ints | None:
         """Allocate as PageAllocator.allocate does, evicting as needed. Evicts nothing if it must
         fail."""
         short = num_pages - self.pages.num_free
@@ -122,21 +122,21 @@ class HostCache:
                 kept.pages[place] = page
                 kept.from_file = True
                 taken.append(page)
-        self.pages.hold(np.array(taken, np.int32), Holder.CACHE)
+        self.pages.hold(np.array(taken, np.int32), PageHolder.CACHE)
 
     def pin(self, kept: Sequence[HostPages]) -> Ints:
         """Hold all pages of these entries for a copy. They must be distinct. Return them."""
         for each in kept:
             each.copies += 1
         pages = np.array([page for each in kept for page in each.present()], np.int32)
-        self.pages.hold(pages, Holder.COPY)
+        self.pages.hold(pages, PageHolder.COPY)
         return pages
 
     def unpin(self, kept: Sequence[HostPages], pages: Ints) -> None:
         """End the holds of the copy for which `pin` was called."""
         for each in kept:
             each.copies -= 1
-        self.pages.drop(pages, Holder.COPY)
+        self.pages.drop(pages, PageHolder.COPY)
 
     def left_tree(self, keys: Sequence[PageKey], names: Sequence[int]) -> list[int]:
         """Note that the tree has evicted these. Return the names of those that no tier has any
@@ -181,7 +181,7 @@ class HostCache:
         )
         cached = pages[pages != NO_PAGE]
         counts = np.bincount(cached, minlength=self.pages.num_pages)
-        if not np.array_equal(counts, self.pages.holds(Holder.CACHE)):
+        if not np.array_equal(counts, self.pages.holds(PageHolder.CACHE)):
             raise EngineFault(f"host pages: {len(cached)} are found by their keys, others are held")
 
     def _evict(self, num_pages: int) -> None:
@@ -204,7 +204,7 @@ class HostCache:
 
     def _drop(self, gone: Sequence[tuple[PageKey, HostPages]]) -> None:
         pages = [page for _, kept in gone for page in kept.present()]
-        self.pages.drop(np.array(pages, np.int32), Holder.CACHE)
+        self.pages.drop(np.array(pages, np.int32), PageHolder.CACHE)
         if self.journal is not None:
             self.journal.removed(
                 kept.name for key, kept in gone if not kept.in_tree and key not in self.files

@@ -2,15 +2,15 @@
 
 from collections.abc import Mapping
 
-from common.distribution import Counted
-from engine.offload.page_files import Fault
-from engine.offload.tiers import Tiers
+from common.distribution import HistogramCounts
+from engine.offload.page_files import FileFault
+from engine.offload.tiers import CacheTiers
 
 
 class TierMeter:
     """A meter of the tiers. Engine thread only. See Meter."""
 
-    def __init__(self, tiers: Tiers, page_bytes: int) -> None:
+    def __init__(self, tiers: CacheTiers, page_bytes: int) -> None:
         self._tiers = tiers
         self._page_bytes = page_bytes
 
@@ -30,8 +30,8 @@ class TierMeter:
             **{f"total_tier_bytes/{how}": float(n * self._page_bytes) for how, n in pages.items()},
             "total_tier_evicted/host": float(host.num_evicted),
             "total_tier_evicted/file": float(files.cache.num_evicted),
-            **{f"total_tier_faults/{each.value}": float(files.faults[each]) for each in Fault},
+            **{f"total_tier_faults/{each.value}": float(files.faults[each]) for each in FileFault},
         }
 
-    def distributions(self) -> Mapping[str, Counted]:
+    def distributions(self) -> Mapping[str, HistogramCounts]:
         return {}

@@ -22,7 +22,7 @@ from common.logs import kv
 from engine.offload.page_records import (
     HEADER_BYTES,
     RECORD_BYTES,
-    Record,
+    PageRecord,
     checksum,
     header,
     packed,
@@ -37,7 +37,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 log = logging.getLogger(__name__)
 
 
-class Fault(Enum):
+class FileFault(Enum):
     """The reason why a page is not in its slot, or cannot be read from it."""
 
     FULL = "full"
@@ -51,7 +51,7 @@ class SlotWrite(NamedTuple):
 
     slot: int
     host_page: int
-    record: Record
+    record: PageRecord
 
 
 class SlotRead(NamedTuple):
@@ -97,9 +97,9 @@ class PageFiles:
         except OSError as error:
             raise ConfigError(f"{_FLAG}: {error}") from error
         self._checksums = np.zeros(self.num_slots, np.uint64)  # expected checksum by slot
-        self._told: set[Fault] = set()
+        self._told: set[FileFault] = set()
 
-    def found(self) -> Iterator[tuple[int, Record]]:
+    def found(self) -> Iterator[tuple[int, PageRecord]]:
         """Yield slots and records of an earlier process. Must be exhausted before the first
         write."""
         index = bytearray(max(0, os.fstat(self._index).st_size - HEADER_BYTES))
@@ -110,11 +110,11 @@ class PageFiles:
                 self._checksums[slot] = record.checksum
                 yield slot, record
 
-    def write(self, writes: Sequence[SlotWrite]) -> list[Fault | None]:
+    def write(self, writes: Sequence[SlotWrite]) -> list[FileFault | None]:
         """Write pages. Return the fault of each page, or None."""
         return [self._write(each) for each in writes]
 
-    def read(self, reads: Sequence[SlotRead]) -> list[Fault | None]:
+    def read(self, reads: Sequence[SlotRead]) -> list[FileFault | None]:
         """Read pages into host pages. Return the fault of each page, or None."""
         return [self._read(each) for each in reads]
 
@@ -124,43 +124,43 @@ class PageFiles:
             for slot in slots:
                 _write_all(self._index, memoryview(bytes(RECORD_BYTES)), _record_at(slot))
         except OSError as error:
-            self._tell(Fault.WRITE, error)
+            self._tell(FileFault.WRITE, error)
 
     def clear(self) -> None:
         """Mark all slots as empty, and free the disk space."""
         try:
             self._empty()
         except OSError as error:
-            self._tell(Fault.WRITE, error)
+            self._tell(FileFault.WRITE, error)
 
     def close(self) -> None:
         """Close the files. Another process may then use the directory."""
         os.close(self._pages)
         os.close(self._index)
 
-    def _write(self, write: SlotWrite) -> Fault | None:
+    def _write(self, write: SlotWrite) -> FileFault | None:
         slot, page = write.slot, memoryview(self._memory[write.host_page])
         record = write.record._replace(checksum=checksum(page))
         try:
             _write_all(self._pages, page, slot * self._page_bytes)
             _write_all(self._index, memoryview(packed(record, slot)), _record_at(slot))
         except OSError as error:
-            fault = Fault.FULL if error.errno in _FULL else Fault.WRITE
+            fault = FileFault.FULL if error.errno in _FULL else FileFault.WRITE
             self._tell(fault, error)
             return fault
         self._checksums[slot] = record.checksum
         return None
 
-    def _read(self, read: SlotRead) -> Fault | None:
+    def _read(self, read: SlotRead) -> FileFault | None:
         page = memoryview(self._memory[read.host_page])
         try:
             num_read = _read_all(self._pages, page, read.slot * self._page_bytes)
         except OSError as error:
-            self._tell(Fault.READ, error)
-            return Fault.READ
+            self._tell(FileFault.READ, error)
+            return FileFault.READ
         if num_read < self._page_bytes or checksum(page) != self._checksums[read.slot]:
-            self._tell(Fault.DAMAGED, None)
-            return Fault.DAMAGED
+            self._tell(FileFault.DAMAGED, None)
+            return FileFault.DAMAGED
         return None
 
     def _fit(self) -> None:
@@ -175,7 +175,7 @@ class PageFiles:
         os.ftruncate(self._pages, 0)
         _write_all(self._index, memoryview(self._header), 0)
 
-    def _tell(self, fault: Fault, error: OSError | None) -> None:
+    def _tell(self, fault: FileFault, error: OSError | None) -> None:
         """Log the first fault of each kind. Metrics count all faults."""
         if fault not in self._told:
             self._told.add(fault)

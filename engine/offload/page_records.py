@@ -26,7 +26,7 @@ _SUM = Struct("<Q")
 RECORD_BYTES = _SUM.size + _BODY.size
 
 
-class Record(NamedTuple):
+class PageRecord(NamedTuple):
     """The record of one page.
 
     Attributes:
@@ -65,15 +65,15 @@ def header(version: bytes, page_bytes: int) -> bytes:
     return _HEADER.pack(b"baton pages", version, page_bytes).ljust(HEADER_BYTES, b"\0")
 
 
-def packed(record: Record, slot: int) -> bytes:
+def packed(record: PageRecord, slot: int) -> bytes:
     body = _BODY.pack(*record)
     return _SUM.pack(xxh3_64_intdigest(body, seed=slot)) + body
 
 
-def unpacked(index: bytes) -> Iterator[tuple[int, Record]]:
+def unpacked(index: bytes) -> Iterator[tuple[int, PageRecord]]:
     """Yield slots and records of an index without its header. Invalid records are skipped."""
     for slot, at in enumerate(range(0, len(index) - RECORD_BYTES + 1, RECORD_BYTES)):
         body = index[at + _SUM.size : at + RECORD_BYTES]
         (told,) = _SUM.unpack_from(index, at)
         if told and told == xxh3_64_intdigest(body, seed=slot):
-            yield slot, Record(*_BODY.unpack(body))
+            yield slot, PageRecord(*_BODY.unpack(body))

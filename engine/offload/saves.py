@@ -13,9 +13,9 @@ import numpy as np
 from engine.batch.batch import Ints, PageCopies
 from engine.batch.holding import NO_PAGE
 from engine.kv_cache.page_keys import PageKey
-from engine.kv_cache.pages import Holder, PageAllocator
-from engine.kv_cache.radix_nodes import Node
-from engine.offload.copies import Copier, Copies
+from engine.kv_cache.pages import PageAllocator, PageHolder
+from engine.kv_cache.radix_nodes import RadixNode
+from engine.offload.copies import TierCopier, TierCopies
 from engine.offload.host_cache import HostCache, HostPages
 
 SAVING_SHARE = 16  # maximum part of either memory being saved at a time,
@@ -34,7 +34,7 @@ class _Lacking(NamedTuple):
     pages: dict[int, int]
 
 
-class Saves:
+class TierSaves:
     """The saves of the prefix tree's pages. Engine thread only.
 
     Attributes:
@@ -49,7 +49,7 @@ class Saves:
         self,
         host: HostCache,
         pages: PageAllocator,
-        copier: Copier,
+        copier: TierCopier,
         *,
         width: int,
         saved: Callable[[Sequence[PageKey]], None],
@@ -59,12 +59,12 @@ class Saves:
         self._copier = copier
         self._width = width
         self._saved = saved
-        self.copies = Copies(host, pages)
+        self.copies = TierCopies(host, pages)
         self.num_pages = 0
         self._num_saving = 0
-        self._behind: dict[Node, None] = {}  # inserted, and not all of it is being saved yet
+        self._behind: dict[RadixNode, None] = {}  # inserted, and not all of it is being saved yet
 
-    def learnt(self, node: Node) -> None:
+    def learnt(self, node: RadixNode) -> None:
         """Save the pages from the start of a prompt to the end of the node, as far as the tier
         below lacks them. Saves that exceed the limit are queued."""
         # deepest nodes are marked first, so that they are evicted first
@@ -73,7 +73,7 @@ class Saves:
                 self._host.touch(reversed(each.keys))
         self._save_path(node)
 
-    def _save_path(self, node: Node) -> bool:
+    def _save_path(self, node: RadixNode) -> bool:
         """Save the pages of a node and of those above that the tier below lacks, from the root
         down. Return False if the limit was reached: the node is then queued."""
         room, places = self._room_to_save(), self._room_of_all()
@@ -111,11 +111,11 @@ class Saves:
         """Drop all queued nodes, because the tree is being emptied."""
         self._behind.clear()
 
-    def _is_settled(self, node: Node) -> bool:
+    def _is_settled(self, node: RadixNode) -> bool:
         """Return whether all of it was recently in the tier below, and marked as used."""
         return node.num_saved == node.num_pages and self._is_recent(node)
 
-    def _is_recent(self, node: Node) -> bool:
+    def _is_recent(self, node: RadixNode) -> bool:
         """Return whether few keys were evicted since the node was last checked."""
         slack = len(self._host) // SLACK_SHARE
         return self._host.num_evicted - node.settled_at <= slack
@@ -130,7 +130,7 @@ class Saves:
         """Return the number of host pages that can hold pages of the tree."""
         return self._host.num_available + self._num_saving
 
-    def _lacking(self, node: Node, end: int) -> Iterator[_Lacking]:
+    def _lacking(self, node: RadixNode, end: int) -> Iterator[_Lacking]:
         """Yield the node's pages before `end` that the tier below lacks, in order. Updates the
         number of saved pages: the caller must save each page that it receives."""
         if not self._is_recent(node):
@@ -155,9 +155,9 @@ class Saves:
         device = np.array([page for one in lacking for page in one.pages.values()], np.int32)
         if not len(device):
             return
-        host = self._host.allocate(len(device), Holder.CACHE)
+        host = self._host.allocate(len(device), PageHolder.CACHE)
         assert host is not None  # free pages were counted before
-        self._pages.hold(device, Holder.COPY)
+        self._pages.hold(device, PageHolder.COPY)
         numbers = host.tolist()
         deepest_first = lacking[::-1]  # deepest first, so that they are evicted first
         saved: list[HostPages] = []
@@ -180,7 +180,7 @@ class Saves:
         self._saved(keys)
 
 
-def _pages_up_to(node: Node) -> Ints:
+def _pages_up_to(node: RadixNode) -> Ints:
     """Return the cumulative number of pages of all tables up to each page of tokens. The last entry
     includes the pages of the state."""
     counts = np.count_nonzero(node.pages != NO_PAGE, axis=0)

@@ -23,22 +23,22 @@ from common.errors import EngineFault
 from common.page_tables import PageTables
 from common.requests.namespace import Namespace
 from engine.batch.batch import Ints, PageCopies
-from engine.batch.holding import Holding
+from engine.batch.holding import PageHolding
 from engine.kv_cache.cache_events import CacheJournal
 from engine.kv_cache.page_keys import PageKey
-from engine.kv_cache.pages import Holder, PageAllocator
-from engine.kv_cache.radix import RadixCache
-from engine.kv_cache.radix_nodes import Node
-from engine.offload.brought import Brought
-from engine.offload.copies import Copier, Copies, Copy
+from engine.kv_cache.pages import PageAllocator, PageHolder
+from engine.kv_cache.radix import PrefixCache
+from engine.kv_cache.radix_nodes import RadixNode
+from engine.offload.brought import TierLoads
+from engine.offload.copies import TierCopier, TierCopies, TierCopy
 from engine.offload.file_tier import FileTier, PageStore
 from engine.offload.host_cache import HostCache
-from engine.offload.page_files import Fault, SlotRead, SlotWrite
-from engine.offload.saves import Saves
-from engine.offload.ways import Way, Ways
+from engine.offload.page_files import FileFault, SlotRead, SlotWrite
+from engine.offload.saves import TierSaves
+from engine.offload.ways import TierMatch, TierMatches
 
 
-class Tiers:
+class CacheTiers:
     """The tiers of one engine. Engine thread only.
 
     Attributes:
@@ -53,10 +53,10 @@ class Tiers:
         host: HostCache,
         *,
         enabled: bool,
-        cache: RadixCache,
+        cache: PrefixCache,
         pages: PageAllocator,
         tables: PageTables,
-        copier: Copier,
+        copier: TierCopier,
         store: PageStore | None = None,
     ) -> None:
         """Create the tiers, and connect them to the tree if `enabled`.
@@ -66,17 +66,17 @@ class Tiers:
         """
         self.host = host
         self.files = FileTier(host, store or _NoStore(), width=tables.width)
-        self.saves = Saves(host, pages, copier, width=tables.width, saved=self.files.saved)
+        self.saves = TierSaves(host, pages, copier, width=tables.width, saved=self.files.saved)
         self.brought_pages = 0
-        self._brought = Brought()
+        self._brought = TierLoads()
         self._enabled = enabled and cache.enabled
         self._cache = cache
         self._pages = pages
         self._tables = tables
         self._copier = copier
-        self._ways = Ways(host, cache, tables)
-        self._brings = Copies(host, pages)
-        # callbacks of waiting requests, by Way.key
+        self._ways = TierMatches(host, cache, tables)
+        self._brings = TierCopies(host, pages)
+        # callbacks of waiting requests, by TierMatch.key
         self._coming: dict[PageKey, list[Callable[[], None]]] = {}
         self._age = 0  # number of times that pages were removed for good
         if self._enabled:
@@ -129,7 +129,7 @@ class Tiers:
 
     # Calls from the tree --------------------------------------------------------------------------
 
-    def learnt(self, node: Node) -> None:
+    def learnt(self, node: RadixNode) -> None:
         self.saves.learnt(node)
 
     def left(self, keys: Sequence[PageKey], names: Sequence[int]) -> list[int]:
@@ -162,7 +162,7 @@ class Tiers:
 
     # Loads into the tree --------------------------------------------------------------------------
 
-    def way(self, token_ids: Ints, namespace: Namespace) -> Way | None:
+    def way(self, token_ids: Ints, namespace: Namespace) -> TierMatch | None:
         """Return the loadable pages for these tokens, or None if a load is not worth it."""
         return self._ways.find(token_ids, namespace) if self._enabled else None
 
@@ -171,7 +171,7 @@ class Tiers:
         if self._brought:
             self._brought.used(self._cache.keys(token_ids, namespace))
 
-    def bring(self, way: Way, room: int, then: Callable[[], None]) -> bool:
+    def bring(self, way: TierMatch, room: int, then: Callable[[], None]) -> bool:
         """Start a load, or wait for a load in progress that begins with the same page. On True,
         `poll` will call `then` at its end.
 
@@ -187,15 +187,15 @@ class Tiers:
             return False
         return self._read(way, room, then) if way.filed else self._bring(way, then)
 
-    def _find(self, wanted: Way) -> Way | None:
+    def _find(self, wanted: TierMatch) -> TierMatch | None:
         return self.way(wanted.token_ids, wanted.namespace)
 
-    def _bring_rest(self, way: Way | None, room: int, then: Callable[[], None]) -> None:
+    def _bring_rest(self, way: TierMatch | None, room: int, then: Callable[[], None]) -> None:
         """Load the remaining pages of a request after the load that it waited for has ended."""
         if way is None or not self.bring(way, room, then):
             then()
 
-    def _read(self, way: Way, room: int, then: Callable[[], None]) -> bool:
+    def _read(self, way: TierMatch, room: int, then: Callable[[], None]) -> bool:
         """Read pages from files, then load from host memory as much as is there."""
 
         def read() -> None:
@@ -207,14 +207,14 @@ class Tiers:
         self._coming[way.key] = [read]
         return True
 
-    def _bring(self, way: Way, then: Callable[[], None]) -> bool:
+    def _bring(self, way: TierMatch, then: Callable[[], None]) -> bool:
         """Load pages from host memory."""
         match = self._cache.match(way.token_ids, way.namespace)
         prefix = match.shared[:, : way.prefix].ravel()
-        self._pages.hold(prefix, Holder.COPY)
-        fresh = self._cache.allocate(len(way.host), Holder.COPY)
+        self._pages.hold(prefix, PageHolder.COPY)
+        fresh = self._cache.allocate(len(way.host), PageHolder.COPY)
         if fresh is None:
-            self._pages.drop(prefix, Holder.COPY)
+            self._pages.drop(prefix, PageHolder.COPY)
             return False
         self._coming[way.key] = [then]
         copy, age = self._copier.bring(PageCopies(fresh, way.host)), self._age
@@ -222,12 +222,12 @@ class Tiers:
         self._brings.add(copy, held, way.kept, lambda: self._take_in(way, fresh, age))
         return True
 
-    def _take_in(self, way: Way, fresh: Ints, age: int) -> None:
+    def _take_in(self, way: TierMatch, fresh: Ints, age: int) -> None:
         """Insert loaded pages into the tree."""
         here = self._cache.match(way.token_ids, way.namespace).shared[:, : way.prefix]
         # Else the pages, or the prefix that they continue, were removed in the meantime.
         if age == self._age and here.shape[1] == way.prefix:
-            holding = Holding.laid_out(self._tables, here, fresh, len(way.token_ids))
+            holding = PageHolding.laid_out(self._tables, here, fresh, len(way.token_ids))
             self._cache.insert(way.token_ids, holding, way.namespace, state=holding.state)
             self.brought_pages += len(fresh)
             gained = way.gained // self._tables.page_size
@@ -238,30 +238,30 @@ class Tiers:
                 kept.from_file = False
         self._over(way)
 
-    def _over(self, way: Way) -> None:
+    def _over(self, way: TierMatch) -> None:
         for then in self._coming.pop(way.key):
             then()
 
 
-def no_tiers(cache: RadixCache, pages: PageAllocator, tables: PageTables) -> Tiers:
+def no_tiers(cache: PrefixCache, pages: PageAllocator, tables: PageTables) -> CacheTiers:
     """Return disabled tiers, which keep nothing."""
     host, copier = HostCache(0), _NoCopier()
-    return Tiers(host, enabled=False, cache=cache, pages=pages, tables=tables, copier=copier)
+    return CacheTiers(host, enabled=False, cache=cache, pages=pages, tables=tables, copier=copier)
 
 
 class _NoCopier:
-    def save(self, copies: PageCopies) -> Copy:
+    def save(self, copies: PageCopies) -> TierCopy:
         raise EngineFault("there is no tier to copy to")
 
-    def bring(self, copies: PageCopies) -> Copy:
+    def bring(self, copies: PageCopies) -> TierCopy:
         raise EngineFault("there is no tier to copy from")
 
 
 class _NoStore:
-    def write(self, writes: Sequence[SlotWrite]) -> Future[list[Fault | None]]:
+    def write(self, writes: Sequence[SlotWrite]) -> Future[list[FileFault | None]]:
         raise EngineFault("there are no files to write to")
 
-    def read(self, reads: Sequence[SlotRead]) -> Future[list[Fault | None]]:
+    def read(self, reads: Sequence[SlotRead]) -> Future[list[FileFault | None]]:
         raise EngineFault("there are no files to read from")
 
     def erase(self, slots: Sequence[int]) -> None:

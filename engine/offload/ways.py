@@ -5,15 +5,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from common.page_tables import PageTables, Span
+from common.page_tables import PageSpan, PageTables
 from common.requests.namespace import Namespace
 from engine.batch.batch import Ints
-from engine.batch.holding import NO_PAGE, Holding
+from engine.batch.holding import NO_PAGE, PageHolding
 from engine.kv_cache.page_keys import PageKey, page_keys
-from engine.kv_cache.radix import RadixCache
+from engine.kv_cache.radix import PrefixCache
 from engine.kv_cache.radix_windows import last_within
 from engine.offload.file_cache import FiledPages
-from engine.offload.file_tier import Filed
+from engine.offload.file_tier import StoredPage
 from engine.offload.host_cache import HostCache, HostPages
 
 LEAST_TOKENS = 64  # computing fewer is faster than the wait for a load
@@ -21,7 +21,7 @@ LEAST_TOKENS = 64  # computing fewer is faster than the wait for a load
 _Look = Callable[[PageKey], FiledPages | None]
 
 
-class Way(NamedTuple):
+class TierMatch(NamedTuple):
     """The part of a prompt that can be loaded, at the time of the lookup."""
 
     token_ids: Ints  # tokens that will have KV
@@ -31,7 +31,7 @@ class Way(NamedTuple):
     key: PageKey  # of the first loaded page, or the last
     kept: Sequence[HostPages]
     host: Ints  # in the order of PageTables.handed_over; NO_PAGE for pages that only files have
-    filed: Sequence[Filed]  # the pages that only files have
+    filed: Sequence[StoredPage]  # the pages that only files have
 
 
 class _Below(NamedTuple):
@@ -52,16 +52,18 @@ class _Below(NamedTuple):
         return [slot if page == NO_PAGE else page for page, slot in pairs]
 
 
-class Ways:
+class TierMatches:
     """The lookup in the tiers. Engine thread only."""
 
-    def __init__(self, host: HostCache, cache: RadixCache, tables: PageTables) -> None:
+    def __init__(self, host: HostCache, cache: PrefixCache, tables: PageTables) -> None:
         self._host = host
         self._cache = cache
         self._tables = tables
         self._width = tables.width
 
-    def find(self, token_ids: Ints, namespace: Namespace, *, filed: bool = True) -> Way | None:
+    def find(
+        self, token_ids: Ints, namespace: Namespace, *, filed: bool = True
+    ) -> TierMatch | None:
         """Return the loadable pages for these tokens, or None if a load is not worth it.
 
         Args:
@@ -78,10 +80,10 @@ class Ways:
             return None
         prefix = min(prefix, end)
         pages = np.array([each.on_host(self._width) for each in below[:end]], np.int32).T
-        holding = Holding(pages[: tables.num_tables], pages[tables.num_tables :, -1])
+        holding = PageHolding(pages[: tables.num_tables], pages[tables.num_tables :, -1])
         spans = tables.handed_over(end * size, prefix * size)
         first = min(span.first if span.table < tables.num_tables else end - 1 for span in spans)
-        return Way(
+        return TierMatch(
             token_ids[: end * size],
             namespace,
             prefix,
@@ -89,7 +91,7 @@ class Ways:
             keys[min(prefix, end - 1)],
             [each.kept for each in below[first:end] if each.kept is not None],
             holding.take(spans),
-            [Filed(keys[at], place) for place, at in self._lacking(pages, spans)],
+            [StoredPage(keys[at], place) for place, at in self._lacking(pages, spans)],
         )
 
     def _below(
@@ -118,7 +120,7 @@ class Ways:
         filed = look(key)
         return _Below(kept, None if filed is None or filed.writes else filed)
 
-    def _lacking(self, pages: Ints, spans: Sequence[Span]) -> Iterator[tuple[int, int]]:
+    def _lacking(self, pages: Ints, spans: Sequence[PageSpan]) -> Iterator[tuple[int, int]]:
         """Yield (place, page of tokens) for each entry of these spans that host memory, pages
         [places, n], lacks."""
         num_tables, last = self._tables.num_tables, pages.shape[1] - 1

@@ -10,27 +10,27 @@ from torch import Tensor
 from engine.batch.batch import (
     NOT_FINITE,
     NOT_SAMPLED,
+    AcceptedRuns,
     BatchResult,
-    RowLogprobs,
-    Runs,
+    RowLogprobRequest,
     ScheduleBatch,
 )
 from engine.batch.verified_rows import standing
-from engine.runner.stream import Event
+from engine.runner.stream import StreamEvent
 from engine.sampling.pooling import Pooled, of_rows
 
 _NOT_SAMPLED = np.array(NOT_SAMPLED, np.int32)
 
 
 @dataclass(slots=True, eq=False)
-class Output:
+class StepOutput:
     """The result of a step, in host memory. Written by the forward stream, and read after its
     event.
 
     Attributes:
-        told, prompt: columns of RowLogprobs, of samples and of prompts.
+        told, prompt: columns of RowLogprobRequest, of samples and of prompts.
         pooled: of the rows that generate no token.
-        runs: tokens and counts of a step with drafts, see Runs.
+        runs: tokens and counts of a step with drafts, see AcceptedRuns.
     """
 
     tokens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32))
@@ -50,9 +50,9 @@ class LaunchedStep:
     def __init__(
         self,
         batch: ScheduleBatch,
-        output: Output,
-        event: Event,
-        later: Callable[[], Event] | None = None,
+        output: StepOutput,
+        event: StreamEvent,
+        later: Callable[[], StreamEvent] | None = None,
     ) -> None:
         self._batch = batch
         self._output = output
@@ -77,12 +77,14 @@ class LaunchedStep:
         told, prompt = _columns(self._output.told), _columns(self._output.prompt)
         runs = None
         if self._output.runs is not None:
-            runs = Runs(*(tensor.numpy() for tensor in self._output.runs))
+            runs = AcceptedRuns(*(tensor.numpy() for tensor in self._output.runs))
             told = told and _that_stand(told, self._batch, runs)
         return BatchResult(tokens, told, prompt, of_rows(self._output.pooled), runs)
 
 
-def _that_stand(told: RowLogprobs, batch: ScheduleBatch, runs: Runs) -> RowLogprobs:
+def _that_stand(
+    told: RowLogprobRequest, batch: ScheduleBatch, runs: AcceptedRuns
+) -> RowLogprobRequest:
     """Return the logprobs of accepted tokens.
 
     Args:
@@ -91,12 +93,12 @@ def _that_stand(told: RowLogprobs, batch: ScheduleBatch, runs: Runs) -> RowLogpr
     rows, places = standing(batch, runs)
     asked = np.isin(places, told.rows)
     found = np.searchsorted(told.rows, places[asked])
-    return RowLogprobs(
+    return RowLogprobRequest(
         rows[asked].astype(np.int32), told.chosen[found], told.top_tokens[found], told.top[found]
     )
 
 
-def _columns(told: Mapping[str, Tensor]) -> RowLogprobs | None:
+def _columns(told: Mapping[str, Tensor]) -> RowLogprobRequest | None:
     if not told:
         return None
-    return RowLogprobs(**{name: tensor.numpy() for name, tensor in told.items()})
+    return RowLogprobRequest(**{name: tensor.numpy() for name, tensor in told.items()})

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from common.errors import Overloaded, WrongState
-from engine.runner.stream import Event, Stream
+from common.errors import FailedPrecondition, Overloaded
+from engine.runner.stream import DeviceStream, StreamEvent
 
 LONGEST_S = 60.0
 
@@ -35,7 +35,7 @@ class Profiler:
         self,
         directory: Path | None,
         name: str,
-        stream: Stream,
+        stream: DeviceStream,
         device: torch.device,
         num_steps: Callable[[], int],
     ) -> None:
@@ -48,7 +48,7 @@ class Profiler:
             self._activities.append(ProfilerActivity.CUDA)
         self._writer = ThreadPoolExecutor(1, "profiler")
         self._running: profile | None = None
-        self._begun: Event
+        self._begun: StreamEvent
         self._until = (0, 0.0)  # steps, time.monotonic()
         self._path = ""
         self._written: Future[str] | None = None  # of the latest trace
@@ -58,13 +58,13 @@ class Profiler:
         """Start before the next step. Return the path of the trace file.
 
         Raises:
-            WrongState: no directory is configured.
+            FailedPrecondition: no directory is configured.
             Overloaded: a trace is in progress.
         """
         if self._directory is None:
-            raise WrongState("this node has no engine.profile_directory")
+            raise FailedPrecondition("this node has no engine.profile_directory")
         if not self._directory.is_dir():
-            raise WrongState("engine.profile_directory is no directory")
+            raise FailedPrecondition("engine.profile_directory is no directory")
         if self._running is not None or (self._written is not None and not self._written.done()):
             raise Overloaded("a profile is under way already")
         moment = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
@@ -89,12 +89,12 @@ class Profiler:
         written.
 
         Raises:
-            WrongState: no trace was started.
+            FailedPrecondition: no trace was started.
         """
         if self._running is not None:
             self._end(self._running)
         if self._written is None:
-            raise WrongState("nothing is profiled")
+            raise FailedPrecondition("nothing is profiled")
         return self._written
 
     def close(self) -> None:
@@ -108,11 +108,11 @@ class Profiler:
         self._running = None
 
 
-def _write(profiled: profile, events: tuple[Event, ...], path: str) -> str:
+def _write(profiled: profile, events: tuple[StreamEvent, ...], path: str) -> str:
     for event in events:
         event.wait()
     try:
         profiled.export_chrome_trace(path)
     except (OSError, RuntimeError) as error:
-        raise WrongState(f"the trace cannot be written: {error}") from error
+        raise FailedPrecondition(f"the trace cannot be written: {error}") from error
     return path

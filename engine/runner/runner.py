@@ -11,22 +11,22 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from engine.adapters.adapters import Adapters, AdapterWork
-from engine.adapters.bank import AdaptedStep
+from engine.adapters.adapters import AdapterBatch, AdapterManager
+from engine.adapters.bank import AdapterStep
 from engine.batch.batch import ScheduleBatch
 from engine.batch.forward import BatchBuilder, ForwardBatch
-from engine.batch.table import RequestTable
+from engine.batch.table import SlotTable
 from engine.batch.upload import divided, packed_bytes, upload
 from engine.kv_cache.kv import HostPool, KVPool, swap_in, swap_out
 from engine.models import Model
 from engine.models.blocks.late_states import LateStates
 from engine.runner.future_map import FutureMap
 from engine.runner.graphs import DecodeGraphs, Recorder
-from engine.runner.launched import LaunchedStep, Output
+from engine.runner.launched import LaunchedStep, StepOutput
 from engine.runner.rehearsal import decode_rehearsal, mixed_rehearsal, verify_rehearsal
-from engine.runner.speculated import NOTHING, Settled, Speculated
-from engine.runner.stream import Event, Stream, made_on
-from engine.sampling.composition import RowFeatures, StepWork
+from engine.runner.speculated import NOTHING, SettledDrafts, SpeculativeStep
+from engine.runner.stream import DeviceStream, StreamEvent, made_on
+from engine.sampling.composition import SamplingFeatures, SamplingInputs
 from engine.sampling.pooling import nothing_sampled
 from kernels.sampling.sample import SamplingColumns, sample
 
@@ -39,7 +39,7 @@ class _Forward:
         late: pending state updates, if rows have drafts.
     """
 
-    step: Settled
+    step: SettledDrafts
     sent: Sequence[Tensor]
     hidden: Tensor
     late: LateStates | None = None
@@ -59,10 +59,10 @@ class ModelRunner:
         model: Model,
         pool: KVPool,
         host_pool: HostPool,
-        table: RequestTable,
-        features: RowFeatures,
-        adapters: Adapters,
-        stream: Stream,
+        table: SlotTable,
+        features: SamplingFeatures,
+        adapters: AdapterManager,
+        stream: DeviceStream,
         recorder: Recorder | None = None,
     ) -> None:
         self._model = model
@@ -121,7 +121,7 @@ class ModelRunner:
             verify, told = verify_rehearsal(
                 num_slots // 2, num_tables, tables.page_size, state_pages
             )
-            speculated = Speculated.of(told, self._table)
+            speculated = SpeculativeStep.of(told, self._table)
             if self._model.drafter is not None:
                 speculated = replace(speculated, to_guess=(len(told.slots),))
             steps.append((verify, speculated, told.num_tokens, 0))
@@ -130,9 +130,9 @@ class ModelRunner:
         def work() -> None:
             for inputs, speculated, num_sampled, num_asked in steps:
                 for each in self._features.rehearsals(num_sampled, num_asked, self._model.spec):
-                    self._run(inputs, speculated, each, self._adapters.nothing, Output())
+                    self._run(inputs, speculated, each, self._adapters.nothing, StepOutput())
             if adapters.tokens is not None:
-                self._forward(mixed, NOTHING, StepWork(), adapters)
+                self._forward(mixed, NOTHING, SamplingInputs(), adapters)
 
         self._enqueue(work).wait()
 
@@ -142,12 +142,12 @@ class ModelRunner:
         The order is: swap out, swap in, adapters, forward, sampling, and the copy of the tokens to
         host memory. A step without rows enqueues only the first two.
         """
-        output = Output()
+        output = StepOutput()
         if not len(batch.slots):
             return LaunchedStep(batch, output, self._enqueue(lambda: self._swap(batch)))
         inputs, asked = self._builder.build(batch), self._features.build(batch)
         adapters = self._adapters.build(batch)
-        speculated = Speculated.of(batch, self._table)
+        speculated = SpeculativeStep.of(batch, self._table)
         if asked.late:
             return self._launch_forward(batch, inputs, speculated, asked, adapters, output)
 
@@ -161,10 +161,10 @@ class ModelRunner:
         self,
         batch: ScheduleBatch,
         inputs: ForwardBatch,
-        speculated: Speculated,
-        asked: StepWork,
-        adapters: AdapterWork,
-        output: Output,
+        speculated: SpeculativeStep,
+        asked: SamplingInputs,
+        adapters: AdapterBatch,
+        output: StepOutput,
     ) -> LaunchedStep:
         """Launch only the forward. Sampling follows later, because it depends on the previous
         step."""
@@ -174,8 +174,8 @@ class ModelRunner:
             self._swap(batch)
             done.append(self._forward(inputs, speculated, asked, adapters))
 
-        def sample() -> Event:
-            late = StepWork(works=self._features.build_late(batch, asked.late))
+        def sample() -> StreamEvent:
+            late = SamplingInputs(works=self._features.build_late(batch, asked.late))
 
             def work() -> None:
                 sent = upload(late.tensors(), self._model.device)
@@ -187,7 +187,7 @@ class ModelRunner:
 
         return LaunchedStep(batch, output, self._enqueue(work), sample)
 
-    def _enqueue(self, work: Callable[[], None]) -> Event:
+    def _enqueue(self, work: Callable[[], None]) -> StreamEvent:
         def enqueue() -> None:
             with torch.inference_mode():
                 work()
@@ -203,14 +203,14 @@ class ModelRunner:
     def _run(
         self,
         inputs: ForwardBatch,
-        speculated: Speculated,
-        asked: StepWork,
-        adapters: AdapterWork,
-        output: Output,
+        speculated: SpeculativeStep,
+        asked: SamplingInputs,
+        adapters: AdapterBatch,
+        output: StepOutput,
     ) -> None:
         self._choose(self._forward(inputs, speculated, asked, adapters), asked, output)
 
-    def _choose(self, forward: _Forward, asked: StepWork, output: Output) -> None:
+    def _choose(self, forward: _Forward, asked: SamplingInputs, output: StepOutput) -> None:
         step, sent, to_logits = forward.step, forward.sent, self._model.logits
         chosen = forward.hidden[: step.num_chosen]
         if asked.pooling is not None and asked.pooling.only:
@@ -227,7 +227,7 @@ class ModelRunner:
             parts = asked.pooling.run(self._model, forward.hidden, sent)
             output.pooled = [(rows, _to_host(values)) for rows, values in parts]
 
-    def _keep(self, forward: _Forward, tokens: Tensor, output: Output) -> None:
+    def _keep(self, forward: _Forward, tokens: Tensor, output: StepOutput) -> None:
         """Store the tokens for the next step, and copy them to the host."""
         step, rejected = forward.step, None
         if step.verified is not None:
@@ -244,9 +244,9 @@ class ModelRunner:
     def _forward(
         self,
         inputs: ForwardBatch,
-        speculated: Speculated,
-        asked: StepWork,
-        adapters: AdapterWork,
+        speculated: SpeculativeStep,
+        asked: SamplingInputs,
+        adapters: AdapterBatch,
     ) -> _Forward:
         """Run the forward, and copy the tensors that go to the device with its inputs."""
         adapters.fill()
@@ -260,7 +260,7 @@ class ModelRunner:
             and (size := self._graphs.size_for(inputs))
         ):
             uploaded, sent, hidden = self._graphs.run(inputs, size, beside)
-            return _Forward(Settled(uploaded), sent, hidden)
+            return _Forward(SettledDrafts(uploaded), sent, hidden)
         parts = beside, speculated.tensors(), adapters.tensors()
         uploaded, sent = inputs.to(self._model.device, beside=[*chain(*parts)])
         of_rows, of_drafts, of_adapters = divided(sent, parts)
@@ -274,7 +274,7 @@ class ModelRunner:
         return _Forward(step, of_rows, self._eager(step.batch, adapted, late), late)
 
     def _guessed(
-        self, step: Settled, num_rows: Sequence[int], columns: SamplingColumns | None
+        self, step: SettledDrafts, num_rows: Sequence[int], columns: SamplingColumns | None
     ) -> ForwardBatch:
         """Return the batch with guessed drafts.
 
@@ -294,7 +294,7 @@ class ModelRunner:
     def _eager(
         self,
         uploaded: ForwardBatch,
-        adapted: AdaptedStep | None = None,
+        adapted: AdapterStep | None = None,
         late: LateStates | None = None,
     ) -> Tensor:
         return self._model.forward(uploaded, self._pool, self._future.tokens, adapted, late)

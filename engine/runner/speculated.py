@@ -8,14 +8,14 @@ import numpy as np
 from torch import Tensor
 
 from engine.batch.batch import TO_GUESS, ScheduleBatch
-from engine.batch.early_rows import EarlyRows
+from engine.batch.early_rows import PrestagedRows
 from engine.batch.forward import ForwardBatch
-from engine.batch.table import RequestTable
+from engine.batch.table import SlotTable
 from engine.batch.verified_rows import VerifiedRows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Speculated:
+class SpeculativeStep:
     """Speculation data of one step, in host memory. Empty for most steps.
 
     Attributes:
@@ -23,14 +23,14 @@ class Speculated:
             on.
     """
 
-    early: EarlyRows | None = None
+    early: PrestagedRows | None = None
     verified: VerifiedRows | None = None
     to_guess: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, batch: ScheduleBatch, table: RequestTable) -> Self:
+    def of(cls, batch: ScheduleBatch, table: SlotTable) -> Self:
         """Return the data at the launch of a step."""
-        early, verified = EarlyRows.of(batch, table), VerifiedRows.of(batch)
+        early, verified = PrestagedRows.of(batch, table), VerifiedRows.of(batch)
         return cls(early, verified, () if verified is None else _to_guess(batch, table))
 
     def __bool__(self) -> bool:
@@ -42,7 +42,7 @@ class Speculated:
 
     def settled(
         self, batch: ForwardBatch, sent: Sequence[Tensor], rejected: Tensor, page_size: int
-    ) -> "Settled":
+    ) -> "SettledDrafts":
         """Return the step with the real starts of its rows. On the forward stream, before the
         forward.
 
@@ -56,13 +56,13 @@ class Speculated:
             taken = len(self.early.tensors())
             batch, early = self.early.on_device(sent[:taken]).moved(batch, rejected, page_size)
         verified = None if self.verified is None else self.verified.on_device(sent[taken:])
-        return Settled(batch, early, verified)
+        return SettledDrafts(batch, early, verified)
 
 
-NOTHING = Speculated()
+NOTHING = SpeculativeStep()
 
 
-def _to_guess(batch: ScheduleBatch, table: RequestTable) -> tuple[int, ...]:
+def _to_guess(batch: ScheduleBatch, table: SlotTable) -> tuple[int, ...]:
     """Return the counts of `to_guess`. A row's drafts are either all made by the device, or all
     known."""
     drafts = batch.ends - batch.starts - 1
@@ -74,7 +74,7 @@ def _to_guess(batch: ScheduleBatch, table: RequestTable) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Settled:
+class SettledDrafts:
     """A step on the device, with the real positions of its rows.
 
     Attributes:

@@ -20,7 +20,7 @@ DEADLINE_S = 600.0  # longest wait for an event, beyond any healthy step
 Made = TypeVar("Made")
 
 
-class Event(Protocol):
+class StreamEvent(Protocol):
     def wait(self) -> None:
         """Wait until the work is done.
 
@@ -31,8 +31,8 @@ class Event(Protocol):
         ...
 
 
-class Stream(Protocol):
-    def submit(self, work: Callable[[], None]) -> Event:
+class DeviceStream(Protocol):
+    def submit(self, work: Callable[[], None]) -> StreamEvent:
         """Run `work` after everything submitted before. The event covers everything that `work`
         enqueues."""
         ...
@@ -117,7 +117,7 @@ class CudaStream:
         self._stream.synchronize()
 
 
-def made_on(stream: Stream, make: Callable[[], Made]) -> Made:
+def made_on(stream: DeviceStream, make: Callable[[], Made]) -> Made:
     """Return the result of `make`, run on the stream.
 
     Operations that fill its memory are thereby ordered before all work submitted later, which the
@@ -128,6 +128,6 @@ def made_on(stream: Stream, make: Callable[[], Made]) -> Made:
     return made[0]
 
 
-def open_stream(device: torch.device) -> Stream:
+def open_stream(device: torch.device) -> DeviceStream:
     """Return the stream for a device."""
     return WorkerStream() if device.type == "cpu" else CudaStream(device)

@@ -16,7 +16,7 @@ Values = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Additions:
+class LogitAdditions:
     """A Work with one entry per logit. Several entries for one logit add up."""
 
     rows: Tensor  # int64, places among the step's rows

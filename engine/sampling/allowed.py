@@ -11,12 +11,12 @@ from torch import Tensor
 from engine.batch.batch import Ints
 from engine.batch.request import Request
 from engine.grammar.bits import WORD, words_of
-from engine.sampling.feature import Part
+from engine.sampling.feature import FeatureState
 from kernels.sampling.bitmask import apply_bitmask
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Bitmask:
+class TokenBitmask:
     """A Work in which rows[i] of the step may sample the tokens of bitmask[i], as `apply_bitmask`
     reads it."""
 
@@ -41,20 +41,22 @@ class AllowedTokens:
     def __init__(self, num_slots: int, vocabulary_size: int) -> None:
         self._bits = np.zeros((num_slots, words_of(vocabulary_size)), np.uint32)
 
-    def acquire(self, slot: int, request: Request) -> Part:
+    def acquire(self, slot: int, request: Request) -> FeatureState:
         allowed = request.sampling.allowed_token_ids
         if not allowed:
-            return Part.NONE
+            return FeatureState.NONE
         tokens = np.array(allowed, np.int64)
         self._bits[slot] = 0
         bits = np.uint32(1) << (tokens % WORD).astype(np.uint32)
         np.bitwise_or.at(self._bits[slot], tokens // WORD, bits)
-        return Part.ALIKE
+        return FeatureState.ALIKE
 
-    def build(self, rows: NDArray[np.intp], slots: NDArray[np.intp], positions: Ints) -> Bitmask:
+    def build(
+        self, rows: NDArray[np.intp], slots: NDArray[np.intp], positions: Ints
+    ) -> TokenBitmask:
         bits = self._bits[slots].view(np.int32)
-        return Bitmask(torch.from_numpy(rows.astype(np.int64)), torch.from_numpy(bits))
+        return TokenBitmask(torch.from_numpy(rows.astype(np.int64)), torch.from_numpy(bits))
 
-    def rehearsal(self, num_rows: int) -> Bitmask:
+    def rehearsal(self, num_rows: int) -> TokenBitmask:
         words = self._bits.shape[1]
-        return Bitmask(torch.arange(num_rows), torch.full((num_rows, words), -1).int())
+        return TokenBitmask(torch.arange(num_rows), torch.full((num_rows, words), -1).int())

@@ -5,32 +5,36 @@ from numpy.typing import NDArray
 
 from engine.batch.batch import Ints
 from engine.batch.request import Request
-from engine.batch.table import RequestTable
-from engine.sampling.additions import Additions, forbidding
-from engine.sampling.feature import Part
+from engine.batch.table import SlotTable
+from engine.sampling.additions import LogitAdditions, forbidding
+from engine.sampling.feature import FeatureState
 
 
-class BadWords:
+class BadWordsFilter:
     """The bad words by slot. Only the response counts, not the prompt. Engine thread only.
 
     A word of one token is always forbidden. A longer one requires that the tokens before are known.
     """
 
-    def __init__(self, table: RequestTable) -> None:
+    def __init__(self, table: SlotTable) -> None:
         self._table = table
         self._words: dict[int, tuple[tuple[int, ...], ...]] = {}  # by slot
 
-    def acquire(self, slot: int, request: Request) -> Part:
+    def acquire(self, slot: int, request: Request) -> FeatureState:
         self._words[slot] = words = request.sampling.bad_word_ids
         if not words:
-            return Part.NONE
-        return Part.WAITS if max(map(len, words)) > 1 else Part.ALIKE
+            return FeatureState.NONE
+        return FeatureState.WAITS if max(map(len, words)) > 1 else FeatureState.ALIKE
 
-    def build(self, rows: NDArray[np.intp], slots: NDArray[np.intp], positions: Ints) -> Additions:
-        return Additions.of(rows, [forbidding(self._forbidden(slot)) for slot in slots.tolist()])
+    def build(
+        self, rows: NDArray[np.intp], slots: NDArray[np.intp], positions: Ints
+    ) -> LogitAdditions:
+        return LogitAdditions.of(
+            rows, [forbidding(self._forbidden(slot)) for slot in slots.tolist()]
+        )
 
-    def rehearsal(self, num_rows: int) -> Additions:
-        return Additions.nothing(num_rows)
+    def rehearsal(self, num_rows: int) -> LogitAdditions:
+        return LogitAdditions.nothing(num_rows)
 
     def _forbidden(self, slot: int) -> list[int]:
         table, words = self._table, self._words[slot]

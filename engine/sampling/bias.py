@@ -8,15 +8,15 @@ from numpy.typing import NDArray
 
 from engine.batch.batch import Ints
 from engine.batch.request import Request
-from engine.sampling.additions import Additions, Tokens, Values, forbidding
-from engine.sampling.feature import Part
+from engine.sampling.additions import LogitAdditions, Tokens, Values, forbidding
+from engine.sampling.feature import FeatureState
 
 _Edits = tuple[Tokens, Values]
 
 _MILDER = 16  # ending too early is better than a token that the grammar forbids
 
 
-class Bias:
+class LogitBias:
     """The biases by slot. Engine thread only."""
 
     def __init__(self, num_slots: int, eos_token_ids: Sequence[int]) -> None:
@@ -25,10 +25,10 @@ class Bias:
         self._long: dict[int, _Edits] = {}  # afterwards
         self._least = np.zeros(num_slots, np.int32)  # minimum length, with the prompt
 
-    def acquire(self, slot: int, request: Request) -> Part:
+    def acquire(self, slot: int, request: Request) -> FeatureState:
         sampling = request.sampling
         if not sampling.logit_bias and not sampling.min_tokens:
-            return Part.NONE
+            return FeatureState.NONE
         biases = sampling.logit_bias
         tokens = np.array([token for token, _ in biases], np.int64)
         values = np.array([bias for _, bias in biases], np.float32)
@@ -38,15 +38,17 @@ class Bias:
         self._long[slot] = tokens, values
         self._short[slot] = np.concatenate((tokens, banned)), np.concatenate((values, lowest))
         self._least[slot] = request.num_prompt + sampling.min_tokens
-        return Part.TAKES if sampling.min_tokens else Part.ALIKE
+        return FeatureState.TAKES if sampling.min_tokens else FeatureState.ALIKE
 
-    def build(self, rows: NDArray[np.intp], slots: NDArray[np.intp], positions: Ints) -> Additions:
+    def build(
+        self, rows: NDArray[np.intp], slots: NDArray[np.intp], positions: Ints
+    ) -> LogitAdditions:
         short = positions < self._least[slots]
         edits = [
             (self._short if is_short else self._long)[slot]
             for slot, is_short in zip(slots.tolist(), short.tolist(), strict=True)
         ]
-        return Additions.of(rows, edits)
+        return LogitAdditions.of(rows, edits)
 
-    def rehearsal(self, num_rows: int) -> Additions:
-        return Additions.nothing(num_rows)
+    def rehearsal(self, num_rows: int) -> LogitAdditions:
+        return LogitAdditions.nothing(num_rows)

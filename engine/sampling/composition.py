@@ -11,17 +11,17 @@ from torch import Tensor
 
 from engine.batch.batch import ForwardMode, Ints, ScheduleBatch
 from engine.batch.request import Request
-from engine.batch.table import RequestTable
+from engine.batch.table import SlotTable
 from engine.sampling.allowed import AllowedTokens
-from engine.sampling.bad_words import BadWords
-from engine.sampling.bias import Bias
-from engine.sampling.feature import Part, RowFeature, Work
-from engine.sampling.grammar import Grammar
+from engine.sampling.bad_words import BadWordsFilter
+from engine.sampling.bias import LogitBias
+from engine.sampling.feature import FeatureInput, FeatureState, SamplingFeature
+from engine.sampling.grammar import GrammarMatcher
 from engine.sampling.logprobs import SampledLogprobs
 from engine.sampling.penalties import Penalties
-from engine.sampling.pooling import Heads, PooledPrompts, PoolingWork
+from engine.sampling.pooling import PoolingFeature, PoolingHeads, PoolingWork
 from engine.sampling.prompt_logprobs import PromptLogprobs, PromptWork
-from engine.sampling.sampling import Sampling
+from engine.sampling.sampling import SamplerFeature
 from engine.sampling.thinking_budget import ThinkingBudget
 from kernels.sampling.sample import SamplingColumns, sample
 
@@ -32,7 +32,7 @@ _SAMPLED, _WAITING, _PROMPT, _POOLED, _FIRST = 1, 2, 4, 8, 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StepWork:
+class SamplingInputs:
     """The sampling work of one step.
 
     Attributes:
@@ -44,7 +44,7 @@ class StepWork:
     """
 
     columns: SamplingColumns | None = None
-    works: tuple[Work, ...] = ()
+    works: tuple[FeatureInput, ...] = ()
     late: int = 0
     prompt: PromptWork | None = None
     pooling: PoolingWork | None = None
@@ -118,10 +118,10 @@ class StepWork:
         return tokens, told
 
 
-_NOTHING = StepWork()
+_NOTHING = SamplingInputs()
 
 
-class RowFeatures:
+class SamplingFeatures:
     """The features of one engine. Engine thread only.
 
     Args:
@@ -129,12 +129,12 @@ class RowFeatures:
     """
 
     def __init__(
-        self, table: RequestTable, sampling: Sampling, features: Sequence[RowFeature]
+        self, table: SlotTable, sampling: SamplerFeature, features: Sequence[SamplingFeature]
     ) -> None:
         self._table = table
         self._sampling = sampling
         self._prompts = PromptLogprobs(table)
-        self._pooled = PooledPrompts(table)
+        self._pooled = PoolingFeature(table)
         self._features = tuple(
             (np.uint32(_FIRST << place), feature) for place, feature in enumerate(features)
         )
@@ -142,7 +142,7 @@ class RowFeatures:
         self._waits = np.zeros(table.num_slots, np.uint32)  # the subset that waits
         table.tell_of_requests(self._acquire)
 
-    def build(self, batch: ScheduleBatch) -> StepWork:
+    def build(self, batch: ScheduleBatch) -> SamplingInputs:
         """Return the sampling work of a step, at its launch. Unused features cost nothing, because
         all bits are read at once."""
         slots = batch.slots.astype(np.intp)  # with which numpy indexes five times faster
@@ -152,29 +152,31 @@ class RowFeatures:
         anybody = int(np.bitwise_or.reduce(wanted))
         columns = self._columns(batch, slots) if anybody & _SAMPLED else None
         if anybody == _SAMPLED:
-            return StepWork(columns)
+            return SamplingInputs(columns)
         wanted = self._of_those_that_sample(batch, wanted)
         late = self._unknown(batch, wanted) if anybody & _WAITING else 0
         prompt = self._prompts.build(batch) if anybody & _PROMPT else None
         pooling = None
         if anybody & _POOLED:
             pooling = self._pooled.build(batch, 0 if prompt is None else len(prompt.places))
-        return StepWork(columns, self._works(batch, wanted, ~late), late, prompt, pooling)
+        return SamplingInputs(columns, self._works(batch, wanted, ~late), late, prompt, pooling)
 
     def _columns(self, batch: ScheduleBatch, slots: NDArray[np.intp]) -> SamplingColumns:
         rows, positions = _samples(batch)
         return self._sampling.build(slots[rows], positions)
 
-    def build_late(self, batch: ScheduleBatch, late: int) -> tuple[Work, ...]:
+    def build_late(self, batch: ScheduleBatch, late: int) -> tuple[FeatureInput, ...]:
         """Return the remaining work of a step, after all tokens of its rows are known.
 
         Args:
-            late: of the StepWork that `build` returned.
+            late: of the SamplingInputs that `build` returned.
         """
         wanted = self._of_those_that_sample(batch, self._wanted[batch.slots])
         return self._works(batch, wanted, late)
 
-    def rehearsals(self, num_rows: int, num_tokens: int, heads: Heads) -> Sequence[StepWork]:
+    def rehearsals(
+        self, num_rows: int, num_tokens: int, heads: PoolingHeads
+    ) -> Sequence[SamplingInputs]:
         """Return work on dummy rows for warm-up.
 
         Together they launch every kernel and need at least as much memory as anything that `build`
@@ -186,23 +188,23 @@ class RowFeatures:
             heads: those that the model has.
         """
         pooling = self._pooled.rehearsal(num_rows, num_tokens, heads)
-        pooled = [StepWork(pooling=pooling)] if num_tokens else []
+        pooled = [SamplingInputs(pooling=pooling)] if num_tokens else []
         if not heads.generates:
             return pooled
         columns = self._sampling.rehearsal(num_rows)
         works = tuple(feature.rehearsal(num_rows) for _, feature in self._features)
         prompt = self._prompts.rehearsal(num_tokens) if num_tokens else None
         return [
-            StepWork(columns, works, prompt=prompt),
-            StepWork(columns),
-            StepWork(None, works),
+            SamplingInputs(columns, works, prompt=prompt),
+            SamplingInputs(columns),
+            SamplingInputs(None, works),
             _NOTHING,
             *pooled,
         ]
 
     def _works(
         self, batch: ScheduleBatch, wanted: NDArray[np.uint32], which: int
-    ) -> tuple[Work, ...]:
+    ) -> tuple[FeatureInput, ...]:
         """Return the work of the features whose bits are in `which`."""
         rows, positions = _samples(batch)
         slots, wanted = batch.slots.astype(np.intp)[rows], wanted[rows]
@@ -230,8 +232,8 @@ class RowFeatures:
         for bit, feature in self._features:
             part = feature.acquire(slot, request)
             wanted |= int(bit) if part else 0
-            waits |= int(bit) if part is Part.WAITS else 0
-            alike &= part <= Part.ALIKE
+            waits |= int(bit) if part is FeatureState.WAITS else 0
+            alike &= part <= FeatureState.ALIKE
         if self._prompts.acquire(slot, request):
             wanted |= _PROMPT
         if self._pooled.acquire(slot, request):
@@ -251,23 +253,23 @@ def _samples(batch: ScheduleBatch) -> tuple[NDArray[np.intp] | slice, Ints]:
 
 
 def every_feature(
-    table: RequestTable,
+    table: SlotTable,
     vocabulary_size: int,
     eos_token_ids: Sequence[int],
     device: torch.device,
-) -> RowFeatures:
+) -> SamplingFeatures:
     """Return all features, for the requests of a table."""
     num_slots = table.num_slots
-    return RowFeatures(
+    return SamplingFeatures(
         table,
-        Sampling(num_slots),
+        SamplerFeature(num_slots),
         (
             SampledLogprobs(num_slots),
-            Bias(num_slots, eos_token_ids),
+            LogitBias(num_slots, eos_token_ids),
             Penalties(table, vocabulary_size, device),
             AllowedTokens(num_slots, vocabulary_size),
-            BadWords(table),
-            Grammar(table, vocabulary_size),
+            BadWordsFilter(table),
+            GrammarMatcher(table, vocabulary_size),
             ThinkingBudget(table),
         ),
     )

@@ -16,7 +16,7 @@ from engine.batch.batch import Ints
 from engine.batch.request import Request
 
 
-class Part(IntEnum):
+class FeatureState(IntEnum):
     """The part of a request that a feature takes."""
 
     NONE = 0
@@ -25,7 +25,7 @@ class Part(IntEnum):
     WAITS = 3  # and needs all tokens before: its rows are sampled after the previous step
 
 
-class Work(Protocol):
+class FeatureInput(Protocol):
     """One feature's work in one step.
 
     `sent` are its `tensors`, in the same order, on the device.
@@ -54,14 +54,16 @@ class Work(Protocol):
         ...
 
 
-class RowFeature(Protocol):
+class SamplingFeature(Protocol):
     """A row feature. Engine thread only."""
 
-    def acquire(self, slot: int, request: Request) -> Part:
+    def acquire(self, slot: int, request: Request) -> FeatureState:
         """Assign a slot to the request. State of the slot's previous request becomes invalid."""
         ...
 
-    def build(self, rows: NDArray[np.intp], slots: NDArray[np.intp], positions: Ints) -> Work:
+    def build(
+        self, rows: NDArray[np.intp], slots: NDArray[np.intp], positions: Ints
+    ) -> FeatureInput:
         """Return the work of a step, without views of memory that may change later.
 
         Called at the launch of a step, or for rows that wait, after the previous step has ended.
@@ -76,7 +78,7 @@ class RowFeature(Protocol):
         """
         ...
 
-    def rehearsal(self, num_rows: int) -> Work:
+    def rehearsal(self, num_rows: int) -> FeatureInput:
         """Return work on dummy rows for warm-up, for all rows of a step. It has no lasting
         effect."""
         ...

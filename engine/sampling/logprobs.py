@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.batch.batch import Ints
 from engine.batch.request import Request
-from engine.sampling.feature import Part
+from engine.sampling.feature import FeatureState
 from kernels.sampling.logprobs import logprobs
 
 
@@ -46,10 +46,10 @@ class SampledLogprobs:
     def __init__(self, num_slots: int) -> None:
         self._num_top = np.zeros(num_slots, np.int32)
 
-    def acquire(self, slot: int, request: Request) -> Part:
+    def acquire(self, slot: int, request: Request) -> FeatureState:
         num_top = request.sampling.logprobs
         self._num_top[slot] = num_top
-        return Part.NONE if num_top < 0 else Part.ALIKE
+        return FeatureState.NONE if num_top < 0 else FeatureState.ALIKE
 
     def build(self, rows: NDArray[np.intp], slots: NDArray[np.intp], positions: Ints) -> _Work:
         return _Work(torch.from_numpy(rows.astype(np.int64)), int(self._num_top[slots].max()))

@@ -19,8 +19,8 @@ from torch import Tensor
 from engine.batch.batch import Ints
 from engine.batch.image_tokens import in_vocabulary
 from engine.batch.request import Request
-from engine.batch.table import RequestTable
-from engine.sampling.feature import Part
+from engine.batch.table import SlotTable
+from engine.sampling.feature import FeatureState
 from kernels.sampling.penalties import apply_penalties, count_tokens
 
 
@@ -96,7 +96,7 @@ class Penalties:
     request.
     """
 
-    def __init__(self, table: RequestTable, vocabulary_size: int, device: torch.device) -> None:
+    def __init__(self, table: SlotTable, vocabulary_size: int, device: torch.device) -> None:
         self._table = table
         self._repetition = np.ones(table.num_slots, np.float32)
         self._frequency = np.zeros(table.num_slots, np.float32)
@@ -105,12 +105,12 @@ class Penalties:
             table.num_slots, vocabulary_size, dtype=torch.int32, device=device
         )
 
-    def acquire(self, slot: int, request: Request) -> Part:
+    def acquire(self, slot: int, request: Request) -> FeatureState:
         sampling = request.sampling
         self._repetition[slot] = sampling.repetition_penalty
         self._frequency[slot] = sampling.frequency_penalty
         self._presence[slot] = sampling.presence_penalty
-        return Part.TAKES if sampling.penalised else Part.NONE
+        return FeatureState.TAKES if sampling.penalised else FeatureState.NONE
 
     def build(self, rows: NDArray[np.intp], slots: NDArray[np.intp], positions: Ints) -> _Work:
         anew = self._table.known[slots] >= positions

@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.requests.pooling import Pool
+from common.requests.pooling import PoolingMode
 from engine.batch.batch import NOT_FINITE, NOT_SAMPLED, ScheduleBatch
 from engine.batch.request import Request
-from engine.batch.table import RequestTable
+from engine.batch.table import SlotTable
 
 SLICE = 1024  # tokens whose float32 states fit in the reserved memory
 LOGITS_SLICE = 32  # rows whose log-probabilities fit in the reserved memory
@@ -26,7 +26,7 @@ _Rows: TypeAlias = NDArray[np.intp]
 Pooled: TypeAlias = Sequence[tuple[_Rows, Tensor]]
 
 
-class Heads(Protocol):
+class PoolingHeads(Protocol):
     """The heads that a model has for its hidden states."""
 
     @property
@@ -36,7 +36,7 @@ class Heads(Protocol):
     def num_labels(self) -> int: ...
 
 
-class Model(Protocol):
+class PoolingModel(Protocol):
     """The heads applied to hidden states [n, hidden]."""
 
     def logits(self, hidden: Tensor) -> Tensor: ...
@@ -72,7 +72,7 @@ class PoolingWork:
         rows = [torch.from_numpy(rows) for rows in (self.labelled, self.told)]
         return [self.sources, self.owners, *rows, self.tokens]
 
-    def run(self, model: Model, hidden: Tensor, sent: Sequence[Tensor]) -> Pooled:
+    def run(self, model: PoolingModel, hidden: Tensor, sent: Sequence[Tensor]) -> Pooled:
         """Compute the results. On the forward stream.
 
         Args:
@@ -110,10 +110,10 @@ def nothing_sampled(last: Tensor) -> Tensor:
     return torch.where(finite, NOT_SAMPLED, NOT_FINITE).int()
 
 
-class PooledPrompts:
+class PoolingFeature:
     """The pooled requests by slot. Engine thread only."""
 
-    def __init__(self, table: RequestTable) -> None:
+    def __init__(self, table: SlotTable) -> None:
         self._num_prompt = table.num_prompt
         self._pool = np.zeros(table.num_slots, np.int8)  # 0: not pooled
         self._tokens: dict[int, tuple[int, ...]] = {}  # by slot, for requests with token scores
@@ -138,9 +138,9 @@ class PooledPrompts:
         lengths = batch.ends - batch.starts
         firsts = np.cumsum(lengths) - lengths
         ends_here = batch.ends == self._num_prompt[batch.slots]
-        last = np.flatnonzero((pools == Pool.LAST) & ends_here)
-        mean = np.flatnonzero(pools == Pool.MEAN)
-        first = np.flatnonzero((pools == Pool.FIRST) & (batch.starts == 0))
+        last = np.flatnonzero((pools == PoolingMode.LAST) & ends_here)
+        mean = np.flatnonzero(pools == PoolingMode.MEAN)
+        first = np.flatnonzero((pools == PoolingMode.FIRST) & (batch.starts == 0))
         spread = np.repeat(mean, lengths[mean])
         offsets = np.arange(len(spread)) - np.repeat(
             np.cumsum(lengths[mean]) - lengths[mean], lengths[mean]
@@ -149,19 +149,19 @@ class PooledPrompts:
         summed = np.concatenate((last, mean, first))
         owners = np.concatenate((last, spread, first))
         sources = np.concatenate((last, len(pools) + num_others + np.arange(len(places))))
-        told = np.flatnonzero((pools == Pool.TOKENS) & ends_here)
+        told = np.flatnonzero((pools == PoolingMode.TOKENS) & ends_here)
         return PoolingWork(
             only=bool(pools.all()),
             places=torch.from_numpy(places.astype(np.int64)),
             summed=summed,
             sources=torch.from_numpy(sources.astype(np.int64)),
             owners=torch.from_numpy(_places_in(summed, owners)),
-            labelled=np.flatnonzero((pools == Pool.LABELS) & ends_here),
+            labelled=np.flatnonzero((pools == PoolingMode.LABELS) & ends_here),
             told=told,
             tokens=_padded([self._tokens[int(slot)] for slot in batch.slots[told]]),
         )
 
-    def rehearsal(self, num_rows: int, num_tokens: int, heads: Heads) -> PoolingWork:
+    def rehearsal(self, num_rows: int, num_tokens: int, heads: PoolingHeads) -> PoolingWork:
         """Return work on dummy rows and on all tokens of a step, for warm-up."""
         rows = np.arange(num_rows)
         told = rows[: LOGITS_SLICE if heads.generates else 0]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.batch.batch import ScheduleBatch
 from engine.batch.request import Request
-from engine.batch.table import RequestTable
+from engine.batch.table import SlotTable
 from kernels.sampling.logprobs import logprobs
 
 SLICE = 256  # tokens whose logits fit in the reserved memory
@@ -57,7 +57,7 @@ class PromptWork:
 class PromptLogprobs:
     """Requests with prompt logprobs, by slot. Engine thread only."""
 
-    def __init__(self, table: RequestTable) -> None:
+    def __init__(self, table: SlotTable) -> None:
         self._table = table
         self._num_top = np.full(table.num_slots, -1, np.int32)
 

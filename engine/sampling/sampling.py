@@ -11,7 +11,7 @@ from kernels.sampling.sample import SamplingColumns
 _MAX_SEED = 2**64 - 1
 
 
-class Sampling:
+class SamplerFeature:
     """Sampling parameters of requests that are not greedy. A greedy request has temperature 0 and
     no other parameter.
 

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from engine.batch.batch import Ints
 from engine.batch.request import Request
-from engine.batch.table import RequestTable
-from engine.grammar.reasoning import Stage, ThoughtReader
-from engine.sampling.feature import Part
+from engine.batch.table import SlotTable
+from engine.grammar.reasoning import ReasoningStage, ReasoningTracker
+from engine.sampling.feature import FeatureState
 from kernels.sampling.bitmask import FORBIDDEN
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Forced:
+class ForcedToken:
     """A Work in which rows[i] of the step samples tokens[i], regardless of other features."""
 
     rows: Tensor  # int64 [m]
@@ -42,35 +42,37 @@ class Forced:
 class ThinkingBudget:
     """Ends reasoning that has reached its budget. Engine thread only. Comes last."""
 
-    def __init__(self, table: RequestTable) -> None:
+    def __init__(self, table: SlotTable) -> None:
         self._table = table
-        self._readers: dict[int, ThoughtReader] = {}  # by slot
+        self._readers: dict[int, ReasoningTracker] = {}  # by slot
         self._followed = np.zeros(table.num_slots, np.int64)  # tokens, including the prompt
         self._budgets = np.zeros(table.num_slots, np.int64)
         self._closes = np.zeros(table.num_slots, np.int64)
 
-    def acquire(self, slot: int, request: Request) -> Part:
+    def acquire(self, slot: int, request: Request) -> FeatureState:
         self._readers.pop(slot, None)
         sampling = request.sampling
         if sampling.thinking_budget < 0 or sampling.thought is None:
-            return Part.NONE
-        self._readers[slot] = ThoughtReader(sampling.thought)
+            return FeatureState.NONE
+        self._readers[slot] = ReasoningTracker(sampling.thought)
         self._followed[slot] = request.num_prompt
         self._budgets[slot] = sampling.thinking_budget
         self._closes[slot] = sampling.thought.close
-        return Part.WAITS
+        return FeatureState.WAITS
 
-    def build(self, rows: NDArray[np.intp], slots: NDArray[np.intp], positions: Ints) -> Forced:
+    def build(
+        self, rows: NDArray[np.intp], slots: NDArray[np.intp], positions: Ints
+    ) -> ForcedToken:
         spent = np.array([self._is_spent(slot) for slot in slots.tolist()])
         closes = torch.from_numpy(self._closes[slots[spent]])
-        return Forced(torch.from_numpy(rows[spent].astype(np.int64)), closes)
+        return ForcedToken(torch.from_numpy(rows[spent].astype(np.int64)), closes)
 
-    def rehearsal(self, num_rows: int) -> Forced:
-        return Forced(torch.arange(num_rows), torch.zeros(num_rows, dtype=torch.int64))
+    def rehearsal(self, num_rows: int) -> ForcedToken:
+        return ForcedToken(torch.arange(num_rows), torch.zeros(num_rows, dtype=torch.int64))
 
     def _is_spent(self, slot: int) -> bool:
         reader = self._readers[slot]
         start, end = int(self._followed[slot]), int(self._table.known[slot])
         reader.read(self._table.tokens[slot, start:end].tolist())
         self._followed[slot] = end
-        return reader.stage is Stage.INSIDE and reader.num_tokens >= self._budgets[slot]
+        return reader.stage is ReasoningStage.INSIDE and reader.num_tokens >= self._budgets[slot]

@@ -16,20 +16,20 @@ import numpy as np
 
 from common.config import SchedulerConfig
 from engine.batch.batch import Ints
-from engine.batch.holding import Holding
+from engine.batch.holding import PageHolding
 from engine.batch.request import Request
-from engine.batch.table import RequestTable
-from engine.kv_cache.pages import Holder, PageAllocator
-from engine.kv_cache.radix import Match, RadixCache
+from engine.batch.table import SlotTable
+from engine.kv_cache.pages import PageAllocator, PageHolder
+from engine.kv_cache.radix import PrefixCache, PrefixMatch
 from engine.kv_cache.radix_states import NO_STATE
-from engine.offload.tiers import Tiers
+from engine.offload.tiers import CacheTiers
 from engine.scheduler.adder import PrefillAdder
-from engine.scheduler.arrivals import Claim, is_overdue
+from engine.scheduler.arrivals import PageClaim, is_overdue
 from engine.scheduler.boundaries import stretch
 from engine.scheduler.growth import NewTokenRatio, missing_pages_of_one
 from engine.scheduler.policy import SchedulePolicy
 from engine.scheduler.retracted import RetractedRequests
-from engine.scheduler.waiting import PromptsUnderWay, WaitingQueue
+from engine.scheduler.waiting import ActivePrefills, WaitingQueue
 
 DEFAULT_CHUNK_TOKENS = 2048
 
@@ -73,7 +73,7 @@ class _Full:
     num_pages: float
 
 
-class Admission:
+class PrefillAdmission:
     """The waiting queue and the current chunk. Engine thread only."""
 
     def __init__(
@@ -81,13 +81,13 @@ class Admission:
         config: SchedulerConfig,
         *,
         eos_token_ids: Sequence[int],
-        table: RequestTable,
+        table: SlotTable,
         pages: PageAllocator,
-        cache: RadixCache,
-        tiers: Tiers,
+        cache: PrefixCache,
+        tiers: CacheTiers,
         retracted: RetractedRequests,
         ratio: NewTokenRatio,
-        on_admit: Callable[[Request, Holding], None],
+        on_admit: Callable[[Request, PageHolding], None],
     ) -> None:
         self._eos_token_ids = tuple(eos_token_ids)
         self._table = table
@@ -104,7 +104,7 @@ class Admission:
         self._chunk_tokens = None if chunk < 0 else max(chunk, table.page_size)
         self._full: dict[bool, _Full] = {}  # key: whether the pass tried suspect requests
         self.waiting = WaitingQueue(SchedulePolicy(config.policy, cache, table.routing_keys))
-        self.under_way = PromptsUnderWay(table.page_size, states=self._tables.state_pages > 0)
+        self.under_way = ActivePrefills(table.page_size, states=self._tables.state_pages > 0)
         self.chunked: ExtendRow | None = None  # the last launched chunk of an unfinished prompt
         self.cached_tokens = 0
         self.admitted_tokens = 0
@@ -131,7 +131,7 @@ class Admission:
         )
         return self._tables.growth(num_tokens, missing)
 
-    def take_slot(self, request: Request, holding: Holding) -> int | None:
+    def take_slot(self, request: Request, holding: PageHolding) -> int | None:
         """Put a request and its pages into the table. Return None if no slot is free."""
         slot = self._table.acquire(request, self._eos_token_ids)
         if slot is not None:
@@ -208,13 +208,13 @@ class Admission:
         return self._needed_pages(request, match) + self.growth_pages(request)
 
     @property
-    def claim(self) -> Claim | None:
+    def claim(self) -> PageClaim | None:
         """The claim of the first waiting request: the pages that it needs at most."""
         first = next(iter(self.waiting), None)
         if first is None:
             return None
         num_pages = self._tables.pages_to_compute(len(first.token_ids))
-        return Claim(first.arrived, num_pages + self.growth_pages(first), first.spec.priority)
+        return PageClaim(first.arrived, num_pages + self.growth_pages(first), first.spec.priority)
 
     @property
     def suspect_waits(self) -> bool:
@@ -270,7 +270,7 @@ class Admission:
         num_pages = self._tables.state_pages
         if not adder.has_room(num_pages, self._cache.num_available):
             return NO_STATE
-        pages = self._cache.allocate(num_pages, Holder.STEP)
+        pages = self._cache.allocate(num_pages, PageHolder.STEP)
         return NO_STATE if pages is None else pages
 
     def _is_full(self, adder: PrefillAdder, barrier: float, floor: float, suspect: bool) -> bool:
@@ -356,24 +356,26 @@ class Admission:
         """Return the tokens whose KV may come from the cache."""
         return request.token_ids[: 0 if request.computed_whole else -1]
 
-    def _match(self, request: Request) -> Match:
+    def _match(self, request: Request) -> PrefixMatch:
         return self._cache.match(self._wanted(request), request.namespace)
 
-    def _needed_pages(self, request: Request, match: Match) -> int:
+    def _needed_pages(self, request: Request, match: PrefixMatch) -> int:
         """Return the pages that it takes from the available ones: fresh pages, plus evictable pages
         of its cached prefix, which it will hold."""
-        loose = self._pages.held_only_by(match.pages, Holder.CACHE)
+        loose = self._pages.held_only_by(match.pages, PageHolder.CACHE)
         return self._fresh_pages(request, match) + int(np.count_nonzero(loose))
 
-    def _fresh_pages(self, request: Request, match: Match) -> int:
+    def _fresh_pages(self, request: Request, match: PrefixMatch) -> int:
         num_pages = self._tables.num_pages(len(request.token_ids)) - match.holding.num_pages
         return num_pages * self._tables.num_tables + self._tables.state_pages
 
-    def _let_in(self, request: Request, match: Match, end: int, adder: PrefillAdder) -> ExtendRow:
+    def _let_in(
+        self, request: Request, match: PrefixMatch, end: int, adder: PrefillAdder
+    ) -> ExtendRow:
         start = match.num_tokens
-        self._pages.hold(match.holding.flat(), Holder.REQUEST)
-        self._pages.hold(match.state, Holder.STEP)
-        fresh = self._cache.allocate(self._fresh_pages(request, match), Holder.REQUEST)
+        self._pages.hold(match.holding.flat(), PageHolder.REQUEST)
+        self._pages.hold(match.state, PageHolder.STEP)
+        fresh = self._cache.allocate(self._fresh_pages(request, match), PageHolder.REQUEST)
         assert fresh is not None
         holding = match.holding.and_behind(fresh, self._tables.state_pages)
         slot = self.take_slot(request, holding)

@@ -19,14 +19,14 @@ from common.priority import head_start_s
 SKIP_AHEAD_S = 2.0  # requests that waited longer are not overtaken any more
 
 
-class InLine(Protocol):
+class QueuedItem(Protocol):
     @property
     def place(self) -> float:
         """Position in the queue, lowest first; see `Request.place`."""
         ...
 
 
-class OfClient(InLine, Protocol):
+class OfClient(QueuedItem, Protocol):
     @property
     def priority(self) -> int: ...
 
@@ -42,11 +42,11 @@ class OfClient(InLine, Protocol):
 
 
 _Key = TypeVar("_Key")
-_Value = TypeVar("_Value", bound=InLine)
+_Value = TypeVar("_Value", bound=QueuedItem)
 _Owned = TypeVar("_Owned", bound=OfClient)
 
 
-class ByPlace(Generic[_Key, _Value]):
+class PriorityQueue(Generic[_Key, _Value]):
     """A queue by key. A request that arrives late, from another queue, is inserted at its place.
 
     Attributes:
@@ -161,14 +161,15 @@ class _Rounds(Generic[_Owned]):
 class FairQueue(Generic[_Key, _Owned]):
     """A queue by key and place, in which clients take turns.
 
-    The places decide when a request of a given priority has its turn, as in ByPlace. Among requests
-    of that priority, clients take turns: each round serves one request of each client, or two of a
-    client with weight 2. A new client joins the next round. Within a round the places decide. A
-    client therefore waits for at most one round of others, however many requests or clients arrive.
+    The places decide when a request of a given priority has its turn, as in PriorityQueue. Among
+    requests of that priority, clients take turns: each round serves one request of each client, or
+    two of a client with weight 2. A new client joins the next round. Within a round the places
+    decide. A client therefore waits for at most one round of others, however many requests or
+    clients arrive.
     """
 
     def __init__(self) -> None:
-        self._by_place: ByPlace[_Key, _Owned] = ByPlace()
+        self._by_place: PriorityQueue[_Key, _Owned] = PriorityQueue()
         self._rounds: dict[int, _Rounds[_Owned]] = {}  # by priority, never empty
 
     def __len__(self) -> int:
@@ -208,7 +209,7 @@ class FairQueue(Generic[_Key, _Owned]):
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class PageClaim:
     """The claim of another queue's first request on pages and a slot."""
 
     arrived: float
@@ -221,7 +222,7 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class FreeCapacity:
     """Pages and slots that may be allocated now."""
 
     num_pages: int
@@ -231,9 +232,9 @@ class Room:
         """Return whether a request that needs this many pages and one slot fits."""
         return self.num_slots > 0 and num_pages <= self.num_pages
 
-    def without(self, num_pages: int) -> "Room":
+    def without(self, num_pages: int) -> "FreeCapacity":
         """Return the remaining capacity after a request that fits got its pages and its slot."""
-        return Room(self.num_pages - num_pages, self.num_slots - 1)
+        return FreeCapacity(self.num_pages - num_pages, self.num_slots - 1)
 
 
 def is_overdue(arrived: float, now: float) -> bool:

@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.batch.batch import ForwardMode, Ints, ScheduleBatch, StateAt
-from engine.batch.table import RequestTable
+from engine.batch.batch import ForwardMode, Ints, ScheduleBatch, StateCheckpoint
+from engine.batch.table import SlotTable
 from engine.kv_cache.pages import Pages
 from engine.scheduler.admission import ExtendRow
-from engine.scheduler.retracted import Swaps
+from engine.scheduler.retracted import HostSwaps
 from engine.scheduler.speculation import DecodeRows
 
 
 @dataclass(slots=True, eq=False)
-class Step:
+class ScheduledStep:
     """One scheduling decision. It holds its slots and these pages from launch to result."""
 
     batch: ScheduleBatch
@@ -24,7 +24,7 @@ class Step:
     slots: NDArray[np.intp]  # batch.slots
     # pages written by the forward: distinct, since rows share only whole pages of prefixes
     written: Pages
-    swaps: Swaps
+    swaps: HostSwaps
 
     def held(self) -> list[Pages]:
         """Return the pages to hold, one hold on each page of each array. Each array's pages are
@@ -38,7 +38,7 @@ class Step:
 class StepAssembler:
     """A builder and numberer of steps. It does not modify the table."""
 
-    def __init__(self, table: RequestTable) -> None:
+    def __init__(self, table: SlotTable) -> None:
         self._table = table
         self._page_bits = table.page_size.bit_length() - 1
         # Arrays, because numpy converts a Python int again in every call.
@@ -56,8 +56,8 @@ class StepAssembler:
         self,
         extends: Sequence[ExtendRow],
         rows: DecodeRows,
-        swaps: Swaps,
-    ) -> Step:
+        swaps: HostSwaps,
+    ) -> ScheduledStep:
         """Build a step: prompt rows first, then decode rows."""
         table, decodes, early = self._table, rows.slots, rows.early
         ends = table.length[decodes]
@@ -86,7 +86,7 @@ class StepAssembler:
                 swaps.swap_in,
                 early=early,
             )
-            return Step(batch, (), decodes, written, swaps)
+            return ScheduledStep(batch, (), decodes, written, swaps)
         if early is not None:
             early = np.concatenate([np.zeros(len(extends), np.int32), early])
         slots = np.concatenate([np.array([row.slot for row in extends], np.intp), decodes])
@@ -100,12 +100,12 @@ class StepAssembler:
             swaps.swap_out,
             swaps.swap_in,
             resumed=tuple(
-                StateAt(place, 0, row.resumed)
+                StateCheckpoint(place, 0, row.resumed)
                 for place, row in enumerate(extends)
                 if len(row.resumed)
             ),
             kept=tuple(
-                StateAt(place, row.keep - row.start, row.kept)
+                StateCheckpoint(place, row.keep - row.start, row.kept)
                 for place, row in enumerate(extends)
                 if len(row.kept)
             ),
@@ -113,7 +113,7 @@ class StepAssembler:
         )
         prompts = [self._pages_of(row) for row in extends]
         written = np.concatenate([written, *prompts])
-        return Step(batch, extends, slots, written, swaps)
+        return ScheduledStep(batch, extends, slots, written, swaps)
 
     def _written(self, slots: NDArray[np.intp], places: NDArray[Any]) -> list[NDArray[np.intp]]:
         """Return the page at each place of each slot, table by table."""

@@ -5,25 +5,25 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from common.errors import EngineFault
-from engine.batch.table import RequestTable
-from engine.kv_cache.pages import Holder, PageAllocator, Pages
-from engine.kv_cache.radix import RadixCache
-from engine.offload.tiers import Tiers
-from engine.scheduler.assembly import Step
-from engine.scheduler.residents import Residents
+from engine.batch.table import SlotTable
+from engine.kv_cache.pages import PageAllocator, PageHolder, Pages
+from engine.kv_cache.radix import PrefixCache
+from engine.offload.tiers import CacheTiers
+from engine.scheduler.assembly import ScheduledStep
+from engine.scheduler.residents import SlotOwners
 from engine.scheduler.retracted import RetractedRequests
 
 
 def check_books(
     *,
-    table: RequestTable,
+    table: SlotTable,
     pages: PageAllocator,
-    cache: RadixCache,
-    tiers: Tiers,
-    residents: Residents,
+    cache: PrefixCache,
+    tiers: CacheTiers,
+    residents: SlotOwners,
     retracted: RetractedRequests,
-    launched: Sequence[Step],
-    elsewhere: Mapping[Holder, Iterable[Pages]],
+    launched: Sequence[ScheduledStep],
+    elsewhere: Mapping[PageHolder, Iterable[Pages]],
 ) -> None:
     """Compare the holds on pages with the holders that are known.
 
@@ -39,26 +39,26 @@ def check_books(
     slots = np.flatnonzero(table.live)
     if sorted(residents.by_slot) != slots.tolist():
         raise EngineFault(f"slots {slots} are live, requests have {sorted(residents.by_slot)}")
-    known: dict[Holder, list[Pages]] = {holder: [] for holder in Holder}
-    known[Holder.REQUEST] = [table.pages_of(int(slot)) for slot in slots]
-    known[Holder.STEP] = [held for step in launched for held in step.held()]
-    known[Holder.STEP] += retracted.unsaved_pages()
-    known[Holder.COPY].extend(tiers.copied())
-    del known[Holder.CACHE]  # the tree has checked these
+    known: dict[PageHolder, list[Pages]] = {holder: [] for holder in PageHolder}
+    known[PageHolder.REQUEST] = [table.pages_of(int(slot)) for slot in slots]
+    known[PageHolder.STEP] = [held for step in launched for held in step.held()]
+    known[PageHolder.STEP] += retracted.unsaved_pages()
+    known[PageHolder.COPY].extend(tiers.copied())
+    del known[PageHolder.CACHE]  # the tree has checked these
     for holder, mine in known.items():
         _check_holds(pages, holder, [*mine, *elsewhere.get(holder, ())])
     swapped = [copied for step in launched for copied in step.swaps.on_host()]
-    on_host: dict[Holder, Sequence[Pages]] = {
-        Holder.REQUEST: retracted.host_pages(),
-        Holder.STEP: swapped,
-        Holder.COPY: [*tiers.copied_on_host()],
+    on_host: dict[PageHolder, Sequence[Pages]] = {
+        PageHolder.REQUEST: retracted.host_pages(),
+        PageHolder.STEP: swapped,
+        PageHolder.COPY: [*tiers.copied_on_host()],
     }
     for holder, held in on_host.items():
         _check_holds(tiers.host.pages, holder, held, "host pages")
 
 
 def _check_holds(
-    pages: PageAllocator, holder: Holder, known: Sequence[Pages], what: str = "pages"
+    pages: PageAllocator, holder: PageHolder, known: Sequence[Pages], what: str = "pages"
 ) -> None:
     counts = np.zeros(pages.num_pages, np.int32)
     for held in known:

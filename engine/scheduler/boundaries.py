@@ -9,7 +9,7 @@ branch ends there.
 from typing import NamedTuple
 
 
-class Stretch(NamedTuple):
+class ChunkRange(NamedTuple):
     """One forward of a prompt, which ends at `end`. Its state after token `keep` is kept; 0: none
     is."""
 
@@ -17,7 +17,7 @@ class Stretch(NamedTuple):
     keep: int
 
 
-def stretch(start: int, end: int, *, num_tokens: int, branch: int, page_size: int) -> Stretch:
+def stretch(start: int, end: int, *, num_tokens: int, branch: int, page_size: int) -> ChunkRange:
     """Return where the next forward of a prompt ends and which state it keeps.
 
     Args:
@@ -27,8 +27,8 @@ def stretch(start: int, end: int, *, num_tokens: int, branch: int, page_size: in
     """
     last = last_boundary(num_tokens, page_size)
     if start < branch < last and branch <= end:
-        return Stretch(branch, branch)
-    return Stretch(end, last if start < last <= end else 0)
+        return ChunkRange(branch, branch)
+    return ChunkRange(end, last if start < last <= end else 0)
 
 
 def last_boundary(num_tokens: int, page_size: int) -> int:

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from grpc import StatusCode
 
 from engine.batch.batch import NOT_FINITE
-from engine.batch.request import Finish, FinishReason, Request
+from engine.batch.request import FinishReason, Request, RequestEnd
 
 
-def _fault(sentence: str) -> Finish:
-    return Finish(FinishReason.ERROR, sentence, StatusCode.INTERNAL)
+def _fault(sentence: str) -> RequestEnd:
+    return RequestEnd(FinishReason.ERROR, sentence, StatusCode.INTERNAL)
 
 
 class FinishRule:
@@ -19,7 +19,7 @@ class FinishRule:
         self._eos = frozenset(eos_token_ids)
         self.vocabulary_size = vocabulary_size
 
-    def decide(self, request: Request, token: int, at_limit: bool) -> Finish | None:
+    def decide(self, request: Request, token: int, at_limit: bool) -> RequestEnd | None:
         """Return how `token`, the newest, ends the request, or None if the request continues.
 
         A stop token that is also the last one allowed counts as STOP, because nothing was cut off.
@@ -35,7 +35,7 @@ class FinishRule:
             return _fault(f"token {token} is outside the vocabulary")
         sampling = request.sampling
         if token in sampling.stop_token_ids:
-            return Finish(FinishReason.STOP)
+            return RequestEnd(FinishReason.STOP)
         if token in self._eos and sampling.ends_at_eos:
-            return Finish(FinishReason.STOP)
-        return Finish(FinishReason.LENGTH) if at_limit else None
+            return RequestEnd(FinishReason.STOP)
+        return RequestEnd(FinishReason.LENGTH) if at_limit else None

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import numpy as np
 from grpc import StatusCode
 
-from engine.batch.request import Finish, FinishReason, Request
-from engine.batch.table import RequestTable
+from engine.batch.request import FinishReason, Request, RequestEnd
+from engine.batch.table import SlotTable
 from engine.grammar.matching import Match
-from engine.scheduler.residents import Residents
+from engine.scheduler.residents import SlotOwners
 from engine.scheduler.retracted import RetractedRequests
 from engine.scheduler.running import RunningBatch
 
@@ -19,8 +19,8 @@ class HeldRows:
     def __init__(
         self,
         *,
-        table: RequestTable,
-        residents: Residents,
+        table: SlotTable,
+        residents: SlotOwners,
         running: RunningBatch,
         retracted: RetractedRequests,
     ) -> None:
@@ -34,7 +34,7 @@ class HeldRows:
         """Return whether a row is held. Safe to call from another thread."""
         return bool(np.count_nonzero(self._table.held & self._table.live))
 
-    def settle(self) -> Iterator[tuple[Request, Finish]]:
+    def settle(self) -> Iterator[tuple[Request, RequestEnd]]:
         """Release rows whose mask is ready. Yield requests that have to end, and the reason."""
         if not np.count_nonzero(self._table.held):
             return
@@ -46,7 +46,7 @@ class HeldRows:
             if match.busy:
                 match.look()
             if match.fault:
-                finish = Finish(FinishReason.ERROR, match.fault, StatusCode.INVALID_ARGUMENT)
+                finish = RequestEnd(FinishReason.ERROR, match.fault, StatusCode.INVALID_ARGUMENT)
                 yield request, finish
             elif not match.busy:
                 match.ask(self._table.unfollowed(slot, match.num_followed))

@@ -14,11 +14,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.scheduler.admission import Admission, ExtendRow
+from engine.scheduler.admission import ExtendRow, PrefillAdmission
 from engine.scheduler.growth import NewTokenRatio
 from engine.scheduler.preemption import Preemption
-from engine.scheduler.quarantine import Quarantine
-from engine.scheduler.residents import Residents
+from engine.scheduler.quarantine import QuarantineQueue
+from engine.scheduler.residents import SlotOwners
 from engine.scheduler.retraction import Retraction
 from engine.scheduler.running import RunningBatch
 
@@ -26,7 +26,7 @@ _NO_SLOTS = np.empty(0, np.intp)
 
 
 @dataclass(slots=True)
-class Kept:
+class ReservedCapacity:
     """Capacity that admission must leave to requests that are going to join with their KV.
 
     Attributes:
@@ -46,28 +46,28 @@ class Kept:
     most_urgent: float = -math.inf
 
 
-class Rows(NamedTuple):
+class SelectedRows(NamedTuple):
     """The rows of a forward. decodes: slots."""
 
     extends: Sequence[ExtendRow]
     decodes: NDArray[np.intp]
 
 
-NO_ROWS = Rows((), _NO_SLOTS)
+NO_ROWS = SelectedRows((), _NO_SLOTS)
 
 
-class NextRows:
+class RowSelector:
     """The choice of each forward's rows. Engine thread only."""
 
     def __init__(
         self,
-        kept: Kept,
+        kept: ReservedCapacity,
         *,
         mixed_chunk: bool,
-        admission: Admission,
+        admission: PrefillAdmission,
         running: RunningBatch,
-        quarantine: Quarantine,
-        residents: Residents,
+        quarantine: QuarantineQueue,
+        residents: SlotOwners,
         retraction: Retraction,
         preemption: Preemption,
         ratio: NewTokenRatio,
@@ -95,7 +95,7 @@ class NextRows:
             return (False,)
         return (False, True) if self._after_trial else (True, False)
 
-    def choose(self, alone: bool) -> Rows | None:
+    def choose(self, alone: bool) -> SelectedRows | None:
         """Choose rows that may share a forward, or one request that may not. Return None if there
         are none. The caller must launch the rows."""
         rows = self._of_one() if alone else self._of_all()
@@ -109,15 +109,15 @@ class NextRows:
         """Pages not for new requests: for the growth of those that run or are going to join."""
         return self._running.growth(self._ratio.value) + self._kept.pages
 
-    def _of_all(self) -> Rows:
+    def _of_all(self) -> SelectedRows:
         if extends := self._extends(suspect=False):
-            return Rows(extends, self._riders() if self._mixed_chunk else _NO_SLOTS)
-        return Rows((), self._decodes(self._quarantine.outside(self._running.ready())))
+            return SelectedRows(extends, self._riders() if self._mixed_chunk else _NO_SLOTS)
+        return SelectedRows((), self._decodes(self._quarantine.outside(self._running.ready())))
 
-    def _of_one(self) -> Rows:
+    def _of_one(self) -> SelectedRows:
         if extends := self._extends(suspect=True):
-            return Rows(extends, _NO_SLOTS)
-        return Rows((), self._decodes(self._quarantine.inside(self._running.ready())[:1]))
+            return SelectedRows(extends, _NO_SLOTS)
+        return SelectedRows((), self._decodes(self._quarantine.inside(self._running.ready())[:1]))
 
     def _extends(self, *, suspect: bool) -> list[ExtendRow]:
         admission, kept = self._admission, self._kept

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from common.requests.logprobs import Logprobs
 from common.requests.namespace import Namespace
-from common.requests.prediction import Predicted
-from engine.batch.request import Finish, Request
+from common.requests.prediction import PredictionUsage
+from engine.batch.request import Request, RequestEnd
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,7 +32,7 @@ class ChunkDone:
     pooled: NDArray[np.float32] | None = None
 
 
-class Spoilt(NamedTuple):
+class CorruptPrefix(NamedTuple):
     """Token ids of corrupt KV, which produced logits with NaN or Inf. It is removed from the
     cache."""
 
@@ -42,7 +42,7 @@ class Spoilt(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class FinishedRequest:
     """A request that has ended.
 
     num_generated: tokens of the response, if its own last token ended it; else 0. spoilt: its
@@ -50,9 +50,9 @@ class Finished:
     """
 
     request: Request
-    finish: Finish
+    finish: RequestEnd
     num_generated: int = 0
-    spoilt: Spoilt | None = None
+    spoilt: CorruptPrefix | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,6 +68,6 @@ class StepOutcome:
     requests: NDArray[np.uint64]
     tokens: NDArray[np.int32]
     chunks: list[ChunkDone]
-    finished: list[Finished]
+    finished: list[FinishedRequest]
     logprobs: Sequence[tuple[tuple[int, int], Logprobs]] = ()
-    predicted: Sequence[tuple[tuple[int, int], Predicted]] = ()
+    predicted: Sequence[tuple[tuple[int, int], PredictionUsage]] = ()

@@ -21,7 +21,7 @@ from typing import Literal, TypeAlias
 
 from common.priority import STEP_S
 from engine.batch.request import Request
-from engine.kv_cache.radix import RadixCache
+from engine.kv_cache.radix import PrefixCache
 
 PolicyName = Literal["slack", "fcfs", "lpm", "dfs-weight", "lof", "random", "routing-key"]
 LPM_MAX_WAITING = 128
@@ -39,7 +39,7 @@ class SchedulePolicy:
     """
 
     def __init__(
-        self, name: PolicyName, cache: RadixCache, routing_keys: Callable[[], Counter[int]]
+        self, name: PolicyName, cache: PrefixCache, routing_keys: Callable[[], Counter[int]]
     ) -> None:
         self._cache = cache
         self._routing_keys = routing_keys

@@ -13,17 +13,21 @@ import numpy as np
 
 from common.priority import CLASSES, class_of
 from engine.batch.request import Request
-from engine.batch.table import RequestTable
-from engine.kv_cache.pages import Holder, PageAllocator
-from engine.scheduler.arrivals import Room
+from engine.batch.table import SlotTable
+from engine.kv_cache.pages import PageAllocator, PageHolder
+from engine.scheduler.arrivals import FreeCapacity
 from engine.scheduler.growth import NewTokenRatio
-from engine.scheduler.quarantine import Quarantine
+from engine.scheduler.quarantine import QuarantineQueue
 from engine.scheduler.retracted import RetractedRequests
 from engine.scheduler.retraction import victims_first
 from engine.scheduler.running import RunningBatch
 
 MAX_PREEMPTIONS = 8  # per request
-_KEEPS_BUSY = (Holder.REQUEST, Holder.READ, Holder.PUBLICATION)  # a step's hold ends by itself
+_KEEPS_BUSY = (
+    PageHolder.REQUEST,
+    PageHolder.READ,
+    PageHolder.PUBLICATION,
+)  # a step's hold ends by itself
 
 
 class Preemption:
@@ -38,11 +42,11 @@ class Preemption:
         by: int,
         most: int,
         *,
-        table: RequestTable,
+        table: SlotTable,
         pages: PageAllocator,
         running: RunningBatch,
         retracted: RetractedRequests,
-        quarantine: Quarantine,
+        quarantine: QuarantineQueue,
         ratio: NewTokenRatio,
     ) -> None:
         """Create the preemption of a scheduler.
@@ -81,7 +85,7 @@ class Preemption:
         )
 
     def make_room(
-        self, priority: int, num_pages: int, room: Room, requests: Mapping[int, Request]
+        self, priority: int, num_pages: int, room: FreeCapacity, requests: Mapping[int, Request]
     ) -> None:
         """Preempt as few requests as make room for one of that priority, or none if all victims
         together would not. The pages are free once the step that saves them is finished.
@@ -112,7 +116,7 @@ class Preemption:
             and requests[slot].rank() + self.by <= priority
         ]
 
-    def _enough(self, victims: list[int], num_pages: int, room: Room) -> list[int]:
+    def _enough(self, victims: list[int], num_pages: int, room: FreeCapacity) -> list[int]:
         """Return the first victims that together make room, or none if all together do not."""
         missing, host_left = num_pages - room.num_pages, self._retracted.num_host_pages_free
         holds = np.sum([self._pages.holds(holder) for holder in _KEEPS_BUSY], axis=0)

@@ -7,13 +7,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.batch.request import Request
-from engine.batch.table import RequestTable
+from engine.batch.table import SlotTable
 
 
-class Quarantine:
+class QuarantineQueue:
     """The quarantined slots. Engine thread only. Nearly always empty."""
 
-    def __init__(self, table: RequestTable) -> None:
+    def __init__(self, table: SlotTable) -> None:
         self._table = table
         self._until: dict[int, int] = {}  # slot: number of tokens at which it is released
 

@@ -7,19 +7,19 @@ that keeps state of a request.
 import time
 from collections.abc import Mapping
 
-from engine.batch.holding import Holding
+from engine.batch.holding import PageHolding
 from engine.batch.request import Request
-from engine.batch.table import RequestTable
-from engine.kv_cache.pages import Holder, PageAllocator
-from engine.kv_cache.radix import RadixCache
-from engine.scheduler.admission import Admission
-from engine.scheduler.outcome import Spoilt
-from engine.scheduler.quarantine import Quarantine
+from engine.batch.table import SlotTable
+from engine.kv_cache.pages import PageAllocator, PageHolder
+from engine.kv_cache.radix import PrefixCache
+from engine.scheduler.admission import PrefillAdmission
+from engine.scheduler.outcome import CorruptPrefix
+from engine.scheduler.quarantine import QuarantineQueue
 from engine.scheduler.retracted import RetractedRequests
 from engine.scheduler.running import RunningBatch
 
 
-class Residents:
+class SlotOwners:
     """Requests by slot. Engine thread only.
 
     Attributes:
@@ -29,13 +29,13 @@ class Residents:
     def __init__(
         self,
         *,
-        table: RequestTable,
+        table: SlotTable,
         pages: PageAllocator,
-        cache: RadixCache,
-        admission: Admission,
+        cache: PrefixCache,
+        admission: PrefillAdmission,
         running: RunningBatch,
         retracted: RetractedRequests,
-        quarantine: Quarantine,
+        quarantine: QuarantineQueue,
     ) -> None:
         self._table = table
         self._pages = pages
@@ -83,11 +83,11 @@ class Residents:
         self._leave(self._let_go(request, learn), request)
         self.num_ended += 1
 
-    def end_at_fault(self, request: Request) -> Spoilt:
+    def end_at_fault(self, request: Request) -> CorruptPrefix:
         """End a request whose logits contain NaN or Inf, and remove its KV from the prefix
         cache."""
         assert request.slot is not None
-        spoilt = Spoilt(
+        spoilt = CorruptPrefix(
             self._table.tokens_of(request.slot), request.namespace, tuple(request.given_by)
         )
         self._cache.forget(spoilt.token_ids, spoilt.namespace)
@@ -123,10 +123,10 @@ class Residents:
             self._retracted.forget(request)
         elif learn:
             self._cache.insert(self._table.tokens_of(slot)[:-1], holding, request.namespace)
-        self._pages.drop(holding.flat(), Holder.REQUEST)
+        self._pages.drop(holding.flat(), PageHolder.REQUEST)
         self._running.leave(slot)
         self._admission.forget(request)
-        self._table.set_pages(slot, Holding.none(self._table.tables.num_tables))
+        self._table.set_pages(slot, PageHolding.none(self._table.tables.num_tables))
         return slot
 
     def _leave(self, slot: int, request: Request) -> None:

@@ -10,17 +10,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.requests.logprobs import Logprobs, join
-from common.requests.prediction import Predicted
-from engine.batch.batch import NOT_FINITE, BatchResult, Ints, RowLogprobs, Runs, ScheduleBatch
-from engine.batch.request import Finish, FinishReason
-from engine.batch.table import RequestTable
-from engine.kv_cache.pages import Holder, PageAllocator
-from engine.kv_cache.radix import RadixCache
-from engine.scheduler.admission import Admission, ExtendRow
-from engine.scheduler.assembly import Step
+from common.requests.prediction import PredictionUsage
+from engine.batch.batch import (
+    NOT_FINITE,
+    AcceptedRuns,
+    BatchResult,
+    Ints,
+    RowLogprobRequest,
+    ScheduleBatch,
+)
+from engine.batch.request import FinishReason, RequestEnd
+from engine.batch.table import SlotTable
+from engine.kv_cache.pages import PageAllocator, PageHolder
+from engine.kv_cache.radix import PrefixCache
+from engine.scheduler.admission import ExtendRow, PrefillAdmission
+from engine.scheduler.assembly import ScheduledStep
 from engine.scheduler.finishing import FinishRule
-from engine.scheduler.outcome import ChunkDone, Finished, StepOutcome
-from engine.scheduler.residents import Residents
+from engine.scheduler.outcome import ChunkDone, FinishedRequest, StepOutcome
+from engine.scheduler.residents import SlotOwners
 from engine.scheduler.retracted import RetractedRequests
 
 _ONE = np.array(1, np.int32)  # numpy converts a Python int again in every call
@@ -37,12 +44,12 @@ class StepResults:
         self,
         rule: FinishRule,
         *,
-        table: RequestTable,
+        table: SlotTable,
         pages: PageAllocator,
-        cache: RadixCache,
-        admission: Admission,
+        cache: PrefixCache,
+        admission: PrefillAdmission,
         retracted: RetractedRequests,
-        residents: Residents,
+        residents: SlotOwners,
     ) -> None:
         self._rule = rule
         self._table = table
@@ -57,9 +64,9 @@ class StepResults:
 
     def take(
         self,
-        step: Step,
+        step: ScheduledStep,
         result: BatchResult,
-        predicted: Sequence[tuple[tuple[int, int], Predicted]] = (),
+        predicted: Sequence[tuple[tuple[int, int], PredictionUsage]] = (),
     ) -> StepOutcome:
         """Apply the result of a step. Must be called once per step, in launch order.
 
@@ -68,7 +75,7 @@ class StepResults:
         """
         batch = step.batch
         chunks: list[ChunkDone] = []
-        finished: list[Finished] = []
+        finished: list[FinishedRequest] = []
         slots, tokens = step.slots, result.tokens
         if step.extends:
             self._finish_chunks(step.extends, result, chunks, finished)
@@ -106,7 +113,7 @@ class StepResults:
         extends: Sequence[ExtendRow],
         result: BatchResult,
         chunks: list[ChunkDone],
-        finished: list[Finished],
+        finished: list[FinishedRequest],
     ) -> None:
         """Insert computed chunks into the tree, and end requests that were to end between their
         chunks."""
@@ -121,7 +128,7 @@ class StepResults:
                     finish = self._rule.decide(request, token, at_limit=False)
                     assert finish is not None
                     spoilt = self._residents.end_at_fault(request)
-                    finished.append(Finished(request, finish, spoilt=spoilt))
+                    finished.append(FinishedRequest(request, finish, spoilt=spoilt))
                 continue
             if request not in self._retracted:  # retracted ones have no pages here
                 holding = self._table.holding_of(row.slot)
@@ -131,15 +138,15 @@ class StepResults:
                         request.token_ids[: row.keep], holding, request.namespace, state=row.kept
                     )
                 if self._sliding:
-                    self._pages.drop(self._table.free_behind(row.slot, row.end), Holder.REQUEST)
+                    self._pages.drop(self._table.free_behind(row.slot, row.end), PageHolder.REQUEST)
             if request.to_finish is None:
                 chosen = row.samples and not self._table.unchosen[row.slot]
                 chunks.append(_chunk(row, place, token if chosen else None, result))
                 if row.last and not row.samples:
-                    finished.append(Finished(request, Finish(FinishReason.STOP)))
+                    finished.append(FinishedRequest(request, RequestEnd(FinishReason.STOP)))
                     self._residents.end(request)
             elif not row.samples:
-                finished.append(Finished(request, request.to_finish))
+                finished.append(FinishedRequest(request, request.to_finish))
                 self._residents.end(request)
 
     def _free_behind(self, slots: NDArray[np.intp], known: Ints) -> None:
@@ -154,9 +161,11 @@ class StepResults:
         at_edge = (done // size > (known - 1) // size) & self._table.live[slots]
         for slot, past in zip(slots[at_edge].tolist(), done[at_edge].tolist(), strict=True):
             # Row by row, because two rows that share a prefix may release the same page.
-            self._pages.drop(self._table.free_behind(slot, past), Holder.REQUEST)
+            self._pages.drop(self._table.free_behind(slot, past), PageHolder.REQUEST)
 
-    def _wanted_logprobs(self, batch: ScheduleBatch, found: RowLogprobs) -> Mapping[int, Logprobs]:
+    def _wanted_logprobs(
+        self, batch: ScheduleBatch, found: RowLogprobRequest
+    ) -> Mapping[int, Logprobs]:
         """Return the logprobs by slot, for requests that still have one."""
         wanted = {}
         for row in np.unique(found.rows).tolist():
@@ -178,7 +187,7 @@ class StepResults:
         ]
 
     def _in_order(
-        self, slots: NDArray[np.intp], known: Ints, runs: Runs
+        self, slots: NDArray[np.intp], known: Ints, runs: AcceptedRuns
     ) -> tuple[NDArray[np.intp], Ints, Ints]:
         """Return slot, index and token of all tokens of rows with several tokens, row by row, up to
         the token that ends its request."""
@@ -207,7 +216,7 @@ class StepResults:
         return stops, odd, places + _ONE >= table.max_length[slots]
 
     def _finish_tokens(
-        self, slots: NDArray[np.intp], places: Ints, tokens: Ints, finished: list[Finished]
+        self, slots: NDArray[np.intp], places: Ints, tokens: Ints, finished: list[FinishedRequest]
     ) -> tuple[NDArray[np.intp], Ints]:
         """Append each token to its row at token index places[row]. Return the rows and tokens to
         report.
@@ -237,7 +246,7 @@ class StepResults:
                 spoilt = self._residents.end_at_fault(request)
             else:
                 self._residents.end(request, learn=True)
-            finished.append(Finished(request, finish, num_generated, spoilt))
+            finished.append(FinishedRequest(request, finish, num_generated, spoilt))
         return slots[told], tokens[told]
 
 

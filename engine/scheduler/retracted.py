@@ -19,10 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.batch.batch import Ints, PageCopies
-from engine.batch.holding import Holding
+from engine.batch.holding import PageHolding
 from engine.batch.request import Request
-from engine.batch.table import RequestTable
-from engine.kv_cache.pages import Holder, PageAllocator
+from engine.batch.table import SlotTable
+from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.offload.host_cache import HostCache
 
 _NOTHING = np.empty(0, np.int32)
@@ -40,7 +40,7 @@ class _Retracted:
     request: Request
     slot: int
     state: _State
-    had: Holding  # at retraction, for tokens that have KV
+    had: PageHolding  # at retraction, for tokens that have KV
     device_pages: Ints
     host_pages: Ints
     left: float  # time.monotonic()
@@ -50,7 +50,7 @@ class _Retracted:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Swaps:
+class HostSwaps:
     """The copies of one step.
 
     saved: the pages of swap_out, one array per request: two requests that share a prefix share
@@ -70,7 +70,7 @@ class RetractedRequests:
     """Swapped-out requests and the host pages with their KV. The most urgent one returns first,
     equal ones in the order in which they left."""
 
-    def __init__(self, table: RequestTable, pages: PageAllocator, host: HostCache) -> None:
+    def __init__(self, table: SlotTable, pages: PageAllocator, host: HostCache) -> None:
         self._table = table
         self._pages = pages
         self._host = host
@@ -124,11 +124,11 @@ class RetractedRequests:
         now, had = time.monotonic(), self._saved_of(slot)
         holding = self._table.holding_of(slot)
         pages = holding.flat()
-        self._table.set_pages(slot, Holding.none(len(holding.tables)))
-        self._pages.drop(pages, Holder.REQUEST)
+        self._table.set_pages(slot, PageHolding.none(len(holding.tables)))
+        self._pages.drop(pages, PageHolder.REQUEST)
         request.leave_device(now)
         saved = had.flat()
-        host_pages = self._host.allocate(len(saved), Holder.REQUEST)
+        host_pages = self._host.allocate(len(saved), PageHolder.REQUEST)
         if host_pages is None:
             entry = _Retracted(request, slot, _State.LOST, had, _NOTHING, _NOTHING, now)
         else:
@@ -141,7 +141,7 @@ class RetractedRequests:
         False if host memory was full: the request has to be recomputed."""
         entry = self._by_key[request.key]
         if entry.state is _State.SAVING:
-            self._pages.hold_even_free(entry.device_pages, Holder.STEP)
+            self._pages.hold_even_free(entry.device_pages, PageHolder.STEP)
         return entry.state is _State.SAVING
 
     def unsaved_pages(self) -> list[Ints]:
@@ -149,7 +149,7 @@ class RetractedRequests:
         request."""
         return [e.device_pages for e in self._by_key.values() if e.state is _State.SAVING]
 
-    def next_saved(self, bar: float = -math.inf) -> tuple[int, Holding] | None:
+    def next_saved(self, bar: float = -math.inf) -> tuple[int, PageHolding] | None:
         """Return slot and former pages of the request to bring back next, among those whose rank is
         above the bar. It needs as many pages as it had."""
         now = time.monotonic()
@@ -187,7 +187,7 @@ class RetractedRequests:
             del self._by_key[request.key]
         return known
 
-    def swaps(self) -> Swaps:
+    def swaps(self) -> HostSwaps:
         """Return the copies of the batch being built.
 
         The caller holds the pages of swap_in for the step. Those of swap_out are held for it since
@@ -195,37 +195,37 @@ class RetractedRequests:
         """
         saving = [e for e in self._by_key.values() if e.state is _State.SAVING]
         returning = [e for e in self._by_key.values() if e.state is _State.RETURNING]
-        swaps = Swaps(_copies(saving), _copies(returning), self.unsaved_pages())
+        swaps = HostSwaps(_copies(saving), _copies(returning), self.unsaved_pages())
         for host_pages in swaps.on_host():
-            self._host.pages.hold(host_pages, Holder.STEP)
+            self._host.pages.hold(host_pages, PageHolder.STEP)
         for entry in saving:
             entry.state, entry.device_pages = _State.SAVED, _NOTHING
         for entry in returning:
             del self._by_key[entry.request.key]
-            self._host.pages.drop(entry.host_pages, Holder.REQUEST)
+            self._host.pages.drop(entry.host_pages, PageHolder.REQUEST)
         return swaps
 
-    def swapped(self, swaps: Swaps) -> None:
+    def swapped(self, swaps: HostSwaps) -> None:
         """Release the host pages of a finished step's copies."""
         for host_pages in swaps.on_host():
-            self._host.pages.drop(host_pages, Holder.STEP)
+            self._host.pages.drop(host_pages, PageHolder.STEP)
 
     def forget(self, request: Request) -> None:
         """Remove a request that ended. The caller drops any pages that it has on the device
         again."""
         entry = self._by_key.pop(request.key)
-        self._host.pages.drop(entry.host_pages, Holder.REQUEST)
+        self._host.pages.drop(entry.host_pages, PageHolder.REQUEST)
         if entry.state is _State.SAVING:
-            self._pages.drop(entry.device_pages, Holder.STEP)
+            self._pages.drop(entry.device_pages, PageHolder.STEP)
 
     def _away(self) -> Iterator[_Retracted]:
         return (e for e in self._by_key.values() if e.state is not _State.RETURNING)
 
-    def _saved_of(self, slot: int) -> Holding:
+    def _saved_of(self, slot: int) -> PageHolding:
         """Return the pages with KV: that of every token but the newest, which may be in flight."""
         holding = self._table.holding_of(slot)
         num_pages = self._table.tables.num_pages(int(self._table.length[slot]) - 1)
-        return Holding(holding.tables[:, :num_pages], holding.state)
+        return PageHolding(holding.tables[:, :num_pages], holding.state)
 
 
 def _copies(entries: list[_Retracted]) -> PageCopies | None:

@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.batch.batch import Ints
-from engine.batch.holding import Holding
+from engine.batch.holding import PageHolding
 from engine.batch.request import Request
-from engine.batch.table import RequestTable
-from engine.kv_cache.pages import Holder, PageAllocator
-from engine.kv_cache.radix import RadixCache
+from engine.batch.table import SlotTable
+from engine.kv_cache.pages import PageAllocator, PageHolder
+from engine.kv_cache.radix import PrefixCache
 from engine.scheduler.growth import NewTokenRatio, missing_pages_of_one
 from engine.scheduler.retracted import RetractedRequests
 from engine.scheduler.running import RunningBatch
@@ -30,9 +30,9 @@ class Retraction:
     def __init__(
         self,
         *,
-        table: RequestTable,
+        table: SlotTable,
         pages: PageAllocator,
-        cache: RadixCache,
+        cache: PrefixCache,
         running: RunningBatch,
         retracted: RetractedRequests,
         ratio: NewTokenRatio,
@@ -63,7 +63,7 @@ class Retraction:
         given_up = np.unique(np.concatenate([_NOTHING, *self._retracted.unsaved_pages()]))
         while True:
             full = self._running.full(slots)
-            spare = given_up[self._pages.held_only_by(given_up, Holder.STEP)]
+            spare = given_up[self._pages.held_only_by(given_up, PageHolder.STEP)]
             missing = len(full) * self._num_tables - self._cache.num_available - len(spare)
             if missing <= 0 or not victims or len(slots) == 1:
                 break
@@ -102,7 +102,7 @@ class Retraction:
                 needed = num_pages + growth + self._running.growth(self._ratio.value)
             if needed > self._cache.num_available:
                 return
-            pages = self._cache.allocate(num_pages, Holder.REQUEST)
+            pages = self._cache.allocate(num_pages, PageHolder.REQUEST)
             assert pages is not None
             self._retracted.resume(slot, pages)
             self._running.join(slot)
@@ -114,10 +114,10 @@ class Retraction:
         num_available = self._cache.num_available
         num_grown = min(len(full), (num_available + len(spare)) // self._num_tables)
         num_pages = num_grown * self._num_tables
-        fresh = self._cache.allocate(min(num_pages, num_available), Holder.REQUEST)
+        fresh = self._cache.allocate(min(num_pages, num_available), PageHolder.REQUEST)
         assert fresh is not None
         spare = spare[: num_pages - len(fresh)]
-        self._pages.hold(spare, Holder.REQUEST)
+        self._pages.hold(spare, PageHolder.REQUEST)
         self._table.append_pages(full[:num_grown], np.concatenate([fresh, spare]))
         return num_grown
 
@@ -130,7 +130,7 @@ class Retraction:
             num_requests=len(left),
         )
 
-    def _growth_after(self, slot: int, had: Holding) -> int:
+    def _growth_after(self, slot: int, had: PageHolding) -> int:
         """Return the pages to keep free for it once it is back with as many pages as it had. Those
         may be more than its tokens need, since drafts may have been rejected after it left."""
         table, size = self._table, self._table.page_size
@@ -145,7 +145,7 @@ class Retraction:
         return table.tables.growth(length - 1, missing)
 
 
-def victims_first(table: RequestTable, slots: NDArray[np.intp]) -> list[int]:
+def victims_first(table: SlotTable, slots: NDArray[np.intp]) -> list[int]:
     """Return the order in which to swap out running requests: least urgent first, then fewest
     outputs, then longest prompt."""
     prompts = table.num_prompt[slots]

@@ -6,16 +6,16 @@ It stores slots and columns only. A row costs Python work only when it joins, le
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.batch.table import RequestTable
-from engine.kv_cache.pages import Holder
-from engine.kv_cache.radix import RadixCache
+from engine.batch.table import SlotTable
+from engine.kv_cache.pages import PageHolder
+from engine.kv_cache.radix import PrefixCache
 from engine.scheduler.growth import missing_pages
 
 
 class RunningBatch:
     """Slots of requests whose prompt is computed, or will be by a launched step."""
 
-    def __init__(self, table: RequestTable, cache: RadixCache) -> None:
+    def __init__(self, table: SlotTable, cache: PrefixCache) -> None:
         self._table = table
         self._cache = cache
         self._member = np.zeros(table.num_slots, np.bool_)
@@ -74,7 +74,7 @@ class RunningBatch:
     def grow(self, slots: NDArray[np.intp]) -> bool:
         """Append a page to every table of each row, evicting as needed. Return False, without any
         change, if the pages do not suffice."""
-        pages = self._cache.allocate(len(slots) * self._table.tables.num_tables, Holder.REQUEST)
+        pages = self._cache.allocate(len(slots) * self._table.tables.num_tables, PageHolder.REQUEST)
         if pages is None:
             return False
         self._table.append_pages(slots, pages)

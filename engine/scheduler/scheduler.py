@@ -17,42 +17,42 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 
 from common.config import SchedulerConfig
-from common.distribution import Counted
-from common.errors import EngineFault, InvalidRequest, WrongState
+from common.distribution import HistogramCounts
+from common.errors import EngineFault, FailedPrecondition, InvalidRequest
 from common.priority import PriorityClass
 from engine.batch.batch import BatchResult, Ints, ScheduleBatch
-from engine.batch.holding import Holding
-from engine.batch.request import Finish, Request, out_of_time, waited_too_long
-from engine.batch.table import RequestTable
-from engine.kv_cache.pages import Holder, PageAllocator, Pages
-from engine.kv_cache.radix import RadixCache
-from engine.offload.tiers import Tiers
-from engine.scheduler.admission import Admission
-from engine.scheduler.arrivals import Claim, Room
-from engine.scheduler.assembly import Step, StepAssembler
+from engine.batch.holding import PageHolding
+from engine.batch.request import Request, RequestEnd, out_of_time, waited_too_long
+from engine.batch.table import SlotTable
+from engine.kv_cache.pages import PageAllocator, PageHolder, Pages
+from engine.kv_cache.radix import PrefixCache
+from engine.offload.tiers import CacheTiers
+from engine.scheduler.admission import PrefillAdmission
+from engine.scheduler.arrivals import FreeCapacity, PageClaim
+from engine.scheduler.assembly import ScheduledStep, StepAssembler
 from engine.scheduler.books import check_books
 from engine.scheduler.finishing import FinishRule
 from engine.scheduler.growth import NewTokenRatio
 from engine.scheduler.held import HeldRows
-from engine.scheduler.next_rows import NO_ROWS, Kept, NextRows, Rows
-from engine.scheduler.outcome import ChunkDone, Finished, StepOutcome
+from engine.scheduler.next_rows import NO_ROWS, ReservedCapacity, RowSelector, SelectedRows
+from engine.scheduler.outcome import ChunkDone, FinishedRequest, StepOutcome
 from engine.scheduler.preemption import Preemption
-from engine.scheduler.quarantine import Quarantine
-from engine.scheduler.residents import Residents
+from engine.scheduler.quarantine import QuarantineQueue
+from engine.scheduler.residents import SlotOwners
 from engine.scheduler.results import StepResults
-from engine.scheduler.retracted import RetractedRequests, Swaps
+from engine.scheduler.retracted import HostSwaps, RetractedRequests
 from engine.scheduler.retraction import Retraction
 from engine.scheduler.running import RunningBatch
 from engine.scheduler.speculation import DecodeRows, Speculation
-from engine.scheduler.stopped import Stopped
+from engine.scheduler.stopped import PausedRequest
 from engine.speculative.speculator import Speculator
 
-__all__ = ["ChunkDone", "Finished", "Scheduler", "StepOutcome"]
+__all__ = ["ChunkDone", "FinishedRequest", "Scheduler", "StepOutcome"]
 
 DEADLINE_CHECK_S = 0.1
 _ONE = np.array(1, np.int32)  # numpy converts a Python int again in every call
-_NOTHING: Mapping[Holder, Iterable[Pages]] = {}
-_NO_SWAPS = Swaps()
+_NOTHING: Mapping[PageHolder, Iterable[Pages]] = {}
+_NO_SWAPS = HostSwaps()
 
 
 class Scheduler:
@@ -79,13 +79,13 @@ class Scheduler:
         *,
         eos_token_ids: Sequence[int],
         vocabulary_size: int,
-        table: RequestTable,
+        table: SlotTable,
         pages: PageAllocator,
-        cache: RadixCache,
-        tiers: Tiers,
-        on_admit: Callable[[Request, Holding], None],
+        cache: PrefixCache,
+        tiers: CacheTiers,
+        on_admit: Callable[[Request, PageHolding], None],
         speculator: Speculator | None = None,
-        next_rows: type[NextRows] = NextRows,
+        next_rows: type[RowSelector] = RowSelector,
     ) -> None:
         self._table = table
         self._pages = pages
@@ -96,7 +96,7 @@ class Scheduler:
         )
         self._tiers = tiers
         self._retracted = RetractedRequests(table, pages, tiers.host)
-        self._admission = Admission(
+        self._admission = PrefillAdmission(
             config,
             eos_token_ids=eos_token_ids,
             table=table,
@@ -119,7 +119,7 @@ class Scheduler:
             retracted=self._retracted,
             ratio=self._ratio,
         )
-        self._quarantine = Quarantine(table)
+        self._quarantine = QuarantineQueue(table)
         self._preemption = Preemption(
             config.preempt_by,
             config.max_preempted,
@@ -130,7 +130,7 @@ class Scheduler:
             quarantine=self._quarantine,
             ratio=self._ratio,
         )
-        self._residents = Residents(
+        self._residents = SlotOwners(
             table=table,
             pages=pages,
             cache=cache,
@@ -154,7 +154,7 @@ class Scheduler:
             retracted=self._retracted,
             residents=self._residents,
         )
-        self.kept = Kept()
+        self.kept = ReservedCapacity()
         self._next_rows = next_rows(
             self.kept,
             mixed_chunk=config.mixed_chunk,
@@ -170,7 +170,7 @@ class Scheduler:
         self.on_trial: Request | None = None
         self.paused = False
         self._assembler = StepAssembler(table)
-        self._launched: deque[Step] = deque()
+        self._launched: deque[ScheduledStep] = deque()
         self._expiry_due = 0.0
         self._num_withdrawn = 0  # ended before they had a slot
         self._num_late = 0
@@ -189,7 +189,7 @@ class Scheduler:
             )
         self._admission.waiting.append(request)
 
-    def join(self, request: Request, holding: Holding) -> bool:
+    def join(self, request: Request, holding: PageHolding) -> bool:
         """Put a request whose KV exists into the running batch, without a forward ("prebuilt").
 
         Args:
@@ -213,7 +213,7 @@ class Scheduler:
         self._residents.run(slot, request)
         return True
 
-    def abort(self, request: Request, finish: Finish) -> Finished | None:
+    def abort(self, request: Request, finish: RequestEnd) -> FinishedRequest | None:
         """End a request early, for the reason in `finish`.
 
         Returns:
@@ -226,16 +226,16 @@ class Scheduler:
                 return None
             self._admission.waiting.remove(request)
             self._num_withdrawn += 1
-            return Finished(request, finish)
+            return FinishedRequest(request, finish)
         if request in self._retracted or not self._table.in_flight(slot):
             self._residents.end(request)
-            return Finished(request, finish)
+            return FinishedRequest(request, finish)
         if request.to_finish is None:
             request.to_finish = finish
             self._table.max_length[slot] = 0  # no further row, and its next result is its last
         return None
 
-    def expire(self, now: float | None = None, queued_s: float = 0.0) -> list[Finished]:
+    def expire(self, now: float | None = None, queued_s: float = 0.0) -> list[FinishedRequest]:
         """Abort requests past their deadline, and waiting requests past their queue limit. Checks
         both every DEADLINE_CHECK_S only. Also abort requests that exceeded the time budget of their
         grammar, and release held rows whose mask is ready. To be called in each poll.
@@ -263,7 +263,7 @@ class Scheduler:
         ended += [self.abort(request, waited_too_long(queued_s)) for request in waiting]
         return [finished for finished in ended if finished is not None]
 
-    def finish_of(self, request: Request, token: int) -> Finish | None:
+    def finish_of(self, request: Request, token: int) -> RequestEnd | None:
         """Return how `token`, the next after request.token_ids, ends the request; None: it
         continues."""
         at_limit = len(request.token_ids) + 1 >= self._admission.max_length(request)
@@ -288,8 +288,8 @@ class Scheduler:
             return False
         assert request.slot is not None
         holding = self._table.holding_of(request.slot)
-        whole = Holding(holding.tables[:, : (len(tokens) - 1) // self._table.page_size])
-        if self._pages.holds(Holder.STEP)[whole.flat()].any():
+        whole = PageHolding(holding.tables[:, : (len(tokens) - 1) // self._table.page_size])
+        if self._pages.holds(PageHolder.STEP)[whole.flat()].any():
             return False
         self._cache.insert(tokens[:-1], holding, request.namespace)
         return True
@@ -307,22 +307,22 @@ class Scheduler:
         self._running.leave(request.slot)
         return True
 
-    def stopped(self, request: Request) -> Stopped | None:
+    def stopped(self, request: Request) -> PausedRequest | None:
         """Return the tokens and pages of a stopped request, or None while a launched step has it or
         may write one of its pages."""
         slot = request.slot
         assert slot is not None
         holding = self._table.holding_of(slot)
-        if self._table.in_flight(slot) or self._pages.holds(Holder.STEP)[holding.flat()].any():
+        if self._table.in_flight(slot) or self._pages.holds(PageHolder.STEP)[holding.flat()].any():
             return None
-        return Stopped(self._table.tokens_of(slot), holding)
+        return PausedRequest(self._table.tokens_of(slot), holding)
 
     def go_on(self, request: Request) -> None:
         """Put a stopped request back into the batch."""
         assert request.slot is not None
         self._running.join(request.slot)
 
-    def give_away(self, request: Request) -> None:
+    def remove_migrated(self, request: Request) -> None:
         """End a stopped request that now runs on another node. Its KV stays in the tree."""
         self._residents.end(request, learn=True)
 
@@ -344,13 +344,13 @@ class Scheduler:
         for request in sorted(self._residents.by_slot.values(), key=lambda each: each.place):
             self._residents.start_over(request)
 
-    def forget_cached(self) -> None:
+    def clear_cache(self) -> None:
         """Empty the prefix cache. To be called at rest, after `start_over`."""
         self._cache.flush()
 
     # Capacity, for admission elsewhere ------------------------------------------------------------
 
-    def room(self) -> Room:
+    def room(self) -> FreeCapacity:
         """Return the capacity for requests that are going to join and have at least the priority
         `floor`.
 
@@ -359,7 +359,7 @@ class Scheduler:
         """
         reserved = self._next_rows.reserved_pages + self._admission.growth_of_chunked
         num_pages = self._cache.num_available - reserved
-        return Room(num_pages, self._admission.num_free_slots - self.kept.slots)
+        return FreeCapacity(num_pages, self._admission.num_free_slots - self.kept.slots)
 
     @property
     def floor(self) -> float:
@@ -384,7 +384,7 @@ class Scheduler:
         return swapping or self._retracted.saving
 
     @property
-    def claim(self) -> Claim | None:
+    def claim(self) -> PageClaim | None:
         """The claim of the first `add`ed request that is not admitted yet."""
         return self._admission.claim
 
@@ -392,7 +392,7 @@ class Scheduler:
         """Return the pages to keep free for a request that is going to join with all its pages."""
         return self._admission.growth_pages(request)
 
-    def allocate(self, num_pages: int, holder: Holder) -> Ints | None:
+    def allocate(self, num_pages: int, holder: PageHolder) -> Ints | None:
         """Allocate pages for admission elsewhere, evicting as needed. All or nothing."""
         return self._cache.allocate(num_pages, holder)
 
@@ -400,10 +400,12 @@ class Scheduler:
         """Empty the prefix cache. Return how many pages that freed.
 
         Raises:
-            WrongState: there are requests here.
+            FailedPrecondition: there are requests here.
         """
         if self.has_work:
-            raise WrongState("the prefix cache can only be flushed while no request is here")
+            raise FailedPrecondition(
+                "the prefix cache can only be flushed while no request is here"
+            )
         return self._cache.flush()
 
     # The next forward -----------------------------------------------------------------------------
@@ -440,16 +442,16 @@ class Scheduler:
             first = waiting.most_urgent()
             self.make_room(first.spec.priority, self._admission.needed_pages(first))
 
-    def _launch(self, rows: Rows, alone: bool) -> ScheduleBatch:
+    def _launch(self, rows: SelectedRows, alone: bool) -> ScheduleBatch:
         swaps = self._retracted.swaps() if self._retracted else _NO_SWAPS
         decodes = DecodeRows(rows.decodes)
         if self._speculation is not None:
             verify = not (alone or rows.extends)
             decodes = self._speculation.rows(rows.decodes, verify=verify)
         step = self._assembler.assemble(rows.extends, decodes, swaps)
-        self._pages.hold(step.written, Holder.STEP)
+        self._pages.hold(step.written, PageHolder.STEP)
         if swaps.swap_in is not None:  # swap_out is held since its requests were retracted
-            self._pages.hold(swaps.swap_in.device_pages, Holder.STEP)
+            self._pages.hold(swaps.swap_in.device_pages, PageHolder.STEP)
         self._table.hold(step.slots, step.batch.step)
         self._table.length[decodes.slots] += (
             _ONE if decodes.drafts is None else decodes.drafts + _ONE
@@ -483,7 +485,7 @@ class Scheduler:
         predicted = () if speculation is None else speculation.finish(batch, result.runs)
         outcome = self._results.take(step, result, predicted)
         for pages in step.held():
-            self._pages.drop(pages, Holder.STEP)
+            self._pages.drop(pages, PageHolder.STEP)
         self._retracted.swapped(step.swaps)
         self._table.drop_step(batch.step)
         self.on_trial = None
@@ -548,10 +550,10 @@ class Scheduler:
             "cached_tokens": self._admission.cached_tokens,
         }
 
-    def distributions(self) -> dict[str, Counted]:
+    def distributions(self) -> dict[str, HistogramCounts]:
         return {} if self._speculation is None else self._speculation.distributions()
 
-    def check_idle(self, elsewhere: Mapping[Holder, Iterable[Pages]] = _NOTHING) -> None:
+    def check_idle(self, elsewhere: Mapping[PageHolder, Iterable[Pages]] = _NOTHING) -> None:
         """Check that every page, host page and slot has a known holder. Reset the growth ratio if
         idle.
 

@@ -15,12 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common import bounds
-from common.distribution import Counted, Distribution
-from common.requests.prediction import NOTHING, Predicted
-from engine.batch.batch import ForwardMode, Ints, Runs, ScheduleBatch
+from common.distribution import HistogramCounts, LiveHistogram
+from common.requests.prediction import NOTHING, PredictionUsage
+from engine.batch.batch import AcceptedRuns, ForwardMode, Ints, ScheduleBatch
 from engine.batch.image_tokens import in_vocabulary
 from engine.batch.request import Request
-from engine.batch.table import RequestTable
+from engine.batch.table import SlotTable
 from engine.scheduler.running import RunningBatch
 from engine.speculative.speculator import Speculator
 
@@ -40,16 +40,14 @@ class DecodeRows:
 class Speculation:
     """Speculative decoding of a scheduler. Engine thread only."""
 
-    def __init__(
-        self, speculator: Speculator, *, table: RequestTable, running: RunningBatch
-    ) -> None:
+    def __init__(self, speculator: Speculator, *, table: SlotTable, running: RunningBatch) -> None:
         self._drafter = speculator.drafter
         self._predictions = speculator.predictions
         self._policy = speculator.policy
         self._max_drafts = speculator.max_drafts
         self._table = table
         self._running = running
-        self._lengths = Distribution(bounds.RUN_TOKENS)
+        self._lengths = LiveHistogram(bounds.RUN_TOKENS)
         # Per launched step with drafts: slots whose drafts come from their prediction.
         self._unsettled: deque[set[int]] = deque()
         self._launches: deque[float] = deque()  # time.monotonic(), of unfinished steps
@@ -68,7 +66,7 @@ class Speculation:
             "prediction_tokens/rejected": self._predicted.rejected,
         }
 
-    def distributions(self) -> dict[str, Counted]:
+    def distributions(self) -> dict[str, HistogramCounts]:
         return {"verified_tokens": self._lengths.counted()}
 
     # Before a step --------------------------------------------------------------------------------
@@ -150,8 +148,8 @@ class Speculation:
     # After a step ---------------------------------------------------------------------------------
 
     def finish(
-        self, batch: ScheduleBatch, runs: Runs | None
-    ) -> Sequence[tuple[tuple[int, int], Predicted]]:
+        self, batch: ScheduleBatch, runs: AcceptedRuns | None
+    ) -> Sequence[tuple[tuple[int, int], PredictionUsage]]:
         """Record the outcome of a step. To be called before its tokens are given to its rows.
         Return the accepted and rejected tokens of predictions, by origin."""
         now, launched = time.monotonic(), self._launches.popleft()
@@ -161,8 +159,8 @@ class Speculation:
         return () if runs is None else self._settle(batch, runs)
 
     def _settle(
-        self, batch: ScheduleBatch, runs: Runs
-    ) -> Sequence[tuple[tuple[int, int], Predicted]]:
+        self, batch: ScheduleBatch, runs: AcceptedRuns
+    ) -> Sequence[tuple[tuple[int, int], PredictionUsage]]:
         slots, drafted = batch.slots.astype(np.intp), batch.ends - batch.starts - 1
         accepted = runs.counts - 1
         foreseen = self._unsettled.popleft()
@@ -179,7 +177,7 @@ class Speculation:
         predicted = [
             (
                 self._table.origin_of(int(slots[row])),
-                Predicted(int(accepted[row]), int(drafted[row] - accepted[row])),
+                PredictionUsage(int(accepted[row]), int(drafted[row] - accepted[row])),
             )
             for row in of_predictions.tolist()
         ]

@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 
 from engine.batch.batch import Ints
-from engine.batch.holding import Holding
+from engine.batch.holding import PageHolding
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Stopped:
+class PausedRequest:
     """A stopped request. token_ids: all tokens; the newest has no KV yet."""
 
     token_ids: Ints
-    holding: Holding
+    holding: PageHolding

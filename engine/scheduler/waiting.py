@@ -14,7 +14,7 @@ import numpy as np
 from common.priority import PriorityClass, class_of
 from common.requests.namespace import Namespace
 from engine.batch.request import Ints, Request
-from engine.scheduler.arrivals import ByPlace
+from engine.scheduler.arrivals import PriorityQueue
 from engine.scheduler.boundaries import last_boundary
 from engine.scheduler.policy import SchedulePolicy
 
@@ -29,7 +29,7 @@ class WaitingQueue:
         self._policy = policy
         self._returned: deque[Request] = deque()
         self._num_returns = 0
-        self._requests: ByPlace[int, Request] = ByPlace()
+        self._requests: PriorityQueue[int, Request] = PriorityQueue()
         self._suspects: set[int] = set()  # by key
         self._priorities: Counter[int] = Counter()
 
@@ -96,7 +96,7 @@ class WaitingQueue:
             self._suspects.add(request.key)
 
 
-class PromptsUnderWay:
+class ActivePrefills:
     """Admitted prompts that the cache lacks in part, by namespace and first page.
 
     Args:

@@ -64,7 +64,7 @@ class AllDrafts:
         pass
 
 
-class PayingDrafts:
+class AdaptiveDrafts:
     """An adaptive policy: the number that gives the most tokens per second if every row had it."""
 
     def __init__(self, num_slots: int, max_drafts: int) -> None:

@@ -7,7 +7,7 @@ from common.config import SpeculationConfig
 from engine.speculative.drafter import Drafter
 from engine.speculative.head import HeadDrafter
 from engine.speculative.ngram import NgramDrafter
-from engine.speculative.policy import AllDrafts, DraftPolicy, PayingDrafts
+from engine.speculative.policy import AdaptiveDrafts, AllDrafts, DraftPolicy
 from engine.speculative.predictions import Predictions
 
 
@@ -26,6 +26,6 @@ class Speculator:
         if config.drafter == "none":
             return None
         most = config.max_drafts
-        policy = PayingDrafts(num_slots, most) if config.adaptive else AllDrafts(most)
+        policy = AdaptiveDrafts(num_slots, most) if config.adaptive else AllDrafts(most)
         drafter = HeadDrafter() if config.has_layer else NgramDrafter(config.min_match)
         return cls(drafter, policy, most, Predictions(config.min_match))

@@ -23,7 +23,7 @@ from kernels.attention.tiles import (
 )
 
 
-class Tile(NamedTuple):
+class AttentionTile(NamedTuple):
     """The shape and launch parameters of one program's tile."""
 
     rows: int  # queries times the heads that share a KV head
@@ -114,7 +114,7 @@ def extend_attention(
 
 def _tile(
     head_dim: int, element_size: int, architecture: int, *, masked: bool, widened: bool
-) -> Tile:
+) -> AttentionTile:
     """Return a tile. The numbers derive from instruction counts and are to be tuned by
     tools/bench/gpu.
 
@@ -126,20 +126,22 @@ def _tile(
     """
     if head_dim > LONGEST_HEAD:
         rows = 32 // element_size if widened else 64 // element_size
-        return Tile(rows, rows, 8, 3, slack=0)
+        return AttentionTile(rows, rows, 8, 3, slack=0)
     if element_size > 2:
-        return Tile(32, 16, 8, 2, slack=0)
+        return AttentionTile(32, 16, 8, 2, slack=0)
     slack = 8 if architecture < 100 else 0  # later GPUs keep sums outside registers
     if architecture // 10 in (9, 10):
         if head_dim > 128:  # widening takes the registers that slack needs
-            return Tile(128, 32, 8, 3, 0 if widened else slack)
+            return AttentionTile(128, 32, 8, 3, 0 if widened else slack)
         # The larger tile would spill registers with masked scores. With narrower heads it would
         # leave no space for a second program on the multiprocessor.
         large = head_dim > 64 and not masked
-        return Tile(128, 128, 8, 2, slack) if large else Tile(128, 64, 8, 3, slack)
+        return (
+            AttentionTile(128, 128, 8, 2, slack) if large else AttentionTile(128, 64, 8, 3, slack)
+        )
     if head_dim > 128:
-        return Tile(64, 32, 8, 2, slack)
-    return Tile(128, 16, 8, 3, slack=0) if widened else Tile(128, 32, 8, 3, slack)
+        return AttentionTile(64, 32, 8, 2, slack)
+    return AttentionTile(128, 16, 8, 3, slack=0) if widened else AttentionTile(128, 32, 8, 3, slack)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -34,7 +34,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Row:
+class ReferenceRow:
     pages: Tensor  # int32 [live pages]
     chunks: tuple[Chunk, ...]
 
@@ -53,7 +53,7 @@ class _Group:
 class ReferencePlan:
     """The keys that each query sees, made by `plan_reference`."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[ReferenceRow, ...]
     groups: tuple[_Group, ...]
     blind: Tensor | None  # int64: places in q of queries that see no key
     num_tokens: int
@@ -164,7 +164,7 @@ def plan_reference(
         chunks = chunks_of(
             starts[row], num_queries, oldest, first_page * page_size, window, kv.device
         )
-        rows.append(Row(page_ids[place : place + size], chunks))
+        rows.append(ReferenceRow(page_ids[place : place + size], chunks))
     decode.sort()
     groups = []
     while decode:

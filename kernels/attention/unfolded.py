@@ -23,7 +23,7 @@ MOST_BYTES = 32 << 20  # limit of unfolded keys and values at a time, except for
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Unfolding:
+class MaskExpansion:
     """The matrices that unfold latents to keys and values.
 
     Attributes:
@@ -66,13 +66,15 @@ class _Row:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class UnfoldedPlan:
+class MaskedPlan:
     """The keys that each query of the chunks sees. The layers of one forward share it."""
 
     rows: tuple[_Row, ...]
     num_tokens: int
 
-    def attend(self, q: Tensor, latents: Tensor, unfolding: Unfolding, *, scale: float) -> Tensor:
+    def attend(
+        self, q: Tensor, latents: Tensor, unfolding: MaskExpansion, *, scale: float
+    ) -> Tensor:
         """Attend from all queries of the plan.
 
         Args:
@@ -107,8 +109,8 @@ def plan_unfolded(
     query_starts: Tensor,
     lengths: Tensor,
     latents: Tensor,
-    unfolding: Unfolding,
-) -> UnfoldedPlan | None:
+    unfolding: MaskExpansion,
+) -> MaskedPlan | None:
     """Plan rows without padding, see `plan_attention`. Return None where attention over latents is
     faster, which includes every GPU."""
     if device.uses_triton(latents) or not len(lengths):
@@ -126,7 +128,7 @@ def plan_unfolded(
             torch.tensor(numbers, dtype=torch.int32) for numbers in ([0], [0], [0, count], [end])
         )
         rows.append(_Row(start, start + count, end, pages, chunks, alone))
-    return UnfoldedPlan(tuple(rows), starts[-1])
+    return MaskedPlan(tuple(rows), starts[-1])
 
 
 def _attend(queries: Tensor, kv: Tensor, row: _Row, scale: float, out: Tensor) -> None:

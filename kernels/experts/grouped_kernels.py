@@ -11,7 +11,7 @@ GROUP_BLOCK = 1024  # pairs that an expert's program reads at once
 SUM_BLOCK = 1024  # 16 bytes per thread in 16-bit, in 4 warps
 
 
-class Tile(NamedTuple):
+class GroupedTile(NamedTuple):
     """The shape and launch parameters of one program of a product.
 
     They do not depend on the number of tokens, because a token's rounding must not depend on other
@@ -25,13 +25,13 @@ class Tile(NamedTuple):
     stages: int
 
 
-def tile_for(element_size: int) -> Tile:
+def tile_for(element_size: int) -> GroupedTile:
     """Return the tile for an element size.
 
     A step of few tokens is bound by reading weights. 64 rows keep it so: 64 operations per byte, of
     a GPU's 150 to 300.
     """
-    return Tile(64, 128, 64, 4, 4) if element_size == 2 else Tile(32, 64, 32, 4, 2)
+    return GroupedTile(64, 128, 64, 4, 4) if element_size == 2 else GroupedTile(32, 64, 32, 4, 2)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])

@@ -19,7 +19,7 @@ LEAST_TEMPERATURE = 1e-37  # its reciprocal is finite
 _LEAST_TEMPERATURE = tl.constexpr(LEAST_TEMPERATURE)
 
 
-class Outline(NamedTuple):
+class LogitSummary(NamedTuple):
     """The outline of n rows. A maximum is +inf if a logit is not finite, and -inf if there is no
     logit."""
 
@@ -53,7 +53,7 @@ def draw_outline(
     temperature: Tensor | None = None,
     top_p: Tensor | None = None,
     with_sums: bool,
-) -> Outline:
+) -> LogitSummary:
     """Compute the outline. Reads every logit once.
 
     Args:
@@ -83,7 +83,7 @@ def draw_outline(
             maxnreg=MAX_REGISTERS,
             enable_fp_fusion=False,
         )
-    return Outline(peaks, maxima, sums)
+    return LogitSummary(peaks, maxima, sums)
 
 
 @triton.jit(do_not_specialize=["temperature_ptr", "top_p_ptr"])

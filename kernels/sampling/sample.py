@@ -18,7 +18,7 @@ from kernels.sampling.generator import gumbel_noise
 from kernels.sampling.outline import (
     LEAST_TEMPERATURE,
     MAX_REGISTERS,
-    Outline,
+    LogitSummary,
     block_size,
     check_logits,
     draw_outline,
@@ -210,7 +210,7 @@ def _race(logits: Tensor, peaks: Tensor, columns: SamplingColumns) -> tuple[Tens
     return scores, winners
 
 
-def _constants(logits: Tensor, outline: Outline) -> dict[str, int]:
+def _constants(logits: Tensor, outline: LogitSummary) -> dict[str, int]:
     width = outline.maxima.shape[1]
     return {
         "VOCABULARY": logits.shape[1],

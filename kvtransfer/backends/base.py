@@ -1,7 +1,8 @@
 """The contract of a data path and its types. Conformance tests are in tests/kvtransfer.
 
-An Owner serves reads of its pool. A Connection reads from one owner into the local pool. One user
-thread (the link's) uses a Connection and blocks in `copy`. Any other thread may `stop` it.
+An PageProducer serves reads of its pool. A Connection reads from one owner into the local pool. One
+user thread (the link's) uses a BackendConnection and blocks in `copy`. Any other thread may `stop`
+it.
 """
 
 from concurrent.futures import Future
@@ -17,11 +18,11 @@ from common.errors import EngineFault, LayoutMismatch, TransferError
 Ints = NDArray[np.int32]
 Parsed = TypeVar("Parsed")
 
-CONNECT_S = 5.0  # longest `Backend.connect`
+CONNECT_S = 5.0  # longest `TransferBackend.connect`
 _MAX_ADDRESS = 1 << 57
 _MAX_PAGES = 1 << 31  # page ids are int32
 _FEW = 16  # largest number of pages for which a Python loop beats numpy
-PROBE_BYTES = 4 << 20  # read by one `Connection.probe`, rounded to whole pages
+PROBE_BYTES = 4 << 20  # read by one `BackendConnection.probe`, rounded to whole pages
 
 
 class ReadRefused(TransferError):
@@ -93,13 +94,13 @@ def first_outside(pages: Ints, num_pages: int) -> int | None:
 
 
 def prepared() -> Future[Any]:
-    """Return a completed Future, for an `Owner.prepare` that needs no time."""
+    """Return a completed Future, for an `PageProducer.prepare` that needs no time."""
     done: Future[Any] = Future()
     done.set_result(None)
     return done
 
 
-class Owner(Protocol):
+class PageProducer(Protocol):
     """Serves reads of one pool to any number of readers.
 
     A reader is one pair stream, identified by a number that is never reused: a node that pairs
@@ -153,7 +154,7 @@ class Owner(Protocol):
         ...
 
 
-class Connection(Protocol):
+class BackendConnection(Protocol):
     """One reader's access to one owner instance."""
 
     @property
@@ -195,17 +196,17 @@ class Connection(Protocol):
         ...
 
 
-class Backend(Protocol):
+class TransferBackend(Protocol):
     """One kind of data path."""
 
     @property
     def name(self) -> str: ...
 
-    def serve(self, pool: PagePool, instance: int) -> Owner:
+    def serve(self, pool: PagePool, instance: int) -> PageProducer:
         """Serve `pool`. Raises TransferError if this machine cannot serve over this backend."""
         ...
 
-    def connect(self, description: bytes, remote: RemotePool, pool: PagePool) -> Connection:
+    def connect(self, description: bytes, remote: RemotePool, pool: PagePool) -> BackendConnection:
         """Connect to the owner that `description` names, as the reader that it was made for, and
         *prove* the path before returning. Blocks for at most 5 s.
 

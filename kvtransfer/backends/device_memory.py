@@ -1,8 +1,8 @@
 """Device operations that the backends need: a pool's bytes as tensors, and ordered copies.
 
-`Device` is the seam: `CudaDevice` is the real one, and a test double that keeps the same promises
-may replace it on machines without a GPU. Pools are known as addresses, not by the owner of their
-pages.
+`DeviceRuntime` is the seam: `CudaDevice` is the real one, and a test double that keeps the same
+promises may replace it on machines without a GPU. Pools are known as addresses, not by the owner of
+their pages.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ class DeviceFailure(TransferError):
     """A failed device operation. The content of the memory concerned is unknown."""
 
 
-class Mark(Protocol):
+class CopyMark(Protocol):
     """A point in a copy queue: all copies that were added before the mark was made."""
 
     def wait(self) -> None:
@@ -51,7 +51,7 @@ class CopyQueue(Protocol):
         """
         ...
 
-    def mark(self) -> Mark: ...
+    def mark(self) -> CopyMark: ...
 
 
 class DeviceScratch(Protocol):
@@ -61,7 +61,7 @@ class DeviceScratch(Protocol):
     def pool(self) -> PagePool: ...
 
 
-class Device(Protocol):
+class DeviceRuntime(Protocol):
     """One device, for any number of pools on it. Everything but `queue` may raise TransferError:
     the memory does not exist, or belongs to another device.
     """

@@ -20,7 +20,7 @@ from common.errors import TransferError
 from kvtransfer.backends import cuda_driver
 from kvtransfer.backends.base import PagePool, parse_description
 from kvtransfer.backends.device_memory import cuda_device
-from kvtransfer.backends.path_proof import Nonce, Place, check_shared_memory, prove_same_host
+from kvtransfer.backends.path_proof import HostLocation, Nonce, check_shared_memory, prove_same_host
 
 _NONCE_BYTES = 32
 
@@ -41,12 +41,12 @@ class SharedMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return cls(handle, offset)
 
 
-class DevicePlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class DeviceLocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The location of the owner's pool and scratch pages, and the first bytes of the
     scratch pages.
     """
 
-    process: Place
+    process: HostLocation
     device_uuid: Annotated[
         bytes, msgspec.Meta(min_length=cuda_driver.UUID_BYTES, max_length=cuda_driver.UUID_BYTES)
     ]
@@ -71,7 +71,7 @@ class DeviceEvidence:
     def tell(self, metadata: bytes) -> bytes:
         self._process = Nonce(metadata)
         return msgspec.msgpack.encode(
-            DevicePlace(
+            DeviceLocation(
                 process=self._process.place(),
                 device_uuid=self._device_uuid,
                 pool=self._pool,
@@ -86,7 +86,7 @@ class MappedMemory:
 
     def __init__(self, told: bytes, metadata: bytes, pool: PagePool) -> None:
         """Map the memory. Raises TransferError if it cannot be reached from the pool's device."""
-        place = parse_description("cuda_ipc", told, DevicePlace)
+        place = parse_description("cuda_ipc", told, DeviceLocation)
         check_shared_memory()
         prove_same_host(place.process, metadata)
         self._device = cuda_device(pool.device)

@@ -25,14 +25,14 @@ from kvtransfer.backends.base import (
     check_pool,
     prepared,
 )
-from kvtransfer.backends.publications import Publications
-from kvtransfer.backends.scratch import Scratch, measure
+from kvtransfer.backends.publications import PublishedPages
+from kvtransfer.backends.scratch import ReadScratch, measure
 
 _DESCRIPTION = struct.Struct("<QQ")  # the owner's instance and the reader's number
 _PART_BYTES = 4 << 20  # bytes copied between two checks whether the connection has ended
 
 
-class Faults:
+class LoopbackFaults:
     """Faults injected into the copies from one owner. Any thread.
 
     A copy lands the first half of its pages, pauses if it is delayed or frozen, then lands the
@@ -108,13 +108,13 @@ class Faults:
             self._changed.notify_all()
 
 
-class LoopbackOwner:
+class LoopbackProducer:
     """An owner of a LoopbackBackend."""
 
     def __init__(self, backend: "LoopbackBackend", pool: PagePool, instance: int) -> None:
-        self.faults = Faults()
-        self.publications = Publications(pool.num_pages)
-        self.scratch = Scratch(pool.page_bytes)
+        self.faults = LoopbackFaults()
+        self.publications = PublishedPages(pool.num_pages)
+        self.scratch = ReadScratch(pool.page_bytes)
         self.pool = pool
         self._backend = backend
         self._instance = instance
@@ -144,16 +144,16 @@ class LoopbackOwner:
 
 
 class LoopbackConnection:
-    """One reader's copies from one LoopbackOwner."""
+    """One reader's copies from one LoopbackProducer."""
 
     path = "loopback"
 
-    def __init__(self, owner: LoopbackOwner, remote: RemotePool, pool: PagePool, reader: int):
+    def __init__(self, owner: LoopbackProducer, remote: RemotePool, pool: PagePool, reader: int):
         check_pool(remote, pool)
         self._owner = owner
         self._pool = pool
         self._reader = reader
-        self._scratch = Scratch(pool.page_bytes)
+        self._scratch = ReadScratch(pool.page_bytes)
         self._ended = threading.Event()
         self._copying = threading.Lock()
 
@@ -220,13 +220,13 @@ class LoopbackBackend:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._owners: dict[int, LoopbackOwner] = {}
+        self._owners: dict[int, LoopbackProducer] = {}
         # By owner and admitted reader.
         self._connections: dict[tuple[int, int], list[LoopbackConnection]] = {}
 
-    def serve(self, pool: PagePool, instance: int) -> LoopbackOwner:
+    def serve(self, pool: PagePool, instance: int) -> LoopbackProducer:
         _check_host_memory(pool)
-        owner = LoopbackOwner(self, pool, instance)
+        owner = LoopbackProducer(self, pool, instance)
         with self._lock:
             self._owners[instance] = owner
         return owner
@@ -258,7 +258,7 @@ class LoopbackBackend:
         for connection in connections:
             connection.stop()
 
-    def faults(self, instance: int) -> Faults:
+    def faults(self, instance: int) -> LoopbackFaults:
         """Return the faults of a live owner."""
         with self._lock:
             return self._owners[instance].faults

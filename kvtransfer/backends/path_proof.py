@@ -30,7 +30,7 @@ _MAX_ADDRESS = (1 << 57) - 1
 _Namespace = Annotated[str, msgspec.Meta(max_length=64)]
 
 
-class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class HostLocation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The location of the owner's nonce and of the digest behind it, and the nonce itself."""
 
     boot_id: Annotated[str, msgspec.Meta(max_length=64)]
@@ -49,8 +49,8 @@ class Nonce:
         self._nonce = os.urandom(_NONCE_BYTES)
         self._memory = ctypes.create_string_buffer(self._nonce + _digest(metadata))
 
-    def place(self) -> Place:
-        return Place(
+    def place(self) -> HostLocation:
+        return HostLocation(
             boot_id=_boot_id(),
             namespaces=_namespaces(),
             pid=os.getpid(),
@@ -79,7 +79,7 @@ class SameHost:
     def __init__(self, told: bytes, metadata: bytes, pool: PagePool) -> None:
         """Raise TransferError if it cannot."""
         check_shared_memory()
-        prove_same_host(parse_description("cma", told, Place), metadata)
+        prove_same_host(parse_description("cma", told, HostLocation), metadata)
 
     def close(self) -> None:
         """Do nothing: it holds nothing."""
@@ -100,7 +100,7 @@ def check_shared_memory() -> None:
         )
 
 
-def prove_same_host(place: Place, metadata: bytes) -> None:
+def prove_same_host(place: HostLocation, metadata: bytes) -> None:
     """Raise TransferError if that memory cannot be read directly, or the metadata is not the
     owner's.
     """

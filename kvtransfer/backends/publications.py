@@ -11,7 +11,7 @@ from common.errors import EngineFault
 from kvtransfer.backends.base import Ints, first_outside
 
 
-class Publications:
+class PublishedPages:
     """Counts of publications by reader and page. Costs 4 bytes a page for each reader
     that has any.
     """

@@ -20,7 +20,7 @@ def scratch_pages(page_bytes: int) -> int:
     return max(1, PROBE_BYTES // page_bytes)
 
 
-class Scratch:
+class ReadScratch:
     """About PROBE_BYTES of zeroed host pages of `page_bytes`. Freed with the object."""
 
     def __init__(self, page_bytes: int) -> None:

@@ -22,25 +22,25 @@ from common.requests.weights import check_weights
 from common.rpc import prefix_hints
 from common.rpc.stream_status import said
 from kvtransfer.messages import (
-    Admitted,
     AnyMessage,
-    Beat,
-    Cancel,
-    Done,
-    Failed,
-    Forget,
-    Grant,
+    CancelHandoff,
+    GrantHandoff,
+    HandoffFailed,
     HandoffId,
+    HandoffQueued,
+    Heartbeat,
+    InvalidatePrefix,
     Live,
-    Open,
+    OpenHandoff,
+    PagesReady,
+    PagesReleased,
     Prefix,
     Prompt,
-    Ready,
-    Released,
+    ReadsDone,
     Source,
     Weights,
 )
-from kvtransfer.pairing import DataPath, Hello, Region
+from kvtransfer.pairing import DataPath, PairHello, PoolRegion
 from protos import kvtransfer_pb2 as pb
 
 MAX_TOKENS = 1 << 20
@@ -54,7 +54,7 @@ MAX_TEXT = 4096  # characters of a reason, an address, a fingerprint's value
 Proto: TypeAlias = pb.FromReader | pb.FromOwner
 
 
-def parse(message: Proto) -> Hello | AnyMessage:
+def parse(message: Proto) -> PairHello | AnyMessage:
     """Return the record of one message. Raises ProtocolViolation if it is invalid."""
     kind = message.WhichOneof("message")
     if kind is None:
@@ -68,37 +68,37 @@ def parse(message: Proto) -> Hello | AnyMessage:
         case pb.Grant():
             if not 0.0 <= body.gib_per_s < math.inf:
                 raise ProtocolViolation(f"a link of {body.gib_per_s} GiB/s")
-            return Grant(id_of(body), body.prefix_tokens, body.room_tokens, body.gib_per_s)
+            return GrantHandoff(id_of(body), body.prefix_tokens, body.room_tokens, body.gib_per_s)
         case pb.Done():
-            return Done(id_of(body))
+            return ReadsDone(id_of(body))
         case pb.Cancel():
-            return Cancel(id_of(body), _text("reason", body.reason))
+            return CancelHandoff(id_of(body), _text("reason", body.reason))
         case pb.Forget():
             return _forget(body)
         case pb.Admitted():
-            return Admitted(id_of(body), body.compute_tokens, body.queued_tokens)
+            return HandoffQueued(id_of(body), body.compute_tokens, body.queued_tokens)
         case pb.Ready():
             return _ready(body)
         case pb.Released():
-            return Released(id_of(body), body.held)
+            return PagesReleased(id_of(body), body.held)
         case pb.Failed():
             _seconds("retry_after_s", body.retry_after_s)
             reason = _text("reason", body.reason)
-            return Failed(id_of(body), reason, body.retryable, body.retry_after_s)
+            return HandoffFailed(id_of(body), reason, body.retryable, body.retry_after_s)
         case pb.Beat():
-            return Beat(body.sequence, body.open_handoffs, body.connecting)
+            return Heartbeat(body.sequence, body.open_handoffs, body.connecting)
     raise ProtocolViolation(f"an unknown message {kind}")
 
 
-def to_proto(record: Hello | AnyMessage, *, as_reader: bool) -> Proto:
+def to_proto(record: PairHello | AnyMessage, *, as_reader: bool) -> Proto:
     """Return the message to send on a stream on which this node is the reader, or the owner."""
     wrap = pb.FromReader if as_reader else pb.FromOwner
     match record:
-        case Hello():
+        case PairHello():
             return wrap(hello=_hello_proto(record))
-        case Open():
+        case OpenHandoff():
             return pb.FromReader(open=_open_proto(record))
-        case Grant(id, prefix_tokens, room_tokens, gib_per_s):
+        case GrantHandoff(id, prefix_tokens, room_tokens, gib_per_s):
             grant = pb.Grant(
                 id=_id_proto(id),
                 prefix_tokens=prefix_tokens,
@@ -106,22 +106,22 @@ def to_proto(record: Hello | AnyMessage, *, as_reader: bool) -> Proto:
                 gib_per_s=gib_per_s,
             )
             return pb.FromReader(grant=grant)
-        case Done(id):
+        case ReadsDone(id):
             return pb.FromReader(done=pb.Done(id=_id_proto(id)))
-        case Cancel(id, reason):
+        case CancelHandoff(id, reason):
             return pb.FromReader(cancel=pb.Cancel(id=_id_proto(id), reason=reason[:MAX_TEXT]))
-        case Forget(token_ids, namespace):
+        case InvalidatePrefix(token_ids, namespace):
             return pb.FromReader(forget=pb.Forget(token_ids=token_ids, namespace=namespace))
-        case Admitted(id, compute_tokens, queued_tokens):
+        case HandoffQueued(id, compute_tokens, queued_tokens):
             admitted = pb.Admitted(
                 id=_id_proto(id), compute_tokens=compute_tokens, queued_tokens=queued_tokens
             )
             return pb.FromOwner(admitted=admitted)
-        case Ready():
+        case PagesReady():
             return pb.FromOwner(ready=_ready_proto(record))
-        case Released(id, held):
+        case PagesReleased(id, held):
             return pb.FromOwner(released=pb.Released(id=_id_proto(id), held=held))
-        case Failed(id, reason, retryable, retry_after_s):
+        case HandoffFailed(id, reason, retryable, retry_after_s):
             failed = pb.Failed(
                 id=_id_proto(id),
                 reason=reason[:MAX_TEXT],
@@ -129,7 +129,7 @@ def to_proto(record: Hello | AnyMessage, *, as_reader: bool) -> Proto:
                 retry_after_s=min(retry_after_s, MAX_BUDGET_S),
             )
             return pb.FromOwner(failed=failed)
-        case Beat(sequence, open_handoffs, connecting):
+        case Heartbeat(sequence, open_handoffs, connecting):
             beat = pb.Beat(sequence=sequence, open_handoffs=open_handoffs, connecting=connecting)
             return wrap(beat=beat)
 
@@ -163,7 +163,7 @@ def _id_proto(id: HandoffId) -> pb.HandoffId:
     return pb.HandoffId(instance=id.instance, request=id.request, attempt=id.attempt)
 
 
-def _hello(body: pb.Hello) -> Hello:
+def _hello(body: pb.Hello) -> PairHello:
     _at_most("paths", len(body.paths), MAX_PATHS)
     _at_most("regions", len(body.regions), MAX_REGIONS)
     _at_most("fingerprint", len(body.fingerprint), MAX_FIELDS)
@@ -171,7 +171,7 @@ def _hello(body: pb.Hello) -> Hello:
         _at_most("bytes of a path's description", len(path.description), MAX_DESCRIPTION_BYTES)
     if not body.regions:
         raise ProtocolViolation("a Hello without a region")
-    return Hello(
+    return PairHello(
         instance=body.instance_id,
         protocol_version=body.protocol_version,
         fingerprint={
@@ -182,13 +182,13 @@ def _hello(body: pb.Hello) -> Hello:
             DataPath(_text("backend", path.backend), path.description) for path in body.paths
         ),
         regions=tuple(
-            Region(region.base, region.page_bytes, region.num_pages) for region in body.regions
+            PoolRegion(region.base, region.page_bytes, region.num_pages) for region in body.regions
         ),
         address=_text("address", body.address),
     )
 
 
-def _hello_proto(record: Hello) -> pb.Hello:
+def _hello_proto(record: PairHello) -> pb.Hello:
     return pb.Hello(
         instance_id=record.instance,
         protocol_version=record.protocol_version,
@@ -212,9 +212,9 @@ def num_tokens_of(body: pb.Open) -> int:
     return 0
 
 
-def _open(body: pb.Open) -> Open:
+def _open(body: pb.Open) -> OpenHandoff:
     try:
-        return Open(
+        return OpenHandoff(
             id_of(body),
             check_weights(body.weight_version),
             request.remaining_from_proto(body.remaining),
@@ -245,7 +245,7 @@ def _source(body: pb.Open) -> Source:
     raise ProtocolViolation("an Open of an unknown source")
 
 
-def _open_proto(record: Open) -> pb.Open:
+def _open_proto(record: OpenHandoff) -> pb.Open:
     return pb.Open(
         id=_id_proto(record.id),
         weight_version=record.weights,
@@ -267,13 +267,13 @@ def _source_fields(source: Source) -> dict[str, Any]:
             return {"weights": msgspec.structs.asdict(source)}
 
 
-def _forget(body: pb.Forget) -> Forget:
+def _forget(body: pb.Forget) -> InvalidatePrefix:
     _check_tokens(body.token_ids)
     try:
         namespace = check_namespace(body.namespace)
     except InvalidRequest as error:
         raise ProtocolViolation(str(error)) from error
-    return Forget(body.token_ids, namespace)
+    return InvalidatePrefix(body.token_ids, namespace)
 
 
 def _check_tokens(token_ids: bytes) -> None:
@@ -283,7 +283,7 @@ def _check_tokens(token_ids: bytes) -> None:
         raise ProtocolViolation(f"{len(token_ids)} bytes of token_ids")
 
 
-def _ready(body: pb.Ready) -> Ready:
+def _ready(body: pb.Ready) -> PagesReady:
     _at_most("pages", len(body.pages), MAX_PAGES)
     first_token = body.first_token if body.HasField("first_token") else None
     if first_token is not None and not body.last:
@@ -293,7 +293,7 @@ def _ready(body: pb.Ready) -> Ready:
     _at_most("token_ids", len(body.token_ids), MAX_TOKENS)
     if max((*body.token_ids, first_token or 0)) > MAX_TOKEN_ID:
         raise ProtocolViolation(f"a token id above {MAX_TOKEN_ID}")
-    return Ready(
+    return PagesReady(
         id=id_of(body),
         start=body.start,
         end=body.end,
@@ -334,7 +334,7 @@ def _times_proto(record: PrefillTimes) -> pb.PrefillTimes:
     )
 
 
-def _ready_proto(record: Ready) -> pb.Ready:
+def _ready_proto(record: PagesReady) -> pb.Ready:
     return pb.Ready(
         id=_id_proto(record.id),
         start=record.start,

@@ -30,7 +30,7 @@ from common.errors import (
 )
 from common.logs.throttle import Throttle, ThrottledLog
 from common.rpc import stream_status
-from kvtransfer.pairing import Hello
+from kvtransfer.pairing import PairHello
 from kvtransfer.pairs import codec
 from kvtransfer.pairs.streams import PairMetrics, PairStreams
 from protos import kvtransfer_pb2, kvtransfer_pb2_grpc
@@ -136,7 +136,7 @@ class PairDialer:
                     await self._streams.renewed(ours)
                     backoff_s = self._times.first_s
 
-    async def _attempt(self, address: str, ours: Hello) -> _Over:
+    async def _attempt(self, address: str, ours: PairHello) -> _Over:
         up_at: float | None = None
         error: ServingError
         async with self._make_channel(address) as channel:
@@ -166,8 +166,8 @@ class PairDialer:
         return _Over(str(error), refused, lived_s)
 
     async def _hello(
-        self, call: Any, incoming: AsyncIterator[kvtransfer_pb2.FromOwner], ours: Hello
-    ) -> Hello:
+        self, call: Any, incoming: AsyncIterator[kvtransfer_pb2.FromOwner], ours: PairHello
+    ) -> PairHello:
         try:
             async with asyncio.timeout(self._times.hello_s):
                 await _write(call, codec.to_proto(ours, as_reader=True))
@@ -175,7 +175,7 @@ class PairDialer:
         except TimeoutError:
             raise NodeUnavailable(f"no Hello within {self._times.hello_s:g} s") from None
         theirs = codec.parse(first) if first is not None else None
-        if not isinstance(theirs, Hello):
+        if not isinstance(theirs, PairHello):
             raise ProtocolViolation("the first message of the owner is not Hello")
         return theirs
 
@@ -193,7 +193,7 @@ async def _incoming(call: Any) -> AsyncIterator[kvtransfer_pb2.FromOwner]:
     try:
         async for message in stream_status.heard(call):
             yield message
-    except stream_status.StreamEnded as end:
+    except stream_status.StreamStatus as end:
         died = end.code is EngineDied.status
         kind = EngineDied if died else _REFUSALS.get(end.code, NodeUnavailable)
         raise kind(end.sentence or end.code.name) from end

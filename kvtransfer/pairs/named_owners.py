@@ -9,7 +9,7 @@ MAX_OWNERS = 64
 REMEMBERED_S = 600.0  # since an owner was last named
 
 
-class NamedOwners:
+class NamedProducers:
     """The addresses to dial. Event loop only.
 
     Args:

@@ -16,9 +16,9 @@ from common.errors import (
     ProtocolViolation,
 )
 from common.identity.caller import Caller, node_name
-from common.identity.guard import Guard
-from kvtransfer.messages import Failed
-from kvtransfer.pairing import Hello
+from common.identity.guard import CallAuthenticator
+from kvtransfer.messages import HandoffFailed
+from kvtransfer.pairing import PairHello
 from kvtransfer.pairs import codec
 from kvtransfer.pairs.streams import PairStream, PairStreams
 from protos import kvtransfer_pb2, kvtransfer_pb2_grpc
@@ -53,7 +53,9 @@ class PairService(kvtransfer_pb2_grpc.KvTransferServicer):
         self._hello_s = hello_s
         self._draining = False
 
-    def register(self, server: grpc.aio.Server, guard: Guard | None = None) -> tuple[str, ...]:
+    def register(
+        self, server: grpc.aio.Server, guard: CallAuthenticator | None = None
+    ) -> tuple[str, ...]:
         """Add the service to a server. Returns its name."""
         add = kvtransfer_pb2_grpc.add_KvTransferServicer_to_server
         return rpc.add_service(server, add, self, guard)
@@ -91,7 +93,9 @@ class PairService(kvtransfer_pb2_grpc.KvTransferServicer):
                 self._check_length(codec.num_tokens_of(message.open))
             except InvalidRequest as error:
                 id = codec.id_of(message.open)
-                refusal = codec.to_proto(Failed(id, str(error), retryable=False), as_reader=False)
+                refusal = codec.to_proto(
+                    HandoffFailed(id, str(error), retryable=False), as_reader=False
+                )
                 stream.outgoing.put(refusal)
                 return
         await stream.take(message)
@@ -99,18 +103,18 @@ class PairService(kvtransfer_pb2_grpc.KvTransferServicer):
         if hints:
             self._on_named(each.address for each in hints)
 
-    async def _first(self, messages: AsyncIterator[kvtransfer_pb2.FromReader]) -> Hello:
+    async def _first(self, messages: AsyncIterator[kvtransfer_pb2.FromReader]) -> PairHello:
         try:
             message = await asyncio.wait_for(anext(messages, None), self._hello_s)
         except TimeoutError:
             raise DeadlineExceeded(f"no Hello within {self._hello_s:g} s") from None
         hello = codec.parse(message) if message is not None else None
-        if not isinstance(hello, Hello):
+        if not isinstance(hello, PairHello):
             raise ProtocolViolation("the first message of a pair stream is not Hello")
         return hello
 
 
-def _check_instance(hello: Hello, caller: Caller) -> None:
+def _check_instance(hello: PairHello, caller: Caller) -> None:
     """Raise Forbidden unless the instance is the caller's own: hand-offs and data keys depend on
     it.
     """

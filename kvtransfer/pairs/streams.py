@@ -25,22 +25,22 @@ from common.errors import (
 )
 from common.logs.throttle import Throttle, ThrottledLog
 from common.process.ipc import Backlogged, FrameConnection, PeerGone
-from common.process.lanes import Lane
-from common.rpc.streams import Outgoing
+from common.process.lanes import CallLane
+from common.rpc.streams import OutgoingStream
 from kvtransfer.front_messages import (
-    EngineBeat,
+    EngineHeartbeat,
     LocalHello,
     PairClosed,
     PairEnd,
-    PairHello,
     PairInput,
     PairMessage,
     PairOpened,
     PairOutput,
     PairSend,
+    PeerHello,
 )
 from kvtransfer.messages import AnyMessage
-from kvtransfer.pairing import Hello
+from kvtransfer.pairing import PairHello
 from kvtransfer.pairs import codec
 from protos import kvtransfer_pb2
 
@@ -74,7 +74,7 @@ class PairStream:
     ) -> None:
         self.number = number
         self.as_reader = as_reader
-        self.outgoing: Outgoing[Outward] = Outgoing(
+        self.outgoing: OutgoingStream[Outward] = OutgoingStream(
             last_words=None if as_reader else codec.last_words, max_bytes=_MAX_UNSENT_BYTES
         )
         self.reason = "the peer has closed the stream"  # why it ended
@@ -92,7 +92,7 @@ class PairStream:
 
 def parsed(message: Outward) -> AnyMessage:
     record = codec.parse(message)
-    if isinstance(record, Hello):
+    if isinstance(record, PairHello):
         raise ProtocolViolation("a second Hello on a pair stream")
     return record
 
@@ -115,7 +115,7 @@ class PairStreams:
             PairOutput, self._take, self._end
         )
         self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._hello: asyncio.Future[Hello] = asyncio.get_running_loop().create_future()
+        self._hello: asyncio.Future[PairHello] = asyncio.get_running_loop().create_future()
         self._said_otherwise = asyncio.Event()  # replaced for each Hello
         self._log = ThrottledLog(log, Throttle())
         self._numbers = itertools.count(1)
@@ -135,19 +135,19 @@ class PairStreams:
         finally:
             self._connection.close()
 
-    async def local_hello(self) -> Hello:
+    async def local_hello(self) -> PairHello:
         """Return the Hello that this node sends first as a reader. Waits until the transfer thread
         has sent it.
         """
         return await asyncio.shield(self._hello)
 
-    async def renewed(self, hello: Hello) -> None:
+    async def renewed(self, hello: PairHello) -> None:
         """Return when this node's first Hello differs from `hello`."""
         while await self.local_hello() == hello:
             await self._said_otherwise.wait()
 
     @contextmanager
-    def opened(self, hello: Hello, *, as_reader: bool) -> Iterator[PairStream]:
+    def opened(self, hello: PairHello, *, as_reader: bool) -> Iterator[PairStream]:
         """Open a stream whose peer's Hello has arrived. The transfer thread knows it inside the
         context.
 
@@ -159,7 +159,7 @@ class PairStreams:
             raise NodeUnavailable("the engine of this node has ended")
         if len(self._streams) >= MAX_STREAMS:
             raise Overloaded(f"{MAX_STREAMS} pair streams are open here")
-        forward = partial(self._forward, Lane(self._connection))
+        forward = partial(self._forward, CallLane(self._connection))
         stream = PairStream(next(self._numbers), as_reader, forward)
         self._streams[stream.number] = stream
         self._metrics.stream_opened("pair")
@@ -191,7 +191,7 @@ class PairStreams:
 
     def _take(self, message: PairOutput) -> None:
         match message:
-            case EngineBeat(late_s=late_s):
+            case EngineHeartbeat(late_s=late_s):
                 self._on_beat(late_s)
             case LocalHello(hello=hello):
                 if self._hello.done():
@@ -199,7 +199,7 @@ class PairStreams:
                 self._hello.set_result(hello)
                 self._said_otherwise.set()
                 self._said_otherwise = asyncio.Event()
-            case PairHello(stream=number, hello=said) | PairSend(stream=number, message=said):
+            case PeerHello(stream=number, hello=said) | PairSend(stream=number, message=said):
                 stream = self._streams.get(number)
                 if stream is not None:
                     stream.outgoing.put(codec.to_proto(said, as_reader=stream.as_reader))
@@ -208,7 +208,7 @@ class PairStreams:
                 if stream is not None:
                     stream.outgoing.end((ProtocolViolation if refused else NodeUnavailable)(reason))
 
-    async def _forward(self, lane: Lane, message: PairInput) -> None:
+    async def _forward(self, lane: CallLane, message: PairInput) -> None:
         with self._ends():
             lane.send(message)
             await lane.room()

@@ -9,10 +9,10 @@ from typing import TypeAlias
 import msgspec
 
 from kvtransfer.messages import AnyMessage, HandoffId
-from kvtransfer.ports import Held, Ints, OwnerEvent, ReaderEvent
+from kvtransfer.ports import CompletedEvent, Ints, OwnerEvent, ReaderEvent
 
 
-class Send(msgspec.Struct, frozen=True):
+class SendMessage(msgspec.Struct, frozen=True):
     stream: int
     message: AnyMessage
 
@@ -55,7 +55,7 @@ class StartRead(msgspec.Struct, frozen=True):
     destination_pages: Ints
 
 
-class Expect(msgspec.Struct, frozen=True):
+class ExpectPages(msgspec.Struct, frozen=True):
     """Advance notice of reads into these pages through the link of this stream, for which a request
     is stopped.
     """
@@ -64,18 +64,18 @@ class Expect(msgspec.Struct, frozen=True):
     destination_pages: Ints
 
 
-class Confirm(msgspec.Struct, frozen=True):
+class ConfirmRead(msgspec.Struct, frozen=True):
     """The end of a read whose pages the owner held throughout. The engine gets `held`, unless a
     page does not match its owner's checksum. Then the attempt is lost, and the link of this stream
     is closed.
     """
 
     stream: int
-    held: Held
+    held: CompletedEvent
     sums: tuple[tuple[int, int], ...]  # local page, checksum
 
 
-class Expose(msgspec.Struct, frozen=True):
+class ExposePages(msgspec.Struct, frozen=True):
     """Permission for the reader of this stream to read these pages. Given before they are
     announced.
     """
@@ -85,13 +85,20 @@ class Expose(msgspec.Struct, frozen=True):
     pages: Ints
 
 
-class Withdraw(msgspec.Struct, frozen=True):
-    """The end of every Expose of this id."""
+class WithdrawPages(msgspec.Struct, frozen=True):
+    """The end of every ExposePages of this id."""
 
     id: HandoffId
 
 
 ReaderAction: TypeAlias = (
-    Send | EndStream | OpenLink | CloseLink | StartRead | Expect | Confirm | ReaderEvent
+    SendMessage
+    | EndStream
+    | OpenLink
+    | CloseLink
+    | StartRead
+    | ExpectPages
+    | ConfirmRead
+    | ReaderEvent
 )
-OwnerAction: TypeAlias = Send | EndStream | Expose | Withdraw | OwnerEvent
+OwnerAction: TypeAlias = SendMessage | EndStream | ExposePages | WithdrawPages | OwnerEvent

@@ -8,32 +8,32 @@ import numpy as np
 
 from common.errors import EngineFault, ProtocolViolation
 from common.page_tables import PageTables
-from kvtransfer.messages import Admitted, HandoffId, Kind, Ready
-from kvtransfer.ports import GrantHandoff, Ints
-from kvtransfer.protocol.link_reads import Read
-from kvtransfer.protocol.ranges import Ranges, granted
-from kvtransfer.protocol.status import KVPoll, advance
+from kvtransfer.messages import HandoffId, HandoffKind, HandoffQueued, PagesReady
+from kvtransfer.ports import GrantCommand, Ints
+from kvtransfer.protocol.link_reads import LinkRead
+from kvtransfer.protocol.ranges import PageRanges, granted
+from kvtransfer.protocol.status import HandoffStatus, advance
 
 
 @dataclass(slots=True, eq=False)
-class Attempt:
+class ConsumerHandoff:
     id: HandoffId
     stream: int
     num_tokens: int  # as opened
     tables: PageTables
-    kind: Kind = Kind.PROMPT
-    state: KVPoll = KVPoll.BOOTSTRAPPING
+    kind: HandoffKind = HandoffKind.PROMPT
+    state: HandoffStatus = HandoffStatus.BOOTSTRAPPING
     destination: Ints = field(default_factory=lambda: np.empty(0, np.int32))
-    ranges: Ranges | None = None  # from Grant on
+    ranges: PageRanges | None = None  # from Grant on
     unread: int = 0  # ranges whose pages have not landed yet
     done_sent: bool = False
-    admitted: Admitted | None = None
+    admitted: HandoffQueued | None = None
     admitted_at: float = 0.0
     first_ready: float = 0.0
     landed: float = 0.0
     sums: tuple[tuple[int, int], ...] = ()  # of some destination pages
 
-    def grant(self, command: GrantHandoff) -> None:
+    def grant(self, command: GrantCommand) -> None:
         """Record the destination pages. Raises EngineFault if their number is wrong."""
         try:
             ranges = granted(
@@ -52,13 +52,13 @@ class Attempt:
             )
         self.destination = command.destination_pages
         self.ranges = ranges
-        self.to(KVPoll.WAITING_FOR_INPUT)
+        self.to(HandoffStatus.WAITING_FOR_INPUT)
 
-    def admit(self, message: Admitted, now: float) -> None:
+    def admit(self, message: HandoffQueued, now: float) -> None:
         """Record the admission. Raises ProtocolViolation unless the attempt is granted, this is its
         first admission, and the number of tokens to compute is possible.
         """
-        if self.state is not KVPoll.WAITING_FOR_INPUT or self.admitted is not None:
+        if self.state is not HandoffStatus.WAITING_FOR_INPUT or self.admitted is not None:
             raise ProtocolViolation(f"Admitted of {self.id} while {self.state.name}")
         if message.compute_tokens > self.num_tokens:
             raise ProtocolViolation(
@@ -67,7 +67,7 @@ class Attempt:
         self.admitted = message
         self.admitted_at = now
 
-    def begin_range(self, message: Ready, owner_pages: int, now: float) -> Read | None:
+    def begin_range(self, message: PagesReady, owner_pages: int, now: float) -> LinkRead | None:
         """Record the next range and return its read, or None if it has no pages.
 
         Args:
@@ -88,18 +88,18 @@ class Attempt:
             raise ProtocolViolation(
                 f"Ready of {self.id} with {len(message.token_ids)} tokens behind {self.num_tokens}"
             )
-        if self.state is not KVPoll.TRANSFERRING:
+        if self.state is not HandoffStatus.TRANSFERRING:
             self.first_ready = now
-        self.to(KVPoll.TRANSFERRING)
+        self.to(HandoffStatus.TRANSFERRING)
         if not pages:
             return None
         self.unread += 1
         destination = self.destination[self._places(self.ranges, message)]
         if message.sums:
             self.sums += tuple((int(destination[place]), sum_) for place, sum_ in message.sums)
-        return Read(self.id, np.array(pages, dtype=np.int32), destination)
+        return LinkRead(self.id, np.array(pages, dtype=np.int32), destination)
 
-    def _places(self, ranges: Ranges, message: Ready) -> Ints:
+    def _places(self, ranges: PageRanges, message: PagesReady) -> Ints:
         """Return the indices of the destination pages for a range's pages, in their order."""
         firsts, place = [], 0
         for table in ranges.tables.handed_over(ranges.num_tokens, ranges.start):
@@ -135,5 +135,5 @@ class Attempt:
     def all_read(self) -> bool:
         return self.ranges is not None and self.ranges.complete and not self.unread
 
-    def to(self, new: KVPoll) -> None:
+    def to(self, new: HandoffStatus) -> None:
         self.state = advance(self.state, new)

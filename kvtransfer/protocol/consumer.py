@@ -1,8 +1,8 @@
 """The reader's half of the protocol: its attempts, deadlines and reads over all its pair streams.
 
 Pure: inputs are method calls, each of which returns the actions to carry out in order. The engine
-counts pages. ReadsEnded reports that no byte of an attempt can land any more, which may be long
-after the attempt was abandoned (rule 1).
+counts pages. ReadsEndedEvent reports that no byte of an attempt can land any more, which may be
+long after the attempt was abandoned (rule 1).
 """
 
 from dataclasses import dataclass
@@ -13,40 +13,46 @@ from common.config import TransferConfig
 from common.errors import EngineFault, ProtocolViolation
 from common.page_tables import PageTables, num_pages_of
 from kvtransfer.messages import (
-    Admitted,
     AnyMessage,
-    Beat,
-    Cancel,
-    Done,
-    Failed,
-    Forget,
-    Grant,
+    CancelHandoff,
+    GrantHandoff,
+    HandoffFailed,
     HandoffId,
-    Open,
-    Ready,
-    Released,
+    HandoffQueued,
+    Heartbeat,
+    InvalidatePrefix,
+    OpenHandoff,
+    PagesReady,
+    PagesReleased,
+    ReadsDone,
 )
 from kvtransfer.ports import (
-    AskToForget,
-    CancelHandoff,
-    FirstToken,
-    GrantHandoff,
-    HandoffAdmitted,
-    Held,
-    Lost,
-    OpenHandoff,
-    OwnerDown,
+    CancelCommand,
+    CompletedEvent,
+    FailedEvent,
+    FirstTokenEvent,
+    GrantCommand,
+    InvalidateCommand,
+    OpenCommand,
     OwnerRate,
-    OwnerUp,
+    ProducerDown,
+    ProducerUp,
+    QueuedEvent,
     ReaderCommand,
 )
-from kvtransfer.protocol.actions import Confirm, EndStream, Expect, ReaderAction, Send
-from kvtransfer.protocol.attempt import Attempt
-from kvtransfer.protocol.deadlines import Deadlines
-from kvtransfer.protocol.heartbeats import Beats, earliest
-from kvtransfer.protocol.pace import Pace
-from kvtransfer.protocol.reader_links import ReaderLinks
-from kvtransfer.protocol.status import KVPoll
+from kvtransfer.protocol.actions import (
+    ConfirmRead,
+    EndStream,
+    ExpectPages,
+    ReaderAction,
+    SendMessage,
+)
+from kvtransfer.protocol.attempt import ConsumerHandoff
+from kvtransfer.protocol.deadlines import DeadlineTimer
+from kvtransfer.protocol.heartbeats import HeartbeatTimer, earliest
+from kvtransfer.protocol.pace import ForgetRate
+from kvtransfer.protocol.reader_links import ConsumerLinks
+from kvtransfer.protocol.status import HandoffStatus
 
 # For each table: pages that a request may get until it has stopped, and with its next step.
 _MORE_PAGES = 2
@@ -70,12 +76,12 @@ class _Stream:
     owner: int
     address: str
     num_pages: int  # of the owner's pool
-    pace: Pace
-    announced: bool = False  # OwnerUp has been sent
+    pace: ForgetRate
+    announced: bool = False  # ProducerUp has been sent
     gib_per_s: float = 0.0  # of its link, once it is proved
 
 
-class ReaderEnd:
+class ConsumerEnd:
     """The hand-offs that this node receives."""
 
     def __init__(self, config: TransferConfig, tables: PageTables) -> None:
@@ -83,10 +89,10 @@ class ReaderEnd:
         self._progress_s = config.progress_s
         self._released_s = config.released_s
         self._streams: dict[int, _Stream] = {}
-        self._links = ReaderLinks()
-        self._attempts: dict[HandoffId, Attempt] = {}
-        self._deadlines: Deadlines[_Key] = Deadlines()
-        self._beats = Beats(config)
+        self._links = ConsumerLinks()
+        self._attempts: dict[HandoffId, ConsumerHandoff] = {}
+        self._deadlines: DeadlineTimer[_Key] = DeadlineTimer()
+        self._beats = HeartbeatTimer(config)
         self._actions: list[ReaderAction] = []
 
     # State for the thread -----------------------------------------------------------------------
@@ -127,7 +133,7 @@ class ReaderEnd:
                 return [EndStream(stream, reason, refused=True)]
             if peer.owner == owner:
                 self._end_stream(old, "the owner has another stream")
-        self._streams[stream] = _Stream(owner, address, num_pages, Pace(self._progress_s))
+        self._streams[stream] = _Stream(owner, address, num_pages, ForgetRate(self._progress_s))
         self._beats.start(stream, now)
         self._open_link(stream, now)
         return self._taken()
@@ -158,7 +164,7 @@ class ReaderEnd:
             self._beat(stream)
             if not peer.announced:
                 peer.announced = True
-                self._actions.append(OwnerUp(peer.owner, peer.address, path, gib_per_s))
+                self._actions.append(ProducerUp(peer.owner, peer.address, path, gib_per_s))
             self._actions += self._links.post(stream)
         return self._taken()
 
@@ -236,9 +242,9 @@ class ReaderEnd:
 
     def _receive(self, stream: int, message: AnyMessage, now: float) -> None:
         match message:
-            case Beat():
+            case Heartbeat():
                 self._beats.heard(stream, now)
-            case Admitted() | Ready() | Released() | Failed():
+            case HandoffQueued() | PagesReady() | PagesReleased() | HandoffFailed():
                 attempt = self._attempts.get(message.id)
                 if attempt is None:
                     return
@@ -249,21 +255,24 @@ class ReaderEnd:
                 raise ProtocolViolation(f"{type(message).__name__} is no message of an owner")
 
     def _advance(
-        self, attempt: Attempt, message: Admitted | Ready | Released | Failed, now: float
+        self,
+        attempt: ConsumerHandoff,
+        message: HandoffQueued | PagesReady | PagesReleased | HandoffFailed,
+        now: float,
     ) -> None:
         match message:
-            case Admitted():
+            case HandoffQueued():
                 self._note_admitted(attempt, message, now)
-            case Ready():
+            case PagesReady():
                 self._begin_range(attempt, message, now)
-            case Released():
+            case PagesReleased():
                 if not attempt.done_sent:
                     raise ProtocolViolation(f"Released of {message.id} before Done")
                 if message.held:
                     self._finish(attempt)
                 else:
                     self._lose(attempt, "the owner had let its pages go", retryable=True)
-            case Failed():
+            case HandoffFailed():
                 self._lose(
                     attempt,
                     message.reason,
@@ -271,7 +280,7 @@ class ReaderEnd:
                     retry_after_s=message.retry_after_s,
                 )
 
-    def _note_admitted(self, attempt: Attempt, message: Admitted, now: float) -> None:
+    def _note_admitted(self, attempt: ConsumerHandoff, message: HandoffQueued, now: float) -> None:
         most = self._streams[attempt.stream].num_pages * self._tables.page_size
         if message.queued_tokens > most:
             raise ProtocolViolation(
@@ -279,11 +288,9 @@ class ReaderEnd:
             )
         attempt.admit(message, now)
         self._expect_progress(attempt, message.compute_tokens + message.queued_tokens, now)
-        self._actions.append(
-            HandoffAdmitted(message.id, message.compute_tokens, message.queued_tokens)
-        )
+        self._actions.append(QueuedEvent(message.id, message.compute_tokens, message.queued_tokens))
 
-    def _begin_range(self, attempt: Attempt, message: Ready, now: float) -> None:
+    def _begin_range(self, attempt: ConsumerHandoff, message: PagesReady, now: float) -> None:
         read = attempt.begin_range(message, self._streams[attempt.stream].num_pages, now)
         if not message.last:
             self._expect_progress(attempt, attempt.tokens_left, now)
@@ -292,7 +299,7 @@ class ReaderEnd:
             self._learn_pace(attempt, now)
         if message.first_token is not None:
             self._actions.append(
-                FirstToken(
+                FirstTokenEvent(
                     attempt.id,
                     message.first_token,
                     attempt.first_ready,
@@ -306,18 +313,18 @@ class ReaderEnd:
             self._actions += self._links.read(attempt.stream, read)
         self._send_done_if_all_read(attempt, now)
 
-    def _send_done_if_all_read(self, attempt: Attempt, now: float) -> None:
+    def _send_done_if_all_read(self, attempt: ConsumerHandoff, now: float) -> None:
         if attempt.all_read:
             attempt.done_sent = True
             attempt.landed = now
-            self._actions.append(Send(attempt.stream, Done(attempt.id)))
+            self._actions.append(SendMessage(attempt.stream, ReadsDone(attempt.id)))
             self._deadlines.set(_Key(attempt.id, _Wait.RELEASED), now + self._released_s)
 
-    def _expect_progress(self, attempt: Attempt, num_tokens: int, now: float) -> None:
+    def _expect_progress(self, attempt: ConsumerHandoff, num_tokens: int, now: float) -> None:
         limit_s = self._streams[attempt.stream].pace.limit_s(num_tokens)
         self._deadlines.set(_Key(attempt.id, _Wait.PROGRESS), now + limit_s)
 
-    def _learn_pace(self, attempt: Attempt, now: float) -> None:
+    def _learn_pace(self, attempt: ConsumerHandoff, now: float) -> None:
         admitted = attempt.admitted
         if admitted is not None:
             num_tokens = admitted.compute_tokens + admitted.queued_tokens
@@ -327,26 +334,26 @@ class ReaderEnd:
 
     def command(self, command: ReaderCommand, now: float) -> list[ReaderAction]:
         """Handle a command. A command about an ended attempt is dropped, except for its pages: a
-        grant of it gets ReadsEnded.
+        grant of it gets ReadsEndedEvent.
 
         Raises:
             EngineFault: an id opened or granted twice, or a grant with the wrong pages.
         """
         match command:
-            case OpenHandoff():
+            case OpenCommand():
                 self._open(command, now)
-            case GrantHandoff():
+            case GrantCommand():
                 self._grant(command)
-            case CancelHandoff():
+            case CancelCommand():
                 attempt = self._attempts.get(command.id)
                 if attempt is not None:
                     self._tell_cancel(attempt, command.reason)
-                    self._leave(attempt, KVPoll.FAILED)
-            case AskToForget(owner, token_ids, namespace):
+                    self._leave(attempt, HandoffStatus.FAILED)
+            case InvalidateCommand(owner, token_ids, namespace):
                 stream = self._stream_to(owner)
                 if stream is not None:
-                    forget = Forget(token_ids.tobytes(), namespace)
-                    self._actions.append(Send(stream, forget))
+                    forget = InvalidatePrefix(token_ids.tobytes(), namespace)
+                    self._actions.append(SendMessage(stream, forget))
         return self._taken()
 
     def tick(self, now: float) -> list[ReaderAction]:
@@ -365,28 +372,28 @@ class ReaderEnd:
                 self._expire(attempt, wait)
         return self._taken()
 
-    def _open(self, command: OpenHandoff, now: float) -> None:
+    def _open(self, command: OpenCommand, now: float) -> None:
         if command.id in self._attempts:
             raise EngineFault(f"{command.id} was opened twice")
         stream = self._stream_to(command.owner)
         if stream is None:
             reason = "the owner is not paired"
-            self._actions.append(Lost(command.id, reason, retryable=True, may_return=True))
+            self._actions.append(FailedEvent(command.id, reason, retryable=True, may_return=True))
             return
         source = command.source
-        self._attempts[command.id] = Attempt(
+        self._attempts[command.id] = ConsumerHandoff(
             command.id, stream, source.num_tokens, self._tables, source.kind
         )
         self._deadlines.set(_Key(command.id, _Wait.BUDGET), now + command.remaining.budget_s)
-        message = Open(command.id, command.weights, command.remaining, source)
-        self._actions.append(Send(stream, message))
+        message = OpenHandoff(command.id, command.weights, command.remaining, source)
+        self._actions.append(SendMessage(stream, message))
 
     def _stream_to(self, owner: int) -> int | None:
         """Return the stream to an announced owner, or None if there is none."""
         paired = (n for n, s in self._streams.items() if s.owner == owner and s.announced)
         return next(paired, None)
 
-    def _grant(self, command: GrantHandoff) -> None:
+    def _grant(self, command: GrantCommand) -> None:
         self._links.granted(command.id)
         attempt = self._attempts.get(command.id)
         if attempt is None:
@@ -394,21 +401,21 @@ class ReaderEnd:
             return
         attempt.grant(command)
         rate = self._streams[attempt.stream].gib_per_s if command.room_tokens else 0.0
-        grant = Grant(command.id, command.prefix_tokens, command.room_tokens, rate)
-        self._actions.append(Send(attempt.stream, grant))
+        grant = GrantHandoff(command.id, command.prefix_tokens, command.room_tokens, rate)
+        self._actions.append(SendMessage(attempt.stream, grant))
         if command.room_tokens:
             self._expect(attempt, command)
 
-    def _expect(self, attempt: Attempt, command: GrantHandoff) -> None:
+    def _expect(self, attempt: ConsumerHandoff, command: GrantCommand) -> None:
         """Announce reads for a running request: pages of its current tokens, and of the
         next ones.
         """
         tables = self._tables
         num_tokens = min(attempt.num_tokens + _MORE_PAGES * tables.page_size, command.room_tokens)
         num_pages = num_pages_of(tables.handed_over(num_tokens, command.prefix_tokens))
-        self._actions.append(Expect(attempt.stream, command.destination_pages[:num_pages]))
+        self._actions.append(ExpectPages(attempt.stream, command.destination_pages[:num_pages]))
 
-    def _expire(self, attempt: Attempt, wait: _Wait) -> None:
+    def _expire(self, attempt: ConsumerHandoff, wait: _Wait) -> None:
         match wait:
             case _Wait.BUDGET:
                 self._give_up(attempt, "the request's time is used up", retryable=False)
@@ -419,21 +426,21 @@ class ReaderEnd:
 
     # Ends of an attempt -------------------------------------------------------------------------
 
-    def _finish(self, attempt: Attempt) -> None:
+    def _finish(self, attempt: ConsumerHandoff) -> None:
         # Held first: the engine must have the pages for its request before the read's hold ends.
-        held = Held(attempt.id, attempt.landed, attempt.num_kv)
-        confirm = Confirm(attempt.stream, held, attempt.sums)
+        held = CompletedEvent(attempt.id, attempt.landed, attempt.num_kv)
+        confirm = ConfirmRead(attempt.stream, held, attempt.sums)
         self._actions.append(confirm if attempt.sums else held)
-        self._leave(attempt, KVPoll.SUCCESS)
+        self._leave(attempt, HandoffStatus.SUCCESS)
 
-    def _give_up(self, attempt: Attempt, reason: str, *, retryable: bool = True) -> None:
+    def _give_up(self, attempt: ConsumerHandoff, reason: str, *, retryable: bool = True) -> None:
         """End an attempt for a reason of this node. The owner is notified immediately (rule 2)."""
         self._tell_cancel(attempt, reason)
         self._lose(attempt, reason, retryable=retryable)
 
     def _lose(
         self,
-        attempt: Attempt,
+        attempt: ConsumerHandoff,
         reason: str,
         *,
         retryable: bool,
@@ -441,15 +448,15 @@ class ReaderEnd:
         may_return: bool = False,
         retry_after_s: float = 0.0,
     ) -> None:
-        """End an attempt and report Lost, whose fields these are."""
-        lost = Lost(attempt.id, reason, retryable, engine_died, may_return, retry_after_s)
+        """End an attempt and report FailedEvent, whose fields these are."""
+        lost = FailedEvent(attempt.id, reason, retryable, engine_died, may_return, retry_after_s)
         self._actions.append(lost)
-        self._leave(attempt, KVPoll.FAILED)
+        self._leave(attempt, HandoffStatus.FAILED)
 
-    def _tell_cancel(self, attempt: Attempt, reason: str) -> None:
-        self._actions.append(Send(attempt.stream, Cancel(attempt.id, reason)))
+    def _tell_cancel(self, attempt: ConsumerHandoff, reason: str) -> None:
+        self._actions.append(SendMessage(attempt.stream, CancelHandoff(attempt.id, reason)))
 
-    def _leave(self, attempt: Attempt, end: KVPoll) -> None:
+    def _leave(self, attempt: ConsumerHandoff, end: HandoffStatus) -> None:
         attempt.to(end)
         del self._attempts[attempt.id]
         for wait in _Wait:
@@ -458,7 +465,8 @@ class ReaderEnd:
         self._settle(attempt.id)
 
     def _settle(self, id: HandoffId) -> None:
-        """Report ReadsEnded when an attempt has ended and none of its bytes can land any more."""
+        """Report ReadsEndedEvent when an attempt has ended and none of its bytes can land any
+        more."""
         if id not in self._attempts:
             self._actions += self._links.settle(id)
 
@@ -478,8 +486,8 @@ class ReaderEnd:
         if self._beats.moving:
             num_open = sum(attempt.stream == stream for attempt in self._attempts.values())
             connecting = not self._links.is_up(stream)
-            beat = Beat(self._beats.sequence(stream), num_open, connecting)
-            self._actions.append(Send(stream, beat))
+            beat = Heartbeat(self._beats.sequence(stream), num_open, connecting)
+            self._actions.append(SendMessage(stream, beat))
 
     def _end_stream(self, stream: int, reason: str, *, refused: bool = False) -> None:
         self._actions.append(EndStream(stream, reason, refused))
@@ -492,7 +500,7 @@ class ReaderEnd:
         self._beats.stop(stream)
         # First, so that lost attempts are not opened here again.
         if peer.announced:
-            self._actions.append(OwnerDown(peer.owner, peer.address, reason))
+            self._actions.append(ProducerDown(peer.owner, peer.address, reason))
         for attempt in [h for h in self._attempts.values() if h.stream == stream]:
             computing = engine_died and attempt.being_computed
             self._lose(

@@ -11,7 +11,7 @@ class _Orderable(Protocol):
 K = TypeVar("K", bound=_Orderable)
 
 
-class Deadlines(Generic[K]):
+class DeadlineTimer(Generic[K]):
     """At most one deadline per key."""
 
     def __init__(self) -> None:

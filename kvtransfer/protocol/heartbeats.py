@@ -7,23 +7,23 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from common.config import TransferConfig
-from kvtransfer.protocol.deadlines import Deadlines
+from kvtransfer.protocol.deadlines import DeadlineTimer
 
 
 @dataclass(slots=True)
-class Due:
+class HeartbeatsDue:
     beats: list[int]  # streams on which to send a heartbeat
     silent: list[int]  # streams whose peer has missed too many heartbeats
 
 
-class Beats:
+class HeartbeatTimer:
     """Heartbeat timers. Streams are this node's own numbers."""
 
     def __init__(self, config: TransferConfig) -> None:
         self._interval_s = config.heartbeat_s
         self._silence_s = config.heartbeat_s * config.missed_beats
-        self._next: Deadlines[int] = Deadlines()
-        self._silence: Deadlines[int] = Deadlines()
+        self._next: DeadlineTimer[int] = DeadlineTimer()
+        self._silence: DeadlineTimer[int] = DeadlineTimer()
         self._sequences: dict[int, int] = {}
         self.moving = True  # whether this node's engine makes progress
 
@@ -46,11 +46,11 @@ class Beats:
         self._sequences[stream] += 1
         return self._sequences[stream]
 
-    def take_due(self, now: float) -> Due:
+    def take_due(self, now: float) -> HeartbeatsDue:
         beats = self._next.take_due(now)
         for stream in beats:
             self._next.set(stream, now + self._interval_s)
-        return Due(beats if self.moving else [], self._silence.take_due(now))
+        return HeartbeatsDue(beats if self.moving else [], self._silence.take_due(now))
 
     def next_deadline(self) -> float | None:
         return earliest((self._next.next(), self._silence.next()))

@@ -22,7 +22,7 @@ class LinkState(Enum):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Read:
+class LinkRead:
     id: HandoffId
     source_pages: Ints
     destination_pages: Ints
@@ -31,10 +31,10 @@ class Read:
 @dataclass(slots=True)
 class LinkReads:
     state: LinkState = LinkState.OPENING
-    waiting: deque[Read] = field(default_factory=deque)
-    posted: deque[Read] = field(default_factory=deque)  # in the order in which they will end
+    waiting: deque[LinkRead] = field(default_factory=deque)
+    posted: deque[LinkRead] = field(default_factory=deque)  # in the order in which they will end
 
-    def next_to_post(self) -> Read | None:
+    def next_to_post(self) -> LinkRead | None:
         """Move a read from waiting to posted, if the link can take one. Returns it, or None."""
         if self.state is not LinkState.UP or len(self.posted) >= READS_AHEAD or not self.waiting:
             return None
@@ -45,7 +45,7 @@ class LinkReads:
         """Drop the waiting reads of an attempt. Posted ones cannot be cancelled."""
         self.waiting = deque(read for read in self.waiting if read.id != id)
 
-    def closed(self) -> list[Read]:
+    def closed(self) -> list[LinkRead]:
         """Remove and return the reads that the closed link had not ended, in order. None can land
         any more.
         """

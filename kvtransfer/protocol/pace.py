@@ -7,7 +7,7 @@ _WEIGHT = 0.2  # of the newest hand-off
 _PATIENCE = 5.0  # times the expected duration
 
 
-class Pace:
+class ForgetRate:
     """The learnt pace of one owner. `progress_s` is the minimum of all limits."""
 
     def __init__(self, progress_s: float) -> None:

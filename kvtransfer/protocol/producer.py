@@ -1,7 +1,7 @@
 """The owner's half of the protocol: its open hand-offs over all its pair streams.
 
 Pure: inputs are method calls, each of which returns the actions to carry out in order. It holds no
-pages. HandoffDropped notifies the engine when it may release them. A late or unknown message never
+pages. ClosedEvent notifies the engine when it may release them. A late or unknown message never
 creates state, and no tombstones are kept: the reply to an unknown id says that it is unknown.
 """
 
@@ -13,35 +13,41 @@ from common.config import TransferConfig
 from common.errors import EngineFault, ProtocolViolation
 from common.page_tables import PageTables
 from kvtransfer.messages import (
-    Admitted,
     AnyMessage,
-    Beat,
-    Cancel,
-    Done,
-    Failed,
-    Forget,
-    Grant,
+    CancelHandoff,
+    GrantHandoff,
+    HandoffFailed,
     HandoffId,
-    Kind,
-    Open,
-    Ready,
-    Released,
+    HandoffKind,
+    HandoffQueued,
+    Heartbeat,
+    InvalidatePrefix,
+    OpenHandoff,
+    PagesReady,
+    PagesReleased,
+    ReadsDone,
 )
 from kvtransfer.ports import (
-    Admit,
-    AskedToForget,
-    FailHandoff,
-    Granted,
-    HandoffDropped,
-    Opened,
+    ClosedEvent,
+    FailCommand,
+    GrantedEvent,
+    InvalidateEvent,
+    OpenedEvent,
     OwnerCommand,
-    Publish,
+    PublishCommand,
+    QueuedCommand,
 )
-from kvtransfer.protocol.actions import EndStream, Expose, OwnerAction, Send, Withdraw
-from kvtransfer.protocol.deadlines import Deadlines
-from kvtransfer.protocol.heartbeats import Beats, earliest
-from kvtransfer.protocol.ranges import Ranges, granted
-from kvtransfer.protocol.status import KVPoll, advance
+from kvtransfer.protocol.actions import (
+    EndStream,
+    ExposePages,
+    OwnerAction,
+    SendMessage,
+    WithdrawPages,
+)
+from kvtransfer.protocol.deadlines import DeadlineTimer
+from kvtransfer.protocol.heartbeats import HeartbeatTimer, earliest
+from kvtransfer.protocol.ranges import PageRanges, granted
+from kvtransfer.protocol.status import HandoffStatus, advance
 
 # Seconds for which an owner polls for a connecting reader. Its data paths may not need polling.
 POLL_S = 30.0
@@ -60,13 +66,13 @@ class _Handoff:
     serial: int  # this node's own number of it, used with its engine
     stream: int
     num_tokens: int  # as opened
-    kind: Kind
-    state: KVPoll = KVPoll.BOOTSTRAPPING
-    ranges: Ranges | None = None  # from Grant on
+    kind: HandoffKind
+    state: HandoffStatus = HandoffStatus.BOOTSTRAPPING
+    ranges: PageRanges | None = None  # from Grant on
     admitted: bool = False
 
 
-class OwnerEnd:
+class ProducerEnd:
     """The hand-offs that this node gives."""
 
     def __init__(
@@ -82,8 +88,8 @@ class OwnerEnd:
         self._handoffs: dict[HandoffId, _Handoff] = {}
         self._ids: dict[int, HandoffId] = {}  # by serial
         self._next_serial = 1
-        self._budgets: Deadlines[HandoffId] = Deadlines()
-        self._beats = Beats(config)
+        self._budgets: DeadlineTimer[HandoffId] = DeadlineTimer()
+        self._beats = HeartbeatTimer(config)
         self._actions: list[OwnerAction] = []
 
     # State for the thread -----------------------------------------------------------------------
@@ -139,7 +145,7 @@ class OwnerEnd:
         return self._taken()
 
     def command(self, command: OwnerCommand) -> list[OwnerAction]:
-        """Handle a command. A command about an ended hand-off is dropped: its HandoffDropped is on
+        """Handle a command. A command about an ended hand-off is dropped: its ClosedEvent is on
         the way to the engine. A new hand-off with the same id has another serial.
 
         Raises:
@@ -150,11 +156,11 @@ class OwnerEnd:
         if id is not None:
             handoff = self._handoffs[id]
             match command:
-                case Admit():
+                case QueuedCommand():
                     self._admit(handoff, command)
-                case Publish():
+                case PublishCommand():
                     self._publish(handoff, command)
-                case FailHandoff():
+                case FailCommand():
                     self._fail(
                         handoff,
                         command.reason,
@@ -167,8 +173,8 @@ class OwnerEnd:
         """Carry out what is due. Call it at `next_deadline`, after all input has been given."""
         due = self._beats.take_due(now)
         for stream in due.beats:
-            beat = Beat(self._beats.sequence(stream), self._num_open_on(stream))
-            self._actions.append(Send(stream, beat))
+            beat = Heartbeat(self._beats.sequence(stream), self._num_open_on(stream))
+            self._actions.append(SendMessage(stream, beat))
         for stream in due.silent:
             self._end_stream(stream, "the reader has missed too many beats")
         for id in self._budgets.take_due(now):
@@ -179,21 +185,21 @@ class OwnerEnd:
 
     def _receive(self, stream: int, message: AnyMessage, now: float) -> None:
         match message:
-            case Beat():
+            case Heartbeat():
                 self._beats.heard(stream, now)
                 self._note_connecting(self._streams[stream], message.connecting, now)
-            case Open():
+            case OpenHandoff():
                 self._open(stream, message, now)
-            case Grant():
+            case GrantHandoff():
                 self._grant(stream, message)
-            case Done():
+            case ReadsDone():
                 self._finish(stream, message)
-            case Cancel():
+            case CancelHandoff():
                 handoff = self._known(stream, message.id)
                 if handoff is not None:
-                    self._drop(handoff, KVPoll.FAILED, f"cancelled: {message.reason}")
-            case Forget(token_ids, namespace):
-                self._actions.append(AskedToForget(np.frombuffer(token_ids, np.int32), namespace))
+                    self._drop(handoff, HandoffStatus.FAILED, f"cancelled: {message.reason}")
+            case InvalidatePrefix(token_ids, namespace):
+                self._actions.append(InvalidateEvent(np.frombuffer(token_ids, np.int32), namespace))
             case _:
                 raise ProtocolViolation(f"{type(message).__name__} is no message of a reader")
 
@@ -202,26 +208,28 @@ class OwnerEnd:
             peer.poll_until = now + POLL_S
         peer.connecting = connecting
 
-    def _open(self, stream: int, message: Open, now: float) -> None:
+    def _open(self, stream: int, message: OpenHandoff, now: float) -> None:
         id = message.id
         if self._known(stream, id) is not None:
             raise ProtocolViolation(f"a second Open of {id}")
         if len(self._handoffs) >= self._max_handoffs:
             reason = f"{self._max_handoffs} hand-offs are open here"
-            self._actions.append(Send(stream, Failed(id, reason, retryable=True)))
+            self._actions.append(SendMessage(stream, HandoffFailed(id, reason, retryable=True)))
             return
         source = message.source
         handoff = _Handoff(id, self._next_serial, stream, source.num_tokens, source.kind)
         self._next_serial += 1
         self._handoffs[id], self._ids[handoff.serial] = handoff, id
         self._budgets.set(id, now + message.remaining.budget_s)
-        self._actions.append(Opened(handoff.serial, id, message.weights, message.remaining, source))
+        self._actions.append(
+            OpenedEvent(handoff.serial, id, message.weights, message.remaining, source)
+        )
 
-    def _grant(self, stream: int, message: Grant) -> None:
+    def _grant(self, stream: int, message: GrantHandoff) -> None:
         handoff = self._known(stream, message.id)
         if handoff is None:
-            gone = Failed(message.id, "the owner has given it up", retryable=True)
-            self._actions.append(Send(stream, gone))
+            gone = HandoffFailed(message.id, "the owner has given it up", retryable=True)
+            self._actions.append(SendMessage(stream, gone))
             return
         if handoff.ranges is not None:
             raise ProtocolViolation(f"a second Grant of {message.id}")
@@ -233,18 +241,18 @@ class OwnerEnd:
             prefix_tokens=prefix,
             room_tokens=room,
         )
-        handoff.state = advance(handoff.state, KVPoll.WAITING_FOR_INPUT)
-        self._actions.append(Granted(handoff.serial, prefix, room, message.gib_per_s))
+        handoff.state = advance(handoff.state, HandoffStatus.WAITING_FOR_INPUT)
+        self._actions.append(GrantedEvent(handoff.serial, prefix, room, message.gib_per_s))
 
-    def _finish(self, stream: int, message: Done) -> None:
+    def _finish(self, stream: int, message: ReadsDone) -> None:
         handoff = self._known(stream, message.id)
         if handoff is None:
-            self._actions.append(Send(stream, Released(message.id, held=False)))
+            self._actions.append(SendMessage(stream, PagesReleased(message.id, held=False)))
             return
         if handoff.ranges is None or not handoff.ranges.complete:
             raise ProtocolViolation(f"Done of {message.id} before its last Ready")
-        self._actions.append(Send(stream, Released(message.id, held=True)))
-        self._drop(handoff, KVPoll.SUCCESS, "the reader has everything")
+        self._actions.append(SendMessage(stream, PagesReleased(message.id, held=True)))
+        self._drop(handoff, HandoffStatus.SUCCESS, "the reader has everything")
 
     def _known(self, stream: int, id: HandoffId) -> _Handoff | None:
         handoff = self._handoffs.get(id)
@@ -255,7 +263,7 @@ class OwnerEnd:
 
     # Commands -----------------------------------------------------------------------------------
 
-    def _granted(self, handoff: _Handoff) -> Ranges:
+    def _granted(self, handoff: _Handoff) -> PageRanges:
         """Return the hand-off's ranges. Nothing is sent before the grant (rule 8), because the
         reader has no pages yet.
         """
@@ -263,24 +271,24 @@ class OwnerEnd:
             raise EngineFault(f"{handoff.id} was admitted or published before its grant")
         return handoff.ranges
 
-    def _admit(self, handoff: _Handoff, command: Admit) -> None:
+    def _admit(self, handoff: _Handoff, command: QueuedCommand) -> None:
         self._granted(handoff)
         if handoff.admitted:
             raise EngineFault(f"{handoff.id} was admitted twice")
         handoff.admitted = True
-        told = Admitted(handoff.id, command.compute_tokens, command.queued_tokens)
-        self._actions.append(Send(handoff.stream, told))
+        told = HandoffQueued(handoff.id, command.compute_tokens, command.queued_tokens)
+        self._actions.append(SendMessage(handoff.stream, told))
 
-    def _publish(self, handoff: _Handoff, command: Publish) -> None:
+    def _publish(self, handoff: _Handoff, command: PublishCommand) -> None:
         ranges = self._granted(handoff)
         try:
             ranges.follow(command.start, command.end, len(command.pages), last=command.last)
         except ProtocolViolation as error:
             raise EngineFault(f"cannot publish {handoff.id}: {error}") from error
-        handoff.state = advance(handoff.state, KVPoll.TRANSFERRING)
+        handoff.state = advance(handoff.state, HandoffStatus.TRANSFERRING)
         if len(command.pages):
-            self._actions.append(Expose(handoff.id, handoff.stream, command.pages))
-        ready = Ready(
+            self._actions.append(ExposePages(handoff.id, handoff.stream, command.pages))
+        ready = PagesReady(
             handoff.id,
             command.start,
             command.end,
@@ -292,24 +300,24 @@ class OwnerEnd:
             command.prompt_logprobs,
             token_ids=command.token_ids,
         )
-        self._actions.append(Send(handoff.stream, ready))
+        self._actions.append(SendMessage(handoff.stream, ready))
 
     # Ends ---------------------------------------------------------------------------------------
 
     def _fail(
         self, handoff: _Handoff, reason: str, *, retryable: bool, retry_after_s: float = 0.0
     ) -> None:
-        failed = Failed(handoff.id, reason, retryable, retry_after_s)
-        self._actions.append(Send(handoff.stream, failed))
-        self._drop(handoff, KVPoll.FAILED, reason)
+        failed = HandoffFailed(handoff.id, reason, retryable, retry_after_s)
+        self._actions.append(SendMessage(handoff.stream, failed))
+        self._drop(handoff, HandoffStatus.FAILED, reason)
 
-    def _drop(self, handoff: _Handoff, end: KVPoll, reason: str) -> None:
+    def _drop(self, handoff: _Handoff, end: HandoffStatus, reason: str) -> None:
         handoff.state = advance(handoff.state, end)
         del self._handoffs[handoff.id], self._ids[handoff.serial]
         self._budgets.drop(handoff.id)
-        self._actions.append(Withdraw(handoff.id))
-        held = end is KVPoll.SUCCESS
-        self._actions.append(HandoffDropped(handoff.serial, handoff.id, held, reason))
+        self._actions.append(WithdrawPages(handoff.id))
+        held = end is HandoffStatus.SUCCESS
+        self._actions.append(ClosedEvent(handoff.serial, handoff.id, held, reason))
 
     def _end_stream(self, stream: int, reason: str, *, refused: bool = False) -> None:
         self._actions.append(EndStream(stream, reason, refused))
@@ -317,7 +325,7 @@ class OwnerEnd:
 
     def _forget_stream(self, stream: int, reason: str) -> None:
         for handoff in [h for h in self._handoffs.values() if h.stream == stream]:
-            self._drop(handoff, KVPoll.FAILED, reason)
+            self._drop(handoff, HandoffStatus.FAILED, reason)
         self._beats.stop(stream)
         del self._streams[stream]
 

@@ -5,12 +5,12 @@ from typing import NamedTuple
 
 from common.errors import ProtocolViolation
 from common.page_tables import PageTables, num_pages_of
-from kvtransfer.messages import Kind
+from kvtransfer.messages import HandoffKind
 
 _PIECES = PageTables(1)  # weights use one page for each piece
 
 
-class Ends(NamedTuple):
+class RangeEnds(NamedTuple):
     """The valid ends of the only range of a hand-off that determines its number of tokens
     itself.
     """
@@ -24,8 +24,8 @@ class Ends(NamedTuple):
 
 
 def granted(
-    kind: Kind, tables: PageTables, *, num_tokens: int, prefix_tokens: int, room_tokens: int
-) -> "Ranges":
+    kind: HandoffKind, tables: PageTables, *, num_tokens: int, prefix_tokens: int, room_tokens: int
+) -> "PageRanges":
     """Return the ranges that may be published for a hand-off of so many tokens.
 
     Args:
@@ -34,18 +34,18 @@ def granted(
     Raises:
         ProtocolViolation: the grant is invalid.
     """
-    if kind is Kind.WEIGHTS:
+    if kind is HandoffKind.WEIGHTS:
         check_prefix(prefix_tokens, 0, 1)
-        return Ranges(_PIECES, num_tokens, 0, 0, ends=Ends(0, num_tokens, 1))
+        return PageRanges(_PIECES, num_tokens, 0, 0, ends=RangeEnds(0, num_tokens, 1))
     ends = None
-    if kind is Kind.LIVE:
+    if kind is HandoffKind.LIVE:
         check_room(prefix_tokens, num_tokens, room_tokens, tables.page_size)
-        ends = Ends(num_tokens, room_tokens, 1)
+        ends = RangeEnds(num_tokens, room_tokens, 1)
     else:
         check_prefix(prefix_tokens, num_tokens, tables.page_size)
-        if kind is Kind.PREFIX:
-            ends = Ends(prefix_tokens, num_tokens, tables.page_size)
-    return Ranges(tables, num_tokens, prefix_tokens, prefix_tokens, ends=ends)
+        if kind is HandoffKind.PREFIX:
+            ends = RangeEnds(prefix_tokens, num_tokens, tables.page_size)
+    return PageRanges(tables, num_tokens, prefix_tokens, prefix_tokens, ends=ends)
 
 
 def check_prefix(prefix_tokens: int, num_tokens: int, page_size: int) -> None:
@@ -66,7 +66,7 @@ def check_room(prefix_tokens: int, num_tokens: int, room_tokens: int, page_size:
 
 
 @dataclass(slots=True)
-class Ranges:
+class PageRanges:
     """The ranges of one hand-off. All but the last end at a page boundary. The last ends with the
     tokens, and is the only one that may be empty.
     """
@@ -78,7 +78,7 @@ class Ranges:
     complete: bool = False
     # For a running request (which continues meanwhile), a PREFIX and WEIGHTS: their only range
     # determines the number of tokens.
-    ends: Ends | None = None
+    ends: RangeEnds | None = None
 
     @property
     def num_pages(self) -> int:

@@ -1,6 +1,6 @@
 """The links of a reader, one for each of its streams, and the end of all reads of an attempt.
 
-A closing link outlives its stream. Pure, like the ReaderEnd that owns it: methods return the
+A closing link outlives its stream. Pure, like the ConsumerEnd that owns it: methods return the
 actions to carry out.
 """
 
@@ -8,23 +8,23 @@ from collections.abc import Container
 
 from common.errors import EngineFault
 from kvtransfer.messages import HandoffId
-from kvtransfer.ports import ReadsEnded
+from kvtransfer.ports import ReadsEndedEvent
 from kvtransfer.protocol.actions import CloseLink, OpenLink, ReaderAction, StartRead
-from kvtransfer.protocol.deadlines import Deadlines
-from kvtransfer.protocol.link_reads import LinkReads, LinkState, Read
+from kvtransfer.protocol.deadlines import DeadlineTimer
+from kvtransfer.protocol.link_reads import LinkRead, LinkReads, LinkState
 
 # Longest time until a link is up, from opening it or requesting its close: several paths of 5 s to
 # connect and 5 s to probe.
 LINK_S = 30.0
 
 
-class ReaderLinks:
+class ConsumerLinks:
     """Links by stream. Knows the attempt of each read, not its outcome."""
 
     def __init__(self) -> None:
         self._links: dict[int, LinkReads] = {}
-        self._landing: dict[HandoffId, int] = {}  # posted reads, from grant to ReadsEnded
-        self._deadlines: Deadlines[int] = Deadlines()
+        self._landing: dict[HandoffId, int] = {}  # posted reads, from grant to ReadsEndedEvent
+        self._deadlines: DeadlineTimer[int] = DeadlineTimer()
 
     @property
     def num_reads(self) -> int:
@@ -93,7 +93,7 @@ class ReaderLinks:
             raise EngineFault(f"{id} was granted twice")
         self._landing[id] = 0
 
-    def read(self, stream: int, read: Read) -> list[ReaderAction]:
+    def read(self, stream: int, read: LinkRead) -> list[ReaderAction]:
         self._links[stream].waiting.append(read)
         return self.post(stream)
 
@@ -135,10 +135,10 @@ class ReaderLinks:
             self._links[stream].forget(id)
 
     def settle(self, id: HandoffId) -> list[ReaderAction]:
-        """Return ReadsEnded for an ended attempt if none of its bytes can land any more. Otherwise
-        return nothing.
+        """Return ReadsEndedEvent for an ended attempt if none of its bytes can land any more.
+        Otherwise return nothing.
         """
         if self._landing.get(id) != 0:
             return []
         del self._landing[id]
-        return [ReadsEnded(id)]
+        return [ReadsEndedEvent(id)]

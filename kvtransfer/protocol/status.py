@@ -13,7 +13,7 @@ from enum import Enum
 from common.errors import EngineFault
 
 
-class KVPoll(Enum):
+class HandoffStatus(Enum):
     BOOTSTRAPPING = "bootstrapping"
     WAITING_FOR_INPUT = "waiting_for_input"
     TRANSFERRING = "transferring"
@@ -22,15 +22,19 @@ class KVPoll(Enum):
 
 
 _NEXT = {
-    KVPoll.BOOTSTRAPPING: {KVPoll.WAITING_FOR_INPUT, KVPoll.FAILED},
-    KVPoll.WAITING_FOR_INPUT: {KVPoll.TRANSFERRING, KVPoll.FAILED},
-    KVPoll.TRANSFERRING: {KVPoll.TRANSFERRING, KVPoll.SUCCESS, KVPoll.FAILED},
-    KVPoll.SUCCESS: set(),
-    KVPoll.FAILED: set(),
+    HandoffStatus.BOOTSTRAPPING: {HandoffStatus.WAITING_FOR_INPUT, HandoffStatus.FAILED},
+    HandoffStatus.WAITING_FOR_INPUT: {HandoffStatus.TRANSFERRING, HandoffStatus.FAILED},
+    HandoffStatus.TRANSFERRING: {
+        HandoffStatus.TRANSFERRING,
+        HandoffStatus.SUCCESS,
+        HandoffStatus.FAILED,
+    },
+    HandoffStatus.SUCCESS: set(),
+    HandoffStatus.FAILED: set(),
 }
 
 
-def advance(old: KVPoll, new: KVPoll) -> KVPoll:
+def advance(old: HandoffStatus, new: HandoffStatus) -> HandoffStatus:
     """Return `new`. Raises EngineFault if the transition from `old` is invalid."""
     if new not in _NEXT[old]:
         raise EngineFault(f"a hand-off cannot go from {old.name} to {new.name}")

@@ -11,15 +11,15 @@ from typing import Any
 
 from common.errors import TransferError
 from common.logs.throttle import Throttle, ThrottledLog
-from kvtransfer.backends.base import Owner
-from kvtransfer.pairing import DataPath, Hello
+from kvtransfer.backends.base import PageProducer
+from kvtransfer.pairing import DataPath, PairHello
 
 WAIT_S = 10.0  # longest wait; a reader waits longer
 _log = ThrottledLog(logging.getLogger(__name__), Throttle())
 
 
 @dataclass(frozen=True, slots=True)
-class ReadyReader:
+class AdmittedConsumer:
     """A reader, and the paths that it is offered."""
 
     stream: int
@@ -34,7 +34,7 @@ class _Waiting:
     due: float
 
 
-class Admissions:
+class ConsumerAdmissions:
     """Readers that wait for their paths. Transfer thread only.
 
     Args:
@@ -42,12 +42,12 @@ class Admissions:
         wake: causes a call of `take_ready` soon. Called by any thread.
     """
 
-    def __init__(self, owners: Mapping[str, Owner], wake: Callable[[], None]) -> None:
+    def __init__(self, owners: Mapping[str, PageProducer], wake: Callable[[], None]) -> None:
         self._owners = owners
         self._wake = wake
         self._waiting: dict[int, _Waiting] = {}  # by stream, oldest first
 
-    def begin(self, stream: int, hello: Hello, now: float) -> None:
+    def begin(self, stream: int, hello: PairHello, now: float) -> None:
         preparations = tuple(owner.prepare(stream) for owner in self._owners.values())
         self._waiting[stream] = _Waiting(hello.instance, preparations, now + WAIT_S)
         for preparation in preparations:
@@ -66,7 +66,7 @@ class Admissions:
         """Return the streams on which a reader of this instance waits."""
         return [stream for stream, one in self._waiting.items() if one.instance == instance]
 
-    def take_ready(self, now: float) -> list[ReadyReader]:
+    def take_ready(self, now: float) -> list[AdmittedConsumer]:
         """Remove and return the readers whose paths are all prepared, or whose time has expired."""
         ready = []
         for stream, waiting in list(self._waiting.items()):
@@ -75,7 +75,7 @@ class Admissions:
                 if not done:
                     _log.warning("a path is not ready in time", stream=stream, seconds=WAIT_S)
                 del self._waiting[stream]
-                ready.append(ReadyReader(stream, waiting.instance, self._paths(stream)))
+                ready.append(AdmittedConsumer(stream, waiting.instance, self._paths(stream)))
         return ready
 
     def next_deadline(self) -> float | None:

@@ -1,4 +1,4 @@
-"""A link: one worker thread in front of a Connection to one owner instance.
+"""A link: one worker thread in front of a BackendConnection to one owner instance.
 
 It connects, proves and probes the path, then does one read after the other, so that a slow or dead
 owner delays only its own reads. Large reads, and further probes while the link is idle, measure the
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from common.errors import Overloaded, TransferError
-from kvtransfer.backends.base import Connection, Ints, ReadRefused
+from kvtransfer.backends.base import BackendConnection, Ints, ReadRefused
 from kvtransfer.messages import HandoffId
 from kvtransfer.transfer.link_rate import GIB, LinkRate
 
@@ -81,7 +81,7 @@ class _State:
     expected: deque[int] = field(default_factory=deque)  # pages that later jobs read into
     under_way: bool = False
     due: float | None = None
-    connection: Connection | None = None
+    connection: BackendConnection | None = None
     closing: str | None = None  # the reason, once set
 
 
@@ -94,7 +94,7 @@ class Link:
     def __init__(
         self,
         owner: int,
-        connect: Callable[[], Connection],
+        connect: Callable[[], BackendConnection],
         notify: Callable[[LinkEvent], None],
         *,
         page_bytes: int,
@@ -243,7 +243,7 @@ class Link:
                 self._state.due = None
             connection.close()
 
-    def _probe(self, connection: Connection) -> float:
+    def _probe(self, connection: BackendConnection) -> float:
         with self._changed:
             self._state.due = time.monotonic() + self._read_s
         gib_per_s = connection.probe()
@@ -251,7 +251,7 @@ class Link:
             self._state.due = None
         return gib_per_s
 
-    def _begin(self, connection: Connection, rate: LinkRate) -> _Job | None:
+    def _begin(self, connection: BackendConnection, rate: LinkRate) -> _Job | None:
         """Wait for the next job and mark it as in progress. Returns None when the link
         must close.
         """
@@ -288,7 +288,7 @@ class Link:
         with self._changed:
             return self._state.expected.popleft() if self._state.expected else None
 
-    def _read(self, connection: Connection, rate: LinkRate, job: _Job) -> None:
+    def _read(self, connection: BackendConnection, rate: LinkRate, job: _Job) -> None:
         started = time.monotonic()
         refused = ""
         try:

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from kvtransfer.backends.base import PagePool
-from kvtransfer.backends.device_memory import Device, cuda_device
+from kvtransfer.backends.device_memory import DeviceRuntime, cuda_device
 
 _MOST_BYTES, _MOST_PAGES = 16 << 20, 64  # limits of pinned memory, and of pages copied together
 
@@ -43,7 +43,7 @@ class DevicePageBytes:
     bus.
     """
 
-    def __init__(self, pool: PagePool, device: Device) -> None:
+    def __init__(self, pool: PagePool, device: DeviceRuntime) -> None:
         self._pool = pool
         self._device = device
 

@@ -12,7 +12,7 @@ import xxhash
 from kvtransfer.transfer.page_bytes import PageBytes
 
 
-class PageSums:
+class PageChecksums:
     """The sampling and comparison of checksums. Transfer thread only. Methods that compute
     checksums raise TransferError if a device has failed.
 

@@ -1,6 +1,6 @@
 """The owner's side of the transfer thread: publishes pages to readers on every data path served.
 
-OwnerEnd decides, this module carries out. It knows no requests and counts no pages.
+ProducerEnd decides, this module carries out. It knows no requests and counts no pages.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -9,23 +9,36 @@ import msgspec
 
 from common.errors import LayoutMismatch
 from common.requests.weights import WeightsId
-from kvtransfer.backends.base import Ints, Owner
+from kvtransfer.backends.base import Ints, PageProducer
 from kvtransfer.front_messages import PairOpened
-from kvtransfer.messages import AnyMessage, Failed, Forget, HandoffId, Open, Ready
-from kvtransfer.pairing import OTHER_WEIGHTS, Hello, compare, lasts
+from kvtransfer.messages import (
+    AnyMessage,
+    HandoffFailed,
+    HandoffId,
+    InvalidatePrefix,
+    OpenHandoff,
+    PagesReady,
+)
+from kvtransfer.pairing import OTHER_WEIGHTS, PairHello, compare, lasts
 from kvtransfer.ports import OwnerCommand, OwnerEvent
-from kvtransfer.protocol.actions import EndStream, Expose, OwnerAction, Send, Withdraw
+from kvtransfer.protocol.actions import (
+    EndStream,
+    ExposePages,
+    OwnerAction,
+    SendMessage,
+    WithdrawPages,
+)
 from kvtransfer.protocol.heartbeats import earliest
-from kvtransfer.protocol.producer import OwnerEnd
-from kvtransfer.transfer.admissions import Admissions
-from kvtransfer.transfer.page_sums import PageSums
-from kvtransfer.transfer.thread import Outlet
-from kvtransfer.transfer.unconsumed import MAX_TOKENS, Untaken
+from kvtransfer.protocol.producer import ProducerEnd
+from kvtransfer.transfer.admissions import ConsumerAdmissions
+from kvtransfer.transfer.page_sums import PageChecksums
+from kvtransfer.transfer.thread import EventOutlet
+from kvtransfer.transfer.unconsumed import MAX_TOKENS, UnconsumedEvents
 
 CONNECTING_POLL_S = 0.001  # over RDMA, an owner must be polled while a reader connects
 
 
-class Publisher:
+class ProducerSide:
     """The owner's side. Transfer thread only.
 
     Args:
@@ -40,12 +53,12 @@ class Publisher:
 
     def __init__(
         self,
-        end: OwnerEnd,
-        hello: Hello,
-        owners: Mapping[str, Owner],
-        outlet: Outlet[OwnerEvent],
+        end: ProducerEnd,
+        hello: PairHello,
+        owners: Mapping[str, PageProducer],
+        outlet: EventOutlet[OwnerEvent],
         wake: Callable[[], None],
-        sums: PageSums,
+        sums: PageChecksums,
         *,
         max_untaken_tokens: int = MAX_TOKENS,
     ) -> None:
@@ -54,8 +67,8 @@ class Publisher:
         self._owners = owners
         self._outlet = outlet
         self._sums = sums
-        self._admissions = Admissions(owners, wake)
-        self._untaken = Untaken(max_untaken_tokens)
+        self._admissions = ConsumerAdmissions(owners, wake)
+        self._untaken = UnconsumedEvents(max_untaken_tokens)
         self._exposed: dict[HandoffId, list[tuple[int, Ints]]] = {}
         self._poll_at: float | None = None
 
@@ -90,12 +103,12 @@ class Publisher:
 
     def received(self, stream: int, message: AnyMessage, now: float) -> None:
         match message:
-            case Open() if not self._fits(stream, message):
+            case OpenHandoff() if not self._fits(stream, message):
                 reason = "the engine has not taken what this reader has opened before"
-                self._outlet.send(stream, Failed(message.id, reason, retryable=True))
-            case Forget() if not self._fits(stream, message):
+                self._outlet.send(stream, HandoffFailed(message.id, reason, retryable=True))
+            case InvalidatePrefix() if not self._fits(stream, message):
                 pass  # the reader sends it again if the KV that stays leads to NaN or Inf again
-            case Open() | Forget():
+            case OpenHandoff() | InvalidatePrefix():
                 self._ask(stream, message, now)
             case _:
                 self._carry_out(self._end.received(stream, message, now))
@@ -126,11 +139,11 @@ class Publisher:
             self._outlet.answer_hello(reader.stream, hello)
             self._carry_out(self._end.stream_up(reader.stream, reader.instance, now))
 
-    def _fits(self, stream: int, message: Open | Forget) -> bool:
+    def _fits(self, stream: int, message: OpenHandoff | InvalidatePrefix) -> bool:
         self._untaken.taken(self._outlet.num_taken)
         return self._untaken.fits(stream, message.num_tokens)
 
-    def _ask(self, stream: int, message: Open | Forget, now: float) -> None:
+    def _ask(self, stream: int, message: OpenHandoff | InvalidatePrefix, now: float) -> None:
         """Forward a message to the protocol, and count it if an event for the engine follows."""
         told = self._outlet.num_told
         self._carry_out(self._end.received(stream, message, now))
@@ -152,18 +165,20 @@ class Publisher:
         ended = []
         for action in actions:
             match action:
-                case Send(stream, Ready(pages=pages) as ready) if sums := self._sums.take(pages):
+                case SendMessage(stream, PagesReady(pages=pages) as ready) if (
+                    sums := self._sums.take(pages)
+                ):
                     self._outlet.send(stream, msgspec.structs.replace(ready, sums=sums))
-                case Send(stream, message):
+                case SendMessage(stream, message):
                     self._outlet.send(stream, message)
                 case EndStream(stream, reason, refused):
                     self._outlet.end(stream, reason, refused=refused)
                     ended.append(stream)
-                case Expose(id, stream, pages):
+                case ExposePages(id, stream, pages):
                     self._exposed.setdefault(id, []).append((stream, pages))
                     for owner in self._owners.values():
                         owner.publish(stream, pages)
-                case Withdraw(id):
+                case WithdrawPages(id):
                     for stream, pages in self._exposed.pop(id, ()):
                         for owner in self._owners.values():
                             owner.withdraw(stream, pages)

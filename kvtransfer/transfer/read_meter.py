@@ -4,7 +4,7 @@ Written by the transfer thread, read by any other. So the entries of all paths e
 """
 
 from common import bounds
-from common.distribution import Counted, Distribution
+from common.distribution import HistogramCounts, LiveHistogram
 
 PATHS = ("nvlink", "cuda_ipc", "rdma", "cma", "tcp")
 
@@ -16,10 +16,10 @@ class _Path:
         self.num_bytes = 0
         self.num_descriptors = 0
         self.num_refused = 0
-        self.seconds = Distribution(bounds.READ_S)
+        self.seconds = LiveHistogram(bounds.READ_S)
 
 
-class ReadMeter:
+class ReadMetrics:
     """Counters of reads and of compared pages.
 
     Args:
@@ -61,7 +61,7 @@ class ReadMeter:
             gauges[f"total_reads_refused/{name}"] = float(path.num_refused)
         return gauges
 
-    def distributions(self) -> dict[str, Counted]:
+    def distributions(self) -> dict[str, HistogramCounts]:
         return {
             f"read_seconds/{name}": path.seconds.counted() for name, path in self._paths.items()
         }

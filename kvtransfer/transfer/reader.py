@@ -1,6 +1,6 @@
 """The reader's side of the transfer thread: one link per pair stream, and its reads.
 
-ReaderEnd decides, this module carries out. It knows no requests and counts no pages.
+ConsumerEnd decides, this module carries out. It knows no requests and counts no pages.
 """
 
 import contextlib
@@ -15,22 +15,28 @@ from common.logs import kv
 from common.logs.throttle import Throttle, ThrottledLog
 from common.requests.weights import WeightsId
 from kernels.cpu import memory
-from kvtransfer.backends.base import Backend, Connection, PagePool, RemotePool, check_pool
+from kvtransfer.backends.base import (
+    BackendConnection,
+    PagePool,
+    RemotePool,
+    TransferBackend,
+    check_pool,
+)
 from kvtransfer.front_messages import PairOpened
 from kvtransfer.messages import AnyMessage
-from kvtransfer.pairing import OTHER_WEIGHTS, DataPath, Hello, compare, lasts
-from kvtransfer.ports import Held, Lost, ReaderCommand, ReaderEvent
+from kvtransfer.pairing import OTHER_WEIGHTS, DataPath, PairHello, compare, lasts
+from kvtransfer.ports import CompletedEvent, FailedEvent, ReaderCommand, ReaderEvent
 from kvtransfer.protocol.actions import (
     CloseLink,
-    Confirm,
+    ConfirmRead,
     EndStream,
-    Expect,
+    ExpectPages,
     OpenLink,
     ReaderAction,
-    Send,
+    SendMessage,
     StartRead,
 )
-from kvtransfer.protocol.consumer import ReaderEnd
+from kvtransfer.protocol.consumer import ConsumerEnd
 from kvtransfer.protocol.heartbeats import earliest
 from kvtransfer.transfer.link import (
     Link,
@@ -41,9 +47,9 @@ from kvtransfer.transfer.link import (
     ReadEnded,
 )
 from kvtransfer.transfer.page_bytes import page_bytes_of
-from kvtransfer.transfer.page_sums import PageSums
-from kvtransfer.transfer.read_meter import ReadMeter
-from kvtransfer.transfer.thread import Outlet
+from kvtransfer.transfer.page_sums import PageChecksums
+from kvtransfer.transfer.read_meter import ReadMetrics
+from kvtransfer.transfer.thread import EventOutlet
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +65,7 @@ class _Opening:
     reasons: list[str] = field(default_factory=list)  # why the earlier paths failed
 
 
-class Reader:
+class ConsumerSide:
     """The reader's side. Transfer thread only.
 
     Args:
@@ -71,14 +77,14 @@ class Reader:
 
     def __init__(
         self,
-        end: ReaderEnd,
-        hello: Hello,
+        end: ConsumerEnd,
+        hello: PairHello,
         pool: PagePool,
-        backends: Mapping[str, Backend],
+        backends: Mapping[str, TransferBackend],
         config: TransferConfig,
-        outlet: Outlet[ReaderEvent],
+        outlet: EventOutlet[ReaderEvent],
         wake: Callable[[], None],
-        meter: ReadMeter,
+        meter: ReadMetrics,
     ) -> None:
         self._end = end
         self._hello = hello
@@ -88,10 +94,12 @@ class Reader:
         self._outlet = outlet
         self._wake = wake
         self._meter = meter
-        self._sums = PageSums(page_bytes_of(pool), 0)  # compares pages that owners have sampled
+        self._sums = PageChecksums(
+            page_bytes_of(pool), 0
+        )  # compares pages that owners have sampled
         self._log = ThrottledLog(log, Throttle())
         self._paths: dict[Link, str] = {}  # of links that are up
-        self._peers: dict[int, Hello] = {}  # by stream
+        self._peers: dict[int, PairHello] = {}  # by stream
         self._links: dict[int, Link] = {}  # by stream; a closing link outlives its stream
         self._streams: dict[Link, int] = {}
         self._opening: dict[int, _Opening] = {}  # by stream
@@ -224,7 +232,7 @@ class Reader:
         if self._pool.device == "cpu":
             memory.take(self._pool.base + page * self._pool.page_bytes, self._pool.page_bytes)
 
-    def _connect(self, hello: Hello, path: DataPath | None) -> Connection:
+    def _connect(self, hello: PairHello, path: DataPath | None) -> BackendConnection:
         """Connect over a path. Link's thread only."""
         if path is None:
             raise TransferError("the owner offers none that this node may use")
@@ -236,7 +244,7 @@ class Reader:
     def _carry_out(self, actions: Sequence[ReaderAction]) -> None:
         for action in actions:
             match action:
-                case Send(stream, message):
+                case SendMessage(stream, message):
                     self._outlet.send(stream, message)
                 case EndStream(stream, reason, refused):
                     self._peers.pop(stream, None)
@@ -251,15 +259,15 @@ class Reader:
                     # this read with all others.
                     with contextlib.suppress(TransferError):
                         self._links[stream].post(id, source_pages, destination_pages)
-                case Expect(stream, destination_pages):
+                case ExpectPages(stream, destination_pages):
                     if stream in self._links:
                         self._links[stream].expect(destination_pages)
-                case Confirm(stream, held, sums):
+                case ConfirmRead(stream, held, sums):
                     self._confirm(stream, held, sums)
                 case event:
                     self._outlet.tell(event)
 
-    def _confirm(self, stream: int, held: Held, sums: Sequence[tuple[int, int]]) -> None:
+    def _confirm(self, stream: int, held: CompletedEvent, sums: Sequence[tuple[int, int]]) -> None:
         """Report to the engine whether the pages read match their checksums."""
         wrong = self._sums.wrong(sums)
         self._meter.compared(right=len(sums) - len(wrong), wrong=len(wrong))
@@ -273,5 +281,5 @@ class Reader:
             kv(id=held.id, stream=stream, path=path, wrong=len(wrong), compared=len(sums)),
         )
         reason = f"{len(wrong)} of {len(sums)} pages that were compared are not as published"
-        self._outlet.tell(Lost(held.id, reason, retryable=True))
+        self._outlet.tell(FailedEvent(held.id, reason, retryable=True))
         self._distrusted.append((stream, reason))

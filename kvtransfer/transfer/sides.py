@@ -9,39 +9,39 @@ from typing import cast
 
 from common.config import TransferConfig
 from common.page_tables import PageTables
-from kvtransfer.backends.base import Backend, Owner, PagePool
+from kvtransfer.backends.base import PagePool, PageProducer, TransferBackend
 from kvtransfer.front_messages import PairOpened
 from kvtransfer.messages import AnyMessage
-from kvtransfer.pairing import Hello
+from kvtransfer.pairing import PairHello
 from kvtransfer.ports import (
-    AskToForget,
-    CancelHandoff,
-    ComputesWith,
-    GrantHandoff,
+    CancelCommand,
+    GrantCommand,
+    InvalidateCommand,
     NodeCommand,
     NodeEvent,
-    OpenHandoff,
+    OpenCommand,
     OwnerEvent,
     ReaderEvent,
+    SetWeightVersion,
 )
-from kvtransfer.protocol.consumer import ReaderEnd
+from kvtransfer.protocol.consumer import ConsumerEnd
 from kvtransfer.protocol.heartbeats import earliest
-from kvtransfer.protocol.producer import OwnerEnd
+from kvtransfer.protocol.producer import ProducerEnd
 from kvtransfer.transfer.page_bytes import page_bytes_of
-from kvtransfer.transfer.page_sums import PageSums
-from kvtransfer.transfer.publisher import Publisher
-from kvtransfer.transfer.read_meter import ReadMeter
-from kvtransfer.transfer.reader import Reader
-from kvtransfer.transfer.thread import Outlet
+from kvtransfer.transfer.page_sums import PageChecksums
+from kvtransfer.transfer.publisher import ProducerSide
+from kvtransfer.transfer.read_meter import ReadMetrics
+from kvtransfer.transfer.reader import ConsumerSide
+from kvtransfer.transfer.thread import EventOutlet
 
 
-class BothSides:
+class TransferSides:
     """The reader's and the owner's side of one node. Transfer thread only."""
 
-    def __init__(self, reader: Reader, publisher: Publisher) -> None:
+    def __init__(self, reader: ConsumerSide, publisher: ProducerSide) -> None:
         self._reader = reader
         self._publisher = publisher
-        self._of_stream: dict[int, Reader | Publisher] = {}
+        self._of_stream: dict[int, ConsumerSide | ProducerSide] = {}
 
     def start(self) -> None:
         self._reader.start()
@@ -60,9 +60,9 @@ class BothSides:
 
     def command(self, command: NodeCommand, now: float) -> None:
         match command:
-            case OpenHandoff() | GrantHandoff() | CancelHandoff() | AskToForget():
+            case OpenCommand() | GrantCommand() | CancelCommand() | InvalidateCommand():
                 self._reader.command(command, now)
-            case ComputesWith(weights):
+            case SetWeightVersion(weights):
                 self._reader.compute_with(weights)
                 self._publisher.compute_with(weights)
             case _:
@@ -83,42 +83,42 @@ class BothSides:
 def both_sides(
     config: TransferConfig,
     tables: PageTables,
-    hello: Hello,
+    hello: PairHello,
     pool: PagePool,
-    backends: Mapping[str, Backend],
-    owners: Mapping[str, Owner],
-    reads: ReadMeter,
+    backends: Mapping[str, TransferBackend],
+    owners: Mapping[str, PageProducer],
+    reads: ReadMetrics,
     *,
     max_untaken_tokens: int,
-) -> Callable[[Outlet[NodeEvent], Callable[[], None]], BothSides]:
+) -> Callable[[EventOutlet[NodeEvent], Callable[[], None]], TransferSides]:
     """Return a function that makes both sides for a TransferThread.
 
     Args:
         backends, owners: over which this node reads, and over which `pool` is served.
         reads: counts every read.
-        max_untaken_tokens: see Publisher.
+        max_untaken_tokens: see ProducerSide.
     """
 
-    def made(outlet: Outlet[NodeEvent], wake: Callable[[], None]) -> BothSides:
-        reader = Reader(
-            ReaderEnd(config, tables),
+    def made(outlet: EventOutlet[NodeEvent], wake: Callable[[], None]) -> TransferSides:
+        reader = ConsumerSide(
+            ConsumerEnd(config, tables),
             hello,
             pool,
             backends,
             config,
-            cast(Outlet[ReaderEvent], outlet),  # the outlet takes the events of both
+            cast(EventOutlet[ReaderEvent], outlet),  # the outlet takes the events of both
             wake,
             reads,
         )
-        publisher = Publisher(
-            OwnerEnd(config, tables),
+        publisher = ProducerSide(
+            ProducerEnd(config, tables),
             hello,
             owners,
-            cast(Outlet[OwnerEvent], outlet),
+            cast(EventOutlet[OwnerEvent], outlet),
             wake,
-            PageSums(page_bytes_of(pool), config.check_every),
+            PageChecksums(page_bytes_of(pool), config.check_every),
             max_untaken_tokens=max_untaken_tokens,
         )
-        return BothSides(reader, publisher)
+        return TransferSides(reader, publisher)
 
     return made

@@ -17,18 +17,18 @@ from typing import Generic, Protocol, TypeVar
 
 from common.process.ipc import FrameSocket, PeerGone
 from kvtransfer.front_messages import (
-    EngineBeat,
+    EngineHeartbeat,
     LocalHello,
     PairClosed,
     PairEnd,
-    PairHello,
     PairInput,
     PairMessage,
     PairOpened,
     PairSend,
+    PeerHello,
 )
 from kvtransfer.messages import AnyMessage
-from kvtransfer.pairing import Hello
+from kvtransfer.pairing import PairHello
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ LONGEST_SLEEP_S = 1.0
 BEAT_S = 1.0  # seconds between two heartbeats to the front
 
 
-class Side(Protocol[CommandIn]):
+class TransferSide(Protocol[CommandIn]):
     """A node's work on its pair streams. Transfer thread only. No call blocks."""
 
     def start(self) -> None:
@@ -66,7 +66,7 @@ class Side(Protocol[CommandIn]):
         ...
 
 
-class Outlet(Generic[Event]):
+class EventOutlet(Generic[Event]):
     """A side's output: messages to its front, and events to the engine thread."""
 
     def __init__(self, frames: FrameSocket[PairInput]) -> None:
@@ -75,17 +75,17 @@ class Outlet(Generic[Event]):
         self.num_told = 0  # events, counted on the transfer thread
         self.num_taken = 0  # of these, counted on the engine thread
 
-    def local_hello(self, hello: Hello) -> None:
+    def local_hello(self, hello: PairHello) -> None:
         self._frames.send(LocalHello(hello))
 
-    def answer_hello(self, stream: int, hello: Hello) -> None:
-        self._frames.send(PairHello(stream, hello))
+    def answer_hello(self, stream: int, hello: PairHello) -> None:
+        self._frames.send(PeerHello(stream, hello))
 
     def send(self, stream: int, message: AnyMessage) -> None:
         self._frames.send(PairSend(stream, message))
 
     def beat(self, late_s: float) -> None:
-        self._frames.send(EngineBeat(late_s))
+        self._frames.send(EngineHeartbeat(late_s))
 
     def end(self, stream: int, reason: str, *, refused: bool) -> None:
         self._frames.send(PairEnd(stream, reason, refused))
@@ -137,14 +137,14 @@ class TransferThread(Generic[Command, Event]):
     def __init__(
         self,
         frames: FrameSocket[PairInput],
-        make_side: Callable[[Outlet[Event], Callable[[], None]], Side[Command]],
+        make_side: Callable[[EventOutlet[Event], Callable[[], None]], TransferSide[Command]],
         *,
         engine_late_s: Callable[[], float],
         stall_s: float = BEAT_S,
         wake_engine: Callable[[], None],
     ) -> None:
         self._frames = frames
-        self._outlet: Outlet[Event] = Outlet(frames)
+        self._outlet: EventOutlet[Event] = EventOutlet(frames)
         self._wake_up = WakeUp()
         self._side = make_side(self._outlet, self._wake_up.wake)
         self._engine_late_s = engine_late_s

@@ -12,7 +12,7 @@ MAX_TOKENS = 16 << 20
 SHORTEST_TOKENS = 1024  # minimum that one request counts as, since it is a record too
 
 
-class Untaken:
+class UnconsumedEvents:
     """The requests that wait, by stream. Transfer thread only.
 
     Args:

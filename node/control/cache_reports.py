@@ -9,13 +9,13 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from node.messages import CacheChanged, WatchCache
+from node.messages import CacheEventBatch, WatchCache
 
 MAX_PAGES_PER_MESSAGE = 1 << 15
 BEGIN_INTERVAL_S = 0.25  # seconds between two snapshots for new watchers, since a snapshot is long
 
 
-class Change(Protocol):
+class CacheReport(Protocol):
     """A change of the cache. `cleared` invalidates everything sent before. Pages are
     given by name.
     """
@@ -39,9 +39,9 @@ class CacheSource(Protocol):
 
     def stop(self) -> None: ...
 
-    def everything(self) -> Change: ...
+    def everything(self) -> CacheReport: ...
 
-    def take(self) -> Change | None: ...
+    def take(self) -> CacheReport | None: ...
 
 
 class CacheReports:
@@ -50,7 +50,7 @@ class CacheReports:
     def __init__(
         self,
         cache: CacheSource,
-        post: Callable[[CacheChanged], None],
+        post: Callable[[CacheEventBatch], None],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cache = cache
@@ -92,7 +92,7 @@ class CacheReports:
         self._newcomers.clear()
         self._begin_at = self._now() + BEGIN_INTERVAL_S
 
-    def _tell(self, watchers: tuple[int, ...], change: Change) -> None:
+    def _tell(self, watchers: tuple[int, ...], change: CacheReport) -> None:
         """Send a change in as many messages as needed. A removed page was never stored in the same
         change, so the order does not matter.
         """
@@ -100,7 +100,7 @@ class CacheReports:
         longest = max(len(change.stored), len(change.removed))
         for start in range(0, longest or 1, most):
             self._post(
-                CacheChanged(
+                CacheEventBatch(
                     watchers,
                     self._cache.page_size,
                     change.cleared and not start,

@@ -10,23 +10,23 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
-from common.distribution import Counted
-from common.errors import ConfigError, ServingError, WrongState
+from common.distribution import HistogramCounts
+from common.errors import ConfigError, FailedPrecondition, ServingError
 from common.logs import kv
 from common.priority import CLASSES
 from common.requests.adapter import AdapterId
 from common.requests.weights import WeightsId
 from node.control.cache_reports import CacheReports, CacheSource
-from node.control.inside import Inside
-from node.control.operations import Operations
+from node.control.inside import ControlledRole
+from node.control.operations import EngineOperations
 from node.messages import (
-    Answer,
-    Ask,
     Drained,
     EngineMessage,
+    EngineStats,
     FrontMessage,
-    Moving,
-    Start,
+    NodeCall,
+    NodeCallResult,
+    StartRole,
     WatchCache,
 )
 
@@ -36,17 +36,17 @@ REPORT_INTERVAL_S = 0.5
 SELF_CHECK_INTERVAL_S = 1.0
 
 
-class RoleOver(Exception):
+class RoleEnded(Exception):
     """The end of a role: the front has another role for this engine, and no work of this one is
     left.
     """
 
-    def __init__(self, successor: Start) -> None:
+    def __init__(self, successor: StartRole) -> None:
         super().__init__(f"this engine goes on as {successor.role}")
         self.successor = successor
 
 
-class Channel(Protocol):
+class FrontendChannel(Protocol):
     """The engine thread's socket to its front. `take` and `post` never block."""
 
     def take(self) -> Sequence[FrontMessage]: ...
@@ -56,15 +56,15 @@ class Channel(Protocol):
     def wait(self, timeout_s: float) -> None: ...
 
 
-class Meter(Protocol):
-    """A source of counters in addition to the role. Names are those of Moving."""
+class MetricSource(Protocol):
+    """A source of counters in addition to the role. Names are those of EngineStats."""
 
     def gauges(self) -> Mapping[str, float]: ...
 
-    def distributions(self) -> Mapping[str, Counted]: ...
+    def distributions(self) -> Mapping[str, HistogramCounts]: ...
 
 
-class AdapterShelf(Protocol):
+class AdapterRegistry(Protocol):
     """Adapters that are loaded and unloaded at run time."""
 
     def names(self) -> Mapping[str, AdapterId]:
@@ -87,28 +87,28 @@ class AdapterShelf(Protocol):
 
 
 def _prepares_nothing(role: str) -> None:
-    raise WrongState("this engine has one role")
+    raise FailedPrecondition("this engine has one role")
 
 
-class Desk:
+class EngineControl:
     """The engine's control interface. Engine thread only.
 
     Args:
         steps_finished: since the start.
         prepare: makes the additional parts that another role needs. Called while nothing is in
-            progress. Raises ConfigError or WrongState if this engine cannot have that role.
+            progress. Raises ConfigError or FailedPrecondition if this engine cannot have that role.
     """
 
     def __init__(
         self,
-        channel: Channel,
+        channel: FrontendChannel,
         *,
         pages_by_holder: Callable[[], dict[str, int]],
         steps_finished: Callable[[], int],
         cache: CacheSource,
-        adapters: AdapterShelf,
-        operations: Operations,
-        meters: Sequence[Meter] = (),
+        adapters: AdapterRegistry,
+        operations: EngineOperations,
+        meters: Sequence[MetricSource] = (),
         prepare: Callable[[str], None] = _prepares_nothing,
     ) -> None:
         self._channel = channel
@@ -116,7 +116,7 @@ class Desk:
         self._steps_finished = steps_finished
         self._meters = meters
         self._prepare = prepare
-        self._successor: Start | None = None  # the Start of the next role
+        self._successor: StartRole | None = None  # the StartRole of the next role
         self._rested_s = 0.0
         self._num_self_checks = 0
         self._cache = CacheReports(cache, channel.post)
@@ -139,17 +139,19 @@ class Desk:
         if (link := self.links.get(address)) is not None:
             self.links[address] = (link[0], gib_per_s)
 
-    def poll(self, inside: Inside, requests: Callable[[FrontMessage], None] | None = None) -> None:
+    def poll(
+        self, inside: ControlledRole, requests: Callable[[FrontMessage], None] | None = None
+    ) -> None:
         """Answer the front's questions. Any other message goes to `requests`."""
         for message in self._channel.take():
             match message:
-                case Ask(what="load_adapter"):
+                case NodeCall(what="load_adapter"):
                     self._load_adapter(message)
-                case Ask():
+                case NodeCall():
                     self._tell(self._answers(message, inside))
                 case WatchCache():
                     self._cache.watch(message)
-                case Start():
+                case StartRole():
                     self._successor = message
                 case _ if requests is not None:
                     requests(message)
@@ -171,7 +173,7 @@ class Desk:
         self._channel.post(message)
 
     def rest(
-        self, inside: Inside, self_check: Callable[[], None], longest_s: float = math.inf
+        self, inside: ControlledRole, self_check: Callable[[], None], longest_s: float = math.inf
     ) -> None:
         """Sleep until the front or another thread needs the engine, or the next report is due, for
         `longest_s` at most.
@@ -180,11 +182,11 @@ class Desk:
             self_check: raises if something has leaked. It looks at every page, which takes
                 milliseconds. Called only while no request is here, and once a second at most.
         Raises:
-            RoleOver: nothing of this role is left, as verified by a last self-check.
+            RoleEnded: nothing of this role is left, as verified by a last self-check.
         """
         if self._successor is not None and not inside.busy:
             self_check()
-            raise RoleOver(self._successor)
+            raise RoleEnded(self._successor)
         now = time.monotonic()
         if not inside.busy and now >= self._check_at:
             self._check_at = now + SELF_CHECK_INTERVAL_S
@@ -197,7 +199,7 @@ class Desk:
         self._channel.wait(max(0.0, min(self._report_at - now, longest_s)))
         self._rested_s += time.monotonic() - now
 
-    def _report(self, inside: Inside) -> None:
+    def _report(self, inside: ControlledRole) -> None:
         now = time.monotonic()
         if now < self._report_at:
             return
@@ -218,7 +220,7 @@ class Desk:
             gauges |= meter.gauges()
             distributions |= meter.distributions()
         self._channel.post(
-            Moving(
+            EngineStats(
                 steps=self._steps_finished(),
                 gauges=gauges,
                 state=self._state(inside),
@@ -231,7 +233,7 @@ class Desk:
             )
         )
 
-    def _state(self, inside: Inside) -> str:
+    def _state(self, inside: ControlledRole) -> str:
         if self.draining:
             return "draining"
         return "paused" if inside.scheduler.paused else "ready"
@@ -244,13 +246,13 @@ class Desk:
             "total_process_cpu": time.process_time(),
         }
 
-    def _load_adapter(self, ask: Ask) -> None:
+    def _load_adapter(self, ask: NodeCall) -> None:
         """Load an adapter. The answer is sent when it is loaded."""
         name, _, path = ask.argument.partition("=")
         try:
             self._loading.append((ask.number, self._adapters.load(name, path)))
         except ServingError as error:
-            self._channel.post(Answer(ask.number, error=str(error)))
+            self._channel.post(NodeCallResult(ask.number, error=str(error)))
 
     def _tell_loaded(self) -> None:
         if not self._loading:
@@ -262,16 +264,16 @@ class Desk:
             if error is None:
                 self._report_at = 0.0
                 adapter, fresh = loaded.result()
-                answer = Answer(number, integer=int(fresh), adapter=adapter)
+                answer = NodeCallResult(number, integer=int(fresh), adapter=adapter)
             else:
-                answer = Answer(number, error=str(error))
+                answer = NodeCallResult(number, error=str(error))
             self._channel.post(answer)
 
-    def _tell(self, answers: Iterable[Answer]) -> None:
+    def _tell(self, answers: Iterable[NodeCallResult]) -> None:
         for answer in answers:
             self._channel.post(answer)
 
-    def _answers(self, ask: Ask, inside: Inside) -> Iterator[Answer]:
+    def _answers(self, ask: NodeCall, inside: ControlledRole) -> Iterator[NodeCallResult]:
         match ask.what:
             case "describe":
                 description = {
@@ -279,30 +281,30 @@ class Desk:
                     "queues": inside.queues(),
                     "counters": inside.counters(),
                 }
-                yield Answer(ask.number, description=description)
+                yield NodeCallResult(ask.number, description=description)
             case "drain" | "serve":
                 self.draining = ask.what == "drain"
                 self._told_drained = False
                 self._report_at = 0.0
-                yield Answer(ask.number)
+                yield NodeCallResult(ask.number)
             case "prepare":
                 try:
                     self._prepare(ask.argument)
-                    yield Answer(ask.number)
-                except (ConfigError, WrongState) as error:
-                    yield Answer(ask.number, error=str(error))
+                    yield NodeCallResult(ask.number)
+                except (ConfigError, FailedPrecondition) as error:
+                    yield NodeCallResult(ask.number, error=str(error))
             case "flush_cache":
                 try:
-                    yield Answer(ask.number, integer=inside.scheduler.flush_cache())
-                except WrongState as error:
-                    yield Answer(ask.number, error=str(error))
+                    yield NodeCallResult(ask.number, integer=inside.scheduler.flush_cache())
+                except FailedPrecondition as error:
+                    yield NodeCallResult(ask.number, error=str(error))
             case "abort":
-                yield Answer(ask.number, integer=inside.abort(ask.argument))
+                yield NodeCallResult(ask.number, integer=inside.abort(ask.argument))
             case "explain":
-                yield Answer(ask.number, flights=inside.explain(ask.argument))
+                yield NodeCallResult(ask.number, flights=inside.explain(ask.argument))
             case "unload_adapter":
                 self._report_at = 0.0
-                yield Answer(ask.number, integer=int(self._adapters.unload(ask.argument)))
+                yield NodeCallResult(ask.number, integer=int(self._adapters.unload(ask.argument)))
             case _:
                 self._report_at = 0.0
                 yield from self._operations.take(ask, inside)

@@ -3,14 +3,14 @@
 from collections.abc import Mapping
 from typing import Protocol
 
-from common.distribution import Counted
+from common.distribution import HistogramCounts
 from common.priority import PriorityClass
-from common.queueing.drain import Backlog
-from common.requests.request_trace import Flights
+from common.queueing.drain import QueueBacklog
+from common.requests.request_trace import RequestTraces
 from common.requests.weights import WeightsId
 
 
-class Computing(Protocol):
+class PausableScheduler(Protocol):
     """The computing part of a role. See engine/scheduler/scheduler.py."""
 
     paused: bool  # no forward is chosen while it is set
@@ -23,22 +23,22 @@ class Computing(Protocol):
     @property
     def num_host_pages_used(self) -> int: ...
 
-    def forget_cached(self) -> None:
-        """Empty the prefix cache, after `Inside.let_go`."""
+    def clear_cache(self) -> None:
+        """Empty the prefix cache, after `ControlledRole.let_go`."""
         ...
 
     def flush_cache(self) -> int:
-        """Empty the prefix cache and return the number of pages freed. Raises WrongState if
+        """Empty the prefix cache and return the number of pages freed. Raises FailedPrecondition if
         requests are here.
         """
         ...
 
 
-class Inside(Protocol):
+class ControlledRole(Protocol):
     """A role's state and commands. Engine thread only."""
 
     @property
-    def scheduler(self) -> Computing: ...
+    def scheduler(self) -> PausableScheduler: ...
 
     # Reports.
 
@@ -53,11 +53,11 @@ class Inside(Protocol):
 
     def counters(self) -> dict[str, int]: ...
 
-    def distributions(self) -> Mapping[str, Counted]: ...
+    def distributions(self) -> Mapping[str, HistogramCounts]: ...
 
-    def backlogs(self) -> dict[str, Backlog]: ...
+    def backlogs(self) -> dict[str, QueueBacklog]: ...
 
-    def explain(self, request_id: str) -> Flights: ...
+    def explain(self, request_id: str) -> RequestTraces: ...
 
     # Operators' commands.
 
@@ -79,6 +79,6 @@ class Inside(Protocol):
         """Compute all waiting requests with the new weights from now on."""
         ...
 
-    def pair_as(self, weights: WeightsId) -> None:
+    def set_weight_version(self, weights: WeightsId) -> None:
         """End the pairs of this node. From now on it pairs with nodes of this weight version."""
         ...

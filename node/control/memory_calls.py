@@ -13,11 +13,11 @@ from typing import Any, Protocol
 
 from common.errors import ServingError
 from common.memory_tags import MEMORY_TAGS, WEIGHTS
-from node.control.inside import Inside
-from node.messages import Answer, Ask
+from node.control.inside import ControlledRole
+from node.messages import NodeCall, NodeCallResult
 
 
-class Memory(Protocol):
+class ReleasableMemory(Protocol):
     """The memory itself. See engine/memory_release.py."""
 
     @property
@@ -32,7 +32,7 @@ class Memory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _UnderWay:
-    ask: Ask
+    ask: NodeCall
     tag: str
     left: tuple[str, ...]  # tags to process after it
     future: Future[Any]
@@ -41,9 +41,9 @@ class _UnderWay:
 class MemoryCalls:
     """Operators' calls about memory. Engine thread only."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: ReleasableMemory) -> None:
         self._memory = memory
-        self._wanted: Ask | None = None  # to be released as soon as no request has KV
+        self._wanted: NodeCall | None = None  # to be released as soon as no request has KV
         self._under_way: _UnderWay | None = None
         self._away: set[str] = set()
         self._paused_here = False
@@ -68,33 +68,33 @@ class MemoryCalls:
     def gauges(self) -> dict[str, float]:
         return {f"away_{tag}": float(tag in self._away) for tag in MEMORY_TAGS}
 
-    def release(self, ask: Ask, role: Inside) -> Iterator[Answer]:
+    def release(self, ask: NodeCall, role: ControlledRole) -> Iterator[NodeCallResult]:
         """Release memory. The answer comes from here on an error, otherwise from `done`. argument:
         tags, separated by commas.
         """
         if (reason := self._why_not(role)) is not None:
-            yield Answer(ask.number, error=reason)
+            yield NodeCallResult(ask.number, error=reason)
             return
         try:
             self._memory.check(_tags(ask))
         except ServingError as error:
-            yield Answer(ask.number, error=str(error))
+            yield NodeCallResult(ask.number, error=str(error))
             return
         self._paused_here |= not role.scheduler.paused
         role.scheduler.paused = True
         self._wanted = ask
 
-    def resume(self, ask: Ask, role: Inside) -> Iterator[Answer]:
+    def resume(self, ask: NodeCall, role: ControlledRole) -> Iterator[NodeCallResult]:
         """Resume memory, with answers like `release`. Tags that are not away are no error."""
         if self._wanted is not None or self._under_way is not None:
-            yield Answer(ask.number, error=self.why_paused)
+            yield NodeCallResult(ask.number, error=self.why_paused)
         else:
             yield from self._go_on(ask, tuple(tag for tag in _tags(ask) if tag in self._away), role)
 
-    def done(self, role: Inside) -> Iterator[Answer]:
+    def done(self, role: ControlledRole) -> Iterator[NodeCallResult]:
         """Yield the answers that are ready. Called in each turn of the loop."""
         if self._wanted is not None and role.scheduler.at_rest and role.let_go():
-            role.scheduler.forget_cached()
+            role.scheduler.clear_cache()
             if self._memory.unused:  # another node may still read exported pages
                 ask, self._wanted = self._wanted, None
                 here = tuple(tag for tag in _tags(ask) if tag not in self._away)
@@ -103,37 +103,39 @@ class MemoryCalls:
             done, self._under_way = self._under_way, None
             error = done.future.exception()
             if isinstance(error, ServingError):
-                yield Answer(done.ask.number, error=str(error))
+                yield NodeCallResult(done.ask.number, error=str(error))
                 return
             if error is not None:
                 raise error
             self._away ^= {done.tag}
             yield from self._go_on(done.ask, done.left, role)
 
-    def _why_not(self, role: Inside) -> str | None:
+    def _why_not(self, role: ControlledRole) -> str | None:
         if self._wanted is not None or self._under_way is not None:
             return self.why_paused
         if role.busy and not role.scheduler.paused:
             return "requests are here: pause the node first"
         return None
 
-    def _go_on(self, ask: Ask, tags: tuple[str, ...], role: Inside) -> Iterator[Answer]:
+    def _go_on(
+        self, ask: NodeCall, tags: tuple[str, ...], role: ControlledRole
+    ) -> Iterator[NodeCallResult]:
         """Process the first of these tags, or answer if there is none."""
         if tags:
             begin = self._memory.give_back if _gives(ask) else self._memory.take_again
             try:
                 self._under_way = _UnderWay(ask, tags[0], tags[1:], begin(tags[0]))
             except ServingError as error:
-                yield Answer(ask.number, error=str(error))
+                yield NodeCallResult(ask.number, error=str(error))
             return
         if self._paused_here and not self._away:
             self._paused_here = role.scheduler.paused = False
-        yield Answer(ask.number)
+        yield NodeCallResult(ask.number)
 
 
-def _tags(ask: Ask) -> tuple[str, ...]:
+def _tags(ask: NodeCall) -> tuple[str, ...]:
     return tuple(ask.argument.split(","))
 
 
-def _gives(ask: Ask) -> bool:
+def _gives(ask: NodeCall) -> bool:
     return ask.what == "release_memory"

@@ -3,19 +3,23 @@
 from collections.abc import Iterator
 
 from common.requests.weights import WeightsId
-from node.control.inside import Inside
-from node.control.memory_calls import Memory, MemoryCalls
+from node.control.inside import ControlledRole
+from node.control.memory_calls import MemoryCalls, ReleasableMemory
 from node.control.pauses import Pauses
-from node.control.profile_calls import ProfileCalls, Profiling
-from node.control.weight_calls import Lenders, WeightCalls, Weights
-from node.messages import Answer, Ask
+from node.control.profile_calls import ProfileCalls, ProfilerSession
+from node.control.weight_calls import UpdatableWeights, WeightCalls, WeightSources
+from node.messages import NodeCall, NodeCallResult
 
 
-class Operations:
+class EngineOperations:
     """All commands by kind. Engine thread only."""
 
     def __init__(
-        self, weights: Weights, lenders: Lenders, memory: Memory, profiler: Profiling
+        self,
+        weights: UpdatableWeights,
+        lenders: WeightSources,
+        memory: ReleasableMemory,
+        profiler: ProfilerSession,
     ) -> None:
         self._pauses = Pauses()
         self._weights = WeightCalls(weights, lenders)
@@ -33,26 +37,26 @@ class Operations:
     def gauges(self) -> dict[str, float]:
         return self._memory.gauges()
 
-    def take(self, ask: Ask, role: Inside) -> Iterator[Answer]:
+    def take(self, ask: NodeCall, role: ControlledRole) -> Iterator[NodeCallResult]:
         """Carry out a command. Yields immediate answers. `done` yields the others."""
         match ask.what:
             case "pause":
                 self._memory.pause()
                 self._pauses.begin(ask, role)
             case "continue" if reason := self._memory.why_paused or self._weights.why_paused:
-                yield Answer(ask.number, error=reason)
+                yield NodeCallResult(ask.number, error=reason)
             case "continue":
                 yield from self._pauses.resume(ask, role)
             case "prepare_weights":
                 yield from self._weights.prepare(ask)
             case "put_weights" | "take_weights" if reason := self._memory.why_no_weights:
-                yield Answer(ask.number, error=reason)
+                yield NodeCallResult(ask.number, error=reason)
             case "put_weights":
                 yield from self._weights.put(ask, role)
             case "take_weights":
                 yield from self._weights.take(ask, role)
             case "release_memory" if reason := self._weights.why_busy:
-                yield Answer(ask.number, error=reason)
+                yield NodeCallResult(ask.number, error=reason)
             case "release_memory":
                 yield from self._memory.release(ask, role)
             case "resume_memory":
@@ -62,9 +66,9 @@ class Operations:
             case "stop_profile":
                 yield from self._profiles.stop(ask)
             case unknown:
-                yield Answer(ask.number, error=f"unknown question {unknown!r}")
+                yield NodeCallResult(ask.number, error=f"unknown question {unknown!r}")
 
-    def done(self, role: Inside) -> Iterator[Answer]:
+    def done(self, role: ControlledRole) -> Iterator[NodeCallResult]:
         """Yield the answers that are ready. Called in each turn of the loop."""
         yield from self._pauses.reached(role)
         yield from self._weights.done(role)

@@ -6,28 +6,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.requests.logprobs import Logprobs
-from common.requests.prediction import Predicted
-from node.control.engine_control import Channel
-from node.messages import Ended, StepTokens
+from common.requests.prediction import PredictionUsage
+from node.control.engine_control import FrontendChannel
+from node.messages import RequestEnded, StepTokens
 
 
-class Outbox:
+class TokenOutbox:
     """The results of a step. Engine thread only.
 
     Nothing is sent before `flush`. A token is sent before the end of its request, and the tokens of
     one request in the order in which they were added.
     """
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: FrontendChannel) -> None:
         self._channel = channel
         self._streams: list[NDArray[np.uint64]] = []
         self._requests: list[NDArray[np.uint64]] = []
         self._tokens: list[NDArray[np.uint32]] = []
-        self._ended: dict[int, list[Ended]] = {}
+        self._ended: dict[int, list[RequestEnded]] = {}
         self._begun: dict[int, list[tuple[int, int]]] = {}
         self._logprobs: dict[int, list[tuple[int, Logprobs]]] = {}  # by stream
         self._prompts: dict[int, list[tuple[int, Logprobs]]] = {}
-        self._predicted: dict[int, list[tuple[int, Predicted]]] = {}
+        self._predicted: dict[int, list[tuple[int, PredictionUsage]]] = {}
         self._listeners: dict[int, Callable[[StepTokens], None]] = {}
 
     def listen(self, stream: int, take: Callable[[StepTokens], None]) -> None:
@@ -59,7 +59,7 @@ class Outbox:
         stream, request = origin
         self._prompts.setdefault(stream, []).append((request, logprobs))
 
-    def predicted(self, origin: tuple[int, int], predicted: Predicted) -> None:
+    def predicted(self, origin: tuple[int, int], predicted: PredictionUsage) -> None:
         """Add how much of a request's prediction was right and wrong, with tokens of the
         request.
         """
@@ -73,7 +73,7 @@ class Outbox:
         stream, request = origin
         self._begun.setdefault(stream, []).append((request, cached_tokens))
 
-    def end(self, stream: int, ended: Ended) -> None:
+    def end(self, stream: int, ended: RequestEnded) -> None:
         self._ended.setdefault(stream, []).append(ended)
 
     def flush(self) -> None:

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from common.pause_mode import PAUSE_MODES, PauseMode
-from node.control.inside import Inside
-from node.messages import Answer, Ask
+from node.control.inside import ControlledRole
+from node.messages import NodeCall, NodeCallResult
 
 PAUSED = "aborted: generation was paused"  # error of requests that a pause ends
 
@@ -35,7 +35,7 @@ class Pauses:
     def counters(self) -> dict[str, int]:
         return {f"pauses/{mode}": number for mode, number in self._counts.items()}
 
-    def begin(self, ask: Ask, role: Inside) -> None:
+    def begin(self, ask: NodeCall, role: ControlledRole) -> None:
         """Start a pause. `reached` yields the answer. A paused node may be paused again in another
         mode.
         """
@@ -46,19 +46,19 @@ class Pauses:
         keeps = mode is PauseMode.IN_PLACE
         self._awaited.append(_Awaited(ask.number, fresh, num_aborted, keeps))
 
-    def resume(self, ask: Ask, role: Inside) -> Iterator[Answer]:
+    def resume(self, ask: NodeCall, role: ControlledRole) -> Iterator[NodeCallResult]:
         """End the pause. Yields its answer, and errors for pauses that were not reached."""
         was_paused, role.scheduler.paused = role.scheduler.paused, False
-        yield Answer(ask.number, integer=int(was_paused))
+        yield NodeCallResult(ask.number, integer=int(was_paused))
         for each in self._awaited:
-            yield Answer(each.number, error="it was continued before it was paused")
+            yield NodeCallResult(each.number, error="it was continued before it was paused")
         self._awaited.clear()
 
-    def reached(self, role: Inside) -> Iterator[Answer]:
+    def reached(self, role: ControlledRole) -> Iterator[NodeCallResult]:
         """Yield the answers of pauses that are reached. Called in each turn of the loop."""
         if not self._awaited or not role.scheduler.at_rest:
             return
         empty = all(each.keeps for each in self._awaited) or role.let_go()
         for each in [each for each in self._awaited if each.keeps or empty]:
             self._awaited.remove(each)
-            yield Answer(each.number, integer=each.num_aborted, fresh=each.fresh)
+            yield NodeCallResult(each.number, integer=each.num_aborted, fresh=each.fresh)

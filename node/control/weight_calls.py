@@ -6,7 +6,7 @@ that pause too:
 
     wanted --at rest, no KV--> reading (from a node) --complete and correct--> putting --> done
 
-Weights and Lenders implement the access to files, tensors and other nodes.
+Weights and WeightSources implement the access to files, tensors and other nodes.
 """
 
 from collections.abc import Iterator
@@ -16,11 +16,11 @@ from typing import Any, Protocol
 
 from common.errors import ServingError
 from common.requests.weights import UNNAMED, WeightsId
-from node.control.inside import Inside
-from node.messages import Answer, Ask
+from node.control.inside import ControlledRole
+from node.messages import NodeCall, NodeCallResult
 
 
-class Weights(Protocol):
+class UpdatableWeights(Protocol):
     """The weights themselves. See engine/update.py."""
 
     id: WeightsId
@@ -31,12 +31,12 @@ class Weights(Protocol):
     def put(self, weights: WeightsId) -> Future[None]: ...
 
 
-class Lenders(Protocol):
+class WeightSources(Protocol):
     """The reader of other nodes' weights. See node/sharing/weights.py."""
 
     def read(self, weights: WeightsId, address: str) -> Future[WeightsId]:
-        """Read the weights of the node at `address`. `Weights.put` may follow. Fails with a
-        ServingError, and then nothing has changed.
+        """Read the weights of the node at `address`. `UpdatableWeights.put` may follow. Fails with
+        a ServingError, and then nothing has changed.
         """
         ...
 
@@ -55,11 +55,11 @@ class _Asked:
 class WeightCalls:
     """Operators' calls about weights. Engine thread only."""
 
-    def __init__(self, weights: Weights, lenders: Lenders) -> None:
+    def __init__(self, weights: UpdatableWeights, lenders: WeightSources) -> None:
         self._weights = weights
         self._lenders = lenders
         self._preparing: list[_Asked] = []
-        self._wanted: Ask | None = None  # to be put in place as soon as no request has KV
+        self._wanted: NodeCall | None = None  # to be put in place as soon as no request has KV
         self._reading: _Asked | None = None
         self._putting: _Asked | None = None
         self._computed_with = self._paired_as = weights.id  # the versions that the role knows
@@ -84,35 +84,35 @@ class WeightCalls:
         """Return why the node must stay paused. Empty if it need not."""
         return self.why_busy or ("" if self._weights.whole else "its weights are incomplete")
 
-    def prepare(self, ask: Ask) -> Iterator[Answer]:
+    def prepare(self, ask: NodeCall) -> Iterator[NodeCallResult]:
         """Check weights. The answer comes from here on an error, otherwise from `done`."""
         try:
             future = self._weights.prepare(ask.argument)
         except ServingError as error:
-            yield Answer(ask.number, error=str(error))
+            yield NodeCallResult(ask.number, error=str(error))
         else:
             self._preparing.append(_Asked(ask.number, UNNAMED, future))
 
-    def put(self, ask: Ask, role: Inside) -> Iterator[Answer]:
+    def put(self, ask: NodeCall, role: ControlledRole) -> Iterator[NodeCallResult]:
         """Put weights in place, with answers like `prepare`. argument: their id, in hexadecimal."""
         if not role.scheduler.paused:
-            yield Answer(ask.number, error="this node is not paused")
+            yield NodeCallResult(ask.number, error="this node is not paused")
         elif self.why_busy:
-            yield Answer(ask.number, error="its weights are being changed already")
+            yield NodeCallResult(ask.number, error="its weights are being changed already")
         else:
             self._wanted = ask
 
-    def take(self, ask: Ask, role: Inside) -> Iterator[Answer]:
+    def take(self, ask: NodeCall, role: ControlledRole) -> Iterator[NodeCallResult]:
         """Take another node's weights, with answers like `prepare`. argument: their id and its
         address.
         """
         weights, _ = _lent(ask)
         if weights == self._weights.id and self._weights.whole and not self.why_busy:
-            yield Answer(ask.number, weights=weights)
+            yield NodeCallResult(ask.number, weights=weights)
         else:
             yield from self.put(ask, role)
 
-    def done(self, role: Inside) -> Iterator[Answer]:
+    def done(self, role: ControlledRole) -> Iterator[NodeCallResult]:
         """Yield the answers that are ready. Called in each turn of the loop."""
         self._lenders.poll()
         for asked in [each for each in self._preparing if each.future.done()]:
@@ -120,7 +120,7 @@ class WeightCalls:
             yield _answer(asked)
         if self._wanted is not None and role.scheduler.at_rest and role.let_go():
             ask, self._wanted = self._wanted, None
-            role.scheduler.forget_cached()
+            role.scheduler.clear_cache()
             if ask.what == "take_weights":
                 self._read(ask, role)
             else:
@@ -141,7 +141,7 @@ class WeightCalls:
         if not self.why_busy:
             self._pair_as(self._weights.id, role)
 
-    def _read(self, ask: Ask, role: Inside) -> None:
+    def _read(self, ask: NodeCall, role: ControlledRole) -> None:
         """Start to read weights from another node. That node pairs only with nodes of the same
         version, so this node claims to have it until the read ends. It computes nothing meanwhile,
         and has no KV.
@@ -150,27 +150,27 @@ class WeightCalls:
         self._pair_as(weights, role)
         self._reading = _Asked(ask.number, weights, self._lenders.read(weights, address))
 
-    def _put(self, number: int, weights: WeightsId) -> Iterator[Answer]:
+    def _put(self, number: int, weights: WeightsId) -> Iterator[NodeCallResult]:
         try:
             self._putting = _Asked(number, weights, self._weights.put(weights))
         except ServingError as error:
-            yield Answer(number, error=str(error))
+            yield NodeCallResult(number, error=str(error))
 
-    def _pair_as(self, weights: WeightsId, role: Inside) -> None:
+    def _pair_as(self, weights: WeightsId, role: ControlledRole) -> None:
         if weights != self._paired_as:
             self._paired_as = weights
-            role.pair_as(weights)
+            role.set_weight_version(weights)
 
 
-def _lent(ask: Ask) -> tuple[WeightsId, str]:
+def _lent(ask: NodeCall) -> tuple[WeightsId, str]:
     weights, _, address = ask.argument.partition("=")
     return bytes.fromhex(weights), address
 
 
-def _answer(asked: _Asked) -> Answer:
+def _answer(asked: _Asked) -> NodeCallResult:
     error = asked.future.exception()
     if error is None:
-        return Answer(asked.number, weights=asked.future.result() or asked.weights)
+        return NodeCallResult(asked.number, weights=asked.future.result() or asked.weights)
     if not isinstance(error, ServingError):
         raise error
-    return Answer(asked.number, error=str(error))
+    return NodeCallResult(asked.number, error=str(error))

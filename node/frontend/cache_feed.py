@@ -12,9 +12,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
 from common.errors import Overloaded, ServingError
-from common.rpc.streams import Outgoing
+from common.rpc.streams import OutgoingStream
 from node.frontend.engine_link import EngineLink
-from node.messages import CacheChanged, WatchCache
+from node.messages import CacheEventBatch, WatchCache
 from protos import node_pb2
 
 MAX_WATCHERS = 64
@@ -24,8 +24,8 @@ MAX_UNSENT_BYTES = 16 << 20  # of one watcher; twice a snapshot of 1 Mi pages
 @dataclass(slots=True, eq=False)
 class _Watcher:
     host: str
-    outgoing: Outgoing[node_pb2.CacheEvents] = field(
-        default_factory=lambda: Outgoing(max_bytes=MAX_UNSENT_BYTES)
+    outgoing: OutgoingStream[node_pb2.CacheEvents] = field(
+        default_factory=lambda: OutgoingStream(max_bytes=MAX_UNSENT_BYTES)
     )
     begun: bool = False  # everything has been sent to it
 
@@ -72,7 +72,7 @@ class CacheFeed:
             Overloaded(f"more than {MAX_WATCHERS} calls watch the cache")
         )
 
-    def changed(self, change: CacheChanged) -> None:
+    def changed(self, change: CacheEventBatch) -> None:
         """Forward the engine's change, to new watchers or to all that have received everything."""
         events = node_pb2.CacheEvents(
             page_size=change.page_size,

@@ -22,21 +22,21 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ExitVerdict:
     reason: str
     exit_code: int = 0
     in_order: bool = False  # no work was in progress any more
     engine_died: bool = False
 
 
-class Ending:
+class ProcessExit:
     """The causes of a node's end. Event loop only."""
 
     def __init__(self) -> None:
         self._wanted = asyncio.Event()
         self._role_over = asyncio.Event()
         self._signalled = False
-        self._verdict: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
+        self._verdict: asyncio.Future[ExitVerdict] = asyncio.get_running_loop().create_future()
 
     def signalled(self, name: str) -> None:
         """Handle a signal. The first one asks for a drain, any other one ends the node
@@ -60,7 +60,7 @@ class Ending:
     def drained(self) -> None:
         """Record that no work is left. A node that was not asked to end stays."""
         if self.wanted:
-            self._decide(Verdict("drained", in_order=True))
+            self._decide(ExitVerdict("drained", in_order=True))
 
     def role_over(self) -> None:
         """Record that the node has finished its role and continues in another one."""
@@ -68,15 +68,15 @@ class Ending:
 
     def now(self, reason: str) -> None:
         """End the node as requested, without waiting for anything."""
-        self._decide(Verdict(reason))
+        self._decide(ExitVerdict(reason))
 
     def fault(self, reason: str, exit_code: int = 1) -> None:
-        self._decide(Verdict(reason, exit_code))
+        self._decide(ExitVerdict(reason, exit_code))
 
     def engine_died(self, reason: str) -> None:
-        self._decide(Verdict(reason, 1, engine_died=True))
+        self._decide(ExitVerdict(reason, 1, engine_died=True))
 
-    async def verdict(self, begin_drain: Callable[[], None], drain_s: float) -> Verdict | None:
+    async def verdict(self, begin_drain: Callable[[], None], drain_s: float) -> ExitVerdict | None:
         """Wait for the end of the node, or of its role (None). `begin_drain` is called once a drain
         is wanted. From then on the drain may take `drain_s`.
         """
@@ -116,7 +116,7 @@ class Ending:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def before(self, done: asyncio.Future[Any], timeout_s: float) -> Verdict | None:
+    async def before(self, done: asyncio.Future[Any], timeout_s: float) -> ExitVerdict | None:
         """Wait until `done` and return None. If the node ends before, or `timeout_s` expires, which
         ends it, return the verdict.
         """
@@ -128,6 +128,6 @@ class Ending:
         self.fault(f"the engine has not begun another role within {timeout_s:g} s")
         return self._verdict.result()
 
-    def _decide(self, verdict: Verdict) -> None:
+    def _decide(self, verdict: ExitVerdict) -> None:
         if not self._verdict.done():
             self._verdict.set_result(verdict)

@@ -10,25 +10,25 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeAlias
 
-from common.errors import DeadlineExceeded, NodeUnavailable, Overloaded, WrongState
+from common.errors import DeadlineExceeded, FailedPrecondition, NodeUnavailable, Overloaded
 from common.process.ipc import Backlogged, FrameConnection, PeerGone
-from common.process.lanes import Lane
+from common.process.lanes import CallLane
 from node.messages import (
-    Answer,
-    Ask,
-    CacheChanged,
+    CacheEventBatch,
     Drained,
     EngineFailed,
     EngineMessage,
     EngineReady,
+    EngineStats,
     FrontMessage,
-    HandoffTraced,
-    Moving,
-    OnTrial,
-    Pooled,
-    PoolPrompts,
-    Start,
+    HandoffSpan,
+    NodeCall,
+    NodeCallResult,
+    PoolingDone,
+    QuarantineStarted,
+    StartRole,
     StepTokens,
+    SubmitPooling,
     SubmitRequest,
 )
 
@@ -39,11 +39,11 @@ _MAX_QUESTIONS = 64  # waiting for their answers
 Notice: TypeAlias = (
     EngineReady
     | StepTokens
-    | OnTrial
-    | HandoffTraced
-    | Pooled
-    | Moving
-    | CacheChanged
+    | QuarantineStarted
+    | HandoffSpan
+    | PoolingDone
+    | EngineStats
+    | CacheEventBatch
     | Drained
     | EngineFailed
 )
@@ -64,17 +64,17 @@ class EngineLink:
             EngineMessage, self._take, self._end
         )
         self._numbers = itertools.count(1)
-        self._questions: dict[int, asyncio.Future[Answer]] = {}
+        self._questions: dict[int, asyncio.Future[NodeCallResult]] = {}
         self._restarted: asyncio.Future[EngineReady] | None = None  # done when another role begins
         self._ready = False
         self._ended = False
 
-    async def open(self, sock: socket.socket, start: Start) -> None:
+    async def open(self, sock: socket.socket, start: StartRole) -> None:
         """Take over the socket and send the first frame."""
         await self._connection.open(sock)
         self._connection.send(start)
 
-    async def restart(self, start: Start) -> EngineReady:
+    async def restart(self, start: StartRole) -> EngineReady:
         """Start another role. Returns when it has begun: later notices belong to it, and all
         earlier ones to the previous role. Without an engine it never returns.
         """
@@ -90,11 +90,11 @@ class EngineLink:
         if not self._ready:
             raise NodeUnavailable("this node is starting")
 
-    def lane(self) -> Lane:
+    def lane(self) -> CallLane:
         """Return a lane for the messages of one stream."""
-        return Lane(self._connection)
+        return CallLane(self._connection)
 
-    def send(self, message: FrontMessage, lane: Lane | None = None) -> None:
+    def send(self, message: FrontMessage, lane: CallLane | None = None) -> None:
         """Send a message that must not be lost. It is dropped if the engine has ended, since it has
         no effect then.
 
@@ -106,12 +106,12 @@ class EngineLink:
         with self._ends():
             (lane or self._connection).send(message)
 
-    async def room(self, lane: Lane) -> None:
+    async def room(self, lane: CallLane) -> None:
         """Wait until more may be read from the stream of this lane."""
         with self._ends():
             await lane.room()
 
-    def submit(self, request: SubmitRequest | PoolPrompts, lane: Lane) -> None:
+    def submit(self, request: SubmitRequest | SubmitPooling, lane: CallLane) -> None:
         """Send new work.
 
         Raises:
@@ -123,14 +123,14 @@ class EngineLink:
             raise Overloaded("the engine of this node does not keep up with new requests")
         self.send(request, lane)
 
-    async def ask(self, what: str, argument: str = "", *, timeout_s: float = 5.0) -> Answer:
+    async def ask(self, what: str, argument: str = "", *, timeout_s: float = 5.0) -> NodeCallResult:
         """Ask the engine thread, which answers between two steps.
 
         Raises:
             NodeUnavailable: the engine is not there, or ended before it answered.
             Overloaded: too many questions wait already.
             DeadlineExceeded: it is in a step that takes longer.
-            WrongState: the engine answered with this error.
+            FailedPrecondition: the engine answered with this error.
         """
         self.check_ready()
         if len(self._questions) >= _MAX_QUESTIONS:
@@ -138,14 +138,14 @@ class EngineLink:
         number = next(self._numbers)
         self._questions[number] = asyncio.get_running_loop().create_future()
         try:
-            self.send(Ask(number, what, argument))
+            self.send(NodeCall(number, what, argument))
             answer = await asyncio.wait_for(self._questions[number], timeout_s)
         except TimeoutError:
             raise DeadlineExceeded(f"the engine has not answered within {timeout_s:g} s") from None
         finally:
             del self._questions[number]
         if answer.error:
-            raise WrongState(answer.error)
+            raise FailedPrecondition(answer.error)
         return answer
 
     def close(self) -> None:
@@ -156,7 +156,7 @@ class EngineLink:
 
     def _take(self, message: EngineMessage) -> None:
         match message:
-            case Answer(number=number):
+            case NodeCallResult(number=number):
                 question = self._questions.get(number)
                 if question is not None and not question.done():
                     question.set_result(message)

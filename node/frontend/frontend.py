@@ -16,15 +16,15 @@ from dataclasses import replace
 import uvloop
 
 from common import logs, rpc
-from common.errors import ConfigError, EngineDied, NodeUnavailable, WrongState
+from common.errors import ConfigError, EngineDied, FailedPrecondition, NodeUnavailable
 from common.logs import kv
 from common.metrics.serving import served
 from common.process import allocator, descriptors
-from node.frontend.ending import Ending, Verdict
+from node.frontend.ending import ExitVerdict, ProcessExit
 from node.frontend.engine_link import EngineLink, Notice
 from node.frontend.parts import RoleProgram
 from node.frontend.process import EngineProcess, exit_sentence
-from node.frontend.tenure import Post, Tenure
+from node.frontend.tenure import RoleTenure, TenurePost
 from node.metrics import NodeMetrics
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ _RESTART_S = 60.0  # for the engine to begin another role
 
 
 def _no_other(role: str) -> RoleProgram:
-    raise WrongState("this node has one role")
+    raise FailedPrecondition("this node has one role")
 
 
 def run_node(
@@ -83,10 +83,10 @@ class _Node:
         self._engine_module = engine_module
         self._other = other
         self._metrics = NodeMetrics(program.role)
-        self._ending = Ending()
+        self._ending = ProcessExit()
         self._engine_let_go = asyncio.Event()
         self._link = EngineLink(self._notice, lambda _: self._engine_let_go.set())
-        self._tenure: Tenure
+        self._tenure: RoleTenure
         self._exit_code = 0
 
     async def run(self) -> int:
@@ -103,7 +103,7 @@ class _Node:
                 )
             trust = self._metrics.trust
             address = rpc.join_address(self._program.config.announced_host, port)
-            post: Post | None = Post.of(self._program, address, trust)
+            post: TenurePost | None = TenurePost.of(self._program, address, trust)
             metrics_port = stack.enter_context(
                 served(self._metrics.registry, front.host, front.metrics_port)
             )
@@ -115,10 +115,10 @@ class _Node:
         return self._exit_code
 
     async def _serve(
-        self, post: Post, engine: EngineProcess, metrics_port: int | None
-    ) -> Post | None:
+        self, post: TenurePost, engine: EngineProcess, metrics_port: int | None
+    ) -> TenurePost | None:
         """Serve in one role. Returns the next role's post, or None if the node has ended."""
-        tenure = self._tenure = Tenure(
+        tenure = self._tenure = RoleTenure(
             post,
             engine.transfer_socket,
             self._link,
@@ -135,7 +135,7 @@ class _Node:
             if verdict is None:
                 successor = tenure.switch.successor
                 assert successor is not None
-                following = Post.of(successor, post.start.address, self._metrics.trust)
+                following = TenurePost.of(successor, post.start.address, self._metrics.trust)
                 await tenure.end(NodeUnavailable(f"this node becomes a {successor.role} node"))
                 engine.renew_transfer_socket()
                 restarted = asyncio.ensure_future(self._link.restart(following.start))
@@ -148,11 +148,11 @@ class _Node:
 
     def _program_of(self, role: str) -> RoleProgram:
         if role == self._tenure.role:
-            raise WrongState(f"this is a {role} node already")
+            raise FailedPrecondition(f"this is a {role} node already")
         if self._tenure.is_paused:
-            raise WrongState("this node is paused: its requests would not leave it")
+            raise FailedPrecondition("this node is paused: its requests would not leave it")
         if self._ending.wanted:
-            raise WrongState("this node is draining")
+            raise FailedPrecondition("this node is draining")
         return self._other(role)
 
     async def _watch(self, engine: EngineProcess) -> None:
@@ -174,7 +174,7 @@ class _Node:
     def _notice(self, notice: Notice) -> None:
         self._tenure.notice(notice)
 
-    async def _end(self, verdict: Verdict, tenure: Tenure, engine: EngineProcess) -> int:
+    async def _end(self, verdict: ExitVerdict, tenure: RoleTenure, engine: EngineProcess) -> int:
         # Every known wait has a deadline of its own. If something else blocks this process, such as
         # a library's thread, all stacks are dumped and the exit code is 1.
         faulthandler.dump_traceback_later(_END_S, exit=True)

@@ -9,23 +9,23 @@ import grpc.aio
 
 from common.config import NodeConfig
 from common.errors import ServingError
-from common.identity.guard import Guard
+from common.identity.guard import CallAuthenticator
 from common.tracing.tracer import Tracer
 from node.frontend.engine_link import EngineLink
-from node.frontend.supervision import Supervision
-from node.messages import HandoffTraced, Moving, OnTrial, Pooled, StepTokens
+from node.frontend.supervision import EngineSupervisor
+from node.messages import EngineStats, HandoffSpan, PoolingDone, QuarantineStarted, StepTokens
 from node.metrics import NodeMetrics, Role
 
 
 @dataclass(frozen=True, slots=True)
-class Front:
+class NodeFrontend:
     """The values from which a program makes its parts."""
 
     instance: int
     address: str
     engine: EngineLink
     metrics: NodeMetrics
-    supervision: Supervision
+    supervision: EngineSupervisor
     make_channel: Callable[[str], grpc.aio.Channel]  # to other nodes
     tracer: Tracer | None
     transfer_socket: socket.socket  # to the transfer thread; owned by the part that opens it
@@ -36,18 +36,18 @@ def _nothing(*_: object) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeParts:
+class RoleServices:
     """The parts of one role. The callables run on the event loop and do not block."""
 
     # Each registers itself with the given guard and returns its names.
-    services: Sequence[Callable[[grpc.aio.Server, Guard | None], tuple[str, ...]]]
+    services: Sequence[Callable[[grpc.aio.Server, CallAuthenticator | None], tuple[str, ...]]]
     background: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()  # until cancelled
     step: Callable[[StepTokens], None] = _nothing
-    on_trial: Callable[[OnTrial], None] = _nothing
-    moved: Callable[[Moving], None] = _nothing
-    handoff: Callable[[HandoffTraced], None] = _nothing
-    pooled: Callable[[Pooled], None] = _nothing
-    # The address of a node; raises WrongState if it cannot.
+    on_trial: Callable[[QuarantineStarted], None] = _nothing
+    moved: Callable[[EngineStats], None] = _nothing
+    handoff: Callable[[HandoffSpan], None] = _nothing
+    pooled: Callable[[PoolingDone], None] = _nothing
+    # The address of a node; raises FailedPrecondition if it cannot.
     pair_with: Callable[[str], None] = _nothing
     drain: Callable[[], None] = _nothing  # accept no new work from now on
     resume: Callable[[], None] = _nothing  # accept new work again
@@ -65,5 +65,5 @@ class RoleProgram:
 
     role: Role
     config: NodeConfig
-    parts: Callable[[Front], NodeParts]
+    parts: Callable[[NodeFrontend], RoleServices]
     mode: str = ""

@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from common.errors import DeadlineExceeded, NodeUnavailable, ServingError, WrongState
+from common.errors import DeadlineExceeded, FailedPrecondition, NodeUnavailable, ServingError
 from common.logs import kv
 from node.frontend.engine_link import EngineLink
 from node.frontend.parts import RoleProgram
@@ -67,7 +67,7 @@ class RoleSwitch:
         self._engine.check_ready()
         program = self._program_of(role)
         if self._under_way is not None:
-            raise WrongState("this node is about to take another role already")
+            raise FailedPrecondition("this node is about to take another role already")
         self._under_way = task = asyncio.ensure_future(self._change(program))
         await asyncio.wait({task})
         if task.cancelled():

@@ -12,13 +12,13 @@ from common.config import NodeConfig, check_adapter_name
 from common.errors import InvalidRequest, NodeUnavailable, cut
 from common.memory_tags import memory_tags
 from common.pause_mode import pause_mode
-from common.queueing.drain import Backlog
-from common.requests.request_trace import Flights, to_proto
+from common.queueing.drain import QueueBacklog
+from common.requests.request_trace import RequestTraces, to_proto
 from common.requests.weights import check_weights
 from common.rpc import check_address
 from node.frontend.cache_feed import CacheFeed
 from node.frontend.engine_link import EngineLink
-from node.frontend.supervision import Supervision
+from node.frontend.supervision import EngineSupervisor
 from protos import node_pb2, node_pb2_grpc, router_pb2
 
 MAX_PATH_CHARACTERS = 1024
@@ -37,7 +37,8 @@ class NodeService(node_pb2_grpc.NodeServicer):
         mode: of a decode node, else empty.
         drain: begins the drain. Called with the name of its cause.
         switch: changes to the role of that name. Returns when it is about to begin.
-        pair_with: pairs with the node at that address from now on. Raises WrongState if it cannot.
+        pair_with: pairs with the node at that address from now on. Raises FailedPrecondition if it
+            cannot.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
         instance: int,
         engine_pid: int,
         engine: EngineLink,
-        supervision: Supervision,
+        supervision: EngineSupervisor,
         cache_feed: CacheFeed,
         drain: Callable[[str], None],
         switch: Callable[[str], Awaitable[None]],
@@ -103,7 +104,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
         reply.counters.update(counters)
         if moving is not None:
             reply.weights = moving.weights
-            queued_s, token_s = moving.backlogs.get("prompts", Backlog())
+            queued_s, token_s = moving.backlogs.get("prompts", QueueBacklog())
             reply.prompts.CopyFrom(router_pb2.Backlog(queued_s=queued_s, token_s=token_s))
         for peer, path, gib_per_s in moving.links if moving else ():
             reply.links.append(router_pb2.LinkState(peer=peer, path=path, gib_per_s=gib_per_s))
@@ -263,7 +264,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
         if self._supervision.ready and not self._supervision.moves(time.monotonic()):
             raise NodeUnavailable("the engine of this node stands still")
         answer = await self._engine.ask("explain", request.request_id)
-        return to_proto(answer.flights or Flights((), 0))
+        return to_proto(answer.flights or RequestTraces((), 0))
 
 
 def _check_path(path: str) -> None:

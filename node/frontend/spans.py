@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 
-from common.requests.timeline import Attempt, Timeline
-from common.tracing.context import Trace
-from common.tracing.tracer import Attributes, Child, Tracer
-from node.messages import Ended, HandoffTraced
+from common.requests.timeline import HandoffSummary, Timeline
+from common.tracing.context import TraceContext
+from common.tracing.tracer import Attributes, ChildSpan, Tracer
+from node.messages import HandoffSpan, RequestEnded
 
 
-def tell_request(tracer: Tracer, ended: Ended) -> None:
+def tell_request(tracer: Tracer, ended: RequestEnded) -> None:
     """Report a decode node's span of an ended request. Does nothing if it is not traced here."""
     stamps = ended.stamps
     if stamps is None or not stamps.trace.own:
@@ -31,13 +31,13 @@ def tell_request(tracer: Tracer, ended: Ended) -> None:
     )
 
 
-def tell_handoff(tracer: Tracer | None, handoff: HandoffTraced) -> None:
+def tell_handoff(tracer: Tracer | None, handoff: HandoffSpan) -> None:
     """Report a prefill node's span of an ended hand-off."""
     if tracer is None:
         return
     stamps = handoff.stamps
     tracer.tell(
-        Trace(stamps.traceparent),
+        TraceContext(stamps.traceparent),
         "baton.prefill",
         begun=stamps.opened,
         ended=stamps.dropped,
@@ -52,7 +52,7 @@ def tell_handoff(tracer: Tracer | None, handoff: HandoffTraced) -> None:
     )
 
 
-def _children(timeline: Timeline, zero: float) -> Iterator[Child]:
+def _children(timeline: Timeline, zero: float) -> Iterator[ChildSpan]:
     """Yield the phases. A decode node skips a prefill node's phases, which that node reports
     itself.
     """
@@ -60,10 +60,10 @@ def _children(timeline: Timeline, zero: float) -> Iterator[Child]:
         if row.phase.on_prefill_node and row.attempt:
             continue
         attributes = _of_attempt(timeline.attempts[row.attempt - 1]) if row.attempt else {}
-        yield Child(row.phase.name.lower(), zero + row.start, zero + row.end, attributes)
+        yield ChildSpan(row.phase.name.lower(), zero + row.start, zero + row.end, attributes)
 
 
-def _of_attempt(attempt: Attempt) -> Attributes:
+def _of_attempt(attempt: HandoffSummary) -> Attributes:
     return {
         "baton.prefill": attempt.prefill,
         "baton.path": attempt.path,

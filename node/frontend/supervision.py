@@ -4,13 +4,13 @@ Knows no sockets and no processes. The time is passed in.
 """
 
 from common.errors import InvalidRequest
-from node.messages import EngineReady, Moving
+from node.messages import EngineReady, EngineStats
 
 SILENCE_S = 3.0
 SERVES = ("ready", "paused")  # states in which requests are accepted, even if they only wait
 
 
-class Supervision:
+class EngineSupervisor:
     """The node's state: "starting" -> "ready" <-> "paused"; both <-> "unhealthy"; any ->
     "draining".
 
@@ -20,12 +20,12 @@ class Supervision:
     def __init__(self, silence_s: float = SILENCE_S) -> None:
         self._silence_s = silence_s
         self._moved_at = 0.0
-        self._moving: Moving | None = None
+        self._moving: EngineStats | None = None
         self.ready: EngineReady | None = None
         self.draining = False
 
     @property
-    def moving(self) -> Moving | None:
+    def moving(self) -> EngineStats | None:
         """Return the engine's last report, or None."""
         return self._moving
 
@@ -43,7 +43,7 @@ class Supervision:
                 f"{self.ready.context_length}"
             )
 
-    def moved(self, moving: Moving, now: float) -> None:
+    def moved(self, moving: EngineStats, now: float) -> None:
         self._moving = moving
         self._moved_at = now
 

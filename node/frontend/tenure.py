@@ -20,30 +20,30 @@ import grpc.aio
 from common import rpc, tls
 from common.errors import EngineFault, ServingError
 from common.identity.caller import node_name
-from common.identity.guard import Guard
+from common.identity.guard import CallAuthenticator
 from common.identity.identity import Identity
 from common.identity.program import guard_of, identity_of
 from common.logs import kv
 from common.metrics.trust import TrustMetrics
 from common.tracing import export
 from node.frontend.cache_feed import CacheFeed
-from node.frontend.ending import Ending
+from node.frontend.ending import ProcessExit
 from node.frontend.engine_link import EngineLink, Notice
-from node.frontend.parts import Front, NodeParts, RoleProgram
+from node.frontend.parts import NodeFrontend, RoleProgram, RoleServices
 from node.frontend.role_switch import RoleSwitch
 from node.frontend.service import NodeService
-from node.frontend.supervision import SERVES, Supervision
+from node.frontend.supervision import SERVES, EngineSupervisor
 from node.messages import (
-    Ask,
-    CacheChanged,
+    CacheEventBatch,
     Drained,
     EngineFailed,
     EngineReady,
-    HandoffTraced,
-    Moving,
-    OnTrial,
-    Pooled,
-    Start,
+    EngineStats,
+    HandoffSpan,
+    NodeCall,
+    PoolingDone,
+    QuarantineStarted,
+    StartRole,
     StepTokens,
 )
 from node.metrics import NodeMetrics, Role
@@ -56,32 +56,32 @@ _STREAMS_S = 1.0  # for streams to send their error at the end
 
 
 @dataclass(frozen=True, slots=True)
-class Post:
+class TenurePost:
     """A role that begins.
 
     Attributes:
-        start: the engine's Start message.
+        start: the engine's StartRole message.
         identity: the node's, under the instance id that it has in this role.
         guard: of its server.
         ready: the engine's EngineReady. None: its model is not loaded yet.
     """
 
     program: RoleProgram
-    start: Start
+    start: StartRole
     certificates: tls.Certificates | None
     identity: Identity | None
-    guard: Guard | None
+    guard: CallAuthenticator | None
     ready: EngineReady | None = None
 
     @classmethod
-    def of(cls, program: RoleProgram, address: str, trust: TrustMetrics) -> "Post":
+    def of(cls, program: RoleProgram, address: str, trust: TrustMetrics) -> "TenurePost":
         """Make a post with a new instance id.
 
         Raises:
             ConfigError: certificates or secret are invalid, or missing.
         """
         front = program.config.front
-        start = Start(
+        start = StartRole(
             role=program.role,
             config=program.config.model_dump_json(),
             instance=secrets.randbits(64),
@@ -96,7 +96,7 @@ class Post:
         return cls(program, start, certificates, identity, guard)
 
 
-class Tenure:
+class RoleTenure:
     """The node in one role. Event loop only.
 
     Args:
@@ -106,11 +106,11 @@ class Tenure:
 
     def __init__(
         self,
-        post: Post,
+        post: TenurePost,
         transfer_socket: socket.socket,
         engine: EngineLink,
         metrics: NodeMetrics,
-        ending: Ending,
+        ending: ProcessExit,
         *,
         engine_pid: int,
         program_of: Callable[[str], RoleProgram],
@@ -123,11 +123,11 @@ class Tenure:
         self._engine_pid = engine_pid
         self._metrics = metrics
         self._ending = ending
-        self._supervision = Supervision(config.silence_s)
+        self._supervision = EngineSupervisor(config.silence_s)
         metrics.begin(post.program.role)
         metrics.liveness_from(lambda: self._supervision.liveness(time.monotonic()))
         self._cache_feed = CacheFeed(engine)
-        self._parts = NodeParts(services=())
+        self._parts = RoleServices(services=())
         self._over = False
         self._health: rpc.Health
         self._server: grpc.aio.Server
@@ -165,7 +165,7 @@ class Tenure:
             if tracer is not None:
                 stack.callback(tracer.close)
             self._parts = self._post.program.parts(
-                Front(
+                NodeFrontend(
                     instance=start.instance,
                     address=start.address,
                     engine=self._engine,
@@ -200,17 +200,17 @@ class Tenure:
         match notice:
             case StepTokens():
                 self._parts.step(notice)
-            case OnTrial():
+            case QuarantineStarted():
                 self._parts.on_trial(notice)
-            case HandoffTraced():
+            case HandoffSpan():
                 self._parts.handoff(notice)
-            case Pooled():
+            case PoolingDone():
                 self._parts.pooled(notice)
-            case Moving():
+            case EngineStats():
                 self._supervision.moved(notice, time.monotonic())
                 self._metrics.engine_moved(notice)
                 self._parts.moved(notice)
-            case CacheChanged():
+            case CacheEventBatch():
                 self._cache_feed.changed(notice)
             case EngineReady():
                 self._supervision.started(notice, time.monotonic())
@@ -244,11 +244,11 @@ class Tenure:
         self._supervision.draining = True
         self._parts.drain()
         # Number 0: the answer is ignored. Drained is what counts.
-        self._engine.send(Ask(0, "drain"))
+        self._engine.send(NodeCall(0, "drain"))
 
     def _resume(self) -> None:
         self._supervision.draining = False
-        self._engine.send(Ask(0, "serve"))
+        self._engine.send(NodeCall(0, "serve"))
         self._parts.resume()
 
     def _register(self) -> rpc.Health:

@@ -7,19 +7,19 @@ waited too long. So the running requests end, and a slot becomes free.
 
 from collections.abc import Iterator
 
-from engine.adapters.adapters import Adapters
+from engine.adapters.adapters import AdapterManager
 from engine.batch.request import Request
-from engine.scheduler.arrivals import ByPlace, is_overdue
+from engine.scheduler.arrivals import PriorityQueue, is_overdue
 
 
-class AdapterLine:
+class AdapterQueue:
     """The queue for adapter slots. Engine thread only."""
 
     name = "adapter"
 
-    def __init__(self, adapters: Adapters) -> None:
+    def __init__(self, adapters: AdapterManager) -> None:
         self._adapters = adapters
-        self._waiting: ByPlace[int, Request] = ByPlace()
+        self._waiting: PriorityQueue[int, Request] = PriorityQueue()
         self._tried = (-1, -1)
 
     def __len__(self) -> int:

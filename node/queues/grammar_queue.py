@@ -7,16 +7,16 @@ from concurrent.futures import Future
 
 from common.errors import InvalidRequest, ServingError
 from engine.batch.request import Request
-from engine.grammar.guides import Guides
+from engine.grammar.guides import GrammarCache
 from engine.grammar.matching import CompiledGuide
 
 
-class GuideLine:
+class GrammarQueue:
     """The queue for guide compilation. Engine thread only."""
 
     name = "guided"
 
-    def __init__(self, guides: Guides) -> None:
+    def __init__(self, guides: GrammarCache) -> None:
         self._guides = guides
         self._waiting: dict[int, tuple[Request, Future[CompiledGuide]]] = {}  # by key
 

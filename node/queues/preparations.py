@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from common.errors import ServingError
-from engine.batch.request import Finish, Request, out_of_time, waited_too_long
-from engine.scheduler.outcome import Finished
+from engine.batch.request import Request, RequestEnd, out_of_time, waited_too_long
+from engine.scheduler.outcome import FinishedRequest
 
 T = TypeVar("T")
 
 
-class Line(Protocol):
+class RequestQueue(Protocol):
     """A queue of requests for the same kind of resource. Engine thread only."""
 
     @property
@@ -56,12 +56,12 @@ class _Unprepared(Generic[T]):
     beside: T
 
 
-class Preparations(Generic[T]):
+class PreparationStages(Generic[T]):
     """The queues that a request passes through. Engine thread only. `T`: a value that its owner
     gets back with the request.
     """
 
-    def __init__(self, *lines: Line) -> None:
+    def __init__(self, *lines: RequestQueue) -> None:
         self._lines = lines
         self._requests: dict[int, _Unprepared[T]] = {}  # by key
         self._prepared: deque[Request] = deque()  # and not yielded yet
@@ -90,18 +90,18 @@ class Preparations(Generic[T]):
             self._prepared.remove(request)
         return True
 
-    def expire(self, now: float, queued_s: float) -> list[Finished]:
+    def expire(self, now: float, queued_s: float) -> list[FinishedRequest]:
         """Remove the requests whose deadline has passed, or whose queue limit has expired.
 
         Args:
             queued_s: retry-after value that those over their queue limit get.
         """
-        ended: list[Finished] = []
+        ended: list[FinishedRequest] = []
         for each in list(self._requests.values()):
             finish = _late(each.request, now, queued_s)
             if finish is not None:
                 self.remove(each.request)
-                ended.append(Finished(each.request, finish))
+                ended.append(FinishedRequest(each.request, finish))
         return ended
 
     def take(self, now: float) -> Iterator[tuple[Request, T, ServingError | None]]:
@@ -126,7 +126,7 @@ class Preparations(Generic[T]):
                         refusal = error
                     yield request, self._requests.pop(request.key).beside, refusal
 
-    def _is_prepared(self, request: Request, lines: tuple[Line, ...]) -> bool:
+    def _is_prepared(self, request: Request, lines: tuple[RequestQueue, ...]) -> bool:
         """Return whether the request needs none of these queues. Otherwise add it to the first one
         that it needs.
         """
@@ -136,7 +136,7 @@ class Preparations(Generic[T]):
         return line is None
 
 
-def _late(request: Request, now: float, queued_s: float) -> Finish | None:
+def _late(request: Request, now: float, queued_s: float) -> RequestEnd | None:
     if request.deadline < now:
         return out_of_time()
     return waited_too_long(queued_s) if request.start_by < now else None

@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Iterator
 
 from engine.batch.request import Ints, Request
-from engine.offload.tiers import Tiers
-from engine.offload.ways import Way
+from engine.offload.tiers import CacheTiers
+from engine.offload.ways import TierMatch
 
 
-class TierLine:
+class TierLoadQueue:
     """The queue for loads from offload tiers. Engine thread only.
 
     Args:
@@ -21,11 +21,11 @@ class TierLine:
 
     name = "bringing"
 
-    def __init__(self, tiers: Tiers, room: Callable[[], int]) -> None:
+    def __init__(self, tiers: CacheTiers, room: Callable[[], int]) -> None:
         self._tiers = tiers
         self._room = room
         self._waiting: dict[int, Request] = {}  # by key
-        self._ways: dict[int, Way] = {}  # by key, of requests that will be put next
+        self._ways: dict[int, TierMatch] = {}  # by key, of requests that will be put next
         self._over: list[int] = []  # keys, to be yielded
 
     def __len__(self) -> int:

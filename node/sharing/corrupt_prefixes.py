@@ -12,21 +12,21 @@ that, from all nodes together. Each costs it a prefix of one namespace, which mu
 import time
 from collections.abc import Callable
 
-from engine.kv_cache.radix import RadixCache
-from engine.scheduler.outcome import Spoilt
-from kvtransfer.ports import AskedToForget, AskToForget, ReaderCommands
+from engine.kv_cache.radix import PrefixCache
+from engine.scheduler.outcome import CorruptPrefix
+from kvtransfer.ports import ConsumerCommands, InvalidateCommand, InvalidateEvent
 
 MOST = 32
 EVERY_S = 1.0
 
 
-class SpoiltPrefixes:
+class CorruptPrefixes:
     """Invalidation of corrupt prefixes. Engine thread only."""
 
     def __init__(
         self,
-        cache: RadixCache,
-        port: ReaderCommands,
+        cache: PrefixCache,
+        port: ConsumerCommands,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cache = cache
@@ -38,13 +38,13 @@ class SpoiltPrefixes:
     def counters(self) -> dict[str, int]:
         return {f"forgotten_prefixes/{cause}": number for cause, number in self._counts.items()}
 
-    def found(self, spoilt: Spoilt) -> None:
+    def found(self, spoilt: CorruptPrefix) -> None:
         """Report corrupt KV, which this node has forgotten, to the nodes that gave it."""
         self._counts["own"] += 1
         for owner in dict.fromkeys(spoilt.given_by):
-            self._port.post(AskToForget(owner, spoilt.token_ids, spoilt.namespace))
+            self._port.post(InvalidateCommand(owner, spoilt.token_ids, spoilt.namespace))
 
-    def asked(self, event: AskedToForget) -> None:
+    def asked(self, event: InvalidateEvent) -> None:
         now = self._clock()
         due = max(self._next_due, now)
         if due > now + (MOST - 1) * EVERY_S:

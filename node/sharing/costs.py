@@ -23,7 +23,7 @@ class _Rounds:
     learnt_at: float
 
 
-class ReadCosts:
+class PrefixReadCosts:
     """Learnt costs. Engine thread only. Owners by instance.
 
     Args:

@@ -6,49 +6,51 @@ from typing import Protocol, TypeVar
 
 from kvtransfer.messages import HandoffId, Prefix, Weights
 from kvtransfer.ports import (
-    Granted,
-    HandoffDropped,
-    Held,
-    Lost,
+    ClosedEvent,
+    CompletedEvent,
+    FailedEvent,
+    GrantedEvent,
     NodeEvent,
-    Opened,
-    OwnerDown,
-    OwnerUp,
-    ReadsEnded,
+    OpenedEvent,
+    ProducerDown,
+    ProducerUp,
+    ReadsEndedEvent,
 )
 
 S = TypeVar("S", Prefix, Weights, contravariant=True)
 
 
-class Reading(Protocol):
+class ConsumerShare(Protocol):
     """The reading end. Hand-offs by their ids."""
 
     def __contains__(self, handoff_id: HandoffId) -> bool: ...
 
-    def owner_up(self, event: OwnerUp) -> None: ...
+    def owner_up(self, event: ProducerUp) -> None: ...
 
-    def owner_down(self, event: OwnerDown) -> None: ...
+    def owner_down(self, event: ProducerDown) -> None: ...
 
-    def held(self, event: Held) -> None: ...
+    def held(self, event: CompletedEvent) -> None: ...
 
-    def lost(self, event: Lost) -> None: ...
+    def lost(self, event: FailedEvent) -> None: ...
 
-    def reads_ended(self, event: ReadsEnded) -> None: ...
+    def reads_ended(self, event: ReadsEndedEvent) -> None: ...
 
 
-class Lending(Protocol[S]):
+class ProducerShare(Protocol[S]):
     """The lending end. Hand-offs by their serials."""
 
     def __contains__(self, serial: int) -> bool: ...
 
-    def opened(self, event: Opened, source: S) -> None: ...
+    def opened(self, event: OpenedEvent, source: S) -> None: ...
 
-    def granted(self, event: Granted) -> None: ...
+    def granted(self, event: GrantedEvent) -> None: ...
 
-    def dropped(self, event: HandoffDropped) -> None: ...
+    def dropped(self, event: ClosedEvent) -> None: ...
 
 
-def take(event: NodeEvent, kind: type[S], reading: Reading, lending: Lending[S]) -> bool:
+def take(
+    event: NodeEvent, kind: type[S], reading: ConsumerShare, lending: ProducerShare[S]
+) -> bool:
     """Pass an event to the end that it is for. Returns False if it belongs to another hand-off, or
     if other parts need it too.
 
@@ -56,23 +58,23 @@ def take(event: NodeEvent, kind: type[S], reading: Reading, lending: Lending[S])
         kind: of the source of all hand-offs of these ends.
     """
     match event:
-        case OwnerUp():
+        case ProducerUp():
             reading.owner_up(event)
             return False
-        case OwnerDown():
+        case ProducerDown():
             reading.owner_down(event)
             return False
-        case Held() if event.id in reading:
+        case CompletedEvent() if event.id in reading:
             reading.held(event)
-        case Lost() if event.id in reading:
+        case FailedEvent() if event.id in reading:
             reading.lost(event)
-        case ReadsEnded() if event.id in reading:
+        case ReadsEndedEvent() if event.id in reading:
             reading.reads_ended(event)
-        case Opened(source=source) if isinstance(source, kind):
+        case OpenedEvent(source=source) if isinstance(source, kind):
             lending.opened(event, source)
-        case Granted() if event.serial in lending:
+        case GrantedEvent() if event.serial in lending:
             lending.granted(event)
-        case HandoffDropped() if event.serial in lending:
+        case ClosedEvent() if event.serial in lending:
             lending.dropped(event)
         case _:
             return False

@@ -19,19 +19,26 @@ import numpy as np
 from common.page_tables import PageTables
 from common.requests.namespace import Namespace
 from engine.batch.batch import Ints
-from engine.batch.holding import Holding
-from engine.kv_cache.pages import Holder, PageAllocator
-from engine.kv_cache.radix import RadixCache
-from engine.offload.tiers import Tiers
+from engine.batch.holding import PageHolding
+from engine.kv_cache.pages import PageAllocator, PageHolder
+from engine.kv_cache.radix import PrefixCache
+from engine.offload.tiers import CacheTiers
 from kvtransfer.messages import Prefix
-from kvtransfer.ports import FailHandoff, Granted, HandoffDropped, Opened, OwnerCommands, Publish
+from kvtransfer.ports import (
+    ClosedEvent,
+    FailCommand,
+    GrantedEvent,
+    OpenedEvent,
+    ProducerCommands,
+    PublishCommand,
+)
 
 SHARE = 8  # at most 1/SHARE of the pool is exported at once
 MAX_ASKED = 256  # opened and not granted; more are rejected
 _NONE = np.empty(0, np.int32)
 
 
-class Loans:
+class PrefixExports:
     """The exports of prefixes. Engine thread only.
 
     Args:
@@ -42,11 +49,11 @@ class Loans:
         self,
         *,
         enabled: bool,
-        cache: RadixCache,
+        cache: PrefixCache,
         pages: PageAllocator,
-        tiers: Tiers,
+        tiers: CacheTiers,
         tables: PageTables,
-        port: OwnerCommands,
+        port: ProducerCommands,
     ) -> None:
         self._enabled = enabled
         self._cache = cache
@@ -80,13 +87,13 @@ class Loans:
     def counters(self) -> dict[str, int]:
         return {f"prefix_loans/{outcome}": number for outcome, number in self._counts.items()}
 
-    def opened(self, event: Opened, source: Prefix) -> None:
+    def opened(self, event: OpenedEvent, source: Prefix) -> None:
         if len(self._asked) >= MAX_ASKED:
             self._refuse(event.serial, "busy: many ask for prefixes already")
         else:
             self._asked[event.serial] = source
 
-    def granted(self, event: Granted) -> None:
+    def granted(self, event: GrantedEvent) -> None:
         asked = self._asked.pop(event.serial, None)
         if asked is None:
             return  # rejected, or dropped
@@ -105,27 +112,29 @@ class Loans:
         if way is None or not self._tiers.bring(way, room, answer):
             answer()
 
-    def _answer(self, granted: Granted, tokens: Ints, namespace: Namespace, *, runs: bool) -> None:
+    def _answer(
+        self, granted: GrantedEvent, tokens: Ints, namespace: Namespace, *, runs: bool
+    ) -> None:
         serial, prefix = granted.serial, granted.prefix_tokens
         match = self._cache.match(tokens, namespace)
         end = match.num_tokens
         if end <= prefix:
             return self._refuse(serial, f"this node has no more than {end} tokens of it")
-        holding = Holding(match.holding.tables, match.state)
+        holding = PageHolding(match.holding.tables, match.state)
         lent = holding.take(self._tables.handed_over(end, prefix))
         if not runs:
             if sum(self._at_a_loss.values()) + len(lent) > self._pages.num_pages // SHARE:
                 return self._refuse(serial, "busy: much is lent already")
             self._at_a_loss[serial] = len(lent)
         self._tiers.used(tokens[:end], namespace)
-        self._pages.hold(lent, Holder.PUBLICATION)
+        self._pages.hold(lent, PageHolder.PUBLICATION)
         self._lent[serial] = lent
-        self._port.post(Publish(serial, prefix, end, lent, last=True, first_token=None))
+        self._port.post(PublishCommand(serial, prefix, end, lent, last=True, first_token=None))
 
-    def dropped(self, event: HandoffDropped) -> None:
+    def dropped(self, event: ClosedEvent) -> None:
         self._asked.pop(event.serial, None)
         lent = self._lent.pop(event.serial, _NONE)
-        self._pages.drop(lent, Holder.PUBLICATION)
+        self._pages.drop(lent, PageHolder.PUBLICATION)
         self._at_a_loss.pop(event.serial, None)
         if event.held or len(lent):
             self._counts["held" if event.held else "lost"] += 1
@@ -133,4 +142,4 @@ class Loans:
     def _refuse(self, serial: int, reason: str) -> None:
         self._counts["refused"] += 1
         self._lent[serial] = _NONE  # until it is dropped
-        self._port.post(FailHandoff(serial, reason, retryable=False))
+        self._port.post(FailCommand(serial, reason, retryable=False))

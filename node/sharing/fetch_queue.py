@@ -3,15 +3,15 @@
 from collections.abc import Iterator
 
 from engine.batch.request import Request
-from node.sharing.fetches import Fetches
+from node.sharing.fetches import PrefixFetches
 
 
-class FetchLine:
+class FetchQueue:
     """The queue for fetches. Engine thread only."""
 
     name = "fetching"
 
-    def __init__(self, fetches: Fetches) -> None:
+    def __init__(self, fetches: PrefixFetches) -> None:
         self._fetches = fetches
         self._waiting: dict[int, Request] = {}  # by key
 

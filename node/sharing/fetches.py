@@ -22,25 +22,25 @@ from common.config import SharingConfig
 from common.page_tables import PageTables, num_pages_of
 from common.request import Remaining
 from common.requests.namespace import Namespace
-from common.requests.prefix_hint import PrefixAt
+from common.requests.prefix_hint import PrefixHint
 from common.requests.weights import UNNAMED
 from engine.batch.batch import Ints
-from engine.batch.holding import Holding
-from engine.kv_cache.pages import Holder, PageAllocator
-from engine.kv_cache.radix import RadixCache
+from engine.batch.holding import PageHolding
+from engine.kv_cache.pages import PageAllocator, PageHolder
+from engine.kv_cache.radix import PrefixCache
 from kvtransfer.messages import HandoffId, Prefix
 from kvtransfer.ports import (
-    GrantHandoff,
-    Held,
-    Lost,
-    OpenHandoff,
-    OwnerDown,
+    CompletedEvent,
+    ConsumerCommands,
+    FailedEvent,
+    GrantCommand,
+    OpenCommand,
     OwnerRate,
-    OwnerUp,
-    ReaderCommands,
-    ReadsEnded,
+    ProducerDown,
+    ProducerUp,
+    ReadsEndedEvent,
 )
-from node.sharing.costs import ReadCosts
+from node.sharing.costs import PrefixReadCosts
 
 LEAST_PAGES = 2  # minimum worth a fetch
 # Multiple of the expected time that it may take, in addition to SharingConfig.fetch_s.
@@ -51,7 +51,7 @@ FIRST_NUMBER = 1 << 63
 
 @dataclass(slots=True, eq=False)
 class _Fetch:
-    owner: OwnerUp
+    owner: ProducerUp
     token_ids: Ints  # whole pages
     namespace: Namespace
     prefix_tokens: int  # number of these tokens that are here already
@@ -60,26 +60,26 @@ class _Fetch:
     waiting: set[int] = field(default_factory=set)  # keys of the requests that wait
 
 
-class Fetched(NamedTuple):
+class FetchedPrefix(NamedTuple):
     num_tokens: int
     owner: int  # its instance
 
 
-NOTHING = Fetched(0, 0)
+NOTHING = FetchedPrefix(0, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class _Way:
     """A possible fetch."""
 
-    owner: OwnerUp
+    owner: ProducerUp
     num_tokens: int  # of the prompt, from its start
     num_pages: int
     read_s: float
     saved_s: float
 
 
-class Fetches:
+class PrefixFetches:
     """The fetches of this node. Engine thread only. A waiting request is identified by a key.
 
     Args:
@@ -92,10 +92,10 @@ class Fetches:
         *,
         instance: int,
         page_bytes: int,
-        cache: RadixCache,
+        cache: PrefixCache,
         pages: PageAllocator,
         tables: PageTables,
-        port: ReaderCommands,
+        port: ConsumerCommands,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
@@ -107,14 +107,14 @@ class Fetches:
         self._pages = pages
         self._tables = tables
         self._port = port
-        self._costs = ReadCosts(config.margin)
-        self._owners: dict[str, OwnerUp] = {}  # by address
+        self._costs = PrefixReadCosts(config.margin)
+        self._owners: dict[str, ProducerUp] = {}  # by address
         self._next_number = FIRST_NUMBER
         self._fetches: dict[HandoffId, _Fetch] = {}
         self._reads: dict[HandoffId, Ints] = {}  # held until nothing can land in them
         self._waits: dict[int, HandoffId] = {}  # by key
         self._over: list[int] = []  # keys, not returned yet
-        self._fetched: dict[int, Fetched] = {}  # by key
+        self._fetched: dict[int, FetchedPrefix] = {}  # by key
         self._counts = dict.fromkeys(("held", "lost", "dearer", "no_room", "unpaired"), 0)
 
     def __contains__(self, handoff_id: HandoffId) -> bool:
@@ -133,7 +133,7 @@ class Fetches:
 
     # Owners -------------------------------------------------------------------------------------
 
-    def owner_up(self, event: OwnerUp) -> None:
+    def owner_up(self, event: ProducerUp) -> None:
         self._owners[event.address] = event
 
     def owner_rate(self, event: OwnerRate) -> None:
@@ -141,7 +141,7 @@ class Fetches:
         if owner is not None and owner.owner == event.owner:
             self._owners[event.address] = replace(owner, gib_per_s=event.gib_per_s)
 
-    def owner_down(self, event: OwnerDown) -> None:
+    def owner_down(self, event: ProducerDown) -> None:
         self._costs.forget(event.owner)
         owner = self._owners.get(event.address)
         if owner is not None and owner.owner == event.owner:
@@ -154,7 +154,7 @@ class Fetches:
         key: int,
         token_ids: Ints,
         namespace: Namespace,
-        hints: Sequence[PrefixAt],
+        hints: Sequence[PrefixHint],
         *,
         room: int,
         token_s: float,
@@ -217,7 +217,7 @@ class Fetches:
         over, self._over = self._over, []
         return over
 
-    def fetched(self, key: int) -> Fetched:
+    def fetched(self, key: int) -> FetchedPrefix:
         """Return what was fetched for the request."""
         return self._fetched.get(key, NOTHING)
 
@@ -230,7 +230,7 @@ class Fetches:
 
     def _cheapest(
         self,
-        hints: Sequence[PrefixAt],
+        hints: Sequence[PrefixHint],
         num_tokens: int,
         own: int,
         token_s: float,
@@ -260,7 +260,7 @@ class Fetches:
             return None
         return best
 
-    def _way(self, owner: OwnerUp, own: int, end: int, token_s: float, now: float) -> _Way:
+    def _way(self, owner: ProducerUp, own: int, end: int, token_s: float, now: float) -> _Way:
         num_pages = num_pages_of(self._tables.handed_over(end, own))
         num_reads = sum(fetch.owner.owner == owner.owner for fetch in self._fetches.values())
         num_bytes = num_pages * self._page_bytes
@@ -310,7 +310,7 @@ class Fetches:
     ) -> HandoffId | None:
         """Start a fetch. Returns None if there are no pages for it now."""
         num_pages = self._tables.room_pages(len(tokens), own)
-        fresh = self._cache.allocate(num_pages, Holder.READ) if num_pages <= room else None
+        fresh = self._cache.allocate(num_pages, PageHolder.READ) if num_pages <= room else None
         if fresh is None:
             return None
         handoff_id = HandoffId(self._instance, self._next_number, 1)
@@ -318,7 +318,7 @@ class Fetches:
         self._reads[handoff_id] = fresh
         self._fetches[handoff_id] = _Fetch(way.owner, tokens, namespace, own, fresh, now)
         self._port.post(
-            OpenHandoff(
+            OpenCommand(
                 handoff_id,
                 way.owner.owner,
                 UNNAMED,  # the namespace includes the weights
@@ -326,12 +326,12 @@ class Fetches:
                 Prefix(tokens.tobytes(), namespace, ticket),
             )
         )
-        self._port.post(GrantHandoff(handoff_id, own, fresh))
+        self._port.post(GrantCommand(handoff_id, own, fresh))
         return handoff_id
 
     # Outcomes -----------------------------------------------------------------------------------
 
-    def held(self, event: Held) -> None:
+    def held(self, event: CompletedEvent) -> None:
         """Insert the fetched tokens into the tree, and nothing else."""
         fetch = self._ended(event.id, "held")
         tables, end, prefix = self._tables, event.num_tokens, fetch.prefix_tokens
@@ -340,16 +340,16 @@ class Fetches:
         if here.shape[1] * tables.page_size < prefix:
             return  # the prefix before it was evicted meanwhile
         num_pages = num_pages_of(tables.handed_over(end, prefix))
-        holding = Holding.laid_out(tables, here, fetch.fresh[:num_pages], end)
+        holding = PageHolding.laid_out(tables, here, fetch.fresh[:num_pages], end)
         self._cache.insert(tokens, holding, fetch.namespace, state=holding.state)
         for key in fetch.waiting:
-            self._fetched[key] = Fetched(end - prefix, fetch.owner.owner)
+            self._fetched[key] = FetchedPrefix(end - prefix, fetch.owner.owner)
 
-    def lost(self, event: Lost) -> None:
+    def lost(self, event: FailedEvent) -> None:
         self._ended(event.id, "lost")
 
-    def reads_ended(self, event: ReadsEnded) -> None:
-        self._pages.drop(self._reads.pop(event.id), Holder.READ)
+    def reads_ended(self, event: ReadsEndedEvent) -> None:
+        self._pages.drop(self._reads.pop(event.id), PageHolder.READ)
 
     def _ended(self, handoff_id: HandoffId, outcome: str) -> _Fetch:
         fetch = self._fetches.pop(handoff_id)

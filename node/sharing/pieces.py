@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class WeightWindow:
     """Pieces [first, past)."""
 
     first: int
     past: int
 
 
-class Pieces:
+class WeightPieces:
     """The pieces of one file, numbered from 0.
 
     Attributes:
@@ -28,7 +28,7 @@ class Pieces:
         self._piece_bytes = piece_bytes
         self._most = most
         self._num_asked = 0  # from the first one on
-        self._again: deque[Window] = deque()
+        self._again: deque[WeightWindow] = deque()
         self._again_at = 0.0
         self._past: int | None = None  # its number of pieces, once known
         self.num_bytes: int | None = None
@@ -38,7 +38,7 @@ class Pieces:
         """Return whether no piece is left to request, if the requested ones arrive."""
         return self._past is not None and self._num_asked >= self._past and not self._again
 
-    def next(self, now: float) -> Window | None:
+    def next(self, now: float) -> WeightWindow | None:
         """Return the next window, or None. The caller requests it, or gives it back with
         `not_asked` or `lost`.
         """
@@ -50,13 +50,13 @@ class Pieces:
         if past <= first:
             return None
         self._num_asked = past
-        return Window(first, past)
+        return WeightWindow(first, past)
 
-    def not_asked(self, window: Window) -> None:
+    def not_asked(self, window: WeightWindow) -> None:
         """Put a window back, to be the next one."""
         self._again.appendleft(window)
 
-    def lost(self, window: Window, again_at: float = 0.0) -> None:
+    def lost(self, window: WeightWindow, again_at: float = 0.0) -> None:
         """Put a lost window back. No lost window is requested again before `again_at`."""
         self._again.append(window)
         self._again_at = max(self._again_at, again_at)
@@ -64,5 +64,5 @@ class Pieces:
     def ends_at(self, num_bytes: int) -> None:
         """Set the length of the file. Lost pieces beyond it are not requested again."""
         self.num_bytes, self._past = num_bytes, -(-num_bytes // self._piece_bytes)
-        clipped = [Window(each.first, min(each.past, self._past)) for each in self._again]
+        clipped = [WeightWindow(each.first, min(each.past, self._past)) for each in self._again]
         self._again = deque(each for each in clipped if each.first < each.past)

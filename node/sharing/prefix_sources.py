@@ -4,16 +4,16 @@ computation. Also the time of a computed token.
 
 import math
 
-from common.queueing.drain import Drain
-from common.queueing.waiting_line import Place
+from common.queueing.drain import QueueEstimator
+from common.queueing.waiting_line import QueueEntry
 from engine.batch.request import Request
 
 
-class Ways:
+class PrefixSources:
     """Counters by source. Engine thread only."""
 
     def __init__(self) -> None:
-        self._computing = Drain()  # admitted requests, by tokens that no cache had
+        self._computing = QueueEstimator()  # admitted requests, by tokens that no cache had
         self._tokens = dict.fromkeys(("own", "fetched", "computed"), 0)
 
     @property
@@ -36,7 +36,7 @@ class Ways:
         self._tokens["fetched"] += fetched
         self._tokens["computed"] += computed
         self._computing.leave(request.key)
-        self._computing.join(request.key, Place(-math.inf, computed), now)
+        self._computing.join(request.key, QueueEntry(-math.inf, computed), now)
 
     def computed(self, key: int, num_left: int) -> None:
         """Record a finished chunk of a request, with num_left tokens remaining."""

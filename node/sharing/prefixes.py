@@ -6,19 +6,19 @@ from itertools import chain
 
 from common.config import SharingConfig
 from common.page_tables import PageTables
-from common.requests.prefix_hint import PrefixAt
+from common.requests.prefix_hint import PrefixHint
 from engine.batch.batch import Ints
 from engine.batch.request import Request
 from engine.kv_cache.pages import PageAllocator
-from engine.kv_cache.radix import RadixCache
-from engine.offload.tiers import Tiers
+from engine.kv_cache.radix import PrefixCache
+from engine.offload.tiers import CacheTiers
 from kvtransfer.messages import Prefix
-from kvtransfer.ports import AskedToForget, NodeEvent, NodePort, OwnerRate
-from node.sharing.corrupt_prefixes import SpoiltPrefixes
+from kvtransfer.ports import InvalidateEvent, NodeEvent, OwnerRate, TransferPort
+from node.sharing.corrupt_prefixes import CorruptPrefixes
 from node.sharing.ends import take
-from node.sharing.exports import Loans
-from node.sharing.fetches import Fetches
-from node.sharing.prefix_sources import Ways
+from node.sharing.exports import PrefixExports
+from node.sharing.fetches import PrefixFetches
+from node.sharing.prefix_sources import PrefixSources
 from node.sharing.weights import WeightSharing
 
 
@@ -36,16 +36,16 @@ class PrefixSharing:
         *,
         instance: int,
         page_bytes: int,
-        cache: RadixCache,
+        cache: PrefixCache,
         pages: PageAllocator,
-        tiers: Tiers,
+        tiers: CacheTiers,
         tables: PageTables,
-        port: NodePort,
+        port: TransferPort,
         weights: WeightSharing,
     ) -> None:
         self._tiers = tiers
         self._weights = weights
-        self.loans = Loans(
+        self.loans = PrefixExports(
             enabled=config.enabled,
             cache=cache,
             pages=pages,
@@ -53,7 +53,7 @@ class PrefixSharing:
             tables=tables,
             port=port,
         )
-        self.fetches = Fetches(
+        self.fetches = PrefixFetches(
             config,
             instance=instance,
             page_bytes=page_bytes,
@@ -62,8 +62,8 @@ class PrefixSharing:
             tables=tables,
             port=port,
         )
-        self.ways = Ways()
-        self.spoilt = SpoiltPrefixes(cache, port)
+        self.ways = PrefixSources()
+        self.spoilt = CorruptPrefixes(cache, port)
 
     @property
     def busy(self) -> bool:
@@ -83,7 +83,7 @@ class PrefixSharing:
         return {name: number for part in parts for name, number in part.counters().items()}
 
     def fetch(
-        self, request: Request, hints: tuple[PrefixAt, ...], *, room: int, queued_s: float
+        self, request: Request, hints: tuple[PrefixHint, ...], *, room: int, queued_s: float
     ) -> bool:
         """Start to read another node's part of the prompt, if that pays and no offload tier of this
         node has as much. Returns True if the scheduler must wait until `fetches.take_over` has the
@@ -124,7 +124,7 @@ class PrefixSharing:
         another hand-off, or if other parts need it too.
         """
         match event:
-            case AskedToForget():
+            case InvalidateEvent():
                 self.spoilt.asked(event)
                 return True
             case OwnerRate():

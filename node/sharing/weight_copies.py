@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from common.errors import ConfigError, WrongState
+from common.errors import ConfigError, FailedPrecondition
 from engine.batch.batch import Ints
 from engine.models.one_file import ReceivedFile
 from engine.sizing import free_bytes
@@ -41,7 +41,7 @@ class WeightCopies:
             num_bytes: of the file, if known.
             lender: its address.
         Fails with:
-            WrongState: there is no room for it, or it is not a file of weights.
+            FailedPrecondition: there is no room for it, or it is not a file of weights.
         """
         copying = self._worker.submit(self._copy, file, first, pages, num_bytes, lender)
         copying.add_done_callback(lambda _: self._tell())
@@ -71,15 +71,17 @@ class WeightCopies:
             return expected
         except ConfigError as error:
             reason = str(error).replace(f"{file.directory}/", "")
-            raise WrongState(f"{lender}: {reason}") from error
+            raise FailedPrecondition(f"{lender}: {reason}") from error
         except OSError as error:
-            raise WrongState(f"weights: there is no place for them here: {error}") from error
+            raise FailedPrecondition(
+                f"weights: there is no place for them here: {error}"
+            ) from error
 
 
 def _check_room(wanted: int) -> None:
     left = free_bytes(_HOST, 1.0)
     if wanted > left:
-        raise WrongState(
+        raise FailedPrecondition(
             f"weights: {wanted / 2**30:.2f} GiB are wanted beside the present ones, "
             f"{left / 2**30:.2f} GiB are left"
         )

@@ -1,7 +1,7 @@
 """Weights that other nodes read from this one, in pieces of a page each.
 
     Opened --Granted: pages of its own--> filled, beside the engine --Published--> lent
-                 `--no pages, or other weights--> refused             HandoffDropped --> gone
+                 `--no pages, or other weights--> refused             ClosedEvent --> gone
 
 A piece is copied into a page of the KV pool, which other nodes can read, and stays there until its
 reader has it. So weights use no more memory than prefix exports, and only while they are read.
@@ -15,20 +15,27 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from common.errors import ServingError, WrongState
+from common.errors import FailedPrecondition, ServingError
 from common.requests.weights import WeightsId
 from engine.batch.batch import Ints
-from engine.kv_cache.pages import Holder, PageAllocator
-from engine.kv_cache.radix import RadixCache
+from engine.kv_cache.pages import PageAllocator, PageHolder
+from engine.kv_cache.radix import PrefixCache
 from engine.models.one_file import OneFile
 from kvtransfer.messages import Weights
-from kvtransfer.ports import FailHandoff, Granted, HandoffDropped, Opened, OwnerCommands, Publish
+from kvtransfer.ports import (
+    ClosedEvent,
+    FailCommand,
+    GrantedEvent,
+    OpenedEvent,
+    ProducerCommands,
+    PublishCommand,
+)
 from node.sharing.exports import SHARE
 
 MAX_ASKED = 64  # opened and not granted; more are rejected
 
 
-class LendableWeights(Protocol):
+class ExportableWeights(Protocol):
     """The weights that can be exported. See engine/update.py."""
 
     id: WeightsId
@@ -45,7 +52,7 @@ class _Loan:
     dropped: bool = False  # its reader is done
 
 
-class WeightLoans:
+class WeightExports:
     """The exports of weights. Engine thread only.
 
     Args:
@@ -56,11 +63,11 @@ class WeightLoans:
 
     def __init__(
         self,
-        weights: LendableWeights,
-        cache: RadixCache,
+        weights: ExportableWeights,
+        cache: PrefixCache,
         pages: PageAllocator,
         pool: Tensor,
-        port: OwnerCommands,
+        port: ProducerCommands,
         tell: Callable[[], None],
     ) -> None:
         self._weights = weights
@@ -90,13 +97,13 @@ class WeightLoans:
         """Return the bytes that other nodes have read."""
         return self._num_bytes
 
-    def opened(self, event: Opened, source: Weights) -> None:
+    def opened(self, event: OpenedEvent, source: Weights) -> None:
         if len(self._asked) >= MAX_ASKED:
             self._refuse(event.serial, "busy: many ask for weights already", retryable=True)
         else:
             self._asked[event.serial] = event.weights, source
 
-    def granted(self, event: Granted) -> None:
+    def granted(self, event: GrantedEvent) -> None:
         asked = self._asked.pop(event.serial, None)
         if asked is None:
             return  # rejected
@@ -105,14 +112,14 @@ class WeightLoans:
             return self._refuse(serial, "this node has other weights, or none", retryable=False)
         lent = sum(len(loan.pages) for loan in self._loans.values())
         num_pages = min(source.num_pieces, self._pages.num_pages // SHARE - lent)
-        pages = self._cache.allocate(num_pages, Holder.PUBLICATION) if num_pages > 0 else None
+        pages = self._cache.allocate(num_pages, PageHolder.PUBLICATION) if num_pages > 0 else None
         if pages is None:
             return self._refuse(serial, "busy: no pages for weights now", retryable=True)
         filling = self._worker.submit(self._fill, source.first_piece, pages)
         self._loans[serial] = _Loan(pages, filling)
         filling.add_done_callback(lambda _: self._tell())
 
-    def dropped(self, event: HandoffDropped) -> None:
+    def dropped(self, event: ClosedEvent) -> None:
         self._asked.pop(event.serial, None)
         self._refused.discard(event.serial)
         loan = self._loans.get(event.serial)
@@ -124,7 +131,7 @@ class WeightLoans:
         """Publish filled pages, and release pages that have been read."""
         for serial, loan in [each for each in self._loans.items() if each[1].filling.done()]:
             if loan.dropped:
-                self._pages.drop(loan.pages, Holder.PUBLICATION)
+                self._pages.drop(loan.pages, PageHolder.PUBLICATION)
                 del self._loans[serial]
             elif not loan.told:
                 loan.told = True
@@ -136,15 +143,15 @@ class WeightLoans:
     def _publish(self, serial: int, loan: _Loan) -> None:
         error = loan.filling.exception()
         if isinstance(error, ServingError):
-            self._port.post(FailHandoff(serial, str(error), retryable=False))
+            self._port.post(FailCommand(serial, str(error), retryable=False))
             return
         num_pages = loan.filling.result()
         pages = loan.pages[:num_pages]
-        self._port.post(Publish(serial, 0, num_pages, pages, last=True, first_token=None))
+        self._port.post(PublishCommand(serial, 0, num_pages, pages, last=True, first_token=None))
 
     def _refuse(self, serial: int, reason: str, *, retryable: bool) -> None:
         self._refused.add(serial)
-        self._port.post(FailHandoff(serial, reason, retryable))
+        self._port.post(FailCommand(serial, reason, retryable))
 
     def _fill(self, first: int, pages: Ints) -> int:
         """Copy pieces from `first` on into these pages, on the worker. Returns the number of
@@ -155,7 +162,7 @@ class WeightLoans:
         try:
             num_bytes = self._weights.lent().read(first * page_bytes, buffer.numpy().data.cast("B"))
         except OSError as error:
-            raise WrongState(f"its weights cannot be read again: {error}") from error
+            raise FailedPrecondition(f"its weights cannot be read again: {error}") from error
         num_pages = -(-num_bytes // page_bytes)
         buffer.view(-1)[num_bytes : num_pages * page_bytes] = 0
         self._pool[torch.from_numpy(pages[:num_pages]).long()] = buffer[:num_pages].to(

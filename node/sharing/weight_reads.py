@@ -15,27 +15,27 @@ from typing import Protocol
 
 from torch import Tensor
 
-from common.errors import Overloaded, ServingError, WrongState
+from common.errors import FailedPrecondition, Overloaded, ServingError
 from common.request import Remaining
 from common.requests.weights import WeightsId
 from engine.batch.batch import Ints
-from engine.kv_cache.pages import Holder, PageAllocator
-from engine.kv_cache.radix import RadixCache
+from engine.kv_cache.pages import PageAllocator, PageHolder
+from engine.kv_cache.radix import PrefixCache
 from engine.models.one_file import ReceivedFile
 from kvtransfer.messages import HandoffId, Weights
 from kvtransfer.ports import (
-    CancelHandoff,
-    GrantHandoff,
-    Held,
-    Lost,
-    OpenHandoff,
-    OwnerDown,
-    OwnerUp,
-    ReaderCommands,
-    ReadsEnded,
+    CancelCommand,
+    CompletedEvent,
+    ConsumerCommands,
+    FailedEvent,
+    GrantCommand,
+    OpenCommand,
+    ProducerDown,
+    ProducerUp,
+    ReadsEndedEvent,
 )
 from node.sharing.exports import SHARE
-from node.sharing.pieces import Pieces, Window
+from node.sharing.pieces import WeightPieces, WeightWindow
 from node.sharing.weight_copies import WeightCopies
 
 # Between the counters of this node's other hand-offs and those of prefix fetches.
@@ -62,7 +62,7 @@ class _Read:
     progress.
     """
 
-    window: Window
+    window: WeightWindow
     pages: Ints
     copying: Future[int | None] | None = None
     lands: bool = True
@@ -74,7 +74,7 @@ class _Taking:
     weights: WeightsId
     address: str
     file: ReceivedFile
-    pieces: Pieces
+    pieces: WeightPieces
     began: float
     moved_at: float
     future: Future[WeightsId] = field(default_factory=Future)
@@ -99,10 +99,10 @@ class WeightReads:
         weights: ReceivingWeights,
         *,
         instance: int,
-        cache: RadixCache,
+        cache: PrefixCache,
         pages: PageAllocator,
         pool: Tensor,
-        port: ReaderCommands,
+        port: ConsumerCommands,
         tell: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -116,7 +116,7 @@ class WeightReads:
         self._port = port
         self._clock = clock
         self._copies = WeightCopies(pool, tell)
-        self._owners: dict[str, OwnerUp] = {}  # by address
+        self._owners: dict[str, ProducerUp] = {}  # by address
         self._next_number = FIRST_NUMBER
         self._taking: _Taking | None = None
         self._reads: dict[HandoffId, _Read] = {}
@@ -143,7 +143,7 @@ class WeightReads:
         if self.busy:
             future.set_exception(Overloaded("weights are being read already"))
             return future
-        now, pieces = self._clock(), Pieces(self._page_bytes, self._window_pages)
+        now, pieces = self._clock(), WeightPieces(self._page_bytes, self._window_pages)
         try:
             taking = _Taking(weights, address, self._weights.receive(), pieces, now, now, future)
         except ServingError as error:
@@ -154,17 +154,17 @@ class WeightReads:
 
     # Owners -------------------------------------------------------------------------------------
 
-    def owner_up(self, event: OwnerUp) -> None:
+    def owner_up(self, event: ProducerUp) -> None:
         self._owners[event.address] = event
 
-    def owner_down(self, event: OwnerDown) -> None:
+    def owner_down(self, event: ProducerDown) -> None:
         owner = self._owners.get(event.address)
         if owner is not None and owner.owner == event.owner:
             del self._owners[event.address]
 
     # Outcomes of a window -----------------------------------------------------------------------
 
-    def held(self, event: Held) -> None:
+    def held(self, event: CompletedEvent) -> None:
         read, taking = self._reads[event.id], self._taking
         if taking is None:
             read.over = True
@@ -172,19 +172,20 @@ class WeightReads:
         if not event.num_tokens:
             read.over = True
             self._end(
-                taking, WrongState(f"{taking.address}: its weights end before they are whole")
+                taking,
+                FailedPrecondition(f"{taking.address}: its weights end before they are whole"),
             )
             return
         first, past = read.window.first, read.window.first + event.num_tokens
         if past < read.window.past:
-            taking.pieces.lost(Window(past, read.window.past))
+            taking.pieces.lost(WeightWindow(past, read.window.past))
         taking.moved_at = self._clock()
         self.num_bytes += event.num_tokens * self._page_bytes
         pages = read.pages[: event.num_tokens]
         known = taking.pieces.num_bytes
         read.copying = self._copies.copy(taking.file, first, pages, known, taking.address)
 
-    def lost(self, event: Lost) -> None:
+    def lost(self, event: FailedEvent) -> None:
         read, taking = self._reads[event.id], self._taking
         read.over = True
         if taking is None:
@@ -192,9 +193,9 @@ class WeightReads:
         if event.retryable:
             taking.pieces.lost(read.window, self._clock() + AGAIN_S)
         else:
-            self._end(taking, WrongState(f"{taking.address}: {event.reason}"))
+            self._end(taking, FailedPrecondition(f"{taking.address}: {event.reason}"))
 
-    def reads_ended(self, event: ReadsEnded) -> None:
+    def reads_ended(self, event: ReadsEndedEvent) -> None:
         self._reads[event.id].lands = False
 
     # Turns --------------------------------------------------------------------------------------
@@ -207,7 +208,7 @@ class WeightReads:
                 if self._taking is not None:
                     self._copied(self._taking, read.copying)
             if read.over and not read.lands:
-                self._pages.drop(read.pages, Holder.READ)
+                self._pages.drop(read.pages, PageHolder.READ)
                 del self._reads[handoff_id]
         if self._taking is not None:
             self._go_on(self._taking)
@@ -236,13 +237,15 @@ class WeightReads:
         elif now - taking.moved_at > STILL_S or now - taking.began > TAKE_S:
             paired = taking.address in self._owners
             reason = "its weights do not come" if paired else "it does not pair with this node"
-            self._end(taking, WrongState(f"{taking.address}: {reason}; the logs of both say why"))
+            self._end(
+                taking, FailedPrecondition(f"{taking.address}: {reason}; the logs of both say why")
+            )
         elif taking.pieces.all_asked and all(read.over for read in self._reads.values()):
             self._prepare(taking)
         elif taking.address in self._owners:
             self._ask(taking, self._owners[taking.address], now)
 
-    def _ask(self, taking: _Taking, owner: OwnerUp, now: float) -> None:
+    def _ask(self, taking: _Taking, owner: ProducerUp, now: float) -> None:
         """Request windows up to the limit. Windows after the header follow when the
         header is here.
         """
@@ -250,7 +253,7 @@ class WeightReads:
         most = WINDOWS if pieces.num_bytes is not None else 1
         while len(self._reads) < most and (window := pieces.next(now)) is not None:
             num_pages = window.past - window.first
-            pages = self._cache.allocate(num_pages, Holder.READ)
+            pages = self._cache.allocate(num_pages, PageHolder.READ)
             if pages is None:
                 pieces.not_asked(window)
                 return
@@ -258,7 +261,7 @@ class WeightReads:
             self._next_number += 1
             self._reads[handoff_id] = _Read(window, pages)
             self._port.post(
-                OpenHandoff(
+                OpenCommand(
                     handoff_id,
                     owner.owner,
                     taking.weights,
@@ -266,7 +269,7 @@ class WeightReads:
                     Weights(window.first, window.past - window.first),
                 )
             )
-            self._port.post(GrantHandoff(handoff_id, 0, pages))
+            self._port.post(GrantCommand(handoff_id, 0, pages))
 
     def _prepare(self, taking: _Taking) -> None:
         try:
@@ -280,7 +283,7 @@ class WeightReads:
             self._fail(taking, error)
         elif preparing.result() != taking.weights:
             reason = f"{taking.address}: what has come is not what it is known to have"
-            self._fail(taking, WrongState(reason))
+            self._fail(taking, FailedPrecondition(reason))
         else:
             self._over(taking, "held")
             taking.future.set_result(taking.weights)
@@ -292,7 +295,7 @@ class WeightReads:
         for handoff_id, read in self._reads.items():
             if not read.over and read.copying is None:
                 read.over = True
-                self._port.post(CancelHandoff(handoff_id, str(error)))
+                self._port.post(CancelCommand(handoff_id, str(error)))
         self._copies.drop(taking.file)
         self._fail(taking, error)
 

@@ -6,19 +6,19 @@ from typing import Protocol
 
 from torch import Tensor
 
-from common.distribution import Counted
+from common.distribution import HistogramCounts
 from common.requests.weights import WeightsId
 from engine.batch.batch import Ints
 from engine.kv_cache.pages import PageAllocator
-from engine.kv_cache.radix import RadixCache
+from engine.kv_cache.radix import PrefixCache
 from kvtransfer.messages import Weights
-from kvtransfer.ports import NodeCommand, NodeEvent, NodePort
+from kvtransfer.ports import NodeCommand, NodeEvent, TransferPort
 from node.sharing.ends import take
-from node.sharing.weight_exports import LendableWeights, WeightLoans
+from node.sharing.weight_exports import ExportableWeights, WeightExports
 from node.sharing.weight_reads import ReceivingWeights, WeightReads
 
 
-class SharedWeights(LendableWeights, ReceivingWeights, Protocol):
+class SharableWeights(ExportableWeights, ReceivingWeights, Protocol):
     """The weights of a node for both ends. See engine/update.py."""
 
 
@@ -34,17 +34,17 @@ class WeightSharing:
 
     def __init__(
         self,
-        weights: SharedWeights,
+        weights: SharableWeights,
         *,
         instance: int,
-        cache: RadixCache,
+        cache: PrefixCache,
         pages: PageAllocator,
         pool: Tensor,
-        port: NodePort,
+        port: TransferPort,
         tell: Callable[[], None],
     ) -> None:
         self._port = port
-        self._loans = WeightLoans(weights, cache, pages, pool, port, tell)
+        self._loans = WeightExports(weights, cache, pages, pool, port, tell)
         self._reads = WeightReads(
             weights,
             instance=instance,
@@ -77,7 +77,7 @@ class WeightSharing:
             **{f"total_weight_reads/{outcome}": float(number) for outcome, number in outcomes},
         }
 
-    def distributions(self) -> Mapping[str, Counted]:
+    def distributions(self) -> Mapping[str, HistogramCounts]:
         return {}
 
     def read(self, weights: WeightsId, address: str) -> Future[WeightsId]:

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 from common.config import check_adapter_name
-from common.errors import InvalidRequest, NotKnown
+from common.errors import InvalidRequest, NotFound
 from protos import router_pb2
 from router.cluster.cluster import Cluster
-from router.cluster.fan_out import Said, ask_all
-from router.cluster.survey import Member, Survey
+from router.cluster.fan_out import BroadcastResult, ask_all
+from router.cluster.survey import ClusterState, NodeMember
 
 _LOAD_S = 65.0  # longer than a node takes
 _UNLOAD_S = 10.0
@@ -21,7 +21,7 @@ class AdapterCalls:
         served: name of the served model.
     """
 
-    def __init__(self, survey: Survey, cluster: Cluster, served: str) -> None:
+    def __init__(self, survey: ClusterState, cluster: Cluster, served: str) -> None:
         self._survey = survey
         self._cluster = cluster
         self._served = served
@@ -54,7 +54,7 @@ class AdapterCalls:
         """Unload an adapter. Running requests that use it continue, and new ones cannot use it.
 
         Raises:
-            NotKnown: no node has it.
+            NotFound: no node has it.
             InvalidRequest: a node does not answer.
         """
         self._check(name)
@@ -63,10 +63,10 @@ class AdapterCalls:
         if problems:
             raise InvalidRequest(f"lora_name: {'; '.join(problems)}")
         if not any(each.answer.known for each in said):
-            raise NotKnown(f"lora_name: no adapter {name!r} is loaded")
+            raise NotFound(f"lora_name: no adapter {name!r} is loaded")
         await self._cluster.adapters.until(name, None, _TOLD_S)
 
-    async def _unload(self, members: Sequence[Member], name: str) -> list[Said]:
+    async def _unload(self, members: Sequence[NodeMember], name: str) -> list[BroadcastResult]:
         request = router_pb2.UnloadAdapterRequest(name=name)
         return await ask_all(members, "UnloadAdapter", request, _UNLOAD_S)
 

@@ -11,18 +11,18 @@ from msgspec.structs import replace
 
 from common.errors import NodeUnavailable
 from common.requests.adapter import AdapterId
-from common.requests.prefix_hint import PrefixAt
+from common.requests.prefix_hint import PrefixHint
 from common.requests.weights import UNNAMED, WeightsId
 from protos import decode_pb2
 from router.cluster.decode_client import DecodeClient
 from router.cluster.known_adapters import KnownAdapters
-from router.cluster.migratable import Guest
-from router.cluster.survey import NodeReport, Survey
-from router.policy import Policy
-from router.policy.backlogs import WHENEVER, Backlogs, Due
+from router.cluster.migratable import MigratableRequest
+from router.cluster.survey import ClusterState, NodeReport
+from router.policy import RoutingPolicy
+from router.policy.backlogs import WHENEVER, NodeBacklogs, RequestDue
 from router.policy.choices import DecodeChoice, PlacementKey, PrefillChoice
 from router.policy.hints import PrefixHints
-from router.policy.load import Charge, Load
+from router.policy.load import LoadReservation, NodeLoad
 
 SHUTTING_DOWN = "the router is shutting down"
 NOT_READY = "no decode node with a usable prefill node is ready"
@@ -33,7 +33,7 @@ GRACE_S = 2.0
 _MAX_CANDIDATES = 8  # prefill nodes named to a decode node, which tries a few of them
 
 
-class Chosen(msgspec.Struct, frozen=True):
+class Placed(msgspec.Struct, frozen=True):
     """The chosen nodes for a request. Submit it before the next await, or choose again.
 
     The caller of `choose` closes the charge.
@@ -41,9 +41,9 @@ class Chosen(msgspec.Struct, frozen=True):
 
     decode: DecodeClient
     prefill: tuple[str, ...]
-    charge: Charge
+    charge: LoadReservation
     start_by: float  # time.monotonic() by which its prompt should start; -inf: not queued
-    prefix_at: tuple[PrefixAt, ...] = ()  # other nodes that hold part of its prompt
+    prefix_at: tuple[PrefixHint, ...] = ()  # other nodes that hold part of its prompt
 
 
 class Cluster:
@@ -51,9 +51,9 @@ class Cluster:
 
     def __init__(
         self,
-        survey: Survey,
-        policy: Policy,
-        load: Load,
+        survey: ClusterState,
+        policy: RoutingPolicy,
+        load: NodeLoad,
         hints: PrefixHints,
         on_change: Callable[[], None],
     ) -> None:
@@ -67,7 +67,7 @@ class Cluster:
         self._policy = policy
         self._load = load
         self._hints = hints
-        self.backlogs = Backlogs(load)
+        self.backlogs = NodeBacklogs(load)
         self._on_change = on_change
         self._clients: dict[str, DecodeClient] = {}
         self.adapters = KnownAdapters(self._clients)
@@ -187,18 +187,20 @@ class Cluster:
         if self._closed:
             raise NodeUnavailable(SHUTTING_DOWN)
 
-    def check_in_time(self, due: Due) -> None:
-        """Raise QueueTooLong if no prompt, however short, could start in time."""
+    def check_in_time(self, due: RequestDue) -> None:
+        """Raise QueueFull if no prompt, however short, could start in time."""
         self.backlogs.in_time(self.usable(), 0, due)
 
-    def choose(self, key: PlacementKey, avoid: Collection[str] = (), due: Due = WHENEVER) -> Chosen:
+    def choose(
+        self, key: PlacementKey, avoid: Collection[str] = (), due: RequestDue = WHENEVER
+    ) -> Placed:
         """Choose the nodes for a request.
 
         Args:
             avoid: decode nodes that are used only if there is no other.
         Raises:
             NodeUnavailable: no decode node, with a prefill node if it needs one, is usable.
-            QueueTooLong: no node can start the prompt in time.
+            QueueFull: no node can start the prompt in time.
         """
         choices = _having(key.adapter, self._awake) or _having(key.adapter, self._choices)
         if not choices:
@@ -210,7 +212,7 @@ class Cluster:
         num_tokens = len(key.token_ids)
         computes = placement.prefill[0] if placement.prefill else placement.decode
         start_by = self.backlogs.start_by(computes, num_tokens, due)
-        return Chosen(
+        return Placed(
             self._clients[placement.decode],
             placement.prefill[:_MAX_CANDIDATES],
             self._load.charge(placement, num_tokens, start_by, due.priority),
@@ -218,7 +220,7 @@ class Cluster:
             self._hints.of(key, placement),
         )
 
-    def choose_target(self, key: PlacementKey, source: str, wanted: str = "") -> Chosen:
+    def choose_target(self, key: PlacementKey, source: str, wanted: str = "") -> Placed:
         """Choose the target of a migration from `source`. No prompt is computed.
 
         Args:
@@ -240,9 +242,9 @@ class Cluster:
         placement = replace(picked, prefill=(), uncached_tokens=0)
         charge = self._load.charge(placement, len(key.token_ids))
         charge.first_token()
-        return Chosen(self._clients[placement.decode], (), charge, -math.inf)
+        return Placed(self._clients[placement.decode], (), charge, -math.inf)
 
-    def guests(self) -> Iterator[Guest]:
+    def guests(self) -> Iterator[MigratableRequest]:
         """Yield all requests that may be migrated, now or later."""
         for client in self._clients.values():
             yield from client.guests

@@ -22,19 +22,19 @@ from common.logs import kv
 from common.request import Remaining, RequestSpec
 from common.requests.adapter import AdapterId, check_adapter
 from common.requests.logprobs import from_proto
-from common.requests.prediction import Predicted
-from common.requests.prefix_hint import PrefixAt
+from common.requests.prediction import PredictionUsage
+from common.requests.prefix_hint import PrefixHint
 from common.requests.weights import UNNAMED, WeightsId, check_weights
 from common.rpc import prefix_hints as hints
 from common.rpc import stream_status
 from protos import decode_pb2, decode_pb2_grpc
 from protos.decode_pb2 import MoveFrom
-from router.cluster.engine_pulse import EnginePulse, Patience
-from router.cluster.migratable import Guest
+from router.cluster.engine_pulse import EngineLiveness, LivenessLimits
+from router.cluster.migratable import MigratableRequest
 from router.cluster.node_ends import end_of
-from router.cluster.unsent import Unsent
-from router.losses import Doing, NodeLost
-from router.timelines import RequestTimeline, Submission
+from router.cluster.unsent import OutgoingBatch
+from router.losses import LossCause, NodeLost
+from router.timelines import AttemptTimings, RequestTimeline
 from router.token_buffer import TokenBuffer
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class DecodeClient:
         others: Sequence[str] = (),
         on_move: Callable[[str], None],
         on_pulse: Callable[[], None] = lambda: None,
-        patience: Patience | None = None,
+        patience: LivenessLimits | None = None,
         refused_s: float = _REFUSED_S,
     ) -> None:
         """Create a client without a stream.
@@ -91,22 +91,22 @@ class DecodeClient:
         self.weights: WeightsId = UNNAMED  # weight version of the node
         self._stub = decode_pb2_grpc.DecodeNodeStub(channel)  # type: ignore[no-untyped-call]
         self._peers = tuple(peers), tuple(others)
-        self.guests: set[Guest] = set()  # its requests that may be migrated
+        self.guests: set[MigratableRequest] = set()  # its requests that may be migrated
         self.draining = asyncio.Event()  # set while it `drains`
         self.ended_in_order = False  # its last stream ended after a drain, without requests
         self._on_move = on_move
         self._on_pulse = on_pulse
-        self._patience = patience or Patience()
-        self._pulse: EnginePulse | None = None  # of the open stream
+        self._patience = patience or LivenessLimits()
+        self._pulse: EngineLiveness | None = None  # of the open stream
         self._refused_s = refused_s
         self._found = asyncio.Event()  # another instance was found since the last stream
         self._instance = 0  # found last
         self._live: dict[int, TokenBuffer] = {}
         self._next_number = 1
         # Requests without a timeline so far. It may come after the request was cancelled.
-        self._untold: dict[int, tuple[RequestTimeline, Submission]] = {}
+        self._untold: dict[int, tuple[RequestTimeline, AttemptTimings]] = {}
         self._trial: decode_pb2.Trial | None = None  # in progress in the node
-        self._unsent = Unsent(address)
+        self._unsent = OutgoingBatch(address)
 
     @property
     def num_live(self) -> int:
@@ -192,9 +192,9 @@ class DecodeClient:
         timeline: RequestTimeline,
         *,
         move_from: MoveFrom | None = None,
-        prefix_hints: Sequence[PrefixAt] = (),
-        submission: Submission | None = None,
-    ) -> "Submitted":
+        prefix_hints: Sequence[PrefixHint] = (),
+        submission: AttemptTimings | None = None,
+    ) -> "DecodeCall":
         """Submit a request. The caller must call `leave` on the result.
 
         Args:
@@ -227,7 +227,7 @@ class DecodeClient:
         )
         self._untold[number] = timeline, submission or timeline.submissions[-1]
         self._unsent.submit(submit)
-        return Submitted(buffer, self, number, MoveFrom(address=self.address, ticket=ticket))
+        return DecodeCall(buffer, self, number, MoveFrom(address=self.address, ticket=ticket))
 
     def leave(self, number: int) -> None:
         """Cancel the request on the node, unless it has ended."""
@@ -248,7 +248,7 @@ class DecodeClient:
         self._unsent.clear()
         self._unsent.tell_peers(*self._peers)
         sending = asyncio.create_task(self._send(call))
-        pulse = self._pulse = EnginePulse(self._patience, self._pulse_changed)
+        pulse = self._pulse = EngineLiveness(self._patience, self._pulse_changed)
         watching = asyncio.create_task(self._end_if_dead(pulse, call))
         first = True
         try:
@@ -267,7 +267,7 @@ class DecodeClient:
         except asyncio.CancelledError:
             rpc.raise_if_cancelled()
             return _Over(f"its engine has not moved for {self._patience.dead_s:g} s")
-        except stream_status.StreamEnded as end:
+        except stream_status.StreamStatus as end:
             return _Over(
                 str(end),
                 refused=end.code is grpc.StatusCode.FAILED_PRECONDITION,
@@ -279,7 +279,7 @@ class DecodeClient:
             call.cancel()
 
     async def _end_if_dead(
-        self, pulse: EnginePulse, call: "grpc.aio.StreamStreamCall[Any, Any]"
+        self, pulse: EngineLiveness, call: "grpc.aio.StreamStreamCall[Any, Any]"
     ) -> None:
         """Cancel the stream when its engine is dead and has requests, which continue elsewhere.
 
@@ -358,7 +358,7 @@ class DecodeClient:
                 buffer.prompt_logprobs = from_proto(row.logprobs).tokens()
         for number, accepted, rejected in zip(*predicted, strict=True):
             if (buffer := live.get(number)) is not None:
-                buffer.predicted += Predicted(accepted, rejected)
+                buffer.predicted += PredictionUsage(accepted, rejected)
         for number, token in zip(step.request, step.token, strict=True):
             if (buffer := live.get(number)) is None:
                 continue
@@ -384,7 +384,7 @@ class DecodeClient:
                     retries[index],
                 )
                 if isinstance(end, NodeUnavailable) and self.drains:
-                    end = NodeLost(str(end), Doing.NOT_ITS_OWN)
+                    end = NodeLost(str(end), LossCause.NOT_ITS_OWN)
                 buffer.end(end)
                 told.append(buffer)
         for buffer in told:
@@ -420,14 +420,14 @@ class DecodeClient:
         elif not self.drains:
             self.draining.clear()
 
-    def _whose(self, number: int, over: _Over) -> Doing:
+    def _whose(self, number: int, over: _Over) -> LossCause:
         """Return the possible cause of the end of a stream, for one request."""
         if not over.engine_died:
-            return Doing.NOT_ITS_OWN if self.drains else Doing.UNKNOWN
+            return LossCause.NOT_ITS_OWN if self.drains else LossCause.UNKNOWN
         if self._trial is None:
-            return Doing.ANYBODYS
+            return LossCause.ANYBODYS
         alone = self._trial.HasField("request") and self._trial.request == number
-        return Doing.ITS_OWN if alone else Doing.NOT_ITS_OWN
+        return LossCause.ITS_OWN if alone else LossCause.NOT_ITS_OWN
 
 
 def _adapters(status: decode_pb2.Status) -> Mapping[str, AdapterId]:
@@ -448,7 +448,7 @@ def _weights(status: decode_pb2.Status) -> WeightsId:
         raise ProtocolViolation(str(error)) from error
 
 
-class Submitted:
+class DecodeCall:
     """A request on a decode node, until it is left.
 
     Attributes:

@@ -14,11 +14,11 @@ from common.errors import ConfigError
 from common.logs import kv
 from router.cluster.sources import (
     Addresses,
-    LookFailed,
+    DiscoveryError,
+    DiscoverySource,
+    RefreshTimes,
     Resolve,
     Role,
-    Source,
-    Times,
     parse,
     resolve,
 )
@@ -30,7 +30,7 @@ _FIRST_LOOK_S = 2.0  # time limit at the start
 
 
 @dataclass(frozen=True, slots=True)
-class Members:
+class DiscoveredNodes:
     """Addresses by role. Each address occurs once, with one role."""
 
     prefill: Addresses = ()
@@ -40,7 +40,7 @@ class Members:
 class _Entry:
     """A source, its last result and its failure."""
 
-    def __init__(self, text: str, role: Role, source: Source) -> None:
+    def __init__(self, text: str, role: Role, source: DiscoverySource) -> None:
         self.text = text
         self.role = role
         self.source = source
@@ -53,7 +53,7 @@ class _Entry:
         try:
             async with asyncio.timeout(longest_s):
                 self.addresses = await self.source.look()
-        except LookFailed as error:
+        except DiscoveryError as error:
             self.failure = str(error)
         except TimeoutError:
             self.failure = f"no answer within {longest_s:g} s"
@@ -79,7 +79,7 @@ class Discovery:
         decode: Sequence[str],
         *,
         resolve: Resolve = resolve,
-        times: Times | None = None,
+        times: RefreshTimes | None = None,
     ) -> None:
         """Parse the entries.
 
@@ -97,12 +97,12 @@ class Discovery:
         _check_once(prefill, decode)
         roles: tuple[tuple[Role, Sequence[str]], ...] = (("prefill", prefill), ("decode", decode))
         self._entries = [
-            _Entry(text, role, parse(text, role, resolve, times or Times()))
+            _Entry(text, role, parse(text, role, resolve, times or RefreshTimes()))
             for role, texts in roles
             for text in texts
         ]
         self._both: set[str] = set()
-        self.members = Members()
+        self.members = DiscoveredNodes()
 
     async def start(self) -> None:
         """Look up all sources for the first time.
@@ -117,7 +117,7 @@ class Discovery:
             entry.tell()
         self.members = self._merged()
 
-    async def run(self, on_change: Callable[[Members], None]) -> None:
+    async def run(self, on_change: Callable[[DiscoveredNodes], None]) -> None:
         """Poll until cancelled. Calls `on_change` whenever `members` has changed."""
         async with asyncio.TaskGroup() as tasks:
             for entry in self._entries:
@@ -125,7 +125,7 @@ class Discovery:
                     tasks.create_task(self._watch(entry, entry.source.interval_s, on_change))
 
     async def _watch(
-        self, entry: _Entry, interval_s: float, on_change: Callable[[Members], None]
+        self, entry: _Entry, interval_s: float, on_change: Callable[[DiscoveredNodes], None]
     ) -> None:
         while True:
             await asyncio.sleep(interval_s)
@@ -136,13 +136,13 @@ class Discovery:
                 self.members = members
                 on_change(members)
 
-    def _merged(self) -> Members:
+    def _merged(self) -> DiscoveredNodes:
         prefill, decode = self._named("prefill"), self._named("decode")
         both = prefill.keys() & decode.keys()
         for address in sorted(both - self._both):
             log.warning("a node of both roles is taken for neither %s", kv(node=address))
         self._both = both
-        return Members(
+        return DiscoveredNodes(
             tuple(address for address in prefill if address not in both),
             tuple(address for address in decode if address not in both),
         )

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from common.errors import InvalidRequest, WrongState
+from common.errors import FailedPrecondition, InvalidRequest
 from common.memory_tags import memory_tags
 from common.pause_mode import PauseMode, pause_mode
 from common.requests.weights import WeightsId
 from protos import node_pb2, router_pb2
-from router.cluster.fan_out import Said, ask_all
-from router.cluster.survey import Member, Survey
+from router.cluster.fan_out import BroadcastResult, ask_all
+from router.cluster.survey import ClusterState, NodeMember
 
 _PAUSE_S = 65.0  # longer than a node takes
 _WEIGHTS_S = 605.0
@@ -25,7 +25,7 @@ _ANSWER_S = 10.0
 class EngineCalls:
     """Engine calls. For one event loop."""
 
-    def __init__(self, survey: Survey) -> None:
+    def __init__(self, survey: ClusterState) -> None:
         self._survey = survey
 
     async def pause(self, mode: str) -> router_pb2.PauseResponse:
@@ -38,24 +38,24 @@ class EngineCalls:
             mode: as in PauseRequest.
         Raises:
             InvalidRequest: the mode is unknown.
-            WrongState: a node is not paused or does not answer, or there is no node.
+            FailedPrecondition: a node is not paused or does not answer, or there is no node.
         """
         request = router_pb2.PauseRequest(mode=pause_mode(mode).value)
         return await self._pause(request, self._survey.members)
 
     async def _pause(
-        self, request: router_pb2.PauseRequest, members: Sequence[Member]
+        self, request: router_pb2.PauseRequest, members: Sequence[NodeMember]
     ) -> router_pb2.PauseResponse:
-        said: list[Said] = []
+        said: list[BroadcastResult] = []
         for of_role in _by_role(members, "decode", "prefill"):
             said += await ask_all(of_role, "Pause", request, _PAUSE_S)
             if any(each.problem for each in said):
                 fresh = [each.member for each in said if each.answer and each.answer.fresh]
                 late = [each.member for each in said if each.problem]
                 await self._continue([*fresh, *late])
-                raise WrongState(_problems(said))
+                raise FailedPrecondition(_problems(said))
         if not said:
-            raise WrongState("there is no node to pause")
+            raise FailedPrecondition("there is no node to pause")
         return router_pb2.PauseResponse(
             fresh=any(each.answer.fresh for each in said),
             aborted=sum(each.answer.aborted for each in said if each.member.role == "decode"),
@@ -65,12 +65,12 @@ class EngineCalls:
         """Resume all nodes.
 
         Raises:
-            WrongState: a node does not answer. The others are resumed.
+            FailedPrecondition: a node does not answer. The others are resumed.
         """
         return await self._resume(self._survey.members)
 
-    async def _resume(self, members: Sequence[Member]) -> router_pb2.ContinueResponse:
-        said: list[Said] = []
+    async def _resume(self, members: Sequence[NodeMember]) -> router_pb2.ContinueResponse:
+        said: list[BroadcastResult] = []
         for of_role in _by_role(members, "prefill", "decode"):
             said += await self._continue(of_role)
         _check(said)
@@ -87,7 +87,8 @@ class EngineCalls:
         Raises:
             InvalidRequest: a node refuses the weights or does not answer, or nodes have read
                 different weights. Nothing has changed.
-            WrongState: a node could not be paused, and nothing has changed. Or a node was not
+            FailedPrecondition: a node could not be paused, and nothing has changed. Or a node was
+                not
                 updated, and all nodes stay paused.
         """
         prepared, pairs = await self._prepare(path), await self._pairs()
@@ -95,7 +96,7 @@ class EngineCalls:
         request = node_pb2.PutWeightsRequest(id=prepared)
         said = await ask_all(self._survey.members, "PutWeights", request, _WEIGHTS_S)
         if problems := _problems(said):
-            raise WrongState(f"{problems}; all nodes stay paused until this is done again")
+            raise FailedPrecondition(f"{problems}; all nodes stay paused until this is done again")
         await self._paired(pairs)
         if paused.fresh:
             await self.resume()
@@ -111,7 +112,7 @@ class EngineCalls:
             abort: as in `update_weights`.
         Raises:
             InvalidRequest: the node is unknown or does not report its weights.
-            WrongState: as in `update_weights`. The nodes to be updated stay paused.
+            FailedPrecondition: as in `update_weights`. The nodes to be updated stay paused.
         """
         has = {
             report.address: report.description.weights
@@ -130,7 +131,7 @@ class EngineCalls:
         request = node_pb2.TakeWeightsRequest(id=weights, address=lender)
         said = await ask_all(others, "TakeWeights", request, _WEIGHTS_S)
         if problems := _problems(said):
-            raise WrongState(f"{problems}; those that were to take them stay paused")
+            raise FailedPrecondition(f"{problems}; those that were to take them stay paused")
         await self._paired(pairs)
         if paused.fresh:
             await self._resume(takers)
@@ -174,16 +175,16 @@ class EngineCalls:
             tags: as in ReleaseMemoryRequest.
         Raises:
             InvalidRequest: a tag is unknown.
-            WrongState: a node failed or does not answer, or there is no node.
+            FailedPrecondition: a node failed or does not answer, or there is no node.
         """
         request = router_pb2.ReleaseMemoryRequest(tags=memory_tags(tags))
         said = await ask_all(self._survey.members, "ReleaseMemory", request, _WEIGHTS_S)
         if not said:
-            raise WrongState("there is no node that has memory")
+            raise FailedPrecondition("there is no node that has memory")
         if problems := _problems(said):
-            with suppress(WrongState):
+            with suppress(FailedPrecondition):
                 await self.resume_memory(tags)
-            raise WrongState(problems)
+            raise FailedPrecondition(problems)
 
     async def resume_memory(self, tags: Sequence[str]) -> None:
         """Allocate the memory again on all nodes.
@@ -192,7 +193,7 @@ class EngineCalls:
             tags: as in ResumeMemoryRequest.
         Raises:
             InvalidRequest: a tag is unknown.
-            WrongState: a node lacks memory or does not answer. The others have resumed.
+            FailedPrecondition: a node lacks memory or does not answer. The others have resumed.
         """
         request = router_pb2.ResumeMemoryRequest(tags=memory_tags(tags))
         _check(await ask_all(self._survey.members, "ResumeMemory", request, _WEIGHTS_S))
@@ -203,7 +204,7 @@ class EngineCalls:
         Args:
             num_steps: as in StartProfileRequest.
         Raises:
-            WrongState: a node does not profile. The others do.
+            FailedPrecondition: a node does not profile. The others do.
         """
         return await self._profiled(
             "StartProfile", router_pb2.StartProfileRequest(num_steps=num_steps)
@@ -213,7 +214,7 @@ class EngineCalls:
         """Stop profiling on all nodes.
 
         Raises:
-            WrongState: a node has no trace. The others have one.
+            FailedPrecondition: a node has no trace. The others have one.
         """
         return await self._profiled("StopProfile", router_pb2.StopProfileRequest())
 
@@ -233,7 +234,8 @@ class EngineCalls:
         """Flush the prefix caches of all nodes.
 
         Raises:
-            WrongState: a node has requests or does not answer. The others have flushed theirs.
+            FailedPrecondition: a node has requests or does not answer. The others have flushed
+                theirs.
         """
         request = router_pb2.FlushCacheRequest()
         said = await ask_all(self._survey.members, "FlushCache", request, _ANSWER_S)
@@ -241,18 +243,18 @@ class EngineCalls:
         pages_freed = sum(each.answer.pages_freed for each in said)
         return router_pb2.FlushCacheResponse(pages_freed=pages_freed)
 
-    async def _continue(self, members: Sequence[Member]) -> list[Said]:
+    async def _continue(self, members: Sequence[NodeMember]) -> list[BroadcastResult]:
         return await ask_all(members, "Continue", router_pb2.ContinueRequest(), _ANSWER_S)
 
 
-def _by_role(members: Sequence[Member], *roles: str) -> Sequence[Sequence[Member]]:
+def _by_role(members: Sequence[NodeMember], *roles: str) -> Sequence[Sequence[NodeMember]]:
     return [[each for each in members if each.role == role] for role in roles]
 
 
-def _check(said: Sequence[Said]) -> None:
+def _check(said: Sequence[BroadcastResult]) -> None:
     if any(each.problem for each in said):
-        raise WrongState(_problems(said))
+        raise FailedPrecondition(_problems(said))
 
 
-def _problems(said: Sequence[Said]) -> str:
+def _problems(said: Sequence[BroadcastResult]) -> str:
     return "; ".join(each.problem for each in said if each.problem)

@@ -9,26 +9,26 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from common.process.standstill import Standstill
+from common.process.standstill import StallMonitor
 
 _LONGEST_LOOK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class LivenessLimits:
     """Limits for a silent engine, in seconds. Heartbeats come once a second."""
 
     silent_s: float = 5.0  # until the engine counts as silent
     dead_s: float = 10.0  # until it counts as dead
 
 
-class EnginePulse:
+class EngineLiveness:
     """Liveness of the engine behind one stream, from its opening on. For one event loop.
 
     It counts as silent until the first heartbeat: a node may be stalled when a stream opens.
     """
 
-    def __init__(self, patience: Patience, on_change: Callable[[], None]) -> None:
+    def __init__(self, patience: LivenessLimits, on_change: Callable[[], None]) -> None:
         """Start as silent.
 
         Args:
@@ -40,7 +40,7 @@ class EnginePulse:
         self._patience = patience
         self._on_change = on_change
         self._look_s = min(_LONGEST_LOOK_S, patience.silent_s / 4)
-        self._standstill = Standstill(self._look_s)
+        self._standstill = StallMonitor(self._look_s)
 
     def beat(self, late_s: float = 0.0) -> None:
         """Note a heartbeat.

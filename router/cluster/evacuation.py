@@ -3,7 +3,7 @@
 import asyncio
 
 from router.cluster.decode_client import DecodeClient
-from router.cluster.migratable import Outcome
+from router.cluster.migratable import MigrationOutcome
 
 MOST_AT_ONCE = 4  # per node: each is a separate read, and other requests run on
 _LOOK_S = 0.05  # requests without a token cannot migrate yet; failed migrations may be retried
@@ -11,7 +11,7 @@ _LOOK_S = 0.05  # requests without a token cannot migrate yet; failed migrations
 
 async def evacuate(client: DecodeClient) -> None:
     """Migrate requests whenever the node drains, until cancelled."""
-    under_way: set[asyncio.Task[Outcome]] = set()
+    under_way: set[asyncio.Task[MigrationOutcome]] = set()
     while True:
         await client.draining.wait()
         under_way = {task for task in under_way if not task.done()}

@@ -10,21 +10,21 @@ import grpc.aio
 
 from common import rpc
 from common.errors import cut
-from router.cluster.survey import Member
+from router.cluster.survey import NodeMember
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class BroadcastResult:
     """Result of one node. `problem` names the node and its error, or is "" after success."""
 
-    member: Member
+    member: NodeMember
     answer: Any = None
     problem: str = ""
 
 
 async def ask_all(
-    members: Sequence[Member], method: str, request: Any, longest_s: float
-) -> list[Said]:
+    members: Sequence[NodeMember], method: str, request: Any, longest_s: float
+) -> list[BroadcastResult]:
     """Call a method of all members. Returns the results in the order of the members.
 
     Args:
@@ -34,15 +34,19 @@ async def ask_all(
     return list(await asyncio.gather(*(_ask(each, method, request, longest_s) for each in members)))
 
 
-async def _ask(member: Member, method: str, request: Any, longest_s: float) -> Said:
+async def _ask(member: NodeMember, method: str, request: Any, longest_s: float) -> BroadcastResult:
     where = f"{member.role} node {member.address}"
     try:
         answer = await methodcaller(method, request, timeout=longest_s)(member.stub)
     except grpc.aio.AioRpcError as error:
-        return Said(member, problem=f"{where}: {cut(error.details() or error.code().name)}")
+        return BroadcastResult(
+            member, problem=f"{where}: {cut(error.details() or error.code().name)}"
+        )
     except asyncio.CancelledError:
         rpc.raise_if_cancelled()
-        return Said(member, problem=f"{where}: it has left")  # only this call was cancelled
+        return BroadcastResult(
+            member, problem=f"{where}: it has left"
+        )  # only this call was cancelled
     if answer is None:  # grpcio returns None for bytes that it cannot parse
-        return Said(member, problem=f"{where}: it has sent bytes that are no message")
-    return Said(member, answer)
+        return BroadcastResult(member, problem=f"{where}: it has sent bytes that are no message")
+    return BroadcastResult(member, answer)

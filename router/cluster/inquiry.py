@@ -8,16 +8,16 @@ import grpc.aio
 
 from common import rpc
 from common.errors import cut
-from common.requests.request_trace import Flights, from_proto
+from common.requests.request_trace import RequestTraces, from_proto
 from protos import node_pb2
-from router.cluster.survey import Member, Survey
+from router.cluster.survey import ClusterState, NodeMember
 
 _DEADLINE_S = 2.0
 _MAX_BYTES = 1 << 20  # of a response
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class DescribeResult:
     """Response of one node.
 
     Attributes:
@@ -29,23 +29,23 @@ class Said:
     role: str
     address: str
     at: float
-    flights: Flights
+    flights: RequestTraces
     problem: str = ""
 
 
-class Inquiry:
+class NodeDescriber:
     """Queries about requests. For one event loop."""
 
-    def __init__(self, survey: Survey) -> None:
+    def __init__(self, survey: ClusterState) -> None:
         self._survey = survey
 
-    async def ask(self, request_id: str) -> list[Said]:
+    async def ask(self, request_id: str) -> list[DescribeResult]:
         """Return the responses of all nodes, prefill nodes first, within 2 s. Raises nothing."""
         members = sorted(self._survey.members, key=lambda member: member.role != "prefill")
         return list(await asyncio.gather(*(_ask(member, request_id) for member in members)))
 
 
-async def _ask(member: Member, request_id: str) -> Said:
+async def _ask(member: NodeMember, request_id: str) -> DescribeResult:
     try:
         request = node_pb2.ExplainHereRequest(request_id=request_id)
         answer = await member.stub.Explain(request, timeout=_DEADLINE_S)
@@ -58,8 +58,10 @@ async def _ask(member: Member, request_id: str) -> Said:
         return _nothing(member, "it has sent bytes that are no message")
     if answer.ByteSize() > _MAX_BYTES:
         return _nothing(member, f"it says {answer.ByteSize()} bytes of one request")
-    return Said(member.role, member.address, time.monotonic(), from_proto(answer))
+    return DescribeResult(member.role, member.address, time.monotonic(), from_proto(answer))
 
 
-def _nothing(member: Member, problem: str) -> Said:
-    return Said(member.role, member.address, time.monotonic(), Flights((), 0), problem)
+def _nothing(member: NodeMember, problem: str) -> DescribeResult:
+    return DescribeResult(
+        member.role, member.address, time.monotonic(), RequestTraces((), 0), problem
+    )

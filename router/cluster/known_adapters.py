@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import Mapping
 
-from common.errors import NotKnown
+from common.errors import NotFound
 from common.requests.adapter import NO_ADAPTER, AdapterId
 from router.cluster.decode_client import DecodeClient
 
@@ -37,13 +37,13 @@ class KnownAdapters:
         Args:
             name: "" is no adapter.
         Raises:
-            NotKnown: no node has it.
+            NotFound: no node has it.
         """
         if not name:
             return NO_ADAPTER
         adapter = self.by_name().get(name)
         if adapter is None:
-            raise NotKnown(f"adapter: no {name!r} is loaded")
+            raise NotFound(f"adapter: no {name!r} is loaded")
         return adapter
 
     def told(self) -> None:

@@ -18,12 +18,12 @@ from protos import decode_pb2
 from router.cluster.cache_watch import CacheWatch
 from router.cluster.cluster import Cluster
 from router.cluster.decode_client import DecodeClient
-from router.cluster.discovery import Discovery, Members
-from router.cluster.engine_pulse import Patience
+from router.cluster.discovery import DiscoveredNodes, Discovery
+from router.cluster.engine_pulse import LivenessLimits
 from router.cluster.evacuation import evacuate
 from router.cluster.pooling_nodes import PoolingNodes
 from router.cluster.sources import MAX_ADDRESSES, Role
-from router.cluster.survey import Survey
+from router.cluster.survey import ClusterState
 
 log = logging.getLogger(__name__)
 
@@ -38,14 +38,14 @@ class Membership:
     def __init__(
         self,
         discovery: Discovery,
-        survey: Survey,
+        survey: ClusterState,
         cluster: Cluster,
         make_channel: Callable[[str], grpc.aio.Channel],
         cache_watch: CacheWatch | None,
         pooling: PoolingNodes,
         *,
         budget_s: float,
-        patience: Patience | None = None,
+        patience: LivenessLimits | None = None,
         on_stream_lost: Callable[[], None] = lambda: None,
     ) -> None:
         """Create a membership without members.
@@ -92,7 +92,7 @@ class Membership:
         self._roles[address] = role
         self._update(self._discovery.members)
 
-    def _update(self, members: Members) -> None:
+    def _update(self, members: DiscoveredNodes) -> None:
         expected: dict[str, Role] = dict.fromkeys(members.prefill, "prefill")
         expected |= dict.fromkeys(members.decode, "decode")
         now = [(self._roles.get(address, role), address) for address, role in expected.items()]

@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class MigrationOutcome:
     """Result of a migration.
 
     `target` is "" if there was no node to migrate to. `because` is the reason why the request
@@ -17,7 +17,7 @@ class Outcome:
     because: str = ""
 
 
-class Guest(Protocol):
+class MigratableRequest(Protocol):
     """A request that can be migrated. For one event loop."""
 
     @property
@@ -33,7 +33,7 @@ class Guest(Protocol):
         """True if `move` may be called: the request has a token and no migration in progress."""
         ...
 
-    def move(self, target: str = "") -> "asyncio.Task[Outcome]":
+    def move(self, target: str = "") -> "asyncio.Task[MigrationOutcome]":
         """Start to migrate it to `target`, or to any decode node.
 
         The task ends when the request has migrated or stays. It is cancelled if the request ends.

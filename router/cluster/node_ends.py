@@ -6,14 +6,14 @@ from common.errors import (
     InvalidRequest,
     NodeUnavailable,
     Overloaded,
-    QueueTooLong,
+    QueueFull,
     RequestAborted,
     RequestFailed,
     ServingError,
 )
 from protos import decode_pb2
-from router.losses import Doing, NodeLost
-from router.token_buffer import End
+from router.losses import LossCause, NodeLost
+from router.token_buffer import StreamEnd
 
 # Other statuses of a node are reported to clients only as a failure of the node.
 _ERRORS: dict[int, type[ServingError]] = {
@@ -34,20 +34,20 @@ _LONGEST_RETRY_S = 3600.0
 
 def end_of(
     reason: int, error: str, error_code: int, retry_after_s: float = 0.0
-) -> End | ServingError:
+) -> StreamEnd | ServingError:
     """Return the result for one row of a Step's columns about ended requests."""
     match reason:
         case decode_pb2.FINISH_REASON_STOP:
-            return End("stop")
+            return StreamEnd("stop")
         case decode_pb2.FINISH_REASON_LENGTH:
-            return End("length")
+            return StreamEnd("length")
         case decode_pb2.FINISH_REASON_ABORT:
             return RequestAborted(error[:_MAX_ERROR] or "the request was aborted")
         case decode_pb2.FINISH_REASON_MOVED:
-            return NodeLost("the request was moved to another decode node", Doing.NOT_ITS_OWN)
+            return NodeLost("the request was moved to another decode node", LossCause.NOT_ITS_OWN)
         case _:
             failure = _ERRORS.get(error_code, EngineFault)
             sentence = error[:_MAX_ERROR] or "the decode node gave up without a reason"
             if failure is Overloaded and 0.0 < retry_after_s <= _LONGEST_RETRY_S:
-                return QueueTooLong(sentence, retry_after_s)
+                return QueueFull(sentence, retry_after_s)
             return failure(sentence)

@@ -20,7 +20,7 @@ from common.errors import (
     InvalidRequest,
     NodeUnavailable,
     Overloaded,
-    QueueTooLong,
+    QueueFull,
     RequestAborted,
     RequestFailed,
     ServingError,
@@ -28,9 +28,9 @@ from common.errors import (
 )
 from protos import pooling_pb2, pooling_pb2_grpc
 from router.cluster.sources import Role
-from router.policy import DecodeChoice, PlacementKey, Policy, PrefillChoice
-from router.policy.backlogs import Backlogs, Due
-from router.policy.load import Charge, Load
+from router.policy import DecodeChoice, PlacementKey, PrefillChoice, RoutingPolicy
+from router.policy.backlogs import NodeBacklogs, RequestDue
+from router.policy.load import LoadReservation, NodeLoad
 
 NO_PREFILL_NODE = "no prefill node is ready, and only those make vectors and scores"
 _MAX_CALLS = 32  # per node, from this router; a node accepts 64 at once per connection
@@ -101,11 +101,11 @@ class PoolingNode:
         return self._stub
 
 
-class ChosenNode(msgspec.Struct, frozen=True):
+class PoolingPlacement(msgspec.Struct, frozen=True):
     """The chosen node for a call. The caller of `choose` closes the charge."""
 
     node: PoolingNode
-    charge: Charge
+    charge: LoadReservation
 
 
 class PoolingNodes:
@@ -116,9 +116,9 @@ class PoolingNodes:
         make_channel: Callable[[str], grpc.aio.Channel],
         fit: Callable[[str, Role], bool],
         paused: Callable[[str], bool],
-        policy: Policy,
-        load: Load,
-        backlogs: Backlogs,
+        policy: RoutingPolicy,
+        load: NodeLoad,
+        backlogs: NodeBacklogs,
     ) -> None:
         """Create a list without members.
 
@@ -153,14 +153,16 @@ class PoolingNodes:
         """Return whether there is a usable node that was not tried."""
         return any(address not in tried and self._fit(address) for address in self._nodes)
 
-    def choose(self, key: PlacementKey, due: Due, avoid: Collection[str] = ()) -> ChosenNode:
+    def choose(
+        self, key: PlacementKey, due: RequestDue, avoid: Collection[str] = ()
+    ) -> PoolingPlacement:
         """Return the node that the policy chooses for a prompt.
 
         Args:
             avoid: nodes that were tried.
         Raises:
             NodeUnavailable: there is no other node.
-            QueueTooLong: no node can start in time.
+            QueueFull: no node can start in time.
         """
         nodes = [each for each in self._nodes if each not in avoid and self._fit(each)]
         if not nodes:
@@ -172,7 +174,7 @@ class PoolingNodes:
         address = placement.prefill[0]
         start_by = self._backlogs.start_by(address, len(key.token_ids), due)
         charge = self._load.charge(placement, len(key.token_ids), start_by)
-        return ChosenNode(self._nodes[address], charge)
+        return PoolingPlacement(self._nodes[address], charge)
 
 
 def _serving_error(error: grpc.aio.AioRpcError) -> ServingError:
@@ -183,5 +185,5 @@ def _serving_error(error: grpc.aio.AioRpcError) -> ServingError:
         return _ERRORS.get(error.code(), RequestFailed)(sentence)
     for name, value in error.trailing_metadata() or ():
         if name == "retry-after" and str(value).isdecimal():
-            return QueueTooLong(sentence, min(float(value), _MAX_RETRY_S))
+            return QueueFull(sentence, min(float(value), _MAX_RETRY_S))
     return Overloaded(sentence)

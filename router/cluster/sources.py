@@ -29,7 +29,7 @@ _MAX_FILE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
+class RefreshTimes:
     """Seconds between lookups."""
 
     dns_s: float = 3.0
@@ -37,11 +37,11 @@ class Times:
     settled_s: float = 0.1  # between two reads of a changed file
 
 
-class LookFailed(Exception):
+class DiscoveryError(Exception):
     """The source has no result now. The message gives the reason."""
 
 
-class Source(Protocol):
+class DiscoverySource(Protocol):
     """A source of addresses."""
 
     @property
@@ -55,11 +55,11 @@ class Source(Protocol):
         ...
 
     async def look(self) -> Addresses:
-        """Return the current addresses. Raises LookFailed."""
+        """Return the current addresses. Raises DiscoveryError."""
         ...
 
 
-def parse(entry: str, role: Role, resolve: Resolve, times: Times) -> Source:
+def parse(entry: str, role: Role, resolve: Resolve, times: RefreshTimes) -> DiscoverySource:
     """Parse an entry. Raises ConfigError if its form is unknown."""
     kind, _, rest = entry.partition(":")
     try:
@@ -114,9 +114,11 @@ class DnsSource:
         try:
             return _bounded(await self.resolve(self.name, self.port))
         except OSError as error:
-            raise LookFailed(f"cannot resolve {self.name}: {error.strerror or error}") from error
+            raise DiscoveryError(
+                f"cannot resolve {self.name}: {error.strerror or error}"
+            ) from error
         except UnicodeError as error:  # for example, a label is too long
-            raise LookFailed(f"{self.name} is no name: {error}") from error
+            raise DiscoveryError(f"{self.name} is no name: {error}") from error
 
 
 class FileSource:
@@ -127,7 +129,7 @@ class FileSource:
 
     required = True
 
-    def __init__(self, path: Path, role: Role, times: Times) -> None:
+    def __init__(self, path: Path, role: Role, times: RefreshTimes) -> None:
         self.interval_s = times.file_s
         self._settled_s = times.settled_s
         self._path = path
@@ -148,13 +150,13 @@ class FileSource:
     def _content(self) -> bytes:
         try:
             if self._path.exists() and not self._path.is_file():
-                raise LookFailed(f"{self._path} is no file")  # reading a pipe might never end
+                raise DiscoveryError(f"{self._path} is no file")  # reading a pipe might never end
             with self._path.open("rb") as file:
                 content = file.read(_MAX_FILE_BYTES + 1)
         except OSError as error:
-            raise LookFailed(f"cannot read {self._path}: {error.strerror}") from error
+            raise DiscoveryError(f"cannot read {self._path}: {error.strerror}") from error
         if len(content) > _MAX_FILE_BYTES:
-            raise LookFailed(f"{self._path} has more than {_MAX_FILE_BYTES} bytes")
+            raise DiscoveryError(f"{self._path} has more than {_MAX_FILE_BYTES} bytes")
         return content
 
     def _addresses(self, content: bytes) -> Addresses:
@@ -162,20 +164,22 @@ class FileSource:
             # YAML is a superset of JSON. BaseLoader reads every scalar as a string.
             named = yaml.load(content, yaml.BaseLoader)
         except (yaml.YAMLError, ValueError, RecursionError) as error:
-            raise LookFailed(f"{self._path} is not YAML: {' '.join(str(error).split())}") from error
+            raise DiscoveryError(
+                f"{self._path} is not YAML: {' '.join(str(error).split())}"
+            ) from error
         if isinstance(named, dict):
             named = named.get(self._role)
         if not isinstance(named, list):
-            raise LookFailed(
+            raise DiscoveryError(
                 f"{self._path}: expected a list of addresses, or one under {self._role!r}"
             )
         try:
             return _bounded(tuple(rpc.check_address(str(address)) for address in named))
         except InvalidRequest as error:
-            raise LookFailed(f"{self._path}: {error}") from error
+            raise DiscoveryError(f"{self._path}: {error}") from error
 
 
 def _bounded(addresses: Addresses) -> Addresses:
     if len(addresses) > MAX_ADDRESSES:
-        raise LookFailed(f"{len(addresses)} addresses, {MAX_ADDRESSES} are allowed")
+        raise DiscoveryError(f"{len(addresses)} addresses, {MAX_ADDRESSES} are allowed")
     return addresses

@@ -39,7 +39,7 @@ class NodeReport:
     at: float = field(default_factory=time.monotonic)
 
 
-class Member(Protocol):
+class NodeMember(Protocol):
     """A node of the survey."""
 
     @property
@@ -69,7 +69,7 @@ class _Known:
         self.leaving = False  # it was draining at its last report
 
 
-class Survey:
+class ClusterState:
     """Survey of all nodes. For one event loop."""
 
     def __init__(
@@ -112,7 +112,7 @@ class Survey:
         del self._known[address]
 
     @property
-    def members(self) -> Sequence[Member]:
+    def members(self) -> Sequence[NodeMember]:
         return tuple(self._known.values())
 
     def fit(self, address: str, role: Role) -> bool:

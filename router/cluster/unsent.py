@@ -12,7 +12,7 @@ from common.requests.prefix_hash import BYTES_PER_TOKEN
 from protos.decode_pb2 import Peers, Submit, ToNode
 
 
-class Unsent:
+class OutgoingBatch:
     """Unsent messages. For one event loop.
 
     Bounded by the active requests: at most one entry for each, and one number for each cancelled

@@ -18,17 +18,17 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from common.errors import QueueTooLong
+from common.errors import QueueFull
 from common.queueing.drain import may_wait_s
-from common.queueing.waiting_line import Place
+from common.queueing.waiting_line import QueueEntry
 from router.policy.choices import DecodeChoice
-from router.policy.load import Load
-from router.policy.pressure import Pressure
+from router.policy.load import NodeLoad
+from router.policy.pressure import PoolPressure
 
 _MOST_S = 1e6  # upper limit of reported values
 
 
-class Due(NamedTuple):
+class RequestDue(NamedTuple):
     """Times by which a request must start and end, in time.monotonic() seconds."""
 
     start_by: float
@@ -36,7 +36,7 @@ class Due(NamedTuple):
     priority: int = 0
 
 
-WHENEVER = Due(math.inf, math.inf)
+WHENEVER = RequestDue(math.inf, math.inf)
 
 
 class _Told(NamedTuple):
@@ -49,16 +49,16 @@ class _Told(NamedTuple):
 _NOTHING = _Told()
 
 
-class Backlogs:
+class NodeBacklogs:
     """Queue times of all nodes.
 
     A node that has reported nothing counts as idle. For one event loop.
     """
 
-    def __init__(self, load: Load, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, load: NodeLoad, now: Callable[[], float] = time.monotonic) -> None:
         self._load = load
         self._now = now
-        self._pressure = Pressure()
+        self._pressure = PoolPressure()
         self._told: dict[str, _Told] = {}
 
     def told(self, address: str, *, queued_s: float, token_s: float, pages_s: float = 0.0) -> None:
@@ -80,12 +80,12 @@ class Backlogs:
         self._told.pop(address, None)
 
     def in_time(
-        self, choices: Sequence[DecodeChoice], num_tokens: int, due: Due
+        self, choices: Sequence[DecodeChoice], num_tokens: int, due: RequestDue
     ) -> Sequence[DecodeChoice]:
         """Return the choices, with those of their prefill nodes, that can start a prompt in time.
 
         Raises:
-            QueueTooLong: there is none. `retry_after_s` is the expected time until there is one.
+            QueueFull: there is none. `retry_after_s` is the expected time until there is one.
         """
         if due is WHENEVER:
             return choices
@@ -106,14 +106,14 @@ class Backlogs:
         if not left:
             now, wait_s = self._now(), min(late.values())
             self._pressure.refused(due.start_by - now, now, due.priority)
-            raise QueueTooLong(
+            raise QueueFull(
                 f"overloaded: what waits takes {wait_s:.2f} s longer than this request may wait, "
                 "at every node",
                 retry_after_s=wait_s,
             )
         return left
 
-    def start_by(self, address: str, num_tokens: int, due: Due) -> float:
+    def start_by(self, address: str, num_tokens: int, due: RequestDue) -> float:
         """Return the time by which a prompt must start on a node.
 
         -inf for a continued response, which goes before all others.
@@ -125,7 +125,7 @@ class Backlogs:
         queue_s = min(due.start_by - now, self._pressure.limit_s(now, due.priority))
         return now + may_wait_s(queue_s, due.deadline - now, work_s)
 
-    def _late_s(self, address: str, num_tokens: int, due: Due) -> float:
+    def _late_s(self, address: str, num_tokens: int, due: RequestDue) -> float:
         """Return how late the request would start, or would make another request start.
 
         0.0 or less: all start in time, or nothing is queued.
@@ -136,7 +136,7 @@ class Backlogs:
         others_s, pages_s = told.others_s - (now - told.at), told.pages_s - (now - told.at)
         if not waits and others_s <= 0.0 and pages_s <= 0.0:
             return 0.0
-        newcomer = Place(self.start_by(address, num_tokens, due), num_tokens, due.priority)
+        newcomer = QueueEntry(self.start_by(address, num_tokens, due), num_tokens, due.priority)
         begins = now + max(others_s, 0.0)
         late, _ = line.late_s(newcomer, begins=begins, unit_s=told.token_s)
         return max(late, now + pages_s - newcomer.start_by)

@@ -36,7 +36,7 @@ class DecodeChoice(msgspec.Struct, frozen=True):
     adapters: frozenset[AdapterId] = frozenset()  # loaded on it
 
 
-class Placement(msgspec.Struct, frozen=True):
+class PlacementDecision(msgspec.Struct, frozen=True):
     """The nodes chosen for a request, and the prompt tokens to compute."""
 
     decode: str

@@ -12,20 +12,20 @@ from collections.abc import Sequence
 from xxhash import xxh3_64_intdigest
 
 from common.requests.prefix_hash import as_bytes
-from router.policy.choices import DecodeChoice, Placement, PlacementKey
-from router.policy.decode_choice import LeastFull
-from router.policy.load import Load
+from router.policy.choices import DecodeChoice, PlacementDecision, PlacementKey
+from router.policy.decode_choice import LeastLoadedDecode
+from router.policy.load import NodeLoad
 
 KEY_TOKENS = 256  # of the prompt: requests of one application often share them
 MOST_OVER_MEAN = 1.25
 
 
 class ConsistentHash:
-    def __init__(self, load: Load) -> None:
+    def __init__(self, load: NodeLoad) -> None:
         self._load = load
-        self._decode = LeastFull(load)
+        self._decode = LeastLoadedDecode(load)
 
-    def pick(self, key: PlacementKey, choices: Sequence[DecodeChoice]) -> Placement:
+    def pick(self, key: PlacementKey, choices: Sequence[DecodeChoice]) -> PlacementDecision:
         decode = self._decode.pick(choices)
         num_tokens = len(key.token_ids)
         name = xxh3_64_intdigest(
@@ -37,4 +37,4 @@ class ConsistentHash:
             queued,
             key=lambda node: (queued[node] > bound, -xxh3_64_intdigest(node.encode(), name)),
         )
-        return Placement(decode.address, tuple(nodes), num_tokens)
+        return PlacementDecision(decode.address, tuple(nodes), num_tokens)

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 
 from router.policy.choices import DecodeChoice, PrefillChoice
-from router.policy.load import Load
+from router.policy.load import NodeLoad
 
 # A link half as fast counts as this share of the pages, for at most five halvings.
 _SHARE_PER_HALVING = 0.05
@@ -19,10 +19,10 @@ _MOST_GIB_PER_S = 1e6
 _MAX_KNOWN = 1024  # nodes
 
 
-class LeastFull:
+class LeastLoadedDecode:
     """Choice of the least full decode node. Equal nodes take turns."""
 
-    def __init__(self, load: Load) -> None:
+    def __init__(self, load: NodeLoad) -> None:
         self._load = load
         self._turn = 0
         # By address. Recomputed when the node's links change.

@@ -4,8 +4,8 @@ Hints come from the nodes' cache events. The computing node may fetch the prefix
 late hint costs it one request at most.
 """
 
-from common.requests.prefix_hint import MAX_HINTS, PrefixAt
-from router.policy.choices import Placement, PlacementKey
+from common.requests.prefix_hint import MAX_HINTS, PrefixHint
+from router.policy.choices import PlacementDecision, PlacementKey
 from router.policy.prefix_index import PrefixIndex, PromptPrefixes
 
 LEAST_TOKENS = 64  # minimum advantage over the computing node; a shorter fetch is not worthwhile
@@ -18,7 +18,7 @@ class PrefixHints:
     def __init__(self, prefixes: PrefixIndex) -> None:
         self._prefixes = prefixes
 
-    def of(self, key: PlacementKey, placement: Placement) -> tuple[PrefixAt, ...]:
+    def of(self, key: PlacementKey, placement: PlacementDecision) -> tuple[PrefixHint, ...]:
         """Return the hints, longest prefix first."""
         computes = placement.prefill[0] if placement.prefill else placement.decode
         known = self._prefixes.telling() - {computes, placement.decode}
@@ -28,4 +28,4 @@ class PrefixHints:
         least = self._prefixes.told_tokens(prompt, computes) + LEAST_TOKENS
         told = ((self._prefixes.told_tokens(prompt, address), address) for address in known)
         most = sorted(((has, address) for has, address in told if has >= least), reverse=True)
-        return tuple(PrefixAt(address, has) for has, address in most[:MOST])
+        return tuple(PrefixHint(address, has) for has, address in most[:MOST])

@@ -14,11 +14,11 @@ import math
 from contextlib import AbstractContextManager
 from types import TracebackType
 
-from common.queueing.waiting_line import Place, WaitingLine
-from router.policy.choices import Placement
+from common.queueing.waiting_line import QueueEntry, QueueModel
+from router.policy.choices import PlacementDecision
 
 
-class Tally:
+class NodeTally:
     """Tokens and requests by node address. Nodes without any are dropped."""
 
     def __init__(self) -> None:
@@ -43,28 +43,28 @@ class Tally:
             _add(self._requests, address, num_requests)
 
 
-_NOBODY = WaitingLine()  # an empty queue
+_NOBODY = QueueModel()  # an empty queue
 
 
-class Queued:
+class QueuedWork:
     """Queued prompts and their start times, by the node that computes them."""
 
     def __init__(self) -> None:
-        self._lines: dict[str, WaitingLine] = {}
+        self._lines: dict[str, QueueModel] = {}
 
     @property
     def empty(self) -> bool:
         return not self._lines
 
-    def at(self, address: str) -> WaitingLine:
+    def at(self, address: str) -> QueueModel:
         """Return the queue of a node. The caller must not change it."""
         return self._lines.get(address, _NOBODY)
 
     def tokens(self, address: str) -> int:
         return self.at(address).units
 
-    def add(self, address: str, who: object, place: Place) -> None:
-        self._lines.setdefault(address, WaitingLine()).join(who, place)
+    def add(self, address: str, who: object, place: QueueEntry) -> None:
+        self._lines.setdefault(address, QueueModel()).join(who, place)
 
     def remove(self, address: str, who: object) -> None:
         line = self._lines[address]
@@ -73,22 +73,24 @@ class Queued:
             del self._lines[address]
 
 
-class Load:
+class NodeLoad:
     """Load of all nodes. A closed charge leaves nothing behind. For one event loop."""
 
     def __init__(self) -> None:
-        self.prefill = Tally()
-        self.decode = Tally()
-        self.queued = Queued()  # at the first candidate, or at the decode node if there is none
-        self._unshown: dict[str, set[Charge]] = {}  # charges past their first token, by decode node
+        self.prefill = NodeTally()
+        self.decode = NodeTally()
+        self.queued = QueuedWork()  # at the first candidate, or at the decode node if there is none
+        self._unshown: dict[
+            str, set[LoadReservation]
+        ] = {}  # charges past their first token, by decode node
 
     def charge(
         self,
-        placement: Placement,
+        placement: PlacementDecision,
         num_tokens: int,
         start_by: float = -math.inf,
         priority: int = 0,
-    ) -> "Charge":
+    ) -> "LoadReservation":
         """Charge a placement.
 
         Args:
@@ -96,7 +98,7 @@ class Load:
             start_by: time by which it must start. -inf: before all others.
             priority: of the request.
         """
-        return Charge(self, placement, Place(start_by, num_tokens, priority))
+        return LoadReservation(self, placement, QueueEntry(start_by, num_tokens, priority))
 
     def shown(self, decode: str) -> None:
         """Process a Status of a decode node.
@@ -111,10 +113,10 @@ class Load:
         tallied = not (self.prefill.empty and self.decode.empty and self.queued.empty)
         return not tallied and not self._unshown
 
-    def wait_for_status(self, decode: str, charge: "Charge") -> None:
+    def wait_for_status(self, decode: str, charge: "LoadReservation") -> None:
         self._unshown.setdefault(decode, set()).add(charge)
 
-    def forget(self, decode: str, charge: "Charge") -> None:
+    def forget(self, decode: str, charge: "LoadReservation") -> None:
         waiting = self._unshown.get(decode)
         if waiting is not None:
             waiting.discard(charge)
@@ -122,12 +124,12 @@ class Load:
                 del self._unshown[decode]
 
 
-class Charge(AbstractContextManager["Charge"]):
+class LoadReservation(AbstractContextManager["LoadReservation"]):
     """The charge of one request. Leaving the context closes it. All calls are idempotent."""
 
     __slots__ = (*("_computing", "_decode", "_live", "_load", "_prefill", "_tokens", "_uncached"),)
 
-    def __init__(self, load: Load, placement: Placement, place: Place) -> None:
+    def __init__(self, load: NodeLoad, placement: PlacementDecision, place: QueueEntry) -> None:
         self._load = load
         self._decode = placement.decode
         self._prefill = placement.prefill[0] if placement.prefill else ""

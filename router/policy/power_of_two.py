@@ -7,9 +7,9 @@ same node.
 import random
 from collections.abc import Sequence
 
-from router.policy.choices import DecodeChoice, Placement, PlacementKey
-from router.policy.decode_choice import LeastFull
-from router.policy.load import Load
+from router.policy.choices import DecodeChoice, PlacementDecision, PlacementKey
+from router.policy.decode_choice import LeastLoadedDecode
+from router.policy.load import NodeLoad
 
 
 class PowerOfTwo:
@@ -20,14 +20,14 @@ class PowerOfTwo:
         rng: source of randomness.
     """
 
-    def __init__(self, load: Load, rng: random.Random) -> None:
+    def __init__(self, load: NodeLoad, rng: random.Random) -> None:
         self._load = load
         self._rng = rng
-        self._decode = LeastFull(load)
+        self._decode = LeastLoadedDecode(load)
 
-    def pick(self, key: PlacementKey, choices: Sequence[DecodeChoice]) -> Placement:
+    def pick(self, key: PlacementKey, choices: Sequence[DecodeChoice]) -> PlacementDecision:
         decode = self._decode.pick(self._rng.sample(choices, min(2, len(choices))))
         nodes = [node.address for node in decode.prefill]
         self._rng.shuffle(nodes)
         nodes[:2] = sorted(nodes[:2], key=self._load.prefill.tokens)
-        return Placement(decode.address, tuple(nodes), len(key.token_ids))
+        return PlacementDecision(decode.address, tuple(nodes), len(key.token_ids))

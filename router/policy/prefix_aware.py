@@ -9,11 +9,11 @@ which then has the prefix too.
 
 from collections.abc import Sequence
 
-from router.policy.choices import DecodeChoice, Placement, PlacementKey
-from router.policy.decode_choice import LeastFull
-from router.policy.load import Load
+from router.policy.choices import DecodeChoice, PlacementDecision, PlacementKey
+from router.policy.decode_choice import LeastLoadedDecode
+from router.policy.load import NodeLoad
 from router.policy.prefix_index import PrefixIndex, PromptPrefixes
-from router.policy.rotating_order import Turns
+from router.policy.rotating_order import RotatingOrder
 
 # Added to the lowest cost. This value was best in tools.bench.routing. A higher value keeps more
 # prefixes in place but lengthens queues where one prefix dominates.
@@ -23,18 +23,18 @@ NEAR_TOKENS = 512
 class PrefixAware:
     """The prefix-aware policy. Equal nodes take turns."""
 
-    def __init__(self, load: Load, prefixes: PrefixIndex) -> None:
+    def __init__(self, load: NodeLoad, prefixes: PrefixIndex) -> None:
         self._load = load
         self._prefixes = prefixes
-        self._decode = LeastFull(load)
-        self._turns = Turns()
+        self._decode = LeastLoadedDecode(load)
+        self._turns = RotatingOrder()
 
-    def pick(self, key: PlacementKey, choices: Sequence[DecodeChoice]) -> Placement:
+    def pick(self, key: PlacementKey, choices: Sequence[DecodeChoice]) -> PlacementDecision:
         decode = self._decode.pick(choices)
         num_tokens = len(key.token_ids)
         nodes = self._turns.rotated([node.address for node in decode.prefill])
         if len(nodes) < 2:
-            return Placement(decode.address, tuple(nodes), num_tokens)
+            return PlacementDecision(decode.address, tuple(nodes), num_tokens)
         prefixes = PromptPrefixes(key.token_ids, key.namespace)
         # The last token is always computed, for its logits.
         cached = [
@@ -50,4 +50,6 @@ class PrefixAware:
         )
         first = order[0]
         self._prefixes.placed(prefixes, nodes[first])
-        return Placement(decode.address, tuple(nodes[i] for i in order), num_tokens - cached[first])
+        return PlacementDecision(
+            decode.address, tuple(nodes[i] for i in order), num_tokens - cached[first]
+        )

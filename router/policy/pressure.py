@@ -12,7 +12,7 @@ LASTING_S = 1.0  # after a rejection
 LEAST_S = 0.5  # lower bound of the limit: a shorter queue would run empty now and then
 
 
-class Pressure:
+class PoolPressure:
     """Limits by priority. For one thread. The caller provides the clock."""
 
     def __init__(self) -> None:

@@ -3,10 +3,10 @@
 import random
 from collections.abc import Sequence
 
-from router.policy.choices import DecodeChoice, Placement, PlacementKey
+from router.policy.choices import DecodeChoice, PlacementDecision, PlacementKey
 
 
-class Random:
+class RandomPolicy:
     """The random policy.
 
     Args:
@@ -16,7 +16,9 @@ class Random:
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
-    def pick(self, key: PlacementKey, choices: Sequence[DecodeChoice]) -> Placement:
+    def pick(self, key: PlacementKey, choices: Sequence[DecodeChoice]) -> PlacementDecision:
         decode = self._rng.choice(choices)
         nodes = self._rng.sample(decode.prefill, len(decode.prefill))
-        return Placement(decode.address, tuple(node.address for node in nodes), len(key.token_ids))
+        return PlacementDecision(
+            decode.address, tuple(node.address for node in nodes), len(key.token_ids)
+        )

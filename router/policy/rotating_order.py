@@ -5,7 +5,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-class Turns:
+class RotatingOrder:
     def __init__(self) -> None:
         self._turn = 0
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from router.policy.choices import DecodeChoice, Placement, PlacementKey
+from router.policy.choices import DecodeChoice, PlacementDecision, PlacementKey
 
 
 class RoundRobin:
@@ -12,7 +12,7 @@ class RoundRobin:
     def __init__(self) -> None:
         self._num_picked = 0
 
-    def pick(self, key: PlacementKey, choices: Sequence[DecodeChoice]) -> Placement:
+    def pick(self, key: PlacementKey, choices: Sequence[DecodeChoice]) -> PlacementDecision:
         turn = self._num_picked
         self._num_picked += 1
         decode = choices[turn % len(choices)]
@@ -21,4 +21,4 @@ class RoundRobin:
             # With equal numbers of both roles, plain rotations would always give the same pairs.
             first = (turn + turn // math.lcm(len(nodes), len(choices))) % len(nodes)
             nodes = nodes[first:] + nodes[:first]
-        return Placement(decode.address, tuple(nodes), len(key.token_ids))
+        return PlacementDecision(decode.address, tuple(nodes), len(key.token_ids))

@@ -6,25 +6,27 @@ Requests without a session, and the first one of a session, go to the least-load
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from router.policy.choices import DecodeChoice, Placement, PlacementKey
+from router.policy.choices import DecodeChoice, PlacementDecision, PlacementKey
 from router.policy.least_tokens import LeastTokens
-from router.policy.load import Load
+from router.policy.load import NodeLoad
 
 MAX_SESSIONS = 1 << 16  # beyond that, the least recently used session is dropped
 
 
 class SessionAffinity:
-    def __init__(self, load: Load) -> None:
+    def __init__(self, load: NodeLoad) -> None:
         self._least = LeastTokens(load)
         self._homes: OrderedDict[str, tuple[str, str]] = OrderedDict()  # decode, prefill
 
-    def pick(self, key: PlacementKey, choices: Sequence[DecodeChoice]) -> Placement:
+    def pick(self, key: PlacementKey, choices: Sequence[DecodeChoice]) -> PlacementDecision:
         decode, prefill = self._homes.get(key.session_id, ("", ""))
         at_home = [choice for choice in choices if choice.address == decode]
         placement = self._least.pick(key, at_home or choices)
         if prefill in placement.prefill:
             others = (node for node in placement.prefill if node != prefill)
-            placement = Placement(placement.decode, (prefill, *others), placement.uncached_tokens)
+            placement = PlacementDecision(
+                placement.decode, (prefill, *others), placement.uncached_tokens
+            )
         if key.session_id:
             home = placement.decode, placement.prefill[0] if placement.prefill else ""
             self._homes[key.session_id] = home

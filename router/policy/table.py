@@ -4,19 +4,19 @@ import random
 from collections.abc import Callable
 
 from router.policy.consistent_hash import ConsistentHash
-from router.policy.contract import Policy
+from router.policy.contract import RoutingPolicy
 from router.policy.least_tokens import LeastTokens
-from router.policy.load import Load
+from router.policy.load import NodeLoad
 from router.policy.power_of_two import PowerOfTwo
 from router.policy.prefix_aware import PrefixAware
 from router.policy.prefix_index import PrefixIndex
-from router.policy.random_choice import Random
+from router.policy.random_choice import RandomPolicy
 from router.policy.round_robin import RoundRobin
 from router.policy.session_affinity import SessionAffinity
 
-_POLICIES: dict[str, Callable[[Load, PrefixIndex, random.Random], Policy]] = {
+_POLICIES: dict[str, Callable[[NodeLoad, PrefixIndex, random.Random], RoutingPolicy]] = {
     "round_robin": lambda load, prefixes, rng: RoundRobin(),
-    "random": lambda load, prefixes, rng: Random(rng),
+    "random": lambda load, prefixes, rng: RandomPolicy(rng),
     "power_of_two": lambda load, prefixes, rng: PowerOfTwo(load, rng),
     "least_tokens": lambda load, prefixes, rng: LeastTokens(load),
     "prefix_aware": lambda load, prefixes, rng: PrefixAware(load, prefixes),
@@ -28,8 +28,8 @@ HEED_PREFIXES = frozenset({"prefix_aware"})  # policies that use the prefix inde
 
 
 def make_policy(
-    name: str, load: Load, prefixes: PrefixIndex, rng: random.Random | None = None
-) -> Policy:
+    name: str, load: NodeLoad, prefixes: PrefixIndex, rng: random.Random | None = None
+) -> RoutingPolicy:
     """Create a policy.
 
     Args:

@@ -17,7 +17,7 @@ _CONNECTIONS = 8  # to each process; further calls are queued
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class SiblingReply:
     """Responses of the other processes.
 
     Attributes:
@@ -33,13 +33,13 @@ class Told:
         return self.num_asked - len(self.bodies)
 
 
-class Siblings:
+class SiblingProcesses:
     """The other processes of this router. For one event loop. Made by `siblings`."""
 
     def __init__(self, sessions: Mapping[int, aiohttp.ClientSession]) -> None:
         self._sessions = sessions
 
-    async def ask(self, path: str, longest_s: float = LONGEST_S, /, **query: str) -> Told:
+    async def ask(self, path: str, longest_s: float = LONGEST_S, /, **query: str) -> SiblingReply:
         """Call all processes.
 
         Returns within `longest_s`. Raises nothing: failures count as silent.
@@ -49,11 +49,11 @@ class Siblings:
         answers = await asyncio.gather(*asked)
         numbered = zip(self._sessions, answers, strict=True)
         bodies = {number: body for number, body in numbered if body is not None}
-        return Told(bodies, len(self._sessions))
+        return SiblingReply(bodies, len(self._sessions))
 
 
 @asynccontextmanager
-async def siblings(sockets: Mapping[int, str]) -> AsyncIterator[Siblings]:
+async def siblings(sockets: Mapping[int, str]) -> AsyncIterator[SiblingProcesses]:
     """Open the connections to the other processes.
 
     Args:
@@ -64,7 +64,7 @@ async def siblings(sockets: Mapping[int, str]) -> AsyncIterator[Siblings]:
             number: await open_sessions.enter_async_context(_session(socket))
             for number, socket in sockets.items()
         }
-        yield Siblings(sessions)
+        yield SiblingProcesses(sessions)
 
 
 def _session(socket: str) -> aiohttp.ClientSession:

@@ -3,19 +3,19 @@
 from collections.abc import Callable
 from typing import Protocol
 
-from common.errors import NodeUnavailable, WrongState
-from router.workers.asking import Siblings
+from common.errors import FailedPrecondition, NodeUnavailable
+from router.workers.asking import SiblingProcesses
 
 PATH = "/drain"  # path of the call to the keeper
 IN_TURN = "in_turn"  # query parameter, "yes" or "no"
 
 
-class Ends(Protocol):
+class OperatorEnds(Protocol):
     async def drain(self, *, in_turn: bool) -> None:
         """Begin the shutdown. `in_turn`: as in DrainRouterRequest. Raises ServingError."""
 
 
-class OwnEnd:
+class LocalEnd:
     """Shutdown of a router with one process."""
 
     def __init__(self, begin: Callable[[], None]) -> None:
@@ -23,14 +23,14 @@ class OwnEnd:
 
     async def drain(self, *, in_turn: bool) -> None:
         if in_turn:
-            raise WrongState("this router is one process: there is no turn to take")
+            raise FailedPrecondition("this router is one process: there is no turn to take")
         self._begin()
 
 
-class KeptEnd:
+class SharedEnd:
     """Shutdown of a router with several processes, through their keeper."""
 
-    def __init__(self, keeper: Siblings) -> None:
+    def __init__(self, keeper: SiblingProcesses) -> None:
         self._keeper = keeper
 
     async def drain(self, *, in_turn: bool) -> None:

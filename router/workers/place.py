@@ -10,7 +10,7 @@ import time
 import msgspec
 
 
-class Place(msgspec.Struct, frozen=True):
+class ProcessSlot(msgspec.Struct, frozen=True):
     """Position of one process in its router.
 
     Attributes:
@@ -53,6 +53,6 @@ class Place(msgspec.Struct, frozen=True):
         return os.path.join(self.directory, f"{number}.sock")
 
 
-def alone() -> Place:
+def alone() -> ProcessSlot:
     """Return the position of the only process of a router."""
-    return Place(0, 1, "", time.monotonic())
+    return ProcessSlot(0, 1, "", time.monotonic())

@@ -6,13 +6,13 @@ from contextlib import asynccontextmanager
 from aiohttp import web
 
 from common.errors import ConfigError
-from router.workers.place import Place
+from router.workers.place import ProcessSlot
 
 Tell = Callable[[Mapping[str, str]], Awaitable[bytes]]  # called with the query
 
 
 @asynccontextmanager
-async def told(place: Place, tells: Mapping[str, Tell]) -> AsyncIterator[None]:
+async def told(place: ProcessSlot, tells: Mapping[str, Tell]) -> AsyncIterator[None]:
     """Answer calls while inside the context. Does nothing in a router with one process.
 
     Args:

@@ -12,10 +12,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from api.program.assembly import Running, running
+from api.program.assembly import RunningRouter, run_router
 from api.text import model_files
 from common import rpc
-from common.config import ClientsConfig, FrontConfig, RouterConfig
+from common.config import ClientsConfig, RouterConfig, ServerConfig
 from protos import router_pb2, router_pb2_grpc
 from tests.support.stub_decode_node import StubDecodeNode, Submission
 
@@ -24,7 +24,7 @@ VOCABULARY_SIZE = 320
 WAIT_S = 60.0
 # Of requests that are to run out of time at their node; a busy machine spends the first on the way.
 BUDGETS_S = [0.25 * 2**number for number in range(9)]
-ON_ANY_PORT = FrontConfig(port=0)
+ON_ANY_PORT = ServerConfig(port=0)
 AT_ONCE = ClientsConfig(longest_wait_s=0)  # no request waits for a slot
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
@@ -163,9 +163,9 @@ async def router_for(
     *,
     decode: Sequence[str],
     prefill: Sequence[str] = (),
-    front: FrontConfig = ON_ANY_PORT,
+    front: ServerConfig = ON_ANY_PORT,
     **knobs: Any,
-) -> AsyncIterator[tuple[Client, Running]]:
+) -> AsyncIterator[tuple[Client, RunningRouter]]:
     """A router on ports of its own, and a client of it; it may not be ready yet."""
     config = RouterConfig(
         front=front,
@@ -175,7 +175,7 @@ async def router_for(
         prefill=tuple(prefill),
         **knobs,
     )
-    async with running(config, model_files.load(config.model)) as router:
+    async with run_router(config, model_files.load(config.model)) as router:
         async with rpc.make_channel(f"127.0.0.1:{router.port}") as channel:
             yield Client(channel), router
 

@@ -5,19 +5,19 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from api.requests.answer import Answer, LastPiece
+from api.requests.answer import FinalChunk, ResponseBuilder
 from api.text.detokenizer import Detokenizer
 from api.text.stops import StopRules
-from router.token_buffer import End
+from router.token_buffer import StreamEnd
 from tests.api.rig import VOCABULARY_SIZE, byte_level_tokenizer
 from tests.api.text.test_detokenizer import BYTE_LEVEL
 from tests.api.text.test_stops import cut
 
-LENGTH = End("length")
+LENGTH = StreamEnd("length")
 
 
-def answer(*stops: str) -> Answer:
-    return Answer(Detokenizer(BYTE_LEVEL), StopRules(stops).begin(), num_prompt_tokens=5)
+def answer(*stops: str) -> ResponseBuilder:
+    return ResponseBuilder(Detokenizer(BYTE_LEVEL), StopRules(stops).begin(), num_prompt_tokens=5)
 
 
 def ids(text: str) -> list[int]:
@@ -38,11 +38,11 @@ def test_the_answer_is_one_decode_cut_at_the_first_stop(
         last = subject.add(run, None if run else LENGTH)
         text += last.text
         token_ids += last.token_ids
-        if isinstance(last, LastPiece):
+        if isinstance(last, FinalChunk):
             break
     everything = [token for run in runs for token in run]
     expected, stopped = cut(BYTE_LEVEL.decode(everything), stops)
-    assert isinstance(last, LastPiece)
+    assert isinstance(last, FinalChunk)
     assert (text, last.finish_reason) == (expected, "stop" if stopped else "length")
     assert token_ids == everything[: len(token_ids)]
     assert last.usage.completion_tokens == len(token_ids)
@@ -53,7 +53,7 @@ def test_marks_are_where_they_are_in_the_text_of_their_piece(sizes: list[int], e
     """A stop that begins like one holds it back, and another piece brings it."""
     marks = {0: "<s>"}
     detokenizer = Detokenizer(BYTE_LEVEL, BYTE_LEVEL.some_text, marks)
-    subject = Answer(detokenizer, StopRules(("s>S", "STOP")).begin(), num_prompt_tokens=5)
+    subject = ResponseBuilder(detokenizer, StopRules(("s>S", "STOP")).begin(), num_prompt_tokens=5)
     token_ids = [
         0,
         *ids("o <"),
@@ -73,7 +73,7 @@ def test_marks_are_where_they_are_in_the_text_of_their_piece(sizes: list[int], e
         found += [len(text) + mark for mark in piece.marks]
         text += piece.text
         begin += size
-        if isinstance(piece, LastPiece):
+        if isinstance(piece, FinalChunk):
             break
     whole = "<s>o <s> <s><s>x STO<s> "
     assert text == (whole if ended else f"{whole}S<s>")
@@ -83,7 +83,7 @@ def test_marks_are_where_they_are_in_the_text_of_their_piece(sizes: list[int], e
 def test_usage_counts_up_to_the_token_that_completes_the_stop() -> None:
     before, stop, after = ids("the fox"), ids(" STOP"), ids(" jumps")
     piece = answer(" STOP").add(before + stop + after, None)
-    assert isinstance(piece, LastPiece)
+    assert isinstance(piece, FinalChunk)
     assert piece.text == "the fox"
     assert piece.token_ids == before + stop
     assert piece.usage.completion_tokens == len(before + stop)
@@ -94,23 +94,23 @@ def test_an_end_brings_the_text_that_was_held_back() -> None:
     subject = answer("STOP")
     assert subject.add(ids("one ST"), None).text == "one "
     last = subject.add([], LENGTH, 3)
-    assert isinstance(last, LastPiece)
+    assert isinstance(last, FinalChunk)
     assert (last.text, last.finish_reason, last.usage.cached_tokens) == ("ST", "length", 3)
 
 
 def test_what_ended_an_answer_is_told() -> None:
     """EOS, and a length, are nobody's own."""
-    stop = End("stop")
+    stop = StreamEnd("stop")
 
-    def reason(text: str, end: End, **options: Any) -> str | int | None:
-        subject = Answer(
+    def reason(text: str, end: StreamEnd, **options: Any) -> str | int | None:
+        subject = ResponseBuilder(
             Detokenizer(BYTE_LEVEL),
             StopRules(("STOP", "x")).begin(),
             num_prompt_tokens=5,
             **options,
         )
         last = subject.add(ids(text), end)
-        assert isinstance(last, LastPiece)
+        assert isinstance(last, FinalChunk)
         return last.stop_reason
 
     token = ids("the")[-1]
@@ -123,10 +123,10 @@ def test_what_ended_an_answer_is_told() -> None:
 
 def test_a_stop_string_does_not_end_an_answer_that_is_too_short() -> None:
     """Seen failing where the stops look at every token."""
-    subject = Answer(
+    subject = ResponseBuilder(
         Detokenizer(BYTE_LEVEL), StopRules(("a",)).begin(), num_prompt_tokens=5, min_tokens=3
     )
     tokens = [ids("a")[0]] * 5
     first, last = subject.add(tokens[:2], None), subject.add(tokens[2:], None)
     assert (first.text, last.text) == ("aa", "a")
-    assert isinstance(last, LastPiece) and last.usage.completion_tokens == 4
+    assert isinstance(last, FinalChunk) and last.usage.completion_tokens == 4

@@ -10,7 +10,7 @@ import grpc.aio
 import pytest
 from grpc import StatusCode
 
-from api.program.assembly import Running
+from api.program.assembly import RunningRouter
 from common import limits, rpc
 from protos.decode_pb2 import (
     FINISH_REASON_ABORT,
@@ -55,7 +55,7 @@ def ids(text: str) -> list[int]:
 @asynccontextmanager
 async def served(
     model: Path, **knobs: Any
-) -> AsyncIterator[tuple[Client, StubDecodeNode, Running]]:
+) -> AsyncIterator[tuple[Client, StubDecodeNode, RunningRouter]]:
     """A router that is ready, with one decode node that prefills itself."""
     async with StubDecodeNode() as node:
         async with router_for(model, decode=[node.address], **knobs) as (client, router):

@@ -8,11 +8,11 @@ import msgspec
 from api.auth.client import Client, by_address
 from api.dialect.generation_endpoint import GenerationEndpoint
 from api.dialect.model_names import ModelNames
-from api.generation import Generator, Write
-from api.openai.completions import Completions
-from api.requests.answer import LastPiece, Usage
-from api.requests.generate_params import Wanted
-from api.requests.idempotency import KeptAnswers
+from api.generation import Dispatcher, Write
+from api.openai.completions import CompletionsEndpoint
+from api.requests.answer import FinalChunk, TokenUsage
+from api.requests.generate_params import GenerateParams
+from api.requests.idempotency import IdempotencyCache
 from common.errors import DeadlineExceeded
 from router.metrics import RouterMetrics
 from tests.support.pipe import Client as HttpClient
@@ -24,8 +24,10 @@ class OneTooSlow:
     def __init__(self) -> None:
         self._all_ended = asyncio.Event()
 
-    async def generate(self, wanted: Wanted, client: Client, write: Write, *_: object) -> None:
-        last = LastPiece("", (), "stop", None, Usage(1, 1, 0), 0)
+    async def generate(
+        self, wanted: GenerateParams, client: Client, write: Write, *_: object
+    ) -> None:
+        last = FinalChunk("", (), "stop", None, TokenUsage(1, 1, 0), 0)
         if wanted.request_id.endswith("-0"):
             writing = asyncio.ensure_future(write(wanted.request_id, last))
             await self._all_ended.wait()
@@ -40,9 +42,9 @@ async def test_an_answer_that_has_ended_does_not_end_again() -> None:
     http = HttpClient()
     body = msgspec.json.encode({"prompt": "x", "n": 2, "stream": True})
     request = http.request(body)
-    answers = KeptAnswers(cast(Generator, OneTooSlow()), keep_s=30.0)
+    answers = IdempotencyCache(cast(Dispatcher, OneTooSlow()), keep_s=30.0)
     endpoint = GenerationEndpoint(
-        Completions(ignore_unknown=False),
+        CompletionsEndpoint(ignore_unknown=False),
         answers,
         RouterMetrics(),
         lambda request, num_requests: by_address("10.0.0.1"),

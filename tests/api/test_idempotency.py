@@ -11,11 +11,17 @@ import pytest
 
 from api.auth.api_keys import KeyLimits
 from api.auth.client import Client, by_address
-from api.auth.usage import Usage
-from api.requests.answer import LastPiece, Piece
-from api.requests.answer import Usage as AnswerUsage
-from api.requests.generate_params import Rendering, SharedPrompt, Text, Together, Wanted
-from api.requests.idempotency import KeptAnswers, Retry
+from api.auth.usage import KeyUsage
+from api.requests.answer import FinalChunk, OutputChunk
+from api.requests.answer import TokenUsage as AnswerUsage
+from api.requests.generate_params import (
+    GenerateParams,
+    RenderedPrompt,
+    RequestGroup,
+    SharedPrompt,
+    TextPrompt,
+)
+from api.requests.idempotency import IdempotencyCache, IdempotentRetry
 from common.errors import InvalidRequest, NodeUnavailable
 from common.requests.sampling import SamplingParams
 from protos.decode_pb2 import FINISH_REASON_LENGTH
@@ -126,21 +132,26 @@ class Scripted:
 
     def __init__(self, takes: bool = True) -> None:
         self._takes = takes  # whether all that is offered is taken
-        self.said: asyncio.Queue[Piece | LastPiece | Exception] = asyncio.Queue()
+        self.said: asyncio.Queue[OutputChunk | FinalChunk | Exception] = asyncio.Queue()
         self.num_begun = 0
         self.num_cancelled = 0
 
     async def generate(
-        self, wanted: Wanted, client: Client, write: Any, traceparent: str = "", offer: Any = None
+        self,
+        wanted: GenerateParams,
+        client: Client,
+        write: Any,
+        traceparent: str = "",
+        offer: Any = None,
     ) -> None:
         self.num_begun += 1
         try:
             while True:
                 match await self.said.get():
-                    case LastPiece() as last:
+                    case FinalChunk() as last:
                         await write(wanted.request_id, last)
                         return
-                    case Piece() as piece:
+                    case OutputChunk() as piece:
                         taken = offer(piece)
                         assert taken or not self._takes
                         if not taken:
@@ -152,30 +163,30 @@ class Scripted:
             raise
 
 
-def _wanted() -> Wanted:
-    prompt = SharedPrompt(Text("x"))
+def _wanted() -> GenerateParams:
+    prompt = SharedPrompt(TextPrompt("x"))
     sampling = SamplingParams(max_tokens=8, seed=1)
-    return Wanted(prompt=prompt, together=Together([prompt], 1), sampling=sampling)
+    return GenerateParams(prompt=prompt, together=RequestGroup([prompt], 1), sampling=sampling)
 
 
-def _piece(text: str) -> Piece:
-    return Piece(text, (1,))
+def _piece(text: str) -> OutputChunk:
+    return OutputChunk(text, (1,))
 
 
-def _last(text: str = "") -> LastPiece:
-    return LastPiece(text, (2,), "stop", None, AnswerUsage(1, 2, None), 0)
+def _last(text: str = "") -> FinalChunk:
+    return FinalChunk(text, (2,), "stop", None, AnswerUsage(1, 2, None), 0)
 
 
-def _retry(kept: KeptAnswers, client: Client = ME, asked: bytes = b"a") -> Retry:
+def _retry(kept: IdempotencyCache, client: Client = ME, asked: bytes = b"a") -> IdempotentRetry:
     retry = kept.retry(client, "key", lambda: asked, "own id")
     assert retry is not None
     return retry
 
 
-async def _follow(kept: KeptAnswers, client: Client = ME, asked: bytes = b"a") -> str:
+async def _follow(kept: IdempotencyCache, client: Client = ME, asked: bytes = b"a") -> str:
     texts: list[str] = []
 
-    async def write(request_id: str, piece: Piece | LastPiece) -> None:
+    async def write(request_id: str, piece: OutputChunk | FinalChunk) -> None:
         texts.append(piece.text)
 
     await kept.generate(_wanted(), client, write, retry=_retry(kept, client, asked))
@@ -184,7 +195,7 @@ async def _follow(kept: KeptAnswers, client: Client = ME, asked: bytes = b"a") -
 
 async def test_two_that_ask_at_once_follow_one_answer() -> None:
     scripted = Scripted()
-    kept = KeptAnswers(scripted, keep_s=LONG_S)
+    kept = IdempotencyCache(scripted, keep_s=LONG_S)
     both = [asyncio.create_task(_follow(kept)) for _ in range(2)]
     for each in (_piece("a"), _piece("b"), _last("c")):
         scripted.said.put_nowait(each)
@@ -196,25 +207,25 @@ async def test_what_the_prompt_became_is_known_to_who_comes_back() -> None:
     """Keep the rendered prompt, which decides whether a response is parsed as reasoning or
     content."""
     scripted = Scripted()
-    kept = KeptAnswers(scripted, keep_s=LONG_S)
+    kept = IdempotencyCache(scripted, keep_s=LONG_S)
     first, again = _wanted(), _wanted()
-    first.prompt.rendering = Rendering(1, "<think>")
+    first.prompt.rendering = RenderedPrompt(1, "<think>")
     seen: list[str] = []
 
-    async def write(request_id: str, piece: Piece | LastPiece) -> None:
+    async def write(request_id: str, piece: OutputChunk | FinalChunk) -> None:
         seen.append(again.prompt.rendering)
 
     scripted.said.put_nowait(_last("a"))
     await kept.generate(first, ME, write, retry=_retry(kept))
     await kept.generate(again, ME, write, retry=_retry(kept))
-    assert seen == [Rendering(), Rendering(1, "<think>")]
+    assert seen == [RenderedPrompt(), RenderedPrompt(1, "<think>")]
 
 
 async def test_nobody_meets_the_answer_of_another_client() -> None:
     """Seen failing with answers known by their key alone."""
     scripted = Scripted()
-    kept = KeptAnswers(scripted, keep_s=LONG_S)
-    for client, text in ((ME, "mine"), (Client("another", Usage(KeyLimits())), "another's")):
+    kept = IdempotencyCache(scripted, keep_s=LONG_S)
+    for client, text in ((ME, "mine"), (Client("another", KeyUsage(KeyLimits())), "another's")):
         scripted.said.put_nowait(_last(text))
         assert await _follow(kept, client) == text
     assert await _follow(kept) == "mine"
@@ -224,7 +235,7 @@ async def test_nobody_meets_the_answer_of_another_client() -> None:
 
 async def test_what_has_failed_is_asked_anew() -> None:
     scripted = Scripted()
-    kept = KeptAnswers(scripted, keep_s=LONG_S)
+    kept = IdempotencyCache(scripted, keep_s=LONG_S)
     scripted.said.put_nowait(NodeUnavailable("no node"))
     with pytest.raises(NodeUnavailable):
         await _follow(kept)
@@ -234,7 +245,7 @@ async def test_what_has_failed_is_asked_anew() -> None:
 
 async def test_an_answer_that_nobody_comes_back_for_is_given_up_and_forgotten() -> None:
     scripted = Scripted()
-    kept = KeptAnswers(scripted, keep_s=0.05)
+    kept = IdempotencyCache(scripted, keep_s=0.05)
     leaving = asyncio.create_task(_follow(kept))
     await eventually(lambda: scripted.num_begun == 1)
     leaving.cancel()
@@ -246,10 +257,10 @@ async def test_an_answer_that_nobody_comes_back_for_is_given_up_and_forgotten() 
 
 async def test_what_is_kept_is_bounded_by_bytes_oldest_first() -> None:
     scripted = Scripted()
-    kept = KeptAnswers(scripted, keep_s=LONG_S, max_bytes=40_000)
+    kept = IdempotencyCache(scripted, keep_s=LONG_S, max_bytes=40_000)
     for number in range(50):
         scripted.said.put_nowait(_last("x" * 1000))
-        client = Client(f"client {number}", Usage(KeyLimits()))
+        client = Client(f"client {number}", KeyUsage(KeyLimits()))
         await _follow(kept, client)
     await eventually(lambda: len(kept) == 4)
     assert await _follow(kept, client) == "x" * 1000  # the newest is there
@@ -259,11 +270,11 @@ async def test_what_is_kept_is_bounded_by_bytes_oldest_first() -> None:
 async def test_an_answer_that_there_is_no_room_for_reaches_who_follows_it_and_nobody_else() -> None:
     """At the pace of the slowest that follows it. Seen failing where it is kept all the same."""
     scripted = Scripted(takes=False)
-    kept = KeptAnswers(scripted, keep_s=LONG_S, max_bytes=10_000)
+    kept = IdempotencyCache(scripted, keep_s=LONG_S, max_bytes=10_000)
     texts: list[str] = []
     may_take = asyncio.Semaphore(0)
 
-    async def write(request_id: str, piece: Piece | LastPiece) -> None:
+    async def write(request_id: str, piece: OutputChunk | FinalChunk) -> None:
         await may_take.acquire()
         texts.append(piece.text)
 
@@ -290,13 +301,13 @@ async def test_of_a_prompt_nothing_is_kept_but_how_long_it_was() -> None:
         """Which a weak reference can name."""
 
     scripted = Scripted()
-    kept = KeptAnswers(scripted, keep_s=LONG_S)
+    kept = IdempotencyCache(scripted, keep_s=LONG_S)
     wanted = _wanted()
     wanted.prompt.token_ids = Tokens([1])
     tokens = weakref.ref(wanted.prompt.token_ids)
     scripted.said.put_nowait(_last("a"))
 
-    async def write(request_id: str, piece: Piece | LastPiece) -> None:
+    async def write(request_id: str, piece: OutputChunk | FinalChunk) -> None:
         pass
 
     await kept.generate(wanted, ME, write, retry=_retry(kept))

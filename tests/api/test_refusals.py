@@ -8,19 +8,19 @@ import pytest
 
 from api.admin.cluster_report import ClusterReport
 from api.admin.explain import Explainer
-from api.admin.moves import Mover
+from api.admin.moves import MigrationService
 from api.admin.plans import Plans
 from api.auth.client import Client as CallingClient
-from api.auth.guard import Guard
-from api.grpc.callers import Callers
-from api.grpc.service import RouterService
-from api.parsers.model_format import Speech
-from api.pooling.vectors import Vectors
+from api.auth.guard import ApiKeyGuard
+from api.grpc.callers import CallerResolver
+from api.grpc.service import InferenceService
+from api.parsers.model_format import ModelFormat
+from api.pooling.vectors import PoolingService
 from api.requests.generate_params import Prompt
-from api.requests.idempotency import KeptAnswers
-from api.requests.prompts import Prompts
+from api.requests.idempotency import IdempotencyCache
+from api.requests.prompts import PromptEncoder
 from api.requests.served_model import ServedModel
-from api.text.limits import MAX_FIELDS, Limits
+from api.text.limits import MAX_FIELDS, ModelLimits
 from api.text.model_files import ModelFiles
 from api.text.tokenizer import RouterTokenizer
 from common import rpc
@@ -31,7 +31,7 @@ from protos.sampling_pb2 import Sampling
 from router.cluster.adapter_calls import AdapterCalls
 from router.cluster.engine_calls import EngineCalls
 from router.metrics import RouterMetrics
-from router.workers.ends import OwnEnd
+from router.workers.ends import LocalEnd
 from tests.api.openai.openai_rig import CHAT, COMPLETIONS, HELLO, api_for
 from tests.api.rig import CONTEXT_LENGTH, Client, failure, router_for
 from tests.support.http_client import post
@@ -133,32 +133,34 @@ class Busy:
 
 async def test_who_meets_a_full_queue_is_told_when_to_come_back() -> None:
     busy = Busy()
-    guard = Guard(
+    guard = ApiKeyGuard(
         None, lambda shown: False, RouterMetrics(), operators_prove=False, has_secret=False
     )
-    service = RouterService(
+    service = InferenceService(
         guard,
-        cast(KeptAnswers, None),
-        cast(Vectors, None),
+        cast(IdempotencyCache, None),
+        cast(PoolingService, None),
         cast(ClusterReport, None),
         cast(Explainer, None),
         cast(AdapterCalls, None),
         cast(EngineCalls, None),
-        cast(Mover, None),
+        cast(MigrationService, None),
         cast(Plans, None),
         ServedModel(
             cast(ModelFiles, None),
             cast(RouterTokenizer, busy),
-            Limits(64, 320, longest_token_bytes=16),
-            cast(Prompts, busy),
-            Speech(),
+            ModelLimits(64, 320, longest_token_bytes=16),
+            cast(PromptEncoder, busy),
+            ModelFormat(),
         ),
-        OwnEnd(lambda: None),
+        LocalEnd(lambda: None),
         budget_s=10.0,
     )
     server = rpc.make_server()
     port = rpc.bind(server, "127.0.0.1", 0)
-    rpc.add_service(server, router_pb2_grpc.add_RouterServicer_to_server, service, Callers(guard))
+    rpc.add_service(
+        server, router_pb2_grpc.add_RouterServicer_to_server, service, CallerResolver(guard)
+    )
     await server.start()
     async with rpc.make_channel(f"127.0.0.1:{port}") as channel:
         client = Client(channel)

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from api.dialect.problems import Refusal
+from api.dialect.problems import ApiError
 from api.dialect.structure import MAX_NAMED, MAX_NUMBERS, check_structure
 
 TOOL = {
@@ -57,6 +57,6 @@ def test_what_somebody_may_mean_is_taken(content: dict[str, Any]) -> None:
 )
 def test_too_many_values_are_refused(item: str, num: int) -> None:
     body = '{"prompt":[' + ",".join([item] * num) + "]}"
-    with pytest.raises(Refusal, match="too many values") as refused:
+    with pytest.raises(ApiError, match="too many values") as refused:
         check_structure(body.encode())
     assert refused.value.status == 413

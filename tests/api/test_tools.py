@@ -11,10 +11,10 @@ from grpc import StatusCode
 from jsonschema import Draft202012Validator
 
 from api.dialect.forced import guide_of_calls
-from api.dialect.messages import Function, Tool
-from api.dialect.problems import Refusal
-from api.dialect.tools import Offer, guided, optional
-from api.parsers.model_format import Speech
+from api.dialect.messages import ToolDefinition, ToolFunction
+from api.dialect.problems import ApiError
+from api.dialect.tools import ToolOffer, guided, optional
+from api.parsers.model_format import ModelFormat
 from common.requests.sampling import SamplingParams
 from engine.grammar.schemas.enforced import enforced
 from protos import router_pb2
@@ -39,8 +39,8 @@ TOOLS: list[Any] = [
 SAMPLING = SamplingParams(max_tokens=1, seed=0)
 
 
-def _tool(said: dict[str, Any]) -> Tool:
-    return Tool("function", Function(**said["function"]))
+def _tool(said: dict[str, Any]) -> ToolDefinition:
+    return ToolDefinition("function", ToolFunction(**said["function"]))
 
 
 @pytest.fixture(scope="module")
@@ -313,11 +313,11 @@ async def test_tools_beyond_what_a_grammar_may_have_are_free_unless_they_are_str
         )
         assert (await talking.api.complete()).sampling.guide.structural_tag
         assert (await asking).status == 200
-    speech = Speech(tools="hermes")
-    offer = Offer([_tool(each) for each in many], (), parallel=True)
+    speech = ModelFormat(tools="hermes")
+    offer = ToolOffer([_tool(each) for each in many], (), parallel=True)
     assert guided([SAMPLING], offer, speech, "")[0].guide is None
     many[0]["function"]["strict"] = True
-    offer = Offer([_tool(each) for each in many], (), parallel=True)
+    offer = ToolOffer([_tool(each) for each in many], (), parallel=True)
     assert guided([SAMPLING], offer, speech, "")[0].guide is not None
 
 
@@ -389,8 +389,8 @@ async def test_parameters_that_are_nested_too_deeply_are_refused(calling: Path) 
     for _ in range(100):  # a call that may be made needs less of the stack
         schema = {"properties": {"a": schema}}
     offer = optional([{"function": {"name": "add", "parameters": schema, "strict": True}}])
-    with pytest.raises(Refusal, match="tools: parameters are nested too deeply"):
-        guided([SAMPLING], offer, Speech(tools="hermes"), "")
+    with pytest.raises(ApiError, match="tools: parameters are nested too deeply"):
+        guided([SAMPLING], offer, ModelFormat(tools="hermes"), "")
 
 
 def test_what_a_tool_refers_to_is_its_own_where_others_stand_beside_it() -> None:
@@ -411,8 +411,8 @@ def test_what_a_tool_refers_to_is_its_own_where_others_stand_beside_it() -> None
     leaves = {"$ref": "#/$defs/leaf", "$defs": {"leaf": {"type": "object", "maxProperties": 0}}}
     guide = guide_of_calls(
         [
-            Tool("function", Function("f", parameters=trees)),
-            Tool("function", Function("g", parameters=leaves)),
+            ToolDefinition("function", ToolFunction("f", parameters=trees)),
+            ToolDefinition("function", ToolFunction("g", parameters=leaves)),
         ],
         parallel=True,
     )

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from api.dialect.endpoint_call import Asked, Dialect
-from api.dialect.problems import Refusal
-from api.openai.chat import Chat
-from api.openai.completions import Completions
-from api.parsers.model_format import Speech
-from api.requests.generate_params import Messages, Turn
+from api.dialect.endpoint_call import ApiDialect, EndpointCall
+from api.dialect.problems import ApiError
+from api.openai.chat import ChatEndpoint
+from api.openai.completions import CompletionsEndpoint
+from api.parsers.model_format import ModelFormat
+from api.requests.generate_params import ChatPrompt, ChatTurn
 from tests.api.openai.openai_rig import CHAT, api_for
 
-COMPLETIONS = Completions(ignore_unknown=False)
-CHATS = Chat(Speech(), lambda calls: frozenset(), ignore_unknown=False)
+COMPLETIONS = CompletionsEndpoint(ignore_unknown=False)
+CHATS = ChatEndpoint(ModelFormat(), lambda calls: frozenset(), ignore_unknown=False)
 PROMPT: dict[str, Any] = {"prompt": "x"}
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
 DIALECTS = pytest.mark.parametrize(
@@ -185,12 +185,12 @@ COMPLETIONS_OF_CLIENTS: dict[str, dict[str, Any]] = {
 }
 
 
-def read(dialect: Dialect, **fields: Any) -> Asked:
+def read(dialect: ApiDialect, **fields: Any) -> EndpointCall:
     return dialect.read(json.dumps(fields).encode())
 
 
-def refused(dialect: Dialect, **fields: Any) -> Refusal:
-    with pytest.raises(Refusal) as caught:
+def refused(dialect: ApiDialect, **fields: Any) -> ApiError:
+    with pytest.raises(ApiError) as caught:
         read(dialect, **fields)
     assert (caught.value.status, caught.value.code) == (400, "unsupported")
     return caught.value
@@ -199,7 +199,7 @@ def refused(dialect: Dialect, **fields: Any) -> Refusal:
 @DIALECTS
 @pytest.mark.parametrize("name", ASKED_IN_VAIN)
 def test_what_is_not_heeded_is_refused_by_name(
-    dialect: Dialect, prompt: dict[str, Any], name: str
+    dialect: ApiDialect, prompt: dict[str, Any], name: str
 ) -> None:
     refusal = refused(dialect, **prompt, **{name: ASKED_IN_VAIN[name]})
     assert refusal.param == name
@@ -209,7 +209,7 @@ def test_what_is_not_heeded_is_refused_by_name(
 @DIALECTS
 @pytest.mark.parametrize("name", CHANGES_NOTHING)
 def test_what_changes_no_answer_is_taken(
-    dialect: Dialect, prompt: dict[str, Any], name: str
+    dialect: ApiDialect, prompt: dict[str, Any], name: str
 ) -> None:
     seeded = {**prompt, "seed": 1}
     taken = read(dialect, **seeded, **{name: CHANGES_NOTHING[name]})
@@ -310,16 +310,16 @@ def test_a_field_that_asks_for_nothing_leaves_the_rest_as_it_is() -> None:
     ]
     asked = read(CHATS, messages=messages, max_tokens=7, nothing=None, user="ada")
     prompt = asked.requests[0].prompt.prompt
-    assert isinstance(prompt, Messages)
+    assert isinstance(prompt, ChatPrompt)
     assert [turn.content for turn in prompt.turns] == ["hi", "ho"]
     assert (asked.requests[0].sampling.max_tokens, asked.session_id) == (7, "ada")
-    with pytest.raises(Refusal, match=r"^max_tokens: Expected `int") as caught:
+    with pytest.raises(ApiError, match=r"^max_tokens: Expected `int") as caught:
         read(CHATS, messages=messages, max_tokens="7", nothing=None)
     assert caught.value.param == "max_tokens"
 
 
 def test_fields_that_are_unknown_or_not_supported_can_be_ignored_and_are_named() -> None:
-    lenient = Chat(Speech(), lambda calls: frozenset(), ignore_unknown=True)
+    lenient = ChatEndpoint(ModelFormat(), lambda calls: frozenset(), ignore_unknown=True)
     message = {"role": "user", "content": "hi", "mood": "good", "audio": {"id": "a"}}
     asked = read(
         lenient,
@@ -339,7 +339,7 @@ def test_fields_that_are_unknown_or_not_supported_can_be_ignored_and_are_named()
         "stream_options.every",
         "typical_p",
     }
-    with pytest.raises(Refusal, match="user: Expected `str"):
+    with pytest.raises(ApiError, match="user: Expected `str"):
         read(lenient, messages=[message], user=5)
 
 
@@ -386,5 +386,5 @@ async def test_a_header_names_what_was_ignored(model: Path) -> None:
 
 def test_who_speaks_in_a_message_reaches_the_template() -> None:
     (asked,) = read(CHATS, messages=[{"role": "user", "content": "hi", "name": "ada"}]).requests
-    assert isinstance(asked.prompt.prompt, Messages)
-    assert asked.prompt.prompt.turns == [Turn("user", "hi", "ada")]
+    assert isinstance(asked.prompt.prompt, ChatPrompt)
+    assert asked.prompt.prompt.turns == [ChatTurn("user", "hi", "ada")]

@@ -6,13 +6,13 @@ from itertools import pairwise
 
 import pytest
 
-from bench.errors import Unusable, WrongInput
+from bench.errors import InvalidInput, UnusableRun
 from bench.traffic.http_pool import Server
 from bench.traffic.openai_client import OpenAiClient
-from bench.traffic.workload import Job
+from bench.traffic.workload import WorkloadRequest
 from tests.support.stub_openai import Script, stub_openai
 
-JOB = Job((5, 6, 7, 8), max_tokens=6)
+JOB = WorkloadRequest((5, 6, 7, 8), max_tokens=6)
 
 
 @asynccontextmanager
@@ -119,9 +119,9 @@ async def test_a_server_that_has_gone_is_an_outcome():
         gone = OpenAiClient(Server.at("http://127.0.0.1:1"), send="ids", timeout_s=60.0)
         outcome = await gone.ask(JOB, time.perf_counter(), 0.0)
         assert outcome.error == "connect"
-        with pytest.raises(Unusable, match="Connection refused"):
+        with pytest.raises(UnusableRun, match="Connection refused"):
             await gone.choose_model()
-        with pytest.raises(Unusable, match=r"no model 'other'.*stub"):
+        with pytest.raises(UnusableRun, match=r"no model 'other'.*stub"):
             await client.choose_model("other")
 
 
@@ -141,5 +141,5 @@ def test_urls_may_be_written_as_people_write_them(url, host, port, prefix):
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://host", "http://", "http://h:x", ""])
 def test_what_is_no_url_is_refused(url):
-    with pytest.raises(WrongInput):
+    with pytest.raises(InvalidInput):
         Server.at(url)

@@ -3,22 +3,26 @@
 import pytest
 
 from bench.commands import break_even_report, compare_report
-from bench.commands.command import About
+from bench.commands.command import CommandInfo
 from bench.objectives import Objectives
-from bench.progress import Show
+from bench.progress import ProgressView
 from bench.report.page import write
-from bench.session import Measured, Session
-from bench.systems import Arm
-from bench.traffic.load import Run
-from bench.traffic.outcome import Outcome
+from bench.session import MeasuredRun, Session
+from bench.systems import ComparedSystem
+from bench.traffic.load import LoadRun
+from bench.traffic.outcome import RequestOutcome
 from tests.bench.pages import Page
 
-ABOUT = About({"seed": 1}, {"cpu": "test"}, "now")
-COLOCATED, REMOTE, LOCAL = Arm("colocated", 0, 2), Arm("disaggregated", 1, 1), Arm("local", 1, 1)
+ABOUT = CommandInfo({"seed": 1}, {"cpu": "test"}, "now")
+COLOCATED, REMOTE, LOCAL = (
+    ComparedSystem("colocated", 0, 2),
+    ComparedSystem("disaggregated", 1, 1),
+    ComparedSystem("local", 1, 1),
+)
 
 
 def _session(objectives=None):
-    return Session(Show(), Objectives(objectives or {}))
+    return Session(ProgressView(), Objectives(objectives or {}))
 
 
 def _outcome(group, due, first, gaps=(), **fields):
@@ -26,7 +30,7 @@ def _outcome(group, due, first, gaps=(), **fields):
     for gap in gaps:
         chunks.append(chunks[-1] + gap)
     tokens = len(chunks)
-    return Outcome(
+    return RequestOutcome(
         group,
         8,
         due,
@@ -40,8 +44,8 @@ def _outcome(group, due, first, gaps=(), **fields):
 
 
 def _add(session, system, x, repeat, outcomes, complete=True):
-    run = Run(list(outcomes), len(outcomes), ended=1.0 if complete else None)
-    session.measured.append(Measured(system, f"{x:g}", float(x), repeat, run))
+    run = LoadRun(list(outcomes), len(outcomes), ended=1.0 if complete else None)
+    session.measured.append(MeasuredRun(system, f"{x:g}", float(x), repeat, run))
 
 
 def _break_even(
@@ -61,7 +65,7 @@ def _break_even(
             if gap is not None:
                 alone = _outcome("background", 0.0, 0.01, [gap(arm.name)] * 20)
                 _add(session, arm.name, 0, repeat, [alone])
-    setting = break_even_report.Setting(
+    setting = break_even_report.BreakEvenSetting(
         COLOCATED, REMOTE, LOCAL, lengths, dict.fromkeys(lengths, 2.0), shared_cores
     )
     return break_even_report.findings(session, ABOUT, setting)
@@ -148,11 +152,11 @@ def test_a_break_even_that_was_interrupted_uses_what_there_is_for_all():
         for length, ttft in ((64, 0.2 if arm is REMOTE else 0.1), (128, 0.1)):
             complete = length == 64 or arm is COLOCATED
             _add(session, arm.name, length, 0, [_outcome("probe", 0.0, ttft)], complete)
-    setting = break_even_report.Setting(COLOCATED, REMOTE, LOCAL, (64, 128), {})
+    setting = break_even_report.BreakEvenSetting(COLOCATED, REMOTE, LOCAL, (64, 128), {})
     found = break_even_report.findings(session, ABOUT, setting)
     assert "never in the range of 64 to 64 tokens" in found.page.lead[0]
     assert found.summary["local_prefill_tokens"]["advice"] is None
-    nothing = break_even_report.Setting(COLOCATED, REMOTE, LOCAL, (), {})
+    nothing = break_even_report.BreakEvenSetting(COLOCATED, REMOTE, LOCAL, (), {})
     assert break_even_report.findings(_session(), ABOUT, nothing).page.lead
 
 
@@ -165,7 +169,7 @@ def _compared(slow_itl, repeats=3):
             short = _outcome("", 0.0, 0.1, [0.01, 0.01, slow, 0.01])
             long = _outcome("long", 0.13, 0.03, [0.01])
             _add(session, arm.name, 2.0, repeat, [short, long])
-    setting = compare_report.Setting(COLOCATED, REMOTE, (2.0,), None, 100, True)
+    setting = compare_report.CompareSetting(COLOCATED, REMOTE, (2.0,), None, 100, True)
     return compare_report.findings(session, ABOUT, setting)
 
 

@@ -8,17 +8,17 @@ import time
 import numpy as np
 import pytest
 
-from bench.errors import WrongInput
+from bench.errors import InvalidInput
 from bench.objectives import Objectives
 from bench.statistics import distribution, nearest_rank
 from bench.summary import gaps_during, summary, warnings
 from bench.traffic.lengths import Lengths
-from bench.traffic.load import Load, Run, poisson, until
-from bench.traffic.outcome import Outcome
-from bench.traffic.workload import Job, Trace, Workload
+from bench.traffic.load import LoadGenerator, LoadRun, poisson, until
+from bench.traffic.outcome import RequestOutcome
+from bench.traffic.workload import Workload, WorkloadRequest, WorkloadTrace
 from tests.support.stub_openai import until as until_time
 
-JOBS = [Job((number,), 1) for number in range(1, 100)]
+JOBS = [WorkloadRequest((number,), 1) for number in range(1, 100)]
 
 
 class Server:
@@ -39,7 +39,7 @@ class Server:
 
 
 async def _run(drive, server):
-    load = Load(server.ask)
+    load = LoadGenerator(server.ask)
     async with load.measuring():
         await drive(load)
     return load.run
@@ -49,7 +49,7 @@ def _outcome(due=0.0, sent=None, chunks=(), ended=None, **fields):
     sent = due if sent is None else sent
     ended = (chunks[-1] if chunks else sent) if ended is None else ended
     values = {"group": "", "prompt_tokens": 10, "usage_told": True, **fields}
-    return Outcome(due=due, sent=sent, chunks=list(chunks), ended=ended, **values)
+    return RequestOutcome(due=due, sent=sent, chunks=list(chunks), ended=ended, **values)
 
 
 async def test_a_closed_loop_keeps_so_many_under_way_and_no_more():
@@ -73,7 +73,7 @@ async def test_an_open_loop_does_not_wait_for_answers():
         await all_under_way.wait()
         return _outcome(due, chunks=(due + 1.0,), output_tokens=1)
 
-    load = Load(ask)
+    load = LoadGenerator(ask)
     due = [0.0, 0.01, 0.02, 0.03]
     async with load.measuring():
         await load.open_loop(iter(JOBS), due, max_in_flight=100)
@@ -84,7 +84,7 @@ async def test_no_request_is_sent_before_it_is_due():
     async def ask(job, start, due):
         return _outcome(due, time.perf_counter() - start, error="not asked")
 
-    load = Load(ask)
+    load = LoadGenerator(ask)
     async with load.measuring():
         due = [0.0054 * number for number in range(1, 11)]  # uvloop sleeps whole milliseconds
         await load.open_loop(iter(JOBS), due, max_in_flight=100)
@@ -97,9 +97,9 @@ async def test_what_a_bound_holds_back_is_late_and_its_latency_counts_from_when_
         sent = time.perf_counter() - start
         await until_time(start + sent + 0.05)
         ended = time.perf_counter() - start
-        return Outcome("", 1, due, sent, chunks=[ended], ended=ended)
+        return RequestOutcome("", 1, due, sent, chunks=[ended], ended=ended)
 
-    load = Load(ask)
+    load = LoadGenerator(ask)
     async with load.measuring():
         await load.open_loop(iter(JOBS), [0.0, 0.0, 0.0], max_in_flight=1)
     _, second, third = load.run.outcomes
@@ -120,7 +120,7 @@ async def test_an_interrupted_load_keeps_what_it_has():
         answered.set()
         await asyncio.Event().wait()
 
-    load = Load(ask)
+    load = LoadGenerator(ask)
 
     async def work():
         async with load.measuring():
@@ -146,7 +146,7 @@ def test_poisson_arrivals_have_their_rate_and_are_the_same_for_a_seed():
 
 
 def test_a_summary_is_the_law_of_its_outcomes():
-    run = Run(ended=9.0, begun=4)
+    run = LoadRun(ended=9.0, begun=4)
     run.outcomes = [
         _outcome(0.0, chunks=(1.0, 1.5, 2.5), output_tokens=5),  # 4 tokens after the first: 0.375
         _outcome(1.0, chunks=(1.2, 1.3), chunk_tokens=[2, 3], output_tokens=5, ended=1.4),
@@ -189,7 +189,7 @@ def test_gaps_under_a_prefill_are_those_that_overlap_it():
 
 
 def test_a_client_that_is_the_limit_says_so():
-    run = Run(outcomes=[_outcome(chunks=(1.0,), output_tokens=1)], begun=1, ended=1.0)
+    run = LoadRun(outcomes=[_outcome(chunks=(1.0,), output_tokens=1)], begun=1, ended=1.0)
     run.client_cpu, run.client_lag = 0.95, distribution([0.0])
     (warned,) = warnings("x", run, summary(run, Objectives()))
     assert (
@@ -236,13 +236,13 @@ def test_a_lognormal_has_its_median_and_its_end():
     "text", ["", "0", "-3", "9-3", "x", "mix:", "mix:3", "mix:0=1", "lognormal:3", "mix:3=-1"]
 )
 def test_what_is_no_length_is_refused(text):
-    with pytest.raises(WrongInput):
+    with pytest.raises(InvalidInput):
         Lengths.parse(text)
 
 
 @pytest.mark.parametrize("text", ["", "ttft", "ttft=x", "speed=1", "ttft=0", "ttft=1,,"])
 def test_what_is_no_objective_is_refused(text):
-    with pytest.raises(WrongInput):
+    with pytest.raises(InvalidInput):
         Objectives.parse(text)
 
 
@@ -254,7 +254,7 @@ def test_a_trace_has_its_own_times_and_shares_the_blocks_it_names(tmp_path):
         {"timestamp": 1500, "input_length": 100, "output_length": 2},
     ]
     file.write_text("\n".join(json.dumps(line) for line in lines))
-    trace = Trace.read(file)
+    trace = WorkloadTrace.read(file)
     assert trace.times() == [0.0, 0.5, 2.0]
     first, second, third = trace.jobs(1)
     assert [len(job.prompt) for job in (first, second, third)] == [520, 100, 600]
@@ -270,5 +270,5 @@ def test_a_trace_has_its_own_times_and_shares_the_blocks_it_names(tmp_path):
 def test_a_wrong_line_of_a_trace_is_named(tmp_path, line):
     file = tmp_path / "trace.jsonl"
     file.write_text('{"input_length": 3, "output_length": 1}\n' + line)
-    with pytest.raises(WrongInput, match="line 2"):
-        Trace.read(file)
+    with pytest.raises(InvalidInput, match="line 2"):
+        WorkloadTrace.read(file)

@@ -4,8 +4,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from bench.report.page import Page as Report
-from bench.report.page import Table, write
+from bench.report.page import ReportPage as Report
+from bench.report.page import ReportTable, write
 from bench.report.svg import HEIGHT, WIDTH, Plot, Series, number, render
 from tests.bench.pages import Page
 
@@ -63,7 +63,7 @@ def test_a_single_point_stands_in_the_middle():
 
 
 def test_a_table_for_a_terminal_has_its_columns_one_below_the_other():
-    lines = Table("t", ["load", "n"], [["4 requests/s", "7"], ["x", "1,234"]]).lines()
+    lines = ReportTable("t", ["load", "n"], [["4 requests/s", "7"], ["x", "1,234"]]).lines()
     assert lines == ["load              n", "4 requests/s      7", "x             1,234"]
 
 
@@ -86,10 +86,10 @@ def test_a_page_is_whole_and_escapes_what_servers_say(tmp_path):
     report = Report(
         title=evil,
         lead=[evil],
-        headline=Table(evil, ["a", "b"], [["1", evil]]),
+        headline=ReportTable(evil, ["a", "b"], [["1", evil]]),
         warnings=[evil],
         plots=[Plot(evil, evil, evil, [Series(evil, [1.0], [2.0])], note=evil)],
-        tables=[Table(evil, ["a", "b"], [["1", evil]], emphasis=frozenset({0}))],
+        tables=[ReportTable(evil, ["a", "b"], [["1", evil]], emphasis=frozenset({0}))],
         definitions={evil: evil},
         configuration={"x": None, "y": [1, 2], "z": {"a": 0.5}},
         machine={"gpus": []},

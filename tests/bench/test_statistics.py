@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bench.statistics import confidence, crossing, ratio
-from bench.systems import Arm, abba
+from bench.systems import ComparedSystem, abba
 
 
 def test_a_ratio_is_a_geometric_mean_with_students_interval():
@@ -64,6 +64,6 @@ def test_confidence_falls_where_repeats_disagree():
 
 
 def test_systems_take_turns_so_that_drift_hits_all_alike():
-    a, b = Arm("a", 0, 2), Arm("b", 1, 1)
+    a, b = ComparedSystem("a", 0, 2), ComparedSystem("b", 1, 1)
     assert abba((a, b), 3) == [(a, [0]), (b, [0, 1]), (a, [1, 2]), (b, [2])]
     assert abba((a, b), 1) == [(a, [0]), (b, [0])]

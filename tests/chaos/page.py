@@ -6,7 +6,7 @@ from datetime import datetime
 from pathlib import Path
 
 from bench.facts import machine
-from bench.report.page import Page, Table, write
+from bench.report.page import ReportPage, ReportTable, write
 from bench.report.svg import Plot, Series
 from tests.chaos.site import NUM_NODES, NUM_PROCESSES, Sample
 from tests.chaos.storm import Report
@@ -26,17 +26,17 @@ def write_page(report: Report, file: Path) -> None:
     write(page(report), file)
 
 
-def page(report: Report) -> Page:
+def page(report: Report) -> ReportPage:
     verdict = (
         "Nothing was lost" if not report.complaints else f"{len(report.complaints)} complaints"
     )
-    return Page(
+    return ReportPage(
         title=f"Chaos, seed {report.seed}",
         lead=[
             f"{verdict} in {report.seconds / 60:.1f} minutes, {len(report.rounds)} rounds and "
             f"{report.num_right} answers, all of which were compared.",
         ],
-        headline=Table(
+        headline=ReportTable(
             "Answers",
             ("", "right", "broken", "p50 s", "p99 s", "slowest s", "undisturbed p99 s"),
             [
@@ -80,7 +80,7 @@ def _plot(report: Report, title: str, label: str, value: Callable[[Sample], floa
     return Plot(title, "s", label, [Series(label, xs, ys)], note="whenever everything was well")
 
 
-def _recoveries(report: Report) -> Table:
+def _recoveries(report: Report) -> ReportTable:
     by_name: dict[str, list[float]] = {}
     for each in report.rounds:
         by_name.setdefault(" + ".join(each.names), []).append(each.until_s - each.done_s)
@@ -88,24 +88,26 @@ def _recoveries(report: Report) -> Table:
         (name, str(len(took)), f"{_percentile(took, 50):.1f}", f"{_percentile(took, 99):.1f}")
         for name, took in sorted(by_name.items())
     ]
-    return Table("Recovery by fault", ("fault", "rounds", "p50 s", "p99 s"), rows)
+    return ReportTable("Recovery by fault", ("fault", "rounds", "p50 s", "p99 s"), rows)
 
 
-def _rounds(report: Report) -> Table:
+def _rounds(report: Report) -> ReportTable:
     rows = [
         (f"{each.at_s:.1f}", " + ".join(each.faults), f"{each.until_s - each.done_s:.1f}")
         for each in report.rounds
     ]
-    return Table("Rounds", ("at s", "what", "recovery s"), rows)
+    return ReportTable("Rounds", ("at s", "what", "recovery s"), rows)
 
 
-def _broken(report: Report) -> Table:
-    return Table("Answers that were asked for again", ("",), [(each,) for each in report.broken])
+def _broken(report: Report) -> ReportTable:
+    return ReportTable(
+        "Answers that were asked for again", ("",), [(each,) for each in report.broken]
+    )
 
 
-def _counters(report: Report) -> Table:
+def _counters(report: Report) -> ReportTable:
     rows = [(name, f"{value:g}") for name, value in report.counters.items()]
-    return Table("What the router counted", ("metric", "value"), rows)
+    return ReportTable("What the router counted", ("metric", "value"), rows)
 
 
 def _percentile(values: list[float], percent: int) -> float:

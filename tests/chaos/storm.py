@@ -11,7 +11,7 @@ import grpc.aio
 import msgspec
 
 from cli.demo import DIRECTORY
-from cli.operating.fleet import Undone
+from cli.operating.fleet import UnfinishedRestart
 from tests.attack.load import Load, Served
 from tests.attack.verdict import of_answers, of_log
 from tests.chaos.faults import Round
@@ -83,7 +83,7 @@ async def storm(
             router_flags=(f"--processes={NUM_PROCESSES}", "--policy=round_robin"),
         ) as cluster:
             await storm.hold(cluster, seed, plan, going)
-    except* (AssertionError, grpc.aio.AioRpcError, TimeoutError, Undone) as errors:
+    except* (AssertionError, grpc.aio.AioRpcError, TimeoutError, UnfinishedRestart) as errors:
         end = "; ".join(f"{type(error).__name__}: {error}" for error in errors.exceptions)
     return storm.report(seed, end)
 

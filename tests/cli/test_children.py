@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from cli.local.system import System
-from common.process.children import Child
+from cli.local.system import LocalSystem
+from common.process.children import ChildProcess
 from tests.support.programs import await_end, runs
 
 STUBBORN = (
@@ -18,7 +18,7 @@ STUBBORN = (
 )
 
 
-async def _wrote(child: Child) -> None:
+async def _wrote(child: ChildProcess) -> None:
     deadline = time.monotonic() + 60.0
     while not child.last_lines():
         assert time.monotonic() < deadline, "it writes nothing"
@@ -26,7 +26,9 @@ async def _wrote(child: Child) -> None:
 
 
 async def test_its_end_is_seen_with_its_code_and_its_last_lines(tmp_path):
-    child = Child("a", ["sh", "-c", "echo one; echo two >&2; exit 3"], tmp_path / "log" / "a.log")
+    child = ChildProcess(
+        "a", ["sh", "-c", "echo one; echo two >&2; exit 3"], tmp_path / "log" / "a.log"
+    )
     assert await child.ended() == 3
     assert child.code == 3
     assert child.last_lines() == "one\ntwo"
@@ -39,7 +41,7 @@ async def test_its_log_is_for_this_user_alone(tmp_path, replaces):
     old.write_text("before\n")
     old.chmod(0o644)
     for log in (new, old):
-        await Child("a", ["echo", "one"], log, replaces_log=replaces).ended()
+        await ChildProcess("a", ["echo", "one"], log, replaces_log=replaces).ended()
         assert log.stat().st_mode & 0o777 == 0o600
     assert new.parent.stat().st_mode & 0o777 == 0o700
     assert old.read_text() == ("one\n" if replaces else "before\none\n")
@@ -48,27 +50,27 @@ async def test_its_log_is_for_this_user_alone(tmp_path, replaces):
 def test_the_directory_of_logs_is_for_this_user_alone(tmp_path):
     logs = tmp_path / "var" / "log"
     logs.mkdir(mode=0o755, parents=True)
-    System([], logs, None)
+    LocalSystem([], logs, None)
     assert logs.stat().st_mode & 0o777 == 0o700
 
 
 async def test_stop_asks_first(tmp_path):
     script = "trap 'kill $!; exit 0' TERM; sleep 60 & echo up; wait"
-    child = Child("a", ["sh", "-c", script], tmp_path / "a")
+    child = ChildProcess("a", ["sh", "-c", script], tmp_path / "a")
     await _wrote(child)
     assert await child.stop(60.0) is True
     assert child.code == 0
 
 
 async def test_stop_kills_what_does_not_listen(tmp_path):
-    child = Child("a", [sys.executable, "-c", STUBBORN], tmp_path / "a")
+    child = ChildProcess("a", [sys.executable, "-c", STUBBORN], tmp_path / "a")
     await _wrote(child)
     assert await child.stop(0.1) is False
     assert child.code == -signal.SIGKILL
 
 
 async def test_a_signal_to_our_process_group_does_not_reach_it_and_its_cores_are_its_own(tmp_path):
-    child = Child("a", ["sleep", "60"], tmp_path / "a")
+    child = ChildProcess("a", ["sleep", "60"], tmp_path / "a")
     assert os.getpgid(child.pid) == child.pid != os.getpgrp()
     assert os.getsid(child.pid) == child.pid  # by which a kernel with autogroup shares cores out
     await child.stop(10.0)
@@ -96,13 +98,13 @@ def test_it_dies_with_its_parent_however_that_dies(tmp_path):
 
 
 async def test_a_program_that_is_not_there_is_a_child_that_failed(tmp_path):
-    child = Child("a", ["/no/such/program"], tmp_path / "a")
+    child = ChildProcess("a", ["/no/such/program"], tmp_path / "a")
     assert await child.ended() == 1
     assert "/no/such/program" in child.last_lines() or "No such file" in child.last_lines()
 
 
 async def test_waiting_for_its_end_can_be_given_up(tmp_path):
-    child = Child("a", ["sleep", "60"], tmp_path / "a")
+    child = ChildProcess("a", ["sleep", "60"], tmp_path / "a")
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.05):
             await child.ended()

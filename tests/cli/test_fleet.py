@@ -7,7 +7,7 @@ import pytest
 
 from cli import orders
 from cli.operating.command import with_fleet
-from cli.operating.fleet import Fleet, Undone
+from cli.operating.fleet import Fleet, UnfinishedRestart
 from common import rpc
 from common.errors import Unauthenticated
 from common.identity.secret import new_secret
@@ -109,7 +109,7 @@ async def test_a_command_that_is_not_believed_says_where_its_credentials_came_fr
     rpc.add_service(server, router_pb2_grpc.add_RouterServicer_to_server, Guarded())
     await server.start()
     options = orders.parse("pause", [f"--router=127.0.0.1:{port}", *arguments])
-    with pytest.raises(Undone) as undone:
+    with pytest.raises(UnfinishedRestart) as undone:
         await with_fleet(options, lambda fleet: orders.give(orders.ORDERS["pause"], options, fleet))
     await rpc.stop(server, 0.0)
     assert str(undone.value).endswith(f"UNAUTHENTICATED: this API key is not known here ({source})")
@@ -124,7 +124,7 @@ async def test_a_node_of_another_cluster_is_told_with_where_the_secret_came_from
     (tmp_path / "var" / "secret").write_text(new_secret())
     async with StubNode() as node:
         options = orders.parse("pause", [node.address])
-        with pytest.raises(Undone, match=r"UNAUTHENTICATED.*came from var/secret"):
+        with pytest.raises(UnfinishedRestart, match=r"UNAUTHENTICATED.*came from var/secret"):
             await with_fleet(
                 options, lambda fleet: orders.give(orders.ORDERS["pause"], options, fleet)
             )

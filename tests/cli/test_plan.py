@@ -11,7 +11,7 @@ from common.config import DecodeConfig, PrefillConfig, RouterConfig, TlsConfig
 from common.errors import ConfigError
 from common.settings import read
 
-WISH = plan.Wish(
+WISH = plan.RequestedSystem(
     model="m",
     prefill=2,
     decode=1,

@@ -10,12 +10,22 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cli.operating.fleet import Undone
+from cli.operating.fleet import UnfinishedRestart
 from cli.planner.__main__ import Planner, parse, rules_of
-from cli.planner.decide import Add, Decision, Move, Nothing, Remove, Rules, Switch, Wait, decide
-from cli.planner.looks import Look, NodeFigures, look_of
+from cli.planner.decide import (
+    AddNodeAction,
+    Decision,
+    NoAction,
+    PlannerRules,
+    RemoveNodeAction,
+    ShiftCapacityAction,
+    SwitchRoleAction,
+    WaitAction,
+    decide,
+)
+from cli.planner.looks import ClusterSnapshot, NodeFigures, look_of
 from cli.planner.metrics import PlannerMetrics
-from cli.planner.pressure import Limits
+from cli.planner.pressure import PressureThresholds
 from protos.router_pb2 import (
     Backlog,
     ClusterNode,
@@ -25,7 +35,7 @@ from protos.router_pb2 import (
     TellPlanResponse,
 )
 
-RULES = Rules(sustained_s=10.0, settle_s=30.0, idle_s=60.0)
+RULES = PlannerRules(sustained_s=10.0, settle_s=30.0, idle_s=60.0)
 EVERY_S = 2.0
 # However busy the machine is.
 PATIENT = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -41,9 +51,9 @@ def node(number: int, role: str, pressure: float = 0.0, **figures: object) -> No
     return NodeFigures(**{**told, "state": "ready", **figures})  # type: ignore[arg-type]
 
 
-def seen(seconds: float, *nodes: NodeFigures, since: float = 0.0) -> list[Look]:
+def seen(seconds: float, *nodes: NodeFigures, since: float = 0.0) -> list[ClusterSnapshot]:
     """These nodes, for so long."""
-    return [Look(since + EVERY_S * n, nodes) for n in range(int(seconds / EVERY_S) + 1)]
+    return [ClusterSnapshot(since + EVERY_S * n, nodes) for n in range(int(seconds / EVERY_S) + 1)]
 
 
 def test_a_node_goes_to_the_role_that_has_too_much_from_the_one_that_can_spare_it() -> None:
@@ -54,7 +64,7 @@ def test_a_node_goes_to_the_role_that_has_too_much_from_the_one_that_can_spare_i
         node(4, "decode", 0.1),
     )
     decision = decide(seen(40.0, *nodes), RULES)
-    assert isinstance(decision, Switch)
+    assert isinstance(decision, SwitchRoleAction)
     assert (decision.address, decision.role) == ("4:1", "prefill")  # it has the least to move
     assert decision.because == (
         "prefill nodes have 1.50 times what they should, decode nodes 0.30 with one fewer"
@@ -66,12 +76,12 @@ def test_nothing_is_done_before_what_was_changed_has_shown_what_it_does() -> Non
     for changed in ({"instance": 9}, {"role": "prefill"}):
         before = replace(nodes[2], **changed)  # type: ignore[arg-type]
         history = seen(60.0, *nodes[:2], before) + seen(28.0, *nodes, since=62.0)
-        assert isinstance(decide(history, RULES), Wait)
-        assert isinstance(decide([*history, Look(92.0, nodes)], RULES), Switch)
-    assert isinstance(decide([], RULES), Wait)
+        assert isinstance(decide(history, RULES), WaitAction)
+        assert isinstance(decide([*history, ClusterSnapshot(92.0, nodes)], RULES), SwitchRoleAction)
+    assert isinstance(decide([], RULES), WaitAction)
     for state in ("draining", "starting", "paused"):
         unready = (*nodes[:2], node(3, "decode", state=state))
-        assert decide(seen(60.0, *unready), RULES) == Wait(f"decode 3:1 is {state}")
+        assert decide(seen(60.0, *unready), RULES) == WaitAction(f"decode 3:1 is {state}")
 
 
 @pytest.mark.parametrize("state", ["unreachable", "unhealthy"])
@@ -82,68 +92,68 @@ def test_a_node_that_does_not_come_back_keeps_nothing_from_being_done(state: str
     gone = node(4, "decode", state=state)
     history = seen(60.0, *nodes, replace(gone, state="ready"))
     history += seen(28.0, *nodes, gone, since=62.0)
-    assert isinstance(decide(history, RULES), Wait)
-    decision = decide([*history, Look(92.0, (*nodes, gone))], RULES)
-    assert isinstance(decision, Switch) and decision.address in ("2:1", "3:1")
+    assert isinstance(decide(history, RULES), WaitAction)
+    decision = decide([*history, ClusterSnapshot(92.0, (*nodes, gone))], RULES)
+    assert isinstance(decision, SwitchRoleAction) and decision.address in ("2:1", "3:1")
 
 
 def test_what_is_there_for_a_moment_changes_nothing() -> None:
     calm = (node(1, "prefill"), node(2, "decode", 0.1), node(3, "decode", 0.1))
     burst = (node(1, "prefill", 50.0), *calm[1:])
-    history = [*seen(40.0, *calm), Look(42.0, burst), Look(44.0, burst)]
-    assert isinstance(decide(history, RULES), Nothing)
+    history = [*seen(40.0, *calm), ClusterSnapshot(42.0, burst), ClusterSnapshot(44.0, burst)]
+    assert isinstance(decide(history, RULES), NoAction)
 
 
 @pytest.mark.parametrize("decodes", [1, 2])
 def test_where_nobody_can_be_spared_there_should_be_more(decodes: int) -> None:
     nodes = (node(1, "prefill", 2.0), *(node(2 + n, "decode", 0.5) for n in range(decodes)))
     decision = decide(seen(40.0, *nodes), RULES)
-    assert isinstance(decision, Add) and decision.role == "prefill"
+    assert isinstance(decision, AddNodeAction) and decision.role == "prefill"
 
 
 def test_the_role_that_has_more_to_do_is_helped_first() -> None:
     nodes = node(1, "prefill", 1.1), node(2, "prefill", 1.1), node(3, "decode", 1.9)
     decision = decide(seen(40.0, *nodes), RULES)
-    assert isinstance(decision, Add) and decision.role == "decode"
+    assert isinstance(decision, AddNodeAction) and decision.role == "decode"
 
 
 def test_a_node_that_nobody_has_needed_for_long_is_to_go() -> None:
     nodes = node(1, "prefill", 0.1), node(2, "decode", 0.3), node(3, "decode", 0.1)
-    assert isinstance(decide(seen(58.0, *nodes), RULES), Nothing)
+    assert isinstance(decide(seen(58.0, *nodes), RULES), NoAction)
     decision = decide(seen(60.0, *nodes), RULES)
-    assert isinstance(decision, Remove) and decision.address == "3:1"
+    assert isinstance(decision, RemoveNodeAction) and decision.address == "3:1"
 
 
 def test_a_prefill_node_that_computes_without_a_pause_is_not_spared() -> None:
     """Nothing waits, which says nothing of how much it has to do."""
 
-    def look(at: float) -> Look:
+    def look(at: float) -> ClusterSnapshot:
         busy = {"token_s": 0.001, "prompt_tokens": int(at * 800)}
         pair = (node(n, "prefill", **busy) for n in (1, 2))
-        return Look(at, (*pair, node(3, "decode", 1.5)))
+        return ClusterSnapshot(at, (*pair, node(3, "decode", 1.5)))
 
     decision = decide([look(EVERY_S * n) for n in range(30)], RULES)
-    assert isinstance(decision, Add) and decision.role == "decode"
+    assert isinstance(decision, AddNodeAction) and decision.role == "decode"
 
 
 def test_requests_that_wait_for_pages_press_decode_nodes_and_so_do_too_many_at_once() -> None:
     full = node(1, "decode", 0.5, running=4, waiting=4)
     others = node(2, "prefill"), node(3, "prefill")
-    assert isinstance(decide(seen(40.0, *others, full), RULES), Switch)
+    assert isinstance(decide(seen(40.0, *others, full), RULES), SwitchRoleAction)
     many = node(1, "decode", 0.1, running=8)
-    assert isinstance(decide(seen(40.0, *others, many), RULES), Nothing)
-    few = replace(RULES, limits=Limits(running=8))
-    assert isinstance(decide(seen(40.0, *others, many), few), Switch)
+    assert isinstance(decide(seen(40.0, *others, many), RULES), NoAction)
+    few = replace(RULES, limits=PressureThresholds(running=8))
+    assert isinstance(decide(seen(40.0, *others, many), few), SwitchRoleAction)
 
 
 def test_what_waits_for_prefill_nodes_does_not_keep_a_decode_node_from_becoming_one() -> None:
     waits = node(2, "decode", 0.5, running=1, coming=9, waiting=5), node(3, "decode")
-    rules = replace(RULES, limits=Limits(running=4))
+    rules = replace(RULES, limits=PressureThresholds(running=4))
     decision = decide(seen(40.0, node(1, "prefill", 5.0), *waits), rules)
-    assert isinstance(decision, Switch) and decision.role == "prefill"
+    assert isinstance(decision, SwitchRoleAction) and decision.role == "prefill"
     full = node(1, "decode", 0.5, running=4, coming=9)
     idle = (node(n, "prefill") for n in (2, 3))
-    assert isinstance(decide(seen(40.0, full, *idle), rules), Switch)
+    assert isinstance(decide(seen(40.0, full, *idle), rules), SwitchRoleAction)
 
 
 def test_what_a_router_says_is_read_as_it_is_meant() -> None:
@@ -172,10 +182,10 @@ def _decodes(*loads: tuple[int, float]) -> list[NodeFigures]:
 def test_a_request_goes_from_a_decode_node_that_has_too_much_to_one_that_has_room() -> None:
     # Long before the cluster has settled: no node changes.
     nodes = node(1, "prefill", 0.5), *_decodes((8, 1.2), (5, 0.9), (2, 0.3))
-    assert decide(seen(12.0, *nodes), RULES) == Move(
+    assert decide(seen(12.0, *nodes), RULES) == ShiftCapacityAction(
         "2:1", "4:1", "it has 1.20 times what it should, the other one 0.30"
     )
-    assert isinstance(decide(seen(8.0, *nodes), RULES), Wait)
+    assert isinstance(decide(seen(8.0, *nodes), RULES), WaitAction)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +199,7 @@ def test_a_request_goes_from_a_decode_node_that_has_too_much_to_one_that_has_roo
 )
 def test_no_request_is_moved_to_and_fro(loads: list[tuple[int, float]]) -> None:
     nodes = node(1, "prefill", 0.5), *_decodes(*loads)
-    assert not isinstance(decide(seen(12.0, *nodes), RULES), Move)
+    assert not isinstance(decide(seen(12.0, *nodes), RULES), ShiftCapacityAction)
 
 
 def test_what_was_uneven_for_a_moment_or_is_even_again_is_left() -> None:
@@ -197,7 +207,7 @@ def test_what_was_uneven_for_a_moment_or_is_even_again_is_left() -> None:
     uneven = node(1, "prefill", 0.5), *_decodes((8, 1.2), (2, 0.2))
     for before, last in ((even, uneven), (uneven, even)):
         history = seen(10.0, *before) + seen(2.0, *last, since=12.0)
-        assert isinstance(decide(history, RULES), Wait)
+        assert isinstance(decide(history, RULES), WaitAction)
 
 
 # A cluster whose nodes share what there is to do: pressures follow from loads, and from decisions.
@@ -207,13 +217,13 @@ LOADS = st.floats(0.0, 6.0)
 
 def _after(nodes: dict[int, str], decision: Decision) -> dict[int, str]:
     match decision:
-        case Switch(address, role):
+        case SwitchRoleAction(address, role):
             return {**nodes, int(address.partition(":")[0]): role}
-        case Remove(address):
+        case RemoveNodeAction(address):
             return {n: role for n, role in nodes.items() if address != f"{n}:1"}
-        case Add(role):
+        case AddNodeAction(role):
             return {**nodes, max(nodes) + 1: role}
-        case Nothing() | Wait() | Move():
+        case NoAction() | WaitAction() | ShiftCapacityAction():
             return nodes
 
 
@@ -223,17 +233,17 @@ def _lived(
     """Return the decisions for a cluster under a sequence of loads. Every decision is carried
     out."""
     made: list[tuple[float, Decision]] = []
-    history: list[Look] = []
+    history: list[ClusterSnapshot] = []
     for number in range(len(loads) * looks_each):
         load = dict(zip(("prefill", "decode"), loads[number // looks_each], strict=True))
         counts = {role: list(nodes.values()).count(role) for role in load}
         told = [node(n, role, load[role] / counts[role]) for n, role in sorted(nodes.items())]
         # A role that is taken is a new instance.
         told = [replace(n, instance=10 * n.instance + (n.role == "prefill")) for n in told]
-        history.append(Look(EVERY_S * number, tuple(told)))
+        history.append(ClusterSnapshot(EVERY_S * number, tuple(told)))
         history = history[-40:]
         decision = decide(history, RULES)
-        if not isinstance(decision, Nothing | Wait):
+        if not isinstance(decision, NoAction | WaitAction):
             made.append((EVERY_S * number, decision))
             nodes = _after(nodes, decision)
         assert set(nodes.values()) == {"prefill", "decode"}, "the last node of a role is gone"
@@ -263,12 +273,12 @@ def test_under_a_load_that_stays_no_change_is_taken_back(
 ) -> None:
     roles = ["prefill"] * prefill + ["decode"] * decode
     made = [what for _, what in _lived(dict(enumerate(roles, 1)), [(of_prefill, of_decode)], 150)]
-    grown = {each.role for each in made if isinstance(each, Switch | Add)}
-    shrunk = {each.role for each in made if isinstance(each, Remove)}
+    grown = {each.role for each in made if isinstance(each, SwitchRoleAction | AddNodeAction)}
+    shrunk = {each.role for each in made if isinstance(each, RemoveNodeAction)}
     given_up = {
         role
         for each in made
-        if isinstance(each, Switch)
+        if isinstance(each, SwitchRoleAction)
         for role in {"prefill", "decode"} - {each.role}
     }
     assert not grown & (shrunk | given_up)
@@ -309,12 +319,12 @@ class _Fleet:
     ) -> Any:
         if method == "TellPlan":
             if self.deaf:
-                raise Undone("it knows no such call")
+                raise UnfinishedRestart("it knows no such call")
             self.plans.append(request.plan)
             return TellPlanResponse()
         self.moved.append((request.source, request.target))
         if len(self.moved) > 1:
-            raise Undone("it has just ended")
+            raise UnfinishedRestart("it has just ended")
         return MoveResponse(request_id="one", source=request.source, target=request.target)
 
     async def switch_node(self, address: str, role: str, longest_s: float) -> None:
@@ -329,7 +339,10 @@ async def test_a_planner_acts_only_if_it_is_told_to(flags: list[str]) -> None:
     planner = Planner(fleet, metrics, rules, router="", act=options.act, clock=clock)  # type: ignore[arg-type]
     for _ in range(16):
         decision = await planner.look()
-    assert isinstance(decision, Switch) and (decision.address, decision.role) == ("d:1", "prefill")
+    assert isinstance(decision, SwitchRoleAction) and (decision.address, decision.role) == (
+        "d:1",
+        "prefill",
+    )
     assert fleet.switched == ([("d:1", "prefill")] if flags else [])
     value = metrics.registry.get_sample_value
     assert value("baton_planner_wanted_nodes", {"kind": "prefill"}) == 2

@@ -3,7 +3,7 @@
 import pytest
 
 from cli.operating.fleet import of_address, paired
-from cli.operating.restart_steps import Turn, objections, turns
+from cli.operating.restart_steps import RestartStep, objections, turns
 from protos.router_pb2 import ClusterNode, GetClusterResponse, LinkState, RouterState
 
 ROUTER = "127.0.0.1:50050"
@@ -78,7 +78,7 @@ def test_it_is_told_whether_what_a_decode_node_has_fits_elsewhere():
 
 
 def test_who_does_not_answer_is_not_drained():
-    gone = Turn("decode", "127.0.0.1:200", "", node("decode", 200, "unreachable"))
+    gone = RestartStep("decode", "127.0.0.1:200", "", node("decode", 200, "unreachable"))
     assert not gone.reachable
     look = cluster(node("decode", 200, "unreachable"), node("decode", 201))
     assert of_address(look, "127.0.0.1:200") is None

@@ -6,7 +6,7 @@ import time
 from contextlib import suppress
 
 from cli.local.restarts import RestartTimes, keep_running
-from common.process.children import Child
+from common.process.children import ChildProcess
 
 
 async def _until(condition):
@@ -26,7 +26,9 @@ class Watched:
         self.start()
 
     def start(self):
-        self.children.append(Child("a", self._command, self._log, replaces_log=not self.children))
+        self.children.append(
+            ChildProcess("a", self._command, self._log, replaces_log=not self.children)
+        )
         return self.children[-1]
 
     async def until_serving(self):

@@ -8,7 +8,7 @@ from prometheus_client import generate_latest
 
 from cli.planner import __main__ as planner_main
 from common.config import RouterConfig, SchedulerConfig
-from node.messages import Moving
+from node.messages import EngineStats
 from node.metrics import NodeMetrics
 from tests.deploy.conftest import COMPONENTS, OVERLAYS
 from tests.deploy.manifests import (
@@ -272,7 +272,7 @@ def test_the_planner_is_asked_what_it_takes_and_reaches_the_router(render):
 def _metrics_of_a_node(queues):
     metrics = NodeMetrics("decode")
     gauges = {f"queue_{name}": 1.0 for name in queues}
-    metrics.engine_moved(Moving(steps=1, gauges=gauges, state="ready", links=()))
+    metrics.engine_moved(EngineStats(steps=1, gauges=gauges, state="ready", links=()))
     return generate_latest(metrics.registry).decode()
 
 

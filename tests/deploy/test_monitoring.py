@@ -10,7 +10,7 @@ import pytest
 import yaml
 from prometheus_client.utils import floatToGoString
 
-from common.metrics.declared import Declared
+from common.metrics.declared import MetricDeclaration
 from common.metrics.program import ROLES
 from docs.generate import rules as generated
 from node import metrics as node
@@ -25,7 +25,7 @@ RUNBOOK = ROOT / "docs" / "runbook.md"
 OF_THE_SCRAPE = {"namespace", "instance", "role"}
 VARIABLES = {"$__rate_interval": "5m", "$__interval": "1m"}  # Grafana's own, as an example
 
-DECLARED: dict[str, Declared] = {
+DECLARED: dict[str, MetricDeclaration] = {
     name: each
     for each in (*router.DECLARED, *node.DECLARED["prefill"], *node.DECLARED["decode"])
     for name in each.sample_names

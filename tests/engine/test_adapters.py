@@ -10,19 +10,25 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common.config import LoraConfig
-from common.errors import AdapterNotLoaded, ConfigError, InvalidRequest, Overloaded, WrongState
-from engine.adapters.adapters import Adapters, no_adapters
+from common.errors import (
+    AdapterNotLoaded,
+    ConfigError,
+    FailedPrecondition,
+    InvalidRequest,
+    Overloaded,
+)
+from engine.adapters.adapters import AdapterManager, no_adapters
 from engine.adapters.bank import AdapterBank, bank_bytes
-from engine.adapters.library import Library
+from engine.adapters.library import AdapterCache
 from engine.adapters.loader import MAX_LOADING, AdapterLoader
 from engine.adapters.making import bank_of, load_all, shelf_of
-from engine.adapters.shelf import Shelf, no_shelf
-from engine.adapters.stored import Adapter, AdapterLimits, Pair
-from engine.batch.table import RequestTable
+from engine.adapters.shelf import AdapterDirectory, no_shelf
+from engine.adapters.stored import AdapterLimits, LoraAdapter, LoraPair
+from engine.batch.table import SlotTable
 from engine.models import load
 from engine.models.open_files import OpenFiles
 from engine.scheduler.arrivals import SKIP_AHEAD_S
-from node.queues.adapter_queue import AdapterLine
+from node.queues.adapter_queue import AdapterQueue
 from tests.support.adapters import make_adapter
 from tests.support.checkpoints import make_checkpoint, reference_model
 from tests.support.engine_rig import Rig
@@ -49,7 +55,7 @@ def reference(checkpoint):
 @pytest.fixture
 def shelf(model, tmp_path):
     (tmp_path / "shelf").mkdir()
-    return Shelf(tmp_path / "shelf", model.products, LIMITS, torch.float32, pinned=False)
+    return AdapterDirectory(tmp_path / "shelf", model.products, LIMITS, torch.float32, pinned=False)
 
 
 @pytest.fixture
@@ -192,13 +198,15 @@ def test_without_a_directory_there_are_no_adapters(model):
 def test_what_is_named_at_the_start_is_there_or_the_engine_does_not_start(model, make, tmp_path):
     make("a"), make("b", seed=1)
     config = LoraConfig(directory=tmp_path / "shelf", adapters=("a", "other=b"))
-    library = Library(config.max_loaded, config.max_bytes)
+    library = AdapterCache(config.max_loaded, config.max_bytes)
     load_all(config, shelf_of(config, model), library)
     assert set(library.names()) == {"a", "other"}
     for wrong in ({"adapters": ("c",)}, {"adapters": ("a", "b"), "max_loaded": 1}):
         config = LoraConfig(directory=tmp_path / "shelf", **wrong)
         with pytest.raises(ConfigError, match=r"engine\.lora\.adapters: "):
-            load_all(config, shelf_of(config, model), Library(config.max_loaded, config.max_bytes))
+            load_all(
+                config, shelf_of(config, model), AdapterCache(config.max_loaded, config.max_bytes)
+            )
 
 
 def test_slots_that_do_not_fit_and_models_without_products_are_refused(model, tmp_path):
@@ -221,12 +229,12 @@ def test_a_bank_takes_as_many_bytes_as_it_says(model):
 
 
 def drawn(name, num_numbers=4):
-    pair = Pair(torch.zeros(1, num_numbers), torch.zeros(0, 1))
-    return Adapter(name.encode() * 16, {"m": pair})
+    pair = LoraPair(torch.zeros(1, num_numbers), torch.zeros(0, 1))
+    return LoraAdapter(name.encode() * 16, {"m": pair})
 
 
 def test_the_longest_unused_goes_for_one_more_in_number():
-    library = Library(2, 1 << 20)
+    library = AdapterCache(2, 1 << 20)
     for name in "ab":
         library.add(name, drawn(name))
     library.drop(library.hold(drawn("a").id).id)
@@ -236,7 +244,7 @@ def test_the_longest_unused_goes_for_one_more_in_number():
 
 
 def test_and_as_many_as_it_takes_in_bytes():
-    library = Library(9, 100)
+    library = AdapterCache(9, 100)
     for name in "abc":
         library.add(name, drawn(name, 8))  # 32 bytes each
     library.add("d", drawn("d", 15))
@@ -245,7 +253,7 @@ def test_and_as_many_as_it_takes_in_bytes():
 
 
 def test_what_is_in_use_stays_and_where_all_are_there_is_no_room():
-    library = Library(2, 1 << 20)
+    library = AdapterCache(2, 1 << 20)
     for name in "ab":
         library.add(name, drawn(name))
         library.hold(drawn(name).id)
@@ -257,7 +265,7 @@ def test_what_is_in_use_stays_and_where_all_are_there_is_no_room():
 
 
 def test_one_that_is_held_outlives_its_name_and_nobody_else_gets_it():
-    library = Library(2, 1 << 20)
+    library = AdapterCache(2, 1 << 20)
     library.add("a", drawn("a"))
     held = library.hold(drawn("a").id)
     assert library.remove("a")
@@ -271,10 +279,10 @@ def test_one_that_is_held_outlives_its_name_and_nobody_else_gets_it():
 
 
 def test_a_name_means_one_content_and_a_content_may_have_two_names():
-    library = Library(2, 1 << 20)
+    library = AdapterCache(2, 1 << 20)
     assert library.add("a", drawn("a"))
     assert not library.add("a", drawn("a"))
-    with pytest.raises(WrongState):
+    with pytest.raises(FailedPrecondition):
         library.add("a", drawn("b"))
     library.add("same", drawn("a"))
     assert len(library) == 1
@@ -288,12 +296,12 @@ def test_a_name_means_one_content_and_a_content_may_have_two_names():
 @pytest.fixture
 def rig(model):
     """Requests by the name of their adapter, and two slots."""
-    library = Library(9, 1 << 20)
+    library = AdapterCache(9, 1 << 20)
     for name in "abcd":
         library.add(name, drawn(name))
     engine = Rig()
-    adapters = Adapters(library, AdapterBank((), 2, 16, CPU, torch.float32), engine.table)
-    line = AdapterLine(adapters)
+    adapters = AdapterManager(library, AdapterBank((), 2, 16, CPU, torch.float32), engine.table)
+    line = AdapterQueue(adapters)
 
     def ask(name, arrived=0.0):
         request = engine.request([1, 2, 3], arrived=arrived, adapter=name.encode() * 16)
@@ -356,7 +364,7 @@ def test_a_request_that_leaves_the_line_holds_nothing(rig):
 
 
 def test_a_step_without_adapters_is_asked_for_nothing():
-    nobody = no_adapters(RequestTable(4, 64, 16))
+    nobody = no_adapters(SlotTable(4, 64, 16))
     assert nobody.build(None) is nobody.nothing
     assert nobody.nothing.tensors() == []
     assert nobody.nothing.adapted([]) is None
@@ -367,7 +375,7 @@ def test_a_step_without_adapters_is_asked_for_nothing():
 
 def test_what_has_been_read_is_taken_up_in_a_turn_of_the_engine(shelf, make):
     make("a")
-    library = Library(1, 1 << 20)
+    library = AdapterCache(1, 1 << 20)
     loader = AdapterLoader(shelf, library)
     loaded, missing = loader.load("x", "a"), loader.load("y", "b")
     loader._reader.shutdown(wait=True)
@@ -378,7 +386,7 @@ def test_what_has_been_read_is_taken_up_in_a_turn_of_the_engine(shelf, make):
 
 
 def test_no_more_are_read_than_can_be(shelf):
-    loader = AdapterLoader(shelf, Library(1, 1 << 20))
+    loader = AdapterLoader(shelf, AdapterCache(1, 1 << 20))
     for number in range(MAX_LOADING):
         loader.load(str(number), "nowhere")
     with pytest.raises(Overloaded):

@@ -10,9 +10,9 @@ import pytest
 
 from common.config import CacheConfig, EngineConfig, TiersConfig
 from common.errors import ConfigError
-from engine.batch.holding import Holding
+from engine.batch.holding import PageHolding
 from engine.build import Engine, build
-from engine.kv_cache.pages import Holder
+from engine.kv_cache.pages import PageHolder
 from engine.models.checkpoint import Checkpoint
 from tests.support.checkpoints import make_checkpoint
 
@@ -55,11 +55,11 @@ def poll_until(engine: Engine, condition: Callable[[], object]) -> None:
 
 def fill(engine: Engine) -> None:
     """With what four pages hold now, as if it had been computed."""
-    pages = engine.cache.allocate(4, Holder.REQUEST)
+    pages = engine.cache.allocate(4, PageHolder.REQUEST)
     assert pages is not None
     engine.pool.tensor[pages.tolist()] = 7
-    engine.cache.insert(TOKENS, Holding.of(pages))
-    engine.pages.drop(pages, Holder.REQUEST)
+    engine.cache.insert(TOKENS, PageHolding.of(pages))
+    engine.pages.drop(pages, PageHolder.REQUEST)
     poll_until(engine, lambda: kept(engine) == 4 and not engine.tiers.busy)
 
 

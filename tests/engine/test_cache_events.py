@@ -7,10 +7,10 @@ import pytest
 
 from common.requests.namespace import SHARED, Namespace, namespace_of
 from common.requests.prefix_hash import PrefixHasher, as_bytes, page_names
-from engine.batch.holding import Holding
+from engine.batch.holding import PageHolding
 from engine.kv_cache.cache_events import CacheChange, CacheEvents
-from engine.kv_cache.pages import Holder, PageAllocator
-from engine.kv_cache.radix import RadixCache
+from engine.kv_cache.pages import PageAllocator, PageHolder
+from engine.kv_cache.radix import PrefixCache
 from tests.support.engine_rig import ints
 
 SIZE = 4
@@ -22,7 +22,7 @@ class Watched:
     def __init__(self, seed: int, *, num_pages: int = 48, max_untold: int = 1 << 16) -> None:
         self.random = random.Random(seed)
         self.pages = PageAllocator(num_pages)
-        self.cache = RadixCache(SIZE, self.pages)
+        self.cache = PrefixCache(SIZE, self.pages)
         self.events = CacheEvents(self.cache, max_untold)
         self.known: set[int] = set()
         self.num_cleared = 0
@@ -72,19 +72,19 @@ class Watched:
         tokens = [self.random.randrange(2) for _ in range(self.random.randrange(1, 40))]
         namespace = self.random.choice((SHARED, SHARED, namespace_of("theirs")))
         prefix = self.cache.match(ints(tokens), namespace)
-        self.pages.hold(prefix.pages, Holder.REQUEST)
+        self.pages.hold(prefix.pages, PageHolder.REQUEST)
         num_fresh = -(-len(tokens) // SIZE) - len(prefix.pages)
-        fresh = self.cache.allocate(num_fresh, Holder.REQUEST)
+        fresh = self.cache.allocate(num_fresh, PageHolder.REQUEST)
         if fresh is None:
-            self.pages.drop(prefix.pages, Holder.REQUEST)
+            self.pages.drop(prefix.pages, PageHolder.REQUEST)
             return
         self._live.append((tokens, namespace, np.concatenate([prefix.pages, fresh])))
         self._prompts.add((tuple(tokens), namespace))
 
     def _end(self, number: int) -> None:
         tokens, namespace, pages = self._live.pop(number)
-        self.cache.insert(ints(tokens), Holding.of(pages), namespace)
-        self.pages.drop(pages, Holder.REQUEST)
+        self.cache.insert(ints(tokens), PageHolding.of(pages), namespace)
+        self.pages.drop(pages, PageHolder.REQUEST)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -132,10 +132,10 @@ def test_whoever_watches_again_hears_what_happened_meanwhile():
 def test_a_page_that_comes_and_goes_between_two_takes_is_told_as_gone():
     watched = Watched(3)
     watched.events.start()
-    pages = watched.pages.allocate(1, Holder.REQUEST)
+    pages = watched.pages.allocate(1, PageHolder.REQUEST)
     assert pages is not None
-    watched.cache.insert(ints(range(SIZE)), Holding.of(pages))
-    watched.pages.drop(pages, Holder.REQUEST)
+    watched.cache.insert(ints(range(SIZE)), PageHolding.of(pages))
+    watched.pages.drop(pages, PageHolder.REQUEST)
     watched.cache.flush()
     gone = page_names(range(SIZE), SIZE)
     assert watched.events.take() == CacheChange(False, [], gone)

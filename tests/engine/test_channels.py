@@ -11,10 +11,10 @@ import pytest
 import xgrammar
 
 from api.parsers.channels import Channels
-from api.parsers.listener import Listener
-from api.parsers.model_format import Speech
-from common.requests.guide import Guide, as_form, tag
-from engine.grammar.compilers import Compilers, prepared
+from api.parsers.listener import StreamParser
+from api.parsers.model_format import ModelFormat
+from common.requests.guide import GuidedDecoding, as_form, tag
+from engine.grammar.compilers import GrammarCompilers, prepared
 
 MARKERS = (
     "<|start|>",
@@ -52,14 +52,14 @@ CALL_ENDS = "<|call|>"
 
 
 @pytest.fixture(scope="module")
-def made() -> Compilers:
+def made() -> GrammarCompilers:
     """Return compilers for a vocabulary with one token for each byte and one for each marker."""
     words = [bytes([byte]) for byte in range(256)] + [b""] * len(MARKERS)
-    return Compilers(words, sorted(ENDS))
+    return GrammarCompilers(words, sorted(ENDS))
 
 
 @pytest.fixture(scope="module")
-def calls() -> Mapping[bool, Guide]:
+def calls() -> Mapping[bool, GuidedDecoding]:
     """By whether there may be more than one."""
     tools = [("get", SCHEMA), ("get.more", {"type": "object"})]
     channels = Channels(TOKENS)
@@ -80,7 +80,7 @@ def _may_come(matcher: Any) -> set[int]:
     return {token for token in range(256 + len(MARKERS)) if bits[0, token // 32] >> token % 32 & 1}
 
 
-def _follows(made: Compilers, guide: Guide, ids: list[int]) -> bool:
+def _follows(made: GrammarCompilers, guide: GuidedDecoding, ids: list[int]) -> bool:
     """Return whether a response can consist of these tokens, each of which its mask allows."""
     matcher = xgrammar.GrammarMatcher(made.compiled(prepared(guide)))
     for token in ids:
@@ -96,7 +96,7 @@ def _follows(made: Compilers, guide: Guide, ids: list[int]) -> bool:
     ids=["a call", "thought first", "another", "another behind thought"],
 )
 def test_an_answer_that_must_call_may_think_first(
-    made: Compilers, calls: Mapping[bool, Guide], answer: str
+    made: GrammarCompilers, calls: Mapping[bool, GuidedDecoding], answer: str
 ) -> None:
     for guide in calls.values():
         for end in MARKERS[5:]:
@@ -133,7 +133,7 @@ def test_an_answer_that_must_call_may_think_first(
     ],
 )
 def test_an_answer_that_must_call_can_be_nothing_else(
-    made: Compilers, calls: Mapping[bool, Guide], answer: str
+    made: GrammarCompilers, calls: Mapping[bool, GuidedDecoding], answer: str
 ) -> None:
     for guide in calls.values():
         for end in MARKERS[5:]:
@@ -145,7 +145,7 @@ AND = "<|end|><|start|>assistant"
 
 
 @pytest.fixture(scope="module")
-def free(made: Compilers) -> Mapping[bool, Guide]:
+def free(made: GrammarCompilers) -> Mapping[bool, GuidedDecoding]:
     """By whether there may be more than one call."""
     tools = [("get", SCHEMA), ("get.more", {"type": "object"}), ("no header's", {})]
     channels = Channels(TOKENS)
@@ -164,7 +164,7 @@ def free(made: Compilers) -> Mapping[bool, Guide]:
     ],
 )
 def test_an_answer_that_need_not_call_is_free(
-    made: Compilers, free: Mapping[bool, Guide], answer: str
+    made: GrammarCompilers, free: Mapping[bool, GuidedDecoding], answer: str
 ) -> None:
     for guide in free.values():
         for end in MARKERS[5:]:
@@ -174,7 +174,7 @@ def test_an_answer_that_need_not_call_is_free(
 @pytest.mark.parametrize("before", ["", THOUGHT, f"{THOUGHT}{PREAMBLE}{AND}"])
 @pytest.mark.parametrize("one", [PARIS, MORE, called("get", '{"city": "x", "days": 1}')])
 def test_a_call_that_need_not_be_is_whole(
-    made: Compilers, free: Mapping[bool, Guide], before: str, one: str
+    made: GrammarCompilers, free: Mapping[bool, GuidedDecoding], before: str, one: str
 ) -> None:
     for guide in free.values():
         assert _follows(made, guide, _ids(before + one + CALL_ENDS))
@@ -200,7 +200,7 @@ def test_a_call_that_need_not_be_is_whole(
     ],
 )
 def test_a_call_that_has_begun_can_only_be_a_good_one(
-    made: Compilers, free: Mapping[bool, Guide], before: str, bad: str
+    made: GrammarCompilers, free: Mapping[bool, GuidedDecoding], before: str, bad: str
 ) -> None:
     for guide in free.values():
         for end in MARKERS[5:]:
@@ -208,7 +208,7 @@ def test_a_call_that_has_begun_can_only_be_a_good_one(
 
 
 def test_markers_that_are_spelt_are_no_markers(
-    made: Compilers, calls: Mapping[bool, Guide]
+    made: GrammarCompilers, calls: Mapping[bool, GuidedDecoding]
 ) -> None:
     assert not _follows(made, calls[True], [*PARIS.encode(), TOKENS[CALL_ENDS]])
     spelt = [*b"<|end|><|start|>assistant<|channel|>final<|message|>"]
@@ -218,7 +218,7 @@ def test_markers_that_are_spelt_are_no_markers(
 
 
 def test_what_is_thought_ends_with_its_marker_alone(
-    made: Compilers, calls: Mapping[bool, Guide]
+    made: GrammarCompilers, calls: Mapping[bool, GuidedDecoding]
 ) -> None:
     matcher = xgrammar.GrammarMatcher(made.compiled(prepared(calls[True])))
     for token in _ids("<|channel|>analysis<|message|>hm"):
@@ -226,8 +226,8 @@ def test_what_is_thought_ends_with_its_marker_alone(
     assert _may_come(matcher) & set(TOKENS.values()) == {TOKENS["<|end|>"]}
 
 
-def test_a_call_under_the_grammar_is_heard(made: Compilers) -> None:
-    listener = Listener(Speech("harmony", "harmony").parser("", {}, reasons=True))
+def test_a_call_under_the_grammar_is_heard(made: GrammarCompilers) -> None:
+    listener = StreamParser(ModelFormat("harmony", "harmony").parser("", {}, reasons=True))
     answer = f"{THOUGHT}{PARIS}<|end|><|start|>assistant{MORE}{CALL_ENDS}"
     heard = listener.hear(answer, last=True)
     assert [part.name for part in heard.calls] == ["get", "get.more"]
@@ -239,22 +239,22 @@ def test_a_call_under_the_grammar_is_heard(made: Compilers) -> None:
     "guide, good, bad",
     [
         (
-            Guide("json_schema", json.dumps(SCHEMA)),
+            GuidedDecoding("json_schema", json.dumps(SCHEMA)),
             ('{"city": "Paris", "days": 3}',),
             ("{}", '{"city": "Paris", "days": 3} so', '{"city": "a\nb", "days": 3}', "hello"),
         ),
         (
-            Guide("json_object", ""),
+            GuidedDecoding("json_object", ""),
             ("{}", '{"a": [1.5, null, "ü"]}'),
             ("[]", "1", "{", '{"a\n":1}'),
         ),
-        (Guide("regex", "[0-9]{2}"), ("27",), ("2", "271", "ab")),
-        (Guide("ebnf", 'root ::= "yes" | "no"'), ("yes", "no"), ("perhaps",)),
+        (GuidedDecoding("regex", "[0-9]{2}"), ("27",), ("2", "271", "ab")),
+        (GuidedDecoding("ebnf", 'root ::= "yes" | "no"'), ("yes", "no"), ("perhaps",)),
     ],
-    ids=lambda value: value.kind if isinstance(value, Guide) else None,
+    ids=lambda value: value.kind if isinstance(value, GuidedDecoding) else None,
 )
 def test_the_final_channel_keeps_to_a_form(
-    made: Compilers, guide: Guide, good: tuple[str, ...], bad: tuple[str, ...]
+    made: GrammarCompilers, guide: GuidedDecoding, good: tuple[str, ...], bad: tuple[str, ...]
 ) -> None:
     """Seen failing with a compiler that keeps what it found out about rules of other grammars."""
     form = as_form(guide)
@@ -276,14 +276,14 @@ def test_the_final_channel_keeps_to_a_form(
 
 
 def test_what_is_no_form_by_itself_is_none() -> None:
-    assert as_form(Guide("structural_tag", "{}")) is None
-    assert as_form(Guide("json_schema", '{}, "type": "regex"')) is None
-    assert as_form(Guide("json_schema", "[" * 100_000)) is None
+    assert as_form(GuidedDecoding("structural_tag", "{}")) is None
+    assert as_form(GuidedDecoding("json_schema", '{}, "type": "regex"')) is None
+    assert as_form(GuidedDecoding("json_schema", "[" * 100_000)) is None
 
 
-def test_an_answer_is_of_its_form_in_the_final_channel_or_is_calls(made: Compilers) -> None:
+def test_an_answer_is_of_its_form_in_the_final_channel_or_is_calls(made: GrammarCompilers) -> None:
     """Seen failing: with a form no tool could be called."""
-    form = as_form(Guide("regex", "[0-9]+"))
+    form = as_form(GuidedDecoding("regex", "[0-9]+"))
     assert form is not None
     guide = tag(Channels(TOKENS).calls_or(form, [("get", SCHEMA)], parallel=False))
     final = "<|channel|>final<|message|>"

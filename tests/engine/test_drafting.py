@@ -10,7 +10,7 @@ from common.requests.prefix_hash import as_bytes
 from engine.batch.request import Request
 from engine.speculative.costs import StepCosts
 from engine.speculative.ngram import LONGEST_MATCH, NgramDrafter
-from engine.speculative.policy import PayingDrafts
+from engine.speculative.policy import AdaptiveDrafts
 from engine.speculative.predictions import Predictions
 from engine.speculative.speculator import Speculator
 from tests.support.specs import make_request
@@ -119,7 +119,7 @@ def test_what_a_token_costs_is_known_until_a_step_differs():
     assert costs.share(16) == pytest.approx(known, abs=0.02)
 
 
-def _tokens_of(policy: PayingDrafts, of_step: float, of_token: float, stands: float) -> float:
+def _tokens_of(policy: AdaptiveDrafts, of_step: float, of_token: float, stands: float) -> float:
     """Tokens a second of 16 requests, over those without drafts: everybody has as many as there
     may be, and of these each stands with that probability."""
     rng, slots = np.random.default_rng(0), np.arange(16)
@@ -141,15 +141,15 @@ def _tokens_of(policy: PayingDrafts, of_step: float, of_token: float, stands: fl
 
 @pytest.mark.parametrize("stands", [0.0, 0.3, 0.7])
 def test_a_large_batch_that_computes_all_the_time_loses_little_by_trials(stands):
-    assert _tokens_of(PayingDrafts(16, 7), of_step=1, of_token=10, stands=stands) > 0.98
+    assert _tokens_of(AdaptiveDrafts(16, 7), of_step=1, of_token=10, stands=stands) > 0.98
 
 
 def test_a_large_batch_that_waits_for_memory_finds_out_that_drafts_pay():
-    assert _tokens_of(PayingDrafts(16, 7), of_step=100, of_token=0.1, stands=0.8) > 2
+    assert _tokens_of(AdaptiveDrafts(16, 7), of_step=100, of_token=0.1, stands=0.8) > 2
 
 
-def _policy(of_step: float, of_token: float) -> PayingDrafts:
-    policy, rng = PayingDrafts(1, 7), random.Random(0)
+def _policy(of_step: float, of_token: float) -> AdaptiveDrafts:
+    policy, rng = AdaptiveDrafts(1, 7), random.Random(0)
     for _ in range(500):
         tokens = rng.randint(1, 32)
         policy.took(tokens, of_step + of_token * tokens)
@@ -157,12 +157,12 @@ def _policy(of_step: float, of_token: float) -> PayingDrafts:
     return policy
 
 
-def _limit(policy: PayingDrafts, num_rows: int) -> int:
+def _limit(policy: AdaptiveDrafts, num_rows: int) -> int:
     (limit,) = policy.limits(SLOT, num_rows).tolist()
     return limit
 
 
-def _verified(policy: PayingDrafts, drafted: int, accepted: int, times: int = 20) -> None:
+def _verified(policy: AdaptiveDrafts, drafted: int, accepted: int, times: int = 20) -> None:
     for _ in range(times):
         policy.verified(SLOT, np.array([drafted], np.int32), np.array([accepted], np.int32))
 

@@ -16,7 +16,7 @@ from common.requests.namespace import SHARED, namespace_of
 from common.requests.prefix_hash import page_names
 from engine.offload import page_files
 from engine.offload.file_tier import AFTER_FAULT_S
-from engine.offload.page_files import Fault, PageFiles
+from engine.offload.page_files import FileFault, PageFiles
 from engine.offload.page_records import HEADER_BYTES, RECORD_BYTES, version_of
 from tests.engine.test_tiers import (
     ENDS,
@@ -119,7 +119,7 @@ def test_a_page_that_is_not_what_was_written_is_computed_anew(tmp_path, running)
     damage(file_of(tmp_path), slot * 4 * SIZE + 7, 1)
     rig = rig if running else restarted(rig)
     assert ask(rig, [*prompt, 5]).cached_tokens == 5 * SIZE
-    assert rig.tiers.files.faults == {Fault.DAMAGED: 1}
+    assert rig.tiers.files.faults == {FileFault.DAMAGED: 1}
     rig.assert_at_rest()
     assert ask(rig, [*prompt, 5]).cached_tokens == 160
 
@@ -248,7 +248,7 @@ def test_a_full_disk_leaves_the_room_that_there_is(tmp_path, monkeypatch):
     rig = small(tmp_path)
     for seed in range(8):
         ask(rig, drawn(seed, 160), 1)
-    assert set(rig.tiers.files.faults) == {Fault.FULL}
+    assert set(rig.tiers.files.faults) == {FileFault.FULL}
     rig.check()
     rig = restarted(rig)
     assert ask(rig, [*drawn(7, 160), 5], 1).cached_tokens == 160
@@ -261,7 +261,7 @@ def test_a_disk_that_fails_ends_nothing_and_is_tried_again(tmp_path):
     rig.tiers.files._now = lambda: now[0]
     real, files._pages = files._pages, os.open(file_of(tmp_path), os.O_RDONLY)
     ask(rig, drawn(1, 160), 1)
-    assert set(rig.tiers.files.faults) == {Fault.WRITE}
+    assert set(rig.tiers.files.faults) == {FileFault.WRITE}
     num_faults = rig.tiers.files.faults.total()
     ask(rig, drawn(2, 160), 1)
     assert rig.tiers.files.faults.total() == num_faults

@@ -12,7 +12,12 @@ import torch
 from common.config import EngineConfig
 from engine import footprint as footprint_module
 from engine.adapters.bank import AdapterBank
-from engine.footprint import DRIVER_BYTES_PER_GRAPH, Footprint, footprint_of, measure_footprint
+from engine.footprint import (
+    DRIVER_BYTES_PER_GRAPH,
+    MemoryFootprint,
+    footprint_of,
+    measure_footprint,
+)
 from engine.models import read_spec
 from engine.sizing import free_bytes, resolve_shape
 from tests.support.checkpoints import make_checkpoint
@@ -96,14 +101,14 @@ def test_a_forward_and_graphs_are_what_they_take_whatever_happens_beside(monkeyp
         CUDA,
     )
     graphs = 170 * MIB + 8 * DRIVER_BYTES_PER_GRAPH
-    assert footprint == Footprint(state=150 * MIB, forward=600 * MIB, graphs=graphs)
+    assert footprint == MemoryFootprint(state=150 * MIB, forward=600 * MIB, graphs=graphs)
     assert footprint.total == 920 * MIB + 8 * DRIVER_BYTES_PER_GRAPH
 
 
 def test_without_graphs_none_are_counted(monkeypatch):
     gpu = FakeGpu(monkeypatch)
     footprint = footprint_of(lambda: FakeRunner(gpu, forward=7 * MIB), 16, CUDA)
-    assert footprint == Footprint(state=0, forward=7 * MIB, graphs=0)
+    assert footprint == MemoryFootprint(state=0, forward=7 * MIB, graphs=0)
 
 
 @pytest.fixture
@@ -127,14 +132,14 @@ def test_what_is_measured_has_all_that_a_runner_has_and_its_largest_step(measuri
 
     def measure(make_runner, num_tokens, device):
         measured.append((make_runner(), num_tokens))
-        return Footprint(1, 2, 3)
+        return MemoryFootprint(1, 2, 3)
 
     monkeypatch.setattr(footprint_module, "ModelRunner", runner)
     monkeypatch.setattr(footprint_module, "every_feature", lambda *_: "every feature")
     monkeypatch.setattr(footprint_module, "footprint_of", measure)
     _, shape, _ = measuring
     found = measure_footprint(*measuring, max_running=7, graphs=False)
-    assert found == Footprint(1, 2, 3)
+    assert found == MemoryFootprint(1, 2, 3)
     assert measured == [("every feature", shape.prefill_tokens + 7)]
 
 
@@ -151,7 +156,7 @@ def test_what_was_measured_with_is_given_back(measuring, monkeypatch):
     monkeypatch.setattr(footprint_module, "ModelRunner", Runner)
     threads = set(threading.enumerate())
     found = measure_footprint(*measuring, max_running=7, graphs=False)
-    assert found == Footprint(state=3 * GIB, forward=GIB, graphs=0)
+    assert found == MemoryFootprint(state=3 * GIB, forward=GIB, graphs=0)
     assert gpu.memory_reserved() == 0
     assert set(threading.enumerate()) <= threads
 
@@ -170,7 +175,7 @@ def test_memory_that_comes_free_meanwhile_makes_nothing_cheaper(monkeypatch):
             gpu.take(-11 * MIB)
 
     footprint = footprint_of(Collecting, 16, CUDA)
-    assert footprint == Footprint(state=0, forward=0, graphs=2 * DRIVER_BYTES_PER_GRAPH)
+    assert footprint == MemoryFootprint(state=0, forward=0, graphs=2 * DRIVER_BYTES_PER_GRAPH)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.batch.batch import ForwardMode, ScheduleBatch, StateAt
+from engine.batch.batch import ForwardMode, ScheduleBatch, StateCheckpoint
 from engine.batch.forward import BatchBuilder, ForwardBatch
-from engine.batch.table import RequestTable
+from engine.batch.table import SlotTable
 from engine.models import load
 from tests.support.checkpoints import VOCABULARY_SIZE, make_checkpoint
 from tests.support.steps import Steps
@@ -19,16 +19,16 @@ SKEWED = [5, 16, 2000, 17, 1, 32, 33, 15]
 
 def table_of(
     num_slots: int, context_length: int, windows: tuple[int | None, ...] = (None,)
-) -> RequestTable:
+) -> SlotTable:
     """Every page of every slot is another one, every token another one."""
-    table = RequestTable(num_slots, context_length, PAGE_SIZE, windows)
+    table = SlotTable(num_slots, context_length, PAGE_SIZE, windows)
     table.page_table[:] = np.arange(table.page_table.size).reshape(table.page_table.shape)
     table.tokens[:] = np.arange(table.tokens.size).reshape(table.tokens.shape)
     table.known[:] = context_length
     return table
 
 
-def build(table: RequestTable, lengths: list[int], num_new: list[int]) -> ForwardBatch:
+def build(table: SlotTable, lengths: list[int], num_new: list[int]) -> ForwardBatch:
     """Rows in slots from the last one down."""
     slots = np.arange(table.num_slots - 1, table.num_slots - 1 - len(lengths), -1, np.int32)
     ends = np.array(lengths, np.int32)
@@ -89,7 +89,7 @@ def test_of_a_table_with_a_window_a_row_finds_what_its_tokens_see_and_no_more(ch
 
 
 def test_a_row_goes_on_from_its_own_state_unless_it_begins_or_is_told_otherwise() -> None:
-    table = RequestTable(4, 64, PAGE_SIZE, state_pages=2)
+    table = SlotTable(4, 64, PAGE_SIZE, state_pages=2)
     table.page_table[:] = np.arange(table.page_table.size).reshape(table.page_table.shape)
     table.state[:] = [[70, 71], [80, 81], [90, 91], [60, 61]]
     batch = ScheduleBatch(
@@ -99,8 +99,8 @@ def test_a_row_goes_on_from_its_own_state_unless_it_begins_or_is_told_otherwise(
         starts=np.array([0, 16, 16, 5], np.int32),
         ends=np.array([9, 32, 30, 6], np.int32),
         samples=np.ones(4, np.bool_),
-        resumed=(StateAt(2, 0, np.array([0, 3], np.int32)),),
-        kept=(StateAt(1, 16, np.array([4, 5], np.int32)),),
+        resumed=(StateCheckpoint(2, 0, np.array([0, 3], np.int32)),),
+        kept=(StateCheckpoint(1, 16, np.array([4, 5], np.int32)),),
     )
     made = BatchBuilder(table).build(batch)
     assert made.state_reads.tolist() == [[-1, -1], [80, 81], [0, 3], [60, 61]]
@@ -113,7 +113,7 @@ def test_a_row_goes_on_from_its_own_state_unless_it_begins_or_is_told_otherwise(
 
 
 def test_rows_that_pad_a_decode_step_read_and_write_no_state() -> None:
-    table = RequestTable(2, 64, PAGE_SIZE, state_pages=2)
+    table = SlotTable(2, 64, PAGE_SIZE, state_pages=2)
     table.page_table[:] = 0
     table.state[:] = [[0, 1], [2, 3]]
     made = build(table, [20, 1], [1, 1]).padded(4)

@@ -10,22 +10,24 @@ from threading import Event
 import pytest
 
 from common.errors import InvalidRequest, Overloaded
-from common.requests.guide import JSON_OBJECT, Guide, Prepared
+from common.requests.guide import JSON_OBJECT, GuidedDecoding, Prepared
 from engine.grammar import compilers
 from engine.grammar.compilers import prepared
-from engine.grammar.grammar_verifier import Beside, Lane, TooSlow
-from engine.grammar.guides import MAX_SLOW, MAX_WAITING, Guides
+from engine.grammar.grammar_verifier import GrammarTimeout, GrammarWorker, SubprocessVerifier
+from engine.grammar.guides import MAX_SLOW, MAX_WAITING, GrammarCache
 from tests.support.noise_model import SPECIAL_TOKENS, write
 
 WAIT_S = 300.0
 VOCABULARY = 256 + len(SPECIAL_TOKENS)
 EOS = (VOCABULARY - 1,)
-SMALL = Guide("regex", "[0-9]+")
+SMALL = GuidedDecoding("regex", "[0-9]+")
 # Minutes of a core, and five thousand characters.
-ENDLESS = Guide("regex", f"({'|'.join(f'(x{{0,{most}}}y)*' for most in range(400))}){{0,200}}")
+ENDLESS = GuidedDecoding(
+    "regex", f"({'|'.join(f'(x{{0,{most}}}y)*' for most in range(400))}){{0,200}}"
+)
 
 
-AMBIGUOUS = Guide("ebnf", "root ::= s\ns ::= s s | [a-z ]")
+AMBIGUOUS = GuidedDecoding("ebnf", "root ::= s\ns ::= s s | [a-z ]")
 
 
 @pytest.fixture(scope="module")
@@ -41,13 +43,13 @@ class Gate:
     def __init__(self) -> None:
         self.open = Event()
 
-    def prove(self, guide: Guide, lane: Lane) -> Prepared:
+    def prove(self, guide: GuidedDecoding, lane: GrammarWorker) -> Prepared:
         if guide == SMALL:
             return prepared(guide)
-        if lane is Lane.QUICK:
-            raise TooSlow("too slow")
+        if lane is GrammarWorker.QUICK:
+            raise GrammarTimeout("too slow")
         assert self.open.wait(WAIT_S)
-        raise TooSlow("too slow for the slow lane")
+        raise GrammarTimeout("too slow for the slow lane")
 
     def close(self) -> None:
         self.open.set()
@@ -59,17 +61,19 @@ def gate() -> Gate:
 
 
 @pytest.fixture
-def guides(model: Path, gate: Gate) -> Iterator[Guides]:
-    guides = Guides(model, VOCABULARY, EOS, gate)
+def guides(model: Path, gate: Gate) -> Iterator[GrammarCache]:
+    guides = GrammarCache(model, VOCABULARY, EOS, gate)
     yield guides
     guides.close()
 
 
-def _slow(number: int) -> Guide:
-    return Guide("regex", f"a{{{number}}}")
+def _slow(number: int) -> GuidedDecoding:
+    return GuidedDecoding("regex", f"a{{{number}}}")
 
 
-def test_slow_guides_wait_for_each_other_and_small_ones_do_not(guides: Guides, gate: Gate) -> None:
+def test_slow_guides_wait_for_each_other_and_small_ones_do_not(
+    guides: GrammarCache, gate: Gate
+) -> None:
     slow = [guides.compiled(_slow(number)) for number in range(MAX_SLOW)]
     assert guides.compiled(SMALL).result(WAIT_S) is not None
     assert not any(each.done() for each in slow)
@@ -79,7 +83,7 @@ def test_slow_guides_wait_for_each_other_and_small_ones_do_not(guides: Guides, g
 
 
 def test_slow_guides_beyond_some_are_overload_which_is_forgotten(
-    guides: Guides, gate: Gate
+    guides: GrammarCache, gate: Gate
 ) -> None:
     for number in range(MAX_SLOW):
         guides.compiled(_slow(number))
@@ -92,7 +96,7 @@ def test_slow_guides_beyond_some_are_overload_which_is_forgotten(
     assert isinstance(guides.compiled(one_more).exception(WAIT_S), InvalidRequest)
 
 
-def test_what_a_guide_came_to_is_kept(guides: Guides, gate: Gate) -> None:
+def test_what_a_guide_came_to_is_kept(guides: GrammarCache, gate: Gate) -> None:
     gate.open.set()
     assert guides.compiled(SMALL) is guides.compiled(SMALL)
     refused = guides.compiled(_slow(1))
@@ -102,11 +106,11 @@ def test_what_a_guide_came_to_is_kept(guides: Guides, gate: Gate) -> None:
 
 def test_only_so_many_guides_wait(model: Path) -> None:
     class Shut(Gate):
-        def prove(self, guide: Guide, lane: Lane) -> Prepared:
+        def prove(self, guide: GuidedDecoding, lane: GrammarWorker) -> Prepared:
             assert self.open.wait(WAIT_S)
             return prepared(guide)
 
-    guides = Guides(model, VOCABULARY, EOS, Shut())
+    guides = GrammarCache(model, VOCABULARY, EOS, Shut())
     for number in range(MAX_WAITING):
         guides.compiled(_slow(number))
     with pytest.raises(Overloaded):
@@ -115,7 +119,7 @@ def test_only_so_many_guides_wait(model: Path) -> None:
 
 
 def test_a_grammar_has_a_limit_of_size(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = compilers.Compilers.of_model(model, VOCABULARY, EOS)
+    made = compilers.GrammarCompilers.of_model(model, VOCABULARY, EOS)
     small = prepared(SMALL)
     size = made.compiled(small).memory_size_bytes
     monkeypatch.setattr(compilers, "MAX_GRAMMAR_BYTES", size)
@@ -134,9 +138,9 @@ def test_a_prover_process_that_never_answers_is_overload_after_the_deadline(
     silent.write_text("#!/bin/sh\nexec sleep 1000\n")
     silent.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(silent))
-    prover = Beside(tmp_path, VOCABULARY, EOS, deadline_s=0.1)
+    prover = SubprocessVerifier(tmp_path, VOCABULARY, EOS, deadline_s=0.1)
     try:
-        for lane in Lane:  # the second is asked of a new process
+        for lane in GrammarWorker:  # the second is asked of a new process
             with pytest.raises(Overloaded):
                 prover.prove(SMALL, lane)
     finally:
@@ -146,22 +150,22 @@ def test_a_prover_process_that_never_answers_is_overload_after_the_deadline(
 @pytest.mark.long
 def test_a_trial_ends_what_would_not(model: Path) -> None:
     """By the kernel, and in a process of its own: the next one is tried as if nothing had been."""
-    prover = Beside(model, VOCABULARY, EOS)
+    prover = SubprocessVerifier(model, VOCABULARY, EOS)
     try:
-        prover.prove(JSON_OBJECT, Lane.SLOW)
-        with pytest.raises(TooSlow):
-            prover.prove(ENDLESS, Lane.QUICK)
-        prover.prove(SMALL, Lane.QUICK)
+        prover.prove(JSON_OBJECT, GrammarWorker.SLOW)
+        with pytest.raises(GrammarTimeout):
+            prover.prove(ENDLESS, GrammarWorker.QUICK)
+        prover.prove(SMALL, GrammarWorker.QUICK)
         with pytest.raises(InvalidRequest, match=r"sampling\.json_schema: it is no JSON"):
-            prover.prove(Guide("json_schema", "no schema"), Lane.QUICK)
-        assert prover.prove(SMALL, Lane.QUICK) == Prepared("regex", SMALL.text)
+            prover.prove(GuidedDecoding("json_schema", "no schema"), GrammarWorker.QUICK)
+        assert prover.prove(SMALL, GrammarWorker.QUICK) == Prepared("regex", SMALL.text)
         with pytest.raises(InvalidRequest, match="fewer readings"):
-            prover.prove(AMBIGUOUS, Lane.SLOW)
+            prover.prove(AMBIGUOUS, GrammarWorker.SLOW)
         assert prover.helper.pid is not None
         os.kill(prover.helper.pid, signal.SIGKILL)
         with pytest.raises(Overloaded):
-            prover.prove(SMALL, Lane.QUICK)
-        prover.prove(SMALL, Lane.QUICK)
+            prover.prove(SMALL, GrammarWorker.QUICK)
+        prover.prove(SMALL, GrammarWorker.QUICK)
     finally:
         prover.close()
 
@@ -170,9 +174,9 @@ def test_the_engine_compiles_what_the_prover_has_made_of_a_guide(model: Path) ->
     """It does not work on the guide itself, which may take seconds under its lock."""
 
     class Rewriting(Gate):
-        def prove(self, guide: Guide, lane: Lane) -> Prepared:
+        def prove(self, guide: GuidedDecoding, lane: GrammarWorker) -> Prepared:
             return Prepared("regex", SMALL.text)
 
-    guides = Guides(model, VOCABULARY, EOS, Rewriting())
-    assert guides.compiled(Guide("json_schema", "no schema")).result(WAIT_S) is not None
+    guides = GrammarCache(model, VOCABULARY, EOS, Rewriting())
+    assert guides.compiled(GuidedDecoding("json_schema", "no schema")).result(WAIT_S) is not None
     guides.close()

@@ -17,7 +17,7 @@ from triton.runtime.jit import KernelInterface
 
 from engine.batch.batch import ForwardMode, ScheduleBatch
 from engine.batch.forward import BatchBuilder, ForwardBatch
-from engine.batch.table import RequestTable
+from engine.batch.table import SlotTable
 from engine.kv_cache.kv import KVPool
 from engine.kv_cache.layout import KVLayout
 from engine.models import load
@@ -67,7 +67,7 @@ class _Operations(TorchDispatchMode):
 def batch_of(rows: list[tuple[int, int]], layout: KVLayout) -> ForwardBatch:
     """Rows of (new tokens, length)."""
     new, ends = np.array(rows, np.int32).T
-    table = RequestTable(len(rows), 128, PAGE_SIZE, layout.windows, layout.state_pages)
+    table = SlotTable(len(rows), 128, PAGE_SIZE, layout.windows, layout.state_pages)
     table.known[:] = ends
     decodes = bool((new == 1).all())
     batch = ScheduleBatch(

@@ -6,7 +6,14 @@ import torch
 
 from common.errors import ConfigError
 from engine.kv_cache.layout import MAX_PADDING, TYPICAL_TOKENS, KVLayout
-from engine.kv_cache.states import Cells, DraftState, PagedKV, PagedLatent, Recurrent, State
+from engine.kv_cache.states import (
+    DraftState,
+    LayerState,
+    PagedKV,
+    PagedLatent,
+    RecurrentState,
+    StateCells,
+)
 
 BF16 = torch.bfloat16
 
@@ -62,7 +69,7 @@ def test_a_long_request_of_gemma_3_27b_takes_a_fifth_of_what_all_its_tokens_woul
     ],
     ids=["alike", "of several shapes", "one large", "latents"],
 )
-def test_every_number_of_a_layer_lies_in_its_own_place(layers: list[State]) -> None:
+def test_every_number_of_a_layer_lies_in_its_own_place(layers: list[LayerState]) -> None:
     layout = KVLayout.of(layers, 16, torch.float32)
     pages = torch.zeros(3, layout.page_bytes, dtype=torch.uint8)
     by_table: dict[int, int] = {}
@@ -104,8 +111,10 @@ def test_of_a_latent_one_vector_is_kept_whatever_the_number_of_heads():
 KV = PagedKV(2, 8)
 
 
-def recurrent(heads: int = 3, size: int = 4) -> Recurrent:
-    return Recurrent((Cells("delta", heads, (size, 5), torch.float32), Cells("conv", 2, (7, 3))))
+def recurrent(heads: int = 3, size: int = 4) -> RecurrentState:
+    return RecurrentState(
+        (StateCells("delta", heads, (size, 5), torch.float32), StateCells("conv", 2, (7, 3)))
+    )
 
 
 @pytest.mark.parametrize("page_size", [4, 16])
@@ -133,10 +142,10 @@ def test_cells_of_all_heads_and_layers_lie_in_the_pages_of_a_state_and_nowhere_t
 
 def test_a_state_of_qwen3_next_takes_as_many_pages_as_its_bytes_need():
     heads = 32, 16
-    net = Recurrent(
+    net = RecurrentState(
         (
-            Cells("delta", heads[0], (128, 128), torch.float32),
-            Cells("conv", heads[1], (2 * 128 + 2 * 128, 3)),
+            StateCells("delta", heads[0], (128, 128), torch.float32),
+            StateCells("conv", heads[1], (2 * 128 + 2 * 128, 3)),
         )
     )
     layers = [net, net, net, PagedKV(2, 256)] * 12

@@ -118,7 +118,7 @@ def test_a_page_is_closed_to_transfers_while_a_forward_may_still_write_it(after)
 
 
 def test_a_slot_is_not_reused_while_a_forward_has_it():
-    """Seen failing with the wait for launched steps in RequestTable.release removed: the token
+    """Seen failing with the wait for launched steps in SlotTable.release removed: the token
     of the stale forward was told as the next request's."""
     rig = Rig(num_slots=1, eos=EOS)
     prompt = _eos_prompt(rig, 3)

@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 
 from common.errors import EngineFault
-from engine.kv_cache.pages import Holder, PageAllocator
+from engine.kv_cache.pages import PageAllocator, PageHolder
 from tests.support.engine_rig import ints
 
 
-def _allocate(pages: PageAllocator, num_pages: int, holder: Holder = Holder.REQUEST):
+def _allocate(pages: PageAllocator, num_pages: int, holder: PageHolder = PageHolder.REQUEST):
     taken = pages.allocate(num_pages, holder)
     assert taken is not None
     return taken
@@ -18,12 +18,12 @@ def _allocate(pages: PageAllocator, num_pages: int, holder: Holder = Holder.REQU
 def test_a_page_is_free_again_only_when_its_last_holder_has_dropped_it():
     pages = PageAllocator(4)
     page = _allocate(pages, 1)
-    for holder in (Holder.STEP, Holder.READ, Holder.PUBLICATION):
+    for holder in (PageHolder.STEP, PageHolder.READ, PageHolder.PUBLICATION):
         pages.hold(page, holder)
-    for holder in (Holder.REQUEST, Holder.STEP, Holder.READ):
+    for holder in (PageHolder.REQUEST, PageHolder.STEP, PageHolder.READ):
         pages.drop(page, holder)
         assert pages.num_free == 3
-    pages.drop(page, Holder.PUBLICATION)
+    pages.drop(page, PageHolder.PUBLICATION)
     assert pages.num_free == 4
     pages.check()
 
@@ -31,17 +31,17 @@ def test_a_page_is_free_again_only_when_its_last_holder_has_dropped_it():
 def test_holds_of_one_kind_add_up():
     pages = PageAllocator(2)
     page = _allocate(pages, 1)
-    pages.hold(page, Holder.REQUEST)
-    pages.drop(page, Holder.REQUEST)
+    pages.hold(page, PageHolder.REQUEST)
+    pages.drop(page, PageHolder.REQUEST)
     assert pages.num_free == 1
-    pages.drop(page, Holder.REQUEST)
+    pages.drop(page, PageHolder.REQUEST)
     assert pages.num_free == 2
 
 
 def test_allocation_is_all_or_nothing():
     pages = PageAllocator(4)
     _allocate(pages, 3)
-    assert pages.allocate(2, Holder.READ) is None
+    assert pages.allocate(2, PageHolder.READ) is None
     assert pages.num_free == 1
     assert len(_allocate(pages, 1)) == 1
 
@@ -49,8 +49,8 @@ def test_allocation_is_all_or_nothing():
 def test_free_pages_are_given_out_in_ascending_runs():
     pages = PageAllocator(8)
     first, second = _allocate(pages, 3), _allocate(pages, 3)
-    pages.drop(first, Holder.REQUEST)
-    pages.drop(second, Holder.REQUEST)
+    pages.drop(first, PageHolder.REQUEST)
+    pages.drop(second, PageHolder.REQUEST)
     assert _allocate(pages, 8).tolist() == list(range(8))
 
 
@@ -58,27 +58,27 @@ def test_a_lifo_list_gives_out_first_what_was_freed_last():
     pages = PageAllocator(8, lifo=True)
     first = _allocate(pages, 3)
     second = _allocate(pages, 2)
-    pages.drop(first, Holder.REQUEST)
-    pages.drop(second, Holder.REQUEST)
+    pages.drop(first, PageHolder.REQUEST)
+    pages.drop(second, PageHolder.REQUEST)
     assert sorted(_allocate(pages, 2).tolist()) == sorted(second.tolist())
 
 
 def test_evictable_are_the_pages_that_the_cache_alone_holds():
     pages = PageAllocator(4)
     taken = _allocate(pages, 3)
-    pages.hold(taken[:2], Holder.CACHE)
+    pages.hold(taken[:2], PageHolder.CACHE)
     assert pages.num_evictable == 0
-    pages.drop(taken, Holder.REQUEST)
+    pages.drop(taken, PageHolder.REQUEST)
     assert (pages.num_evictable, pages.num_free) == (2, 2)
-    pages.hold(taken[:1], Holder.PUBLICATION)
+    pages.hold(taken[:1], PageHolder.PUBLICATION)
     assert pages.num_evictable == 1
-    assert pages.held_only_by(ints([0, 1, 2, 3]), Holder.CACHE).tolist() == [
+    assert pages.held_only_by(ints([0, 1, 2, 3]), PageHolder.CACHE).tolist() == [
         False,
         True,
         False,
         False,
     ]
-    pages.drop(taken[1:2], Holder.CACHE)
+    pages.drop(taken[1:2], PageHolder.CACHE)
     assert (pages.num_evictable, pages.num_free) == (0, 3)
     pages.check()
 
@@ -86,19 +86,19 @@ def test_evictable_are_the_pages_that_the_cache_alone_holds():
 def test_a_page_that_the_cache_holds_twice_is_evictable_until_both_are_dropped():
     pages = PageAllocator(2)
     page = _allocate(pages, 1)
-    pages.hold(page, Holder.CACHE)
-    pages.drop(page, Holder.REQUEST)
+    pages.hold(page, PageHolder.CACHE)
+    pages.drop(page, PageHolder.REQUEST)
     assert pages.num_evictable == 1
-    pages.hold(page, Holder.CACHE)
+    pages.hold(page, PageHolder.CACHE)
     pages.check()
     assert pages.num_evictable == 1
-    assert pages.held_only_by(page, Holder.CACHE).all()
-    pages.hold(page, Holder.STEP)
+    assert pages.held_only_by(page, PageHolder.CACHE).all()
+    pages.hold(page, PageHolder.STEP)
     assert pages.num_evictable == 0
-    pages.drop(page, Holder.CACHE)
-    pages.drop(page, Holder.STEP)
+    pages.drop(page, PageHolder.CACHE)
+    pages.drop(page, PageHolder.STEP)
     assert (pages.num_evictable, pages.num_free) == (1, 1)
-    pages.drop(page, Holder.CACHE)
+    pages.drop(page, PageHolder.CACHE)
     assert (pages.num_evictable, pages.num_free) == (0, 2)
     pages.check()
 
@@ -106,14 +106,14 @@ def test_a_page_that_the_cache_holds_twice_is_evictable_until_both_are_dropped()
 def test_a_free_page_cannot_be_held():
     pages = PageAllocator(2)
     with pytest.raises(EngineFault, match="free"):
-        pages.hold(ints([1]), Holder.STEP)
+        pages.hold(ints([1]), PageHolder.STEP)
 
 
 def test_what_is_not_held_cannot_be_dropped():
     pages = PageAllocator(2)
     page = _allocate(pages, 1)
     with pytest.raises(EngineFault, match="READ"):
-        pages.drop(page, Holder.READ)
+        pages.drop(page, PageHolder.READ)
 
 
 def test_pages_can_be_taken_off_the_free_list_by_number():
@@ -121,7 +121,7 @@ def test_pages_can_be_taken_off_the_free_list_by_number():
         pages = PageAllocator(6, lifo=lifo)
         held = _allocate(pages, 2)
         wanted = np.concatenate([held, ints([5, 3])])
-        pages.hold_even_free(wanted, Holder.STEP)
+        pages.hold_even_free(wanted, PageHolder.STEP)
         pages.check()
         assert pages.num_free == 2
         assert sorted(_allocate(pages, 2).tolist()) == [2, 4]
@@ -130,21 +130,21 @@ def test_pages_can_be_taken_off_the_free_list_by_number():
 def test_the_release_count_moves_when_somebody_else_could_have_a_page():
     pages = PageAllocator(4)
     taken = _allocate(pages, 2)
-    pages.hold(taken, Holder.STEP)
+    pages.hold(taken, PageHolder.STEP)
     before = pages.num_released
-    pages.drop(taken, Holder.STEP)
+    pages.drop(taken, PageHolder.STEP)
     assert pages.num_released == before
-    pages.drop(taken, Holder.REQUEST)
+    pages.drop(taken, PageHolder.REQUEST)
     assert pages.num_released == before + 2
 
 
 def test_gauges_count_every_page_once_by_its_first_kind_of_holder():
     pages = PageAllocator(7)
     taken = _allocate(pages, 5)
-    pages.hold(taken[:4], Holder.CACHE)
-    pages.hold(taken[:1], Holder.STEP)
-    pages.hold(taken[1:2], Holder.PUBLICATION)
-    pages.drop(taken[1:3], Holder.REQUEST)
+    pages.hold(taken[:4], PageHolder.CACHE)
+    pages.hold(taken[:1], PageHolder.STEP)
+    pages.hold(taken[1:2], PageHolder.PUBLICATION)
+    pages.drop(taken[1:3], PageHolder.REQUEST)
     held = {"free": 2, "request": 3, "step": 0, "read": 0, "publication": 1, "copy": 0, "cache": 1}
     assert pages.by_holder() == held
     assert pages.num_evictable == held["cache"]
@@ -154,9 +154,9 @@ def test_gauges_count_every_page_once_by_its_first_kind_of_holder():
 def test_the_books_agree_with_a_plain_count_over_random_holds(lifo):
     rng = random.Random(7)
     pages = PageAllocator(32, lifo=lifo)
-    holds: list[tuple[int, Holder]] = []
+    holds: list[tuple[int, PageHolder]] = []
     for _ in range(3000):
-        holder = rng.choice(list(Holder))
+        holder = rng.choice(list(PageHolder))
         match rng.randrange(4):
             case 0:
                 taken = pages.allocate(rng.randrange(5), holder)
@@ -177,7 +177,7 @@ def test_the_books_agree_with_a_plain_count_over_random_holds(lifo):
                 holds += [(page, holder) for page in some]
         held = {page for page, _ in holds}
         assert pages.num_free == 32 - len(held)
-        for each in Holder:
+        for each in PageHolder:
             counted = Counter(page for page, by in holds if by is each)
             assert pages.holds(each).tolist() == [counted[page] for page in range(32)]
         pages.check()

@@ -9,10 +9,10 @@ from common.config import SchedulerConfig
 from common.priority import STEP_S
 from common.requests.namespace import SHARED, Namespace, namespace_of
 from common.requests.sampling import SamplingParams
-from engine.batch.holding import Holding
+from engine.batch.holding import PageHolding
 from engine.batch.request import Request
-from engine.kv_cache.pages import Holder, PageAllocator
-from engine.kv_cache.radix import RadixCache
+from engine.kv_cache.pages import PageAllocator, PageHolder
+from engine.kv_cache.radix import PrefixCache
 from engine.scheduler.policy import PolicyName, SchedulePolicy
 from tests.support.engine_rig import Rig, ints
 from tests.support.specs import make_request
@@ -40,17 +40,17 @@ def _request(
     )
 
 
-def _cache(*prompts: list[int]) -> RadixCache:
+def _cache(*prompts: list[int]) -> PrefixCache:
     pages = PageAllocator(64)
-    cache = RadixCache(4, pages)
+    cache = PrefixCache(4, pages)
     for prompt in prompts:
-        fresh = pages.allocate(len(prompt) // 4, Holder.REQUEST)
-        cache.insert(ints(prompt), Holding.of(fresh))
-        pages.drop(fresh, Holder.REQUEST)
+        fresh = pages.allocate(len(prompt) // 4, PageHolder.REQUEST)
+        cache.insert(ints(prompt), PageHolding.of(fresh))
+        pages.drop(fresh, PageHolder.REQUEST)
     return cache
 
 
-def _order(policy: str, cache: RadixCache, requests: list[Request]) -> list[int]:
+def _order(policy: str, cache: PrefixCache, requests: list[Request]) -> list[int]:
     return [r.key for r in SchedulePolicy(policy, cache, Counter).order(requests)]
 
 
@@ -75,9 +75,9 @@ def test_lpm_falls_back_to_fcfs_when_the_queue_is_long():
 @pytest.mark.parametrize("policy", ["lpm", "dfs-weight"])
 def test_what_another_namespace_has_cached_makes_no_request_go_first(policy):
     pages = PageAllocator(8)
-    cache = RadixCache(4, pages)
-    fresh = pages.allocate(1, Holder.REQUEST)
-    cache.insert(ints([2] * 4), Holding.of(fresh), ONE)
+    cache = PrefixCache(4, pages)
+    fresh = pages.allocate(1, PageHolder.REQUEST)
+    cache.insert(ints([2] * 4), PageHolding.of(fresh), ONE)
     requests = [_request(1, [1] * 9, namespace=ONE), _request(2, [2] * 9, namespace=OTHER)]
     assert _order(policy, cache, requests) == [1, 2]
     assert _order(policy, cache, [*requests, _request(3, [2] * 9, namespace=ONE)]) == [3, 1, 2]

@@ -12,7 +12,7 @@ from transformers import (
 
 from common.config import CacheConfig, EngineConfig, SchedulerConfig
 from common.errors import ConfigError, InvalidRequest
-from common.requests.pooling import Pool, Pooling
+from common.requests.pooling import PoolingMode, PoolingParams
 from common.requests.sampling import SamplingParams
 from engine.batch.request import FinishReason, Request
 from engine.build import Engine, build
@@ -22,7 +22,7 @@ from tests.support.checkpoints import VOCABULARY_SIZE, make_checkpoint
 from tests.support.specs import make_request
 
 CHUNK = 32
-LAST, MEAN = Pooling(Pool.LAST), Pooling(Pool.MEAN)
+LAST, MEAN = PoolingParams(PoolingMode.LAST), PoolingParams(PoolingMode.MEAN)
 
 
 class Pools:
@@ -56,7 +56,7 @@ class Pools:
     def idle(self) -> None:
         pass
 
-    def add(self, token_ids, pooling: Pooling | None, **sampling: object) -> Request:
+    def add(self, token_ids, pooling: PoolingParams | None, **sampling: object) -> Request:
         self.added += 1
         request = make_request(
             token_ids,
@@ -139,8 +139,8 @@ def test_every_way_of_pooling_gives_what_transformers_states_give(
 ):
     rig = pools(generator, overlap=overlap, prefix_cache=prefix_cache)
     texts = prompts(1, 16, 33, 100)
-    wanted = [rig.add(text, Pooling(pool)) for text in texts for pool in (1, 2, 3)]
-    told = rig.add(texts[3], Pooling(Pool.TOKENS, (7, 300, 0)))
+    wanted = [rig.add(text, PoolingParams(pool)) for text in texts for pool in (1, 2, 3)]
+    told = rig.add(texts[3], PoolingParams(PoolingMode.TOKENS, (7, 300, 0)))
     rig.run()
     for number, text in enumerate(texts):
         expected = states(generator, text)
@@ -187,7 +187,7 @@ def test_what_ends_with_its_last_token_is_found_in_the_cache_and_what_needs_all_
 def test_a_head_for_classes_says_what_transformers_says(pools, classifier):
     rig = pools(classifier)
     texts = prompts(3, 50)
-    wanted = [rig.add(text, Pooling(Pool.LABELS)) for text in texts]
+    wanted = [rig.add(text, PoolingParams(PoolingMode.LABELS)) for text in texts]
     embedded = rig.add(texts[1], LAST)
     rig.run()
     model = AutoModelForSequenceClassification.from_pretrained(classifier, dtype=torch.float32)
@@ -220,14 +220,14 @@ def test_a_model_of_transformers_is_pooled(pools, tmp_path):
 def test_what_a_model_has_no_head_for_is_refused(pools, generator, classifier):
     limits = pools(generator).engine.limits
     with pytest.raises(InvalidRequest, match="no head for classes"):
-        limits.check_pooling(Pooling(Pool.LABELS))
+        limits.check_pooling(PoolingParams(PoolingMode.LABELS))
     with pytest.raises(InvalidRequest, match="outside the vocabulary"):
-        limits.check_pooling(Pooling(Pool.TOKENS, (VOCABULARY_SIZE,)))
+        limits.check_pooling(PoolingParams(PoolingMode.TOKENS, (VOCABULARY_SIZE,)))
     limits = pools(classifier).engine.limits
     with pytest.raises(InvalidRequest, match="generates nothing"):
         limits.check_sampling(SamplingParams(max_tokens=1, seed=0))
     with pytest.raises(InvalidRequest, match="no head for tokens"):
-        limits.check_pooling(Pooling(Pool.TOKENS, (1,)))
+        limits.check_pooling(PoolingParams(PoolingMode.TOKENS, (1,)))
 
 
 def test_a_classifier_of_a_class_that_is_borrowed_is_refused(classifier):

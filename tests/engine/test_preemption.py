@@ -7,7 +7,7 @@ import pytest
 from common.config import SchedulerConfig
 from common.priority import STEP_S
 from engine.batch.request import FinishReason, Request
-from engine.kv_cache.pages import Holder
+from engine.kv_cache.pages import PageHolder
 from engine.scheduler.preemption import MAX_PREEMPTIONS
 from tests.support.engine_rig import Rig
 
@@ -262,10 +262,10 @@ def test_who_may_come_before_those_away_has_the_device_if_it_merely_fits(overlap
     _until_begun(rig, low)
     urgent = rig.add([9] * 60, 10, priority=BY)
     _until_begun(rig, urgent)
-    elsewhere = rig.scheduler.allocate(1, Holder.READ)  # of its growth, next lacks some
+    elsewhere = rig.scheduler.allocate(1, PageHolder.READ)  # of its growth, next lacks some
     next_one = rig.add([5] * 60, 36, priority=BY)
     _until_begun(rig, next_one)
     assert urgent.key in rig.finished and rig.scheduler.num_retracted == 1
-    rig.pages.drop(elsewhere, Holder.READ)
+    rig.pages.drop(elsewhere, PageHolder.READ)
     rig.run()
     _assert_all_as_expected(rig)

@@ -7,9 +7,9 @@ from transformers import LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engine.models.transformers_backend import attention
-from engine.models.transformers_backend.masks import Seen, seen_by
+from engine.models.transformers_backend.masks import MaskRange, seen_by
 from engine.models.transformers_backend.probe import probe
-from engine.models.transformers_backend.refused import Refused
+from engine.models.transformers_backend.refused import UnsupportedModel
 from tests.support.tiny_models import tiny_config
 
 LAYERS = 4
@@ -52,7 +52,7 @@ def test_a_layer_that_is_given_no_mask_says_its_window_itself():
     ids=lambda each: each if isinstance(each, str) else "",
 )
 def test_what_pages_cannot_give_is_refused(said, reason):
-    with pytest.raises(Refused, match=reason):
+    with pytest.raises(UnsupportedModel, match=reason):
         probed(**said)
 
 
@@ -90,11 +90,11 @@ def packed(batch, head, query, key):
 @pytest.mark.parametrize(
     "rule, chunk, seen",
     [
-        (causal, None, Seen()),
-        (window, None, Seen(window=9)),
-        (chunks, 50, Seen(limit=50)),
-        (packed, 50, Seen(limit=50)),
-        (causal, 50, Seen()),  # of a layer that does not attend by chunks
+        (causal, None, MaskRange()),
+        (window, None, MaskRange(window=9)),
+        (chunks, 50, MaskRange(limit=50)),
+        (packed, 50, MaskRange(limit=50)),
+        (causal, 50, MaskRange()),  # of a layer that does not attend by chunks
     ],
 )
 def test_a_rule_tells_which_keys_queries_see(rule, chunk, seen):
@@ -111,5 +111,5 @@ def test_a_rule_tells_which_keys_queries_see(rule, chunk, seen):
     ],
 )
 def test_a_rule_that_is_no_window_is_refused(rule, reason):
-    with pytest.raises(Refused, match=reason):
+    with pytest.raises(UnsupportedModel, match=reason):
         seen_by(rule, None)

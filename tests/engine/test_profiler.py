@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.errors import Overloaded, WrongState
+from common.errors import FailedPrecondition, Overloaded
 from engine.runner import profiler
 from engine.runner.profiler import Profiler
 from engine.runner.stream import WorkerStream
@@ -86,8 +86,8 @@ def test_without_a_directory_nothing_is_profiled(steps, tmp_path):
         (tmp_path / "missing", "is no directory"),
     ):
         made = Profiler(directory, "test", steps.stream, cpu, lambda: 0)
-        with pytest.raises(WrongState, match=said):
+        with pytest.raises(FailedPrecondition, match=said):
             made.start(1)
-        with pytest.raises(WrongState, match="nothing is profiled"):
+        with pytest.raises(FailedPrecondition, match="nothing is profiled"):
             made.stop()
         made.close()

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from common.requests.namespace import SHARED, namespace_of
-from engine.batch.holding import Holding
-from engine.kv_cache.pages import Holder, PageAllocator
-from engine.kv_cache.radix import RadixCache
+from engine.batch.holding import PageHolding
+from engine.kv_cache.pages import PageAllocator, PageHolder
+from engine.kv_cache.radix import PrefixCache
 from tests.support.engine_rig import ints
 
 SIZE = 4
@@ -19,19 +19,19 @@ class Books:
 
     def __init__(self, num_pages: int = 64, *, enabled: bool = True) -> None:
         self.pages = PageAllocator(num_pages, lifo=True)
-        self.cache = RadixCache(SIZE, self.pages, enabled=enabled)
+        self.cache = PrefixCache(SIZE, self.pages, enabled=enabled)
 
     def begin(self, tokens: list[int], namespace=SHARED):
         """A request's pages: its cached prefix, held, and fresh ones."""
         prefix = self.cache.match(ints(tokens), namespace)
-        self.pages.hold(prefix.pages, Holder.REQUEST)
-        fresh = self.cache.allocate(-(-len(tokens) // SIZE) - len(prefix.pages), Holder.REQUEST)
+        self.pages.hold(prefix.pages, PageHolder.REQUEST)
+        fresh = self.cache.allocate(-(-len(tokens) // SIZE) - len(prefix.pages), PageHolder.REQUEST)
         assert fresh is not None
         return np.concatenate([prefix.pages, fresh])
 
     def end(self, tokens: list[int], pages, namespace=SHARED) -> None:
-        self.cache.insert(ints(tokens), Holding.of(pages), namespace)
-        self.pages.drop(pages, Holder.REQUEST)
+        self.cache.insert(ints(tokens), PageHolding.of(pages), namespace)
+        self.pages.drop(pages, PageHolder.REQUEST)
         self.check()
 
     def learn(self, tokens: list[int], namespace=SHARED):
@@ -79,7 +79,7 @@ def test_duplicates_of_what_is_cached_are_freed_when_their_request_ends():
 def test_pages_of_a_request_are_not_evicted():
     books = Books(num_pages=4)
     held = books.begin(list(range(8)))
-    books.cache.insert(ints(range(8)), Holding.of(held))
+    books.cache.insert(ints(range(8)), PageHolding.of(held))
     books.learn([50, 51, 52, 53])
     assert books.cache.evict(4) == 1
     assert books.cache.match(ints(range(8))).num_tokens == 8
@@ -115,18 +115,18 @@ def test_all_evictable_pages_can_be_had_even_above_one_that_is_in_use():
     prefix, longer = [1] * 8, [1] * 16
     late = books.begin(longer)
     books.end(prefix, books.begin(prefix))
-    books.cache.insert(ints(longer), Holding.of(late))
+    books.cache.insert(ints(longer), PageHolding.of(late))
     assert books.pages.num_evictable == 2
-    assert books.cache.allocate(4, Holder.READ) is not None
+    assert books.cache.allocate(4, PageHolder.READ) is not None
     books.cache.check()
-    books.pages.drop(late, Holder.REQUEST)
+    books.pages.drop(late, PageHolder.REQUEST)
     books.check()
 
 
 def test_nothing_is_evicted_for_an_allocation_that_fails_anyway():
     books = Books(num_pages=4)
     books.learn([1] * 8)
-    assert books.cache.allocate(5, Holder.REQUEST) is None
+    assert books.cache.allocate(5, PageHolder.REQUEST) is None
     assert books.cache.num_pages == 2
 
 
@@ -137,7 +137,7 @@ def test_a_flush_frees_everything():
     held = books.begin([1] * 4)
     assert books.cache.flush() == 10
     assert books.cache.num_pages == 0
-    books.pages.drop(held, Holder.REQUEST)
+    books.pages.drop(held, PageHolder.REQUEST)
     assert books.pages.num_free == 64
     books.check()
 
@@ -165,7 +165,7 @@ def test_a_conversation_of_a_thousand_turns_makes_a_tree_that_deep():
     tokens = [turn for turn in range(1200) for _ in range(SIZE)]
     pages = books.begin(tokens)
     for num_pages in range(1, 1201):
-        books.cache.insert(ints(tokens[: num_pages * SIZE]), Holding.of(pages))
+        books.cache.insert(ints(tokens[: num_pages * SIZE]), PageHolding.of(pages))
     books.end(tokens, pages)
     assert len(books.cache.lineage(ints(tokens))) == 1200
     assert books.cache.evict(100) == 100
@@ -197,7 +197,7 @@ def test_of_all_namespaces_what_was_used_longest_ago_goes_first():
     for namespace in (ONE, SHARED, OTHER):
         books.learn([1] * 8, namespace)
     books.cache.match(ints([1] * 8), ONE)
-    books.pages.drop(books.cache.allocate(3, Holder.REQUEST), Holder.REQUEST)
+    books.pages.drop(books.cache.allocate(3, PageHolder.REQUEST), PageHolder.REQUEST)
     books.check()
     left = [books.cache.match(ints([1] * 8), each).num_tokens for each in (ONE, SHARED, OTHER)]
     assert left == [8, 0, 4]
@@ -208,12 +208,12 @@ def test_the_tree_keeps_no_array_of_its_caller():
     books = Books()
     tokens = ints([*range(8)])
     pages = books.begin([*range(8)])
-    holding = Holding.of(pages.copy())
+    holding = PageHolding.of(pages.copy())
     books.cache.insert(tokens, holding)
     tokens[:], holding.tables[:] = 9, 0
     match = books.cache.match(ints([*range(8)]))
     assert (match.num_tokens, match.pages.tolist()) == (8, pages.tolist())
-    books.pages.drop(pages, Holder.REQUEST)
+    books.pages.drop(pages, PageHolder.REQUEST)
     books.check()
 
 
@@ -221,9 +221,9 @@ def test_the_tree_keeps_no_array_of_its_caller():
 def test_a_prefix_that_is_learnt_again_is_in_use_and_others_go_first():
     books = Books()
     one, other = books.learn([1] * 8), books.learn([2] * 8)
-    books.cache.insert(ints([1] * 8), Holding.of(one))
+    books.cache.insert(ints([1] * 8), PageHolding.of(one))
     assert books.cache.evict(2) == 2
-    cached = books.pages.holds(Holder.CACHE)
+    cached = books.pages.holds(PageHolder.CACHE)
     assert cached[one].all() and not cached[other].any()
 
 
@@ -231,11 +231,11 @@ def test_a_prefix_that_is_learnt_again_is_in_use_and_others_go_first():
 def test_a_prefix_that_was_held_during_an_eviction_outlives_those_that_were_not():
     books = Books()
     held, first, second = (books.learn([n] * 8) for n in range(3))
-    books.pages.hold(held, Holder.REQUEST)
+    books.pages.hold(held, PageHolder.REQUEST)
     assert books.cache.evict(2) == 2
-    books.pages.drop(held, Holder.REQUEST)
+    books.pages.drop(held, PageHolder.REQUEST)
     assert books.cache.evict(2) == 2
-    cached = books.pages.holds(Holder.CACHE)
+    cached = books.pages.holds(PageHolder.CACHE)
     assert cached[held].all() and not cached[[*first, *second]].any()
 
 
@@ -248,12 +248,12 @@ def test_of_a_namespace_without_pages_nothing_stays():
     for number in range(2000):
         if number == 1000:
             tracemalloc.start()
-        books.pages.drop(books.begin([1] * 8, namespace_of(f"gone {number}")), Holder.REQUEST)
+        books.pages.drop(books.begin([1] * 8, namespace_of(f"gone {number}")), PageHolder.REQUEST)
         tokens, namespace = [number] * 8, namespace_of(str(number))
         books.cache.insert(
-            ints(tokens), Holding.of(pages := books.begin(tokens, namespace)), namespace
+            ints(tokens), PageHolding.of(pages := books.begin(tokens, namespace)), namespace
         )
-        books.pages.drop(pages, Holder.REQUEST)
+        books.pages.drop(pages, PageHolder.REQUEST)
     grown, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     books.check()
@@ -275,12 +275,12 @@ def test_every_match_holds_the_tokens_that_were_asked_for(seed):
         for i, page in enumerate(match.pages.tolist()):
             assert contents[page] == (namespace, tuple(tokens[i * SIZE : (i + 1) * SIZE]))
         needed = -(-len(tokens) // SIZE) - len(match.pages)
-        books.pages.hold(match.pages, Holder.REQUEST)
+        books.pages.hold(match.pages, PageHolder.REQUEST)
         possible = needed <= books.cache.num_available
-        fresh = books.cache.allocate(needed, Holder.REQUEST)
+        fresh = books.cache.allocate(needed, PageHolder.REQUEST)
         assert (fresh is not None) == possible
         if fresh is None:
-            books.pages.drop(match.pages, Holder.REQUEST)
+            books.pages.drop(match.pages, PageHolder.REQUEST)
         else:
             pages = np.concatenate([match.pages, fresh])
             for i, page in enumerate(pages.tolist()):
@@ -289,8 +289,8 @@ def test_every_match_holds_the_tokens_that_were_asked_for(seed):
         while live and (fresh is None or rng.random() < 0.4):
             tokens, namespace, pages = live.pop(rng.randrange(len(live)))
             if rng.random() < 0.8:
-                books.cache.insert(ints(tokens), Holding.of(pages), namespace)
-            books.pages.drop(pages, Holder.REQUEST)
+                books.cache.insert(ints(tokens), PageHolding.of(pages), namespace)
+            books.pages.drop(pages, PageHolder.REQUEST)
             if rng.random() < 0.5:
                 break
         books.check()

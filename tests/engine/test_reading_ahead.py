@@ -17,7 +17,7 @@ def test_every_tensor_is_asked_for_before_it_is_read_and_not_all_at_once(tmp_pat
     assert len({tensor.path for tensor in tensors.values()}) > 2
     largest = max(tensor.num_bytes for tensor in tensors.values())
     monkeypatch.setattr(ahead, "AHEAD_BYTES", largest)
-    asked, read, watched = [], [], ahead.Ahead.reads
+    asked, read, watched = [], [], ahead.ReadAhead.reads
 
     def advise(file, offset, num_bytes, advice):
         asked.append((os.readlink(f"/proc/self/fd/{file}"), offset, num_bytes, advice))
@@ -30,7 +30,7 @@ def test_every_tensor_is_asked_for_before_it_is_read_and_not_all_at_once(tmp_pat
         assert sum(num_bytes for *_, num_bytes, _ in asked) < sum(read) + 2 * largest
 
     monkeypatch.setattr(os, "posix_fadvise", advise)
-    monkeypatch.setattr(ahead.Ahead, "reads", reads)
+    monkeypatch.setattr(ahead.ReadAhead, "reads", reads)
     load(directory, torch.device("cpu"), torch.float32)
     assert len(asked) == len(read) == len(tensors)
 
@@ -48,7 +48,7 @@ def test_the_log_is_told_how_far_loading_is(tmp_path, monkeypatch, caplog):
 def test_nothing_is_said_of_what_is_loaded_at_once(tmp_path, caplog):
     directory = make_checkpoint(tmp_path)
     now = 5.0
-    told = ahead.Ahead(Checkpoint(directory).tensors, OpenFiles(), clock=lambda: now)
+    told = ahead.ReadAhead(Checkpoint(directory).tensors, OpenFiles(), clock=lambda: now)
     with caplog.at_level("INFO", ahead.__name__):
         for name in Checkpoint(directory).tensors:
             told.reads(name)

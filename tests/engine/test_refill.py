@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from common.config import EngineConfig
-from common.errors import InvalidRequest, WrongState
+from common.errors import FailedPrecondition, InvalidRequest
 from common.requests.weights import UNNAMED
 from engine.models import load, open_checkpoint
 from engine.models.linear import onednn
-from engine.update import WeightsUpdate
+from engine.update import WeightUpdater
 from tests.engine.test_model_precision import logits_of
 from tests.support import compiled
 from tests.support.checkpoints import (
@@ -93,7 +93,7 @@ def shelf(tmp_path_factory):
 def update(shelf):
     served = open_checkpoint(shelf / "old")
     config = EngineConfig(model=str(shelf / "old"), weights_directory=shelf)
-    made = WeightsUpdate(
+    made = WeightUpdater(
         config, shelf / "old", served, load(shelf / "old", CPU, torch.float32), UNNAMED
     )
     yield made
@@ -132,13 +132,13 @@ def test_what_are_no_weights_of_the_model_is_found_before_anything_changes(updat
     with pytest.raises(InvalidRequest, match=said) as caught:
         update.prepare(path).result(60)
     assert str(caught.value).startswith("model_path: ") and update.whole
-    with pytest.raises(WrongState, match="not prepared"):
+    with pytest.raises(FailedPrecondition, match="not prepared"):
         update.put(b"x" * 16)
 
 
 def test_without_a_directory_there_are_no_other_weights(shelf):
     config = EngineConfig(model=str(shelf / "old"))
-    update = WeightsUpdate(
+    update = WeightUpdater(
         config, shelf / "old", open_checkpoint(shelf / "old"), SimpleNamespace(), UNNAMED
     )
     with pytest.raises(InvalidRequest, match=r"has no engine\.weights_directory"):
@@ -152,7 +152,7 @@ def test_weights_that_cannot_be_read_any_more_leave_incomplete_ones_until_others
     make_checkpoint(shelf / "vanishing", seed=3)
     vanishing = update.prepare("vanishing").result(60)
     (shelf / "vanishing" / "model.safetensors").unlink()
-    with pytest.raises(WrongState, match="incomplete"):
+    with pytest.raises(FailedPrecondition, match="incomplete"):
         update.put(vanishing).result(60)
     assert not update.whole and update.id == b""
     update.put(update.prepare("new").result(60)).result(60)

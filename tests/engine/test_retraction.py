@@ -7,7 +7,7 @@ import pytest
 from common.config import SchedulerConfig
 from common.errors import EngineFault
 from engine.batch.request import FinishReason
-from engine.kv_cache.pages import Holder
+from engine.kv_cache.pages import PageHolder
 from tests.support.engine_rig import Rig
 
 BOTH = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
@@ -104,11 +104,11 @@ def test_one_request_is_kept_and_waits_for_a_page_that_somebody_else_holds():
     rig = _rig(num_pages=4, vandal=False)
     request = rig.add([1] * 14, max_tokens=40)
     rig.step(2)
-    lent = rig.scheduler.allocate(3, Holder.READ)
+    lent = rig.scheduler.allocate(3, PageHolder.READ)
     rig.step(20)
     assert len(rig.tokens[request.key]) < 40
     assert rig.scheduler.num_retracted == 0
-    rig.pages.drop(lent, Holder.READ)
+    rig.pages.drop(lent, PageHolder.READ)
     rig.run()
     _assert_all_as_expected(rig)
 
@@ -190,10 +190,10 @@ def test_pages_of_the_retracted_are_closed_to_others_until_they_are_saved():
     for i in range(2):
         rig.add([i] * 14, max_tokens=60)
     _until_retracted(rig)
-    stolen = rig.scheduler.allocate(rig.pages.num_free, Holder.READ)
+    stolen = rig.scheduler.allocate(rig.pages.num_free, PageHolder.READ)
     rig.runner.kv[stolen] = -9
     rig.step()
-    rig.pages.drop(stolen, Holder.READ)
+    rig.pages.drop(stolen, PageHolder.READ)
     rig.run()
     _assert_all_as_expected(rig)
 
@@ -216,7 +216,7 @@ def test_requests_that_share_a_prefix_may_be_retracted_at_once(overlap):
 def test_a_host_page_that_nobody_has_is_found_when_idle():
     rig = _rig()
     rig.scheduler.check_idle()
-    rig.tiers.host.allocate(1, Holder.REQUEST)
+    rig.tiers.host.allocate(1, PageHolder.REQUEST)
     with pytest.raises(EngineFault, match=r"host pages \[.*\] have REQUEST holds"):
         rig.scheduler.check_idle()
 
@@ -228,7 +228,7 @@ def test_a_host_page_is_nobody_elses_until_the_step_that_copies_it_is_over():
     copied = rig.in_flight.batch.swap_out.host_pages
     for request in requests:
         rig.abort(request)
-    assert len(copied) and (rig.tiers.host.pages.holds(Holder.STEP)[copied] == 1).all()
+    assert len(copied) and (rig.tiers.host.pages.holds(PageHolder.STEP)[copied] == 1).all()
     rig.run()
     assert rig.tiers.host.pages.num_free == rig.host_pages
 

@@ -6,8 +6,8 @@ import pytest
 
 from common.config import SchedulerConfig
 from engine.batch.batch import ForwardMode
-from engine.batch.request import Finish, FinishReason
-from engine.kv_cache.pages import Holder
+from engine.batch.request import FinishReason, RequestEnd
+from engine.kv_cache.pages import PageHolder
 from tests.support.engine_rig import Rig
 
 LATER = time.monotonic() + 1e6  # an arrival that nobody has waited for yet
@@ -17,7 +17,7 @@ CAUTIOUS = {"new_token_ratio": 1.0, "min_new_token_ratio": 1.0}
 def _full(policy: str = "fcfs", **config: object) -> Rig:
     """A pool of ten pages of which two are free, and which nobody gives back."""
     rig = Rig(num_pages=10, vandal=False, config=SchedulerConfig(policy=policy, **config))
-    rig.scheduler.allocate(8, Holder.PUBLICATION)
+    rig.scheduler.allocate(8, PageHolder.PUBLICATION)
     return rig
 
 
@@ -41,7 +41,7 @@ def test_a_request_that_ranks_before_the_one_without_room_is_tried_when_it_comes
     known = [3] * 16
     rig.add([*known, 5], max_tokens=1)
     rig.run()
-    rig.scheduler.allocate(7, Holder.PUBLICATION)
+    rig.scheduler.allocate(7, PageHolder.PUBLICATION)
     large = rig.add([1] * 60, max_tokens=4)
     rig.step(2)
     first = rig.add([*known, 7], max_tokens=8)
@@ -70,7 +70,7 @@ def test_a_request_gets_in_when_what_was_kept_free_for_others_suffices():
 # Seen failing without the cache's size in what batch_is_full remembers.
 def test_a_request_gets_in_when_its_prefix_comes_into_the_cache_and_no_page_is_free_for_it():
     rig = Rig(num_pages=10, vandal=False)
-    rig.scheduler.allocate(2, Holder.PUBLICATION)
+    rig.scheduler.allocate(2, PageHolder.PUBLICATION)
     prompt = [1] * 64
     first = rig.expected(rig.request(prompt))[0][0]
     joining = rig.request(prompt, max_tokens=12, generated=[first])
@@ -91,11 +91,11 @@ def test_a_request_does_not_count_on_evicting_the_prefix_that_it_holds():
     known = [3] * 64
     rig.add(known, max_tokens=1)
     rig.run()
-    lent = rig.scheduler.allocate(4, Holder.PUBLICATION)
+    lent = rig.scheduler.allocate(4, PageHolder.PUBLICATION)
     waiting = rig.add([*known, *[4] * 60], max_tokens=2)
     rig.step(3)
     assert [key for key, _ in rig.admitted] == [1]
-    rig.pages.drop(lent[:2], Holder.PUBLICATION)
+    rig.pages.drop(lent[:2], PageHolder.PUBLICATION)
     rig.step()
     assert [key for key, _ in rig.admitted] == [1, waiting.key]
     rig.run()
@@ -182,7 +182,7 @@ def test_what_fits_may_overtake_what_does_not_until_that_has_waited_too_long():
     rig.step(3)
     assert len(rig.admitted) == 1
     for key in (1, 3, 4):
-        rig.end(rig.scheduler.abort(rig.requests[key], Finish(FinishReason.ABORT)))
+        rig.end(rig.scheduler.abort(rig.requests[key], RequestEnd(FinishReason.ABORT)))
 
 
 # Seen failing with those who wait for a turn of another kind always passed over.

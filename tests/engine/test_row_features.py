@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.requests.reasoning import Thought
+from common.requests.reasoning import ReasoningTokens
 from common.requests.sampling import SamplingParams
 from engine.batch.batch import ForwardMode, ScheduleBatch
 from engine.kv_cache.states import PagedKV
@@ -127,12 +127,12 @@ def test_thought_is_ended_when_it_has_all_the_tokens_it_may_have(make_steps):
 
     Seen failing with the forced rows at the positions of others, and one token late.
     """
-    begun, begins = Thought(close=5), Thought(close=5, open=7)
+    begun, begins = ReasoningTokens(close=5), ReasoningTokens(close=5, open=7)
     wanted = [
         params(thought=begun, thinking_budget=3),
         params(thought=begun, thinking_budget=0),
         params(thought=begins, thinking_budget=2),
-        params(thought=Thought(close=5, open=6), thinking_budget=0),
+        params(thought=ReasoningTokens(close=5, open=6), thinking_budget=0),
         params(thought=begun, thinking_budget=3, logit_bias=((5, -100.0),)),
         params(thought=begun),
     ]
@@ -149,7 +149,7 @@ def test_thought_is_ended_when_it_has_all_the_tokens_it_may_have(make_steps):
 
 def test_thought_that_has_ended_has_no_budget_any_more(make_steps):
     """0 ends it."""
-    wanted = params(thought=Thought(close=0), thinking_budget=2)
+    wanted = params(thought=ReasoningTokens(close=0), thinking_budget=2)
     assert generate(make_steps(), wanted) == [PLAIN]
 
 

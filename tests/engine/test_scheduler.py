@@ -3,11 +3,11 @@
 import pytest
 
 from common.config import SchedulerConfig
-from common.errors import EngineFault, InvalidRequest, WrongState
+from common.errors import EngineFault, FailedPrecondition, InvalidRequest
 from engine.batch.batch import BatchResult, ForwardMode
-from engine.batch.holding import Holding
-from engine.batch.request import Finish, FinishReason, Request
-from engine.kv_cache.pages import Holder
+from engine.batch.holding import PageHolding
+from engine.batch.request import FinishReason, Request, RequestEnd
+from engine.kv_cache.pages import PageHolder
 from engine.scheduler.admission import DEFAULT_CHUNK_TOKENS
 from tests.support.engine_rig import Rig, ints
 
@@ -344,14 +344,14 @@ def test_a_prompt_that_never_fits_is_refused():
 
 def test_a_request_that_found_no_room_gets_in_when_anybody_lets_go_of_pages():
     rig = Rig(num_pages=8, vandal=False)
-    lent = rig.scheduler.allocate(7, Holder.PUBLICATION)
+    lent = rig.scheduler.allocate(7, PageHolder.PUBLICATION)
     request = rig.add([1] * 60, max_tokens=2)
     rig.step(3)
     assert rig.runner.batches == []
-    rig.pages.drop(lent[:2], Holder.PUBLICATION)
+    rig.pages.drop(lent[:2], PageHolder.PUBLICATION)
     rig.step(2)
     assert rig.runner.batches == []
-    rig.pages.drop(lent[2:], Holder.PUBLICATION)
+    rig.pages.drop(lent[2:], PageHolder.PUBLICATION)
     rig.run()
     _assert_as_expected(rig, request)
 
@@ -446,7 +446,7 @@ def test_an_abort_at_any_step_ends_the_request_within_one_result(overlap, steps)
     rig.step(steps)
     rig.abort(request)
     rig.step()
-    assert rig.finished[request.key] == Finish(FinishReason.ABORT, "cancelled")
+    assert rig.finished[request.key] == RequestEnd(FinishReason.ABORT, "cancelled")
     rig.run()
     expected = rig.expected(request)[0]
     assert rig.tokens[request.key] == expected[: len(rig.tokens[request.key])]
@@ -457,18 +457,18 @@ def test_an_abort_at_any_step_ends_the_request_within_one_result(overlap, steps)
 def test_an_abort_of_what_is_not_here_is_harmless():
     rig = Rig()
     request = rig.request([1])
-    assert rig.scheduler.abort(request, Finish(FinishReason.ABORT)) is None
+    assert rig.scheduler.abort(request, RequestEnd(FinishReason.ABORT)) is None
     rig.scheduler.add(request)
     rig.run()
-    assert rig.scheduler.abort(request, Finish(FinishReason.ABORT)) is None
+    assert rig.scheduler.abort(request, RequestEnd(FinishReason.ABORT)) is None
 
 
 def test_the_first_reason_to_end_a_request_is_the_one_told():
     rig = Rig()
     request = rig.add([1], max_tokens=50)
     rig.step(3)
-    assert rig.scheduler.abort(request, Finish(FinishReason.ABORT, "first")) is None
-    assert rig.scheduler.abort(request, Finish(FinishReason.ABORT, "second")) is None
+    assert rig.scheduler.abort(request, RequestEnd(FinishReason.ABORT, "first")) is None
+    assert rig.scheduler.abort(request, RequestEnd(FinishReason.ABORT, "second")) is None
     rig.run()
     assert rig.finished[request.key].error == "first"
 
@@ -522,20 +522,20 @@ def test_a_request_cannot_join_without_a_slot_and_nothing_changes():
     rig.add([1], max_tokens=50)
     rig.step()
     request = rig.request([2] * 20, 5, generated=[3])
-    pages = rig.scheduler.allocate(2, Holder.REQUEST)
-    assert not rig.scheduler.join(request, Holding.of(pages))
+    pages = rig.scheduler.allocate(2, PageHolder.REQUEST)
+    assert not rig.scheduler.join(request, PageHolding.of(pages))
     assert request.slot is None
-    rig.pages.drop(pages, Holder.REQUEST)
+    rig.pages.drop(pages, PageHolder.REQUEST)
     rig.run()
 
 
 def test_a_request_that_is_over_cannot_join():
     rig = Rig()
-    pages = rig.scheduler.allocate(1, Holder.REQUEST)
+    pages = rig.scheduler.allocate(1, PageHolder.REQUEST)
     with pytest.raises(EngineFault, match="all its"):
-        rig.scheduler.join(rig.request([2] * 5, 1, generated=[3]), Holding.of(pages))
+        rig.scheduler.join(rig.request([2] * 5, 1, generated=[3]), PageHolding.of(pages))
     with pytest.raises(EngineFault, match="pages"):
-        rig.scheduler.join(rig.request([2] * 20, 9, generated=[3]), Holding.of(pages))
+        rig.scheduler.join(rig.request([2] * 20, 9, generated=[3]), PageHolding.of(pages))
 
 
 def test_the_end_of_a_request_by_a_token_from_elsewhere_is_decided_alike():
@@ -553,7 +553,7 @@ def test_the_end_of_a_request_by_a_token_from_elsewhere_is_decided_alike():
 
 
 # READ and PUBLICATION seen failing while only the scheduler's own holds were looked at.
-@pytest.mark.parametrize("holder", Holder)
+@pytest.mark.parametrize("holder", PageHolder)
 def test_a_page_that_nobody_knows_of_is_found_when_idle(holder):
     rig = Rig()
     rig.scheduler.check_idle()
@@ -562,7 +562,7 @@ def test_a_page_that_nobody_knows_of_is_found_when_idle(holder):
         rig.scheduler.check_idle()
 
 
-@pytest.mark.parametrize("holder", [Holder.REQUEST, Holder.READ, Holder.PUBLICATION])
+@pytest.mark.parametrize("holder", [PageHolder.REQUEST, PageHolder.READ, PageHolder.PUBLICATION])
 def test_pages_that_the_caller_holds_are_known_when_it_names_them(holder):
     rig = Rig()
     pages = rig.pages.allocate(2, holder)
@@ -620,7 +620,7 @@ def test_who_starts_over_waits_without_any_kv_as_they_came():
 def test_the_cache_is_flushed_only_when_idle():
     rig = Rig()
     rig.add(range(40), max_tokens=2)
-    with pytest.raises(WrongState):
+    with pytest.raises(FailedPrecondition):
         rig.scheduler.flush_cache()
     rig.run()
     assert rig.scheduler.flush_cache() == 2

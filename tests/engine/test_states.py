@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from common.config import SchedulerConfig
-from engine.batch.holding import Holding
+from engine.batch.holding import PageHolding
 from engine.batch.request import FinishReason
-from engine.kv_cache.pages import Holder, PageAllocator
-from engine.kv_cache.radix import RadixCache
+from engine.kv_cache.pages import PageAllocator, PageHolder
+from engine.kv_cache.radix import PrefixCache
 from engine.scheduler.boundaries import stretch
 from tests.engine.test_scheduler_random import Traffic
 from tests.engine.test_speculation import guesses
@@ -81,7 +81,7 @@ def test_a_launched_step_holds_the_states_that_it_writes():
         one.step()
         if one.in_flight is not None:
             slots = one.in_flight.batch.slots
-            assert (one.pages.holds(Holder.STEP)[one.table.state[slots]] > 0).all()
+            assert (one.pages.holds(PageHolder.STEP)[one.table.state[slots]] > 0).all()
     one.run()
 
 
@@ -130,20 +130,20 @@ class Books:
 
     def __init__(self, num_pages: int = 400) -> None:
         self.pages = PageAllocator(num_pages, lifo=True)
-        self.cache = RadixCache(self.SIZE, self.pages, (None,), STATE)
+        self.cache = PrefixCache(self.SIZE, self.pages, (None,), STATE)
         self.taught: list[tuple[list[int], list[int]]] = []
 
     def teach(self, tokens: list[int], keep: int) -> None:
         """Insert pages and a state into the cache, as the results of a step do."""
         num_pages = len(tokens) // self.SIZE
-        fresh = self.cache.allocate(num_pages + STATE, Holder.REQUEST)
+        fresh = self.cache.allocate(num_pages + STATE, PageHolder.REQUEST)
         if fresh is None:
             return
-        holding, state = Holding.of(fresh[:num_pages]), fresh[num_pages:]
+        holding, state = PageHolding.of(fresh[:num_pages]), fresh[num_pages:]
         self.cache.insert(ints(tokens), holding)
         self.cache.insert(ints(tokens[:keep]), holding, state=state)
         self.taught.append((tokens[:keep], state.tolist()))
-        self.pages.drop(fresh, Holder.REQUEST)
+        self.pages.drop(fresh, PageHolder.REQUEST)
 
     def check(self) -> None:
         self.pages.check()
@@ -173,7 +173,7 @@ def test_states_that_a_deeper_one_has_left_behind_go_first_unless_one_went_on_fr
     for keep in (8, 16, 28):
         books.teach(tokens[: keep + 4], keep)
     assert books.cache.match(ints(tokens[:12])).num_tokens == 8
-    taken = books.cache.allocate(books.pages.num_free + 1, Holder.REQUEST)
+    taken = books.cache.allocate(books.pages.num_free + 1, PageHolder.REQUEST)
     assert taken is not None
     books.check()
     assert books.cache.match(ints([*tokens[:20], 99])).num_tokens == 8
@@ -190,11 +190,11 @@ def test_all_that_only_the_tree_holds_can_be_had_although_somebody_reads_of_it()
         held = []
         for _ in range(rng.randint(0, 3)):
             match = books.cache.match(ints([rng.randrange(2) for _ in range(24)]))
-            books.pages.hold(match.holding.flat(), Holder.REQUEST)
-            books.pages.hold(match.state, Holder.STEP)
+            books.pages.hold(match.holding.flat(), PageHolder.REQUEST)
+            books.pages.hold(match.state, PageHolder.STEP)
             held.append(match)
         num_available = books.cache.num_available
-        rest = books.cache.allocate(num_available, Holder.REQUEST)
+        rest = books.cache.allocate(num_available, PageHolder.REQUEST)
         assert rest is not None and len(rest) == num_available
         for match in held:
             assert not np.isin(match.pages, rest).any()

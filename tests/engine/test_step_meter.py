@@ -4,7 +4,7 @@ later."""
 import random
 
 from common import bounds
-from common.distribution import Distribution
+from common.distribution import LiveHistogram
 from engine.batch.batch import ForwardMode
 from engine.loop.step_meter import StepMeter
 
@@ -12,7 +12,7 @@ from engine.loop.step_meter import StepMeter
 def test_every_step_is_counted_whenever_one_asks():
     """Times and sizes that are bounds themselves too."""
     meter = StepMeter()
-    seconds, requests = Distribution(bounds.STEP_S), Distribution(bounds.BATCH_REQUESTS)
+    seconds, requests = LiveHistogram(bounds.STEP_S), LiveHistogram(bounds.BATCH_REQUESTS)
     rng = random.Random(0)
     for step in range(1, 1001):
         taken = rng.choice((*bounds.STEP_S, 0.0, 99.0, rng.random()))

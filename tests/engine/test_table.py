@@ -2,9 +2,9 @@ import pytest
 
 from common.errors import EngineFault
 from common.requests.sampling import SamplingParams
-from engine.batch.holding import Holding
+from engine.batch.holding import PageHolding
 from engine.batch.request import Request
-from engine.batch.table import RequestTable
+from engine.batch.table import SlotTable
 from tests.support.engine_rig import ints
 from tests.support.specs import make_request
 
@@ -20,7 +20,7 @@ def _request(key: int = 1, *, tokens: int = 5, max_tokens: int = 8, **sampling: 
 
 
 def test_a_slot_shows_its_request():
-    table = RequestTable(2, 32, 16)
+    table = SlotTable(2, 32, 16)
     request = _request(stop_token_ids=(9,))
     slot = table.acquire(request, eos_token_ids=(4, 5))
     assert request.slot == slot is not None
@@ -32,19 +32,19 @@ def test_a_slot_shows_its_request():
 
 
 def test_eos_is_no_stop_where_it_is_ignored():
-    table = RequestTable(2, 32, 16)
+    table = SlotTable(2, 32, 16)
     slot = table.acquire(_request(ignore_eos=True), eos_token_ids=(4,))
     assert set(table.stop_ids[slot].tolist()) == {-1}
 
 
 def test_the_context_bounds_the_length():
-    table = RequestTable(1, 32, 16)
+    table = SlotTable(1, 32, 16)
     slot = table.acquire(_request(max_tokens=1000))
     assert table.max_length[slot] == 32
 
 
 def test_there_are_only_so_many_slots():
-    table = RequestTable(2, 32, 16)
+    table = SlotTable(2, 32, 16)
     first = _request(1)
     assert None not in (table.acquire(first), table.acquire(_request(2)))
     assert table.acquire(_request(3)) is None
@@ -54,7 +54,7 @@ def test_there_are_only_so_many_slots():
 
 
 def test_a_slot_is_not_free_before_every_launched_step_is_finished_with_it():
-    table = RequestTable(1, 32, 16)
+    table = SlotTable(1, 32, 16)
     request = _request()
     slot = table.acquire(request)
     table.hold(ints([slot]), step=1)
@@ -68,10 +68,10 @@ def test_a_slot_is_not_free_before_every_launched_step_is_finished_with_it():
 
 
 def test_the_next_request_sees_nothing_of_the_one_before():
-    table = RequestTable(1, 64, 16)
+    table = SlotTable(1, 64, 16)
     first = _request(stop_token_ids=(7, 8, 9), tokens=20)
     slot = table.acquire(first)
-    table.set_pages(slot, Holding.of(ints([3, 4])))
+    table.set_pages(slot, PageHolding.of(ints([3, 4])))
     table.release(first)
     assert table.acquire(_request(2)) == slot
     assert table.pages_of(slot).tolist() == []
@@ -80,7 +80,7 @@ def test_the_next_request_sees_nothing_of_the_one_before():
 
 
 def test_a_slot_is_released_once():
-    table = RequestTable(1, 32, 16)
+    table = SlotTable(1, 32, 16)
     request = _request()
     table.acquire(request)
     table.release(request)
@@ -90,9 +90,9 @@ def test_a_slot_is_released_once():
 
 # Seen failing with pages up to 0 counted as gone.
 def test_page_0_within_a_window_is_there_and_freed_like_any_other():
-    table = RequestTable(1, 64, 4, windows=(None, 8))
+    table = SlotTable(1, 64, 4, windows=(None, 8))
     table.acquire(_request(tokens=10))
-    table.set_pages(0, Holding.of(ints([3, 4, 5]), ints([0, 1, 2])))
+    table.set_pages(0, PageHolding.of(ints([3, 4, 5]), ints([0, 1, 2])))
     assert table.first_page[0].tolist() == [0, 0]
     assert table.free_behind(0, 13).tolist() == [0]
     assert table.free_behind(0, 13).tolist() == []

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import xgrammar
 
-from api.parsers.listener import Listener
-from api.parsers.model_format import Speech
+from api.parsers.listener import StreamParser
+from api.parsers.model_format import ModelFormat
 from common.errors import InvalidRequest
-from common.requests.guide import Guide, as_form, tag
-from engine.grammar.compilers import Compilers, prepared
+from common.requests.guide import GuidedDecoding, as_form, tag
+from engine.grammar.compilers import GrammarCompilers, prepared
 from tests.support.noise_model import SPECIAL_TOKENS, write
 
 VOCABULARY = 256 + len(SPECIAL_TOKENS)
@@ -30,17 +30,17 @@ TOOLS = [("get", SCHEMA), ("get_more", {"type": "object"})]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Compilers:
+def made(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompilers:
     directory: Path = tmp_path_factory.mktemp("tags") / "model"
     write(directory)
-    return Compilers.of_model(directory, VOCABULARY, (VOCABULARY - 1,))
+    return GrammarCompilers.of_model(directory, VOCABULARY, (VOCABULARY - 1,))
 
 
-def _guide(wanted: Mapping[str, Any]) -> Guide:
+def _guide(wanted: Mapping[str, Any]) -> GuidedDecoding:
     return tag(wanted)
 
 
-def _follows(made: Compilers, guide: Guide, text: str) -> bool:
+def _follows(made: GrammarCompilers, guide: GuidedDecoding, text: str) -> bool:
     """Return whether that text is a complete response."""
     matcher = xgrammar.GrammarMatcher(made.compiled(prepared(guide)))
     return matcher.accept_string(text) and matcher.is_completed()
@@ -169,9 +169,9 @@ CALLS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_that_has_begun_can_only_be_a_good_one(made: Compilers, name: str) -> None:
+def test_a_call_that_has_begun_can_only_be_a_good_one(made: GrammarCompilers, name: str) -> None:
     """Which the parser finds, too."""
-    speech = Speech(tools=name)
+    speech = ModelFormat(tools=name)
     form = speech.form_of_calls(TOOLS, parallel=True)
     assert form is not None
     guide = _guide(form)
@@ -189,10 +189,10 @@ def test_a_call_that_has_begun_can_only_be_a_good_one(made: Compilers, name: str
     assert not _follows(made, _guide(alone), good[0] + good[1])
 
 
-def test_tools_of_one_schema_share_it_and_other_json_stays_possible(made: Compilers) -> None:
+def test_tools_of_one_schema_share_it_and_other_json_stays_possible(made: GrammarCompilers) -> None:
     """With 64 tools such a form took 2.7 s to compile for 151,000 words."""
     tools = [(f"tool{number}", {"type": "object"}) for number in range(64)]
-    form = Speech(tools="llama3").form_of_calls(tools, parallel=True)
+    form = ModelFormat(tools="llama3").form_of_calls(tools, parallel=True)
     assert form is not None
     guide = _guide(form)
     assert len(guide.text) < 300
@@ -201,15 +201,17 @@ def test_tools_of_one_schema_share_it_and_other_json_stays_possible(made: Compil
     assert not _follows(made, guide, llama("tool7", "[]"))
 
 
-FORM = as_form(Guide("json_schema", json.dumps({"type": "array", "items": {"type": "integer"}})))
+FORM = as_form(
+    GuidedDecoding("json_schema", json.dumps({"type": "array", "items": {"type": "integer"}}))
+)
 ANOTHER = {"llama3": "; "}  # between two calls
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_an_answer_is_of_its_form_or_is_calls(made: Compilers, name: str) -> None:
+def test_an_answer_is_of_its_form_or_is_calls(made: GrammarCompilers, name: str) -> None:
     """Seen failing: a form beside tools let no tool be called."""
     assert FORM is not None
-    speech = Speech(tools=name)
+    speech = ModelFormat(tools=name)
     good, bad = CALLS[name]
     forms = [speech.form_of_calls_or(FORM, TOOLS, parallel=each) for each in (True, False)]
     many, one = (_guide(form) for form in forms if form)
@@ -247,8 +249,8 @@ def test_markers_that_are_tokens_are_named_as_tokens(name: str) -> None:
     tokens = {marker: 256 + number for number, marker in enumerate(MARKERS[name])}
     words = [bytes([byte]) for byte in range(256)] + [b""] * (len(tokens) + 1)
     end = len(words) - 1
-    compilers = Compilers(words, [end])
-    speech = Speech(tools=name, tokens=tokens)
+    compilers = GrammarCompilers(words, [end])
+    speech = ModelFormat(tools=name, tokens=tokens)
     text = speech.form_of_calls(TOOLS, parallel=True)
     either = speech.form_of_calls_or(FORM or {}, TOOLS, parallel=True)
     assert text is not None and either is not None
@@ -278,15 +280,16 @@ def test_markers_that_are_tokens_are_named_as_tokens(name: str) -> None:
 @pytest.mark.parametrize("name", ["glm45", "qwen3-coder"])
 def test_arguments_between_tokens_have_no_grammar(name: str) -> None:
     tokens = {"<tool_call>": 1, "<arg_key>": 2, "<parameter=": 3}
-    assert Speech(tools=name, tokens=tokens).form_of_calls(TOOLS, parallel=True) is None
+    assert ModelFormat(tools=name, tokens=tokens).form_of_calls(TOOLS, parallel=True) is None
     assert (
-        Speech(tools="hermes", tokens={"</tool_call>": 2}).form_of_calls([], parallel=True) is None
+        ModelFormat(tools="hermes", tokens={"</tool_call>": 2}).form_of_calls([], parallel=True)
+        is None
     )
 
 
-def _heard(speech: Speech, text: str) -> int:
+def _heard(speech: ModelFormat, text: str) -> int:
     """The number of calls that the parser finds, each of which is JSON, and no content."""
-    heard = Listener(speech.parser("", dict(TOOLS), reasons=True)).hear(text, last=True)
+    heard = StreamParser(speech.parser("", dict(TOOLS), reasons=True)).hear(text, last=True)
     assert not heard.content.strip()
     for call in heard.calls:
         assert call.name in text and isinstance(json.loads(call.arguments), dict)
@@ -344,9 +347,9 @@ NUMBER = {"type": "json_schema", "json_schema": {"type": "integer"}}
     ids=["format", "structures", "sequence", "separator"],
 )
 def test_a_tag_is_written_in_either_form(
-    made: Compilers, text: dict[str, Any], good: str, bad: str
+    made: GrammarCompilers, text: dict[str, Any], good: str, bad: str
 ) -> None:
-    guide = Guide("structural_tag", json.dumps({"type": "structural_tag", **text}))
+    guide = GuidedDecoding("structural_tag", json.dumps({"type": "structural_tag", **text}))
     assert _follows(made, guide, good) and not _follows(made, guide, bad)
 
 
@@ -379,7 +382,7 @@ def test_a_tag_is_written_in_either_form(
     ids=lambda value: str(value)[:40],
 )
 def test_what_is_no_tag_is_refused_with_its_place(
-    made: Compilers, wanted: dict[str, Any], said: str
+    made: GrammarCompilers, wanted: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=r"^sampling\.structural_tag: ") as caught:
         made.compiled(prepared(_guide(wanted)))
@@ -396,11 +399,11 @@ def test_what_is_no_tag_is_refused_with_its_place(
         ('root ::= "a" b\nb ::= "b" (=Token(65))', "Token"),
     ],
 )
-def test_a_grammar_names_no_tokens(made: Compilers, grammar: str, word: str) -> None:
+def test_a_grammar_names_no_tokens(made: GrammarCompilers, grammar: str, word: str) -> None:
     """Seen failing with what xgrammar keeps of such rules: the mask of the first that was asked for
     came for all others."""
     for guide in (
-        Guide("ebnf", grammar),
+        GuidedDecoding("ebnf", grammar),
         _guide({"type": "grammar", "grammar": grammar}),
         _guide({"type": "optional", "content": {"type": "grammar", "grammar": grammar}}),
     ):
@@ -408,13 +411,13 @@ def test_a_grammar_names_no_tokens(made: Compilers, grammar: str, word: str) -> 
             made.compiled(prepared(guide))
 
 
-def test_words_for_tokens_are_text_within_texts(made: Compilers) -> None:
+def test_words_for_tokens_are_text_within_texts(made: GrammarCompilers) -> None:
     for grammar in ('root ::= "Token(65)"', 'root ::= "Token" [T(] "65" [")] # Token(1)'):
-        guide = Guide("ebnf", grammar)
+        guide = GuidedDecoding("ebnf", grammar)
         assert _follows(made, guide, "Token(65)")
 
 
-def test_beside_tokens_a_grammar_has_no_free_text_either(made: Compilers) -> None:
+def test_beside_tokens_a_grammar_has_no_free_text_either(made: GrammarCompilers) -> None:
     grammar = {"type": "grammar", "grammar": 'root ::= TagDispatch(("a", b))\nb ::= "b"'}
     assert _follows(made, _guide(grammar), "xab")
     beside = [{"type": "token", "token": 65}, grammar]
@@ -422,13 +425,13 @@ def test_beside_tokens_a_grammar_has_no_free_text_either(made: Compilers) -> Non
         made.compiled(prepared(_guide({"type": "sequence", "elements": beside})))
 
 
-def test_a_structure_that_is_none_is_refused_and_not_left_out(made: Compilers) -> None:
+def test_a_structure_that_is_none_is_refused_and_not_left_out(made: GrammarCompilers) -> None:
     text = '{"structures": [5], "triggers": ["<"]}'
     with pytest.raises(InvalidRequest, match=r"structures\[0\] is no object"):
-        made.compiled(prepared(Guide("structural_tag", text)))
+        made.compiled(prepared(GuidedDecoding("structural_tag", text)))
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"format": {}, "tags": []}', "[" * 100_000])
-def test_what_is_no_json_object_with_a_format_is_refused(made: Compilers, text: str) -> None:
+def test_what_is_no_json_object_with_a_format_is_refused(made: GrammarCompilers, text: str) -> None:
     with pytest.raises(InvalidRequest, match=r"^sampling\.structural_tag: "):
-        made.compiled(prepared(Guide("structural_tag", text)))
+        made.compiled(prepared(GuidedDecoding("structural_tag", text)))

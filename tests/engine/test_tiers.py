@@ -13,7 +13,7 @@ from common.requests.namespace import SHARED, namespace_of
 from common.requests.prefix_hash import page_names
 from engine.batch.request import Request
 from engine.kv_cache.cache_events import CacheJournal
-from engine.kv_cache.pages import Holder
+from engine.kv_cache.pages import PageHolder
 from tests.support.engine_rig import VOCABULARY, Rig
 
 SIZE = 16
@@ -144,9 +144,9 @@ def test_a_page_is_nobody_elses_until_its_copy_is_over():
     rig.run_until(lambda: ask_only.key in rig.finished)
     copied = np.concatenate([*rig.tiers.copied()])
     assert len(copied)
-    assert not (rig.pages.held_only_by(copied, Holder.CACHE)).any()
+    assert not (rig.pages.held_only_by(copied, PageHolder.CACHE)).any()
     assert rig.cache.evict(16) < 16  # and they are not evicted
-    assert (rig.pages.holds(Holder.COPY)[copied] == 1).all()
+    assert (rig.pages.holds(PageHolder.COPY)[copied] == 1).all()
 
 
 def test_all_is_saved_in_the_end_though_little_at_once():
@@ -259,7 +259,10 @@ def test_who_ends_while_its_prefix_is_brought_leaves_it_to_the_tree():
 
 @pytest.mark.parametrize(
     "holder, sentence",
-    [(Holder.COPY, r"host pages .* have COPY holds"), (Holder.CACHE, "are found by their keys")],
+    [
+        (PageHolder.COPY, r"host pages .* have COPY holds"),
+        (PageHolder.CACHE, "are found by their keys"),
+    ],
 )
 def test_a_host_page_that_nobody_knows_of_is_found(holder, sentence):
     rig = Rig(num_pages=16, tier_pages=100)

@@ -3,11 +3,11 @@
 import pytest
 
 from common.errors import Overloaded
-from engine.batch.token_budget import HeldTokens
+from engine.batch.token_budget import TokenBudget
 
 
 def test_tokens_are_taken_until_there_is_no_room_and_given_back_once() -> None:
-    held = HeldTokens(10)
+    held = TokenBudget(10)
     held.take(1, 6)
     held.take(2, 4)
     with pytest.raises(Overloaded, match="10 tokens wait here already"):
@@ -19,14 +19,14 @@ def test_tokens_are_taken_until_there_is_no_room_and_given_back_once() -> None:
 
 
 def test_a_single_request_may_have_more_than_all_may() -> None:
-    held = HeldTokens(10)
+    held = TokenBudget(10)
     held.take(1, 50)
     held.drop(1)
     held.take(2, 50)
 
 
 def test_some_may_have_several_times_as_much_together_with_all_others() -> None:
-    held = HeldTokens(10)
+    held = TokenBudget(10)
     held.take(1, 10)
     held.take(2, 10, times=2)
     with pytest.raises(Overloaded, match="20 tokens wait here already, of 20"):

@@ -2,9 +2,9 @@
 
 import pytest
 
-from common.requests.guide import JSON_OBJECT, Guide
+from common.requests.guide import JSON_OBJECT, GuidedDecoding
 from engine.grammar import walks as walks_module
-from engine.grammar.compilers import Compilers, prepared
+from engine.grammar.compilers import GrammarCompilers, prepared
 from engine.grammar.walks import TooDear, Walks
 
 EOS = 256
@@ -100,12 +100,16 @@ def test_the_walks_together_have_a_limit(matcher: type[Matcher]) -> None:
 
 def test_grammars_with_many_readings_of_one_text_are_dear() -> None:
     """Really driven. The expression is dear for one letter again and again, and not for others."""
-    made, walks = Compilers(WORDS, (EOS,)), Walks(WORDS, (EOS,))
+    made, walks = GrammarCompilers(WORDS, (EOS,)), Walks(WORDS, (EOS,))
     for guide in (
-        Guide("ebnf", "root ::= s\ns ::= s s | [a-z ]"),
-        Guide("regex", "((a*)*b*)*"),
+        GuidedDecoding("ebnf", "root ::= s\ns ::= s s | [a-z ]"),
+        GuidedDecoding("regex", "((a*)*b*)*"),
     ):
         with pytest.raises(TooDear):
             walks.check(made.compiled(prepared(guide)))
-    for guide in (JSON_OBJECT, Guide("regex", "([a-z]+ ?)+"), Guide("regex", "[0-9]{4}-[01][0-9]")):
+    for guide in (
+        JSON_OBJECT,
+        GuidedDecoding("regex", "([a-z]+ ?)+"),
+        GuidedDecoding("regex", "[0-9]{4}-[01][0-9]"),
+    ):
         walks.check(made.compiled(prepared(guide)))

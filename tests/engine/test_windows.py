@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from common.config import SchedulerConfig
-from engine.batch.holding import Holding
+from engine.batch.holding import PageHolding
 from engine.batch.request import Request
-from engine.kv_cache.pages import Holder
+from engine.kv_cache.pages import PageHolder
 from tests.support.engine_rig import Rig, ints
 
 WINDOWS = (None, 24, 40)
@@ -58,7 +58,7 @@ def test_a_launched_step_holds_what_it_writes_in_every_table():
     assert rig.in_flight is not None and request.slot is not None
     (written,) = rig.in_flight.batch.starts // 16
     pages = rig.table.holding_of(request.slot).tables[:, written]
-    assert (rig.pages.holds(Holder.STEP)[pages] == 1).all()
+    assert (rig.pages.holds(PageHolder.STEP)[pages] == 1).all()
     rig.run()
 
 
@@ -133,7 +133,7 @@ def test_what_was_matched_is_held_before_anything_is_allocated(monkeypatch):
 
     def check(num_pages, holder):
         if matched:
-            assert rig.pages.holds(Holder.REQUEST)[matched.pop()].all()
+            assert rig.pages.holds(PageHolder.REQUEST)[matched.pop()].all()
         return allocate(num_pages, holder)
 
     monkeypatch.setattr(rig.cache, "match", remember)
@@ -238,18 +238,18 @@ def test_every_page_that_only_the_tree_holds_can_be_had():
     rig.run()
     match = rig.cache.match(ints(prompt(160)))
     held = match.shared[:, 2:4].ravel()
-    rig.pages.hold(held, Holder.READ)
+    rig.pages.hold(held, PageHolder.READ)
     available = rig.cache.num_available
-    taken = rig.cache.allocate(available, Holder.REQUEST)
+    taken = rig.cache.allocate(available, PageHolder.REQUEST)
     assert taken is not None and len(taken) == available == 60 - 2
-    rig.pages.drop(taken, Holder.REQUEST)
-    rig.pages.drop(held, Holder.READ)
+    rig.pages.drop(taken, PageHolder.REQUEST)
+    rig.pages.drop(held, PageHolder.READ)
     rig.cache.check()
     rig.pages.check()
 
 
 def test_tables_of_a_holding_keep_their_shape_when_their_pages_move():
-    holding = Holding.of(ints([4, 5, 6]), ints([-1, 8, 9]))
+    holding = PageHolding.of(ints([4, 5, 6]), ints([-1, 8, 9]))
     assert holding.flat().tolist() == [4, 5, 6, 8, 9]
     moved = holding.moved_to(ints([1, 2, 3, 4, 5]))
     assert np.array_equal(moved.tables, [[1, 2, 3], [-1, 4, 5]])

@@ -5,7 +5,7 @@ import torch
 
 from kernels import device
 from kernels.attention import extend as extend_attention
-from kernels.attention.extend import Tile
+from kernels.attention.extend import AttentionTile
 from tests.kernels.attention_case import Case
 
 
@@ -19,7 +19,9 @@ def _kernels(monkeypatch):
 def test_tiles_of_queries_and_keys_meet_in_every_way(monkeypatch, group, window):
     """Tiles of 16 lanes and 16 keys; rows of one query less and more than a tile or two, with
     prefixes that end before, on and after the edge of a page and of a tile."""
-    monkeypatch.setattr(extend_attention, "_tile", lambda *sizes, **kinds: Tile(16, 16, 4, 2, 0))
+    monkeypatch.setattr(
+        extend_attention, "_tile", lambda *sizes, **kinds: AttentionTile(16, 16, 4, 2, 0)
+    )
     rows = [(31, 31), (17, 48), (16, 33), (15, 30), (1, 40), (5, 5), (4, 37)]
     Case(rows, heads=group, kv_heads=1, page_size=32).check(window)
 
@@ -38,7 +40,9 @@ def test_sums_are_scaled_when_a_score_is_much_larger_than_those_before(
 ):
     """Scores that rise little, by less than the slack of 2 ** 8, and by more than float32 can hold,
     in some tiles and for some rows of them."""
-    monkeypatch.setattr(extend_attention, "_tile", lambda *sizes, **kinds: Tile(16, 16, 4, 2, 8))
+    monkeypatch.setattr(
+        extend_attention, "_tile", lambda *sizes, **kinds: AttentionTile(16, 16, 4, 2, 8)
+    )
     case = Case([(17, 90), (20, 20), (3, 40)], heads=2, kv_heads=1)
     case.q *= sharpness
     case.check(window, soft_cap, atol=atol)

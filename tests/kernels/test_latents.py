@@ -10,8 +10,8 @@ from kernels.attention import decode as decode_attention
 from kernels.attention import decode_plan, unfolded
 from kernels.attention import extend as extend_attention
 from kernels.attention import latents as latent_heads
-from kernels.attention.extend import Tile
-from kernels.attention.unfolded import Unfolding, plan_unfolded
+from kernels.attention.extend import AttentionTile
+from kernels.attention.unfolded import MaskExpansion, plan_unfolded
 from kernels.layers.rope import rope_angles
 from kernels.pages.store_latents import rope_and_store_latents
 from tests.kernels.attention_case import SCALE, Case
@@ -46,7 +46,9 @@ def test_heads_are_divided_among_programs(monkeypatch, by_kernels):
     """Divide chunks and decode rows among many programs, whose results are combined by parts of
     their heads."""
     monkeypatch.setattr(latent_heads, "HEADS", 4)
-    monkeypatch.setattr(extend_attention, "_tile", lambda *size, **kinds: Tile(16, 16, 4, 2, 0))
+    monkeypatch.setattr(
+        extend_attention, "_tile", lambda *size, **kinds: AttentionTile(16, 16, 4, 2, 0)
+    )
     monkeypatch.setattr(decode_plan, "_tile", lambda *size: decode_plan.DecodeTile(16))
     monkeypatch.setattr(decode_plan, "MIN_TILES", 1)
     monkeypatch.setattr(decode_attention, "COMBINE_NUMBERS", 2 * 32)
@@ -155,7 +157,7 @@ class Chunks:
     def __init__(self, rows, dtype=torch.float32):
         size = {"heads": HEADS, "head_dim": RANK + ROTATED, "value_dim": RANK}
         self.case = Case(rows, kv_heads=1, page_size=16, dtype=dtype, **size)
-        self.unfolding = Unfolding(
+        self.unfolding = MaskExpansion(
             torch.randn(HEADS, KEY, RANK).to(dtype) / 6, torch.randn(HEADS, RANK, VALUE).to(dtype)
         )
         self.q = torch.randn(len(self.case.q), HEADS, KEY + ROTATED).to(dtype)
@@ -205,7 +207,7 @@ def test_chunks_attend_alike_by_the_keys_and_values_of_latents(
 )
 def test_keys_and_values_are_made_where_that_is_less_work(rows, pays):
     """By the sizes of DeepSeek: what is cached must be unfolded for each chunk anew."""
-    unfolding = Unfolding(torch.empty(16, 128, 512), torch.empty(16, 512, 128))
+    unfolding = MaskExpansion(torch.empty(16, 128, 512), torch.empty(16, 512, 128))
     assert unfolding.pays(rows) is pays
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtransfer.backends.base import Backend
+from kvtransfer.backends.base import TransferBackend
 from kvtransfer.backends.loopback import LoopbackBackend
 from tests.support.data_children import make_backend
 from tests.support.data_ends import Ends, one_sided_refusal
@@ -29,7 +29,7 @@ ON_GPU = [
 
 
 @pytest.fixture(params=["nixl", "tcp", "tcp-tls", "tcp-staged", "loopback", *ON_GPU])
-def backend(request: pytest.FixtureRequest) -> Backend:
+def backend(request: pytest.FixtureRequest) -> TransferBackend:
     if request.param == "loopback":
         return LoopbackBackend()
     if request.param.startswith("nixl"):

@@ -9,18 +9,25 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvtransfer.protocol.consumer import ReaderEnd
-from kvtransfer.protocol.deadlines import Deadlines
-from kvtransfer.protocol.heartbeats import Beats
-from kvtransfer.protocol.link_reads import Read
-from kvtransfer.protocol.pace import Pace
-from kvtransfer.protocol.producer import OwnerEnd
-from kvtransfer.protocol.reader_links import ReaderLinks
+from kvtransfer.protocol.consumer import ConsumerEnd
+from kvtransfer.protocol.deadlines import DeadlineTimer
+from kvtransfer.protocol.heartbeats import HeartbeatTimer
+from kvtransfer.protocol.link_reads import LinkRead
+from kvtransfer.protocol.pace import ForgetRate
+from kvtransfer.protocol.producer import ProducerEnd
+from kvtransfer.protocol.reader_links import ConsumerLinks
 
 Copier = Callable[[Any], Any]
 Keyer = Callable[[Any, float], Hashable]
 
-_WITH_ATTRIBUTES = (ReaderEnd, ReaderLinks, OwnerEnd, Beats, Pace, Deadlines)
+_WITH_ATTRIBUTES = (
+    ConsumerEnd,
+    ConsumerLinks,
+    ProducerEnd,
+    HeartbeatTimer,
+    ForgetRate,
+    DeadlineTimer,
+)
 # Moments that change nothing in how an end behaves: the pace learns from them, or they are told.
 _TOLD_ONLY = ("admitted_at", "first_ready", "landed")
 
@@ -68,7 +75,7 @@ def _copier(kind: type) -> Copier | None:
         return lambda value: kind(value)
     if kind in _WITH_ATTRIBUTES:
         return _copy_attributes
-    if is_dataclass(kind) and kind is not Read:
+    if is_dataclass(kind) and kind is not LinkRead:
         return _Rebuilt(kind)
     return None
 
@@ -105,7 +112,7 @@ class _Rebuilt:
 
 
 def _keyer(kind: type) -> Keyer | None:
-    if kind is Deadlines:
+    if kind is DeadlineTimer:
         return lambda value, now: frozenset([(key, at - now) for key, at in value._due.items()])
     if kind is dict:
         return lambda value, now: frozenset([(k, key_of(v, now)) for k, v in value.items()])

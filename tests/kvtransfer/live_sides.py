@@ -25,23 +25,23 @@ from common.request import Remaining, RequestSpec
 from common.requests.namespace import Namespace
 from common.requests.sampling import SamplingParams
 from common.requests.weights import UNNAMED, WeightsId
-from decode_node.outgoing_migrations import Departures
-from engine.batch.holding import NO_PAGE, Holding
-from engine.kv_cache.pages import Holder
-from engine.kv_cache.radix import Match
-from engine.scheduler.stopped import Stopped
+from decode_node.outgoing_migrations import OutgoingMigrations
+from engine.batch.holding import NO_PAGE, PageHolding
+from engine.kv_cache.pages import PageHolder
+from engine.kv_cache.radix import PrefixMatch
+from engine.scheduler.stopped import PausedRequest
 from kvtransfer.messages import HandoffId, Live, Prefix, Source
 from kvtransfer.ports import (
-    CancelHandoff,
-    FirstToken,
-    Granted,
-    GrantHandoff,
-    HandoffDropped,
-    Lost,
-    Opened,
-    OpenHandoff,
+    CancelCommand,
+    ClosedEvent,
+    FailedEvent,
+    FirstTokenEvent,
+    GrantCommand,
+    GrantedEvent,
+    OpenCommand,
+    OpenedEvent,
 )
-from node.sharing.exports import Loans
+from node.sharing.exports import PrefixExports
 from tests.kvtransfer.node import Node
 from tests.kvtransfer.prefix_sides import NO_TIERS
 from tests.kvtransfer.sides import (
@@ -147,12 +147,16 @@ class Running:
         return self.in_batch and self.kv is not Kv.RETURNING
 
     @property
-    def holding(self) -> Holding:
+    def holding(self) -> PageHolding:
         """Return the pages that it holds on the device."""
         tables = self.tables
-        return Holding.none(tables.num_tables) if self.kv is Kv.AWAY else self.holding_in(self.bank)
+        return (
+            PageHolding.none(tables.num_tables)
+            if self.kv is Kv.AWAY
+            else self.holding_in(self.bank)
+        )
 
-    def holding_in(self, bank: int) -> Holding:
+    def holding_in(self, bank: int) -> PageHolding:
         """With the pages that its newest token gets. Each table has a part of its own."""
         tables, num_pages = self.tables, self.tables.num_pages(self.num_tokens)
         bank = (2 * ((self.key - 1) % 2) + bank) * bank_pages(tables)
@@ -160,7 +164,7 @@ class Running:
         for table in range(tables.num_tables):
             rows[table, : tables.live_from(table, self.num_tokens - 1)] = NO_PAGE
         state = np.arange(tables.state_pages) + bank + BANK * tables.num_tables
-        return Holding(rows.astype(np.int32), state.astype(np.int32))
+        return PageHolding(rows.astype(np.int32), state.astype(np.int32))
 
     @property
     def pages(self) -> tuple[int, ...]:
@@ -182,7 +186,8 @@ class Running:
 
 @dataclass(eq=False)
 class Beneath:
-    """Fakes below Departures and Loans: scheduler, page books, tree, live requests, port."""
+    """Fakes below OutgoingMigrations and PrefixExports: scheduler, page books, tree, live requests,
+    port."""
 
     requests: dict[int, Running] = field(default_factory=dict)  # by ticket
     lent: list[int] = field(default_factory=list)
@@ -200,10 +205,10 @@ class Beneath:
             request.in_batch = False
         return runs
 
-    def stopped(self, request: Running) -> Stopped | None:
+    def stopped(self, request: Running) -> PausedRequest | None:
         if request.launched or request.kv is Kv.FILLING:
             return None
-        return Stopped(np.arange(request.num_tokens, dtype=np.int32), request.holding)
+        return PausedRequest(np.arange(request.num_tokens, dtype=np.int32), request.holding)
 
     def learn(self, request: Running) -> bool:
         self.learnt = request.runs and request.kv is Kv.HERE
@@ -213,19 +218,19 @@ class Beneath:
         request.in_batch = True
 
     # tree: what nobody needs any more is evicted at once
-    def match(self, token_ids: Any, namespace: Namespace) -> Match:
+    def match(self, token_ids: Any, namespace: Namespace) -> PrefixMatch:
         request = self.requests.get(1) if self.learnt else None
         num_kv = request.num_tokens - 1 if request is not None else 0
         num_pages = min(len(token_ids), num_kv) // PAGE_SIZE
         pages = np.empty((1, 0), np.int32) if request is None else request.holding.tables
         pages = pages[:, :num_pages]
-        return Match(num_pages * PAGE_SIZE, Holding(pages), pages)
+        return PrefixMatch(num_pages * PAGE_SIZE, PageHolding(pages), pages)
 
     # pages
-    def hold(self, pages: Any, holder: Holder) -> None:
+    def hold(self, pages: Any, holder: PageHolder) -> None:
         self.lent += pages.tolist()
 
-    def drop(self, pages: Any, holder: Holder) -> None:
+    def drop(self, pages: Any, holder: PageHolder) -> None:
         for page in pages.tolist():
             self.lent.remove(page)
 
@@ -257,7 +262,7 @@ class SourceSide(OwnerSide):
         self.beneath = Beneath()
         tables = self.plan.tables
         self.cells = [FREE] * (4 * bank_pages(tables))
-        self.departures = Departures(
+        self.departures = OutgoingMigrations(
             scheduler=self.beneath,  # type: ignore[arg-type]
             pages=self.beneath,  # type: ignore[arg-type]
             tables=tables,
@@ -267,7 +272,7 @@ class SourceSide(OwnerSide):
             counts=self.beneath,  # type: ignore[arg-type]
             on_moved=self.beneath.on_moved,  # type: ignore[arg-type]
         )
-        self.loans = Loans(
+        self.loans = PrefixExports(
             enabled=True,
             cache=self.beneath,  # type: ignore[arg-type]
             pages=self.beneath,  # type: ignore[arg-type]
@@ -349,7 +354,7 @@ class SourceSide(OwnerSide):
         return faults
 
     def ids(self) -> set[HandoffId]:
-        waiting = {event.id for event in self.inbox if isinstance(event, Opened | HandoffDropped)}
+        waiting = {event.id for event in self.inbox if isinstance(event, OpenedEvent | ClosedEvent)}
         return self._end._handoffs.keys() | waiting
 
     def at_rest(self) -> bool:
@@ -402,16 +407,16 @@ class SourceSide(OwnerSide):
 
     def _take(self, event: Any) -> list[Output]:
         of_loans = event.serial in self.loans
-        of_loans |= isinstance(event, Opened) and isinstance(event.source, Prefix)
+        of_loans |= isinstance(event, OpenedEvent) and isinstance(event.source, Prefix)
         owner = self.loans if of_loans else self.departures
         match event:
-            case Opened(source=Prefix() as prefix):
+            case OpenedEvent(source=Prefix() as prefix):
                 self.loans.opened(event, prefix)
-            case Opened():
+            case OpenedEvent():
                 self.departures.opened(event)
-            case Granted():
+            case GrantedEvent():
                 owner.granted(event)
-            case HandoffDropped():
+            case ClosedEvent():
                 owner.dropped(event)
         return self._turn()
 
@@ -513,7 +518,7 @@ class TargetSide(ReaderSide):
             case ("cancel", r, _):
                 id = self._id(self.jobs[r])
                 self._leave(r, ENDED)
-                return self._posted(CancelHandoff(id, "client"))
+                return self._posted(CancelCommand(id, "client"))
         return super().react(given)
 
     def _command(self, what: str, r: int) -> Any:
@@ -527,14 +532,14 @@ class TargetSide(ReaderSide):
             source: Source = Live(spec, self.asks)
             if copies:
                 source = Prefix(spec.token_ids, ticket=self.asks)
-            return OpenHandoff(self._id(job), max(self.owners), b"", Remaining(100.0), source)
+            return OpenCommand(self._id(job), max(self.owners), b"", Remaining(100.0), source)
         command = super()._command(what, r)
-        if isinstance(command, GrantHandoff) and not copies:
+        if isinstance(command, GrantCommand) and not copies:
             prefix = len(self.copied)
             self.jobs[r] = self.jobs[r]._replace(pages=self.copied + self.jobs[r].pages)
             self.prefixes = (*self.prefixes[:r], prefix, *self.prefixes[r + 1 :])
             pages, room = command.destination_pages, self.live.room
-            return GrantHandoff(command.id, prefix * PAGE_SIZE, pages, room)
+            return GrantCommand(command.id, prefix * PAGE_SIZE, pages, room)
         return command
 
     def _copies(self, r: int) -> bool:
@@ -549,7 +554,7 @@ class TargetSide(ReaderSide):
 
     def _take(self, event: Any) -> None:
         match event:
-            case FirstToken(id, token, token_ids=token_ids):
+            case FirstTokenEvent(id, token, token_ids=token_ids):
                 r = self._current(id)
                 if r is not None:
                     known = self.live.known - 1
@@ -590,7 +595,7 @@ class TargetSide(ReaderSide):
     def _ask_for_the_rest(self, r: int) -> None:
         self._leave(r, self.jobs[r]._replace(state="new", attempt=2, pages=()))
 
-    def _retry(self, r: int, lost: Lost) -> None:
+    def _retry(self, r: int, lost: FailedEvent) -> None:
         """A mover computes nothing by itself, and tries nothing else; what was not copied is read
         with the rest."""
         if self._copies(r):

@@ -14,24 +14,24 @@ import numpy as np
 from common.config import SharingConfig, TransferConfig
 from common.page_tables import PageTables, num_pages_of
 from common.requests.namespace import Namespace
-from common.requests.prefix_hint import PrefixAt
-from engine.batch.holding import NO_PAGE, Holding
-from engine.kv_cache.pages import Holder, PageAllocator
-from engine.kv_cache.radix import RadixCache
+from common.requests.prefix_hint import PrefixHint
+from engine.batch.holding import NO_PAGE, PageHolding
+from engine.kv_cache.pages import PageAllocator, PageHolder
+from engine.kv_cache.radix import PrefixCache
 from engine.offload.tiers import no_tiers
 from kvtransfer.messages import HandoffId, Prefix
 from kvtransfer.ports import (
-    Granted,
-    HandoffDropped,
-    Held,
-    Lost,
-    Opened,
-    OwnerDown,
-    OwnerUp,
-    ReadsEnded,
+    ClosedEvent,
+    CompletedEvent,
+    FailedEvent,
+    GrantedEvent,
+    OpenedEvent,
+    ProducerDown,
+    ProducerUp,
+    ReadsEndedEvent,
 )
-from node.sharing.exports import SHARE, Loans
-from node.sharing.fetches import Fetches
+from node.sharing.exports import SHARE, PrefixExports
+from node.sharing.fetches import PrefixFetches
 from tests.kvtransfer.node import Node
 from tests.kvtransfer.sides import (
     FREE,
@@ -79,10 +79,10 @@ class PrefixPlan(NamedTuple):
     def tables(self) -> PageTables:
         return PageTables(PAGE_SIZE, self.windows, self.state_pages)
 
-    def hint(self, r: int) -> PrefixAt:
+    def hint(self, r: int) -> PrefixHint:
         """Return the prefix hint of a prompt."""
         num_pages = self.told + self.further * r
-        return PrefixAt(self.owners[r % len(self.owners)], num_pages * PAGE_SIZE)
+        return PrefixHint(self.owners[r % len(self.owners)], num_pages * PAGE_SIZE)
 
     def plan(self) -> Plan:
         return Plan(
@@ -105,15 +105,15 @@ class Memory:
     tables: PageTables
     num_taken: int = 0  # by requests that stay
     pages: PageAllocator = field(init=False)
-    cache: RadixCache = field(init=False)
+    cache: PrefixCache = field(init=False)
     cells: list[Any] = field(init=False)
 
     def __post_init__(self) -> None:
         self.pages = PageAllocator(self.num_pages, lifo=True)
         tables = self.tables
-        self.cache = RadixCache(PAGE_SIZE, self.pages, tables.windows, tables.state_pages)
+        self.cache = PrefixCache(PAGE_SIZE, self.pages, tables.windows, tables.state_pages)
         self.cells = [FREE] * self.num_pages
-        self.pages.allocate(self.num_taken, Holder.REQUEST)
+        self.pages.allocate(self.num_taken, PageHolder.REQUEST)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Memory":
         twin = copy.copy(self)
@@ -121,28 +121,28 @@ class Memory:
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
         pages = twin.pages  # some of its books are views of others
         pages._of = tuple(pages._holds)
-        pages._cached = pages._of[Holder.CACHE]
+        pages._cached = pages._of[PageHolder.CACHE]
         return twin
 
     def learn(self, namespace: Namespace, num_pages: int) -> None:
         """The tree gets the first pages of a prompt."""
         tables, end = self.tables, num_pages * PAGE_SIZE
-        taken = self.pages.allocate(num_pages_of(tables.handed_over(end, 0)), Holder.REQUEST)
+        taken = self.pages.allocate(num_pages_of(tables.handed_over(end, 0)), PageHolder.REQUEST)
         assert taken is not None
         nothing = np.empty((tables.num_full, 0), np.int32)
-        holding = Holding.laid_out(tables, nothing, taken, end)
+        holding = PageHolding.laid_out(tables, nothing, taken, end)
         for page, content in _contents(holding, namespace, end):
             self.cells[page] = content
         self.cache.insert(_tokens(end), holding, namespace, state=holding.state)
-        self.pages.drop(taken, Holder.REQUEST)
+        self.pages.drop(taken, PageHolder.REQUEST)
 
     def vandalise(self) -> None:
         """Allocate all available pages, overwrite them, and free them."""
-        taken = self.cache.allocate(self.cache.num_available, Holder.REQUEST)
+        taken = self.cache.allocate(self.cache.num_available, PageHolder.REQUEST)
         assert taken is not None
         for page in taken.tolist():
             self.cells[page] = OTHERS
-        self.pages.drop(taken, Holder.REQUEST)
+        self.pages.drop(taken, PageHolder.REQUEST)
 
     def check(self, namespaces: tuple[Namespace, ...]) -> None:
         """Check the content of the tree. The content of free pages is irrelevant."""
@@ -152,8 +152,8 @@ class Memory:
             self.cells[page] = FREE
         for namespace in dict.fromkeys(namespaces):
             match = self.cache.match(_tokens(8 * PAGE_SIZE), namespace)
-            resumable = Holding(match.holding.tables, match.state)
-            right = _contents(Holding(match.shared), namespace, 0)
+            resumable = PageHolding(match.holding.tables, match.state)
+            right = _contents(PageHolding(match.shared), namespace, 0)
             right += _contents(resumable, namespace, match.num_tokens)
             for page, content in right:
                 require(self.cells[page] == content, f"the tree has {self.cells[page]} in {page}")
@@ -181,7 +181,7 @@ class Posts:
         return taken
 
 
-def _contents(holding: Holding, namespace: Namespace, end: int) -> list[tuple[int, Any]]:
+def _contents(holding: PageHolding, namespace: Namespace, end: int) -> list[tuple[int, Any]]:
     """Pages, and what is right in each; full tables are before all others."""
     contents = [
         (page, (namespace, table, place))
@@ -233,7 +233,7 @@ class LenderSide(OwnerSide):
             for namespace in dict.fromkeys(plan.namespaces):
                 self.memory.learn(namespace, plan.has)
         self.port = Posts()
-        self.loans = Loans(
+        self.loans = PrefixExports(
             enabled=True,
             cache=self.memory.cache,
             pages=self.memory.pages,
@@ -266,11 +266,11 @@ class LenderSide(OwnerSide):
         return [("evict",), *ticks]
 
     def ids(self) -> set[HandoffId]:
-        waiting = {event.id for event in self.inbox if isinstance(event, Opened | HandoffDropped)}
+        waiting = {event.id for event in self.inbox if isinstance(event, OpenedEvent | ClosedEvent)}
         return self._end._handoffs.keys() | waiting
 
     def at_rest(self) -> bool:
-        lent = self.memory.pages.holds(Holder.PUBLICATION).any()
+        lent = self.memory.pages.holds(PageHolder.PUBLICATION).any()
         return not (self._end.num_open or self.exposed or len(self.loans) or lent)
 
     def contents(self, pages: Any) -> tuple[Any, ...]:
@@ -287,7 +287,7 @@ class LenderSide(OwnerSide):
 
     def check(self) -> None:
         self.memory.check(self.sharing_plan.namespaces)
-        held = np.flatnonzero(self.memory.pages.holds(Holder.PUBLICATION)).tolist()
+        held = np.flatnonzero(self.memory.pages.holds(PageHolder.PUBLICATION)).tolist()
         require(self._readable() <= set(held), "pages let go while exposed")
 
     def _react(self, given: Input) -> list[Output]:
@@ -305,11 +305,11 @@ class LenderSide(OwnerSide):
 
     def _take(self, event: Any) -> list[Output]:
         match event:
-            case Opened(source=Prefix() as prefix):
+            case OpenedEvent(source=Prefix() as prefix):
                 self.loans.opened(event, prefix)
-            case Granted():
+            case GrantedEvent():
                 self.loans.granted(event)
-            case HandoffDropped():
+            case ClosedEvent():
                 self.loans.dropped(event)
         return [output for command in self.port.take() for output in self._posted(command)]
 
@@ -327,7 +327,7 @@ class FetcherSide(ReaderSide):
         if plan.own:
             self.memory.learn(plan.namespaces[0], plan.own)
         self.port = Posts()
-        self.fetches = Fetches(
+        self.fetches = PrefixFetches(
             SharingConfig(),
             instance=instance,
             page_bytes=1,
@@ -367,7 +367,9 @@ class FetcherSide(ReaderSide):
         return [("evict",), *faults, *ticks]
 
     def at_rest(self) -> bool:
-        held = sum(int(self.memory.pages.holds(h).sum()) for h in (Holder.READ, Holder.REQUEST))
+        held = sum(
+            int(self.memory.pages.holds(h).sum()) for h in (PageHolder.READ, PageHolder.REQUEST)
+        )
         return held == self.memory.num_taken and super().at_rest() and not self.fetches.busy
 
     def react(self, given: Input) -> list[Output]:
@@ -413,17 +415,17 @@ class FetcherSide(ReaderSide):
 
     def _take(self, event: Any) -> None:
         match event:
-            case OwnerUp():
+            case ProducerUp():
                 self.owners[event.owner] = event.address
                 self.fetches.owner_up(event)
-            case OwnerDown():
+            case ProducerDown():
                 self.owners.pop(event.owner, None)
                 self.fetches.owner_down(event)
-            case Held():
+            case CompletedEvent():
                 self.fetches.held(event)
-            case Lost():
+            case FailedEvent():
                 self.fetches.lost(event)
-            case ReadsEnded():
+            case ReadsEndedEvent():
                 self.fetches.reads_ended(event)
             case _:
                 raise AssertionError(event)

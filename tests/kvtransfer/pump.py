@@ -11,19 +11,19 @@ from collections.abc import Callable
 
 from common.process.ipc import FrameSocket, PeerGone, socket_pair
 from kvtransfer.front_messages import (
-    EngineBeat,
+    EngineHeartbeat,
     LocalHello,
     PairClosed,
     PairEnd,
-    PairHello,
     PairInput,
     PairMessage,
     PairOpened,
     PairOutput,
     PairSend,
+    PeerHello,
 )
 from kvtransfer.messages import AnyMessage
-from kvtransfer.pairing import Hello
+from kvtransfer.pairing import PairHello
 from kvtransfer.pairs import codec
 from kvtransfer.transfer.thread import WakeUp
 
@@ -41,7 +41,7 @@ class Pump:
         self._wake_up = WakeUp()
         self._calls: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
-        self._reader_hello: Hello | None = None
+        self._reader_hello: PairHello | None = None
         self._streams = 0
         self._stopped = False
         self.open: set[int] = set()
@@ -124,23 +124,23 @@ class Pump:
         assert self._reader_hello is not None
         self.open.add(stream)
         hello = _through_protobuf(self._reader_hello, as_reader=True)
-        assert isinstance(hello, Hello)
+        assert isinstance(hello, PairHello)
         self._sockets[False].send(PairOpened(stream, hello, as_reader=False))
 
     def _take(self, message: PairOutput, *, as_reader: bool) -> None:
         match message:
             case LocalHello(hello):
                 self._reader_hello = hello
-            case PairHello(stream, hello) if stream in self.open:
+            case PeerHello(stream, hello) if stream in self.open:
                 answer = _through_protobuf(hello, as_reader=False)
-                assert isinstance(answer, Hello)
+                assert isinstance(answer, PairHello)
                 self._sockets[True].send(PairOpened(stream, answer, as_reader=True))
             case PairSend(stream, said) if stream in self.open:
                 heard = _through_protobuf(said, as_reader=as_reader)
-                assert not isinstance(heard, Hello)
+                assert not isinstance(heard, PairHello)
                 self.sent.append(heard)
                 self._send(not as_reader, PairMessage(stream, heard))
-            case EngineBeat(late_s=late_s):
+            case EngineHeartbeat(late_s=late_s):
                 self.beats[as_reader] += 1
                 self.late_s[as_reader] = late_s
             case PairEnd(stream, reason):
@@ -162,6 +162,6 @@ def _input_socket(sock: socket.socket) -> FrameSocket[PairInput]:
     return FrameSocket(sock, PairInput)
 
 
-def _through_protobuf(record: Hello | AnyMessage, *, as_reader: bool) -> Hello | AnyMessage:
+def _through_protobuf(record: PairHello | AnyMessage, *, as_reader: bool) -> PairHello | AnyMessage:
     proto = codec.to_proto(record, as_reader=as_reader)
     return codec.parse(type(proto).FromString(proto.SerializeToString()))

@@ -20,35 +20,35 @@ from common.requests.sampling import SamplingParams
 from kvtransfer import messages
 from kvtransfer.messages import HandoffId
 from kvtransfer.ports import (
-    Admit,
-    CancelHandoff,
-    FailHandoff,
-    FirstToken,
-    Granted,
-    GrantHandoff,
-    HandoffAdmitted,
-    HandoffDropped,
-    Held,
-    Lost,
-    Opened,
-    OpenHandoff,
-    OwnerDown,
-    OwnerUp,
-    Publish,
-    ReadsEnded,
+    CancelCommand,
+    ClosedEvent,
+    CompletedEvent,
+    FailCommand,
+    FailedEvent,
+    FirstTokenEvent,
+    GrantCommand,
+    GrantedEvent,
+    OpenCommand,
+    OpenedEvent,
+    ProducerDown,
+    ProducerUp,
+    PublishCommand,
+    QueuedCommand,
+    QueuedEvent,
+    ReadsEndedEvent,
 )
 from kvtransfer.protocol.actions import (
     CloseLink,
     EndStream,
-    Expect,
-    Expose,
+    ExpectPages,
+    ExposePages,
     OpenLink,
-    Send,
+    SendMessage,
     StartRead,
-    Withdraw,
+    WithdrawPages,
 )
-from kvtransfer.protocol.consumer import ReaderEnd
-from kvtransfer.protocol.producer import OwnerEnd
+from kvtransfer.protocol.consumer import ConsumerEnd
+from kvtransfer.protocol.producer import ProducerEnd
 from tests.kvtransfer.copies import fork, key_of
 from tests.support.specs import make_spec
 
@@ -58,7 +58,7 @@ FREE = "free"  # a cell that nobody holds
 BANK = 8  # pages of one request, where pools are large
 TORN = "torn"  # a cell that a read is writing, or has left unfinished
 
-E = TypeVar("E", ReaderEnd, OwnerEnd)
+E = TypeVar("E", ConsumerEnd, ProducerEnd)
 Input = tuple[Any, ...]
 Output = tuple[Any, ...]
 
@@ -169,16 +169,16 @@ ENDED = Job("ended", 0, 0, 0, 0, ())
 def _timeless(event: Any) -> Any:
     """An event as it is where moments are not told: states that behave alike stay equal."""
     match event:
-        case FirstToken(id, token, token_ids=token_ids):
-            return FirstToken(id, token, token_ids=token_ids)
-        case Held(id, num_tokens=num_tokens):
-            return Held(id, num_tokens=num_tokens)
+        case FirstTokenEvent(id, token, token_ids=token_ids):
+            return FirstTokenEvent(id, token, token_ids=token_ids)
+        case CompletedEvent(id, num_tokens=num_tokens):
+            return CompletedEvent(id, num_tokens=num_tokens)
     return event
 
 
-class ReaderSide(Side[ReaderEnd]):
+class ReaderSide(Side[ConsumerEnd]):
     def __init__(self, plan: Plan, config: TransferConfig, instance: int) -> None:
-        super().__init__(ReaderEnd(config, plan.tables))
+        super().__init__(ConsumerEnd(config, plan.tables))
         self.end.engine_moves(plan.beats)
         self.plan = plan
         self.config = config
@@ -298,7 +298,7 @@ class ReaderSide(Side[ReaderEnd]):
                 id = self._id(self.jobs[r])
                 # The client comes back with the same request: a submission of its own.
                 self._leave(r, Job("new", serial, 1, 0, 0, ()))
-                return self._posted(CancelHandoff(id, "client"))
+                return self._posted(CancelCommand(id, "client"))
             case (what, r):
                 return self._posted(self._command(what, r))
             case _:
@@ -315,7 +315,7 @@ class ReaderSide(Side[ReaderEnd]):
         outputs: list[Output] = []
         for action in actions:
             match action:
-                case Send():
+                case SendMessage():
                     outputs.append(("send", action.stream, action.message))
                 case EndStream():
                     violation = action.reason if action.refused else ""
@@ -334,7 +334,7 @@ class ReaderSide(Side[ReaderEnd]):
                             tuple(action.destination_pages.tolist()),
                         )
                     )
-                case Expect():
+                case ExpectPages():
                     pass
                 case event if self.plan.asynchronous:
                     self.inbox.append(_timeless(event))
@@ -353,19 +353,19 @@ class ReaderSide(Side[ReaderEnd]):
                 tokens = range(self.plan.prompts[r] + job.emitted)
                 spec = make_spec(tokens, num_generated=job.emitted, request_id=str(r))
                 budget = Remaining(self.plan.budget_s)
-                return OpenHandoff(id, self._owner(r), b"", budget, messages.Prompt(spec))
+                return OpenCommand(id, self._owner(r), b"", budget, messages.Prompt(spec))
             case "grant":
                 pages = self._free(r)[: self._num_pages(r)]
                 self.reads[id] = pages
                 self.jobs[r] = job._replace(state="granted", pages=pages)
                 for page in pages:
                     self.cells[page] = "reserved"
-                return GrantHandoff(
+                return GrantCommand(
                     id, self._prefix(r, job.emitted), np.array(pages, dtype=np.int32)
                 )
             case "stop":
                 self._leave(r, ENDED)
-                return CancelHandoff(id, "going local, or its first token ended it")
+                return CancelCommand(id, "going local, or its first token ended it")
         raise AssertionError(what)
 
     def _owner(self, r: int) -> int:
@@ -387,29 +387,29 @@ class ReaderSide(Side[ReaderEnd]):
 
     def _take(self, event: Any) -> None:
         match event:
-            case OwnerUp():
+            case ProducerUp():
                 self.owners[event.owner] = event.address
-            case OwnerDown():
+            case ProducerDown():
                 self.owners.pop(event.owner, None)
-            case HandoffAdmitted():
+            case QueuedEvent():
                 pass
-            case FirstToken():
+            case FirstTokenEvent():
                 r = self._current(event.id)
                 if r is not None:
                     job = self.jobs[r]
                     require(job.state == "granted", "I4: a token of an attempt without a grant")
                     require(event.token == job.told, f"I4: token {event.token} is not the next")
                     self.jobs[r] = job._replace(emitted=job.emitted + 1, told=job.told + 1)
-            case Held():
+            case CompletedEvent():
                 r = self._current(event.id)
                 if r is not None:
                     self._join(r, event.id)
-            case Lost():
+            case FailedEvent():
                 r = self._current(event.id)
                 if r is not None:
                     self._retry(r, event)
-            case ReadsEnded():
-                require(event.id in self.reads, "ReadsEnded without a grant, or twice")
+            case ReadsEndedEvent():
+                require(event.id in self.reads, "ReadsEndedEvent without a grant, or twice")
                 pages = self.reads.pop(event.id)
                 self._let_go(pages)
             case _:
@@ -426,7 +426,7 @@ class ReaderSide(Side[ReaderEnd]):
             require(self.cells[page] == right, f"I1: joined with {self.cells[page]} in {page}")
         self._leave(r, ENDED)
 
-    def _retry(self, r: int, lost: Lost) -> None:
+    def _retry(self, r: int, lost: FailedEvent) -> None:
         """Retry, or end the job. Without an owner it waits, if its own may come back."""
         job = self.jobs[r]
         somewhere = bool(self.owners) or lost.may_return
@@ -498,9 +498,9 @@ class Prompt(NamedTuple):
     bank: int
 
 
-class OwnerSide(Side[OwnerEnd]):
+class OwnerSide(Side[ProducerEnd]):
     def __init__(self, plan: Plan, config: TransferConfig, instance: int) -> None:
-        super().__init__(OwnerEnd(config, plan.tables))
+        super().__init__(ProducerEnd(config, plan.tables))
         self.end.engine_moves(plan.beats)
         self.plan = plan
         self.config = config
@@ -551,7 +551,7 @@ class OwnerSide(Side[OwnerEnd]):
 
     def ids(self) -> set[HandoffId]:
         """Return the hand-off ids that any part of this side remembers."""
-        waiting = {event.id for event in self.inbox if isinstance(event, Opened | HandoffDropped)}
+        waiting = {event.id for event in self.inbox if isinstance(event, OpenedEvent | ClosedEvent)}
         return {p.id for p in self.prompts.values()} | self._end._handoffs.keys() | waiting
 
     def at_rest(self) -> bool:
@@ -586,7 +586,7 @@ class OwnerSide(Side[OwnerEnd]):
             case ("publish", serial):
                 return self._posted(self._next_chunk(serial))
             case ("fail", serial):
-                return self._posted(FailHandoff(serial, "let go", retryable=True))
+                return self._posted(FailCommand(serial, "let go", retryable=True))
             case ("take",):
                 return self._take(self.inbox.pop(0))
             case ("post",):
@@ -611,15 +611,15 @@ class OwnerSide(Side[OwnerEnd]):
         outputs: list[Output] = []
         for action in actions:
             match action:
-                case Send():
+                case SendMessage():
                     outputs.append(("send", action.stream, action.message))
                 case EndStream():
                     violation = action.reason if action.refused else ""
                     outputs.append(("end", action.stream, violation))
-                case Expose():
+                case ExposePages():
                     before = self.exposed.get(action.id, ())
                     self.exposed[action.id] = before + tuple(action.pages.tolist())
-                case Withdraw():
+                case WithdrawPages():
                     self.exposed.pop(action.id, None)
                 case event if self.plan.late_owner:
                     self.inbox.append(event)
@@ -630,7 +630,7 @@ class OwnerSide(Side[OwnerEnd]):
     def _take(self, event: Any) -> list[Output]:
         """One event, in the engine."""
         match event:
-            case Opened(source=messages.Prompt(spec)):
+            case OpenedEvent(source=messages.Prompt(spec)):
                 require(event.serial not in self.prompts, "opened twice")
                 self.prompts[event.serial] = Prompt(
                     event.id,
@@ -645,14 +645,14 @@ class OwnerSide(Side[OwnerEnd]):
                     int(spec.request_id),
                 )
                 return []
-            case Granted():
+            case GrantedEvent():
                 prompt = self.prompts[event.serial]
                 prefix = event.prefix_tokens
                 self.prompts[event.serial] = prompt._replace(
                     granted=True, done=prefix, start=prefix
                 )
                 return self._admit()
-            case HandoffDropped():
+            case ClosedEvent():
                 require(event.serial in self.prompts, "dropped twice, or never opened")
                 pages = self.prompts.pop(event.serial).pages
                 require(not self._readable() & set(pages), "pages let go while exposed")
@@ -675,7 +675,7 @@ class OwnerSide(Side[OwnerEnd]):
                     self.cells[page] = "computing"
                 self.prompts[serial] = prompt._replace(admitted=True, pages=pages)
                 if self.plan.admits:
-                    outputs += self._posted(Admit(serial, prompt.num_tokens, 0))
+                    outputs += self._posted(QueuedCommand(serial, prompt.num_tokens, 0))
         return outputs
 
     def _free(self, prompt: Prompt) -> list[int]:
@@ -683,7 +683,7 @@ class OwnerSide(Side[OwnerEnd]):
         num_pages = self.plan.owner_pages or BANK
         return [page for page in range(first, first + num_pages) if self.cells[page] == FREE]
 
-    def _next_chunk(self, serial: int) -> Publish:
+    def _next_chunk(self, serial: int) -> PublishCommand:
         """One page of the prompt is computed and published; the last comes with a token."""
         prompt = self.prompts[serial]
         end = min(prompt.num_tokens, (prompt.done // PAGE_SIZE + 1) * PAGE_SIZE)
@@ -699,4 +699,6 @@ class OwnerSide(Side[OwnerEnd]):
                 self.cells[page] = (prompt.id.instance, prompt.id.request, table, place)
         self.prompts[serial] = prompt._replace(done=end, last_sent=last)
         token = prompt.num_generated if last else None
-        return Publish(serial, prompt.done, end, np.array(pages, dtype=np.int32), last, token)
+        return PublishCommand(
+            serial, prompt.done, end, np.array(pages, dtype=np.int32), last, token
+        )

@@ -11,16 +11,16 @@ from common.config import TransferConfig
 from common.errors import TransferError
 from common.page_tables import PageTables
 from common.process.ipc import FrameSocket, socket_pair
-from kvtransfer.backends.base import Ints, Owner, PagePool, prepared
-from kvtransfer.front_messages import PairEnd, PairHello, PairInput, PairOpened, PairOutput
-from kvtransfer.pairing import Hello, Region
+from kvtransfer.backends.base import Ints, PagePool, PageProducer, prepared
+from kvtransfer.front_messages import PairEnd, PairInput, PairOpened, PairOutput, PeerHello
+from kvtransfer.pairing import PairHello, PoolRegion
 from kvtransfer.pairs.dialer import DialTimes
-from kvtransfer.protocol.producer import OwnerEnd
+from kvtransfer.protocol.producer import ProducerEnd
 from kvtransfer.transfer.admissions import WAIT_S
 from kvtransfer.transfer.page_bytes import page_bytes_of
-from kvtransfer.transfer.page_sums import PageSums
-from kvtransfer.transfer.publisher import Publisher
-from kvtransfer.transfer.thread import Outlet
+from kvtransfer.transfer.page_sums import PageChecksums
+from kvtransfer.transfer.publisher import ProducerSide
+from kvtransfer.transfer.thread import EventOutlet
 
 OWNER, READER, OTHER = 1, 2, 3  # instances
 
@@ -60,7 +60,7 @@ class Quick(Slow):
 
 @dataclass
 class Rig:
-    publisher: Publisher
+    publisher: ProducerSide
     front: FrameSocket[PairOutput]
     slow: Slow
     wakes: list[None] = field(default_factory=list)
@@ -71,12 +71,12 @@ class Rig:
     def tick(self, now: float) -> dict[int, list[str]]:
         """The names of the paths offered by now, by stream that has been answered."""
         self.publisher.tick(now, engine_moves=True)
-        said = [each for each in self.front.receive() if isinstance(each, PairHello)]
+        said = [each for each in self.front.receive() if isinstance(each, PeerHello)]
         return {each.stream: [path.backend for path in each.hello.paths] for each in said}
 
 
-def _hello(instance: int) -> Hello:
-    return Hello(instance, 2, {}, (), (Region(4096, 512, 8),), "here")
+def _hello(instance: int) -> PairHello:
+    return PairHello(instance, 2, {}, (), (PoolRegion(4096, 512, 8),), "here")
 
 
 @pytest.fixture
@@ -84,12 +84,12 @@ def rig() -> Iterator[Rig]:
     ours, theirs = socket_pair()
     frames: FrameSocket[PairInput] = FrameSocket(ours, PairInput)
     front: FrameSocket[PairOutput] = FrameSocket(theirs, PairOutput)
-    owners: dict[str, Owner] = {"slow": Slow(), "quick": Quick()}
+    owners: dict[str, PageProducer] = {"slow": Slow(), "quick": Quick()}
     wakes: list[None] = []
-    end = OwnerEnd(TransferConfig(), PageTables(4))
-    nothing = PageSums(page_bytes_of(PagePool(1 << 20, 4096, 16, "cpu")), 0)
-    publisher = Publisher(
-        end, _hello(OWNER), owners, Outlet(frames), lambda: wakes.append(None), nothing
+    end = ProducerEnd(TransferConfig(), PageTables(4))
+    nothing = PageChecksums(page_bytes_of(PagePool(1 << 20, 4096, 16, "cpu")), 0)
+    publisher = ProducerSide(
+        end, _hello(OWNER), owners, EventOutlet(frames), lambda: wakes.append(None), nothing
     )
     slow = owners["slow"]
     assert isinstance(slow, Slow)
@@ -98,7 +98,8 @@ def rig() -> Iterator[Rig]:
     front.close()
 
 
-# Seen failing with `add_done_callback` taken out of `Admissions.begin`: nobody wakes the thread.
+# Seen failing with `add_done_callback` taken out of `ConsumerAdmissions.begin`: nobody wakes the
+# thread.
 def test_a_reader_is_answered_once_all_its_paths_are_ready(rig: Rig) -> None:
     rig.open(1, READER)
     rig.open(2, OTHER)
@@ -125,7 +126,7 @@ def test_an_owner_waits_less_long_than_its_readers() -> None:
     assert DialTimes().hello_s >= WAIT_S + 5
 
 
-# Seen failing with `forget` taken out of `Publisher._dismiss`.
+# Seen failing with `forget` taken out of `ProducerSide._dismiss`.
 def test_a_reader_that_goes_before_it_is_ready_is_dismissed_and_not_answered(rig: Rig) -> None:
     rig.open(1, READER)
     being_made = rig.slow.preparations[1]
@@ -136,7 +137,7 @@ def test_a_reader_that_goes_before_it_is_ready_is_dismissed_and_not_answered(rig
     assert rig.tick(WAIT_S) == {}
 
 
-# Seen failing with the loop over `streams_of` taken out of `Publisher.opened`: the older stream
+# Seen failing with the loop over `streams_of` taken out of `ProducerSide.opened`: the older stream
 # comes up last, and ends the newer one.
 def test_the_newer_of_two_streams_of_a_reader_that_waits_is_kept(rig: Rig) -> None:
     rig.open(1, READER)

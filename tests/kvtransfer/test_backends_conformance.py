@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from common.errors import LayoutMismatch, TransferError
-from kvtransfer.backends.base import Backend, PagePool, ReadRefused, RemotePool
+from kvtransfer.backends.base import PagePool, ReadRefused, RemotePool, TransferBackend
 from kvtransfer.backends.nixl import backend as nixl
 from kvtransfer.backends.tcp import connection as tcp_connection
 from tests.support.data_children import CANARY, Memory, scattered
@@ -23,7 +23,7 @@ AT_ONCE_S = 60.0  # on a busy machine
     "num_pages, page_bytes", [(1, 16), (2500, 1040), (700, 16384), (40, 393216), (3, 5242880)]
 )
 def test_scattered_pages_land_where_they_belong_and_nothing_else_changes(
-    ends: Ends, backend: Backend, num_pages: int, page_bytes: int
+    ends: Ends, backend: TransferBackend, num_pages: int, page_bytes: int
 ) -> None:
     owner = ends.owner(backend, num_pages, page_bytes)
     owner.publish_all()
@@ -37,13 +37,13 @@ def test_scattered_pages_land_where_they_belong_and_nothing_else_changes(
         assert (memory.pages == expected).all()
 
 
-def test_a_copy_of_no_pages_is_done_at_once(ends: Ends, backend: Backend) -> None:
+def test_a_copy_of_no_pages_is_done_at_once(ends: Ends, backend: TransferBackend) -> None:
     owner = ends.owner(backend, NUM_PAGES, PAGE_BYTES)
     connection = ends.connect(backend, owner, ends.memory(backend, NUM_PAGES, PAGE_BYTES))
     connection.copy(np.empty(0, np.int32), np.empty(0, np.int32))
 
 
-def test_connections_to_several_owners_copy_at_once(ends: Ends, backend: Backend) -> None:
+def test_connections_to_several_owners_copy_at_once(ends: Ends, backend: TransferBackend) -> None:
     owners = [ends.owner(backend, NUM_PAGES, PAGE_BYTES) for _ in range(2)]
     memories = [ends.memory(backend, NUM_PAGES, PAGE_BYTES) for _ in range(4)]
     pairs = []
@@ -67,7 +67,7 @@ def test_connections_to_several_owners_copy_at_once(ends: Ends, backend: Backend
 
 
 def test_a_page_that_the_owner_has_not_is_refused_and_the_connection_lives(
-    ends: Ends, backend: Backend
+    ends: Ends, backend: TransferBackend
 ) -> None:
     owner = ends.owner(backend, NUM_PAGES, PAGE_BYTES)
     owner.publish_all()
@@ -80,7 +80,7 @@ def test_a_page_that_the_owner_has_not_is_refused_and_the_connection_lives(
     assert (memory.pages[7] == owner.content[5]).all()
 
 
-def test_pages_of_another_size_are_refused(ends: Ends, backend: Backend) -> None:
+def test_pages_of_another_size_are_refused(ends: Ends, backend: TransferBackend) -> None:
     owner = ends.owner(backend, NUM_PAGES, PAGE_BYTES)
     with pytest.raises(LayoutMismatch, match=r"16384.*32768"):
         ends.connect(backend, owner, ends.memory(backend, NUM_PAGES, 2 * PAGE_BYTES))
@@ -90,7 +90,7 @@ def test_pages_of_another_size_are_refused(ends: Ends, backend: Backend) -> None
     "base, num_pages", [(0, 8), (1 << 57, 8), (1 << 40, 0), (1 << 40, 1 << 40), (-8, 8)]
 )
 def test_memory_that_cannot_be_is_refused(
-    ends: Ends, backend: Backend, base: int, num_pages: int
+    ends: Ends, backend: TransferBackend, base: int, num_pages: int
 ) -> None:
     owner = ends.owner(backend, NUM_PAGES, PAGE_BYTES)
     lie = RemotePool(base, PAGE_BYTES, num_pages)
@@ -98,7 +98,9 @@ def test_memory_that_cannot_be_is_refused(
         backend.connect(owner.admit(), lie, ends.memory(backend, NUM_PAGES, PAGE_BYTES).pool)
 
 
-def test_a_description_of_rubbish_is_an_error_and_no_more(ends: Ends, backend: Backend) -> None:
+def test_a_description_of_rubbish_is_an_error_and_no_more(
+    ends: Ends, backend: TransferBackend
+) -> None:
     owner = ends.owner(backend, NUM_PAGES, PAGE_BYTES)
     memory = ends.memory(backend, NUM_PAGES, PAGE_BYTES)
     good = owner.admit()
@@ -108,7 +110,7 @@ def test_a_description_of_rubbish_is_an_error_and_no_more(ends: Ends, backend: B
             backend.connect(rubbish, owner.remote, memory.pool)
 
 
-def test_a_probe_measures_without_touching_a_page(ends: Ends, backend: Backend) -> None:
+def test_a_probe_measures_without_touching_a_page(ends: Ends, backend: TransferBackend) -> None:
     owner = ends.owner(backend, NUM_PAGES, PAGE_BYTES)
     memory = ends.memory(backend, NUM_PAGES, PAGE_BYTES)
     connection = ends.connect(backend, owner, memory)
@@ -116,7 +118,7 @@ def test_a_probe_measures_without_touching_a_page(ends: Ends, backend: Backend) 
     assert (memory.pages == CANARY).all()
 
 
-def test_a_stopped_connection_copies_no_more(ends: Ends, backend: Backend) -> None:
+def test_a_stopped_connection_copies_no_more(ends: Ends, backend: TransferBackend) -> None:
     owner = ends.owner(backend, NUM_PAGES, PAGE_BYTES)
     owner.publish_all()
     memory = ends.memory(backend, NUM_PAGES, PAGE_BYTES)
@@ -134,7 +136,7 @@ def test_a_stopped_connection_copies_no_more(ends: Ends, backend: Backend) -> No
 
 
 # Seen failing with the flag taken out of `stop` of nixl and loopback; tcp's shutdown: test_tcp.py.
-def test_stop_ends_a_copy_under_way(ends: Ends, backend: Backend) -> None:
+def test_stop_ends_a_copy_under_way(ends: Ends, backend: TransferBackend) -> None:
     num_pages, page_bytes = 64, 1 << 20
     owner = ends.owner(backend, num_pages, page_bytes)
     owner.publish_all()
@@ -157,7 +159,7 @@ def test_stop_ends_a_copy_under_way(ends: Ends, backend: Backend) -> None:
 
 
 def test_an_owner_that_has_died_is_an_error_that_nobody_waits_for(
-    ends: Ends, backend: Backend, monkeypatch: pytest.MonkeyPatch
+    ends: Ends, backend: TransferBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner = ends.owner(backend, NUM_PAGES, PAGE_BYTES)
     owner.publish_all()
@@ -178,7 +180,7 @@ def test_an_owner_that_has_died_is_an_error_that_nobody_waits_for(
 
 @pytest.mark.parametrize("backend", ["nixl", "tcp", "loopback"], indirect=True)
 def test_memory_that_is_not_the_devices_is_refused_with_a_reason(
-    ends: Ends, backend: Backend
+    ends: Ends, backend: TransferBackend
 ) -> None:
     owner = ends.owner(backend, NUM_PAGES, PAGE_BYTES)
     pool = Memory(NUM_PAGES, PAGE_BYTES).pool

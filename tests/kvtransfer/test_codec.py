@@ -13,31 +13,31 @@ from common.priority import HIGHEST, LOWEST
 from common.request import MAX_BUDGET_S, Remaining, RequestSpec
 from common.requests.namespace import SHARED, namespace_of
 from common.requests.prefix_hash import as_bytes
-from common.requests.prefix_hint import MAX_HINTS, PrefixAt
+from common.requests.prefix_hint import MAX_HINTS, PrefixHint
 from common.requests.quarantine import MAX_DEATHS
 from common.requests.sampling import SamplingParams
 from common.requests.timeline import PrefillTimes
 from common.tracing.context import SpanName
 from kvtransfer.messages import (
-    Admitted,
     AnyMessage,
-    Beat,
-    Cancel,
-    Done,
-    Failed,
+    CancelHandoff,
     FromOwner,
     FromReader,
-    Grant,
+    GrantHandoff,
+    HandoffFailed,
     HandoffId,
+    HandoffQueued,
+    Heartbeat,
     Live,
-    Open,
+    OpenHandoff,
+    PagesReady,
+    PagesReleased,
     Prefix,
     Prompt,
-    Ready,
-    Released,
+    ReadsDone,
     Weights,
 )
-from kvtransfer.pairing import DataPath, Hello, Region
+from kvtransfer.pairing import DataPath, PairHello, PoolRegion
 from kvtransfer.pairs import codec
 from protos import kvtransfer_pb2 as pb
 from tests.support.specs import make_spec
@@ -78,14 +78,14 @@ samplings = st.builds(
     logprobs=st.integers(-1, 20),
     prompt_logprobs=st.integers(-1, 20),
 )
-beats = st.builds(Beat, u64, u32, st.booleans())
+beats = st.builds(Heartbeat, u64, u32, st.booleans())
 hellos = st.builds(
-    Hello,
+    PairHello,
     u64,
     u32,
     st.dictionaries(text, text, max_size=5),
     st.lists(st.builds(DataPath, text, st.binary(max_size=40)), max_size=3).map(tuple),
-    st.lists(st.builds(Region, u64, u64, u32), min_size=1, max_size=3).map(tuple),
+    st.lists(st.builds(PoolRegion, u64, u64, u32), min_size=1, max_size=3).map(tuple),
     text,
 )
 
@@ -100,7 +100,7 @@ seconds = st.floats(0.0, MAX_BUDGET_S)
 times = st.builds(PrefillTimes, seconds, seconds, seconds, u32)
 
 
-hints = st.builds(PrefixAt, st.sampled_from(["127.0.0.1:1", "node:50100", "[::1]:2"]), u32)
+hints = st.builds(PrefixHint, st.sampled_from(["127.0.0.1:1", "node:50100", "[::1]:2"]), u32)
 
 
 namespaces = st.just(SHARED) | st.builds(namespace_of, text)
@@ -135,11 +135,13 @@ sources = st.one_of(
 budgets = st.builds(
     Remaining, st.floats(1e-3, MAX_BUDGET_S), st.floats(0.0, MAX_BUDGET_S) | st.just(math.inf)
 )
-opens = st.builds(Open, ids, st.just(b"") | st.binary(min_size=16, max_size=16), budgets, sources)
+opens = st.builds(
+    OpenHandoff, ids, st.just(b"") | st.binary(min_size=16, max_size=16), budgets, sources
+)
 
 
 @st.composite
-def readies(draw: st.DrawFn) -> Ready:
+def readies(draw: st.DrawFn) -> PagesReady:
     start = draw(i31)
     first_token = draw(st.none() | i31)
     pages = tuple(draw(st.lists(u32, max_size=30)))
@@ -149,28 +151,28 @@ def readies(draw: st.DrawFn) -> Ready:
     places = draw(st.sets(st.integers(0, len(pages) - 1))) if pages else ()
     sums = tuple((place, draw(st.integers(0, 2**64 - 1))) for place in sorted(places))
     token_ids = tuple(draw(st.lists(i31, max_size=5)))
-    return Ready(
+    return PagesReady(
         draw(ids), start, end, pages, last, first_token, told, sums=sums, token_ids=token_ids
     )
 
 
 from_reader = st.one_of(
     opens,
-    st.builds(Grant, ids, u32, u32),
-    st.builds(Done, ids),
-    st.builds(Cancel, ids, text),
+    st.builds(GrantHandoff, ids, u32, u32),
+    st.builds(ReadsDone, ids),
+    st.builds(CancelHandoff, ids, text),
     beats,
 )
 from_owner = st.one_of(
-    st.builds(Admitted, ids, u32, u32),
+    st.builds(HandoffQueued, ids, u32, u32),
     readies(),
-    st.builds(Released, ids, st.booleans()),
-    st.builds(Failed, ids, text, st.booleans(), seconds),
+    st.builds(PagesReleased, ids, st.booleans()),
+    st.builds(HandoffFailed, ids, text, st.booleans(), seconds),
     beats,
 )
 
 
-def through(record: Hello | AnyMessage, *, as_reader: bool) -> Hello | AnyMessage:
+def through(record: PairHello | AnyMessage, *, as_reader: bool) -> PairHello | AnyMessage:
     proto = codec.to_proto(record, as_reader=as_reader)
     return codec.parse(type(proto).FromString(proto.SerializeToString()))
 
@@ -191,7 +193,7 @@ def test_what_an_owner_says_arrives_as_it_was(message: FromOwner) -> None:
 
 @settings(max_examples=50)
 @given(hellos, st.booleans())
-def test_a_hello_arrives_as_it_was(hello: Hello, as_reader: bool) -> None:
+def test_a_hello_arrives_as_it_was(hello: PairHello, as_reader: bool) -> None:
     assert through(hello, as_reader=as_reader) == hello
 
 
@@ -215,8 +217,8 @@ def _due(**changes: float) -> pb.FromReader:
     return message
 
 
-def _opening() -> Open:
-    return Open(ID, b"", Remaining(9.0), Prompt(make_spec([1, 2])))
+def _opening() -> OpenHandoff:
+    return OpenHandoff(ID, b"", Remaining(9.0), Prompt(make_spec([1, 2])))
 
 
 def _pieces(number: int) -> pb.FromReader:
@@ -226,14 +228,14 @@ def _pieces(number: int) -> pb.FromReader:
 
 
 def _ready(**changes: Any) -> pb.FromOwner:
-    message = codec.to_proto(Ready(ID, 0, 4, (1,), True, 7), as_reader=False)
+    message = codec.to_proto(PagesReady(ID, 0, 4, (1,), True, 7), as_reader=False)
     assert isinstance(message, pb.FromOwner)
     _change(message.ready, changes)
     return message
 
 
 def _failed(**changes: Any) -> pb.FromOwner:
-    message = codec.to_proto(Failed(ID, "late", True), as_reader=False)
+    message = codec.to_proto(HandoffFailed(ID, "late", True), as_reader=False)
     assert isinstance(message, pb.FromOwner)
     _change(message.failed, changes)
     return message
@@ -242,7 +244,7 @@ def _failed(**changes: Any) -> pb.FromOwner:
 def test_a_trace_that_is_none_is_ignored_and_not_a_violation() -> None:
     for header in ("nonsense", "00-0-0-01", "x" * 5000):
         message = codec.parse(_open(traceparent=header))
-        assert isinstance(message, Open) and message.source == Prompt(make_spec([1, 2]))
+        assert isinstance(message, OpenHandoff) and message.source == Prompt(make_spec([1, 2]))
 
 
 @pytest.mark.parametrize(
@@ -256,7 +258,7 @@ def test_checksums_are_of_pages_that_are_there(checked: list[int], sums: list[in
 def test_times_before_the_last_range_are_ignored() -> None:
     message = _ready(last=False, first_token=None, times={"prefill_s": 1.0})
     record = codec.parse(message)
-    assert isinstance(record, Ready) and record.times is None
+    assert isinstance(record, PagesReady) and record.times is None
 
 
 def _grant(gib_per_s: float) -> pb.FromReader:
@@ -264,7 +266,7 @@ def _grant(gib_per_s: float) -> pb.FromReader:
 
 
 def _hello(**changes: Any) -> pb.FromReader:
-    hello = Hello(1, 1, {"a": "b"}, (DataPath("tcp", b"x"),), (Region(0, 1, 1),), "here:1")
+    hello = PairHello(1, 1, {"a": "b"}, (DataPath("tcp", b"x"),), (PoolRegion(0, 1, 1),), "here:1")
     message = codec.to_proto(hello, as_reader=True)
     assert isinstance(message, pb.FromReader)
     _change(message.hello, changes)
@@ -352,8 +354,8 @@ def test_sampling_that_no_router_would_send_is_a_violation(field: str, value: fl
 
 
 def test_a_long_reason_is_cut_and_not_refused_by_the_peer() -> None:
-    failed = through(Failed(ID, "x" * 10_000, True), as_reader=False)
-    assert isinstance(failed, Failed) and len(failed.reason) == codec.MAX_TEXT
+    failed = through(HandoffFailed(ID, "x" * 10_000, True), as_reader=False)
+    assert isinstance(failed, HandoffFailed) and len(failed.reason) == codec.MAX_TEXT
 
 
 @settings(max_examples=200)

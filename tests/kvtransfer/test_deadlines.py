@@ -2,14 +2,14 @@
 
 import random
 
-from kvtransfer.protocol.deadlines import Deadlines
+from kvtransfer.protocol.deadlines import DeadlineTimer
 
 
 # Seen failing with a heap that is empty after it is rebuilt, and with a moved deadline due at its
 # old time.
 def test_deadlines_are_due_once_in_order_however_often_they_move() -> None:
     rng = random.Random(3)
-    deadlines, plain = Deadlines[int](), dict[int, float]()
+    deadlines, plain = DeadlineTimer[int](), dict[int, float]()
     for now in range(500):
         for _ in range(10):
             key = rng.randrange(12)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import TransferError
-from kvtransfer.backends.base import Backend
+from kvtransfer.backends.base import TransferBackend
 from tests.support.data_children import Child, Memory, make_backend, scattered
 from tests.support.data_ends import Ends, FarOwner, FarReader, closing, wait_for
 from tests.support.shared_memory import left_behind
@@ -25,7 +25,7 @@ def deaths(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture
-def path(far_backend: str) -> Backend:
+def path(far_backend: str) -> TransferBackend:
     return make_backend(far_backend)
 
 
@@ -33,7 +33,7 @@ def _random_moment() -> None:
     threading.Event().wait(random.uniform(0, 0.02))
 
 
-def _readers(ends: Ends, path: Backend, count: int) -> Iterator[FarReader]:
+def _readers(ends: Ends, path: TransferBackend, count: int) -> Iterator[FarReader]:
     spares: list[FarReader] = []
     for number in range(count):
         while len(spares) < min(NUM_SPARES, count - number):
@@ -41,7 +41,7 @@ def _readers(ends: Ends, path: Backend, count: int) -> Iterator[FarReader]:
         yield spares.pop(0)
 
 
-def _owners(ends: Ends, path: Backend, count: int) -> Iterator[FarOwner]:
+def _owners(ends: Ends, path: TransferBackend, count: int) -> Iterator[FarOwner]:
     spares: list[FarOwner] = []
     for number in range(count):
         while len(spares) < min(NUM_SPARES, count - number):
@@ -69,7 +69,7 @@ def _held(child: Child) -> tuple[int, int]:
     return len(list((process / "fd").iterdir())), (process / "maps").read_text().count("/ucx_shm")
 
 
-def _serves(ends: Ends, path: Backend, owner: FarOwner) -> None:
+def _serves(ends: Ends, path: TransferBackend, owner: FarOwner) -> None:
     memory = Memory(NUM_PAGES, PAGE_BYTES)
     source, destination = scattered(0, NUM_PAGES, NUM_PAGES)
     with closing(path.connect(owner.admit(), owner.remote, memory.pool)) as connection:
@@ -79,7 +79,7 @@ def _serves(ends: Ends, path: Backend, owner: FarOwner) -> None:
 
 
 def test_an_owner_lives_through_readers_killed_mid_read(
-    ends: Ends, path: Backend, deaths: int
+    ends: Ends, path: TransferBackend, deaths: int
 ) -> None:
     owner = ends.far_owner(path.name, NUM_PAGES, PAGE_BYTES)
     owner.publish_all()
@@ -96,7 +96,7 @@ def test_an_owner_lives_through_readers_killed_mid_read(
 
 
 def test_a_reader_lives_through_owners_killed_mid_read(
-    ends: Ends, path: Backend, deaths: int
+    ends: Ends, path: TransferBackend, deaths: int
 ) -> None:
     reader = ends.far_reader(path.name, NUM_PAGES, PAGE_BYTES)
     dead: list[Child] = []
@@ -112,7 +112,7 @@ def test_a_reader_lives_through_owners_killed_mid_read(
 
 
 def test_an_owner_that_is_frozen_lives_through_the_death_of_its_readers(
-    ends: Ends, path: Backend, deaths: int
+    ends: Ends, path: TransferBackend, deaths: int
 ) -> None:
     owner = ends.far_owner(path.name, NUM_PAGES, PAGE_BYTES)
     owner.publish_all()
@@ -127,7 +127,7 @@ def test_an_owner_that_is_frozen_lives_through_the_death_of_its_readers(
 
 
 def test_a_reader_that_is_frozen_lives_through_the_death_of_its_owners(
-    ends: Ends, path: Backend, deaths: int
+    ends: Ends, path: TransferBackend, deaths: int
 ) -> None:
     reader = ends.far_reader(path.name, NUM_PAGES, PAGE_BYTES)
     for owner in _owners(ends, path, deaths):
@@ -141,7 +141,7 @@ def test_a_reader_that_is_frozen_lives_through_the_death_of_its_owners(
     assert ends.log.read_text() == ""
 
 
-def test_connecting_to_a_frozen_owner_ends_in_time(ends: Ends, path: Backend) -> None:
+def test_connecting_to_a_frozen_owner_ends_in_time(ends: Ends, path: TransferBackend) -> None:
     owner = ends.far_owner(path.name, NUM_PAGES, PAGE_BYTES)
     description, memory = owner.admit(), Memory(NUM_PAGES, PAGE_BYTES)
     owner.child.freeze()

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from common.errors import EngineFault, TransferError
-from kvtransfer.backends.base import Connection, ReadRefused
+from kvtransfer.backends.base import BackendConnection, ReadRefused
 from kvtransfer.backends.tcp.backend import TcpBackend
-from kvtransfer.backends.tcp.owner import TcpOwner
+from kvtransfer.backends.tcp.owner import TcpProducer
 from kvtransfer.backends.tcp.staging import StagedMemory
 from kvtransfer.backends.tcp.wire import REPLY, REQUEST
 from tests.support.data_children import CANARY, READER, Memory, content, scattered
@@ -31,11 +31,11 @@ class Rig:
         self.there, self.here = DeviceTwin(), DeviceTwin()
         self.source, self.memory = Memory(num_pages, page_bytes), Memory(num_pages, page_bytes)
         self.source.pages[:] = content(0, num_pages, page_bytes)
-        self.owner: TcpOwner = staged(self.there).serve(self.source.pool, 1)
+        self.owner: TcpProducer = staged(self.there).serve(self.source.pool, 1)
         self.owner.publish(READER, np.arange(num_pages, dtype=np.int32))
-        self.connections: list[Connection] = []
+        self.connections: list[BackendConnection] = []
 
-    def connect(self) -> Connection:
+    def connect(self) -> BackendConnection:
         connection = staged(self.here).connect(
             self.owner.admit(READER), self.source.remote, self.memory.pool
         )
@@ -185,7 +185,7 @@ def test_no_byte_lands_after_close(rig: Rig) -> None:
         assert (rig.memory.pages == CANARY).all()
 
 
-def _copy_until_it_ends(connection: Connection) -> None:
+def _copy_until_it_ends(connection: BackendConnection) -> None:
     with contextlib.suppress(TransferError):
         while True:
             connection.copy(ALL, ALL)
@@ -209,7 +209,7 @@ def test_an_owner_fetches_one_request_ahead_of_the_socket_and_no_more(
             assert found == rig.source.pages[page].tobytes()
 
 
-# Seen failing with the departures not closed in `TcpOwner._serve`.
+# Seen failing with the departures not closed in `TcpProducer._serve`.
 def test_an_owner_that_is_closed_reads_its_pool_no_more(make_rig: Callable[..., Rig]) -> None:
     rig = make_rig(4, 32 << 20)
     fetched = rig.there.queues["to host"]

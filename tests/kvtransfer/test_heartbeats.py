@@ -1,13 +1,13 @@
 """Times at which an end sends heartbeats, and detection of its silent streams."""
 
 from common.config import TransferConfig
-from kvtransfer.protocol.heartbeats import Beats
+from kvtransfer.protocol.heartbeats import HeartbeatTimer
 
 CONFIG = TransferConfig(heartbeat_s=1.0, missed_beats=3)
 
 
 def test_a_stream_is_silent_after_so_many_missed_beats():
-    beats = Beats(CONFIG)
+    beats = HeartbeatTimer(CONFIG)
     beats.start(1, now=0.0)
     beats.heard(1, now=2.0)
     assert beats.take_due(4.9).silent == []
@@ -15,7 +15,7 @@ def test_a_stream_is_silent_after_so_many_missed_beats():
 
 
 def test_a_stream_that_is_over_is_neither_silent_nor_beaten_on():
-    beats = Beats(CONFIG)
+    beats = HeartbeatTimer(CONFIG)
     beats.start(1, now=0.0)
     beats.start(2, now=0.0)
     beats.stop(1)
@@ -24,7 +24,7 @@ def test_a_stream_that_is_over_is_neither_silent_nor_beaten_on():
 
 
 def test_who_does_not_move_does_not_beat():
-    beats = Beats(CONFIG)
+    beats = HeartbeatTimer(CONFIG)
     beats.start(1, now=0.0)
     beats.moving = False
     assert beats.take_due(1.0).beats == []

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from common.errors import EngineFault, Overloaded, TransferError
-from kvtransfer.backends.base import Connection
-from kvtransfer.backends.loopback import Faults, LoopbackBackend
+from kvtransfer.backends.base import BackendConnection
+from kvtransfer.backends.loopback import LoopbackBackend, LoopbackFaults
 from kvtransfer.messages import HandoffId
 from kvtransfer.transfer import link_rate
 from kvtransfer.transfer.link import (
@@ -50,15 +50,15 @@ class Rig:
         self._exits = exits
 
     @property
-    def faults(self) -> Faults:
+    def faults(self) -> LoopbackFaults:
         return self.backend.faults(OWNER)
 
-    def connect(self) -> Connection:
+    def connect(self) -> BackendConnection:
         return self.backend.connect(self.owner.admit(), self.owner.remote, self.memory.pool)
 
     def link(
         self,
-        connect: Callable[[], Connection] | None = None,
+        connect: Callable[[], BackendConnection] | None = None,
         *,
         read_s: float = 30.0,
         min_gib_per_s: float = 0.0,
@@ -198,11 +198,11 @@ def test_closing_ends_a_read_under_way_and_nothing_lands_afterwards(rig: Rig) ->
     assert rig.nothing_more()
 
 
-def _probes(rig: Rig, *gib_per_s: float) -> Callable[[], Connection]:
+def _probes(rig: Rig, *gib_per_s: float) -> Callable[[], BackendConnection]:
     """Connects to the owner; probes give these rates, and then the last one."""
     left = deque(gib_per_s)
 
-    def connect() -> Connection:
+    def connect() -> BackendConnection:
         connection = rig.connect()
         connection.probe = lambda: left.popleft() if len(left) > 1 else left[0]  # type: ignore
         return connection
@@ -331,7 +331,7 @@ def test_a_link_that_cannot_connect_tells_why(rig: Rig) -> None:
 def test_close_does_not_wait_for_a_connect_under_way(rig: Rig) -> None:
     entered, proceed = threading.Event(), threading.Event()
 
-    def slow() -> Connection:
+    def slow() -> BackendConnection:
         entered.set()
         assert proceed.wait(60)
         return rig.connect()

@@ -1,13 +1,13 @@
 """Pairing of a node with owners that a message has named."""
 
-from kvtransfer.pairs.named_owners import MAX_OWNERS, REMEMBERED_S, NamedOwners
+from kvtransfer.pairs.named_owners import MAX_OWNERS, REMEMBERED_S, NamedProducers
 
 
 class Dialled:
     def __init__(self) -> None:
         self.now = 0.0
         self.calls: list[frozenset[str]] = []
-        self.owners = NamedOwners("me:1", self.calls.append, lambda: self.now)
+        self.owners = NamedProducers("me:1", self.calls.append, lambda: self.now)
 
 
 def test_who_is_named_is_dialled_once_and_never_the_node_itself() -> None:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from common.errors import EngineFault, TransferError
-from kvtransfer.backends.base import Connection
-from kvtransfer.backends.nixl.agent import Agent
+from kvtransfer.backends.base import BackendConnection
+from kvtransfer.backends.nixl.agent import NixlAgent
 from kvtransfer.backends.nixl.backend import NixlBackend
 from tests.support.data_children import CANARY, Memory, scattered
 from tests.support.data_ends import Ends, FarOwner, closing, wait_for
@@ -45,7 +45,7 @@ def test_no_byte_lands_after_close_at_any_moment(ends: Ends) -> None:
             assert (memory.pages == CANARY).all()
 
 
-def _copy_small_parts(connection: Connection) -> None:
+def _copy_small_parts(connection: BackendConnection) -> None:
     """Copy until stopped, then close, as a link's thread does."""
     source, destination = scattered(0, NUM_PAGES, NUM_PAGES)
     with contextlib.suppress(TransferError):
@@ -94,7 +94,7 @@ def test_an_error_that_is_still_being_raised_does_not_keep_the_agent_alive(ends:
 
 
 def test_an_agent_that_does_not_end_is_not_passed_over() -> None:
-    agent = Agent()
+    agent = NixlAgent()
     keeper = agent._agent.agent  # as a forgotten handle would
     with pytest.raises(EngineFault, match="outlives"):
         agent.destroy()

@@ -15,10 +15,10 @@ from kvtransfer.backends import path_proof, rdma_proof
 from kvtransfer.backends.base import PagePool
 from kvtransfer.backends.device_memory import DeviceFailure
 from kvtransfer.backends.nixl import backend as nixl
-from kvtransfer.backends.nixl.agent import HOST, Agent, Transports, descriptors, segment
+from kvtransfer.backends.nixl.agent import HOST, NixlAgent, NixlTransports, descriptors, segment
 from kvtransfer.backends.nixl.backend import NixlBackend
-from kvtransfer.backends.nixl.connection import Description
-from kvtransfer.backends.nixl.memory import HostMemory
+from kvtransfer.backends.nixl.connection import NixlDescription
+from kvtransfer.backends.nixl.memory import NixlHostMemory
 from kvtransfer.backends.nixl.paths import PATHS
 from kvtransfer.backends.path_proof import SameHost
 from tests.support.data_children import READER, SOCKETS, Memory, TwoPathNixl, scattered
@@ -56,7 +56,7 @@ def test_a_path_on_which_ucx_has_the_owner_help_is_refused(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nixl, "CONNECT_S", 1.0)
-    helped = replace(PATHS[0], transports=Transports("posix,cuda_copy", errors="none"))
+    helped = replace(PATHS[0], transports=NixlTransports("posix,cuda_copy", errors="none"))
     owner = ends.far_owner("nixl", NUM_PAGES, PAGE_BYTES)
     with pytest.raises(TransferError, match=r"cma: no read of the owner's memory has landed"):
         connect(owner, owner.admit(), NixlBackend((helped,)))
@@ -162,7 +162,7 @@ def test_an_owner_offers_what_works_and_says_what_does_not(
     monkeypatch.setattr(rdma_proof, "DEVICES", tmp_path)
     with caplog.at_level(logging.INFO):
         owner = NixlBackend().serve(Memory(8, PAGE_BYTES).pool, 1)
-    described = msgspec.msgpack.decode(owner.admit(READER), type=Description)
+    described = msgspec.msgpack.decode(owner.admit(READER), type=NixlDescription)
     owner.close()
     assert [offer.path for offer in described.offers] == ["cma"]
     assert 'nixl offers paths=cma because="not rdma: nixl' in caplog.text
@@ -174,7 +174,7 @@ def test_transports_of_the_environment_are_neither_used_nor_lost(
 ) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp,self,cuda_copy")
     before = set(sockets_of(os.getpid()))
-    agent = Agent()
+    agent = NixlAgent()
     opened = set(sockets_of(os.getpid())) - before
     agent.destroy()
     assert {socket.kind for socket in opened} <= {"unix"}
@@ -210,11 +210,11 @@ def test_memory_of_a_device_is_told_to_nixl_with_its_number() -> None:
 # Seen failing with either `self._proved.close()` taken out of NixlConnection.
 @pytest.mark.parametrize(
     "offer, transports",
-    [({}, HOST), ({"metadata": b"nobody"}, HOST), ({}, Transports("nonsense", errors="none"))],
+    [({}, HOST), ({"metadata": b"nobody"}, HOST), ({}, NixlTransports("nonsense", errors="none"))],
     ids=["connected", "not met", "no agent"],
 )
 def test_what_a_path_holds_is_let_go_with_its_connection_and_without_one(
-    ends: Ends, offer: dict[str, object], transports: Transports
+    ends: Ends, offer: dict[str, object], transports: NixlTransports
 ) -> None:
     owner = ends.far_owner("nixl", NUM_PAGES, PAGE_BYTES)
     let_go: list[str] = []
@@ -232,7 +232,7 @@ def test_what_a_path_holds_is_let_go_with_its_connection_and_without_one(
     assert let_go == ["cma"]
 
 
-class Slow(HostMemory):
+class Slow(NixlHostMemory):
     """Memory of a device whose copies outlive the agent."""
 
     def __init__(self, pool: PagePool, log: list[str]) -> None:
@@ -243,7 +243,7 @@ class Slow(HostMemory):
         self._log.append("settled")
 
 
-class Broken(HostMemory):
+class Broken(NixlHostMemory):
     def settle(self) -> None:
         raise DeviceFailure("an illegal memory access was encountered")
 
@@ -254,13 +254,13 @@ def test_what_an_agent_has_begun_is_waited_for_before_and_after_it_goes(
 ) -> None:
     owner = ends.far_owner("nixl", NUM_PAGES, PAGE_BYTES)
     log: list[str] = []
-    destroy = Agent.destroy
+    destroy = NixlAgent.destroy
 
-    def logged(agent: Agent) -> None:
+    def logged(agent: NixlAgent) -> None:
         log.append("destroyed")
         destroy(agent)
 
-    monkeypatch.setattr(Agent, "destroy", logged)
+    monkeypatch.setattr(NixlAgent, "destroy", logged)
     connect(owner, owner.admit(), NixlBackend(memory_of=lambda pool: Slow(pool, log)))
     assert log == ["settled", "destroyed", "settled"]
 

@@ -15,13 +15,13 @@ import pytest
 from numpy.typing import NDArray
 
 from common.errors import TransferError
-from kvtransfer.backends.base import Connection, PagePool
-from kvtransfer.backends.nixl.agent import Agent
-from kvtransfer.backends.nixl.backend import NixlBackend, NixlOwner
-from kvtransfer.backends.nixl.connection import Description
-from kvtransfer.backends.nixl.memory import HostMemory
+from kvtransfer.backends.base import BackendConnection, PagePool
+from kvtransfer.backends.nixl.agent import NixlAgent
+from kvtransfer.backends.nixl.backend import NixlBackend, NixlProducer
+from kvtransfer.backends.nixl.connection import NixlDescription
+from kvtransfer.backends.nixl.memory import NixlHostMemory
 from kvtransfer.backends.nixl.paths import PATHS, PathKind
-from kvtransfer.backends.nixl.readers import ReaderAgents
+from kvtransfer.backends.nixl.readers import ConsumerAgents
 from kvtransfer.backends.path_proof import HostEvidence
 from tests.support.data_children import KEYED, KeyedNixl, Memory, scattered
 from tests.support.data_ends import Ends, closing, wait_for
@@ -36,7 +36,9 @@ KEYED_CMA = replace(PATHS[0], keyed=True)
 class Copies:
     """Reads all pages of an owner again and again, and keeps whether every byte was right."""
 
-    def __init__(self, connection: Connection, memory: Memory, expected: NDArray[np.uint8]) -> None:
+    def __init__(
+        self, connection: BackendConnection, memory: Memory, expected: NDArray[np.uint8]
+    ) -> None:
         self.num_right = 0
         self.error = ""
         self._stopped = threading.Event()
@@ -62,8 +64,8 @@ class Copies:
         assert not self._thread.is_alive()
 
 
-# Seen failing with `ReaderAgents.dismiss` doing nothing, and with all readers given the first one's
-# agent.
+# Seen failing with `ConsumerAgents.dismiss` doing nothing, and with all readers given the first
+# one's agent.
 def test_what_one_reader_was_told_ends_with_it_and_others_read_on(ends: Ends) -> None:
     backend = KeyedNixl()
     owner = ends.far_owner(backend.name, NUM_PAGES, PAGE_BYTES)
@@ -89,7 +91,7 @@ def test_what_one_reader_was_told_ends_with_it_and_others_read_on(ends: Ends) ->
 
 
 @contextmanager
-def serving(*kinds: PathKind) -> Iterator[NixlOwner]:
+def serving(*kinds: PathKind) -> Iterator[NixlProducer]:
     memory = Memory(NUM_PAGES, PAGE_BYTES)
     owner = NixlBackend(kinds).serve(memory.pool, 1)
     try:
@@ -104,7 +106,7 @@ def held() -> tuple[int, int, int]:
     return files, threads, len(Path("/proc/self/maps").read_text().splitlines())
 
 
-# Seen failing with `ReaderAgents.dismiss` doing nothing.
+# Seen failing with `ConsumerAgents.dismiss` doing nothing.
 def test_readers_that_have_come_and_gone_leave_nothing_behind() -> None:
     with serving(KEYED_CMA) as owner:
 
@@ -166,12 +168,12 @@ def gate() -> Iterator[Gate]:
 
 
 @pytest.fixture
-def make_agents(gate: Gate) -> Iterator[Callable[..., ReaderAgents]]:
-    made: list[ReaderAgents] = []
+def make_agents(gate: Gate) -> Iterator[Callable[..., ConsumerAgents]]:
+    made: list[ConsumerAgents] = []
     memory = Memory(NUM_PAGES, PAGE_BYTES)
 
-    def make(**arguments: int) -> ReaderAgents:
-        made.append(ReaderAgents([gate.kind], HostMemory(memory.pool), **arguments))
+    def make(**arguments: int) -> ConsumerAgents:
+        made.append(ConsumerAgents([gate.kind], NixlHostMemory(memory.pool), **arguments))
         return made[-1]
 
     yield make
@@ -180,9 +182,9 @@ def make_agents(gate: Gate) -> Iterator[Callable[..., ReaderAgents]]:
         agents.close()
 
 
-# Seen failing with the `submit` of `ReaderAgents.dismiss` under `if made.done()`.
+# Seen failing with the `submit` of `ConsumerAgents.dismiss` under `if made.done()`.
 def test_a_reader_that_goes_while_its_agent_is_made_leaves_none(
-    gate: Gate, make_agents: Callable[..., ReaderAgents]
+    gate: Gate, make_agents: Callable[..., ConsumerAgents]
 ) -> None:
     agents = make_agents()
     agents.prepare(1)
@@ -200,7 +202,7 @@ def test_a_reader_that_goes_while_its_agent_is_made_leaves_none(
 
 # Seen failing with the semaphore released in `dismiss`, and with no look at it.
 def test_there_are_never_more_agents_than_places(
-    gate: Gate, make_agents: Callable[..., ReaderAgents], caplog: pytest.LogCaptureFixture
+    gate: Gate, make_agents: Callable[..., ConsumerAgents], caplog: pytest.LogCaptureFixture
 ) -> None:
     agents = make_agents(max_readers=2)
     agents.prepare(1)
@@ -215,9 +217,9 @@ def test_there_are_never_more_agents_than_places(
     assert agents.offers(4) and gate.num_alive == 2
 
 
-# Seen failing with the loop taken out of `ReaderAgents.close`.
+# Seen failing with the loop taken out of `ConsumerAgents.close`.
 def test_the_end_of_an_owner_ends_the_agents_of_all_its_readers(
-    gate: Gate, make_agents: Callable[..., ReaderAgents]
+    gate: Gate, make_agents: Callable[..., ConsumerAgents]
 ) -> None:
     agents = make_agents()
     gate.open()
@@ -230,20 +232,20 @@ def test_the_end_of_an_owner_ends_the_agents_of_all_its_readers(
     assert "nixl-readers" not in {thread.name[:12] for thread in threading.enumerate()}
 
 
-# Seen failing with the `except` taken out of `ReaderAgents.poll`.
+# Seen failing with the `except` taken out of `ConsumerAgents.poll`.
 def test_an_agent_that_fails_costs_its_own_reader_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(KEYED) as owner:
         for reader in (1, 2):
             owner.prepare(reader).result(WAIT_S)
-        broken, poll = [True], Agent.poll
+        broken, poll = [True], NixlAgent.poll
 
-        def poll_first(agent: Agent) -> None:
+        def poll_first(agent: NixlAgent) -> None:
             if broken:
                 broken.pop()
                 raise TransferError("nixl: NIXL_ERR_BACKEND")
             poll(agent)
 
-        monkeypatch.setattr(Agent, "poll", poll_first)
+        monkeypatch.setattr(NixlAgent, "poll", poll_first)
         owner.poll()
         with pytest.raises(TransferError, match="no agent has been made"):
             owner.admit(1)
@@ -254,7 +256,7 @@ def test_a_reader_is_told_of_shared_paths_before_its_own_is_ready() -> None:
     with serving(PATHS[0], KEYED) as owner:
 
         def told() -> list[str]:
-            described = msgspec.msgpack.decode(owner.admit(1), type=Description)
+            described = msgspec.msgpack.decode(owner.admit(1), type=NixlDescription)
             return [offer.path for offer in described.offers]
 
         assert told() == ["cma"]

@@ -11,10 +11,10 @@ import torch
 import xxhash
 
 from common.errors import TransferError
-from kvtransfer.backends.base import Connection, PagePool
+from kvtransfer.backends.base import BackendConnection, PagePool
 from kvtransfer.backends.device_memory import cuda_device
 from kvtransfer.transfer.page_bytes import page_bytes_of
-from kvtransfer.transfer.page_sums import PageSums
+from kvtransfer.transfer.page_sums import PageChecksums
 from tests.support.data_children import CANARY, CUDA, CudaMemory, make_backend, scattered
 from tests.support.data_ends import Ends, closing, wait_for
 
@@ -47,7 +47,7 @@ def test_pages_are_compared_while_a_forward_runs() -> None:
     content = np.random.default_rng(0).integers(0, 256, (NUM_PAGES, PAGE_BYTES), np.uint8)
     memory.pages[:] = torch.from_numpy(content)
     torch.cuda.synchronize()
-    sums = PageSums(page_bytes_of(memory.pool), 1)
+    sums = PageChecksums(page_bytes_of(memory.pool), 1)
     sums.take([0])
     torch.cuda._sleep(4_000_000_000)  # about 2 s
     asleep = torch.cuda.Event()
@@ -143,7 +143,7 @@ def test_no_byte_lands_after_close_at_any_moment(ends: Ends, name: str) -> None:
         assert (memory.pages == CANARY).all()
 
 
-def _copy_until_it_ends(connection: Connection) -> None:
+def _copy_until_it_ends(connection: BackendConnection) -> None:
     with contextlib.suppress(TransferError):
         while True:
             connection.copy(ALL, ALL)

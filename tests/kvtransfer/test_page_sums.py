@@ -5,7 +5,7 @@ import pytest
 from common.errors import TransferError
 from kvtransfer.transfer import page_bytes
 from kvtransfer.transfer.page_bytes import DevicePageBytes, page_bytes_of
-from kvtransfer.transfer.page_sums import PageSums
+from kvtransfer.transfer.page_sums import PageChecksums
 from tests.support.data_children import Memory, content
 from tests.support.device_twin import DeviceTwin
 
@@ -21,14 +21,14 @@ def memory() -> Memory:
 
 def test_every_page_or_none(memory: Memory) -> None:
     pages = list(range(NUM_PAGES))
-    assert [place for place, _ in PageSums(page_bytes_of(memory.pool), 1).take(pages)] == pages
-    assert PageSums(page_bytes_of(memory.pool), 0).take(pages) == ()
+    assert [place for place, _ in PageChecksums(page_bytes_of(memory.pool), 1).take(pages)] == pages
+    assert PageChecksums(page_bytes_of(memory.pool), 0).take(pages) == ()
 
 
 def test_of_many_pages_the_share_that_was_asked_for_is_taken(memory: Memory) -> None:
     """Take the requested share, in whatever ranges pages are published. Every page is taken at some
     time."""
-    sums, num_taken, seen = PageSums(page_bytes_of(memory.pool), 8), 0, set()
+    sums, num_taken, seen = PageChecksums(page_bytes_of(memory.pool), 8), 0, set()
     for start in range(0, 32_000, 5):
         pages = [(start + i) % NUM_PAGES for i in range(5)]
         taken = sums.take(pages)
@@ -40,7 +40,7 @@ def test_of_many_pages_the_share_that_was_asked_for_is_taken(memory: Memory) -> 
 
 
 def test_a_single_bit_is_found_in_the_page_that_has_it(memory: Memory) -> None:
-    sums = PageSums(page_bytes_of(memory.pool), 1)
+    sums = PageChecksums(page_bytes_of(memory.pool), 1)
     expected = [(place, checksum) for place, checksum in sums.take(range(NUM_PAGES))]
     assert sums.wrong(expected) == []
     memory.pages[3, PAGE_BYTES - 1] ^= 1
@@ -49,9 +49,9 @@ def test_a_single_bit_is_found_in_the_page_that_has_it(memory: Memory) -> None:
 
 def test_pages_of_a_device_are_compared_as_well(memory: Memory) -> None:
     device = DeviceTwin()
-    in_its_memory = PageSums(DevicePageBytes(memory.pool, device), 1)
+    in_its_memory = PageChecksums(DevicePageBytes(memory.pool, device), 1)
     taken = in_its_memory.take(range(NUM_PAGES))
-    assert taken == PageSums(page_bytes_of(memory.pool), 1).take(range(NUM_PAGES))
+    assert taken == PageChecksums(page_bytes_of(memory.pool), 1).take(range(NUM_PAGES))
     memory.pages[3, PAGE_BYTES - 1] ^= 1
     assert in_its_memory.wrong(taken) == [3]
     assert device.users.strays == []
@@ -72,15 +72,15 @@ def test_the_pages_of_a_device_are_enqueued_together_and_waited_for_once(
         wait(number)
 
     monkeypatch.setattr(queue, "wait_until_done", waits)
-    sums = PageSums(DevicePageBytes(memory.pool, device), 1)
-    assert sums.take(range(12)) == PageSums(page_bytes_of(memory.pool), 1).take(range(12))
+    sums = PageChecksums(DevicePageBytes(memory.pool, device), 1)
+    assert sums.take(range(12)) == PageChecksums(page_bytes_of(memory.pool), 1).take(range(12))
     assert added == [5, 10, 12]
     device.end()
 
 
 def test_a_device_that_fails_has_no_sums(memory: Memory) -> None:
     device = DeviceTwin()
-    sums = PageSums(DevicePageBytes(memory.pool, device), 1)
+    sums = PageChecksums(DevicePageBytes(memory.pool, device), 1)
     sums.take([1])
     device.queue("to host").fail("an illegal address")
     with pytest.raises(TransferError, match="an illegal address"):

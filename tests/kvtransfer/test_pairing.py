@@ -10,25 +10,25 @@ from common.config import CacheConfig, EngineConfig, Quantize
 from common.errors import LayoutMismatch
 from engine.build import build
 from engine.models.linear import onednn
-from kvtransfer.pairing import PROTOCOL_VERSION, Hello, Region, compare, lasts
+from kvtransfer.pairing import PROTOCOL_VERSION, PairHello, PoolRegion, compare, lasts
 from tests.support.checkpoints import make_checkpoint
 
-OURS = Hello(
+OURS = PairHello(
     instance=1,
     protocol_version=PROTOCOL_VERSION,
     fingerprint={"model": "abc", "page_size": "16"},
     paths=(),
-    regions=(Region(4096, 1 << 16, 10),),
+    regions=(PoolRegion(4096, 1 << 16, 10),),
     address="here:1",
 )
 
 
-def theirs(**changes: Any) -> Hello:
+def theirs(**changes: Any) -> PairHello:
     return msgspec.structs.replace(OURS, **{"instance": 2, "address": "there:1", **changes})
 
 
 def test_nodes_of_one_model_and_layout_pair_whatever_their_pools_and_addresses() -> None:
-    compare(OURS, theirs(regions=(Region(1 << 30, 1 << 16, 99),)))
+    compare(OURS, theirs(regions=(PoolRegion(1 << 30, 1 << 16, 99),)))
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_nodes_of_one_model_and_layout_pair_whatever_their_pools_and_addresses()
         ),
         ({"regions": OURS.regions * 2}, "number of ranks is 1 here and 2 there."),
         (
-            {"regions": (Region(4096, 4096, 10),)},
+            {"regions": (PoolRegion(4096, 4096, 10),)},
             "page_bytes of rank 0 is 65536 here and 4096 there.",
         ),
     ],
@@ -61,7 +61,7 @@ def test_a_difference_is_told_in_a_sentence(changes: dict[str, Any], sentence: s
 def test_nodes_on_different_processors_are_told_what_to_do() -> None:
     # Seen failing with all that follows from the dtype, and no flag, in the sentence.
     ours, other = ({"dtype": d, "kv_token_bytes": b} for d, b in (("float32", "8"), ("half", "4")))
-    peer = theirs(fingerprint=other, regions=(Region(4096, 4096, 10),))
+    peer = theirs(fingerprint=other, regions=(PoolRegion(4096, 4096, 10),))
     with pytest.raises(LayoutMismatch) as refusal:
         compare(msgspec.structs.replace(OURS, fingerprint=ours), peer)
     assert str(refusal.value) == (

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from kvtransfer.messages import Done, Failed, Grant, Released
-from kvtransfer.ports import Opened
-from kvtransfer.protocol.producer import OwnerEnd
-from kvtransfer.protocol.status import KVPoll
+from kvtransfer.messages import GrantHandoff, HandoffFailed, PagesReleased, ReadsDone
+from kvtransfer.ports import OpenedEvent
+from kvtransfer.protocol.producer import ProducerEnd
+from kvtransfer.protocol.status import HandoffStatus
 from tests.kvtransfer import pair
 from tests.kvtransfer.search import PATIENT, search
 from tests.kvtransfer.sides import Broken, Input, Output, OwnerSide, Plan, ReaderSide
@@ -37,7 +37,7 @@ def reader(side: type[ReaderSide]) -> Break:
 
 
 def of_end(name: str, broken: Callable[..., Any]) -> Break:
-    return lambda patch: patch.setattr(OwnerEnd, name, broken)
+    return lambda patch: patch.setattr(ProducerEnd, name, broken)
 
 
 # Rule 3
@@ -57,12 +57,12 @@ class LetsGoSilently(OwnerSide):
 
 class IgnoresUnknownDone(LetsGoSilently):
     def _react(self, given: Input) -> list[Output]:
-        return [each for each in super()._react(given) if not _answers(given, Done, each)]
+        return [each for each in super()._react(given) if not _answers(given, ReadsDone, each)]
 
 
 class IgnoresUnknownGrant(LetsGoSilently):
     def _react(self, given: Input) -> list[Output]:
-        return [each for each in super()._react(given) if not _answers(given, Grant, each)]
+        return [each for each in super()._react(given) if not _answers(given, GrantHandoff, each)]
 
 
 def _answers(given: Input, kind: type, output: Output) -> bool:
@@ -70,29 +70,29 @@ def _answers(given: Input, kind: type, output: Output) -> bool:
     if given[0] != "message" or not isinstance(given[2], kind) or output[0] != "send":
         return False
     match output[2]:
-        case Released(held=held):
+        case PagesReleased(held=held):
             return not held
-        case Failed():
+        case HandoffFailed():
             return True
     return False
 
 
 # Rule 5
 
-_stream_up = OwnerEnd.stream_up
+_stream_up = ProducerEnd.stream_up
 
 
-def _keeps_the_old_stream(self: OwnerEnd, stream: int, reader: int, now: float) -> list[Any]:
+def _keeps_the_old_stream(self: ProducerEnd, stream: int, reader: int, now: float) -> list[Any]:
     old, self._streams = self._streams, {}
     actions = _stream_up(self, stream, reader, now)
     self._streams.update(old)
     return actions
 
 
-def _drops_all_of_its_reader(self: OwnerEnd, stream: int, reason: str) -> None:
+def _drops_all_of_its_reader(self: ProducerEnd, stream: int, reason: str) -> None:
     reader = self._streams[stream].reader
     for handoff in [each for each in self._handoffs.values() if each.id.instance == reader]:
-        self._drop(handoff, KVPoll.FAILED, reason)
+        self._drop(handoff, HandoffStatus.FAILED, reason)
     self._beats.stop(stream)
     del self._streams[stream]
 
@@ -156,7 +156,7 @@ class PublishesBeforeTheGrant(OwnerSide):
 
     def _take(self, event: Any) -> list[Output]:
         outputs = super()._take(event)
-        if isinstance(event, Opened):
+        if isinstance(event, OpenedEvent):
             opened = self.prompts[event.serial]
             self.prompts[event.serial] = opened._replace(granted=True)
             outputs += self._admit()

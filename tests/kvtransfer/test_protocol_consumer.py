@@ -11,41 +11,41 @@ from common.errors import EngineFault
 from common.page_tables import PageTables
 from common.request import Remaining
 from kvtransfer.messages import (
-    Admitted,
     AnyMessage,
-    Beat,
-    Cancel,
-    Done,
-    Failed,
-    Grant,
+    CancelHandoff,
+    GrantHandoff,
+    HandoffFailed,
     HandoffId,
+    HandoffQueued,
+    Heartbeat,
     Live,
+    PagesReady,
+    PagesReleased,
     Prompt,
-    Ready,
-    Released,
+    ReadsDone,
 )
 from kvtransfer.ports import (
-    CancelHandoff,
-    FirstToken,
-    GrantHandoff,
-    HandoffAdmitted,
-    Held,
-    Lost,
-    OpenHandoff,
-    OwnerDown,
-    OwnerUp,
-    ReadsEnded,
+    CancelCommand,
+    CompletedEvent,
+    FailedEvent,
+    FirstTokenEvent,
+    GrantCommand,
+    OpenCommand,
+    ProducerDown,
+    ProducerUp,
+    QueuedEvent,
+    ReadsEndedEvent,
 )
 from kvtransfer.protocol.actions import (
     CloseLink,
-    Confirm,
+    ConfirmRead,
     EndStream,
-    Expect,
+    ExpectPages,
     OpenLink,
-    Send,
+    SendMessage,
     StartRead,
 )
-from kvtransfer.protocol.consumer import ReaderEnd
+from kvtransfer.protocol.consumer import ConsumerEnd
 from kvtransfer.protocol.reader_links import LINK_S
 from tests.support.specs import make_spec
 
@@ -56,25 +56,25 @@ OWNER = 11
 STREAM = 1
 ID = HandoffId(READER, 1, 1)
 OTHER = HandoffId(READER, 2, 1)
-FIRST = Ready(ID, 0, 4, (9,), False, None)
-LAST = Ready(ID, 4, 7, (5,), True, 42)
+FIRST = PagesReady(ID, 0, 4, (9,), False, None)
+LAST = PagesReady(ID, 4, 7, (5,), True, 42)
 
 
-def opening(id: HandoffId = ID, owner: int = OWNER, budget_s: float = 100.0) -> OpenHandoff:
-    return OpenHandoff(id, owner, b"", Remaining(budget_s), Prompt(make_spec(range(7))))
+def opening(id: HandoffId = ID, owner: int = OWNER, budget_s: float = 100.0) -> OpenCommand:
+    return OpenCommand(id, owner, b"", Remaining(budget_s), Prompt(make_spec(range(7))))
 
 
-def grant(id: HandoffId = ID, prefix: int = 0, pages: tuple[int, ...] = (30, 31)) -> GrantHandoff:
-    return GrantHandoff(id, prefix, np.array(pages, np.int32))
+def grant(id: HandoffId = ID, prefix: int = 0, pages: tuple[int, ...] = (30, 31)) -> GrantCommand:
+    return GrantCommand(id, prefix, np.array(pages, np.int32))
 
 
 def sent(actions: list[Any]) -> list[AnyMessage]:
-    return [action.message for action in actions if isinstance(action, Send)]
+    return [action.message for action in actions if isinstance(action, SendMessage)]
 
 
 def told(actions: list[Any]) -> list[Any]:
     """Everything but messages."""
-    return [action for action in actions if not isinstance(action, Send)]
+    return [action for action in actions if not isinstance(action, SendMessage)]
 
 
 def reads(actions: list[Any]) -> list[tuple[HandoffId, list[int], list[int]]]:
@@ -86,22 +86,22 @@ def reads(actions: list[Any]) -> list[tuple[HandoffId, list[int], list[int]]]:
 
 
 @pytest.fixture
-def end() -> ReaderEnd:
-    reader = ReaderEnd(TransferConfig(), PageTables(PAGE_SIZE))
+def end() -> ConsumerEnd:
+    reader = ConsumerEnd(TransferConfig(), PageTables(PAGE_SIZE))
     reader.stream_up(STREAM, OWNER, "host:1", POOL, 0.0)
     reader.link_up(STREAM, "tcp", 3.0)
     return reader
 
 
 @pytest.fixture
-def granted(end: ReaderEnd) -> ReaderEnd:
+def granted(end: ConsumerEnd) -> ConsumerEnd:
     end.command(opening(), 0.0)
     end.command(grant(), 0.0)
     return end
 
 
 @pytest.fixture
-def done(granted: ReaderEnd) -> ReaderEnd:
+def done(granted: ConsumerEnd) -> ConsumerEnd:
     """Everything has been read; Released has not come."""
     granted.received(STREAM, FIRST, 0.0)
     granted.received(STREAM, LAST, 0.0)
@@ -111,93 +111,93 @@ def done(granted: ReaderEnd) -> ReaderEnd:
 
 
 @pytest.fixture
-def neighbours(granted: ReaderEnd) -> ReaderEnd:
+def neighbours(granted: ConsumerEnd) -> ConsumerEnd:
     """Two hand-offs with one read each on the link; the first began first."""
     granted.received(STREAM, FIRST, 0.0)
     granted.command(opening(OTHER), 0.0)
     granted.command(grant(OTHER, 4, (40,)), 0.0)
-    granted.received(STREAM, Ready(OTHER, 4, 7, (6,), True, 43), 0.0)
+    granted.received(STREAM, PagesReady(OTHER, 4, 7, (6,), True, 43), 0.0)
     return granted
 
 
 def test_a_handoff_goes_from_open_to_held() -> None:
-    end = ReaderEnd(TransferConfig(), PageTables(PAGE_SIZE))
+    end = ConsumerEnd(TransferConfig(), PageTables(PAGE_SIZE))
     up = end.stream_up(STREAM, OWNER, "host:1", POOL, 0.0)
-    assert up == [OpenLink(STREAM), Send(STREAM, Beat(1, 0, connecting=True))]
+    assert up == [OpenLink(STREAM), SendMessage(STREAM, Heartbeat(1, 0, connecting=True))]
     proved = end.link_up(STREAM, "tcp", 3.0)
-    assert proved == [Send(STREAM, Beat(2, 0)), OwnerUp(OWNER, "host:1", "tcp", 3.0)]
+    assert proved == [SendMessage(STREAM, Heartbeat(2, 0)), ProducerUp(OWNER, "host:1", "tcp", 3.0)]
     (opened,) = sent(end.command(opening(), 0.0))
     assert opened.id == ID and opened.source == Prompt(make_spec(range(7)))
-    assert end.command(grant(), 0.0) == [Send(STREAM, Grant(ID, 0))]
-    admitted = end.received(STREAM, Admitted(ID, 7, 20), 0.0)
-    assert admitted == [HandoffAdmitted(ID, 7, 20)]
+    assert end.command(grant(), 0.0) == [SendMessage(STREAM, GrantHandoff(ID, 0))]
+    admitted = end.received(STREAM, HandoffQueued(ID, 7, 20), 0.0)
+    assert admitted == [QueuedEvent(ID, 7, 20)]
     assert reads(end.received(STREAM, FIRST, 0.0)) == [(ID, [9], [30])]
     last = end.received(STREAM, LAST, 0.0)
-    assert last[0] == FirstToken(ID, 42)  # before its pages have landed
+    assert last[0] == FirstTokenEvent(ID, 42)  # before its pages have landed
     assert reads(last) == [(ID, [5], [31])]
     assert end.read_ended(STREAM, "", 0.0) == []
-    assert end.read_ended(STREAM, "", 0.0) == [Send(STREAM, Done(ID))]
+    assert end.read_ended(STREAM, "", 0.0) == [SendMessage(STREAM, ReadsDone(ID))]
     # Held first: the pages must have another holder before the read lets go of them.
-    assert end.received(STREAM, Released(ID, True), 0.0) == [
-        Held(ID, num_tokens=7),
-        ReadsEnded(ID),
+    assert end.received(STREAM, PagesReleased(ID, True), 0.0) == [
+        CompletedEvent(ID, num_tokens=7),
+        ReadsEndedEvent(ID),
     ]
     assert end.num_open == 0 and end.num_reads == 0
 
 
-def test_a_read_goes_to_the_pages_of_its_own_range(end: ReaderEnd) -> None:
+def test_a_read_goes_to_the_pages_of_its_own_range(end: ConsumerEnd) -> None:
     end.command(opening(), 0.0)
     end.command(grant(prefix=4, pages=(31,)), 0.0)
     assert reads(end.received(STREAM, LAST, 0.0)) == [(ID, [5], [31])]
 
 
-def test_a_full_prefix_hit_moves_no_page(end: ReaderEnd) -> None:
+def test_a_full_prefix_hit_moves_no_page(end: ConsumerEnd) -> None:
     end.command(opening(), 0.0)
     end.command(grant(prefix=7, pages=()), 0.0)
-    ready = end.received(STREAM, Ready(ID, 7, 7, (), True, 42), 0.0)
-    assert ready == [FirstToken(ID, 42), Send(STREAM, Done(ID))]
-    assert end.received(STREAM, Released(ID, True), 0.0) == [
-        Held(ID, num_tokens=7),
-        ReadsEnded(ID),
+    ready = end.received(STREAM, PagesReady(ID, 7, 7, (), True, 42), 0.0)
+    assert ready == [FirstTokenEvent(ID, 42), SendMessage(STREAM, ReadsDone(ID))]
+    assert end.received(STREAM, PagesReleased(ID, True), 0.0) == [
+        CompletedEvent(ID, num_tokens=7),
+        ReadsEndedEvent(ID),
     ]
 
 
-def test_an_owner_that_is_not_paired_loses_it_at_once(end: ReaderEnd) -> None:
+def test_an_owner_that_is_not_paired_loses_it_at_once(end: ConsumerEnd) -> None:
     (lost,) = end.command(opening(owner=12), 0.0)
-    assert isinstance(lost, Lost) and lost.retryable
+    assert isinstance(lost, FailedEvent) and lost.retryable
     # Its grant, which the engine may have posted meanwhile, gives the pages back.
-    assert end.command(grant(), 0.0) == [ReadsEnded(ID)]
+    assert end.command(grant(), 0.0) == [ReadsEndedEvent(ID)]
 
 
 def test_an_owner_whose_link_is_not_proved_gets_no_handoff() -> None:
-    end = ReaderEnd(TransferConfig(), PageTables(PAGE_SIZE))
+    end = ConsumerEnd(TransferConfig(), PageTables(PAGE_SIZE))
     end.stream_up(STREAM, OWNER, "host:1", POOL, 0.0)
-    assert isinstance(end.command(opening(), 0.0)[0], Lost)
+    assert isinstance(end.command(opening(), 0.0)[0], FailedEvent)
 
 
 # Rule 1. Seen failing with `== 0` in _settle removed.
-def test_an_attempt_given_up_keeps_its_pages_until_its_reads_end(granted: ReaderEnd) -> None:
+def test_an_attempt_given_up_keeps_its_pages_until_its_reads_end(granted: ConsumerEnd) -> None:
     granted.received(STREAM, FIRST, 0.0)
-    cancelled = granted.command(CancelHandoff(ID, "client"), 0.0)
-    assert cancelled == [Send(STREAM, Cancel(ID, "client"))]
+    cancelled = granted.command(CancelCommand(ID, "client"), 0.0)
+    assert cancelled == [SendMessage(STREAM, CancelHandoff(ID, "client"))]
     assert granted.num_reads == 1
-    assert granted.read_ended(STREAM, "", 0.0) == [ReadsEnded(ID)]
+    assert granted.read_ended(STREAM, "", 0.0) == [ReadsEndedEvent(ID)]
 
 
-def test_an_attempt_given_up_takes_its_waiting_reads_along(end: ReaderEnd) -> None:
+def test_an_attempt_given_up_takes_its_waiting_reads_along(end: ConsumerEnd) -> None:
     end.command(opening(), 0.0)
     end.command(grant(), 0.0)
     end.command(opening(OTHER), 0.0)
     end.command(grant(OTHER), 0.0)
     assert len(reads(end.received(STREAM, FIRST, 0.0))) == 1
     assert len(reads(end.received(STREAM, LAST, 0.0))) == 1
-    assert reads(end.received(STREAM, Ready(OTHER, 0, 4, (2,), False, None), 0.0)) == []
-    assert end.command(CancelHandoff(OTHER, ""), 0.0)[-1] == ReadsEnded(OTHER)
+    assert reads(end.received(STREAM, PagesReady(OTHER, 0, 4, (2,), False, None), 0.0)) == []
+    assert end.command(CancelCommand(OTHER, ""), 0.0)[-1] == ReadsEndedEvent(OTHER)
     assert end.read_ended(STREAM, "", 0.0) == []
 
 
 # Seen failing with an owner announced once for each link, and with a closing link closed again.
-def test_a_link_that_is_opened_again_is_no_new_owner(end: ReaderEnd) -> None:
+def test_a_link_that_is_opened_again_is_no_new_owner(end: ConsumerEnd) -> None:
     assert end.distrust(STREAM, "a page has another checksum", 1.0) == [
         CloseLink(STREAM, "a page has another checksum")
     ]
@@ -207,7 +207,7 @@ def test_a_link_that_is_opened_again_is_no_new_owner(end: ReaderEnd) -> None:
 
 
 # Seen failing with the reads in the opposite order, and with a link that is up while it closes.
-def test_reads_of_a_closed_link_go_to_its_successor_in_their_order(granted: ReaderEnd) -> None:
+def test_reads_of_a_closed_link_go_to_its_successor_in_their_order(granted: ConsumerEnd) -> None:
     granted.received(STREAM, FIRST, 0.0)
     granted.received(STREAM, LAST, 0.0)
     granted.distrust(STREAM, "a page has another checksum", 1.0)
@@ -218,119 +218,124 @@ def test_reads_of_a_closed_link_go_to_its_successor_in_their_order(granted: Read
 
 
 # Seen failing with the moment of the last range.
-def test_a_first_token_comes_with_the_moment_of_the_first_range(granted: ReaderEnd) -> None:
+def test_a_first_token_comes_with_the_moment_of_the_first_range(granted: ConsumerEnd) -> None:
     granted.received(STREAM, FIRST, 1.0)
-    assert granted.received(STREAM, LAST, 2.0)[0] == FirstToken(ID, 42, first_ready=1.0)
+    assert granted.received(STREAM, LAST, 2.0)[0] == FirstTokenEvent(ID, 42, first_ready=1.0)
 
 
 # Seen failing without the rate of the link, and with all of the granted pages expected.
 def test_the_grant_of_a_running_request_names_the_rate_and_expects_what_it_may_soon_have(
-    end: ReaderEnd,
+    end: ConsumerEnd,
 ) -> None:
     running = opening()
     end.command(msgspec.structs.replace(running, source=Live(make_spec(range(7)), 5)), 0.0)
     pages = np.arange(30, 40, dtype=np.int32)
-    said, expected = end.command(GrantHandoff(ID, 0, pages, room_tokens=40), 0.0)
-    assert said == Send(STREAM, Grant(ID, 0, 40, 3.0))
-    assert isinstance(expected, Expect) and expected.stream == STREAM
+    said, expected = end.command(GrantCommand(ID, 0, pages, room_tokens=40), 0.0)
+    assert said == SendMessage(STREAM, GrantHandoff(ID, 0, 40, 3.0))
+    assert isinstance(expected, ExpectPages) and expected.stream == STREAM
     assert expected.destination_pages.tolist() == [30, 31, 32, 33]  # of 7 tokens, and two more
 
 
 # Seen failing without the `post` in read_ended, and with one for attempts under way alone.
 @pytest.mark.parametrize("cancelled", [False, True])
-def test_a_waiting_read_starts_when_one_ends(granted: ReaderEnd, cancelled: bool) -> None:
+def test_a_waiting_read_starts_when_one_ends(granted: ConsumerEnd, cancelled: bool) -> None:
     granted.command(opening(OTHER), 0.0)
     granted.command(grant(OTHER), 0.0)
     granted.received(STREAM, FIRST, 0.0)
     granted.received(STREAM, LAST, 0.0)
-    assert reads(granted.received(STREAM, Ready(OTHER, 0, 4, (2,), False, None), 0.0)) == []
+    assert reads(granted.received(STREAM, PagesReady(OTHER, 0, 4, (2,), False, None), 0.0)) == []
     if cancelled:
-        granted.command(CancelHandoff(ID, "client"), 0.0)
+        granted.command(CancelCommand(ID, "client"), 0.0)
     assert reads(granted.read_ended(STREAM, "", 0.0)) == [(OTHER, [2], [30])]
 
 
 # Rule 1: the attempt is over before its link is closed, its pages are not.
 # Rule 11. Seen failing with the appendleft in link_closed removed.
-def test_a_late_read_costs_its_own_attempt_and_not_its_neighbour(neighbours: ReaderEnd) -> None:
+def test_a_late_read_costs_its_own_attempt_and_not_its_neighbour(neighbours: ConsumerEnd) -> None:
     late = neighbours.read_late(STREAM, 9.0)
-    assert sent(late) == [Cancel(ID, "a read passed its deadline")]
+    assert sent(late) == [CancelHandoff(ID, "a read passed its deadline")]
     assert told(late) == [
-        Lost(ID, "a read passed its deadline", True),
+        FailedEvent(ID, "a read passed its deadline", True),
         CloseLink(STREAM, "a read passed its deadline"),
     ]
     closed = neighbours.link_closed(STREAM, "closed", 9.1)
-    assert told(closed) == [ReadsEnded(ID), OpenLink(STREAM)]
+    assert told(closed) == [ReadsEndedEvent(ID), OpenLink(STREAM)]
     assert reads(neighbours.link_up(STREAM, "tcp", 3.0)) == [(OTHER, [6], [40])]
-    assert sent(neighbours.read_ended(STREAM, "", 9.2)) == [Done(OTHER)]
+    assert sent(neighbours.read_ended(STREAM, "", 9.2)) == [ReadsDone(OTHER)]
 
 
-def test_a_link_that_breaks_costs_the_attempt_it_was_reading(neighbours: ReaderEnd) -> None:
+def test_a_link_that_breaks_costs_the_attempt_it_was_reading(neighbours: ConsumerEnd) -> None:
     broken = neighbours.link_closed(STREAM, "reset", 1.0)
-    assert sent(broken) == [Cancel(ID, "reset"), Beat(3, 1, connecting=True)]
-    assert told(broken) == [Lost(ID, "reset", True), ReadsEnded(ID), OpenLink(STREAM)]
+    assert sent(broken) == [CancelHandoff(ID, "reset"), Heartbeat(3, 1, connecting=True)]
+    assert told(broken) == [FailedEvent(ID, "reset", True), ReadsEndedEvent(ID), OpenLink(STREAM)]
     assert reads(neighbours.link_up(STREAM, "tcp", 3.0)) == [(OTHER, [6], [40])]
 
 
-def test_a_refused_read_costs_its_attempt_and_no_link(neighbours: ReaderEnd) -> None:
+def test_a_refused_read_costs_its_attempt_and_no_link(neighbours: ConsumerEnd) -> None:
     refused = neighbours.read_ended(STREAM, "not published", 1.0)
-    assert sent(refused) == [Cancel(ID, "read refused: not published")]
-    assert told(refused) == [Lost(ID, "read refused: not published", True), ReadsEnded(ID)]
-    assert sent(neighbours.read_ended(STREAM, "", 1.0)) == [Done(OTHER)]
+    assert sent(refused) == [CancelHandoff(ID, "read refused: not published")]
+    assert told(refused) == [
+        FailedEvent(ID, "read refused: not published", True),
+        ReadsEndedEvent(ID),
+    ]
+    assert sent(neighbours.read_ended(STREAM, "", 1.0)) == [ReadsDone(OTHER)]
 
 
-def test_a_read_that_ends_while_its_link_is_closed_still_counts(neighbours: ReaderEnd) -> None:
+def test_a_read_that_ends_while_its_link_is_closed_still_counts(neighbours: ConsumerEnd) -> None:
     neighbours.read_late(STREAM, 9.0)
-    assert neighbours.read_ended(STREAM, "", 9.1) == [ReadsEnded(ID)]
+    assert neighbours.read_ended(STREAM, "", 9.1) == [ReadsEndedEvent(ID)]
 
 
 @pytest.mark.parametrize("engine_died", [False, True])
 def test_who_was_being_computed_is_told_of_the_death_of_an_engine_and_no_other(
-    granted: ReaderEnd, engine_died: bool
+    granted: ConsumerEnd, engine_died: bool
 ) -> None:
     done, waits = HandoffId(READER, 3, 1), HandoffId(READER, 4, 1)
     for id, pages in ((OTHER, (32, 33)), (done, (34, 35)), (waits, (36, 37))):
         granted.command(opening(id), 0.0)
         granted.command(grant(id, pages=pages), 0.0)
     for id in (ID, OTHER, done):
-        granted.received(STREAM, Admitted(id, 7, 0), 0.0)
+        granted.received(STREAM, HandoffQueued(id, 7, 0), 0.0)
     granted.received(STREAM, FIRST, 0.0)
-    granted.received(STREAM, Ready(done, 0, 7, (1, 2), True, 42), 0.0)
+    granted.received(STREAM, PagesReady(done, 0, 7, (1, 2), True, 42), 0.0)
     over = granted.stream_down(STREAM, "it has ended", engine_died=engine_died)
-    lost = {action.id: action.engine_died for action in over if isinstance(action, Lost)}
+    lost = {action.id: action.engine_died for action in over if isinstance(action, FailedEvent)}
     assert lost == {ID: engine_died, OTHER: engine_died, done: False, waits: False}
 
 
 # Rule 10. Seen failing with the link of stream 1 handed on to stream 2 by stream_up.
-def test_a_new_instance_of_an_owner_gets_a_link_of_its_own(granted: ReaderEnd) -> None:
+def test_a_new_instance_of_an_owner_gets_a_link_of_its_own(granted: ConsumerEnd) -> None:
     granted.received(STREAM, FIRST, 0.0)
     gone = granted.stream_down(STREAM, "reset")
     assert gone == [
-        OwnerDown(OWNER, "host:1", "reset"),
-        Lost(ID, "reset", retryable=True, may_return=True),
+        ProducerDown(OWNER, "host:1", "reset"),
+        FailedEvent(ID, "reset", retryable=True, may_return=True),
         CloseLink(STREAM, "reset"),
     ]
     assert granted.stream_up(2, OWNER + 1, "host:1", POOL, 1.0)[0] == OpenLink(2)
     granted.link_up(2, "tcp", 3.0)
     granted.command(opening(OTHER, OWNER + 1), 1.0)
     granted.command(grant(OTHER, 4, (40,)), 1.0)
-    ready = granted.received(2, Ready(OTHER, 4, 7, (6,), True, 43), 1.0)
+    ready = granted.received(2, PagesReady(OTHER, 4, 7, (6,), True, 43), 1.0)
     assert [action.stream for action in ready if isinstance(action, StartRead)] == [2]
-    assert granted.read_ended(2, "", 1.0) == [Send(2, Done(OTHER))]
+    assert granted.read_ended(2, "", 1.0) == [SendMessage(2, ReadsDone(OTHER))]
     # The old link takes as long as it likes: its read was for the old instance alone.
-    assert granted.link_closed(STREAM, "closed", 2.0) == [ReadsEnded(ID)]
+    assert granted.link_closed(STREAM, "closed", 2.0) == [ReadsEndedEvent(ID)]
 
 
 # Seen failing without the look at the address: the pair with the owner itself ends.
-def test_an_instance_that_is_paired_at_another_address_is_refused(granted: ReaderEnd) -> None:
+def test_an_instance_that_is_paired_at_another_address_is_refused(granted: ConsumerEnd) -> None:
     (end,) = granted.stream_up(2, OWNER, "thief:1", POOL, 1.0)
     assert isinstance(end, EndStream) and end.stream == 2 and end.refused
     assert "host:1" in end.reason
     assert granted.num_open == 1
 
 
-@pytest.mark.parametrize("admitted", [Admitted(ID, 8, 0), Admitted(ID, 7, POOL * PAGE_SIZE + 1)])
+@pytest.mark.parametrize(
+    "admitted", [HandoffQueued(ID, 8, 0), HandoffQueued(ID, 7, POOL * PAGE_SIZE + 1)]
+)
 def test_more_tokens_than_there_are_are_not_waited_for(
-    granted: ReaderEnd, admitted: Admitted
+    granted: ConsumerEnd, admitted: HandoffQueued
 ) -> None:
     """Seen failing without either check: the stream goes on, and the owner is waited for."""
     actions = granted.received(STREAM, admitted, 0.0)
@@ -338,13 +343,13 @@ def test_more_tokens_than_there_are_are_not_waited_for(
 
 
 # Rule 5. Seen failing with the loop in stream_up removed.
-def test_a_second_stream_of_an_owner_ends_the_first(granted: ReaderEnd) -> None:
+def test_a_second_stream_of_an_owner_ends_the_first(granted: ConsumerEnd) -> None:
     actions = granted.stream_up(2, OWNER, "host:1", POOL, 1.0)
     assert [type(action) for action in told(actions)] == [
         EndStream,
-        OwnerDown,
-        Lost,
-        ReadsEnded,
+        ProducerDown,
+        FailedEvent,
+        ReadsEndedEvent,
         CloseLink,
         OpenLink,
     ]
@@ -354,60 +359,65 @@ def test_a_second_stream_of_an_owner_ends_the_first(granted: ReaderEnd) -> None:
 
 # Rule 2. Seen failing with each _tell_cancel removed.
 @pytest.mark.parametrize("held", [False, None], ids=["not-held", "no-answer"])
-def test_without_released_yes_nothing_is_held(done: ReaderEnd, held: bool | None) -> None:
-    actions = done.tick(2.0) if held is None else done.received(STREAM, Released(ID, held), 1.0)
-    assert [type(action) for action in told(actions)] == [Lost, ReadsEnded]
-    assert any(isinstance(m, Cancel) for m in sent(actions)) is (held is None)
+def test_without_released_yes_nothing_is_held(done: ConsumerEnd, held: bool | None) -> None:
+    actions = (
+        done.tick(2.0) if held is None else done.received(STREAM, PagesReleased(ID, held), 1.0)
+    )
+    assert [type(action) for action in told(actions)] == [FailedEvent, ReadsEndedEvent]
+    assert any(isinstance(m, CancelHandoff) for m in sent(actions)) is (held is None)
     # The answer that comes after all changes nothing.
-    assert done.received(STREAM, Released(ID, True), 3.0) == []
+    assert done.received(STREAM, PagesReleased(ID, True), 3.0) == []
 
 
-def test_failed_while_released_is_awaited_loses_it(done: ReaderEnd) -> None:
-    actions = done.received(STREAM, Failed(ID, "draining", True), 1.0)
-    assert actions == [Lost(ID, "draining", True), ReadsEnded(ID)]
+def test_failed_while_released_is_awaited_loses_it(done: ConsumerEnd) -> None:
+    actions = done.received(STREAM, HandoffFailed(ID, "draining", True), 1.0)
+    assert actions == [FailedEvent(ID, "draining", True), ReadsEndedEvent(ID)]
 
 
-def test_what_another_owner_would_refuse_too_is_not_retryable(granted: ReaderEnd) -> None:
-    actions = granted.received(STREAM, Failed(ID, "too long", False), 0.0)
-    assert actions == [Lost(ID, "too long", False), ReadsEnded(ID)]
+def test_what_another_owner_would_refuse_too_is_not_retryable(granted: ConsumerEnd) -> None:
+    actions = granted.received(STREAM, HandoffFailed(ID, "too long", False), 0.0)
+    assert actions == [FailedEvent(ID, "too long", False), ReadsEndedEvent(ID)]
 
 
 # Rule 9: when an attempt is given up, its id is closed then and there.
-def test_a_cancel_is_told_and_answered_by_nothing_but_the_pages(done: ReaderEnd) -> None:
-    actions = done.command(CancelHandoff(ID, "the first token ended it"), 0.0)
-    assert actions == [Send(STREAM, Cancel(ID, "the first token ended it")), ReadsEnded(ID)]
-    assert done.command(CancelHandoff(ID, "twice"), 0.0) == []
+def test_a_cancel_is_told_and_answered_by_nothing_but_the_pages(done: ConsumerEnd) -> None:
+    actions = done.command(CancelCommand(ID, "the first token ended it"), 0.0)
+    assert actions == [
+        SendMessage(STREAM, CancelHandoff(ID, "the first token ended it")),
+        ReadsEndedEvent(ID),
+    ]
+    assert done.command(CancelCommand(ID, "twice"), 0.0) == []
 
 
 @pytest.mark.parametrize(
     "message",
-    [Admitted(ID, 1, 1), FIRST, LAST, Released(ID, True), Failed(ID, "", True)],
+    [HandoffQueued(ID, 1, 1), FIRST, LAST, PagesReleased(ID, True), HandoffFailed(ID, "", True)],
     ids=lambda message: type(message).__name__,
 )
 def test_messages_of_an_attempt_that_is_over_are_dropped(
-    granted: ReaderEnd, message: AnyMessage
+    granted: ConsumerEnd, message: AnyMessage
 ) -> None:
-    granted.command(CancelHandoff(ID, ""), 0.0)
+    granted.command(CancelCommand(ID, ""), 0.0)
     assert granted.received(STREAM, message, 0.0) == []
 
 
 @pytest.mark.parametrize(
     "message",
     [
-        Ready(OTHER, 0, 4, (9,), False, None),
-        Admitted(OTHER, 1, 1),
-        Ready(ID, 4, 7, (5,), True, 42),
-        Ready(ID, 0, 3, (9,), False, None),
-        Ready(ID, 0, 4, (9, 5), False, None),
-        Ready(ID, 0, 4, (POOL,), False, None),
-        Ready(ID, 0, 4, (-1,), False, None),
-        Ready(ID, 0, 4, (9,), False, None, token_ids=(7,)),
-        Ready(ID, 0, 4, (9,), True, 42),
-        Ready(ID, 0, 8, (9, 5), False, None),
-        Ready(ID, 0, 7, (9, 5), True, None),
-        Ready(ID, 0, 0, (), False, None),
-        Released(ID, True),
-        Cancel(ID, ""),
+        PagesReady(OTHER, 0, 4, (9,), False, None),
+        HandoffQueued(OTHER, 1, 1),
+        PagesReady(ID, 4, 7, (5,), True, 42),
+        PagesReady(ID, 0, 3, (9,), False, None),
+        PagesReady(ID, 0, 4, (9, 5), False, None),
+        PagesReady(ID, 0, 4, (POOL,), False, None),
+        PagesReady(ID, 0, 4, (-1,), False, None),
+        PagesReady(ID, 0, 4, (9,), False, None, token_ids=(7,)),
+        PagesReady(ID, 0, 4, (9,), True, 42),
+        PagesReady(ID, 0, 8, (9, 5), False, None),
+        PagesReady(ID, 0, 7, (9, 5), True, None),
+        PagesReady(ID, 0, 0, (), False, None),
+        PagesReleased(ID, True),
+        CancelHandoff(ID, ""),
     ],
     ids=[
         "ready-before-grant",
@@ -427,7 +437,7 @@ def test_messages_of_an_attempt_that_is_over_are_dropped(
     ],
 )
 def test_a_violation_ends_the_stream_and_its_handoffs_only(
-    granted: ReaderEnd, message: AnyMessage
+    granted: ConsumerEnd, message: AnyMessage
 ) -> None:
     granted.command(opening(OTHER), 0.0)
     granted.stream_up(2, OWNER + 1, "host:2", POOL, 0.0)
@@ -436,10 +446,10 @@ def test_a_violation_ends_the_stream_and_its_handoffs_only(
     actions = granted.received(STREAM, message, 0.0)
     assert [type(action) for action in actions] == [
         EndStream,
-        OwnerDown,
-        Lost,
-        ReadsEnded,
-        Lost,
+        ProducerDown,
+        FailedEvent,
+        ReadsEndedEvent,
+        FailedEvent,
         CloseLink,
     ]
     assert actions[0].refused and "violation" in actions[0].reason
@@ -448,11 +458,11 @@ def test_a_violation_ends_the_stream_and_its_handoffs_only(
 
 
 @pytest.mark.parametrize("message", [FIRST, LAST], ids=["twice", "after-the-last"])
-def test_a_range_after_the_last_is_a_violation(done: ReaderEnd, message: AnyMessage) -> None:
+def test_a_range_after_the_last_is_a_violation(done: ConsumerEnd, message: AnyMessage) -> None:
     assert isinstance(done.received(STREAM, message, 0.0)[0], EndStream)
 
 
-def test_an_attempt_of_another_stream_is_a_violation(granted: ReaderEnd) -> None:
+def test_an_attempt_of_another_stream_is_a_violation(granted: ConsumerEnd) -> None:
     granted.stream_up(2, OWNER + 1, "host:2", POOL, 0.0)
     (ended, *_) = granted.received(2, FIRST, 0.0)
     assert isinstance(ended, EndStream) and ended.stream == 2
@@ -465,7 +475,7 @@ def test_an_attempt_of_another_stream_is_a_violation(granted: ReaderEnd) -> None
     ids=["opened-twice", "granted-twice", "pages", "prefix"],
 )
 def test_an_engine_that_contradicts_itself_is_at_fault(
-    granted: ReaderEnd, command: OpenHandoff | GrantHandoff
+    granted: ConsumerEnd, command: OpenCommand | GrantCommand
 ) -> None:
     granted.command(opening(OTHER), 0.0)
     with pytest.raises(EngineFault):
@@ -476,49 +486,49 @@ class TestDeadlines:
     """Streams whose beats nobody needs."""
 
     @pytest.fixture
-    def end(self) -> ReaderEnd:
-        reader = ReaderEnd(TransferConfig(heartbeat_s=1e6), PageTables(PAGE_SIZE))
+    def end(self) -> ConsumerEnd:
+        reader = ConsumerEnd(TransferConfig(heartbeat_s=1e6), PageTables(PAGE_SIZE))
         reader.stream_up(STREAM, OWNER, "host:1", POOL, 0.0)
         reader.link_up(STREAM, "tcp", 3.0)
         reader.command(opening(), 0.0)
         reader.command(grant(), 0.0)
         return reader
 
-    def test_progress_is_awaited_from_admission_on(self, end: ReaderEnd) -> None:
+    def test_progress_is_awaited_from_admission_on(self, end: ConsumerEnd) -> None:
         assert end.next_deadline() == 100.0  # the owner's queue is not progress
-        end.received(STREAM, Admitted(ID, 7, 0), 50.0)
+        end.received(STREAM, HandoffQueued(ID, 7, 0), 50.0)
         assert end.next_deadline() == 60.0
         end.received(STREAM, FIRST, 55.0)
         assert end.next_deadline() == 65.0
         actions = end.tick(65.0)
-        assert sent(actions) == [Cancel(ID, "the owner made no progress")]
+        assert sent(actions) == [CancelHandoff(ID, "the owner made no progress")]
 
-    def test_an_owner_with_a_long_queue_has_longer(self, end: ReaderEnd) -> None:
-        end.received(STREAM, Admitted(ID, 7, 1993), 0.0)
+    def test_an_owner_with_a_long_queue_has_longer(self, end: ConsumerEnd) -> None:
+        end.received(STREAM, HandoffQueued(ID, 7, 1993), 0.0)
         assert end.next_deadline() == 50.0
 
-    def test_an_owner_that_was_fast_has_less_time(self, end: ReaderEnd) -> None:
-        end.received(STREAM, Admitted(ID, 7, 1993), 0.0)
+    def test_an_owner_that_was_fast_has_less_time(self, end: ConsumerEnd) -> None:
+        end.received(STREAM, HandoffQueued(ID, 7, 1993), 0.0)
         end.received(STREAM, FIRST, 0.0)
         end.received(STREAM, LAST, 0.2)
         end.command(opening(OTHER), 1.0)
         end.command(grant(OTHER), 1.0)
-        end.received(STREAM, Admitted(OTHER, 7, 1993), 1.0)
+        end.received(STREAM, HandoffQueued(OTHER, 7, 1993), 1.0)
         assert end.next_deadline() == pytest.approx(41.2)
 
-    def test_the_budget_ends_it_for_every_owner(self, end: ReaderEnd) -> None:
+    def test_the_budget_ends_it_for_every_owner(self, end: ConsumerEnd) -> None:
         actions = end.tick(100.0)
-        assert sent(actions) == [Cancel(ID, "the request's time is used up")]
-        assert Lost(ID, "the request's time is used up", False) in actions
+        assert sent(actions) == [CancelHandoff(ID, "the request's time is used up")]
+        assert FailedEvent(ID, "the request's time is used up", False) in actions
 
     # Seen failing without the deadline of a link that is told to close.
-    def test_a_link_that_does_not_close_ends_the_stream(self, end: ReaderEnd) -> None:
+    def test_a_link_that_does_not_close_ends_the_stream(self, end: ConsumerEnd) -> None:
         end.received(STREAM, FIRST, 0.0)
         end.read_late(STREAM, 5.0)
         assert end.next_deadline() == 5.0 + LINK_S
         assert isinstance(end.tick(5.0 + LINK_S)[0], EndStream)
 
-    def test_a_link_that_does_not_come_up_again_ends_the_stream(self, end: ReaderEnd) -> None:
+    def test_a_link_that_does_not_come_up_again_ends_the_stream(self, end: ConsumerEnd) -> None:
         end.received(STREAM, FIRST, 0.0)
         end.read_late(STREAM, 5.0)
         end.link_closed(STREAM, "closed", 6.0)
@@ -526,55 +536,55 @@ class TestDeadlines:
         assert isinstance(end.tick(6.0 + LINK_S)[0], EndStream)
 
 
-def test_an_owner_that_misses_five_beats_is_dead(granted: ReaderEnd) -> None:
-    granted.received(STREAM, Beat(1, 0), 1.0)
+def test_an_owner_that_misses_five_beats_is_dead(granted: ConsumerEnd) -> None:
+    granted.received(STREAM, Heartbeat(1, 0), 1.0)
     assert EndStream not in map(type, granted.tick(5.9))
     actions = granted.tick(6.0)
     assert [type(action) for action in told(actions)] == [
         EndStream,
-        OwnerDown,
-        Lost,
-        ReadsEnded,
+        ProducerDown,
+        FailedEvent,
+        ReadsEndedEvent,
         CloseLink,
     ]
 
 
 # Rule 7. Seen failing with the look at `moving` removed.
-def test_beats_stop_while_the_engine_does_not_move(end: ReaderEnd) -> None:
+def test_beats_stop_while_the_engine_does_not_move(end: ConsumerEnd) -> None:
     end.engine_moves(False)
     assert end.tick(1.0) == []
     end.engine_moves(True)
-    assert sent(end.tick(2.0)) == [Beat(3, 0)]
+    assert sent(end.tick(2.0)) == [Heartbeat(3, 0)]
     end.engine_moves(False)
     assert sent(end.link_closed(STREAM, "reset", 2.0)) == []
 
 
 # Seen failing with the first stream ended alone.
-def test_all_streams_can_be_ended_at_once(granted: ReaderEnd) -> None:
+def test_all_streams_can_be_ended_at_once(granted: ConsumerEnd) -> None:
     granted.stream_up(2, OWNER + 1, "host:2", POOL, 0.0)
     granted.link_up(2, "tcp", 3.0)
     granted.command(opening(OTHER, OWNER + 1), 0.0)
     actions = granted.end_streams("other weights")
     assert [action.stream for action in actions if isinstance(action, EndStream)] == [STREAM, 2]
-    assert [a.may_return for a in actions if isinstance(a, Lost)] == [True, True]
+    assert [a.may_return for a in actions if isinstance(a, FailedEvent)] == [True, True]
     assert granted.num_open == 0
 
 
 # Seen failing with sums ignored, and with those of the last range in place of all.
 def test_pages_that_came_with_checksums_are_compared_before_they_are_held(
-    granted: ReaderEnd,
+    granted: ConsumerEnd,
 ) -> None:
-    granted.received(STREAM, Ready(ID, 0, 4, (9,), False, None, sums=((0, 111),)), 0.0)
-    granted.received(STREAM, Ready(ID, 4, 7, (5,), True, 42, sums=((0, 222),)), 0.0)
+    granted.received(STREAM, PagesReady(ID, 0, 4, (9,), False, None, sums=((0, 111),)), 0.0)
+    granted.received(STREAM, PagesReady(ID, 4, 7, (5,), True, 42, sums=((0, 222),)), 0.0)
     granted.read_ended(STREAM, "", 0.0)
     granted.read_ended(STREAM, "", 0.0)
-    (confirm, ended) = granted.received(STREAM, Released(ID, True), 0.0)
-    assert confirm == Confirm(STREAM, Held(ID, num_tokens=7), ((30, 111), (31, 222)))
-    assert ended == ReadsEnded(ID)
+    (confirm, ended) = granted.received(STREAM, PagesReleased(ID, True), 0.0)
+    assert confirm == ConfirmRead(STREAM, CompletedEvent(ID, num_tokens=7), ((30, 111), (31, 222)))
+    assert ended == ReadsEndedEvent(ID)
 
 
 def test_a_link_that_cannot_be_opened_ends_the_stream() -> None:
-    end = ReaderEnd(TransferConfig(), PageTables(PAGE_SIZE))
+    end = ConsumerEnd(TransferConfig(), PageTables(PAGE_SIZE))
     end.stream_up(STREAM, OWNER, "host:1", POOL, 0.0)
     (ended,) = end.link_closed(STREAM, "nixl: another host; tcp: refused", 1.0)
     assert isinstance(ended, EndStream) and "tcp: refused" in ended.reason

@@ -9,14 +9,14 @@ from common.config import TransferConfig
 from common.request import Remaining
 from kvtransfer.messages import (
     AnyMessage,
-    Beat,
-    Cancel,
-    Done,
-    Grant,
+    CancelHandoff,
+    GrantHandoff,
     HandoffId,
-    Open,
+    Heartbeat,
+    OpenHandoff,
+    PagesReleased,
     Prompt,
-    Released,
+    ReadsDone,
 )
 from tests.kvtransfer.sides import Broken, Input, OwnerSide, Plan, require
 from tests.support.specs import make_spec
@@ -29,13 +29,13 @@ NUM_TOKENS = 5  # two chunks
 
 
 SAYINGS: tuple[AnyMessage, ...] = (
-    Open(ID, b"", Remaining(100.0), Prompt(make_spec(range(NUM_TOKENS), request_id="0"))),
-    Grant(ID, 0),
-    Grant(ID, 4),
-    Done(ID),
-    Cancel(ID, ""),
-    Beat(1, 0),
-    Released(ID, held=True),
+    OpenHandoff(ID, b"", Remaining(100.0), Prompt(make_spec(range(NUM_TOKENS), request_id="0"))),
+    GrantHandoff(ID, 0),
+    GrantHandoff(ID, 4),
+    ReadsDone(ID),
+    CancelHandoff(ID, ""),
+    Heartbeat(1, 0),
+    PagesReleased(ID, held=True),
 )
 
 

@@ -10,30 +10,30 @@ from common.errors import EngineFault
 from common.page_tables import PageTables
 from common.request import Remaining
 from kvtransfer.messages import (
-    Admitted,
     AnyMessage,
-    Beat,
-    Cancel,
-    Done,
-    Failed,
-    Grant,
+    CancelHandoff,
+    GrantHandoff,
+    HandoffFailed,
     HandoffId,
-    Open,
+    HandoffQueued,
+    Heartbeat,
+    OpenHandoff,
+    PagesReady,
+    PagesReleased,
     Prompt,
-    Ready,
-    Released,
+    ReadsDone,
 )
 from kvtransfer.ports import (
-    Admit,
-    FailHandoff,
-    Granted,
-    HandoffDropped,
-    Opened,
+    ClosedEvent,
+    FailCommand,
+    GrantedEvent,
+    OpenedEvent,
     OwnerCommand,
-    Publish,
+    PublishCommand,
+    QueuedCommand,
 )
-from kvtransfer.protocol.actions import EndStream, Expose, Send, Withdraw
-from kvtransfer.protocol.producer import POLL_S, OwnerEnd
+from kvtransfer.protocol.actions import EndStream, ExposePages, SendMessage, WithdrawPages
+from kvtransfer.protocol.producer import POLL_S, ProducerEnd
 from tests.support.specs import make_spec
 
 PAGE_SIZE = 4
@@ -44,12 +44,12 @@ SERIAL = 1  # of the first hand-off
 OTHER = HandoffId(READER, 2, 1)
 
 
-def opening(id: HandoffId = ID, num_tokens: int = 7, budget_s: float = 100.0) -> Open:
-    return Open(id, b"", Remaining(budget_s), Prompt(make_spec(range(num_tokens))))
+def opening(id: HandoffId = ID, num_tokens: int = 7, budget_s: float = 100.0) -> OpenHandoff:
+    return OpenHandoff(id, b"", Remaining(budget_s), Prompt(make_spec(range(num_tokens))))
 
 
-def publish(start: int, end: int, pages: list[int], *, last: bool = False) -> Publish:
-    return Publish(SERIAL, start, end, np.array(pages, np.int32), last, 42 if last else None)
+def publish(start: int, end: int, pages: list[int], *, last: bool = False) -> PublishCommand:
+    return PublishCommand(SERIAL, start, end, np.array(pages, np.int32), last, 42 if last else None)
 
 
 def kinds(actions: list[Any]) -> list[type]:
@@ -57,61 +57,63 @@ def kinds(actions: list[Any]) -> list[type]:
 
 
 def sent(actions: list[Any]) -> list[AnyMessage]:
-    return [action.message for action in actions if isinstance(action, Send)]
+    return [action.message for action in actions if isinstance(action, SendMessage)]
 
 
 @pytest.fixture
-def end() -> OwnerEnd:
-    owner = OwnerEnd(TransferConfig(), PageTables(PAGE_SIZE), max_handoffs=3)
+def end() -> ProducerEnd:
+    owner = ProducerEnd(TransferConfig(), PageTables(PAGE_SIZE), max_handoffs=3)
     owner.stream_up(STREAM, READER, 0.0)
     return owner
 
 
 @pytest.fixture
-def granted(end: OwnerEnd) -> OwnerEnd:
+def granted(end: ProducerEnd) -> ProducerEnd:
     end.received(STREAM, opening(), 0.0)
-    end.received(STREAM, Grant(ID, 0), 0.0)
+    end.received(STREAM, GrantHandoff(ID, 0), 0.0)
     return end
 
 
 @pytest.fixture
-def published(granted: OwnerEnd) -> OwnerEnd:
+def published(granted: ProducerEnd) -> ProducerEnd:
     granted.command(publish(0, 4, [9]))
     granted.command(publish(4, 7, [5], last=True))
     return granted
 
 
-def test_a_handoff_goes_from_open_to_released(end: OwnerEnd) -> None:
+def test_a_handoff_goes_from_open_to_released(end: ProducerEnd) -> None:
     (opened,) = end.received(STREAM, opening(), 0.0)
-    assert isinstance(opened, Opened)
+    assert isinstance(opened, OpenedEvent)
     assert opened.source == Prompt(make_spec(range(7)))
-    assert end.received(STREAM, Grant(ID, 0), 0.0) == [Granted(SERIAL, 0)]
-    assert sent(end.command(Admit(SERIAL, 7, 20))) == [Admitted(ID, 7, 20)]
+    assert end.received(STREAM, GrantHandoff(ID, 0), 0.0) == [GrantedEvent(SERIAL, 0)]
+    assert sent(end.command(QueuedCommand(SERIAL, 7, 20))) == [HandoffQueued(ID, 7, 20)]
     exposed, told = end.command(publish(0, 4, [9]))
-    assert isinstance(exposed, Expose)  # readable before the reader knows of it
-    assert told == Send(STREAM, Ready(ID, 0, 4, (9,), False, None))
-    assert sent(end.command(publish(4, 7, [5], last=True))) == [Ready(ID, 4, 7, (5,), True, 42)]
-    assert end.received(STREAM, Done(ID), 1.0) == [
-        Send(STREAM, Released(ID, True)),
-        Withdraw(ID),  # nobody reads them any more before the engine lets them go
-        HandoffDropped(SERIAL, ID, True, "the reader has everything"),
+    assert isinstance(exposed, ExposePages)  # readable before the reader knows of it
+    assert told == SendMessage(STREAM, PagesReady(ID, 0, 4, (9,), False, None))
+    assert sent(end.command(publish(4, 7, [5], last=True))) == [
+        PagesReady(ID, 4, 7, (5,), True, 42)
+    ]
+    assert end.received(STREAM, ReadsDone(ID), 1.0) == [
+        SendMessage(STREAM, PagesReleased(ID, True)),
+        WithdrawPages(ID),  # nobody reads them any more before the engine lets them go
+        ClosedEvent(SERIAL, ID, True, "the reader has everything"),
     ]
     assert end.num_open == 0
 
 
-def test_a_handoff_of_no_pages_is_held(end: OwnerEnd) -> None:
+def test_a_handoff_of_no_pages_is_held(end: ProducerEnd) -> None:
     end.received(STREAM, opening(), 0.0)
-    end.received(STREAM, Grant(ID, 7), 0.0)
-    assert sent(end.command(publish(7, 7, [], last=True))) == [Ready(ID, 7, 7, (), True, 42)]
-    assert sent(end.received(STREAM, Done(ID), 0.0)) == [Released(ID, True)]
+    end.received(STREAM, GrantHandoff(ID, 7), 0.0)
+    assert sent(end.command(publish(7, 7, [], last=True))) == [PagesReady(ID, 7, 7, (), True, 42)]
+    assert sent(end.received(STREAM, ReadsDone(ID), 0.0)) == [PagesReleased(ID, True)]
 
 
 # Rule 8. Seen failing, each, without the call of _granted.
 @pytest.mark.parametrize(
-    "command", [Admit(SERIAL, 3, 0), publish(0, 4, [5])], ids=["admit", "ready"]
+    "command", [QueuedCommand(SERIAL, 3, 0), publish(0, 4, [5])], ids=["admit", "ready"]
 )
 def test_an_engine_that_computes_before_the_grant_is_at_fault(
-    end: OwnerEnd, command: OwnerCommand
+    end: ProducerEnd, command: OwnerCommand
 ) -> None:
     end.received(STREAM, opening(), 0.0)
     with pytest.raises(EngineFault, match="before its grant"):
@@ -119,62 +121,64 @@ def test_an_engine_that_computes_before_the_grant_is_at_fault(
 
 
 # Rule 3. Seen failing, each, with the answer removed.
-def test_done_of_an_unknown_id_is_answered_not_held(end: OwnerEnd) -> None:
-    assert end.received(STREAM, Done(ID), 0.0) == [Send(STREAM, Released(ID, False))]
+def test_done_of_an_unknown_id_is_answered_not_held(end: ProducerEnd) -> None:
+    assert end.received(STREAM, ReadsDone(ID), 0.0) == [
+        SendMessage(STREAM, PagesReleased(ID, False))
+    ]
 
 
-def test_grant_of_an_unknown_id_is_answered_failed(end: OwnerEnd) -> None:
-    (answer,) = sent(end.received(STREAM, Grant(ID, 0), 0.0))
-    assert isinstance(answer, Failed) and answer.id == ID and answer.retryable
+def test_grant_of_an_unknown_id_is_answered_failed(end: ProducerEnd) -> None:
+    (answer,) = sent(end.received(STREAM, GrantHandoff(ID, 0), 0.0))
+    assert isinstance(answer, HandoffFailed) and answer.id == ID and answer.retryable
 
 
-def test_cancel_of_an_unknown_id_is_dropped(end: OwnerEnd) -> None:
-    assert end.received(STREAM, Cancel(ID, "why"), 0.0) == []
+def test_cancel_of_an_unknown_id_is_dropped(end: ProducerEnd) -> None:
+    assert end.received(STREAM, CancelHandoff(ID, "why"), 0.0) == []
 
 
 # Rule 2. Seen failing with the Failed removed.
-def test_letting_go_is_told(published: OwnerEnd) -> None:
-    assert published.command(FailHandoff(SERIAL, "draining", True)) == [
-        Send(STREAM, Failed(ID, "draining", True)),
-        Withdraw(ID),
-        HandoffDropped(SERIAL, ID, False, "draining"),
+def test_letting_go_is_told(published: ProducerEnd) -> None:
+    assert published.command(FailCommand(SERIAL, "draining", True)) == [
+        SendMessage(STREAM, HandoffFailed(ID, "draining", True)),
+        WithdrawPages(ID),
+        ClosedEvent(SERIAL, ID, False, "draining"),
     ]
 
 
 # Rule 4. Seen failing with the entry left on the books by _drop.
-def test_what_was_let_go_is_never_held_again(granted: OwnerEnd) -> None:
+def test_what_was_let_go_is_never_held_again(granted: ProducerEnd) -> None:
     granted.command(publish(0, 4, [9]))
-    granted.command(FailHandoff(SERIAL, "draining", True))
+    granted.command(FailCommand(SERIAL, "draining", True))
     assert granted.command(publish(4, 7, [5], last=True)) == []
-    assert granted.command(FailHandoff(SERIAL, "twice", True)) == []
-    assert sent(granted.received(STREAM, Done(ID), 0.0)) == [Released(ID, False)]
+    assert granted.command(FailCommand(SERIAL, "twice", True)) == []
+    assert sent(granted.received(STREAM, ReadsDone(ID), 0.0)) == [PagesReleased(ID, False)]
 
 
-def test_a_cancel_drops_it(published: OwnerEnd) -> None:
-    dropped = published.received(STREAM, Cancel(ID, "client"), 0.0)
-    assert dropped == [Withdraw(ID), HandoffDropped(SERIAL, ID, False, "cancelled: client")]
+def test_a_cancel_drops_it(published: ProducerEnd) -> None:
+    dropped = published.received(STREAM, CancelHandoff(ID, "client"), 0.0)
+    assert dropped == [WithdrawPages(ID), ClosedEvent(SERIAL, ID, False, "cancelled: client")]
 
 
-def test_the_end_of_a_stream_drops_its_handoffs_alone(published: OwnerEnd) -> None:
+def test_the_end_of_a_stream_drops_its_handoffs_alone(published: ProducerEnd) -> None:
     published.stream_up(2, READER + 1, 0.0)
     other = HandoffId(READER + 1, 1, 1)
     published.received(2, opening(other), 0.0)
     assert published.stream_down(STREAM, "reset") == [
-        Withdraw(ID),
-        HandoffDropped(SERIAL, ID, False, "reset"),
+        WithdrawPages(ID),
+        ClosedEvent(SERIAL, ID, False, "reset"),
     ]
     assert published.num_open == 1
     assert published.stream_down(STREAM, "again") == []
 
 
 # Rule 5. Seen failing with the loop in stream_up removed.
-def test_a_second_hello_of_a_reader_ends_its_first_stream(published: OwnerEnd) -> None:
+def test_a_second_hello_of_a_reader_ends_its_first_stream(published: ProducerEnd) -> None:
     actions = published.stream_up(2, READER, 1.0)
-    assert kinds(actions) == [EndStream, Withdraw, HandoffDropped]
+    assert kinds(actions) == [EndStream, WithdrawPages, ClosedEvent]
     assert actions[0].stream == STREAM and not actions[0].refused
     # What is still under way on the old stream, and its end, change nothing on the new one.
     published.received(2, opening(OTHER), 1.0)
-    assert published.received(STREAM, Done(ID), 1.0) == []
+    assert published.received(STREAM, ReadsDone(ID), 1.0) == []
     assert published.stream_down(STREAM, "closed") == []
     assert published.num_open == 1
 
@@ -183,13 +187,13 @@ def test_a_second_hello_of_a_reader_ends_its_first_stream(published: OwnerEnd) -
     "message",
     [
         opening(),
-        Grant(ID, 0),
-        Done(ID),
-        Done(HandoffId(READER + 1, 1, 1)),
+        GrantHandoff(ID, 0),
+        ReadsDone(ID),
+        ReadsDone(HandoffId(READER + 1, 1, 1)),
         opening(HandoffId(READER + 1, 9, 1)),
-        Released(ID, True),
-        Grant(OTHER, 3),
-        Grant(OTHER, 8),
+        PagesReleased(ID, True),
+        GrantHandoff(OTHER, 3),
+        GrantHandoff(OTHER, 8),
     ],
     ids=[
         "second-open",
@@ -203,20 +207,20 @@ def test_a_second_hello_of_a_reader_ends_its_first_stream(published: OwnerEnd) -
     ],
 )
 def test_a_violation_ends_the_stream_and_its_handoffs_only(
-    granted: OwnerEnd, message: AnyMessage
+    granted: ProducerEnd, message: AnyMessage
 ) -> None:
     granted.received(STREAM, opening(OTHER), 0.0)
     granted.stream_up(2, READER + 1, 0.0)
     granted.received(2, opening(HandoffId(READER + 1, 1, 1)), 0.0)
     actions = granted.received(STREAM, message, 0.0)
-    assert kinds(actions) == [EndStream, Withdraw, HandoffDropped, Withdraw, HandoffDropped]
+    assert kinds(actions) == [EndStream, WithdrawPages, ClosedEvent, WithdrawPages, ClosedEvent]
     assert actions[0].refused and "violation" in actions[0].reason
     assert granted.num_open == 1
 
 
-def test_an_attempt_of_another_stream_is_a_violation(granted: OwnerEnd) -> None:
+def test_an_attempt_of_another_stream_is_a_violation(granted: ProducerEnd) -> None:
     granted.stream_up(2, READER + 1, 0.0)
-    actions = granted.received(2, Cancel(ID, ""), 0.0)
+    actions = granted.received(2, CancelHandoff(ID, ""), 0.0)
     assert kinds(actions) == [EndStream] and actions[0].stream == 2
     assert granted.num_open == 1
 
@@ -233,93 +237,95 @@ def test_an_attempt_of_another_stream_is_a_violation(granted: OwnerEnd) -> None:
     ids=["gap", "pages", "edge", "end-but-not-last", "last-but-not-end"],
 )
 def test_an_engine_that_publishes_the_wrong_range_is_at_fault(
-    granted: OwnerEnd, command: Publish
+    granted: ProducerEnd, command: PublishCommand
 ) -> None:
     with pytest.raises(EngineFault, match="cannot publish"):
         granted.command(command)
 
 
-def test_the_budget_ends_it_in_any_state(end: OwnerEnd) -> None:
+def test_the_budget_ends_it_in_any_state(end: ProducerEnd) -> None:
     end.received(STREAM, opening(budget_s=0.5), 0.0)
     assert end.next_deadline() == 0.5
     assert end.tick(0.5) == [
-        Send(STREAM, Failed(ID, "the request's time is used up", False)),
-        Withdraw(ID),
-        HandoffDropped(SERIAL, ID, False, "the request's time is used up"),
+        SendMessage(STREAM, HandoffFailed(ID, "the request's time is used up", False)),
+        WithdrawPages(ID),
+        ClosedEvent(SERIAL, ID, False, "the request's time is used up"),
     ]
 
 
-def test_a_reader_that_misses_five_beats_is_let_go(published: OwnerEnd) -> None:
-    published.received(STREAM, Beat(1, 1), 1.0)
-    published.received(STREAM, Done(OTHER), 5.5)  # no beat
+def test_a_reader_that_misses_five_beats_is_let_go(published: ProducerEnd) -> None:
+    published.received(STREAM, Heartbeat(1, 1), 1.0)
+    published.received(STREAM, ReadsDone(OTHER), 5.5)  # no beat
     assert EndStream not in kinds(published.tick(5.9))
     actions = published.tick(6.0)
-    assert kinds(actions)[-3:] == [EndStream, Withdraw, HandoffDropped]
+    assert kinds(actions)[-3:] == [EndStream, WithdrawPages, ClosedEvent]
 
 
 # Rule 7. Seen failing with the look at `moving` removed.
-def test_beats_stop_while_the_engine_does_not_move(published: OwnerEnd) -> None:
-    assert sent(published.tick(1.0)) == [Beat(1, 1)]
+def test_beats_stop_while_the_engine_does_not_move(published: ProducerEnd) -> None:
+    assert sent(published.tick(1.0)) == [Heartbeat(1, 1)]
     published.engine_moves(False)
     assert sent(published.tick(2.0)) == []
     published.engine_moves(True)
-    assert sent(published.tick(3.0)) == [Beat(2, 1)]
+    assert sent(published.tick(3.0)) == [Heartbeat(2, 1)]
 
 
-def test_one_open_too_many_is_answered_failed(end: OwnerEnd) -> None:
+def test_one_open_too_many_is_answered_failed(end: ProducerEnd) -> None:
     for request in range(3):
         end.received(STREAM, opening(HandoffId(READER, request, 1)), 0.0)
     (answer,) = sent(end.received(STREAM, opening(HandoffId(READER, 9, 1)), 0.0))
-    assert isinstance(answer, Failed) and answer.retryable
+    assert isinstance(answer, HandoffFailed) and answer.retryable
     assert end.num_open == 3
 
 
-def test_an_owner_polls_while_a_reader_connects(end: OwnerEnd) -> None:
+def test_an_owner_polls_while_a_reader_connects(end: ProducerEnd) -> None:
     assert end.polls(0.0) and not end.polls(POLL_S)
-    end.received(STREAM, Beat(1, 0, connecting=False), 1.0)
+    end.received(STREAM, Heartbeat(1, 0, connecting=False), 1.0)
     assert not end.polls(1.0)
-    end.received(STREAM, Beat(2, 0, connecting=True), 2.0)
+    end.received(STREAM, Heartbeat(2, 0, connecting=True), 2.0)
     assert end.polls(2.0)
-    end.received(STREAM, Beat(3, 0, connecting=False), 3.0)
+    end.received(STREAM, Heartbeat(3, 0, connecting=False), 3.0)
     assert not end.polls(3.0)
 
 
 # Seen failing with a reader's first word on it as the only one, and with every one as the first.
-def test_an_owner_polls_for_a_limited_time_each_time_that_a_reader_connects(end: OwnerEnd) -> None:
-    end.received(STREAM, Beat(1, 0, connecting=False), 1.0)
-    end.received(STREAM, Beat(2, 0, connecting=True), 100.0)
-    end.received(STREAM, Beat(3, 0, connecting=True), 101.0)
+def test_an_owner_polls_for_a_limited_time_each_time_that_a_reader_connects(
+    end: ProducerEnd,
+) -> None:
+    end.received(STREAM, Heartbeat(1, 0, connecting=False), 1.0)
+    end.received(STREAM, Heartbeat(2, 0, connecting=True), 100.0)
+    end.received(STREAM, Heartbeat(3, 0, connecting=True), 101.0)
     assert end.polls(99.0 + POLL_S) and not end.polls(100.0 + POLL_S)
 
 
 # Seen failing with `admitted` never set.
-def test_an_engine_that_admits_twice_is_at_fault(granted: OwnerEnd) -> None:
-    granted.command(Admit(SERIAL, 7, 0))
+def test_an_engine_that_admits_twice_is_at_fault(granted: ProducerEnd) -> None:
+    granted.command(QueuedCommand(SERIAL, 7, 0))
     with pytest.raises(EngineFault, match="admitted twice"):
-        granted.command(Admit(SERIAL, 7, 0))
+        granted.command(QueuedCommand(SERIAL, 7, 0))
 
 
 # Seen failing with all hand-offs counted for each stream.
-def test_a_beat_counts_the_handoffs_of_its_own_stream(granted: OwnerEnd) -> None:
+def test_a_beat_counts_the_handoffs_of_its_own_stream(granted: ProducerEnd) -> None:
     granted.stream_up(2, READER + 1, 0.0)
     beats = {action.stream: action.message for action in granted.tick(1.0)}
-    assert beats == {STREAM: Beat(1, 1), 2: Beat(1, 0)}
+    assert beats == {STREAM: Heartbeat(1, 1), 2: Heartbeat(1, 0)}
 
 
 # Seen failing with the first stream ended alone.
-def test_all_streams_can_be_ended_at_once(granted: OwnerEnd) -> None:
+def test_all_streams_can_be_ended_at_once(granted: ProducerEnd) -> None:
     granted.stream_up(2, READER + 1, 0.0)
     granted.received(2, opening(HandoffId(READER + 1, 1, 1)), 0.0)
     actions = granted.end_streams("other weights")
-    assert kinds(actions) == [EndStream, Withdraw, HandoffDropped] * 2
+    assert kinds(actions) == [EndStream, WithdrawPages, ClosedEvent] * 2
     assert not any(action.refused for action in actions if isinstance(action, EndStream))
     assert granted.num_open == 0
 
 
 # Seen failing, with a KeyError, with a budget that outlives its hand-off, and beats their stream.
-def test_nothing_is_due_for_what_has_ended(end: OwnerEnd) -> None:
+def test_nothing_is_due_for_what_has_ended(end: ProducerEnd) -> None:
     end.received(STREAM, opening(budget_s=0.5), 0.0)
-    end.received(STREAM, Cancel(ID, "client"), 0.1)
+    end.received(STREAM, CancelHandoff(ID, "client"), 0.1)
     assert end.tick(0.5) == []
     end.stream_down(STREAM, "reset")
     assert end.next_deadline() is None

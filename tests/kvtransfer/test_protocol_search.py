@@ -7,7 +7,8 @@ any order: half-open streams, torn reads, late answers, new streams, second atte
 
 Each of these lines was taken out once; the search named fails then:
 rule 1, the reads of a link count as ended as soon as it is told to close: the first, "I2: a read
-    wrote into a page given away"; ReadsEnded as soon as an attempt is given up: the first, too.
+    wrote into a page given away"; ReadsEndedEvent as soon as an attempt is given up: the first,
+    too.
 rule 2, no Cancel when a reader gives up, no Failed when an owner does: the first, "I3: something
     waits for ever".
 rule 4, the entry stays when the owner lets go: the first, I3.

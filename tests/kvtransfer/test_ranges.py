@@ -4,13 +4,13 @@ import pytest
 
 from common.errors import ProtocolViolation
 from common.page_tables import PageTables
-from kvtransfer.messages import Kind
-from kvtransfer.protocol.ranges import Ranges, granted
+from kvtransfer.messages import HandoffKind
+from kvtransfer.protocol.ranges import PageRanges, granted
 
 TABLES = PageTables(4)
 
 
-def of(kind: Kind, *, tokens: int = 7, prefix: int = 0, room: int = 0) -> Ranges:
+def of(kind: HandoffKind, *, tokens: int = 7, prefix: int = 0, room: int = 0) -> PageRanges:
     return granted(kind, TABLES, num_tokens=tokens, prefix_tokens=prefix, room_tokens=room)
 
 
@@ -18,14 +18,14 @@ def of(kind: Kind, *, tokens: int = 7, prefix: int = 0, room: int = 0) -> Ranges
 @pytest.mark.parametrize(
     "kind, prefix, room",
     [
-        pytest.param(Kind.LIVE, 0, 6, id="live-less-room-than-tokens"),
-        pytest.param(Kind.LIVE, 3, 9, id="live-prefix-within-a-page"),
-        pytest.param(Kind.LIVE, 8, 9, id="live-prefix-of-more-tokens"),
-        pytest.param(Kind.WEIGHTS, 1, 0, id="weights-with-a-prefix"),
-        pytest.param(Kind.PREFIX, 3, 0, id="prefix-within-a-page"),
+        pytest.param(HandoffKind.LIVE, 0, 6, id="live-less-room-than-tokens"),
+        pytest.param(HandoffKind.LIVE, 3, 9, id="live-prefix-within-a-page"),
+        pytest.param(HandoffKind.LIVE, 8, 9, id="live-prefix-of-more-tokens"),
+        pytest.param(HandoffKind.WEIGHTS, 1, 0, id="weights-with-a-prefix"),
+        pytest.param(HandoffKind.PREFIX, 3, 0, id="prefix-within-a-page"),
     ],
 )
-def test_an_impossible_grant_is_a_violation(kind: Kind, prefix: int, room: int) -> None:
+def test_an_impossible_grant_is_a_violation(kind: HandoffKind, prefix: int, room: int) -> None:
     with pytest.raises(ProtocolViolation):
         of(kind, prefix=prefix, room=room)
 
@@ -34,29 +34,34 @@ def test_an_impossible_grant_is_a_violation(kind: Kind, prefix: int, room: int) 
 @pytest.mark.parametrize(
     "kind, end, num_pages, last",
     [
-        pytest.param(Kind.LIVE, 8, 2, False, id="live-in-two-ranges"),
-        pytest.param(Kind.LIVE, 6, 2, True, id="live-fewer-than-opened"),
-        pytest.param(Kind.LIVE, 13, 4, True, id="live-more-than-there-is-room-for"),
-        pytest.param(Kind.PREFIX, 6, 2, True, id="prefix-within-a-page"),
-        pytest.param(Kind.PREFIX, 4, 1, False, id="prefix-in-two-ranges"),
-        pytest.param(Kind.WEIGHTS, 8, 8, True, id="weights-more-than-opened"),
+        pytest.param(HandoffKind.LIVE, 8, 2, False, id="live-in-two-ranges"),
+        pytest.param(HandoffKind.LIVE, 6, 2, True, id="live-fewer-than-opened"),
+        pytest.param(HandoffKind.LIVE, 13, 4, True, id="live-more-than-there-is-room-for"),
+        pytest.param(HandoffKind.PREFIX, 6, 2, True, id="prefix-within-a-page"),
+        pytest.param(HandoffKind.PREFIX, 4, 1, False, id="prefix-in-two-ranges"),
+        pytest.param(HandoffKind.WEIGHTS, 8, 8, True, id="weights-more-than-opened"),
     ],
 )
 def test_an_impossible_range_is_a_violation(
-    kind: Kind, end: int, num_pages: int, last: bool
+    kind: HandoffKind, end: int, num_pages: int, last: bool
 ) -> None:
-    ranges = of(kind, room=12 if kind is Kind.LIVE else 0)
+    ranges = of(kind, room=12 if kind is HandoffKind.LIVE else 0)
     with pytest.raises(ProtocolViolation, match="it must"):
         ranges.follow(0, end, num_pages, last=last)
 
 
 @pytest.mark.parametrize(
     "kind, end, num_pages",
-    [(Kind.LIVE, 7, 2), (Kind.LIVE, 12, 3), (Kind.PREFIX, 4, 1), (Kind.WEIGHTS, 7, 7)],
+    [
+        (HandoffKind.LIVE, 7, 2),
+        (HandoffKind.LIVE, 12, 3),
+        (HandoffKind.PREFIX, 4, 1),
+        (HandoffKind.WEIGHTS, 7, 7),
+    ],
 )
 def test_a_range_that_says_how_much_there_is_may_end_where_the_grant_allows(
-    kind: Kind, end: int, num_pages: int
+    kind: HandoffKind, end: int, num_pages: int
 ) -> None:
-    ranges = of(kind, room=12 if kind is Kind.LIVE else 0)
+    ranges = of(kind, room=12 if kind is HandoffKind.LIVE else 0)
     ranges.follow(0, end, num_pages, last=True)
     assert (ranges.complete, ranges.num_tokens) == (True, end)

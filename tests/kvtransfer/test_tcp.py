@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from common.errors import TransferError
-from kvtransfer.backends.base import Backend, Connection, ReadRefused
+from kvtransfer.backends.base import BackendConnection, ReadRefused, TransferBackend
 from kvtransfer.backends.loopback import LoopbackBackend
 from kvtransfer.backends.tcp.backend import TcpBackend
 from kvtransfer.backends.tcp.wire import (
@@ -19,8 +19,8 @@ from kvtransfer.backends.tcp.wire import (
     KEY_BYTES,
     REPLY,
     REQUEST,
-    Description,
-    Status,
+    FrameStatus,
+    TcpDescription,
 )
 from kvtransfer.messages import HandoffId
 from kvtransfer.transfer.link import Link, LinkClosed, LinkEvent, LinkUp
@@ -33,13 +33,15 @@ ALL = np.arange(NUM_PAGES, dtype=np.int32)
 
 
 @pytest.fixture(params=["tcp", "tcp-tls", "tcp-staged", "loopback"])
-def backend(request: pytest.FixtureRequest) -> Backend:
+def backend(request: pytest.FixtureRequest) -> TransferBackend:
     """Return a backend whose owner knows what it has published."""
     return LoopbackBackend() if request.param == "loopback" else make_backend(request.param)
 
 
-# Seen failing with the look into the publications taken out of `TcpOwner._answer`.
-def test_only_pages_published_to_that_reader_are_served(ends: Ends, backend: Backend) -> None:
+# Seen failing with the look into the publications taken out of `TcpProducer._answer`.
+def test_only_pages_published_to_that_reader_are_served(
+    ends: Ends, backend: TransferBackend
+) -> None:
     owner = ends.owner(backend, NUM_PAGES, PAGE_BYTES)
     owner.publish(READER, ALL[:1024])
     owner.publish(READER + 1, ALL[1024:])
@@ -54,7 +56,7 @@ def test_only_pages_published_to_that_reader_are_served(ends: Ends, backend: Bac
 
 
 def test_a_page_published_twice_is_readable_until_withdrawn_twice(
-    ends: Ends, backend: Backend
+    ends: Ends, backend: TransferBackend
 ) -> None:
     owner = ends.owner(backend, NUM_PAGES, PAGE_BYTES)
     owner.publish(READER, ALL[:8])
@@ -72,7 +74,7 @@ def test_a_page_published_twice_is_readable_until_withdrawn_twice(
 # Seen failing with the answers after a refusal left unread in `TcpConnection._exchange`.
 @pytest.mark.parametrize("refused", [0, 300, 1100, 2047])
 def test_the_copy_after_a_refused_one_gets_its_own_bytes(
-    ends: Ends, backend: Backend, refused: int
+    ends: Ends, backend: TransferBackend, refused: int
 ) -> None:
     owner = ends.owner(backend, NUM_PAGES, PAGE_BYTES)
     owner.publish(READER, np.delete(ALL, refused))
@@ -94,15 +96,15 @@ def test_a_key_proves_one_reader_to_one_owner_only(ends: Ends) -> None:
     owner, other = (ends.far_owner("tcp", 8, PAGE_BYTES) for _ in range(2))
     memory = Memory(8, PAGE_BYTES)
     owner.admit(READER + 1)
-    here, there = (msgspec.msgpack.decode(o.admit(), type=Description) for o in (owner, other))
+    here, there = (msgspec.msgpack.decode(o.admit(), type=TcpDescription) for o in (owner, other))
     for lie in ({"reader": READER + 1}, {"reader": READER + 2}, {"port": there.port}):
         with pytest.raises(TransferError):
             backend.connect(changed(here, **lie), owner.remote, memory.pool)
 
 
-# Seen failing with `Readers.dismiss`, and with `LoopbackBackend.dismiss`, doing nothing; its last
-# part with `Publications.forget` doing nothing.
-def test_what_a_reader_was_given_ends_with_it(ends: Ends, backend: Backend) -> None:
+# Seen failing with `TcpConsumers.dismiss`, and with `LoopbackBackend.dismiss`, doing nothing; its
+# last part with `PublishedPages.forget` doing nothing.
+def test_what_a_reader_was_given_ends_with_it(ends: Ends, backend: TransferBackend) -> None:
     owner = ends.owner(backend, NUM_PAGES, PAGE_BYTES)
     memory, bystanders = Memory(NUM_PAGES, PAGE_BYTES), Memory(NUM_PAGES, PAGE_BYTES)
     for reader in (READER, READER + 1):
@@ -126,7 +128,7 @@ def test_what_a_reader_was_given_ends_with_it(ends: Ends, backend: Backend) -> N
         ends.connect(backend, owner, memory).copy(ALL[:1], ALL[:1])
 
 
-def test_a_copy_under_way_ends_with_its_reader(ends: Ends, backend: Backend) -> None:
+def test_a_copy_under_way_ends_with_its_reader(ends: Ends, backend: TransferBackend) -> None:
     owner = ends.owner(backend, NUM_PAGES, PAGE_BYTES)
     owner.publish_all()
     memory = Memory(NUM_PAGES, PAGE_BYTES)
@@ -147,10 +149,10 @@ def test_a_copy_under_way_ends_with_its_reader(ends: Ends, backend: Backend) -> 
     thread.join()
 
 
-# Seen failing with the look at the count taken out of `Readers.proved`.
+# Seen failing with the look at the count taken out of `TcpConsumers.proved`.
 def test_a_proof_that_was_overheard_opens_no_second_connection(ends: Ends) -> None:
     owner = ends.far_owner("tcp", 8, PAGE_BYTES)
-    told = msgspec.msgpack.decode(owner.admit(), type=Description)
+    told = msgspec.msgpack.decode(owner.admit(), type=TcpDescription)
     overheard = introduction(told)
     for answer_bytes in (KEY_BYTES, 0):
         with socket.create_connection((told.host, told.port), 20) as raw:
@@ -173,7 +175,7 @@ def test_a_reader_does_not_trust_whoever_listens_there() -> None:
 
         thread = threading.Thread(target=agree)
         thread.start()
-        description = Description(
+        description = TcpDescription(
             host="127.0.0.1",
             port=impostor.getsockname()[1],
             reader=READER,
@@ -192,7 +194,7 @@ def test_a_reader_does_not_trust_whoever_listens_there() -> None:
 @pytest.mark.parametrize("host", ["a..b", "x" * 64, "a\0b", "", "nowhere.invalid"])
 def test_a_host_that_there_is_not_is_no_path(host: str) -> None:
     memory = Memory(8, PAGE_BYTES)
-    description = Description(host, 1, READER, bytes(KEY_BYTES), b"", 1)
+    description = TcpDescription(host, 1, READER, bytes(KEY_BYTES), b"", 1)
     with pytest.raises(TransferError, match="tcp to"):
         TcpBackend("127.0.0.1").connect(
             msgspec.msgpack.encode(description), memory.remote, memory.pool
@@ -231,11 +233,11 @@ def test_an_unpublished_or_unknown_page_is_answered_at_once_and_by_name(ends: En
         for pages, refused in (((0, 5, 1), 5), ((-1,), -1), ((0, 2**31 - 1), 2**31 - 1)):
             raw.sendall(REQUEST.pack(0, len(pages)) + struct.pack(f"<{len(pages)}i", *pages))
             answer = REPLY.unpack(raw.recv(REPLY.size, socket.MSG_WAITALL))
-            assert answer == (Status.REFUSED, refused)
+            assert answer == (FrameStatus.REFUSED, refused)
             padding = raw.recv(len(pages) * PAGE_BYTES, socket.MSG_WAITALL)
             assert padding == bytes(len(pages) * PAGE_BYTES)
         raw.sendall(REQUEST.pack(0, 1) + bytes(4))
-        assert REPLY.unpack(raw.recv(REPLY.size, socket.MSG_WAITALL)) == (Status.DATA, 0)
+        assert REPLY.unpack(raw.recv(REPLY.size, socket.MSG_WAITALL)) == (FrameStatus.DATA, 0)
         assert raw.recv(PAGE_BYTES, socket.MSG_WAITALL) == owner.content[0].tobytes()
 
 
@@ -251,7 +253,7 @@ def test_a_reader_has_four_connections_and_the_oldest_yields_to_a_fifth(ends: En
         connection.copy(ALL[:8], ALL[:8])
 
 
-def _copies(connection: Connection) -> bool:
+def _copies(connection: BackendConnection) -> bool:
     try:
         connection.copy(ALL[:8], ALL[:8])
     except TransferError:
@@ -262,7 +264,7 @@ def _copies(connection: Connection) -> bool:
 def test_strangers_and_sleepers_delay_nobody(ends: Ends) -> None:
     owner = ends.far_owner("tcp", NUM_PAGES, PAGE_BYTES)
     owner.publish_all()
-    port = msgspec.msgpack.decode(owner.admit(), type=Description).port
+    port = msgspec.msgpack.decode(owner.admit(), type=TcpDescription).port
     memory = Memory(NUM_PAGES, PAGE_BYTES)
     with (
         socket.create_connection(("127.0.0.1", port)),
@@ -346,7 +348,7 @@ def test_an_owner_serves_on_the_port_asked_for_and_says_where_it_is_taken() -> N
         backend.serve(Memory(8, 4096).pool, 2)
     owner.publish(READER, ALL[:8])
     description = owner.admit(READER)
-    assert msgspec.msgpack.decode(description, type=Description).port == port
+    assert msgspec.msgpack.decode(description, type=TcpDescription).port == port
     connection = backend.connect(description, memory.remote, target.pool)
     connection.copy(ALL[:8], ALL[:8])
     owner.close()

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from common.errors import TransferError
-from kvtransfer.backends.tcp.acceptor import Door
+from kvtransfer.backends.tcp.acceptor import TcpAcceptor
 from kvtransfer.backends.tcp.backend import TcpBackend
-from kvtransfer.backends.tcp.owner import TcpOwner
-from kvtransfer.backends.tcp.wire import INTRODUCTION, Description
+from kvtransfer.backends.tcp.owner import TcpProducer
+from kvtransfer.backends.tcp.wire import INTRODUCTION, TcpDescription
 from tests.support.data_children import READER, Memory
 from tests.support.data_ends import Ends, wait_for
 
@@ -27,15 +27,15 @@ CLOSED_S = 60.0  # an owner's two seconds, on a machine with other things to do
 
 
 @pytest.fixture
-def owner() -> Iterator[TcpOwner]:
+def owner() -> Iterator[TcpProducer]:
     """In this process, where its threads can be counted."""
     owner = TcpBackend("127.0.0.1").serve(Memory(8, PAGE_BYTES).pool, 1)
     yield owner
     owner.close()
 
 
-def told(owner: TcpOwner) -> Description:
-    return msgspec.msgpack.decode(owner.admit(READER), type=Description)
+def told(owner: TcpProducer) -> TcpDescription:
+    return msgspec.msgpack.decode(owner.admit(READER), type=TcpDescription)
 
 
 def stranger(port: int, host: str = "127.0.0.1") -> socket.socket:
@@ -55,7 +55,7 @@ def is_open(connection: socket.socket) -> bool:
 
 # Seen failing with a thread started for each connection that is accepted.
 def test_strangers_cost_no_threads_and_are_turned_out_when_they_stay_silent(
-    owner: TcpOwner,
+    owner: TcpProducer,
 ) -> None:
     port, before = told(owner).port, threading.active_count()
     with ExitStack() as exits:
@@ -69,7 +69,7 @@ def test_strangers_cost_no_threads_and_are_turned_out_when_they_stay_silent(
 # Seen failing with the listener closed by the door's thread (about 1 of 50 doors).
 def test_a_door_may_be_shut_just_when_its_thread_turns_strangers_out() -> None:
     for _ in range(300):
-        door = Door("127.0.0.1", 0, lambda *who: None, patience_s=0.003)
+        door = TcpAcceptor("127.0.0.1", 0, lambda *who: None, patience_s=0.003)
         with stranger(door.port), stranger(door.port), stranger(door.port):
             time.sleep(0.003)  # about then
             door.shut()
@@ -80,7 +80,9 @@ class Patient:
 
     def __init__(self) -> None:
         self.let_in: queue.Queue[tuple[socket.socket, str, bytes]] = queue.Queue()
-        self.door = Door("127.0.0.1", 0, lambda *who: self.let_in.put(who), patience_s=3600.0)
+        self.door = TcpAcceptor(
+            "127.0.0.1", 0, lambda *who: self.let_in.put(who), patience_s=3600.0
+        )
 
 
 @pytest.fixture
@@ -90,7 +92,7 @@ def patient() -> Iterator[Patient]:
     patient.door.shut()
 
 
-# Seen failing with nobody turned out by `Door._accept`.
+# Seen failing with nobody turned out by `TcpAcceptor._accept`.
 def test_of_too_many_strangers_the_oldest_goes(patient: Patient) -> None:
     with ExitStack() as exits:
         silent = [exits.enter_context(stranger(patient.door.port)) for _ in range(CROWD)]
@@ -135,7 +137,7 @@ def test_a_flood_keeps_no_reader_out_and_fills_no_log(ends: Ends, words: bytes) 
     owner = ends.far_owner("tcp", 8, PAGE_BYTES)
     owner.publish_all()
     description = owner.admit()
-    port = msgspec.msgpack.decode(description, type=Description).port
+    port = msgspec.msgpack.decode(description, type=TcpDescription).port
     backend, memory = TcpBackend("127.0.0.1"), Memory(8, PAGE_BYTES)
     stop = threading.Event()
     flood = threading.Thread(target=_pester, args=(port, words, stop))
@@ -153,7 +155,7 @@ def test_a_flood_keeps_no_reader_out_and_fills_no_log(ends: Ends, words: bytes) 
     assert 0 < len(lines) <= 10 * 10  # ten of a kind in ten seconds, on a slow machine
 
 
-def test_a_reader_who_comes_again_and_again_is_always_let_in(owner: TcpOwner) -> None:
+def test_a_reader_who_comes_again_and_again_is_always_let_in(owner: TcpProducer) -> None:
     backend, landing = TcpBackend("127.0.0.1"), Memory(8, PAGE_BYTES)
     owner.publish(READER, ALL)
     with ExitStack() as exits:
@@ -163,9 +165,9 @@ def test_a_reader_who_comes_again_and_again_is_always_let_in(owner: TcpOwner) ->
             connection.copy(ALL, ALL)
 
 
-# Seen failing with the bound taken out of `Readers.proved`.
+# Seen failing with the bound taken out of `TcpConsumers.proved`.
 def test_all_readers_together_have_so_many_connections_and_those_that_stand_go_on(
-    owner: TcpOwner,
+    owner: TcpProducer,
 ) -> None:
     backend, landing = TcpBackend("127.0.0.1"), Memory(8, PAGE_BYTES)
     with ExitStack() as exits:

@@ -12,14 +12,14 @@ import pytest
 
 from common.config import TransferConfig
 from common.errors import TransferError
-from kvtransfer.backends.base import Backend
+from kvtransfer.backends.base import TransferBackend
 from kvtransfer.backends.nixl import connection as nixl_connection
-from kvtransfer.backends.nixl.connection import Offer
+from kvtransfer.backends.nixl.connection import NixlOffer
 from kvtransfer.backends.scatter import PageTable
 from kvtransfer.backends.tcp.certificate import make_owner_tls
-from kvtransfer.backends.tcp.channel import Channel
+from kvtransfer.backends.tcp.channel import TcpChannel
 from kvtransfer.backends.tcp.tls import reader_channel
-from kvtransfer.backends.tcp.wire import KEY_BYTES, REQUEST, Description
+from kvtransfer.backends.tcp.wire import KEY_BYTES, REQUEST, TcpDescription
 from kvtransfer.data_paths import backends
 from tests.support.data_children import CANARY, READER, Memory, make_backend
 from tests.support.data_ends import Ends, FarOwner, changed, introduced
@@ -34,7 +34,7 @@ WAIT_S = 60.0
 class Between:
     """Carries bytes between a reader and an owner, and remembers them."""
 
-    def __init__(self, owner: Description, change: Callable[[bytes], bytes]) -> None:
+    def __init__(self, owner: TcpDescription, change: Callable[[bytes], bytes]) -> None:
         """`change` is applied to all that comes from the owner behind its proof."""
         self.to_reader = b""
         self._address = (owner.host, owner.port)
@@ -81,7 +81,7 @@ def between(ends: Ends) -> Iterator[Callable[..., tuple[FarOwner, Between]]]:
         ) -> tuple[FarOwner, Between]:
             owner = ends.far_owner(name, NUM_PAGES, PAGE_BYTES)
             owner.publish_all()
-            described = msgspec.msgpack.decode(owner.admit(), type=Description)
+            described = msgspec.msgpack.decode(owner.admit(), type=TcpDescription)
             relay = Between(described, change)
             exits.callback(relay.close)
             return owner, relay
@@ -143,7 +143,7 @@ def test_a_proof_that_was_passed_on_opens_nothing(ends: Ends) -> None:
     owner.publish_all()
     description = owner.admit()
     raw = introduced(description)
-    told = msgspec.msgpack.decode(description, type=Description)
+    told = msgspec.msgpack.decode(description, type=TcpDescription)
     channel = reader_channel(raw, told.certificate)
     channel.start(SEAL, WAIT_S)
     assert _asked(channel, REQUEST.pack(0, 1) + bytes(4)) == b""
@@ -191,7 +191,7 @@ def test_what_has_ended_lands_no_encrypted_bytes() -> None:
 
 def test_strangers_never_have_an_owner_compute_a_handshake(ends: Ends) -> None:
     owner = ends.far_owner("tcp-tls", NUM_PAGES, PAGE_BYTES)
-    told = msgspec.msgpack.decode(owner.admit(), type=Description)
+    told = msgspec.msgpack.decode(owner.admit(), type=TcpDescription)
     with socket.create_connection((told.host, told.port), WAIT_S) as raw:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -229,10 +229,10 @@ def test_pages_are_encrypted_where_the_configuration_says(
     encrypt: str, tls: bool, encrypted: bool
 ) -> None:
     config = TransferConfig.model_validate({"encrypt": encrypt})
-    made: Backend = backends(config, tls=tls)["tcp"]
+    made: TransferBackend = backends(config, tls=tls)["tcp"]
     memory = Memory(8, PAGE_BYTES)
     owner = made.serve(memory.pool, 1)
-    described = msgspec.msgpack.decode(owner.admit(READER), type=Description)
+    described = msgspec.msgpack.decode(owner.admit(READER), type=TcpDescription)
     assert bool(described.certificate) == encrypted
     owner.close()
 
@@ -240,21 +240,21 @@ def test_pages_are_encrypted_where_the_configuration_says(
 @pytest.mark.parametrize("encrypt, used", [("on", False), ("auto", True), ("off", True)])
 def test_where_pages_must_be_encrypted_rdma_is_not_used(encrypt: str, used: bool) -> None:
     nixl = backends(TransferConfig.model_validate({"encrypt": encrypt}), tls=True)["nixl"]
-    offers = (Offer("rdma", b"", b""),)
-    description = msgspec.msgpack.encode(nixl_connection.Description("cpu", 1, 1, offers))
+    offers = (NixlOffer("rdma", b"", b""),)
+    description = msgspec.msgpack.encode(nixl_connection.NixlDescription("cpu", 1, 1, offers))
     memory = Memory(8, PAGE_BYTES)
     with pytest.raises(TransferError) as refusal:
         nixl.connect(description, memory.remote, memory.pool)
     assert ("rdma: not known here" in str(refusal.value)) != used
 
 
-def _start(channel: Channel, seal: bytes) -> None:
+def _start(channel: TcpChannel, seal: bytes) -> None:
     with suppress(OSError, TransferError):
         channel.start(seal, WAIT_S)
     channel.close()
 
 
-def _asked(channel: Channel, request: bytes) -> bytes:
+def _asked(channel: TcpChannel, request: bytes) -> bytes:
     """Return the response to a request, or nothing if the connection ends instead."""
     with suppress(OSError, TransferError):
         channel.send(request)
@@ -262,7 +262,7 @@ def _asked(channel: Channel, request: bytes) -> bytes:
     return b""
 
 
-def _send_all(channel: Channel, memory: Memory) -> None:
+def _send_all(channel: TcpChannel, memory: Memory) -> None:
     channel.start(SEAL, WAIT_S)
     vectors = PageTable(memory.pool).vectors(ALL[:8], head := bytearray(b"\x07" * 8))
     with suppress(OSError):

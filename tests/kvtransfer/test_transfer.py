@@ -17,39 +17,48 @@ from common.errors import EngineFault, TransferError
 from common.page_tables import PageTables
 from common.process.ipc import FrameSocket, socket_pair
 from common.request import Remaining
-from kvtransfer.backends.base import Connection, Owner, PagePool, RemotePool, prepared
-from kvtransfer.backends.loopback import LoopbackBackend, LoopbackOwner
+from kvtransfer.backends.base import BackendConnection, PagePool, PageProducer, RemotePool, prepared
+from kvtransfer.backends.loopback import LoopbackBackend, LoopbackProducer
 from kvtransfer.backends.nixl.backend import NixlBackend
 from kvtransfer.backends.nixl.paths import PATHS
 from kvtransfer.backends.tcp.backend import TcpBackend
 from kvtransfer.front_messages import PairInput, PairOpened
-from kvtransfer.messages import Cancel, Done, Failed, Grant, HandoffId, Open, Prompt, Released
-from kvtransfer.pairing import PROTOCOL_VERSION, Hello, Region
-from kvtransfer.ports import (
-    Admit,
+from kvtransfer.messages import (
     CancelHandoff,
-    FailHandoff,
-    FirstToken,
-    Granted,
     GrantHandoff,
-    HandoffDropped,
-    Held,
-    Lost,
-    Opened,
+    HandoffFailed,
+    HandoffId,
     OpenHandoff,
-    OwnerDown,
-    OwnerUp,
-    Publish,
-    ReadsEnded,
+    PagesReleased,
+    Prompt,
+    ReadsDone,
 )
-from kvtransfer.protocol.consumer import ReaderEnd
-from kvtransfer.protocol.producer import OwnerEnd
+from kvtransfer.pairing import PROTOCOL_VERSION, PairHello, PoolRegion
+from kvtransfer.ports import (
+    CancelCommand,
+    ClosedEvent,
+    CompletedEvent,
+    FailCommand,
+    FailedEvent,
+    FirstTokenEvent,
+    GrantCommand,
+    GrantedEvent,
+    OpenCommand,
+    OpenedEvent,
+    ProducerDown,
+    ProducerUp,
+    PublishCommand,
+    QueuedCommand,
+    ReadsEndedEvent,
+)
+from kvtransfer.protocol.consumer import ConsumerEnd
+from kvtransfer.protocol.producer import ProducerEnd
 from kvtransfer.transfer.page_bytes import page_bytes_of
-from kvtransfer.transfer.page_sums import PageSums
-from kvtransfer.transfer.publisher import Publisher
-from kvtransfer.transfer.read_meter import ReadMeter
-from kvtransfer.transfer.reader import Reader
-from kvtransfer.transfer.thread import Outlet, TransferThread
+from kvtransfer.transfer.page_sums import PageChecksums
+from kvtransfer.transfer.publisher import ProducerSide
+from kvtransfer.transfer.read_meter import ReadMetrics
+from kvtransfer.transfer.reader import ConsumerSide
+from kvtransfer.transfer.thread import EventOutlet, TransferThread
 from tests.kvtransfer.pump import WAIT_S, Pump
 from tests.support.data_children import CANARY, Memory, content
 from tests.support.data_ends import wait_for
@@ -96,14 +105,14 @@ class Rig:
         self.source.pages[:] = content(7, NUM_PAGES, PAGE_BYTES)
         self.landing = Memory(NUM_PAGES, PAGE_BYTES)
         self.reader, self.owner = Engine(), Engine()
-        self.reads = ReadMeter(PAGE_BYTES)
+        self.reads = ReadMetrics(PAGE_BYTES)
         self.owners = {
             name: backend.serve(self.source.pool, OWNER) for name, backend in backends.items()
         }
         self.reader.transfer = TransferThread(
             self.pump.join(as_reader=True),
-            lambda outlet, wake: Reader(
-                ReaderEnd(config, PageTables(PAGE_SIZE)),
+            lambda outlet, wake: ConsumerSide(
+                ConsumerEnd(config, PageTables(PAGE_SIZE)),
                 _hello(READER, self.landing.pool, **hello),
                 self.landing.pool,
                 backends,
@@ -117,13 +126,13 @@ class Rig:
         )
         self.owner.transfer = TransferThread(
             self.pump.join(as_reader=False),
-            lambda outlet, wake: Publisher(
-                OwnerEnd(config, PageTables(PAGE_SIZE)),
+            lambda outlet, wake: ProducerSide(
+                ProducerEnd(config, PageTables(PAGE_SIZE)),
                 _hello(OWNER, self.source.pool),
                 self.owners,
                 outlet,
                 wake,
-                PageSums(page_bytes_of(self.source.pool), config.check_every),
+                PageChecksums(page_bytes_of(self.source.pool), config.check_every),
             ),
             engine_late_s=lambda: self.owner.late_s,
             wake_engine=self.owner.wake.release,
@@ -141,25 +150,27 @@ class Rig:
 
     def pair(self) -> int:
         stream = self.pump.connect()
-        assert self.reader.next(OwnerUp).owner == OWNER
+        assert self.reader.next(ProducerUp).owner == OWNER
         return stream
 
     def open(self, id: HandoffId = ID, budget_s: float = 100.0) -> None:
         prompt = Prompt(make_spec(range(7)))
-        self.reader.post(OpenHandoff(id, OWNER, b"", Remaining(budget_s), prompt))
-        opened = self.owner.next(Opened)
+        self.reader.post(OpenCommand(id, OWNER, b"", Remaining(budget_s), prompt))
+        opened = self.owner.next(OpenedEvent)
         self.serials[id] = opened.serial
         assert opened.id == id and opened.source == prompt
 
     def grant(self, id: HandoffId = ID, pages: tuple[int, int] = (1, 2)) -> None:
-        self.reader.post(GrantHandoff(id, 0, np.array(pages, np.int32)))
-        assert self.owner.next(Granted).prefix_tokens == 0
+        self.reader.post(GrantCommand(id, 0, np.array(pages, np.int32)))
+        assert self.owner.next(GrantedEvent).prefix_tokens == 0
 
     def publish_first(self, id: HandoffId = ID) -> None:
-        self.owner.post(Publish(self.serials[id], 0, 4, np.array([9], np.int32), False, None))
+        self.owner.post(
+            PublishCommand(self.serials[id], 0, 4, np.array([9], np.int32), False, None)
+        )
 
     def publish_last(self, id: HandoffId = ID) -> None:
-        self.owner.post(Publish(self.serials[id], 4, 7, np.array([5], np.int32), True, 42))
+        self.owner.post(PublishCommand(self.serials[id], 4, 7, np.array([5], np.int32), True, 42))
 
     def landed(self, *pages: int) -> bool:
         """Return whether the landing pages 1, 2, ... hold these pages of the source."""
@@ -169,10 +180,10 @@ class Rig:
         )
 
 
-def _hello(instance: int, pool: PagePool, **fields: Any) -> Hello:
-    region = Region(pool.base, pool.page_bytes, pool.num_pages)
+def _hello(instance: int, pool: PagePool, **fields: Any) -> PairHello:
+    region = PoolRegion(pool.base, pool.page_bytes, pool.num_pages)
     fingerprint = {"model": "toy", "page_size": "4", **fields}
-    return Hello(instance, PROTOCOL_VERSION, fingerprint, (), (region,), "host:1")
+    return PairHello(instance, PROTOCOL_VERSION, fingerprint, (), (region,), "host:1")
 
 
 @pytest.fixture
@@ -205,11 +216,11 @@ def test_a_handoff_lands_whole_and_is_given_back_on_both_sides(rig: Rig) -> None
     rig.grant()
     rig.publish_first()
     rig.publish_last()
-    assert rig.reader.next(FirstToken).token == 42
-    assert rig.reader.next(Held).id == ID
+    assert rig.reader.next(FirstTokenEvent).token == 42
+    assert rig.reader.next(CompletedEvent).id == ID
     assert rig.landed(9, 5)
-    rig.reader.next(ReadsEnded)
-    assert rig.owner.next(HandoffDropped).held
+    rig.reader.next(ReadsEndedEvent)
+    assert rig.owner.next(ClosedEvent).held
     assert not rig.owners["loopback"].publications.first_refused(READER, np.array([], np.int32))
     assert rig.owners["loopback"].publications.first_refused(READER, np.array([9], np.int32)) == 9
 
@@ -220,7 +231,7 @@ EVERY_PAGE = TransferConfig(check_every=1)
 def test_a_page_that_has_changed_on_its_way_is_not_told_as_held(
     make_rig: Callable[..., Rig], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Seen failing with `PageSums.wrong` always empty: Held, and a page that is another's."""
+    """Seen failing with `PageChecksums.wrong` always empty: Held, and a page that is another's."""
     caplog.set_level(logging.INFO)
     rig = make_rig(EVERY_PAGE)
     rig.pair()
@@ -229,12 +240,12 @@ def test_a_page_that_has_changed_on_its_way_is_not_told_as_held(
     rig.grant()
     rig.publish_first()
     rig.publish_last()
-    rig.reader.next(FirstToken)
-    lost = rig.reader.next(Lost)
+    rig.reader.next(FirstTokenEvent)
+    lost = rig.reader.next(FailedEvent)
     assert lost.id == ID and lost.retryable and "not as published" in lost.reason
-    rig.reader.next(ReadsEnded)
+    rig.reader.next(ReadsEndedEvent)
     assert not rig.landed(9, 5)
-    assert rig.owner.next(HandoffDropped).held  # by its books it was
+    assert rig.owner.next(ClosedEvent).held  # by its books it was
     told = rig.reads.gauges()
     assert (told["total_pages_compared/right"], told["total_pages_compared/wrong"]) == (1, 1)
     assert "pages have arrived otherwise than they were published" in caplog.text
@@ -242,8 +253,8 @@ def test_a_page_that_has_changed_on_its_way_is_not_told_as_held(
     rig.grant(OTHER)
     rig.publish_first(OTHER)
     rig.publish_last(OTHER)
-    rig.reader.next(FirstToken)
-    assert rig.reader.next(Held).id == OTHER
+    rig.reader.next(FirstTokenEvent)
+    assert rig.reader.next(CompletedEvent).id == OTHER
     assert rig.landed(9, 5)
     assert rig.reads.gauges()["total_pages_compared/right"] == 3
     # That link was not trusted: it has been closed, and opened anew.
@@ -257,8 +268,8 @@ def test_without_checksums_nothing_is_compared(make_rig: Callable[..., Rig]) -> 
     rig.grant()
     rig.publish_first()
     rig.publish_last()
-    rig.reader.next(FirstToken)
-    rig.reader.next(Held)
+    rig.reader.next(FirstTokenEvent)
+    rig.reader.next(CompletedEvent)
     told = rig.reads.gauges()
     assert told["total_pages_compared/right"] == told["total_pages_compared/wrong"] == 0
 
@@ -272,8 +283,8 @@ def test_what_is_read_is_counted_by_the_path_that_carried_it(
     rig.grant()
     rig.publish_first()
     rig.publish_last()
-    rig.reader.next(FirstToken)
-    rig.reader.next(Held)
+    rig.reader.next(FirstTokenEvent)
+    rig.reader.next(CompletedEvent)
     told = rig.reads.gauges()
     assert told["total_read_bytes/tcp"] == 2 * PAGE_BYTES
     assert told["total_read_descriptors/tcp"] == 2
@@ -291,7 +302,7 @@ def test_two_handoffs_at_once_land_in_their_own_pages(rig: Rig) -> None:
     rig.publish_last(OTHER)
     rig.publish_last(ID)
     events = [rig.reader.next(object) for _ in range(6)]
-    assert {event.id for event in events if isinstance(event, Held)} == {ID, OTHER}
+    assert {event.id for event in events if isinstance(event, CompletedEvent)} == {ID, OTHER}
     assert rig.landed(9, 5, 9, 5)
 
 
@@ -300,19 +311,19 @@ def test_a_stream_that_is_cut_loses_its_handoffs_on_both_sides(rig: Rig) -> None
     rig.grant()
     rig.publish_first()
     rig.pump.cut(1)
-    rig.reader.next(OwnerDown)
-    lost = rig.reader.next(Lost)
+    rig.reader.next(ProducerDown)
+    lost = rig.reader.next(FailedEvent)
     assert lost.retryable and lost.may_return
-    rig.reader.next(ReadsEnded)
-    assert not rig.owner.next(HandoffDropped).held
+    rig.reader.next(ReadsEndedEvent)
+    assert not rig.owner.next(ClosedEvent).held
     # A new stream starts afresh, with a link of its own.
     rig.pair()
     rig.open(OTHER)
     rig.grant(OTHER)
     rig.publish_first(OTHER)
     rig.publish_last(OTHER)
-    rig.reader.next(FirstToken)
-    assert rig.reader.next(Held).id == OTHER
+    rig.reader.next(FirstTokenEvent)
+    assert rig.reader.next(CompletedEvent).id == OTHER
 
 
 def test_a_cancel_frees_the_owner_at_once_and_the_reader_after_its_read(rig: Rig) -> None:
@@ -322,29 +333,29 @@ def test_a_cancel_frees_the_owner_at_once_and_the_reader_after_its_read(rig: Rig
     rig.grant()
     rig.publish_first()
     assert faults.wait_until_resting(1, WAIT_S)
-    rig.reader.post(CancelHandoff(ID, "client"))
-    assert rig.owner.next(HandoffDropped).reason == "cancelled: client"
+    rig.reader.post(CancelCommand(ID, "client"))
+    assert rig.owner.next(ClosedEvent).reason == "cancelled: client"
     assert rig.reader.transfer.take() == []  # its read may still land
     faults.release()
-    assert rig.reader.next(ReadsEnded).id == ID
+    assert rig.reader.next(ReadsEndedEvent).id == ID
 
 
 def test_an_owner_that_lets_go_is_heard_and_nothing_is_held(rig: Rig) -> None:
     rig.open()
     rig.grant()
-    rig.owner.post(Admit(rig.serials[ID], 7, 0))
-    rig.owner.post(FailHandoff(rig.serials[ID], "out of pages", False))
-    rig.owner.next(HandoffDropped)
+    rig.owner.post(QueuedCommand(rig.serials[ID], 7, 0))
+    rig.owner.post(FailCommand(rig.serials[ID], "out of pages", False))
+    rig.owner.next(ClosedEvent)
     rig.reader.next(object)  # admitted
-    assert rig.reader.next(Lost) == Lost(ID, "out of pages", False)
-    rig.reader.next(ReadsEnded)
+    assert rig.reader.next(FailedEvent) == FailedEvent(ID, "out of pages", False)
+    rig.reader.next(ReadsEndedEvent)
 
 
 def test_the_budget_ends_it_on_both_sides(rig: Rig) -> None:
     rig.open(budget_s=3.0)  # on a machine that may be busy for two of them
-    assert not rig.reader.next(Lost).retryable
-    assert not rig.owner.next(HandoffDropped).held
-    rig.pump.wait(lambda: any(isinstance(m, Cancel | Failed) for m in rig.pump.sent))
+    assert not rig.reader.next(FailedEvent).retryable
+    assert not rig.owner.next(ClosedEvent).held
+    rig.pump.wait(lambda: any(isinstance(m, CancelHandoff | HandoffFailed) for m in rig.pump.sent))
 
 
 def test_a_read_past_its_deadline_costs_its_attempt_and_not_the_next(
@@ -364,11 +375,11 @@ def test_a_read_past_its_deadline_costs_its_attempt_and_not_the_next(
     rig.publish_first(OTHER)
     rig.publish_last(OTHER)
     heard = {type(event): event for event in (rig.reader.next(object) for _ in range(3))}
-    assert heard[FirstToken].id == OTHER
-    assert heard[Lost] == Lost(ID, "a read passed its deadline", True)
-    assert heard[ReadsEnded].id == ID
+    assert heard[FirstTokenEvent].id == OTHER
+    assert heard[FailedEvent] == FailedEvent(ID, "a read passed its deadline", True)
+    assert heard[ReadsEndedEvent].id == ID
     faults.release()
-    assert rig.reader.next(Held).id == OTHER  # over the link's successor
+    assert rig.reader.next(CompletedEvent).id == OTHER  # over the link's successor
     assert (rig.landing.pages[1] == torn).all()
 
 
@@ -378,20 +389,20 @@ def test_an_owner_that_dies_costs_its_handoffs_and_not_the_reader(rig: Rig) -> N
     rig.publish_first()
     rig.pump.cut(1)  # first, or its reads may end before the reader knows why
     rig.owner.transfer.stop(WAIT_S)
-    rig.reader.next(OwnerDown)
-    lost = rig.reader.next(Lost)
+    rig.reader.next(ProducerDown)
+    lost = rig.reader.next(FailedEvent)
     assert lost.retryable and lost.may_return
-    rig.reader.next(ReadsEnded)
+    rig.reader.next(ReadsEndedEvent)
 
 
 def test_an_owner_whose_engine_is_stuck_is_dead(make_rig: Callable[..., Rig]) -> None:
-    # Seen failing with `engine_moves` ignored by Publisher.tick.
+    # Seen failing with `engine_moves` ignored by ProducerSide.tick.
     rig = make_rig(TransferConfig(heartbeat_s=0.1, missed_beats=30))
     rig.pair()
     rig.open()
     rig.owner.late_s = 1.5
-    rig.reader.next(OwnerDown)
-    assert "beats" in rig.reader.next(Lost).reason
+    rig.reader.next(ProducerDown)
+    assert "beats" in rig.reader.next(FailedEvent).reason
     rig.pump.wait(lambda: 1 in rig.pump.ended)
     assert not rig.pump.ended[1].refused
 
@@ -413,16 +424,16 @@ def test_the_front_hears_of_an_engine_only_while_it_moves(rig: Rig, as_reader: b
 
 
 def test_done_of_what_the_owner_does_not_know_is_not_held(rig: Rig) -> None:
-    rig.pump.say(1, Done(ID), to_reader=False)
-    rig.pump.wait(lambda: Released(ID, False) in rig.pump.sent)
+    rig.pump.say(1, ReadsDone(ID), to_reader=False)
+    rig.pump.wait(lambda: PagesReleased(ID, False) in rig.pump.sent)
 
 
 def test_a_violation_ends_the_pair_and_both_nodes_live(rig: Rig) -> None:
     rig.open()
-    rig.pump.say(1, Released(ID, True), to_reader=True)
-    rig.reader.next(OwnerDown)
-    assert "violation" in rig.reader.next(Lost).reason
-    rig.owner.next(HandoffDropped)
+    rig.pump.say(1, PagesReleased(ID, True), to_reader=True)
+    rig.reader.next(ProducerDown)
+    assert "violation" in rig.reader.next(FailedEvent).reason
+    rig.owner.next(ClosedEvent)
     rig.pump.wait(lambda: 1 in rig.pump.ended)
     assert rig.pump.ended[1].refused
     rig.pair()
@@ -441,10 +452,10 @@ class NoPath:
 
     name = "nowhere"
 
-    def serve(self, pool: PagePool, instance: int) -> Owner:
+    def serve(self, pool: PagePool, instance: int) -> PageProducer:
         return LoopbackBackend().serve(pool, instance)
 
-    def connect(self, description: bytes, remote: RemotePool, pool: PagePool) -> Connection:
+    def connect(self, description: bytes, remote: RemotePool, pool: PagePool) -> BackendConnection:
         raise TransferError("no such way")
 
 
@@ -468,7 +479,7 @@ def _can_connect(backend: LoopbackBackend, description: bytes, rig: Rig) -> bool
     return True
 
 
-# Seen failing with `Publisher._dismiss` doing nothing.
+# Seen failing with `ProducerSide._dismiss` doing nothing.
 def test_what_a_reader_was_told_is_worth_nothing_after_its_stream(
     make_rig: Callable[..., Rig],
 ) -> None:
@@ -481,9 +492,13 @@ def test_what_a_reader_was_told_is_worth_nothing_after_its_stream(
     (told,) = backend.told
     assert _can_connect(backend, told, rig)
     rig.pump.cut(stream)
-    rig.owner.next(HandoffDropped)
+    rig.owner.next(ClosedEvent)
     wait_for(lambda: not _can_connect(backend, told, rig))
-    assert {type(rig.reader.next(object)) for _ in range(3)} == {Lost, ReadsEnded, OwnerDown}
+    assert {type(rig.reader.next(object)) for _ in range(3)} == {
+        FailedEvent,
+        ReadsEndedEvent,
+        ProducerDown,
+    }
     rig.pair()
     assert not _can_connect(backend, told, rig)
     assert _can_connect(backend, backend.told[-1], rig)
@@ -516,20 +531,22 @@ class Diary:
     def close(self) -> None: ...
 
 
-# Seen failing with the loop behind the actions taken out of `Publisher._carry_out`.
+# Seen failing with the loop behind the actions taken out of `ProducerSide._carry_out`.
 def test_a_reader_whose_stream_is_ended_here_is_dismissed_before_its_front_says_so() -> None:
     diary, pool = Diary(), Memory(NUM_PAGES, PAGE_BYTES).pool
     ours, theirs = socket_pair()
     frames: FrameSocket[PairInput] = FrameSocket(ours, PairInput)
-    end = OwnerEnd(TransferConfig(), PageTables(PAGE_SIZE))
-    outlet, nothing = Outlet(frames), PageSums(pool, 0)
-    publisher = Publisher(end, _hello(OWNER, pool), {"diary": diary}, outlet, lambda: None, nothing)
+    end = ProducerEnd(TransferConfig(), PageTables(PAGE_SIZE))
+    outlet, nothing = EventOutlet(frames), PageChecksums(pool, 0)
+    publisher = ProducerSide(
+        end, _hello(OWNER, pool), {"diary": diary}, outlet, lambda: None, nothing
+    )
     publisher.opened(PairOpened(7, _hello(READER, pool), False), 0.0)
-    opening = Open(ID, b"", Remaining(9.0), Prompt(make_spec(range(7))))
+    opening = OpenHandoff(ID, b"", Remaining(9.0), Prompt(make_spec(range(7))))
     publisher.received(7, opening, 0.0)
-    publisher.received(7, Grant(ID, 0), 0.0)
-    publisher.command(Publish(1, 0, 4, np.array([9], np.int32), False, None), 0.0)
-    publisher.received(7, Done(ID), 0.0)  # before its last Ready
+    publisher.received(7, GrantHandoff(ID, 0), 0.0)
+    publisher.command(PublishCommand(1, 0, 4, np.array([9], np.int32), False, None), 0.0)
+    publisher.received(7, ReadsDone(ID), 0.0)  # before its last Ready
     assert diary.asked == ["admit 7", "publish 7 [9]", "withdraw 7 [9]", "dismiss 7"]
     for sock in (frames, theirs):
         sock.close()
@@ -553,7 +570,7 @@ def test_the_next_path_is_taken_where_one_cannot_be_proved_or_is_too_slow(
     backends = {"nowhere": NoPath(), "slow": SlowPath(), "loopback": LoopbackBackend()}
     rig = make_rig(config, backends)
     rig.pump.connect()
-    assert rig.reader.next(OwnerUp).path == "loopback"
+    assert rig.reader.next(ProducerUp).path == "loopback"
     assert rig.reader.transfer.take() == []
 
 
@@ -575,7 +592,7 @@ class Slow(LoopbackBackend):
         super().__init__()
         self.preparations: dict[int, Future[Any]] = {}  # by reader
 
-    def serve(self, pool: PagePool, instance: int) -> LoopbackOwner:
+    def serve(self, pool: PagePool, instance: int) -> LoopbackProducer:
         owner = super().serve(pool, instance)
         owner.prepare = self._prepare  # type: ignore[method-assign]
         return owner
@@ -585,49 +602,50 @@ class Slow(LoopbackBackend):
         return self.preparations[reader]
 
 
-# Seen failing with `Admissions.begin` waiting for what it has begun.
+# Seen failing with `ConsumerAdmissions.begin` waiting for what it has begun.
 def test_a_reader_that_waits_for_its_paths_holds_nobody_up(make_rig: Callable[..., Rig]) -> None:
     slow = Slow()
     rig = make_rig(backends={"slow": slow})
     first = rig.pump.connect()
     wait_for(lambda: first in slow.preparations)
     slow.preparations[first].set_result(None)
-    assert rig.reader.next(OwnerUp).owner == OWNER
+    assert rig.reader.next(ProducerUp).owner == OWNER
     second = rig.pump.connect()
     wait_for(lambda: second in slow.preparations)
     rig.open()
     rig.grant()
     rig.publish_first()
     rig.publish_last()
-    rig.reader.next(FirstToken)
-    assert rig.reader.next(Held).id == ID and rig.landed(9, 5)
+    rig.reader.next(FirstTokenEvent)
+    assert rig.reader.next(CompletedEvent).id == ID and rig.landed(9, 5)
 
 
-# Seen failing with `admit` before `prepare` is done in `Admissions.take_ready`: no path is offered.
+# Seen failing with `admit` before `prepare` is done in `ConsumerAdmissions.take_ready`: no path is
+# offered.
 def test_readers_with_agents_of_their_own_come_go_and_come_again(
     make_rig: Callable[..., Rig], one_sided: None
 ) -> None:
     rig = make_rig(backends={"nixl": NixlBackend([replace(PATHS[0], keyed=True)])})
     for id in (ID, OTHER):
         stream = rig.pump.connect()
-        assert rig.reader.next(OwnerUp).path == "cma"
+        assert rig.reader.next(ProducerUp).path == "cma"
         rig.open(id)
         rig.grant(id, (1, 2))
         rig.publish_first(id)
         rig.publish_last(id)
-        rig.reader.next(FirstToken)
-        rig.reader.next(Held)
+        rig.reader.next(FirstTokenEvent)
+        rig.reader.next(CompletedEvent)
         assert rig.landed(9, 5)
         rig.landing.pages[:] = CANARY
-        rig.reader.next(ReadsEnded)
-        assert rig.owner.next(HandoffDropped).held
+        rig.reader.next(ReadsEndedEvent)
+        assert rig.owner.next(ClosedEvent).held
         rig.pump.cut(stream)
-        rig.reader.next(OwnerDown)
+        rig.reader.next(ProducerDown)
 
 
 def test_a_fault_of_the_thread_reaches_the_engine(rig: Rig) -> None:
     rig.open()
-    rig.reader.post(GrantHandoff(ID, 0, np.array([1, 2, 3], np.int32)))
+    rig.reader.post(GrantCommand(ID, 0, np.array([1, 2, 3], np.int32)))
     with pytest.raises(EngineFault, match="3 pages"):
         rig.reader.next(object)
 

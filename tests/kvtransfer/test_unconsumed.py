@@ -12,14 +12,14 @@ from common.request import Remaining
 from common.requests.sampling import SamplingParams
 from kvtransfer.backends.base import PagePool
 from kvtransfer.front_messages import PairInput, PairOpened, PairOutput, PairSend
-from kvtransfer.messages import Cancel, Failed, HandoffId, Open, Prompt
-from kvtransfer.pairing import Hello, Region
-from kvtransfer.ports import HandoffDropped, Opened, OwnerEvent
-from kvtransfer.protocol.producer import OwnerEnd
+from kvtransfer.messages import CancelHandoff, HandoffFailed, HandoffId, OpenHandoff, Prompt
+from kvtransfer.pairing import PairHello, PoolRegion
+from kvtransfer.ports import ClosedEvent, OpenedEvent, OwnerEvent
+from kvtransfer.protocol.producer import ProducerEnd
 from kvtransfer.transfer.page_bytes import page_bytes_of
-from kvtransfer.transfer.page_sums import PageSums
-from kvtransfer.transfer.publisher import Publisher
-from kvtransfer.transfer.thread import Outlet
+from kvtransfer.transfer.page_sums import PageChecksums
+from kvtransfer.transfer.publisher import ProducerSide
+from kvtransfer.transfer.thread import EventOutlet
 from tests.support.specs import make_spec
 
 OWNER, LOUD, QUIET = 1, 2, 3  # instances, and streams of the readers
@@ -27,29 +27,29 @@ MAX_TOKENS = 100_000
 SAMPLING = SamplingParams(max_tokens=1, seed=1)
 
 
-def _hello(instance: int) -> Hello:
-    return Hello(instance, 2, {}, (), (Region(4096, 512, 8),), "here")
+def _hello(instance: int) -> PairHello:
+    return PairHello(instance, 2, {}, (), (PoolRegion(4096, 512, 8),), "here")
 
 
 @dataclass
 class Owner:
     """A publisher, and what an engine and a front see of it."""
 
-    publisher: Publisher
-    outlet: Outlet[OwnerEvent]
+    publisher: ProducerSide
+    outlet: EventOutlet[OwnerEvent]
     front: FrameSocket[PairOutput]
 
     def open(self, stream: int, request: int, num_tokens: int, *, cancel: bool = False) -> None:
         id = HandoffId(stream, request, 1)
         prompt = Prompt(make_spec([7] * num_tokens))
-        self.publisher.received(stream, Open(id, b"", Remaining(60.0), prompt), 0.0)
+        self.publisher.received(stream, OpenHandoff(id, b"", Remaining(60.0), prompt), 0.0)
         if cancel:
-            self.publisher.received(stream, Cancel(id, "changed its mind"), 0.0)
+            self.publisher.received(stream, CancelHandoff(id, "changed its mind"), 0.0)
 
-    def refused(self) -> list[Failed]:
+    def refused(self) -> list[HandoffFailed]:
         """Return the failures that it has sent since the last call."""
         said = [each.message for each in self.front.receive() if isinstance(each, PairSend)]
-        return [message for message in said if isinstance(message, Failed)]
+        return [message for message in said if isinstance(message, HandoffFailed)]
 
 
 @pytest.fixture
@@ -57,10 +57,10 @@ def owner() -> Iterator[Owner]:
     ours, theirs = socket_pair()
     frames: FrameSocket[PairInput] = FrameSocket(ours, PairInput)
     front: FrameSocket[PairOutput] = FrameSocket(theirs, PairOutput)
-    outlet: Outlet[OwnerEvent] = Outlet(frames)
-    end = OwnerEnd(TransferConfig(), PageTables(4))
-    nothing = PageSums(page_bytes_of(PagePool(1 << 20, 4096, 16, "cpu")), 0)
-    publisher = Publisher(
+    outlet: EventOutlet[OwnerEvent] = EventOutlet(frames)
+    end = ProducerEnd(TransferConfig(), PageTables(4))
+    nothing = PageChecksums(page_bytes_of(PagePool(1 << 20, 4096, 16, "cpu")), 0)
+    publisher = ProducerSide(
         end, _hello(OWNER), {}, outlet, lambda: None, nothing, max_untaken_tokens=MAX_TOKENS
     )
     for reader in (LOUD, QUIET):
@@ -70,7 +70,7 @@ def owner() -> Iterator[Owner]:
     front.close()
 
 
-# Seen failing with `Untaken.fits` always true: nothing is refused.
+# Seen failing with `UnconsumedEvents.fits` always true: nothing is refused.
 @pytest.mark.parametrize("num_tokens, fit", [(10_000, 10), (1, 97)])
 def test_what_is_opened_and_cancelled_during_one_step_does_not_pile_up(
     owner: Owner, num_tokens: int, fit: int
@@ -80,7 +80,7 @@ def test_what_is_opened_and_cancelled_during_one_step_does_not_pile_up(
     refused = owner.refused()
     assert len(refused) == 1500 - fit and all(message.retryable for message in refused)
     kinds = [type(event) for event in owner.outlet.take()]
-    assert kinds == [Opened, HandoffDropped] * fit
+    assert kinds == [OpenedEvent, ClosedEvent] * fit
 
 
 # Seen failing with the share of a stream that of all: ten of the quiet reader's are let in too.
@@ -95,7 +95,7 @@ def test_a_reader_that_opens_much_leaves_others_their_share(owner: Owner) -> Non
     assert len(owner.refused()) == 1
 
 
-# Seen failing with `Untaken.taken` doing nothing.
+# Seen failing with `UnconsumedEvents.taken` doing nothing.
 def test_there_is_room_again_for_what_the_engine_has_taken(owner: Owner) -> None:
     for _ in range(3):
         for request in range(10):

@@ -12,14 +12,14 @@ from common.config import TransferConfig
 from common.request import Remaining
 from kvtransfer.messages import HandoffId, Weights
 from kvtransfer.ports import (
-    FailHandoff,
-    Granted,
-    GrantHandoff,
-    Held,
-    Lost,
-    Opened,
-    OpenHandoff,
-    Publish,
+    CompletedEvent,
+    FailCommand,
+    FailedEvent,
+    GrantCommand,
+    GrantedEvent,
+    OpenCommand,
+    OpenedEvent,
+    PublishCommand,
 )
 from tests.kvtransfer.node import Node
 from tests.kvtransfer.sides import (
@@ -95,11 +95,11 @@ class LenderSide(OwnerSide):
 
     def _take(self, event: Any) -> list[Output]:
         match event:
-            case Opened(source=Weights(first_piece, num_pieces)):
+            case OpenedEvent(source=Weights(first_piece, num_pieces)):
                 require(event.serial not in self.prompts, "opened twice")
                 self.prompts[event.serial] = Loan(event.id, first_piece, num_pieces)
                 return []
-            case Granted():
+            case GrantedEvent():
                 return self._lend(event.serial)
         return super()._take(event)
 
@@ -109,20 +109,20 @@ class LenderSide(OwnerSide):
         free = [page for page in range(self.weights.lends) if self.cells[page] == FREE]
         pages = tuple(free[: loan.num_pieces])
         if not pages:
-            return self._posted(FailHandoff(serial, "busy", retryable=True))
+            return self._posted(FailCommand(serial, "busy", retryable=True))
         for page in pages:
             self.cells[page] = "filling"
         self.prompts[serial] = loan._replace(pages=pages, admitted=True)
         return []
 
-    def _next_chunk(self, serial: int) -> Publish:
+    def _next_chunk(self, serial: int) -> PublishCommand:
         loan = self.prompts[serial]
         num_pieces = max(0, min(len(loan.pages), self.weights.whole - loan.first))
         pages = loan.pages[:num_pieces]
         for place, page in enumerate(pages):
             self.cells[page] = ("piece", loan.first + place)
         self.prompts[serial] = loan._replace(last_sent=True)
-        return Publish(
+        return PublishCommand(
             serial, 0, num_pieces, np.array(pages, np.int32), last=True, first_token=None
         )
 
@@ -172,8 +172,8 @@ class TakerSide(ReaderSide):
         self.jobs[r] = job._replace(state="granted", pages=pages)
         pieces, budget = Weights(first, past - first), Remaining(self.plan.budget_s)
         commands = (
-            OpenHandoff(id, max(self.owners), b"", budget, pieces),
-            GrantHandoff(id, 0, np.array(pages, np.int32)),
+            OpenCommand(id, max(self.owners), b"", budget, pieces),
+            GrantCommand(id, 0, np.array(pages, np.int32)),
         )
         return [output for command in commands for output in self._posted(command)]
 
@@ -184,7 +184,7 @@ class TakerSide(ReaderSide):
 
     def _take(self, event: Any) -> None:
         match event:
-            case Held(id, num_tokens=num_pieces):
+            case CompletedEvent(id, num_tokens=num_pieces):
                 r = self._current(id)
                 if r is not None:
                     self._arrived(r, num_pieces)
@@ -204,7 +204,7 @@ class TakerSide(ReaderSide):
         another = job._replace(state="new", attempt=job.attempt + 1, pages=())
         self._leave(r, another if again else ENDED)
 
-    def _retry(self, r: int, lost: Lost) -> None:
+    def _retry(self, r: int, lost: FailedEvent) -> None:
         job = self.jobs[r]
         somewhere = bool(self.owners) or lost.may_return
         again = lost.retryable and somewhere and job.told < self.plan.attempts

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import grpc
 import pytest
 
-from common.config import DecodeConfig, EngineConfig, FrontConfig
+from common.config import DecodeConfig, EngineConfig, ServerConfig
 from protos import node_pb2, node_pb2_grpc
 from tests.support.programs import Program
 
@@ -16,7 +16,7 @@ STUB = "tests.support.stub_node"
 
 def stub_config(model: str = "echo", port: int = 0, **front: object) -> DecodeConfig:
     return DecodeConfig(
-        front=FrontConfig(port=port, **front),
+        front=ServerConfig(port=port, **front),
         engine=EngineConfig(model=model),
     )
 

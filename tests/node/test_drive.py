@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from common.config import CacheConfig, EngineConfig, SchedulerConfig
-from common.requests.request_trace import Flight
+from common.requests.request_trace import RequestTrace
 from engine.batch.batch import BatchResult, ScheduleBatch
 from engine.build import build
 from engine.loop import last_words
@@ -61,7 +61,7 @@ class _StandsStill:
     def handoffs(self) -> list[dict[str, object]]:
         return []
 
-    def flights(self, num_ended: int) -> list[tuple[str, Flight]]:
+    def flights(self, num_ended: int) -> list[tuple[str, RequestTrace]]:
         return []
 
 

@@ -15,41 +15,41 @@ import pytest
 
 from common import rpc
 from common.errors import EngineDied, EngineFault, InvalidRequest, NodeUnavailable
-from common.identity.by_token import ByToken
+from common.identity.by_token import TokenAuthentication
 from common.identity.caller import node_name
-from common.identity.guard import Guard
+from common.identity.guard import CallAuthenticator
 from common.identity.identity import Identity
 from common.identity.refusals import uncounted
 from common.identity.secret import new_secret, parse
 from common.process.ipc import FrameConnection, socket_pair
 from common.request import Remaining
 from common.requests.prefix_hash import as_bytes
-from common.requests.prefix_hint import PrefixAt
+from common.requests.prefix_hint import PrefixHint
 from common.requests.sampling import SamplingParams
 from common.rpc import stream_status
 from kvtransfer.front_messages import (
     LocalHello,
     PairClosed,
     PairEnd,
-    PairHello,
     PairInput,
     PairMessage,
     PairOpened,
     PairSend,
+    PeerHello,
 )
 from kvtransfer.messages import (
-    Beat,
-    Cancel,
-    Done,
-    Failed,
-    Forget,
-    Grant,
+    CancelHandoff,
+    GrantHandoff,
+    HandoffFailed,
     HandoffId,
-    Open,
+    Heartbeat,
+    InvalidatePrefix,
+    OpenHandoff,
+    PagesReady,
     Prompt,
-    Ready,
+    ReadsDone,
 )
-from kvtransfer.pairing import DataPath, Hello, Region
+from kvtransfer.pairing import DataPath, PairHello, PoolRegion
 from kvtransfer.pairs import codec
 from kvtransfer.pairs.dialer import DialTimes, PairDialer
 from kvtransfer.pairs.service import PairService
@@ -59,13 +59,13 @@ from protos import kvtransfer_pb2, kvtransfer_pb2_grpc
 from tests.support.specs import make_spec
 
 Code = grpc.StatusCode
-READER = Hello(7, 1, {"dtype": "float32"}, (), (Region(4096, 512, 8),), "127.0.0.1:50200")
-OWNER = Hello(
+READER = PairHello(7, 1, {"dtype": "float32"}, (), (PoolRegion(4096, 512, 8),), "127.0.0.1:50200")
+OWNER = PairHello(
     2**64 - 1,
     1,
     {"dtype": "float32"},
     (DataPath("tcp", b"\x00\xff"),),
-    (Region(2**63, 512, 16),),
+    (PoolRegion(2**63, 512, 16),),
     "0.0.0.0:50100",
 )
 ID = HandoffId(7, 1, 1)
@@ -144,7 +144,7 @@ class Pair:
         """Streams' numbers at owner and reader, once both transfer threads know of it."""
         opened = await self.owner.hear(PairOpened)
         assert opened == PairOpened(opened.stream, READER, as_reader=False)
-        self.owner.say(PairHello(opened.stream, OWNER))
+        self.owner.say(PeerHello(opened.stream, OWNER))
         there = await self.reader.hear(PairOpened)
         expected = msgspec.structs.replace(OWNER, address=self.address)
         assert there == PairOpened(there.stream, expected, as_reader=True)
@@ -213,7 +213,7 @@ async def end_of(call) -> tuple[grpc.StatusCode, str]:
         async with asyncio.timeout(60):
             async for _ in stream_status.heard(call):
                 pass
-    except stream_status.StreamEnded as end:
+    except stream_status.StreamStatus as end:
         return end.code, end.sentence
     pytest.fail("the owner has ended the stream without an error")
 
@@ -225,13 +225,16 @@ async def test_messages_cross_both_ways_in_order_once_both_have_said_hello(pair)
     pair.connect()
     at_owner, at_reader = await pair.up()
     upward = [
-        Grant(ID, 16),
-        Done(ID),
-        Cancel(ID, "because"),
-        Forget(as_bytes([1, 2]), b"s" * 16),
-        Beat(3, 1),
+        GrantHandoff(ID, 16),
+        ReadsDone(ID),
+        CancelHandoff(ID, "because"),
+        InvalidatePrefix(as_bytes([1, 2]), b"s" * 16),
+        Heartbeat(3, 1),
     ]
-    downward = [Ready(ID, 16, 32, (5,), False, None), Ready(ID, 32, 40, (9,), True, 2**31 - 1)]
+    downward = [
+        PagesReady(ID, 16, 32, (5,), False, None),
+        PagesReady(ID, 32, 40, (9,), True, 2**31 - 1),
+    ]
     for message in upward:
         pair.reader.say(PairSend(at_reader, message))
     for message in downward:
@@ -267,9 +270,9 @@ async def test_a_stream_that_was_lost_is_dialled_again_under_new_numbers(pair):
     assert second[0] > first[0]
     assert second[1] > first[1]
     # What is still said about the old stream goes nowhere.
-    pair.owner.say(PairSend(first[0], Beat(9, 9)))
-    pair.owner.say(PairSend(second[0], Beat(1, 0)))
-    assert await pair.reader.hear(PairMessage) == PairMessage(second[1], Beat(1, 0))
+    pair.owner.say(PairSend(first[0], Heartbeat(9, 9)))
+    pair.owner.say(PairSend(second[0], Heartbeat(1, 0)))
+    assert await pair.reader.hear(PairMessage) == PairMessage(second[1], Heartbeat(1, 0))
 
 
 async def test_the_reader_may_end_a_stream_too(pair):
@@ -443,24 +446,24 @@ async def test_an_open_longer_than_the_context_is_answered_before_its_tokens_are
         await call.write(kvtransfer_pb2.FromReader(open=long))
         answer = codec.parse(await asyncio.wait_for(call.read(), 60))
         sentence = f"{CONTEXT} tokens are too many"
-        assert answer == Failed(HandoffId(7, 0, 1), sentence, retryable=False)
-        await call.write(codec.to_proto(Beat(1, 0), as_reader=True))
-        assert await pair.owner.hear(PairMessage) == PairMessage(stream, Beat(1, 0))
+        assert answer == HandoffFailed(HandoffId(7, 0, 1), sentence, retryable=False)
+        await call.write(codec.to_proto(Heartbeat(1, 0), as_reader=True))
+        assert await pair.owner.hear(PairMessage) == PairMessage(stream, Heartbeat(1, 0))
 
 
 async def test_whom_a_reader_names_with_a_prompt_is_told():
     named = []
-    hints = (PrefixAt("10.0.0.1:50100", 64), PrefixAt("node:1", 1 << 31))
+    hints = (PrefixHint("10.0.0.1:50100", 64), PrefixHint("node:1", 1 << 31))
     prompts = [
-        Open(HandoffId(7, n, 1), b"", Remaining(60.0), Prompt(make_spec([5]), told))
+        OpenHandoff(HandoffId(7, n, 1), b"", Remaining(60.0), Prompt(make_spec([5]), told))
         for n, told in ((1, ()), (2, hints))
     ]
     async with paired(on_named=named.extend) as pair, bare_call(pair.address) as call:
         await call.write(HELLO)
         await pair.owner.hear(PairOpened)
-        for message in (*prompts, Beat(1, 0)):
+        for message in (*prompts, Heartbeat(1, 0)):
             await call.write(codec.to_proto(message, as_reader=True))
-        for message in (*prompts, Beat(1, 0)):
+        for message in (*prompts, Heartbeat(1, 0)):
             assert (await pair.owner.hear(PairMessage)).message == message
         assert named == ["10.0.0.1:50100", "node:1"]
 
@@ -488,15 +491,15 @@ async def test_a_starting_or_draining_owner_takes_no_stream_and_keeps_those_it_h
     async with bare_call(pair.address) as call:
         # Nothing is written: grpcio makes INTERNAL of a write that meets the end of its call.
         assert await end_of(call) == (Code.UNAVAILABLE, "this node is draining")
-    pair.owner.say(PairSend(at_owner, Beat(1, 0)))
-    assert await pair.reader.hear(PairMessage) == PairMessage(at_reader, Beat(1, 0))
+    pair.owner.say(PairSend(at_owner, Heartbeat(1, 0)))
+    assert await pair.reader.hear(PairMessage) == PairMessage(at_reader, Heartbeat(1, 0))
 
 
 async def test_the_end_of_the_owner_reaches_its_readers_after_its_last_message(pair):
     pair.connect()
     at_owner, at_reader = await pair.up()
-    pair.owner.say(PairSend(at_owner, Beat(1, 0)))
-    assert await pair.reader.hear(PairMessage) == PairMessage(at_reader, Beat(1, 0))
+    pair.owner.say(PairSend(at_owner, Heartbeat(1, 0)))
+    assert await pair.reader.hear(PairMessage) == PairMessage(at_reader, Heartbeat(1, 0))
     pair.owner.streams.close_all(NodeUnavailable("this node has ended: drained"))
     closed = await pair.reader.hear(PairClosed)
     assert closed == PairClosed(at_reader, "this node has ended: drained")
@@ -523,11 +526,11 @@ async def test_a_reader_whose_write_failed_still_learns_that_the_owners_engine_h
         at_owner, at_reader = await pair.up()
         # What grpcio does about a write that fails: from now on the call has this status.
         calls[-1]._cython_call.set_internal_error("a write has failed")
-        pair.reader.say(PairSend(at_reader, Beat(1, 0)))
+        pair.reader.say(PairSend(at_reader, Heartbeat(1, 0)))
         for sequence in (1, 2):
-            pair.owner.say(PairSend(at_owner, Beat(sequence, 0)))
+            pair.owner.say(PairSend(at_owner, Heartbeat(sequence, 0)))
             heard = await pair.reader.hear(PairMessage)
-            assert heard == PairMessage(at_reader, Beat(sequence, 0))
+            assert heard == PairMessage(at_reader, Heartbeat(sequence, 0))
         pair.owner.streams.close_all(EngineDied("this node has ended: killed by SIGKILL"))
         closed = await pair.reader.hear(PairClosed)
         assert closed == PairClosed(at_reader, "this node has ended: killed by SIGKILL", True)
@@ -552,7 +555,7 @@ async def test_the_end_of_a_transfer_thread_is_a_fault_of_its_node(pair):
 async def test_a_peer_that_says_more_than_is_taken_is_not_read_and_hinders_no_other(pair):
     """Seen failing without `room` in PairStreams._forward: all of it is taken, 140 < 70."""
     flooding = Prompt(make_spec(range(2**27, 2**27 + 200_000)))
-    long = codec.to_proto(Open(ID, b"", Remaining(60.0), flooding), as_reader=True)
+    long = codec.to_proto(OpenHandoff(ID, b"", Remaining(60.0), flooding), as_reader=True)
     async with bare_call(pair.address) as flood, bare_call(pair.address) as other:
         await flood.write(HELLO)
         flooding = (await pair.owner.hear(PairOpened)).stream
@@ -572,7 +575,7 @@ async def test_a_peer_that_says_more_than_is_taken_is_not_read_and_hinders_no_ot
         writing = asyncio.ensure_future(write())
         await settled(lambda: num_written)
         assert num_written < 70
-        await other.write(codec.to_proto(Beat(1, 0), as_reader=True))
+        await other.write(codec.to_proto(Heartbeat(1, 0), as_reader=True))
         pair.owner.read(True)
         streams = [(await pair.owner.hear(PairMessage)).stream for _ in range(141)]
         assert streams.count(flooding) == 140
@@ -603,7 +606,9 @@ def identity(role, name, text=SECRET):
 
 
 def owners_guard():
-    return Guard(ByToken(identity("node", node_name(OWNER.instance))), uncounted)
+    return CallAuthenticator(
+        TokenAuthentication(identity("node", node_name(OWNER.instance))), uncounted
+    )
 
 
 def channels_of(who):

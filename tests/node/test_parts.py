@@ -8,21 +8,21 @@ import pytest
 from common.errors import NodeUnavailable, Overloaded, ProtocolViolation, ServingError
 from common.logs import kv
 from common.rpc import stream_status as words
-from common.rpc.streams import Outgoing
-from node.frontend.ending import Ending
-from node.frontend.supervision import Supervision
-from node.messages import EngineReady, Moving
+from common.rpc.streams import OutgoingStream
+from node.frontend.ending import ProcessExit
+from node.frontend.supervision import EngineSupervisor
+from node.messages import EngineReady, EngineStats
 from protos import decode_pb2
 
 READY = EngineReady("m", {}, "t", 64, 8, 16)
 
 
-def moving() -> Moving:
-    return Moving(1, {}, "ready", ())
+def moving() -> EngineStats:
+    return EngineStats(1, {}, "ready", ())
 
 
 def test_an_engine_is_ready_while_it_reports():
-    node = Supervision(silence_s=3.0)
+    node = EngineSupervisor(silence_s=3.0)
     assert node.state(0.0) == "starting"
     node.started(READY, 10.0)
     assert node.state(12.9) == "ready"
@@ -34,7 +34,7 @@ def test_an_engine_is_ready_while_it_reports():
 
 
 def test_an_engine_that_beats_through_a_long_step_needs_no_report():
-    node = Supervision(silence_s=3.0)
+    node = EngineSupervisor(silence_s=3.0)
     node.started(READY, 0.0)
     for second in range(1, 30):
         node.beat(float(second), late_s=0.0)
@@ -43,7 +43,7 @@ def test_an_engine_that_beats_through_a_long_step_needs_no_report():
 
 
 def test_an_engine_that_is_late_counts_as_silent_from_then_on():
-    node = Supervision(silence_s=3.0)
+    node = EngineSupervisor(silence_s=3.0)
     node.started(READY, 0.0)
     node.beat(10.0, late_s=2.0)
     assert node.state(10.9) == "ready"
@@ -72,7 +72,7 @@ class Wire:
 
 
 async def test_a_peer_that_does_not_read_is_cut_off_at_the_bound_of_messages():
-    wire, outgoing = Wire(), Outgoing(max_messages=3)
+    wire, outgoing = Wire(), OutgoingStream(max_messages=3)
     talk = asyncio.ensure_future(outgoing.converse(wire.write, wire.incoming(), print))
     for _ in range(4):
         outgoing.put(message())
@@ -82,7 +82,7 @@ async def test_a_peer_that_does_not_read_is_cut_off_at_the_bound_of_messages():
 
 
 async def test_a_peer_that_does_not_read_is_cut_off_at_the_bound_of_bytes():
-    wire, outgoing = Wire(), Outgoing(max_bytes=1000)
+    wire, outgoing = Wire(), OutgoingStream(max_bytes=1000)
     outgoing.put(message(600))
     outgoing.put(message(600))
     with pytest.raises(Overloaded):
@@ -90,7 +90,7 @@ async def test_a_peer_that_does_not_read_is_cut_off_at_the_bound_of_bytes():
 
 
 async def test_a_close_comes_after_what_was_put_before_it_and_nothing_after():
-    wire, outgoing = Wire(), Outgoing()
+    wire, outgoing = Wire(), OutgoingStream()
     messages = [message(i) for i in range(10)]
     for each in messages:
         outgoing.put(each)
@@ -109,7 +109,7 @@ def last_words(error: ServingError) -> decode_pb2.FromNode:
 # Each seen failing with its own way to the end left without last words.
 @pytest.mark.parametrize("how", ["end", "close", "take"])
 async def test_why_a_stream_is_ended_is_the_last_message_on_it(how: str):
-    wire, outgoing = Wire(), Outgoing(last_words=last_words)
+    wire, outgoing = Wire(), OutgoingStream(last_words=last_words)
     error = ProtocolViolation("because")
 
     async def take(said: str) -> None:
@@ -131,7 +131,7 @@ async def test_why_a_stream_is_ended_is_the_last_message_on_it(how: str):
 
 async def test_a_conversation_that_is_cancelled_twice_leaves_nothing_behind():
     """Cancel it twice, as gRPC does if the peer disconnects while the conversation ends."""
-    wire, outgoing = Wire(), Outgoing()
+    wire, outgoing = Wire(), OutgoingStream()
     complaints: list[dict[str, object]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, told: complaints.append(told))
     writing = asyncio.Event()
@@ -170,16 +170,16 @@ async def test_what_take_raises_ends_the_stream_and_a_peers_end_returns():
 
     for said in ("a", None):
         wire.says.put_nowait(said)
-    await asyncio.wait_for(Outgoing().converse(wire.write, wire.incoming(), take), 60)
+    await asyncio.wait_for(OutgoingStream().converse(wire.write, wire.incoming(), take), 60)
     for said in ("b", "bad", "c"):
         wire.says.put_nowait(said)
     with pytest.raises(ProtocolViolation):
-        await asyncio.wait_for(Outgoing().converse(wire.write, wire.incoming(), take), 60)
+        await asyncio.wait_for(OutgoingStream().converse(wire.write, wire.incoming(), take), 60)
     assert heard == ["a", "b", "bad"]
 
 
 async def test_a_fault_beats_a_drain_that_was_wanted_and_the_first_verdict_stands():
-    ending = Ending()
+    ending = ProcessExit()
     begun = asyncio.Event()
     ending.want("a test")
     ending.want("a test again")

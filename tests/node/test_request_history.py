@@ -1,15 +1,15 @@
 """The history of ended requests that a node keeps, and its size."""
 
-from node.request_history import FlightRecorder
-from node.timings import HandoffStamps
+from node.request_history import RequestHistory
+from node.timings import ProducerTimings
 
 
-def stamps(name: str, reason: str = "") -> HandoffStamps:
-    return HandoffStamps(name, 7, "", opened=1.0, reason=reason)
+def stamps(name: str, reason: str = "") -> ProducerTimings:
+    return ProducerTimings(name, 7, "", opened=1.0, reason=reason)
 
 
-def recorder(**bytes_: int) -> FlightRecorder[HandoffStamps]:
-    return FlightRecorder(HandoffStamps, **bytes_)
+def recorder(**bytes_: int) -> RequestHistory[ProducerTimings]:
+    return RequestHistory(ProducerTimings, **bytes_)
 
 
 def test_what_ended_is_found_by_its_id_oldest_first():

@@ -8,8 +8,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from common.config import DecodeConfig, EngineConfig, FrontConfig, PrefillConfig, TlsConfig
-from common.errors import ConfigError, WrongState
+from common.config import DecodeConfig, EngineConfig, PrefillConfig, ServerConfig, TlsConfig
+from common.errors import ConfigError, FailedPrecondition
 from decode_node import program as decode
 from node.roles import other
 from prefill_node import program as prefill
@@ -146,9 +146,9 @@ def test_a_role_that_it_has_or_that_there_is_not_is_refused(start_node: StartNod
 
 def test_what_roles_have_in_common_goes_along_and_the_rest_has_its_defaults() -> None:
     engine = EngineConfig(model="m", threads=3)
-    begun = prefill.program(PrefillConfig(front=FrontConfig(port=7), engine=engine))
+    begun = prefill.program(PrefillConfig(front=ServerConfig(port=7), engine=engine))
     decode_config = other(begun, "decode").config
-    assert decode_config == DecodeConfig(front=FrontConfig(port=7), engine=engine)
+    assert decode_config == DecodeConfig(front=ServerConfig(port=7), engine=engine)
     assert other(begun, "prefill") is begun
     asked = DecodeConfig(engine=engine, local_prefill_tokens=64)
     assert other(decode.program(asked), "decode").config == asked
@@ -157,9 +157,9 @@ def test_what_roles_have_in_common_goes_along_and_the_rest_has_its_defaults() ->
 def test_a_role_that_the_configuration_forbids_is_refused_with_the_reason() -> None:
     engine = EngineConfig(model="m")
     colocated = decode.program(DecodeConfig(engine=engine, mode="colocated"))
-    with pytest.raises(WrongState, match="this node is colocated"):
+    with pytest.raises(FailedPrecondition, match="this node is colocated"):
         other(colocated, "prefill")
     tls = TlsConfig(cert=Path("c"), key=Path("k"))
-    shown_only = prefill.program(PrefillConfig(front=FrontConfig(port=7, tls=tls), engine=engine))
+    shown_only = prefill.program(PrefillConfig(front=ServerConfig(port=7, tls=tls), engine=engine))
     with pytest.raises(ConfigError, match="as a decode node: with --tls-cert it needs --tls-ca"):
         other(shown_only, "decode")

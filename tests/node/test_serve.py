@@ -232,7 +232,7 @@ def test_what_a_newer_router_says_besides_is_ignored(address):
         assert router.tokens == {1: [7, 7]}
 
 
-# Seen failing without the look at the version in ServeService._first: the stream goes on.
+# Seen failing without the look at the version in DecodeService._first: the stream goes on.
 @pytest.mark.parametrize("version", [0, limits.VERSION + 1])
 def test_a_router_of_another_version_is_refused_with_both_versions(address, version):
     with RouterEnd(address, version) as router:

@@ -11,10 +11,10 @@ import pytest
 
 from common import limits, rpc
 from common.process.ipc import FrameConnection, socket_pair
-from decode_node.servicer import ServeService
+from decode_node.servicer import DecodeService
 from node.frontend.engine_link import EngineLink
-from node.frontend.supervision import Supervision
-from node.messages import CancelSubmitted, EngineReady, FrontMessage, Start
+from node.frontend.supervision import EngineSupervisor
+from node.messages import CancelSubmitted, EngineReady, FrontMessage, StartRole
 from node.metrics import NodeMetrics
 from protos import decode_pb2, decode_pb2_grpc
 from tests.node.router_end import submit
@@ -38,23 +38,23 @@ class Rig:
 
 @contextlib.asynccontextmanager
 async def serving(first_message_s: float = 30.0) -> AsyncIterator[Rig]:
-    """A ServeService, whose engine's end is the test's."""
+    """A DecodeService, whose engine's end is the test's."""
     ours, theirs = socket_pair()
     heard: list[FrontMessage] = []
     ended: list[str] = []
     engine: FrameConnection[FrontMessage] = FrameConnection(
-        FrontMessage | Start, heard.append, lambda _: None
+        FrontMessage | StartRole, heard.append, lambda _: None
     )
     await engine.open(theirs)
     ready = asyncio.Event()
     link = EngineLink(lambda _: ready.set(), ended.append)
-    await link.open(ours, Start("decode", "", 1, ""))
+    await link.open(ours, StartRole("decode", "", 1, ""))
     engine.send(EngineReady("m", {}, "", 1 << 20, 8, 16))
     await asyncio.wait_for(ready.wait(), 60)
-    serve = ServeService(
+    serve = DecodeService(
         link,
         NodeMetrics("decode"),
-        Supervision(),
+        EngineSupervisor(),
         None,
         serves_alone=True,
         falls_back=False,
@@ -74,7 +74,7 @@ async def serving(first_message_s: float = 30.0) -> AsyncIterator[Rig]:
         engine.close()
 
 
-# Seen failing without the deadline of ServeService._first: the call goes on.
+# Seen failing without the deadline of DecodeService._first: the call goes on.
 async def test_a_router_that_says_nothing_is_let_go():
     async with serving(first_message_s=0.1) as rig:
         async with rpc.make_channel(f"127.0.0.1:{rig.port}") as channel:
@@ -83,7 +83,7 @@ async def test_a_router_that_says_nothing_is_let_go():
             assert await call.details() == "no message on Serve within 0.1 s"
 
 
-# Seen failing with `room` taken out of ServeService._take: all of them are taken, 80 < 80.
+# Seen failing with `room` taken out of DecodeService._take: all of them are taken, 80 < 80.
 async def test_a_router_that_says_more_than_the_engine_takes_waits_and_hinders_no_other():
     async with serving() as rig:
         await _flood(rig)

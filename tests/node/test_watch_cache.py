@@ -16,7 +16,7 @@ from common.requests.prefix_hash import page_names
 from engine.kv_cache.cache_events import CacheChange
 from node.control.cache_reports import CacheReports
 from node.frontend.cache_feed import CacheFeed
-from node.messages import CacheChanged, WatchCache
+from node.messages import CacheEventBatch, WatchCache
 from protos import node_pb2, node_pb2_grpc, router_pb2
 from tests.node.conftest import StartNode, describe, eventually
 from tests.node.router_end import RouterEnd, submit
@@ -159,9 +159,9 @@ class Engine:
         self.sent.append(message)
 
 
-def change(*watchers: int, first: int, count: int, cleared: bool = False) -> CacheChanged:
+def change(*watchers: int, first: int, count: int, cleared: bool = False) -> CacheEventBatch:
     pages = array("Q", range(first, first + count)).tobytes()
-    return CacheChanged(watchers, PAGE_SIZE, cleared, pages, b"")
+    return CacheEventBatch(watchers, PAGE_SIZE, cleared, pages, b"")
 
 
 async def test_a_watcher_that_does_not_read_is_cut_off_and_hinders_no_other():
@@ -245,7 +245,7 @@ class Cache:
 
 
 def test_callers_that_come_and_go_all_the_time_do_not_hold_up_steps():
-    cache, told, now = Cache(), list[CacheChanged](), 0.0
+    cache, told, now = Cache(), list[CacheEventBatch](), 0.0
     reports = CacheReports(cache, told.append, lambda: now)
     for number in range(1, 1001):
         reports.watch(WatchCache(number, on=True))

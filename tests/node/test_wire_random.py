@@ -24,14 +24,14 @@ from common.requests.timeline import from_proto, split_ttft
 from common.tracing.context import UNTRACED
 from decode_node import servicer
 from engine.batch.request import Request
-from engine.batch.table import RequestTable
+from engine.batch.table import SlotTable
 from kvtransfer.front_messages import PairMessage
-from kvtransfer.messages import HandoffId, Live, Open, Prompt
-from kvtransfer.pairing import Hello, compare
+from kvtransfer.messages import HandoffId, Live, OpenHandoff, Prompt
+from kvtransfer.pairing import PairHello, compare
 from kvtransfer.pairs import codec
-from kvtransfer.ports import GrantHandoff, OpenHandoff
-from kvtransfer.protocol.consumer import ReaderEnd
-from kvtransfer.protocol.producer import OwnerEnd
+from kvtransfer.ports import GrantCommand, OpenCommand
+from kvtransfer.protocol.consumer import ConsumerEnd
+from kvtransfer.protocol.producer import ProducerEnd
 from node.messages import SubmitRequest
 from protos import decode_pb2, kvtransfer_pb2
 from tests.support.specs import make_spec
@@ -131,7 +131,7 @@ many = settings(max_examples=300)
 
 def acquire(spec: RequestSpec) -> None:
     """Into the engine's table: where a value that does not fit raises OverflowError."""
-    table = RequestTable(1, 64, PAGE_SIZE)
+    table = SlotTable(1, 64, PAGE_SIZE)
     request = Request.of(spec, key=1, origin=(1, 2**64 - 1), deadline=1.0, arrived=0.0)
     assert table.acquire(request, (1,)) == 0
 
@@ -139,7 +139,7 @@ def acquire(spec: RequestSpec) -> None:
 @many
 @given(messages(decode_pb2.Submit, SUBMIT))
 def test_a_submit_is_refused_or_fits_into_a_frame_and_the_table(submit: decode_pb2.Submit) -> None:
-    """Seen failing without the check of stop_token_ids: OverflowError in RequestTable."""
+    """Seen failing without the check of stop_token_ids: OverflowError in SlotTable."""
     try:
         record: SubmitRequest = servicer._parsed(STREAM, submit, UNTRACED)
     except ServingError:
@@ -153,18 +153,18 @@ def test_a_submit_is_refused_or_fits_into_a_frame_and_the_table(submit: decode_p
 def test_what_a_reader_says_is_refused_or_taken_by_an_owner(
     said: "list[kvtransfer_pb2.FromReader]",
 ) -> None:
-    end = OwnerEnd(TransferConfig(), PageTables(PAGE_SIZE))
+    end = ProducerEnd(TransferConfig(), PageTables(PAGE_SIZE))
     end.stream_up(1, PEER, 0.0)
     for message in said:
         try:
             record = codec.parse(message)
-            if isinstance(record, Hello):
-                compare(Hello(1, 1, {"dtype": "y"}, (), record.regions, "here"), record)
+            if isinstance(record, PairHello):
+                compare(PairHello(1, 1, {"dtype": "y"}, (), record.regions, "here"), record)
                 continue
         except ServingError:
             continue
         encode_frame(PairMessage(1, record))
-        if isinstance(record, Open) and isinstance(record.source, Prompt | Live):
+        if isinstance(record, OpenHandoff) and isinstance(record.source, Prompt | Live):
             acquire(record.source.spec)
         end.received(1, record, 0.0)
         end.tick(0.0)
@@ -175,17 +175,17 @@ def test_what_a_reader_says_is_refused_or_taken_by_an_owner(
 def test_what_an_owner_says_is_refused_or_taken_by_a_reader(
     said: "list[kvtransfer_pb2.FromOwner]",
 ) -> None:
-    end = ReaderEnd(TransferConfig(), PageTables(PAGE_SIZE))
+    end = ConsumerEnd(TransferConfig(), PageTables(PAGE_SIZE))
     end.stream_up(1, PEER, "h:1", 2**31, 0.0)
     end.link_up(1, "tcp", 1.0)
-    end.command(OpenHandoff(ID, PEER, b"", Remaining(60.0), Prompt(make_spec(range(20)))), 0.0)
-    end.command(GrantHandoff(ID, 0, np.arange(2, dtype=np.int32)), 0.0)
+    end.command(OpenCommand(ID, PEER, b"", Remaining(60.0), Prompt(make_spec(range(20)))), 0.0)
+    end.command(GrantCommand(ID, 0, np.arange(2, dtype=np.int32)), 0.0)
     for message in said:
         try:
             record = codec.parse(message)
         except ServingError:
             continue
-        if isinstance(record, Hello):
+        if isinstance(record, PairHello):
             continue
         encode_frame(PairMessage(1, record))
         end.received(1, record, 0.0)

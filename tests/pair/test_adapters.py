@@ -7,7 +7,7 @@ import pytest
 
 from common.config import LoraConfig
 from engine.batch.request import FinishReason
-from kvtransfer.messages import Failed, Open
+from kvtransfer.messages import HandoffFailed, OpenHandoff
 from tests.support.adapters import make_adapter, merge
 from tests.support.checkpoints import (
     ARCHITECTURES,
@@ -111,7 +111,7 @@ def test_an_open_names_the_adapter_and_the_part_of_the_namespace_that_is_its_own
         adapter = ids(rig)["a"]
         rig.ask(PROMPTS[1], adapter=adapter, namespace=b"s" * 16)
         rig.run()
-        (told,) = [said for said in rig.wires.seen if isinstance(said, Open)]
+        (told,) = [said for said in rig.wires.seen if isinstance(said, OpenHandoff)]
     assert told.source.spec.adapter == adapter
     assert told.source.spec.namespace == b"s" * 16
 
@@ -226,7 +226,7 @@ def test_what_the_prefill_node_has_not_loaded_is_computed_by_the_decode_node(kno
         asked = rig.ask(PROMPTS[2], NUM_TOKENS, adapter=adapter)
         rig.run()
         # More may follow: what the reader said before it heard of the first is refused too.
-        refusal = next(said for said in rig.wires.seen if isinstance(said, Failed))
+        refusal = next(said for said in rig.wires.seen if isinstance(said, HandoffFailed))
         assert refusal.reason == f"adapter: {adapter.hex()} is not loaded on this node"
         assert asked.tokens == shelf.greedy("a", PROMPTS[2])
         assert rig.prefill[0].count("refused/adapter") == 1

@@ -10,8 +10,8 @@ import pytest
 from grpc import StatusCode
 
 from engine.batch.request import FinishReason
-from kvtransfer.messages import Failed
-from kvtransfer.ports import FailHandoff, HandoffDropped, Opened
+from kvtransfer.messages import HandoffFailed
+from kvtransfer.ports import ClosedEvent, FailCommand, OpenedEvent
 from tests.support.pair_node import Asked, Node, Size
 from tests.support.pair_rig import PairRig
 from tests.support.pair_states import LONG
@@ -30,17 +30,17 @@ def _refuse_one(rig: PairRig, owner: Node, busy: Sequence[Node]) -> None:
     others = [node for node in rig.nodes if node not in busy]
     events: list[object] = []
 
-    def opened() -> list[Opened]:
+    def opened() -> list[OpenedEvent]:
         events.extend(owner.transfer.take())
-        return [event for event in events if isinstance(event, Opened)]
+        return [event for event in events if isinstance(event, OpenedEvent)]
 
     def is_dropped() -> bool:
         events.extend(owner.transfer.take())
-        return any(isinstance(event, HandoffDropped) for event in events)
+        return any(isinstance(event, ClosedEvent) for event in events)
 
     rig.until(opened, "it is opened", *others)
     (event,) = opened()
-    owner.transfer.post(FailHandoff(event.serial, REASON, True, RETRY_AFTER_S))
+    owner.transfer.post(FailCommand(event.serial, REASON, True, RETRY_AFTER_S))
     rig.until(is_dropped, "the owner has forgotten it", *others)
 
 
@@ -88,7 +88,7 @@ def test_a_prompt_whose_time_is_over_when_an_owner_refuses_it_goes_to_no_other(k
     with PairRig(known.loaded, prefill=[Size(), Size()]) as rig:
         _, other = rig.prefill
         (decode,) = rig.decode
-        rig.wires.hold_back(Failed)
+        rig.wires.hold_back(HandoffFailed)
         begun = time.monotonic()
         asked = rig.ask(LONG, queue_s=4.0)  # to get to the owner in, however slow the machine is
         _refuse(rig, [0])

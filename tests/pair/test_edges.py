@@ -5,7 +5,14 @@ import pytest
 from common.requests.namespace import SHARED, namespace_of
 from engine.batch.request import FinishReason
 from kvtransfer.backends.loopback import LoopbackConnection
-from kvtransfer.messages import Admitted, Cancel, Done, Grant, Open, Ready
+from kvtransfer.messages import (
+    CancelHandoff,
+    GrantHandoff,
+    HandoffQueued,
+    OpenHandoff,
+    PagesReady,
+    ReadsDone,
+)
 from kvtransfer.pairs import codec
 from kvtransfer.transfer import link_rate
 from protos import kvtransfer_pb2
@@ -39,7 +46,7 @@ def test_a_request_that_its_first_token_ends_is_cancelled_and_never_joins(known,
         expected = FinishReason.LENGTH if ends_by == "max_tokens" else FinishReason.STOP
         assert asked.reason is expected
         rig.until_free(*rig.prefill)
-        assert len(_said(rig, Cancel)) == 1 and not _said(rig, Done)
+        assert len(_said(rig, CancelHandoff)) == 1 and not _said(rig, ReadsDone)
         assert rig.decode[0].pages("cache") == 0  # what has landed is not trusted
         rig.faults[0].release()
 
@@ -48,7 +55,7 @@ def test_a_request_that_its_first_token_ends_is_cancelled_and_never_joins(known,
 def test_the_prompt_of_a_cancelled_hand_off_is_computed_no_further(known):
     with PairRig(known.loaded, chunk_tokens=16) as rig:
         asked = rig.ask([n % 300 for n in range(320)])
-        rig.until(lambda: _said(rig, Ready), "its first chunk is published")
+        rig.until(lambda: _said(rig, PagesReady), "its first chunk is published")
         rig.cancel(asked)
         rig.until_free()
         assert rig.prefill[0].count("steps") < 20
@@ -63,7 +70,9 @@ def test_a_prompt_that_is_cached_whole_moves_no_page(known):
             rig.run()
             assert asked.tokens == known.greedy(prompt, 8)
             rig.until_free()
-        assert [(said.start, said.end, said.pages) for said in _said(rig, Ready)] == [(48, 48, ())]
+        assert [(said.start, said.end, said.pages) for said in _said(rig, PagesReady)] == [
+            (48, 48, ())
+        ]
         assert asked.cached_tokens == 48
         assert rig.decode[0].count("handoffs_held") == 2
 
@@ -100,7 +109,7 @@ def test_what_an_owner_has_cached_is_published_before_anything_is_computed(known
         asked = rig.ask(prompt)
         rig.run()
         assert asked.tokens == known.greedy(prompt, 8)
-        ranges = [(said.start, said.end) for said in _said(rig, Ready)]
+        ranges = [(said.start, said.end) for said in _said(rig, PagesReady)]
         assert ranges == [(0, 48), (48, 80), (80, 100)]
 
 
@@ -116,8 +125,8 @@ def test_what_a_namespace_has_cached_on_either_node_is_of_no_use_to_another(know
                 assert asked.tokens == known.greedy(prompt, 8)
                 rig.until_free()
                 assert asked.cached_tokens == cached
-                assert [said.prefix_tokens for said in _said(rig, Grant)] == [cached]
-                assert [said.compute_tokens for said in _said(rig, Admitted)] == [computed]
+                assert [said.prefix_tokens for said in _said(rig, GrantHandoff)] == [cached]
+                assert [said.compute_tokens for said in _said(rig, HandoffQueued)] == [computed]
 
 
 def test_a_prompt_that_is_computed_again_elsewhere_stays_in_its_namespace(known):
@@ -129,7 +138,7 @@ def test_a_prompt_that_is_computed_again_elsewhere_stays_in_its_namespace(known)
         rig.run()
         assert asked.tokens == known.greedy(PROMPT, 8)
         assert rig.decode[0].count("local_prefills") == 1
-        assert [said.source.spec.namespace for said in _said(rig, Open)] == [theirs] * 2
+        assert [said.source.spec.namespace for said in _said(rig, OpenHandoff)] == [theirs] * 2
         for namespace, cached in ((SHARED, 0), (theirs, 48)):
             asked = rig.ask(PROMPT, namespace=namespace, owners=[])
             rig.run()
@@ -156,7 +165,9 @@ def test_a_prompt_too_large_for_a_prefill_node_is_prefilled_elsewhere(known, own
         rig.run()
         assert asked.tokens == known.greedy(PROMPT, 8)
         assert rig.decode[0].count("handoffs_lost") == 1
-        assert len(_said(rig, Open)) == 1  # the owner has said that others would refuse it too
+        assert (
+            len(_said(rig, OpenHandoff)) == 1
+        )  # the owner has said that others would refuse it too
         assert rig.decode[0].count("local_prefills") == 1
 
 
@@ -171,7 +182,7 @@ def test_what_can_never_be_served_is_refused_and_opens_nothing(known, prompt):
         rig.run()
         assert asked.reason is FinishReason.ERROR
         assert asked.ended.error_code == 3 and "token_ids" in asked.ended.error
-        assert not _said(rig, Open)
+        assert not _said(rig, OpenHandoff)
 
 
 def test_a_request_that_holds_pages_without_a_slot_cannot_starve_the_one_that_runs(known):
@@ -247,7 +258,7 @@ def test_prompts_that_are_too_many_tokens_together_wait_elsewhere(known):
         assert rig.prefill[0].count("handoffs_held") == 1
 
 
-# Seen failing without the count of tokens in LiveRequests: the second is served.
+# Seen failing without the count of tokens in ActiveRequests: the second is served.
 def test_a_decode_node_refuses_what_is_too_many_tokens_together_and_takes_it_later(known):
     tight = [Size(num_pages=4)]
     with PairRig(
@@ -268,7 +279,7 @@ def test_a_decode_node_refuses_what_is_too_many_tokens_together_and_takes_it_lat
 def test_a_first_token_that_there_is_not_costs_the_attempt_and_not_the_request(known, monkeypatch):
     honest, lies = codec._ready_proto, iter([2**31 - 1])
 
-    def lying(ready: Ready) -> kvtransfer_pb2.Ready:
+    def lying(ready: PagesReady) -> kvtransfer_pb2.Ready:
         message = honest(ready)
         if message.last:
             message.first_token = next(lies, message.first_token)

@@ -1,7 +1,7 @@
 """Explanations of a request by both nodes."""
 
-from common.requests.request_trace import Flight
-from kvtransfer.messages import Grant
+from common.requests.request_trace import RequestTrace
+from kvtransfer.messages import GrantHandoff
 from tests.support.pair_node import Node, Size
 from tests.support.pair_rig import PairRig
 from tests.support.pair_states import LONG, OTHER
@@ -9,7 +9,7 @@ from tests.support.pair_states import LONG, OTHER
 NAME = "the one"
 
 
-def explained(rig: PairRig, node: Node, name: str = NAME) -> list[Flight]:
+def explained(rig: PairRig, node: Node, name: str = NAME) -> list[RequestTrace]:
     before = len(node.router.answers)
     rig.tell(node, "explain", name)
     rig.until(lambda: len(node.router.answers) > before, "the node answers")
@@ -18,7 +18,7 @@ def explained(rig: PairRig, node: Node, name: str = NAME) -> list[Flight]:
     return list(flights.flights)
 
 
-def whats(flight: Flight) -> list[str]:
+def whats(flight: RequestTrace) -> list[str]:
     moments = [event.at for event in flight.events]
     assert moments == sorted(moments) and moments[0] == 0.0
     return [event.what for event in flight.events]
@@ -42,7 +42,7 @@ def test_a_hand_off_is_told_by_both_nodes_from_its_submission_to_its_end(known):
 
 def test_a_request_under_way_is_told_up_to_now(known):
     with PairRig(known.loaded) as rig:
-        rig.wires.hold_back(Grant)
+        rig.wires.hold_back(GrantHandoff)
         asked = rig.ask(LONG, request_id=NAME)
         rig.until(lambda: rig.prefill[0].role.queues()["bootstrap"], "it is opened")
         (here,) = explained(rig, rig.decode[0])

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from common.config import TransferConfig
-from kvtransfer.messages import Beat, Done, Released
+from kvtransfer.messages import Heartbeat, PagesReleased, ReadsDone
 from tests.support.pair_node import Asked, Size
 from tests.support.pair_rig import PATIENT, PairRig
 from tests.support.pair_states import AT_THE_OWNER, EVERYWHERE, LONG, OTHER, between_chunks
@@ -53,7 +53,7 @@ def test_slow_reads_delay_their_own_request_and_no_other(known):
 
 @pytest.mark.parametrize("owners", [[0], [0, 1]], ids=["then here", "then elsewhere"])
 def test_a_page_that_changes_on_its_way_costs_its_attempt_and_no_answer(known, owners):
-    """Seen failing with `PageSums.wrong` always empty: the attempt is held."""
+    """Seen failing with `PageChecksums.wrong` always empty: the attempt is held."""
     with PairRig(known.loaded, prefill=[Size(), Size()], chunk_tokens=32) as rig:
         rig.faults[0].corrupt_next()
         asked = rig.ask(LONG, NUM_TOKENS, owners=owners)
@@ -98,7 +98,7 @@ def test_a_read_past_its_deadline_is_given_up_and_its_neighbours_are_read_again(
 
 
 def test_what_lands_late_lands_in_pages_that_nobody_has(known):
-    """Seen failing with the READ hold of Destinations.reserve removed: the request that got the
+    """Seen failing with the READ hold of PageReservations.reserve removed: the request that got the
     pages of the cancelled one went on with KV of that one."""
     with PairRig(known.loaded, chunk_tokens=WHOLE) as rig:
         (prefill,) = rig.prefill
@@ -110,7 +110,7 @@ def test_what_lands_late_lands_in_pages_that_nobody_has(known):
         heir = rig.ask(OTHER, 40, owners=[])  # would take the pages that were freed last
         rig.until(lambda: len(heir.tokens) == 3, "the third one runs")
         rig.faults[0].release()
-        rig.until(lambda: _seen(rig, Done), "all reads have ended", prefill)
+        rig.until(lambda: _seen(rig, ReadsDone), "all reads have ended", prefill)
         rig.run()
         _check(known, heir, behind)
 
@@ -132,7 +132,7 @@ def test_the_pages_of_a_lost_attempt_are_not_those_of_the_next(known):
         rig.tell(prefill, "abort", "doomed")
         rig.until(lambda: len(asked.tokens) == 3, "it runs, prefilled here")
         rig.faults[0].release()
-        rig.until(lambda: _seen(rig, Done), "all reads have ended", prefill)
+        rig.until(lambda: _seen(rig, ReadsDone), "all reads have ended", prefill)
         rig.run()
         _check(known, asked, behind)
 
@@ -167,7 +167,7 @@ def test_nothing_is_computed_from_pages_that_their_owner_had_let_go(known):
     """The owner, cut off, lets the pages go and computes another prompt into them; the reader
     still reads them, and all of its reads end well.
 
-    Seen failing with `held` set in Handoffs.first_token, and with ReaderEnd finishing an
+    Seen failing with `held` set in Handoffs.first_token, and with ConsumerEnd finishing an
     attempt when all is read."""
     with PairRig(
         known.loaded,
@@ -222,7 +222,7 @@ def test_a_silent_stream_is_ended_by_both(known):
     with PairRig(known.loaded, transfer=NERVOUS) as rig:
         (prefill,) = rig.prefill
         asked = _frozen_read(rig)
-        rig.wires.hold_back(Beat)
+        rig.wires.hold_back(Heartbeat)
         rig.until(lambda: prefill.holds_nothing, "the owner has let go")
         rig.faults[0].release()
         rig.run()
@@ -233,7 +233,7 @@ def test_a_silent_stream_is_ended_by_both(known):
 
 def test_a_done_that_nobody_answers_is_given_up(known):
     with PairRig(known.loaded, transfer=PATIENT.model_copy(update={"released_s": 0.2})) as rig:
-        rig.wires.hold_back(Released)
+        rig.wires.hold_back(PagesReleased)
         asked = rig.ask(LONG)
         rig.run()
         _check(known, asked)

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer
 from api.parsers.channels import Channels
 from api.parsers.harmony import CHANNEL, CONSTRAIN, MESSAGE, START
 from api.parsers.harmony import END as END_MARKER
-from common.requests.guide import JSON_OBJECT, Guide, as_form, tag
-from common.requests.reasoning import Thought
+from common.requests.guide import JSON_OBJECT, GuidedDecoding, as_form, tag
+from common.requests.reasoning import ReasoningTokens
 from engine.grammar import matching
 from engine.grammar.matching import Match
 from tests.support.noise_model import write
@@ -29,10 +29,10 @@ SCHEMA = {
     "required": ["name", "age", "tags"],
     "additionalProperties": False,
 }
-PERSON = Guide("json_schema", json.dumps(SCHEMA))
-DATE = Guide("regex", "[0-9]{4}-[01][0-9]")
-ANSWER = Guide("ebnf", 'root ::= "yes" | "no" | "perhaps not"')
-TAG = Guide(
+PERSON = GuidedDecoding("json_schema", json.dumps(SCHEMA))
+DATE = GuidedDecoding("regex", "[0-9]{4}-[01][0-9]")
+ANSWER = GuidedDecoding("ebnf", 'root ::= "yes" | "no" | "perhaps not"')
+TAG = GuidedDecoding(
     "structural_tag",
     json.dumps(
         {
@@ -149,7 +149,7 @@ def _thinking(rig, tokenizer):
     """Every form again, behind thought that one more token ends; half of it is ended for it. The
     end of the answer would come at once, if it could."""
     close = tokenizer.token_to_id("|")
-    thought = Thought(close, open=None)
+    thought = ReasoningTokens(close, open=None)
     spaces = sorted(tokenizer.token_to_id(name) for name in "ĠĊĉč")
     bias = ((close, 3.0), (END, 10.0), *((token, -100.0) for token in spaces))
     fields = {"logit_bias": bias}
@@ -273,7 +273,7 @@ def test_an_answer_that_may_think_may_as_well_not(noise):
     """Its first token is of the form, or begins thought."""
     loaded, tokenizer = noise
     opens, close = tokenizer.token_to_id("~"), tokenizer.token_to_id("|")
-    fields = {"guide": DATE, "thought": Thought(close, opens), "ignore_eos": False}
+    fields = {"guide": DATE, "thought": ReasoningTokens(close, opens), "ignore_eos": False}
     with PairRig(loaded) as rig:
         plain = rig.ask(PROMPTS[1], 20, **fields)
         bias = ((opens, 100.0), (close, 5.0))
@@ -286,10 +286,10 @@ def test_an_answer_that_may_think_may_as_well_not(noise):
 @pytest.mark.parametrize(
     "guide, where",
     [
-        (Guide("json_schema", '{"type": "nonsense"}'), "#: type 'nonsense'"),
-        (Guide("json_schema", "{no json"), "byte 1"),
-        (Guide("regex", "a(b"), "position"),
-        (Guide("ebnf", 'root ::= "a" | b'), "line 1, column 16"),
+        (GuidedDecoding("json_schema", '{"type": "nonsense"}'), "#: type 'nonsense'"),
+        (GuidedDecoding("json_schema", "{no json"), "byte 1"),
+        (GuidedDecoding("regex", "a(b"), "position"),
+        (GuidedDecoding("ebnf", 'root ::= "a" | b'), "line 1, column 16"),
     ],
     ids=lambda value: getattr(value, "kind", None),
 )
@@ -314,7 +314,7 @@ def test_a_request_whose_guide_is_not_compiled_yet_can_be_cancelled(noise):
         assert asked.reason.name == "ABORT"
 
 
-SLOW = Guide("regex", "[a-h]{30}z")
+SLOW = GuidedDecoding("regex", "[a-h]{30}z")
 
 
 def _gated(monkeypatch, at):
@@ -384,7 +384,10 @@ def test_an_answer_over_the_budget_of_its_grammar_ends_and_no_other(noise, monke
     monkeypatch.setattr(matching, "S_PER_TOKEN", 1e-5)
     loaded, _ = noise
     with PairRig(loaded) as rig:
-        fields = {"guide": Guide("ebnf", "root ::= s\ns ::= s s | [a-z ]"), "min_tokens": 190}
+        fields = {
+            "guide": GuidedDecoding("ebnf", "root ::= s\ns ::= s s | [a-z ]"),
+            "min_tokens": 190,
+        }
         slow = rig.ask(PROMPTS[1], 200, **fields)
         free = rig.ask(PROMPTS[2], 60)
         rig.run()
@@ -403,7 +406,7 @@ def test_an_answer_ends_where_its_grammar_ends(noise, fields):
     """
     loaded, tokenizer = noise
     with PairRig(loaded) as rig:
-        one = rig.ask(PROMPTS[1], 60, guide=Guide("ebnf", 'root ::= "zebra"'), **fields)
+        one = rig.ask(PROMPTS[1], 60, guide=GuidedDecoding("ebnf", 'root ::= "zebra"'), **fields)
         rig.run()
         assert one.reason.name == "STOP"
         assert tokenizer.decode(one.tokens, skip_special_tokens=True) == "zebra"

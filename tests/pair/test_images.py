@@ -14,11 +14,11 @@ pytest.importorskip("PIL")
 
 from common.errors import InvalidRequest
 from common.requests.images import FIRST_IMAGE_TOKEN, check_images
-from engine.batch.images import Seen
+from engine.batch.images import VisibleImage
 from engine.batch.request import FinishReason
 from engine.models import load
 from engine.models.families import read_decoder
-from engine.models.vision.seeing import Seeing
+from engine.models.vision.seeing import VisionTower
 from engine.speculative.policy import AllDrafts
 from engine.speculative.speculator import Speculator
 from tests.pair.test_pauses import resumed, told
@@ -250,7 +250,7 @@ def test_a_configuration_of_transformers_4_says_the_same(model, tmp_path):
     )
     embedded = [torch.zeros(6, 64) for _ in range(2)]
     for seeing, x in zip((new, old), embedded, strict=True):
-        seeing.embed([Seen(image, 0, 6, 0)], x)
+        seeing.embed([VisibleImage(image, 0, 6, 0)], x)
     assert torch.equal(*embedded)
 
 
@@ -259,11 +259,11 @@ def test_embeddings_are_kept_up_to_so_many_bytes():
         def encode(self, image):
             return torch.full((image.num_tokens, 4), float(image.pixels[0]))
 
-    seeing = Seeing(Encoder(), most_bytes=2 * 4 * 4 * 4)
+    seeing = VisionTower(Encoder(), most_bytes=2 * 4 * 4 * 4)
     images = [picture(2, 2, seed) for seed in range(3)]
     for image in (*images, images[2], images[0]):
         x = torch.zeros(3, 4)
-        seeing.embed([Seen(image, 1, 4, 0)], x)
+        seeing.embed([VisibleImage(image, 1, 4, 0)], x)
         assert (x == image.pixels[0]).all()
     assert (seeing.counts.encoded, seeing.counts.found) == (4, 1)
     assert seeing.num_bytes == 2 * 4 * 4 * 4

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvtransfer.messages import Ready
+from kvtransfer.messages import PagesReady
 from tests.support.checkpoints import LATENT_ARCHITECTURES
 from tests.support.pair_node import Size
 from tests.support.pair_rig import PairRig
@@ -32,7 +32,7 @@ def test_answers_are_those_of_transformers_and_the_second_time_from_what_is_cach
             rig.run()
             for each, one in zip(prompts, asked, strict=True):
                 assert one.tokens == known.greedy(each, 20)
-            handed = sum(len(said.pages) for said in rig.wires.seen if isinstance(said, Ready))
+            handed = sum(len(said.pages) for said in rig.wires.seen if isinstance(said, PagesReady))
             assert handed == sum(-(-len(each) // 16) for each in prompts)
         assert prefill.count("cached_tokens") == 16 + LONG // 16 * 16
         again = rig.ask(prompts[-1], 20)

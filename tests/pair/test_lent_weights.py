@@ -8,7 +8,7 @@ import pytest
 
 from common.config import SharingConfig
 from engine.models.one_file import ReceivedFile
-from kvtransfer.messages import Done, Open, Released, Weights
+from kvtransfer.messages import OpenHandoff, PagesReleased, ReadsDone, Weights
 from node.sharing import weight_reads
 from tests.pair.test_pauses import one_runs, resumed, told
 from tests.pair.test_weights import MANY, PROMPT, ask, greedy, pause, put, shelf
@@ -46,12 +46,12 @@ class Pair:
 
     @property
     def num_opened(self):
-        opened = [each for each in self.rig.wires.seen if isinstance(each, Open)]
+        opened = [each for each in self.rig.wires.seen if isinstance(each, OpenHandoff)]
         return sum(isinstance(each.source, Weights) for each in opened)
 
     def until_halfway(self):
         """Run until some pieces have arrived. No more arrive before `let_go` of Done."""
-        self.rig.wires.hold_back(Done)
+        self.rig.wires.hold_back(ReadsDone)
         self.rig.until(lambda: self.num_opened, "some are asked for")
         self.rig.settle()
 
@@ -129,7 +129,7 @@ def test_what_runs_goes_on_from_its_tokens_and_what_comes_meanwhile_has_the_new_
 def test_a_lender_goes_on_meanwhile_and_a_lost_stream_costs_a_part_alone(pair, greedy):
     rig = pair.rig
     pause(rig, pair.taker)
-    rig.wires.hold_back(Released)
+    rig.wires.hold_back(PagesReleased)
     pair.tell()
     rig.until(lambda: pair.num_opened, "some are asked for")
     refused = told(rig, pair.taker, "continue")

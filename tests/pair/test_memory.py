@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
-from common.requests.prefix_hint import PrefixAt
-from kvtransfer.messages import Done
+from common.requests.prefix_hint import PrefixHint
+from kvtransfer.messages import ReadsDone
 from tests.pair.test_pauses import computes_nothing, one_runs, resumed, told
 from tests.pair.test_prefixes import TWO, answered, prompt, rig_of
 from tests.pair.test_weights import MANY, PROMPT, ask, greedy, pause, prepared, rig, shelf
@@ -75,8 +75,8 @@ def test_what_is_lent_is_not_given_back_before_its_reader_is_done(known):
         rig.learn_what_computing_takes()
         answered(rig, known, rig.ask(prompt(100), 2, owners=[0]))
         rig.flush(rig.decode[0])
-        rig.wires.hold_back(Done)
-        hint = PrefixAt(lender.front.address, 96)
+        rig.wires.hold_back(ReadsDone)
+        hint = PrefixHint(lender.front.address, 96)
         asked = rig.ask([*prompt(100), *prompt(30, 7)], 5, owners=[1], prefix_at=[hint])
         rig.until(lambda: lender.pages("publication"), "it is lent")
         pause(rig, lender)

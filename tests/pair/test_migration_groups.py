@@ -1,20 +1,20 @@
 """Which of those that are copied go together."""
 
-from decode_node.migration_groups import Convoys
-from node.messages import MoveFrom
+from decode_node.migration_groups import MigrationGroups
+from node.messages import MigrateFrom
 from tests.support.specs import make_request
 
 REQUESTS = [make_request([0, 0], key=key, num_generated=1) for key in range(4)]
 
 
-def _convoys(*sources: str) -> Convoys:
-    convoys = Convoys()
+def _convoys(*sources: str) -> MigrationGroups:
+    convoys = MigrationGroups()
     for request, address in zip(REQUESTS, sources, strict=False):
-        convoys.put(request, MoveFrom(address, 100 + request.key))
+        convoys.put(request, MigrateFrom(address, 100 + request.key))
     return convoys
 
 
-def _gone(convoys: Convoys) -> list[tuple[int, int]]:
+def _gone(convoys: MigrationGroups) -> list[tuple[int, int]]:
     return [(request.key, source.ticket) for request, source in convoys.take()]
 
 
@@ -38,7 +38,7 @@ def test_nobody_waits_for_who_is_at_another_node() -> None:
 def test_nobody_waits_for_who_comes_later() -> None:
     convoys = _convoys("a:1", "a:1")
     convoys.copied(REQUESTS[0])
-    convoys.put(REQUESTS[2], MoveFrom("a:1", 102))
+    convoys.put(REQUESTS[2], MigrateFrom("a:1", 102))
     convoys.copied(REQUESTS[1])  # which waits for that one, and the first one does not
     assert _gone(convoys) == [(0, 100)]
     convoys.copied(REQUESTS[2])

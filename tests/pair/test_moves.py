@@ -7,13 +7,13 @@ import pytest
 from grpc import StatusCode
 
 from common.config import SharingConfig
-from common.requests.guide import Guide
-from common.requests.reasoning import Thought
+from common.requests.guide import GuidedDecoding
+from common.requests.reasoning import ReasoningTokens
 from engine.batch.batch import ScheduleBatch
 from engine.batch.request import FinishReason
-from engine.kv_cache.pages import Holder
-from kvtransfer.messages import Grant, Ready
-from node.messages import MoveFrom
+from engine.kv_cache.pages import PageHolder
+from kvtransfer.messages import GrantHandoff, PagesReady
+from node.messages import MigrateFrom
 from tests.pair.conftest import Known
 from tests.support.pair_node import Asked, Size
 from tests.support.pair_rig import PATIENT, PairRig
@@ -91,7 +91,7 @@ SAMPLED = {"temperature": 0.9, "top_p": 0.95, "frequency_penalty": 0.6, "repetit
         pytest.param(SAMPLED, id="sampled-with-penalties"),
         pytest.param({"logprobs": 2}, id="log-probabilities"),
         pytest.param(
-            {"guide": Guide("regex", "[a-z ]{200}"), "max_tokens": 60},
+            {"guide": GuidedDecoding("regex", "[a-z ]{200}"), "max_tokens": 60},
             id="grammar",
         ),
         pytest.param(
@@ -103,7 +103,9 @@ SAMPLED = {"temperature": 0.9, "top_p": 0.95, "frequency_penalty": 0.6, "repetit
             id="bad-words",
         ),
         pytest.param({"prompt_logprobs": 1}, id="log-probabilities-of-the-prompt"),
-        pytest.param({"thought": Thought(close=3), "thinking_budget": 20}, id="thinking-budget"),
+        pytest.param(
+            {"thought": ReasoningTokens(close=3), "thinking_budget": 20}, id="thinking-budget"
+        ),
     ],
 )
 def test_whatever_a_request_may_ask_for_goes_along(known: Known, sampling: dict[str, Any]) -> None:
@@ -147,7 +149,7 @@ def test_a_cached_prefix_is_not_read_again(known: Known) -> None:
         asked = _begin(rig, 4)
         _move(rig, asked)
         rig.run()
-        (grant,) = [g for g in rig.wires.seen if isinstance(g, Grant) and g.room_tokens]
+        (grant,) = [g for g in rig.wires.seen if isinstance(g, GrantHandoff) and g.room_tokens]
         assert grant.prefix_tokens == 32
         assert grant.gib_per_s > 0.0  # by which the source bounds its pause
 
@@ -179,10 +181,10 @@ def test_while_one_is_on_its_way_nothing_is_launched_ahead(known: Known) -> None
 def _paused(rig: PairRig) -> tuple[Asked, Asked]:
     """A request that stands still, and its mover: Ready is on its way and does not arrive."""
     asked = _begin(rig, 4)
-    rig.wires.hold_back(Ready)
+    rig.wires.hold_back(PagesReady)
     successor = _move(rig, asked)
     pages = rig.decode[0].engine.pages
-    rig.until(lambda: pages.holds(Holder.PUBLICATION).any(), "it is paused")
+    rig.until(lambda: pages.holds(PageHolder.PUBLICATION).any(), "it is paused")
     return asked, successor
 
 
@@ -239,8 +241,8 @@ def test_a_paused_request_may_be_cancelled(known: Known) -> None:
 def test_an_unknown_ticket_and_an_unpaired_node_end_the_mover(known: Known) -> None:
     with PairRig(known.loaded, decode=TWO, moves=True) as rig:
         asked = _begin(rig, 4, 400)
-        nobody = MoveFrom(rig.decode[0].front.address, 5)
-        nowhere = MoveFrom("nowhere:1", asked.ticket)
+        nobody = MigrateFrom(rig.decode[0].front.address, 5)
+        nowhere = MigrateFrom("nowhere:1", asked.ticket)
         movers = [
             rig.ask(PROMPT, 400, generated=asked.tokens, node=1, move_from=source)
             for source in (nobody, nowhere)
@@ -282,7 +284,9 @@ def test_a_node_that_drains_gives_its_requests_away_and_then_has_drained(known: 
 
 def _copied(rig: PairRig) -> list[int]:
     """Tokens that movers had here when they asked for the rest."""
-    grants = (each for each in rig.wires.seen if isinstance(each, Grant) and each.room_tokens)
+    grants = (
+        each for each in rig.wires.seen if isinstance(each, GrantHandoff) and each.room_tokens
+    )
     return [grant.prefix_tokens for grant in grants]
 
 
@@ -345,9 +349,9 @@ def test_while_it_is_copied_it_runs_on_whatever_happens(known: Known, what: str)
     with PairRig(known.loaded, decode=TWO, shares=SharingConfig(), transfer=transfer) as rig:
         source, target = rig.decode
         asked = _begin(rig, 30, 100)
-        rig.wires.hold_back(Ready)
+        rig.wires.hold_back(PagesReady)
         successor = rig.move(asked, 0, 1)
-        rig.until(lambda: source.engine.pages.holds(Holder.PUBLICATION).any(), "it is copied")
+        rig.until(lambda: source.engine.pages.holds(PageHolder.PUBLICATION).any(), "it is copied")
         assert target.queue("fetching") == 1
         match what:
             case "cancelled":
@@ -361,5 +365,5 @@ def test_while_it_is_copied_it_runs_on_whatever_happens(known: Known, what: str)
         rig.run()
         assert asked.tokens == known.greedy(PROMPT, 100) and asked.reason is FinishReason.LENGTH
         assert successor.ended and not successor.tokens
-        assert not source.engine.pages.holds(Holder.PUBLICATION).any()
-        assert not target.engine.pages.holds(Holder.READ).any()
+        assert not source.engine.pages.holds(PageHolder.PUBLICATION).any()
+        assert not target.engine.pages.holds(PageHolder.READ).any()

@@ -6,10 +6,10 @@ import numpy as np
 from grpc import StatusCode
 
 from common.config import SharingConfig, TransferConfig
-from common.requests.prefix_hint import PrefixAt
+from common.requests.prefix_hint import PrefixHint
 from engine.batch.request import FinishReason
-from engine.kv_cache.pages import Holder
-from kvtransfer.messages import Ready
+from engine.kv_cache.pages import PageHolder
+from kvtransfer.messages import PagesReady
 from tests.pair.conftest import Known
 from tests.support.pair_node import Asked, Node, Size
 from tests.support.pair_rig import PATIENT, PairRig
@@ -22,7 +22,7 @@ ALWAYS = SharingConfig(margin=1e9, fetch_s=300.0)
 UNCHECKED = TransferConfig(**PATIENT.model_dump() | {"check_every": 0})
 
 
-def spoil(node: Node, holder: Holder) -> None:
+def spoil(node: Node, holder: PageHolder) -> None:
     node.engine.pool.tensor[np.flatnonzero(node.engine.pages.holds(holder))] = 0xFF
 
 
@@ -35,7 +35,7 @@ def test_a_request_whose_logits_are_no_numbers_ends_alone(known: Known) -> None:
         (node,) = rig.decode
         spoiled = rig.ask(range(5, 45), MANY)
         rig.until(lambda: node.queue("on_device") == 1, "one runs")
-        pages = np.flatnonzero(node.engine.pages.holds(Holder.REQUEST))
+        pages = np.flatnonzero(node.engine.pages.holds(PageHolder.REQUEST))
         other = rig.ask(range(60, 110), MANY)
         rig.until(lambda: node.queue("on_device") == 2, "both run")
         node.engine.pool.tensor[pages] = 0xFF
@@ -55,7 +55,7 @@ def test_a_prefill_node_computes_anew_what_made_no_numbers(known: Known) -> None
         rig.ask(range(5, 75), 1)
         rig.run()
         rig.flush(reader)  # else it needs little of the other's
-        owner.engine.pool.tensor[np.flatnonzero(owner.engine.pages.holds(Holder.CACHE))] = 0xFF
+        owner.engine.pool.tensor[np.flatnonzero(owner.engine.pages.holds(PageHolder.CACHE))] = 0xFF
         spoiled = rig.ask(range(5, 90), MANY)
         rig.run()  # to an error, or by what the decode node computes: whichever it hears of first
         computed_here = reader.count("local_prefills")
@@ -69,10 +69,10 @@ def test_a_prefill_node_computes_anew_what_made_no_numbers(known: Known) -> None
 def test_a_prefill_node_hears_that_what_it_gave_makes_no_numbers(known: Known) -> None:
     with PairRig(known.loaded, transfer=UNCHECKED) as rig:
         (owner,), (reader,) = rig.prefill, rig.decode
-        rig.wires.hold_back(Ready)
+        rig.wires.hold_back(PagesReady)
         spoilt = rig.ask(range(5, 75), MANY)
         rig.until(lambda: owner.queue("inflight"), "it is computed")
-        spoil(owner, Holder.PUBLICATION)
+        spoil(owner, PageHolder.PUBLICATION)
         rig.wires.let_go()
         rig.run()
         assert ended_at_fault(spoilt)
@@ -93,8 +93,8 @@ def test_who_lends_what_makes_no_numbers_does_so_once(known: Known) -> None:
         rig.ask(range(5, 105), 2, owners=[0])
         rig.run()
         rig.flush(rig.decode[0])
-        spoil(lender, Holder.CACHE)
-        hint = PrefixAt("prefill-0:1", 96)
+        spoil(lender, PageHolder.CACHE)
+        hint = PrefixHint("prefill-0:1", 96)
         rig.ask(range(5, 125), 20, owners=[1], prefix_at=[hint])
         rig.run()  # to an error, or by what the decode node computes: whichever it hears of first
         assert reader.count("forgotten_prefixes/own") == 1
@@ -116,7 +116,7 @@ def test_who_has_given_a_request_away_hears_that_it_makes_no_numbers(known: Know
         successor = rig.move(asked, 0, 1)
         rig.until_granted(0)
         rig.until(lambda: successor.tokens, "it runs where it has moved to")
-        spoil(target, Holder.REQUEST)  # which cannot tell since when it has been wrong
+        spoil(target, PageHolder.REQUEST)  # which cannot tell since when it has been wrong
         rig.run()
         assert asked.reason is FinishReason.MOVED
         assert ended_at_fault(successor)

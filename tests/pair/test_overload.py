@@ -7,8 +7,8 @@ from grpc import StatusCode
 
 from common.request import Remaining
 from engine.batch.request import FinishReason
-from kvtransfer.messages import HandoffId, Prompt, Ready
-from kvtransfer.ports import CancelHandoff, OpenHandoff
+from kvtransfer.messages import HandoffId, PagesReady, Prompt
+from kvtransfer.ports import CancelCommand, OpenCommand
 from tests.support.pair_node import Asked, Node, Size
 from tests.support.pair_rig import PairRig
 from tests.support.specs import make_spec
@@ -117,7 +117,7 @@ def test_an_answer_that_goes_on_is_never_refused(known, mode):
         _assert_answered(known, *before)
 
 
-# Seen failing without the new `start_by` in Dispatcher.place_again: the second owner refuses it.
+# Seen failing without the new `start_by` in PrefillPlacement.retry: the second owner refuses it.
 def test_who_has_lost_an_owner_may_wait_for_another_as_long_as_it_takes(known):
     with PairRig(known.loaded, prefill=(ROOMY, ROOMY), decode=(ROOMY,)) as rig:
         (first, second), (decode,) = rig.prefill, rig.decode
@@ -147,7 +147,7 @@ def test_a_prefill_node_refuses_no_answer_that_goes_on_whatever_its_reader_says(
         (prefill,), (decode,) = rig.prefill, rig.decode
         _know_how_fast(rig)
         _busy(rig, prefill)
-        opened = OpenHandoff(
+        opened = OpenCommand(
             id=HandoffId(2000, 1 << 20, 1),
             owner=1000,
             weights=decode.desk.weights,
@@ -159,7 +159,7 @@ def test_a_prefill_node_refuses_no_answer_that_goes_on_whatever_its_reader_says(
         rig.turn(prefill)
         assert prefill.count("refused/late") == (not num_generated)
         assert prefill.queue("bootstrap") == (num_generated > 0)
-        decode.transfer.post(CancelHandoff(opened.id, "cancelled"))
+        decode.transfer.post(CancelCommand(opened.id, "cancelled"))
 
 
 def test_a_node_that_prefills_itself_refuses_at_once_too(known):
@@ -185,7 +185,9 @@ def test_who_may_wait_less_is_begun_first(known):
         rig.settle()
         rig.run()
         _assert_answered(known, soon, *before)
-        last = [told.id.request for told in rig.wires.seen if isinstance(told, Ready) and told.last]
+        last = [
+            told.id.request for told in rig.wires.seen if isinstance(told, PagesReady) and told.last
+        ]
         assert last.index(max(last)) < len(last) - 1  # it came last, and so has the largest key
 
 

@@ -3,8 +3,8 @@
 import numpy as np
 
 from common.requests.namespace import SHARED
-from decode_node.page_reservations import Destinations
-from engine.kv_cache.pages import Holder
+from decode_node.page_reservations import PageReservations
+from engine.kv_cache.pages import PageHolder
 from kvtransfer.messages import HandoffId
 from tests.support.engine_rig import Rig, ints
 
@@ -12,8 +12,8 @@ ID = HandoffId(1, 1, 1)
 PROMPT = ints([n % 90 for n in range(50)])  # three pages and a part
 
 
-def _destinations(rig: Rig) -> Destinations:
-    return Destinations(
+def _destinations(rig: Rig) -> PageReservations:
+    return PageReservations(
         scheduler=rig.scheduler,
         pages=rig.pages,
         cache=rig.cache,
@@ -30,8 +30,8 @@ def test_pages_are_held_for_reads_after_the_request_has_dropped_them():
     destination = destinations.reserve(ID, PROMPT, SHARED)
     assert destination is not None and len(destination.fresh) == 4
     destinations.drop(destination)
-    assert rig.scheduler.allocate(5, Holder.REQUEST) is None
-    assert np.flatnonzero(rig.pages.holds(Holder.READ)).tolist() == sorted(destination.fresh)
+    assert rig.scheduler.allocate(5, PageHolder.REQUEST) is None
+    assert np.flatnonzero(rig.pages.holds(PageHolder.READ)).tolist() == sorted(destination.fresh)
     destinations.reads_ended(ID)
     assert rig.pages.num_free == 8
 
@@ -41,8 +41,8 @@ def test_a_reservation_that_finds_too_few_pages_holds_nothing():
     rig = Rig(num_pages=8, vandal=False)
     rig.add(PROMPT.tolist()[:33], max_tokens=1)
     rig.run()
-    lent = rig.scheduler.allocate(6, Holder.PUBLICATION)
+    lent = rig.scheduler.allocate(6, PageHolder.PUBLICATION)
     assert _destinations(rig).reserve(ID, PROMPT, SHARED) is None
     held = rig.pages.by_holder()
     assert (held["request"], held["read"], held["cache"]) == (0, 0, 2)
-    rig.pages.drop(lent, Holder.PUBLICATION)
+    rig.pages.drop(lent, PageHolder.PUBLICATION)

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from kvtransfer.messages import Ready
+from kvtransfer.messages import PagesReady
 from tests.support.checkpoints import ARCHITECTURES, EXPERT_ARCHITECTURES
 from tests.support.pair_node import Size
 from tests.support.pair_rig import PairRig
@@ -98,7 +98,7 @@ def test_what_either_side_has_cached_is_neither_computed_nor_read_again(known, c
         assert asked.tokens == known.greedy(prompt, 8)
         assert asked.cached_tokens == (0 if cold == "prefill decode" else 96)
         assert prefill.count("cached_tokens") - before == (0 if "prefill" in cold else 96)
-        moved = sum(len(said.pages) for said in rig.wires.seen if isinstance(said, Ready))
+        moved = sum(len(said.pages) for said in rig.wires.seen if isinstance(said, PagesReady))
         assert moved == (7 if "decode" in cold else 1)
 
 

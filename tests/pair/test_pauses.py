@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from grpc import StatusCode
 
-from common.requests.pooling import Pool, Pooling
+from common.requests.pooling import PoolingMode, PoolingParams
 from engine.batch.request import FinishReason
 from engine.scheduler.scheduler import DEADLINE_CHECK_S
-from node.messages import PoolPrompts
+from node.messages import SubmitPooling
 from tests.support.pair_node import Node, Size
 from tests.support.pair_rig import PairRig
 
@@ -191,7 +191,7 @@ def test_a_second_pause_may_ask_for_more_and_a_pause_may_be_called_off(known):
 @pytest.mark.parametrize("mode, status", [("retract", 0), ("abort", StatusCode.CANCELLED.value[0])])
 def test_prompts_of_calls_for_vectors_are_paused_as_well(known, mode, status):
     prompt = np.arange(130, dtype="<i4").tobytes()
-    call = PoolPrompts(1, "call", (prompt,), Pooling(Pool.MEAN), 300.0)
+    call = SubmitPooling(1, "call", (prompt,), PoolingParams(PoolingMode.MEAN), 300.0)
     with PairRig(known.loaded, chunk_tokens=16) as rig:
         (node,) = rig.prefill
         node.router.inbox.append(call)

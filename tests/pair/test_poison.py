@@ -4,7 +4,7 @@ a second death."""
 from grpc import StatusCode
 
 from common.requests.quarantine import GUILTY
-from kvtransfer.messages import Ready
+from kvtransfer.messages import PagesReady
 from tests.support.pair_node import Size
 from tests.support.pair_rig import PairRig
 from tests.support.pair_states import LONG, OTHER
@@ -31,7 +31,7 @@ def _lose_engine(rig: PairRig, owner: int) -> None:
 def _num_ready(rig: PairRig) -> int:
     """Count the Ready messages of the first request. Those of other requests are irrelevant to
     it."""
-    return sum(isinstance(each, Ready) and each.id.request == FIRST for each in rig.wires.seen)
+    return sum(isinstance(each, PagesReady) and each.id.request == FIRST for each in rig.wires.seen)
 
 
 def _trials(rig: PairRig) -> set[int]:

@@ -8,14 +8,14 @@ import torch
 from grpc import StatusCode
 from transformers import AutoModel
 
-from common.requests.pooling import Pool, Pooling
+from common.requests.pooling import PoolingMode, PoolingParams
 from engine.scheduler.scheduler import DEADLINE_CHECK_S
-from node.messages import CancelPooling, Pooled, PoolPrompts
+from node.messages import CancelPooling, PoolingDone, SubmitPooling
 from tests.support.checkpoints import VOCABULARY_SIZE
 from tests.support.pair_node import Node, Size
 from tests.support.pair_rig import PairRig
 
-LAST = Pooling(Pool.LAST)
+LAST = PoolingParams(PoolingMode.LAST)
 PROMPTS = [list(range(1, 1 + length)) for length in (1, 40, 130)]
 
 
@@ -32,10 +32,10 @@ def last_state(model, prompt) -> torch.Tensor:
 def call(node: Node, number: int, prompts, **fields) -> None:
     fields = {"pooling": LAST, "budget_s": 300.0, "request_id": f"call {number}", **fields}
     token_ids = tuple(np.array(prompt, "<i4").tobytes() for prompt in prompts)
-    node.router.inbox.append(PoolPrompts(number=number, prompts=token_ids, **fields))
+    node.router.inbox.append(SubmitPooling(number=number, prompts=token_ids, **fields))
 
 
-def answered(rig: PairRig, node: Node, count: int = 1) -> list[Pooled]:
+def answered(rig: PairRig, node: Node, count: int = 1) -> list[PoolingDone]:
     rig.until(lambda: len(node.router.pooled) == count, f"{count} answers")
     return node.router.pooled
 
@@ -104,7 +104,7 @@ def test_a_call_ends_with_its_budget(known):
         ([[1], []], LAST, "the prompt is empty"),
         ([[1], [VOCABULARY_SIZE]], LAST, "outside the vocabulary"),
         ([[1], [1] * 512], LAST, "no room in a context"),
-        ([[1]], Pooling(Pool.LABELS), "no head for classes"),
+        ([[1]], PoolingParams(PoolingMode.LABELS), "no head for classes"),
     ],
 )
 def test_what_cannot_be_computed_is_refused_whole(known, prompts, pooling, said):

@@ -6,8 +6,8 @@ import random
 import pytest
 
 from common.config import SharingConfig
-from common.requests.prefix_hint import PrefixAt
-from kvtransfer.messages import Done, Open, Prefix, Ready
+from common.requests.prefix_hint import PrefixHint
+from kvtransfer.messages import OpenHandoff, PagesReady, Prefix, ReadsDone
 from tests.pair.conftest import Known
 from tests.support.pair_node import Asked, Node, Size
 from tests.support.pair_rig import PairRig
@@ -39,10 +39,12 @@ def since(node: Node, before: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(now - then for now, then in zip(ways(node), before, strict=True))
 
 
-def opened(rig: PairRig) -> list[Open]:
+def opened(rig: PairRig) -> list[OpenHandoff]:
     """Prefixes that were asked for."""
     return [
-        one for one in rig.wires.seen if isinstance(one, Open) and isinstance(one.source, Prefix)
+        one
+        for one in rig.wires.seen
+        if isinstance(one, OpenHandoff) and isinstance(one.source, Prefix)
     ]
 
 
@@ -75,7 +77,7 @@ def test_a_prefill_node_reads_what_another_one_has(known: Known) -> None:
         answered(rig, known, rig.ask(prompt(100), 2, owners=[0]))
         rig.flush(rig.decode[0])
         before = ways(rig.prefill[1])
-        hint = PrefixAt("prefill-0:1", 96)
+        hint = PrefixHint("prefill-0:1", 96)
         rest = [*prompt(100), *prompt(30, 7)]
         answered(rig, known, rig.ask(rest, 5, owners=[1], prefix_at=[hint]))
         assert since(rig.prefill[1], before) == (0, 96, 34)
@@ -88,7 +90,7 @@ def test_a_decode_node_that_prefills_itself_reads_what_another_one_has(known: Kn
         answered(rig, known, first)
         longer = [*prompt(60), *first.tokens, *prompt(9, 3)]
         before = ways(rig.decode[1])
-        asked = rig.ask(longer, 10, node=1, prefix_at=[PrefixAt("decode-0:1", 80)])
+        asked = rig.ask(longer, 10, node=1, prefix_at=[PrefixHint("decode-0:1", 80)])
         answered(rig, known, asked)
         assert since(rig.decode[1], before) == (0, 80, 19)
         assert asked.cached_tokens == 80
@@ -103,7 +105,7 @@ def test_states_and_windows_come_along(model, architecture: str) -> None:
         rig.flush(rig.decode[0])
         rest = [*prompt(130), *prompt(30, 7)]
         answered(
-            rig, known, rig.ask(rest, 20, owners=[1], prefix_at=[PrefixAt("prefill-0:1", 128)])
+            rig, known, rig.ask(rest, 20, owners=[1], prefix_at=[PrefixHint("prefill-0:1", 128)])
         )
         assert rig.prefill[1].count("prompt_token_ways/fetched") == 128
 
@@ -117,10 +119,10 @@ def test_who_was_told_wrong_computes(known: Known) -> None:
         # It has another prompt; it has less of it; nobody is there; and there is no such prompt.
         for number, (tokens, hint) in enumerate(
             (
-                (prompt(90, 5), PrefixAt("prefill-0:1", 80)),
-                (prompt(120), PrefixAt("prefill-0:1", 112)),
-                (prompt(90, 6), PrefixAt("nobody:1", 80)),
-                (prompt(90, 7), PrefixAt("prefill-0:1", 1 << 31)),
+                (prompt(90, 5), PrefixHint("prefill-0:1", 80)),
+                (prompt(120), PrefixHint("prefill-0:1", 112)),
+                (prompt(90, 6), PrefixHint("nobody:1", 80)),
+                (prompt(90, 7), PrefixHint("prefill-0:1", 1 << 31)),
             )
         ):
             answered(rig, known, rig.ask(tokens, 3, owners=[1], prefix_at=[hint]))
@@ -136,7 +138,7 @@ def test_nobody_reads_what_is_of_another_namespace(known: Known) -> None:
         rig.learn_what_computing_takes()
         answered(rig, known, rig.ask(prompt(100), 2, owners=[0], namespace=SALTED))
         rig.flush(rig.decode[0])
-        hint = PrefixAt("prefill-0:1", 96)
+        hint = PrefixHint("prefill-0:1", 96)
         answered(rig, known, rig.ask(prompt(100), 2, owners=[1], prefix_at=[hint]))
         assert rig.prefill[1].count("prompt_token_ways/fetched") == 0
         rig.flush(*rig.decode, rig.prefill[1])
@@ -157,8 +159,8 @@ def test_a_read_that_comes_to_nothing_costs_nothing_but_time(known: Known, what:
             case "a byte is wrong":
                 rig.faults[0].corrupt_next()
             case _:
-                rig.wires.hold_back(Ready)
-        asked = rig.ask(prompt(100), 20, owners=[1], prefix_at=[PrefixAt("prefill-0:1", 96)])
+                rig.wires.hold_back(PagesReady)
+        asked = rig.ask(prompt(100), 20, owners=[1], prefix_at=[PrefixHint("prefill-0:1", 96)])
         if what == "the stream is cut":
             rig.until(lambda: opened(rig), "it asks")
             rig.wires.cut(rig.prefill[0].front, rig.prefill[1].front)
@@ -175,8 +177,8 @@ def test_what_is_lent_outlives_the_tree_that_it_was_in(known: Known) -> None:
         rig.learn_what_computing_takes()
         answered(rig, known, rig.ask(prompt(100), 2, owners=[0]))
         rig.flush(rig.decode[0])
-        rig.wires.hold_back(Done)
-        asked = rig.ask(prompt(100), 20, owners=[1], prefix_at=[PrefixAt("prefill-0:1", 96)])
+        rig.wires.hold_back(ReadsDone)
+        asked = rig.ask(prompt(100), 20, owners=[1], prefix_at=[PrefixHint("prefill-0:1", 96)])
         rig.until(lambda: owner.pages("publication") == 6, "it is lent")
         owner.role.scheduler.flush_cache()
         assert owner.pages("publication") == 6
@@ -195,7 +197,7 @@ def test_where_there_is_no_room_for_it_it_is_computed(known: Known) -> None:
         rig.faults[1].freeze()
         busy = rig.ask(prompt(90, 9), 2, owners=[1])
         rig.until(lambda: rig.prefill[1].queue("inflight"), "it has the pages")
-        hint = PrefixAt("prefill-0:1", 96)
+        hint = PrefixHint("prefill-0:1", 96)
         asked = rig.ask(prompt(100), 20, owners=[1], prefix_at=[hint])
         rig.until(lambda: rig.prefill[1].count("prefix_fetches/no_room"), "it is not tried")
         rig.faults[1].release()
@@ -209,7 +211,7 @@ def test_no_more_than_a_part_of_the_pool_is_lent_at_once(known: Known) -> None:
         rig.learn_what_computing_takes()
         answered(rig, known, rig.ask(prompt(120), 2, owners=[0]))
         rig.flush(rig.decode[0])
-        hint = PrefixAt("prefill-0:1", 112)  # 7 pages, and 5 may be lent
+        hint = PrefixHint("prefill-0:1", 112)  # 7 pages, and 5 may be lent
         answered(rig, known, rig.ask(prompt(120), 20, owners=[1], prefix_at=[hint]))
         assert rig.prefill[0].count("prefix_loans/refused") == 1
 
@@ -219,8 +221,8 @@ def test_who_is_cancelled_while_its_prefix_is_read_leaves_nothing(known: Known) 
         rig.learn_what_computing_takes()
         answered(rig, known, rig.ask(prompt(100), 2, owners=[0]))
         rig.flush(rig.decode[0])
-        rig.wires.hold_back(Done)
-        asked = rig.ask(prompt(100), 20, owners=[1], prefix_at=[PrefixAt("prefill-0:1", 96)])
+        rig.wires.hold_back(ReadsDone)
+        asked = rig.ask(prompt(100), 20, owners=[1], prefix_at=[PrefixHint("prefill-0:1", 96)])
         rig.until(lambda: rig.prefill[1].queue("fetching"), "it waits for its prefix")
         rig.cancel(asked)
         rig.run(asked)
@@ -232,8 +234,8 @@ def test_those_who_want_the_same_prefix_read_it_once(known: Known) -> None:
         rig.learn_what_computing_takes()
         answered(rig, known, rig.ask(prompt(100), 2, owners=[0]))
         rig.flush(rig.decode[0])
-        rig.wires.hold_back(Done)
-        hint = PrefixAt("prefill-0:1", 96)
+        rig.wires.hold_back(ReadsDone)
+        hint = PrefixHint("prefill-0:1", 96)
         both = [
             rig.ask([*prompt(100), *prompt(20, seed)], 9, owners=[1], prefix_at=[hint])
             for seed in (3, 4)
@@ -249,7 +251,7 @@ def test_who_is_not_to_share_neither_reads_nor_lends(known: Known) -> None:
     with rig_of(known, prefill=TWO, shares=SharingConfig(enabled=False)) as rig:
         rig.learn_what_computing_takes()
         answered(rig, known, rig.ask(prompt(100), 2, owners=[0]))
-        hint = PrefixAt("prefill-0:1", 96)
+        hint = PrefixHint("prefill-0:1", 96)
         answered(rig, known, rig.ask(prompt(100), 2, owners=[1], prefix_at=[hint]))
         assert not opened(rig)
 
@@ -265,7 +267,7 @@ def test_conversations_wander_between_nodes_that_evict(known: Known) -> None:
             asked = []
             for talk in talks:
                 hints = [
-                    PrefixAt(address, source.choice((len(talk), 48, 400)))
+                    PrefixHint(address, source.choice((len(talk), 48, 400)))
                     for address in source.sample(addresses, 2)
                 ]
                 asked.append(

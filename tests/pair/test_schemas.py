@@ -11,7 +11,7 @@ from jsonschema.protocols import Validator
 from tokenizers import Tokenizer
 
 from common.errors import InvalidRequest
-from common.requests.guide import Guide
+from common.requests.guide import GuidedDecoding
 from engine.grammar.schemas import enforced as enforced_module
 from engine.grammar.schemas.enforced import enforced
 from tests.support.noise_model import write
@@ -72,7 +72,7 @@ def _answers(
                     rig.ask(
                         range(40, 50),
                         300,
-                        guide=Guide("json_schema", json.dumps(SCHEMAS[name])),
+                        guide=GuidedDecoding("json_schema", json.dumps(SCHEMAS[name])),
                         ignore_eos=False,
                         temperature=1.0,
                         seed=seed,
@@ -160,10 +160,10 @@ def test_a_refusal_reaches_the_client_and_an_empty_grammar_is_one(
 ) -> None:
     loaded, _ = noise
     guides = {
-        Guide("json_schema", '{"items": {"uniqueItems": true}}'): "#/items: uniqueItems",
-        Guide("json_schema", '{"type": "integer", "maximum": 1e30}'): "Integer exceeds",
-        Guide("regex", "a(?=b)"): "character 1 of",
-        Guide("ebnf", "root ::= root"): "no answer keeps to it",
+        GuidedDecoding("json_schema", '{"items": {"uniqueItems": true}}'): "#/items: uniqueItems",
+        GuidedDecoding("json_schema", '{"type": "integer", "maximum": 1e30}'): "Integer exceeds",
+        GuidedDecoding("regex", "a(?=b)"): "character 1 of",
+        GuidedDecoding("ebnf", "root ::= root"): "no answer keeps to it",
     }
     with PairRig(loaded) as rig:
         asked = [(rig.ask(range(40, 50), 8, guide=guide), where) for guide, where in guides.items()]

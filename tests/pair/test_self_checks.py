@@ -3,7 +3,7 @@
 import pytest
 
 from common.errors import EngineFault
-from engine.kv_cache.pages import Holder
+from engine.kv_cache.pages import PageHolder
 from node.control import engine_control
 from tests.support.pair_rig import PairRig
 
@@ -16,10 +16,10 @@ def test_an_idle_node_finds_a_page_that_leaked(known, monkeypatch, role):
         (node,) = getattr(rig, role)
         rig.until(lambda: not node.step(), "the node is idle")
         node.role.idle()
-        leaked = node.engine.pages.allocate(1, Holder.REQUEST)
+        leaked = node.engine.pages.allocate(1, PageHolder.REQUEST)
         with pytest.raises(EngineFault, match="REQUEST"):
             node.role.idle()
-        node.engine.pages.drop(leaked, Holder.REQUEST)
+        node.engine.pages.drop(leaked, PageHolder.REQUEST)
 
 
 # Seen failing with the look at `busy` removed: each pause of a running node looks at every page.
@@ -29,7 +29,7 @@ def test_a_node_with_requests_does_not_check_its_books(known, monkeypatch):
         rig.faults[0].freeze()
         rig.ask(range(40))
         rig.until(lambda: rig.decode[0].queue("transfer") == 1, "its pages are being read")
-        leaked = rig.decode[0].engine.pages.allocate(1, Holder.REQUEST)
+        leaked = rig.decode[0].engine.pages.allocate(1, PageHolder.REQUEST)
         rig.decode[0].role.idle()
-        rig.decode[0].engine.pages.drop(leaked, Holder.REQUEST)
+        rig.decode[0].engine.pages.drop(leaked, PageHolder.REQUEST)
         rig.faults[0].release()

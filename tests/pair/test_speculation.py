@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from common.requests.guide import Guide
+from common.requests.guide import GuidedDecoding
 from common.requests.prediction import NOTHING
 from engine.batch.request import FinishReason
 from engine.speculative.ngram import NgramDrafter
@@ -32,7 +32,7 @@ PARTICULAR: tuple[dict[str, Any], ...] = (
     {"frequency_penalty": 0.6, "repetition_penalty": 1.2, **SAMPLED},
     {"logit_bias": ((5, 2.0),)},
     {"logit_bias": ((5, 2.0),), "min_tokens": 9},
-    {"guide": Guide("regex", "[a-z ]{200}")},
+    {"guide": GuidedDecoding("regex", "[a-z ]{200}")},
 )
 
 

@@ -3,7 +3,7 @@ pages, and a request that leaves the device takes it along."""
 
 import pytest
 
-from kvtransfer.messages import Ready
+from kvtransfer.messages import PagesReady
 from tests.support.pair_node import Size
 from tests.support.pair_rig import PairRig
 
@@ -20,8 +20,8 @@ def prompt(length: int, seed: int = 1) -> list[int]:
     return [(seed * 31 + 7 * i + i * i) % 250 for i in range(length)]
 
 
-def ranges(rig: PairRig) -> list[Ready]:
-    return [said for said in rig.wires.seen if isinstance(said, Ready)]
+def ranges(rig: PairRig) -> list[PagesReady]:
+    return [said for said in rig.wires.seen if isinstance(said, PagesReady)]
 
 
 @pytest.mark.parametrize("length", [1, 48, LONG])

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable
 
-from kvtransfer.messages import Done
+from kvtransfer.messages import ReadsDone
 from tests.support.pair_node import Size
 from tests.support.pair_rig import PairRig
 
@@ -72,7 +72,7 @@ def test_kv_never_lands_in_a_page_that_a_stale_forward_may_still_write(known):
 
         def until_read() -> None:
             rig.until(
-                lambda: not decode.queue("transfer") or _seen(rig, Done),
+                lambda: not decode.queue("transfer") or _seen(rig, ReadsDone),
                 "what is granted is read",
                 prefill,
             )

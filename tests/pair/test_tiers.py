@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from common.config import SharingConfig
-from common.requests.prefix_hint import PrefixAt
-from kvtransfer.messages import Ready
+from common.requests.prefix_hint import PrefixHint
+from kvtransfer.messages import PagesReady
 from tests.pair.conftest import Known
 from tests.support.engine_rig import ints
 from tests.support.pair_node import Node, Size
@@ -108,7 +108,7 @@ def test_a_decode_node_reads_only_what_no_tier_of_its_own_has(known: Known) -> N
         before = len(rig.wires.seen)
         (again,) = one_by_one(rig, PROMPTS[:1])
         assert again == known.greedy(PROMPTS[0], ANSWER)
-        handed = [said for said in list(rig.wires.seen)[before:] if isinstance(said, Ready)]
+        handed = [said for said in list(rig.wires.seen)[before:] if isinstance(said, PagesReady)]
         assert sum(len(said.pages) for said in handed) == 1  # the last, which is not full
         assert brought(rig.decode[0]) == LONG // 16 * 16
 
@@ -135,7 +135,7 @@ def test_others_read_what_only_a_tier_has(known: Known) -> None:
         first, second = rig.prefill
         rig.run(rig.ask(PROMPTS[0], ANSWER, owners=[0]))
         forget_above(rig)
-        hint = PrefixAt("prefill-0:1", TOLD)
+        hint = PrefixHint("prefill-0:1", TOLD)
         asked = rig.ask([*PROMPTS[0], 1, 2], ANSWER, owners=[1], prefix_at=[hint])
         rig.run(asked)
         assert asked.tokens == known.greedy([*PROMPTS[0], 1, 2], ANSWER)
@@ -152,7 +152,7 @@ def test_what_a_tier_has_is_not_read_from_others(known: Known) -> None:
             rig.run(rig.ask(PROMPTS[0], ANSWER, owners=[owner]))
         forget_above(rig)
         before = first.count("prompt_token_ways/fetched")
-        hint = PrefixAt("prefill-1:1", TOLD)
+        hint = PrefixHint("prefill-1:1", TOLD)
         rig.run(rig.ask([*PROMPTS[0], 1, 2], ANSWER, owners=[0], prefix_at=[hint]))
         assert first.count("prompt_token_ways/fetched") == before and brought(first) == TOLD
 

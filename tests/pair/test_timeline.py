@@ -5,7 +5,7 @@ import time
 import pytest
 
 from common.requests.timeline import Phase
-from kvtransfer.messages import Grant, Ready
+from kvtransfer.messages import GrantHandoff, PagesReady
 from tests.support.pair_node import Asked, Size
 from tests.support.pair_rig import PairRig
 from tests.support.pair_states import EVERYWHERE, LONG, OTHER
@@ -91,7 +91,7 @@ def test_what_follows_the_last_lost_attempt_is_prefilled_here(known):
 
 def test_time_in_which_the_grant_does_not_arrive_is_the_prefill_nodes_bootstrap_queue(known):
     with PairRig(known.loaded) as rig:
-        rig.wires.hold_back(Grant)
+        rig.wires.hold_back(GrantHandoff)
         asked = rig.ask(LONG)
         rig.until(lambda: rig.decode[0].queue("transfer"), "it is granted")
         rig.until(lambda: rig.prefill[0].queue("bootstrap"), "it is open")
@@ -125,7 +125,9 @@ def test_the_wait_for_the_prefill_node_ends_with_its_first_chunk(known):
     """Seen failing with the moment of the last Ready in place of the first one's."""
     with PairRig(known.loaded, chunk_tokens=32) as rig:
         asked = rig.ask(LONG)
-        rig.until(lambda: any(isinstance(m, Ready) for m in rig.wires.seen), "a chunk is there")
+        rig.until(
+            lambda: any(isinstance(m, PagesReady) for m in rig.wires.seen), "a chunk is there"
+        )
         rig.let_time_pass(time.monotonic() + DELAY_S)
         rig.run()
         check(asked.ended, len(asked.tokens))
@@ -169,7 +171,7 @@ def test_a_request_that_is_refused_has_a_timeline_too(known):
 
 def test_a_request_out_of_time_is_told_up_to_its_end(known):
     with PairRig(known.loaded) as rig:
-        rig.wires.hold_back(Grant)
+        rig.wires.hold_back(GrantHandoff)
         asked = rig.ask(LONG, budget_s=1.0)
         rig.run(asked)
         rig.wires.let_go()

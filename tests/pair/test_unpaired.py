@@ -69,7 +69,7 @@ def test_the_wait_for_an_owner_is_bounded(known):
 
 def test_who_waits_for_an_owner_can_be_cancelled_aborted_and_runs_out_of_time(known):
     """Seen failing with `unpaired` not looked at in DecodeRole._abort, and with its own deadline
-    left out of how long it waits, or not looked at in Dispatcher.place."""
+    left out of how long it waits, or not looked at in PrefillPlacement.place."""
     with _rig(known) as rig:
         (decode,) = rig.decode
         _cut_all(rig)
@@ -123,7 +123,7 @@ def test_who_has_had_all_its_attempts_waits_for_no_owner(known, retries):
 
 
 def test_who_has_had_all_its_attempts_goes_to_no_owner_that_is_left(known):
-    """Seen failing with the count of attempts not looked at in Dispatcher._why_here."""
+    """Seen failing with the count of attempts not looked at in PrefillPlacement._why_here."""
     with PairRig(known.loaded, prefill=[Size()] * 3, retries=1) as rig:
         (decode,) = rig.decode
         for faults in rig.faults[:2]:

@@ -8,7 +8,17 @@ import pytest
 
 from common.config import TransferConfig
 from engine.batch.request import FinishReason
-from kvtransfer.messages import Admitted, Beat, Cancel, Done, Failed, Grant, Open, Ready, Released
+from kvtransfer.messages import (
+    CancelHandoff,
+    GrantHandoff,
+    HandoffFailed,
+    HandoffQueued,
+    Heartbeat,
+    OpenHandoff,
+    PagesReady,
+    PagesReleased,
+    ReadsDone,
+)
 from tests.support.pair_node import Asked, Size
 from tests.support.pair_rig import PairRig
 from tests.support.timeline_laws import check
@@ -22,7 +32,17 @@ PROMPT_TOKENS = (1, 15, 16, 17, 31, 48, 70, 100)
 IMPATIENT = TransferConfig(
     heartbeat_s=0.1, missed_beats=10, released_s=0.5, read_s=0.5, canary_tokens=0
 )
-KINDS = (Open, Grant, Admitted, Ready, Done, Released, Cancel, Failed, Beat)
+KINDS = (
+    OpenHandoff,
+    GrantHandoff,
+    HandoffQueued,
+    PagesReady,
+    ReadsDone,
+    PagesReleased,
+    CancelHandoff,
+    HandoffFailed,
+    Heartbeat,
+)
 
 
 @dataclass(eq=False)

@@ -3,7 +3,7 @@
 import pytest
 
 from engine.batch.request import FinishReason
-from kvtransfer.messages import Open
+from kvtransfer.messages import OpenHandoff
 from tests.pair.test_pauses import one_runs, resumed, told
 from tests.support.checkpoints import greedy_tokens, make_checkpoint, reference_model
 from tests.support.pair_node import Loaded, Size
@@ -122,7 +122,7 @@ def test_nodes_with_different_weights_are_no_pair_until_they_have_the_same(rig, 
     rig.flush(*rig.nodes)
     assert ask(rig).tokens == greedy("new", PROMPT, 8)
     assert (owner.count("handoffs_held"), owner.count("refused/weights")) == (handed + 1, 0)
-    opens = [each for each in rig.wires.seen if isinstance(each, Open)]
+    opens = [each for each in rig.wires.seen if isinstance(each, OpenHandoff)]
     assert len({each.weights for each in opens}) == 2
 
 

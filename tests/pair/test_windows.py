@@ -3,7 +3,7 @@ window is neither sent nor kept."""
 
 import pytest
 
-from kvtransfer.messages import Ready
+from kvtransfer.messages import PagesReady
 from tests.support.pair_node import Size
 from tests.support.pair_rig import PairRig
 
@@ -22,7 +22,7 @@ def prompt(length: int, seed: int = 1) -> list[int]:
 
 
 def handed(rig: PairRig) -> int:
-    return sum(len(said.pages) for said in rig.wires.seen if isinstance(said, Ready))
+    return sum(len(said.pages) for said in rig.wires.seen if isinstance(said, PagesReady))
 
 
 @pytest.mark.parametrize("length", [1, 16, WINDOW, 48, LONG])

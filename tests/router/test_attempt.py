@@ -10,7 +10,7 @@ import pytest
 
 from common.errors import NodeUnavailable, Overloaded, ServingError
 from router import attempt as module
-from router.attempt import Moving, Stay
+from router.attempt import Attempt, AttemptMigration
 from router.token_buffer import TokenBuffer
 
 
@@ -34,32 +34,34 @@ class Rig:
 
     monkeypatch: pytest.MonkeyPatch
     now: float = 100.0
-    target: Stay | None = None
+    target: Attempt | None = None
     stayed: list[tuple[str, ServingError]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
         self.stay = stay_at("a")
 
-    def moving(self, may_move: Callable[[], bool] = lambda: True) -> Moving:
-        return Moving(self.stay, may_move, self._submit, lambda *told: self.stayed.append(told))
+    def moving(self, may_move: Callable[[], bool] = lambda: True) -> AttemptMigration:
+        return AttemptMigration(
+            self.stay, may_move, self._submit, lambda *told: self.stayed.append(told)
+        )
 
-    def _submit(self, stay: Stay, target: str) -> Stay:
+    def _submit(self, stay: Attempt, target: str) -> Attempt:
         if self.target is None:
             raise NodeUnavailable("there is no other decode node")
         return self.target
 
 
-def stay_at(address: str) -> Stay:
+def stay_at(address: str) -> Attempt:
     ends = Ends()
     decode = SimpleNamespace(address=address, guests=set())
     chosen = SimpleNamespace(decode=decode, charge=ends)
     submitted = SimpleNamespace(here=None, tokens=TokenBuffer(9), leave=ends.leave)
     job = SimpleNamespace(request_id="r", num_generated=0)
-    return Stay(cast(Any, chosen), cast(Any, submitted), cast(Any, None), cast(Any, job))
+    return Attempt(cast(Any, chosen), cast(Any, submitted), cast(Any, None), cast(Any, job))
 
 
-def ends_of(stay: Stay) -> tuple[int, int]:
+def ends_of(stay: Attempt) -> tuple[int, int]:
     """Return how often the stay was left, and how often its part of the load was given back."""
     ends = cast(Ends, cast(Any, stay.chosen).charge)
     return ends.left, ends.closed
@@ -95,14 +97,14 @@ async def test_a_target_that_refuses_is_left_and_the_move_tried_again_after_a_se
         assert (await task).because == "it is full"
         assert ends_of(rig.target) == (1, 1)
         assert rig.stayed == [("b", full)]
-        assert moving.take_successor() is None
+        assert moving.take_target_attempt() is None
         assert not moving.movable
         rig.now += 1.0
         assert moving.movable
     assert ends_of(rig.stay) == (0, 0)
 
 
-# Seen failing, each, without the discard, the cancel and the leave in Moving.__exit__.
+# Seen failing, each, without the discard, the cancel and the leave in AttemptMigration.__exit__.
 async def test_a_request_that_ends_while_it_moves_leaves_nothing_behind(rig: Rig) -> None:
     rig.target = stay_at("b")
     guests = rig.stay.chosen.decode.guests
@@ -124,7 +126,7 @@ async def test_a_successor_that_was_taken_is_not_left(rig: Rig) -> None:
         assert (await task).because == ""
         with pytest.raises(NodeUnavailable):
             await rig.stay.tokens.taken(lambda tokens, end: None)
-        assert moving.take_successor() is rig.target
+        assert moving.take_target_attempt() is rig.target
     assert ends_of(rig.target) == (0, 0)
 
 

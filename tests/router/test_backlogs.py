@@ -5,10 +5,10 @@ import math
 
 import pytest
 
-from common.errors import QueueTooLong
-from router.policy.backlogs import WHENEVER, Backlogs, Due
-from router.policy.choices import DecodeChoice, Placement, PrefillChoice
-from router.policy.load import Load
+from common.errors import QueueFull
+from router.policy.backlogs import WHENEVER, NodeBacklogs, RequestDue
+from router.policy.choices import DecodeChoice, PlacementDecision, PrefillChoice
+from router.policy.load import NodeLoad
 from router.policy.pressure import LASTING_S
 
 TOKEN_S = 0.01
@@ -28,16 +28,16 @@ class Known:
     """Nodes that have told how fast they are, and nothing waits there."""
 
     def __init__(self, *addresses: str) -> None:
-        self.load, self.clock = Load(), Clock()
-        self.backlogs = Backlogs(self.load, self.clock)
+        self.load, self.clock = NodeLoad(), Clock()
+        self.backlogs = NodeBacklogs(self.load, self.clock)
         for address in addresses:
             self.backlogs.told(address, queued_s=0.0, token_s=TOKEN_S)
 
-    def due(self, wait_s: float, budget_s: float = 100.0, priority: int = 0) -> Due:
-        return Due(self.clock.now + wait_s, self.clock.now + budget_s, priority)
+    def due(self, wait_s: float, budget_s: float = 100.0, priority: int = 0) -> RequestDue:
+        return RequestDue(self.clock.now + wait_s, self.clock.now + budget_s, priority)
 
     def place(self, *nodes: str, num_tokens: int, wait_s: float = 100.0, priority: int = 0) -> None:
-        placement = Placement(nodes[-1], nodes[:-1], num_tokens)
+        placement = PlacementDecision(nodes[-1], nodes[:-1], num_tokens)
         self.load.charge(placement, num_tokens, self.clock.now + wait_s, priority)
 
 
@@ -53,7 +53,7 @@ def test_where_no_node_can_make_it_the_least_wait_is_told() -> None:
     known = Known("p0", "p1")
     known.place("p0", "d0", num_tokens=300, wait_s=0.1)
     known.place("p1", "d0", num_tokens=400, wait_s=0.1)
-    with pytest.raises(QueueTooLong) as refused:
+    with pytest.raises(QueueFull) as refused:
         known.backlogs.in_time(CHOICES, 10, known.due(1.0))
     assert refused.value.retry_after_s == pytest.approx(2.0)
 
@@ -61,7 +61,7 @@ def test_where_no_node_can_make_it_the_least_wait_is_told() -> None:
 def test_a_node_that_prefills_itself_has_a_queue_too() -> None:
     known = Known("d0")
     known.place("d0", num_tokens=300, wait_s=0.1)
-    with pytest.raises(QueueTooLong):
+    with pytest.raises(QueueFull):
         known.backlogs.in_time(ALONE, 10, known.due(1.0))
 
 
@@ -69,7 +69,7 @@ def test_what_a_request_needs_itself_is_kept_free_of_its_budget() -> None:
     known = Known("d0")
     known.place("d0", num_tokens=300, wait_s=0.1)
     assert known.backlogs.in_time(ALONE, 100, known.due(10.0, budget_s=4.1)) == ALONE
-    with pytest.raises(QueueTooLong):
+    with pytest.raises(QueueFull):
         known.backlogs.in_time(ALONE, 200, known.due(10.0, budget_s=4.1))
 
 
@@ -95,7 +95,7 @@ def test_the_requests_of_other_routers_are_what_a_node_tells_beyond_our_own() ->
     known = Known()
     known.place("d0", num_tokens=100, wait_s=0.1)
     known.backlogs.told("d0", queued_s=3.0, token_s=TOKEN_S)
-    with pytest.raises(QueueTooLong) as refused:
+    with pytest.raises(QueueFull) as refused:
         known.backlogs.in_time(ALONE, 10, known.due(1.0))
     assert refused.value.retry_after_s == pytest.approx(2.0)
     known.clock.now += 2.0  # until it tells anew, they are taken to be computed
@@ -105,7 +105,7 @@ def test_the_requests_of_other_routers_are_what_a_node_tells_beyond_our_own() ->
 def test_a_decode_node_without_pages_is_passed_over_until_it_has_some() -> None:
     known = Known("p0", "p1")
     known.backlogs.told("d0", queued_s=0.0, token_s=0.0, pages_s=5.0)
-    with pytest.raises(QueueTooLong):
+    with pytest.raises(QueueFull):
         known.backlogs.in_time(CHOICES, 10, known.due(1.0))
     known.clock.now += 4.1
     assert known.backlogs.in_time(CHOICES, 10, known.due(1.0)) == CHOICES
@@ -116,7 +116,7 @@ def test_who_may_wait_longer_lets_others_go_ahead_but_not_all_of_them() -> None:
     for _ in range(3):
         known.place("d0", num_tokens=100, wait_s=2.5)
     assert known.backlogs.in_time(ALONE, 50, known.due(1.0)) == ALONE
-    with pytest.raises(QueueTooLong):
+    with pytest.raises(QueueFull):
         known.backlogs.in_time(ALONE, 60, known.due(1.0))
 
 
@@ -124,9 +124,9 @@ def test_while_the_impatient_are_refused_the_patient_wait_no_longer_than_they_co
     known = Known("d0")
     known.place("d0", num_tokens=200, wait_s=0.1)
     assert known.backlogs.in_time(ALONE, 10, known.due(5.0)) == ALONE
-    with pytest.raises(QueueTooLong):
+    with pytest.raises(QueueFull):
         known.backlogs.in_time(ALONE, 10, known.due(1.0))
-    with pytest.raises(QueueTooLong):
+    with pytest.raises(QueueFull):
         known.backlogs.in_time(ALONE, 10, known.due(5.0))
     known.clock.now += LASTING_S
     assert known.backlogs.in_time(ALONE, 10, known.due(5.0)) == ALONE
@@ -136,7 +136,7 @@ def test_one_who_asks_for_next_to_nothing_does_not_empty_the_queues() -> None:
     known = Known("d0")
     known.place("d0", num_tokens=40, wait_s=-1.0)  # it is under way
     for _ in range(3):
-        with pytest.raises(QueueTooLong):
+        with pytest.raises(QueueFull):
             known.backlogs.in_time(ALONE, 1, known.due(0.001))
     assert known.backlogs.in_time(ALONE, 1, known.due(5.0)) == ALONE
 
@@ -146,9 +146,9 @@ def test_of_those_who_come_too_many_the_least_urgent_are_refused() -> None:
     known = Known("d0")
     for _ in range(10):
         known.place("d0", num_tokens=100, wait_s=9.5)
-    with pytest.raises(QueueTooLong):
+    with pytest.raises(QueueFull):
         known.backlogs.in_time(ALONE, 100, known.due(5.0))
-    with pytest.raises(QueueTooLong):
+    with pytest.raises(QueueFull):
         known.backlogs.in_time(ALONE, 100, known.due(5.0, priority=-1))
     assert known.backlogs.in_time(ALONE, 100, known.due(5.0, priority=1)) == ALONE
 
@@ -156,13 +156,13 @@ def test_of_those_who_come_too_many_the_least_urgent_are_refused() -> None:
 def test_the_urgent_wait_no_less_for_one_who_is_not_and_was_refused() -> None:
     known = Known("d0")
     known.place("d0", num_tokens=200, wait_s=0.1, priority=1)
-    with pytest.raises(QueueTooLong):
+    with pytest.raises(QueueFull):
         known.backlogs.in_time(ALONE, 10, known.due(1.0))
     assert known.backlogs.in_time(ALONE, 10, known.due(5.0, priority=1)) == ALONE
-    with pytest.raises(QueueTooLong):
+    with pytest.raises(QueueFull):
         known.backlogs.in_time(ALONE, 10, known.due(1.0, priority=1))
     for priority in (1, 0, -1):
-        with pytest.raises(QueueTooLong):
+        with pytest.raises(QueueFull):
             known.backlogs.in_time(ALONE, 10, known.due(5.0, priority=priority))
 
 

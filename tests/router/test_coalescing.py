@@ -5,11 +5,11 @@ import asyncio
 import pytest
 
 from api.auth.client import by_address
-from api.generation import Generator
+from api.generation import Dispatcher
 from api.grpc.parsing import from_request
-from api.requests.answer import LastPiece, Piece
-from api.requests.limiter import Admission
-from api.requests.record import Records
+from api.requests.answer import FinalChunk, OutputChunk
+from api.requests.limiter import RequestLimiter
+from api.requests.record import RequestRecords
 from api.requests.served_model import served_model
 from api.text.model_files import ModelFiles
 from common import rpc
@@ -22,14 +22,14 @@ from router.cluster.cluster import Cluster
 from router.cluster.discovery import Discovery
 from router.cluster.membership import Membership
 from router.cluster.pooling_nodes import PoolingNodes
-from router.cluster.survey import Survey
+from router.cluster.survey import ClusterState
 from router.metrics import RouterMetrics
 from router.policy.hints import PrefixHints
-from router.policy.load import Load
+from router.policy.load import NodeLoad
 from router.policy.prefix_index import PrefixIndex
 from router.policy.round_robin import RoundRobin
-from router.timelines import Timelines
-from router.token_buffer import End, TokenBuffer
+from router.timelines import TimelineRecorder
+from router.token_buffer import StreamEnd, TokenBuffer
 from tests.api.rig import CONTEXT_LENGTH, VOCABULARY_SIZE, byte_level_tokenizer, eventually
 from tests.support.stub_decode_node import StubDecodeNode
 
@@ -46,10 +46,10 @@ async def test_tokens_that_come_while_a_write_waits_go_out_in_the_next_one() -> 
             special_tokens={},
         )
     )
-    pieces: list[Piece | LastPiece] = []
+    pieces: list[OutputChunk | FinalChunk] = []
     writing, may_write = asyncio.Event(), asyncio.Event()
 
-    async def write(request_id: str, piece: Piece | LastPiece) -> None:
+    async def write(request_id: str, piece: OutputChunk | FinalChunk) -> None:
         pieces.append(piece)
         writing.set()
         await may_write.wait()
@@ -57,8 +57,10 @@ async def test_tokens_that_come_while_a_write_waits_go_out_in_the_next_one() -> 
     async with StubDecodeNode() as node:
         discovery = Discovery([], [node.address])
         await discovery.start()
-        survey = Survey(tokenizer_hash=model.tokenizer.hash, on_change=lambda: cluster.refresh())
-        load, policy = Load(), RoundRobin()
+        survey = ClusterState(
+            tokenizer_hash=model.tokenizer.hash, on_change=lambda: cluster.refresh()
+        )
+        load, policy = NodeLoad(), RoundRobin()
         cluster = Cluster(survey, policy, load, PrefixHints(PrefixIndex()), on_change=lambda: None)
         membership = Membership(
             discovery,
@@ -72,11 +74,11 @@ async def test_tokens_that_come_while_a_write_waits_go_out_in_the_next_one() -> 
             budget_s=10.0,
         )
         metrics = RouterMetrics()
-        generator = Generator(
+        generator = Dispatcher(
             model,
             cluster,
-            Admission(1),
-            Records(metrics, Timelines(metrics, None)),
+            RequestLimiter(1),
+            RequestRecords(metrics, TimelineRecorder(metrics, None)),
             budget_s=10.0,
         )
         nodes = asyncio.create_task(membership.run())
@@ -101,8 +103,8 @@ async def test_tokens_that_come_while_a_write_waits_go_out_in_the_next_one() -> 
 async def test_a_buffer_takes_no_more_tokens_than_were_asked_for() -> None:
     buffer = TokenBuffer(max_tokens=2)
     assert [buffer.append(token) for token in (1, 2, 3)] == [True, True, False]
-    buffer.end(End("length"))
-    assert await buffer.taken(pair) == ([1, 2], End("length"))
+    buffer.end(StreamEnd("length"))
+    assert await buffer.taken(pair) == ([1, 2], StreamEnd("length"))
 
 
 async def test_tokens_before_a_failure_are_still_told() -> None:
@@ -118,7 +120,7 @@ async def test_a_writer_sleeps_through_tokens_that_it_does_away_with() -> None:
     buffer = TokenBuffer(max_tokens=3)
     taken: list[list[int]] = []
 
-    def take(tokens: list[int], end: End | None) -> End | None:
+    def take(tokens: list[int], end: StreamEnd | None) -> StreamEnd | None:
         taken.append(tokens)
         return end
 
@@ -129,10 +131,10 @@ async def test_a_writer_sleeps_through_tokens_that_it_does_away_with() -> None:
         buffer.tell()
     assert taken == [[1], [2]]
     buffer.append(3)
-    buffer.end(End("length"))
+    buffer.end(StreamEnd("length"))
     buffer.tell()
     assert taken == [[1], [2], [3]]
-    assert await writer == End("length")
+    assert await writer == StreamEnd("length")
 
 
 async def test_a_writer_that_sleeps_is_told_of_a_failure_after_the_tokens_before_it() -> None:
@@ -153,7 +155,7 @@ async def test_a_writer_that_sleeps_is_told_of_a_failure_after_the_tokens_before
 async def test_what_goes_wrong_while_taking_reaches_the_writer_and_nobody_else() -> None:
     buffer = TokenBuffer(max_tokens=1)
 
-    def take(tokens: list[int], end: End | None) -> None:
+    def take(tokens: list[int], end: StreamEnd | None) -> None:
         raise ZeroDivisionError
 
     writer: asyncio.Task[None] = asyncio.create_task(buffer.taken(take))
@@ -164,5 +166,5 @@ async def test_what_goes_wrong_while_taking_reaches_the_writer_and_nobody_else()
         await writer
 
 
-def pair(tokens: list[int], end: End | None) -> tuple[list[int], End | None]:
+def pair(tokens: list[int], end: StreamEnd | None) -> tuple[list[int], StreamEnd | None]:
     return tokens, end

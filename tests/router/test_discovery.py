@@ -13,12 +13,12 @@ import pytest
 
 from common.errors import ConfigError
 from router.cluster import sources
-from router.cluster.discovery import Discovery, Members
-from router.cluster.sources import MAX_ADDRESSES, Addresses, Times, resolve
+from router.cluster.discovery import DiscoveredNodes, Discovery
+from router.cluster.sources import MAX_ADDRESSES, Addresses, RefreshTimes, resolve
 
 D0, D1 = "10.0.0.1:50200", "10.0.0.2:50200"
 P0, P1 = "10.0.1.1:50100", "10.0.1.2:50100"
-HURRIED = Times(dns_s=0.01, file_s=0.01, settled_s=0.005)
+HURRIED = RefreshTimes(dns_s=0.01, file_s=0.01, settled_s=0.005)
 WAIT_S = 60.0
 
 
@@ -52,13 +52,13 @@ class Watched:
 
     def __init__(self, discovery: Discovery) -> None:
         self.discovery = discovery
-        self.changes: asyncio.Queue[Members] = asyncio.Queue()
+        self.changes: asyncio.Queue[DiscoveredNodes] = asyncio.Queue()
 
     @property
-    def members(self) -> Members:
+    def members(self) -> DiscoveredNodes:
         return self.discovery.members
 
-    async def changed(self) -> Members:
+    async def changed(self) -> DiscoveredNodes:
         async with asyncio.timeout(WAIT_S):
             return await self.changes.get()
 
@@ -86,7 +86,7 @@ async def watching(
 
 async def test_addresses_that_are_written_down_are_the_members_in_that_order() -> None:
     async with watching([P1, P0], [D1, D0]) as watched:
-        assert watched.members == Members((P1, P0), (D1, D0))
+        assert watched.members == DiscoveredNodes((P1, P0), (D1, D0))
 
 
 WRONG = [
@@ -137,11 +137,11 @@ def test_an_entry_twice_is_a_mistake(prefill: list[str], decode: list[str]) -> N
 async def test_a_name_stands_for_all_its_addresses_and_is_asked_again_and_again() -> None:
     names = Names(prefill=["10.0.1.1"], decode=["10.0.0.1"])
     async with watching(["dns:prefill:50100"], ["dns:decode:50200"], names) as watched:
-        assert watched.members == Members((P0,), (D0,))
+        assert watched.members == DiscoveredNodes((P0,), (D0,))
         names.known["decode"] = ["10.0.0.1", "10.0.0.2"]
-        assert await watched.changed() == Members((P0,), (D0, D1))
+        assert await watched.changed() == DiscoveredNodes((P0,), (D0, D1))
         names.known["decode"] = ["10.0.0.2"]
-        assert await watched.changed() == Members((P0,), (D1,))
+        assert await watched.changed() == DiscoveredNodes((P0,), (D1,))
         await names.asked_again()
         assert watched.changes.empty()
 
@@ -154,20 +154,20 @@ async def test_a_name_that_cannot_be_resolved_keeps_its_last_answer_and_is_logge
         del names.known["decode"]
         for _ in range(3):
             await names.asked_again()
-        assert watched.members == Members((), (D0,))
+        assert watched.members == DiscoveredNodes((), (D0,))
         (complaint,) = [r for r in caplog.records if r.levelno == logging.WARNING]
         assert "decode" in complaint.getMessage()
         assert "Name or service not known" in complaint.getMessage()
         names.known["decode"] = ["10.0.0.2"]
-        assert await watched.changed() == Members((), (D1,))
+        assert await watched.changed() == DiscoveredNodes((), (D1,))
 
 
 async def test_a_name_without_an_address_yet_is_no_mistake() -> None:
     names = Names()
     async with watching([], ["dns:decode:50200"], names) as watched:
-        assert watched.members == Members()
+        assert watched.members == DiscoveredNodes()
         names.known["decode"] = ["10.0.0.1"]
-        assert await watched.changed() == Members((), (D0,))
+        assert await watched.changed() == DiscoveredNodes((), (D0,))
 
 
 async def test_a_resolver_that_hangs_holds_up_no_other_entry(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ async def test_a_resolver_that_hangs_holds_up_no_other_entry(tmp_path: Path) -> 
     async with watching(["dns:prefill:50100"], [f"file:{file}"], names) as watched:
         names.answering.clear()
         file.write_text(f"[{D1}]")
-        assert await watched.changed() == Members((P0,), (D1,))
+        assert await watched.changed() == DiscoveredNodes((P0,), (D1,))
 
 
 async def test_the_systems_resolver_gives_addresses_with_the_port() -> None:
@@ -189,7 +189,7 @@ async def test_a_name_that_no_resolver_can_be_asked_for_is_a_complaint(
 ) -> None:
     found = Discovery([], [f"dns:{'a' * 70}:1"])
     await found.start()
-    assert found.members == Members()
+    assert found.members == DiscoveredNodes()
     assert caplog.text.count("does not answer") == 1
 
 
@@ -218,7 +218,7 @@ async def test_one_file_can_have_the_nodes_of_both_roles(tmp_path: Path) -> None
     file = tmp_path / "nodes"
     file.write_text(f"prefill: [{P0}]\ndecode: [{D0}]\n")
     async with watching([f"file:{file}"], [f"file:{file}"]) as watched:
-        assert watched.members == Members((P0,), (D0,))
+        assert watched.members == DiscoveredNodes((P0,), (D0,))
 
 
 def _in_place(file: Path, content: str) -> None:
@@ -252,16 +252,16 @@ async def test_a_file_is_read_again_however_it_is_written(
     file.write_text(f"[{D0}]")
     async with watching([], [f"file:{file}"]) as watched:
         write(file, f"[{D0}, {D1}]")
-        assert await watched.changed() == Members((), (D0, D1))
+        assert await watched.changed() == DiscoveredNodes((), (D0, D1))
         write(file, "[]")
-        assert await watched.changed() == Members()
+        assert await watched.changed() == DiscoveredNodes()
 
 
 async def test_a_file_that_is_being_written_is_not_believed(tmp_path: Path) -> None:
     """Every part of it would be a list. Seen failing with two readings that may differ."""
     file = tmp_path / "nodes"
     file.write_text(f"- {D0}\n- {D1}\n")
-    times = Times(dns_s=1.0, file_s=0.005, settled_s=1.0)
+    times = RefreshTimes(dns_s=1.0, file_s=0.005, settled_s=1.0)
     watched = Watched(Discovery([], [f"file:{file}"], times=times))
     await watched.discovery.start()
     running = asyncio.create_task(watched.discovery.run(watched.changes.put_nowait))
@@ -270,7 +270,7 @@ async def test_a_file_that_is_being_written_is_not_believed(tmp_path: Path) -> N
             writer.write(f"- {number}:1\n")
             writer.flush()
             await asyncio.sleep(0.03)  # a slow writer, and readings in between
-    assert await watched.changed() == Members((), tuple(f"{n}:1" for n in range(1, 9)))
+    assert await watched.changed() == DiscoveredNodes((), tuple(f"{n}:1" for n in range(1, 9)))
     running.cancel()
 
 
@@ -296,9 +296,9 @@ async def test_a_bad_file_keeps_the_last_good_list_and_says_what_is_wrong(
     async with watching([], [f"file:{file}"]) as watched:
         file.write_text(content)
         await watched.until(lambda: complaint in caplog.text)
-        assert watched.members == Members((), (D0,))
+        assert watched.members == DiscoveredNodes((), (D0,))
         file.write_text(f"[{D1}]")
-        assert await watched.changed() == Members((), (D1,))
+        assert await watched.changed() == DiscoveredNodes((), (D1,))
     assert caplog.text.count(complaint) == 1
 
 
@@ -310,7 +310,7 @@ async def test_a_file_that_vanishes_keeps_its_last_list(
     async with watching([], [f"file:{file}"]) as watched:
         file.unlink()
         await watched.until(lambda: "No such file" in caplog.text)
-        assert watched.members == Members((), (D0,))
+        assert watched.members == DiscoveredNodes((), (D0,))
 
 
 @pytest.mark.parametrize("content", [None, "", "- nonsense"])
@@ -360,7 +360,7 @@ async def test_a_file_that_cannot_even_be_looked_for_keeps_its_last_list(
         await watched.until(lambda: "too long" in caplog.text)
         file.unlink()
         file.write_text(f"[{D1}]")
-        assert await watched.changed() == Members((), (D1,))
+        assert await watched.changed() == DiscoveredNodes((), (D1,))
 
 
 # Several entries --------------------------------------------------------------------------------
@@ -369,7 +369,7 @@ async def test_a_file_that_cannot_even_be_looked_for_keeps_its_last_list(
 async def test_an_address_of_two_entries_is_one_node() -> None:
     names = Names(decode=["10.0.0.1", "10.0.0.2"])
     async with watching([], [D1, "dns:decode:50200"], names) as watched:
-        assert watched.members == Members((), (D1, D0))
+        assert watched.members == DiscoveredNodes((), (D1, D0))
 
 
 async def test_an_address_of_both_roles_is_of_neither_until_that_is_mended(
@@ -377,8 +377,8 @@ async def test_an_address_of_both_roles_is_of_neither_until_that_is_mended(
 ) -> None:
     names = Names(a=["10.0.0.1", "10.0.0.2"], b=["10.0.0.2"])
     async with watching(["dns:a:50200"], ["dns:b:50200"], names) as watched:
-        assert watched.members == Members((D0,), ())
+        assert watched.members == DiscoveredNodes((D0,), ())
         await names.asked_again()
         assert caplog.text.count("taken for neither") == 1
         names.known["a"] = ["10.0.0.1"]
-        assert await watched.changed() == Members((D0,), (D1,))
+        assert await watched.changed() == DiscoveredNodes((D0,), (D1,))

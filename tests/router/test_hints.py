@@ -2,14 +2,14 @@
 
 from common.requests.namespace import SHARED, Namespace, namespace_of
 from common.requests.prefix_hash import page_names
-from common.requests.prefix_hint import PrefixAt
-from router.policy.choices import Placement, PlacementKey
+from common.requests.prefix_hint import PrefixHint
+from router.policy.choices import PlacementDecision, PlacementKey
 from router.policy.hints import PrefixHints
 from router.policy.prefix_index import PrefixIndex, PromptPrefixes
 
 SIZE = 16
 PROMPT = [(7 * n + n * n) % 250 for n in range(330)]
-P0_ON_D0 = Placement("d0", ("p0", "p1"), len(PROMPT))
+P0_ON_D0 = PlacementDecision("d0", ("p0", "p1"), len(PROMPT))
 
 
 def index_of(**pages: int) -> PrefixIndex:
@@ -21,24 +21,26 @@ def index_of(**pages: int) -> PrefixIndex:
     return index
 
 
-def hints(index: PrefixIndex, placement: Placement = P0_ON_D0, namespace: Namespace = SHARED):
+def hints(
+    index: PrefixIndex, placement: PlacementDecision = P0_ON_D0, namespace: Namespace = SHARED
+):
     return PrefixHints(index).of(PlacementKey(PROMPT, "", namespace), placement)
 
 
 def test_three_who_have_most_are_named_and_neither_end_of_the_hand_off() -> None:
     index = index_of(p0=1, p1=8, d0=20, d1=12, d2=10, p2=9, d3=4)
-    assert hints(index) == (PrefixAt("d1", 192), PrefixAt("d2", 160), PrefixAt("p2", 144))
+    assert hints(index) == (PrefixHint("d1", 192), PrefixHint("d2", 160), PrefixHint("p2", 144))
 
 
 def test_nobody_is_named_for_little_more() -> None:
     assert hints(index_of(p0=8, p1=11)) == ()
-    assert hints(index_of(p0=8, p1=12)) == (PrefixAt("p1", 192),)
+    assert hints(index_of(p0=8, p1=12)) == (PrefixHint("p1", 192),)
 
 
 def test_of_a_decode_node_that_computes_it_itself_its_own_is_what_counts() -> None:
-    alone = Placement("d0", (), len(PROMPT))
+    alone = PlacementDecision("d0", (), len(PROMPT))
     assert hints(index_of(d0=10, d1=11), alone) == ()
-    assert hints(index_of(d0=2, d1=11), alone) == (PrefixAt("d1", 176),)
+    assert hints(index_of(d0=2, d1=11), alone) == (PrefixHint("d1", 176),)
 
 
 def test_what_was_placed_and_not_told_is_no_hint() -> None:

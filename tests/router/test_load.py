@@ -3,13 +3,13 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.policy.choices import Placement
-from router.policy.load import Load
+from router.policy.choices import PlacementDecision
+from router.policy.load import NodeLoad
 
 
 def test_a_charge_is_the_prefill_nodes_until_the_first_token() -> None:
-    load = Load()
-    charge = load.charge(Placement("d0", ("p0", "p1"), uncached_tokens=30), num_tokens=100)
+    load = NodeLoad()
+    charge = load.charge(PlacementDecision("d0", ("p0", "p1"), uncached_tokens=30), num_tokens=100)
     assert (load.prefill.tokens("p0"), load.prefill.requests("p0")) == (30, 1)
     assert (load.prefill.tokens("p1"), load.prefill.requests("p1")) == (0, 0)
     charge.first_token()
@@ -19,9 +19,9 @@ def test_a_charge_is_the_prefill_nodes_until_the_first_token() -> None:
 
 
 def test_pages_of_a_decode_node_are_reserved_until_a_status_has_seen_them() -> None:
-    load = Load()
-    early = load.charge(Placement("d0", ("p0",), 100), 100)
-    late = load.charge(Placement("d0", ("p0",), 7), 7)
+    load = NodeLoad()
+    early = load.charge(PlacementDecision("d0", ("p0",), 100), 100)
+    late = load.charge(PlacementDecision("d0", ("p0",), 7), 7)
     early.first_token()
     assert load.decode.tokens("d0") == 107
     load.shown("d1")
@@ -36,9 +36,9 @@ def test_pages_of_a_decode_node_are_reserved_until_a_status_has_seen_them() -> N
 
 
 def test_a_request_that_fails_gives_its_charge_back() -> None:
-    load = Load()
+    load = NodeLoad()
     try:
-        with load.charge(Placement("d0", ("p0",), 5), 5):
+        with load.charge(PlacementDecision("d0", ("p0",), 5), 5):
             assert not load.empty
             raise RuntimeError("the node is gone")
     except RuntimeError:
@@ -47,7 +47,7 @@ def test_a_request_that_fails_gives_its_charge_back() -> None:
 
 
 _placements = st.builds(
-    Placement,
+    PlacementDecision,
     decode=st.sampled_from(["d0", "d1"]),
     prefill=st.lists(st.sampled_from(["p0", "p1"]), unique=True).map(tuple),
     uncached_tokens=st.integers(0, 50),
@@ -63,13 +63,13 @@ _events = st.one_of(
 def test_load_is_the_sum_of_what_is_live_and_returns_to_zero(
     events: list[tuple[str, object]],
 ) -> None:
-    load = Load()
+    load = NodeLoad()
     charges = []
-    computing: dict[int, Placement] = {}
-    live: dict[int, Placement] = {}
+    computing: dict[int, PlacementDecision] = {}
+    live: dict[int, PlacementDecision] = {}
     for event, what in events:
         match event, what:
-            case "place", Placement() as placement:
+            case "place", PlacementDecision() as placement:
                 computing[len(charges)] = live[len(charges)] = placement
                 charges.append(load.charge(placement, placement.uncached_tokens + 1))
             case "status", str() as address:

@@ -20,8 +20,8 @@ from tests.support.stub_decode_node import Metronome, StubDecodeNode, StubNode, 
 
 @pytest.fixture(autouse=True)
 def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = sources.Times(dns_s=0.02, file_s=0.02, settled_s=0.005)
-    monkeypatch.setattr(discovery, "Times", lambda: times)
+    times = sources.RefreshTimes(dns_s=0.02, file_s=0.02, settled_s=0.005)
+    monkeypatch.setattr(discovery, "RefreshTimes", lambda: times)
 
 
 class Roster:

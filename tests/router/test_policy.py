@@ -10,8 +10,15 @@ from hypothesis import strategies as st
 from common.config import RouterConfig
 from common.requests.namespace import SHARED, Namespace, namespace_of
 from common.requests.prefix_hash import page_names
-from router.policy import DecodeChoice, Placement, PlacementKey, Policy, PrefillChoice, make_policy
-from router.policy.load import Load
+from router.policy import (
+    DecodeChoice,
+    PlacementDecision,
+    PlacementKey,
+    PrefillChoice,
+    RoutingPolicy,
+    make_policy,
+)
+from router.policy.load import NodeLoad
 from router.policy.prefix_aware import NEAR_TOKENS
 from router.policy.prefix_index import PrefixIndex
 from router.policy.table import NAMES
@@ -23,17 +30,17 @@ class Rig:
     """A policy, what it looks at, and nodes with as good links as any."""
 
     def __init__(self, name: str, num_prefill: int = 4, num_decode: int = 2) -> None:
-        self.load, self.index = Load(), PrefixIndex()
+        self.load, self.index = NodeLoad(), PrefixIndex()
         self.policy = make_policy(name, self.load, self.index, random.Random(7))
         self.prefill = [f"p{number}" for number in range(num_prefill)]
         self.choices = [choice(f"d{number}", *self.prefill) for number in range(num_decode)]
 
     def pick(
         self, tokens: list[int], session: str = "", namespace: Namespace = SHARED
-    ) -> Placement:
+    ) -> PlacementDecision:
         return self.policy.pick(PlacementKey(tokens, session, namespace), self.choices)
 
-    def place(self, tokens: list[int], session: str = "") -> Placement:
+    def place(self, tokens: list[int], session: str = "") -> PlacementDecision:
         """Picks and charges; the request never ends."""
         placement = self.pick(tokens, session)
         self.load.charge(placement, len(tokens))
@@ -90,8 +97,8 @@ def test_every_pick_is_a_usable_one_whatever_nodes_say_and_however_they_come_and
     requests: list[tuple[PlacementKey, list[DecodeChoice]]],
 ) -> None:
     for name in NAMES:
-        load = Load()
-        policy: Policy = make_policy(name, load, PrefixIndex())
+        load = NodeLoad()
+        policy: RoutingPolicy = make_policy(name, load, PrefixIndex())
         for prompt, choices in requests:
             placement = policy.pick(prompt, choices)
             (chosen,) = [each for each in choices if each.address == placement.decode]
@@ -128,7 +135,7 @@ def test_random_picks_every_pair_about_as_often() -> None:
 def test_a_long_queue_is_avoided(name: str) -> None:
     rig = Rig(name)
     for address in rig.prefill[1:]:
-        rig.load.charge(Placement("d0", (address,), 5000), 5000)
+        rig.load.charge(PlacementDecision("d0", (address,), 5000), 5000)
     firsts = Counter(rig.pick([5] * 100).prefill[0] for _ in range(600))
     # Of two taken at random one is the idle node in half of the cases.
     assert firsts["p0"] == 600 or (name == "power_of_two" and 240 < firsts["p0"] < 360)
@@ -168,7 +175,7 @@ def test_a_prompt_does_not_wait_for_its_prefix_longer_than_computing_it_takes() 
     rig.store("p1", tokens)
     queued = 0
     while rig.pick([*tokens, 5]).prefill[0] == "p1":
-        rig.load.charge(Placement("d0", ("p1",), 100), 100)
+        rig.load.charge(PlacementDecision("d0", ("p1",), 100), 100)
         queued += 100
     assert len(tokens) <= queued <= len(tokens) + NEAR_TOKENS + 100
 
@@ -296,7 +303,7 @@ def test_of_decode_nodes_equally_full_the_one_with_fewer_requests_is_taken(rig: 
     for each in rig.choices:  # whose pages a Status has shown since: what is left is their number
         num_live = 2 if each.address == "d0" else 3
         for _ in range(num_live):
-            rig.load.charge(Placement(each.address, (), 5), 5).first_token()
+            rig.load.charge(PlacementDecision(each.address, (), 5), 5).first_token()
         rig.load.shown(each.address)
     assert {rig.pick([1]).decode for _ in range(5)} == {"d0"}
 

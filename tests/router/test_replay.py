@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from grpc import StatusCode
 
-from api.program.assembly import Running
+from api.program.assembly import RunningRouter
 from common.requests.namespace import namespace_of
 from protos import decode_pb2
 from protos.decode_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH, FINISH_REASON_STOP
@@ -43,7 +43,7 @@ def ask(client: Client, **sampling: Any) -> Any:
 @asynccontextmanager
 async def two_nodes(
     model: Path, *, policy: str = "round_robin", **knobs: Any
-) -> AsyncIterator[tuple[Client, Running, StubDecodeNode, StubDecodeNode]]:
+) -> AsyncIterator[tuple[Client, RunningRouter, StubDecodeNode, StubDecodeNode]]:
     """Unless a policy says otherwise, the first request goes to the first of them."""
     async with StubDecodeNode() as d0, StubDecodeNode() as d1:
         decode = [d0.address, d1.address]

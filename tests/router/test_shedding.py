@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from grpc import StatusCode
 
-from api.program.assembly import Running
-from common.errors import QueueTooLong
+from api.program.assembly import RunningRouter
+from common.errors import QueueFull
 from protos.decode_pb2 import FINISH_REASON_ERROR, FINISH_REASON_STOP
 from protos.router_pb2 import Backlog
-from router.policy.backlogs import Due
+from router.policy.backlogs import RequestDue
 from tests.api.rig import collect, eventually, failure, router_for
 from tests.support.http_client import post
 from tests.support.stub_decode_node import StubDecodeNode, StubNode
@@ -72,11 +72,11 @@ async def test_when_the_queue_has_gone_requests_are_taken_again(model: Path) -> 
             await collect(call)
 
 
-def _takes(router: Running) -> bool:
+def _takes(router: RunningRouter) -> bool:
     now = time.monotonic()
     try:
-        router.cluster.check_in_time(Due(now + 1.0, now + 10.0))
-    except QueueTooLong:
+        router.cluster.check_in_time(RequestDue(now + 1.0, now + 10.0))
+    except QueueFull:
         return False
     return True
 

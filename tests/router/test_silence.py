@@ -8,22 +8,22 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from api.program.assembly import Running
+from api.program.assembly import RunningRouter
 from common.config import RouterConfig
-from common.process.standstill import Standstill
+from common.process.standstill import StallMonitor
 from protos.decode_pb2 import FINISH_REASON_STOP
 from router.cluster import cluster
-from router.cluster.engine_pulse import EnginePulse, Patience
+from router.cluster.engine_pulse import EngineLiveness, LivenessLimits
 from tests.api.rig import collect, eventually, failure, router_for, submitted_or_over
 from tests.router.test_replay import PROMPT, ask, two_nodes
 from tests.support.stub_decode_node import StubDecodeNode
 
-FallsSilent = Callable[[Running, StubDecodeNode], Awaitable[None]]
+FallsSilent = Callable[[RunningRouter, StubDecodeNode], Awaitable[None]]
 
 KNOBS = {"silent_s": 1.0, "dead_s": 1000.0}  # the stubs beat five times a second
 
 
-def _usable(router: Running) -> list[str]:
+def _usable(router: RunningRouter) -> list[str]:
     return [choice.address for choice in router.cluster.usable()]
 
 
@@ -89,7 +89,7 @@ async def test_a_node_whose_heartbeats_say_that_its_engine_is_late_is_silent_and
 
 @pytest.mark.parametrize("late_s", [math.nan, -5.0])
 async def test_a_heartbeat_that_says_nonsense_is_one_of_an_engine_in_time(late_s: float) -> None:
-    pulse = EnginePulse(Patience(silent_s=60.0, dead_s=60.0), lambda: None)
+    pulse = EngineLiveness(LivenessLimits(silent_s=60.0, dead_s=60.0), lambda: None)
     pulse.beat(late_s)
     assert pulse.moves and pulse._standstill.look() >= 0.0
 
@@ -109,12 +109,12 @@ async def test_a_silent_node_without_requests_keeps_its_stream(model: Path) -> N
         await eventually(lambda: client.moves)
 
 
-async def _is_silent(router: Running, node: StubDecodeNode) -> None:
+async def _is_silent(router: RunningRouter, node: StubDecodeNode) -> None:
     node.moves = False
     await eventually(lambda: not router.cluster.ready)
 
 
-async def _says_that_it_is_silent(router: Running, node: StubDecodeNode) -> None:
+async def _says_that_it_is_silent(router: RunningRouter, node: StubDecodeNode) -> None:
     """Earlier than a router finds out."""
     node.description.state = "unhealthy"
     await eventually(lambda: not router.cluster.ready)
@@ -168,7 +168,7 @@ async def test_a_node_that_has_never_beaten_gets_nothing(model: Path) -> None:
 def test_time_in_which_the_router_itself_stood_still_is_no_silence_of_others() -> None:
     """Seen failing with the time between two looks counted in full."""
     now = 0.0
-    standstill = Standstill(0.5, now=lambda: now)
+    standstill = StallMonitor(0.5, now=lambda: now)
     now = 600.0
     assert standstill.look() == 1.0
     now = 600.5
@@ -180,7 +180,9 @@ def test_time_in_which_the_router_itself_stood_still_is_no_silence_of_others() -
 
 async def test_a_change_is_told_once() -> None:
     told = []
-    pulse = EnginePulse(Patience(0.01, 0.02), lambda: told.append((pulse.moves, pulse.dead)))
+    pulse = EngineLiveness(
+        LivenessLimits(0.01, 0.02), lambda: told.append((pulse.moves, pulse.dead))
+    )
     assert not pulse.moves
     for _ in range(3):
         pulse.beat()
@@ -198,7 +200,7 @@ def test_a_node_is_not_dead_before_it_is_silent() -> None:
 
 async def test_an_engine_that_beats_is_alive_for_longer_than_any_limit() -> None:
     """Seen failing where a beat leaves the silence before it standing."""
-    pulse = EnginePulse(Patience(silent_s=0.4, dead_s=0.8), lambda: None)
+    pulse = EngineLiveness(LivenessLimits(silent_s=0.4, dead_s=0.8), lambda: None)
     watching = asyncio.create_task(pulse.until_dead())
     for _ in range(100):  # each beat after about one look
         pulse.beat()

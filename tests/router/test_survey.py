@@ -12,7 +12,7 @@ import pytest
 from common import rpc
 from protos.decode_pb2 import FINISH_REASON_STOP
 from router.cluster import survey
-from router.cluster.survey import Survey
+from router.cluster.survey import ClusterState
 from tests.api.rig import collect, eventually, router_for
 from tests.support.stub_decode_node import StubDecodeNode, StubNode
 
@@ -73,7 +73,7 @@ async def test_a_node_that_does_not_answer_keeps_no_other_from_its_requests(
 
 
 async def test_what_a_node_said_before_it_was_gone_says_nothing_of_what_comes_back() -> None:
-    asking = Survey(tokenizer_hash="", on_change=lambda: None)
+    asking = ClusterState(tokenizer_hash="", on_change=lambda: None)
     async with StubNode() as node, rpc.make_channel(node.address) as channel:
         node.answering.clear()
         asking.join("prefill", node.address, channel)
@@ -93,7 +93,7 @@ async def test_what_a_node_said_before_it_was_gone_says_nothing_of_what_comes_ba
     ids=["a state that there is not", "a megabyte of itself"],
 )
 async def test_a_node_that_says_of_itself_what_cannot_be_gets_no_requests(lie: Any) -> None:
-    asking = Survey(tokenizer_hash="", on_change=lambda: None)
+    asking = ClusterState(tokenizer_hash="", on_change=lambda: None)
     async with StubNode() as node, rpc.make_channel(node.address) as channel:
         node.description.MergeFrom(type(node.description)(**lie))
         asking.join("prefill", node.address, channel)
@@ -108,7 +108,7 @@ async def test_only_the_silence_of_a_node_that_did_not_drain_is_a_warning(
 ) -> None:
     """Log no warning for a planned end."""
     caplog.set_level(logging.INFO, "router.cluster")
-    looking = Survey(tokenizer_hash="", on_change=lambda: None)
+    looking = ClusterState(tokenizer_hash="", on_change=lambda: None)
     async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
         looking.join("decode", "127.0.0.1:1", channel)
         if drained:

@@ -7,7 +7,7 @@ import pytest
 from common.rpc import MAX_MESSAGE_BYTES
 from protos.decode_pb2 import Submit, ToNode
 from protos.sampling_pb2 import Sampling
-from router.cluster.unsent import Unsent
+from router.cluster.unsent import OutgoingBatch
 
 LARGEST_ID = 2**31 - 1
 
@@ -21,7 +21,7 @@ def numbers(message: ToNode) -> list[int]:
 
 
 async def test_all_that_comes_while_nobody_takes_it_is_one_message() -> None:
-    unsent = Unsent()
+    unsent = OutgoingBatch()
     unsent.submit(submit(1))
     assert numbers(await unsent.message()) == [1]
     unsent.submit(submit(2))
@@ -36,7 +36,7 @@ async def test_all_that_comes_while_nobody_takes_it_is_one_message() -> None:
 
 
 async def test_a_message_waits_until_there_is_something_to_say() -> None:
-    unsent = Unsent()
+    unsent = OutgoingBatch()
     waiting = asyncio.create_task(unsent.message())
     await asyncio.sleep(0)
     assert not waiting.done()
@@ -46,7 +46,7 @@ async def test_a_message_waits_until_there_is_something_to_say() -> None:
 
 
 async def test_of_a_request_left_before_it_was_sent_the_node_hears_nothing() -> None:
-    unsent = Unsent()
+    unsent = OutgoingBatch()
     unsent.submit(submit(1))
     unsent.submit(submit(2))
     unsent.cancel(1)
@@ -66,7 +66,7 @@ async def test_of_a_request_left_before_it_was_sent_the_node_hears_nothing() -> 
     ids=["a long one alone", "one beyond the bound", "in order", "as many as fit", "many short"],
 )
 async def test_a_message_has_no_more_than_fits(sizes: list[int], sent: list[list[int]]) -> None:
-    unsent = Unsent()
+    unsent = OutgoingBatch()
     for number, size in enumerate(sizes, start=1):
         unsent.submit(submit(number, size))
     messages = [await unsent.message() for _ in sent]
@@ -74,7 +74,7 @@ async def test_a_message_has_no_more_than_fits(sizes: list[int], sent: list[list
 
 
 async def test_the_largest_message_is_one_that_grpc_takes() -> None:
-    unsent = Unsent()
+    unsent = OutgoingBatch()
     for number in range(256):
         one = submit(number, (1 << 20) // 256 - 400)  # for all else of the request
         one.request.request_id = "\U0001f600" * 256

@@ -41,7 +41,7 @@ from common import tls
 from common.config import TlsConfig
 from common.identity.program import identity_of
 from common.identity.secret import new_secret
-from common.process.children import Child
+from common.process.children import ChildProcess
 from common.rpc import make_channel
 from protos.node_pb2 import (
     DescribeRequest,
@@ -127,7 +127,7 @@ class Node:
     """One node program of the cluster."""
 
     program: Program
-    child: Child
+    child: ChildProcess
     stub: Any
     channel: grpc.aio.Channel
     killed: bool = False  # or has ended by itself, as it should
@@ -237,7 +237,7 @@ class Cluster:
         self._logs = logs
         self._must_pair = paired
         self._stopped = False
-        self._router: Child
+        self._router: ChildProcess
         self._channel: grpc.aio.Channel
         self._stub: Any
         self.prefill: list[Node] = []
@@ -372,7 +372,7 @@ class Cluster:
             await client.until_serving(self.address, self._programs[0].service)
 
     @asynccontextmanager
-    async def second_router(self) -> AsyncIterator[tuple[str, Child]]:
+    async def second_router(self) -> AsyncIterator[tuple[str, ChildProcess]]:
         """One more of the same nodes, which is ready: its address and its program. Killed when the
         block is left."""
         program = self._router_program("second router", *free_ports(2))
@@ -598,13 +598,13 @@ class Cluster:
         assert self._roster is not None, "this cluster's nodes are fixed"
         self._roster.write_text(json.dumps(self._named))
 
-    def _child(self, program: Program) -> Child:
+    def _child(self, program: Program) -> ChildProcess:
         log = self._logs / f"{program.name}-{time.monotonic_ns()}.log"
         command = [sys.executable, *program.command[2:]]  # without -P: not installed, perhaps
         if program.name in self._islands:
             command = [*self._islands[program.name].there, *command]
         with fork_server.in_use():
-            return Child(
+            return ChildProcess(
                 program.name, command, log, environment=self._environment, directory=self._logs
             )
 
@@ -613,7 +613,7 @@ class Cluster:
         stub = NodeStub(channel)  # type: ignore[no-untyped-call]
         return Node(program, self._child(program), stub, channel)
 
-    async def _until_ready(self, children: Sequence[Child]) -> None:
+    async def _until_ready(self, children: Sequence[ChildProcess]) -> None:
         async def ready() -> None:
             async with asyncio.timeout(START_S):
                 for program in self._programs[0 if self._must_pair else 1 :]:
@@ -729,5 +729,5 @@ def _is_free(port: int) -> bool:
     return True
 
 
-async def _raise_at_end(child: Child) -> None:
+async def _raise_at_end(child: ChildProcess) -> None:
     raise AssertionError(f"{child.name} has ended with code {await child.ended()}")

@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import TransferError
-from kvtransfer.backends.base import Backend, Ints, PagePool, RemotePool
-from kvtransfer.backends.nixl.agent import Agent, Transports
+from kvtransfer.backends.base import Ints, PagePool, RemotePool, TransferBackend
+from kvtransfer.backends.nixl.agent import NixlAgent, NixlTransports
 from kvtransfer.backends.nixl.backend import NixlBackend
 from kvtransfer.backends.nixl.paths import PATHS, PathKind
 from kvtransfer.backends.path_proof import HostEvidence, Nonce, SameHost
@@ -63,7 +63,7 @@ class EncryptedTcp(TcpBackend):
 SOCKETS = PathKind(
     "sockets",
     "cpu",
-    Transports("tcp,self,cuda_copy", errors="peer", polled=True),
+    NixlTransports("tcp,self,cuda_copy", errors="peer", polled=True),
     HostEvidence,
     SameHost,
     4 << 20,
@@ -101,7 +101,7 @@ class CudaNixl(NixlBackend):
     name = "nixl-cuda"
 
 
-def make_backend(name: str) -> Backend:
+def make_backend(name: str) -> TransferBackend:
     """By the name that the backend then has; what ends in -cuda is for memory of a GPU."""
     match name:
         case "nixl":
@@ -240,7 +240,7 @@ def _run(program: Callable[..., None], pipe: Pipe, log: str, *arguments: Any) ->
 
 def _wait_on_gpu(pipe: Pipe) -> None:
     CudaMemory(1, 16)  # before the first agent, which looks whether there is a CUDA context
-    Agent().destroy()  # loads the plugins
+    NixlAgent().destroy()  # loads the plugins
     program, log, arguments = pipe.recv()
     _run(program, pipe, log, *arguments)
 

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from common.errors import TransferError
-from kvtransfer.backends.base import Backend, Connection, Ints, RemotePool
+from kvtransfer.backends.base import BackendConnection, Ints, RemotePool, TransferBackend
 from kvtransfer.backends.path_proof import prove_same_host
 from kvtransfer.backends.tcp.wire import (
     INTRODUCTION,
     KEY_BYTES,
     MAGIC,
-    Description,
-    Proofs,
+    TcpDescription,
+    TcpProofs,
 )
 from tests.support.data_children import (
     READER,
@@ -42,15 +42,15 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = REPLY_S) -> None:
         time.sleep(0.0005)
 
 
-def introduction(told: Description) -> bytes:
+def introduction(told: TcpDescription) -> bytes:
     """Return the first message of a reader on a new connection."""
     count = time.monotonic_ns()
-    return INTRODUCTION.pack(MAGIC, told.reader, count, Proofs.by(told.key, count).of_reader)
+    return INTRODUCTION.pack(MAGIC, told.reader, count, TcpProofs.by(told.key, count).of_reader)
 
 
 def introduced(description: bytes) -> socket.socket:
     """A raw connection to an owner of tcp, that has proved to be the reader of the description."""
-    told = msgspec.msgpack.decode(description, type=Description)
+    told = msgspec.msgpack.decode(description, type=TcpDescription)
     raw = socket.create_connection((told.host, told.port), 5)
     raw.settimeout(None)
     raw.sendall(introduction(told))
@@ -58,7 +58,7 @@ def introduced(description: bytes) -> socket.socket:
     return raw
 
 
-def changed(description: Description, **fields: object) -> bytes:
+def changed(description: TcpDescription, **fields: object) -> bytes:
     """Return the description of a tcp owner with some fields changed."""
     return msgspec.msgpack.encode(msgspec.structs.replace(description, **fields))
 
@@ -122,7 +122,9 @@ class FarOwner:
 class NearOwner:
     """The same for loopback, whose owners live in the reader's process."""
 
-    def __init__(self, backend: Backend, num_pages: int, page_bytes: int, *, seed: int) -> None:
+    def __init__(
+        self, backend: TransferBackend, num_pages: int, page_bytes: int, *, seed: int
+    ) -> None:
         self.content = content(seed, num_pages, page_bytes)
         self._memory = Memory(num_pages, page_bytes)
         self._memory.pages[:] = self.content
@@ -186,8 +188,8 @@ def one_sided_refusal(log: Path) -> str:
 
 
 @contextmanager
-def closing(connection: Connection) -> Iterator[Connection]:
-    """Stops and closes a Connection, whatever has become of it."""
+def closing(connection: BackendConnection) -> Iterator[BackendConnection]:
+    """Stops and closes a BackendConnection, whatever has become of it."""
     try:
         yield connection
     finally:
@@ -204,7 +206,9 @@ class Ends:
         self._num_owners = 0
         self._memories: list[Memory] = []  # must outlive their connections
 
-    def owner(self, backend: Backend, num_pages: int, page_bytes: int) -> FarOwner | NearOwner:
+    def owner(
+        self, backend: TransferBackend, num_pages: int, page_bytes: int
+    ) -> FarOwner | NearOwner:
         """In another process, but of loopback."""
         if backend.name == "loopback":
             self._num_owners += 1
@@ -229,7 +233,7 @@ class Ends:
         assert owner.remote
         return owner
 
-    def memory(self, backend: Backend, num_pages: int, page_bytes: int) -> Memory:
+    def memory(self, backend: TransferBackend, num_pages: int, page_bytes: int) -> Memory:
         """For a reader of that backend. It lives until the test has ended."""
         memory = make_memory(backend.name, num_pages, page_bytes)
         self._memories.append(memory)
@@ -241,8 +245,12 @@ class Ends:
         return reader
 
     def connect(
-        self, backend: Backend, owner: FarOwner | NearOwner, memory: Memory, reader: int = READER
-    ) -> Connection:
+        self,
+        backend: TransferBackend,
+        owner: FarOwner | NearOwner,
+        memory: Memory,
+        reader: int = READER,
+    ) -> BackendConnection:
         """A connection that is closed at the end of the test."""
         connection = backend.connect(owner.admit(reader), owner.remote, memory.pool)
         self._memories.append(memory)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvtransfer.backends.base import PagePool
 from kvtransfer.backends.device_memory import DeviceFailure, Direction
-from kvtransfer.backends.scratch import Scratch
+from kvtransfer.backends.scratch import ReadScratch
 
 WAIT_S = 60.0
 
@@ -142,8 +142,8 @@ class DeviceTwin:
         self.users.check()
         return torch.empty(shape, dtype=dtype)
 
-    def scratch(self, page_bytes: int) -> Scratch:
-        return Scratch(page_bytes)
+    def scratch(self, page_bytes: int) -> ReadScratch:
+        return ReadScratch(page_bytes)
 
     def queue(self, direction: Direction) -> TwinQueue:
         return self.queues[direction]

@@ -16,22 +16,22 @@ from common.config import SchedulerConfig
 from common.page_tables import num_pages_of
 from common.requests.adapter import NO_ADAPTER, AdapterId
 from common.requests.namespace import SHARED, Namespace
-from common.requests.prediction import NOTHING, Predicted
+from common.requests.prediction import NOTHING, PredictionUsage
 from common.requests.prefix_hash import as_bytes
 from common.requests.sampling import SamplingParams
-from engine.batch.batch import BatchResult, Ints, Launched, ScheduleBatch
-from engine.batch.holding import NO_PAGE, Holding
-from engine.batch.request import Finish, FinishReason, Request
-from engine.batch.table import RequestTable
-from engine.kv_cache.pages import Holder, PageAllocator
-from engine.kv_cache.radix import RadixCache
+from engine.batch.batch import BatchResult, Ints, LaunchedBatch, ScheduleBatch
+from engine.batch.holding import NO_PAGE, PageHolding
+from engine.batch.request import FinishReason, Request, RequestEnd
+from engine.batch.table import SlotTable
+from engine.kv_cache.pages import PageAllocator, PageHolder
+from engine.kv_cache.radix import PrefixCache
 from engine.loop.loop import EventLoop
 from engine.offload.file_cache import FileCache
 from engine.offload.host_cache import HostCache
 from engine.offload.page_files import PageFiles
 from engine.offload.page_records import HEADER_BYTES, RECORD_BYTES, version_of
-from engine.offload.tiers import Tiers
-from engine.scheduler.scheduler import ChunkDone, Finished, Scheduler
+from engine.offload.tiers import CacheTiers
+from engine.scheduler.scheduler import ChunkDone, FinishedRequest, Scheduler
 from engine.speculative.speculator import Speculator
 from tests.support.fake_copier import FakeCopier
 from tests.support.fake_runner import FakeRunner, next_token, state_of
@@ -76,9 +76,9 @@ class Rig:
     def __post_init__(self) -> None:
         self.pages = PageAllocator(self.num_pages, lifo=self.lifo)
         kept = self.windows, self.state_pages
-        self.cache = RadixCache(self.page_size, self.pages, *kept, enabled=self.prefix_cache)
+        self.cache = PrefixCache(self.page_size, self.pages, *kept, enabled=self.prefix_cache)
         num_slots = self.num_slots + self.config.spare_slots
-        self.table = RequestTable(num_slots, self.context, self.page_size, *kept)
+        self.table = SlotTable(num_slots, self.context, self.page_size, *kept)
         self.runner = FakeRunner(
             self.table,
             num_pages=self.num_pages,
@@ -89,7 +89,7 @@ class Rig:
         self.written_in: dict[int, Namespace] = {}  # by page
         self.copier = FakeCopier(self.runner, self.written_in)
         self.store, index = self._files()
-        self.tiers = Tiers(
+        self.tiers = CacheTiers(
             HostCache(self.host_pages + self.tier_pages, index),
             enabled=self.tier_pages > 0,
             cache=self.cache,
@@ -113,15 +113,15 @@ class Rig:
         self.coming: dict[int, Request] = {}  # by key
         self.role = RigRole(self)
         self.use(self.runner)
-        self.in_flight: Launched | None = None
+        self.in_flight: LaunchedBatch | None = None
         self.tokens: dict[int, list[int]] = {}
-        self.predicted: dict[int, Predicted] = {}  # of those with a prediction
-        self.finished: dict[int, Finish] = {}
+        self.predicted: dict[int, PredictionUsage] = {}  # of those with a prediction
+        self.finished: dict[int, RequestEnd] = {}
         self.chunks: list[ChunkDone] = []
         self.requests: dict[int, Request] = {}
         self.came_with: dict[int, Ints] = {}  # a recomputed request's own tokens have grown
         self.before_poll: list[Callable[[], None]] = []
-        self.landed: list[tuple[Request, Holding]] = []
+        self.landed: list[tuple[Request, PageHolding]] = []
         self.trials: list[int] = []  # keys, one for each step of a suspect alone
 
     def _files(self) -> tuple[LateFiles | None, FileCache | None]:
@@ -186,7 +186,7 @@ class Rig:
             prediction=as_bytes(prediction),
         )
         if suspect:
-            request.suspect_of(engine_deaths=1)
+            request.quarantine_after(engine_deaths=1)
         self.requests[key] = request
         self.came_with[key] = request.token_ids
         self.tokens[key] = []
@@ -218,11 +218,11 @@ class Rig:
         size, token_ids, tables = self.page_size, request.token_ids[:-1], self.table.tables
         cached = self.cache.match(token_ids, request.namespace).shared
         prefix_tokens = cached.shape[1] * size
-        self.pages.hold(cached.ravel(), Holder.REQUEST)
+        self.pages.hold(cached.ravel(), PageHolder.REQUEST)
         spans = tables.handed_over(len(token_ids), prefix_tokens)
-        fresh = self.scheduler.allocate(num_pages_of(spans), Holder.REQUEST)
+        fresh = self.scheduler.allocate(num_pages_of(spans), PageHolder.REQUEST)
         if fresh is None:
-            self.pages.drop(cached.ravel(), Holder.REQUEST)
+            self.pages.drop(cached.ravel(), PageHolder.REQUEST)
             return False
         pages = np.full((tables.num_tables, tables.num_pages(len(token_ids))), NO_PAGE, np.int32)
         pages[: tables.num_full, : cached.shape[1]] = cached
@@ -233,7 +233,7 @@ class Rig:
             landing = token_ids[first * size : past * size]
             self.runner.kv[mine, :] = np.resize(landing, (len(mine), size))
         self.runner.kv[fresh[place:], :2] = state_of(token_ids)
-        holding = Holding(pages, fresh[place:])
+        holding = PageHolding(pages, fresh[place:])
         self._check_whose(request, holding.flat())
         self.landed.append((request, holding))
         self.scheduler.kept.slots = len(self.landed)
@@ -253,7 +253,7 @@ class Rig:
                 pages = self.table.pages_of(request.slot).tolist()
                 self.written_in |= dict.fromkeys(pages, request.namespace)
 
-    def _on_admit(self, request: Request, holding: Holding) -> None:
+    def _on_admit(self, request: Request, holding: PageHolding) -> None:
         pages = holding.flat()
         self._check_whose(request, pages)
         self.admitted.append((request.key, pages))
@@ -272,7 +272,7 @@ class Rig:
 
     def _check_whose(self, request: Request, pages: Ints) -> None:
         """Check that the cached pages at its start belong to its namespace."""
-        cached = pages[self.pages.holds(Holder.CACHE)[pages] > 0].tolist()
+        cached = pages[self.pages.holds(PageHolder.CACHE)[pages] > 0].tolist()
         assert {self.written_in[page] for page in cached} <= {request.namespace}
         self.written_in |= dict.fromkeys(pages.tolist(), request.namespace)
 
@@ -299,10 +299,10 @@ class Rig:
         """The scheduler's self-check. Pages that are read or published are the test's own."""
         elsewhere = {
             holder: [np.flatnonzero(self.pages.holds(holder))]
-            for holder in (Holder.READ, Holder.PUBLICATION)
+            for holder in (PageHolder.READ, PageHolder.PUBLICATION)
         }
         reserved = [holding.flat() for _, holding in self.landed]
-        self.scheduler.check_idle({**elsewhere, Holder.REQUEST: reserved})
+        self.scheduler.check_idle({**elsewhere, PageHolder.REQUEST: reserved})
 
     def step(self, times: int = 1) -> None:
         for _ in range(times):
@@ -326,15 +326,15 @@ class Rig:
             self.step()
         raise AssertionError(f"no end in sight: {self.scheduler.queues()}")
 
-    def end(self, finished: Finished | None) -> None:
+    def end(self, finished: FinishedRequest | None) -> None:
         if finished is not None:
             assert finished.request.key not in self.finished, "a request ended twice"
             self.finished[finished.request.key] = finished.finish
 
     def abort(self, request: Request) -> None:
-        finish = Finish(FinishReason.ABORT, "cancelled")
+        finish = RequestEnd(FinishReason.ABORT, "cancelled")
         if self.coming.pop(request.key, None) is not None:
-            self.end(Finished(request, finish))
+            self.end(FinishedRequest(request, finish))
             return
         self.end(self.scheduler.abort(request, finish))
 
@@ -408,15 +408,15 @@ class RigRole:
     def calm_down(self) -> None:
         rig = self.rig
         assert (rig.runner.kv[self.taken] == _SCRIBBLE).all(), "a page was written after its time"
-        rig.pages.drop(self.taken, Holder.READ)
+        rig.pages.drop(self.taken, PageHolder.READ)
         self.taken = self.taken[:0]
 
     def _vandalise(self) -> None:
         rig = self.rig
         self.calm_down()
-        taken = rig.pages.allocate(rig.pages.num_free, Holder.READ)
+        taken = rig.pages.allocate(rig.pages.num_free, PageHolder.READ)
         assert taken is not None
         rig.runner.kv[taken] = _SCRIBBLE
         keep = self.polls % 3 > 0  # whoever needs the very last page gets it at last
-        rig.pages.drop(taken[keep:], Holder.READ)
+        rig.pages.drop(taken[keep:], PageHolder.READ)
         self.taken = taken[:keep]

@@ -16,13 +16,13 @@ import numpy as np
 from engine.batch.batch import (
     NOT_FINITE,
     NOT_SAMPLED,
+    AcceptedRuns,
     BatchResult,
     ForwardMode,
     Ints,
-    Runs,
     ScheduleBatch,
 )
-from engine.batch.table import RequestTable
+from engine.batch.table import SlotTable
 
 DEADLINE_S = 60.0
 
@@ -59,7 +59,7 @@ class FakeLaunched:
     token_ids: Ints  # of the rows' requests, all that the table has; `known` are known
     known: Ints
     tokens: Ints | None = None
-    runs: Runs | None = None
+    runs: AcceptedRuns | None = None
     done: threading.Event = field(default_factory=threading.Event)
 
     def sample(self) -> None:
@@ -81,7 +81,7 @@ class FakeRunner:
 
     def __init__(
         self,
-        table: RequestTable,
+        table: SlotTable,
         *,
         num_pages: int,
         host_pages: int,
@@ -125,7 +125,7 @@ class FakeRunner:
         self.num_done += 1
         launched.done.set()
 
-    def _forward(self, launched: FakeLaunched) -> tuple[Ints, Runs | None]:
+    def _forward(self, launched: FakeLaunched) -> tuple[Ints, AcceptedRuns | None]:
         batch, size = launched.batch, self._table.page_size
         if batch.swap_out is not None:
             self.host_kv[batch.swap_out.host_pages] = self.kv[batch.swap_out.device_pages]
@@ -147,7 +147,9 @@ class FakeRunner:
             reads[state.row] = state.pages
         longest = max(ends - starts, default=0)
         sampled = np.full(len(batch.slots), NOT_SAMPLED, np.int32)
-        runs = Runs(np.full((len(starts), longest), NOT_SAMPLED, np.int32), np.zeros_like(ends))
+        runs = AcceptedRuns(
+            np.full((len(starts), longest), NOT_SAMPLED, np.int32), np.zeros_like(ends)
+        )
         for i, (slot, start, end) in enumerate(zip(batch.slots, starts, ends, strict=True)):
             self.num_tokens += int(end - start)
             seen = self._seen(launched.page_tables[i], int(start), int(end))
@@ -200,7 +202,7 @@ class FakeRunner:
 class ManualRunner(FakeRunner):
     """Its forwards run on a thread of their own, each when the test allows it."""
 
-    def __init__(self, table: RequestTable, *, num_pages: int, vocabulary_size: int) -> None:
+    def __init__(self, table: SlotTable, *, num_pages: int, vocabulary_size: int) -> None:
         super().__init__(table, num_pages=num_pages, host_pages=0, vocabulary_size=vocabulary_size)
         self._allowed = threading.Semaphore(0)
         self._waiting = threading.Semaphore(0)

@@ -7,10 +7,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from common.requests.namespace import Namespace
-from engine.offload.page_files import Fault, PageFiles, SlotRead, SlotWrite
+from engine.offload.page_files import FileFault, PageFiles, SlotRead, SlotWrite
 
 
-class LateFuture(Future[list[Fault | None]]):
+class LateFuture(Future[list[FileFault | None]]):
     def __init__(self, work: Callable[[], None], left: int) -> None:
         super().__init__()
         self._work = work

@@ -22,64 +22,64 @@ from common.config import (
     TransferConfig,
 )
 from common.process.ipc import FrameSocket
-from common.requests.guide import Guide, Prepared
+from common.requests.guide import GuidedDecoding, Prepared
 from common.requests.images import Image
 from common.requests.logprobs import TokenLogprobs
-from common.requests.prediction import NOTHING, Predicted
+from common.requests.prediction import NOTHING, PredictionUsage
 from common.requests.sampling import SamplingParams
 from common.requests.weights import UNNAMED
 from decode_node.role import DecodeRole
-from engine.adapters.adapters import Adapters
-from engine.adapters.library import Library
+from engine.adapters.adapters import AdapterManager
+from engine.adapters.library import AdapterCache
 from engine.adapters.loader import AdapterLoader
 from engine.adapters.making import bank_of, load_all, shelf_of
-from engine.batch.batch import Launched
+from engine.batch.batch import LaunchedBatch
 from engine.batch.limits import RequestLimits
 from engine.batch.request import FinishReason
-from engine.batch.table import RequestTable
+from engine.batch.table import SlotTable
 from engine.build import Engine
 from engine.grammar.compilers import prepared
-from engine.grammar.grammar_verifier import Lane
-from engine.grammar.guides import Guides
+from engine.grammar.grammar_verifier import GrammarWorker
+from engine.grammar.guides import GrammarCache
 from engine.kv_cache.cache_events import CacheEvents
 from engine.kv_cache.kv import HostPool, KVPool
 from engine.kv_cache.pages import PageAllocator
-from engine.kv_cache.radix import RadixCache
+from engine.kv_cache.radix import PrefixCache
 from engine.loop.loop import EventLoop
-from engine.memory_release import Occupation
+from engine.memory_release import MemoryOccupation
 from engine.models import Model, content, load, open_checkpoint, stored_of
 from engine.offload.file_cache import FileCache
 from engine.offload.file_threads import FileThreads
 from engine.offload.host_cache import HostCache
 from engine.offload.page_files import PageFiles
 from engine.offload.page_records import version_of
-from engine.offload.tiers import Tiers
+from engine.offload.tiers import CacheTiers
 from engine.runner.copier import PageCopier
 from engine.runner.runner import ModelRunner
-from engine.runner.stream import Stream
+from engine.runner.stream import DeviceStream
 from engine.sampling.composition import every_feature
 from engine.sizing import resolve_shape
 from engine.speculative.speculator import Speculator
-from engine.update import WeightsUpdate
-from kvtransfer.backends.base import Owner, PagePool
-from kvtransfer.backends.loopback import Faults, LoopbackBackend
+from engine.update import WeightUpdater
+from kvtransfer.backends.base import PagePool, PageProducer
+from kvtransfer.backends.loopback import LoopbackBackend, LoopbackFaults
 from kvtransfer.front_messages import PairInput
-from kvtransfer.pairing import PROTOCOL_VERSION, Hello, Region
-from kvtransfer.transfer.read_meter import ReadMeter
+from kvtransfer.pairing import PROTOCOL_VERSION, PairHello, PoolRegion
+from kvtransfer.transfer.read_meter import ReadMetrics
 from kvtransfer.transfer.sides import both_sides
 from kvtransfer.transfer.thread import TransferThread
 from kvtransfer.transfer.unconsumed import MAX_TOKENS
-from node.control.engine_control import Desk
-from node.control.operations import Operations
-from node.control.outbox import Outbox
+from node.control.engine_control import EngineControl
+from node.control.operations import EngineOperations
+from node.control.outbox import TokenOutbox
 from node.messages import (
-    Answer,
     Drained,
-    Ended,
     EngineMessage,
     FrontMessage,
-    OnTrial,
-    Pooled,
+    NodeCallResult,
+    PoolingDone,
+    QuarantineStarted,
+    RequestEnded,
     StepTokens,
 )
 from node.sharing.prefixes import PrefixSharing
@@ -93,7 +93,7 @@ STREAM = 1  # of the only router
 class AllPass:
     """A Prover that tries nothing: what these tests ask to be compiled is small."""
 
-    def prove(self, guide: Guide, lane: Lane) -> Prepared:
+    def prove(self, guide: GuidedDecoding, lane: GrammarWorker) -> Prepared:
         return prepared(guide)
 
     def close(self) -> None:
@@ -140,7 +140,7 @@ class Common:
     context_length: int
     scheduler: dict[str, Any]
     transfer: TransferConfig
-    make_stream: Callable[[], Stream]
+    make_stream: Callable[[], DeviceStream]
     backend: LoopbackBackend
     wake: Callable[[], None]
     sharing: SharingConfig
@@ -155,7 +155,7 @@ class Asked:
     prompt: tuple[int, ...]
     sampling: SamplingParams
     tokens: list[int] = field(default_factory=list)
-    ended: Ended | None = None
+    ended: RequestEnded | None = None
     cached_tokens: int | None = None  # None: not told yet
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -163,7 +163,7 @@ class Asked:
     images: tuple[Image, ...] = ()
     ticket: int = 0
     moves: bool = False  # it runs elsewhere, and is to come here
-    predicted: Predicted = NOTHING
+    predicted: PredictionUsage = NOTHING
 
     @property
     def reason(self) -> FinishReason | None:
@@ -179,8 +179,8 @@ class RouterEnd:
     def __init__(self) -> None:
         self.inbox: deque[FrontMessage] = deque()
         self.asked: dict[int, Asked] = {}
-        self.answers: list[Answer] = []
-        self.pooled: list[Pooled] = []
+        self.answers: list[NodeCallResult] = []
+        self.pooled: list[PoolingDone] = []
         self.trials: list[int] = []  # numbers of requests, as they began; 0: none any more
         self.drained = False
         self.rested = False  # the event loop had nothing to do
@@ -192,13 +192,13 @@ class RouterEnd:
         match _read(msgspec.msgpack.encode(message)):  # as it is on the other side of a socket
             case StepTokens() as said:
                 self._note(said)
-            case OnTrial() as said:
+            case QuarantineStarted() as said:
                 self.trials.append(said.request)
             case Drained():
                 self.drained = True
-            case Answer() as said:
+            case NodeCallResult() as said:
                 self.answers.append(said)
-            case Pooled() as said:
+            case PoolingDone() as said:
                 self.pooled.append(said)
 
     def wait(self, timeout_s: float) -> None:
@@ -282,7 +282,7 @@ class Node:
         transfer: TransferThread[Any, Any],
         role: Any,
         router: RouterEnd,
-        desk: Desk,
+        desk: EngineControl,
         news: News,
         ears: Ears,
         *,
@@ -296,7 +296,7 @@ class Node:
         self.desk = desk
         self.news = news
         self._ears = ears
-        self.in_flight: Launched | None = None
+        self.in_flight: LaunchedBatch | None = None
         self._loop = EventLoop(role, engine.runner, overlap=overlap)
 
     def step(self) -> bool:
@@ -346,7 +346,7 @@ class Node:
 
 def prefill_node(
     common: Common, instance: int, size: Size, front: FrontEnd, frames: FrameSocket[PairInput]
-) -> tuple[Node, Faults]:
+) -> tuple[Node, LoopbackFaults]:
     """The node, and the faults of copies from it."""
     engine, config = _engine(common, size)
     owner = common.backend.serve(_pool(engine), instance)
@@ -406,7 +406,7 @@ def decode_node(
         limits=engine.limits,
         port=weights,
         desk=desk,
-        outbox=Outbox(router),
+        outbox=TokenOutbox(router),
         adapters=engine.adapters,
         guides=engine.guides,
         sharing=sharing,
@@ -420,8 +420,8 @@ def decode_node(
 def _transfer(
     common: Common,
     engine: Engine,
-    hello: Hello,
-    owner: Owner,
+    hello: PairHello,
+    owner: PageProducer,
     frames: FrameSocket[PairInput],
     news: News,
     ears: Ears,
@@ -433,7 +433,7 @@ def _transfer(
         _pool(engine),
         {common.backend.name: common.backend},
         {common.backend.name: owner},
-        ReadMeter(engine.pool.page_bytes),
+        ReadMetrics(engine.pool.page_bytes),
         max_untaken_tokens=MAX_TOKENS,
     )
     return TransferThread(frames, sides, engine_late_s=ears.turn, wake_engine=news.tell)
@@ -502,11 +502,11 @@ def _engine(common: Common, size: Size) -> tuple[Engine, EngineConfig]:
     host_pool = HostPool(shape.layout, num_host_pages, shape.device)
     windows = shape.layout.windows
     state_pages = shape.layout.state_pages
-    table = RequestTable(
+    table = SlotTable(
         config.scheduler.num_slots, shape.context_length, page_size, windows, state_pages
     )
     pages = PageAllocator(shape.num_pages, lifo=True)
-    cache = RadixCache(page_size, pages, windows, state_pages, enabled=size.prefix_cache)
+    cache = PrefixCache(page_size, pages, windows, state_pages, enabled=size.prefix_cache)
     copier = PageCopier(pool, host_pool)
     index, store = None, None
     if size.file_dir is not None:
@@ -519,7 +519,7 @@ def _engine(common: Common, size: Size) -> tuple[Engine, EngineConfig]:
         )
         index = FileCache(files.num_slots, shape.layout.tables.width, files.found())
         store = FileThreads(files, lambda: copier.tell())
-    tiers = Tiers(
+    tiers = CacheTiers(
         HostCache(num_host_pages, index),
         enabled=shape.tier_pages > 0,
         cache=cache,
@@ -532,9 +532,12 @@ def _engine(common: Common, size: Size) -> tuple[Engine, EngineConfig]:
     features = every_feature(
         table, model.spec.vocabulary_size, model.spec.eos_token_ids, shape.device
     )
-    library, shelf = Library(size.lora.max_loaded, size.lora.max_bytes), shelf_of(size.lora, model)
+    library, shelf = (
+        AdapterCache(size.lora.max_loaded, size.lora.max_bytes),
+        shelf_of(size.lora, model),
+    )
     load_all(size.lora, shelf, library)
-    adapters = Adapters(library, bank_of(size.lora, model, 1 << 40), table)
+    adapters = AdapterManager(library, bank_of(size.lora, model, 1 << 40), table)
     engine = Engine(
         shape=shape,
         model=model,
@@ -550,13 +553,13 @@ def _engine(common: Common, size: Size) -> tuple[Engine, EngineConfig]:
         copier=copier,
         adapters=adapters,
         loader=AdapterLoader(shelf, library),
-        guides=Guides(
+        guides=GrammarCache(
             common.loaded.directory,
             model.spec.vocabulary_size,
             model.spec.eos_token_ids,
             AllPass(),
         ),
-        weights=WeightsUpdate(config, directory, served, model, named),
+        weights=WeightUpdater(config, directory, served, model, named),
         limits=RequestLimits(
             context_length=shape.context_length,
             vocabulary_size=model.spec.vocabulary_size,
@@ -576,28 +579,30 @@ def _pool(engine: Engine) -> PagePool:
     return PagePool(pool.base_address, pool.page_bytes, pool.num_pages, "cpu")
 
 
-def _hello(engine: Engine, instance: int, address: str) -> Hello:
+def _hello(engine: Engine, instance: int, address: str) -> PairHello:
     pool = engine.pool
-    return Hello(
+    return PairHello(
         instance=instance,
         protocol_version=PROTOCOL_VERSION,
         fingerprint=engine.fingerprint,
         paths=(),
-        regions=(Region(pool.base_address, pool.page_bytes, pool.num_pages),),
+        regions=(PoolRegion(pool.base_address, pool.page_bytes, pool.num_pages),),
         address=address,
     )
 
 
-def _desk(router: RouterEnd, engine: Engine, config: EngineConfig, weights: WeightSharing) -> Desk:
+def _desk(
+    router: RouterEnd, engine: Engine, config: EngineConfig, weights: WeightSharing
+) -> EngineControl:
     pools = (engine.pool.tensor, engine.host_pool.tensor)
-    memory = Occupation(engine.weights, engine.pages, pools, "", lambda: None)
-    return Desk(
+    memory = MemoryOccupation(engine.weights, engine.pages, pools, "", lambda: None)
+    return EngineControl(
         router,
         pages_by_holder=engine.pages.by_holder,
         steps_finished=lambda: 0,
         cache=CacheEvents(engine.cache),
         adapters=engine.loader,
-        operations=Operations(
+        operations=EngineOperations(
             engine.weights, weights, memory, engine.profiler(config, "test", lambda: 0)
         ),
     )

@@ -24,15 +24,22 @@ from common.requests.adapter import NO_ADAPTER, AdapterId
 from common.requests.images import Image
 from common.requests.namespace import SHARED, Namespace
 from common.requests.prefix_hash import as_bytes
-from common.requests.prefix_hint import PrefixAt
+from common.requests.prefix_hint import PrefixHint
 from common.requests.sampling import SamplingParams
 from engine.batch.request import FinishReason
-from engine.runner.stream import Stream, WorkerStream
+from engine.runner.stream import DeviceStream, WorkerStream
 from kvtransfer.backends.loopback import LoopbackBackend
 from kvtransfer.front_messages import PairInput
-from kvtransfer.messages import Grant
+from kvtransfer.messages import GrantHandoff
 from kvtransfer.transfer.thread import WakeUp
-from node.messages import Ask, CancelSubmitted, MoveFrom, Placement, StreamEnded, SubmitRequest
+from node.messages import (
+    CancelSubmitted,
+    MigrateFrom,
+    NodeCall,
+    Placement,
+    RouterStreamClosed,
+    SubmitRequest,
+)
 from tests.support.pair_node import (
     STREAM,
     Asked,
@@ -88,7 +95,7 @@ class PairRig:
         overlap: bool = True,
         scheduler: dict[str, Any] | None = None,
         transfer: TransferConfig = PATIENT,
-        make_stream: Callable[[], Stream] = WorkerStream,
+        make_stream: Callable[[], DeviceStream] = WorkerStream,
         moves: bool = False,
         shares: SharingConfig | None = None,
         own_models: bool = False,
@@ -163,11 +170,11 @@ class PairRig:
         namespace: Namespace = SHARED,
         adapter: AdapterId = NO_ADAPTER,
         engine_deaths: int = 0,
-        move_from: MoveFrom | None = None,
+        move_from: MigrateFrom | None = None,
         priority: int = 0,
         routing_key: int = 0,
         client: int = 0,
-        prefix_at: Sequence[PrefixAt] = (),
+        prefix_at: Sequence[PrefixHint] = (),
         prediction: Sequence[int] = (),
         images: Sequence[Image] = (),
         **sampling: Any,
@@ -235,7 +242,7 @@ class PairRig:
             node=target,
             adapter=asked.adapter,
             images=asked.images,
-            move_from=MoveFrom(self.decode[source].front.address, asked.ticket),
+            move_from=MigrateFrom(self.decode[source].front.address, asked.ticket),
             **msgspec.structs.asdict(asked.sampling),
         )
 
@@ -254,11 +261,11 @@ class PairRig:
         self.decode[node].router.inbox.append(CancelSubmitted(STREAM, asked.number))
 
     def router_leaves(self, node: int = 0) -> None:
-        self.decode[node].router.inbox.append(StreamEnded(STREAM))
+        self.decode[node].router.inbox.append(RouterStreamClosed(STREAM))
 
     def tell(self, node: Node, what: str, argument: str = "") -> None:
         """A question of `Node`."""
-        node.router.inbox.append(Ask(next(self._numbers), what, argument))
+        node.router.inbox.append(NodeCall(next(self._numbers), what, argument))
 
     # Turns ----------------------------------------------------------------------------------------
 
@@ -304,7 +311,7 @@ class PairRig:
         self.turn(node)
 
     def _num_moves_granted(self) -> int:
-        return sum(isinstance(one, Grant) and one.room_tokens > 0 for one in self.wires.seen)
+        return sum(isinstance(one, GrantHandoff) and one.room_tokens > 0 for one in self.wires.seen)
 
     def settle(self) -> None:
         """Until all transfer threads have dealt with all that has been said, and with what they

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvtransfer.messages import Grant, Ready, Released
+from kvtransfer.messages import GrantHandoff, PagesReady, PagesReleased
 from tests.support.pair_node import Asked, Loaded, Size
 from tests.support.pair_rig import PairRig
 
@@ -25,7 +25,7 @@ def in_prealloc(rig: PairRig, ask: Callable[..., Asked]) -> Asked:
 
 
 def with_its_grant_under_way(rig: PairRig, ask: Callable[..., Asked]) -> Asked:
-    rig.wires.hold_back(Grant)
+    rig.wires.hold_back(GrantHandoff)
     asked = ask(LONG)
     prefill, decode = rig.prefill[0], rig.decode[0]
     _reach(rig, asked, lambda: decode.queue("transfer") and prefill.queue("bootstrap"))
@@ -50,7 +50,7 @@ def between_chunks(rig: PairRig, ask: Callable[..., Asked]) -> Asked:
 
 def published(rig: PairRig, ask: Callable[..., Asked]) -> Asked:
     """All is computed, and the reader has not heard of it."""
-    rig.wires.hold_back(Ready)
+    rig.wires.hold_back(PagesReady)
     asked = ask(LONG)
     _reach(rig, asked, lambda: rig.prefill[0].queue("inflight"))
     return asked
@@ -64,7 +64,7 @@ def being_read(rig: PairRig, ask: Callable[..., Asked]) -> Asked:
 
 
 def read_but_not_confirmed(rig: PairRig, ask: Callable[..., Asked]) -> Asked:
-    rig.wires.hold_back(Released)
+    rig.wires.hold_back(PagesReleased)
     asked = ask(LONG)
     _reach(rig, asked, lambda: rig.prefill[0].count("handoffs_held"))
     return asked

@@ -19,15 +19,15 @@ from kvtransfer.front_messages import (
     LocalHello,
     PairClosed,
     PairEnd,
-    PairHello,
     PairInput,
     PairMessage,
     PairOpened,
     PairOutput,
     PairSend,
+    PeerHello,
 )
-from kvtransfer.messages import AnyMessage, Beat
-from kvtransfer.pairing import Hello
+from kvtransfer.messages import AnyMessage, Heartbeat
+from kvtransfer.pairing import PairHello
 from kvtransfer.pairs import codec
 from protos import kvtransfer_pb2
 
@@ -42,7 +42,7 @@ class FrontEnd:
     is_owner: bool
     is_reader: bool
     frames: FrameSocket[PairOutput]
-    hello: Hello | None = None  # what this node says first as a reader
+    hello: PairHello | None = None  # what this node says first as a reader
     numbers: itertools.count = field(default_factory=lambda: itertools.count(1))
     lines: dict[int, "_Line"] = field(default_factory=dict)  # open, by this front's number
 
@@ -149,7 +149,7 @@ class Wires:
         match output:
             case LocalHello(hello):
                 front.hello = _across(hello, as_reader=True)
-            case PairHello(number, hello):
+            case PeerHello(number, hello):
                 line = front.lines.get(number)
                 if line is not None and line.reader not in line.numbers:
                     self._open(line, line.reader, _across(hello, as_reader=False))
@@ -165,7 +165,7 @@ class Wires:
                         self._refused.add((line.reader, line.owner))
                     self._end(line, reason, BOTH)
 
-    def _dial(self, reader: FrontEnd, hello: Hello, owner: FrontEnd) -> None:
+    def _dial(self, reader: FrontEnd, hello: PairHello, owner: FrontEnd) -> None:
         pair = (reader, owner)
         paired = any((line.reader, line.owner) == pair and not line.over for line in self._lines)
         if paired or pair in self._cut_off or pair in self._refused:
@@ -175,7 +175,7 @@ class Wires:
         self._lines.append(line)
         self._open(line, owner, hello)
 
-    def _open(self, line: _Line, front: FrontEnd, hello: Hello) -> None:
+    def _open(self, line: _Line, front: FrontEnd, hello: PairHello) -> None:
         number = next(front.numbers)
         line.numbers[front] = number
         front.lines[number] = line
@@ -189,7 +189,7 @@ class Wires:
             message = queue.popleft()
             receiver.send(PairMessage(line.numbers[receiver], message))
             moved = True
-            if not isinstance(message, Beat):
+            if not isinstance(message, Heartbeat):
                 self.seen.append(message)
         return moved
 

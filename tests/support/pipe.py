@@ -11,7 +11,7 @@ from aiohttp.http_parser import RawRequestMessage
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
-from api.http.request import Request
+from api.http.request import HttpRequest
 
 
 class Pipe(asyncio.WriteTransport):
@@ -40,7 +40,7 @@ class Client(BaseProtocol):
     def written(self) -> bytes:
         return self.pipe.written
 
-    def request(self, body: bytes = b"") -> Request:
+    def request(self, body: bytes = b"") -> HttpRequest:
         """A POST of JSON."""
         headers = CIMultiDictProxy(CIMultiDict({"content-type": "application/json"}))
         message = RawRequestMessage(
@@ -48,6 +48,6 @@ class Client(BaseProtocol):
         )
         loop = asyncio.get_running_loop()
         writer = StreamWriter(self, loop)
-        made = Request(Mock(goes_on=True), message, EMPTY_PAYLOAD, self, writer, Mock(), loop)
+        made = HttpRequest(Mock(goes_on=True), message, EMPTY_PAYLOAD, self, writer, Mock(), loop)
         made.body = body
         return made

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from kvtransfer.backends.nixl.agent import Agent, load
+from kvtransfer.backends.nixl.agent import NixlAgent, load
 
 load()
 if not Path("/dev/nvidiactl").exists():  # or forked processes would inherit a CUDA they cannot use
-    Agent().destroy()  # the first one of a process loads the plugins
+    NixlAgent().destroy()  # the first one of a process loads the plugins

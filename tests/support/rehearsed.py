@@ -24,7 +24,7 @@ from engine.models import load
 from engine.models.linear import onednn
 from kvtransfer.backends.base import PagePool
 from kvtransfer.backends.tcp.staging import StagedMemory
-from kvtransfer.backends.tcp.wire import Kind
+from kvtransfer.backends.tcp.wire import FrameKind
 from tests.support.device_twin import DeviceTwin
 from tests.support.steps import Steps
 from tests.support.traffic import Traffic
@@ -60,9 +60,9 @@ def copy_pages(memory: StagedMemory) -> None:
     departures, arrivals = memory.departures(), memory.arrivals()
     for count in (1, 2, 3, 16, 33):
         pages = rng.permutation(40)[:count].astype(np.int32)
-        departures.begin(Kind.POOL, pages)(bytearray(8))
-        arrivals.vectors(pages, bytearray(8), Kind.POOL)
-        arrivals.landed(pages, Kind.POOL)
+        departures.begin(FrameKind.POOL, pages)(bytearray(8))
+        arrivals.vectors(pages, bytearray(8), FrameKind.POOL)
+        arrivals.landed(pages, FrameKind.POOL)
         arrivals.settle()
     departures.close()
 

@@ -7,7 +7,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.utils import floatToGoString
 
-from common.metrics.declared import Declared
+from common.metrics.declared import MetricDeclaration
 
 Scrape = Mapping[str, Metric]
 
@@ -19,7 +19,7 @@ def scraped(port: int) -> Scrape:
     return {family.name: family for family in text_string_to_metric_families(text)}
 
 
-def check_declared(scrape: Scrape, declared: Iterable[Declared]) -> None:
+def check_declared(scrape: Scrape, declared: Iterable[MetricDeclaration]) -> None:
     """Asserts that exactly these metrics are there, with these label sets and buckets."""
     by_name = {each.name: each for each in declared}
     assert scrape.keys() == by_name.keys()

@@ -11,13 +11,13 @@ import torch
 from common.config import LoraConfig
 from common.requests.adapter import NO_ADAPTER
 from common.requests.sampling import SamplingParams
-from engine.adapters.adapters import Adapters, no_adapters
-from engine.adapters.library import Library
+from engine.adapters.adapters import AdapterManager, no_adapters
+from engine.adapters.library import AdapterCache
 from engine.adapters.making import bank_of, load_all, shelf_of
 from engine.batch.batch import ForwardMode, Ints, PageCopies, ScheduleBatch
-from engine.batch.holding import Holding
+from engine.batch.holding import PageHolding
 from engine.batch.request import Request
-from engine.batch.table import RequestTable
+from engine.batch.table import SlotTable
 from engine.kv_cache.kv import HostPool, KVPool
 from engine.kv_cache.layout import KVLayout
 from engine.models import Model
@@ -56,7 +56,7 @@ class Steps:
         self.pool = KVPool(layout, num_pages, model.device)
         self.pool.tensor.fill_(0xFF)  # NaN
         self.host_pool = HostPool(layout, num_pages, model.device)
-        self.table = RequestTable(
+        self.table = SlotTable(
             num_slots, context_length, page_size, layout.windows, layout.state_pages
         )
         self.stream = open_stream(model.device)
@@ -110,7 +110,7 @@ class Steps:
         state_pages = self.table.tables.state_pages
         pages = [self._free.pop(0) for _ in range(math.prod(shape) + state_pages)]
         tables = np.array(pages[state_pages:], np.int32).reshape(shape)
-        self.table.set_pages(slot, Holding(tables, np.array(pages[:state_pages], np.int32)))
+        self.table.set_pages(slot, PageHolding(tables, np.array(pages[:state_pages], np.int32)))
         self._requests[slot] = request
         return slot
 
@@ -201,10 +201,10 @@ class Steps:
         self.table.drop_step(batch.step)
 
 
-def _adapters(config: LoraConfig, model: Model, table: RequestTable) -> Adapters:
-    library = Library(config.max_loaded, config.max_bytes)
+def _adapters(config: LoraConfig, model: Model, table: SlotTable) -> AdapterManager:
+    library = AdapterCache(config.max_loaded, config.max_bytes)
     load_all(config, shelf_of(config, model), library)
-    return Adapters(library, bank_of(config, model, free=1 << 40), table)
+    return AdapterManager(library, bank_of(config, model, free=1 << 40), table)
 
 
 def _mode(starts: Ints, ends: Ints) -> ForwardMode:

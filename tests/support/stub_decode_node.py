@@ -16,7 +16,7 @@ import grpc.aio
 import uvloop
 
 from common import limits, rpc
-from common.errors import EngineDied, RequestFailed, WrongState
+from common.errors import EngineDied, FailedPrecondition, RequestFailed
 from common.request import tokens_of
 from common.rpc.stream_status import said
 from protos import (
@@ -134,7 +134,7 @@ class StubNode(node_pb2_grpc.NodeServicer):
         self, request: router_pb2.LoadAdapterRequest, context: Any
     ) -> router_pb2.LoadAdapterResponse:
         if self.refuses_adapters:
-            raise WrongState(self.refuses_adapters)
+            raise FailedPrecondition(self.refuses_adapters)
         fresh = request.name not in self.adapters
         content = hashlib.blake2b(request.path.encode(), digest_size=16).digest()
         self.adapters[request.name] = self.calls_adapters.get(request.path, content)
@@ -152,7 +152,7 @@ class StubNode(node_pb2_grpc.NodeServicer):
         self, request: router_pb2.PauseRequest, context: Any
     ) -> router_pb2.PauseResponse:
         if self.refuses_pauses:
-            raise WrongState(self.refuses_pauses)
+            raise FailedPrecondition(self.refuses_pauses)
         fresh, self.paused = not self.paused, request.mode
         return router_pb2.PauseResponse(fresh=fresh, aborted=3)
 
@@ -166,7 +166,7 @@ class StubNode(node_pb2_grpc.NodeServicer):
         self, request: node_pb2.PrepareWeightsRequest, context: Any
     ) -> node_pb2.PrepareWeightsResponse:
         if self.refuses_weights:
-            raise WrongState(self.refuses_weights)
+            raise FailedPrecondition(self.refuses_weights)
         self.prepared = (
             self.calls_weights or hashlib.blake2b(request.path.encode(), digest_size=16).digest()
         )
@@ -176,7 +176,9 @@ class StubNode(node_pb2_grpc.NodeServicer):
         self, request: node_pb2.PutWeightsRequest, context: Any
     ) -> node_pb2.PutWeightsResponse:
         if self.loses_weights or not self.paused or request.id != self.prepared:
-            raise WrongState(self.loses_weights or "it is not paused, or they are not prepared")
+            raise FailedPrecondition(
+                self.loses_weights or "it is not paused, or they are not prepared"
+            )
         self.weights, self.in_mode = request.id, self.paused
         if self.unpairs:
             del self.description.links[:]
@@ -187,7 +189,7 @@ class StubNode(node_pb2_grpc.NodeServicer):
     ) -> node_pb2.TakeWeightsResponse:
         if request.id != self.weights:
             if self.loses_weights or not self.paused:
-                raise WrongState(self.loses_weights or "it is not paused")
+                raise FailedPrecondition(self.loses_weights or "it is not paused")
             self.weights, self.in_mode, self.lender = request.id, self.paused, request.address
         return node_pb2.TakeWeightsResponse()
 
@@ -195,7 +197,7 @@ class StubNode(node_pb2_grpc.NodeServicer):
         self, request: router_pb2.ReleaseMemoryRequest, context: Any
     ) -> router_pb2.ReleaseMemoryResponse:
         if self.refuses_pauses:
-            raise WrongState(self.refuses_pauses)
+            raise FailedPrecondition(self.refuses_pauses)
         self.away |= set(request.tags)
         return router_pb2.ReleaseMemoryResponse()
 
@@ -215,14 +217,14 @@ class StubNode(node_pb2_grpc.NodeServicer):
         self, request: router_pb2.StopProfileRequest, context: Any
     ) -> node_pb2.ProfileResponse:
         if self.profiled is None:
-            raise WrongState("nothing is profiled")
+            raise FailedPrecondition("nothing is profiled")
         return node_pb2.ProfileResponse(path=f"/traces/{self.description.role}")
 
     async def FlushCache(
         self, request: router_pb2.FlushCacheRequest, context: Any
     ) -> router_pb2.FlushCacheResponse:
         if self.refuses_pauses:
-            raise WrongState(self.refuses_pauses)
+            raise FailedPrecondition(self.refuses_pauses)
         return router_pb2.FlushCacheResponse(pages_freed=2)
 
     def adapters_changed(self) -> None:

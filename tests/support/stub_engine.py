@@ -16,26 +16,26 @@ import numpy as np
 from common.config import DecodeConfig
 from common.errors import ConfigError
 from common.process.ipc import FrameSocket, PeerGone
-from common.requests.prediction import Predicted
-from engine.batch.holding import Holding
+from common.requests.prediction import PredictionUsage
+from engine.batch.holding import PageHolding
 from engine.kv_cache.cache_events import CacheEvents
-from engine.kv_cache.pages import Holder, PageAllocator
-from engine.kv_cache.radix import RadixCache
-from kvtransfer.front_messages import EngineBeat, PairInput
+from engine.kv_cache.pages import PageAllocator, PageHolder
+from engine.kv_cache.radix import PrefixCache
+from kvtransfer.front_messages import EngineHeartbeat, PairInput
 from node.control.cache_reports import CacheReports
 from node.engine_process import Begin, EngineChannel, EngineStart, run_engine
 from node.messages import (
-    Answer,
-    Ask,
     CancelSubmitted,
     Drained,
-    Ended,
     EngineReady,
-    Moving,
-    OnTrial,
-    Start,
+    EngineStats,
+    NodeCall,
+    NodeCallResult,
+    QuarantineStarted,
+    RequestEnded,
+    RouterStreamClosed,
+    StartRole,
     StepTokens,
-    StreamEnded,
     SubmitRequest,
     WatchCache,
 )
@@ -72,12 +72,12 @@ class EchoEngine:
         self._drained = False
         self._steps = 0
         self._report_at = 0.0
-        self._successor: Start | None = None
+        self._successor: StartRole | None = None
         self._pages = PageAllocator(64)
-        self._cache = RadixCache(PAGE_SIZE, self._pages)
+        self._cache = PrefixCache(PAGE_SIZE, self._pages)
         self._cache_reports = CacheReports(CacheEvents(self._cache), channel.post)
 
-    def run(self) -> Start:
+    def run(self) -> StartRole:
         """Returns when another role begins."""
         while self._successor is None:
             for message in self._channel.take():
@@ -99,53 +99,53 @@ class EchoEngine:
                 if "crash" in self._model:
                     raise RuntimeError("the stub was told to crash")
                 if message.remaining.queue_s == 0.0:
-                    late = Ended(message.number, ERROR, "late", 8, retry_after_s=2.5)
+                    late = RequestEnded(message.number, ERROR, "late", 8, retry_after_s=2.5)
                     return self._say(message.stream, ended=(late,))
                 self._live[message.stream, message.number] = Live(message)
                 if message.spec.engine_crashes:
-                    self._channel.post(OnTrial(message.stream, message.number))
-                    self._channel.post(OnTrial(0, 0))
+                    self._channel.post(QuarantineStarted(message.stream, message.number))
+                    self._channel.post(QuarantineStarted(0, 0))
                 self._remember(message)
             case WatchCache():
                 self._cache_reports.watch(message)
             case CancelSubmitted(stream=stream, request=request):
                 if self._live.pop((stream, request), None):
-                    self._say(stream, ended=(Ended(request, ABORT),))
-            case StreamEnded(stream=stream):
+                    self._say(stream, ended=(RequestEnded(request, ABORT),))
+            case RouterStreamClosed(stream=stream):
                 self._live = {key: live for key, live in self._live.items() if key[0] != stream}
-            case Ask(number=number, what="describe"):
+            case NodeCall(number=number, what="describe"):
                 queues = {"running": len(self._live)}
                 described = {"queues": queues, "pages": {"free": 8}, "counters": {"steps": 7}}
-                self._channel.post(Answer(number, description=described))
-            case Start():
+                self._channel.post(NodeCallResult(number, description=described))
+            case StartRole():
                 self._successor = message
-            case Ask(number=number, what="drain" | "serve" as what):
+            case NodeCall(number=number, what="drain" | "serve" as what):
                 self._draining, self._drained = what == "drain", False
-                self._channel.post(Answer(number))
-            case Ask(number=number, what="prepare"):
+                self._channel.post(NodeCallResult(number))
+            case NodeCall(number=number, what="prepare"):
                 no_room = "there is no room" if self._model == "one-role" else ""
-                self._channel.post(Answer(number, error=no_room))
-            case Ask(number=number, what="flush_cache"):
+                self._channel.post(NodeCallResult(number, error=no_room))
+            case NodeCall(number=number, what="flush_cache"):
                 busy = "1 request is running" if self._live else ""
                 if not busy:
                     self._cache.flush()
-                self._channel.post(Answer(number, error=busy, integer=5))
-            case Ask(number=number, what="abort", argument=name):
+                self._channel.post(NodeCallResult(number, error=busy, integer=5))
+            case NodeCall(number=number, what="abort", argument=name):
                 doomed = [
                     key for key, live in self._live.items() if live.submit.spec.request_id == name
                 ]
                 for stream, request in doomed:
                     del self._live[stream, request]
-                    self._say(stream, ended=(Ended(request, ABORT),))
-                self._channel.post(Answer(number, integer=len(doomed)))
+                    self._say(stream, ended=(RequestEnded(request, ABORT),))
+                self._channel.post(NodeCallResult(number, integer=len(doomed)))
 
     def _remember(self, submit: SubmitRequest) -> None:
         """Insert the prompt into the cache as if it had been computed at once."""
         tokens = np.frombuffer(submit.spec.token_ids, np.int32)
-        pages = self._cache.allocate(len(tokens) // PAGE_SIZE, Holder.REQUEST)
+        pages = self._cache.allocate(len(tokens) // PAGE_SIZE, PageHolder.REQUEST)
         if pages is not None:
-            self._cache.insert(tokens, Holding.of(pages), submit.spec.namespace)
-            self._pages.drop(pages, Holder.REQUEST)
+            self._cache.insert(tokens, PageHolding.of(pages), submit.spec.namespace)
+            self._pages.drop(pages, PageHolder.REQUEST)
 
     def _step(self) -> None:
         self._steps += bool(self._live)
@@ -156,9 +156,9 @@ class EchoEngine:
             over = live.said == live.submit.spec.sampling.max_tokens
             if over:
                 del self._live[stream, request]
-            ended = (Ended(request, LENGTH),) if over else ()
+            ended = (RequestEnded(request, LENGTH),) if over else ()
             num_predicted = len(live.submit.spec.prediction) // 4
-            predicted = ((request, Predicted(num_predicted, 1)),) if num_predicted else ()
+            predicted = ((request, PredictionUsage(num_predicted, 1)),) if num_predicted else ()
             self._say(stream, [request], [token], ended, begun, predicted)
 
     def _say(
@@ -166,9 +166,9 @@ class EchoEngine:
         stream: int,
         requests: "list[int]" = [],  # noqa: B006
         tokens: "list[int]" = [],  # noqa: B006
-        ended: tuple[Ended, ...] = (),
+        ended: tuple[RequestEnded, ...] = (),
         begun: tuple[tuple[int, int], ...] = (),
-        predicted: tuple[tuple[int, Predicted], ...] = (),
+        predicted: tuple[tuple[int, PredictionUsage], ...] = (),
     ) -> None:
         columns = np.array(requests, "<u8").tobytes(), np.array(tokens, "<u4").tobytes()
         self._channel.post(StepTokens(stream, *columns, ended, begun, predicted=predicted))
@@ -177,7 +177,7 @@ class EchoEngine:
         if time.monotonic() < self._report_at:
             return
         self._report_at = time.monotonic() + 0.2
-        self._pairs.send(EngineBeat(0.0))
+        self._pairs.send(EngineHeartbeat(0.0))
         state = "draining" if self._draining else "ready"
         gauges = {
             "queue_on_device": float(len(self._live)),
@@ -188,10 +188,10 @@ class EchoEngine:
             "total_handoffs_held": 4.0,
         }
         links = (("127.0.0.1:1", "tcp", 2.0),)
-        self._channel.post(Moving(self._steps, gauges, state, links, pages_free=5))
+        self._channel.post(EngineStats(self._steps, gauges, state, links, pages_free=5))
 
 
-def body(begin: Begin, first: Start) -> None:
+def body(begin: Begin, first: StartRole) -> None:
     start: EngineStart[DecodeConfig] = begin(first)
     model = start.config.engine.model
     if model == "bad-config":

@@ -6,14 +6,14 @@ import sys
 import time
 
 from common.config import DecodeConfig
-from decode_node.servicer import ServeService
+from decode_node.servicer import DecodeService
 from kvtransfer.pairs.streams import PairStreams
 from node.frontend.frontend import run_node
-from node.frontend.parts import Front, NodeParts, RoleProgram
+from node.frontend.parts import NodeFrontend, RoleProgram, RoleServices
 
 
-def parts(front: Front) -> NodeParts:
-    serve = ServeService(
+def parts(front: NodeFrontend) -> RoleServices:
+    serve = DecodeService(
         front.engine,
         front.metrics,
         front.supervision,
@@ -29,7 +29,7 @@ def parts(front: Front) -> NodeParts:
         serve.beat(late_s)
 
     streams = PairStreams(front.transfer_socket, front.metrics, on_beat=beat)
-    return NodeParts(
+    return RoleServices(
         services=[serve.register],
         background=[streams.run],
         step=serve.step,
@@ -47,9 +47,9 @@ def other(role: str) -> RoleProgram:
     return RoleProgram("prefill", config, bare)
 
 
-def bare(front: Front) -> NodeParts:
+def bare(front: NodeFrontend) -> RoleServices:
     streams = PairStreams(front.transfer_socket, front.metrics, on_beat=lambda late_s: None)
-    return NodeParts(services=[], background=[streams.run], end=streams.close_all)
+    return RoleServices(services=[], background=[streams.run], end=streams.close_all)
 
 
 if __name__ == "__main__":

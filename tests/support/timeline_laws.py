@@ -11,7 +11,7 @@ from common.requests.timeline import (
     split_ttft,
     to_proto,
 )
-from node.messages import Ended
+from node.messages import RequestEnded
 
 CHAIN = (
     Phase.PREALLOC_QUEUE,
@@ -35,7 +35,7 @@ def follow(rows: list[Interval], chain: tuple[Phase, ...]) -> None:
         assert before.end == after.start
 
 
-def check(ended: Ended, num_tokens: int) -> None:
+def check(ended: RequestEnded, num_tokens: int) -> None:
     timeline = ended.timeline
     last = max(row.end for row in timeline.intervals)
     for row in timeline.intervals:

@@ -33,7 +33,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from common.errors import ConfigError
 from engine.models import open_checkpoint
 from engine.models.families import FAMILIES
-from engine.models.transformers_backend import BorrowedCheckpoint
+from engine.models.transformers_backend import TransformersCheckpoint
 from tests.support.pair_node import Loaded, Size
 from tests.support.pair_rig import PairRig
 from tests.support.tiny_models import VOCABULARY_SIZE, make_tiny
@@ -106,7 +106,7 @@ def _refused(directory: Path, kind: str) -> str:
     except Exception as error:  # noqa: BLE001 (a class's own check of its own defaults)
         return f"cannot be built from its configuration: {_line(error)}"
     try:
-        BorrowedCheckpoint(directory, "")
+        TransformersCheckpoint(directory, "")
     except ConfigError as error:
         return _reason(error)
     return ""

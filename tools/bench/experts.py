@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from engine.models.blocks.experts import Experts, ExpertsBlock
-from engine.models.blocks.protocol import Step
+from engine.models.blocks.protocol import ModelStep
 from engine.models.linear import Form, Matrix, StoredExpert
 from engine.runner.cpu import use_cpu
 from kernels.experts.routing import Routing
@@ -67,7 +67,7 @@ def ours(block: Qwen3MoeSparseMoeBlock, form: Form) -> Net:
     stored = (StoredExpert(Matrix(gate_up), Matrix(down)) for gate_up, down in stacks)
     experts = form.experts(stored, SPEC.count, SPEC.gate)
     net = ExpertsBlock(SPEC.routing, block.gate.weight.detach(), None, None, experts, None, None)
-    return partial(net.forward, step=cast(Step, None))  # expert layers do not use the step
+    return partial(net.forward, step=cast(ModelStep, None))  # expert layers do not use the step
 
 
 def measure(rows: Sequence[int], rounds: int) -> list[dict[str, object]]:

@@ -27,17 +27,17 @@ import torch
 from numpy.typing import NDArray
 
 from api.text.expressions import Automaton
-from api.text.stops import StopRules, Stops
+from api.text.stops import StopConditions, StopRules
 from common.request import RequestSpec
-from common.requests.reasoning import Thought
+from common.requests.reasoning import ReasoningTokens
 from common.requests.sampling import SamplingParams
 from engine.batch.batch import ForwardMode, Ints, ScheduleBatch
 from engine.batch.request import Request
-from engine.batch.table import RequestTable
-from engine.grammar.compilers import Compilers, prepared
+from engine.batch.table import SlotTable
+from engine.grammar.compilers import GrammarCompilers, prepared
 from engine.grammar.matching import CompiledGuide, MatchThreads
 from engine.runner.cpu import use_cpu
-from engine.sampling.composition import RowFeatures, StepWork, every_feature
+from engine.sampling.composition import SamplingFeatures, SamplingInputs, every_feature
 from tools.bench.grammar import GUIDES, begin, vocabulary
 from tools.bench.support import record
 
@@ -60,7 +60,7 @@ FEATURES: Mapping[str, Mapping[str, Any]] = {
     "logprobs, 5 likeliest": {"logprobs": 5},
     "JSON schema": {"guide": GUIDES["person"]},
     "regex": {"guide": GUIDES["date"]},
-    "thinking budget": {"thinking_budget": 10_000, "thought": Thought(CLOSE)},
+    "thinking budget": {"thinking_budget": 10_000, "thought": ReasoningTokens(CLOSE)},
 }
 EXPRESSION = r"(END|STOP)[.!]? *\d{3}"
 TEXT = "a word, and number 27 "  # text appended to each row
@@ -84,9 +84,11 @@ class Steps:
         self._eos = num_words - 1
         context = PROMPT + num_steps + WARM_UP + 1
         self._requests = requests
-        self._table = RequestTable(len(requests), context, 16)
+        self._table = SlotTable(len(requests), context, 16)
         device = torch.device("cpu")
-        self._features: RowFeatures = every_feature(self._table, num_words, (self._eos,), device)
+        self._features: SamplingFeatures = every_feature(
+            self._table, num_words, (self._eos,), device
+        )
         for request in requests:
             self._table.acquire(request, (self._eos,))
         self._slots = np.arange(len(requests), dtype=np.int32)
@@ -105,10 +107,12 @@ class Steps:
         built_s = time.thread_time() - began
         ended = self._tell()
         began = time.thread_time()
-        late = StepWork(works=self._features.build_late(batch, work.late)) if work.late else None
+        late = (
+            SamplingInputs(works=self._features.build_late(batch, work.late)) if work.late else None
+        )
         sent = [*work.tensors(), *(late.tensors() if late else ())]
         built_s += time.thread_time() - began
-        whole = StepWork(work.columns, work.works + (late.works if late else ()), work.late)
+        whole = SamplingInputs(work.columns, work.works + (late.works if late else ()), work.late)
         began = time.thread_time()
         tokens, _ = whole.choose(logits, sent)
         device_s = time.thread_time() - began
@@ -158,7 +162,7 @@ def measure(requests: Sequence[Request], logits: Sequence[torch.Tensor], steps: 
 
 
 def requests_of(
-    fields: Mapping[str, Any], asking: int, rows: int, words: int, compiler: Compilers
+    fields: Mapping[str, Any], asking: int, rows: int, words: int, compiler: GrammarCompilers
 ) -> list[Request]:
     """Return requests, the first `asking` of which use the feature."""
     draw = np.random.default_rng(1)
@@ -190,7 +194,7 @@ def measure_stops(rows: int, steps: int) -> float:
 
     rules = StopRules((), Automaton([EXPRESSION]))
 
-    def watcher() -> Stops:
+    def watcher() -> StopConditions:
         stops = rules.begin()
         assert stops is not None
         return stops
@@ -214,7 +218,7 @@ def main() -> None:
     arguments = parser.parse_args()
     use_cpu(1, "auto")
     words = vocabulary(arguments.vocabulary)
-    compiler = Compilers(words, [len(words) - 1])
+    compiler = GrammarCompilers(words, [len(words) - 1])
     generator = torch.Generator().manual_seed(1)
     shape = (arguments.rows, len(words))
     logits = [torch.randn(shape, generator=generator) for _ in range(NUM_LOGITS)]

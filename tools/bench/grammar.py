@@ -25,14 +25,14 @@ from typing import NamedTuple
 import numpy as np
 
 from common.request import RequestSpec
-from common.requests.guide import JSON_OBJECT, Guide
+from common.requests.guide import JSON_OBJECT, GuidedDecoding
 from common.requests.sampling import SamplingParams
 from engine.batch.request import Request
-from engine.batch.table import RequestTable
+from engine.batch.table import SlotTable
 from engine.grammar.bits import words_of
-from engine.grammar.compilers import Compilers, prepared
+from engine.grammar.compilers import GrammarCompilers, prepared
 from engine.grammar.matching import CompiledGuide, Match, MatchThreads
-from engine.sampling.grammar import Grammar
+from engine.sampling.grammar import GrammarMatcher
 from tools.bench.support import record
 
 STEPS = 40
@@ -50,10 +50,12 @@ PERSON = {
 }
 GUIDES = {
     "object": JSON_OBJECT,
-    "person": Guide("json_schema", json.dumps(PERSON)),
-    "enum of 1000": Guide("json_schema", json.dumps({"enum": [f"value {i}" for i in range(1000)]})),
-    "date": Guide("regex", "[0-9]{4}-[01][0-9]-[0-3][0-9]T.*"),
-    "ambiguous": Guide("ebnf", 'root ::= root root | "a" | "b" | ""'),
+    "person": GuidedDecoding("json_schema", json.dumps(PERSON)),
+    "enum of 1000": GuidedDecoding(
+        "json_schema", json.dumps({"enum": [f"value {i}" for i in range(1000)]})
+    ),
+    "date": GuidedDecoding("regex", "[0-9]{4}-[01][0-9]-[0-3][0-9]T.*"),
+    "ambiguous": GuidedDecoding("ebnf", 'root ::= root root | "a" | "b" | ""'),
 }
 
 
@@ -89,13 +91,15 @@ def begin(compiled: CompiledGuide, num_words: int, threads: MatchThreads) -> Mat
     return match
 
 
-def walks(compiler: Compilers, guide: Guide, words: Sequence[bytes], rows: int) -> Iterator[Cost]:
+def walks(
+    compiler: GrammarCompilers, guide: GuidedDecoding, words: Sequence[bytes], rows: int
+) -> Iterator[Cost]:
     """Return the cost of each step. A row that has ended starts again."""
     compiled = CompiledGuide(compiler.compiled(prepared(guide)))
     threads = MatchThreads(lambda: None)
     draw = np.random.default_rng(3)
-    table = RequestTable(rows, STEPS + 8, 16, (None,))
-    grammar = Grammar(table, len(words))
+    table = SlotTable(rows, STEPS + 8, 16, (None,))
+    grammar = GrammarMatcher(table, len(words))
     slots = np.arange(rows, dtype=np.intp)
     requests = [_request(row, guide) for row in range(rows)]
 
@@ -127,7 +131,7 @@ def walks(compiler: Compilers, guide: Guide, words: Sequence[bytes], rows: int) 
     threads.close()
 
 
-def _request(key: int, guide: Guide) -> Request:
+def _request(key: int, guide: GuidedDecoding) -> Request:
     sampling = SamplingParams(max_tokens=STEPS, seed=key, guide=guide)
     return Request.of(
         RequestSpec(token_ids=np.zeros(1, np.int32).tobytes(), sampling=sampling),
@@ -144,7 +148,7 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
     arguments = parser.parse_args()
     words = vocabulary(arguments.vocabulary)
-    compiler = Compilers(words, [len(words) - 1])
+    compiler = GrammarCompilers(words, [len(words) - 1])
     figures = []
     for name, guide in GUIDES.items():
         began = time.thread_time()

@@ -26,7 +26,7 @@ from unittest.mock import patch
 
 from common.config import SchedulerConfig
 from engine.scheduler import admission
-from engine.scheduler.boundaries import Stretch, stretch
+from engine.scheduler.boundaries import ChunkRange, stretch
 from tests.support.engine_rig import VOCABULARY, Rig
 from tools.bench.support import record
 
@@ -39,8 +39,8 @@ _APART_S = 0.7  # between the starts of two conversations
 
 def _at_chunk_ends(
     start: int, end: int, *, num_tokens: int, branch: int, page_size: int
-) -> Stretch:
-    return Stretch(end, end - start if end % page_size == 0 else 0)
+) -> ChunkRange:
+    return ChunkRange(end, end - start if end % page_size == 0 else 0)
 
 
 @dataclass(frozen=True)

@@ -27,12 +27,12 @@ import numpy as np
 from common.config import CacheConfig, EngineConfig, SchedulerConfig
 from common.request import RequestSpec
 from common.requests.sampling import SamplingParams
-from engine.batch.batch import BatchResult, ForwardMode, Launched, ScheduleBatch
-from engine.batch.request import Finish, FinishReason, Request
+from engine.batch.batch import BatchResult, ForwardMode, LaunchedBatch, ScheduleBatch
+from engine.batch.request import FinishReason, Request, RequestEnd
 from engine.build import Engine, build
 from engine.loop.loop import EventLoop
 from engine.scheduler.admission import ExtendRow
-from engine.scheduler.next_rows import NextRows
+from engine.scheduler.next_rows import RowSelector
 from engine.scheduler.scheduler import Scheduler
 from tests.support.checkpoints import VOCABULARY_SIZE, make_checkpoint
 from tools.bench.support import record
@@ -44,7 +44,7 @@ ANSWER_TOKENS = 8  # output tokens of the arriving prompts
 WAYS = ("prefill first", "quota", "mixed")
 
 
-class _WithQuota(NextRows):
+class _WithQuota(RowSelector):
     """A selection of rows in which a forward without prompts follows each one with prompts.
 
     Applies only while a request decodes.
@@ -155,7 +155,7 @@ def _scheduler(engine: Engine, plan: Plan, way: str, chunk_tokens: int) -> Sched
         cache=engine.cache,
         tiers=engine.tiers,
         on_admit=lambda request, pages: None,
-        next_rows=_WithQuota if way == "quota" else NextRows,
+        next_rows=_WithQuota if way == "quota" else RowSelector,
     )
 
 
@@ -166,7 +166,7 @@ def measure(engine: Engine, plan: Plan, way: str, chunk_tokens: int) -> dict[str
     loop = EventLoop(role, engine.runner)
     requests = list(plan.requests())
     running, coming = requests[: plan.running], requests[plan.running :]
-    in_flight: Launched | None = None
+    in_flight: LaunchedBatch | None = None
     for request in running:
         scheduler.add(request)
     while len(role.told) < plan.running or min(map(len, role.told.values())) < 20:
@@ -199,11 +199,11 @@ def measure(engine: Engine, plan: Plan, way: str, chunk_tokens: int) -> dict[str
 
 
 def _end(
-    scheduler: Scheduler, loop: EventLoop, in_flight: Launched | None, requests: list[Request]
+    scheduler: Scheduler, loop: EventLoop, in_flight: LaunchedBatch | None, requests: list[Request]
 ) -> None:
     """Free the engine's pages and slots for the next burst."""
     for request in requests:
-        scheduler.abort(request, Finish(FinishReason.ABORT))
+        scheduler.abort(request, RequestEnd(FinishReason.ABORT))
     while in_flight is not None:
         in_flight = loop.step(in_flight)
     scheduler.check_idle()

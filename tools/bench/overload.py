@@ -32,9 +32,9 @@ import numpy as np
 import uvloop
 
 from bench.traffic.lengths import Lengths
-from bench.traffic.load import Load
-from bench.traffic.outcome import Outcome
-from bench.traffic.workload import Job, Workload
+from bench.traffic.load import LoadGenerator
+from bench.traffic.outcome import RequestOutcome
+from bench.traffic.workload import Workload, WorkloadRequest
 from common.rpc import make_channel
 from protos.router_pb2 import GenerateRequest, TokenIds
 from protos.router_pb2_grpc import RouterStub
@@ -83,8 +83,8 @@ class Caller:
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub: Any = RouterStub(channel)  # type: ignore[no-untyped-call]
 
-    async def ask(self, job: Job, start: float, due: float) -> Outcome:
-        outcome = Outcome(job.group, len(job.prompt), due, time.perf_counter() - start)
+    async def ask(self, job: WorkloadRequest, start: float, due: float) -> RequestOutcome:
+        outcome = RequestOutcome(job.group, len(job.prompt), due, time.perf_counter() - start)
         budget_s = BUDGETS_S[job.group]
         request = GenerateRequest(
             token_ids=TokenIds(ids=job.prompt),
@@ -190,7 +190,7 @@ async def _measure(
     return rows, max([0.0, *odd])
 
 
-def _jobs(options: argparse.Namespace, groups: Sequence[str]) -> Iterator[Job]:
+def _jobs(options: argparse.Namespace, groups: Sequence[str]) -> Iterator[WorkloadRequest]:
     prompt, output = Lengths.fixed(options.prompt_tokens), Lengths.fixed(options.output_tokens)
     jobs = Workload(prompt, output).jobs(options.seed + len(groups))  # distinct by load
     return (dataclasses.replace(job, group=group) for job, group in zip(jobs, cycle(groups)))
@@ -206,7 +206,11 @@ def _arrivals(rate: float, seed: int, begin_s: float, seconds: float) -> Iterato
 
 
 async def _capacity(
-    caller: Caller, jobs: Iterator[Job], callers: int, seconds: float, pids: Sequence[int]
+    caller: Caller,
+    jobs: Iterator[WorkloadRequest],
+    callers: int,
+    seconds: float,
+    pids: Sequence[int],
 ) -> dict[str, Any]:
     """Return the row of the closed loop with the most responses.
 
@@ -215,7 +219,7 @@ async def _capacity(
     """
     best: dict[str, Any] = {}
     for _ in range(ROUNDS):
-        load = Load(caller.ask)
+        load = LoadGenerator(caller.ask)
         cores = asyncio.create_task(_cores(pids, 1.5 * seconds))
         with contextlib.suppress(TimeoutError):  # the last responses are not awaited
             async with load.measuring(), asyncio.timeout(1.5 * seconds):
@@ -229,8 +233,10 @@ async def _capacity(
     return best
 
 
-async def _open(caller: Caller, jobs: Iterator[Job], due: Iterator[float]) -> list[Outcome]:
-    load = Load(caller.ask)
+async def _open(
+    caller: Caller, jobs: Iterator[WorkloadRequest], due: Iterator[float]
+) -> list[RequestOutcome]:
+    load = LoadGenerator(caller.ask)
     async with load.measuring():
         await load.open_loop(jobs, due, max_in_flight=100_000)
     return load.run.outcomes
@@ -238,7 +244,7 @@ async def _open(caller: Caller, jobs: Iterator[Job], due: Iterator[float]) -> li
 
 def _row(
     load: str,
-    outcomes: Sequence[Outcome],
+    outcomes: Sequence[RequestOutcome],
     begin_s: float,
     end_s: float,
     node_cores: float,

@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from common.queueing.waiting_line import Place, WaitingLine
-from router.policy.pressure import Pressure
+from common.queueing.waiting_line import QueueEntry, QueueModel
+from router.policy.pressure import PoolPressure
 from tools.bench.overload import CLASSES, SHARES
 from tools.bench.support.record import emit, percentiles, table
 
@@ -115,7 +115,7 @@ def _prompts(times: float, options: argparse.Namespace) -> Iterator[Prompt]:
 
 def _simulated(name: str, prompts: list[Prompt]) -> Counts:
     counts, coming, waiting = Counts(), deque(prompts), list[Prompt]()
-    free_at, pressure = 0.0, Pressure()
+    free_at, pressure = 0.0, PoolPressure()
     while coming or waiting:
         while coming and (not waiting or coming[0].at <= free_at):
             prompt = coming.popleft()
@@ -149,11 +149,11 @@ def _lets_in(name: str, newcomer: Prompt, waiting: list[Prompt], begins: float) 
         case "newest":
             places = []
         case "fcfs":
-            places = [Place(-math.inf, prompt.tokens) for prompt in waiting]
+            places = [QueueEntry(-math.inf, prompt.tokens) for prompt in waiting]
         case _:
-            places = [Place(prompt.start_by, prompt.tokens) for prompt in waiting]
-    place = Place(newcomer.start_by, newcomer.tokens)
-    line = WaitingLine()
+            places = [QueueEntry(prompt.start_by, prompt.tokens) for prompt in waiting]
+    place = QueueEntry(newcomer.start_by, newcomer.tokens)
+    line = QueueModel()
     for number, each in enumerate(places):
         line.join(number, each)
     late, _ = line.late_s(place, begins=begins, unit_s=TOKEN_S)

@@ -29,9 +29,9 @@ import grpc.aio
 
 from cli.operating.fleet import Fleet
 from cli.planner.__main__ import Planner
-from cli.planner.decide import Move, Rules, Switch
+from cli.planner.decide import PlannerRules, ShiftCapacityAction, SwitchRoleAction
 from cli.planner.metrics import PlannerMetrics
-from cli.planner.pressure import Limits
+from cli.planner.pressure import PressureThresholds
 from common.identity.secret import operator_keys
 from protos.router_pb2 import GenerateRequest, TokenIds
 from protos.sampling_pb2 import Sampling
@@ -94,8 +94,8 @@ async def load(cluster: Cluster, kind: Kind, options: argparse.Namespace) -> Cou
 @contextlib.asynccontextmanager
 async def planned(cluster: Cluster, options: argparse.Namespace) -> AsyncIterator[list[str]]:
     """Run an active planner in the context. Yields the list of its decisions."""
-    rules = Rules(
-        limits=Limits(queued_s=options.first_s / 2, running=options.running),
+    rules = PlannerRules(
+        limits=PressureThresholds(queued_s=options.first_s / 2, running=options.running),
         sustained_s=3.0,
         settle_s=4.0,
         idle_s=600.0,
@@ -111,9 +111,9 @@ async def planned(cluster: Cluster, options: argparse.Namespace) -> AsyncIterato
         while True:
             decision = await planner.look()
             match decision:
-                case Switch(role=role):
+                case SwitchRoleAction(role=role):
                     made.append(f"{time.perf_counter() - began:.0f} s {role}")
-                case Move():
+                case ShiftCapacityAction():
                     made.append(f"{time.perf_counter() - began:.0f} s move")
             await asyncio.sleep(0.5)
 

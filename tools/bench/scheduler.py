@@ -28,12 +28,12 @@ from common.requests.sampling import SamplingParams
 from engine.batch.batch import BatchResult, ForwardMode, ScheduleBatch
 from engine.batch.forward import BatchBuilder
 from engine.batch.request import Request
-from engine.batch.table import RequestTable
+from engine.batch.table import SlotTable
 from engine.kv_cache.pages import PageAllocator
-from engine.kv_cache.radix import RadixCache
+from engine.kv_cache.radix import PrefixCache
 from engine.loop.loop import EventLoop
 from engine.offload.tiers import no_tiers
-from engine.sampling.composition import RowFeatures, every_feature
+from engine.sampling.composition import SamplingFeatures, every_feature
 from engine.scheduler.scheduler import Scheduler
 from tools.bench.support import record
 
@@ -70,7 +70,7 @@ class _NullRunner:
     """A runner that builds the forward's tensors and discards them."""
 
     builder: BatchBuilder
-    features: RowFeatures
+    features: SamplingFeatures
     building_s: float = 0.0
 
     def launch(self, batch: ScheduleBatch) -> _NullLaunched:
@@ -109,8 +109,8 @@ def measure(batch_size: int, steps: int, *, greedy: bool) -> dict[str, Any]:
     length = PROMPT_TOKENS + steps + WARM_UP + 10
     num_pages = batch_size * (-(-length // PAGE_SIZE) + 1)
     pages = PageAllocator(num_pages)
-    table = RequestTable(batch_size, length, PAGE_SIZE)
-    cache = RadixCache(PAGE_SIZE, pages)
+    table = SlotTable(batch_size, length, PAGE_SIZE)
+    cache = PrefixCache(PAGE_SIZE, pages)
     scheduler = Scheduler(
         SchedulerConfig(  # decoding starts after all prompts are computed
             max_running=batch_size, max_waiting=batch_size, chunk_tokens=-1, mixed_chunk=False
@@ -178,7 +178,7 @@ def measure_tensors(name: str, steps: int) -> dict[str, Any]:
     """Return microseconds of thread CPU time for the tensors of a decode step over these
     contexts."""
     ends = np.array(CONTEXTS[name], np.int32)
-    table = RequestTable(len(ends), int(ends.max()), PAGE_SIZE)
+    table = SlotTable(len(ends), int(ends.max()), PAGE_SIZE)
     pages = np.arange(table.page_table.size, dtype=np.int32)
     table.page_table[:] = pages.reshape(table.page_table.shape)
     table.known[:] = ends

@@ -22,7 +22,7 @@ from typing import Any
 
 import uvloop
 
-from bench.traffic.workload import Job
+from bench.traffic.workload import WorkloadRequest
 from tests.support.checkpoints import make_checkpoint
 from tools.bench.support.load import Answer, Client, cpu_row, make_jobs, summary
 from tools.bench.support.models import TINY
@@ -110,7 +110,9 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _jobs(count: int, vocabulary: int, options: argparse.Namespace, series: int) -> list[Job]:
+def _jobs(
+    count: int, vocabulary: int, options: argparse.Namespace, series: int
+) -> list[WorkloadRequest]:
     """Return the jobs, the same for every system. Two series share no prompt, so prefix caches have
     no effect."""
     return make_jobs(
@@ -122,11 +124,13 @@ def _jobs(count: int, vocabulary: int, options: argparse.Namespace, series: int)
     )
 
 
-def _closed_jobs(streams: int, vocabulary: int, options: argparse.Namespace) -> list[Job]:
+def _closed_jobs(
+    streams: int, vocabulary: int, options: argparse.Namespace
+) -> list[WorkloadRequest]:
     return _jobs(streams * options.requests_per_stream, vocabulary, options, series=streams)
 
 
-def _warm_up(vocabulary: int, options: argparse.Namespace) -> list[Job]:
+def _warm_up(vocabulary: int, options: argparse.Namespace) -> list[WorkloadRequest]:
     jobs = _jobs(max(options.streams), vocabulary, options, series=0)
     return [dataclasses.replace(job, max_tokens=WARM_UP_TOKENS) for job in jobs]
 

@@ -21,7 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from cli.demo import DIRECTORY
 from tools.demo import structured, tasks
-from tools.demo.rows import Encoder, loss_and_right
+from tools.demo.rows import RowEncoder, loss_and_right
 from tools.demo.tasks import Exchange
 
 ACCURACY = "accuracy.json"
@@ -40,7 +40,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class EvaluationScore:
     """The model's score on one kind of prompt."""
 
     task: str
@@ -53,7 +53,7 @@ class Score:
         return self.num_right / self.num_prompts
 
 
-def measure(directory: Path) -> list[Score]:
+def measure(directory: Path) -> list[EvaluationScore]:
     """Evaluate the greedy responses of the model in `directory`, computed in float32."""
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model = Qwen3ForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
@@ -61,8 +61,10 @@ def measure(directory: Path) -> list[Score]:
 
 
 @torch.no_grad()
-def score(case: Case, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> Score:
-    encoder = Encoder(tokenizer)
+def score(
+    case: Case, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast
+) -> EvaluationScore:
+    encoder = RowEncoder(tokenizer)
     random = Random(f"{SEED} {case.task} {case.what}")
     exchanges = [case.draw(random) for _ in range(case.num_prompts)]
     length = max(exchange.num_tokens for exchange in exchanges)
@@ -72,10 +74,10 @@ def score(case: Case, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFas
         batch = [[exchange] for exchange in exchanges[start : start + num_rows]]
         _, right = loss_and_right(model, encoder.rows(batch, length))
         num_right += int(right.sum())
-    return Score(case.task, case.what, case.num_prompts, num_right)
+    return EvaluationScore(case.task, case.what, case.num_prompts, num_right)
 
 
-def write(scores: Sequence[Score], directory: Path) -> None:
+def write(scores: Sequence[EvaluationScore], directory: Path) -> None:
     """Write accuracy.json, with the hash of the evaluated weights."""
     weights = hashlib.sha256((directory / "model.safetensors").read_bytes()).hexdigest()
     rows = [{**asdict(score), "rate": score.rate} for score in scores]
@@ -83,7 +85,7 @@ def write(scores: Sequence[Score], directory: Path) -> None:
     (directory / ACCURACY).write_text(written + "\n")
 
 
-def show(scores: Sequence[Score]) -> None:
+def show(scores: Sequence[EvaluationScore]) -> None:
     table = Table("task", "prompts", "asked", "right")
     for score in scores:
         table.add_row(score.task, score.what, str(score.num_prompts), f"{score.rate:.1%}")

@@ -16,7 +16,7 @@ _NOT_ASKED = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class TrainingRows:
     """Conversations, one a row, cut or padded to one length.
 
     All int64 [rows, length]. The last response may be cut off.
@@ -27,7 +27,7 @@ class Rows:
     answers: Tensor  # the number of the response that contains the following token, or _NOT_ASKED
 
 
-class Encoder:
+class RowEncoder:
     """An encoder of conversations as rows."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -38,7 +38,7 @@ class Encoder:
         self._end: int = tokenizer.eos_token_id
         self._padding: int = tokenizer.pad_token_id
 
-    def rows(self, conversations: Sequence[Sequence[Exchange]], length: int) -> Rows:
+    def rows(self, conversations: Sequence[Sequence[Exchange]], length: int) -> TrainingRows:
         """Encode conversations. Responses are numbered through all rows in their order."""
         exchanges = [exchange for conversation in conversations for exchange in conversation]
         encoded = zip(self.prompts(exchanges), self.answers(exchanges), strict=True)
@@ -56,7 +56,7 @@ class Encoder:
             kept = slice(min(len(ids), length + 1))
             tokens[row, kept] = torch.tensor(ids[kept])
             answers[row, kept] = torch.tensor(numbers[kept])
-        return Rows(tokens[:, :-1], tokens[:, 1:], answers[:, 1:])
+        return TrainingRows(tokens[:, :-1], tokens[:, 1:], answers[:, 1:])
 
     def prompts(self, exchanges: Sequence[Exchange]) -> list[list[int]]:
         return _ids(self._tokenizer, [exchange.prompt for exchange in exchanges])
@@ -72,7 +72,7 @@ def _ids(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
     return [one.ids for one in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
 
-def loss_and_right(model: Qwen3ForCausalLM, rows: Rows) -> tuple[Tensor, Tensor]:
+def loss_and_right(model: Qwen3ForCausalLM, rows: TrainingRows) -> tuple[Tensor, Tensor]:
     """Run one forward.
 
     Returns:

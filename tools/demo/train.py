@@ -29,7 +29,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 from transformers.utils.logging import disable_progress_bar
 
 from tools.demo import evaluate, structured, tasks
-from tools.demo.rows import Encoder, loss_and_right
+from tools.demo.rows import RowEncoder, loss_and_right
 from tools.demo.tasks import Exchange
 from tools.demo.tokenizer import make_tokenizer
 
@@ -169,7 +169,7 @@ def train(
     report: Callable[[str], None],
 ) -> None:
     random = Random(course.seed)
-    encoder = Encoder(tokenizer)
+    encoder = RowEncoder(tokenizer)
     optimizer = Optimizer(model, course.steps, course.size)
     curriculum = Curriculum(random, course.stage, course.known)
     model.train()

@@ -25,8 +25,8 @@ from engine.grammar.schemas.words import (
     OF_TYPE,
     SILENT,
     UNENFORCED,
-    Nothing,
     Schema,
+    UnsatisfiableSchema,
     below,
     common_type,
     key_of,
@@ -104,16 +104,16 @@ class _Document:
             if alone and word == "anyOf":
                 branches.append((each, there))
                 continue
-            with contextlib.suppress(Nothing):
+            with contextlib.suppress(UnsatisfiableSchema):
                 branches.append((merged(beside, self._opened(each, there), there), there))
         if word == "oneOf":
             self._check_disjoint(branches, place)
         made = []
         for each, there in branches:
-            with contextlib.suppress(Nothing):
+            with contextlib.suppress(UnsatisfiableSchema):
                 made.append(self._schema(each, there, depth + 1))
         if not made:
-            raise Nothing(f"{place}: no branch of {word} can be valid")
+            raise UnsatisfiableSchema(f"{place}: no branch of {word} can be valid")
         return made[0] if len(made) == 1 else {"anyOf": made}
 
     def _check_disjoint(self, branches: list[tuple[Any, str]], place: str) -> None:
@@ -146,7 +146,7 @@ class _Document:
         if schema is True:
             return {}
         if schema is False:
-            raise Nothing(f"{place}: no value is valid")
+            raise UnsatisfiableSchema(f"{place}: no value is valid")
         if not isinstance(schema, Mapping):
             raise refuse(place, "it is neither an object nor a boolean")
         schema = _newest({word: value for word, value in schema.items() if word not in SILENT})
@@ -216,7 +216,7 @@ class _Document:
             if word in schema:
                 made[word] = _whole(schema[word])
         if made.get("minItems", 0) > made.get("maxItems", math.inf):
-            raise Nothing(f"{place}: minItems is above maxItems")
+            raise UnsatisfiableSchema(f"{place}: minItems is above maxItems")
         prefix = schema.get("prefixItems", [])
         if prefix:
             made["prefixItems"] = [
@@ -272,7 +272,7 @@ class _Document:
             made["minProperties"] = _whole(least)
         if most is not None:
             if _whole(most) < max(least, len(required)):
-                raise Nothing(f"{place}: maxProperties is below what it must have")
+                raise UnsatisfiableSchema(f"{place}: maxProperties is below what it must have")
             made["maxProperties"] = _whole(most)
         if names is not True:
             made["propertyNames"] = self._names_of(names, below(place, "propertyNames"))
@@ -341,7 +341,7 @@ def _kept(values: list[Any], schema: Schema, place: str) -> list[Any]:
         types = types_of(schema, place) or ()
         kept = [value for value in values if any(_is_of(value, each) for each in types)]
     if not kept:
-        raise Nothing(f"{place}: no value of its enum is of its type")
+        raise UnsatisfiableSchema(f"{place}: no value of its enum is of its type")
     return kept
 
 
@@ -354,7 +354,7 @@ def _string(schema: Schema, place: str) -> dict[str, Any]:
     lengths = {word: _whole(schema[word]) for word in ("minLength", "maxLength") if word in schema}
     lengths = {word: length for word, length in lengths.items() if word == "maxLength" or length}
     if lengths.get("minLength", 0) > lengths.get("maxLength", math.inf):
-        raise Nothing(f"{place}: minLength is above maxLength")
+        raise UnsatisfiableSchema(f"{place}: minLength is above maxLength")
     name = schema.get("format")
     if name in formats.UNENFORCED:
         raise refuse(place, f"format {name!r} cannot be enforced")
@@ -400,7 +400,7 @@ def _integer(schema: Schema, place: str) -> dict[str, Any]:
     if highs:
         made["maximum"] = min(highs)
     if lows and highs and max(lows) > min(highs):
-        raise Nothing(f"{place}: its minimum is above its maximum")
+        raise UnsatisfiableSchema(f"{place}: its minimum is above its maximum")
     step = schema.get("multipleOf", 1)
     if step != 1:
         if int(step) != step:

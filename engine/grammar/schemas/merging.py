@@ -11,8 +11,8 @@ from typing import Any
 from engine.grammar.schemas.words import (
     OF_TYPE,
     SILENT,
-    Nothing,
     Schema,
+    UnsatisfiableSchema,
     common_type,
     key_of,
     refuse,
@@ -45,7 +45,7 @@ def merged(one: Schema, other: Schema, place: str) -> dict[str, Any]:
     Args:
         one, other: neither has a reference or an `allOf` at its top.
     Raises:
-        Nothing: no value is valid in both.
+        UnsatisfiableSchema: no value is valid in both.
         InvalidRequest: the conjunction cannot be written as one schema.
     """
     one, other = _said(one), _said(other)
@@ -80,12 +80,12 @@ def _heads(one: Schema, other: Schema, place: str) -> dict[str, Any]:
             known = {key_of(value) for value in second}
             values = [value for value in first if key_of(value) in known]
         if not values:
-            raise Nothing(f"{place}: no value is valid in all of it")
+            raise UnsatisfiableSchema(f"{place}: no value is valid in all of it")
         made["enum"] = values
     if "type" in one or "type" in other:
         types = _common(_told(one, place), _told(other, place))
         if not types:
-            raise Nothing(f"{place}: no type is valid in all of it")
+            raise UnsatisfiableSchema(f"{place}: no type is valid in all of it")
         made["type"] = types
     return made
 
@@ -120,7 +120,7 @@ def _objects(one: Schema, other: Schema, place: str) -> dict[str, Any]:
         if False not in parts:
             properties[name] = _all_of(*parts)
         elif name in required:
-            raise Nothing(f"{place}: property {name!r} is required, and not allowed")
+            raise UnsatisfiableSchema(f"{place}: property {name!r} is required, and not allowed")
     made: dict[str, Any] = {"properties": properties}
     if "additionalProperties" in one or "additionalProperties" in other:
         parts = [schema.get("additionalProperties", True) for schema in (one, other)]

@@ -64,7 +64,7 @@ TYPES = frozenset({*OF_TYPE, "integer"})
 CONSTRAINTS = frozenset(word for words in OF_TYPE.values() for word in words)
 
 
-class Nothing(InvalidRequest):
+class UnsatisfiableSchema(InvalidRequest):
     """No value is valid."""
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from engine.kv_cache.states import PagedKV
 from engine.models.blocks.norm import Norm, RmsNorm
 from engine.models.blocks.plans import attention_plan
-from engine.models.blocks.protocol import Kept, Site, Step
+from engine.models.blocks.protocol import KeptStates, LayerSite, ModelStep
 from engine.models.blocks.rotation import Rope, Rotation
 from engine.models.linear import Linear
 from kernels.attention.paged import paged_attention
@@ -53,7 +53,7 @@ class Attention:
         queries = (3 if self.output_gate else 2) * self.heads
         return hidden_size * self.head_dim * (queries + 2 * self.kv_heads)
 
-    def build(self, site: Site) -> "AttentionBlock":
+    def build(self, site: LayerSite) -> "AttentionBlock":
         source = site.source.within("self_attn.")
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         norm, size = self.qk_norm, self.head_dim
@@ -85,7 +85,7 @@ class AttentionBlock:
     sinks: Tensor | None  # [heads]
     output: Linear
 
-    def forward(self, x: Tensor, step: Step, kept: Kept) -> Tensor:
+    def forward(self, x: Tensor, step: ModelStep, kept: KeptStates) -> Tensor:
         spec, scales = self.spec, self.kv_scales.where(kept.view.dtype)
         q, gate = self.keep(x, step, kept)
         plan = attention_plan(step, kept, heads=spec.heads, window=spec.window)
@@ -97,7 +97,7 @@ class AttentionBlock:
             x = x * scales.value
         return step.product(self.output, x if gate is None else x * torch.sigmoid(gate))
 
-    def keep(self, x: Tensor, step: Step, kept: Kept) -> tuple[Tensor, Tensor | None]:
+    def keep(self, x: Tensor, step: ModelStep, kept: KeptStates) -> tuple[Tensor, Tensor | None]:
         """Write keys and values. Return the queries and the gates."""
         batch, rotation = step.batch, self.rotation
         angles = step.shared.get(rotation, lambda: rotation.angles(batch.positions))

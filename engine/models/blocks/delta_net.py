@@ -10,10 +10,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from engine.kv_cache.states import Cells, Recurrent
+from engine.kv_cache.states import RecurrentState, StateCells
 from engine.models.blocks.norm import Norm, RmsNorm
-from engine.models.blocks.protocol import Kept, Site, Step
-from engine.models.blocks.source import Source
+from engine.models.blocks.protocol import KeptStates, LayerSite, ModelStep
+from engine.models.blocks.source import BlockWeights
 from engine.models.linear import Linear
 from kernels.linear_attention.causal_conv import causal_conv
 from kernels.linear_attention.delta_rule import Gates, delta_rule
@@ -38,7 +38,7 @@ class Projected(NamedTuple):
 class Projection(Protocol):
     """The layout in which a checkpoint stores the input projection."""
 
-    def build(self, spec: "DeltaNet", source: Source, hidden_size: int) -> Linear: ...
+    def build(self, spec: "DeltaNet", source: BlockWeights, hidden_size: int) -> Linear: ...
 
     def columns(self, spec: "DeltaNet") -> Tensor:
         """Return the columns of the product that feed the convolution: int32 [heads, channels]."""
@@ -78,13 +78,13 @@ class DeltaNet:
         return 2 * self.key_dim + self.group * self.value_dim
 
     @property
-    def keeps(self) -> Recurrent:
+    def keeps(self) -> RecurrentState:
         matrix = (self.key_dim, self.value_dim)
-        return Recurrent(
+        return RecurrentState(
             (
-                Cells("delta", self.value_heads, matrix, torch.float32),
+                StateCells("delta", self.value_heads, matrix, torch.float32),
                 # Cells are by key head, so a split between heads never separates q, k and v.
-                Cells("conv", self.heads, (self.channels, self.width - 1)),
+                StateCells("conv", self.heads, (self.channels, self.width - 1)),
             )
         )
 
@@ -93,7 +93,7 @@ class DeltaNet:
         inputs = self.heads * self.channels + values + 2 * self.value_heads
         return hidden_size * (inputs + values) + 3 * values * self.key_dim
 
-    def build(self, site: Site) -> "DeltaNetBlock":
+    def build(self, site: LayerSite) -> "DeltaNetBlock":
         source, hidden = site.source.within("linear_attn."), site.hidden_size
         heads, values = self.value_heads, self.value_heads * self.value_dim
         stored = source.tensor("conv1d.weight", (self.heads * self.channels, 1, self.width))
@@ -121,7 +121,7 @@ class DeltaNetBlock:
     norm: RmsNorm  # over one value head
     output: Linear
 
-    def forward(self, x: Tensor, step: Step, kept: Kept) -> Tensor:
+    def forward(self, x: Tensor, step: ModelStep, kept: KeptStates) -> Tensor:
         rows = step.shared.get("states", lambda: step.batch.states)
         x = step.product(self.projection, x)
         if step.late is not None:
@@ -132,7 +132,7 @@ class DeltaNetBlock:
         x = gated_rms_norm(x, gate, self.norm.weight, self.norm.eps)
         return step.product(self.output, x)
 
-    def _pass(self, projected: Tensor, rows: StateRows, kept: Kept) -> Tensor:
+    def _pass(self, projected: Tensor, rows: StateRows, kept: KeptStates) -> Tensor:
         """Run the convolution and the delta rule. Returns [num_tokens, value_heads, value_dim]."""
         _, b, a = self.spec.projection.split(self.spec, projected)
         cells = kept.cells
@@ -144,7 +144,7 @@ class DeltaNetBlock:
 class ByKeyHead:
     """Layout of Qwen3-Next: for each key head its q, k, values and gates, then its b and a."""
 
-    def build(self, spec: DeltaNet, source: Source, hidden_size: int) -> Linear:
+    def build(self, spec: DeltaNet, source: BlockWeights, hidden_size: int) -> Linear:
         gates = spec.group * spec.value_dim
         rows = {
             "in_proj_qkvz": spec.heads * (spec.channels + gates),
@@ -167,7 +167,7 @@ class ByKeyHead:
 class ByKind:
     """Layout of Qwen3.5: q of all heads, then all k, all values, all gates, all b, all a."""
 
-    def build(self, spec: DeltaNet, source: Source, hidden_size: int) -> Linear:
+    def build(self, spec: DeltaNet, source: BlockWeights, hidden_size: int) -> Linear:
         values = spec.value_heads * spec.value_dim
         rows = {
             "in_proj_qkv": spec.heads * spec.channels,

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from engine.models.blocks.protocol import Site, Step
+from engine.models.blocks.protocol import LayerSite, ModelStep
 from engine.models.linear import Linear
 from kernels.layers.act_and_mul import Activation, act_and_mul
 
 
 @dataclass(frozen=True, slots=True)
-class Dense:
+class DenseMlp:
     """A gated feed-forward net.
 
     Attributes:
@@ -25,7 +25,7 @@ class Dense:
     def products(self, hidden_size: int) -> int:
         return 3 * hidden_size * self.intermediate_size
 
-    def build(self, site: Site) -> "DenseBlock":
+    def build(self, site: LayerSite) -> "DenseBlock":
         source, inner = site.source.within(f"{self.module}."), self.intermediate_size
         gates = {"gate_proj": inner, "up_proj": inner}
         return DenseBlock(
@@ -41,6 +41,6 @@ class DenseBlock:
     gate_up: Linear  # hidden -> 2 * intermediate: gate, up
     down: Linear
 
-    def forward(self, x: Tensor, step: Step) -> Tensor:
+    def forward(self, x: Tensor, step: ModelStep) -> Tensor:
         inner = act_and_mul(step.product(self.gate_up, x), self.activation)
         return step.product(self.down, inner)

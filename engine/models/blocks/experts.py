@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.models.blocks.dense import Dense, DenseBlock
-from engine.models.blocks.protocol import Site, Step
+from engine.models.blocks.dense import DenseBlock, DenseMlp
+from engine.models.blocks.protocol import LayerSite, ModelStep
 from engine.models.linear import ExpertNet
-from engine.models.quantized.experts import ExpertShape, ExpertStorage, OneByOne
+from engine.models.quantized.experts import ExpertShape, ExpertStorage, SeparateExperts
 from kernels.experts.grouped_mlp import Gate
 from kernels.experts.routing import Routing, route
 
@@ -37,19 +37,19 @@ class Experts:
     routing: Routing
     exact_router: bool = False
     choice_bias: bool = False
-    shared: Dense | None = None
+    shared: DenseMlp | None = None
     shared_gate: bool = False
     module: str = "mlp"
     router: str = "gate"
     router_bias: bool = False
-    storage: ExpertStorage = field(default_factory=OneByOne)
+    storage: ExpertStorage = field(default_factory=SeparateExperts)
 
     def products(self, hidden_size: int) -> int:
         chosen = self.routing.k * 3 * hidden_size * self.intermediate_size
         shared = 0 if self.shared is None else self.shared.products(hidden_size)
         return (self.count + self.shared_gate) * hidden_size + chosen + shared
 
-    def build(self, site: Site) -> "ExpertsBlock":
+    def build(self, site: LayerSite) -> "ExpertsBlock":
         source, hidden = site.source.within(f"{self.module}."), site.hidden_size
         shape = ExpertShape(self.count, hidden, self.intermediate_size, self.gate, self.storage)
         bias, choice_bias, gate = None, None, None
@@ -82,7 +82,7 @@ class ExpertsBlock:
     shared: DenseBlock | None
     shared_gate: Tensor | None  # [1, hidden]
 
-    def forward(self, x: Tensor, step: Step) -> Tensor:
+    def forward(self, x: Tensor, step: ModelStep) -> Tensor:
         logits = F.linear(x.to(self.router.dtype), self.router, self.router_bias)
         weights, ids = route(logits, self.routing, self.choice_bias)
         y = self.experts.apply(x, weights, ids)

@@ -13,11 +13,11 @@ from torch import Tensor
 from engine.kv_cache.states import PagedLatent
 from engine.models.blocks.norm import Norm, RmsNorm
 from engine.models.blocks.plans import latent_plans
-from engine.models.blocks.protocol import Kept, Site, Step
+from engine.models.blocks.protocol import KeptStates, LayerSite, ModelStep
 from engine.models.blocks.rotation import Rope, Rotation
 from engine.models.linear import Linear
 from kernels.attention.paged import paged_attention
-from kernels.attention.unfolded import Unfolding
+from kernels.attention.unfolded import MaskExpansion
 from kernels.pages.store_latents import rope_and_store_latents
 
 
@@ -66,7 +66,7 @@ class LatentAttention:
         absorbed = self.heads * self.rank * (self.key_dim + self.value_dim)
         return through + latents + absorbed + self.heads * self.value_dim * hidden_size
 
-    def build(self, site: Site) -> "LatentAttentionBlock":
+    def build(self, site: LayerSite) -> "LatentAttentionBlock":
         source = site.source.within("self_attn.")
         queries, latents = self.heads * self.query_dim, self.rank + self.rotated
         name, size, query_norm, query_up = "q_proj", queries, None, None
@@ -87,7 +87,7 @@ class LatentAttention:
             query_up=query_up,
             latent_norm=self.norm.build(source, "kv_a_layernorm", self.rank),
             # Contiguous, because torch's products on a CPU are ten times slower otherwise.
-            unfolding=Unfolding(
+            unfolding=MaskExpansion(
                 keys=by_head[:, : self.key_dim].contiguous(),
                 values=by_head[:, self.key_dim :].transpose(1, 2).contiguous(),
             ),
@@ -105,10 +105,10 @@ class LatentAttentionBlock:
     query_norm: RmsNorm | None
     query_up: Linear | None
     latent_norm: RmsNorm
-    unfolding: Unfolding
+    unfolding: MaskExpansion
     output: Linear
 
-    def keep(self, x: Tensor, step: Step, kept: Kept) -> tuple[Tensor, Tensor]:
+    def keep(self, x: Tensor, step: ModelStep, kept: KeptStates) -> tuple[Tensor, Tensor]:
         """Write latents. Return queries as `_projected` makes them, and a buffer for the queries
         that attend to latents, whose rotated ends are already written."""
         spec, batch, rotation = self.spec, step.batch, self.rotation
@@ -128,7 +128,7 @@ class LatentAttentionBlock:
         )
         return queries, q
 
-    def forward(self, x: Tensor, step: Step, kept: Kept) -> Tensor:
+    def forward(self, x: Tensor, step: ModelStep, kept: KeptStates) -> Tensor:
         spec = self.spec
         queries, q = self.keep(x, step, kept)
         plans = latent_plans(step, kept, self.unfolding)
@@ -146,7 +146,7 @@ class LatentAttentionBlock:
         _by_head(seen.view(len(q), spec.heads, spec.rank), self.unfolding.values, out[unfolded:])
         return step.product(self.output, out.flatten(1))
 
-    def _projected(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+    def _projected(self, x: Tensor, step: ModelStep) -> tuple[Tensor, Tensor]:
         """Return queries [num_tokens, heads, query_dim], and latents with the part that is still to
         be rotated."""
         spec, x = self.spec, step.product(self.down, x)

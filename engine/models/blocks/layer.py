@@ -5,7 +5,15 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from engine.models.blocks.norm import Norm, RmsNorm
-from engine.models.blocks.protocol import Ffn, FfnSpec, Kept, Mixer, MixerSpec, Site, Step
+from engine.models.blocks.protocol import (
+    Ffn,
+    FfnSpec,
+    KeptStates,
+    LayerSite,
+    Mixer,
+    MixerSpec,
+    ModelStep,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +33,7 @@ class LayerSpec:
         """Return the number of multiplications of one token with weights."""
         return self.mixer.products(hidden_size) + self.ffn.products(hidden_size)
 
-    def build(self, site: Site) -> "Layer":
+    def build(self, site: LayerSite) -> "Layer":
         def norm(name: str) -> RmsNorm:
             return self.norm.build(site.source, name, site.hidden_size)
 
@@ -53,7 +61,7 @@ class Layer:
     ffn_post_norm: RmsNorm | None
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, step: Step, kept: Kept
+        self, x: Tensor, residual: Tensor | None, step: ModelStep, kept: KeptStates
     ) -> tuple[Tensor, Tensor]:
         """Run the layer.
 

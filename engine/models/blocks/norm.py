@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from engine.models.blocks.source import Source
+from engine.models.blocks.source import BlockWeights
 from kernels.layers.rms_norm import add_rms_norm
 
 
@@ -19,7 +19,7 @@ class Norm:
     eps: float
     from_one: bool = False
 
-    def build(self, source: Source, name: str, size: int) -> "RmsNorm":
+    def build(self, source: BlockWeights, name: str, size: int) -> "RmsNorm":
         return RmsNorm(source.norm(f"{name}.weight", size, from_one=self.from_one), self.eps)
 
 

@@ -2,13 +2,18 @@
 
 from typing import NamedTuple
 
-from engine.models.blocks.protocol import Kept, Step
+from engine.models.blocks.protocol import KeptStates, ModelStep
 from kernels.attention.paged import AttentionPlan, plan_attention
-from kernels.attention.unfolded import UnfoldedPlan, Unfolding, plan_unfolded
+from kernels.attention.unfolded import MaskedPlan, MaskExpansion, plan_unfolded
 
 
 def attention_plan(
-    step: Step, kept: Kept, *, heads: int, window: int | None = None, value_dim: int | None = None
+    step: ModelStep,
+    kept: KeptStates,
+    *,
+    heads: int,
+    window: int | None = None,
+    value_dim: int | None = None,
 ) -> AttentionPlan:
     """Return the plan of all layers of a page table. They see the same tokens, with heads of the
     same shape.
@@ -43,11 +48,11 @@ class LatentPlans(NamedTuple):
         rest: attention of all other tokens by latents.
     """
 
-    chunks: UnfoldedPlan | None
+    chunks: MaskedPlan | None
     rest: AttentionPlan
 
 
-def latent_plans(step: Step, kept: Kept, unfolding: Unfolding) -> LatentPlans:
+def latent_plans(step: ModelStep, kept: KeptStates, unfolding: MaskExpansion) -> LatentPlans:
     """Return the plans for latent attention, like `attention_plan`. Either all rows before the
     decode rows are unfolded, or none."""
     return step.shared.get(
@@ -55,7 +60,7 @@ def latent_plans(step: Step, kept: Kept, unfolding: Unfolding) -> LatentPlans:
     )
 
 
-def _parted(step: Step, kept: Kept, unfolding: Unfolding) -> LatentPlans:
+def _parted(step: ModelStep, kept: KeptStates, unfolding: MaskExpansion) -> LatentPlans:
     batch, decodes = step.batch, step.batch.num_decodes
     heads, _, rank = unfolding.keys.shape
     long, page_starts = batch.num_rows - decodes, batch.page_starts[kept.table]

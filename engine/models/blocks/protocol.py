@@ -10,16 +10,16 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor
 
 from engine.batch.forward import ForwardBatch
-from engine.kv_cache.states import State
+from engine.kv_cache.states import LayerState
 from engine.models.blocks.late_states import LateStates
-from engine.models.blocks.source import Source
+from engine.models.blocks.source import BlockWeights
 from engine.models.linear import Linear
 from kernels.linear_attention.state_cells import CellView
 
 T = TypeVar("T")
 
 
-class Shared:
+class SharedStepState:
     """Objects that several blocks share. The first block that asks creates the object."""
 
     def __init__(self) -> None:
@@ -33,22 +33,22 @@ class Shared:
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class LayerSite:
     """The place where a block is built.
 
     Attributes:
         shared: shared among all blocks of the model.
     """
 
-    source: Source
+    source: BlockWeights
     hidden_size: int
-    shared: Shared = field(default_factory=Shared)
+    shared: SharedStepState = field(default_factory=SharedStepState)
 
-    def within(self, prefix: str) -> "Site":
+    def within(self, prefix: str) -> "LayerSite":
         return replace(self, source=self.source.within(prefix))
 
 
-class Adapted(Protocol):
+class AdaptedLinear(Protocol):
     """The products that adapters of a step's requests add to products with the model's matrices."""
 
     def add(self, product: Linear, x: Tensor, y: Tensor) -> None:
@@ -64,7 +64,7 @@ class Adapted(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Step:
+class ModelStep:
     """One forward.
 
     Attributes:
@@ -74,9 +74,9 @@ class Step:
     """
 
     batch: ForwardBatch
-    adapted: Adapted | None = None
+    adapted: AdaptedLinear | None = None
     late: LateStates | None = None
-    shared: Shared = field(default_factory=Shared)
+    shared: SharedStepState = field(default_factory=SharedStepState)
 
     def product(self, linear: Linear, x: Tensor) -> Tensor:
         """Return linear.apply(x), plus the contribution of adapters."""
@@ -87,7 +87,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Kept:
+class KeptStates:
     """The memory in which a layer keeps its KV and states.
 
     Attributes:
@@ -104,7 +104,7 @@ class Kept:
 class Mixer(Protocol):
     """The part of a layer that mixes tokens. It stores KV or states for later tokens."""
 
-    def forward(self, x: Tensor, step: Step, kept: Kept) -> Tensor:
+    def forward(self, x: Tensor, step: ModelStep, kept: KeptStates) -> Tensor:
         """Mix the step's tokens.
 
         Args:
@@ -117,7 +117,7 @@ class Mixer(Protocol):
 
 
 class KeepingMixer(Mixer, Protocol):
-    def keep(self, x: Tensor, step: Step, kept: Kept) -> object:
+    def keep(self, x: Tensor, step: ModelStep, kept: KeptStates) -> object:
         """Write the KV of x [num_tokens, hidden] for later tokens, and compute nothing else."""
         ...
 
@@ -125,27 +125,27 @@ class KeepingMixer(Mixer, Protocol):
 class Ffn(Protocol):
     """The part of a layer that handles each token alone."""
 
-    def forward(self, x: Tensor, step: Step) -> Tensor:
+    def forward(self, x: Tensor, step: ModelStep) -> Tensor:
         """Return the output for x [num_tokens, hidden], of the same shape."""
         ...
 
 
 class MixerSpec(Protocol):
     @property
-    def keeps(self) -> State: ...
+    def keeps(self) -> LayerState: ...
 
     def products(self, hidden_size: int) -> int:
         """Return the number of multiplications of one token with weights."""
         ...
 
-    def build(self, site: Site) -> Mixer: ...
+    def build(self, site: LayerSite) -> Mixer: ...
 
 
 class KeepingMixerSpec(Protocol):
     @property
-    def keeps(self) -> State: ...
+    def keeps(self) -> LayerState: ...
 
-    def build(self, site: Site) -> KeepingMixer: ...
+    def build(self, site: LayerSite) -> KeepingMixer: ...
 
 
 class FfnSpec(Protocol):
@@ -153,4 +153,4 @@ class FfnSpec(Protocol):
         """Return the number of multiplications of one token with weights."""
         ...
 
-    def build(self, site: Site) -> Ffn: ...
+    def build(self, site: LayerSite) -> Ffn: ...

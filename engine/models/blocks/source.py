@@ -14,7 +14,7 @@ from engine.models.linear import ExpertNet, Linear, Product
 from engine.models.quantized.experts import ExpertShape
 
 
-class Source(Protocol):
+class BlockWeights(Protocol):
     """A source of weights. Names are relative to the prefix that `within` has added."""
 
     @property
@@ -27,7 +27,7 @@ class Source(Protocol):
         """The products that `linear` has made so far, including those made through `within`."""
         ...
 
-    def within(self, prefix: str) -> "Source": ...
+    def within(self, prefix: str) -> "BlockWeights": ...
 
     def linear(self, rows: Mapping[str, int], columns: int, *, bias: bool = False) -> Linear:
         """Return the matrices of several modules joined along the outputs, optionally with biases.

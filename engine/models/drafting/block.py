@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.kv_cache.states import DraftState
 from engine.models.blocks.norm import RmsNorm
-from engine.models.blocks.protocol import Kept, Site, Step
+from engine.models.blocks.protocol import KeptStates, LayerSite, ModelStep
 from engine.models.drafting.body import Body, BodySpec
 from engine.models.linear import Linear
 
@@ -57,11 +57,11 @@ class DraftSpec:
     def keeps(self, hidden_size: int) -> DraftState:
         return self.body.keeps(hidden_size)
 
-    def build(self, site: Site) -> "DraftBlock":
+    def build(self, site: LayerSite) -> "DraftBlock":
         hidden, here, inner = site.hidden_size, site.within(self.prefix), self.inner_norms
         within = here.within(self.body.prefix)
 
-        def norm(at: Site, name: str | None) -> RmsNorm | None:
+        def norm(at: LayerSite, name: str | None) -> RmsNorm | None:
             return None if name is None else self.body.built_norm(at, name)
 
         last = norm(here, inner.head)
@@ -99,14 +99,16 @@ class DraftBlock:
     def taps(self) -> tuple[int, ...]:
         return ()
 
-    def vectors(self, hidden: Tensor, tapped: Sequence[Tensor], step: Step) -> Tensor:
+    def vectors(self, hidden: Tensor, tapped: Sequence[Tensor], step: ModelStep) -> Tensor:
         return hidden
 
-    def keep(self, vectors: Tensor, embeddings: Tensor, step: Step, kept: Kept) -> None:
+    def keep(self, vectors: Tensor, embeddings: Tensor, step: ModelStep, kept: KeptStates) -> None:
         x = self._joined(vectors, embeddings, step)
         self.body.keep(_normed(x, self.body_norm), step, kept)
 
-    def forward(self, vectors: Tensor, embeddings: Tensor, step: Step, kept: Kept) -> Tensor:
+    def forward(
+        self, vectors: Tensor, embeddings: Tensor, step: ModelStep, kept: KeptStates
+    ) -> Tensor:
         x = self._joined(vectors, embeddings, step)
         made = self.body.forward(_normed(x, self.body_norm), x, step, kept)
         return _normed(made, self.norm)
@@ -114,7 +116,7 @@ class DraftBlock:
     def logits(self, vectors: Tensor, logits: Callable[[Tensor], Tensor]) -> Tensor:
         return logits(_normed(vectors, self.head_norm))
 
-    def _joined(self, vectors: Tensor, embeddings: Tensor, step: Step) -> Tensor:
+    def _joined(self, vectors: Tensor, embeddings: Tensor, step: ModelStep) -> Tensor:
         parts = _normed(embeddings, self.token_norm), _normed(vectors, self.vector_norm)
         return step.product(self.join, torch.cat(parts, dim=1))
 

@@ -12,9 +12,9 @@ from engine.models.blocks.protocol import (
     FfnSpec,
     KeepingMixer,
     KeepingMixerSpec,
-    Kept,
-    Site,
-    Step,
+    KeptStates,
+    LayerSite,
+    ModelStep,
 )
 
 
@@ -35,11 +35,11 @@ class BodySpec:
         """Return the state that the whole layer stores."""
         return DraftState(self.mixer.keeps, hidden_size)
 
-    def built_norm(self, site: Site, name: str) -> RmsNorm:
+    def built_norm(self, site: LayerSite, name: str) -> RmsNorm:
         """Build a norm of the body or of the layer around it. All are of the same kind."""
         return self.norm.build(site.source, name, site.hidden_size)
 
-    def build(self, site: Site) -> "Body":
+    def build(self, site: LayerSite) -> "Body":
         """Build the body.
 
         Args:
@@ -58,7 +58,7 @@ class Body:
     ffn_norm: RmsNorm
     ffn: Ffn
 
-    def keep(self, joined: Tensor, step: Step, kept: Kept) -> None:
+    def keep(self, joined: Tensor, step: ModelStep, kept: KeptStates) -> None:
         """Store KV, see DraftLayer.
 
         Args:
@@ -68,7 +68,7 @@ class Body:
         first = (step.batch.positions == 0)[:, None]
         self.mixer.keep(joined.masked_fill(first, 0), step, kept)
 
-    def forward(self, joined: Tensor, past: Tensor, step: Step, kept: Kept) -> Tensor:
+    def forward(self, joined: Tensor, past: Tensor, step: ModelStep, kept: KeptStates) -> Tensor:
         """Run the body.
 
         Args:

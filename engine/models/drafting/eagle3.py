@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.kv_cache.states import DraftState
 from engine.models.blocks.norm import RmsNorm
-from engine.models.blocks.protocol import Kept, Site, Step
+from engine.models.blocks.protocol import KeptStates, LayerSite, ModelStep
 from engine.models.drafting.body import Body, BodySpec
 from engine.models.linear import Linear
 from kernels.sampling.bitmask import FORBIDDEN
@@ -42,7 +42,7 @@ class Eagle3Spec:
     def keeps(self, hidden_size: int) -> DraftState:
         return self.body.keeps(hidden_size)
 
-    def build(self, site: Site) -> "Eagle3Layer":
+    def build(self, site: LayerSite) -> "Eagle3Layer":
         hidden, source = site.hidden_size, site.source
         within, norm = site.within(self.body.prefix), self.body.built_norm
         tokens = None
@@ -80,14 +80,16 @@ class Eagle3Layer:
     def taps(self) -> tuple[int, ...]:
         return self.spec.taps
 
-    def vectors(self, hidden: Tensor, tapped: Sequence[Tensor], step: Step) -> Tensor:
+    def vectors(self, hidden: Tensor, tapped: Sequence[Tensor], step: ModelStep) -> Tensor:
         return self.join.apply(torch.cat([*tapped], dim=1))
 
-    def keep(self, vectors: Tensor, embeddings: Tensor, step: Step, kept: Kept) -> None:
+    def keep(self, vectors: Tensor, embeddings: Tensor, step: ModelStep, kept: KeptStates) -> None:
         x, _ = self._joined(vectors, embeddings)
         self.body.keep(x, step, kept)
 
-    def forward(self, vectors: Tensor, embeddings: Tensor, step: Step, kept: Kept) -> Tensor:
+    def forward(
+        self, vectors: Tensor, embeddings: Tensor, step: ModelStep, kept: KeptStates
+    ) -> Tensor:
         x, past = self._joined(vectors, embeddings)
         return self.body.forward(x, past, step, kept)
 

@@ -18,7 +18,7 @@ from engine.batch.batch import TO_GUESS
 from engine.batch.forward import ForwardBatch
 from engine.kv_cache.kv import KVPool
 from engine.kv_cache.layout import DraftView
-from engine.models.blocks.protocol import Kept, Step
+from engine.models.blocks.protocol import KeptStates, ModelStep
 from engine.models.drafting.protocol import DraftLayer
 from kernels.pages.store_kv import store_kv
 
@@ -51,7 +51,7 @@ class DraftHead:
 
     def follow(
         self,
-        step: Step,
+        step: ModelStep,
         hidden: Tensor,
         tapped: Sequence[Tensor],
         future_tokens: Tensor,
@@ -67,7 +67,7 @@ class DraftHead:
         vectors = own.roll(1, 0)
         vectors[batch.query_starts[:-1]] = _vectors_before(batch, view, pool.layout.page_size)
         embeddings = self._embed(batch.token_ids, future_tokens)
-        self.layer.keep(vectors, embeddings, step, Kept(view.tokens, _TABLE, {}))
+        self.layer.keep(vectors, embeddings, step, KeptStates(view.tokens, _TABLE, {}))
         _store(own, _newest_of_pages(batch, pool.layout.page_size), view)
         self._newest[pool] = own
 
@@ -97,13 +97,13 @@ class DraftHead:
                 more drafts come first.
         """
         view, firsts = _view(pool), batch.query_starts[:-1].long()
-        kept, token_ids = Kept(view.tokens, _TABLE, {}), batch.token_ids.clone()
+        kept, token_ids = KeptStates(view.tokens, _TABLE, {}), batch.token_ids.clone()
         vectors = _vectors_before(batch, view, pool.layout.page_size)
         for number, rows in enumerate(num_rows):
             places = firsts[:rows] + number
             one = _one_token(batch, token_ids, places)
             embeddings = self._embed(one.token_ids, future_tokens)
-            vectors = self.layer.forward(vectors[:rows], embeddings, Step(one), kept)
+            vectors = self.layer.forward(vectors[:rows], embeddings, ModelStep(one), kept)
             drawn = draw(self.layer.logits(vectors, self._logits), number).clamp_(min=0)
             drafts = token_ids[places + 1]
             token_ids[places + 1] = torch.where(drafts == TO_GUESS, drawn, drafts)

@@ -6,7 +6,7 @@ from typing import Protocol
 from torch import Tensor
 
 from engine.kv_cache.states import DraftState
-from engine.models.blocks.protocol import Kept, Site, Step
+from engine.models.blocks.protocol import KeptStates, LayerSite, ModelStep
 
 
 class DraftLayer(Protocol):
@@ -20,7 +20,7 @@ class DraftLayer(Protocol):
     @property
     def taps(self) -> tuple[int, ...]: ...
 
-    def vectors(self, hidden: Tensor, tapped: Sequence[Tensor], step: Step) -> Tensor:
+    def vectors(self, hidden: Tensor, tapped: Sequence[Tensor], step: ModelStep) -> Tensor:
         """Return the input vectors of a step's tokens, [num_tokens, hidden].
 
         Args:
@@ -29,11 +29,13 @@ class DraftLayer(Protocol):
         """
         ...
 
-    def keep(self, vectors: Tensor, embeddings: Tensor, step: Step, kept: Kept) -> None:
+    def keep(self, vectors: Tensor, embeddings: Tensor, step: ModelStep, kept: KeptStates) -> None:
         """Write the tokens' KV, and compute nothing else."""
         ...
 
-    def forward(self, vectors: Tensor, embeddings: Tensor, step: Step, kept: Kept) -> Tensor:
+    def forward(
+        self, vectors: Tensor, embeddings: Tensor, step: ModelStep, kept: KeptStates
+    ) -> Tensor:
         """Write the tokens' KV, and return their output vectors, [num_tokens, hidden]. None of the
         tokens is the first of a text."""
         ...
@@ -60,4 +62,4 @@ class DraftLayerSpec(Protocol):
 
     def keeps(self, hidden_size: int) -> DraftState: ...
 
-    def build(self, site: Site) -> DraftLayer: ...
+    def build(self, site: LayerSite) -> DraftLayer: ...

@@ -6,7 +6,7 @@ import torch
 
 from common.errors import ConfigError
 from engine.models.blocks.attention import Attention
-from engine.models.blocks.dense import Dense
+from engine.models.blocks.dense import DenseMlp
 from engine.models.blocks.layer import LayerSpec
 from engine.models.blocks.norm import Norm
 from engine.models.decoder import DecoderSpec
@@ -117,8 +117,8 @@ def attention(
     )
 
 
-def dense(config: Fields, *, bias: bool = False) -> Dense:
-    return Dense(config.integer("intermediate_size"), activation(config), bias)
+def dense(config: Fields, *, bias: bool = False) -> DenseMlp:
+    return DenseMlp(config.integer("intermediate_size"), activation(config), bias)
 
 
 def norm(config: Fields, *, from_one: bool = False, eps: float = 1e-6) -> Norm:

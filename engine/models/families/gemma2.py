@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from engine.models.blocks.dense import Dense
+from engine.models.blocks.dense import DenseMlp
 from engine.models.blocks.layer import LayerSpec
 from engine.models.decoder import DecoderSpec
 from engine.models.families import common
@@ -22,7 +22,7 @@ def gemma2(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
         output_bias=bias,
     )
     activation = common.activation(config, "hidden_activation", "gelu_pytorch_tanh")
-    ffn = Dense(config.integer("intermediate_size"), activation)
+    ffn = DenseMlp(config.integer("intermediate_size"), activation)
     layers = [
         LayerSpec(replace(mixer, window=window), ffn, norm, post_norms=True)
         for window in _windows(config)

@@ -5,7 +5,7 @@ Five layers with a window alternate with one without. Each of the two kinds has 
 
 from dataclasses import replace
 
-from engine.models.blocks.dense import Dense
+from engine.models.blocks.dense import DenseMlp
 from engine.models.blocks.layer import LayerSpec
 from engine.models.blocks.rotation import Rope
 from engine.models.decoder import DecoderSpec
@@ -32,7 +32,7 @@ def gemma3(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
     )
     full, sliding = _ropes(config, head_dim)
     activation = common.activation(config, "hidden_activation", "gelu_pytorch_tanh")
-    ffn = Dense(config.integer("intermediate_size"), activation)
+    ffn = DenseMlp(config.integer("intermediate_size"), activation)
     layers = [
         LayerSpec(
             replace(mixer, window=window, rope=full if window is None else sliding),

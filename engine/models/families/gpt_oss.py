@@ -8,7 +8,7 @@ from engine.models.blocks.layer import LayerSpec
 from engine.models.decoder import DecoderSpec
 from engine.models.families import common, moe
 from engine.models.fields import Fields
-from engine.models.quantized.experts import InTurn
+from engine.models.quantized.experts import InterleavedExperts
 from kernels.experts.grouped_mlp import LIMIT, SLOPE
 from kernels.experts.routing import Routing
 
@@ -29,7 +29,7 @@ def gpt_oss(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
         routing=Routing(moe.per_token(config, count, 4), normalise=True),
         router="router",
         router_bias=True,
-        storage=InTurn(),
+        storage=InterleavedExperts(),
     )
     layers = [
         LayerSpec(replace(mixer, window=window, sinks=True), experts, norm)

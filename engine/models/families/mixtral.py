@@ -7,7 +7,7 @@ from engine.models.blocks.layer import LayerSpec
 from engine.models.decoder import DecoderSpec
 from engine.models.families import common, moe
 from engine.models.fields import Fields
-from engine.models.quantized.experts import OneByOne
+from engine.models.quantized.experts import SeparateExperts
 from kernels.experts.routing import Routing
 
 
@@ -22,7 +22,7 @@ def mixtral(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
         gate=common.activation(config),
         routing=Routing(moe.per_token(config, count, 2), normalise=True),
         module="block_sparse_moe",
-        storage=OneByOne("w1", "w3", "w2"),
+        storage=SeparateExperts("w1", "w3", "w2"),
     )
     layer = LayerSpec(replace(mixer, window=window), experts, norm)
     layers = [layer] * config.integer("num_hidden_layers")

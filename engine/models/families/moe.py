@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from engine.models.blocks.dense import Dense
+from engine.models.blocks.dense import DenseMlp
 from engine.models.blocks.experts import Experts
 from engine.models.families import common
 from engine.models.fields import Fields
 from kernels.experts.routing import Routing
 
 
-def experts(config: Fields, *, shared: Dense | None = None, normalise: bool = False) -> Experts:
+def experts(config: Fields, *, shared: DenseMlp | None = None, normalise: bool = False) -> Experts:
     """Return the experts of Qwen, and of families that copy its field names.
 
     Args:
@@ -31,9 +31,9 @@ def experts(config: Fields, *, shared: Dense | None = None, normalise: bool = Fa
     )
 
 
-def shared_expert(config: Fields) -> Dense:
+def shared_expert(config: Fields) -> DenseMlp:
     """Return Qwen's shared expert."""
-    return Dense(
+    return DenseMlp(
         config.integer("shared_expert_intermediate_size"),
         common.activation(config),
         module="mlp.shared_expert",
@@ -91,7 +91,9 @@ def _deepseek(config: Fields, routing: Routing, shared: int) -> Experts:
         gate=activation,
         routing=routing,
         exact_router=True,
-        shared=Dense(shared * inner, activation, module="mlp.shared_experts") if shared else None,
+        shared=DenseMlp(shared * inner, activation, module="mlp.shared_experts")
+        if shared
+        else None,
     )
 
 
@@ -122,7 +124,7 @@ def per_token(config: Fields, most: int, default: int | None = None) -> int:
     return found
 
 
-def nets(config: Fields, sparse: Experts) -> Sequence[Dense | Experts]:
+def nets(config: Fields, sparse: Experts) -> Sequence[DenseMlp | Experts]:
     """Return the feed-forward net of each layer: experts in every `decoder_sparse_step`th layer,
     except `mlp_only_layers`."""
     dense, every = common.dense(config), config.integer("decoder_sparse_step", 1)

@@ -8,7 +8,7 @@ from engine.models.blocks.layer import LayerSpec
 from engine.models.decoder import DecoderSpec
 from engine.models.families import common, hybrid, moe
 from engine.models.fields import Fields
-from engine.models.quantized.experts import Stacked
+from engine.models.quantized.experts import StackedTensor
 
 
 def qwen3_5(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
@@ -22,7 +22,7 @@ def qwen3_5_moe(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
     ffn = moe.experts(config, shared=moe.shared_expert(config), normalise=True)
     # The authors store stacked experts. Quantised checkpoints of third parties store them one by
     # one.
-    ffn = replace(ffn, storage=Stacked())
+    ffn = replace(ffn, storage=StackedTensor())
     layers = [LayerSpec(mixer, ffn, norm) for mixer in hybrid.mixers(config, ByKind())]
     return hybrid.with_drafts(common.decoder(config, eos_token_ids, layers, norm), config, ffn)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from engine.models.linear.experts import Each, each
+from engine.models.linear.experts import SeparateLinear, each
 from engine.models.linear.protocol import Form, Linear, StoredExperts
 from kernels.experts.grouped_mlp import Gate
 
@@ -31,7 +31,7 @@ class AsStoredForm:
     def tied(self, embedding: Tensor) -> Linear:
         return self.rest.tied(embedding)
 
-    def experts(self, stored: StoredExperts, count: int, gate: Gate) -> Each:
+    def experts(self, stored: StoredExperts, count: int, gate: Gate) -> SeparateLinear:
         return each(self, stored, gate)
 
     def num_bytes(self, rows: int, columns: int) -> int:

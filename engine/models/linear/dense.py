@@ -6,13 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.models.linear.experts import Stacked, stack
+from engine.models.linear.experts import StackedLinear, stack
 from engine.models.linear.protocol import StoredExperts
 from kernels.experts.grouped_mlp import Gate
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Dense:
+class DenseLinear:
     """An unpacked matrix.
 
     Attributes:
@@ -29,9 +29,9 @@ class Dense:
     def apply(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
 
-    def float(self) -> "Dense":
+    def float(self) -> "DenseLinear":
         """Return the same numbers in float32."""
-        return Dense(self.weight.float(), None if self.bias is None else self.bias.float())
+        return DenseLinear(self.weight.float(), None if self.bias is None else self.bias.float())
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +41,17 @@ class DenseForm:
     device: torch.device
     dtype: torch.dtype
 
-    def hold(self, stored: Tensor, bias: Tensor | None) -> Dense:
+    def hold(self, stored: Tensor, bias: Tensor | None) -> DenseLinear:
         own = stored.to(device=self.device, dtype=self.dtype, copy=True)
-        return Dense(own, bias)
+        return DenseLinear(own, bias)
 
-    def hold_int8(self, stored: Tensor, scale: Tensor, bias: Tensor | None) -> Dense:
+    def hold_int8(self, stored: Tensor, scale: Tensor, bias: Tensor | None) -> DenseLinear:
         return self.hold(stored.float() * scale[:, None], bias)
 
-    def tied(self, embedding: Tensor) -> Dense:
-        return Dense(embedding)
+    def tied(self, embedding: Tensor) -> DenseLinear:
+        return DenseLinear(embedding)
 
-    def experts(self, stored: StoredExperts, count: int, gate: Gate) -> Stacked:
+    def experts(self, stored: StoredExperts, count: int, gate: Gate) -> StackedLinear:
         return stack(stored, count, gate, self.device, self.dtype)
 
     def num_bytes(self, rows: int, columns: int) -> int:

@@ -10,7 +10,7 @@ from kernels.experts.grouped_mlp import Gate, by_expert, gated, grouped_mlp
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Stacked:
+class StackedLinear:
     """All experts in two stacks.
 
     Attributes:
@@ -44,7 +44,7 @@ class Stacked:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Each:
+class SeparateLinear:
     """One pair of matrices per expert. Reads from the device which experts are used, so it is for
     CPUs.
 
@@ -71,7 +71,7 @@ class Each:
 
 def stack(
     stored: StoredExperts, count: int, gate: Gate, device: torch.device, dtype: torch.dtype
-) -> Stacked:
+) -> StackedLinear:
     """Copy one expert after the other to its final place."""
     stacks: list[Tensor | None] = []
     for number, one in enumerate(stored):
@@ -85,14 +85,14 @@ def stack(
                 whole[number].copy_(part)
     gate_up, down, gate_up_bias, down_bias = stacks
     assert gate_up is not None and down is not None  # matrices always exist, unlike biases
-    return Stacked(gate, gate_up, down, gate_up_bias, down_bias)
+    return StackedLinear(gate, gate_up, down, gate_up_bias, down_bias)
 
 
-def each(form: Form, stored: StoredExperts, gate: Gate) -> Each:
+def each(form: Form, stored: StoredExperts, gate: Gate) -> SeparateLinear:
     nets, bias_bytes = [], 0
     for one in stored:
         gate_up = held(form, one.gate_up, one.gate_up_bias)
         nets.append((gate_up, held(form, one.down, one.down_bias)))
         for bias in (one.gate_up_bias, one.down_bias):
             bias_bytes += 0 if bias is None else bias.nbytes
-    return Each(gate, tuple(nets), bias_bytes)
+    return SeparateLinear(gate, tuple(nets), bias_bytes)

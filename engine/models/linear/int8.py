@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.models.linear import onednn
-from engine.models.linear.experts import Each, each
+from engine.models.linear.experts import SeparateLinear, each
 from engine.models.linear.protocol import StoredExperts
 from kernels.experts.grouped_mlp import Gate
 
@@ -65,7 +65,7 @@ class Int8Form:
     def tied(self, embedding: Tensor) -> Int8Channel:
         return self.hold(embedding, None)
 
-    def experts(self, stored: StoredExperts, count: int, gate: Gate) -> Each:
+    def experts(self, stored: StoredExperts, count: int, gate: Gate) -> SeparateLinear:
         return each(self, stored, gate)
 
     def num_bytes(self, rows: int, columns: int) -> int:

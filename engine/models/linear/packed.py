@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from engine.models.linear import onednn
-from engine.models.linear.experts import Each, each
+from engine.models.linear.experts import SeparateLinear, each
 from engine.models.linear.protocol import StoredExperts
 from kernels.experts.grouped_mlp import Gate
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Packed:
+class PackedLinear:
     """A matrix in oneDNN's layout.
 
     Attributes:
@@ -37,16 +37,16 @@ class Packed:
 class PackedForm:
     dtype: torch.dtype
 
-    def hold(self, stored: Tensor, bias: Tensor | None) -> Packed:
-        return Packed(onednn.pack(stored.to(self.dtype)), bias)
+    def hold(self, stored: Tensor, bias: Tensor | None) -> PackedLinear:
+        return PackedLinear(onednn.pack(stored.to(self.dtype)), bias)
 
-    def hold_int8(self, stored: Tensor, scale: Tensor, bias: Tensor | None) -> Packed:
+    def hold_int8(self, stored: Tensor, scale: Tensor, bias: Tensor | None) -> PackedLinear:
         return self.hold(stored.float() * scale[:, None], bias)
 
-    def tied(self, embedding: Tensor) -> Packed:
+    def tied(self, embedding: Tensor) -> PackedLinear:
         return self.hold(embedding, None)
 
-    def experts(self, stored: StoredExperts, count: int, gate: Gate) -> Each:
+    def experts(self, stored: StoredExperts, count: int, gate: Gate) -> SeparateLinear:
         return each(self, stored, gate)
 
     def num_bytes(self, rows: int, columns: int) -> int:

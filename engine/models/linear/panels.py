@@ -10,8 +10,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from engine.models.linear.dense import Dense
-from engine.models.linear.experts import Each, each
+from engine.models.linear.dense import DenseLinear
+from engine.models.linear.experts import SeparateLinear, each
 from engine.models.linear.int8 import ZERO, rounded, row_sums
 from engine.models.linear.protocol import Linear, StoredExperts
 from kernels.cpu.layers import PanelMatrix
@@ -67,9 +67,9 @@ class PanelForm:
     def tied(self, embedding: Tensor) -> Linear:
         """Return the tied head. In float32 a copy in panels would take too much memory, so the head
         multiplies by the embedding itself."""
-        return Dense(embedding) if self._shares else self.hold(embedding, None)
+        return DenseLinear(embedding) if self._shares else self.hold(embedding, None)
 
-    def experts(self, stored: StoredExperts, count: int, gate: Gate) -> Each:
+    def experts(self, stored: StoredExperts, count: int, gate: Gate) -> SeparateLinear:
         return each(self, stored, gate)
 
     def num_bytes(self, rows: int, columns: int) -> int:
@@ -136,7 +136,7 @@ class Int8PanelForm:
     def tied(self, embedding: Tensor) -> Int8Panels:
         return self.hold(embedding, None)
 
-    def experts(self, stored: StoredExperts, count: int, gate: Gate) -> Each:
+    def experts(self, stored: StoredExperts, count: int, gate: Gate) -> SeparateLinear:
         return each(self, stored, gate)
 
     def num_bytes(self, rows: int, columns: int) -> int:

@@ -10,7 +10,7 @@ from types import EllipsisType
 
 from torch import Tensor
 
-from engine.models.checkpoint import Checkpoint, Wanted
+from engine.models.checkpoint import Checkpoint, TensorRequest
 from engine.models.quantized.protocol import Scheme
 
 
@@ -30,7 +30,7 @@ def as_floats(checkpoint: Checkpoint, scheme: Scheme) -> dict[str, Unread]:
     Raises:
         ConfigError: parts of a matrix are missing, or have other shapes or dtypes.
     """
-    wanted: dict[str, Wanted] = {}
+    wanted: dict[str, TensorRequest] = {}
     matrices: dict[str, Unread] = {}
     for name in checkpoint.tensors:
         module = name.removesuffix(scheme.numbers)
@@ -43,7 +43,7 @@ def as_floats(checkpoint: Checkpoint, scheme: Scheme) -> dict[str, Unread]:
     whole = [n for n in checkpoint.tensors if n not in wanted and not n.endswith(ignored)]
     for name in whole:
         stored = checkpoint.tensors[name]
-        wanted[name] = Wanted(stored.shape, (stored.dtype,))
+        wanted[name] = TensorRequest(stored.shape, (stored.dtype,))
     checkpoint.check(wanted, scheme.ignored)
     return matrices | {name: Unread(partial(checkpoint.read, name)) for name in whole}
 

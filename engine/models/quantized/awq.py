@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from engine.models.checkpoint import FLOATS, Checkpoint, Wanted
+from engine.models.checkpoint import FLOATS, Checkpoint, TensorRequest
 from engine.models.fields import Fields
 from engine.models.linear import Matrix
 from engine.models.quantized.packed import floats, group_size, unpacked
@@ -41,12 +41,12 @@ class Awq:
 
     def wanted(
         self, module: str, rows: int, columns: int, checkpoint: Checkpoint
-    ) -> Mapping[str, Wanted]:
+    ) -> Mapping[str, TensorRequest]:
         groups = columns // group_size(self.group, columns, module)
         return {
-            f"{module}.qweight": Wanted((columns, rows // _WORDS), dtypes=("I32",)),
-            f"{module}.qzeros": Wanted((groups, rows // _WORDS), dtypes=("I32",)),
-            f"{module}.scales": Wanted((groups, rows), dtypes=FLOATS),
+            f"{module}.qweight": TensorRequest((columns, rows // _WORDS), dtypes=("I32",)),
+            f"{module}.qzeros": TensorRequest((groups, rows // _WORDS), dtypes=("I32",)),
+            f"{module}.scales": TensorRequest((groups, rows), dtypes=FLOATS),
         }
 
     def matrix(self, module: str, rows: int, columns: int, checkpoint: Checkpoint) -> Matrix:

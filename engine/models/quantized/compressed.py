@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.models.checkpoint import FLOATS, Checkpoint, Wanted
+from engine.models.checkpoint import FLOATS, Checkpoint, TensorRequest
 from engine.models.fields import Fields
 from engine.models.linear import Matrix
 from engine.models.quantized.fp8 import Fp8
@@ -32,10 +32,10 @@ class Int8Stored:
 
     def wanted(
         self, module: str, rows: int, columns: int, checkpoint: Checkpoint
-    ) -> Mapping[str, Wanted]:
+    ) -> Mapping[str, TensorRequest]:
         return {
-            f"{module}.weight": Wanted((rows, columns), dtypes=("I8",)),
-            f"{module}.weight_scale": Wanted((rows, 1), FLOATS, ((rows,), (1,), ())),
+            f"{module}.weight": TensorRequest((rows, columns), dtypes=("I8",)),
+            f"{module}.weight_scale": TensorRequest((rows, 1), FLOATS, ((rows,), (1,), ())),
         }
 
     def matrix(self, module: str, rows: int, columns: int, checkpoint: Checkpoint) -> Matrix:
@@ -44,7 +44,7 @@ class Int8Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class CompressedTensor:
     """Integers packed along the rows, in groups of inputs.
 
     They are centred on half of their range, or on a zero point.
@@ -83,17 +83,17 @@ class Packed:
 
     def wanted(
         self, module: str, rows: int, columns: int, checkpoint: Checkpoint
-    ) -> Mapping[str, Wanted]:
+    ) -> Mapping[str, TensorRequest]:
         words, groups = 32 // self.bits, columns // group_size(self.group, columns, module)
         tensors = {
-            f"{module}.weight_packed": Wanted((rows, -(-columns // words)), dtypes=("I32",)),
-            f"{module}.weight_scale": Wanted((rows, groups), dtypes=FLOATS),
+            f"{module}.weight_packed": TensorRequest((rows, -(-columns // words)), dtypes=("I32",)),
+            f"{module}.weight_scale": TensorRequest((rows, groups), dtypes=FLOATS),
         }
         if not self.symmetric:
-            zeros = Wanted((-(-rows // words), groups), dtypes=("I32",))
+            zeros = TensorRequest((-(-rows // words), groups), dtypes=("I32",))
             tensors[f"{module}.weight_zero_point"] = zeros
         if f"{module}.weight_g_idx" in checkpoint.tensors:
-            tensors[f"{module}.weight_g_idx"] = Wanted((columns,), dtypes=("I32", "I64"))
+            tensors[f"{module}.weight_g_idx"] = TensorRequest((columns,), dtypes=("I32", "I64"))
         return tensors
 
     def matrix(self, module: str, rows: int, columns: int, checkpoint: Checkpoint) -> Matrix:
@@ -134,7 +134,7 @@ def compressed_tensors(config: Fields) -> Scheme:
             if strategy not in ("channel", "group"):
                 raise weights.wrong("strategy", "channel or group")
             size = weights.group("group_size") if strategy == "group" else -1
-            return Packed(bits, size, weights.flag("symmetric", True))
+            return CompressedTensor(bits, size, weights.flag("symmetric", True))
     raise config.wrong(
         "format",
         "float-quantized or int-quantized of 8 bits, or pack-quantized of 4 or 8",

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine.models.checkpoint import Checkpoint, Wanted
+from engine.models.checkpoint import Checkpoint, TensorRequest
 from engine.models.linear import Matrix, StoredExpert, joined
 from engine.models.quantized.mxfp4 import are_mxfp4, read_mxfp4, wanted_mxfp4
 from engine.models.quantized.plain import PLAIN
@@ -15,7 +15,7 @@ _GATE_UP, _DOWN = "gate_up_proj", "down_proj"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ExpertLocation:
     """The location of a layer's experts.
 
     Attributes:
@@ -31,13 +31,15 @@ class ExpertStorage(Protocol):
     @property
     def biased(self) -> bool: ...
 
-    def wanted(self, shape: "ExpertShape", place: Place) -> Mapping[str, Wanted]: ...
+    def wanted(
+        self, shape: "ExpertShape", place: ExpertLocation
+    ) -> Mapping[str, TensorRequest]: ...
 
-    def int8_channels(self, place: Place) -> bool:
+    def int8_channels(self, place: ExpertLocation) -> bool:
         """Return whether all matrices are int8 with a scale for each row."""
         ...
 
-    def read(self, number: int, shape: "ExpertShape", place: Place) -> StoredExpert: ...
+    def read(self, number: int, shape: "ExpertShape", place: ExpertLocation) -> StoredExpert: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ class ExpertShape:
 
 
 @dataclass(frozen=True, slots=True)
-class OneByOne:
+class SeparateExperts:
     """Modules n.gate, n.up and n.down of expert n, under the given names, in any scheme."""
 
     gate: str = "gate_proj"
@@ -58,19 +60,19 @@ class OneByOne:
     down: str = "down_proj"
     biased: bool = False
 
-    def wanted(self, shape: ExpertShape, place: Place) -> Mapping[str, Wanted]:
-        tensors: dict[str, Wanted] = {}
+    def wanted(self, shape: ExpertShape, place: ExpertLocation) -> Mapping[str, TensorRequest]:
+        tensors: dict[str, TensorRequest] = {}
         for number in range(shape.count):
             for name in (self.gate, self.up):
                 tensors |= self._wanted(f"{number}.{name}", shape.inner, shape.hidden, place)
             tensors |= self._wanted(f"{number}.{self.down}", shape.hidden, shape.inner, place)
         return tensors
 
-    def int8_channels(self, place: Place) -> bool:
+    def int8_channels(self, place: ExpertLocation) -> bool:
         names = (self.gate, self.up, self.down)
         return all(_scheme(f"0.{name}", place).int8_channels for name in names)
 
-    def read(self, number: int, shape: ExpertShape, place: Place) -> StoredExpert:
+    def read(self, number: int, shape: ExpertShape, place: ExpertLocation) -> StoredExpert:
         gate, up = (
             _matrix(f"{number}.{name}", shape.inner, shape.hidden, place)
             for name in (self.gate, self.up)
@@ -78,38 +80,40 @@ class OneByOne:
         down = _matrix(f"{number}.{self.down}", shape.hidden, shape.inner, place)
         return StoredExpert(joined([gate, up]), down)
 
-    def _wanted(self, module: str, rows: int, columns: int, place: Place) -> Mapping[str, Wanted]:
+    def _wanted(
+        self, module: str, rows: int, columns: int, place: ExpertLocation
+    ) -> Mapping[str, TensorRequest]:
         scheme = _scheme(module, place)
         return scheme.wanted(place.prefix + module, rows, columns, place.checkpoint)
 
 
 @dataclass(frozen=True, slots=True)
-class Stacked:
+class StackedTensor:
     """One tensor of floats for all experts, outputs first, with gate's before up's.
 
     Attributes:
         otherwise: storage of layers without such tensors.
     """
 
-    otherwise: OneByOne = field(default_factory=OneByOne)
+    otherwise: SeparateExperts = field(default_factory=SeparateExperts)
 
     @property
     def biased(self) -> bool:
         return self.otherwise.biased
 
-    def wanted(self, shape: ExpertShape, place: Place) -> Mapping[str, Wanted]:
+    def wanted(self, shape: ExpertShape, place: ExpertLocation) -> Mapping[str, TensorRequest]:
         if not _is_stacked(place):
             return self.otherwise.wanted(shape, place)
         count, hidden, inner = shape.count, shape.hidden, shape.inner
         return {
-            f"{place.prefix}{_GATE_UP}": Wanted((count, 2 * inner, hidden)),
-            f"{place.prefix}{_DOWN}": Wanted((count, hidden, inner)),
+            f"{place.prefix}{_GATE_UP}": TensorRequest((count, 2 * inner, hidden)),
+            f"{place.prefix}{_DOWN}": TensorRequest((count, hidden, inner)),
         }
 
-    def int8_channels(self, place: Place) -> bool:
+    def int8_channels(self, place: ExpertLocation) -> bool:
         return not _is_stacked(place) and self.otherwise.int8_channels(place)
 
-    def read(self, number: int, shape: ExpertShape, place: Place) -> StoredExpert:
+    def read(self, number: int, shape: ExpertShape, place: ExpertLocation) -> StoredExpert:
         if not _is_stacked(place):
             return self.otherwise.read(number, shape, place)
         gate_up, down = (
@@ -118,22 +122,22 @@ class Stacked:
         return StoredExpert(gate_up, down)
 
 
-def _is_stacked(place: Place) -> bool:
+def _is_stacked(place: ExpertLocation) -> bool:
     return f"{place.prefix}{_GATE_UP}" in place.checkpoint.tensors
 
 
 @dataclass(frozen=True, slots=True)
-class InTurn:
+class InterleavedExperts:
     """One tensor for all experts, with inputs first, or MXFP4 blocks. Outputs of gate and up
     alternate. Has biases."""
 
     biased: bool = True
 
-    def wanted(self, shape: ExpertShape, place: Place) -> Mapping[str, Wanted]:
+    def wanted(self, shape: ExpertShape, place: ExpertLocation) -> Mapping[str, TensorRequest]:
         count, hidden, inner = shape.count, shape.hidden, shape.inner
         tensors = {
-            f"{place.prefix}gate_up_proj_bias": Wanted((count, 2 * inner)),
-            f"{place.prefix}down_proj_bias": Wanted((count, hidden)),
+            f"{place.prefix}gate_up_proj_bias": TensorRequest((count, 2 * inner)),
+            f"{place.prefix}down_proj_bias": TensorRequest((count, hidden)),
         }
         for name, rows, columns in (
             ("gate_up_proj", 2 * inner, hidden),
@@ -143,13 +147,13 @@ class InTurn:
             if are_mxfp4(module, place.checkpoint):
                 tensors |= wanted_mxfp4(module, count, rows, columns)
             else:
-                tensors[module] = Wanted((count, columns, rows))
+                tensors[module] = TensorRequest((count, columns, rows))
         return tensors
 
-    def int8_channels(self, place: Place) -> bool:
+    def int8_channels(self, place: ExpertLocation) -> bool:
         return False
 
-    def read(self, number: int, shape: ExpertShape, place: Place) -> StoredExpert:
+    def read(self, number: int, shape: ExpertShape, place: ExpertLocation) -> StoredExpert:
         def matrix(name: str) -> Matrix:
             module = place.prefix + name
             if are_mxfp4(module, place.checkpoint):
@@ -166,10 +170,10 @@ class InTurn:
         )
 
 
-def _scheme(module: str, place: Place) -> Scheme:
+def _scheme(module: str, place: ExpertLocation) -> Scheme:
     return storing(place.scheme, PLAIN, place.prefix + module, place.checkpoint)
 
 
-def _matrix(module: str, rows: int, columns: int, place: Place) -> Matrix:
+def _matrix(module: str, rows: int, columns: int, place: ExpertLocation) -> Matrix:
     name = place.prefix + module
     return _scheme(module, place).matrix(name, rows, columns, place.checkpoint)

@@ -7,7 +7,7 @@ Written by DeepSeek, Qwen and vLLM's quantisers (`fp8`), by Meta (`fbgemm_fp8`),
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from engine.models.checkpoint import FLOATS, Checkpoint, Wanted
+from engine.models.checkpoint import FLOATS, Checkpoint, TensorRequest
 from engine.models.fields import Fields
 from engine.models.linear import Matrix
 
@@ -43,14 +43,14 @@ class Fp8:
 
     def wanted(
         self, module: str, rows: int, columns: int, checkpoint: Checkpoint
-    ) -> Mapping[str, Wanted]:
+    ) -> Mapping[str, TensorRequest]:
         if self.block is None:
             shapes: tuple[tuple[int, ...], ...] = ((rows, 1), (rows,), (1,), ())
         else:
             shapes = ((-(-rows // self.block[0]), -(-columns // self.block[1])),)
         return {
-            f"{module}.weight": Wanted((rows, columns), dtypes=("F8_E4M3",)),
-            self._scale(module, checkpoint): Wanted(shapes[0], FLOATS, shapes[1:]),
+            f"{module}.weight": TensorRequest((rows, columns), dtypes=("F8_E4M3",)),
+            self._scale(module, checkpoint): TensorRequest(shapes[0], FLOATS, shapes[1:]),
         }
 
     def matrix(self, module: str, rows: int, columns: int, checkpoint: Checkpoint) -> Matrix:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.models.checkpoint import FLOATS, Checkpoint, Wanted
+from engine.models.checkpoint import FLOATS, Checkpoint, TensorRequest
 from engine.models.fields import Fields
 from engine.models.linear import Matrix
 from engine.models.quantized.packed import BITS, floats, group_size, unpacked
@@ -46,16 +46,16 @@ class Gptq:
 
     def wanted(
         self, module: str, rows: int, columns: int, checkpoint: Checkpoint
-    ) -> Mapping[str, Wanted]:
+    ) -> Mapping[str, TensorRequest]:
         words, groups = 32 // self.bits, columns // group_size(self.group, columns, module)
         tensors = {
-            f"{module}.qweight": Wanted((columns // words, rows), dtypes=("I32",)),
-            f"{module}.qzeros": Wanted((groups, rows // words), dtypes=("I32",)),
-            f"{module}.scales": Wanted((groups, rows), dtypes=FLOATS),
+            f"{module}.qweight": TensorRequest((columns // words, rows), dtypes=("I32",)),
+            f"{module}.qzeros": TensorRequest((groups, rows // words), dtypes=("I32",)),
+            f"{module}.scales": TensorRequest((groups, rows), dtypes=FLOATS),
         }
         order = f"{module}.g_idx"
         return tensors | (
-            {order: Wanted((columns,), ("I32",))} if order in checkpoint.tensors else {}
+            {order: TensorRequest((columns,), ("I32",))} if order in checkpoint.tensors else {}
         )
 
     def matrix(self, module: str, rows: int, columns: int, checkpoint: Checkpoint) -> Matrix:

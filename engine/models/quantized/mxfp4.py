@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.models.checkpoint import Checkpoint, Wanted
+from engine.models.checkpoint import Checkpoint, TensorRequest
 from engine.models.fields import Fields
 from engine.models.linear import Matrix
 from engine.models.quantized.plain import Plain
@@ -34,11 +34,11 @@ def are_mxfp4(module: str, checkpoint: Checkpoint) -> bool:
     return f"{module}_blocks" in checkpoint.tensors
 
 
-def wanted_mxfp4(module: str, count: int, rows: int, columns: int) -> Mapping[str, Wanted]:
+def wanted_mxfp4(module: str, count: int, rows: int, columns: int) -> Mapping[str, TensorRequest]:
     blocks = columns // _BLOCK
     return {
-        f"{module}_blocks": Wanted((count, rows, blocks, _BLOCK // 2), dtypes=("U8",)),
-        f"{module}_scales": Wanted((count, rows, blocks), dtypes=("U8",)),
+        f"{module}_blocks": TensorRequest((count, rows, blocks, _BLOCK // 2), dtypes=("U8",)),
+        f"{module}_scales": TensorRequest((count, rows, blocks), dtypes=("U8",)),
     }
 
 

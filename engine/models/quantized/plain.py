@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from engine.models.checkpoint import Checkpoint, Wanted
+from engine.models.checkpoint import Checkpoint, TensorRequest
 from engine.models.linear import Matrix
 from engine.models.spec import NOT_QUANTISED
 
@@ -20,8 +20,8 @@ class Plain:
 
     def wanted(
         self, module: str, rows: int, columns: int, checkpoint: Checkpoint
-    ) -> Mapping[str, Wanted]:
-        return {f"{module}.weight": Wanted((rows, columns))}
+    ) -> Mapping[str, TensorRequest]:
+        return {f"{module}.weight": TensorRequest((rows, columns))}
 
     def matrix(self, module: str, rows: int, columns: int, checkpoint: Checkpoint) -> Matrix:
         return Matrix(checkpoint.read(f"{module}.weight"))

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Protocol
 
-from engine.models.checkpoint import Checkpoint, Wanted
+from engine.models.checkpoint import Checkpoint, TensorRequest
 from engine.models.linear import Matrix
 
 
@@ -38,7 +38,7 @@ class Scheme(Protocol):
 
     def wanted(
         self, module: str, rows: int, columns: int, checkpoint: Checkpoint
-    ) -> Mapping[str, Wanted]:
+    ) -> Mapping[str, TensorRequest]:
         """Return the tensors of a module's matrix [rows, columns], by name.
 
         Raises:

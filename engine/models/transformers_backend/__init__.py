@@ -21,14 +21,14 @@ from engine.models.quantized.protocol import Scheme
 from engine.models.spec import ModelSpec
 from engine.models.transformers_backend import loading
 from engine.models.transformers_backend.held import drain_modules, refill_modules
-from engine.models.transformers_backend.model import BorrowedModel
-from engine.models.transformers_backend.skeleton import Skeleton, skeleton
+from engine.models.transformers_backend.model import TransformersModel
+from engine.models.transformers_backend.skeleton import MetaModel, skeleton
 
 # Fields of a configuration that do not affect KV.
 _NOT_COMPARED = ("_name_or_path", "dtype", "eos_token_id", "torch_dtype", "transformers_version")
 
 
-class BorrowedCheckpoint:
+class TransformersCheckpoint:
     """A checkpoint computed by a class of transformers, see Servable."""
 
     backend = "transformers"
@@ -58,19 +58,21 @@ class BorrowedCheckpoint:
     def weight_bytes(self, device: torch.device, dtype: torch.dtype, quantize: Quantize) -> int:
         return loading.weight_bytes(self._skeleton, device, dtype, quantize)
 
-    def load(self, device: torch.device, dtype: torch.dtype, quantize: Quantize) -> BorrowedModel:
+    def load(
+        self, device: torch.device, dtype: torch.dtype, quantize: Quantize
+    ) -> TransformersModel:
         return loading.load(
             self._directory, self._scheme, self._skeleton, self.spec, device, dtype, quantize
         )
 
     def refill(self, model: object, quantize: Quantize) -> None:
-        if not isinstance(model, BorrowedModel):
+        if not isinstance(model, TransformersModel):
             raise ConfigError(f"{self._directory}: the model that runs is not transformers'")
         refill_modules(model.modules, self.load(model.device, model.dtype, quantize).modules)
         trim()
 
     def drain(self, model: object) -> None:
-        assert isinstance(model, BorrowedModel)
+        assert isinstance(model, TransformersModel)
         drain_modules(model.modules)
         trim()
 
@@ -81,7 +83,7 @@ class BorrowedCheckpoint:
         return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _spec(skeleton: Skeleton, stored: Fields, directory: Path, scheme: Scheme) -> ModelSpec:
+def _spec(skeleton: MetaModel, stored: Fields, directory: Path, scheme: Scheme) -> ModelSpec:
     config = skeleton.config
     return ModelSpec(
         architecture=config.model_type,

@@ -19,7 +19,7 @@ from engine.models.refill import drain, refill
 from engine.models.transformers_backend.skeleton import products
 
 
-class Held(nn.Module):
+class WeightHolder(nn.Module):
     """A module that replaces a product. Its `weight` has a shape and a dtype, but no values."""
 
     def __init__(self, linear: Linear, outputs: int, weight: Tensor) -> None:
@@ -55,7 +55,7 @@ def hold(model: PreTrainedModel, form: Form) -> None:
         else:
             linear = form.hold(weight, bias)
         parent, _, leaf = name.rpartition(".")
-        held = Held(linear, outputs, weight)
+        held = WeightHolder(linear, outputs, weight)
         model.get_submodule(parent).register_module(leaf, held)
         del module, weight
         trim()
@@ -82,5 +82,5 @@ def _places(modules: Sequence[nn.Module]) -> Iterator[object]:
     for module in chain.from_iterable(each.modules() for each in modules):
         yield from (each.detach() for each in module.parameters(recurse=False))
         yield from module.buffers(recurse=False)
-        if isinstance(module, Held):
+        if isinstance(module, WeightHolder):
             yield module.linear

@@ -17,14 +17,14 @@ from engine.models.quantized.protocol import Scheme
 from engine.models.spec import ModelSpec
 from engine.models.transformers_backend.attention import NAME, CurrentStep, PagedLayer, attach
 from engine.models.transformers_backend.held import hold
-from engine.models.transformers_backend.model import BorrowedModel
-from engine.models.transformers_backend.skeleton import Skeleton, config_of
+from engine.models.transformers_backend.model import TransformersModel
+from engine.models.transformers_backend.skeleton import MetaModel, config_of
 
 log = logging.getLogger(__name__)
 
 
 def weight_bytes(
-    skeleton: Skeleton, device: torch.device, dtype: torch.dtype, quantize: Quantize
+    skeleton: MetaModel, device: torch.device, dtype: torch.dtype, quantize: Quantize
 ) -> int:
     """Return the bytes that `load` allocates.
 
@@ -47,12 +47,12 @@ def weight_bytes(
 def load(
     directory: Path,
     scheme: Scheme,
-    skeleton: Skeleton,
+    skeleton: MetaModel,
     spec: ModelSpec,
     device: torch.device,
     dtype: torch.dtype,
     quantize: Quantize,
-) -> BorrowedModel:
+) -> TransformersModel:
     """Load the model.
 
     Raises:
@@ -66,7 +66,7 @@ def load(
         attach(model.get_submodule(layer.module), paged)
     if not isinstance(form, DenseForm):  # the class already has dense matrices
         hold(model, form)
-    return BorrowedModel(spec, model, step, device, skeleton.first_position)
+    return TransformersModel(spec, model, step, device, skeleton.first_position)
 
 
 def _from_files(

@@ -11,7 +11,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from engine.models.transformers_backend.refused import Refused
+from engine.models.transformers_backend.refused import UnsupportedModel
 
 _FURTHEST = 1 << 17  # query that is probed, beyond which windows are not detected
 _QUERIES = (
@@ -28,7 +28,7 @@ Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class MaskRange:
     """The visible tokens of a query: its own and those before it, limited to a window if there is
     one.
 
@@ -42,17 +42,17 @@ class Seen:
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise Refused("its layers change their masks")
+        raise UnsupportedModel("its layers change their masks")
 
 
-def seen_by(rule: Rule, chunk: int | None) -> Seen:
+def seen_by(rule: Rule, chunk: int | None) -> MaskRange:
     """Return which keys a mask rule makes visible.
 
     Args:
         rule: function of batch, head, query and key, like transformers' mask functions.
         chunk: tokens per chunk that attends only to itself, if the configuration has such chunks.
     Raises:
-        Refused: the rule is not supported.
+        UnsupportedModel: the rule is not supported.
     """
     try:
         counts = {query: _count(rule, query) for query in _QUERIES}
@@ -61,23 +61,26 @@ def seen_by(rule: Rule, chunk: int | None) -> Seen:
     else:
         widest = counts[_FURTHEST]
         if all(count == min(query + 1, widest) for query, count in counts.items()):
-            return Seen(window=widest if widest <= _FURTHEST else None)
+            return MaskRange(window=widest if widest <= _FURTHEST else None)
         reason = "its mask is neither causal nor a window"
     if chunk is None:
-        raise Refused(reason)
-    return Seen(limit=chunk)
+        raise UnsupportedModel(reason)
+    return MaskRange(limit=chunk)
 
 
 def _count(rule: Rule, query: int) -> int:
     """Return the number of keys that the query sees.
 
     Raises:
-        Refused: it sees a key after its own token, or other keys than the last ones before it.
+        UnsupportedModel: it sees a key after its own token, or other keys than the last ones before
+            it.
     """
     zero = torch.zeros((), dtype=torch.int64)
     keys = torch.arange(query + 2)
     visible = rule(zero, zero, torch.tensor(query), keys).expand(keys.shape)
     count = int(visible.count_nonzero())
     if bool(visible[query + 1]) or not bool(visible[query + 1 - count : query + 1].all()):
-        raise Refused("its queries see tokens after their own, or not the last ones before it")
+        raise UnsupportedModel(
+            "its queries see tokens after their own, or not the last ones before it"
+        )
     return count

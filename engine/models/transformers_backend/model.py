@@ -11,16 +11,16 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from engine.batch.forward import ForwardBatch
 from engine.kv_cache.kv import KVPool
 from engine.models.blocks.late_states import LateStates
-from engine.models.blocks.protocol import Adapted
+from engine.models.blocks.protocol import AdaptedLinear
 from engine.models.drafting import DraftHead
 from engine.models.linear import Product
 from engine.models.spec import ModelSpec
 from engine.models.transformers_backend.attention import CurrentStep
 from engine.models.transformers_backend.skeleton import decoder_of
-from engine.models.vision.seeing import Seeing
+from engine.models.vision.seeing import VisionTower
 
 
-class BorrowedModel:
+class TransformersModel:
     """A class in two parts: its decoder, and the head that computes logits from the decoder's
     states.
 
@@ -42,7 +42,7 @@ class BorrowedModel:
         """
         self.spec = spec
         self.products: tuple[Product, ...] = ()
-        self.seeing: Seeing | None = None
+        self.seeing: VisionTower | None = None
         self.drafter: DraftHead | None = None
         self.device = device
         self.dtype: torch.dtype = model.dtype
@@ -61,7 +61,7 @@ class BorrowedModel:
         batch: ForwardBatch,
         pool: KVPool,
         future_tokens: Tensor,
-        adapted: Adapted | None = None,
+        adapted: AdaptedLinear | None = None,
         late: LateStates | None = None,
     ) -> Tensor:
         """Compute a step and write K and V of its tokens into their pages.

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from engine.models.transformers_backend.masks import Seen, seen_by
-from engine.models.transformers_backend.refused import Refused
+from engine.models.transformers_backend.masks import MaskRange, seen_by
+from engine.models.transformers_backend.refused import UnsupportedModel
 
 NAME = "baton_probe"
 _MAX_HEAD_DIM = 256  # of the attention kernels
@@ -44,7 +44,7 @@ _HARMLESS = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Attending:
+class AttentionProbe:
     """The attention of one layer: query heads, stored KV, and visible tokens.
 
     Attributes:
@@ -78,14 +78,14 @@ class _Call:
     others: Mapping[str, object]
 
 
-def probe(model: PreTrainedModel, num_layers: int) -> tuple[Attending, ...]:
+def probe(model: PreTrainedModel, num_layers: int) -> tuple[AttentionProbe, ...]:
     """Return every layer's attention, by layer.
 
     Args:
         model: on the meta device.
         num_layers: according to the configuration.
     Raises:
-        Refused: the class cannot be served by paged attention.
+        UnsupportedModel: the class cannot be served by paged attention.
     """
     calls: list[_Call] = []
     for module in model.modules():
@@ -97,22 +97,24 @@ def probe(model: PreTrainedModel, num_layers: int) -> tuple[Attending, ...]:
             # Without a mask, classes look for packed sequences in values that the meta device
             # lacks.
             model(input_ids=token, attention_mask=torch.ones_like(token), use_cache=False)
-    except Refused:
+    except UnsupportedModel:
         raise
     except Exception as error:
         line = str(error).strip().partition("\n")[0]
-        raise Refused(f"one token of it cannot be tried without weights ({line})") from error
+        raise UnsupportedModel(
+            f"one token of it cannot be tried without weights ({line})"
+        ) from error
     if not calls:
-        raise Refused("the class does not attend by transformers' attention interface")
+        raise UnsupportedModel("the class does not attend by transformers' attention interface")
     names = {id(module): name for name, module in model.named_modules()}
     first: dict[int, int] = {}
     layers = [_attending(call, names[id(call.module)], first) for call in calls]
     places = [layer.layer for layer in layers]
     for place in places:
         if places.count(place) > 1:
-            raise Refused(f"layer {place} attends {places.count(place)} times")
+            raise UnsupportedModel(f"layer {place} attends {places.count(place)} times")
     if sorted(places) != list(range(num_layers)):
-        raise Refused(
+        raise UnsupportedModel(
             f"{len(places)} of {num_layers} layers attend, and the others may have states"
         )
     return tuple(sorted(layers, key=lambda layer: layer.layer))
@@ -151,7 +153,7 @@ class _ReadAsOnes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _attending(call: _Call, name: str, first: dict[int, int]) -> Attending:
+def _attending(call: _Call, name: str, first: dict[int, int]) -> AttentionProbe:
     """Return the attention of one call.
 
     Args:
@@ -160,22 +162,24 @@ def _attending(call: _Call, name: str, first: dict[int, int]) -> Attending:
     """
     module, layer = call.module, getattr(call.module, "layer_idx", None)
     if layer is None:
-        raise Refused(f"{name} does not know which layer it is")
+        raise UnsupportedModel(f"{name} does not know which layer it is")
     query, key, value = call.query.shape, call.key.shape, call.value.shape
     heads, kv_heads, head_dim = query[1], key[1], max(key[3], value[3])
     if query[3] != key[3] or heads % kv_heads or value[1] != kv_heads:
-        raise Refused(f"{name} attends by heads that do not go together")
+        raise UnsupportedModel(f"{name} attends by heads that do not go together")
     if head_dim > _MAX_HEAD_DIM:
-        raise Refused(f"heads of {head_dim} numbers, at most {_MAX_HEAD_DIM} are supported")
+        raise UnsupportedModel(
+            f"heads of {head_dim} numbers, at most {_MAX_HEAD_DIM} are supported"
+        )
     if call.scaling is not None and call.scaling <= 0:
-        raise Refused(f"{name} scales its scores by {call.scaling}")
+        raise UnsupportedModel(f"{name} scales its scores by {call.scaling}")
     if not getattr(module, "is_causal", True) or call.others.get("is_causal") is False:
-        raise Refused("its tokens see those after them: it is an encoder")
+        raise UnsupportedModel("its tokens see those after them: it is an encoder")
     seen = _seen(call, name)
     for what, said in call.others.items():
         if said is not None and what not in _HARMLESS and what != "sliding_window":
-            raise Refused(f"its attention takes {what}")
-    return Attending(
+            raise UnsupportedModel(f"its attention takes {what}")
+    return AttentionProbe(
         module=name,
         layer=layer,
         shares=first.setdefault(id(call.key), layer),
@@ -187,13 +191,13 @@ def _attending(call: _Call, name: str, first: dict[int, int]) -> Attending:
     )
 
 
-def _seen(call: _Call, name: str) -> Seen:
-    if isinstance(call.mask, Seen):
+def _seen(call: _Call, name: str) -> MaskRange:
+    if isinstance(call.mask, MaskRange):
         return call.mask
     if call.mask is not None:
-        raise Refused(f"{name} makes a mask of its own")
+        raise UnsupportedModel(f"{name} makes a mask of its own")
     window = call.others.get("sliding_window")
-    return Seen(window if isinstance(window, int) else None)
+    return MaskRange(window if isinstance(window, int) else None)
 
 
 def _note(
@@ -214,7 +218,7 @@ def _note(
     return query.new_empty(batch, tokens, heads, value.shape[3]), None
 
 
-def _describe(*, mask_function, config, **_: object) -> Seen:  # type: ignore[no-untyped-def]
+def _describe(*, mask_function, config, **_: object) -> MaskRange:  # type: ignore[no-untyped-def]
     return seen_by(mask_function, getattr(config, "attention_chunk_size", None))
 
 

@@ -19,8 +19,8 @@ from common.errors import ConfigError
 from engine.kv_cache.states import PagedKV
 from engine.models.fields import Fields
 from engine.models.heads import CLASSIFIER
-from engine.models.transformers_backend.probe import Attending, probe
-from engine.models.transformers_backend.refused import Refused
+from engine.models.transformers_backend.probe import AttentionProbe, probe
+from engine.models.transformers_backend.refused import UnsupportedModel
 
 # Field names under which configurations give the context length.
 _LENGTHS = ("max_position_embeddings", "max_sequence_length", "max_seq_len", "seq_length")
@@ -31,7 +31,7 @@ _BY_BATCH = {"dynamic": _LENGTHS[0], "longrope": "original_max_position_embeddin
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Skeleton:
+class MetaModel:
     """The properties of a class, found without weights.
 
     Attributes:
@@ -45,7 +45,7 @@ class Skeleton:
 
     model: PreTrainedModel
     config: PreTrainedConfig
-    attending: tuple[Attending, ...]
+    attending: tuple[AttentionProbe, ...]
     context_length: int
     limited: str
     first_position: int
@@ -61,7 +61,7 @@ class Skeleton:
             PagedKV(layer.kv_heads, layer.head_dim, layer.window) for layer in self._storing
         )
 
-    def place(self, layer: Attending) -> int:
+    def place(self, layer: AttentionProbe) -> int:
         """Return the index among `keeps` of the KV that `layer` attends to."""
         return [kept.layer for kept in self._storing].index(layer.shares)
 
@@ -83,7 +83,7 @@ class Skeleton:
         return min(1.0, chosen / max(stacks, default=1))
 
     @property
-    def _storing(self) -> tuple[Attending, ...]:
+    def _storing(self) -> tuple[AttentionProbe, ...]:
         return tuple(layer for layer in self.attending if layer.stores)
 
     def products(self) -> Iterator[tuple[str, nn.Module, int, int]]:
@@ -105,7 +105,7 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     """Return the module that computes states, from which the class computes logits.
 
     Raises:
-        Refused: there is no such module.
+        UnsupportedModel: there is no such module.
     """
     decoder = model.get_decoder()
     if decoder is not model and isinstance(decoder, PreTrainedModel):  # some heads have that name
@@ -113,10 +113,12 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     for child in model.children():
         if isinstance(child, PreTrainedModel):
             return child
-    raise Refused("what computes its logits is no module apart from what computes its states")
+    raise UnsupportedModel(
+        "what computes its logits is no module apart from what computes its states"
+    )
 
 
-def skeleton(directory: Path) -> Skeleton:
+def skeleton(directory: Path) -> MetaModel:
     """Build the class of a checkpoint without weights.
 
     Raises:
@@ -129,7 +131,7 @@ def skeleton(directory: Path) -> Skeleton:
         _refuse_early(config, text)
         model = _without_weights(config)
         return _described(model, text)
-    except Refused as refused:
+    except UnsupportedModel as refused:
         raise ConfigError(f"{directory}: {_name(config)} is not served: {refused}") from refused
 
 
@@ -159,16 +161,22 @@ def _name(config: PreTrainedConfig) -> str:
 
 def _refuse_early(config: PreTrainedConfig, text: PreTrainedConfig) -> None:
     if any(name.endswith(CLASSIFIER) for name in config.architectures or ()):
-        raise Refused("it is a classifier, and only native families have their head for classes")
+        raise UnsupportedModel(
+            "it is a classifier, and only native families have their head for classes"
+        )
     if config.is_encoder_decoder:
-        raise Refused("it is an encoder and a decoder")
+        raise UnsupportedModel("it is an encoder and a decoder")
     if type(config) not in AutoModelForCausalLM._model_mapping:
-        raise Refused(f"transformers has no causal language model for {config.model_type!r}")
+        raise UnsupportedModel(
+            f"transformers has no causal language model for {config.model_type!r}"
+        )
     if getattr(text, "is_decoder", True) is False and "is_decoder" in text.to_dict():
-        raise Refused("it is an encoder")
+        raise UnsupportedModel("it is an encoder")
     strange = set(getattr(text, "layer_types", None) or ()) - _FULL
     if strange:
-        raise Refused(f"layers of {', '.join(sorted(strange))} keep something else than KV")
+        raise UnsupportedModel(
+            f"layers of {', '.join(sorted(strange))} keep something else than KV"
+        )
 
 
 def _without_weights(config: PreTrainedConfig) -> PreTrainedModel:
@@ -177,31 +185,31 @@ def _without_weights(config: PreTrainedConfig) -> PreTrainedModel:
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:
         line = str(error).strip().partition("\n")[0]
-        raise Refused(f"it cannot be built from its configuration: {line}") from error
+        raise UnsupportedModel(f"it cannot be built from its configuration: {line}") from error
     if model._is_stateful:
-        raise Refused("its layers have recurrent states")
+        raise UnsupportedModel("its layers have recurrent states")
     decoder = decoder_of(model)
     if any(isinstance(module, nn.Conv1d) for module in decoder.modules()):
-        raise Refused("its layers have convolutions over tokens")
+        raise UnsupportedModel("its layers have convolutions over tokens")
     if "position_ids" not in inspect.signature(decoder.forward).parameters:
-        raise Refused("its forward accepts no position_ids")
+        raise UnsupportedModel("its forward accepts no position_ids")
     # An implementation that chooses experts without values. Serving may use another one.
     if model._can_set_experts_implementation():
         model.set_experts_implementation("batched_mm")
     return model.eval()
 
 
-def _described(model: PreTrainedModel, text: PreTrainedConfig) -> Skeleton:
+def _described(model: PreTrainedModel, text: PreTrainedConfig) -> MetaModel:
     unsaid = [name for name in _SAID if getattr(text, name, None) is None]
     if unsaid:
-        raise Refused(f"its configuration does not say {', '.join(unsaid)}")
+        raise UnsupportedModel(f"its configuration does not say {', '.join(unsaid)}")
     attending = probe(model, text.num_hidden_layers)
     lengths = [value for name in _LENGTHS if (value := getattr(text, name, None))]
     if not lengths:
-        raise Refused("its configuration does not say how long texts may be")
+        raise UnsupportedModel("its configuration does not say how long texts may be")
     by_layer = {layer.layer: layer for layer in attending}
     if any(by_layer[layer.shares].window != layer.window for layer in attending):
-        raise Refused("layers that share KV see different windows of it")
+        raise UnsupportedModel("layers that share KV see different windows of it")
     first_position = _first_position(model)
     length = lengths[0] - first_position
     chunk = min((layer.limit for layer in attending if layer.limit), default=length)
@@ -212,7 +220,7 @@ def _described(model: PreTrainedModel, text: PreTrainedConfig) -> Skeleton:
     elif fixed < length:
         limited = f"beyond {fixed} tokens it would rotate by the longest text of a batch"
     length = min(length, chunk, fixed)
-    return Skeleton(model, text, attending, length, limited, first_position)
+    return MetaModel(model, text, attending, length, limited, first_position)
 
 
 def _first_position(model: PreTrainedModel) -> int:
@@ -224,7 +232,7 @@ def _first_position(model: PreTrainedModel) -> int:
         if hasattr(module, "create_position_ids_from_input_ids")
     ]
     if None in kept:
-        raise Refused("its positions begin with a token that pads texts, and it has none")
+        raise UnsupportedModel("its positions begin with a token that pads texts, and it has none")
     return max(kept, default=-1) + 1
 
 

@@ -12,15 +12,15 @@ from torch import Tensor
 from common.limits import MAX_PIXEL_BYTES
 from common.requests.images import Image
 from common.vision_files import VisionFiles, vision_files
-from engine.models.checkpoint import Checkpoint, Wanted
+from engine.models.checkpoint import Checkpoint, TensorRequest
 from engine.models.fields import Fields
 from engine.models.refill import drain
-from engine.models.vision.seeing import KEPT_BYTES, Seeing
+from engine.models.vision.seeing import KEPT_BYTES, VisionTower
 
 _PREFIX = "visual."
 
 
-class Sight:
+class VisionInput:
     """The image encoder of a checkpoint before it is loaded."""
 
     def __init__(self, directory: Path, files: VisionFiles) -> None:
@@ -28,7 +28,7 @@ class Sight:
         self.files = files
 
     @classmethod
-    def of(cls, directory: Path) -> "Sight | None":
+    def of(cls, directory: Path) -> "VisionInput | None":
         """Return the encoder, or None if the checkpoint has none or images are not served.
 
         Raises:
@@ -47,7 +47,7 @@ class Sight:
         with torch.device("meta"):
             skeleton = _transformers_model(self._directory, torch.float32)
         wanted = {
-            f"{_PREFIX}{name}": Wanted(tuple(each.shape))
+            f"{_PREFIX}{name}": TensorRequest(tuple(each.shape))
             for name, each in skeleton.state_dict().items()
         }
         others = tuple(name for name in checkpoint.tensors if not name.startswith(_PREFIX))
@@ -65,7 +65,7 @@ class Sight:
         vision = Fields.of(self._directory / "config.json").nested("vision_config")
         return hashlib.sha256(f"{vision.sorted()} {self.files}".encode()).hexdigest()
 
-    def load(self, device: torch.device, dtype: torch.dtype) -> Seeing:
+    def load(self, device: torch.device, dtype: torch.dtype) -> VisionTower:
         """Load the encoder.
 
         Raises:
@@ -73,9 +73,9 @@ class Sight:
         """
         encoder = TransformersEncoder(self._directory, self.files, device, dtype)
         encoder.refill(self._weights())
-        return Seeing(encoder)
+        return VisionTower(encoder)
 
-    def refill(self, seeing: Seeing) -> None:
+    def refill(self, seeing: VisionTower) -> None:
         """Replace its weights by those of this checkpoint, which has the same configuration."""
         seeing.refill(self._weights())
 

@@ -2,14 +2,14 @@
 
 from collections.abc import Mapping
 
-from common.distribution import Counted
-from engine.models.vision.seeing import Seeing
+from common.distribution import HistogramCounts
+from engine.models.vision.seeing import VisionTower
 
 
-class SeeingMeter:
+class VisionMetrics:
     """Image metrics, see Meter."""
 
-    def __init__(self, seeing: Seeing | None) -> None:
+    def __init__(self, seeing: VisionTower | None) -> None:
         self._seeing = seeing
 
     def gauges(self) -> Mapping[str, float]:
@@ -23,5 +23,5 @@ class SeeingMeter:
             "total_image_seconds": counts.seconds,
         }
 
-    def distributions(self) -> Mapping[str, Counted]:
+    def distributions(self) -> Mapping[str, HistogramCounts]:
         return {}

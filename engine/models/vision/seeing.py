@@ -14,12 +14,12 @@ from typing import Protocol
 from torch import Tensor
 
 from common.requests.images import Image
-from engine.batch.images import Seen
+from engine.batch.images import VisibleImage
 
 KEPT_BYTES = 256 << 20
 
 
-class Encoder(Protocol):
+class VisionEncoder(Protocol):
     def encode(self, image: Image) -> Tensor:
         """Return [num_tokens, hidden], on the model's device and in its dtype. Callers must not
         change it."""
@@ -39,7 +39,7 @@ class Encoder(Protocol):
 
 
 @dataclass(slots=True)
-class Counts:
+class VisionCounts:
     """Counters.
 
     Attributes:
@@ -51,7 +51,7 @@ class Counts:
     seconds: float = 0.0
 
 
-class Seeing:
+class VisionTower:
     """The encoder with a cache of embeddings. For the forward stream. `counts` and `num_bytes` may
     be read by other threads.
 
@@ -60,12 +60,12 @@ class Seeing:
             recently used are evicted first.
     """
 
-    def __init__(self, encoder: Encoder, most_bytes: int = KEPT_BYTES) -> None:
+    def __init__(self, encoder: VisionEncoder, most_bytes: int = KEPT_BYTES) -> None:
         self._encoder = encoder
         self._most_bytes = most_bytes
         self._kept: OrderedDict[bytes, Tensor] = OrderedDict()
         self.num_bytes = 0
-        self.counts = Counts()
+        self.counts = VisionCounts()
 
     def needed_bytes(self) -> int:
         """Return the maximum of GPU bytes in addition to weights."""
@@ -82,7 +82,7 @@ class Seeing:
         self._forget()
         self._encoder.drain()
 
-    def embed(self, seen: Sequence[Seen], x: Tensor) -> None:
+    def embed(self, seen: Sequence[VisibleImage], x: Tensor) -> None:
         """Write the embeddings of these tokens to their places.
 
         Args:

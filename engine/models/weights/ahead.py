@@ -19,7 +19,7 @@ TOLD_EVERY_S = 10.0
 log = logging.getLogger(__name__)
 
 
-class Ahead:
+class ReadAhead:
     """The read-ahead of a checkpoint while a model is loaded.
 
     Args:

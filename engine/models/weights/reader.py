@@ -21,16 +21,16 @@ from engine.models.linear import (
     joined,
 )
 from engine.models.open_files import OpenFiles
-from engine.models.quantized.experts import ExpertShape, Place
+from engine.models.quantized.experts import ExpertLocation, ExpertShape
 from engine.models.quantized.plain import PLAIN
 from engine.models.quantized.protocol import Scheme, storing
 from engine.models.refill import refill
-from engine.models.weights.ahead import Ahead
-from engine.models.weights.survey import Needs, form_for, survey
+from engine.models.weights.ahead import ReadAhead
+from engine.models.weights.survey import TensorNeeds, form_for, survey
 
 
 @dataclass(frozen=True, slots=True)
-class Reader:
+class TensorReader:
     """A Source that reads a checkpoint, see Source."""
 
     checkpoint: Checkpoint
@@ -41,7 +41,7 @@ class Reader:
     prefix: str = ""
     products: list[Product] = field(default_factory=list)
 
-    def within(self, prefix: str) -> "Reader":
+    def within(self, prefix: str) -> "TensorReader":
         return replace(self, prefix=self.prefix + prefix)
 
     def linear(self, rows: Mapping[str, int], columns: int, *, bias: bool = False) -> Linear:
@@ -58,7 +58,7 @@ class Reader:
         return own_copy(self._matrix(module, rows, columns).floats(), self.device, self.dtype)
 
     def experts(self, shape: ExpertShape) -> ExpertNet:
-        place = Place(self.checkpoint, self.scheme, f"{self.prefix}experts.")
+        place = ExpertLocation(self.checkpoint, self.scheme, f"{self.prefix}experts.")
 
         def owned(bias: Tensor | None) -> Tensor | None:
             return None if bias is None else own_copy(bias, self.device, self.dtype)
@@ -126,7 +126,7 @@ def load_weights(
     needs = survey(checkpoint, spec, form, dtype)
     with OpenFiles() as files:
         watched = _watched(checkpoint, needs, files)
-        return spec.build(Reader(watched, spec.stored, device, dtype, form))
+        return spec.build(TensorReader(watched, spec.stored, device, dtype, form))
 
 
 def refill_weights(
@@ -143,15 +143,15 @@ def refill_weights(
     needs = survey(checkpoint, spec, form, decoder.dtype)
     with OpenFiles() as files:
         watched = _watched(checkpoint, needs, files)
-        reader = Reader(watched, spec.stored, decoder.device, decoder.dtype, form)
+        reader = TensorReader(watched, spec.stored, decoder.device, decoder.dtype, form)
         fresh = spec.parts(reader)
         for present in decoder.parts:
             refill(present, next(fresh))
             reader.products.clear()  # otherwise all weights would be in memory twice
 
 
-def _watched(checkpoint: Checkpoint, needs: Needs, files: OpenFiles) -> Checkpoint:
+def _watched(checkpoint: Checkpoint, needs: TensorNeeds, files: OpenFiles) -> Checkpoint:
     """Return the checkpoint with read-ahead. The survey lists tensors in the order in which they
     are read."""
     tensors = {name: checkpoint.tensors[name] for name in needs.stored}
-    return checkpoint.watched(Ahead(tensors, files).reads, files)
+    return checkpoint.watched(ReadAhead(tensors, files).reads, files)

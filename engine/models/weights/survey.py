@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from common.config import Quantize
-from engine.models.checkpoint import Checkpoint, Wanted
+from engine.models.checkpoint import Checkpoint, TensorRequest
 from engine.models.decoder import DecoderSpec
 from engine.models.linear import ExpertNet, Form, Linear, Product, form_of
-from engine.models.linear.dense import Dense
-from engine.models.linear.experts import Stacked
-from engine.models.quantized.experts import ExpertShape, Place
+from engine.models.linear.dense import DenseLinear
+from engine.models.linear.experts import StackedLinear
+from engine.models.quantized.experts import ExpertLocation, ExpertShape
 from engine.models.quantized.plain import PLAIN
 from engine.models.quantized.protocol import Scheme, storing
 
@@ -24,7 +24,7 @@ _META = torch.device("meta")
 
 
 @dataclass(slots=True)
-class Needs:
+class TensorNeeds:
     """The tensors that a decoder needs.
 
     Attributes:
@@ -32,19 +32,19 @@ class Needs:
         num_bytes: memory of the converted tensors.
     """
 
-    stored: dict[str, Wanted] = field(default_factory=dict)
+    stored: dict[str, TensorRequest] = field(default_factory=dict)
     num_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Survey:
+class TensorInventory:
     """A Source whose tensors have no storage. It records the requested tensors."""
 
     checkpoint: Checkpoint
     scheme: Scheme
     form: Form
     dtype: torch.dtype
-    needs: Needs = field(default_factory=Needs)
+    needs: TensorNeeds = field(default_factory=TensorNeeds)
     prefix: str = ""
 
     @property
@@ -55,7 +55,7 @@ class Survey:
     def products(self) -> Sequence[Product]:
         return ()
 
-    def within(self, prefix: str) -> "Survey":
+    def within(self, prefix: str) -> "TensorInventory":
         return replace(self, prefix=self.prefix + prefix)
 
     def linear(self, rows: Mapping[str, int], columns: int, *, bias: bool = False) -> Linear:
@@ -65,7 +65,7 @@ class Survey:
                 self.tensor(f"{module}.bias", (outputs,))
         total = sum(rows.values())
         self.needs.num_bytes += self._matrix_bytes(rows, total, columns)
-        return Dense(_nothing((total, columns), self.dtype))
+        return DenseLinear(_nothing((total, columns), self.dtype))
 
     def matrix(self, module: str, rows: int, columns: int) -> Tensor:
         self._note_matrix(module, rows, columns)
@@ -73,7 +73,7 @@ class Survey:
         return _nothing((rows, columns), self.dtype)
 
     def experts(self, shape: ExpertShape) -> ExpertNet:
-        place = Place(self.checkpoint, self.scheme, f"{self.prefix}experts.")
+        place = ExpertLocation(self.checkpoint, self.scheme, f"{self.prefix}experts.")
         self.needs.stored.update(shape.storage.wanted(shape, place))
         count, hidden, inner = shape.count, shape.hidden, shape.inner
         int8 = shape.storage.int8_channels(place)
@@ -82,7 +82,7 @@ class Survey:
         if shape.storage.biased:
             one += (2 * inner + hidden) * self.dtype.itemsize
         self.needs.num_bytes += count * one
-        return Stacked(
+        return StackedLinear(
             shape.gate,
             _nothing((count, 2 * inner, hidden), self.dtype),
             _nothing((count, hidden, inner), self.dtype),
@@ -94,19 +94,19 @@ class Survey:
         return self._kept(name, shape, dtype or self.dtype)
 
     def integers(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        self.needs.stored[self.prefix + name] = Wanted(shape, ("I64",))
+        self.needs.stored[self.prefix + name] = TensorRequest(shape, ("I64",))
         self.needs.num_bytes += math.prod(shape) * torch.int64.itemsize
         return _nothing(shape, torch.int64)
 
     def scale(self, name: str) -> float:
         if self.prefix + name in self.checkpoint.tensors:
-            self.needs.stored[self.prefix + name] = Wanted((), or_shapes=((1,),))
+            self.needs.stored[self.prefix + name] = TensorRequest((), or_shapes=((1,),))
         return 1.0
 
     def tied(self, embedding: Tensor) -> Linear:
         rows, columns = embedding.shape
         self.needs.num_bytes += self.form.tied_bytes(rows, columns)
-        return Dense(embedding)
+        return DenseLinear(embedding)
 
     def norm(self, name: str, size: int, *, from_one: bool) -> Tensor:
         return self._kept(name, (size,), torch.float32 if from_one else self.dtype)
@@ -115,7 +115,7 @@ class Survey:
         pass
 
     def _kept(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        self.needs.stored[self.prefix + name] = Wanted(shape)
+        self.needs.stored[self.prefix + name] = TensorRequest(shape)
         self.needs.num_bytes += math.prod(shape) * dtype.itemsize
         return _nothing(shape, dtype)
 
@@ -137,13 +137,15 @@ def _nothing(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=_META)
 
 
-def survey(checkpoint: Checkpoint, spec: DecoderSpec, form: Form, dtype: torch.dtype) -> Needs:
+def survey(
+    checkpoint: Checkpoint, spec: DecoderSpec, form: Form, dtype: torch.dtype
+) -> TensorNeeds:
     """Return the tensors that the decoder needs, checked against `checkpoint`.
 
     Raises:
         ConfigError: tensors are missing or unexpected, or have wrong shapes or dtypes.
     """
-    source = Survey(checkpoint, spec.stored, form, dtype)
+    source = TensorInventory(checkpoint, spec.stored, form, dtype)
     spec.build(source)
     ignored = _IGNORED | spec.stored.ignored
     if spec.tied_embeddings:
@@ -152,7 +154,7 @@ def survey(checkpoint: Checkpoint, spec: DecoderSpec, form: Form, dtype: torch.d
     return source.needs
 
 
-def stored_tensors(checkpoint: Checkpoint, spec: DecoderSpec) -> Mapping[str, Wanted]:
+def stored_tensors(checkpoint: Checkpoint, spec: DecoderSpec) -> Mapping[str, TensorRequest]:
     """Return the stored tensors that make the model, checked against `checkpoint`.
 
     Raises:

@@ -23,7 +23,7 @@ from kvtransfer.backends.base import Ints, PagePool
 
 
 @dataclass(frozen=True, slots=True)
-class Transports:
+class NixlTransports:
     """All transports that an agent may use, in UCX's words. The user's environment has no effect.
 
     Never tcp: it listens on every interface and lets any sender write to any address. UCX needs one
@@ -43,7 +43,7 @@ class Transports:
 
 
 # Nixl rejects an agent that cannot recognise GPU memory on a machine that has a GPU.
-HOST = Transports("cma,posix,cuda_copy", errors="none")
+HOST = NixlTransports("cma,posix,cuda_copy", errors="none")
 
 _TRANSPORTS, _DEVICES, _LINK = "UCX_TLS", "UCX_NET_DEVICES", "UCX_POSIX_USE_PROC_LINK"
 _ENVIRONMENT = {
@@ -70,12 +70,12 @@ _import_lock = threading.Lock()
 _log = logging.getLogger(__name__)
 
 
-class Agent:
+class NixlAgent:
     """A nixl agent, for one thread at a time. Every method but `destroy` may raise
     TransferError.
     """
 
-    def __init__(self, transports: Transports = HOST) -> None:
+    def __init__(self, transports: NixlTransports = HOST) -> None:
         """Make an agent for these transports. Takes 10 ms, the first one of a process 2 s. A path
         is proved for these transports only.
         """
@@ -186,7 +186,7 @@ def load() -> Any:
     return api
 
 
-def _new_agent(transports: Transports) -> Any:
+def _new_agent(transports: NixlTransports) -> Any:
     api = load()
     agent = api.nixl_agent(
         uuid.uuid4().hex, api.nixl_agent_config(enable_prog_thread=False, backends=[])

@@ -23,28 +23,28 @@ from kvtransfer.backends.base import (
     check_pool,
     parse_description,
 )
-from kvtransfer.backends.nixl.connection import Description, NixlConnection
-from kvtransfer.backends.nixl.memory import Memory, memory_of
-from kvtransfer.backends.nixl.offering import Offering
+from kvtransfer.backends.nixl.connection import NixlConnection, NixlDescription
+from kvtransfer.backends.nixl.memory import NixlMemory, memory_of
+from kvtransfer.backends.nixl.offering import NixlListener
 from kvtransfer.backends.nixl.paths import PATHS, PathKind, kind_of_memory
-from kvtransfer.backends.nixl.readers import ReaderAgents
+from kvtransfer.backends.nixl.readers import ConsumerAgents
 
 _log = logging.getLogger(__name__)
 
 
-class NixlOwner:
+class NixlProducer:
     """Offers every path that this machine supports. For one thread at a time."""
 
-    def __init__(self, memory: Memory, kinds: Sequence[PathKind]) -> None:
+    def __init__(self, memory: NixlMemory, kinds: Sequence[PathKind]) -> None:
         """Raise TransferError if this machine can offer no path."""
         memory.use()
         self._memory = memory
-        self._offerings: list[Offering] = []  # shared by all readers
+        self._offerings: list[NixlListener] = []  # shared by all readers
         keyed: list[PathKind] = []
         reasons = []
         for kind in kinds:
             try:
-                offering = Offering(kind, memory)
+                offering = NixlListener(kind, memory)
             except TransferError as error:
                 reasons.append(f"{kind.name}: {error}")
                 continue
@@ -55,7 +55,7 @@ class NixlOwner:
                 self._offerings.append(offering)
         if not self._offerings and not keyed:
             raise TransferError(f"no one-sided path: {'; '.join(reasons)}")
-        self._readers = ReaderAgents(keyed, memory)
+        self._readers = ConsumerAgents(keyed, memory)
         shared = [offering.offer.path for offering in self._offerings]
         _log.info(
             "nixl offers %s",
@@ -73,7 +73,7 @@ class NixlOwner:
         if not offers:
             raise TransferError("no agent has been made for this reader")
         return msgspec.msgpack.encode(
-            Description(
+            NixlDescription(
                 device=self._memory.pool.device,
                 scratch_base=self._memory.scratch.base,
                 scratch_pages=self._memory.scratch.num_pages,
@@ -114,7 +114,7 @@ class NixlBackend:
     def __init__(
         self,
         paths: Sequence[PathKind] = PATHS,
-        memory_of: Callable[[PagePool], Memory] = memory_of,
+        memory_of: Callable[[PagePool], NixlMemory] = memory_of,
     ) -> None:
         """
         Args:
@@ -123,12 +123,12 @@ class NixlBackend:
         self._paths = paths
         self._memory_of = memory_of
 
-    def serve(self, pool: PagePool, instance: int) -> NixlOwner:
+    def serve(self, pool: PagePool, instance: int) -> NixlProducer:
         kinds = [kind for kind in self._paths if kind.memory == kind_of_memory(pool.device)]
-        return NixlOwner(self._memory_of(pool), kinds)
+        return NixlProducer(self._memory_of(pool), kinds)
 
     def connect(self, description: bytes, remote: RemotePool, pool: PagePool) -> NixlConnection:
-        parsed = parse_description(self.name, description, Description)
+        parsed = parse_description(self.name, description, NixlDescription)
         check_pool(remote, pool)
         memory = self._memory_of(pool)
         where = kind_of_memory(pool.device)

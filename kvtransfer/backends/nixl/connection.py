@@ -16,8 +16,8 @@ import numpy as np
 from common.errors import EngineFault, TransferError
 from kvtransfer.backends.base import Ints, PagePool, RemotePool, check_pages
 from kvtransfer.backends.device_memory import DeviceFailure
-from kvtransfer.backends.nixl.agent import Agent
-from kvtransfer.backends.nixl.memory import Memory
+from kvtransfer.backends.nixl.agent import NixlAgent
+from kvtransfer.backends.nixl.memory import NixlMemory
 from kvtransfer.backends.nixl.paths import PathKind
 from kvtransfer.backends.scratch import measure
 
@@ -26,7 +26,7 @@ _POLL_S = 20e-6
 _TRIES = 8  # rate measurements: two processes that share a device each run a few ms at a time
 
 
-class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class NixlOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A path to the owner."""
 
     path: Annotated[str, msgspec.Meta(max_length=16)]
@@ -34,13 +34,13 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     metadata: Annotated[bytes, msgspec.Meta(max_length=1 << 16)]
 
 
-class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The description that Owner.admit returns."""
+class NixlDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The description that PageProducer.admit returns."""
 
     device: Annotated[str, msgspec.Meta(pattern=r"^(cpu|cuda(:[0-9]{1,3})?)$")]
     scratch_base: Annotated[int, msgspec.Meta(ge=1, lt=1 << 57)]
     scratch_pages: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
-    offers: Annotated[tuple[Offer, ...], msgspec.Meta(min_length=1, max_length=8)]
+    offers: Annotated[tuple[NixlOffer, ...], msgspec.Meta(min_length=1, max_length=8)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +57,10 @@ class NixlConnection:
     def __init__(
         self,
         kind: PathKind,
-        offer: Offer,
-        description: Description,
+        offer: NixlOffer,
+        description: NixlDescription,
         remote: RemotePool,
-        memory: Memory,
+        memory: NixlMemory,
         late: float,
     ) -> None:
         """Connect. Blocks until `late` by time.monotonic() at most."""
@@ -75,7 +75,7 @@ class NixlConnection:
         memory.use()
         self._proved = kind.prove(offer.evidence, offer.metadata, pool)
         try:
-            self._agent = Agent(kind.transports)
+            self._agent = NixlAgent(kind.transports)
         except BaseException:
             self._proved.close()
             raise
@@ -118,7 +118,7 @@ class NixlConnection:
             raise EngineFault(f"bytes over {self.path} may yet land: {error}") from None
         self._proved.close()
 
-    def _meet(self, offer: Offer, description: Description, remote: RemotePool) -> None:
+    def _meet(self, offer: NixlOffer, description: NixlDescription, remote: RemotePool) -> None:
         """Register both sides' memory with the agent."""
         pool, scratch = self._memory.pool, self._memory.scratch
         self._agent.register(pool)

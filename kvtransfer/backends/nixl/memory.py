@@ -6,10 +6,10 @@ from typing import Protocol
 
 from kvtransfer.backends.base import PagePool
 from kvtransfer.backends.device_memory import cuda_device
-from kvtransfer.backends.scratch import Scratch
+from kvtransfer.backends.scratch import ReadScratch
 
 
-class Memory(Protocol):
+class NixlMemory(Protocol):
     """A pool and its scratch pages. Kept for as long as an agent has them registered."""
 
     pool: PagePool
@@ -29,11 +29,11 @@ class Memory(Protocol):
         ...
 
 
-class HostMemory:
+class NixlHostMemory:
     """Host memory: agents copy it themselves, so no copy outlives its agent."""
 
     def __init__(self, pool: PagePool) -> None:
-        self._scratch = Scratch(pool.page_bytes)
+        self._scratch = ReadScratch(pool.page_bytes)
         self.pool = pool
         self.scratch = self._scratch.pool
 
@@ -44,14 +44,14 @@ class HostMemory:
         """Do nothing: no copy is left."""
 
 
-class CudaMemory:
+class NixlCudaMemory:
     """Device memory: UCX lets the device copy on UCX's own streams, and does not wait for it on
     close.
 
     Every forward that is launched after a copy has landed sees its data: the device orders work
     behind what the host has seen done. CUDA promises the same for data that a network card writes
     into device memory, for work that is launched after the card has notified the host (GPUDirect
-    RDMA, Synchronization and Memory Ordering).
+    RDMA, Synchronization and NixlMemory Ordering).
     """
 
     def __init__(self, pool: PagePool) -> None:
@@ -70,8 +70,8 @@ class CudaMemory:
         self._device.synchronise()
 
 
-def memory_of(pool: PagePool) -> Memory:
+def memory_of(pool: PagePool) -> NixlMemory:
     """Return the memory of a pool. Raises TransferError if the pool is not on the device
     it names.
     """
-    return HostMemory(pool) if pool.device == "cpu" else CudaMemory(pool)
+    return NixlHostMemory(pool) if pool.device == "cpu" else NixlCudaMemory(pool)

@@ -20,14 +20,14 @@ from typing import Protocol
 
 from kvtransfer.backends.base import PagePool
 from kvtransfer.backends.device_proof import DeviceEvidence, MappedMemory
-from kvtransfer.backends.nixl.agent import HOST, Transports
+from kvtransfer.backends.nixl.agent import HOST, NixlTransports
 from kvtransfer.backends.path_proof import HostEvidence, SameHost
 from kvtransfer.backends.rdma_proof import RdmaEvidence, RdmaPath, devices
 
 _MIB = 1 << 20
 
 
-class Evidence(Protocol):
+class PathEvidence(Protocol):
     """Evidence in the owner's memory that proves the path to a reader that finds it. Kept while the
     offer is valid.
     """
@@ -39,7 +39,7 @@ class Evidence(Protocol):
         ...
 
 
-class Proved(Protocol):
+class ProvedPath(Protocol):
     """The reader's end of a proved path. For one thread."""
 
     path: str  # what carries the bytes, as named in metrics
@@ -55,10 +55,12 @@ class PathKind:
 
     name: str
     memory: str  # cpu | cuda: where both pools are
-    transports: Transports  # of its agents
-    evidence: Callable[[PagePool, PagePool], Evidence]  # takes the owner's pool and scratch pages
+    transports: NixlTransports  # of its agents
+    evidence: Callable[
+        [PagePool, PagePool], PathEvidence
+    ]  # takes the owner's pool and scratch pages
     # Takes the evidence, the metadata and the reader's pool.
-    prove: Callable[[bytes, bytes, PagePool], Proved]
+    prove: Callable[[bytes, bytes, PagePool], ProvedPath]
     part_bytes: int  # of one read: bounds the time until a stop of the connection is noticed
     # A detour inside UCX, through host memory, is slower than this. 0: there is no such detour.
     min_gib_per_s: float = 0.0
@@ -73,7 +75,7 @@ PATHS = (
     PathKind(
         "cuda_ipc",
         "cuda",
-        Transports("cuda_ipc,cuda_copy,cma,posix", errors="none"),
+        NixlTransports("cuda_ipc,cuda_copy,cma,posix", errors="none"),
         DeviceEvidence,
         MappedMemory,
         32 * _MIB,
@@ -83,7 +85,7 @@ PATHS = (
     PathKind(
         "rdma",
         "cpu",
-        Transports("rc,cuda_copy", errors="peer", polled=True, devices=devices),
+        NixlTransports("rc,cuda_copy", errors="peer", polled=True, devices=devices),
         RdmaEvidence,
         RdmaPath,
         16 * _MIB,
@@ -93,7 +95,7 @@ PATHS = (
     PathKind(
         "rdma",
         "cuda",
-        Transports("rc,cuda_copy,gdr_copy", errors="peer", polled=True, devices=devices),
+        NixlTransports("rc,cuda_copy,gdr_copy", errors="peer", polled=True, devices=devices),
         RdmaEvidence,
         RdmaPath,
         32 * _MIB,

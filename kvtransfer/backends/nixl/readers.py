@@ -17,24 +17,24 @@ from typing import Any
 from common.errors import EngineFault, TransferError
 from common.logs.throttle import Throttle, ThrottledLog
 from kvtransfer.backends.base import prepared
-from kvtransfer.backends.nixl.connection import Offer
-from kvtransfer.backends.nixl.memory import Memory
-from kvtransfer.backends.nixl.offering import Offering
+from kvtransfer.backends.nixl.connection import NixlOffer
+from kvtransfer.backends.nixl.memory import NixlMemory
+from kvtransfer.backends.nixl.offering import NixlListener
 from kvtransfer.backends.nixl.paths import PathKind
 
 # Each has the pool registered: 8 bytes for every page that the network card maps, and as much of
 # RLIMIT_MEMLOCK as the pool has bytes.
 MAX_READERS = 64
 
-_Made = tuple[Offering, ...]
+_Made = tuple[NixlListener, ...]
 _log = ThrottledLog(logging.getLogger(__name__), Throttle())
 
 
-class ReaderAgents:
+class ConsumerAgents:
     """The agents of all readers. For one thread at a time. No call but `close` waits."""
 
     def __init__(
-        self, kinds: Sequence[PathKind], memory: Memory, *, max_readers: int = MAX_READERS
+        self, kinds: Sequence[PathKind], memory: NixlMemory, *, max_readers: int = MAX_READERS
     ) -> None:
         """
         Args:
@@ -60,7 +60,7 @@ class ReaderAgents:
         self._made[reader] = self._thread.submit(self._make)
         return self._made[reader]
 
-    def offers(self, reader: int) -> tuple[Offer, ...]:
+    def offers(self, reader: int) -> tuple[NixlOffer, ...]:
         """Return the offerings made for the reader so far."""
         made = self._made.get(reader)
         return tuple(each.offer for each in made.result()) if made and made.done() else ()
@@ -97,7 +97,7 @@ class ReaderAgents:
         for kind in self._kinds:
             try:
                 self._memory.use()
-                made.append(Offering(kind, self._memory))
+                made.append(NixlListener(kind, self._memory))
             except TransferError as error:
                 _log.warning("a reader gets no keys", paths=kind.name, because=error)
         return tuple(made)

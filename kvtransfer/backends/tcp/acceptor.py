@@ -41,7 +41,7 @@ class _Stranger:
     said: bytes = b""
 
 
-class Door:
+class TcpAcceptor:
     """Listens on `port` of `host` (0: any free one) until it is shut."""
 
     def __init__(

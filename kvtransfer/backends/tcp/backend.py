@@ -8,21 +8,21 @@ from common.errors import TransferError
 from kvtransfer.backends.base import PagePool, RemotePool, parse_description
 from kvtransfer.backends.device_memory import cuda_device
 from kvtransfer.backends.tcp.connection import TcpConnection
-from kvtransfer.backends.tcp.memory import HostMemory, Memory
-from kvtransfer.backends.tcp.owner import TcpOwner
+from kvtransfer.backends.tcp.memory import TcpHostMemory, TcpMemory
+from kvtransfer.backends.tcp.owner import TcpProducer
 from kvtransfer.backends.tcp.staging import StagedMemory
-from kvtransfer.backends.tcp.tls import OwnerTls
-from kvtransfer.backends.tcp.wire import Description
+from kvtransfer.backends.tcp.tls import ProducerTls
+from kvtransfer.backends.tcp.wire import TcpDescription
 
 _ALIKE = "transfer.encrypt (and with auto, front.tls) must be alike on both"
 
 
-def memory_of(pool: PagePool) -> Memory:
+def memory_of(pool: PagePool) -> TcpMemory:
     """Return the memory of a pool. Host memory is sent and filled in place, device memory is
     staged. Raises TransferError if the pool is not on the device it names.
     """
     if pool.device == "cpu":
-        return HostMemory(pool)
+        return TcpHostMemory(pool)
     return StagedMemory(pool, cuda_device(pool.device))
 
 
@@ -40,7 +40,7 @@ class TcpBackend:
     def __init__(
         self,
         data_host: str,
-        memory_of: Callable[[PagePool], Memory] = memory_of,
+        memory_of: Callable[[PagePool], TcpMemory] = memory_of,
         *,
         data_port: int = 0,
         encrypted: bool = False,
@@ -50,12 +50,12 @@ class TcpBackend:
         self._memory_of = memory_of
         self._encrypted = encrypted
 
-    def serve(self, pool: PagePool, instance: int) -> TcpOwner:
+    def serve(self, pool: PagePool, instance: int) -> TcpProducer:
         memory, tls = self._memory_of(pool), _tls() if self._encrypted else None
-        return TcpOwner(self._data_host, self._data_port, pool, memory, tls)
+        return TcpProducer(self._data_host, self._data_port, pool, memory, tls)
 
     def connect(self, description: bytes, remote: RemotePool, pool: PagePool) -> TcpConnection:
-        parsed = parse_description(self.name, description, Description)
+        parsed = parse_description(self.name, description, TcpDescription)
         if self._encrypted and not parsed.certificate:
             raise TransferError(f"this node encrypts pages and the owner does not: {_ALIKE}")
         if parsed.certificate and not self._encrypted:
@@ -63,7 +63,7 @@ class TcpBackend:
         return TcpConnection(parsed, remote, pool, self._memory_of(pool))
 
 
-def _tls() -> OwnerTls:
+def _tls() -> ProducerTls:
     # Imported here because it is slow to load.
     from kvtransfer.backends.tcp.certificate import make_owner_tls
 

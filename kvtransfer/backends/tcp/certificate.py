@@ -11,12 +11,12 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from kvtransfer.backends.tcp.tls import OwnerTls, fingerprint
+from kvtransfer.backends.tcp.tls import ProducerTls, fingerprint
 
 _LIFE = timedelta(days=3650)  # not checked: readers compare the fingerprint
 
 
-def make_owner_tls() -> OwnerTls:
+def make_owner_tls() -> ProducerTls:
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "baton owner")])
     now = datetime.now(UTC)
@@ -27,7 +27,7 @@ def make_owner_tls() -> OwnerTls:
         .sign(key, SHA256())
     )
     private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    return OwnerTls(
+    return ProducerTls(
         private + certificate.public_bytes(Encoding.PEM),
         fingerprint(certificate.public_bytes(Encoding.DER)),
     )

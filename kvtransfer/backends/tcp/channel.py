@@ -12,7 +12,7 @@ from common.errors import TransferError
 from kvtransfer.backends.scatter import Vectors, receive_vectors, send_vectors
 
 
-class Channel(Protocol):
+class TcpChannel(Protocol):
     """One end of an authenticated data connection. For one thread, except `end`. Every method but
     `end` and `close` raises OSError if the connection is gone, and TransferError if the other end
     has closed it.
@@ -55,7 +55,7 @@ class Channel(Protocol):
         ...
 
 
-class PlainChannel:
+class PlainTcpChannel:
     """A channel without encryption."""
 
     def __init__(self, connection: socket.socket) -> None:

@@ -23,8 +23,8 @@ from kvtransfer.backends.base import (
 from kvtransfer.backends.device_memory import DeviceFailure
 from kvtransfer.backends.scatter import receive_before
 from kvtransfer.backends.scratch import measure
-from kvtransfer.backends.tcp.channel import Channel, PlainChannel
-from kvtransfer.backends.tcp.memory import Memory
+from kvtransfer.backends.tcp.channel import PlainTcpChannel, TcpChannel
+from kvtransfer.backends.tcp.memory import TcpMemory
 from kvtransfer.backends.tcp.tls import reader_channel
 from kvtransfer.backends.tcp.wire import (
     INTRODUCTION,
@@ -32,10 +32,10 @@ from kvtransfer.backends.tcp.wire import (
     MAGIC,
     REPLY,
     REQUEST,
-    Description,
-    Kind,
-    Proofs,
-    Status,
+    FrameKind,
+    FrameStatus,
+    TcpDescription,
+    TcpProofs,
     set_options,
 )
 
@@ -49,10 +49,10 @@ class TcpConnection:
 
     def __init__(
         self,
-        description: Description,
+        description: TcpDescription,
         remote: RemotePool,
         pool: PagePool,
-        memory: Memory,
+        memory: TcpMemory,
     ) -> None:
         """Connect. Blocks for CONNECT_S at most. Raises TransferError if the owner cannot be
         reached.
@@ -75,12 +75,12 @@ class TcpConnection:
         return measure(
             self._scratch_pages,
             self._pool.page_bytes,
-            lambda pages: self._read(Kind.SCRATCH, pages, pages),
+            lambda pages: self._read(FrameKind.SCRATCH, pages, pages),
         )
 
     def copy(self, source_pages: Ints, destination_pages: Ints) -> None:
         check_pages(source_pages, self._num_source, destination_pages, self._pool.num_pages)
-        self._read(Kind.POOL, source_pages, destination_pages)
+        self._read(FrameKind.POOL, source_pages, destination_pages)
 
     def stop(self) -> None:
         with self._lock:  # otherwise the descriptor may belong to another file by now
@@ -96,7 +96,7 @@ class TcpConnection:
         except DeviceFailure as error:
             raise EngineFault(f"bytes from {self._peer} may yet land: {error}") from None
 
-    def _read(self, kind: Kind, source: Ints, destination: Ints) -> None:
+    def _read(self, kind: FrameKind, source: Ints, destination: Ints) -> None:
         try:
             refused = self._exchange(kind, source, destination)
             self._arrivals.settle()
@@ -106,7 +106,7 @@ class TcpConnection:
         if refused is not None:
             raise ReadRefused(f"the owner does not publish page {refused} to this reader")
 
-    def _exchange(self, kind: Kind, source: Ints, destination: Ints) -> int | None:
+    def _exchange(self, kind: FrameKind, source: Ints, destination: Ints) -> int | None:
         """Request all pages, a few requests ahead of the replies. Returns the first page that was
         refused, or None. No reply is outstanding then.
         """
@@ -124,11 +124,11 @@ class TcpConnection:
             refused = answer if refused is None else refused
         return refused
 
-    def _ask(self, kind: Kind, pages: Ints) -> None:
+    def _ask(self, kind: FrameKind, pages: Ints) -> None:
         ids = pages.astype("<i4", copy=False).tobytes()
         self._channel.send(REQUEST.pack(kind, len(pages)) + ids)
 
-    def _receive(self, kind: Kind, pages: Ints) -> int | None:
+    def _receive(self, kind: FrameKind, pages: Ints) -> int | None:
         """Receive the next reply into these pages, or return the page that was refused."""
         if self._stopped:
             raise TransferError("stopped")
@@ -137,16 +137,16 @@ class TcpConnection:
         self._channel.receive_vectors(self._arrivals.vectors(pages, head, kind), num_bytes)
         status, refused = REPLY.unpack(head)
         match status:
-            case Status.DATA:
+            case FrameStatus.DATA:
                 self._arrivals.landed(pages, kind)
                 return None
-            case Status.REFUSED:
+            case FrameStatus.REFUSED:
                 return int(refused)
             case _:
                 raise TransferError(f"an answer of status {status}")
 
 
-def _connect(description: Description) -> Channel:
+def _connect(description: TcpDescription) -> TcpChannel:
     """Return an authenticated connection. Raises OSError (including TimeoutError) or
     TransferError.
     """
@@ -158,7 +158,7 @@ def _connect(description: Description) -> Channel:
         channel = (
             reader_channel(connection, description.certificate)
             if description.certificate
-            else PlainChannel(connection)
+            else PlainTcpChannel(connection)
         )
     except BaseException:
         connection.close()
@@ -171,11 +171,11 @@ def _connect(description: Description) -> Channel:
     return channel
 
 
-def _introduce(connection: socket.socket, description: Description, late: float) -> Proofs:
+def _introduce(connection: socket.socket, description: TcpDescription, late: float) -> TcpProofs:
     """Authenticate both ends to each other."""
     set_options(connection)
     count = time.monotonic_ns()  # increasing, as a reader is one process
-    proofs = Proofs.by(description.key, count)
+    proofs = TcpProofs.by(description.key, count)
     connection.sendall(INTRODUCTION.pack(MAGIC, description.reader, count, proofs.of_reader))
     answer = receive_before(connection, KEY_BYTES, late)
     if not hmac.compare_digest(answer, proofs.of_owner):

@@ -10,8 +10,8 @@ from typing import Protocol, TypeAlias
 
 from kvtransfer.backends.base import Ints, PagePool
 from kvtransfer.backends.scatter import PageTable, Vectors
-from kvtransfer.backends.scratch import Scratch
-from kvtransfer.backends.tcp.wire import MAX_REQUEST_PAGES, Kind
+from kvtransfer.backends.scratch import ReadScratch
+from kvtransfer.backends.tcp.wire import MAX_REQUEST_PAGES, FrameKind
 
 _REQUEST_BYTES = 1 << 20
 
@@ -20,12 +20,12 @@ _REQUEST_BYTES = 1 << 20
 Load: TypeAlias = Callable[[bytearray], Vectors]
 
 
-class Departures(Protocol):
+class SendBuffers(Protocol):
     """Pages on their way into one socket. For one thread."""
 
     num_ahead: int  # loads that may be started before an earlier one has been sent
 
-    def begin(self, kind: Kind, pages: Ints) -> Load:
+    def begin(self, kind: FrameKind, pages: Ints) -> Load:
         """Start to load pages. They must be in range, and at most as many as one request may ask
         for. The memory that a load names is overwritten by the load that is started num_ahead + 1
         loads later.
@@ -40,12 +40,12 @@ class Departures(Protocol):
         ...
 
 
-class Arrivals(Protocol):
+class ReceiveBuffers(Protocol):
     """Pages on their way from one socket into a pool. For one thread."""
 
     request_pages: int  # the most that one request should ask for
 
-    def vectors(self, pages: Ints, head: bytearray, kind: Kind) -> Vectors:
+    def vectors(self, pages: Ints, head: bytearray, kind: FrameKind) -> Vectors:
         """Return the iovecs of `head` and then of the bytes for these pages, in order. Both must be
         in range, and `head` must live for as long as the iovecs are used.
 
@@ -54,7 +54,7 @@ class Arrivals(Protocol):
         """
         ...
 
-    def landed(self, pages: Ints, kind: Kind) -> None:
+    def landed(self, pages: Ints, kind: FrameKind) -> None:
         """Record that the bytes of the latest `vectors` call have arrived. `pages` must be the
         same.
         """
@@ -67,33 +67,33 @@ class Arrivals(Protocol):
         ...
 
 
-class Memory(Protocol):
+class TcpMemory(Protocol):
     """The memory that one end serves from or reads into: a pool, and scratch pages on the same
     device. For any number of connections and threads.
     """
 
     scratch_pages: int
 
-    def departures(self) -> Departures:
+    def departures(self) -> SendBuffers:
         """Return the sending side of a new connection. Raises TransferError if memory is short."""
         ...
 
-    def arrivals(self) -> Arrivals:
+    def arrivals(self) -> ReceiveBuffers:
         """Return the receiving side of a new connection. Raises TransferError if memory
         is short.
         """
         ...
 
 
-class HostMemory:
+class TcpHostMemory:
     """Host memory: bytes go directly between pool and socket."""
 
     def __init__(self, pool: PagePool) -> None:
-        self._scratch = Scratch(pool.page_bytes)
+        self._scratch = ReadScratch(pool.page_bytes)
         self._page_bytes = pool.page_bytes
         self._tables = {
-            Kind.POOL: PageTable(pool),
-            Kind.SCRATCH: PageTable(self._scratch.pool),
+            FrameKind.POOL: PageTable(pool),
+            FrameKind.SCRATCH: PageTable(self._scratch.pool),
         }
         self.scratch_pages = self._scratch.pool.num_pages
 
@@ -107,10 +107,10 @@ class HostMemory:
 class _HostDepartures:
     num_ahead = 0
 
-    def __init__(self, tables: dict[Kind, PageTable]) -> None:
+    def __init__(self, tables: dict[FrameKind, PageTable]) -> None:
         self._tables = tables
 
-    def begin(self, kind: Kind, pages: Ints) -> Load:
+    def begin(self, kind: FrameKind, pages: Ints) -> Load:
         return partial(self._tables[kind].vectors, pages)
 
     def close(self) -> None:
@@ -118,14 +118,14 @@ class _HostDepartures:
 
 
 class _HostArrivals:
-    def __init__(self, tables: dict[Kind, PageTable], page_bytes: int) -> None:
+    def __init__(self, tables: dict[FrameKind, PageTable], page_bytes: int) -> None:
         self._tables = tables
         self.request_pages = min(MAX_REQUEST_PAGES, max(1, _REQUEST_BYTES // page_bytes))
 
-    def vectors(self, pages: Ints, head: bytearray, kind: Kind) -> Vectors:
+    def vectors(self, pages: Ints, head: bytearray, kind: FrameKind) -> Vectors:
         return self._tables[kind].vectors(pages, head)
 
-    def landed(self, pages: Ints, kind: Kind) -> None:
+    def landed(self, pages: Ints, kind: FrameKind) -> None:
         """Do nothing: the pages are in the pool."""
 
     def settle(self) -> None:

@@ -21,20 +21,20 @@ from common.errors import EngineFault, ProtocolViolation, ServingError, Transfer
 from common.logs.throttle import Throttle, ThrottledLog
 from kvtransfer.backends.base import CONNECT_S, Ints, PagePool, first_outside, prepared
 from kvtransfer.backends.device_memory import DeviceFailure
-from kvtransfer.backends.publications import Publications
-from kvtransfer.backends.tcp.acceptor import Door
-from kvtransfer.backends.tcp.channel import Channel, PlainChannel
-from kvtransfer.backends.tcp.memory import Departures, Load, Memory
-from kvtransfer.backends.tcp.readers import Readers
-from kvtransfer.backends.tcp.tls import OwnerTls
+from kvtransfer.backends.publications import PublishedPages
+from kvtransfer.backends.tcp.acceptor import TcpAcceptor
+from kvtransfer.backends.tcp.channel import PlainTcpChannel, TcpChannel
+from kvtransfer.backends.tcp.memory import Load, SendBuffers, TcpMemory
+from kvtransfer.backends.tcp.readers import TcpConsumers
+from kvtransfer.backends.tcp.tls import ProducerTls
 from kvtransfer.backends.tcp.wire import (
     INTRODUCTION,
     MAGIC,
     REPLY,
     REQUEST,
-    Description,
-    Kind,
-    Status,
+    FrameKind,
+    FrameStatus,
+    TcpDescription,
     max_request_pages,
     set_options,
 )
@@ -52,11 +52,11 @@ class _Answer:
     num_bytes: int  # of head and pages
 
 
-class TcpOwner:
+class TcpProducer:
     """Listens on `port` of `host` (0: any free one) until closed."""
 
     def __init__(
-        self, host: str, port: int, pool: PagePool, memory: Memory, tls: OwnerTls | None
+        self, host: str, port: int, pool: PagePool, memory: TcpMemory, tls: ProducerTls | None
     ) -> None:
         """Raise TransferError if the host or the port cannot be bound."""
         self._host = host
@@ -64,9 +64,9 @@ class TcpOwner:
         self._memory = memory
         self._tls = tls
         self._max_pages = max_request_pages(pool.page_bytes)
-        self._publications = Publications(pool.num_pages)
-        self._readers = Readers()
-        self._door = Door(host, port, self._let_in)
+        self._publications = PublishedPages(pool.num_pages)
+        self._readers = TcpConsumers()
+        self._door = TcpAcceptor(host, port, self._let_in)
         _log.info("tcp serves pages", host=host, port=self._door.port, encrypted=tls is not None)
 
     def prepare(self, reader: int) -> Future[Any]:
@@ -74,7 +74,7 @@ class TcpOwner:
 
     def admit(self, reader: int) -> bytes:
         return msgspec.msgpack.encode(
-            Description(
+            TcpDescription(
                 host=self._host,
                 port=self._door.port,
                 reader=reader,
@@ -114,7 +114,7 @@ class TcpOwner:
         proofs = self._readers.proved(reader, count, proof)
         set_options(connection)
         connection.send(proofs.of_owner)  # never blocks: these are the first bytes sent
-        channel = self._tls.channel(connection) if self._tls else PlainChannel(connection)
+        channel = self._tls.channel(connection) if self._tls else PlainTcpChannel(connection)
         thread = threading.Thread(
             target=self._serve,
             args=(channel, reader, host, proofs.seal),
@@ -129,7 +129,7 @@ class TcpOwner:
 
     # On a thread of the connection ----------------------------------------------------------------
 
-    def _serve(self, channel: Channel, reader: int, host: str, seal: bytes) -> None:
+    def _serve(self, channel: TcpChannel, reader: int, host: str, seal: bytes) -> None:
         try:
             self._start(channel, seal)
             with closing(self._memory.departures()) as departures:
@@ -141,13 +141,13 @@ class TcpOwner:
         finally:
             self._readers.leave(reader, channel)
 
-    def _start(self, channel: Channel, seal: bytes) -> None:
+    def _start(self, channel: TcpChannel, seal: bytes) -> None:
         try:
             channel.start(seal, _HANDSHAKE_S)
         except TransferError as error:
             raise ProtocolViolation(str(error)) from None
 
-    def _answer_all(self, channel: Channel, reader: int, departures: Departures) -> None:
+    def _answer_all(self, channel: TcpChannel, reader: int, departures: SendBuffers) -> None:
         """Answer requests until the reader disconnects. Starts the next reply before sending one,
         if pages can be staged and the reader has requested more.
         """
@@ -161,24 +161,24 @@ class TcpOwner:
             if not answers:
                 answers.append(self._begin(channel, reader, departures))
 
-    def _begin(self, channel: Channel, reader: int, departures: Departures) -> _Answer:
+    def _begin(self, channel: TcpChannel, reader: int, departures: SendBuffers) -> _Answer:
         """Receive one request. Its reply has the pages, or as many zeros if one is refused."""
         kind, num_pages = REQUEST.unpack(channel.receive(REQUEST.size))
         if not 1 <= num_pages <= self._max_pages:
             raise ProtocolViolation(f"a request for {num_pages} pages")
         pages = np.frombuffer(channel.receive(4 * num_pages), np.int32)
         match kind:
-            case Kind.POOL:
+            case FrameKind.POOL:
                 refused = self._publications.first_refused(reader, pages)
-            case Kind.SCRATCH:
+            case FrameKind.SCRATCH:
                 refused = first_outside(pages, self._memory.scratch_pages)
             case _:
                 raise ProtocolViolation(f"a request of kind {kind}")
         head = bytearray(REPLY.size)
         if refused is None:
-            REPLY.pack_into(head, 0, Status.DATA, 0)
+            REPLY.pack_into(head, 0, FrameStatus.DATA, 0)
             load = departures.begin(kind, pages)
         else:
-            REPLY.pack_into(head, 0, Status.REFUSED, refused)
-            load = departures.begin(Kind.SCRATCH, np.zeros_like(pages))
+            REPLY.pack_into(head, 0, FrameStatus.REFUSED, refused)
+            load = departures.begin(FrameKind.SCRATCH, np.zeros_like(pages))
         return _Answer(head, load, len(head) + num_pages * self._pool.page_bytes)

@@ -9,8 +9,8 @@ import threading
 from dataclasses import dataclass, field
 
 from common.errors import Overloaded, ProtocolViolation
-from kvtransfer.backends.tcp.channel import Channel
-from kvtransfer.backends.tcp.wire import KEY_BYTES, Proofs
+from kvtransfer.backends.tcp.channel import TcpChannel
+from kvtransfer.backends.tcp.wire import KEY_BYTES, TcpProofs
 
 _MAX_OF_ONE_READER = 4  # its link needs one, and one more while it opens a successor
 _MAX_CONNECTIONS = 256
@@ -20,10 +20,10 @@ _MAX_CONNECTIONS = 256
 class _Reader:
     key: bytes
     count: int = -1  # of its newest connection
-    channels: list[Channel] = field(default_factory=list)  # oldest first
+    channels: list[TcpChannel] = field(default_factory=list)  # oldest first
 
 
-class Readers:
+class TcpConsumers:
     """Keys and connections of the admitted readers.
 
     From `admit` to `dismiss` a reader has a key, and its connections end with the key. Connections
@@ -33,7 +33,7 @@ class Readers:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._readers: dict[int, _Reader] = {}
-        self._threads: dict[Channel, threading.Thread] = {}
+        self._threads: dict[TcpChannel, threading.Thread] = {}
         self._closed = False
 
     def admit(self, reader: int) -> bytes:
@@ -47,7 +47,7 @@ class Readers:
             for channel in dismissed.channels if dismissed else ():
                 channel.end()
 
-    def proved(self, reader: int, count: int, proof: bytes) -> Proofs:
+    def proved(self, reader: int, count: int, proof: bytes) -> TcpProofs:
         """Return all proofs of a connection, if it has sent the reader's proof.
 
         Raises:
@@ -57,7 +57,7 @@ class Readers:
         with self._lock:
             known = self._readers.get(reader)
             num_open = len(self._threads)
-        proofs = Proofs.by(known.key if known else os.urandom(KEY_BYTES), count)
+        proofs = TcpProofs.by(known.key if known else os.urandom(KEY_BYTES), count)
         if known is None or not hmac.compare_digest(proof, proofs.of_reader):
             raise ProtocolViolation(f"no proof that it is reader {reader}")
         if count <= known.count:
@@ -67,7 +67,7 @@ class Readers:
         known.count = count
         return proofs
 
-    def enter(self, reader: int, channel: Channel, thread: threading.Thread) -> None:
+    def enter(self, reader: int, channel: TcpChannel, thread: threading.Thread) -> None:
         """Start the thread of a reader's connection. The thread must call `leave`. Above the limit
         per reader, the reader's oldest connection is ended.
 
@@ -88,7 +88,7 @@ class Readers:
             known.channels.append(channel)
             self._threads[channel] = thread
 
-    def leave(self, reader: int, channel: Channel) -> None:
+    def leave(self, reader: int, channel: TcpChannel) -> None:
         """Remove the channel and close it."""
         with self._lock:  # otherwise `end` might meet the descriptor of another file
             del self._threads[channel]

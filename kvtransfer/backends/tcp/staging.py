@@ -17,10 +17,10 @@ from torch import Tensor
 from kernels.pages.copy import copy_pages
 from kernels.pages.pack import pack_pages, unpack_pages
 from kvtransfer.backends.base import Ints, PagePool
-from kvtransfer.backends.device_memory import CopyQueue, Device, Mark
+from kvtransfer.backends.device_memory import CopyMark, CopyQueue, DeviceRuntime
 from kvtransfer.backends.scatter import Vectors, address_of
 from kvtransfer.backends.tcp.memory import Load
-from kvtransfer.backends.tcp.wire import Kind, max_request_pages
+from kvtransfer.backends.tcp.wire import FrameKind, max_request_pages
 
 _NUM_SLOTS = 2
 _LARGE_PAGE_BYTES = 1 << 20  # 20 us at 50 GB/s: several times what it costs to enqueue a copy
@@ -30,14 +30,14 @@ _PACK_BYTES = 16  # alignment that pack_pages needs of sizes and addresses
 class StagedMemory:
     """The pool of a device, and scratch pages on it, for connections over tcp."""
 
-    def __init__(self, pool: PagePool, device: Device) -> None:
+    def __init__(self, pool: PagePool, device: DeviceRuntime) -> None:
         """Raise TransferError if the pool is not on that device or device memory is short."""
         device.use()
         self._device = device
         self._scratch = device.scratch(pool.page_bytes)
         self._pages = {
-            Kind.POOL: device.view(pool),
-            Kind.SCRATCH: device.view(self._scratch.pool),
+            FrameKind.POOL: device.view(pool),
+            FrameKind.SCRATCH: device.view(self._scratch.pool),
         }
         self.scratch_pages = self._scratch.pool.num_pages
         aligned = not (pool.base % _PACK_BYTES or pool.page_bytes % _PACK_BYTES)
@@ -57,14 +57,14 @@ class StagedMemory:
 
     def _slots(self) -> "list[_Slot]":
         """Return the slots of one connection."""
-        page_bytes = self._pages[Kind.POOL].shape[1]
+        page_bytes = self._pages[FrameKind.POOL].shape[1]
         return [self._slot(self._device, page_bytes) for _ in range(_NUM_SLOTS)]
 
     def _rehearse(self) -> None:
         """Pack and unpack a scratch page, to compile both kernels before a reader waits for its
         first pages.
         """
-        scratch, page = self._pages[Kind.SCRATCH], np.zeros(1, np.int32)
+        scratch, page = self._pages[FrameKind.SCRATCH], np.zeros(1, np.int32)
         slot = self._slot(self._device, scratch.shape[1])
         slot.fetch(scratch, page, self._device.queue("to host"))
         slot.wait()
@@ -75,10 +75,10 @@ class StagedMemory:
 class _Slot:
     """Host memory for the pages of one request, and the copies between it and the device."""
 
-    def __init__(self, device: Device, page_bytes: int) -> None:
+    def __init__(self, device: DeviceRuntime, page_bytes: int) -> None:
         self.num_pages = max_request_pages(page_bytes)
         self.host = device.empty_host(self.num_pages, page_bytes, dtype=torch.uint8)
-        self._mark: Mark | None = None
+        self._mark: CopyMark | None = None
 
     def fetch(self, pool: Tensor, pages: Ints, queue: CopyQueue) -> None:
         """Start to copy these pages into the slot. Its previous content must not be needed any
@@ -118,7 +118,7 @@ class _Slot:
 class _PackingSlot(_Slot):
     """A slot for small pages, with as much memory on the device."""
 
-    def __init__(self, device: Device, page_bytes: int) -> None:
+    def __init__(self, device: DeviceRuntime, page_bytes: int) -> None:
         super().__init__(device, page_bytes)
         self._packed = device.empty(*self.host.shape, dtype=torch.uint8)
         self._host_ids = device.empty_host(self.num_pages, dtype=torch.int32)
@@ -150,12 +150,14 @@ class _StagedDepartures:
 
     num_ahead = _NUM_SLOTS - 1  # the other slot is being sent
 
-    def __init__(self, pages: dict[Kind, Tensor], slots: list[_Slot], queue: CopyQueue) -> None:
+    def __init__(
+        self, pages: dict[FrameKind, Tensor], slots: list[_Slot], queue: CopyQueue
+    ) -> None:
         self._pages = pages
         self._slots = slots
         self._queue = queue
 
-    def begin(self, kind: Kind, pages: Ints) -> Load:
+    def begin(self, kind: FrameKind, pages: Ints) -> Load:
         slot = self._slots.pop(0)  # its bytes have been sent
         self._slots.append(slot)
         slot.fetch(self._pages[kind], pages, self._queue)
@@ -171,16 +173,18 @@ class _StagedArrivals:
     the device orders work behind what the host has seen done.
     """
 
-    def __init__(self, pages: dict[Kind, Tensor], slots: list[_Slot], queue: CopyQueue) -> None:
+    def __init__(
+        self, pages: dict[FrameKind, Tensor], slots: list[_Slot], queue: CopyQueue
+    ) -> None:
         self._pages = pages
         self._slots = slots
         self._queue = queue
         self.request_pages = slots[0].num_pages
 
-    def vectors(self, pages: Ints, head: bytearray, kind: Kind) -> Vectors:
+    def vectors(self, pages: Ints, head: bytearray, kind: FrameKind) -> Vectors:
         return self._slots[0].vectors(len(pages), head)
 
-    def landed(self, pages: Ints, kind: Kind) -> None:
+    def landed(self, pages: Ints, kind: FrameKind) -> None:
         slot = self._slots.pop(0)
         self._slots.append(slot)
         slot.bring(self._pages[kind], pages, self._queue)

@@ -22,10 +22,10 @@ from kvtransfer.backends.tcp.wire import KEY_BYTES
 # SSL_OP_ENABLE_KTLS, which Python names from 3.12 on. Without kernel TLS it changes nothing.
 _KERNEL_TLS = 1 << 3
 
-Seal: TypeAlias = Callable[["TlsChannel", bytes], None]
+Seal: TypeAlias = Callable[["TlsTcpChannel", bytes], None]
 
 
-class TlsChannel:
+class TlsTcpChannel:
     """One end of a connection in TLS."""
 
     def __init__(self, secured: ssl.SSLSocket, exchange_seal: Seal) -> None:
@@ -79,7 +79,7 @@ class TlsChannel:
             view = view[count:]
 
 
-class OwnerTls:
+class ProducerTls:
     """The owner's end of its connections."""
 
     def __init__(self, pem: bytes, certificate: bytes) -> None:
@@ -98,22 +98,22 @@ class OwnerTls:
             file.flush()
             self._context.load_cert_chain(f"/proc/self/fd/{descriptor}")
 
-    def channel(self, connection: socket.socket) -> TlsChannel:
+    def channel(self, connection: socket.socket) -> TlsTcpChannel:
         """Return the owner's end. Owns the connection, which must be blocking."""
         secured = self._context.wrap_socket(
             connection, server_side=True, do_handshake_on_connect=False
         )
-        return TlsChannel(secured, _check_seal)
+        return TlsTcpChannel(secured, _check_seal)
 
 
-def reader_channel(connection: socket.socket, certificate: bytes) -> TlsChannel:
+def reader_channel(connection: socket.socket, certificate: bytes) -> TlsTcpChannel:
     """Return the reader's end. Owns the connection, which must be blocking.
 
     Args:
         certificate: fingerprint of the owner's.
     """
 
-    def send_seal(channel: TlsChannel, seal: bytes) -> None:
+    def send_seal(channel: TlsTcpChannel, seal: bytes) -> None:
         if not hmac.compare_digest(channel.certificate, certificate):
             raise TransferError("whoever listens there has not the owner's certificate")
         channel.send(seal)
@@ -121,7 +121,7 @@ def reader_channel(connection: socket.socket, certificate: bytes) -> TlsChannel:
     context = _context(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE  # the fingerprint is stronger than an authority
-    return TlsChannel(context.wrap_socket(connection, do_handshake_on_connect=False), send_seal)
+    return TlsTcpChannel(context.wrap_socket(connection, do_handshake_on_connect=False), send_seal)
 
 
 def fingerprint(certificate: bytes) -> bytes:
@@ -129,7 +129,7 @@ def fingerprint(certificate: bytes) -> bytes:
     return hashlib.sha256(certificate).digest()
 
 
-def _check_seal(channel: TlsChannel, seal: bytes) -> None:
+def _check_seal(channel: TlsTcpChannel, seal: bytes) -> None:
     if not hmac.compare_digest(channel.receive(KEY_BYTES), seal):
         raise TransferError("another than the reader speaks in TLS")
 

@@ -45,20 +45,20 @@ _KEEPALIVE_PROBES = 3
 _UNACKNOWLEDGED_MS = 10_000
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """The owner's memory that a request addresses."""
 
     POOL = 0
     SCRATCH = 1
 
 
-class Status(IntEnum):
+class FrameStatus(IntEnum):
     DATA = 0
     REFUSED = 1
 
 
-class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The description that Owner.admit returns."""
+class TcpDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The description that PageProducer.admit returns."""
 
     host: str
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
@@ -74,7 +74,7 @@ def max_request_pages(page_bytes: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Proofs:
+class TcpProofs:
     """Values for one connection that only the two holders of the key can compute."""
 
     of_reader: bytes
@@ -82,7 +82,7 @@ class Proofs:
     seal: bytes
 
     @classmethod
-    def by(cls, key: bytes, count: int) -> "Proofs":
+    def by(cls, key: bytes, count: int) -> "TcpProofs":
         def proof(what: bytes) -> bytes:
             return hmac.digest(key, what + count.to_bytes(8, "little"), hashlib.sha256)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from grpc import StatusCode
 
-from api.admin.plans import MOST_EVENTS, NUM_KEPT, OwnPlans, together
+from api.admin.plans import MOST_EVENTS, NUM_KEPT, LocalPlans, together
 from common.errors import InvalidRequest
 from protos.router_pb2 import GetClusterRequest, Plan, PlanEvent, TellPlanRequest
 from tests.api.rig import failure, router_for
@@ -40,7 +40,7 @@ async def test_what_a_planner_tells_is_part_of_the_cluster(model: Path) -> None:
 
 def test_processes_answer_for_each_other_with_the_newest() -> None:
     now = [100.0]
-    first, second, silent = (OwnPlans(lambda: now[0]) for _ in range(3))
+    first, second, silent = (LocalPlans(lambda: now[0]) for _ in range(3))
     first.take(plan([("a", 3.0)], acts=True))
     now[0] += 1.0
     second.take(plan([("c", 0.0), ("b", 2.0)]))
@@ -53,7 +53,7 @@ def test_processes_answer_for_each_other_with_the_newest() -> None:
 
 def test_no_more_is_kept_than_the_last_events() -> None:
     now = [0.0]
-    own = OwnPlans(lambda: now[0])
+    own = LocalPlans(lambda: now[0])
     for number in range(NUM_KEPT + 3):
         now[0] += 1.0
         own.take(plan([(str(number), 0.0)]))
@@ -77,7 +77,7 @@ def test_no_more_is_kept_than_the_last_events() -> None:
     ],
 )
 def test_what_no_planner_says_is_refused_and_changes_nothing(wrong: Plan) -> None:
-    own = OwnPlans()
+    own = LocalPlans()
     with pytest.raises(InvalidRequest):
         own.take(wrong)
     assert own.now() == Plan()

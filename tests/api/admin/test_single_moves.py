@@ -7,11 +7,11 @@ from typing import Any, cast
 import msgspec
 from grpc import StatusCode
 
-from api.admin.moves import Moved, Mover, OwnMoves
+from api.admin.moves import LocalMigrations, MigrationResult, MigrationService
 from protos.decode_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH, FINISH_REASON_MOVED
 from protos.router_pb2 import MoveRequest, MoveResponse
 from router.cluster.cluster import Cluster
-from router.workers.asking import Siblings, Told
+from router.workers.asking import SiblingProcesses, SiblingReply
 from tests.api.rig import Client, collect, failure
 from tests.router.test_replay import ask, two_nodes
 from tests.support.stub_decode_node import StubDecodeNode
@@ -138,12 +138,12 @@ async def test_a_request_that_ends_on_its_way_is_told_of(model: Path) -> None:
 class _Others:
     """The other processes of a router, one of which has the request "theirs"."""
 
-    async def ask(self, path: str, longest_s: float = 2.0, /, **query: str) -> Told:
+    async def ask(self, path: str, longest_s: float = 2.0, /, **query: str) -> SiblingReply:
         if path == "/movable":
-            return Told({1: b'["theirs"]', 2: b"[]"}, 2)
+            return SiblingReply({1: b'["theirs"]', 2: b"[]"}, 2)
         found = query["request_id"] == "theirs"
-        moved = Moved("a:1", query["target"], "") if found else None
-        return Told({1: msgspec.json.encode(moved), 2: b"null"}, 2)
+        moved = MigrationResult("a:1", query["target"], "") if found else None
+        return SiblingReply({1: msgspec.json.encode(moved), 2: b"null"}, 2)
 
 
 class _NoGuests:
@@ -152,8 +152,8 @@ class _NoGuests:
 
 
 async def test_a_request_of_another_process_is_found_there() -> None:
-    own = OwnMoves(cast(Cluster, _NoGuests()))
-    mover = Mover(own, cast(Siblings, _Others()))
+    own = LocalMigrations(cast(Cluster, _NoGuests()))
+    mover = MigrationService(own, cast(SiblingProcesses, _Others()))
     moved = MoveResponse(request_id="theirs", source="a:1", target="b:2")
     assert await mover.move("theirs", "", "b:2") == moved
     assert await mover.move("", "a:1", "b:2") == moved

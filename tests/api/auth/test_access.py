@@ -8,9 +8,9 @@ import pytest
 from api import paths
 from api.access import METHODS, PATHS, PATHS_BELOW
 from api.auth.assembly import make_clients
-from api.auth.guard import Access, Guard
-from api.grpc.callers import Callers
-from common.config import ClientsConfig, FrontConfig, RouterConfig
+from api.auth.guard import Access, ApiKeyGuard
+from api.grpc.callers import CallerResolver
+from common.config import ClientsConfig, RouterConfig, ServerConfig
 from common.errors import Unauthenticated
 from common.identity.roles import MAY_CALL
 from common.identity.secret import new_secret
@@ -32,13 +32,13 @@ async def test_every_path_and_method_that_is_served_has_an_entry_and_no_other_ha
         served.extend(made.paths)
         return made
 
-    def of(callers: Callers, method: str) -> Any:
+    def of(callers: CallerResolver, method: str) -> Any:
         methods.append(method)
         return real_of(callers, method)
 
-    real_routes, real_of = paths.routes, Callers.of
+    real_routes, real_of = paths.routes, CallerResolver.of
     monkeypatch.setattr(paths, "routes", routes)
-    monkeypatch.setattr(Callers, "of", of)
+    monkeypatch.setattr(CallerResolver, "of", of)
     async with api_for(model):
         pass
     entries = {*PATHS, *PATHS_BELOW}
@@ -79,7 +79,7 @@ async def test_a_path_without_an_entry_is_served_to_nobody(
 @pytest.mark.parametrize("method", ["/baton.v1.Router/New", "/baton.v1.Other/Generate"])
 def test_a_method_without_an_entry_keeps_the_router_from_starting(method: str) -> None:
     with pytest.raises(KeyError, match=method):
-        Callers(Guard.__new__(Guard)).of(method)
+        CallerResolver(ApiKeyGuard.__new__(ApiKeyGuard)).of(method)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_who_needs_a_key_is_as_the_docs_say(
     """docs/clients.md, "Without API keys"."""
     file = tmp_path / "secret"
     file.write_text(new_secret())
-    front = FrontConfig(
+    front = ServerConfig(
         port=0, host=host, insecure=insecure, secret_file=file if has_secret else None
     )
     config = RouterConfig(model="any", front=front, clients=keys if has_keys else ClientsConfig())

@@ -3,14 +3,14 @@
 import pytest
 
 from api.auth.cors import Cors
-from api.auth.hosts import HostCheck
+from api.auth.hosts import AllowedHosts
 
 OWN = ["localhost", "localhost:8000", "127.0.0.1:8000", "127.1.2.3", "[::1]:8000", "[::1]"]
 
 
 @pytest.mark.parametrize("host", [*OWN, "LOCALHOST", "page.localhost:8000", ""])
 def test_this_machines_own_names_are_let_in(host):
-    assert HostCheck("127.0.0.1", ()).refusal(host) is None
+    assert AllowedHosts("127.0.0.1", ()).refusal(host) is None
 
 
 @pytest.mark.parametrize(
@@ -29,17 +29,17 @@ def test_this_machines_own_names_are_let_in(host):
 )
 @pytest.mark.parametrize("listens_on", ["127.0.0.1", "localhost", "::1"])
 def test_any_other_name_is_refused_by_what_only_this_machine_reaches(listens_on, host):
-    sentence = HostCheck(listens_on, ()).refusal(host)
+    sentence = AllowedHosts(listens_on, ()).refusal(host)
     assert sentence is not None
     assert "--allowed-hosts" in sentence
 
 
 def test_names_can_be_allowed_and_then_others_are_refused_everywhere():
-    check = HostCheck("0.0.0.0", ("baton.example", "[2001:db8::1]"))
+    check = AllowedHosts("0.0.0.0", ("baton.example", "[2001:db8::1]"))
     for host in ("baton.example", "Baton.Example:443", "[2001:db8::1]:80", "localhost"):
         assert check.refusal(host) is None
     assert check.refusal("evil.example")
-    assert HostCheck("0.0.0.0", ()).refusal("any.example") is None
+    assert AllowedHosts("0.0.0.0", ()).refusal("any.example") is None
 
 
 def test_without_origins_no_page_of_another_site_is_told_anything():

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from api.auth.bucket import Bucket
+from api.auth.bucket import TokenBucket
 
 SECOND = 10**9
 
@@ -21,7 +21,7 @@ class Clock:
 
 def test_a_minutes_worth_is_there_at_once_and_then_as_many_as_time_brings():
     clock = Clock()
-    bucket = Bucket(3, clock)
+    bucket = TokenBucket(3, clock)
     for _ in range(3):
         assert bucket.wait_s(1) == 0
         bucket.take(1)
@@ -34,7 +34,7 @@ def test_a_minutes_worth_is_there_at_once_and_then_as_many_as_time_brings():
 
 def test_what_was_taken_too_much_comes_in_first():
     clock = Clock()
-    bucket = Bucket(60, clock)
+    bucket = TokenBucket(60, clock)
     bucket.take(60 + 30)
     assert (bucket.remaining, bucket.wait_s(1)) == (0, pytest.approx(31))
     clock.now += 31 * SECOND
@@ -48,7 +48,7 @@ def test_what_was_taken_too_much_comes_in_first():
 )
 def test_it_counts_exactly(per_minute, events):
     clock = Clock()
-    bucket = Bucket(per_minute, clock)
+    bucket = TokenBucket(per_minute, clock)
     level = Fraction(per_minute)
     for passed, number in events:
         clock.now += passed

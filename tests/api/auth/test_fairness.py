@@ -7,9 +7,9 @@ import pytest
 
 from api.auth.api_keys import KeyLimits
 from api.auth.client import Client, by_address
-from api.auth.fair_slots import FairSlots
-from api.auth.shares import Shares
-from api.auth.usage import Usage
+from api.auth.fair_slots import FairShareLimiter
+from api.auth.shares import FairShares
+from api.auth.usage import KeyUsage
 from common.errors import NodeUnavailable, Overloaded
 
 LONG_S = 30.0  # for what must not be waited out
@@ -24,18 +24,18 @@ def take_all(shares, name, weight=1.0):
 
 
 def test_one_client_alone_has_seven_eighths():
-    assert take_all(Shares(1024), "a") == 896
-    assert take_all(Shares(1024), "a", weight=10.0) == 896
+    assert take_all(FairShares(1024), "a") == 896
+    assert take_all(FairShares(1024), "a", weight=10.0) == 896
 
 
 @pytest.mark.parametrize("places", range(1, 8))
 def test_of_a_few_places_one_client_alone_has_all(places):
-    assert take_all(Shares(places), "a") == places
+    assert take_all(FairShares(places), "a") == places
 
 
 @pytest.mark.parametrize("others", [1, 10, 100, 140])
 def test_a_newcomer_finds_a_place_however_many_others_take_all_they_can(others):
-    shares = Shares(1024)
+    shares = FairShares(1024)
     greedy = [f"greedy {number}" for number in range(others)]
     for _ in range(1024):  # each gives one back when its request ends, and all want more
         for name in greedy:
@@ -46,7 +46,7 @@ def test_a_newcomer_finds_a_place_however_many_others_take_all_they_can(others):
 
 
 def test_a_place_that_comes_back_is_the_newcomers_where_none_was_left():
-    shares = Shares(1024)
+    shares = FairShares(1024)
     for name in "abcdefgh":
         take_all(shares, name)
     assert shares.num_held == 1024
@@ -56,7 +56,7 @@ def test_a_place_that_comes_back_is_the_newcomers_where_none_was_left():
 
 
 def test_shares_end_up_as_the_weights_are():
-    shares = Shares(1024)
+    shares = FairShares(1024)
     weights = {"a": 1.0, "b": 1.0, "c": 2.0}
     take_all(shares, "a")
     for _ in range(2000):  # each gives one back and all want more
@@ -72,7 +72,7 @@ def test_shares_end_up_as_the_weights_are():
 
 
 def test_nothing_is_kept_of_a_client_that_has_left():
-    shares = Shares(8)
+    shares = FairShares(8)
     for number in range(1000):
         shares.take(f"client {number}")
         shares.give_back(f"client {number}")
@@ -93,7 +93,7 @@ def test_addresses_of_one_network_are_one_client(addresses, client):
 
 
 async def test_2000_requests_of_one_client_leave_room_for_another_at_once():
-    slots = FairSlots(1024, longest_wait_s=LONG_S)
+    slots = FairShareLimiter(1024, longest_wait_s=LONG_S)
     greedy, other = by_address("10.0.0.1"), by_address("10.0.0.2")
     asked = [asyncio.create_task(slots.take(greedy)) for _ in range(2000)]
     await asyncio.sleep(0)
@@ -110,7 +110,7 @@ async def test_2000_requests_of_one_client_leave_room_for_another_at_once():
 
 
 async def test_a_slot_that_comes_free_goes_to_who_has_least():
-    slots = FairSlots(2, longest_wait_s=LONG_S)
+    slots = FairShareLimiter(2, longest_wait_s=LONG_S)
     first, second = by_address("10.0.0.1"), by_address("10.0.0.2")
     for _ in range(2):
         await slots.take(first)
@@ -127,9 +127,9 @@ async def test_a_slot_that_comes_free_goes_to_who_has_least():
 
 # Seen failing with slots counted without the weight: the lighter client has fewer.
 async def test_a_free_slot_goes_to_the_client_with_the_fewest_for_its_weight():
-    slots = FairSlots(8, longest_wait_s=LONG_S)
+    slots = FairShareLimiter(8, longest_wait_s=LONG_S)
     light, heavy, other = (
-        Client(name, Usage(KeyLimits()), weight=weight)
+        Client(name, KeyUsage(KeyLimits()), weight=weight)
         for name, weight in (("light", 1.0), ("heavy", 3.0), ("other", 1.0))
     )
     for client, number in ((light, 2), (heavy, 3), (other, 3)):
@@ -146,7 +146,7 @@ async def test_a_free_slot_goes_to_the_client_with_the_fewest_for_its_weight():
 
 
 async def test_equals_are_served_in_turn():
-    slots = FairSlots(1, longest_wait_s=LONG_S)
+    slots = FairShareLimiter(1, longest_wait_s=LONG_S)
     holder = by_address("holder")
     await slots.take(holder)
     order = []
@@ -166,7 +166,7 @@ async def test_equals_are_served_in_turn():
 
 # Seen failing with a line as they came.
 async def test_of_one_client_the_urgent_is_served_first():
-    slots = FairSlots(1, longest_wait_s=LONG_S)
+    slots = FairShareLimiter(1, longest_wait_s=LONG_S)
     client = by_address("a")
     await slots.take(client)
     order = []
@@ -185,7 +185,7 @@ async def test_of_one_client_the_urgent_is_served_first():
 
 # Seen failing with whoever comes last refused.
 async def test_of_a_full_line_the_least_urgent_is_refused():
-    slots = FairSlots(1, longest_wait_s=LONG_S)
+    slots = FairShareLimiter(1, longest_wait_s=LONG_S)
     client = by_address("a")
     await slots.take(client)
     low = asyncio.create_task(slots.take(client, -1))
@@ -208,7 +208,7 @@ async def test_of_a_full_line_the_least_urgent_is_refused():
 
 
 async def test_waiting_has_an_end():
-    slots = FairSlots(1, longest_wait_s=0.01)
+    slots = FairShareLimiter(1, longest_wait_s=0.01)
     client = by_address("a")
     await slots.take(client)
     with pytest.raises(Overloaded, match="1 requests are live"):
@@ -219,7 +219,7 @@ async def test_waiting_has_an_end():
 
 
 async def test_who_goes_away_while_a_slot_comes_to_him_leaves_it_to_the_next():
-    slots = FairSlots(1, longest_wait_s=LONG_S)
+    slots = FairShareLimiter(1, longest_wait_s=LONG_S)
     holder, gone, next_one = (by_address(name) for name in ("holder", "gone", "next"))
     await slots.take(holder)
     leaving = asyncio.create_task(slots.take(gone))
@@ -233,7 +233,7 @@ async def test_who_goes_away_while_a_slot_comes_to_him_leaves_it_to_the_next():
 
 
 async def test_waiting_ends_when_no_more_are_taken():
-    slots = FairSlots(1, longest_wait_s=LONG_S)
+    slots = FairShareLimiter(1, longest_wait_s=LONG_S)
     client = by_address("a")
     await slots.take(client)
     waiting = [asyncio.create_task(slots.take(client)) for _ in range(2)]
@@ -247,7 +247,7 @@ async def test_waiting_ends_when_no_more_are_taken():
 
 # Seen failing with the slot of another given back, which leaves one too many.
 async def test_who_goes_away_as_all_waits_end_gives_back_nothing():
-    slots = FairSlots(1, longest_wait_s=LONG_S)
+    slots = FairShareLimiter(1, longest_wait_s=LONG_S)
     holder, gone = by_address("holder"), by_address("gone")
     await slots.take(holder)
     leaving = asyncio.create_task(slots.take(gone))

@@ -14,9 +14,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from api.auth import keyring
 from api.grpc.callers import address
-from api.program.assembly import Running
+from api.program.assembly import RunningRouter
 from common import rpc
-from common.config import ClientsConfig, FrontConfig
+from common.config import ClientsConfig, ServerConfig
 from common.identity import secret
 from protos.decode_pb2 import FINISH_REASON_STOP
 from protos.router_pb2 import (
@@ -46,7 +46,9 @@ def shown(name: str) -> Any:
 
 
 @asynccontextmanager
-async def served(model: Path, **knobs: Any) -> AsyncIterator[tuple[Any, StubDecodeNode, Running]]:
+async def served(
+    model: Path, **knobs: Any
+) -> AsyncIterator[tuple[Any, StubDecodeNode, RunningRouter]]:
     """A router's stub."""
     async with StubDecodeNode() as node:
         async with router_for(model, decode=[node.address], **knobs) as (client, router):
@@ -54,7 +56,7 @@ async def served(model: Path, **knobs: Any) -> AsyncIterator[tuple[Any, StubDeco
             yield client.stub, node, router
 
 
-def strangers(router: Running, reason: str) -> float | None:
+def strangers(router: RunningRouter, reason: str) -> float | None:
     return router.metrics.registry.get_sample_value("baton_strangers_total", {"reason": reason})
 
 
@@ -305,7 +307,7 @@ async def test_the_clusters_own_operators_key_is_as_good_as_any(
     held = secret.keyrings(file, "router")
     assert held is not None
     key = secret.operator_keys(held.current())[0]
-    front = FrontConfig(port=0, host="0.0.0.0", secret_file=file)
+    front = ServerConfig(port=0, host="0.0.0.0", secret_file=file)
     for clients in (keys, ClientsConfig()):
         async with router_for(model, decode=NOBODY, front=front, clients=clients) as (client, _):
             ask = partial(client.stub.GetCluster, GetClusterRequest(), timeout=WAIT_S)
@@ -318,7 +320,7 @@ async def test_the_clusters_own_operators_key_is_as_good_as_any(
 async def test_beyond_this_host_clients_who_need_no_key_are_told_of_in_the_log(
     model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    front = FrontConfig(port=0, host="0.0.0.0", insecure=True)
+    front = ServerConfig(port=0, host="0.0.0.0", insecure=True)
     async with router_for(model, decode=NOBODY, front=front) as (client, _):
         assert "clients are not asked for a key" in caplog.text
         await client.stub.GetCluster(GetClusterRequest(), timeout=WAIT_S)  # as on loopback

@@ -9,8 +9,8 @@ import pytest
 
 from api.auth.api_keys import KeyLimits
 from api.auth.client import Client
-from api.auth.usage import Usage
-from api.http.shared import Peer
+from api.auth.usage import KeyUsage
+from api.http.shared import HttpPeer
 from api.key_connections import KeyConnections
 from common.config import ClientsConfig
 from common.errors import RateLimited
@@ -224,8 +224,8 @@ async def test_a_key_has_so_many_connections(model: Path, tmp_path: Path) -> Non
 
 # Seen failing with connections that are told apart by host:port: the second is let in.
 def test_connections_from_one_port_to_two_addresses_are_two() -> None:
-    client = Client("alice", Usage(KeyLimits()), KeyLimits(connections=1))
-    first, second = Peer("10.0.0.1", "10.0.0.1:5000"), Peer("10.0.0.1", "10.0.0.1:5000")
+    client = Client("alice", KeyUsage(KeyLimits()), KeyLimits(connections=1))
+    first, second = HttpPeer("10.0.0.1", "10.0.0.1:5000"), HttpPeer("10.0.0.1", "10.0.0.1:5000")
     connections = KeyConnections()
     connections.admit(client, first)
     with pytest.raises(RateLimited, match="1 open connections"):

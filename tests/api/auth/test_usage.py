@@ -3,7 +3,7 @@
 import pytest
 
 from api.auth.api_keys import KeyLimits
-from api.auth.usage import Usage
+from api.auth.usage import KeyUsage
 from common.errors import InvalidRequest, RateLimited
 
 SECOND = 10**9
@@ -23,7 +23,7 @@ def clock():
 
 
 def test_requests_that_come_together_are_counted_together_or_not_at_all(clock):
-    usage = Usage(KeyLimits(requests_per_minute=6), clock)
+    usage = KeyUsage(KeyLimits(requests_per_minute=6), clock)
     usage.begin(4)
     with pytest.raises(RateLimited, match="6 requests a minute") as refused:
         usage.begin(3)
@@ -33,7 +33,7 @@ def test_requests_that_come_together_are_counted_together_or_not_at_all(clock):
 
 
 def test_what_is_never_allowed_is_not_told_to_come_again(clock):
-    usage = Usage(KeyLimits(requests_per_minute=2, tokens_per_minute=100), clock)
+    usage = KeyUsage(KeyLimits(requests_per_minute=2, tokens_per_minute=100), clock)
     with pytest.raises(InvalidRequest, match="3 requests at once"):
         usage.begin(3)
     with pytest.raises(InvalidRequest, match="prompt has 101 tokens"):
@@ -41,7 +41,7 @@ def test_what_is_never_allowed_is_not_told_to_come_again(clock):
 
 
 def test_a_prompt_that_does_not_fit_now_is_told_when_it_will(clock):
-    usage = Usage(KeyLimits(tokens_per_minute=120), clock)
+    usage = KeyUsage(KeyLimits(tokens_per_minute=120), clock)
     usage.prompts(100)
     with pytest.raises(RateLimited, match="120 tokens a minute") as refused:
         usage.prompts(40)
@@ -52,7 +52,7 @@ def test_a_prompt_that_does_not_fit_now_is_told_when_it_will(clock):
 
 # Seen failing with the wait for tokens alone.
 def test_who_has_neither_tokens_nor_requests_is_told_when_there_are_both(clock):
-    usage = Usage(KeyLimits(requests_per_minute=2, tokens_per_minute=60), clock)
+    usage = KeyUsage(KeyLimits(requests_per_minute=2, tokens_per_minute=60), clock)
     usage.begin(2)
     usage.prompts(30, 2)
     with pytest.raises(RateLimited, match="60 tokens a minute") as refused:
@@ -68,7 +68,7 @@ def test_who_has_neither_tokens_nor_requests_is_told_when_there_are_both(clock):
 
 
 def test_generated_tokens_count_and_the_next_request_pays_before_any_work(clock):
-    usage = Usage(KeyLimits(tokens_per_minute=60), clock)
+    usage = KeyUsage(KeyLimits(tokens_per_minute=60), clock)
     usage.begin()
     usage.prompts(50)
     usage.generated(40)
@@ -80,7 +80,7 @@ def test_generated_tokens_count_and_the_next_request_pays_before_any_work(clock)
 
 
 def test_a_changed_limit_holds_at_once_and_one_that_stays_is_as_used_up_as_it_was(clock):
-    usage = Usage(KeyLimits(requests_per_minute=1, tokens_per_minute=10), clock)
+    usage = KeyUsage(KeyLimits(requests_per_minute=1, tokens_per_minute=10), clock)
     usage.begin()
     usage.prompts(10)
     usage.limit(KeyLimits(requests_per_minute=1, tokens_per_minute=20))
@@ -91,7 +91,7 @@ def test_a_changed_limit_holds_at_once_and_one_that_stays_is_as_used_up_as_it_wa
 
 
 def test_clients_are_told_what_they_have_left(clock):
-    usage = Usage(KeyLimits(requests_per_minute=60, tokens_per_minute=600), clock)
+    usage = KeyUsage(KeyLimits(requests_per_minute=60, tokens_per_minute=600), clock)
     usage.begin()
     usage.prompts(100)
     assert dict(usage.headers()) == {
@@ -102,4 +102,4 @@ def test_clients_are_told_what_they_have_left(clock):
         "x-ratelimit-remaining-tokens": "500",
         "x-ratelimit-reset-tokens": "10.000s",
     }
-    assert dict(Usage(KeyLimits(), clock).headers()) == {}
+    assert dict(KeyUsage(KeyLimits(), clock).headers()) == {}

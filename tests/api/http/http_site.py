@@ -8,12 +8,12 @@ from typing import Any
 from aiohttp import web
 
 from api.dialect import problems
-from api.http.answers import Headers, Stream, whole
-from api.http.request import Check, Request
-from api.http.routes import Routes
+from api.http.answers import Headers, HttpStream, whole
+from api.http.request import Check, HttpRequest
+from api.http.routes import HttpRoutes
 from api.http.server import HttpServer
-from api.http.service import Service
-from api.http.shared import Limits, Peer, Shared
+from api.http.service import HttpService
+from api.http.shared import HttpContext, HttpLimits, HttpPeer
 from router.metrics import RouterMetrics
 
 
@@ -23,10 +23,10 @@ class Checked:
     def __init__(self, in_order: Sequence[Check] = ()) -> None:
         self.in_order = in_order
 
-    def headers(self, request: Request) -> Headers:
+    def headers(self, request: HttpRequest) -> Headers:
         return ()
 
-    def closed(self, peer: Peer) -> None:
+    def closed(self, peer: HttpPeer) -> None:
         pass
 
 
@@ -43,7 +43,7 @@ class Site:
         self.may_end.set()
         self.num_sent = 0
         self.metrics = RouterMetrics()
-        routes = Routes(
+        routes = HttpRoutes(
             {
                 "/echo": {"POST": self._echo},
                 "/name": {"POST": self._name},
@@ -56,24 +56,24 @@ class Site:
             {"/below/": {"GET": self._where}},
             problems.error_body,
         )
-        allowed = Limits(**{"max_connections": 100, "tick_s": 0.02, **limits})
-        self.shared = Shared(allowed, problems.error_body, self.metrics)
-        self.server = HttpServer(self.shared, Service(self.shared, routes, Checked(checks)))
+        allowed = HttpLimits(**{"max_connections": 100, "tick_s": 0.02, **limits})
+        self.shared = HttpContext(allowed, problems.error_body, self.metrics)
+        self.server = HttpServer(self.shared, HttpService(self.shared, routes, Checked(checks)))
         self.port = 0
 
     def metric(self, name: str, **labels: str) -> float:
         return self.metrics.registry.get_sample_value(name, labels) or 0.0
 
-    async def _echo(self, asked: Request) -> web.StreamResponse:
+    async def _echo(self, asked: HttpRequest) -> web.StreamResponse:
         return whole(200, asked.take_body(), "application/octet-stream")
 
-    async def _name(self, asked: Request) -> web.StreamResponse:
+    async def _name(self, asked: HttpRequest) -> web.StreamResponse:
         return whole(200, (asked.header("name") or "none").encode(), "text/plain")
 
-    async def _where(self, asked: Request) -> web.StreamResponse:
+    async def _where(self, asked: HttpRequest) -> web.StreamResponse:
         return whole(200, asked.route.encode(), "text/plain")
 
-    async def _hold(self, asked: Request) -> web.StreamResponse:
+    async def _hold(self, asked: HttpRequest) -> web.StreamResponse:
         self.started.set()
         try:
             await self.go_on.wait()
@@ -82,15 +82,15 @@ class Site:
             raise
         return whole(200, b"held")
 
-    async def _take_and_hold(self, asked: Request) -> web.StreamResponse:
+    async def _take_and_hold(self, asked: HttpRequest) -> web.StreamResponse:
         asked.take_body()
         return await self._hold(asked)
 
-    async def _whole(self, asked: Request) -> web.StreamResponse:
+    async def _whole(self, asked: HttpRequest) -> web.StreamResponse:
         return whole(200, self.whole, "text/plain")
 
-    async def _stream(self, asked: Request) -> web.StreamResponse:
-        stream = Stream(asked, "text/plain")
+    async def _stream(self, asked: HttpRequest) -> web.StreamResponse:
+        stream = HttpStream(asked, "text/plain")
         try:
             for piece in self.pieces:
                 await stream.send(piece)
@@ -102,11 +102,11 @@ class Site:
         stream.finish(b"end")
         return stream
 
-    async def _fails(self, asked: Request) -> web.StreamResponse:
+    async def _fails(self, asked: HttpRequest) -> web.StreamResponse:
         raise ValueError("a bug")
 
-    async def _fails_late(self, asked: Request) -> web.StreamResponse:
-        await Stream(asked, "text/plain").send(b"begun")
+    async def _fails_late(self, asked: HttpRequest) -> web.StreamResponse:
+        await HttpStream(asked, "text/plain").send(b"begun")
         raise ValueError("a bug")
 
 

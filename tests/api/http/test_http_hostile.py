@@ -10,8 +10,8 @@ import tracemalloc
 import pytest
 from aiohttp import web
 
-from api.dialect.problems import Refusal
-from api.http.request import Request
+from api.dialect.problems import ApiError
+from api.http.request import HttpRequest
 from tests.api.http.http_site import site
 from tests.api.rig import eventually
 from tests.support.http_client import WAIT_S, connected, get, not_reading, post, request
@@ -195,10 +195,10 @@ async def test_who_reads_again_before_the_deadline_is_not_cut_off() -> None:
 # Who is refused -----------------------------------------------------------------------------------
 
 
-def only_known(asked: Request) -> web.Response | None:
+def only_known(asked: HttpRequest) -> web.Response | None:
     if asked.header("authorization") == "Bearer known":
         return None
-    return Refusal(401, f"{asked.peer.address} is not known at {asked.route}").response()
+    return ApiError(401, f"{asked.peer.address} is not known at {asked.route}").response()
 
 
 async def test_a_check_refuses_a_request_before_its_body_is_read() -> None:

@@ -12,10 +12,10 @@ import pytest
 from aiohttp import web
 
 from api.http.answers import whole
-from api.http.request import Request
+from api.http.request import HttpRequest
 from api.http.server import HttpServer
-from api.http.service import Service
-from api.http.shared import Limits, Shared
+from api.http.service import HttpService
+from api.http.shared import HttpContext, HttpLimits
 from common import tls
 from router.metrics import RouterMetrics
 from tests.api.http.http_site import Checked
@@ -29,16 +29,16 @@ def authority():
     return Authority()
 
 
-async def echo(request: Request) -> web.Response:
+async def echo(request: HttpRequest) -> web.Response:
     return whole(200, request.take_body())
 
 
 @asynccontextmanager
 async def serving(config, **limits):
-    """A server that echoes, and its Shared."""
+    """A server that echoes, and its HttpContext."""
     given = {"max_connections": 8, **limits}
-    shared = Shared(Limits(**given), lambda *_: b"{}", RouterMetrics())
-    service = Service(shared, lambda _: echo, Checked())
+    shared = HttpContext(HttpLimits(**given), lambda *_: b"{}", RouterMetrics())
+    service = HttpService(shared, lambda _: echo, Checked())
     contexts = tls.server_contexts(tls.Certificates(config, "--front.tls"), "http/1.1")
     server = HttpServer(shared, service, contexts)
     port = await server.start("127.0.0.1", 0)

@@ -18,7 +18,7 @@ from PIL import Image as Pillow
 from api.auth.client import Client, by_address
 from api.images import decoder
 from api.images.decoding import CPU_S, LANES, MAX_WAITING, Decoding
-from api.images.jobs import Decoded, Job, Outcome, Refused
+from api.images.jobs import Decoded, ImageJob, Outcome, Refused
 from api.images.pixels import FORMATS, MAX_PIXELS
 from common.errors import InvalidRequest, NodeUnavailable, Overloaded
 from common.process.helper import ANSWERED, CRASHED, NO_MEMORY, Answer, Helper, Question
@@ -31,9 +31,9 @@ WAIT_S = 60.0
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+def job(tmp_path_factory: pytest.TempPathFactory) -> ImageJob:
     files = files_of(write_vision_files(tmp_path_factory.mktemp("seeing")))
-    return Job(encoded(drawn(16, 16)), False, files, 64, 64)
+    return ImageJob(encoded(drawn(16, 16)), False, files, 64, 64)
 
 
 @pytest.fixture
@@ -43,11 +43,11 @@ async def decodes() -> AsyncIterator[Decoding]:
     decodes.close()
 
 
-def of_content(job: Job, content: bytes) -> Job:
+def of_content(job: ImageJob, content: bytes) -> ImageJob:
     return msgspec.structs.replace(job, content=content)
 
 
-def worked(job: Job) -> Outcome:
+def worked(job: ImageJob) -> Outcome:
     """The program's answer, from this process."""
     return msgspec.msgpack.decode(decoder.work(msgspec.msgpack.encode(job)), type=Outcome)
 
@@ -57,7 +57,7 @@ def worked(job: Job) -> Outcome:
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_an_image_with_too_many_pixels_for_its_format_is_not_decoded(
-    kind: str, job: Job, monkeypatch: pytest.MonkeyPatch
+    kind: str, job: ImageJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[int, int]] = []
 
@@ -75,7 +75,7 @@ def test_an_image_with_too_many_pixels_for_its_format_is_not_decoded(
 
 
 def test_an_image_whose_tokens_do_not_fit_is_not_decoded(
-    job: Job, monkeypatch: pytest.MonkeyPatch
+    job: ImageJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(decoder, "pixels_of")
     large = of_content(job, encoded(drawn(64, 64)))
@@ -87,7 +87,7 @@ def test_an_image_whose_tokens_do_not_fit_is_not_decoded(
 
 
 async def test_the_largest_webp_of_34_bytes_is_decoded_within_the_bounds(
-    job: Job, decodes: Decoding
+    job: ImageJob, decodes: Decoding
 ) -> None:
     content = headed("WEBP", 4096, MAX_PIXELS["WEBP"] // 4096)
     assert len(content) == 34
@@ -95,7 +95,7 @@ async def test_the_largest_webp_of_34_bytes_is_decoded_within_the_bounds(
     assert len(decoded.pixels) == decoded.rows * decoded.columns * SIDE**2 * 3
 
 
-def test_a_large_jpeg_is_decoded_at_a_fraction_of_its_size(job: Job) -> None:
+def test_a_large_jpeg_is_decoded_at_a_fraction_of_its_size(job: ImageJob) -> None:
     """In a quarter of the memory that its pixels would take."""
     content = encoded(Pillow.new("RGB", (8192, 4096), (200, 30, 60)), "JPEG")
     helper = Helper("api.images.decoder", [], num_lanes=1, deadline_s=120.0)
@@ -109,7 +109,7 @@ def test_a_large_jpeg_is_decoded_at_a_fraction_of_its_size(job: Job) -> None:
     assert isinstance(outcome, Decoded) and abs(outcome.pixels[0] - 200) < 4
 
 
-def test_a_photo_with_others_behind_it_is_a_jpeg(job: Job) -> None:
+def test_a_photo_with_others_behind_it_is_a_jpeg(job: ImageJob) -> None:
     photo = drawn(16, 16)
     content = encoded(photo, "MPO", save_all=True, append_images=[photo])
     assert isinstance(worked(of_content(job, content)), Decoded)
@@ -119,7 +119,7 @@ def test_a_photo_with_others_behind_it_is_a_jpeg(job: Job) -> None:
 
 
 async def test_the_program_starts_with_the_first_image_and_again_after_its_end(
-    job: Job, decodes: Decoding
+    job: ImageJob, decodes: Decoding
 ) -> None:
     assert decodes.helper.pid is None
     first = await decodes.decoded(job, BUSY)
@@ -142,7 +142,7 @@ class Held:
         self._ends: dict[bytes, threading.Event] = {}
 
     def ask(self, lane: int, question: Question) -> Answer:
-        content = msgspec.msgpack.decode(question.content, type=Job).content
+        content = msgspec.msgpack.decode(question.content, type=ImageJob).content
         end = self._ends[content] = threading.Event()
         self.shared |= lane in self._lanes
         self._lanes.add(lane)
@@ -170,7 +170,7 @@ def held(decodes: Decoding) -> Iterator[Held]:
     held.close()
 
 
-def asks(decodes: Decoding, job: Job, content: bytes, client: Client) -> asyncio.Task[Decoded]:
+def asks(decodes: Decoding, job: ImageJob, content: bytes, client: Client) -> asyncio.Task[Decoded]:
     return asyncio.create_task(decodes.decoded(of_content(job, content), client))
 
 
@@ -178,7 +178,7 @@ def asks(decodes: Decoding, job: Job, content: bytes, client: Client) -> asyncio
     "code, reason", [(-signal.SIGXCPU, "5 s of a core"), (NO_MEMORY, "448 MiB"), (CRASHED, "MiB")]
 )
 async def test_an_image_beyond_its_bounds_is_the_clients_fault(
-    job: Job, decodes: Decoding, code: int, reason: str
+    job: ImageJob, decodes: Decoding, code: int, reason: str
 ) -> None:
     held = Held(Answer(code))
     decodes.helper = cast(Helper, held)
@@ -189,7 +189,7 @@ async def test_an_image_beyond_its_bounds_is_the_clients_fault(
 
 
 async def test_a_client_with_many_images_delays_another_one_by_one_turn(
-    job: Job, decodes: Decoding, held: Held
+    job: ImageJob, decodes: Decoding, held: Held
 ) -> None:
     many = [asks(decodes, job, b"busy %d" % number, BUSY) for number in range(20)]
     running = [await held.next() for _ in range(LANES)]
@@ -204,7 +204,7 @@ async def test_a_client_with_many_images_delays_another_one_by_one_turn(
 
 
 async def test_the_queue_of_images_is_bounded_and_has_room_for_others(
-    job: Job, decodes: Decoding, held: Held
+    job: ImageJob, decodes: Decoding, held: Held
 ) -> None:
     many = [asks(decodes, job, b"%d" % number, BUSY) for number in range(LANES + MAX_WAITING)]
     for _ in range(LANES):
@@ -220,7 +220,7 @@ async def test_the_queue_of_images_is_bounded_and_has_room_for_others(
 
 
 async def test_a_turn_lasts_as_long_as_its_work_though_its_request_has_gone(
-    job: Job, decodes: Decoding, held: Held
+    job: ImageJob, decodes: Decoding, held: Held
 ) -> None:
     first, second = (asks(decodes, job, name, BUSY) for name in (b"first", b"second"))
     assert {await held.next(), await held.next()} == {b"first", b"second"}

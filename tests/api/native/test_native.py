@@ -8,10 +8,10 @@ from unittest.mock import Mock
 import pytest
 from grpc import StatusCode
 
-from api.dialect.origin import Origin
+from api.dialect.origin import RequestOrigin
 from api.native import generate
-from api.native.generate import Native
-from api.requests.answer import LastPiece, Piece, Usage
+from api.native.generate import NativeEndpoint
+from api.requests.answer import FinalChunk, OutputChunk, TokenUsage
 from protos.decode_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH, FINISH_REASON_STOP
 from tests.api.openai.openai_rig import api_for, ids
 from tests.support.http_client import connected, sse_events
@@ -76,14 +76,14 @@ async def test_a_stream_is_bounded_by_the_length_of_its_answer(
     """With all of the answer in an event for each token, n tokens were n² of text."""
     written: list[bytes] = []
     events = Mock(slow=False, push=written.append, finish=written.append)
-    monkeypatch.setattr(generate, "Events", lambda request, headers: events)
-    asked = Native(ignore_unknown=False).read(b'{"text": "x", "stream": true}')
-    reply = asked.reply(Origin.now("id", "model"), Mock(), ())
+    monkeypatch.setattr(generate, "EventStream", lambda request, headers: events)
+    asked = NativeEndpoint(ignore_unknown=False).read(b'{"text": "x", "stream": true}')
+    reply = asked.reply(RequestOrigin.now("id", "model"), Mock(), ())
     num = 4000
     for _ in range(num):
-        assert reply.offer(0, Piece("word ", (7,)))
-    usage = Usage(1, num, 0)
-    await reply.write(0, "id", LastPiece("end", (8,), "stop", None, usage, 0))
+        assert reply.offer(0, OutputChunk("word ", (7,)))
+    usage = TokenUsage(1, num, 0)
+    await reply.write(0, "id", FinalChunk("end", (8,), "stop", None, usage, 0))
     told = sse_events(b"".join(written))
     assert told[-1]["text"] == "word " * num + "end"
     texts = [len(each["text"]) for each in told]

@@ -8,7 +8,7 @@ from typing import Any
 
 import openai
 
-from api.program.assembly import Running
+from api.program.assembly import RunningRouter
 from protos.decode_pb2 import FINISH_REASON_STOP
 from tests.api.rig import byte_level_tokenizer, router_for
 from tests.support.http_client import Response, get, post
@@ -28,7 +28,7 @@ def ids(text: str) -> list[int]:
 class Api:
     client: openai.AsyncOpenAI
     node: StubDecodeNode
-    router: Running
+    router: RunningRouter
     model: str
 
     async def post(self, path: str, **fields: Any) -> Response:

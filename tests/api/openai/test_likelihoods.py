@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import pytest
 
 from api.openai.likelihoods import TextTokens
-from api.requests.token_reports import ToldPrompt, ToldToken
+from api.requests.token_reports import PromptReport, TokenReport
 
 
-def _tokens(*spelt: bytes) -> Sequence[ToldToken]:
-    return [ToldToken(0, each, -0.5, ()) for each in spelt]
+def _tokens(*spelt: bytes) -> Sequence[TokenReport]:
+    return [TokenReport(0, each, -0.5, ()) for each in spelt]
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_offsets_are_those_of_the_text(
 ) -> None:
     """Seen failing: behind a space that the tokenizer puts before a text all were one too many."""
     tokens = TextTokens()
-    first = tokens.told(_tokens(*prompt), ToldPrompt(text, _tokens(*prompt)))
+    first = tokens.told(_tokens(*prompt), PromptReport(text, _tokens(*prompt)))
     second = tokens.told(_tokens(*answer))
     assert first is not None and second is not None
     assert first.text_offset + second.text_offset == offsets

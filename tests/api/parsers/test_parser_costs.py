@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from api.parsers import formats, harmony, marked, think
-from api.parsers.events import Arguments, Call, Content, Said
-from api.parsers.listener import Listener
-from api.parsers.source import GrammarParser, Source, Steps
+from api.parsers.events import ArgumentsEvent, ContentEvent, Said, ToolCallEvent
+from api.parsers.listener import StreamParser
+from api.parsers.source import GrammarParser, ParserSource, Steps
 
 TOOLS: Mapping[str, Any] = {"f": {"type": "object", "properties": {"a": {"type": "string"}}}}
 
-GRAMMARS: Mapping[str, tuple[Callable[[Source], Steps[None]], tuple[str, ...]]] = {
+GRAMMARS: Mapping[str, tuple[Callable[[ParserSource], Steps[None]], tuple[str, ...]]] = {
     "hermes": (lambda source: formats.hermes(source, TOOLS), formats.HERMES),
     "llama3": (lambda source: formats.llama3(source, TOOLS), formats.LLAMA3),
     "mistral": (lambda source: formats.mistral(source, TOOLS), formats.MISTRAL),
@@ -47,7 +47,7 @@ def test_no_more_text_waits_than_may_be_the_start_of_a_marker(name: str) -> None
     grammar, markers = GRAMMARS[name]
     for begin in _begins(markers):
         for unit in (*UNITS, *markers, *(marker[:-1] for marker in markers)):
-            source = Source()
+            source = ParserSource()
             steps = grammar(source)
             source.feed(begin, ())
             for _ in range(60):
@@ -59,9 +59,9 @@ def test_no_more_text_waits_than_may_be_the_start_of_a_marker(name: str) -> None
 
 def test_a_grammar_that_has_ended_keeps_no_text() -> None:
     """Harmony's ends where a message is not followed by another."""
-    sources: list[Source] = []
+    sources: list[ParserSource] = []
 
-    def grammar(source: Source) -> Steps[None]:
+    def grammar(source: ParserSource) -> Steps[None]:
         sources.append(source)
         yield from harmony.harmony(source, reasons=True, calls=True)
 
@@ -80,16 +80,16 @@ def test_the_arguments_of_a_call_are_joined_once() -> None:
 
     class Parser:
         def push(self, text: str, marks: Sequence[int]) -> Sequence[Said]:
-            return [Call("f"), *[Arguments(Parts("x"))] * 3, Content(Parts("y"))]
+            return [ToolCallEvent("f"), *[ArgumentsEvent(Parts("x"))] * 3, ContentEvent(Parts("y"))]
 
         def finish(self) -> Sequence[Said]:
-            return [Content(Parts("z")), Arguments(Parts("x"))]
+            return [ContentEvent(Parts("z")), ArgumentsEvent(Parts("x"))]
 
-    heard = Listener(Parser()).hear("", last=True)
+    heard = StreamParser(Parser()).hear("", last=True)
     assert (heard.content, [call.arguments for call in heard.calls]) == ("yz", ["xxxx"])
 
 
 def test_a_brace_that_begins_no_call_is_told_once() -> None:
     parser = GrammarParser(lambda source: formats.mistral(source, TOOLS))
     said = [*parser.push('[TOOL_CALLS]{"a": 1}', ()), *parser.finish()]
-    assert "".join(each.text for each in said if isinstance(each, Content)) == '{"a": 1}'
+    assert "".join(each.text for each in said if isinstance(each, ContentEvent)) == '{"a": 1}'

@@ -10,8 +10,8 @@ import pytest
 from msgspec.structs import replace
 
 from api.parsers.formats import DEEPSEEK
-from api.parsers.listener import Listener
-from api.parsers.model_format import NONE, Speech, speech_of
+from api.parsers.listener import StreamParser
+from api.parsers.model_format import NONE, ModelFormat, speech_of
 
 TOOLS: dict[str, Any] = {
     "f": {
@@ -41,7 +41,7 @@ class Told:
 
 
 def listened(
-    speech: Speech,
+    speech: ModelFormat,
     pieces: Sequence[str],
     end: str = "",
     tools: Mapping[str, Any] | None = TOOLS,
@@ -53,7 +53,7 @@ def listened(
     Args:
         marks: where in all of it special tokens stand.
     """
-    listener = Listener(speech.parser(end, tools, reasons=reasons), parallel=parallel)
+    listener = StreamParser(speech.parser(end, tools, reasons=reasons), parallel=parallel)
     content = reasoning = ""
     calls: dict[int, tuple[str, str]] = {}
     ids: dict[int, str] = {}
@@ -74,11 +74,11 @@ def listened(
     return Told(content, reasoning, [calls[index] for index in sorted(calls)])
 
 
-HERMES, LLAMA3 = Speech(tools="hermes"), Speech(tools="llama3")
-MISTRAL, DEEPSEEKS = Speech(tools="mistral"), Speech(tools="deepseek")
-QWEN3, R1 = Speech("qwen3", "hermes"), Speech("deepseek-r1", "deepseek")
-CODER, GLM = Speech(tools="qwen3-coder"), Speech("qwen3", "glm45")
-HARMONY = Speech("harmony", "harmony")
+HERMES, LLAMA3 = ModelFormat(tools="hermes"), ModelFormat(tools="llama3")
+MISTRAL, DEEPSEEKS = ModelFormat(tools="mistral"), ModelFormat(tools="deepseek")
+QWEN3, R1 = ModelFormat("qwen3", "hermes"), ModelFormat("deepseek-r1", "deepseek")
+CODER, GLM = ModelFormat(tools="qwen3-coder"), ModelFormat("qwen3", "glm45")
+HARMONY = ModelFormat("harmony", "harmony")
 
 
 def hermes(arguments: str, name: str = "f") -> str:
@@ -118,8 +118,8 @@ TYPED = (
 MISTYPED = {"days": "x3", "exact": "0", "where": "[]", "note": "3", "unit": "7", "city": "7"}
 AS_TEXT = '{"days": "x3", "exact": "0", "where": "[]", "note": "3", "unit": 7, "city": "7"}'
 
-CASES: dict[str, tuple[Speech, str, Told]] = {
-    "plain text": (Speech(), " hello <tool_call>\n ", Told(" hello <tool_call>\n ")),
+CASES: dict[str, tuple[ModelFormat, str, Told]] = {
+    "plain text": (ModelFormat(), " hello <tool_call>\n ", Told(" hello <tool_call>\n ")),
     "no call": (HERMES, "1 < 2 <tool_cal ", Told("1 < 2 <tool_cal ")),
     "hermes": (HERMES, hermes(PARIS), Told(calls=[("f", PARIS)])),
     "hermes, tricky": (HERMES, hermes(TRICKY), Told(calls=[("f", TRICKY)])),
@@ -389,12 +389,12 @@ def test_where_all_markers_are_special_tokens_nothing_else_changes(name: str) ->
 
 
 def test_text_that_only_begins_like_a_marker_is_not_held_back_where_that_is_a_token() -> None:
-    listener = Listener(SPOKEN["hermes"].parser("", TOOLS, reasons=True))
+    listener = StreamParser(SPOKEN["hermes"].parser("", TOOLS, reasons=True))
     assert listener.hear("~ <tool", [], last=False).content == "~ <tool"
 
 
 def test_what_comes_is_told_before_the_rest_is_there() -> None:
-    listener = Listener(QWEN3.parser("", TOOLS, reasons=True))
+    listener = StreamParser(QWEN3.parser("", TOOLS, reasons=True))
     assert listener.hear("<think>hm", last=False).reasoning == "hm"
     assert listener.hear("</think>So", last=False).content == "So"
     (begun,) = listener.hear('\n<tool_call>{"name": "f", "arg', last=False).calls
@@ -418,7 +418,7 @@ def test_the_end_of_the_prompt_says_whether_it_is_thinking(end: str, text: str, 
 
 
 @pytest.mark.parametrize("speech", [QWEN3, R1], ids=["qwen3", "r1"])
-def test_reasoning_can_be_left_out(speech: Speech) -> None:
+def test_reasoning_can_be_left_out(speech: ModelFormat) -> None:
     assert listened(speech, ["<think>hm</th", "ink>hi"], reasons=False) == Told("hi")
 
 
@@ -437,18 +437,18 @@ def test_of_several_calls_only_the_first_is_told_where_they_may_not_be_parallel(
 @pytest.mark.parametrize(
     "template, speech",
     [
-        ("{{ messages }}", Speech()),
-        ("<tool_call> <think> </think>", Speech("qwen3", "hermes")),
-        ("<tool_call>", Speech(NONE, "hermes")),
-        ("<tool_call> <function=", Speech(NONE, "qwen3-coder")),
-        ("</think> <tool_call> <arg_key>", Speech("qwen3", "glm45")),
-        ("[AVAILABLE_TOOLS] [TOOL_CALLS]", Speech(NONE, "mistral")),
-        (f"{BEGINS} </think>", Speech("qwen3", "deepseek")),
-        ('<|start_header_id|> "parameters"', Speech(NONE, "llama3")),
-        ("<|start|>assistant<|channel|>", Speech("harmony", "harmony")),
+        ("{{ messages }}", ModelFormat()),
+        ("<tool_call> <think> </think>", ModelFormat("qwen3", "hermes")),
+        ("<tool_call>", ModelFormat(NONE, "hermes")),
+        ("<tool_call> <function=", ModelFormat(NONE, "qwen3-coder")),
+        ("</think> <tool_call> <arg_key>", ModelFormat("qwen3", "glm45")),
+        ("[AVAILABLE_TOOLS] [TOOL_CALLS]", ModelFormat(NONE, "mistral")),
+        (f"{BEGINS} </think>", ModelFormat("qwen3", "deepseek")),
+        ('<|start_header_id|> "parameters"', ModelFormat(NONE, "llama3")),
+        ("<|start|>assistant<|channel|>", ModelFormat("harmony", "harmony")),
     ],
 )
-def test_a_template_shows_how_its_model_speaks(template: str, speech: Speech) -> None:
+def test_a_template_shows_how_its_model_speaks(template: str, speech: ModelFormat) -> None:
     assert speech_of(template, "auto", "auto") == speech
-    assert speech_of(template, "none", "none") == Speech()
-    assert speech_of(template, "deepseek-r1", "hermes") == Speech("deepseek-r1", "hermes")
+    assert speech_of(template, "none", "none") == ModelFormat()
+    assert speech_of(template, "deepseek-r1", "hermes") == ModelFormat("deepseek-r1", "hermes")

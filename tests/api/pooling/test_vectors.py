@@ -17,12 +17,12 @@ from common.errors import (
     InvalidRequest,
     NodeUnavailable,
     Overloaded,
-    QueueTooLong,
+    QueueFull,
 )
 from protos.pooling_pb2 import POOL_FIRST, POOL_LABELS, POOL_LAST, POOL_MEAN, POOL_TOKENS
 from protos.router_pb2 import GetClusterRequest
 from router.policy import DecodeChoice, PlacementKey, PrefillChoice, make_policy
-from router.policy.load import Load
+from router.policy.load import NodeLoad
 from router.policy.prefix_index import PrefixIndex
 from router.policy.table import NAMES
 from tests.api.openai.openai_rig import ids
@@ -209,7 +209,7 @@ async def test_many_inputs_go_to_all_nodes_in_calls_of_some(model):
 @pytest.mark.parametrize("name", NAMES)
 def test_every_policy_orders_prefill_nodes_where_no_decode_node_takes_part(name):
     nobody = DecodeChoice("", (PrefillChoice("a"), PrefillChoice("b")))
-    policy = make_policy(name, Load(), PrefixIndex())
+    policy = make_policy(name, NodeLoad(), PrefixIndex())
     for tokens in ([1], list(range(100))):
         assert set(policy.pick(PlacementKey(tokens), [nobody]).prefill) == {"a", "b"}
 
@@ -233,7 +233,7 @@ async def test_a_node_that_cannot_is_left_for_another(model, error):
     [
         (InvalidRequest("label_token_ids: none such"), 400),
         (Overloaded("full"), 429),
-        (QueueTooLong("late", 7.0), 429),
+        (QueueFull("late", 7.0), 429),
         (NodeUnavailable("drains"), 503),
     ],
 )

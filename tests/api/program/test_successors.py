@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from api.program import assembly
-from api.program.assembly import running
+from api.program.assembly import run_router
 from api.text import model_files
 from common.config import RouterConfig
-from router.workers.place import Place
+from router.workers.place import ProcessSlot
 from tests.api.rig import ON_ANY_PORT
 from tests.support.stub_decode_node import StubDecodeNode
 
@@ -19,8 +19,8 @@ def _config(model: Path, node: str) -> RouterConfig:
     return RouterConfig(front=ON_ANY_PORT, http_port=0, model=str(model), decode=(node,))
 
 
-def _place(directory: Path) -> Place:
-    return Place(0, 2, str(directory), time.monotonic(), again=True)
+def _place(directory: Path) -> ProcessSlot:
+    return ProcessSlot(0, 2, str(directory), time.monotonic(), again=True)
 
 
 async def test_it_listens_once_a_request_could_be_placed(
@@ -29,7 +29,7 @@ async def test_it_listens_once_a_request_could_be_placed(
     monkeypatch.setattr(assembly, "FIRST_LOOK_S", 120.0)
     async with StubDecodeNode() as node, asyncio.timeout(110.0):
         config = _config(model, node.address)
-        async with running(config, model_files.load(config.model), _place(tmp_path)) as router:
+        async with run_router(config, model_files.load(config.model), _place(tmp_path)) as router:
             assert router.cluster.usable()
 
 
@@ -38,5 +38,5 @@ async def test_it_listens_all_the_same_where_no_node_answers(
 ) -> None:
     monkeypatch.setattr(assembly, "FIRST_LOOK_S", 0.05)
     config = _config(model, "127.0.0.1:1")
-    async with running(config, model_files.load(config.model), _place(tmp_path)) as router:
+    async with run_router(config, model_files.load(config.model), _place(tmp_path)) as router:
         assert router.port and not router.cluster.usable()

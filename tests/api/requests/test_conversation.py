@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from api.requests import conversation
-from api.requests.generate_params import Ending, Messages, ToolCall, Turn
+from api.requests.generate_params import ChatPrompt, ChatTurn, PastToolCall, PromptEnding
 from api.text.chat_template import ChatTemplate
 from api.text.limits import MAX_SETTINGS_BYTES, MAX_VALUES
 from common.errors import InvalidRequest
 
 MAX = 10_000
-USER = Turn("user", "hi")
+USER = ChatTurn("user", "hi")
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 OPENING = PLAIN + "{% if add_generation_prompt %}[assistant]{% endif %}"
@@ -22,15 +22,15 @@ CALLING = (
 )
 
 
-def prompt(source: str, *turns: Turn, **fields: Any) -> str:
+def prompt(source: str, *turns: ChatTurn, **fields: Any) -> str:
     template = ChatTemplate(source, {"bos_token": "<s>"})
-    messages = Messages(turns or (USER,), **fields)
+    messages = ChatPrompt(turns or (USER,), **fields)
     conversation.check(messages, template, MAX)
     return conversation.rendered(messages, template, MAX)
 
 
-def called(arguments: str = '{"a": 1}') -> Turn:
-    return Turn("assistant", None, tool_calls=(ToolCall("f", arguments, "call-1"),))
+def called(arguments: str = '{"a": 1}') -> ChatTurn:
+    return ChatTurn("assistant", None, tool_calls=(PastToolCall("f", arguments, "call-1"),))
 
 
 def test_tools_reach_the_template() -> None:
@@ -78,7 +78,7 @@ def test_arguments_that_are_no_object_reach_the_template_as_they_were_written(
         + "{{ a | tojson }}|{{ a }}|{{ '' + a }}|{% for k, v in a|items %}{{ v }}{% endfor %}",
         {},
     )
-    told = conversation.rendered(Messages([called(arguments)]), template, 10 * len(arguments))
+    told = conversation.rendered(ChatPrompt([called(arguments)]), template, 10 * len(arguments))
     assert told.split("|") == [arguments] * 4
 
 
@@ -89,18 +89,20 @@ def test_a_call_without_arguments_has_none() -> None:
 
 def test_who_only_calls_says_nothing_and_who_says_nothing_says_an_empty_text() -> None:
     assert prompt("{{ messages[0].content is none }}{{ tool_calls }}", called()) == "True"
-    assert prompt("{{ 'x' + messages[0].content }}", Turn("assistant", None)) == "x"
+    assert prompt("{{ 'x' + messages[0].content }}", ChatTurn("assistant", None)) == "x"
 
 
 def test_the_answer_to_a_call_names_it() -> None:
-    answer = Turn("tool", "42", name="f", tool_call_id="call-1")
+    answer = ChatTurn("tool", "42", name="f", tool_call_id="call-1")
     source = "{% for m in messages %}{{ m.name }} {{ m.tool_call_id }} {{ m.content }}{% endfor %}"
     assert prompt(source, answer) == "f call-1 42"
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
 def test_what_was_thought_has_the_templates_own_name(name: str) -> None:
-    assert prompt(f"{{{{ messages[0].{name} }}}}", Turn("assistant", "x", reasoning="hm")) == "hm"
+    assert (
+        prompt(f"{{{{ messages[0].{name} }}}}", ChatTurn("assistant", "x", reasoning="hm")) == "hm"
+    )
 
 
 def test_settings_reach_the_template_and_others_are_refused_with_a_guess() -> None:
@@ -134,22 +136,27 @@ def test_settings_and_tools_count_before_anything_is_rendered() -> None:
 
 
 def test_a_conversation_ends_as_it_is_asked_to() -> None:
-    turns = USER, Turn("assistant", "ho ")
+    turns = USER, ChatTurn("assistant", "ho ")
     assert prompt(OPENING, *turns) == "[user]hi[assistant]ho [assistant]"
-    assert prompt(OPENING, *turns, ending=Ending.CLOSED) == "[user]hi[assistant]ho "
+    assert prompt(OPENING, *turns, ending=PromptEnding.CLOSED) == "[user]hi[assistant]ho "
     closing = OPENING.replace("{% endfor %}", "</s>{% endfor %}")
-    continued = prompt(closing, *turns, ending=Ending.CONTINUED)
+    continued = prompt(closing, *turns, ending=PromptEnding.CONTINUED)
     assert continued == "[user]hi</s>[assistant]ho "
 
 
 def test_a_template_that_leaves_the_last_message_out_cannot_continue_it() -> None:
     with pytest.raises(InvalidRequest, match=r"^continue_final_message: "):
-        prompt("{{ messages[0].content }}", USER, Turn("assistant", "ho"), ending=Ending.CONTINUED)
+        prompt(
+            "{{ messages[0].content }}",
+            USER,
+            ChatTurn("assistant", "ho"),
+            ending=PromptEnding.CONTINUED,
+        )
 
 
 def test_what_a_client_writes_is_no_template() -> None:
     content = "{{ 7 * 7 }}{% for x in range(9) %}x{% endfor %}"
-    assert prompt(PLAIN, Turn("user", content)) == f"[user]{content}"
+    assert prompt(PLAIN, ChatTurn("user", content)) == f"[user]{content}"
 
 
 @pytest.mark.parametrize(

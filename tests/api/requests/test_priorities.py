@@ -8,8 +8,8 @@ from grpc import StatusCode
 
 from api.auth.api_keys import KeyLimits
 from api.auth.client import Client
-from api.auth.usage import Usage
-from api.requests.priorities import Priorities
+from api.auth.usage import KeyUsage
+from api.requests.priorities import PriorityLimits
 from common.config import ClientsConfig
 from common.errors import InvalidRequest
 from protos.decode_pb2 import FINISH_REASON_STOP
@@ -20,7 +20,7 @@ from tests.support.stub_decode_node import StubDecodeNode, Submission
 
 
 def _client(priority: int | None) -> Client:
-    return Client("one", Usage(KeyLimits()), priority=priority)
+    return Client("one", KeyUsage(KeyLimits()), priority=priority)
 
 
 @pytest.mark.parametrize(
@@ -42,8 +42,8 @@ def _client(priority: int | None) -> Client:
 def test_a_request_has_what_it_asks_for_up_to_what_it_may(
     highest: int, of_key: int | None, asked: int | None, given: int
 ) -> None:
-    assert Priorities(highest).decide(asked, _client(of_key)) == given
-    turned = Priorities(highest, low_values_first=True)
+    assert PriorityLimits(highest).decide(asked, _client(of_key)) == given
+    turned = PriorityLimits(highest, low_values_first=True)
     assert turned.decide(-asked if asked else asked, _client(of_key)) == given
 
 
@@ -53,8 +53,8 @@ def test_a_request_has_what_it_asks_for_up_to_what_it_may(
 def test_more_than_it_may_is_refused(highest: int, of_key: int | None, asked: int) -> None:
     ends = highest if of_key is None else of_key
     with pytest.raises(InvalidRequest, match=rf"priority must be in \[-100, {ends}\], got {asked}"):
-        Priorities(highest).decide(asked, _client(of_key))
-    turned = Priorities(highest, low_values_first=True)
+        PriorityLimits(highest).decide(asked, _client(of_key))
+    turned = PriorityLimits(highest, low_values_first=True)
     with pytest.raises(InvalidRequest, match=rf"in \[{-ends}, 100\], got {-asked}"):
         turned.decide(-asked, _client(of_key))
 

@@ -7,18 +7,24 @@ from typing import Any, cast
 import pytest
 
 from api.auth.client import by_address
-from api.parsers.model_format import Speech
-from api.requests.generate_params import Messages, SharedPrompt, Text, TokenIds, Turn
-from api.requests.prompts import Prompts
+from api.parsers.model_format import ModelFormat
+from api.requests.generate_params import (
+    ChatPrompt,
+    ChatTurn,
+    SharedPrompt,
+    TextPrompt,
+    TokenIdsPrompt,
+)
+from api.requests.prompts import PromptEncoder
 from api.text.chat_template import ChatTemplate
-from api.text.limits import Limits
+from api.text.limits import ModelLimits
 from api.text.tokenizer import RouterTokenizer, num_bytes
 from common.errors import InvalidRequest
 from tests.api.rig import byte_level_tokenizer, sentencepiece_like_tokenizer
 
 CONTEXT = 1000
 CLIENT = by_address("192.0.2.1")
-LIMITS = Limits(CONTEXT, 320, longest_token_bytes=10)
+LIMITS = ModelLimits(CONTEXT, 320, longest_token_bytes=10)
 WORDS = "the quick brown fox jumps over the lazy dog; größer "
 KINDS = {
     "words": WORDS,
@@ -60,8 +66,10 @@ class Untouchable(Sequence[int]):
         raise AssertionError("a token was looked at")
 
 
-def prompts(encoder: Encoder, template: str = "") -> Prompts:
-    return Prompts(cast(RouterTokenizer, encoder), ChatTemplate(template, {}), LIMITS, Speech())
+def prompts(encoder: Encoder, template: str = "") -> PromptEncoder:
+    return PromptEncoder(
+        cast(RouterTokenizer, encoder), ChatTemplate(template, {}), LIMITS, ModelFormat()
+    )
 
 
 @pytest.mark.parametrize("character, num", [("x", 10_001), ("ö", 5_001), ("\U0001f600", 2_501)])
@@ -69,22 +77,24 @@ async def test_a_text_of_too_many_bytes_is_not_encoded(character: str, num: int)
     encoder = Encoder()
     expected = rf"text has {num_bytes(character * num)} bytes of text; .* takes at most 10000"
     with pytest.raises(InvalidRequest, match=expected):
-        await prompts(encoder).checked(Text(character * num), CLIENT)
+        await prompts(encoder).checked(TextPrompt(character * num), CLIENT)
     assert encoder.num_encoded == 0
-    assert len(await prompts(encoder).checked(Text(character * (num - 1)), CLIENT)) == 7
+    assert len(await prompts(encoder).checked(TextPrompt(character * (num - 1)), CLIENT)) == 7
 
 
 async def test_a_text_that_is_found_too_long_in_pieces_is_not_encoded_whole() -> None:
     encoder = Encoder(exceeds=True)
     with pytest.raises(InvalidRequest, match=f"text has more than {CONTEXT} tokens"):
-        await prompts(encoder).checked(Text("x" * (4 * CONTEXT + 1)), CLIENT)
+        await prompts(encoder).checked(TextPrompt("x" * (4 * CONTEXT + 1)), CLIENT)
     assert encoder.num_encoded == 0
 
 
 async def test_messages_of_too_many_bytes_are_not_rendered() -> None:
     template = "{{ raise_exception('rendered') }}"
     with pytest.raises(InvalidRequest, match="messages has 10001 bytes of text"):
-        await prompts(Encoder(), template).checked(Messages([Turn("user", "x" * 9997)]), CLIENT)
+        await prompts(Encoder(), template).checked(
+            ChatPrompt([ChatTurn("user", "x" * 9997)]), CLIENT
+        )
 
 
 async def test_rendering_ends_where_the_prompt_is_too_long() -> None:
@@ -94,18 +104,18 @@ async def test_rendering_ends_where_the_prompt_is_too_long() -> None:
     )
     encoder = Encoder()
     with pytest.raises(InvalidRequest, match="more than 10000 characters"):
-        await prompts(encoder, template).checked(Messages([Turn("user", "x" * 500)]), CLIENT)
+        await prompts(encoder, template).checked(ChatPrompt([ChatTurn("user", "x" * 500)]), CLIENT)
     assert encoder.num_encoded == 0
 
 
 async def test_of_too_many_token_ids_none_is_looked_at() -> None:
     with pytest.raises(InvalidRequest, match="token_ids has 10000000 tokens"):
-        await prompts(Encoder()).checked(TokenIds(Untouchable()), CLIENT)
+        await prompts(Encoder()).checked(TokenIdsPrompt(Untouchable()), CLIENT)
 
 
 async def test_a_prompt_of_several_choices_is_encoded_once() -> None:
     encoder = Encoder()
-    subject, shared = prompts(encoder), SharedPrompt(Text("x"))
+    subject, shared = prompts(encoder), SharedPrompt(TextPrompt("x"))
     answers = await asyncio.gather(*(subject.checked(shared, CLIENT) for _ in range(8)))
     assert answers == [[5] * 7] * 8
     assert encoder.num_encoded == 1
@@ -114,7 +124,7 @@ async def test_a_prompt_of_several_choices_is_encoded_once() -> None:
 async def test_a_choice_that_goes_away_leaves_the_encoding_to_another() -> None:
     encoder = Encoder()
     encoder.may_go_on.clear()
-    subject, shared = prompts(encoder), SharedPrompt(Text("x"))
+    subject, shared = prompts(encoder), SharedPrompt(TextPrompt("x"))
     first, second = (asyncio.create_task(subject.checked(shared, CLIENT)) for _ in range(2))
     await asyncio.sleep(0)
     first.cancel()
@@ -200,12 +210,12 @@ async def test_a_template_that_heeds_who_speaks_is_told() -> None:
         "{% for m in messages %}{{ m.role }}{% if m.name is defined %} {{ m.name }}{% endif %}: "
     )
     template += "{{ m.content }};{% endfor %}"
-    turns = [Turn("user", "hi", "ada"), Turn("assistant", "ho")]
-    await prompts(encoder, template).encode(Messages(turns), CLIENT)
+    turns = [ChatTurn("user", "hi", "ada"), ChatTurn("assistant", "ho")]
+    await prompts(encoder, template).encode(ChatPrompt(turns), CLIENT)
     assert encoder.text == "user ada: hi;assistant: ho;"
 
 
 async def test_who_speaks_is_no_way_around_the_limit_of_a_prompt() -> None:
-    named = Messages([Turn("user", "hi", "x" * LIMITS.text_bytes)])
+    named = ChatPrompt([ChatTurn("user", "hi", "x" * LIMITS.text_bytes)])
     with pytest.raises(InvalidRequest, match="bytes of text"):
         await prompts(Encoder(), "{{ messages[0].content }}").encode(named, CLIENT)

@@ -4,9 +4,9 @@ import pytest
 
 from api.auth.client import by_address
 from api.requests import record
-from api.requests.record import Records
+from api.requests.record import RequestRecords
 from router.metrics import RouterMetrics
-from router.timelines import Timelines
+from router.timelines import TimelineRecorder
 
 
 def test_tokens_written_together_with_the_first_one_have_not_waited_for_it(
@@ -16,7 +16,9 @@ def test_tokens_written_together_with_the_first_one_have_not_waited_for_it(
     monkeypatch.setattr(record.time, "monotonic", lambda: clock[0])
     metrics = RouterMetrics()
     client = by_address("10.0.0.1")
-    with Records(metrics, Timelines(metrics, None)).begin("one", "", client, "") as one:
+    with RequestRecords(metrics, TimelineRecorder(metrics, None)).begin(
+        "one", "", client, ""
+    ) as one:
         one.accept(5, "a:1")
         clock[0] = 105.0
         one.write(3)

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from api.auth.client import by_address
-from api.dialect.fields import Fields, choices, samplings
+from api.dialect.fields import GenerationFields, choices, samplings
 from api.grpc.parsing import from_prompt, from_request
-from api.parsers.model_format import Speech
+from api.parsers.model_format import ModelFormat
 from api.requests import validation
-from api.requests.generate_params import Text, Wanted
-from api.requests.generate_params import TokenIds as PromptIds
-from api.requests.prompts import Prompts
+from api.requests.generate_params import GenerateParams, TextPrompt
+from api.requests.generate_params import TokenIdsPrompt as PromptIds
+from api.requests.prompts import PromptEncoder
 from api.requests.validation import MAX_STOP_CHARACTERS, budget_s, check_label, parse
 from api.text.chat_template import ChatTemplate
-from api.text.limits import MAX_MESSAGES, Limits
+from api.text.limits import MAX_MESSAGES, ModelLimits
 from api.text.tokenizer import RouterTokenizer
 from common.config import RouterConfig
 from common.errors import ConfigError, InvalidRequest
@@ -28,13 +28,13 @@ from protos.sampling_pb2 import Sampling
 from tests.api.rig import CHAT_TEMPLATE, CONTEXT_LENGTH, VOCABULARY_SIZE, byte_level_tokenizer
 
 CLIENT = by_address("192.0.2.1")
-LIMITS = Limits(CONTEXT_LENGTH, VOCABULARY_SIZE, longest_token_bytes=16)
+LIMITS = ModelLimits(CONTEXT_LENGTH, VOCABULARY_SIZE, longest_token_bytes=16)
 TEMPLATE = ChatTemplate(CHAT_TEMPLATE, {"bos_token": "<s>"})
 
 
-def prompts(template: ChatTemplate | None = TEMPLATE) -> Prompts:
+def prompts(template: ChatTemplate | None = TEMPLATE) -> PromptEncoder:
     tokenizer = RouterTokenizer(byte_level_tokenizer().to_str().encode())
-    return Prompts(tokenizer, template, LIMITS, Speech())
+    return PromptEncoder(tokenizer, template, LIMITS, ModelFormat())
 
 
 def tokens(*ids: int) -> TokenIds:
@@ -118,9 +118,9 @@ class Counted(RouterTokenizer):
         return await super().decode_any(token_ids)
 
 
-def answers(num: int = 128, **fields: Any) -> Sequence[Wanted]:
+def answers(num: int = 128, **fields: Any) -> Sequence[GenerateParams]:
     """The answers to one request over HTTP."""
-    given = Fields(n=num, seed=5, **fields)
+    given = GenerationFields(n=num, seed=5, **fields)
     return choices(given, [PromptIds([5, 6, 7])], samplings(given, 8), echo=True)
 
 
@@ -131,7 +131,7 @@ async def test_answers_to_one_request_are_checked_once(monkeypatch: pytest.Monke
     monkeypatch.setattr(validation.sampling, "check", lambda p: (checked.append(p), check(p)))
     monkeypatch.setattr(validation, "Automaton", lambda t: (compiled.append(t), compile_(t))[1])
     tokenizer = Counted()
-    shared = Prompts(tokenizer, None, LIMITS, Speech())
+    shared = PromptEncoder(tokenizer, None, LIMITS, ModelFormat())
     wanted = answers(bad_words=["ab", "cd"], stop_regex=["a+b"], logit_bias={5: 1.0}, regex="a")
     jobs = await asyncio.gather(
         *(parse(each, f"r-{n}", shared, LIMITS, CLIENT) for n, each in enumerate(wanted))
@@ -162,7 +162,7 @@ async def test_what_is_refused_costs_no_more_for_many_answers(
     fields: dict[str, Any], sentence: str, num_words: int
 ) -> None:
     tokenizer = Counted()
-    shared = Prompts(tokenizer, None, LIMITS, Speech())
+    shared = PromptEncoder(tokenizer, None, LIMITS, ModelFormat())
     asked = (parse(each, "r", shared, LIMITS, CLIENT) for each in answers(**fields))
     errors = await asyncio.gather(*asked, return_exceptions=True)
     assert {type(error) for error in errors} == {InvalidRequest}
@@ -172,9 +172,9 @@ async def test_what_is_refused_costs_no_more_for_many_answers(
 
 async def test_a_prompt_that_is_refused_is_encoded_once_for_many_answers() -> None:
     tokenizer = Counted()
-    shared = Prompts(tokenizer, None, LIMITS, Speech())
-    given = Fields(n=128)
-    wanted = choices(given, [Text("xy " * 40)], samplings(given, 8))
+    shared = PromptEncoder(tokenizer, None, LIMITS, ModelFormat())
+    given = GenerationFields(n=128)
+    wanted = choices(given, [TextPrompt("xy " * 40)], samplings(given, 8))
     asked = (parse(each, "r", shared, LIMITS, CLIENT) for each in wanted)
     errors = await asyncio.gather(*asked, return_exceptions=True)
     assert {type(error) for error in errors} == {InvalidRequest}

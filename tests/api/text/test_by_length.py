@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from api.text.by_length import ByLength
+from api.text.by_length import LengthBatcher
 from common.errors import Overloaded
 
 
@@ -12,7 +12,7 @@ class Queue:
     """One place, which is taken; notes who has had it after that, in order."""
 
     def __init__(self, max_waiting_bytes: int = 10_000_000) -> None:
-        self.queue = ByLength(1, max_waiting_bytes=max_waiting_bytes)
+        self.queue = LengthBatcher(1, max_waiting_bytes=max_waiting_bytes)
         self.had: list[str] = []
 
     async def taken(self) -> "Queue":

@@ -13,19 +13,19 @@ from hypothesis import strategies as st
 from api.text import stops as stops_module
 from api.text.expressions import Automaton
 from api.text.positions import MAX_POSITIONS
-from api.text.stops import MAX_HELD_CHARACTERS, MAX_MATCH_CHARACTERS, StopRules, Stops
+from api.text.stops import MAX_HELD_CHARACTERS, MAX_MATCH_CHARACTERS, StopConditions, StopRules
 from common.errors import InvalidRequest
 
 words = st.text("ab", max_size=12)
 
 
-def strings(stops: list[str]) -> Stops:
+def strings(stops: list[str]) -> StopConditions:
     finder = StopRules(stops).begin()
     assert finder is not None
     return finder
 
 
-def expressions(*patterns: str, stops: tuple[str, ...] = ()) -> Stops:
+def expressions(*patterns: str, stops: tuple[str, ...] = ()) -> StopConditions:
     finder = StopRules(stops, Automaton(patterns)).begin()
     assert finder is not None
     return finder

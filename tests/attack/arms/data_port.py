@@ -4,7 +4,7 @@ import asyncio
 import struct
 from random import Random
 
-from kvtransfer.backends.tcp.wire import INTRODUCTION, KEY_BYTES, MAGIC, REQUEST, Kind
+from kvtransfer.backends.tcp.wire import INTRODUCTION, KEY_BYTES, MAGIC, REQUEST, FrameKind
 from tests.attack.crowds import crowd_at
 from tests.attack.target import Target, host_port
 
@@ -29,7 +29,7 @@ async def false_proof(target: Target, draw: Random) -> None:
     try:
         number, count = draw.choice((1, 2, draw.getrandbits(64))), draw.getrandbits(64)
         writer.write(INTRODUCTION.pack(MAGIC, number, count, draw.randbytes(KEY_BYTES)))
-        writer.write(REQUEST.pack(Kind.POOL, 1) + struct.pack("<i", 0))
+        writer.write(REQUEST.pack(FrameKind.POOL, 1) + struct.pack("<i", 0))
         await reader.read(4096)
     finally:
         writer.transport.abort()

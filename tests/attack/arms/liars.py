@@ -18,14 +18,14 @@ import grpc.aio
 import numpy as np
 
 from common import limits, rpc
-from common.identity.by_token import ByToken
+from common.identity.by_token import TokenAuthentication
 from common.identity.caller import node_name
-from common.identity.guard import Guard
+from common.identity.guard import CallAuthenticator
 from common.identity.program import identity_of
 from common.identity.refusals import uncounted
 from common.requests.prefix_hash import as_bytes
-from common.rpc.stream_status import StreamEnded, heard
-from kvtransfer.backends.base import Owner, PagePool
+from common.rpc.stream_status import StreamStatus, heard
+from kvtransfer.backends.base import PagePool, PageProducer
 from kvtransfer.backends.tcp.backend import TcpBackend
 from kvtransfer.pairing import PROTOCOL_VERSION
 from protos import decode_pb2, kvtransfer_pb2, request_pb2
@@ -124,7 +124,7 @@ class _LyingOwner(KvTransferServicer):
     """Greets as an owner must, serves reads of rubbish, and has an answer to everything: now and
     then the right one."""
 
-    def __init__(self, hello: kvtransfer_pb2.Hello, owner: Owner, draw: Random) -> None:
+    def __init__(self, hello: kvtransfer_pb2.Hello, owner: PageProducer, draw: Random) -> None:
         self._hello = hello
         self._owner = owner
         self._draw = draw
@@ -292,7 +292,7 @@ async def _corrected(channel: grpc.aio.Channel, hello: kvtransfer_pb2.Hello) -> 
     try:
         async for _ in heard(call):
             pass
-    except StreamEnded as end:
+    except StreamStatus as end:
         told = end.sentence
     differences = _DIFFERENCE.findall(told)
     for field, value in differences:
@@ -335,7 +335,9 @@ async def _lying(target: Target, draw: Random) -> AsyncIterator["tuple[_LyingOwn
         assert identity is not None
         server = rpc.make_server()
         add = add_KvTransferServicer_to_server
-        rpc.add_service(server, add, liar, Guard(ByToken(identity), uncounted))
+        rpc.add_service(
+            server, add, liar, CallAuthenticator(TokenAuthentication(identity), uncounted)
+        )
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         try:

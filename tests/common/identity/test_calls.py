@@ -1,10 +1,10 @@
 """Calls between programs over real gRPC: who is let in, who is believed, and what each side says.
 
-Seen failing, each without its line: the check of roles in Guard._admit, `_use` in ByToken, `leeway`
-and `audience` in tokens.verify, `_check` in _ProvedStream._prove and _ProvedUnary, the comparison
-of nonces in Identity.check_proof, the float of `exp` in tokens.verify and how long it may be, the
-claims of a token read only behind its signature, parsing after and not before Guard's answer in
-services._guarded.
+Seen failing, each without its line: the check of roles in CallAuthenticator._admit, `_use` in
+TokenAuthentication, `leeway` and `audience` in tokens.verify, `_check` in _ProvedStream._prove and
+_ProvedUnary, the comparison of nonces in Identity.check_proof, the float of `exp` in tokens.verify
+and how long it may be, the claims of a token read only behind its signature, parsing after and not
+before CallAuthenticator's answer in services._guarded.
 """
 
 import asyncio
@@ -24,12 +24,12 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from common import rpc
 from common.errors import Forbidden
 from common.identity import secret, tokens
-from common.identity.by_token import ByToken
-from common.identity.guard import Guard
+from common.identity.by_token import TokenAuthentication
+from common.identity.guard import CallAuthenticator
 from common.identity.identity import Identity
 from common.identity.refusals import uncounted
 from common.identity.roles import ROLES
-from common.identity.secret import Keyring, new_secret, operator_keys
+from common.identity.secret import SecretKeys, new_secret, operator_keys
 from protos import decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc, router_pb2
 from tests.support.refused_stream import end_of_stream
 
@@ -47,7 +47,7 @@ class Keys:
     text: str = SECRET
     role: str = "node"
 
-    def current(self) -> Keyring:
+    def current(self) -> SecretKeys:
         return secret.parse(self.text, "the test", self.role)
 
 
@@ -90,7 +90,7 @@ class Service(node_pb2_grpc.NodeServicer, decode_pb2_grpc.DecodeNodeServicer):
 
 
 @contextlib.asynccontextmanager
-async def serving(guard: Guard | None) -> AsyncIterator[tuple[Service, str]]:
+async def serving(guard: CallAuthenticator | None) -> AsyncIterator[tuple[Service, str]]:
     server, service = rpc.make_server(), Service()
     port = rpc.bind(server, "127.0.0.1", 0)
     names = rpc.add_service(server, node_pb2_grpc.add_NodeServicer_to_server, service, guard)
@@ -126,7 +126,9 @@ class Node:
 @pytest.fixture
 async def node():
     keys, refused = Keys(), Counted()
-    guard = Guard(ByToken(Identity("node", "the node", keys, refused)), refused)
+    guard = CallAuthenticator(
+        TokenAuthentication(Identity("node", "the node", keys, refused)), refused
+    )
     async with serving(guard) as (service, address):
         yield Node(service, address, keys, refused)
 
@@ -384,7 +386,7 @@ async def test_a_proof_must_be_a_nodes_and_of_this_call(monkeypatch, forge, reas
         return called, forge(called.nonce, fresh)
 
     monkeypatch.setattr(node, "admit", admit)
-    guard = Guard(ByToken(node), uncounted)
+    guard = CallAuthenticator(TokenAuthentication(node), uncounted)
     count = Counted()
     async with (
         serving(guard) as (_, address),
@@ -422,7 +424,7 @@ async def test_a_cancelled_stream_is_cancelled_and_nothing_else():
 
 
 def test_every_method_of_a_node_has_a_rule():
-    guard = Guard(lambda method, context: None, uncounted)
+    guard = CallAuthenticator(lambda method, context: None, uncounted)
     for service in (node_pb2, decode_pb2):
         for one in service.DESCRIPTOR.services_by_name.values():
             for method in one.methods:

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import generate_latest
 
 from common import rpc, tls
-from common.config import FrontConfig
+from common.config import ServerConfig
 from common.errors import ConfigError
 from common.identity.program import guard_of
 from common.identity.refusals import uncounted
@@ -38,7 +38,7 @@ def authority():
 async def address(authority, tmp_path):
     config = authority.write(tmp_path / "node", roles=["node"])
     certificates = tls.certificates(config, "--front.tls")
-    guard = guard_of(FrontConfig(port=1, tls=config), None, certificates, uncounted)
+    guard = guard_of(ServerConfig(port=1, tls=config), None, certificates, uncounted)
     server = rpc.make_server()
     rpc.add_service(server, node_pb2_grpc.add_NodeServicer_to_server, Service(), guard)
     port = rpc.bind(server, "127.0.0.1", 0, certificates)
@@ -92,9 +92,9 @@ def test_a_secret_goes_before_the_certificate_and_tls_that_is_not_mutual_says_no
     one_way = config.model_copy(update={"ca": None})
     certificates = tls.certificates(one_way, "--front.tls")
     with pytest.raises(ConfigError, match="reached from other hosts"):
-        guard_of(FrontConfig(tls=one_way, **beyond), None, certificates, uncounted)
+        guard_of(ServerConfig(tls=one_way, **beyond), None, certificates, uncounted)
     certificates = tls.certificates(config, "--front.tls")
-    assert guard_of(FrontConfig(tls=config, **beyond), None, certificates, uncounted)
+    assert guard_of(ServerConfig(tls=config, **beyond), None, certificates, uncounted)
 
 
 def test_a_metric_tells_until_when_certificates_are_good(authority, tmp_path):

@@ -7,7 +7,7 @@ import pytest
 from common.errors import ConfigError
 from common.identity import exposure, secret, tokens
 from common.identity.operator import AUDIENCE, OperatorCheck
-from common.identity.refusals import Refused
+from common.identity.refusals import AuthRejection
 from common.identity.roles import ROLES
 from common.identity.secret import new_secret, operator_keys
 
@@ -143,7 +143,7 @@ def test_an_operators_key_or_token_opens_http_and_nothing_else_does():
         (f"Bearer {tokens.sign(ring, 'node', 'me', AUDIENCE).text}", "role"),
         (f"Bearer {tokens.sign(ring, 'operator', 'me', '/baton.v1.Node/Drain').text}", "call"),
     ):
-        with pytest.raises(Refused) as caught:
+        with pytest.raises(AuthRejection) as caught:
             check(shown)
         assert caught.value.reason == reason, shown
 

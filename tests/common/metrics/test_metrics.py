@@ -4,11 +4,11 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from common.distribution import Counted, Distribution
+from common.distribution import HistogramCounts, LiveHistogram
 from common.metrics.trust import TRUST
 from docs.generate import metrics as docs
 from node import metrics as node
-from node.messages import Moving
+from node.messages import EngineStats
 from node.metrics import NodeMetrics
 from router import metrics as router
 from router.metrics import RouterMetrics
@@ -18,7 +18,7 @@ ROLES = ("prefill", "decode")
 
 
 def moving(gauges=None, distributions=None, links=()):
-    return Moving(
+    return EngineStats(
         steps=1,
         gauges=gauges or {},
         state="ready",
@@ -65,10 +65,10 @@ def test_names_are_base_units_and_belong_to_one_program():
 
 
 def test_a_distribution_is_a_histogram_with_cumulative_buckets():
-    seconds = Distribution((0.1, 1.0))
+    seconds = LiveHistogram((0.1, 1.0))
     for each, times in ((0.05, 2), (0.1, 1), (0.5, 1), (7.0, 3)):
         seconds.add(each, times)
-    assert seconds.counted() == Counted((0.1, 1.0), (3, 1, 3), pytest.approx(21.7))
+    assert seconds.counted() == HistogramCounts((0.1, 1.0), (3, 1, 3), pytest.approx(21.7))
     metrics = NodeMetrics("decode")
     metrics.engine_moved(moving(distributions={"step_seconds/decode": seconds.counted()}))
     bucket = "baton_step_seconds_bucket"

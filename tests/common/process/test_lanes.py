@@ -1,8 +1,8 @@
 """Streams that share the socket to an engine process that does not read.
 
-Each seen failing: without either half of Lane._is_full, with everybody full while anything waits,
-without the fault of an engine that reads nothing, and without `_caught_up` set when the connection
-is closed.
+Each seen failing: without either half of CallLane._is_full, with everybody full while anything
+waits, without the fault of an engine that reads nothing, and without `_caught_up` set when the
+connection is closed.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from common.process.ipc import Backlogged, FrameConnection, PeerGone, socket_pair
-from common.process.lanes import Lane
+from common.process.lanes import CallLane
 
 
 class Note(msgspec.Struct, frozen=True, tag=True):
@@ -49,7 +49,7 @@ async def ends() -> AsyncIterator[Ends]:
     engine.close()
 
 
-async def room(lane: Lane) -> bool:
+async def room(lane: CallLane) -> bool:
     """Return whether the lane has capacity now."""
     waiting = asyncio.ensure_future(lane.room())
     done, _ = await asyncio.wait({waiting}, timeout=0.05)
@@ -59,7 +59,7 @@ async def room(lane: Lane) -> bool:
 
 async def test_whoever_sends_more_than_is_read_waits_and_others_go_on(ends: Ends) -> None:
     ends.read(False)
-    loud, quiet = Lane(ends.front), Lane(ends.front)
+    loud, quiet = CallLane(ends.front), CallLane(ends.front)
     num_sent = 0
     while await room(loud):
         loud.send(MIB)
@@ -78,13 +78,13 @@ async def test_whoever_sends_more_than_is_read_waits_and_others_go_on(ends: Ends
 async def test_when_much_waits_in_all_nobody_sends_more(ends: Ends) -> None:
     ends.read(False)
     for _ in range(70):
-        Lane(ends.front).send(MIB)
-    assert not await room(Lane(ends.front))
+        CallLane(ends.front).send(MIB)
+    assert not await room(CallLane(ends.front))
 
 
 async def test_an_engine_that_reads_nothing_for_long_is_at_fault(ends: Ends) -> None:
     ends.read(False)
-    lane = Lane(ends.front, stuck_s=0.05)
+    lane = CallLane(ends.front, stuck_s=0.05)
     for _ in range(8):
         lane.send(MIB)
     with pytest.raises(Backlogged, match="nothing was read for"):
@@ -93,7 +93,7 @@ async def test_an_engine_that_reads_nothing_for_long_is_at_fault(ends: Ends) -> 
 
 async def test_nobody_waits_for_an_engine_that_is_gone(ends: Ends) -> None:
     ends.read(False)
-    lane = Lane(ends.front)
+    lane = CallLane(ends.front)
     for _ in range(8):
         lane.send(MIB)
     waiting = asyncio.ensure_future(lane.room())

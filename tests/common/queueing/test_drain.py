@@ -4,18 +4,20 @@ import math
 
 import pytest
 
-from common.errors import QueueTooLong
-from common.queueing.drain import ENOUGH_SAMPLES, STALL_S, Drain, may_wait_s
-from common.queueing.waiting_line import Place
+from common.errors import QueueFull
+from common.queueing.drain import ENOUGH_SAMPLES, STALL_S, QueueEstimator, may_wait_s
+from common.queueing.waiting_line import QueueEntry
 
 FIRST = -math.inf
 
 
-def drained(*, unit_s: float = 0.01, steps: int = 50, at: float = 100.0) -> tuple[Drain, float]:
+def drained(
+    *, unit_s: float = 0.01, steps: int = 50, at: float = 100.0
+) -> tuple[QueueEstimator, float]:
     """A queue that has served 10 units at a time, `unit_s` each; and the time."""
-    drain = Drain()
+    drain = QueueEstimator()
     for key in range(steps):
-        drain.join(key, Place(FIRST, 10), at)
+        drain.join(key, QueueEntry(FIRST, 10), at)
         at += 10 * unit_s
         drain.serve(key)
         drain.tick(at)
@@ -23,23 +25,23 @@ def drained(*, unit_s: float = 0.01, steps: int = 50, at: float = 100.0) -> tupl
 
 
 def test_nothing_is_known_and_nothing_refused_at_the_start() -> None:
-    drain = Drain()
+    drain = QueueEstimator()
     at = 0.0
     for key in range(ENOUGH_SAMPLES - 1):
-        drain.join(key, Place(FIRST, 1000), at)
+        drain.join(key, QueueEntry(FIRST, 1000), at)
         at += 10.0
         drain.serve(key)
         drain.tick(at)
-    drain.join(100, Place(FIRST, 10**6), at)
-    drain.check(Place(at, 1), at)
+    drain.join(100, QueueEntry(FIRST, 10**6), at)
+    drain.check(QueueEntry(at, 1), at)
     assert drain.backlog == (0.0, 0.0)
 
 
 def test_the_first_steps_of_a_process_are_no_measure() -> None:
-    drain = Drain()
+    drain = QueueEstimator()
     at = 0.0
     for key in range(ENOUGH_SAMPLES):
-        drain.join(key, Place(FIRST, 10), at)
+        drain.join(key, QueueEntry(FIRST, 10), at)
         at += 60.0 if key < 2 else 0.1
         drain.serve(key)
         drain.tick(at)
@@ -48,8 +50,8 @@ def test_the_first_steps_of_a_process_are_no_measure() -> None:
 
 def test_what_waits_is_as_long_as_what_went_through_it_took() -> None:
     drain, at = drained(unit_s=0.01)
-    drain.join(1000, Place(FIRST, 200), at)
-    drain.join(1001, Place(FIRST, 100), at)
+    drain.join(1000, QueueEntry(FIRST, 200), at)
+    drain.join(1001, QueueEntry(FIRST, 100), at)
     assert drain.queued_s == pytest.approx(3.0)
     drain.serve(1000, left=150)
     assert drain.queued_s == pytest.approx(2.5)
@@ -59,22 +61,22 @@ def test_what_waits_is_as_long_as_what_went_through_it_took() -> None:
 
 def test_what_cannot_be_begun_in_time_is_refused_and_told_when_to_come_again() -> None:
     drain, at = drained(unit_s=0.01)
-    drain.join(1000, Place(FIRST, 300), at)
-    drain.check(Place(at + 3.01, 10), at)
-    with pytest.raises(QueueTooLong) as refused:
-        drain.check(Place(at + 1.0, 10), at)
+    drain.join(1000, QueueEntry(FIRST, 300), at)
+    drain.check(QueueEntry(at + 3.01, 10), at)
+    with pytest.raises(QueueFull) as refused:
+        drain.check(QueueEntry(at + 1.0, 10), at)
     assert refused.value.retry_after_s == pytest.approx(2.0)
 
 
 def test_an_idle_queue_takes_everything_however_slow_it_was() -> None:
     drain, at = drained(unit_s=5.0)
-    drain.check(Place(at - 100.0, 10**6), at)
+    drain.check(QueueEntry(at - 100.0, 10**6), at)
 
 
 def test_an_hour_without_work_says_nothing() -> None:
     drain, at = drained(unit_s=0.01)
     at += 3600.0
-    drain.join(1000, Place(FIRST, 10), at)
+    drain.join(1000, QueueEntry(FIRST, 10), at)
     drain.serve(1000)
     drain.tick(at + 0.1)
     assert drain.unit_s == pytest.approx(0.01)
@@ -82,13 +84,13 @@ def test_an_hour_without_work_says_nothing() -> None:
 
 def test_a_pause_in_the_midst_of_work_does_not_make_a_node_slow() -> None:
     drain, at = drained(unit_s=0.01)
-    drain.join(1000, Place(FIRST, 10), at)
+    drain.join(1000, QueueEntry(FIRST, 10), at)
     at += 60.0
     drain.serve(1000)
     drain.tick(at)
     assert drain.unit_s < 0.01 + STALL_S / 100
     for key in range(2000, 2100):
-        drain.join(key, Place(FIRST, 10), at)
+        drain.join(key, QueueEntry(FIRST, 10), at)
         at += 0.1
         drain.serve(key)
         drain.tick(at)
@@ -98,7 +100,7 @@ def test_a_pause_in_the_midst_of_work_does_not_make_a_node_slow() -> None:
 def test_a_node_that_has_become_slower_is_known_to_be_within_its_next_steps() -> None:
     drain, at = drained(unit_s=0.01, steps=500)
     for key in range(1000, 1100):
-        drain.join(key, Place(FIRST, 10), at)
+        drain.join(key, QueueEntry(FIRST, 10), at)
         at += 1.0
         drain.serve(key)
         drain.tick(at)
@@ -107,7 +109,7 @@ def test_a_node_that_has_become_slower_is_known_to_be_within_its_next_steps() ->
 
 def test_who_is_served_anew_counts_once() -> None:
     drain, at = drained()
-    drain.join(1000, Place(FIRST, 100), at)
+    drain.join(1000, QueueEntry(FIRST, 100), at)
     drain.serve(1000, left=50)
     drain.serve(1000, left=80)  # it was retracted, and is computed anew
     assert drain.queued_s == pytest.approx(0.5)

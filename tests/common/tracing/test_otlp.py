@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 import grpc
 import pytest
 
-from common.config import FrontConfig
+from common.config import ServerConfig
 from common.tracing import export, otlp
-from common.tracing.context import UNTRACED, Trace, parse
-from common.tracing.tracer import FLUSH_S, Child, Tracer
+from common.tracing.context import UNTRACED, TraceContext, parse
+from common.tracing.tracer import FLUSH_S, ChildSpan, Tracer
 from tests.support.otlp_collector import collecting
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
@@ -27,7 +27,7 @@ def tracer_to() -> Iterator[Callable[..., Tracer]]:
     made: list[Tracer] = []
 
     def make(endpoint: str, **how: float) -> Tracer:
-        tracer = export.start(FrontConfig(port=0, otlp_endpoint=endpoint), "baton-test", **how)
+        tracer = export.start(ServerConfig(port=0, otlp_endpoint=endpoint), "baton-test", **how)
         assert tracer is not None
         made.append(tracer)
         return tracer
@@ -37,13 +37,13 @@ def tracer_to() -> Iterator[Callable[..., Tracer]]:
         tracer.close()
 
 
-def _tell(tracer: Tracer, trace: Trace, name: str = "part") -> None:
+def _tell(tracer: Tracer, trace: TraceContext, name: str = "part") -> None:
     now = time.monotonic()
     tracer.tell(trace, name, begun=now - 1.0, ended=now, children=[], attributes={})
 
 
 def test_without_an_endpoint_there_is_no_tracer_and_no_program_loads_the_library():
-    assert export.start(FrontConfig(port=0), "baton-test") is None
+    assert export.start(ServerConfig(port=0), "baton-test") is None
     code = f"import {PROGRAMS}; import sys; print(*sys.modules)"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -55,7 +55,7 @@ def test_without_an_endpoint_there_is_no_tracer_and_no_program_loads_the_library
 )
 def test_an_endpoint_must_be_a_url_of_a_collector(endpoint: str):
     with pytest.raises(ValueError, match="OTLP over gRPC"):
-        FrontConfig(port=0, otlp_endpoint=endpoint)
+        ServerConfig(port=0, otlp_endpoint=endpoint)
 
 
 def test_a_request_hangs_on_its_parent_or_begins_a_trace_by_the_ratio(tracer_to):
@@ -65,7 +65,7 @@ def test_a_request_hangs_on_its_parent_or_begins_a_trace_by_the_ratio(tracer_to)
     assert below.parent == PARENT and own.sampled
     assert own.trace_id == parent.trace_id and own.span_id != parent.span_id
     unsampled = PARENT[:-2] + "00"
-    assert tracer.enter(unsampled, root=True) == Trace(unsampled)
+    assert tracer.enter(unsampled, root=True) == TraceContext(unsampled)
     assert tracer.enter("") == UNTRACED  # only the router begins one
     assert parse(tracer.enter("", root=True).own).sampled
     never = tracer_to("http://127.0.0.1:9", ratio=0.0)
@@ -86,11 +86,11 @@ async def test_a_span_has_the_name_it_was_given_ahead_and_its_phases_inside_it(t
             "whole",
             begun=now - 2.0,
             ended=now,
-            children=[Child("phase", now - 1.5, now - 0.5, {"n": 1})],
+            children=[ChildSpan("phase", now - 1.5, now - 0.5, {"n": 1})],
             attributes={"a": "b"},
             error="it failed",
         )
-        _tell(tracer, Trace(PARENT), "no name ahead")
+        _tell(tracer, TraceContext(PARENT), "no name ahead")
         await asyncio.to_thread(tracer.close)
         spans = {span.name: span for span in collector.spans}
     whole, phase, other = spans["whole"], spans["phase"], spans["no name ahead"]
@@ -136,7 +136,7 @@ async def test_that_a_collector_takes_nothing_is_logged_once_and_so_is_its_end(
         tracer = tracer_to(collector.endpoint)
         for refusals in ((for_now, for_good), (for_now, for_good), ()):
             collector.refusals = iter(refusals)
-            _tell(tracer, Trace(PARENT))
+            _tell(tracer, TraceContext(PARENT))
             for _ in refusals or ("the try that succeeds",):
                 await collector.asked()
         await asyncio.to_thread(tracer.close)

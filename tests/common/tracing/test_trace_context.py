@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.tracing.context import SpanName, Trace, checked, is_sampled, log_fields, parse
+from common.tracing.context import SpanName, TraceContext, checked, is_sampled, log_fields, parse
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 HEADER = f"00-{TRACE}-{SPAN}-01"
@@ -64,6 +64,8 @@ def test_whatever_comes_is_a_header_of_ours_or_nothing(text: str):
 
 def test_only_lines_of_a_traced_request_have_a_trace_id():
     assert log_fields(HEADER) == {"trace_id": TRACE} and log_fields("") == {}
-    assert Trace(HEADER).log_fields == {"trace_id": TRACE} and Trace().log_fields == {}
+    assert (
+        TraceContext(HEADER).log_fields == {"trace_id": TRACE} and TraceContext().log_fields == {}
+    )
     own = f"00-{TRACE}-{'a' * 16}-01"
-    assert (Trace(HEADER).passed_on, Trace(HEADER, own).passed_on) == (HEADER, own)
+    assert (TraceContext(HEADER).passed_on, TraceContext(HEADER, own).passed_on) == (HEADER, own)

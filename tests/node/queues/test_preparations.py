@@ -3,7 +3,7 @@
 import pytest
 
 from common.errors import InvalidRequest
-from node.queues.preparations import Preparations
+from node.queues.preparations import PreparationStages
 from tests.support.specs import make_request
 
 
@@ -43,7 +43,7 @@ def lines():
 
 @pytest.fixture
 def preparations(lines):
-    return Preparations(*lines)
+    return PreparationStages(*lines)
 
 
 def a_request(key, needs="", **fields):

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from common.page_tables import PageTables
-from engine.scheduler.outcome import Spoilt
-from kvtransfer.ports import AskedToForget, AskToForget
-from node.sharing.corrupt_prefixes import EVERY_S, MOST, SpoiltPrefixes
+from engine.scheduler.outcome import CorruptPrefix
+from kvtransfer.ports import InvalidateCommand, InvalidateEvent
+from node.sharing.corrupt_prefixes import EVERY_S, MOST, CorruptPrefixes
 from tests.kvtransfer.prefix_sides import Memory, Posts
 from tests.kvtransfer.sides import PAGE_SIZE
 
@@ -26,18 +26,21 @@ def num_cached(memory: Memory, namespace: bytes) -> int:
 
 def test_everybody_who_gave_some_of_it_is_asked_once(memory: Memory) -> None:
     port = Posts()
-    spoilt = SpoiltPrefixes(memory.cache, port)
-    spoilt.found(Spoilt(TOKENS, OTHERS, (7, 5, 7)))
-    assert port.take() == [AskToForget(7, TOKENS, OTHERS), AskToForget(5, TOKENS, OTHERS)]
-    spoilt.found(Spoilt(TOKENS, OTHERS, ()))
+    spoilt = CorruptPrefixes(memory.cache, port)
+    spoilt.found(CorruptPrefix(TOKENS, OTHERS, (7, 5, 7)))
+    assert port.take() == [
+        InvalidateCommand(7, TOKENS, OTHERS),
+        InvalidateCommand(5, TOKENS, OTHERS),
+    ]
+    spoilt.found(CorruptPrefix(TOKENS, OTHERS, ()))
     assert not port.take()
 
 
 # Whoever is paired may ask for anything, rightly or not: it costs so much and no more.
 def test_who_asks_without_end_is_heeded_now_and_then(memory: Memory) -> None:
     now = 100.0
-    spoilt = SpoiltPrefixes(memory.cache, Posts(), lambda: now)
-    asked = AskedToForget(TOKENS, b"")
+    spoilt = CorruptPrefixes(memory.cache, Posts(), lambda: now)
+    asked = InvalidateEvent(TOKENS, b"")
 
     def heeded() -> int:
         """Return the number of accepted requests out of a flood."""

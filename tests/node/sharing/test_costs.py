@@ -2,25 +2,25 @@
 
 import pytest
 
-from node.sharing.costs import BELIEVED_S, FIRST_ROUND_S, GIB, WEIGHT, ReadCosts
+from node.sharing.costs import BELIEVED_S, FIRST_ROUND_S, GIB, WEIGHT, PrefixReadCosts
 
 OWNER = 7
 
 
-def read_s(costs: ReadCosts, *, num_bytes: int = 0, gib_per_s: float = 1.0, **how) -> float:
+def read_s(costs: PrefixReadCosts, *, num_bytes: int = 0, gib_per_s: float = 1.0, **how) -> float:
     fields = {"num_reads": 0, "now": 0.0, **how}
     return costs.read_s(OWNER, num_bytes, gib_per_s, **fields)
 
 
 def test_a_link_is_shared_by_the_reads_on_it() -> None:
-    costs = ReadCosts(0.7)
+    costs = PrefixReadCosts(0.7)
     assert read_s(costs, num_bytes=GIB) == pytest.approx(1.0 + FIRST_ROUND_S)
     assert read_s(costs, num_bytes=GIB, num_reads=2) == pytest.approx(3.0 + FIRST_ROUND_S)
     assert read_s(costs, num_bytes=GIB, gib_per_s=0.0) == pytest.approx(100.0 + FIRST_ROUND_S)
 
 
 def test_what_an_owner_takes_besides_is_learnt_and_not_believed_for_ever() -> None:
-    costs = ReadCosts(0.7)
+    costs = PrefixReadCosts(0.7)
     costs.learn(OWNER, GIB, 1.0, 2.0, now=10.0)  # a second more than its bytes take
     learnt = FIRST_ROUND_S + WEIGHT * (1.0 - FIRST_ROUND_S)
     assert read_s(costs, now=11.0) == pytest.approx(learnt)
@@ -43,4 +43,4 @@ def test_what_an_owner_takes_besides_is_learnt_and_not_believed_for_ever() -> No
 def test_reading_pays_by_a_margin(
     seconds: float, tokens: int, token_s: float, queued_s: float, pays: bool
 ) -> None:
-    assert ReadCosts(0.7).pays(seconds, tokens, token_s=token_s, queued_s=queued_s) is pays
+    assert PrefixReadCosts(0.7).pays(seconds, tokens, token_s=token_s, queued_s=queued_s) is pays

@@ -5,10 +5,10 @@ import pytest
 from common.page_tables import PageTables
 from common.request import Remaining
 from common.requests.prefix_hash import as_bytes
-from engine.kv_cache.pages import Holder
+from engine.kv_cache.pages import PageHolder
 from kvtransfer.messages import HandoffId, Prefix
-from kvtransfer.ports import FailHandoff, Granted, HandoffDropped, Opened, Publish
-from node.sharing.exports import MAX_ASKED, SHARE, Loans
+from kvtransfer.ports import ClosedEvent, FailCommand, GrantedEvent, OpenedEvent, PublishCommand
+from node.sharing.exports import MAX_ASKED, SHARE, PrefixExports
 from tests.kvtransfer.prefix_sides import NO_TIERS, Memory, Posts
 from tests.kvtransfer.sides import PAGE_SIZE
 
@@ -24,9 +24,9 @@ def memory() -> Memory:
     return memory
 
 
-def loans_of(memory: Memory, port: Posts, *, enabled: bool = True) -> Loans:
+def loans_of(memory: Memory, port: Posts, *, enabled: bool = True) -> PrefixExports:
     tables = PageTables(PAGE_SIZE)
-    return Loans(
+    return PrefixExports(
         enabled=enabled,
         cache=memory.cache,
         pages=memory.pages,
@@ -36,13 +36,13 @@ def loans_of(memory: Memory, port: Posts, *, enabled: bool = True) -> Loans:
     )
 
 
-def opened(serial: int) -> tuple[Opened, Prefix]:
+def opened(serial: int) -> tuple[OpenedEvent, Prefix]:
     prefix = Prefix(as_bytes(range(ASKED)))
-    return Opened(serial, ID, b"", Remaining(9.0), prefix), prefix
+    return OpenedEvent(serial, ID, b"", Remaining(9.0), prefix), prefix
 
 
 def num_lent(memory: Memory) -> int:
-    return int(memory.pages.holds(Holder.PUBLICATION).sum())
+    return int(memory.pages.holds(PageHolder.PUBLICATION).sum())
 
 
 def test_nothing_is_held_before_the_reader_has_pages_for_it(memory: Memory) -> None:
@@ -50,20 +50,20 @@ def test_nothing_is_held_before_the_reader_has_pages_for_it(memory: Memory) -> N
     loans = loans_of(memory, port)
     loans.opened(*opened(1))
     assert num_lent(memory) == 0 and not port.take()
-    loans.granted(Granted(1, PAGE_SIZE))
+    loans.granted(GrantedEvent(1, PAGE_SIZE))
     assert num_lent(memory) == HAS - 1
     (published,) = port.take()
-    assert isinstance(published, Publish) and published.last
+    assert isinstance(published, PublishCommand) and published.last
     assert (published.start, published.end) == (PAGE_SIZE, HAS * PAGE_SIZE)
-    loans.dropped(HandoffDropped(1, ID, True, ""))
+    loans.dropped(ClosedEvent(1, ID, True, ""))
     assert num_lent(memory) == 0 and not len(loans)
 
 
 def test_who_goes_before_the_grant_was_lent_nothing(memory: Memory) -> None:
     loans = loans_of(memory, Posts())
     loans.opened(*opened(1))
-    loans.dropped(HandoffDropped(1, ID, False, "gone"))
-    loans.granted(Granted(1, 0))
+    loans.dropped(ClosedEvent(1, ID, False, "gone"))
+    loans.granted(GrantedEvent(1, 0))
     assert num_lent(memory) == 0 and not len(loans)
 
 
@@ -73,15 +73,15 @@ def test_what_cannot_be_lent_is_refused_at_once(memory: Memory, why: str) -> Non
     loans = loans_of(memory, port, enabled=why != "it lends nothing")
     if why == "too much is lent":
         loans.opened(*opened(1))
-        loans.granted(Granted(1, 0))
+        loans.granted(GrantedEvent(1, 0))
         port.take()
     before = num_lent(memory)
     loans.opened(*opened(2))
-    loans.granted(Granted(2, HAS * PAGE_SIZE if why == "it has no more" else 0))
+    loans.granted(GrantedEvent(2, HAS * PAGE_SIZE if why == "it has no more" else 0))
     (refused,) = port.take()
-    assert isinstance(refused, FailHandoff) and not refused.retryable
+    assert isinstance(refused, FailCommand) and not refused.retryable
     assert num_lent(memory) == before
-    loans.dropped(HandoffDropped(2, ID, False, "refused"))
+    loans.dropped(ClosedEvent(2, ID, False, "refused"))
     assert loans.counters()["prefix_loans/refused"] == 1
 
 
@@ -91,7 +91,7 @@ def test_no_more_than_so_many_may_ask_at_once(memory: Memory) -> None:
     for serial in range(MAX_ASKED + 1):
         loans.opened(*opened(serial))
     (refused,) = port.take()
-    assert isinstance(refused, FailHandoff) and refused.serial == MAX_ASKED
+    assert isinstance(refused, FailCommand) and refused.serial == MAX_ASKED
     for serial in range(MAX_ASKED + 1):
-        loans.dropped(HandoffDropped(serial, ID, False, "gone"))
+        loans.dropped(ClosedEvent(serial, ID, False, "gone"))
     assert not len(loans)

@@ -14,7 +14,7 @@ from kernels import device
 from tests.support.compiled import operators_here
 from tests.support.steps import Steps
 from tools.demo.evaluate import CASES, Case
-from tools.demo.rows import Encoder
+from tools.demo.rows import RowEncoder
 from tools.demo.tasks import Exchange
 
 HALF_A_POINT = 0.005
@@ -50,7 +50,7 @@ def tokenizer():
 
 def num_right(model: Model, tokenizer, exchanges: Sequence[Exchange]) -> int:
     """Greedy answers through the engine that are right to their end."""
-    encoder = Encoder(tokenizer)
+    encoder = RowEncoder(tokenizer)
     prompts, answers = encoder.prompts(exchanges), encoder.answers(exchanges)
     longest = max(map(len, answers))
     context = -(-(max(map(len, prompts)) + longest + 1) // PAGE) * PAGE

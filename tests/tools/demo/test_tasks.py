@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from tools.demo import evaluate, structured, tasks
-from tools.demo.rows import Encoder
+from tools.demo.rows import RowEncoder
 from tools.demo.tokenizer import make_tokenizer
 from tools.demo.words import LETTERS, WORDS
 
@@ -84,7 +84,7 @@ def test_the_tokens_of_a_conversation_are_counted_as_the_tokenizer_makes_them():
     for exchange in conversation:
         answered = f"{exchange.prompt} {exchange.answer}{tokenizer.eos_token}"
         assert exchange.num_tokens == len(tokenizer(answered).input_ids)
-    encoder = Encoder(tokenizer)
+    encoder = RowEncoder(tokenizer)
     for exchange in [
         *structured.json_answers(random, 300),
         *(one for _ in range(50) for one in structured.calls(random, 96)),

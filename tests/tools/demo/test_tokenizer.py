@@ -4,7 +4,7 @@ import pytest
 
 from api.text.chat_template import ChatTemplate
 from tools.demo import structured
-from tools.demo.rows import Encoder
+from tools.demo.rows import RowEncoder
 from tools.demo.tasks import Exchange
 from tools.demo.tokenizer import END, make_tokenizer
 
@@ -58,7 +58,7 @@ def test_a_chat_is_the_transcript_that_training_shows(tokenizer):
         Exchange("fox =", "tea"),
     ]
     ids = tokenizer(chat, add_special_tokens=False).input_ids
-    rows = Encoder(tokenizer).rows([shown], len(ids))
+    rows = RowEncoder(tokenizer).rows([shown], len(ids))
     assert ids == rows.tokens[0].tolist()
     assert tokenizer.decode(rows.following[0, -1]) == " tea"
     assert tokenizer.convert_tokens_to_ids(END) == tokenizer.eos_token_id
@@ -79,7 +79,7 @@ def test_a_chat_with_a_tool_is_the_transcript_that_training_shows(tokenizer):
     ):
         chat = template.render(said, tools=tools, max_characters=1000)
         ids = tokenizer(chat, add_special_tokens=False).input_ids
-        rows = Encoder(tokenizer).rows([[shown]], shown.num_tokens)
+        rows = RowEncoder(tokenizer).rows([[shown]], shown.num_tokens)
         assert rows.tokens[0, : len(ids)].tolist() == ids
         begins = (rows.answers[0] >= 0).nonzero()[0]
         assert begins == len(ids) - 1
@@ -87,6 +87,6 @@ def test_a_chat_with_a_tool_is_the_transcript_that_training_shows(tokenizer):
 
 def test_an_answer_for_programs_has_no_space_in_front_and_none_around_its_marks(tokenizer):
     shown = structured.called("tools add", 1, 23)
-    rows = Encoder(tokenizer).rows([[shown]], shown.num_tokens)
+    rows = RowEncoder(tokenizer).rows([[shown]], shown.num_tokens)
     asked = rows.following[rows.answers >= 0]
     assert tokenizer.decode(asked) == f"{shown.answer}{END}"

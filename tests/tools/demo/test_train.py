@@ -6,7 +6,7 @@ from random import Random
 import torch
 
 from tools.demo import train
-from tools.demo.rows import Encoder, loss_and_right
+from tools.demo.rows import RowEncoder, loss_and_right
 from tools.demo.tasks import Exchange
 from tools.demo.tokenizer import make_tokenizer
 
@@ -34,7 +34,9 @@ def test_the_same_seed_gives_the_same_weights():
 
 
 def test_a_row_asks_for_answers_and_their_ends_alone():
-    rows = Encoder(TOKENIZER).rows([[Exchange("add 27 15 =", "42"), Exchange("fox =", "tea")]], 16)
+    rows = RowEncoder(TOKENIZER).rows(
+        [[Exchange("add 27 15 =", "42"), Exchange("fox =", "tea")]], 16
+    )
     asked = rows.following[rows.answers >= 0]
     assert TOKENIZER.decode(asked) == " 42<|end|> tea<|end|>"
     assert rows.answers[rows.answers >= 0].tolist() == [0, 0, 0, 0, 1, 1]
@@ -43,7 +45,7 @@ def test_a_row_asks_for_answers_and_their_ends_alone():
 def test_an_answer_is_right_only_as_a_whole():
     torch.manual_seed(0)
     model = train.make_model(TOKENIZER)
-    rows = Encoder(TOKENIZER).rows([[Exchange("copy a b =", "a b")]], 8)
+    rows = RowEncoder(TOKENIZER).rows([[Exchange("copy a b =", "a b")]], 8)
     asked = rows.answers >= 0
     # What a random model says is told to be right, then all of it but one token.
     said = model(rows.tokens).logits.argmax(-1)

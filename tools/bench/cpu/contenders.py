@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from bench.traffic.workload import Job
+from bench.traffic.workload import WorkloadRequest
 from tools.bench.support.load import Answer, Client, cpu_row, summary
 from tools.bench.support.peer import TRANSFORMERS, running
 from tools.bench.support.record import ROOT, say
@@ -32,11 +32,11 @@ class LeftOut(Exception):
 
 
 class Contender(Protocol):
-    async def warm_up(self, jobs: Sequence[Job], streams: int) -> None:
+    async def warm_up(self, jobs: Sequence[WorkloadRequest], streams: int) -> None:
         """Prepare the system for jobs like these, at this number of streams."""
         ...
 
-    async def answers(self, jobs: Sequence[Job], streams: int) -> Row:
+    async def answers(self, jobs: Sequence[WorkloadRequest], streams: int) -> Row:
         """Run the jobs. Raises RuntimeError if the system or a response fails."""
         ...
 
@@ -45,10 +45,10 @@ class Contender(Protocol):
 class _Baton:
     client: Client
 
-    async def warm_up(self, jobs: Sequence[Job], streams: int) -> None:
+    async def warm_up(self, jobs: Sequence[WorkloadRequest], streams: int) -> None:
         await self.answers(_shortened(jobs), streams)
 
-    async def answers(self, jobs: Sequence[Job], streams: int) -> Row:
+    async def answers(self, jobs: Sequence[WorkloadRequest], streams: int) -> Row:
         return _row(await self.client.closed_loop(jobs, streams))
 
 
@@ -56,17 +56,17 @@ class _Baton:
 class _Threaded:
     """A peer that uses the fastest number of threads at each number of streams."""
 
-    ask: Callable[[Sequence[Job], int, int], Awaitable[Row]]  # jobs, streams, threads
+    ask: Callable[[Sequence[WorkloadRequest], int, int], Awaitable[Row]]  # jobs, streams, threads
     threads: Sequence[int]
     fastest: dict[int, int] = field(default_factory=dict)
 
-    async def warm_up(self, jobs: Sequence[Job], streams: int) -> None:
+    async def warm_up(self, jobs: Sequence[WorkloadRequest], streams: int) -> None:
         took = {}
         for threads in self.threads:
             took[threads] = (await self.ask(_shortened(jobs), streams, threads))["wall_s"]
         self.fastest[streams] = min(took, key=lambda threads: took[threads])
 
-    async def answers(self, jobs: Sequence[Job], streams: int) -> Row:
+    async def answers(self, jobs: Sequence[WorkloadRequest], streams: int) -> Row:
         threads = self.fastest[streams]
         return {**await self.ask(jobs, streams, threads), "threads": threads}
 
@@ -87,7 +87,7 @@ async def transformers(model: Path, dtype: str, threads: Sequence[int]) -> Async
     """Start transformers' continuous batching."""
     async with running(TRANSFORMERS) as peer:
 
-        async def ask(jobs: Sequence[Job], streams: int, count: int) -> Row:
+        async def ask(jobs: Sequence[WorkloadRequest], streams: int, count: int) -> Row:
             spec = {
                 "model": str(model),
                 "device": "cpu",
@@ -123,7 +123,7 @@ async def llama(
         [python, str(ROOT / "tools" / "bench" / "cpu" / "llama_peer.py"), str(file)]
     ) as peer:
 
-        async def ask(jobs: Sequence[Job], streams: int, count: int) -> Row:
+        async def ask(jobs: Sequence[WorkloadRequest], streams: int, count: int) -> Row:
             load = {"threads": count, "streams": streams, "jobs": _listed(jobs)}
             reply = await peer.ask(load, _REPLY_S)
             answers = [
@@ -165,11 +165,11 @@ async def _gguf(python: str, model: Path) -> Path:
     return directory
 
 
-def _listed(jobs: Sequence[Job]) -> list[tuple[Any, ...]]:
+def _listed(jobs: Sequence[WorkloadRequest]) -> list[tuple[Any, ...]]:
     return [dataclasses.astuple(job) for job in jobs]
 
 
-def _shortened(jobs: Sequence[Job]) -> list[Job]:
+def _shortened(jobs: Sequence[WorkloadRequest]) -> list[WorkloadRequest]:
     return [
         dataclasses.replace(job, max_tokens=min(job.max_tokens, _WARM_UP_TOKENS)) for job in jobs
     ]

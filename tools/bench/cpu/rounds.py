@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from bench.traffic.workload import Job
+from bench.traffic.workload import WorkloadRequest
 from tools.bench.cpu.contenders import Contender, LeftOut
 from tools.bench.cpu.figures import Better, Figure, Table
 from tools.bench.cpu.floor import Floor
@@ -29,21 +29,23 @@ class Traffic:
     num_prefixes: int = 0  # number of distinct prompt prefixes; 0: no two prompts share one
     own_tokens: int = 0  # of such a prompt, after its prefix
 
-    def jobs(self, vocabulary: int, seed: int) -> list[Job]:
+    def jobs(self, vocabulary: int, seed: int) -> list[WorkloadRequest]:
         """Return the jobs, determined by the seed. The prefixes are independent of the seed."""
         own = self._random(self.requests, self.own_tokens or self.prompt_tokens, vocabulary, seed)
-        prefixes = self.prefixes(vocabulary) or [Job((), 0)]
+        prefixes = self.prefixes(vocabulary) or [WorkloadRequest((), 0)]
         return [
-            Job((*prefixes[number % len(prefixes)].prompt, *job.prompt), self.output_tokens)
+            WorkloadRequest(
+                (*prefixes[number % len(prefixes)].prompt, *job.prompt), self.output_tokens
+            )
             for number, job in enumerate(own)
         ]
 
-    def prefixes(self, vocabulary: int) -> list[Job]:
+    def prefixes(self, vocabulary: int) -> list[WorkloadRequest]:
         """Return requests that leave every prefix in a prefix cache."""
         tokens = self.prompt_tokens - self.own_tokens
         return self._random(self.num_prefixes, tokens, vocabulary, seed=0)
 
-    def _random(self, count: int, tokens: int, vocabulary: int, seed: int) -> list[Job]:
+    def _random(self, count: int, tokens: int, vocabulary: int, seed: int) -> list[WorkloadRequest]:
         return make_jobs(
             count, prompt_tokens=tokens, output_tokens=1, vocabulary=vocabulary, seed=seed
         )

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.traffic.workload import Job
+from bench.traffic.workload import WorkloadRequest
 from common.config import EngineConfig, TransferConfig
 from tests.support.checkpoints import VOCABULARY_SIZE, make_checkpoint
 from tools.bench.handoff.watcher import Watched, Watcher, watching
@@ -59,7 +59,7 @@ class Plan:
     def num_bytes(self) -> int:
         return self.prompt_tokens * KV_BYTES_PER_TOKEN
 
-    def jobs(self, prompt_tokens: int) -> list[Job]:
+    def jobs(self, prompt_tokens: int) -> list[WorkloadRequest]:
         """Return the jobs, the same for every system. The first POOL_PROMPTS are warm-up."""
         return make_jobs(
             self.prompts + POOL_PROMPTS,
@@ -123,7 +123,7 @@ async def _watch(model: Path, plan: Plan, chunk_tokens: int) -> tuple[str, list[
             return watcher.owner.path, handoffs[POOL_PROMPTS:]
 
 
-async def _take(watcher: Watcher, job: Job) -> Watched:
+async def _take(watcher: Watcher, job: WorkloadRequest) -> Watched:
     return await watcher.take(np.array(job.prompt, np.int32))
 
 

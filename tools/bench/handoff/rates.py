@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtransfer.backends.base import Backend, Connection, Ints, PagePool, RemotePool
+from kvtransfer.backends.base import BackendConnection, Ints, PagePool, RemotePool, TransferBackend
 from kvtransfer.backends.nixl.agent import HOST, load
 from kvtransfer.backends.nixl.backend import NixlBackend
 from kvtransfer.backends.tcp.backend import TcpBackend
@@ -238,7 +238,7 @@ def _descriptors(remote: RemotePool) -> NDArray[np.uint64]:
     return descriptors
 
 
-def _backends() -> dict[str, Backend]:
+def _backends() -> dict[str, TransferBackend]:
     return {
         "tcp": TcpBackend("127.0.0.1"),
         "tls": TcpBackend("127.0.0.1", encrypted=True),
@@ -246,7 +246,9 @@ def _backends() -> dict[str, Backend]:
     }
 
 
-def _connected(name: str, owner: "_OwnerProcess", target: _Pages, exits: ExitStack) -> Connection:
+def _connected(
+    name: str, owner: "_OwnerProcess", target: _Pages, exits: ExitStack
+) -> BackendConnection:
     connection = _backends()[name].connect(owner.descriptions[name], owner.remote, target.pool)
     exits.callback(connection.close)
     return connection

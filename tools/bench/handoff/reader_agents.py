@@ -15,10 +15,10 @@ import numpy as np
 
 from common.errors import TransferError
 from kvtransfer.backends.base import PagePool
-from kvtransfer.backends.nixl.memory import HostMemory, Memory
-from kvtransfer.backends.nixl.offering import Offering
+from kvtransfer.backends.nixl.memory import NixlHostMemory, NixlMemory
+from kvtransfer.backends.nixl.offering import NixlListener
 from kvtransfer.backends.nixl.paths import PATHS, PathKind
-from kvtransfer.backends.nixl.readers import ReaderAgents
+from kvtransfer.backends.nixl.readers import ConsumerAgents
 from tools.bench.support.record import percentiles, say
 
 _WAIT_S = 60.0
@@ -57,9 +57,9 @@ def measure(plan: Plan) -> list[dict[str, Any]]:
     """Return one row. Every page of the pool is resident before the first agent is created."""
     num_pages = int(plan.pool_gib * (1 << 30)) // plan.page_bytes
     pages = np.ones((num_pages, plan.page_bytes), np.uint8)
-    memory = HostMemory(PagePool(pages.ctypes.data, plan.page_bytes, num_pages, "cpu"))
+    memory = NixlHostMemory(PagePool(pages.ctypes.data, plan.page_bytes, num_pages, "cpu"))
     kind = _kind(memory)
-    agents = ReaderAgents([kind], memory, max_readers=plan.readers + _WARM_UP)
+    agents = ConsumerAgents([kind], memory, max_readers=plan.readers + _WARM_UP)
     for reader in range(-_WARM_UP, 0):
         agents.prepare(reader).result(_WAIT_S)
         agents.dismiss(reader)
@@ -89,12 +89,12 @@ def measure(plan: Plan) -> list[dict[str, Any]]:
     return [row]
 
 
-def _kind(memory: Memory) -> PathKind:
+def _kind(memory: NixlMemory) -> PathKind:
     """Return the first path with keys that this machine supports."""
     for kind in PATHS:
         if kind.keyed and kind.memory == "cpu":
             try:
-                Offering(kind, memory).close()
+                NixlListener(kind, memory).close()
             except TransferError as error:
                 say(f"not over {kind.name}: {error}")
             else:

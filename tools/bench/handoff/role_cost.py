@@ -17,47 +17,47 @@ import numpy as np
 import torch
 
 from common.config import DecodeConfig, SchedulerConfig, SharingConfig
-from common.errors import WrongState
+from common.errors import FailedPrecondition
 from common.page_tables import PageTables
 from common.request import Remaining, RequestSpec
 from common.requests.sampling import SamplingParams
 from common.requests.weights import UNNAMED, WeightsId
 from decode_node.role import DecodeRole
 from engine.adapters.adapters import no_adapters
-from engine.adapters.library import Library
+from engine.adapters.library import AdapterCache
 from engine.adapters.loader import AdapterLoader
 from engine.adapters.shelf import no_shelf
 from engine.batch.batch import BatchResult, ScheduleBatch
 from engine.batch.limits import RequestLimits
 from engine.batch.request import Ints, Request
-from engine.batch.table import RequestTable
-from engine.grammar.grammar_verifier import Beside
-from engine.grammar.guides import Guides
+from engine.batch.table import SlotTable
+from engine.grammar.grammar_verifier import SubprocessVerifier
+from engine.grammar.guides import GrammarCache
 from engine.kv_cache.cache_events import CacheEvents
 from engine.kv_cache.pages import PageAllocator
-from engine.kv_cache.radix import RadixCache
+from engine.kv_cache.radix import PrefixCache
 from engine.offload.tiers import no_tiers
 from engine.scheduler.scheduler import Scheduler
 from kvtransfer.messages import HandoffId, Prompt
 from kvtransfer.ports import (
-    FirstToken,
-    Granted,
-    GrantHandoff,
-    HandoffAdmitted,
-    HandoffDropped,
-    Held,
+    ClosedEvent,
+    CompletedEvent,
+    FirstTokenEvent,
+    GrantCommand,
+    GrantedEvent,
     NodeCommand,
     NodeEvent,
-    NodePort,
-    Opened,
-    OpenHandoff,
-    OwnerUp,
-    Publish,
-    ReadsEnded,
+    OpenCommand,
+    OpenedEvent,
+    ProducerUp,
+    PublishCommand,
+    QueuedEvent,
+    ReadsEndedEvent,
+    TransferPort,
 )
-from node.control.engine_control import Desk
-from node.control.operations import Operations
-from node.control.outbox import Outbox
+from node.control.engine_control import EngineControl
+from node.control.operations import EngineOperations
+from node.control.outbox import TokenOutbox
 from node.messages import EngineMessage, FrontMessage, Placement, StepTokens, SubmitRequest
 from node.sharing.prefixes import PrefixSharing
 from node.sharing.weights import WeightSharing
@@ -71,7 +71,9 @@ ADDRESS = "127.0.0.1:50100"
 SLOTS = 64
 TOKEN = 7
 WARM_UP = 50
-_GUIDES = Guides(Path(), VOCABULARY, (), Beside(Path(), VOCABULARY, ()))  # no request uses one
+_GUIDES = GrammarCache(
+    Path(), VOCABULARY, (), SubprocessVerifier(Path(), VOCABULARY, ())
+)  # no request uses one
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,17 +194,17 @@ def owner(load: Load) -> dict[str, Any]:
     for number, prompt in enumerate(load.prompts()):
         id = HandoffId(READER, number + 1, 1)
         spec = RequestSpec(request_id="request", token_ids=prompt.tobytes(), sampling=sampling)
-        port.waiting = [Opened(number, id, UNNAMED, Remaining(60.0), Prompt(spec))]
+        port.waiting = [OpenedEvent(number, id, UNNAMED, Remaining(60.0), Prompt(spec))]
         clock.run("open", role.poll)
-        port.waiting = [Granted(number, 0)]
+        port.waiting = [GrantedEvent(number, 0)]
         clock.run("grant", role.poll)
         clock.run("admit, compute, publish", lambda: _step(role))
-        published = [command for command in port.posted if isinstance(command, Publish)]
+        published = [command for command in port.posted if isinstance(command, PublishCommand)]
         if [command.end for command in published if command.last] != [load.num_tokens]:
             raise RuntimeError(f"the owner did not publish its prompt in one chunk: {published}")
         descriptors = sum(len(command.pages) for command in published)
         port.posted.clear()
-        port.waiting = [HandoffDropped(number, id, True, "")]
+        port.waiting = [ClosedEvent(number, id, True, "")]
         clock.run("drop", role.poll)
     pages.check()
     return clock.row("owner", load, descriptors)
@@ -214,19 +216,19 @@ class _Weights:
     id, whole = UNNAMED, True
 
     def prepare(self, path: str) -> NoReturn:
-        raise WrongState("this bench asks for none")
+        raise FailedPrecondition("this bench asks for none")
 
     def put(self, weights: WeightsId) -> NoReturn:
-        raise WrongState("this bench asks for none")
+        raise FailedPrecondition("this bench asks for none")
 
     def lent(self) -> NoReturn:
-        raise WrongState("this bench lends none")
+        raise FailedPrecondition("this bench lends none")
 
     def receive(self) -> NoReturn:
-        raise WrongState("this bench asks for none")
+        raise FailedPrecondition("this bench asks for none")
 
     def prepare_received(self, received: object, named: str) -> NoReturn:
-        raise WrongState("this bench asks for none")
+        raise FailedPrecondition("this bench asks for none")
 
 
 class _Memory:
@@ -235,29 +237,29 @@ class _Memory:
     unused = False
 
     def check(self, tags: Collection[str]) -> NoReturn:
-        raise WrongState("this bench gives none back")
+        raise FailedPrecondition("this bench gives none back")
 
     def give_back(self, tag: str) -> NoReturn:
-        raise WrongState("this bench gives none back")
+        raise FailedPrecondition("this bench gives none back")
 
     def take_again(self, tag: str) -> NoReturn:
-        raise WrongState("this bench gives none back")
+        raise FailedPrecondition("this bench gives none back")
 
 
 class _NoProfiler:
     """A profiler that starts no profile."""
 
     def start(self, num_steps: int) -> NoReturn:
-        raise WrongState("this bench asks for none")
+        raise FailedPrecondition("this bench asks for none")
 
     def poll(self) -> None:
         pass
 
     def stop(self) -> NoReturn:
-        raise WrongState("this bench asks for none")
+        raise FailedPrecondition("this bench asks for none")
 
 
-def _weights(pages: PageAllocator, cache: RadixCache, port: NodePort) -> WeightSharing:
+def _weights(pages: PageAllocator, cache: PrefixCache, port: TransferPort) -> WeightSharing:
     return WeightSharing(
         _Weights(),
         instance=READER,
@@ -269,18 +271,20 @@ def _weights(pages: PageAllocator, cache: RadixCache, port: NodePort) -> WeightS
     )
 
 
-def _desk(front: "_Front", pages: PageAllocator, cache: RadixCache, weights: WeightSharing) -> Desk:
-    return Desk(
+def _desk(
+    front: "_Front", pages: PageAllocator, cache: PrefixCache, weights: WeightSharing
+) -> EngineControl:
+    return EngineControl(
         front,
         pages_by_holder=pages.by_holder,
         steps_finished=lambda: 0,
         cache=CacheEvents(cache),
-        adapters=AdapterLoader(no_shelf(), Library(0, 0)),
-        operations=Operations(_Weights(), weights, _Memory(), _NoProfiler()),
+        adapters=AdapterLoader(no_shelf(), AdapterCache(0, 0)),
+        operations=EngineOperations(_Weights(), weights, _Memory(), _NoProfiler()),
     )
 
 
-def _sharing(pages: PageAllocator, cache: RadixCache, weights: WeightSharing) -> PrefixSharing:
+def _sharing(pages: PageAllocator, cache: PrefixCache, weights: WeightSharing) -> PrefixSharing:
     return PrefixSharing(
         SharingConfig(),
         instance=READER,
@@ -313,13 +317,13 @@ def reader(load: Load) -> dict[str, Any]:
         limits=limits,
         port=weights,
         desk=_desk(front, pages, cache, weights),
-        outbox=Outbox(front),
+        outbox=TokenOutbox(front),
         adapters=no_adapters(table),
         guides=_GUIDES,
         sharing=_sharing(pages, cache, weights),
         tiers=no_tiers(cache, pages, PageTables(PAGE_SIZE)),
     )
-    port.waiting = [OwnerUp(OWNER, ADDRESS, "cma", 5.0)]
+    port.waiting = [ProducerUp(OWNER, ADDRESS, "cma", 5.0)]
     role.poll()
     # Two tokens: the hand-off's, and one of a decode step, which ends the request.
     sampling = SamplingParams(max_tokens=2, seed=1, temperature=0.0, ignore_eos=True)
@@ -330,17 +334,17 @@ def reader(load: Load) -> dict[str, Any]:
         front.waiting = [SubmitRequest(1, number, spec, Remaining(60.0), placed)]
         clock.run("submit, open, grant", role.poll)
         opened, granted = port.posted
-        if not isinstance(opened, OpenHandoff) or not isinstance(granted, GrantHandoff):
+        if not isinstance(opened, OpenCommand) or not isinstance(granted, GrantCommand):
             raise RuntimeError(f"the reader did not open and grant: {port.posted}")
         descriptors = len(granted.destination_pages)
         port.posted.clear()
-        port.waiting = [HandoffAdmitted(opened.id, load.num_tokens, 0)]
+        port.waiting = [QueuedEvent(opened.id, load.num_tokens, 0)]
         clock.run("admitted", role.poll)
-        port.waiting = [FirstToken(opened.id, TOKEN)]
+        port.waiting = [FirstTokenEvent(opened.id, TOKEN)]
         clock.run("first token", role.poll)
-        port.waiting = [ReadsEnded(opened.id)]
+        port.waiting = [ReadsEndedEvent(opened.id)]
         clock.run("reads ended", role.poll)
-        port.waiting = [Held(opened.id)]
+        port.waiting = [CompletedEvent(opened.id)]
         clock.run("held, join", role.poll)
         clock.run(_BESIDE[0], lambda: _step(role))
         if front.ended != number + 1:
@@ -364,13 +368,13 @@ def plain(load: Load) -> dict[str, Any]:
     return clock.row("plain prefill", load, 0)
 
 
-def _engine(load: Load) -> tuple[PageAllocator, RadixCache, RequestTable, RequestLimits]:
+def _engine(load: Load) -> tuple[PageAllocator, PrefixCache, SlotTable, RequestLimits]:
     context = load.num_tokens + PAGE_SIZE
     pages = PageAllocator(load.num_pages)
     return (
         pages,
-        RadixCache(PAGE_SIZE, pages),
-        RequestTable(SLOTS, context, PAGE_SIZE),
+        PrefixCache(PAGE_SIZE, pages),
+        SlotTable(SLOTS, context, PAGE_SIZE),
         RequestLimits(context, VOCABULARY, PageTables(PAGE_SIZE), load.num_pages),
     )
 
@@ -378,8 +382,8 @@ def _engine(load: Load) -> tuple[PageAllocator, RadixCache, RequestTable, Reques
 def _scheduler(
     load: Load,
     pages: PageAllocator,
-    cache: RadixCache,
-    table: RequestTable,
+    cache: PrefixCache,
+    table: SlotTable,
     on_admit: Callable[[Any, Ints], None],
 ) -> Scheduler:
     return Scheduler(

@@ -22,25 +22,25 @@ from kvtransfer import data_paths
 from kvtransfer.backends.base import PagePool
 from kvtransfer.front_messages import PairInput
 from kvtransfer.messages import HandoffId, Prompt
-from kvtransfer.pairing import Hello
+from kvtransfer.pairing import PairHello
 from kvtransfer.pairs.dialer import PairDialer
 from kvtransfer.pairs.streams import PairStreams
 from kvtransfer.ports import (
-    FirstToken,
-    GrantHandoff,
-    HandoffAdmitted,
-    Held,
+    CompletedEvent,
+    FirstTokenEvent,
+    GrantCommand,
     Ints,
-    OpenHandoff,
-    OwnerUp,
+    OpenCommand,
+    ProducerUp,
+    QueuedEvent,
     ReaderCommand,
     ReaderEvent,
-    ReadsEnded,
+    ReadsEndedEvent,
 )
-from kvtransfer.protocol.consumer import ReaderEnd
-from kvtransfer.transfer.read_meter import ReadMeter
-from kvtransfer.transfer.reader import Reader
-from kvtransfer.transfer.thread import Outlet, TransferThread
+from kvtransfer.protocol.consumer import ConsumerEnd
+from kvtransfer.transfer.read_meter import ReadMetrics
+from kvtransfer.transfer.reader import ConsumerSide
+from kvtransfer.transfer.thread import EventOutlet, TransferThread
 from node.metrics import NodeMetrics
 
 INSTANCE = 77
@@ -68,7 +68,7 @@ class Watcher:
         engine: Engine,
         transfer: TransferThread[ReaderCommand, ReaderEvent],
         events: "asyncio.Queue[tuple[float, ReaderEvent]]",
-        owner: OwnerUp,
+        owner: ProducerUp,
     ) -> None:
         self._engine = engine
         self._transfer = transfer
@@ -89,22 +89,24 @@ class Watcher:
         first = num_pages * self._handoffs % (self._engine.pages.num_pages - num_pages)
         pages = np.arange(first, first + num_pages, dtype=np.int32)
         spec = RequestSpec(token_ids=token_ids.tobytes(), sampling=sampling)
-        self._transfer.post(OpenHandoff(id, self.owner.owner, b"", Remaining(WAIT_S), Prompt(spec)))
-        self._transfer.post(GrantHandoff(id, 0, pages))
+        self._transfer.post(OpenCommand(id, self.owner.owner, b"", Remaining(WAIT_S), Prompt(spec)))
+        self._transfer.post(GrantCommand(id, 0, pages))
         at: dict[type, float] = {}
         token = -1
-        while Held not in at:
+        while CompletedEvent not in at:
             when, event = await asyncio.wait_for(self._events.get(), WAIT_S)
             at[type(event)] = when
             match event:
-                case FirstToken():
+                case FirstTokenEvent():
                     token = event.token
-                case HandoffAdmitted() | Held() | ReadsEnded():  # the last: of the previous one
+                case (
+                    QueuedEvent() | CompletedEvent() | ReadsEndedEvent()
+                ):  # the last: of the previous one
                     pass
                 case _:
                     raise SystemExit(f"the hand-off was not to end like this: {event}")
-        first_at = at[FirstToken]
-        return Watched(first_at - at[HandoffAdmitted], at[Held] - first_at, token)
+        first_at = at[FirstTokenEvent]
+        return Watched(first_at - at[QueuedEvent], at[CompletedEvent] - first_at, token)
 
 
 @contextlib.asynccontextmanager
@@ -140,7 +142,7 @@ async def watching(
     tasks = [asyncio.create_task(streams.run()), asyncio.create_task(dialer.run())]
     try:
         _, event = await asyncio.wait_for(events.get(), WAIT_S)
-        if not isinstance(event, OwnerUp):
+        if not isinstance(event, ProducerUp):
             raise SystemExit(f"the prefill node does not pair: {event}")
         yield Watcher(engine, transfer, events, event)
     finally:
@@ -153,14 +155,14 @@ async def watching(
 def _reader(
     engine: Engine,
     config: TransferConfig,
-    outlet: Outlet[ReaderEvent],
+    outlet: EventOutlet[ReaderEvent],
     wake: Callable[[], None],
-) -> Reader:
+) -> ConsumerSide:
     pool, shape = engine.pool, engine.shape
     kv = PagePool(pool.base_address, pool.page_bytes, pool.num_pages, str(shape.device))
-    hello = Hello.of(INSTANCE, "bench", engine.fingerprint, kv)
-    end = ReaderEnd(config, shape.layout.tables)
-    meter = ReadMeter(pool.page_bytes)
-    return Reader(
+    hello = PairHello.of(INSTANCE, "bench", engine.fingerprint, kv)
+    end = ConsumerEnd(config, shape.layout.tables)
+    meter = ReadMetrics(pool.page_bytes)
+    return ConsumerSide(
         end, hello, kv, data_paths.backends(config, tls=False), config, outlet, wake, meter
     )

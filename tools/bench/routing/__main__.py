@@ -2,10 +2,10 @@
 
     python -m tools.bench.routing [--requests 6000] [--traces groups dominated unique] [--routers 4]
 
-The router's own Policy, Load and PrefixIndex place the requests of one trace on stub nodes. Their
-prefix caches are the engine's own, and their time is a cost model's (tools/bench/routing/nodes.py).
-A run opens no sockets and is deterministic except for the CPU time of a pick, whose median is
-printed.
+The router's own Policy, NodeLoad and PrefixIndex place the requests of one trace on stub nodes.
+Their prefix caches are the engine's own, and their time is a cost model's
+(tools/bench/routing/nodes.py). A run opens no sockets and is deterministic except for the CPU time
+of a pick, whose median is printed.
 
 Traces: `groups` has 64 prefixes of 512 to 4096 tokens, by Zipf's law. In `dominated` one of them
 begins 80 % of the requests. In `unique` no prefix is shared. Users of a group are sessions. All
@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any
 
 from router.policy import DecodeChoice, PlacementKey, PrefillChoice, make_policy
-from router.policy.load import Load
+from router.policy.load import NodeLoad
 from router.policy.prefix_index import PrefixIndex
 from router.policy.table import NAMES
 from tools.bench.routing.nodes import PAGE_SIZE, Arrival, Costs, DecodeNode, PrefillNode
@@ -82,7 +82,7 @@ class Router:
     def __init__(
         self, policy: str, seed: int, clock: Callable[[], float], tokens_per_s: float
     ) -> None:
-        self.load, self.index = Load(), PrefixIndex(clock=clock)
+        self.load, self.index = NodeLoad(), PrefixIndex(clock=clock)
         self.load.prefill = self.tally = ToldTally(clock, tokens_per_s)
         self.policy = make_policy(policy, self.load, self.index, random.Random(seed))
 

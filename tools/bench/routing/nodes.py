@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.batch.holding import Holding
+from engine.batch.holding import PageHolding
 from engine.kv_cache.cache_events import CacheEvents
-from engine.kv_cache.pages import Holder, PageAllocator
-from engine.kv_cache.radix import RadixCache
+from engine.kv_cache.pages import PageAllocator, PageHolder
+from engine.kv_cache.radix import PrefixCache
 
 PAGE_SIZE = 16
 
@@ -60,7 +60,7 @@ class PrefillNode:
         self._after = after
         self._tell = tell
         self._pages = PageAllocator(cache_tokens // PAGE_SIZE)
-        self._cache = RadixCache(PAGE_SIZE, self._pages)
+        self._cache = PrefixCache(PAGE_SIZE, self._pages)
         self._events = CacheEvents(self._cache)
         self._events.start()
         self._queue: deque[tuple[Arrival, Callable[[], None]]] = deque()
@@ -88,16 +88,16 @@ class PrefillNode:
         self.cached_tokens += cached.num_tokens
         self.busy_s += took
         # As in the engine: the hit is held, and the rest is allocated, which may evict.
-        self._pages.hold(cached.pages, Holder.REQUEST)
-        fresh = self._cache.allocate(-(-num_new // PAGE_SIZE), Holder.REQUEST)
+        self._pages.hold(cached.pages, PageHolder.REQUEST)
+        fresh = self._cache.allocate(-(-num_new // PAGE_SIZE), PageHolder.REQUEST)
         if fresh is None:
             raise RuntimeError("a prompt does not fit into the cache of a node")
         pages = np.concatenate([cached.pages, fresh])
         self._after(took, lambda: self._finish(tokens, pages, done))
 
     def _finish(self, tokens: np.ndarray, pages: np.ndarray, done: Callable[[], None]) -> None:
-        self._cache.insert(tokens, Holding.of(pages))
-        self._pages.drop(pages, Holder.REQUEST)
+        self._cache.insert(tokens, PageHolding.of(pages))
+        self._pages.drop(pages, PageHolder.REQUEST)
         change = self._events.take()
         if change is not None:
             self._after(self._costs.events_s, lambda: self._tell(change.stored, change.removed))

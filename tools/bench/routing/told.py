@@ -6,10 +6,10 @@ docs/routing.md.
 
 from collections.abc import Callable
 
-from router.policy.load import Tally
+from router.policy.load import NodeTally
 
 
-class ToldTally(Tally):
+class ToldTally(NodeTally):
     """A tally of a router's own tokens and of other routers' tokens.
 
     The latter are those that the nodes last reported, less the tokens assumed to be computed since.

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from engine.batch.batch import BatchResult, Launched, ScheduleBatch
+from engine.batch.batch import BatchResult, LaunchedBatch, ScheduleBatch
 from engine.batch.request import Request
 from engine.loop.loop import EventLoop
 from engine.runner.runner import ModelRunner
@@ -51,7 +51,7 @@ def decode(runner: ModelRunner, scheduler: Scheduler, requests: Iterable[Request
     """Run requests to their ends."""
     role = TellingRole(scheduler)
     loop = EventLoop(role, runner)
-    in_flight: Launched | None = None
+    in_flight: LaunchedBatch | None = None
     num_requests = 0
     for request in requests:
         scheduler.add(request)

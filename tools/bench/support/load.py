@@ -12,9 +12,9 @@ from typing import Any
 import grpc.aio
 import numpy as np
 
-from bench.traffic.load import Load, poisson
-from bench.traffic.outcome import Outcome
-from bench.traffic.workload import Job
+from bench.traffic.load import LoadGenerator, poisson
+from bench.traffic.outcome import RequestOutcome
+from bench.traffic.workload import WorkloadRequest
 from common.rpc import make_channel
 from protos.router_pb2 import GenerateRequest, GenerateResponse, TokenIds
 from protos.router_pb2_grpc import RouterStub
@@ -25,7 +25,7 @@ REQUEST_S = 600.0  # timeout of a whole response
 
 
 @dataclass(slots=True)
-class Answer(Outcome):
+class Answer(RequestOutcome):
     """The outcome of one job as the client saw it, with its tokens."""
 
     token_ids: list[int] = field(default_factory=list)
@@ -33,10 +33,10 @@ class Answer(Outcome):
 
 def make_jobs(
     count: int, *, prompt_tokens: int, output_tokens: int, vocabulary: int, seed: int
-) -> list[Job]:
+) -> list[WorkloadRequest]:
     """Return `count` random prompts without a common prefix, determined by the seed."""
     prompts = np.random.default_rng(seed).integers(1, vocabulary, (count, prompt_tokens))
-    return [Job(tuple(prompt), output_tokens) for prompt in prompts.tolist()]
+    return [WorkloadRequest(tuple(prompt), output_tokens) for prompt in prompts.tolist()]
 
 
 class Client:
@@ -52,7 +52,7 @@ class Client:
     async def __aexit__(self, *error: object) -> None:
         await self._channel.close()
 
-    async def ask(self, job: Job, start: float, due: float) -> Answer:
+    async def ask(self, job: WorkloadRequest, start: float, due: float) -> Answer:
         """Send one job and return its response. Failures are in its `error`.
 
         Args:
@@ -77,7 +77,7 @@ class Client:
         answer.ended = time.perf_counter() - start
         return answer
 
-    async def closed_loop(self, jobs: Sequence[Job], streams: int) -> list[Answer]:
+    async def closed_loop(self, jobs: Sequence[WorkloadRequest], streams: int) -> list[Answer]:
         """Run `streams` callers, each with one job in flight, until all are done. Returns job
         order."""
         loop = _InOrder(self)
@@ -85,7 +85,9 @@ class Client:
             await loop.load.closed_loop(iter(jobs), concurrency=streams)
         return loop.answers(jobs)
 
-    async def open_loop(self, jobs: Sequence[Job], rate: float, seed: int) -> list[Answer]:
+    async def open_loop(
+        self, jobs: Sequence[WorkloadRequest], rate: float, seed: int
+    ) -> list[Answer]:
         """Send Poisson arrivals at `rate` jobs per second, however slow the responses are."""
         loop = _InOrder(self)
         async with loop.load.measuring():
@@ -98,14 +100,14 @@ class _InOrder:
     """A load whose responses can be compared with another system's, job by job."""
 
     def __init__(self, client: Client) -> None:
-        self.load = Load(self._ask)
+        self.load = LoadGenerator(self._ask)
         self._client = client
         self._answers: dict[int, Answer] = {}
 
-    def answers(self, jobs: Sequence[Job]) -> list[Answer]:
+    def answers(self, jobs: Sequence[WorkloadRequest]) -> list[Answer]:
         return [self._answers[id(job)] for job in jobs]
 
-    async def _ask(self, job: Job, start: float, due: float) -> Answer:
+    async def _ask(self, job: WorkloadRequest, start: float, due: float) -> Answer:
         answer = self._answers[id(job)] = await self._client.ask(job, start, due)
         return answer
 

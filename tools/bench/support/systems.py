@@ -15,7 +15,7 @@ import grpc.aio
 
 from cli.client import until_serving
 from cli.local import plan
-from common.process.children import Child
+from common.process.children import ChildProcess
 from common.rpc import make_channel
 from protos.router_pb2 import ClusterNode, GetClusterRequest, GetModelRequest
 from protos.router_pb2_grpc import RouterStub
@@ -86,7 +86,7 @@ async def as_up(mode: Mode, model: Path, node_flags: Sequence[str] = ()) -> Asyn
     does.
     """
     router, prefill, decode = (int(end.rpartition(":")[2]) for end in _free_addresses(3))
-    wish = plan.Wish(
+    wish = plan.RequestedSystem(
         model=str(model),
         prefill=1 if mode == "disaggregated" else 0,
         decode=1,
@@ -115,10 +115,10 @@ async def prefilling(model: Path, flags: Sequence[str]) -> AsyncIterator[str]:
 
 
 @contextlib.asynccontextmanager
-async def _running(programs: Sequence[plan.Program]) -> AsyncIterator[list[Child]]:
+async def _running(programs: Sequence[plan.Program]) -> AsyncIterator[list[ChildProcess]]:
     with tempfile.TemporaryDirectory(prefix="baton-bench-") as logs:
         children = [
-            Child(
+            ChildProcess(
                 program.name,
                 [sys.executable, "-m", program.module, *program.flags],
                 Path(logs, program.name),
@@ -135,12 +135,12 @@ async def _running(programs: Sequence[plan.Program]) -> AsyncIterator[list[Child
                 await child.stop(END_S)
 
 
-async def _until_ready(programs: Sequence[plan.Program], children: Sequence[Child]) -> None:
+async def _until_ready(programs: Sequence[plan.Program], children: Sequence[ChildProcess]) -> None:
     async def ready() -> None:
         for program in programs:
             await until_serving(program.address, program.service)
 
-    async def death(child: Child) -> None:
+    async def death(child: ChildProcess) -> None:
         await child.ended()
 
     wait = asyncio.create_task(ready())

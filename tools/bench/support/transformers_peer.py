@@ -22,7 +22,7 @@ import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
-from bench.traffic.workload import Job
+from bench.traffic.workload import WorkloadRequest
 from tools.bench.support.load import Answer, cpu_row, summary
 
 PAGE_SIZE = 32
@@ -39,14 +39,16 @@ def main() -> None:
 def _reply(spec: dict[str, Any]) -> dict[str, Any]:
     """Return a row for each load and number of threads, and the tokens of the load with most
     responses."""
-    warm_up = [Job(*job) for job in spec["warm_up"]]
+    warm_up = [WorkloadRequest(*job) for job in spec["warm_up"]]
     model = _model(spec["model"], spec["dtype"], spec["device"])
     rows: list[dict[str, Any]] = []
     tokens: list[list[int]] = []
     for streams, jobs in spec["loads"]:
         for threads in spec["threads"]:
             torch.set_num_threads(threads)
-            answers, cpu_s = _closed_loop(model, warm_up, [Job(*job) for job in jobs], streams)
+            answers, cpu_s = _closed_loop(
+                model, warm_up, [WorkloadRequest(*job) for job in jobs], streams
+            )
             tokens = max(tokens, [answer.token_ids for answer in answers], key=len)
             rows.append(
                 {
@@ -68,7 +70,7 @@ def _model(directory: str, dtype: str, device: str) -> Any:
 
 
 def _closed_loop(
-    model: Any, warm_up: list[Job], jobs: list[Job], streams: int
+    model: Any, warm_up: list[WorkloadRequest], jobs: list[WorkloadRequest], streams: int
 ) -> tuple[list[Answer], float]:
     """Return the responses in job order, and the CPU seconds of this process."""
     generation = GenerationConfig(do_sample=False, eos_token_id=-1)
@@ -92,7 +94,9 @@ def _closed_loop(
         return answers, time.process_time() - started
 
 
-def _answers(manager: ContinuousBatchingManager, jobs: list[Job], streams: int) -> list[Answer]:
+def _answers(
+    manager: ContinuousBatchingManager, jobs: list[WorkloadRequest], streams: int
+) -> list[Answer]:
     waiting = iter(enumerate(jobs))
     under_way: dict[str, tuple[int, Answer]] = {}
     ended: dict[int, Answer] = {}

@@ -17,20 +17,20 @@ from common.config import SchedulerConfig
 from common.request import RequestSpec
 from common.requests.sampling import SamplingParams
 from engine.adapters.adapters import no_adapters
-from engine.batch.batch import BatchResult, Launched, Runner, ScheduleBatch
-from engine.batch.holding import Holding
+from engine.batch.batch import BatchResult, BatchRunner, LaunchedBatch, ScheduleBatch
+from engine.batch.holding import PageHolding
 from engine.batch.request import Request
-from engine.batch.table import RequestTable
+from engine.batch.table import SlotTable
 from engine.kv_cache.kv import HostPool, KVPool
 from engine.kv_cache.layout import KVLayout
-from engine.kv_cache.pages import Holder, PageAllocator
-from engine.kv_cache.radix import RadixCache
+from engine.kv_cache.pages import PageAllocator, PageHolder
+from engine.kv_cache.radix import PrefixCache
 from engine.loop.loop import EventLoop
 from engine.models import Model
 from engine.offload.tiers import no_tiers
 from engine.runner.graphs import CudaRecorder, Graph, Recorder
 from engine.runner.runner import ModelRunner
-from engine.runner.stream import Event, Stream, open_stream
+from engine.runner.stream import DeviceStream, StreamEvent, open_stream
 from engine.sampling.composition import every_feature
 from engine.scheduler.scheduler import Scheduler
 from tools.bench.gpu.clock import Clock
@@ -91,7 +91,7 @@ class DecodeEngine:
     ) -> None:
         """Create the batch. context: tokens of each request when its first step begins."""
         longest = context + 1024
-        table = RequestTable(batch, longest, PAGE_SIZE)
+        table = SlotTable(batch, longest, PAGE_SIZE)
         pages = PageAllocator(pool.num_pages)
         self._stream = TimedStream(open_stream(model.device), setting.clock)
         recorder = _recorder(setting) if way.graphs else None
@@ -104,7 +104,7 @@ class DecodeEngine:
         )
         if way.graphs:
             runner.capture(batch)
-        cache = RadixCache(PAGE_SIZE, pages, enabled=False)
+        cache = PrefixCache(PAGE_SIZE, pages, enabled=False)
         self._scheduler = Scheduler(
             SchedulerConfig(max_running=batch, max_waiting=batch, chunk_tokens=-1),
             eos_token_ids=(),
@@ -118,7 +118,7 @@ class DecodeEngine:
         self._role = _Role(self._scheduler)
         self._runner = _TimedRunner(runner)
         self._loop = EventLoop(self._role, self._runner, overlap=way.overlap)
-        self._in_flight: Launched | None = None
+        self._in_flight: LaunchedBatch | None = None
         rng = np.random.default_rng(0)
         for key in range(batch):
             self._join(make_request(key, rng, context, model.spec.vocabulary_size))
@@ -152,20 +152,22 @@ class DecodeEngine:
         self._stream.close()
 
     def _join(self, request: Request) -> None:
-        pages = self._scheduler.allocate(-(-len(request.token_ids) // PAGE_SIZE), Holder.REQUEST)
-        if pages is None or not self._scheduler.join(request, Holding.of(pages)):
+        pages = self._scheduler.allocate(
+            -(-len(request.token_ids) // PAGE_SIZE), PageHolder.REQUEST
+        )
+        if pages is None or not self._scheduler.join(request, PageHolding.of(pages)):
             raise RuntimeError("the pool has no room for the batch")
 
 
 class TimedStream:
     """A stream that records when each piece of work began and ended on it."""
 
-    def __init__(self, stream: Stream, clock: Clock) -> None:
+    def __init__(self, stream: DeviceStream, clock: Clock) -> None:
         self.spans: list[tuple[Any, Any]] = []
         self._stream = stream
         self._clock = clock
 
-    def submit(self, work: Callable[[], None]) -> Event:
+    def submit(self, work: Callable[[], None]) -> StreamEvent:
         def timed() -> None:
             began = self._clock.stamp()
             work()
@@ -185,7 +187,7 @@ class TimedStream:
 
 @dataclass(eq=False)
 class _TimedRunner:
-    runner: Runner
+    runner: BatchRunner
     spent: Spent = field(default_factory=Spent)
 
     def launch(self, batch: ScheduleBatch) -> "_TimedLaunched":
@@ -197,7 +199,7 @@ class _TimedRunner:
 
 @dataclass(frozen=True, eq=False)
 class _TimedLaunched:
-    launched: Launched
+    launched: LaunchedBatch
     runner: _TimedRunner
 
     @property

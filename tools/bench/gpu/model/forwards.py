@@ -9,8 +9,8 @@ from torch import Tensor
 
 from engine.batch.batch import ForwardMode, ScheduleBatch
 from engine.batch.forward import BatchBuilder, ForwardBatch
-from engine.batch.holding import Holding
-from engine.batch.table import RequestTable
+from engine.batch.holding import PageHolding
+from engine.batch.table import SlotTable
 from engine.kv_cache.kv import KVPool
 from engine.kv_cache.layout import KVLayout
 from engine.models import Model
@@ -36,7 +36,7 @@ class Forwards:
     def __init__(self, model: Model, pool: Pages, lengths: Sequence[int]) -> None:
         self._model = model
         self._pool = pool
-        self._table = RequestTable(len(lengths), max(lengths) + 1, PAGE_SIZE)
+        self._table = SlotTable(len(lengths), max(lengths) + 1, PAGE_SIZE)
         self._builder = BatchBuilder(self._table)
         self._future = torch.zeros(len(lengths), dtype=torch.int32, device=model.device)
         rng = np.random.default_rng(0)
@@ -45,7 +45,7 @@ class Forwards:
             slot = self._table.acquire(make_request(key, rng, length, model.spec.vocabulary_size))
             assert slot == key
             count = -(-length // PAGE_SIZE)
-            self._table.set_pages(slot, Holding.of(pages[:count]))
+            self._table.set_pages(slot, PageHolding.of(pages[:count]))
             pages = pages[count:]
 
     def batch(self, starts: Sequence[int], ends: Sequence[int]) -> ForwardBatch:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from engine.models.linear import ExpertNet, Linear, Product
-from engine.models.linear.dense import Dense
-from engine.models.linear.experts import Stacked
+from engine.models.linear.dense import DenseLinear
+from engine.models.linear.experts import StackedLinear
 from engine.models.quantized.experts import ExpertShape
 
 
@@ -40,11 +40,11 @@ class RandomWeights:
     def linear(self, rows: Mapping[str, int], columns: int, *, bias: bool = False) -> Linear:
         outputs = sum(rows.values())
         added = self._draw((outputs,), 0.0, 0.1) if bias else None
-        return Dense(self._draw((outputs, columns), 0.0, columns**-0.5), added)
+        return DenseLinear(self._draw((outputs, columns), 0.0, columns**-0.5), added)
 
     def experts(self, shape: ExpertShape) -> ExpertNet:
         count, hidden, inner = shape.count, shape.hidden, shape.inner
-        return Stacked(
+        return StackedLinear(
             shape.gate,
             self._draw((count, 2 * inner, hidden), 0.0, hidden**-0.5),
             self._draw((count, hidden, inner), 0.0, inner**-0.5),
@@ -59,7 +59,7 @@ class RandomWeights:
         return 1.0
 
     def tied(self, embedding: Tensor) -> Linear:
-        return Dense(embedding)
+        return DenseLinear(embedding)
 
     def norm(self, name: str, size: int, *, from_one: bool) -> Tensor:
         return self._draw((size,), 1.0, 0.1)

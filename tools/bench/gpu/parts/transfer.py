@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from common.errors import TransferError
-from kvtransfer.backends.base import Connection, Ints
+from kvtransfer.backends.base import BackendConnection, Ints
 from tools.bench.gpu.frame import Row, Tables, guarded, note
 from tools.bench.gpu.ops import unequal_share
 from tools.bench.gpu.setting import Setting
@@ -155,7 +155,9 @@ def _gather(setting: Setting, source: Tensor, landing: Tensor) -> Read:
     return read
 
 
-def _connected(owner: OwnerProcess, name: str, landing: Tensor, exits: ExitStack) -> Connection:
+def _connected(
+    owner: OwnerProcess, name: str, landing: Tensor, exits: ExitStack
+) -> BackendConnection:
     if name in owner.served.missing:
         raise TransferError(owner.served.missing[name])
     connection = backends()[name].connect(

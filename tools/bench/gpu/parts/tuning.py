@@ -13,7 +13,7 @@ from unittest import mock
 from kernels.attention import decode_plan
 from kernels.attention import extend as extend_attention
 from kernels.attention.decode_plan import DecodeTile
-from kernels.attention.extend import Tile
+from kernels.attention.extend import AttentionTile
 from tools.bench.gpu.frame import Row, Tables, note
 from tools.bench.gpu.operations.paged import Paged, Rows
 from tools.bench.gpu.parts.attention import DRY, LARGE, TOLERANCE, make_data
@@ -66,7 +66,7 @@ class ExtendLaunch:
 
     @contextmanager
     def chosen(self) -> Iterator[None]:
-        tile = Tile(self.rows, self.block, self.warps, self.stages, self.slack)
+        tile = AttentionTile(self.rows, self.block, self.warps, self.stages, self.slack)
         with mock.patch.object(extend_attention, "_tile", return_value=tile):
             yield
 

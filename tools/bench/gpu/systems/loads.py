@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.traffic.workload import Job
+from bench.traffic.workload import WorkloadRequest
 from tools.bench.support.load import Answer, Client, make_jobs, summary
 from tools.bench.support.record import percentiles
 
@@ -79,7 +79,7 @@ class Loads:
         return gaps, took_s
 
     @staticmethod
-    def full_jobs(sizes: Sizes) -> list[Job]:
+    def full_jobs(sizes: Sizes) -> list[WorkloadRequest]:
         return make_jobs(
             sizes.streams * sizes.rounds,
             prompt_tokens=sizes.stream_prompt,
@@ -88,16 +88,16 @@ class Loads:
             seed=4,
         )
 
-    async def _ask(self, jobs: Sequence[Job], streams: int) -> list[Answer]:
+    async def _ask(self, jobs: Sequence[WorkloadRequest], streams: int) -> list[Answer]:
         answers = await self._client.closed_loop(jobs, streams)
         _check(answers)
         return answers
 
-    def _streams(self, series: int) -> list[Job]:
+    def _streams(self, series: int) -> list[WorkloadRequest]:
         sizes = self._sizes
         return self._jobs(sizes.streams, sizes.stream_prompt, 4 * sizes.stream_output, series)
 
-    def _jobs(self, count: int, prompt: int, output: int, series: int) -> list[Job]:
+    def _jobs(self, count: int, prompt: int, output: int, series: int) -> list[WorkloadRequest]:
         return make_jobs(
             count,
             prompt_tokens=prompt,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from common.errors import TransferError
-from kvtransfer.backends.base import Backend, Owner, PagePool, RemotePool
+from kvtransfer.backends.base import PagePool, PageProducer, RemotePool, TransferBackend
 from kvtransfer.backends.nixl.backend import NixlBackend
 from kvtransfer.backends.tcp.backend import TcpBackend
 from tools.bench.support.record import ROOT
@@ -37,8 +37,8 @@ class Served(msgspec.Struct):
     shared: bytes
 
 
-def backends() -> dict[str, Backend]:
-    known: tuple[Backend, ...] = (NixlBackend(), TcpBackend("127.0.0.1"))
+def backends() -> dict[str, TransferBackend]:
+    known: tuple[TransferBackend, ...] = (NixlBackend(), TcpBackend("127.0.0.1"))
     return {backend.name: backend for backend in known}
 
 
@@ -92,7 +92,7 @@ def owner_process(device: torch.device, page_bytes: int, num_pages: int) -> Iter
 def main(device_name: str, page_bytes: str, num_pages: str) -> None:
     device = torch.device(device_name)
     pages = content(device, int(page_bytes), int(num_pages))
-    owners: dict[str, Owner] = {}
+    owners: dict[str, PageProducer] = {}
     missing: dict[str, str] = {}
     for name, backend in backends().items():
         try:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.traffic.workload import Job
+from bench.traffic.workload import WorkloadRequest
 from tools.bench.gpu.setting import Setting
 from tools.bench.support.peer import transformers_peer
 
@@ -14,7 +14,7 @@ WARM_UP_TOKENS = 8
 
 
 def full_streams(
-    setting: Setting, model: Path, jobs: Sequence[Job], streams: int
+    setting: Setting, model: Path, jobs: Sequence[WorkloadRequest], streams: int
 ) -> tuple[dict[str, Any], list[list[int]]]:
     """Return the summary of its responses, as of tools.bench.support.load, and their tokens by job.
 
