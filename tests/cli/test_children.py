@@ -79,8 +79,9 @@ async def test_a_signal_to_our_process_group_does_not_reach_it_and_its_cores_are
 def test_it_dies_with_its_parent_however_that_dies(tmp_path):
     """Seen failing with the prctl call in leash.py removed."""
     code = (
-        "import os, pathlib, sys, time; from common.process.children import Child\n"
-        "child = Child('a', ['sh', '-c', 'echo up; exec sleep 60'], pathlib.Path(sys.argv[1]))\n"
+        "import os, pathlib, sys, time; from common.process.children import ChildProcess\n"
+        "command = ['sh', '-c', 'echo up; exec sleep 60']\n"
+        "child = ChildProcess('a', command, pathlib.Path(sys.argv[1]))\n"
         "while not child.last_lines(): time.sleep(0.01)\n"
         "print(child.pid, flush=True)\n"
         "os.kill(os.getpid(), 9)"

@@ -11,7 +11,7 @@ from common import logs
 from common.config import EngineConfig, SchedulerConfig
 from engine.loop.clock import StepClock
 from node.drive import drive
-from common.requests.request_trace import Event, Flight
+from common.requests.request_trace import RequestTrace, TimelineEvent
 
 
 class Stuck:
@@ -29,10 +29,10 @@ class Stuck:
         {broken}
 
     def flights(self, num_ended):
-        events = Event(0.0, "submitted"), Event(0.25, "opened", "at p0:1")
+        events = TimelineEvent(0.0, "submitted"), TimelineEvent(0.25, "opened", "at p0:1")
         for number in range(400):
-            yield f"flight {number}", Flight(9.0, events)
-        yield "the first", Flight(9.0, events)
+            yield f"flight {number}", RequestTrace(9.0, events)
+        yield "the first", RequestTrace(9.0, events)
 
 
 logs.setup("engine", "info", "text")
