@@ -37,7 +37,7 @@ async def drain(options: argparse.Namespace, fleet: Fleet) -> None:
     wanted = [turn for turn in every if turn.address == options.address]
     if not wanted:
         known = ", ".join(f"{turn.role} {turn.address}" for turn in every)
-        raise UnfinishedRestart(f"the router knows nobody at {options.address}; it knows {known}")
+        raise UnfinishedRestart(f"the router knows no node at {options.address}; it knows {known}")
     (turn,) = wanted
     say(turn.sentence)
     command.heed(restart_steps.objections(every, wanted, routers), options)

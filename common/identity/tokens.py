@@ -115,7 +115,7 @@ def _role(text: str) -> Role:
     try:
         name = jwt.get_unverified_header(text).get("kid")
     except jwt.InvalidTokenError as error:
-        raise AuthRejection("malformed", "the token is none") from error
+        raise AuthRejection("malformed", "the token is not a JSON web token") from error
     for role in ROLES:
         if role == name:
             return role

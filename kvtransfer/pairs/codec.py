@@ -207,8 +207,10 @@ def _hello_proto(record: PairHello) -> pb.Hello:
 def num_tokens_of(body: pb.Open) -> int:
     """Return the number of tokens that an Open names, before the tokens are read."""
     match getattr(body, body.WhichOneof("source") or "", None):
-        case pb.Prompt(request=named) | pb.Live(request=named) | (pb.Prefix() as named):
-            return len(named.token_ids) // BYTES_PER_TOKEN
+        case pb.Prompt(request=named) | pb.Live(request=named):
+            return (len(named.token_ids) + len(named.prediction)) // BYTES_PER_TOKEN
+        case pb.Prefix(token_ids=token_ids):
+            return len(token_ids) // BYTES_PER_TOKEN
     return 0
 
 

@@ -436,9 +436,13 @@ async def test_an_owner_that_answers_garbage_is_dialled_again():
 
 
 # Seen failing with the look at the length taken out of PairService: the stream ends for its tokens.
-async def test_an_open_longer_than_the_context_is_answered_before_its_tokens_are_looked_at(pair):
+@pytest.mark.parametrize("num_predicted", [0, CONTEXT - 1])
+async def test_an_open_longer_than_the_context_is_answered_before_its_tokens_are_looked_at(
+    pair, num_predicted
+):
     # Without sampling: whoever looks at the rest of it ends the stream.
-    prompt = {"request": {"token_ids": bytes(4 * CONTEXT)}}
+    tokens = {"token_ids": bytes(4 * (CONTEXT - num_predicted))}
+    prompt = {"request": {**tokens, "prediction": bytes(4 * num_predicted)}}
     long = kvtransfer_pb2.Open(prompt=prompt, id=kvtransfer_pb2.HandoffId(instance=7, attempt=1))
     async with bare_call(pair.address) as call:
         await call.write(HELLO)
