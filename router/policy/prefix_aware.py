@@ -15,8 +15,8 @@ from router.policy.load import NodeLoad
 from router.policy.prefix_index import PrefixIndex, PromptPrefixes
 from router.policy.rotating_order import RotatingOrder
 
-# Added to the lowest cost. This value was best in tools.bench.routing. A higher value keeps more
-# prefixes in place but lengthens queues where one prefix dominates.
+# Added to the lowest cost. This value was best in simulations (docs/benchmarks/routing.md). A
+# higher value keeps more prefixes in place but lengthens queues where one prefix dominates.
 NEAR_TOKENS = 512
 
 

@@ -3,7 +3,7 @@
 In a lasting overload, requests with a long wait limit would fill every queue, and requests with a
 short limit would always be rejected. So for a while after a rejection, the limit of the rejected
 request applies to all requests of at most its priority. The queue is then as short as the shortest
-limit requires (`tools/bench/overload_order.py`). Higher priorities are not limited.
+limit requires (docs/benchmarks/overload.md). Higher priorities are not limited.
 """
 
 import math

@@ -280,7 +280,7 @@ def test_a_document_names_only_what_exists(document: Path) -> None:
         "`baton top --interval --once`",
         "```sh\nX=1 baton \\\n  router --no-such | tee log\n```",
         "```sh\nmake up && make testall\n```",
-        "`python -m tools.bench.sharing --no-such 4`",
+        "`python -m tools.bench.overload --no-such 4`",
         "pages (`--cache.page-size 64`) are",
         "# set --no-such to try",
         "| all begin with `--engine.lora.` | |\n|---|---|\n| `max_rank`, 32 | of one |\n",

@@ -1,4 +1,4 @@
-"""docs/models.md says what tools/bench/architectures.jsonl has."""
+"""docs/models.md matches docs/generate/architectures.jsonl."""
 
 from docs.generate import models
 

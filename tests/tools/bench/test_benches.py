@@ -9,15 +9,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 SMALL = {
-    "features": ["--rows=4", "--vocabulary=4000", "--steps=5"],
-    "hybrids": ["--talks=3", "--turns=2"],
     "handoff": ["--parts", "cost", "--handoffs", "20"],
-    "local_prefill": ["--prompts", "3", "--tokens", "100", "--chunks", "64"],
-    "overload_order": ["--times", "1"],
     "router": ["--no-peers", "--rounds=1", "--seconds=0.5", "--loads", "plain", "gRPC, 8 tokens"],
-    "routing": ["--requests", "200"],
     "scheduler": ["--steps", "10"],
-    "tiers": ["--talks=3", "--turns=2", "--opening=200", "--pages=32", "--answer=4"],
 }
 
 

@@ -31,73 +31,7 @@ QWEN3_450M: dict[str, Any] = {  # 449 million parameters: the layers of Qwen3-0.
     "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
 }
-QWEN3_105M: dict[str, Any] = {  # 105 million parameters in its layers
-    "vocab_size": 4096,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": False,
-}
 QWEN3_SMALL = QWEN3_450M | TINY  # for rehearsals
-_STATES: dict[str, Any] = {  # in three layers of four
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 16,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-}
-HYBRID_115M: dict[str, Any] = {"architecture": "qwen3_5_text", **QWEN3_105M, **_STATES}
-
-_EXPERTS: dict[str, Any] = {  # by their names in configurations
-    "num_experts": 16,
-    "num_local_experts": 16,
-    "n_routed_experts": 16,
-    "num_experts_per_tok": 4,
-    "moe_intermediate_size": 256,
-    "shared_expert_intermediate_size": 512,
-    "n_group": 1,
-    "topk_group": 1,
-}
-_LATENTS: dict[str, Any] = {  # instead of keys and values; heads as in DeepSeek-V2
-    "num_key_value_heads": 16,
-    "head_dim": 64,  # transformers' name of the rotated size
-    "q_lora_rank": None,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-}
-_OF_FAMILIES: dict[str, dict[str, Any]] = {
-    "gemma3_text": {"layer_types": None},
-    "deepseek_v2": _LATENTS | _EXPERTS,
-    "deepseek_v3": _LATENTS | _EXPERTS,
-    "dots1": _EXPERTS,
-    "qwen2_moe": _EXPERTS,
-    "qwen3_moe": _EXPERTS,
-    "mixtral": _EXPERTS | {"intermediate_size": 256},
-    "gpt_oss": _EXPERTS | {"intermediate_size": 256},
-    "qwen3_next": _STATES | _EXPERTS,
-    "qwen3_5_text": _STATES,
-    "qwen3_5_moe_text": _STATES | _EXPERTS,
-}
-_SMALL_OF_FAMILIES: dict[str, dict[str, Any]] = {
-    "gemma3_text": {"layer_types": None},
-    "deepseek_v2": _LATENTS | {"num_key_value_heads": 4},
-    "deepseek_v3": _LATENTS | {"num_key_value_heads": 4},
-}
-
-
-def sizes_of(family: str, *, small: bool) -> dict[str, Any]:
-    """Return the sizes of a native family, comparable to a Qwen3 of 0.45 billion parameters.
-
-    With `small`, return sizes for rehearsals.
-    """
-    if small:
-        return QWEN3_SMALL | _SMALL_OF_FAMILIES.get(family, {})
-    return QWEN3_450M | _OF_FAMILIES.get(family, {})
 
 
 def kept(directory: Path, name: str, dtype: torch.dtype, sizes: dict[str, Any]) -> Path:

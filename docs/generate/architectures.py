@@ -1,8 +1,8 @@
 """Check each causal language model class of transformers: is it served, token for token?
 
-    python -m tools.bench.architectures             # those that architectures.jsonl lacks
-    python -m tools.bench.architectures olmo2 phi3  # these, again
-    python -m docs.generate.models                 # docs/models.md, from the results
+    python -m docs.generate.architectures             # those that architectures.jsonl lacks
+    python -m docs.generate.architectures olmo2 phi3  # these, again
+    python -m docs.generate.models                    # docs/models.md, from the results
 
 Each class is checked in a process of its own. If its default configuration is not supported, the
 reason is recorded. For the other classes, transformers saves a tiny random checkpoint, which is

@@ -1,1 +1,0 @@
-"""Routing policies in simulated time: `python -m tools.bench.routing`."""
