@@ -4,10 +4,16 @@
 that contains it, and an empty new path deletes the file.
 
 `names.csv` lists new names of classes, functions and methods. A definition is found by its module,
-so the same name elsewhere stays. `names` can run again after a merge: it renames what is left.
+so the same name elsewhere stays. It also lists settings (paths from the record of a process, with
+dots), flags that are no settings, and metrics. `names` and `settings` can run again after a merge:
+they rename what is left. `settings` runs mypy to find the uses of a setting in code. It leaves keys
+of dictionaries, which the records reject at run time. Nothing applies the rows of label values,
+events and log lines, because their words mean other things elsewhere: the page of renames has them.
 
-To bring a branch over that was cut before the moves, run on that branch:
+To bring a branch over that was cut before a codemod's commit, run on that branch:
 
-    git rebase COMMIT_BEFORE_THE_MOVES
-    python -m tools.codemod replay COMMIT_BEFORE_THE_MOVES COMMIT_OF_THE_MOVES
+    git rebase COMMIT_BEFORE
+    python -m tools.codemod replay --by settings COMMIT_BEFORE COMMIT_OF_THE_CODEMOD
+    git reset --hard THE_COMMIT_THAT_IT_PRINTS
+    git rebase main
 """

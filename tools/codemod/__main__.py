@@ -4,10 +4,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from tools.codemod import moves, names, renames
+from tools.codemod import moves, names, renames, settings
 from tools.codemod.replay import replay
 
 _HERE = Path(__file__).resolve().parents[2]
+CODEMODS = {"moves": moves.rewrite, "names": names.rewrite, "settings": settings.rewrite}
 
 
 def main() -> None:
@@ -17,16 +18,22 @@ def main() -> None:
     move.add_argument("--check", action="store_true", help="list the files and change nothing")
     rename = commands.add_parser("names", help="rename identifiers wherever they are used")
     rename.add_argument("--check", action="store_true", help="list the files and change nothing")
-    commands.add_parser("docs", help=f"write {renames.PAGE}")
-    again = commands.add_parser("replay", help="make the commits of a branch anew after the moves")
-    again.add_argument("before", help="the commit before the moves, which HEAD contains")
-    again.add_argument("after", help="the commit of the moves")
+    commands.add_parser("settings", help="rename settings, flags and metrics")
+    commands.add_parser("docs", help=f"write {renames.PAGE} and {renames.SETTINGS}")
+    again = commands.add_parser("replay", help="rewrite the commits of a branch by a codemod")
+    again.add_argument("--by", choices=CODEMODS, default="moves", help="the codemod (moves)")
+    again.add_argument("before", help="the commit before the codemod's, which HEAD contains")
+    again.add_argument("after", help="the commit of the codemod")
     options = parser.parse_args()
     if options.command == "replay":
-        print(replay(_HERE, options.before, options.after))
+        print(replay(_HERE, options.before, options.after, CODEMODS[options.by]))
         return
     if options.command == "docs":
         renames.PAGE.write_text(renames.page())
+        renames.SETTINGS.write_text(renames.settings())
+        return
+    if options.command == "settings":
+        print(f"{len(settings.rewrite(Path.cwd()))} files changed")
         return
     if options.command == "names":
         _rename(check=options.check)

@@ -428,7 +428,7 @@ def rewrite(root: Path, *, check: bool = False) -> list[str]:
     changed = dict(names.changed())
     if names.conflicts:
         raise ValueError("new names that mean something else:\n" + "\n".join(names.conflicts))
-    for path in _files(root):
+    for path in tracked(root):
         file = root / path
         if path in _HISTORY or file.suffix not in _TEXTS or file.is_symlink():
             continue
@@ -439,23 +439,27 @@ def rewrite(root: Path, *, check: bool = False) -> list[str]:
     if not check:
         for path, text in changed.items():
             (root / path).write_text(text)
-        python = [path for path in changed if path.endswith(".py")]
-        ruff = [sys.executable, "-m", "ruff"]
-        if python:
-            fix = ["check", "--quiet", "--fix", "--select", "I,RUF022"]
-            subprocess.run([*ruff, *fix, *python], cwd=root)
-            subprocess.run([*ruff, "format", "--quiet", *python], cwd=root, check=True)
-        for path in python:
-            text = (root / path).read_text()
-            if (folded := fold(text)) != text:
-                (root / path).write_text(folded)
+        tidy(root, [path for path in changed if path.endswith(".py")])
     return sorted(changed)
+
+
+def tidy(root: Path, paths: list[str]) -> None:
+    """Sort imports, format, and fold comments of Python files."""
+    ruff = [sys.executable, "-m", "ruff"]
+    if paths:
+        fix = ["check", "--quiet", "--fix", "--select", "I,RUF022"]
+        subprocess.run([*ruff, *fix, *paths], cwd=root)
+        subprocess.run([*ruff, "format", "--quiet", *paths], cwd=root, check=True)
+    for path in paths:
+        text = (root / path).read_text()
+        if (folded := fold(text)) != text:
+            (root / path).write_text(folded)
 
 
 def python_files(root: Path) -> dict[str, str]:
     return {
         path: (root / path).read_text()
-        for path in _files(root)
+        for path in tracked(root)
         if path.endswith(".py") and "_pb2" not in path and not path.startswith(_APART)
     }
 
@@ -473,7 +477,7 @@ def used_twice(sources: Mapping[str, str]) -> dict[str, list[str]]:
 
 def _proto_names(root: Path) -> frozenset[str]:
     found: set[str] = set()
-    for path in _files(root):
+    for path in tracked(root):
         if path.endswith(".proto"):
             text = (root / path).read_text()
             found.update(
@@ -482,6 +486,6 @@ def _proto_names(root: Path) -> frozenset[str]:
     return frozenset(found)
 
 
-def _files(root: Path) -> list[str]:
+def tracked(root: Path) -> list[str]:
     command = ["git", "-C", str(root), "ls-files"]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()

@@ -3,15 +3,14 @@
 import os
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
-from tools.codemod import moves
 
-
-def replay(root: Path, before: str, after: str) -> str:
+def replay(root: Path, before: str, after: str, rewrite: Callable[[Path], object]) -> str:
     """Rewrite the commits of HEAD since `before`, and return the last new commit.
 
-    Each new commit has the tree of the old one after `moves`, with the old author, date and
+    Each new commit has the tree of the old one after `rewrite`, with the old author, date and
     message. Files that `after` itself has changed in other ways are not touched: the first new
     commit has `after` as its parent, and later commits of main come with a rebase.
 
@@ -19,6 +18,7 @@ def replay(root: Path, before: str, after: str) -> str:
         root: a repository without changes that are not committed.
         before: the commit before the codemod's.
         after: the codemod's commit.
+        rewrite: the codemod.
     """
     commits = _git(root, "rev-list", "--reverse", f"{before}..HEAD").split()
     parent = _git(root, "rev-parse", after)
@@ -28,7 +28,8 @@ def replay(root: Path, before: str, after: str) -> str:
         try:
             for commit in commits:
                 _git(work, "checkout", "--force", commit)
-                moves.rewrite(work)
+                rewrite(work)
+                _git(work, "add", "--all")
                 tree = _git(work, "write-tree")
                 parent = _commit(root, commit, tree, parent)
                 _git(work, "reset", "--hard")
