@@ -25,7 +25,7 @@ from common.config import (
     PrefillConfig,
     RouterConfig,
     ServerConfig,
-    SpeculationConfig,
+    SpeculativeConfig,
     TlsConfig,
     TransferConfig,
 )
@@ -66,8 +66,8 @@ def node_findings(config: NodeConfig) -> Iterator[Finding]:
     """Check model, KV transfer, server, and callers of a node, in the order in which it starts."""
     yield from _model(config.engine)
     yield from _transfer(config.transfer)
-    yield from _front(config.front)
-    yield _callers("node", config.front, mutual=config.front.tls.mutual)
+    yield from _front(config.server)
+    yield _callers("node", config.server, mutual=config.server.tls.mutual)
 
 
 def router_findings(config: RouterConfig) -> Iterator[Finding]:
@@ -80,26 +80,26 @@ def router_findings(config: RouterConfig) -> Iterator[Finding]:
         yield Finding("model", "ok", str(directory))
         yield _text(directory)
     yield Finding("nodes", *_named(config))
-    yield from _front(config.front)
-    yield _port("HTTP port", config.front.host, config.http_port, "--http-port")
-    mutual = config.front.tls.mutual or config.tls_to_nodes.mutual
-    yield _callers("router", config.front, mutual=mutual)
+    yield from _front(config.server)
+    yield _port("HTTP port", config.server.host, config.http_port, "--http-port")
+    mutual = config.server.tls.mutual or config.tls_to_nodes.mutual
+    yield _callers("router", config.server, mutual=mutual)
     if config.tls_to_nodes.ca is not None:
-        yield from _tls("TLS to nodes", config.tls_to_nodes, "--nodes-tls")
-    elif config.front.tls.cert is not None:
-        yield Finding("TLS to nodes", "note", "off: for clients alone, without --nodes-tls.ca")
+        yield from _tls("TLS to nodes", config.tls_to_nodes, "--node-tls")
+    elif config.server.tls.cert is not None:
+        yield Finding("TLS to nodes", "note", "off: for clients alone, without --node-tls.ca")
 
 
 def _model(config: EngineConfig) -> Iterator[Finding]:
     try:
         directory = model_directory(config.model, weights=True)
-        servable = open_checkpoint(directory, config.model_backend, config.speculation)
+        servable = open_checkpoint(directory, config.model_backend, config.speculative)
         spec = servable.spec
         checkpoint = Checkpoint(directory)
         servable.stored()
         yield Finding("model", "ok", f"{spec.architecture}, {len(spec.layers)} layers: {directory}")
         yield Finding("computed", "ok", servable.computed)
-        yield from _drafter(config.speculation)
+        yield from _drafter(config.speculative)
         device = resolve_device(config.device)
         yield Finding("device", "ok", _device(device, config.threads))
         if device.type == "cpu":
@@ -127,15 +127,17 @@ def _model(config: EngineConfig) -> Iterator[Finding]:
     yield _text(directory)
 
 
-def _drafter(config: SpeculationConfig) -> Iterator[Finding]:
+def _drafter(config: SpeculativeConfig) -> Iterator[Finding]:
     """Report the source of draft tokens, if speculation is enabled."""
     whose = {
         "ngram": "what stood behind the same tokens before",
         "mtp": "the checkpoint's own layer",
         "eagle": f"an EAGLE head: {config.draft_model}",
     }
-    if config.drafter in whose:
-        yield Finding("drafts", "ok", f"{config.max_drafts} at most, of {whose[config.drafter]}")
+    if config.method in whose:
+        yield Finding(
+            "drafts", "ok", f"{config.num_speculative_tokens} at most, of {whose[config.method]}"
+        )
 
 
 def _weights(spec: ModelSpec, device: torch.device, config: EngineConfig) -> Finding:
@@ -172,10 +174,10 @@ def _device(device: torch.device, threads: int) -> str:
 
 
 def _transfer(config: TransferConfig) -> Iterator[Finding]:
-    if config.path == "tcp":
+    if config.backend == "tcp":
         yield Finding("KV transfer", "ok", "tcp, as configured")
         return
-    missing = "note" if config.path == "auto" else "fails"
+    missing = "note" if config.backend == "auto" else "fails"
     if not any(importlib.util.find_spec(name) for name in ("nixl", "nixl_cu12", "nixl_cu13")):
         yield Finding("KV transfer", missing, "nixl is not installed; tcp works without it")
     elif YAMA.exists() and YAMA.read_text().strip() != "0" and os.geteuid() != 0:
@@ -189,11 +191,11 @@ def _front(config: ServerConfig) -> Iterator[Finding]:
     for what, port, flag in (
         ("port", config.port, "--port"),
         ("metrics port", config.metrics_port, "--metrics-port"),
-        ("health port", config.health_port, "--front.health-port"),
+        ("health port", config.health_port, "--server.health-port"),
     ):
         if port is not None:
             yield _port(what, config.host, port, flag)
-    yield from _tls("TLS", config.tls, "--front.tls")
+    yield from _tls("TLS", config.tls, "--server.tls")
 
 
 def _callers(role: Role, front: ServerConfig, *, mutual: bool) -> Finding:

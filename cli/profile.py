@@ -1,5 +1,5 @@
 """baton profile: torch's profiler watches the next steps of all nodes, or of one, and each writes a
-trace below its engine.profile_directory. Returns once they are written."""
+trace below its engine.profile_dir. Returns once they are written."""
 
 import argparse
 import asyncio

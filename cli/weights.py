@@ -25,7 +25,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="PATH",
         nargs="?",
         default="",
-        help="of a directory below every node's engine.weights_directory",
+        help="of a directory below every node's engine.weights_dir",
     )
     source.add_argument(
         "--from",

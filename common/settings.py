@@ -32,6 +32,7 @@ from pydantic_settings import (
 )
 
 from common.config import DecodeConfig, PrefillConfig, RouterConfig
+from common.config.renamed import RENAMED_FLAGS, renamed
 from common.process.standard_output import say
 
 EXIT_USAGE = 2
@@ -48,18 +49,18 @@ SHORT_NAMES = {
     "engine.dtype": "dtype",
     "engine.quantize": "quantize",
     "engine.model-backend": "model-backend",
-    "front.host": "host",
-    "front.port": "port",
-    "front.metrics-port": "metrics-port",
-    "front.log-level": "log-level",
-    "front.log-format": "log-format",
-    "front.tls.cert": "tls-cert",
-    "front.tls.key": "tls-key",
-    "front.tls.ca": "tls-ca",
-    "front.secret-file": "secret-file",
-    "front.insecure": "insecure",
+    "server.host": "host",
+    "server.port": "port",
+    "server.metrics-port": "metrics-port",
+    "server.log-level": "log-level",
+    "server.log-format": "log-format",
+    "server.tls.cert": "tls-cert",
+    "server.tls.key": "tls-key",
+    "server.tls.ca": "tls-ca",
+    "server.secret-file": "secret-file",
+    "server.insecure": "insecure",
     "clients.api-keys": "api-keys",
-    "clients.salt-by-key": "salt-by-key",
+    "clients.isolate-cache-by-key": "isolate-cache-by-key",
     "clients.allowed-hosts": "allowed-hosts",
     "clients.cors-origins": "cors-origins",
 }
@@ -85,8 +86,10 @@ def read(record: type[R], program: str, arguments: Sequence[str], *, about: str 
         known, flags = file_parser.parse_known_args(arguments)
         given = {} if known.config is None else _content(known.config)
         named = _Named(flags, known.config, given)
+        if renamed := _renamed_variables():
+            raise SettingsError(renamed[0])
         if stray := _stray_variables():
-            raise SettingsError(f"{stray[0]}: there is no such knob, of any program")
+            raise SettingsError(f"{stray[0]}: no component has this setting")
         values = _settings_class(record, program, about, flags, given)()
         config = record.model_validate(values.model_dump(exclude_unset=True))
         config.model_dump_json()  # as sent to other processes: ValueError for a lone surrogate
@@ -149,12 +152,12 @@ def _content(file: Path) -> dict[str, Any]:
     except (LookupError, AttributeError) as error:
         raise SettingsError(f"--config: {file}: a value is not what its tag says") from error
     if not isinstance(content, dict | None):
-        raise SettingsError(f"--config: {file} is not a mapping of knobs to values")
+        raise SettingsError(f"--config: {file} is not a mapping of settings to values")
     if _size(content) > _MAX_FILE_BYTES:
         raise SettingsError(f"--config: {file} is too large once its aliases are written out")
-    for knob in content or {}:
-        if not isinstance(knob, str):
-            raise SettingsError(f"--config: {file}: a knob is named by a word, got {knob!r}")
+    for name in content or {}:
+        if not isinstance(name, str):
+            raise SettingsError(f"--config: {file}: {name!r} is not the name of a setting")
     return content or {}
 
 
@@ -180,8 +183,8 @@ def _flags_source(
         prog=program,
         usage="%(prog)s [--config FILE] [--FLAG VALUE]...",
         description=f"{about} Every flag can also be set by an environment variable "
-        f"({ENV_PREFIX}FRONT__HOST=0.0.0.0) or in the YAML file of --config "
-        "(front: {host: 0.0.0.0}). A flag goes before a variable, a variable before the file.",
+        f"({ENV_PREFIX}SERVER__HOST=0.0.0.0) or in the YAML file of --config "
+        "(server: {host: 0.0.0.0}). A flag goes before a variable, a variable before the file.",
         formatter_class=_Help,
     )
     return CliSettingsSource(
@@ -233,6 +236,8 @@ class ConfigArgumentParser(argparse.ArgumentParser):
         stranger = next(
             (flag for flag in map(_flag, self._given) if flag and flag not in flags), ""
         )
+        if (new := _renamed_flag(stranger)) in flags:
+            wrong(self.prog, f"`{stranger}` was renamed: use `{new}`")
         near = difflib.get_close_matches(stranger, flags, 1, _NEAR)
         meant = f"did you mean {near[0]}? " if near else ""
         wrong(self.prog, f"{message} ({meant}--help lists what there is)")
@@ -244,6 +249,20 @@ class ConfigArgumentParser(argparse.ArgumentParser):
 def _flag(word: str) -> str:
     """Return the flag without its value, or "" if the word is no flag."""
     return word.partition("=")[0] if word.startswith("--") else ""
+
+
+def _renamed_flag(flag: str) -> str:
+    """Return the new name of a renamed flag, or "" if the flag was not renamed.
+
+    Args:
+        flag: with the whole path of a setting, or the short name of one.
+    """
+    found = re.fullmatch(r"--(no-)?(.+)", flag)
+    if found is None:
+        return ""
+    path = found[2].replace("-", "_")
+    new = RENAMED_FLAGS.get(path) or renamed(path)
+    return f"--{found[1] or ''}{new.replace('_', '-')}" if new else ""
 
 
 def _flags_of(record: type[BaseModel]) -> Collection[str]:
@@ -350,6 +369,16 @@ def _stray_variables() -> list[str]:
     ]
 
 
+def _renamed_variables() -> list[str]:
+    """Return a sentence for each variable of a renamed setting."""
+    return [
+        f"`{variable}` was renamed: use `{ENV_PREFIX}{new.replace('.', _BETWEEN).upper()}`"
+        for variable in sorted(os.environ)
+        if variable.upper().startswith(ENV_PREFIX)
+        and (new := renamed(variable[len(ENV_PREFIX) :].lower().replace(_BETWEEN, ".")))
+    ]
+
+
 def _says(given: Any, where: Sequence[str]) -> bool:
     for part in where:
         entries = {str(key): value for key, value in given.items()} if type(given) is dict else {}
@@ -367,11 +396,16 @@ def _sentence(detail: ErrorDetails, named: _Named) -> str:
     where = [str(part) for part in detail["loc"]]
     if detail["type"] == "missing":
         return f"--{_flag_names(where)[0]} is required"
-    knob = named(where)
+    setting = named(where)
     if detail["type"] == "extra_forbidden":
-        return f"{knob}: there is no such knob"
+        new = renamed(".".join(where))
+        return (
+            f"`{setting}` was renamed: use `{new}`"
+            if new
+            else f"{setting}: there is no such setting"
+        )
     message = detail["msg"].removeprefix("Value error, ")
-    sentence = f"{knob}: {message[:1].lower()}{message[1:]}"
+    sentence = f"{setting}: {message[:1].lower()}{message[1:]}"
     if isinstance(detail["input"], dict):
         return sentence
     given = repr(detail["input"])

@@ -40,7 +40,7 @@ class WatchedFiles(Generic[T]):
             paths: the files.
             read: returns their content. Raises ConfigError if they are invalid.
             what: their content, such as "certificates", for messages.
-            knob: name of the setting, such as "--front.tls", for messages.
+            knob: name of the setting, such as "--server.tls", for messages.
             again_s: seconds between two attempts to read invalid files.
         Raises:
             ConfigError: from `read`.

@@ -70,7 +70,7 @@ class PrefillPlacement:
         self._counts = counts
         self._sharing = sharing
         self._owners: dict[str, ProducerUp] = {}  # by address, of usable links
-        self.unpaired = UnpairedQueue(config.pair_again_s)
+        self.unpaired = UnpairedQueue(config.reconnect_wait_s)
         self.held_back = PausedQueue()
         self.fetching = FetchQueue(sharing.fetches)
         self._convoys = MigrationGroups()
@@ -268,10 +268,10 @@ class PrefillPlacement:
         return "short" if self._is_short(request) else ""
 
     def _is_exhausted(self, attempt: int) -> bool:
-        return attempt > self._config.retries + 1
+        return attempt > self._config.handoff_retries + 1
 
     def _is_short(self, request: Request) -> bool:
-        longest = self._config.local_prefill_tokens
+        longest = self._config.local_prefill_max_tokens
         if not longest:
             return False
         cached = self._cache.match(request.token_ids[:-1], request.namespace).num_tokens

@@ -19,7 +19,8 @@ def program(config: DecodeConfig) -> RoleProgram:
         _parts,
         colocated=colocated,
         falls_back=config.local_fallback,
-        fetches=config.sharing.enabled and (colocated or config.local_prefill_tokens > 0),
+        fetches=config.prefix_sharing.enabled
+        and (colocated or config.local_prefill_max_tokens > 0),
     )
     return RoleProgram("decode", config, parts, config.mode)
 

@@ -106,20 +106,18 @@ class DecodeRole:
         self._sharing = sharing
         self._tiers = tiers
         # Limit for all requests: the tokens that fit into the pool and those that may wait.
-        most_tokens = config.engine.scheduler.max_waiting_tokens + tables.max_tokens(
-            pages.num_pages
-        )
+        most_tokens = config.engine.scheduler.max_queued_tokens + tables.max_tokens(pages.num_pages)
         self._counts = DecodeCounters()
         self._live = ActiveRequests(outbox, self._counts, adapters, most_tokens)
         self._prompts = QueueEstimator()  # prompts to be computed here
         self._answers = OutputLengthEstimate()
         self._door = RequestAdmission(
-            max_waiting=config.engine.scheduler.max_waiting,
+            max_waiting=config.engine.scheduler.max_queued_requests,
             limits=limits,
             desk=desk,
             live=self._live,
             adapters=adapters,
-            holders=PrefixLocations(cache, tiers, shares=config.sharing.enabled),
+            holders=PrefixLocations(cache, tiers, shares=config.prefix_sharing.enabled),
             prompts=self._prompts,
             answers=self._answers,
         )
@@ -134,7 +132,7 @@ class DecodeRole:
         self._handoffs = IncomingHandoffs(
             instance=instance,
             vocabulary_size=limits.vocabulary_size,
-            max_granted_pages=config.max_granted_pages or pages.num_pages // 2,
+            max_granted_pages=config.max_inflight_pages or pages.num_pages // 2,
             port=port,
             scheduler=scheduler,
             destinations=self._destinations,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from common.config import EngineConfig, TiersConfig
+from common.config import EngineConfig, OffloadConfig
 from common.errors import ConfigError
 from common.logs import kv
 from common.model_directory import model_directory
@@ -121,7 +121,7 @@ class Engine:
     ) -> Scheduler:
         """Create the scheduler of this engine; see Scheduler for `on_admit`."""
         spec = self.model.spec
-        chunked = {"chunk_tokens": self.shape.chunk_tokens or -1}
+        chunked = {"chunked_prefill_tokens": self.shape.chunk_tokens or -1}
         return Scheduler(
             config.scheduler.model_copy(update=chunked),
             eos_token_ids=spec.eos_token_ids,
@@ -137,7 +137,7 @@ class Engine:
     def profiler(self, config: EngineConfig, role: str, num_steps: Callable[[], int]) -> Profiler:
         """Create the profiler of this engine; see Profiler."""
         name, device = f"baton-{role}", self.model.device
-        return Profiler(config.profile_directory, name, self.stream, device, num_steps)
+        return Profiler(config.profile_dir, name, self.stream, device, num_steps)
 
     def equipped(self, config: EngineConfig) -> "Engine":
         """Return this engine with the host pages and the decode graphs of another role in place of
@@ -156,7 +156,7 @@ class Engine:
         shape, host = self.shape, _Host(self.host_pool, self.tiers, self.copier)
         if not shape.tier_pages:
             shape = replace(shape, host_pages=_affordable_host_pages(config, shape))
-            host = _host(shape, self.pool, self.cache, self.pages, config.tiers, None)
+            host = _host(shape, self.pool, self.cache, self.pages, config.offload, None)
         try:
             runner = _runner(
                 config,
@@ -209,7 +209,7 @@ def build(config: EngineConfig) -> Engine:
     else:
         use_gpu(device)  # in this thread, which launches kernels
     directory = model_directory(config.model, weights=True)
-    servable = open_checkpoint(directory, config.model_backend, config.speculation)
+    servable = open_checkpoint(directory, config.model_backend, config.speculative)
     precision = choose_precision(config.dtype, device, Checkpoint(directory), matrix_features())
     named = _named(stored_of(servable, directory))
     model = _load(servable, device, precision.dtype, config)
@@ -226,13 +226,13 @@ def build(config: EngineConfig) -> Engine:
     cache = PrefixCache(page_size, pages, windows, state_pages, enabled=config.cache.prefix_cache)
     told = _constants(servable, shape, str(precision), rounding)
     version = None
-    if config.tiers.file_dir is not None and shape.tier_pages:
+    if config.offload.disk_dir is not None and shape.tier_pages:
         version = version_of(told, named.result())
-    host = _host(shape, pool, cache, pages, config.tiers, version)
+    host = _host(shape, pool, cache, pages, config.offload, version)
     stream = open_stream(device)
     features = every_feature(table, model.spec.vocabulary_size, model.spec.eos_token_ids, device)
     adapters = AdapterManager(
-        AdapterCache(config.lora.max_loaded, config.lora.max_bytes), bank, table
+        AdapterCache(config.lora.max_cpu_loras, config.lora.max_cpu_lora_bytes), bank, table
     )
     shelf = shelf_of(config.lora, model)
     load_all(config.lora, shelf, adapters.library)
@@ -285,7 +285,7 @@ def build(config: EngineConfig) -> Engine:
         ),
         constants=told,
         tokenizer_hash=tokenizer_hash(directory),
-        speculator=Speculator.of(config.speculation, config.scheduler.num_slots),
+        speculator=Speculator.of(config.speculative, config.scheduler.num_slots),
     )
 
 
@@ -326,7 +326,7 @@ def _affordable_host_pages(config: EngineConfig, shape: EngineShape) -> int:
     wanted, left = num_pages * layout.page_bytes, free_bytes(torch.device("cpu"), 1.0)
     if wanted > left:
         raise ConfigError(
-            f"engine.cache.host_pages: {num_pages} pages take {wanted / 2**30:.1f} GiB, "
+            f"engine.cache.swap_pages: {num_pages} pages take {wanted / 2**30:.1f} GiB, "
             f"{left / 2**30:.1f} GiB are left"
         )
     return num_pages
@@ -337,7 +337,7 @@ def _host(
     pool: KVPool,
     cache: PrefixCache,
     pages: PageAllocator,
-    config: TiersConfig,
+    config: OffloadConfig,
     version: bytes | None,
 ) -> _Host:
     """Create the host pages and the tiers.
@@ -352,9 +352,9 @@ def _host(
     host_pool = HostPool(shape.layout, num_pages, shape.device)
     copier = PageCopier(pool, host_pool)
     index, store = None, None
-    if version is not None and config.file_dir is not None:
+    if version is not None and config.disk_dir is not None:
         memory = host_pool.tensor.numpy()
-        files = PageFiles(config.file_dir, memory, version=version, num_bytes=config.file_bytes)
+        files = PageFiles(config.disk_dir, memory, version=version, num_bytes=config.disk_bytes)
         index = FileCache(files.num_slots, tables.width, files.found())
         store = FileThreads(files, lambda: copier.tell())
     tiers = CacheTiers(
@@ -423,7 +423,9 @@ def _shape(config: EngineConfig, model: Model, bank: AdapterBank) -> EngineShape
         ),
     )
     free = free_bytes(model.device, fraction) - footprint.total - seeing
-    measured = config.scheduler.model_copy(update={"chunk_tokens": shape.chunk_tokens or -1})
+    measured = config.scheduler.model_copy(
+        update={"chunked_prefill_tokens": shape.chunk_tokens or -1}
+    )
     config = config.model_copy(update={"scheduler": measured})
     return resolve_shape(config, model.spec, dtype=model.dtype, free=free)
 

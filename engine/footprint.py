@@ -92,7 +92,7 @@ def measure_footprint(
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"a forward of {num_tokens} tokens does not fit into the {free / 2**30:.2f} GiB that "
-            f"the weights leave on {device}; engine.scheduler.chunk_tokens makes it smaller"
+            f"the weights leave on {device}; lower engine.scheduler.chunked_prefill_tokens"
         ) from error
     finally:
         stream.close()

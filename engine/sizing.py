@@ -173,7 +173,9 @@ def resolve_shape(
         context_length=context_length,
         num_pages=num_pages,
         host_pages=host_pages_of(config.cache, layout, device, num_pages),
-        tier_pages=config.tiers.host_bytes // layout.page_bytes if config.cache.prefix_cache else 0,
+        tier_pages=config.offload.cpu_bytes // layout.page_bytes
+        if config.cache.prefix_cache
+        else 0,
         chunk_tokens=chunk_tokens,
         prefill_tokens=whole_prompts if chunk_tokens is None else chunk_tokens,
     )
@@ -183,8 +185,8 @@ def host_pages_of(
     cache: CacheConfig, layout: KVLayout, device: torch.device, num_pages: int
 ) -> int:
     """Return the number of host pages for retracted requests of a pool of `num_pages`."""
-    if cache.host_pages >= 0:
-        return cache.host_pages
+    if cache.swap_pages >= 0:
+        return cache.swap_pages
     if device.type == "cpu":
         return num_pages
     room = min(PINNED_BYTES, free_bytes(torch.device("cpu"), PINNED_FRACTION))
@@ -193,7 +195,7 @@ def host_pages_of(
 
 def _pages_in(room: int, config: EngineConfig, layout: KVLayout, context_length: int) -> int:
     pages_of_one = layout.tables.pages_to_compute(context_length)
-    num_pages = min(room // layout.page_bytes, pages_of_one * config.scheduler.max_running)
+    num_pages = min(room // layout.page_bytes, pages_of_one * config.scheduler.max_running_requests)
     if num_pages < 2:
         raise ConfigError(
             f"no room for a KV pool: {_gib(room)} are left for it, and one page takes "
@@ -209,7 +211,7 @@ def _cpu_room(free: int) -> int:
 def _chunk_tokens(
     config: EngineConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype, free: int
 ) -> int | None:
-    wanted, page_size = config.scheduler.chunk_tokens, config.cache.page_size
+    wanted, page_size = config.scheduler.chunked_prefill_tokens, config.cache.page_size
     if wanted < 0:
         return None
     if wanted == 0:

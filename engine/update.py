@@ -30,7 +30,7 @@ _UNREADABLE = (
     *(ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError),
     SafetensorError,
 )
-_FLAG = "engine.weights_directory"
+_FLAG = "engine.weights_dir"
 _NAMED = "model_path"  # the field name that clients use for a directory of weights
 _NOWHERE = (
     "weights: these came from another node, and since others were to come they are nowhere here to "
@@ -80,7 +80,7 @@ class WeightUpdater:
         self._config = config
         self._served = served
         self._model = model
-        root = config.weights_directory
+        root = config.weights_dir
         self._root = None if root is None else root.resolve()
         self._worker = ThreadPoolExecutor(1, "weights")
         self._under_way = False
@@ -259,7 +259,7 @@ class WeightUpdater:
 
     def _fitting(self, directory: Path) -> tuple[LoadableModel, WeightsId]:
         here = self._served
-        there = open_checkpoint(directory, self._config.model_backend, self._config.speculation)
+        there = open_checkpoint(directory, self._config.model_backend, self._config.speculative)
         if (there.backend, there.config_hash()) != (here.backend, here.config_hash()):
             raise InvalidRequest("its configuration is that of another model")
         self._check_room(there)

@@ -26,9 +26,9 @@ def backends(config: TransferConfig, *, tls: bool) -> dict[str, TransferBackend]
     encrypted = tls if config.encrypt == "auto" else config.encrypt == "on"
     known: tuple[TransferBackend, ...] = (
         NixlBackend(_WITHIN_A_HOST if config.encrypt == "on" else PATHS),
-        TcpBackend(config.data_host, data_port=config.data_port, encrypted=encrypted),
+        TcpBackend(config.listen_host, data_port=config.listen_port, encrypted=encrypted),
     )
-    return {backend.name: backend for backend in known if config.path in ("auto", backend.name)}
+    return {backend.name: backend for backend in known if config.backend in ("auto", backend.name)}
 
 
 def serve(
@@ -48,7 +48,9 @@ def serve(
             log.warning("pages are not served %s", kv(over=name, because=error))
             reasons.append(f"{name}: {error}")
     if not owners:
-        raise ConfigError(f"transfer.path: no data path can be served here: {'; '.join(reasons)}")
+        raise ConfigError(
+            f"transfer.backend: no data path can be served here: {'; '.join(reasons)}"
+        )
     log.info("pages are served %s", kv(device=pool.device, over=", ".join(owners)))
     return owners
 
@@ -65,7 +67,7 @@ def rehearse(backends: Mapping[str, TransferBackend], pool: PagePool) -> None:
     try:
         memory_of(pool)
     except TransferError as error:
-        raise ConfigError(f"transfer.path: tcp cannot read into the pool: {error}") from None
+        raise ConfigError(f"transfer.backend: tcp cannot read into the pool: {error}") from None
 
 
 def why_pinned(backends: Mapping[str, TransferBackend], pool: PagePool) -> str:

@@ -43,7 +43,7 @@ def drive(role: DrivenRole, engine: Engine, config: EngineConfig, clock: StepClo
     loop = EventLoop(
         role,
         engine.runner,
-        overlap=config.scheduler.overlap,
+        overlap=config.scheduler.overlap_schedule,
         overlap_prefills=config.scheduler.overlap_prefills,
         clock=clock,
     )
@@ -56,7 +56,7 @@ def drive(role: DrivenRole, engine: Engine, config: EngineConfig, clock: StepClo
 
     watchdog = Watchdog(
         clock,
-        limit_s=config.scheduler.watchdog_s,
+        limit_s=config.scheduler.watchdog_timeout_s,
         has_work=lambda: role.scheduler.awaits_steps,
         on_stuck=end,
     )

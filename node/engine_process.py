@@ -151,7 +151,7 @@ def run_engine(
 
     def begin(start: StartRole) -> EngineStart[Any]:
         config = configs[start.role].model_validate_json(start.config)
-        logs.setup(f"{start.role} {name}", config.front.log_level, config.front.log_format)
+        logs.setup(f"{start.role} {name}", config.server.log_level, config.server.log_format)
         pairs = channel.transfer_socket()
         return EngineStart(start.role, config, start.instance, start.address, channel, pairs)
 

@@ -41,7 +41,7 @@ PATHS = ("nvlink", "cuda_ipc", "rdma", "cma", "tcp")
 # Of the front ------------------------------------------------------------------------------------
 
 REJECTED = MetricDeclaration(
-    "baton_node_rejected",
+    "baton_node_requests_rejected",
     "counter",
     "Total requests or hand-offs that this node rejected or stopped. Late: the queue is longer "
     "than their wait limit. Dropped: that limit expired before any computation. Adapter: their "
@@ -58,10 +58,10 @@ STREAMS = MetricDeclaration(
     "baton_streams", "gauge", "Current open streams.", {"kind": ("router", "pair")}
 )
 STREAM_ENDS = MetricDeclaration(
-    "baton_stream_ends", "counter", "Total closed streams.", {"kind": ("router", "pair")}
+    "baton_streams_closed", "counter", "Total closed streams.", {"kind": ("router", "pair")}
 )
 CUT_OFF = MetricDeclaration(
-    "baton_streams_cut_off", "counter", "Total streams closed because the peer did not read."
+    "baton_slow_peer_disconnects", "counter", "Total streams closed because the peer did not read."
 )
 PAIRINGS = MetricDeclaration(
     "baton_pairings",
@@ -73,7 +73,7 @@ STATE = MetricDeclaration(
     "baton_node_state", "gauge", "1 for the current state of the node, else 0.", {"state": STATES}
 )
 SILENCE = MetricDeclaration(
-    "baton_engine_silence_seconds",
+    "baton_engine_heartbeat_age_seconds",
     "gauge",
     "Seconds without progress of the engine, beyond what its running step may take.",
 )
@@ -89,7 +89,7 @@ PAGES = MetricDeclaration(
     {"holder": HOLDERS},
 )
 HOST_PAGES = MetricDeclaration(
-    "baton_host_kv_pages", "gauge", "Current host pages used by retracted requests."
+    "baton_swap_pages", "gauge", "Current host pages used by retracted requests."
 )
 QUEUE = MetricDeclaration(
     "baton_queue_requests",
@@ -100,14 +100,14 @@ QUEUE = MetricDeclaration(
     sparse=True,
 )
 WAITING = MetricDeclaration(
-    "baton_queued_requests",
+    "baton_node_waiting_requests",
     "gauge",
     "Current requests that wait for computation on this node, or for pages on a decode node, by "
     "priority: below 0, 0, above 0.",
     {"priority": CLASSES},
 )
 QUEUED = MetricDeclaration(
-    "baton_queued_seconds",
+    "baton_queue_wait_estimate_seconds",
     "gauge",
     "Estimated seconds until the waiting requests are served: prompts to be computed here, and "
     "requests for pages on a decode node.",
@@ -115,7 +115,7 @@ QUEUED = MetricDeclaration(
     sparse=True,
 )
 TOKEN_SECONDS = MetricDeclaration(
-    "baton_prompt_token_seconds",
+    "baton_prefill_seconds_per_token",
     "gauge",
     "Recent time of a prompt token in seconds, cached or not, while prompts waited. 0: unknown.",
 )
@@ -142,7 +142,7 @@ BATCH_TOKENS = MetricDeclaration(
     bounds.BATCH_TOKENS,
 )
 WAITED = MetricDeclaration(
-    "baton_engine_waited_seconds",
+    "baton_engine_wait_seconds",
     "counter",
     "Total time in seconds that the engine thread waited for the device, or for work.",
     {"on": ("device", "work")},
@@ -158,7 +158,7 @@ ENGINE_CPU = MetricDeclaration(
     "Total CPU time of all threads of the engine process in seconds.",
 )
 SELF_CHECKS = MetricDeclaration(
-    "baton_self_checks",
+    "baton_leak_checks",
     "counter",
     "Total leak checks of an idle engine that found every page and slot accounted for. A failed "
     "check ends the engine.",
@@ -178,16 +178,16 @@ FINISHED = MetricDeclaration(
     "baton_finished_requests", "counter", "Total requests that have left the scheduler."
 )
 DEADLINES = MetricDeclaration(
-    "baton_deadlines", "counter", "Total requests whose budget expired in the scheduler."
+    "baton_deadline_exceeded", "counter", "Total requests whose budget expired in the scheduler."
 )
 RETRACTIONS = MetricDeclaration(
     "baton_retractions", "counter", "Total requests retracted from the device for lack of pages."
 )
 RECOMPUTED = MetricDeclaration(
-    "baton_recomputed", "counter", "Total retracted requests whose KV was recomputed."
+    "baton_retraction_recomputes", "counter", "Total retracted requests whose KV was recomputed."
 )
 PREEMPTED = MetricDeclaration(
-    "baton_preempted",
+    "baton_preemptions",
     "counter",
     "Total requests preempted by a more urgent one, by their own priority.",
     {"priority": CLASSES},
@@ -220,13 +220,13 @@ WEIGHT_READ_SECONDS = MetricDeclaration(
     "Total time of these reads in seconds, including verification, without the update itself.",
 )
 MEMORY_AWAY = MetricDeclaration(
-    "baton_memory_away",
+    "baton_memory_released",
     "gauge",
     "1 for each part of the node's memory that an operator has released to the system, else 0.",
     {"part": MEMORY_TAGS},
 )
 DRAFT_TOKENS = MetricDeclaration(
-    "baton_draft_tokens",
+    "baton_spec_draft_tokens",
     "counter",
     "Total draft tokens computed with the newest token. Accepted: correct, and each saved one "
     "step.",
@@ -239,14 +239,14 @@ PREDICTION_TOKENS = MetricDeclaration(
     {"outcome": ("accepted", "rejected")},
 )
 VERIFIED_TOKENS = MetricDeclaration(
-    "baton_verified_tokens",
+    "baton_spec_accepted_length",
     "histogram",
     "Tokens that a step with drafts yields for a request: the accepted drafts and one more.",
     {},
     bounds.RUN_TOKENS,
 )
 POOLED = MetricDeclaration(
-    "baton_pooled_prompts", "counter", "Total prompts computed for embeddings or scores."
+    "baton_pooling_prompts", "counter", "Total prompts computed for embeddings or scores."
 )
 ADAPTERS = MetricDeclaration("baton_adapters", "gauge", "Current LoRA adapters in host memory.")
 ADAPTER_BYTES = MetricDeclaration(
@@ -256,7 +256,7 @@ ADAPTER_SLOTS = MetricDeclaration(
     "baton_adapter_slots_used", "gauge", "Current device slots whose adapter is used by requests."
 )
 ADAPTER_FILLS = MetricDeclaration(
-    "baton_adapter_fills", "counter", "Total copies of an adapter into a slot."
+    "baton_adapter_loads", "counter", "Total copies of an adapter into a slot."
 )
 KERNELS_COMPILED = MetricDeclaration(
     "baton_kernels_compiled", "counter", "Total kernels that were compiled while serving."
@@ -326,7 +326,7 @@ LOCAL_PREFILLS = MetricDeclaration(
     {"reason": ("colocated", "short", "no_owner", "exhausted")},
 )
 CANARIES = MetricDeclaration(
-    "baton_canaries",
+    "baton_canary_checks",
     "counter",
     "Total canary checks of nodes at pairing. Wrong: responses differ from this node's own, and "
     "the node is not used. Unknown: no result yet. The node is used, unless its last canary was "
@@ -356,7 +356,7 @@ READS_REFUSED = MetricDeclaration(
     {"path": PATHS},
 )
 PAGES_COMPARED = MetricDeclaration(
-    "baton_handoff_pages_compared",
+    "baton_handoff_checksums",
     "counter",
     "Total pages read whose checksum was compared with the producer's. Wrong: they differed.",
     {"outcome": ("right", "wrong")},
@@ -372,7 +372,7 @@ LINKS = MetricDeclaration(
     {"path": PATHS},
 )
 SLOWEST = MetricDeclaration(
-    "baton_slowest_link_bytes_per_second",
+    "baton_link_min_bytes_per_second",
     "gauge",
     "Rate of the slowest link of each path, as measured at pairing and since.",
     {"path": PATHS},
@@ -386,7 +386,7 @@ LINK_CHANGES = MetricDeclaration(
 )
 
 MOVES = MetricDeclaration(
-    "baton_node_moves",
+    "baton_node_migrations",
     "counter",
     "Total live migrations of running requests. Away: completed, to another node. Refused: "
     "failed, and the request stays. Here: arrived on this node.",
@@ -394,7 +394,7 @@ MOVES = MetricDeclaration(
 )
 
 PROMPT_TOKEN_WAYS = MetricDeclaration(
-    "baton_prompt_token_ways",
+    "baton_prompt_tokens_by_source",
     "counter",
     "Total prompt tokens that this node had to provide, by the source of their KV. Fetched: "
     "read from another node's cache.",
@@ -409,14 +409,14 @@ FETCHES = MetricDeclaration(
     {"outcome": ("held", "lost", "dearer", "no_room", "unpaired")},
 )
 LOANS = MetricDeclaration(
-    "baton_prefix_loans",
+    "baton_prefix_exports",
     "counter",
     "Total prefixes that other nodes wanted to read here. Held: completed. Lost: failed. "
     "Refused: the cache had no more of it, or too much was being exported.",
     {"outcome": ("held", "lost", "refused")},
 )
 FORGOTTEN = MetricDeclaration(
-    "baton_forgotten_prefixes",
+    "baton_prefix_invalidations",
     "counter",
     "Total prefixes whose KV gave NaN or Inf logits. Own: invalidated after a request of this "
     "node. Asked: invalidated for a node that had read them here. Unheeded: not invalidated, "
@@ -426,29 +426,29 @@ FORGOTTEN = MetricDeclaration(
 
 _TIERS = {"tier": ("host", "file")}
 TIER_PAGES = MetricDeclaration(
-    "baton_tier_pages", "gauge", "Current pages in an offload tier.", _TIERS
+    "baton_offload_pages", "gauge", "Current pages in an offload tier.", _TIERS
 )
 TIER_TOKENS = MetricDeclaration(
-    "baton_tier_tokens",
+    "baton_offload_tokens",
     "counter",
     "Total prompt tokens that an offload tier saved from being computed or read from another "
     "node. File: no other tier had them.",
     _TIERS,
 )
 TIER_BYTES = MetricDeclaration(
-    "baton_tier_bytes",
+    "baton_offload_bytes",
     "counter",
     "Total bytes saved to host memory and brought back from it, or written to files and read back.",
     {"copy": ("saved", "brought", "written", "read")},
 )
 TIER_EVICTED = MetricDeclaration(
-    "baton_tier_evicted",
+    "baton_offload_evicted",
     "counter",
     "Total pages of tokens evicted from an offload tier.",
     _TIERS,
 )
 TIER_FAULTS = MetricDeclaration(
-    "baton_tier_faults",
+    "baton_offload_errors",
     "counter",
     "Total pages that could not be written to a file (full, write) or read back. Damaged: the "
     "content differs from what was written. They are recomputed.",
@@ -531,7 +531,7 @@ _TOTALS = {
     "tier_faults": TIER_FAULTS,
 }
 _GAUGES = {
-    "host_pages": HOST_PAGES,
+    "swap_pages": HOST_PAGES,
     "reads_in_flight": READS_IN_FLIGHT,
     "adapters": ADAPTERS,
     "adapter_bytes": ADAPTER_BYTES,

@@ -70,11 +70,11 @@ class NodeRuntime:
 
         config, channel, kv = start.config, start.channel, engine.pool
         steps = config.engine.scheduler
-        clock = StepClock(first_step_s=steps.first_step_s)
+        clock = StepClock(first_step_s=steps.first_step_timeout_s)
         if engine.shape.device.type == "cuda":
             clock.compiles.watch(triton.knobs.runtime)
         pool = PagePool(kv.base_address, kv.page_bytes, kv.num_pages, str(engine.shape.device))
-        paths = data_paths.backends(config.transfer, tls=config.front.tls.cert is not None)
+        paths = data_paths.backends(config.transfer, tls=config.server.tls.cert is not None)
         data_paths.rehearse(paths, pool)
         reads = ReadMetrics(kv.page_bytes)
         tables = engine.shape.layout.tables
@@ -89,10 +89,10 @@ class NodeRuntime:
                 paths,
                 data_paths.serve(paths, pool, start.instance),
                 reads,
-                max_untaken_tokens=steps.max_waiting_tokens,
+                max_untaken_tokens=steps.max_queued_tokens,
             ),
             engine_late_s=Lateness(clock, LONGEST_SLEEP_S).look,
-            stall_s=steps.stall_s,
+            stall_s=steps.step_timeout_s,
             wake_engine=channel.wake,
         )
         memory = MemoryOccupation(
@@ -128,7 +128,7 @@ class NodeRuntime:
             prepare=prepare_in_time,
         )
         sharing = PrefixSharing(
-            config.sharing,
+            config.prefix_sharing,
             instance=start.instance,
             page_bytes=kv.page_bytes,
             cache=engine.cache,

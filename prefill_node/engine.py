@@ -17,7 +17,7 @@ def wants(config: EngineConfig) -> EngineConfig:
     Requests end with their first token, so none is retracted to host memory, and no step has decode
     rows only.
     """
-    cache = config.cache.model_copy(update={"host_pages": 0})
+    cache = config.cache.model_copy(update={"swap_pages": 0})
     chunk = config.scheduler.auto_chunk_tokens or CHUNK_TOKENS
     scheduler = config.scheduler.model_copy(update={"auto_chunk_tokens": chunk})
     return config.model_copy(update={"cache": cache, "scheduler": scheduler, "cuda_graphs": False})
@@ -44,8 +44,8 @@ def serve(
         pages=engine.pages,
         tables=engine.shape.layout.tables,
         limits=engine.limits,
-        max_waiting=config.scheduler.max_waiting,
-        max_waiting_tokens=config.scheduler.max_waiting_tokens,
+        max_waiting=config.scheduler.max_queued_requests,
+        max_waiting_tokens=config.scheduler.max_queued_tokens,
         port=parts.port,
         desk=parts.desk,
         adapters=engine.adapters,

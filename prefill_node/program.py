@@ -16,8 +16,8 @@ from prefill_node.pooling_service import PoolingServicer
 
 def program(config: PrefillConfig) -> RoleProgram:
     # With TLS, it only calls nodes that it can authenticate.
-    calls = config.front.tls.cert is None or config.front.tls.mutual
-    fetches = config.sharing.enabled and calls
+    calls = config.server.tls.cert is None or config.server.tls.mutual
+    fetches = config.prefix_sharing.enabled and calls
     return RoleProgram("prefill", config, partial(_parts, calls=calls, fetches=fetches))
 
 

@@ -19,7 +19,7 @@ _PROGRAM = "baton router"
 
 def main(arguments: Sequence[str]) -> None:
     config = read(RouterConfig, _PROGRAM, arguments)
-    logs.setup("router", config.front.log_level, config.front.log_format)
+    logs.setup("router", config.server.log_level, config.server.log_format)
     descriptors.allow_many()
     # The thread pool of the library has no use: texts are tokenised one at a time.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -33,7 +33,7 @@ REQUESTS = MetricDeclaration(
     {"outcome": ("stop", "length", "pooled", "cancelled", "error")},
 )
 REJECTED = MetricDeclaration(
-    "baton_rejected",
+    "baton_requests_rejected",
     "counter",
     "Total requests rejected before they reached a node. Late: the queue of every node is "
     "longer than their wait limit.",
@@ -43,26 +43,26 @@ WAITING = MetricDeclaration(
     "baton_waiting_requests", "gauge", "Current requests that wait for a slot of the router."
 )
 STRANGERS = MetricDeclaration(
-    "baton_strangers",
+    "baton_auth_rejected",
     "counter",
     "Total calls rejected because of the caller's credentials, or the host name that they use.",
     {"reason": ("no_key", "unknown_key", "expired_key", "no_operator", "host")},
 )
 KEY_REQUESTS = MetricDeclaration(
-    "baton_key_requests",
+    "baton_api_key_requests",
     "counter",
     "Total requests by API key, for the keys in the present file.",
     {"key": (), "outcome": ("taken", "limited")},
     sparse=True,
 )
 KEY_TOKENS = MetricDeclaration(
-    "baton_key_tokens",
+    "baton_api_key_tokens",
     "counter",
     "Total tokens by API key, for the keys in the present file.",
     {"key": (), "kind": ("prompt", "generated")},
     sparse=True,
 )
-LIVE = MetricDeclaration("baton_live_requests", "gauge", "Current accepted requests in flight.")
+LIVE = MetricDeclaration("baton_inflight_requests", "gauge", "Current accepted requests in flight.")
 PROMPT_TOKENS = MetricDeclaration(
     "baton_accepted_prompt_tokens", "counter", "Total prompt tokens of accepted requests."
 )
@@ -119,16 +119,16 @@ STREAMS_LOST = MetricDeclaration(
     "on them were affected.",
 )
 REPLAYS = MetricDeclaration(
-    "baton_replays", "counter", "Total requests replayed on another decode node."
+    "baton_requests_replayed", "counter", "Total requests replayed on another decode node."
 )
 MOVES = MetricDeclaration(
-    "baton_moves",
+    "baton_migrations",
     "counter",
     "Total live migrations of running requests to another decode node, by result.",
     {"outcome": ("moved", "stayed")},
 )
 SUSPECTS = MetricDeclaration(
-    "baton_suspects",
+    "baton_requests_quarantined",
     "counter",
     "Total requests replayed alone (quarantined), because a decode engine crashed while it "
     "served them.",
@@ -137,7 +137,7 @@ HTTP_CONNECTIONS = MetricDeclaration(
     "baton_http_connections", "gauge", "Current open connections of HTTP clients."
 )
 HTTP_ANSWERS = MetricDeclaration(
-    "baton_http_answers",
+    "baton_http_responses",
     "counter",
     "Total completed HTTP responses.",
     {"status": (*_STATUSES, _OTHER)},

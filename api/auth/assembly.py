@@ -37,21 +37,21 @@ def make_clients(config: RouterConfig, metrics: RouterMetrics) -> Clients:
     Raises:
         ConfigError: the file of API keys, or of the cluster secret, cannot be used.
     """
-    host = config.front.host
+    host = config.server.host
     here_only = is_loopback(host)
     file = config.clients.api_keys
-    keyring = ApiKeys(file, salt_by_key=config.clients.salt_by_key) if file else None
+    keyring = ApiKeys(file, salt_by_key=config.clients.isolate_cache_by_key) if file else None
     if keyring is not None:
         metrics.keys_from(keyring.usage)
     elif not here_only:
         log.warning("clients are not asked for a key: --api-keys is not set %s", kv(host=host))
-    held = keyrings(config.front.secret_file, "router")
+    held = keyrings(config.server.secret_file, "router")
     return Clients(
         guard=ApiKeyGuard(
             keyring,
             _is_operator(held),
             metrics,
-            operators_prove=not (here_only or config.front.insecure),
+            operators_prove=not (here_only or config.server.insecure),
             has_secret=held is not None,
         ),
         keyring=keyring,

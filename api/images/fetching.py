@@ -53,7 +53,7 @@ def is_public(address: Address) -> bool:
 
 async def no_fetch(url: str, max_bytes: int) -> bytes:
     raise InvalidRequest(
-        "images: addresses are not fetched by this router (--images.fetch); send data:...;base64"
+        "images: this router does not fetch URLs (--images.allow-urls is off). Send data:...;base64"
     )
 
 

@@ -38,7 +38,9 @@ class ImageLoader:
     def __init__(self, files: VisionFiles, config: ImagesConfig) -> None:
         self._files = files
         self._config = config
-        self._fetch: ImageFetch = HttpFetch(config.fetch_s) if config.fetch else no_fetch
+        self._fetch: ImageFetch = (
+            HttpFetch(config.fetch_timeout_s) if config.allow_urls else no_fetch
+        )
         self.decoding = Decoding()
 
     def close(self) -> None:
@@ -122,7 +124,7 @@ class ImageLoader:
         return _Content(body, min(left, 3 * len(body) // 4))
 
     def _job(self, picture: ImageInput, content: _Content, left: int) -> ImageJob:
-        most = self._config.max_tokens
+        most = self._config.max_tokens_per_image
         if picture.low_detail:
             most = min(most, LOW_DETAIL_TOKENS)
         given = content.given

@@ -155,16 +155,18 @@ async def run_router(
         config.tool_arguments,
     )
     counts = RouterMetrics()
-    certificates = tls.certificates(config.front.tls, "--front.tls")
-    for_nodes = tls.certificates(config.tls_to_nodes, "--nodes-tls")
+    certificates = tls.certificates(config.server.tls, "--server.tls")
+    for_nodes = tls.certificates(config.tls_to_nodes, "--node-tls")
     _tell_ends(counts.trust, certificates, for_nodes)
-    identity = identity_of("router", _name(), config.front.secret_file, counts.trust.refused)
-    asked = identity is not None or config.front.tls.mutual or config.tls_to_nodes.mutual
-    exposure.check(config.front.host, asked=asked, insecure=config.front.insecure)
+    identity = identity_of("router", _name(), config.server.secret_file, counts.trust.refused)
+    asked = identity is not None or config.server.tls.mutual or config.tls_to_nodes.mutual
+    exposure.check(config.server.host, asked=asked, insecure=config.server.insecure)
     clients = make_clients(config, counts)
-    admission = RequestLimiter(config.max_requests, longest_wait_s=config.clients.longest_wait_s)
+    admission = RequestLimiter(
+        config.max_concurrent_requests, longest_wait_s=config.clients.max_queue_wait_s
+    )
     counts.waiting_from(lambda: admission.num_waiting)
-    tracer = export.start(config.front, "baton-router", ratio=config.trace_ratio)
+    tracer = export.start(config.server, "baton-router", ratio=config.trace_sample_ratio)
     async with AsyncExitStack() as resources:
         resources.callback(served.prompts.close)
         if tracer is not None:
@@ -183,23 +185,23 @@ async def run_router(
             pooling,
             admission,
             records,
-            budget_s=config.budget_s,
-            queue_share=config.queue_share,
+            budget_s=config.request_timeout_s,
+            queue_share=config.max_queue_fraction,
         )
         generator = Dispatcher(
             served,
             cluster,
             admission,
             records,
-            budget_s=config.budget_s,
-            queue_share=config.queue_share,
+            budget_s=config.request_timeout_s,
+            queue_share=config.max_queue_fraction,
             priorities=PriorityLimits(
                 config.clients.priority,
                 low_values_first=config.clients.low_priority_values_first,
             ),
             tells_cached_tokens=not config.hide_cached_tokens,
         )
-        answers = IdempotencyCache(generator, keep_s=config.keep_answers_s)
+        answers = IdempotencyCache(generator, keep_s=config.idempotency_ttl_s)
         # Without decode nodes the router serves only embeddings and scores.
         serves = (lambda: pooling.ready) if not config.decode else (lambda: cluster.ready)
         unready = NOT_READY if config.decode else NO_PREFILL_NODE
@@ -223,7 +225,7 @@ async def run_router(
         vectors = PoolingService(
             pooler,
             model.pooling,
-            way=config.pooling,
+            way=config.pooling_type,
             reranker=qwen3(served.tokenizer) if config.reranker == "qwen3" else None,
             has_nodes=bool(config.prefill),
         )
@@ -242,7 +244,7 @@ async def run_router(
             plans,
             served,
             SharedEnd(keeper) if place.is_shared else LocalEnd(on_drain),
-            budget_s=config.budget_s,
+            budget_s=config.request_timeout_s,
         )
         callers = CallerResolver(clients.guard)
         server = rpc.make_server(
@@ -257,15 +259,19 @@ async def run_router(
         )
         health = rpc.add_health_and_reflection(server, names, callers)
         port = rpc.bind(
-            server, config.front.host, config.front.port, certificates, shares_port=place.is_shared
+            server,
+            config.server.host,
+            config.server.port,
+            certificates,
+            shares_port=place.is_shared,
         )
         metrics_port = resources.enter_context(
-            served_metrics(counts.registry, config.front.host, config.front.metrics_port)
+            served_metrics(counts.registry, config.server.host, config.server.metrics_port)
         )
         await health.tell(False)
         await resources.enter_async_context(
             rpc.serving_health(
-                health, config.front.host, config.front.health_port, shares_port=place.is_shared
+                health, config.server.host, config.server.health_port, shares_port=place.is_shared
             )
         )
         http = make_http(
@@ -303,11 +309,11 @@ async def run_router(
                 async with asyncio.timeout(FIRST_LOOK_S):
                     await cluster.until_first_ready()
         http_port = await http.start(
-            config.front.host, config.http_port, shares_port=place.is_shared
+            config.server.host, config.http_port, shares_port=place.is_shared
         )
         resources.push_async_callback(http.stop, _LAST_WORDS_S)
         await server.start()
-        host = config.front.host
+        host = config.server.host
         log.info(
             "listening %s",
             kv(
@@ -404,8 +410,8 @@ async def _make_cluster(
         make_channel,
         CacheWatch(prefixes) if config.policy in HEED_PREFIXES else None,
         pooling,
-        budget_s=config.budget_s,
-        patience=LivenessLimits(config.silent_s, config.dead_s),
+        budget_s=config.request_timeout_s,
+        patience=LivenessLimits(config.suspect_after_s, config.dead_after_s),
         on_stream_lost=counts.stream_lost,
     )
     return cluster, survey, pooling, membership

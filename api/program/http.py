@@ -56,7 +56,7 @@ def make_http(
         checks.begin,
         model=model,
         names=names,
-        budget_s=config.budget_s,
+        budget_s=config.request_timeout_s,
         ignore_unknown=config.ignore_unknown_fields,
         why_not_ready=why_not_ready,
         others={
@@ -68,9 +68,9 @@ def make_http(
     )
     check_paths(routes.paths)
     limits = HttpLimits(
-        max_connections=config.max_requests + _SPARE_CONNECTIONS,
+        max_connections=config.max_concurrent_requests + _SPARE_CONNECTIONS,
         max_body_bytes=model.limits.body_bytes,
-        unread_s=config.unread_s,
+        unread_s=config.slow_client_timeout_s,
     )
     contexts = None if certificates is None else tls.server_contexts(certificates, "http/1.1")
     shared = HttpContext(limits, problems.error_body, counts)

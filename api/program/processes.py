@@ -61,7 +61,7 @@ async def keep(config: RouterConfig) -> int:
                 await asyncio.gather(*(process.keep(end.wanted) for process in processes))
         finally:
             codes = await asyncio.gather(
-                *(process.end(config.front.drain_s + _END_S) for process in processes)
+                *(process.end(config.server.drain_timeout_s + _END_S) for process in processes)
             )
         return max(codes) if up else max(codes) or 1
 
@@ -194,7 +194,7 @@ async def _kept(config: RouterConfig) -> "AsyncIterator[tuple[list[_Process], _E
             processes = [_Process(place, shared) for place in places]
             end = _End(processes)
             renewal = CertificateRenewal(processes, routers, end.called)
-            front = config.front
+            front = config.server
             with served(metrics.registry, front.host, front.metrics_port) as metrics_port:
                 async with told(keeper, {**metrics.tells, **renewal.tells}):
                     log.info(
@@ -224,7 +224,7 @@ def _directory() -> Iterator[str]:
 @contextlib.contextmanager
 def _reserved(config: RouterConfig) -> Iterator[RouterConfig]:
     """Reserve the shared ports for the worker processes, and yield the configuration of each."""
-    front = config.front
+    front = config.server
     with contextlib.ExitStack() as ports:
         port = ports.enter_context(rpc.reserved(front.host, front.port))
         http_port = ports.enter_context(
@@ -237,7 +237,7 @@ def _reserved(config: RouterConfig) -> Iterator[RouterConfig]:
             )
         ports_of_all = {"port": port, "health_port": health_port, "metrics_port": None}
         shared = front.model_copy(update=ports_of_all)
-        yield config.model_copy(update={"front": shared, "http_port": http_port})
+        yield config.model_copy(update={"server": shared, "http_port": http_port})
 
 
 async def _unless(stop: asyncio.Event, what: Coroutine[Any, Any, T]) -> T | None:

@@ -50,5 +50,5 @@ async def serve(
         gc.set_threshold(_COLLECT_EVERY)
         on_up()
         await stop.wait()
-        await router.drain(config.front.drain_s, hurry)
+        await router.drain(config.server.drain_timeout_s, hurry)
     log.info("stopped")

@@ -22,7 +22,7 @@ def main(up: str, place_json: str, config_json: str) -> None:
     """
     place = msgspec.json.decode(place_json, type=ProcessSlot)
     config = RouterConfig.model_validate_json(config_json)
-    logs.setup(f"router/{place.number}", config.front.log_level, config.front.log_format)
+    logs.setup(f"router/{place.number}", config.server.log_level, config.server.log_format)
 
     def tell() -> None:
         os.write(int(up), b"up")

@@ -11,7 +11,7 @@ import numpy as np
 from bench.metrics import Grid, Metric, shown
 from bench.statistics import Confidence, Crossing, confidence, crossing
 
-KNOB = "--local-prefill-tokens"
+KNOB = "--local-prefill-max-tokens"
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,7 +121,7 @@ def findings(session: Session, about: CommandInfo, setting: BreakEvenSetting) ->
         "break_even": answers[0].record(),
         "others": [one.record() for one in answers[1:]],
         "shared_cores": setting.shared_cores,
-        "local_prefill_tokens": {
+        "local_prefill_max_tokens": {
             "advice": advice(knobs[0]),
             "advice_by": {knob.metric.key: advice(knob) for knob in knobs},
             "answers": [knob.record() for knob in knobs],

@@ -69,7 +69,7 @@ class RequestedSystem:
     served_model_name: str = ""  # "": the name in `model`
 
 
-_DATA_PORT = "--transfer.data-port"
+_DATA_PORT = "--transfer.listen-port"
 
 
 def programs(wish: RequestedSystem) -> list[Program]:
@@ -91,7 +91,7 @@ def programs(wish: RequestedSystem) -> list[Program]:
             f"{wish.host}:{port}",
             (
                 *_flags(wish, port, number),
-                *_tls_flags("front.tls", wish.tls, "cert", "key", "ca", "server_name"),
+                *_tls_flags("server.tls", wish.tls, "cert", "key", "ca", "server_name"),
                 *device_flags,
                 *(["--mode=colocated"] if not prefill else []),
                 *wish.node_flags,
@@ -105,8 +105,8 @@ def programs(wish: RequestedSystem) -> list[Program]:
     ]
     router = (
         *_flags(wish, wish.port, 0),
-        *_tls_flags("front.tls", wish.tls, "cert", "key"),  # clients need no certificate
-        *_tls_flags("nodes-tls", wish.tls, "ca", "server_name"),
+        *_tls_flags("server.tls", wish.tls, "cert", "key"),  # clients need no certificate
+        *_tls_flags("node-tls", wish.tls, "ca", "server_name"),
         f"--http-port={wish.http_port}",
         *([f"--served-model-name={wish.served_model_name}"] if wish.served_model_name else []),
         *(f"--prefill={node.address}" for node in nodes[: wish.prefill]),

@@ -4,7 +4,7 @@ there should be more nodes, or fewer.
 It says so in its log and on the router's page, with reasons, and in its metrics. With --act it has
 nodes take other roles, as `baton switch` does, and moves requests from decode nodes that have too
 many. It starts and ends none: that is for whoever keeps them, whom the metric
-baton_planner_wanted_nodes can tell how many there should be.
+baton_planner_target_nodes can tell how many there should be.
 """
 
 import argparse

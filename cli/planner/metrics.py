@@ -18,7 +18,7 @@ PRESSURE = MetricDeclaration(
     _ROLES,
 )
 WANTED = MetricDeclaration(
-    "baton_planner_wanted_nodes",
+    "baton_planner_target_nodes",
     "gauge",
     "Current number of nodes that a role should have after the last decision.",
     _ROLES,
@@ -30,13 +30,13 @@ DECISIONS = MetricDeclaration(
     {"decision": ("switch", "move", "add", "remove")},
 )
 SWITCHES = MetricDeclaration(
-    "baton_planner_switches",
+    "baton_planner_role_changes",
     "counter",
     "Total requested role changes, by result.",
     {"outcome": ("done", "undone")},
 )
 MOVES = MetricDeclaration(
-    "baton_planner_moves",
+    "baton_planner_rebalances",
     "counter",
     "Total requested live migrations, by result.",
     {"outcome": ("done", "undone")},

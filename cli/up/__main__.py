@@ -1,8 +1,8 @@
 """baton up: a router, prefill nodes and decode nodes on this machine, until Ctrl-C.
 
 Starts them, waits until all are ready, shows that they answer, and ends them in order. One that
-dies from then on is started again. One that dies before, or with --exit-on-death, ends all: it says
-so with the end of its log, and exits with 1.
+dies from then on is started again. One that dies before, or with --exit-on-failure, ends all: it
+says so with the end of its log, and exits with 1.
 """
 
 import argparse
@@ -91,7 +91,7 @@ async def _run(
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not death.done():
             starting.result()
-            if not options.exit_on_death:
+            if not options.exit_on_failure:
                 await system.keep_running(screen.warn)
         raise StartFailed(await death)
     finally:

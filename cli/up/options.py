@@ -87,7 +87,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         "--start-timeout", type=float, default=900.0, metavar="S", help="until all are ready (900)"
     )
     parser.add_argument(
-        "--exit-on-death",
+        "--exit-on-failure",
         action="store_true",
         help="end all programs when one dies (unset: it is started again)",
     )

@@ -14,27 +14,31 @@ from common.priority import HIGHEST, LOWEST
 class CacheConfig(ConfigRecord):
     """KV pages on the device and in host memory."""
 
-    page_size: int = Field(16, description="tokens per KV page, a power of two of at least 16")
-    num_pages: Positive | None = Field(None, description="pages in the pool; default: by memory")
+    page_size: int = Field(16, description="Tokens per KV page: a power of two of at least 16")
+    num_pages: Positive | None = Field(
+        None, description="KV pages in the pool. Default: computed from the available memory"
+    )
     memory_fraction: float = Field(
         0.9,
         gt=0,
         lt=1,
-        description="of the GPU's memory, for weights, graphs and pages; of a CPU's free memory, "
-        "of which pages get an eighth, or 1 GiB where that is more",
+        description="Fraction of GPU memory for weights, CUDA graphs and pages. On a CPU, "
+        "fraction of free memory, of which the pool gets an eighth and at least 1 GiB",
     )
-    host_pages: int = Field(
+    swap_pages: int = Field(
         -1,
         ge=-1,
-        description="host pages for retracted requests, on decode nodes; -1: as many as the pool, "
-        "and with CUDA 4 GiB of them at most, which are pinned",
+        description="Host memory pages for retracted requests on decode nodes. -1: as many as the "
+        "pool has, with CUDA at most 4 GiB (pinned)",
     )
     dtype: Literal["auto", "fp8_e4m3", "fp8_e5m2"] = Field(
         "auto",
-        description="of keys, values and latents in pages; auto: the one that is computed in, fp8: "
-        "half the memory of 16 bits; alike on nodes that pair",
+        description="Data type of the KV cache. auto: the compute type; fp8: half the memory of "
+        "16 bits. Paired nodes must have the same value",
     )
-    prefix_cache: bool = Field(True, description="keep the KV of finished requests for reuse")
+    prefix_cache: bool = Field(
+        True, description="Prefix cache: keep the KV of finished requests for reuse"
+    )
 
     @field_validator("page_size")
     @classmethod
@@ -44,109 +48,132 @@ class CacheConfig(ConfigRecord):
         return value
 
 
-class TiersConfig(ConfigRecord):
+class OffloadConfig(ConfigRecord):
     """KV offload tiers for pages evicted from the prefix cache, see docs/tiers.md."""
 
-    host_bytes: int = Field(
+    cpu_bytes: int = Field(
         0,
         ge=0,
-        description="host memory for it, beside host_pages, pinned with CUDA; it pays if there is "
-        "more of it than of the pool. 0: nowhere",
+        description="Bytes of host memory for offloaded pages, in addition to swap_pages, pinned "
+        "with CUDA. Useful if larger than the pool. 0: no offloading",
     )
-    file_dir: Path | None = Field(
+    disk_dir: Path | None = Field(
         None,
-        description="what leaves that host memory is in files below this directory, and is there "
-        "after a restart; for those only who may read prompts. Default: nowhere",
+        description="Directory of page files, which survive a restart. Only users who may read "
+        "prompts should be able to read it. Default: no disk tier",
     )
-    file_bytes: int = Field(
-        0, ge=0, description="of each node's files there; it pays if they are more than host_bytes"
+    disk_bytes: int = Field(
+        0,
+        ge=0,
+        description="Bytes of page files of this node in disk_dir. Useful if larger than cpu_bytes",
     )
 
     @model_validator(mode="after")
     def _files_are_below_host_memory(self) -> Self:
-        if (self.file_dir is not None) != (self.file_bytes > 0):
-            raise ValueError("file_dir and file_bytes go together")
-        if self.file_bytes and not self.host_bytes:
-            raise ValueError("file_dir: files are read by way of host_bytes, of which there are 0")
+        if (self.disk_dir is not None) != (self.disk_bytes > 0):
+            raise ValueError("disk_dir and disk_bytes go together")
+        if self.disk_bytes and not self.cpu_bytes:
+            raise ValueError("disk_dir needs cpu_bytes: pages are read through host memory")
         return self
 
 
 class SchedulerConfig(ConfigRecord):
     """Scheduling and batching."""
 
-    max_running: Positive = Field(256, description="requests in the running batch, and slots")
-    max_waiting: Positive = Field(
-        1024, description="requests that wait, before Overloaded; before a replay is, twice as many"
+    max_running_requests: Positive = Field(
+        256, description="Requests in the running batch, and slots for them"
     )
-    max_waiting_tokens: Positive = Field(
-        1 << 24, description="tokens of requests that wait, before Overloaded; 4 bytes each"
+    max_queued_requests: Positive = Field(
+        1024,
+        description="Queued requests before new ones are rejected as overloaded. Replayed "
+        "requests may use twice as many",
     )
-    chunk_tokens: int = Field(
+    max_queued_tokens: Positive = Field(
+        1 << 24,
+        description="Tokens of queued requests (4 bytes each) before new ones are rejected as "
+        "overloaded",
+    )
+    chunked_prefill_tokens: int = Field(
         0,
         ge=-1,
-        description="prompt tokens per forward; -1: never cut, 0: by device, role and memory",
+        description="Prompt tokens of a chunk. -1: prompts are not split. 0: chosen by device, "
+        "role and memory",
     )
     auto_chunk_tokens: int = Field(
         0,
         ge=0,
-        description="most that chunk_tokens 0 chooses on a GPU, where the activations of a "
-        "chunk larger than 2048 take at most a sixteenth of free memory. 0: 8192 on prefill nodes, "
-        "else 2048",
+        description="Maximum tokens that chunked_prefill_tokens=0 chooses on a GPU, where "
+        "activations of a chunk over 2048 tokens may use a sixteenth of free memory. "
+        "0: 8192 on prefill nodes, 2048 on others",
     )
     max_prefill_tokens: Positive = Field(
-        16384, description="prompt tokens per forward over all requests"
+        16384, description="Prompt tokens of all requests in a forward pass"
     )
     policy: Literal["slack", "fcfs", "lpm", "dfs-weight", "lof", "random", "routing-key"] = Field(
         "slack",
-        description="order of the waiting queue; slack: as they came, but who may wait less first;"
-        " see docs/tuning.md",
+        description="Order of the queue. slack: first come, first served, but shorter wait limits "
+        "first. See docs/tuning.md",
     )
-    preempt_by: int = Field(
+    preemption_threshold: int = Field(
         0,
         ge=0,
         le=HIGHEST - LOWEST,
-        description="a request that finds no room takes the place of running ones whose priority "
-        "is lower by so much; they wait in host memory. 0: never",
+        description="Priority difference from which a waiting request preempts running ones. "
+        "Preempted requests are kept in host memory. 0: no preemption",
     )
-    max_preempted: Positive = Field(
-        64, description="running requests that may be away for that at once, each with a slot"
+    max_preempted_requests: Positive = Field(
+        64, description="Requests that can be preempted at the same time. Each has a slot"
     )
-    overlap: bool = Field(True, description="process step N while the device runs step N+1")
+    overlap_schedule: bool = Field(
+        True,
+        description="Overlap scheduling: process the results of step N while the device runs step "
+        "N+1",
+    )
     overlap_prefills: bool = Field(
-        True, description="overlap two prefills in a row; off favours the first one's TTFT"
+        True,
+        description="Overlap of two consecutive prefill steps. off: lower TTFT of the first one",
     )
     mixed_chunk: bool = Field(
         True,
-        description="decode rows ride in a prefill chunk's forward; off: they wait until no prompt "
-        "is to be computed",
+        description="Decode rows in the forward pass of a prefill chunk. off: decoding waits "
+        "until no prompt is left to compute",
     )
     new_token_ratio: float = Field(
-        0.7, gt=0, le=1, description="share of a request's remaining tokens reserved at first"
+        0.7,
+        gt=0,
+        le=1,
+        description="Initial fraction of a request's remaining output tokens for which pages are "
+        "reserved",
     )
-    min_new_token_ratio: float = Field(0.098, gt=0, le=1, description="where its decay ends")
-    new_token_ratio_steps: Positive = Field(600, description="decode steps that decay takes")
-    stall_s: Seconds = Field(
+    min_new_token_ratio: float = Field(
+        0.098, gt=0, le=1, description="Final value of new_token_ratio after its decay"
+    )
+    new_token_ratio_steps: Positive = Field(
+        600, description="Decode steps until new_token_ratio reaches its final value"
+    )
+    step_timeout_s: Seconds = Field(
         1.0,
-        description="seconds without progress, beyond what the step under way may take, until "
-        "heartbeats stop",
+        description="Seconds without progress, beyond the expected time of the current step, "
+        "before the engine stops its heartbeats",
     )
-    first_step_s: Seconds = Field(
+    first_step_timeout_s: Seconds = Field(
         120.0,
-        description="seconds that a first step of its kind may take, since it may compile kernels, "
-        "and that compiling a kernel while serving may take",
+        description="Seconds that the first step of its kind may take, because it can compile "
+        "kernels. Also the limit for a kernel compiled while serving",
     )
-    watchdog_s: Seconds = Field(
-        300.0, description="longest time with work waiting and no step, until the node ends"
+    watchdog_timeout_s: Seconds = Field(
+        300.0,
+        description="Seconds with queued work and without a step before the node is terminated",
     )
 
     @property
     def spare_slots(self) -> int:
         """Slots in addition to those of running requests."""
-        return self.max_preempted if self.preempt_by else 0
+        return self.max_preempted_requests if self.preemption_threshold else 0
 
     @property
     def num_slots(self) -> int:
-        return self.max_running + self.spare_slots
+        return self.max_running_requests + self.spare_slots
 
 
 _ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
@@ -164,28 +191,33 @@ def check_adapter_name(name: str) -> str:
 class LoraConfig(ConfigRecord):
     """LoRA adapters, see docs/lora.md."""
 
-    directory: Path | None = Field(
+    adapter_dir: Path | None = Field(
         None,
-        description="adapters are read below it, and nowhere else; default: there are none, and no "
-        "memory is taken for them",
+        description="Directory that contains all LoRA adapters. Default: LoRA is disabled and "
+        "uses no memory",
     )
-    adapters: tuple[str, ...] = Field(
-        (), description="loaded at start: NAME, or NAME=PATH, of a directory below that one"
+    preload: tuple[str, ...] = Field(
+        (),
+        description="Adapters to load at start: NAME or NAME=PATH, with a path below adapter_dir",
     )
-    slots: Positive = Field(
-        4, description="on the device: of so many adapters requests are computed at once"
+    max_loras: Positive = Field(
+        4, description="Adapter slots on the device: adapters that a batch can use at the same time"
     )
-    max_rank: int = Field(32, ge=1, le=512, description="of an adapter; slots have room for it")
-    max_loaded: int = Field(
-        64, ge=1, le=MAX_ADAPTERS, description="adapters in host memory, in slots or not"
+    max_rank: int = Field(
+        32, ge=1, le=512, description="Maximum rank of an adapter. Slots have memory for this rank"
     )
-    max_bytes: Positive = Field(4 << 30, description="host memory that they take together")
+    max_cpu_loras: int = Field(
+        64, ge=1, le=MAX_ADAPTERS, description="Adapters in host memory, with or without a slot"
+    )
+    max_cpu_lora_bytes: Positive = Field(
+        4 << 30, description="Bytes of host memory for all adapters together"
+    )
 
-    @field_validator("adapters")
+    @field_validator("preload")
     @classmethod
     def _below(cls, adapters: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
-        if adapters and info.data.get("directory") is None:
-            raise ValueError("needs lora.directory")
+        if adapters and info.data.get("adapter_dir") is None:
+            raise ValueError("needs lora.adapter_dir")
         for adapter in adapters:
             check_adapter_name(adapter.partition("=")[0])
         return adapters
@@ -197,89 +229,91 @@ CpuKernels = Literal["auto", "required", "off"]
 Drafter = Literal["none", "ngram", "mtp", "eagle"]
 
 
-class SpeculationConfig(ConfigRecord):
+class SpeculativeConfig(ConfigRecord):
     """Speculative decoding on decode nodes."""
 
-    drafter: Drafter = Field(
+    method: Drafter = Field(
         "none",
-        description="who guesses an answer's next tokens; ngram: they follow where the newest ones "
-        "stood before; mtp: the layer that the model's checkpoint has for it; eagle: the layer in "
-        "draft_model. Answers are the same, only sooner. Prefill nodes need mtp and eagle, too",
+        description="Speculative decoding method. ngram: continue an earlier occurrence of the "
+        "last tokens. mtp: the checkpoint's MTP layer. eagle: the EAGLE head of "
+        "draft_model. Does not change responses. Prefill nodes need the same value "
+        "for mtp and eagle",
     )
     draft_model: str = Field(
-        "", description="directory or hub id of the checkpoint of an EAGLE head, for eagle"
+        "", description="Directory or hub id of the EAGLE head, for the method eagle"
     )
-    max_drafts: int = Field(
-        5, ge=1, le=15, description="tokens guessed for a request and step, at most"
+    num_speculative_tokens: int = Field(
+        5, ge=1, le=15, description="Maximum draft tokens of a request in a step"
     )
-    min_match: Positive = Field(
-        3, description="newest tokens that must have stood before, for ngram to go on from there"
-    )
+    prompt_lookup_min: Positive = Field(3, description="Minimum n-gram length for the method ngram")
     adaptive: bool = Field(
         True,
-        description="guess as many as pay, by what became of those before and what a step costs; "
-        "off: always as many as there are",
+        description="Adaptive number of draft tokens, by acceptance rate and step time. off: "
+        "always the maximum",
     )
 
     @model_validator(mode="after")
     def _eagle_has_a_checkpoint(self) -> Self:
-        if (self.drafter == "eagle") != bool(self.draft_model):
+        if (self.method == "eagle") != bool(self.draft_model):
             raise ValueError("draft_model and the drafter eagle go together")
         return self
 
     @property
     def has_layer(self) -> bool:
         """True if the drafter is a layer behind the model, with KV like the model's layers."""
-        return self.drafter in ("mtp", "eagle")
+        return self.method in ("mtp", "eagle")
 
 
 class EngineConfig(ConfigRecord):
     """The model and the device it runs on."""
 
-    model: str = Field(description="directory or hub id of a Hugging Face checkpoint")
-    device: str = Field("auto", description="auto | cpu | cuda:N")
+    model: str = Field(description="Directory or hub id of a Hugging Face checkpoint")
+    device: str = Field("auto", description="Device: auto, cpu or cuda:N")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="auto: bfloat16 on CUDA and on a CPU that multiplies it natively, unless the "
-        "checkpoint is float32 and small; else float32",
+        description="Compute type. auto: bfloat16 on CUDA and on CPUs with native bfloat16, "
+        "except for small float32 checkpoints; otherwise float32",
     )
     quantize: Quantize = Field(
         "none",
-        description="int8: matrices in 8 bits, half the memory of bfloat16 and faster, on a CPU; "
-        "alike on nodes that pair",
+        description="Weight quantization. int8: 8-bit matrices, half the memory of bfloat16 and "
+        "faster on a CPU. Paired nodes must have the same value",
     )
     model_backend: ModelBackend = Field(
         "auto",
-        description="what computes the model; auto: native where its family has blocks here, else "
-        "transformers: its class there, with our attention; alike on nodes that pair",
+        description="Model implementation. native: Baton's own modules; transformers: the class "
+        "of the Transformers library with Baton's attention; auto: native if the "
+        "family is supported. Paired nodes must have the same value",
     )
-    weights_directory: Path | None = Field(
+    weights_dir: Path | None = Field(
         None,
-        description="other weights of the model are read below it at run time, and nowhere else; "
-        "default: there are none",
+        description="Directory that contains all weights for updates at run time. Default: "
+        "updates are disabled",
     )
-    profile_directory: Path | None = Field(
-        None, description="traces of the profiler are written there; default: there are none"
+    profile_dir: Path | None = Field(
+        None, description="Directory for profiler traces. Default: profiling is disabled"
     )
-    context_length: Positive | None = Field(None, description="default: the model's")
+    context_length: Positive | None = Field(
+        None, description="Maximum tokens of a request. Default: the model's context length"
+    )
     threads: int = Field(
         0,
         ge=0,
-        description="torch threads of the engine on a CPU; 0: OMP_NUM_THREADS where it is set, "
-        "else one for each core that it may use",
+        description="Torch threads of the engine on a CPU. 0: OMP_NUM_THREADS if set, otherwise "
+        "one per available core",
     )
     cpu_kernels: CpuKernels = Field(
         "auto",
-        description="operations compiled for this CPU, by the image or at the first start; auto: "
-        "torch's own where there are none, required: no start without, off: torch's own",
+        description="Kernels compiled for this CPU, in the image or at first start. auto: fall "
+        "back to torch; required: no start without them; off: torch only",
     )
     cuda_graphs: bool = Field(
         True,
-        description="decode steps of decode nodes on CUDA as graphs, captured at start; off: for "
+        description="CUDA graphs for decode steps of decode nodes, captured at start. off: for "
         "debugging",
     )
     cache: CacheConfig = CacheConfig()
-    tiers: TiersConfig = TiersConfig()
+    offload: OffloadConfig = OffloadConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     lora: LoraConfig = LoraConfig()
-    speculation: SpeculationConfig = SpeculationConfig()
+    speculative: SpeculativeConfig = SpeculativeConfig()

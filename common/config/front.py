@@ -18,16 +18,16 @@ class TlsConfig(ConfigRecord):
     Without files, nothing is encrypted.
     """
 
-    cert: Path | None = Field(
-        None, description="certificate shown to the other side, and its chain"
-    )
-    key: Path | None = Field(None, description="its private key")
+    cert: Path | None = Field(None, description="File of the certificate and its chain, in PEM")
+    key: Path | None = Field(None, description="File of the private key of cert, in PEM")
     ca: Path | None = Field(
         None,
-        description="who must have signed the other side's certificate; callers must then show one",
+        description="File of the authorities that must have signed the peer's certificate. "
+        "Callers must then present one",
     )
     server_name: str | None = Field(
-        None, description="name that the certificates of nodes have; default: the address called"
+        None,
+        description="Host name in the certificates of nodes. Default: the address that is called",
     )
 
     @model_validator(mode="after")
@@ -45,29 +45,41 @@ class TlsConfig(ConfigRecord):
 class ServerConfig(ConfigRecord):
     """Listening addresses, logs and credentials of a process."""
 
-    host: str = Field("127.0.0.1", description="address listened on; 0.0.0.0: all of this host's")
-    port: Port = Field(description="gRPC")
-    metrics_port: Port | None = Field(None, description="Prometheus metrics; default: none")
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="the least that is logged, to standard error"
+    host: str = Field(
+        "127.0.0.1", description="Address to listen on. 0.0.0.0: all addresses of this host"
     )
-    log_format: Literal["text", "json"] = Field("text", description="json: one object a line")
-    drain_s: Seconds = Field(45.0, description="longest wait for running requests at SIGTERM")
+    port: Port = Field(description="Port of gRPC")
+    metrics_port: Port | None = Field(
+        None, description="Port of Prometheus metrics. Default: no metrics server"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="Minimum level of log lines on standard error"
+    )
+    log_format: Literal["text", "json"] = Field(
+        "text", description="Log format. json: one object per line"
+    )
+    drain_timeout_s: Seconds = Field(
+        45.0,
+        description="Seconds for which a draining process waits for running requests, for example "
+        "after SIGTERM",
+    )
     health_port: Port | None = Field(
-        None, description="gRPC health alone, never with TLS, for probes; default: none"
+        None, description="Port of gRPC health without TLS, for probes. Default: none"
     )
     tls: TlsConfig = TlsConfig()
     secret_file: Path | None = Field(
         None,
-        description="cluster secrets, one a line, read anew when it changes: the first one signs, "
-        "all are heard; default: the variable BATON_SECRET, if it is set",
+        description="File of cluster secrets, one per line, reloaded when it changes. The first "
+        "one signs, all are accepted. Default: the variable BATON_SECRET, if set",
     )
     insecure: bool = Field(
         False,
-        description="listen beyond this host although callers need neither secret nor certificate",
+        description="Listen on addresses other than loopback even if callers need no credentials",
     )
     otlp_endpoint: str | None = Field(
-        None, description="OpenTelemetry collector for traces, http://HOST:4317; default: none"
+        None,
+        description="URL of an OpenTelemetry collector for traces, such as http://HOST:4317. "
+        "Default: no export",
     )
 
     @field_validator("otlp_endpoint")

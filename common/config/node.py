@@ -16,71 +16,83 @@ _DEFAULT_DATA_HOST = "127.0.0.1"
 class TransferConfig(ConfigRecord):
     """Pairing and hand-offs."""
 
-    path: Literal["auto", "nixl", "tcp"] = Field(
-        "auto", description="data path; auto: nixl where a one-sided path is proved, else tcp"
+    backend: Literal["auto", "nixl", "tcp"] = Field(
+        "auto", description="Transfer backend. auto: nixl if it works on this host, otherwise tcp"
     )
-    data_host: str = Field(
-        _DEFAULT_DATA_HOST, description="address that the tcp backend binds and tells"
+    listen_host: str = Field(
+        _DEFAULT_DATA_HOST,
+        description="Address that the tcp backend listens on and announces to peers",
     )
-    data_port: Port = Field(
-        0, description="port there; 0: any free one, which no firewall can name"
+    listen_port: Port = Field(
+        0, description="Port of the tcp backend. 0: any free port, which firewall rules cannot name"
     )
     encrypt: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="TLS for pages over tcp; auto: where front.tls has a certificate; on: always,"
-        " and no rdma, which has none",
+        description="TLS for pages over tcp. auto: if server.tls has a certificate. on: always, "
+        "and rdma is disabled because it cannot be encrypted",
     )
-    heartbeat_s: Seconds = Field(1.0, description="between two beats of a stream of a pair")
-    missed_beats: Positive = Field(5, description="beats missed until a stream is ended")
-    progress_s: Seconds = Field(10.0, description="longest wait for a chunk, from admission on")
-    released_s: Seconds = Field(2.0, description="longest wait for the answer to Done")
-    read_s: Seconds = Field(5.0, description="longest read, before its bytes are counted")
-    min_gib_per_s: float = Field(0.0, ge=0, description="a link slower than this is refused")
-    check_every: int = Field(
+    heartbeat_s: Seconds = Field(1.0, description="Seconds between two heartbeats of a pair")
+    max_missed_heartbeats: Positive = Field(
+        5, description="Missed heartbeats before a pair's stream is closed"
+    )
+    chunk_timeout_s: Seconds = Field(
+        10.0, description="Seconds to wait for the next chunk of a hand-off, from its admission on"
+    )
+    release_timeout_s: Seconds = Field(2.0, description="Seconds to wait for the reply to Done")
+    read_timeout_s: Seconds = Field(
+        5.0,
+        description="Seconds that a read may take, in addition to the expected time for its bytes",
+    )
+    min_link_gib_per_s: float = Field(
+        0.0, ge=0, description="Minimum speed of a link in GiB/s. Slower links are rejected"
+    )
+    checksum_interval: int = Field(
         64,
         ge=0,
-        description="of a prefill node: one page in so many is compared by its checksum once it has"
-        " been read; 0: none",
+        description="Pages per checksum comparison: a prefill node compares one page of this many "
+        "after it was read. 0: none",
     )
     canary_tokens: int = Field(
         8,
         ge=0,
         le=64,
-        description="of a decode node: so many tokens after a short prompt must be the same with "
-        "the KV of a prefill node and with its own, when they are paired; 0: nothing is tried",
+        description="Tokens that a decode node generates at pairing with the prefill node's KV "
+        "and with its own. They must be equal. 0: no canary check",
     )
 
 
-class SharingConfig(ConfigRecord):
+class PrefixSharingConfig(ConfigRecord):
     """Prefix sharing: nodes fetch prefixes that another node has cached."""
 
     enabled: bool = Field(
         True,
-        description="lend other nodes what the prefix cache has, and read what they have where that"
-        " is cheaper than to compute it",
+        description="Cross-node prefix cache: export cached prefixes to other nodes, and fetch "
+        "theirs if that costs less than computing them",
     )
-    margin: float = Field(
+    max_cost_ratio: float = Field(
         0.7,
         gt=0,
         allow_inf_nan=False,
-        description="share of what computing a prefix would take, that reading it may take",
+        description="Maximum expected fetch time, as a fraction of the time to compute the prefix",
     )
-    fetch_s: Seconds = Field(
+    fetch_timeout_s: Seconds = Field(
         1.0,
-        description="longest time for reading a prefix, before three times what it should take is"
-        " counted; then it is computed",
+        description="Seconds that a fetch may take, in addition to three times the expected time. "
+        "Then the prefix is computed",
     )
 
 
 class NodeConfig(ConfigRecord):
     """One prefill or decode node."""
 
-    front: ServerConfig
+    server: ServerConfig
     engine: EngineConfig
     transfer: TransferConfig = TransferConfig()
-    sharing: SharingConfig = SharingConfig()
-    silence_s: Seconds = Field(
-        3.0, description="without a beat of the engine, one a second, until it is unhealthy"
+    prefix_sharing: PrefixSharingConfig = PrefixSharingConfig()
+    engine_heartbeat_timeout_s: Seconds = Field(
+        3.0,
+        description="Seconds without a heartbeat of the engine before the node is unhealthy. The "
+        "engine sends one per second",
     )
 
     @property
@@ -90,43 +102,52 @@ class NodeConfig(ConfigRecord):
         For a node that listens on all addresses, this is the host of its data path. If none is
         configured, it is the name of this machine.
         """
-        if self.front.host not in _ALL_ADDRESSES:
-            return self.front.host
-        data_host = self.transfer.data_host
+        if self.server.host not in _ALL_ADDRESSES:
+            return self.server.host
+        data_host = self.transfer.listen_host
         return socket.gethostname() if data_host == _DEFAULT_DATA_HOST else data_host
 
 
 class PrefillConfig(NodeConfig):
-    front: ServerConfig = ServerConfig(port=50100)
+    server: ServerConfig = ServerConfig(port=50100)
 
 
 class DecodeConfig(NodeConfig):
-    front: ServerConfig = ServerConfig(port=50200)
+    server: ServerConfig = ServerConfig(port=50200)
     mode: Literal["disaggregated", "colocated"] = Field(
-        "disaggregated", description="colocated: prefill here, no prefill nodes"
+        "disaggregated",
+        description="Mode. colocated: the decode node also prefills, without prefill nodes",
     )
-    local_prefill_tokens: int = Field(
-        0, ge=0, description="prompts with at most so many uncached tokens are prefilled here"
+    local_prefill_max_tokens: int = Field(
+        0,
+        ge=0,
+        description="Maximum uncached tokens of a prompt that the decode node prefills itself",
     )
-    retries: int = Field(2, ge=0, description="further prefill nodes tried before prefilling here")
-    pair_again_s: float = Field(
+    handoff_retries: int = Field(
+        2,
+        ge=0,
+        description="Further prefill nodes to try after a failed hand-off, before local prefill",
+    )
+    reconnect_wait_s: float = Field(
         3.0,
         ge=0,
         allow_inf_nan=False,
-        description="longest wait for prefill nodes whose pairs have just ended, before prefilling "
-        "here; 0: none",
+        description="Seconds to wait for a prefill node whose connection was just lost, before "
+        "local prefill. 0: no wait",
     )
     local_fallback: bool = Field(
-        False, description="where no decode node has a prefill node, take requests all the same"
+        False, description="Accept requests if no decode node has a prefill node"
     )
-    max_granted_pages: Positive | None = Field(
-        None, description="pages in hand-offs granted but not ready; default: half the pool"
+    max_inflight_pages: Positive | None = Field(
+        None,
+        description="KV pages of hand-offs that are granted and not finished. Default: half the "
+        "pool",
     )
 
     @field_validator("mode")
     @classmethod
     def _can_call(cls, mode: str, info: ValidationInfo) -> str:
-        front = info.data.get("front")
+        front = info.data.get("server")
         if mode == "disaggregated" and front and front.tls.cert and front.tls.ca is None:
             raise ValueError("with --tls-cert it needs --tls-ca too, to check prefill nodes")
         return mode

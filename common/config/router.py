@@ -21,34 +21,36 @@ class ClientsConfig(ConfigRecord):
 
     api_keys: Path | None = Field(
         None,
-        description="file of API keys' hashes, see docs/clients.md, read anew when it changes; "
-        "default: clients need none",
+        description="File of hashed API keys, reloaded when it changes, see docs/clients.md. "
+        "Default: no authentication of clients",
     )
-    salt_by_key: bool = Field(
-        False, description="each API key has prefix caches of its own, apart from other keys'"
+    isolate_cache_by_key: bool = Field(
+        False, description="Separate prefix cache namespace for each API key"
     )
-    longest_wait_s: float = Field(
+    max_queue_wait_s: float = Field(
         2.0,
         ge=0,
         le=60,
-        description="longest wait for one of --max-requests, in a short line; 0: refused at once",
+        description="Seconds that a request may wait for one of max_concurrent_requests. 0: "
+        "rejected immediately",
     )
     allowed_hosts: tuple[str, ...] = Field(
-        (), description="names that HTTP clients may call this host by, besides loopback's own"
+        (),
+        description="Host names that HTTP clients may use for this host, in addition to those of "
+        "loopback",
     )
     cors_origins: tuple[str, ...] = Field(
-        (), description="web sites whose pages may call /v1, such as https://example.com; *: all"
+        (), description="Web sites whose pages may call /v1, such as https://example.com. *: all"
     )
     priority: Priority = Field(
         0,
-        description="highest priority that a request may have, and what it has unless it asks for "
-        "less; a key may have another",
+        description="Maximum and default priority of a request. An API key can override it",
     )
     low_priority_values_first: bool = Field(
-        False, description="clients count priorities the other way round: what is lower goes first"
+        False, description="Reverse priorities: a lower value is more urgent"
     )
 
-    @field_validator("salt_by_key")
+    @field_validator("isolate_cache_by_key")
     @classmethod
     def _by_a_key(cls, salt_by_key: bool, info: ValidationInfo) -> bool:
         if salt_by_key and info.data.get("api_keys") is None:
@@ -60,7 +62,7 @@ class ClientsConfig(ConfigRecord):
     def _hosts(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
         for host in hosts:
             if _HOST.fullmatch(host) is None:
-                raise ValueError("must be names or addresses, without ports")
+                raise ValueError("must be host names or addresses without ports")
         return tuple(host.lower() for host in hosts)
 
     @field_validator("cors_origins")
@@ -75,30 +77,33 @@ class ClientsConfig(ConfigRecord):
 class ImagesConfig(ConfigRecord):
     """Images in conversations with a vision model, see docs/images.md."""
 
-    max_images: int = Field(8, ge=1, le=MAX_IMAGES, description="of one request")
-    max_tokens: Positive = Field(1280, description="of one image: a larger one is made smaller")
-    fetch: bool = Field(
-        False,
-        description="fetch images that a request names by an address: http(s), of public hosts, "
-        "without redirects",
+    max_images: int = Field(8, ge=1, le=MAX_IMAGES, description="Maximum images of a request")
+    max_tokens_per_image: Positive = Field(
+        1280, description="Maximum tokens of an image. Larger images are scaled down"
     )
-    fetch_s: Seconds = Field(10.0, description="longest time for one of them")
+    allow_urls: bool = Field(
+        False,
+        description="Fetch images by http(s) URL from public hosts, without redirects",
+    )
+    fetch_timeout_s: Seconds = Field(10.0, description="Seconds for fetching one image")
 
 
 class RouterConfig(ConfigRecord):
     """The router. It loads the tokenizer and the chat template of `model`, but no weights."""
 
-    front: ServerConfig = ServerConfig(port=50050)
-    http_port: Port = Field(8000, description="OpenAI-compatible HTTP, on the same host")
-    model: str = Field(description="directory or hub id of a Hugging Face checkpoint")
+    server: ServerConfig = ServerConfig(port=50050)
+    http_port: Port = Field(
+        8000, description="Port of the OpenAI-compatible HTTP API, on the same host"
+    )
+    model: str = Field(description="Directory or hub id of a Hugging Face checkpoint")
     served_model_name: str | None = Field(
-        None, description="what HTTP clients call the model; default: --model"
+        None, description="Model name for HTTP clients. Default: the value of --model"
     )
     prefill: tuple[str, ...] = Field(
-        (), description="prefill nodes: host:port, dns:NAME:PORT or file:PATH"
+        (), description="Prefill nodes: host:port, dns:NAME:PORT or file:PATH"
     )
     decode: tuple[str, ...] = Field(
-        (), description="decode nodes: host:port, dns:NAME:PORT or file:PATH"
+        (), description="Decode nodes: host:port, dns:NAME:PORT or file:PATH"
     )
     policy: Literal[
         "round_robin",
@@ -108,66 +113,71 @@ class RouterConfig(ConfigRecord):
         "prefix_aware",
         "session_affinity",
         "consistent_hash",
-    ] = Field("prefix_aware", description="how a request's nodes are chosen, see docs/routing.md")
+    ] = Field("prefix_aware", description="Routing policy, see docs/routing.md")
     processes: Positive = Field(
         1,
-        description="router processes that share the ports; each has --max-requests of its own",
+        description="Router processes that share the ports. Each has its own "
+        "max_concurrent_requests",
     )
     clients: ClientsConfig = ClientsConfig()
     images: ImagesConfig = ImagesConfig()
-    max_requests: Positive = Field(
-        1024, description="live requests, of which one client has 7/8 at most"
+    max_concurrent_requests: Positive = Field(
+        1024, description="Concurrent requests. One client can use at most 7/8 of them"
     )
-    budget_s: Seconds = Field(
+    request_timeout_s: Seconds = Field(
         600.0,
         le=7 * 24 * 3600,  # nodes reject requests with a longer budget
-        description="total time a request may take",
+        description="Seconds for a complete request",
     )
-    silent_s: Seconds = Field(
-        5.0, description="no request goes to a decode node whose engine has not moved for so long"
+    suspect_after_s: Seconds = Field(
+        5.0,
+        description="Seconds without progress of a decode node's engine before it gets no new "
+        "requests",
     )
-    dead_s: Seconds = Field(
-        10.0, description="the same until its requests go on at another decode node"
+    dead_after_s: Seconds = Field(
+        10.0,
+        description="Seconds without progress of a decode node's engine before its requests are "
+        "replayed elsewhere",
     )
-    queue_share: float = Field(
+    max_queue_fraction: float = Field(
         0.1,
         gt=0,
         le=1,
-        description="share of its budget that a request may wait at the nodes before its prompt's "
-        "turn; where it would be longer, it is refused at once",
+        description="Fraction of a request's time limit that it may wait on nodes. Requests with "
+        "a longer expected wait are rejected immediately",
     )
-    keep_answers_s: float = Field(
+    idempotency_ttl_s: float = Field(
         30.0,
         ge=0,
         le=3600,
-        description="an answer to a request with an idempotency key is kept for so long after its"
-        " end, and goes on for so long once its client has left; 0: keys are not heeded",
+        description="Seconds to keep a finished response for its idempotency key, and to continue "
+        "one whose client has disconnected. 0: keys are ignored",
     )
     hide_cached_tokens: bool = Field(
-        False, description="do not tell clients how much of their prompt was cached"
+        False, description="Omit the number of cached prompt tokens from responses"
     )
     ignore_unknown_fields: bool = Field(
         False,
-        description="ignore fields of HTTP requests that are unknown or not supported, also those "
-        "that would change the answer; the header baton-ignored-fields of the answer names them",
+        description="Ignore unknown or unsupported fields of HTTP requests, even if they would "
+        "affect the response. The response header baton-ignored-fields names them",
     )
     reasoning_parser: Literal["auto", "none", "deepseek-r1", "qwen3", "harmony"] = Field(
-        "auto", description="how the model marks what it thinks; auto: as its chat template shows"
+        "auto", description="Parser of the model's reasoning. auto: by its chat template"
     )
     reranker: Literal["none", "qwen3"] = Field(
         "none",
-        description="how a model that generates is asked for scores; qwen3: in Qwen3-Reranker's "
-        "words, for a yes or a no; none: embeddings are compared",
+        description="Prompt format for reranking with a generative model. qwen3: yes or no in the "
+        "format of Qwen3-Reranker; none: compare embeddings",
     )
-    pooling: Literal["auto", "last", "mean", "cls"] = Field(
+    pooling_type: Literal["auto", "last", "mean", "cls"] = Field(
         "auto",
-        description="how hidden states become an embedding; auto: as the checkpoint's "
-        "1_Pooling/config.json says, else that of the last token",
+        description="Pooling of hidden states into an embedding. auto: by the checkpoint's "
+        "1_Pooling/config.json, otherwise the last token",
     )
     tool_arguments: Literal["free", "json", "schema"] = Field(
         "json",
-        description="grammar of the arguments of a tool call that the model chooses to make; json: "
-        "any JSON object, schema: the tool's schema (strict tools always), free: none",
+        description="Grammar for arguments of tool calls that the model chooses. json: any JSON "
+        "object; schema: the tool's schema (always for strict tools); free: none",
     )
     tool_parser: Literal[
         "auto",
@@ -179,35 +189,37 @@ class RouterConfig(ConfigRecord):
         "qwen3-coder",
         "glm45",
         "harmony",
-    ] = Field("auto", description="how the model calls tools; auto: as its chat template shows")
-    unread_s: Seconds = Field(
+    ] = Field("auto", description="Parser of the model's tool calls. auto: by its chat template")
+    slow_client_timeout_s: Seconds = Field(
         60.0,
-        description="an HTTP client that has not read for so long what waits for it is cut off",
+        description="Seconds for which an HTTP client may leave response data unread before it is "
+        "disconnected",
     )
-    trace_ratio: float = Field(
+    trace_sample_ratio: float = Field(
         1.0,
         ge=0,
         le=1,
-        description="share of requests that get a trace, where theirs has not begun",
+        description="Fraction of requests to trace if the caller sends no trace context",
     )
-    nodes_tls: TlsConfig = Field(
-        TlsConfig(), description="for calls to nodes; what is unset is taken from front.tls"
+    node_tls: TlsConfig = Field(
+        TlsConfig(),
+        description="TLS for calls to nodes. Unset fields have the values of server.tls",
     )
 
-    @field_validator("dead_s")
+    @field_validator("dead_after_s")
     @classmethod
     def _after_silence(cls, dead_s: float, info: ValidationInfo) -> float:
-        if dead_s < info.data.get("silent_s", 0.0):
-            raise ValueError("must not be less than --silent-s")
+        if dead_s < info.data.get("suspect_after_s", 0.0):
+            raise ValueError("must be at least --suspect-after-s")
         return dead_s
 
-    @field_validator("nodes_tls")
+    @field_validator("node_tls")
     @classmethod
     def _calls(cls, tls: TlsConfig, info: ValidationInfo) -> TlsConfig:
-        front = info.data.get("front")
+        front = info.data.get("server")
         if not (tls.ca or (front and front.tls.ca)):
             if tls.cert:
-                raise ValueError("needs ca: nodes that nobody checks could be anyone's")
+                raise ValueError("needs ca: without it the certificates of nodes are not verified")
             if tls.server_name:
                 raise ValueError(NAME_WITHOUT_CA)
         return tls
@@ -215,7 +227,7 @@ class RouterConfig(ConfigRecord):
     @property
     def tls_to_nodes(self) -> TlsConfig:
         """TLS for calls to nodes. It is used if it has a `ca`."""
-        own, front = self.nodes_tls, self.front.tls
+        own, front = self.node_tls, self.server.tls
         shown = own if own.cert else front
         return TlsConfig(
             cert=shown.cert,

@@ -11,7 +11,7 @@ from common.metrics.declared import MetricDeclaration
 Purpose = Literal["shown", "authority", "shown_to_nodes", "authority_of_nodes"]
 
 REFUSED = MetricDeclaration(
-    "baton_identity_refused",
+    "baton_peer_auth_rejected",
     "counter",
     "Total failed authentications between processes: rejected callers, and callees of this "
     "process's calls, by reason.",

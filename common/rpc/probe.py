@@ -2,7 +2,7 @@
 
     python -m common.rpc.probe HOST:PORT
 
-It uses gRPC's health protocol without TLS. For a node with TLS, probe its `front.health_port`.
+It uses gRPC's health protocol without TLS. For a node with TLS, probe its `server.health_port`.
 """
 
 import sys

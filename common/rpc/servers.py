@@ -17,7 +17,7 @@ from common.rpc.options import MAX_MESSAGE_BYTES, SERVER_OPTIONS
 log = logging.getLogger(__name__)
 
 
-PORT, HEALTH_PORT = "--port", "--front.health-port"  # settings, for error messages
+PORT, HEALTH_PORT = "--port", "--server.health-port"  # settings, for error messages
 
 
 def make_server(

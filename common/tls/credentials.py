@@ -36,7 +36,7 @@ class Certificates:
 
         Args:
             config: paths of the files.
-            knob: the user's name of the record, such as "--front.tls", for messages.
+            knob: the user's name of the record, such as "--server.tls", for messages.
             again_s: seconds between two attempts to read invalid files.
         Raises:
             ConfigError: a file is unreadable or has other content, or the certificate does not

@@ -46,7 +46,7 @@ def _group(record: type[BaseModel], defaults: object, component: str, prefix: st
 
     Args:
         defaults: the default of the whole record, if it has one. A node's port, for example, is
-            a default of its `front` and not of the field.
+            a default of its `server` and not of the field.
     """
     schema = record.model_json_schema()
     nested, rows = [], []

@@ -65,7 +65,7 @@ processes.
 | type | value |
 |---|---|
 | counters, histograms | the sum, including the last values of silent and ended processes |
-| gauges | the sum (such as `baton_live_requests`), except for the following |
+| gauges | the sum (such as `baton_inflight_requests`), except for the following |
 | `baton_nodes`, `process_start_time_seconds`, open descriptors | the maximum |
 | `baton_ready`, ends of certificates, limit of descriptors | the minimum |
 | CPU time, memory | the sum, including the parent process |

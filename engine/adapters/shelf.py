@@ -46,9 +46,9 @@ class AdapterDirectory:
             InvalidRequest: the path leads elsewhere, or has no adapter for this model.
         """
         if self._directory is None:
-            raise InvalidRequest("lora_path: this node has no engine.lora.directory")
+            raise InvalidRequest("lora_path: this node has no engine.lora.adapter_dir")
         root = self._directory
-        directory = below(root, path, "lora_path", "engine.lora.directory")
+        directory = below(root, path, "lora_path", "engine.lora.adapter_dir")
         try:
             return read_adapter(
                 directory, self._products, self._limits, self._dtype, pinned=self._pinned

@@ -26,7 +26,7 @@ def pin(memory: Tensor, owner: object) -> None:
     if int(result):
         raise ConfigError(
             f"{memory.nbytes / 2**30:.1f} GiB of host memory cannot be pinned (CUDA error "
-            f"{int(result)}); engine.cache.host_pages and engine.tiers.host_bytes make it smaller"
+            f"{int(result)}); lower engine.cache.swap_pages or engine.offload.cpu_bytes"
         )
     # Not at exit, because the driver may be gone by then. The end of the process unpins too.
     weakref.finalize(owner, runtime.cudaHostUnregister, address).atexit = False

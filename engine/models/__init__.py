@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from common.config import ModelBackend, Quantize, SpeculationConfig
+from common.config import ModelBackend, Quantize, SpeculativeConfig
 from engine.models.checkpoint import content
 from engine.models.choice import NO_DRAFTS, LoadableModel, Model, open_checkpoint
 from engine.models.fingerprint import constants, fingerprint, stored_of, tokenizer_hash
@@ -40,7 +40,7 @@ def load(
     dtype: torch.dtype,
     quantize: Quantize = "none",
     backend: ModelBackend = "auto",
-    speculation: SpeculationConfig = NO_DRAFTS,
+    speculation: SpeculativeConfig = NO_DRAFTS,
 ) -> Model:
     """Load a checkpoint of any supported model.
 

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from common.config import ModelBackend, Quantize, SpeculationConfig
+from common.config import ModelBackend, Quantize, SpeculativeConfig
 from common.errors import ConfigError
 from engine.batch.forward import ForwardBatch
 from engine.kv_cache.kv import KVPool
@@ -21,7 +21,7 @@ from engine.models.native import NativeCheckpoint
 from engine.models.spec import ModelSpec
 from engine.models.vision.seeing import VisionTower
 
-NO_DRAFTS = SpeculationConfig()
+NO_DRAFTS = SpeculativeConfig()
 
 
 class Model(Protocol):
@@ -142,7 +142,7 @@ class LoadableModel(Protocol):
 def open_checkpoint(
     directory: Path,
     backend: ModelBackend = "auto",
-    speculation: SpeculationConfig = NO_DRAFTS,
+    speculation: SpeculativeConfig = NO_DRAFTS,
 ) -> LoadableModel:
     """Read a checkpoint's configuration, and that of the configured drafter if it has a layer.
 
@@ -154,7 +154,7 @@ def open_checkpoint(
         return NativeCheckpoint(directory, speculation)
     if speculation.has_layer:
         raise ConfigError(
-            f"engine.speculation.drafter: {speculation.drafter} is for models that are computed "
+            f"engine.speculative.method: {speculation.method} is for models that are computed "
             f"natively, {kind} is not"
         )
     # Imported here because transformers takes a second to import and native models do not need it.

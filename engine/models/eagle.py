@@ -28,7 +28,7 @@ from engine.models.spec import ModelSpec
 from engine.models.weights.reader import TensorReader
 from engine.models.weights.survey import TensorInventory, TensorNeeds
 
-_FLAG = "engine.speculation.draft_model"
+_FLAG = "engine.speculative.draft_model"
 _UNUSED = ("embed_tokens.", "lm_head.", "t2d")  # copies of the model's own, or unused
 _JOIN = "fc"
 _TAPS = "eagle_aux_hidden_state_layer_ids"

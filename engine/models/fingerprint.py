@@ -3,7 +3,7 @@
 import hashlib
 from pathlib import Path
 
-from common.config import ModelBackend, SpeculationConfig
+from common.config import ModelBackend, SpeculativeConfig
 from engine.models.checkpoint import Checkpoint, StoredTensor, content
 from engine.models.choice import NO_DRAFTS, LoadableModel, open_checkpoint
 
@@ -11,7 +11,7 @@ from engine.models.choice import NO_DRAFTS, LoadableModel, open_checkpoint
 def fingerprint(
     directory: Path,
     backend: ModelBackend = "auto",
-    speculation: SpeculationConfig = NO_DRAFTS,
+    speculation: SpeculativeConfig = NO_DRAFTS,
 ) -> dict[str, str]:
     """Return field -> value. The result is equal for equal models, independent of their location
     and shards.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from common.config import Quantize, SpeculationConfig
+from common.config import Quantize, SpeculativeConfig
 from common.errors import ConfigError
 from common.model_directory import model_directory
 from common.process.allocator import trim
@@ -29,7 +29,7 @@ class NativeCheckpoint:
     backend = "native"
     refilled_whole = False
 
-    def __init__(self, directory: Path, speculation: SpeculationConfig) -> None:
+    def __init__(self, directory: Path, speculation: SpeculativeConfig) -> None:
         """Read the configuration.
 
         Args:
@@ -45,16 +45,16 @@ class NativeCheckpoint:
         decoder = replace(decoder, model=replace(decoder.model, image_token_side=side))
         if speculation.has_layer and self._sight is not None:
             raise ConfigError(
-                f"engine.speculation.drafter: {speculation.drafter} is not for models that are "
+                f"engine.speculative.method: {speculation.method} is not for models that are "
                 "shown images"
             )
         self._eagle: EagleCheckpoint | None = None
-        if speculation.drafter == "eagle":
+        if speculation.method == "eagle":
             eagle = model_directory(speculation.draft_model, weights=True)
             self._eagle = EagleCheckpoint(eagle, decoder.model)
             draft = self._eagle.spec.keeps(decoder.model.hidden_size)
             decoder = replace(decoder, model=replace(decoder.model, draft=draft))
-        elif speculation.drafter == "mtp":
+        elif speculation.method == "mtp":
             decoder = decoder.drafting(_offered(decoder, names, directory))
         self._decoder = decoder
 
@@ -125,7 +125,7 @@ def _offered(decoder: DecoderSpec, names: Collection[str], directory: Path) -> D
     offered = decoder.offered
     if offered is None or (names and not any(name.startswith(offered.prefix) for name in names)):
         raise ConfigError(
-            f"engine.speculation.drafter: mtp wants a layer for drafts in the checkpoint (of "
+            f"engine.speculative.method: mtp wants a layer for drafts in the checkpoint (of "
             f"deepseek_v3, with num_nextn_predict_layers, qwen3_next or qwen3_5), and {directory} "
             "has none"
         )

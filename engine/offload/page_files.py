@@ -31,7 +31,7 @@ from engine.offload.page_records import (
 from engine.offload.private_files import open_directory, open_file
 
 MOST_NODES = 64  # nodes that share a directory, each in its own subdirectory
-_FLAG = "engine.tiers.file_dir"
+_FLAG = "engine.offload.disk_dir"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 log = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class PageFiles:
         self.num_slots = max(0, num_bytes - HEADER_BYTES) // (page_bytes + RECORD_BYTES)
         if not self.num_slots:
             raise ConfigError(
-                f"engine.tiers.file_bytes: {num_bytes} have no room for a page of {page_bytes}"
+                f"engine.offload.disk_bytes: {num_bytes} have no room for a page of {page_bytes}"
             )
         try:
             self.directory, self._index = _claim(root, self._header)

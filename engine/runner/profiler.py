@@ -62,9 +62,9 @@ class Profiler:
             Overloaded: a trace is in progress.
         """
         if self._directory is None:
-            raise FailedPrecondition("this node has no engine.profile_directory")
+            raise FailedPrecondition("this node has no engine.profile_dir")
         if not self._directory.is_dir():
-            raise FailedPrecondition("engine.profile_directory is no directory")
+            raise FailedPrecondition("engine.profile_dir is no directory")
         if self._running is not None or (self._written is not None and not self._written.done()):
             raise Overloaded("a profile is under way already")
         moment = time.strftime("%Y%m%d-%H%M%S", time.gmtime())

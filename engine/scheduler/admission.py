@@ -100,7 +100,7 @@ class PrefillAdmission:
         self._on_admit = on_admit
         self._most_on_device = table.num_slots - config.spare_slots
         self._max_prefill_tokens = config.max_prefill_tokens
-        chunk = config.chunk_tokens or DEFAULT_CHUNK_TOKENS
+        chunk = config.chunked_prefill_tokens or DEFAULT_CHUNK_TOKENS
         self._chunk_tokens = None if chunk < 0 else max(chunk, table.page_size)
         self._full: dict[bool, _Full] = {}  # key: whether the pass tried suspect requests
         self.waiting = WaitingQueue(SchedulePolicy(config.policy, cache, table.routing_keys))

@@ -121,8 +121,8 @@ class Scheduler:
         )
         self._quarantine = QuarantineQueue(table)
         self._preemption = Preemption(
-            config.preempt_by,
-            config.max_preempted,
+            config.preemption_threshold,
+            config.max_preempted_requests,
             table=table,
             pages=pages,
             running=self._running,
@@ -166,7 +166,7 @@ class Scheduler:
             preemption=self._preemption,
             ratio=self._ratio,
         )
-        self.preempts = config.preempt_by > 0
+        self.preempts = config.preemption_threshold > 0
         self.on_trial: Request | None = None
         self.paused = False
         self._assembler = StepAssembler(table)

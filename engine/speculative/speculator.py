@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Self
 
-from common.config import SpeculationConfig
+from common.config import SpeculativeConfig
 from engine.speculative.drafter import Drafter
 from engine.speculative.head import HeadDrafter
 from engine.speculative.ngram import NgramDrafter
@@ -21,11 +21,11 @@ class Speculator:
     predictions: Predictions = field(default_factory=lambda: Predictions(min_match=1))
 
     @classmethod
-    def of(cls, config: SpeculationConfig, num_slots: int) -> Self | None:
+    def of(cls, config: SpeculativeConfig, num_slots: int) -> Self | None:
         """Create the parts, or return None if speculation is disabled."""
-        if config.drafter == "none":
+        if config.method == "none":
             return None
-        most = config.max_drafts
+        most = config.num_speculative_tokens
         policy = AdaptiveDrafts(num_slots, most) if config.adaptive else AllDrafts(most)
-        drafter = HeadDrafter() if config.has_layer else NgramDrafter(config.min_match)
-        return cls(drafter, policy, most, Predictions(config.min_match))
+        drafter = HeadDrafter() if config.has_layer else NgramDrafter(config.prompt_lookup_min)
+        return cls(drafter, policy, most, Predictions(config.prompt_lookup_min))

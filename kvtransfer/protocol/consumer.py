@@ -86,8 +86,8 @@ class ConsumerEnd:
 
     def __init__(self, config: TransferConfig, tables: PageTables) -> None:
         self._tables = tables
-        self._progress_s = config.progress_s
-        self._released_s = config.released_s
+        self._progress_s = config.chunk_timeout_s
+        self._released_s = config.release_timeout_s
         self._streams: dict[int, _Stream] = {}
         self._links = ConsumerLinks()
         self._attempts: dict[HandoffId, ConsumerHandoff] = {}

@@ -21,7 +21,7 @@ class HeartbeatTimer:
 
     def __init__(self, config: TransferConfig) -> None:
         self._interval_s = config.heartbeat_s
-        self._silence_s = config.heartbeat_s * config.missed_beats
+        self._silence_s = config.heartbeat_s * config.max_missed_heartbeats
         self._next: DeadlineTimer[int] = DeadlineTimer()
         self._silence: DeadlineTimer[int] = DeadlineTimer()
         self._sequences: dict[int, int] = {}

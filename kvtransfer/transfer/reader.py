@@ -215,8 +215,8 @@ class ConsumerSide:
             lambda: self._connect(hello, path),
             self._notify,
             page_bytes=self._pool.page_bytes,
-            read_s=self._config.read_s,
-            min_gib_per_s=self._config.min_gib_per_s,
+            read_s=self._config.read_timeout_s,
+            min_gib_per_s=self._config.min_link_gib_per_s,
             take_memory=self._take_memory,
         )
         self._links[stream] = link

@@ -116,7 +116,7 @@ def both_sides(
             owners,
             cast(EventOutlet[OwnerEvent], outlet),
             wake,
-            PageChecksums(page_bytes_of(pool), config.check_every),
+            PageChecksums(page_bytes_of(pool), config.checksum_interval),
             max_untaken_tokens=max_untaken_tokens,
         )
         return TransferSides(reader, publisher)

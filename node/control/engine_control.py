@@ -204,7 +204,7 @@ class EngineControl:
         if now < self._report_at:
             return
         self._report_at = now + REPORT_INTERVAL_S
-        gauges = {"host_pages": float(inside.scheduler.num_host_pages_used)}
+        gauges = {"swap_pages": float(inside.scheduler.num_host_pages_used)}
         gauges |= {f"queue_{name}": float(value) for name, value in inside.queues().items()}
         waiting = inside.waiting_by_class()
         gauges |= {f"waiting_{name}": float(waiting.get(name, 0)) for name in CLASSES}

@@ -71,7 +71,7 @@ def run_node(
 
 
 def _set_up_log(program: RoleProgram) -> None:
-    logs.setup(program.role, program.config.front.log_level, program.config.front.log_format)
+    logs.setup(program.role, program.config.server.log_level, program.config.server.log_format)
 
 
 class _Node:
@@ -79,7 +79,7 @@ class _Node:
         self, program: RoleProgram, engine_module: str, other: Callable[[str], RoleProgram]
     ) -> None:
         self._program = program
-        self._front = program.config.front
+        self._front = program.config.server
         self._engine_module = engine_module
         self._other = other
         self._metrics = NodeMetrics(program.role)
@@ -131,7 +131,7 @@ class _Node:
             if post.ready is None:
                 await self._link.open(engine.engine_socket, post.start)
                 allocator.stay()
-            verdict = await self._ending.verdict(tenure.begin_drain, self._front.drain_s)
+            verdict = await self._ending.verdict(tenure.begin_drain, self._front.drain_timeout_s)
             if verdict is None:
                 successor = tenure.switch.successor
                 assert successor is not None

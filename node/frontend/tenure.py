@@ -80,14 +80,14 @@ class TenurePost:
         Raises:
             ConfigError: certificates or secret are invalid, or missing.
         """
-        front = program.config.front
+        front = program.config.server
         start = StartRole(
             role=program.role,
             config=program.config.model_dump_json(),
             instance=secrets.randbits(64),
             address=address,
         )
-        certificates = tls.certificates(front.tls, "--front.tls")
+        certificates = tls.certificates(front.tls, "--server.tls")
         if certificates is not None:
             trust.certificate_ends("shown", partial(tls.shown_end, certificates))
             trust.certificate_ends("authority", partial(tls.authority_end, certificates))
@@ -123,7 +123,7 @@ class RoleTenure:
         self._engine_pid = engine_pid
         self._metrics = metrics
         self._ending = ending
-        self._supervision = EngineSupervisor(config.silence_s)
+        self._supervision = EngineSupervisor(config.engine_heartbeat_timeout_s)
         metrics.begin(post.program.role)
         metrics.liveness_from(lambda: self._supervision.liveness(time.monotonic()))
         self._cache_feed = CacheFeed(engine)
@@ -137,7 +137,7 @@ class RoleTenure:
             pause=self._pause,
             resume=self._resume,
             over=ending.role_over,
-            drain_s=config.front.drain_s,
+            drain_s=config.server.drain_timeout_s,
         )
         if post.ready is not None:
             self.notice(post.ready)
@@ -155,7 +155,7 @@ class RoleTenure:
         """Serve inside the context. The streams stay open until the very end, because the engine's
         transfer thread must not lose its front before.
         """
-        front, start = self._config.front, self._post.start
+        front, start = self._config.server, self._post.start
         certificates, identity = self._post.certificates, self._post.identity
         self._server = rpc.make_server(rpc.NODE_SERVER_OPTIONS, shares_port=True)
         port = int(start.address.rpartition(":")[2])

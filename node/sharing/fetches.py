@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from common.config import SharingConfig
+from common.config import PrefixSharingConfig
 from common.page_tables import PageTables, num_pages_of
 from common.request import Remaining
 from common.requests.namespace import Namespace
@@ -43,7 +43,7 @@ from kvtransfer.ports import (
 from node.sharing.costs import PrefixReadCosts
 
 LEAST_PAGES = 2  # minimum worth a fetch
-# Multiple of the expected time that it may take, in addition to SharingConfig.fetch_s.
+# Multiple of the expected time that it may take, in addition to PrefixSharingConfig.fetch_s.
 TIMES_EXPECTED = 3.0
 # Larger than any counter of this node's other hand-offs.
 FIRST_NUMBER = 1 << 63
@@ -88,7 +88,7 @@ class PrefixFetches:
 
     def __init__(
         self,
-        config: SharingConfig,
+        config: PrefixSharingConfig,
         *,
         instance: int,
         page_bytes: int,
@@ -100,14 +100,14 @@ class PrefixFetches:
     ) -> None:
         self._clock = clock
         self._enabled = config.enabled and cache.enabled
-        self._fetch_s = config.fetch_s
+        self._fetch_s = config.fetch_timeout_s
         self._instance = instance
         self._page_bytes = page_bytes
         self._cache = cache
         self._pages = pages
         self._tables = tables
         self._port = port
-        self._costs = PrefixReadCosts(config.margin)
+        self._costs = PrefixReadCosts(config.max_cost_ratio)
         self._owners: dict[str, ProducerUp] = {}  # by address
         self._next_number = FIRST_NUMBER
         self._fetches: dict[HandoffId, _Fetch] = {}

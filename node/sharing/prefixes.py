@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator
 from itertools import chain
 
-from common.config import SharingConfig
+from common.config import PrefixSharingConfig
 from common.page_tables import PageTables
 from common.requests.prefix_hint import PrefixHint
 from engine.batch.batch import Ints
@@ -32,7 +32,7 @@ class PrefixSharing:
 
     def __init__(
         self,
-        config: SharingConfig,
+        config: PrefixSharingConfig,
         *,
         instance: int,
         page_bytes: int,

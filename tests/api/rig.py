@@ -25,7 +25,7 @@ WAIT_S = 60.0
 # Of requests that are to run out of time at their node; a busy machine spends the first on the way.
 BUDGETS_S = [0.25 * 2**number for number in range(9)]
 ON_ANY_PORT = ServerConfig(port=0)
-AT_ONCE = ClientsConfig(longest_wait_s=0)  # no request waits for a slot
+AT_ONCE = ClientsConfig(max_queue_wait_s=0)  # no request waits for a slot
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if message.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
@@ -168,7 +168,7 @@ async def router_for(
 ) -> AsyncIterator[tuple[Client, RunningRouter]]:
     """A router on ports of its own, and a client of it; it may not be ready yet."""
     config = RouterConfig(
-        front=front,
+        server=front,
         http_port=0,
         model=str(model),
         decode=tuple(decode),

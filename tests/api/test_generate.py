@@ -195,7 +195,7 @@ async def test_the_total_budget_ends_a_request_everywhere(model: Path) -> None:
 async def test_more_requests_than_allowed_are_refused_at_once_where_none_may_wait(
     model: Path,
 ) -> None:
-    async with served(model, max_requests=2, clients=AT_ONCE) as (client, node, _):
+    async with served(model, max_concurrent_requests=2, clients=AT_ONCE) as (client, node, _):
         calls = [client.generate("x") for _ in range(2)]
         numbers = [(await node.submitted()).number for _ in calls]
         error = await failure(client.generate("x"))
@@ -227,7 +227,7 @@ async def test_requests_may_be_called_alike_and_have_ids_of_their_own(model: Pat
 
 
 async def test_bad_input_reaches_no_node_and_leaves_nothing(model: Path) -> None:
-    async with served(model, max_requests=1) as (client, node, router):
+    async with served(model, max_concurrent_requests=1) as (client, node, router):
         for request in (
             {"text": "x", "sampling": Sampling(max_tokens=0)},
             {"token_ids": TokenIds(ids=[VOCABULARY_SIZE])},

@@ -42,7 +42,7 @@ LONG_S = 3600.0  # nothing is forgotten because a machine is slow
 
 
 async def test_a_request_that_is_sent_again_gets_the_same_answer(model: Path) -> None:
-    async with api_for(model, keep_answers_s=LONG_S) as api:
+    async with api_for(model, idempotency_ttl_s=LONG_S) as api:
 
         async def ask(**fields: Any) -> Any:
             return await post(api.router.http_port, COMPLETIONS, {**FIELDS, **fields}, **KEY)
@@ -68,7 +68,7 @@ async def test_who_lost_its_connection_in_mid_answer_comes_back_for_all_of_it(mo
     metadata = (("idempotency-key", "7a0c"),)
     async with (
         StubDecodeNode() as node,
-        router_for(model, decode=[node.address], keep_answers_s=LONG_S) as (client, r),
+        router_for(model, decode=[node.address], idempotency_ttl_s=LONG_S) as (client, r),
     ):
         await client.wait_until_serving()
         first = client.stub.Generate(request, metadata=metadata, timeout=WAIT_S)
@@ -106,8 +106,8 @@ async def test_another_router_draws_the_same_answer_for_the_same_key(model: Path
         return told
 
     async with (
-        api_for(model, keep_answers_s=LONG_S) as one,
-        api_for(model, keep_answers_s=LONG_S) as other,
+        api_for(model, idempotency_ttl_s=LONG_S) as one,
+        api_for(model, idempotency_ttl_s=LONG_S) as other,
     ):
         mine = await seeds(one, {"n": 2}, **KEY)
         assert len(mine) == 2
@@ -117,7 +117,7 @@ async def test_another_router_draws_the_same_answer_for_the_same_key(model: Path
 
 
 async def test_where_keys_are_not_heeded_nothing_is_kept(model: Path) -> None:
-    async with api_for(model, keep_answers_s=0.0) as api:
+    async with api_for(model, idempotency_ttl_s=0.0) as api:
         for text in ("one", "two"):
             answering = asyncio.create_task(post(api.router.http_port, COMPLETIONS, FIELDS, **KEY))
             await api.complete(text)

@@ -63,7 +63,11 @@ async def test_the_cluster_as_json_says_what_get_cluster_says(model: Path):
         decode.description.queues["waiting"] = 3
         decode.description.steps = 9
         decode.description.mode = "disaggregated"
-        knobs = {"decode": [decode.address], "prefill": [prefill.address], "max_requests": 17}
+        knobs = {
+            "decode": [decode.address],
+            "prefill": [prefill.address],
+            "max_concurrent_requests": 17,
+        }
         async with router_for(model, **knobs) as (client, router):
             await client.wait_until_serving()
             said = await client.stub.GetCluster(GetClusterRequest())

@@ -212,7 +212,7 @@ def _assert_swept(said, tmp_path):
     assert said["summary"]["break_even"]["by"] == "probe_ttft_p50"
     assert said["summary"]["shared_cores"] >= 1
     assert "Prefill and decode share" in Page(tmp_path / "baton-bench-break-even.html").text
-    assert said["summary"]["local_prefill_tokens"]["advice"] in (0, 16, 64)
+    assert said["summary"]["local_prefill_max_tokens"]["advice"] in (0, 16, 64)
     assert [row["prompt_tokens"] for row in said["summary"]["rows"]] == [16, 64]
     assert "too few repeats" in Page(tmp_path / "baton-bench-break-even.html").text
     runs = json.loads((tmp_path / "raw.json").read_text())["runs"]

@@ -86,12 +86,13 @@ def test_the_break_even_is_between_the_lengths_that_surround_it(tmp_path):
     assert (said["not_yet_at"], said["everywhere_from"]) == (128.0, 256.0)
     assert said["tokens"] == pytest.approx(200, rel=0.1)
     assert (said["by"], said["same_share"]) == ("probe_ttft_p50", 1.0)
-    assert found.summary["local_prefill_tokens"]["advice"] == 64
+    assert found.summary["local_prefill_max_tokens"]["advice"] == 64
     assert "from about 20" in found.page.lead[0]
-    assert "--local-prefill-tokens=64 where TTFT p50 of probes matters" in found.page.lead[-1]
+    assert "--local-prefill-max-tokens=64 where TTFT p50 of probes matters" in found.page.lead[-1]
     # The other streams are as fast on all, so handing over never helps them.
     assert (
-        "--local-prefill-tokens of at least 512 where ITL p99 of the others" in found.page.lead[-1]
+        "--local-prefill-max-tokens of at least 512 where ITL p99 of the others"
+        in found.page.lead[-1]
     )
     write(found.page, tmp_path / "page.html")
     page = Page(tmp_path / "page.html")
@@ -121,13 +122,13 @@ def test_never_is_an_answer():
     found = _break_even(lambda system, length, repeat: 0.2 if system == "disaggregated" else 0.1)
     assert found.summary["break_even"]["tokens"] is None
     assert "never in the range of 64 to 512 tokens" in found.page.lead[0]
-    assert found.summary["local_prefill_tokens"]["advice"] == 512
+    assert found.summary["local_prefill_max_tokens"]["advice"] == 512
 
 
 def test_always_is_an_answer():
     found = _break_even(lambda system, length, repeat: 0.1 if system == "disaggregated" else 0.2)
     assert "from the shortest length measured, 64 tokens, on" in found.page.lead[0]
-    assert found.summary["local_prefill_tokens"]["advice"] == 0
+    assert found.summary["local_prefill_max_tokens"]["advice"] == 0
 
 
 def test_a_break_even_by_goodput_counts_a_run_without_one_good_request():
@@ -155,7 +156,7 @@ def test_a_break_even_that_was_interrupted_uses_what_there_is_for_all():
     setting = break_even_report.BreakEvenSetting(COLOCATED, REMOTE, LOCAL, (64, 128), {})
     found = break_even_report.findings(session, ABOUT, setting)
     assert "never in the range of 64 to 64 tokens" in found.page.lead[0]
-    assert found.summary["local_prefill_tokens"]["advice"] is None
+    assert found.summary["local_prefill_max_tokens"]["advice"] is None
     nothing = break_even_report.BreakEvenSetting(COLOCATED, REMOTE, LOCAL, (), {})
     assert break_even_report.findings(_session(), ABOUT, nothing).page.lead
 

@@ -23,7 +23,7 @@ _NUM_CLIENTS = 4
 _NUM_TOKENS = (12, 200)  # questions, and answers that are under way when something happens
 _CALM_S = 5.0
 _AFTER_S = 5.0  # what broke in a round may be noticed so much later
-_COUNTED = ("baton_moves_total", "baton_replays_total")
+_COUNTED = ("baton_migrations_total", "baton_requests_replayed_total")
 
 
 class Passed(msgspec.Struct, frozen=True):

@@ -49,7 +49,7 @@ def _report(*complaints: str) -> Report:
         broken=["2.0 s: it broke"],
         rounds=[Passed(1.0, ["SIGTERM of decode 1"], ["SIGTERM, decode"], 1.1, 9.0, False)],
         samples=[Sample(0.5, 1 << 30, 100, 50), Sample(9.0, 1 << 30, 100, 50)],
-        counters={"baton_replays_total": 0.0},
+        counters={"baton_requests_replayed_total": 0.0},
         complaints=list(complaints),
     )
 

@@ -64,10 +64,10 @@ def test_it_says_by_what_callers_are_known(check, model, tmp_path):
 def test_a_router_that_only_checks_nodes_is_known_to_nobody(check, model, tmp_path):
     tls = Authority().write(tmp_path)
     base = ("--role=router", f"--model={model}", "--decode=a:1", "--port=0", "--http-port=0")
-    checks = (*base, "--host=0.0.0.0", f"--nodes-tls.ca={tls.ca}")
+    checks = (*base, "--host=0.0.0.0", f"--node-tls.ca={tls.ca}")
     code, table, _ = check(*checks)
     assert code == 1 and "is reached from other hosts" in table
-    code, table, _ = check(*checks, f"--nodes-tls.cert={tls.cert}", f"--nodes-tls.key={tls.key}")
+    code, table, _ = check(*checks, f"--node-tls.cert={tls.cert}", f"--node-tls.key={tls.key}")
     assert code == 0 and "by their certificates" in table
 
 
@@ -163,5 +163,5 @@ def test_it_tells_when_a_router_with_tls_calls_nodes_without(check, model, tmp_p
     assert code == 0
     assert re.search("TLS to nodes .* note .* off", table)
     assert re.search("TLS .* note .* on: localhost, 127.0.0.1, until", table)
-    code, table, _ = check(*router, f"--nodes-tls.ca={config.ca}")
+    code, table, _ = check(*router, f"--node-tls.ca={config.ca}")
     assert "off" not in table

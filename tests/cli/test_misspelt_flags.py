@@ -39,6 +39,15 @@ def test_the_nearest_flag_is_named_whosever_it_is(capsys, parse, arguments, prog
     assert f"did you mean {meant}?" in complaint
 
 
+def test_an_old_flag_of_a_command_or_its_nodes_names_the_new_one(capsys):
+    for old, new in (
+        ("--exit-on-death", "--exit-on-failure"),
+        ("--engine.tiers.host-bytes=3", "--engine.offload.cpu-bytes"),
+    ):
+        said = _complaint(capsys, up.parse, old)
+        assert said == f"baton up: `{old.partition('=')[0]}` was renamed: use `{new}`"
+
+
 @pytest.mark.parametrize(
     "parse, arguments", [(up.parse, ["--seldom"]), (bench.parse, [*COMPARE, "--seldom"])]
 )

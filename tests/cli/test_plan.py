@@ -39,11 +39,11 @@ def _configs(wish):
 def test_every_program_understands_its_flags():
     configs = _configs(WISH)
     assert list(configs) == ["router", "prefill-0", "prefill-1", "decode-0"]
-    ports = [config.front.port for config in configs.values()]
+    ports = [config.server.port for config in configs.values()]
     assert ports == [50050, 50100, 50101, 50200]
     assert configs["router"].http_port == 8000
     assert configs["router"].policy == "random"
-    assert [config.front.metrics_port for config in configs.values()] == [9000, 9001, 9002, 9003]
+    assert [config.server.metrics_port for config in configs.values()] == [9000, 9001, 9002, 9003]
     assert configs["decode-0"].engine.cache.page_size == 64
     assert configs["decode-0"].mode == "disaggregated"
 
@@ -115,6 +115,6 @@ def test_tls_is_everywhere_and_asks_no_certificate_of_clients():
     files = {"cert": Path("c"), "key": Path("k"), "ca": Path("a"), "server_name": "name"}
     configs = _configs(dataclasses.replace(WISH, tls=TlsConfig(**files)))
     router = configs.pop("router")
-    assert router.front.tls == TlsConfig(cert="c", key="k")
+    assert router.server.tls == TlsConfig(cert="c", key="k")
     assert router.tls_to_nodes == TlsConfig(**files)
-    assert {config.front.tls for config in configs.values()} == {TlsConfig(**files)}
+    assert {config.server.tls for config in configs.values()} == {TlsConfig(**files)}

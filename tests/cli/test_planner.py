@@ -345,10 +345,10 @@ async def test_a_planner_acts_only_if_it_is_told_to(flags: list[str]) -> None:
     )
     assert fleet.switched == ([("d:1", "prefill")] if flags else [])
     value = metrics.registry.get_sample_value
-    assert value("baton_planner_wanted_nodes", {"kind": "prefill"}) == 2
-    assert value("baton_planner_wanted_nodes", {"kind": "decode"}) == 1
+    assert value("baton_planner_target_nodes", {"kind": "prefill"}) == 2
+    assert value("baton_planner_target_nodes", {"kind": "decode"}) == 1
     assert value("baton_planner_decisions_total", {"decision": "switch"}) == 1
-    assert value("baton_planner_switches_total", {"outcome": "done"}) == len(flags)
+    assert value("baton_planner_role_changes_total", {"outcome": "done"}) == len(flags)
 
 
 @pytest.mark.parametrize("flags", [[], ["--act"]])
@@ -365,7 +365,7 @@ async def test_a_planner_moves_requests_and_goes_on_where_one_does_not(flags: li
     value = metrics.registry.get_sample_value
     assert value("baton_planner_decisions_total", {"decision": "move"}) == 1
     for outcome in ("done", "undone"):
-        assert value("baton_planner_moves_total", {"outcome": outcome}) == len(flags)
+        assert value("baton_planner_rebalances_total", {"outcome": outcome}) == len(flags)
 
 
 @pytest.mark.parametrize("flags", [[], ["--act"]])

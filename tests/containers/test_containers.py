@@ -82,7 +82,7 @@ def cluster(containers, volume, images):
                 "--env",
                 f"BATON_ENGINE__MODEL={MODEL}",
                 "--env",
-                f"BATON_TRANSFER__DATA_HOST={role}",
+                f"BATON_TRANSFER__LISTEN_HOST={role}",
             ),
             *("--env", "BATON_ENGINE__CPU_KERNELS=required"),
         )

@@ -70,7 +70,7 @@ def test_every_node_has_a_gpu_and_no_node_is_content_without(programs_of, name):
         assert program.container["resources"]["limits"]["nvidia.com/gpu"] == 1
         assert program.config.engine.device == "cuda:0"
         # Part of the container's limit. A prefill node takes none, whatever it is told.
-        assert (program.config.engine.cache.host_pages > 0) == (program.role == "decode")
+        assert (program.config.engine.cache.swap_pages > 0) == (program.role == "decode")
 
 
 @pytest.mark.parametrize("name", ["base with rdma", "multi-node-rdma"])
@@ -78,7 +78,7 @@ def test_every_node_has_an_rdma_port_and_uses_nothing_else(programs_of, name):
     for program in _nodes(programs_of(name)):
         assert program.container["resources"]["limits"]["rdma/hca_shared_devices_a"] == 1
         assert program.container["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
-        assert program.config.transfer.path == "nixl"
+        assert program.config.transfer.backend == "nixl"
 
 
 def test_nodes_of_one_pod_share_two_gpus_and_their_processes(render, programs_of):
@@ -92,7 +92,7 @@ def test_nodes_of_one_pod_share_two_gpus_and_their_processes(render, programs_of
         assert program.container["resources"]["claims"] == [{"name": claim["name"]}]
         assert not [key for key in program.container["resources"]["limits"] if "gpu" in key]
         assert "runAsUser" not in program.container["securityContext"]
-        assert program.config.transfer.path == "auto"
+        assert program.config.transfer.backend == "auto"
     template = named(render(name), "ResourceClaimTemplate", claim["resourceClaimTemplateName"])
     (request,) = template["spec"]["spec"]["devices"]["requests"]
     devices = {prefill.config.engine.device, decode.config.engine.device}
@@ -111,7 +111,7 @@ def test_a_pod_that_drains_waits_for_as_long_as_a_request_may_take(programs_of):
     programs = programs_of("base with drain")
     (router,) = [program for program in programs if program.role == "router"]
     for program in programs:
-        assert program.config.front.drain_s >= router.config.budget_s
+        assert program.config.server.drain_timeout_s >= router.config.request_timeout_s
     assert router.container["lifecycle"]["preStop"]["sleep"]["seconds"] >= 5
 
 
@@ -147,7 +147,7 @@ def test_with_tls_every_connection_is_checked_at_both_ends(render, programs_of, 
     for program in programs_of(name):
         match program.config:
             case RouterConfig() as config:
-                calls, shows, may = config.tls_to_nodes, config.front.tls, {"client auth"}
+                calls, shows, may = config.tls_to_nodes, config.server.tls, {"client auth"}
                 service = named(objects, "Service", "router")["metadata"]
                 of_router = _made(objects, program, shows.cert)
                 assert {service["name"], f"{service['name']}.{service['namespace']}"} <= set(
@@ -157,7 +157,7 @@ def test_with_tls_every_connection_is_checked_at_both_ends(render, programs_of, 
                 # With what is shown to clients nobody is let in by a node.
                 assert "client auth" not in of_router["usages"]
             case config:
-                calls, may = config.front.tls, {"server auth", "client auth"}
+                calls, may = config.server.tls, {"server auth", "client auth"}
                 assert calls.ca  # whoever calls must show a certificate
         of_caller = _made(objects, program, calls.cert)
         assert _made(objects, program, calls.key) == of_caller
@@ -194,7 +194,7 @@ def test_services_do_not_call_tls_plain(render, name):
 def test_with_tls_between_hosts_no_page_crosses_the_network_in_the_clear(programs_of):
     for program in _nodes(programs_of("multi-node-tls")):
         config = program.config
-        assert config.front.tls.cert and config.transfer.encrypt in ("auto", "on")
+        assert config.server.tls.cert and config.transfer.encrypt in ("auto", "on")
         # What RDMA carries is not encrypted: pods without a port of it have none.
         assert not [key for key in program.container["resources"]["limits"] if "rdma" in key]
 
@@ -294,7 +294,7 @@ def test_nodes_are_scaled_by_metrics_that_they_have(render, role):
         assert f'{metric}{{queue="{queue}"}} 1.0' in _metrics_of_a_node(queues)
         assert f'"{queue}": ' in sources
     # Before a node is full, another one is there.
-    assert 0 < int(trigger["metadata"]["threshold"]) < SchedulerConfig().max_running
+    assert 0 < int(trigger["metadata"]["threshold"]) < SchedulerConfig().max_running_requests
 
 
 def test_applying_the_manifests_anew_does_not_undo_the_scaling(render):

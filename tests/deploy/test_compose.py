@@ -99,22 +99,22 @@ def test_the_router_finds_the_nodes(programs):
             (address,) = getattr(router.config, program.role)
             host, port = address.split(":")
             assert host in program.hosts
-            assert int(port) == program.config.front.port
+            assert int(port) == program.config.server.port
             # A node binds its data path to this name: it must be its own.
-            assert program.config.transfer.data_host in program.hosts
+            assert program.config.transfer.listen_host in program.hosts
 
 
 def test_programs_listen_for_others_and_are_measured(programs):
     for program in programs:
-        assert program.config.front.host == "0.0.0.0"
-        assert program.config.front.metrics_port
+        assert program.config.server.host == "0.0.0.0"
+        assert program.config.server.metrics_port
 
 
 def test_only_this_machine_reaches_the_router(programs):
     for program in programs:
         ports = program.service.get("ports", ())
         if isinstance(program.config, RouterConfig):
-            wanted = {program.config.http_port, program.config.front.port}
+            wanted = {program.config.http_port, program.config.server.port}
             assert {f"127.0.0.1:{port}:{port}" for port in wanted} == set(ports)
         else:
             assert not ports
@@ -152,7 +152,7 @@ def test_other_machines_reach_the_router_with_api_keys_alone(programs):
     assert added.keys() == {"environment", "volumes", "ports"}
     config = settings("router", [], router.service["environment"] | added["environment"])
     assert added["volumes"] == [f"/srv/keys:{config.clients.api_keys.parent}:ro"]
-    ports = {config.http_port, config.front.port}
+    ports = {config.http_port, config.server.port}
     assert set(added["ports"]) == {f"0.0.0.0:{port}:{port}" for port in ports}
     elsewhere = _public(API_KEYS="/srv/keys", PUBLISH="192.0.2.7")
     assert set(elsewhere["ports"]) == {f"192.0.2.7:{port}:{port}" for port in ports}
@@ -179,7 +179,7 @@ def test_containers_are_confined(profile):
 def test_a_container_is_given_longer_than_its_drain(programs):
     for program in programs:
         grace = _seconds(program.service["stop_grace_period"])
-        assert grace >= program.config.front.drain_s + ENDING_S
+        assert grace >= program.config.server.drain_timeout_s + ENDING_S
 
 
 @pytest.mark.parametrize("profile", PROFILES)
@@ -219,12 +219,12 @@ def test_a_secret_is_made_before_any_program_starts_and_read_by_all(profile):
     assert maker["volumes"] == ["cluster:/etc/baton-cluster"]
     assert "cluster" in _compose()["volumes"]
     for program in _programs(profile):
-        file = str(program.config.front.secret_file)
+        file = str(program.config.server.secret_file)
         assert (
             f"f={file}; test -s $$f || (umask 077; baton secret > $$f)" == maker["entrypoint"][-1]
         )
         assert "cluster:/etc/baton-cluster:ro" in program.service["volumes"]
-        assert not program.config.front.insecure
+        assert not program.config.server.insecure
 
 
 def test_what_runs_before_the_others_can_run_again(tmp_path):
@@ -250,7 +250,7 @@ def test_nodes_are_healthy_when_their_engine_answers(programs):
         if program.role != "router":
             *command, address = program.service["healthcheck"]["test"]
             assert command == ["CMD", "python", "-m", "common.rpc.probe"]
-            assert address == f"127.0.0.1:{program.config.front.port}"
+            assert address == f"127.0.0.1:{program.config.server.port}"
 
 
 def test_nodes_keep_what_they_have_compiled(programs):

@@ -142,7 +142,7 @@ def test_a_pod_may_call_those_who_hear_it_and_no_other_pod(render, name):
 def test_a_pod_reaches_dns_and_the_collector_of_spans_and_nothing_else_outside(
     render, programs_of, name
 ):
-    (endpoint,) = {p.config.front.otlp_endpoint for p in programs_of("base with tracing")}
+    (endpoint,) = {p.config.server.otlp_endpoint for p in programs_of("base with tracing")}
     collector = urlsplit(endpoint)
     assert collector.hostname.split(".")[1:] == ["monitoring"]
     for workload in workloads(render(name)):

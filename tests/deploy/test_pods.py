@@ -27,7 +27,7 @@ SERVICES = {"router": _ROUTER, "prefill": _NODE, "decode": _NODE}
 
 def test_every_program_listens_for_others_on_the_ports_of_its_container(programs):
     for program in programs:
-        front = program.config.front
+        front = program.config.server
         assert front.host == "0.0.0.0"
         ports = dict(manifests.named_ports([program.container]))
         expected = {f"{program.role}-metrics": front.metrics_port}
@@ -38,12 +38,12 @@ def test_every_program_listens_for_others_on_the_ports_of_its_container(programs
                 expected |= {"http": http_port, "grpc": front.port}
             case PrefillConfig(transfer=transfer):
                 expected |= {program.role: front.port}
-                if transfer.path != "nixl":  # with which pages are not served over tcp
-                    expected["prefill-data"] = transfer.data_port
+                if transfer.backend != "nixl":  # with which pages are not served over tcp
+                    expected["prefill-data"] = transfer.listen_port
             case DecodeConfig(transfer=transfer):
                 expected |= {program.role: front.port}
-                if transfer.path != "nixl":
-                    expected["decode-data"] = transfer.data_port
+                if transfer.backend != "nixl":
+                    expected["decode-data"] = transfer.listen_port
         assert 0 not in expected.values()
         assert ports == expected
 
@@ -57,7 +57,7 @@ def test_ports_of_a_pod_are_different(objects):
 
 def test_every_program_has_the_cluster_secret_in_a_file_that_others_cannot_read(programs):
     for program in programs:
-        front = program.config.front
+        front = program.config.server
         assert not front.insecure
         (mount,) = [m for m in program.container["volumeMounts"] if m["name"] == "cluster"]
         assert str(front.secret_file) == f"{mount['mountPath']}/secret"
@@ -69,7 +69,7 @@ def test_the_data_path_has_the_address_of_the_pod(programs):
     for program in programs:
         match program.config:
             case PrefillConfig(transfer=transfer) | DecodeConfig(transfer=transfer):
-                assert transfer.data_host == POD_IP
+                assert transfer.listen_host == POD_IP
 
 
 def test_a_node_computes_with_the_cores_that_its_pod_requests(programs):
@@ -103,7 +103,7 @@ def test_the_router_finds_every_node_by_the_name_of_its_headless_service(objects
             program.workload.name
             for program in programs
             if program.role == role
-            and program.config.front.port == int(port)
+            and program.config.server.port == int(port)
             and selects(service["selector"], program.workload.labels)
         ]
     assert sorted(found) == sorted(p.workload.name for p in programs if p.role == role) != []
@@ -126,7 +126,7 @@ def test_only_the_router_has_a_virtual_address(objects):
 
 def test_probes_ask_the_program_that_is_there(programs):
     for program in programs:
-        container, front = program.container, program.config.front
+        container, front = program.container, program.config.server
         # Probes of gRPC cannot do TLS, those of HTTP can.
         port = front.health_port if front.tls.cert else front.port
         asked = {"port": port, "service": SERVICES[program.role]}
@@ -153,7 +153,7 @@ def test_a_pod_is_given_longer_than_its_drain(programs):
     for program in programs:
         stop = program.container.get("lifecycle", {}).get("preStop", {})
         before = stop.get("sleep", {}).get("seconds", 0)
-        drain = program.config.front.drain_s
+        drain = program.config.server.drain_timeout_s
         assert before < drain
         grace = program.workload.spec["terminationGracePeriodSeconds"]
         assert grace >= before + drain + ENDING_S

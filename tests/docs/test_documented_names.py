@@ -22,16 +22,18 @@ from common.config import DecodeConfig, PrefillConfig, RouterConfig
 from node import metrics as node
 from router import metrics as router
 from tests.support.isolation import ROOT
+from tools.codemod import settings as codemod
 
 DOCUMENTS = sorted(
     path
     for pattern in ("*.md", "docs/**/*.md", "tools/bench/**/*.md", "deploy/**/*")
     for path in ROOT.glob(pattern)
     # Dashboards and rules are checked against the metrics by tests/deploy. A change log names flags
-    # of older versions, and a page of docs/benchmarks the command of the commit that it measured.
+    # of older versions, as docs/renames.md does. Pages of docs/benchmarks have the commands of the
+    # commits that they measured.
     if path.is_file()
     and path.suffix != ".json"
-    and path.name != "CHANGELOG.md"
+    and path.name not in ("CHANGELOG.md", "renames.md")
     and path.parent.name != "benchmarks"
 )
 IDS = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
@@ -264,6 +266,16 @@ def wrong_names(text: str, others: Collection[str] = ()) -> list[str]:
 def test_a_document_names_only_what_exists(document: Path) -> None:
     others = OTHERS.get(str(document.relative_to(ROOT)), "").split()
     assert wrong_names(document.read_text(), others) == []
+
+
+def test_no_old_name_of_a_setting_flag_or_metric_is_left():
+    words = codemod.read_words()
+    left = [
+        f"{path}: {old}"
+        for path in codemod.files(ROOT)
+        for old in words.of_file(path).old_names((ROOT / path).read_text())
+    ]
+    assert left == []
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,9 @@ def test_no_line_of_a_paragraph_begins_like_an_item_of_a_list(page):
 def test_a_setting_has_its_anchor_names_choices_default_and_description():
     row = next(line for line in configuration.page().splitlines() if 'id="decode-mode"' in line)
     assert "`--mode`<br>`BATON_MODE`" in row
-    assert "| `disaggregated`, `colocated` | `disaggregated` | colocated: prefill here" in row
+    assert (
+        "| `disaggregated`, `colocated` | `disaggregated` | Mode. colocated: the decode node" in row
+    )
 
 
 def test_every_setting_of_every_component_is_in_the_configuration_reference():
@@ -74,7 +76,7 @@ def test_the_cli_reference_has_every_command_with_its_options():
     parts = dict(re.findall(r"^## baton (\S+)\n(.*?)(?=^## |\Z)", commands.page(), re.M | re.S))
     assert list(parts) == list(COMMANDS)
     assert all("| `" in part or "configuration.md#" in part for part in parts.values())
-    assert "| `--exit-on-death` |" in parts["up"] and "### baton bench load" in parts["bench"]
+    assert "| `--exit-on-failure` |" in parts["up"] and "### baton bench load" in parts["bench"]
 
 
 def test_pages_of_benchmarks_and_designs_are_in_the_navigation():

@@ -180,7 +180,7 @@ def test_nothing_is_read_outside_of_the_directory(shelf, make, tmp_path):
     os.symlink(outside, tmp_path / "shelf" / "link")
     for path in ("../outside", str(outside), "link", "inside/../../outside", ".", "", "\0", "/"):
         assert refusal(shelf, path) in (
-            "lora_path: it leads out of engine.lora.directory",
+            "lora_path: it leads out of engine.lora.adapter_dir",
             "lora_path: not a path",
         )
     assert refusal(shelf, "nowhere").endswith("nowhere/adapter_config.json: it is not there")
@@ -191,26 +191,28 @@ def test_nothing_is_read_outside_of_the_directory(shelf, make, tmp_path):
 
 def test_without_a_directory_there_are_no_adapters(model):
     nothing = no_shelf()
-    assert refusal(nothing) == "lora_path: this node has no engine.lora.directory"
+    assert refusal(nothing) == "lora_path: this node has no engine.lora.adapter_dir"
     assert bank_of(LoraConfig(), model, free=0).num_slots == 0
 
 
 def test_what_is_named_at_the_start_is_there_or_the_engine_does_not_start(model, make, tmp_path):
     make("a"), make("b", seed=1)
-    config = LoraConfig(directory=tmp_path / "shelf", adapters=("a", "other=b"))
-    library = AdapterCache(config.max_loaded, config.max_bytes)
+    config = LoraConfig(adapter_dir=tmp_path / "shelf", preload=("a", "other=b"))
+    library = AdapterCache(config.max_cpu_loras, config.max_cpu_lora_bytes)
     load_all(config, shelf_of(config, model), library)
     assert set(library.names()) == {"a", "other"}
-    for wrong in ({"adapters": ("c",)}, {"adapters": ("a", "b"), "max_loaded": 1}):
-        config = LoraConfig(directory=tmp_path / "shelf", **wrong)
+    for wrong in ({"preload": ("c",)}, {"preload": ("a", "b"), "max_cpu_loras": 1}):
+        config = LoraConfig(adapter_dir=tmp_path / "shelf", **wrong)
         with pytest.raises(ConfigError, match=r"engine\.lora\.adapters: "):
             load_all(
-                config, shelf_of(config, model), AdapterCache(config.max_loaded, config.max_bytes)
+                config,
+                shelf_of(config, model),
+                AdapterCache(config.max_cpu_loras, config.max_cpu_lora_bytes),
             )
 
 
 def test_slots_that_do_not_fit_and_models_without_products_are_refused(model, tmp_path):
-    config = LoraConfig(directory=tmp_path)
+    config = LoraConfig(adapter_dir=tmp_path)
     with pytest.raises(ConfigError, match=r"engine\.lora\.slots: 4 slots of rank 32 take"):
         bank_of(config, model, free=1 << 10)
     borrowed = type("Borrowed", (), {"products": ()})()
@@ -396,7 +398,7 @@ def test_no_more_are_read_than_can_be(shelf):
 
 def test_configurations_say_what_is_wrong():
     with pytest.raises(ValueError, match=r"needs lora\.directory"):
-        LoraConfig(adapters=("a",))
+        LoraConfig(preload=("a",))
     with pytest.raises(ValueError, match="letters, digits"):
-        LoraConfig(directory="/x", adapters=("../a",))
+        LoraConfig(adapter_dir="/x", preload=("../a",))
     assert json.loads(LoraConfig().model_dump_json())["slots"] == 4

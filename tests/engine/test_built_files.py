@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.config import CacheConfig, EngineConfig, TiersConfig
+from common.config import CacheConfig, EngineConfig, OffloadConfig
 from common.errors import ConfigError
 from engine.batch.holding import PageHolding
 from engine.build import Engine, build
@@ -31,8 +31,8 @@ def engine_of(model: Path, files: Path, **cache: object) -> Engine:
         device="cpu",
         cpu_kernels="off",
         threads=1,
-        cache=CacheConfig(num_pages=16, host_pages=0, **cache),  # type: ignore[arg-type]
-        tiers=TiersConfig(host_bytes=1 << 20, file_dir=files, file_bytes=1 << 20),
+        cache=CacheConfig(num_pages=16, swap_pages=0, **cache),  # type: ignore[arg-type]
+        offload=OffloadConfig(cpu_bytes=1 << 20, disk_dir=files, disk_bytes=1 << 20),
     )
     return build(config)
 
@@ -117,8 +117,8 @@ def test_the_other_role_of_a_node_has_them_too(model: Path, tmp_path: Path) -> N
     config = EngineConfig(
         model=str(model),
         device="cpu",
-        cache=CacheConfig(num_pages=16, host_pages=5),
-        tiers=TiersConfig(host_bytes=1 << 20, file_dir=tmp_path / "files", file_bytes=1 << 20),
+        cache=CacheConfig(num_pages=16, swap_pages=5),
+        offload=OffloadConfig(cpu_bytes=1 << 20, disk_dir=tmp_path / "files", disk_bytes=1 << 20),
     )
     assert engine.equipped(config).tiers is engine.tiers
     engine.close()
@@ -127,14 +127,14 @@ def test_the_other_role_of_a_node_has_them_too(model: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "told, sentence",
     [
-        ({"file_dir": "x", "host_bytes": 1}, "file_dir and file_bytes go together"),
-        ({"file_bytes": 1, "host_bytes": 1}, "file_dir and file_bytes go together"),
-        ({"file_dir": "x", "file_bytes": 1}, "by way of host_bytes"),
+        ({"disk_dir": "x", "cpu_bytes": 1}, "disk_dir and disk_bytes go together"),
+        ({"disk_bytes": 1, "cpu_bytes": 1}, "disk_dir and disk_bytes go together"),
+        ({"disk_dir": "x", "disk_bytes": 1}, "needs cpu_bytes"),
     ],
 )
 def test_half_of_what_files_need_is_refused(told: dict[str, object], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        TiersConfig.model_validate(told)
+        OffloadConfig.model_validate(told)
 
 
 def test_files_that_have_no_room_for_a_page_are_refused(model: Path, tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_files_that_have_no_room_for_a_page_are_refused(model: Path, tmp_path: P
         device="cpu",
         cpu_kernels="off",
         threads=1,
-        tiers=TiersConfig(host_bytes=1 << 20, file_dir=tmp_path / "files", file_bytes=4097),
+        offload=OffloadConfig(cpu_bytes=1 << 20, disk_dir=tmp_path / "files", disk_bytes=4097),
     )
     with pytest.raises(ConfigError, match=r"engine\.tiers\.file_bytes: 4097 have no room"):
         build(config)

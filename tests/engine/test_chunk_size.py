@@ -29,7 +29,7 @@ def _config(directory: str, chunk_tokens: int) -> EngineConfig:
         device="cpu",
         context_length=40,
         cache=CacheConfig(num_pages=16),
-        scheduler=SchedulerConfig(chunk_tokens=chunk_tokens),
+        scheduler=SchedulerConfig(chunked_prefill_tokens=chunk_tokens),
     )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from common.config import SpeculationConfig
+from common.config import SpeculativeConfig
 from common.errors import ConfigError
 from common.requests.sampling import SamplingParams
 from engine.batch.batch import TO_GUESS
@@ -38,7 +38,7 @@ class Guessing:
     drawn from its logits."""
 
     model: Path
-    speculation: SpeculationConfig
+    speculation: SpeculativeConfig
     behind: Callable[[list[int], Draw], list[int]]
 
 
@@ -67,7 +67,7 @@ def _eagle(root: Path) -> Guessing:
     layer = _layer(head, tensors, "layers.0.")
     layer.input_layernorm = torch.nn.Identity()
     behind = _behind(reference_model(model), layer, joined, lambda x: x)
-    return Guessing(model, SpeculationConfig(drafter="eagle", draft_model=str(head)), behind)
+    return Guessing(model, SpeculativeConfig(method="eagle", draft_model=str(head)), behind)
 
 
 def _mtp(root: Path) -> Guessing:
@@ -85,7 +85,7 @@ def _mtp(root: Path) -> Guessing:
     of_layer = {each: t for each, t in tensors.items() if not any(part in each for part in own)}
     layer = _layer(model, of_layer, name)
     behind = _behind(reference_model(model), layer, joined, lambda x: normed(x, "shared_head.norm"))
-    return Guessing(model, SpeculationConfig(drafter="mtp"), behind)
+    return Guessing(model, SpeculativeConfig(method="mtp"), behind)
 
 
 def _hybrid(root: Path, architecture: str) -> Guessing:
@@ -101,7 +101,7 @@ def _hybrid(root: Path, architecture: str) -> Guessing:
 
     layer, reference = _layer(model, tensors, "mtp.layers.0."), reference_model(model)
     behind = _behind(reference, layer, joined, lambda x: x, lambda x: normed(x, "norm"))
-    return Guessing(model, SpeculationConfig(drafter="mtp"), behind)
+    return Guessing(model, SpeculativeConfig(method="mtp"), behind)
 
 
 def _eagle3(root: Path) -> Guessing:
@@ -146,7 +146,7 @@ def _eagle3(root: Path) -> Guessing:
             drafts.append(draw(logits, len(text) + len(drafts)))
         return drafts
 
-    return Guessing(model, SpeculationConfig(drafter="eagle", draft_model=str(head)), behind)
+    return Guessing(model, SpeculativeConfig(method="eagle", draft_model=str(head)), behind)
 
 
 def _layer(directory: Path, tensors: dict[str, Tensor], prefix: str) -> torch.nn.Module:
@@ -307,12 +307,12 @@ def test_a_head_that_is_not_for_this_model_is_refused_by_name(tmp_path, llama, c
     assert all(word in str(refused.value) for word in words), refused.value
 
 
-def _with_head(head: Path) -> SpeculationConfig:
-    return SpeculationConfig(drafter="eagle", draft_model=str(head))
+def _with_head(head: Path) -> SpeculativeConfig:
+    return SpeculativeConfig(method="eagle", draft_model=str(head))
 
 
 def test_models_that_have_no_layer_for_drafts_say_so(llama, tmp_path):
-    mtp = SpeculationConfig(drafter="mtp")
+    mtp = SpeculativeConfig(method="mtp")
     with pytest.raises(ConfigError, match="mtp wants a layer"):
         open_checkpoint(llama, "native", mtp)
     without = make_checkpoint(tmp_path / "without", "qwen3_next")
@@ -329,7 +329,7 @@ def test_who_has_another_layer_is_another_node_to_pair_with(llama, tmp_path):
     heads = [make_eagle(tmp_path / str(seed), llama, seed=seed) for seed in range(2)]
     said = [
         fingerprint(llama),
-        fingerprint(llama, speculation=SpeculationConfig(drafter="ngram")),
+        fingerprint(llama, speculation=SpeculativeConfig(method="ngram")),
         *(fingerprint(llama, speculation=_with_head(head)) for head in heads),
     ]
     assert said[0] == said[1]
@@ -342,7 +342,7 @@ def test_a_layer_of_the_checkpoint_is_weighed_and_changed_with_it(tmp_path):
         make_mtp(make_checkpoint(tmp_path / str(seed), "deepseek_v3", seed=seed), seed=seed)
         for seed in range(2)
     )
-    mtp = SpeculationConfig(drafter="mtp")
+    mtp = SpeculativeConfig(method="mtp")
     plain, drafting = open_checkpoint(old), open_checkpoint(old, speculation=mtp)
     weighed = [each.weight_bytes(CPU, torch.float32, "none") for each in (plain, drafting)]
     assert weighed[1] > weighed[0]

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from common.config import SpeculationConfig
+from common.config import SpeculativeConfig
 from common.requests.prefix_hash import as_bytes
 from engine.batch.request import Request
 from engine.speculative.costs import StepCosts
@@ -205,5 +205,5 @@ def test_a_request_that_is_new_is_expected_to_be_like_those_before():
 
 
 def test_nobody_guesses_unless_somebody_is_named():
-    assert Speculator.of(SpeculationConfig(), 8) is None
-    assert Speculator.of(SpeculationConfig(drafter="ngram"), 8) is not None
+    assert Speculator.of(SpeculativeConfig(), 8) is None
+    assert Speculator.of(SpeculativeConfig(method="ngram"), 8) is not None

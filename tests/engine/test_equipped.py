@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from common.config import CacheConfig, EngineConfig, TiersConfig
+from common.config import CacheConfig, EngineConfig, OffloadConfig
 from common.errors import ConfigError
 from engine.build import build
 from tests.support.checkpoints import make_checkpoint
@@ -16,11 +16,11 @@ def test_another_role_has_the_same_pool_and_tree_and_host_pages_of_its_own(tmp_p
         device="cpu",
         cpu_kernels="off",
         threads=1,
-        cache=CacheConfig(num_pages=16, host_pages=0),
+        cache=CacheConfig(num_pages=16, swap_pages=0),
     )
 
     def wanting(host_pages: int) -> EngineConfig:
-        return config.model_copy(update={"cache": CacheConfig(num_pages=16, host_pages=host_pages)})
+        return config.model_copy(update={"cache": CacheConfig(num_pages=16, swap_pages=host_pages)})
 
     engine = build(config)
     try:
@@ -29,7 +29,7 @@ def test_another_role_has_the_same_pool_and_tree_and_host_pages_of_its_own(tmp_p
         assert (other.pool, other.cache, other.pages) == (engine.pool, engine.cache, engine.pages)
         assert other.host_pool.num_pages == 5
         assert other.equipped(config).shape == engine.shape
-        with pytest.raises(ConfigError, match="host_pages: 1000000000000 pages take"):
+        with pytest.raises(ConfigError, match="swap_pages: 1000000000000 pages take"):
             engine.equipped(wanting(10**12))
     finally:
         engine.close()
@@ -41,12 +41,12 @@ def test_host_memory_with_what_the_cache_has_forgotten_stays_as_it_is(tmp_path: 
         device="cpu",
         cpu_kernels="off",
         threads=1,
-        cache=CacheConfig(num_pages=16, host_pages=3),
-        tiers=TiersConfig(host_bytes=1 << 20),
+        cache=CacheConfig(num_pages=16, swap_pages=3),
+        offload=OffloadConfig(cpu_bytes=1 << 20),
     )
     engine = build(config)
     try:
-        without = CacheConfig(num_pages=16, host_pages=0)
+        without = CacheConfig(num_pages=16, swap_pages=0)
         other = engine.equipped(config.model_copy(update={"cache": without}))
         assert (other.tiers, other.host_pool) == (engine.tiers, engine.host_pool)
     finally:

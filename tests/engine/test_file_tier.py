@@ -336,7 +336,7 @@ def talk(seed: int, path: Path, windows: tuple[int | None, ...], state_pages: in
         file_dir=path,
         file_pages=rng.choice((60, 400)) * wide,
         overlap=rng.random() < 0.7,
-        config=SchedulerConfig(chunk_tokens=rng.choice((-1, 32, 100))),
+        config=SchedulerConfig(chunked_prefill_tokens=rng.choice((-1, 32, 100))),
     )
     said = None
     for _ in range(2):

@@ -101,8 +101,8 @@ def test_the_pool_takes_what_weights_graphs_and_the_largest_forward_leave(tmp_pa
         EngineConfig(
             model=str(directory),
             device="cuda:0",
-            cache=CacheConfig(memory_fraction=0.2, host_pages=4),
-            scheduler=SchedulerConfig(max_running=4096),
+            cache=CacheConfig(memory_fraction=0.2, swap_pages=4),
+            scheduler=SchedulerConfig(max_running_requests=4096),
         )
     )
     assert engine.model.dtype == torch.bfloat16

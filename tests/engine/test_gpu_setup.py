@@ -156,7 +156,7 @@ def test_a_gpu_gets_four_gib_of_host_pages_and_no_more_than_a_quarter_of_what_is
     config = EngineConfig(model=str(tmp_path), device="cuda:0")
     shape = resolve_shape(config, spec, dtype=torch.bfloat16, free=80 << 30)
     assert shape.host_pages == (pinned_gib << 30) // shape.layout.page_bytes
-    asked = CacheConfig(host_pages=5_000_000)
+    asked = CacheConfig(swap_pages=5_000_000)
     config = config.model_copy(update={"cache": asked})
     shape = resolve_shape(config, spec, dtype=torch.bfloat16, free=80 << 30)
     assert shape.host_pages == 5_000_000
@@ -171,7 +171,7 @@ def test_a_gpu_gets_four_gib_of_host_pages_and_no_more_than_a_quarter_of_what_is
         ("prefill", {}, 0.5, 2048),
         ("prefill", {"auto_chunk_tokens": 4096}, 60, 4096),
         ("decode", {"auto_chunk_tokens": 4096}, 60, 4096),
-        ("prefill", {"chunk_tokens": 512}, 60, 512),
+        ("prefill", {"chunked_prefill_tokens": 512}, 60, 512),
     ],
 )
 def test_chunks_are_larger_on_prefill_nodes_with_room(
@@ -203,7 +203,7 @@ def test_a_prefill_node_takes_no_host_pages_and_captures_no_graphs(monkeypatch):
         raise BuiltError
 
     monkeypatch.setattr(node_engine, "build", build)
-    asked = EngineConfig(model="m", cache=CacheConfig(num_pages=77, host_pages=9))
+    asked = EngineConfig(model="m", cache=CacheConfig(num_pages=77, swap_pages=9))
     start = SimpleNamespace(role="prefill", config=PrefillConfig(engine=asked), channel=None)
     with pytest.raises(BuiltError):
         node_engine.body(lambda first: start, None)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.config import SpeculationConfig
+from common.config import SpeculativeConfig
 from common.errors import ConfigError
 from engine.models import fingerprint, load, read_spec, tokenizer_hash
 from engine.models.checkpoint import Checkpoint
@@ -334,7 +334,7 @@ def test_experts_in_one_tensor_are_those_one_by_one(tmp_path):
             tensors[f"{layer}experts.down_proj"] = torch.stack(down)
 
     edit_tensors(stacked, stack)
-    mtp = SpeculationConfig(drafter="mtp")
+    mtp = SpeculativeConfig(method="mtp")
     models = [load(path, CPU, torch.float32, speculation=mtp) for path in (one_by_one, stacked)]
     x, weights = torch.randn(5, 64), torch.rand(5, 3)
     ids = torch.randint(8, (5, 3), dtype=torch.int32)

@@ -248,7 +248,7 @@ def test_rows_with_adapters_are_those_of_models_with_them_in_their_weights(
     for seed, (name, rank) in enumerate(names.items()):
         reference = reference_model(directory)
         make_adapter(tmp_path / name, reference, seed=seed, rank=rank, modules=modules)
-    lora = LoraConfig(directory=tmp_path, adapters=tuple(names), slots=2, max_rank=8)
+    lora = LoraConfig(adapter_dir=tmp_path, preload=tuple(names), max_loras=2, max_rank=8)
     prompts = [prompt(length, seed) for seed, length in enumerate([1, 16, 70, 33, 100, 17])]
     wanted = [*names, "", *names, ""]
     steps = Steps(model, num_slots=len(prompts), lora=lora)

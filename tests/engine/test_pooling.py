@@ -89,7 +89,7 @@ def pools():
             cpu_kernels="off",
             model_backend=backend,
             cache=CacheConfig(num_pages=128, **cache),
-            scheduler=SchedulerConfig(chunk_tokens=CHUNK, max_running=8),
+            scheduler=SchedulerConfig(chunked_prefill_tokens=CHUNK, max_running_requests=8),
         )
         made.append(build(config))
         return Pools(made[-1], config, overlap=overlap)

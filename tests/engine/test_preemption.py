@@ -26,12 +26,12 @@ def clock(monkeypatch):
 def _rig(**options: object) -> Rig:
     """Six pages, and little is reserved for growth."""
     config: dict[str, object] = {
-        "preempt_by": BY,
+        "preemption_threshold": BY,
         "new_token_ratio": 0.02,
         "min_new_token_ratio": 0.01,
         "new_token_ratio_steps": 1,
     }
-    mine = {key: options.pop(key) for key in (*config, "max_preempted") if key in options}
+    mine = {key: options.pop(key) for key in (*config, "max_preempted_requests") if key in options}
     config |= mine
     return Rig(
         **{  # type: ignore[arg-type]
@@ -118,7 +118,7 @@ def test_where_all_places_are_taken_one_is_made_though_there_are_pages():
 
 
 def test_no_more_are_away_than_there_are_slots_for():
-    rig = _rig(num_pages=64, host_pages=64, num_slots=2, max_preempted=1)
+    rig = _rig(num_pages=64, host_pages=64, num_slots=2, max_preempted_requests=1)
     low = [rig.add([n], 60) for n in range(2)]
     _until_begun(rig, *low)
     urgent = [rig.add([9 + n], 5, priority=BY) for n in range(4)]
@@ -130,7 +130,9 @@ def test_no_more_are_away_than_there_are_slots_for():
     _assert_all_as_expected(rig)
 
 
-@pytest.mark.parametrize("options", [{"preempt_by": 0}, {"host_pages": 0}, {"host_pages": 1}])
+@pytest.mark.parametrize(
+    "options", [{"preemption_threshold": 0}, {"host_pages": 0}, {"host_pages": 1}]
+)
 def test_nobody_is_preempted_where_it_is_off_or_there_is_no_host_memory(options):
     rig = _rig(**options)
     low = rig.add([1] * 70, 20)

@@ -92,7 +92,7 @@ def shelf(tmp_path_factory):
 @pytest.fixture
 def update(shelf):
     served = open_checkpoint(shelf / "old")
-    config = EngineConfig(model=str(shelf / "old"), weights_directory=shelf)
+    config = EngineConfig(model=str(shelf / "old"), weights_dir=shelf)
     made = WeightUpdater(
         config, shelf / "old", served, load(shelf / "old", CPU, torch.float32), UNNAMED
     )
@@ -109,8 +109,8 @@ def test_weights_are_named_by_their_content(update, shelf, tmp_path):
 @pytest.mark.parametrize(
     "path, said",
     [
-        ("..", "it leads out of engine.weights_directory"),
-        ("/etc", "it leads out of engine.weights_directory"),
+        ("..", "it leads out of engine.weights_dir"),
+        ("/etc", "it leads out of engine.weights_dir"),
         ("new\0", "not a path"),
     ],
 )

@@ -235,7 +235,9 @@ def test_a_host_page_is_nobody_elses_until_the_step_that_copies_it_is_over():
 
 def test_who_is_retracted_before_its_last_chunk_is_finished_has_begun_all_the_same():
     """Its chunk is told, and so the first token of its answer: seen failing without."""
-    hopeful = SchedulerConfig(chunk_tokens=48, new_token_ratio=0.01, min_new_token_ratio=0.01)
+    hopeful = SchedulerConfig(
+        chunked_prefill_tokens=48, new_token_ratio=0.01, min_new_token_ratio=0.01
+    )
     rng = random.Random(5)
     rig = Rig(num_pages=14, host_pages=200, config=hopeful)
     for _ in range(40):

@@ -137,7 +137,7 @@ def test_one_forward_admits_only_requests_that_can_all_grow(num_pages, num_admit
 def test_a_last_chunk_shares_its_forward_only_with_requests_that_leave_it_room(
     num_pages, num_admitted
 ):
-    config = SchedulerConfig(chunk_tokens=16, **CAUTIOUS)
+    config = SchedulerConfig(chunked_prefill_tokens=16, **CAUTIOUS)
     rig = Rig(num_pages=num_pages, vandal=False, config=config)
     rig.add([1] * 24, max_tokens=48)  # two pages, and three to grow into
     rig.add([2] * 8, max_tokens=1)
@@ -151,7 +151,10 @@ def test_a_last_chunk_shares_its_forward_only_with_requests_that_leave_it_room(
 # beside prompts.
 def test_the_reserve_shrinks_with_each_decode_step_beside_prompts_and_with_no_other():
     config = SchedulerConfig(
-        chunk_tokens=32, new_token_ratio=0.5, min_new_token_ratio=0.1, new_token_ratio_steps=9
+        chunked_prefill_tokens=32,
+        new_token_ratio=0.5,
+        min_new_token_ratio=0.1,
+        new_token_ratio_steps=9,
     )
     rig = Rig(config=config)
     asked = rig.request([1] * 16, max_tokens=128)

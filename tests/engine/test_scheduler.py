@@ -38,7 +38,9 @@ def _assert_as_expected(rig: Rig, *requests: Request) -> None:
 @pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize("num_tokens", [1, 15, 16, 17, 64, 65, 300])
 def test_prompts_of_every_length_get_their_tokens(overlap, page_size, num_tokens):
-    rig = Rig(overlap=overlap, page_size=page_size, config=SchedulerConfig(chunk_tokens=64))
+    rig = Rig(
+        overlap=overlap, page_size=page_size, config=SchedulerConfig(chunked_prefill_tokens=64)
+    )
     request = (
         rig.add(range(num_tokens), max_tokens=20)
         if num_tokens < 97
@@ -145,7 +147,7 @@ def test_logits_that_are_not_finite_end_their_request_and_no_other(overlap):
 @pytest.mark.parametrize("mixed", [False, True], ids=["apart", "mixed"])
 def test_what_is_not_finite_in_an_early_chunk_ends_its_request_at_that_chunk(overlap, mixed):
     """Nothing of the chunk is told to anyone, and nothing before it found in the cache."""
-    config = SchedulerConfig(chunk_tokens=32, mixed_chunk=mixed)
+    config = SchedulerConfig(chunked_prefill_tokens=32, mixed_chunk=mixed)
     rig = Rig(overlap=overlap, poison=96, config=config)
     good = rig.add([2] * 20, max_tokens=10)
     rig.step(3)
@@ -214,7 +216,7 @@ def test_a_finished_request_leaves_its_output_in_the_cache_but_not_its_last_toke
 
 
 def test_the_tree_learns_a_chunk_only_when_its_forward_is_done():
-    rig = Rig(config=SchedulerConfig(chunk_tokens=32))
+    rig = Rig(config=SchedulerConfig(chunked_prefill_tokens=32))
     rig.add(range(64), max_tokens=2)
     rig.step()
     assert rig.cache.match(ints(range(64))).num_tokens == 0
@@ -228,7 +230,7 @@ def test_the_tree_learns_a_chunk_only_when_its_forward_is_done():
 
 @BOTH
 def test_chunks_are_reported_in_order_page_aligned_and_with_the_first_token_last(overlap):
-    rig = Rig(overlap=overlap, config=SchedulerConfig(chunk_tokens=40))
+    rig = Rig(overlap=overlap, config=SchedulerConfig(chunked_prefill_tokens=40))
     rig.add(range(16), max_tokens=1)
     rig.run()
     rig.chunks.clear()
@@ -240,7 +242,7 @@ def test_chunks_are_reported_in_order_page_aligned_and_with_the_first_token_last
 
 
 def test_the_whole_prompts_pages_are_reserved_at_admission():
-    rig = Rig(config=SchedulerConfig(chunk_tokens=16))
+    rig = Rig(config=SchedulerConfig(chunked_prefill_tokens=16))
     rig.add(range(70), max_tokens=2)
     rig.step()
     ((key, pages),) = rig.admitted
@@ -251,7 +253,7 @@ def test_the_whole_prompts_pages_are_reserved_at_admission():
 
 
 def test_a_prompt_under_way_goes_first_and_shares_what_its_chunk_leaves():
-    rig = Rig(config=SchedulerConfig(chunk_tokens=64))
+    rig = Rig(config=SchedulerConfig(chunked_prefill_tokens=64))
     rig.add([1] * 80, max_tokens=2)
     rig.add([2] * 20, max_tokens=2)
     rig.step(2)
@@ -262,7 +264,7 @@ def test_a_prompt_under_way_goes_first_and_shares_what_its_chunk_leaves():
 
 
 def test_prefill_goes_first_and_decode_waits_unless_it_may_ride_along():
-    rig = Rig(config=SchedulerConfig(chunk_tokens=32, mixed_chunk=False))
+    rig = Rig(config=SchedulerConfig(chunked_prefill_tokens=32, mixed_chunk=False))
     rig.add([1] * 20, max_tokens=10)
     rig.step(2)
     rig.add([2] * 64, max_tokens=2)
@@ -274,7 +276,7 @@ def test_prefill_goes_first_and_decode_waits_unless_it_may_ride_along():
 
 @BOTH
 def test_mixed_chunks_carry_the_decode_rows(overlap):
-    rig = Rig(overlap=overlap, config=SchedulerConfig(chunk_tokens=32))
+    rig = Rig(overlap=overlap, config=SchedulerConfig(chunked_prefill_tokens=32))
     running = rig.add([1] * 20, max_tokens=10)
     rig.step(2)
     long = rig.add([2] * 64, max_tokens=2)
@@ -289,7 +291,7 @@ def test_mixed_chunks_carry_the_decode_rows(overlap):
 
 # Seen failing with prefill first, and decode once no prompt is left: no token in 120 forwards.
 def test_a_running_answer_gets_a_token_from_each_forward_while_prompts_are_computed():
-    rig = Rig(num_pages=512, num_slots=32, config=SchedulerConfig(chunk_tokens=64))
+    rig = Rig(num_pages=512, num_slots=32, config=SchedulerConfig(chunked_prefill_tokens=64))
     running = rig.add([1] * 16, max_tokens=800)
     rig.step(3)
     for number in range(20):
@@ -303,7 +305,7 @@ def test_a_running_answer_gets_a_token_from_each_forward_while_prompts_are_compu
 
 # Seen failing with all of the running batch taken from the chunk: 16 tokens.
 def test_only_rows_that_ride_along_take_from_a_chunk():
-    rig = Rig(config=SchedulerConfig(chunk_tokens=32))
+    rig = Rig(config=SchedulerConfig(chunked_prefill_tokens=32))
     rig.add([1] * 16, max_tokens=1)
     rig.step()
     rig.add([2] * 64, max_tokens=1)
@@ -316,7 +318,7 @@ def test_only_rows_that_ride_along_take_from_a_chunk():
 # Seen failing with the usual chunk in place of none: [2048, 2049].
 def test_a_prompt_longer_than_the_usual_chunk_is_not_cut_where_none_is_to_be():
     num_tokens = DEFAULT_CHUNK_TOKENS + 1
-    rig = Rig(num_pages=256, context=4096, config=SchedulerConfig(chunk_tokens=-1))
+    rig = Rig(num_pages=256, context=4096, config=SchedulerConfig(chunked_prefill_tokens=-1))
     rig.add([1] * num_tokens, max_tokens=2)
     rig.step()
     assert [batch.ends.tolist() for batch in rig.runner.batches] == [[num_tokens]]
@@ -324,7 +326,7 @@ def test_a_prompt_longer_than_the_usual_chunk_is_not_cut_where_none_is_to_be():
 
 
 def test_the_prompt_tokens_of_a_forward_are_limited_over_all_requests():
-    rig = Rig(config=SchedulerConfig(chunk_tokens=64, max_prefill_tokens=32))
+    rig = Rig(config=SchedulerConfig(chunked_prefill_tokens=64, max_prefill_tokens=32))
     for number in range(2):
         rig.add([number] * 20, max_tokens=2)
     rig.step(2)
@@ -440,7 +442,7 @@ def test_an_abort_while_waiting_ends_the_request_at_once():
 @pytest.mark.parametrize("steps", range(1, 9))
 def test_an_abort_at_any_step_ends_the_request_within_one_result(overlap, steps):
     """Through its three chunks into its decode steps."""
-    rig = Rig(overlap=overlap, config=SchedulerConfig(chunk_tokens=32))
+    rig = Rig(overlap=overlap, config=SchedulerConfig(chunked_prefill_tokens=32))
     request = rig.add(range(80), max_tokens=50)
     other = rig.add([5] * 20, max_tokens=20)
     rig.step(steps)

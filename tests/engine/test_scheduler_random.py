@@ -47,14 +47,14 @@ def make_rig(
         lifo=rng.random() < 0.7,
         config=SchedulerConfig(
             policy=rng.choice(POLICIES),
-            chunk_tokens=rng.choice((-1, 16, 64, 100)),
+            chunked_prefill_tokens=rng.choice((-1, 16, 64, 100)),
             max_prefill_tokens=rng.choice((1, 64, 16384)),
             mixed_chunk=rng.random() < 0.4,
             new_token_ratio=0.1 if pressure else rng.choice((0.3, 0.7)),
             min_new_token_ratio=0.01,
             new_token_ratio_steps=rng.choice((1, 50)),
-            preempt_by=rng.choice((1, 5)) if urgent else 0,
-            max_preempted=rng.choice((1, 3, 16)) if urgent else 1,
+            preemption_threshold=rng.choice((1, 5)) if urgent else 0,
+            max_preempted_requests=rng.choice((1, 3, 16)) if urgent else 1,
         ),
         speculator=speculator,
     )

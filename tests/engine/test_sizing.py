@@ -18,7 +18,7 @@ def shape(tmp_path, *, free, **cache):
         model=str(tmp_path),
         device="cpu",
         cache=CacheConfig(**cache),
-        scheduler=SchedulerConfig(chunk_tokens=64, max_running=4),
+        scheduler=SchedulerConfig(chunked_prefill_tokens=64, max_running_requests=4),
     )
     spec = read_spec(make_checkpoint(tmp_path))
     return resolve_shape(config, spec, dtype=torch.float32, free=free)

@@ -174,7 +174,7 @@ def test_who_had_all_pages_with_its_drafts_comes_back(num_tokens, state_pages):
         num_pages=4 + state_pages,
         state_pages=state_pages,
         vandal=False,
-        config=SchedulerConfig(new_token_ratio=0.9, preempt_by=5),
+        config=SchedulerConfig(new_token_ratio=0.9, preemption_threshold=5),
     )
     first = rig.add([1] * 40, max_tokens=24)
     rig.run_until(lambda: 40 + len(rig.tokens[first.key]) >= num_tokens)
@@ -205,7 +205,7 @@ def test_a_step_samples_no_more_tokens_than_there_are_slots():
 
 
 def test_a_prompt_beside_rows_that_may_be_early_changes_nothing():
-    rig = Rig(speculator=guesses("random"), config=SchedulerConfig(chunk_tokens=16))
+    rig = Rig(speculator=guesses("random"), config=SchedulerConfig(chunked_prefill_tokens=16))
     rig.add([3] * 10, max_tokens=200)
     for turn in range(6):
         rig.step(6)

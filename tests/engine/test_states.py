@@ -39,7 +39,7 @@ def served(rig: Rig, tokens: list[int], max_tokens: int = 4) -> int:
 @pytest.mark.parametrize("chunk", [-1, 32])
 def test_the_same_prompt_goes_on_from_the_last_page_that_it_can(chunk):
     for length in (5, 16, 17, 100, 112):
-        one = rig(config=SchedulerConfig(chunk_tokens=chunk))
+        one = rig(config=SchedulerConfig(chunked_prefill_tokens=chunk))
         assert served(one, prompt(length)) == 0
         assert served(one, prompt(length)) == (length - 1) // 16 * 16
         assert served(one, prompt(length) + prompt(30, 2)) == (length - 1) // 16 * 16
@@ -66,7 +66,7 @@ def test_without_a_prefix_cache_no_state_is_kept():
 def test_of_a_row_whose_numbers_are_not_finite_nothing_is_kept(chunk, length):
     """Nor of the one that is launched before that is known."""
     poison = VOCABULARY  # no token of a prompt
-    one = rig(poison=poison, config=SchedulerConfig(chunk_tokens=chunk))
+    one = rig(poison=poison, config=SchedulerConfig(chunked_prefill_tokens=chunk))
     request = one.add([poison, *prompt(length)], 4)
     one.run()
     assert one.finished[request.key].reason is FinishReason.ERROR
@@ -75,7 +75,7 @@ def test_of_a_row_whose_numbers_are_not_finite_nothing_is_kept(chunk, length):
 
 
 def test_a_launched_step_holds_the_states_that_it_writes():
-    one = rig(config=SchedulerConfig(chunk_tokens=32))
+    one = rig(config=SchedulerConfig(chunked_prefill_tokens=32))
     request = one.add(prompt(100), 20)
     while request.key not in one.finished:
         one.step()
@@ -86,7 +86,7 @@ def test_a_launched_step_holds_the_states_that_it_writes():
 
 
 def test_a_request_that_waits_for_a_state_of_another_goes_on_from_it():
-    one = rig(config=SchedulerConfig(chunk_tokens=32))
+    one = rig(config=SchedulerConfig(chunked_prefill_tokens=32))
     first, second = one.add(prompt(300), 2), one.add(prompt(310), 2)
     other = one.add([*prompt(200), *prompt(100, 5)], 2)
     one.run()
@@ -220,7 +220,7 @@ def test_random_workloads_go_on_from_the_right_states(seed):
         speculator=guesses(rng.choice(KINDS), seed) if rng.random() < 0.5 else None,
         config=SchedulerConfig(
             policy=rng.choice(("fcfs", "lpm")),
-            chunk_tokens=rng.choice((-1, 16, 64, 100)),
+            chunked_prefill_tokens=rng.choice((-1, 16, 64, 100)),
             mixed_chunk=rng.random() < 0.4,
             new_token_ratio=0.1 if pressure else 0.5,
             min_new_token_ratio=0.01,

@@ -359,7 +359,7 @@ def talk(seed: int, windows: tuple[int | None, ...] = (None,), state_pages: int 
         host_pages=rng.choice((0, 8)),
         tier_pages=rng.choice((20, 90, 400)) * wide,
         overlap=rng.random() < 0.7,
-        config=SchedulerConfig(chunk_tokens=rng.choice((-1, 32, 100))),
+        config=SchedulerConfig(chunked_prefill_tokens=rng.choice((-1, 32, 100))),
     )
     rig.copier.delays.extend(rng.choices((0, 0, 1, 4), k=500))
     told = Told(rig)

@@ -14,7 +14,7 @@ from engine.kv_cache.pages import PageHolder
 from tests.support.engine_rig import Rig, ints
 
 WINDOWS = (None, 24, 40)
-CHUNKED = SchedulerConfig(chunk_tokens=32)
+CHUNKED = SchedulerConfig(chunked_prefill_tokens=32)
 
 
 def live_pages(rig: Rig, request: Request) -> list[int]:
@@ -82,7 +82,7 @@ def test_chunks_free_what_is_behind_them_while_the_prompt_is_computed():
 @pytest.mark.parametrize("chunk_tokens", [32, -1])
 @pytest.mark.parametrize("length", [96, 97, 111, 112])
 def test_the_same_prompt_once_more_goes_on_before_its_end(length, chunk_tokens):
-    config = SchedulerConfig(chunk_tokens=chunk_tokens)
+    config = SchedulerConfig(chunked_prefill_tokens=chunk_tokens)
     rig = Rig(windows=WINDOWS, num_pages=100, config=config)
     first = rig.add(prompt(length), 4)
     rig.run()
@@ -159,7 +159,9 @@ def test_who_joins_with_its_windows_alone_goes_on():
 
 
 def test_retracted_requests_come_back_with_their_windows():
-    hopeful = SchedulerConfig(chunk_tokens=32, new_token_ratio=0.01, min_new_token_ratio=0.01)
+    hopeful = SchedulerConfig(
+        chunked_prefill_tokens=32, new_token_ratio=0.01, min_new_token_ratio=0.01
+    )
     rig = Rig(windows=WINDOWS, num_pages=40, host_pages=200, config=hopeful)
     for seed in range(4):
         rig.add(prompt(90, seed), 150, ignore_eos=True)
@@ -170,7 +172,7 @@ def test_retracted_requests_come_back_with_their_windows():
 
 
 def test_requests_of_one_prefix_let_go_of_the_same_pages_in_one_step():
-    rig = Rig(windows=WINDOWS, num_pages=200, config=SchedulerConfig(chunk_tokens=-1))
+    rig = Rig(windows=WINDOWS, num_pages=200, config=SchedulerConfig(chunked_prefill_tokens=-1))
     rig.add(prompt(97), 1)
     rig.run()
     for _ in range(3):
@@ -191,7 +193,7 @@ def test_random_traffic_over_windows(seed):
         overlap=rng.random() < 0.7,
         overlap_prefills=rng.random() < 0.5,
         prefix_cache=rng.random() < 0.8,
-        config=SchedulerConfig(chunk_tokens=rng.choice([-1, 16, 48])),
+        config=SchedulerConfig(chunked_prefill_tokens=rng.choice([-1, 16, 48])),
     )
     stems = [prompt(rng.randrange(1, 120), seed) for seed in range(3)]
     live: list[Request] = []

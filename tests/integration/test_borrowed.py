@@ -35,7 +35,7 @@ async def test_prefill_and_decode_nodes_give_what_transformers_gives(tmp_path, k
         path=path,
         num_prefill=nodes,
         num_decode=nodes,
-        node_flags=["--engine.scheduler.chunk-tokens=64", "--model-backend=transformers"],
+        node_flags=["--engine.scheduler.chunked-prefill-tokens=64", "--model-backend=transformers"],
     ) as cluster:
         for _ in range(2):  # the second time from what is cached
             answers = await asyncio.gather(

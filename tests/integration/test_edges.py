@@ -39,7 +39,7 @@ async def cluster(
         node_flags=(
             f"--engine.cache.page-size={PAGE}",
             f"--engine.cache.num-pages={NUM_PAGES}",
-            f"--engine.scheduler.chunk-tokens={CHUNK}",
+            f"--engine.scheduler.chunked-prefill-tokens={CHUNK}",
         ),
     ) as cluster:
         yield cluster

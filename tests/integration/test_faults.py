@@ -152,7 +152,7 @@ async def test_requests_of_a_killed_decode_node_go_on_at_another_and_nobody_can_
             assert tuple(tokens) == reference.token_ids
         for prompt, task in zip(prompts, late, strict=True):
             assert (await task).token_ids == known.tokens(prompt, NUM_TOKENS)
-        assert await cluster.metric("baton_replays_total") == 6
+        assert await cluster.metric("baton_requests_replayed_total") == 6
         assert not held(await other.describe())
         explained = [await cluster.explain(f"answer {index}") for index in range(len(begun))]
         assert [_replay_told(one, doomed, other) for one in explained].count(True) == 4
@@ -184,7 +184,7 @@ async def _until_free(cluster: Cluster, node: Node) -> None:
 async def test_a_client_that_goes_away_takes_its_pages_with_it_in_any_state(
     make: Callable[..., Cluster],
 ):
-    flags = ("--engine.scheduler.chunk-tokens=32",)
+    flags = ("--engine.scheduler.chunked-prefill-tokens=32",)
     # Two seconds for a prefill: whoever looks again and again sees it.
     async with make(node_flags=flags, environment=slowed(0.03)) as cluster:
         (prefill,), (decode,) = cluster.prefill, cluster.decode

@@ -30,9 +30,9 @@ class Site:
         flags = (
             "--mode=colocated",
             f"--metrics-port={self._metrics_port}",
-            f"--engine.tiers.host-bytes={16 << 20}",
-            f"--engine.tiers.file-dir={directory}",
-            f"--engine.tiers.file-bytes={16 << 20}",
+            f"--engine.offload.cpu-bytes={16 << 20}",
+            f"--engine.offload.disk-dir={directory}",
+            f"--engine.offload.disk-bytes={16 << 20}",
         )
         self.cluster = make(num_prefill=0, decode_flags=flags)
 
@@ -44,7 +44,7 @@ class Site:
 
     async def until_written(self) -> None:
         async def written() -> bool:
-            return self.counted("baton_tier_pages", tier="file") == WHOLE // 16
+            return self.counted("baton_offload_pages", tier="file") == WHOLE // 16
 
         await self.cluster.wait_until(written, "all whole pages are in files")
 
@@ -87,7 +87,7 @@ async def test_a_node_that_was_killed_or_ended_finds_what_it_has_written(
         assert (answer.token_ids, answer.usage.cached_tokens) == (right, 0)
 
         async def noticed() -> bool:
-            return site.counted("baton_tier_faults_total", fault="damaged") > 0
+            return site.counted("baton_offload_errors_total", fault="damaged") > 0
 
         await cluster.wait_until(noticed, "what is damaged is counted")
 
@@ -119,7 +119,7 @@ async def test_a_full_disk_ends_nothing(
         async def full() -> bool:
             prompt = draw.choices(range(256), k=200)
             assert (await site.ask(prompt)).token_ids == known.tokens(prompt, ANSWER)
-            return site.counted("baton_tier_faults_total", fault="full") > 0
+            return site.counted("baton_offload_errors_total", fault="full") > 0
 
         await cluster.wait_until(full, "the disk is full")
         assert (await site.ask(PROMPT)).token_ids == known.tokens(PROMPT, ANSWER)

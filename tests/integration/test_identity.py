@@ -101,7 +101,7 @@ async def test_strangers_get_nothing_out_of_a_node_and_end_nothing(
     assert "127.0.0.1:9 " not in _log(decode)
     assert "a call was refused" in _log(decode) and "knows no cluster secret" in _log(decode)
     scrape = await asyncio.to_thread(scraped, metrics_port)
-    counted = value(scrape, "baton_identity_refused_total", side="caller", reason="missing")
+    counted = value(scrape, "baton_peer_auth_rejected_total", side="caller", reason="missing")
     assert counted >= 5
     await _answers(cluster)
 

@@ -39,7 +39,7 @@ async def test_adapters_are_models_of_their_own(
     expected = {
         name: greedy_tokens(model, prompts, NUM_TOKENS) for name, model in merged.items()
     } | {"": [list(known.tokens(prompt, NUM_TOKENS)) for prompt in prompts]}
-    flags = (f"--engine.lora.directory={tmp_path / 'shelf'}", "--engine.lora.adapters=sql")
+    flags = (f"--engine.lora.adapter-dir={tmp_path / 'shelf'}", "--engine.lora.preload=sql")
     async with make(node_flags=flags, num_prefill=2, num_decode=2) as cluster:
 
         async def asked(name: str, number: int) -> None:

@@ -78,7 +78,9 @@ async def test_nodes_join_by_file_and_drain_while_requests_stream_and_every_answ
             return shown == {new_decode.address, new_prefill.address}
 
         await cluster.wait_until(only_the_new_ones_are_shown, "the router forgets the old nodes")
-        assert await cluster.metric("baton_replays_total") <= NUM_CLIENTS  # refused while draining
+        assert (
+            await cluster.metric("baton_requests_replayed_total") <= NUM_CLIENTS
+        )  # refused while draining
     for prompt, tokens in answers:
         assert tokens == known.tokens(prompt, NUM_TOKENS)
 
@@ -96,7 +98,7 @@ async def test_decode_nodes_restart_one_after_the_other_under_long_answers_and_n
     told: list[list[int]] = [[] for _ in prompts]
     how: dict[str, Any] = {
         "router_flags": ("--policy=round_robin",),
-        "decode_flags": ("--front.drain-s=0.1", "--engine.cache.num-pages=1024"),
+        "decode_flags": ("--server.drain-timeout-s=0.1", "--engine.cache.num-pages=1024"),
         "environment": slowed(STEP_S),
     }
     async with Cluster(model, tmp_path, rig=rig, num_decode=2, **how) as cluster:
@@ -138,8 +140,8 @@ async def test_decode_nodes_restart_one_after_the_other_under_long_answers_and_n
         for task in answers:
             task.cancel()
         await asyncio.gather(*answers, return_exceptions=True)
-        moved = await cluster.metric("baton_moves_total", outcome="moved")
-        assert moved + await cluster.metric("baton_replays_total") >= len(prompts)
-        assert await cluster.metric("baton_suspects_total") == 0
+        moved = await cluster.metric("baton_migrations_total", outcome="moved")
+        assert moved + await cluster.metric("baton_requests_replayed_total") >= len(prompts)
+        assert await cluster.metric("baton_requests_quarantined_total") == 0
     for prompt, tokens in zip(prompts, told, strict=True):
         assert tuple(tokens) == known.tokens(prompt, len(tokens))

@@ -64,4 +64,4 @@ async def test_a_decode_node_is_drained_and_its_requests_go_on_at_another(
         left = await cluster.decode[1].describe()
         assert left.counters["moves/here"] == 2
         assert left.counters["prompt_tokens"] == before[1], "something was computed again"
-        assert await cluster.metric("baton_replays_total") == 0
+        assert await cluster.metric("baton_requests_replayed_total") == 0

@@ -55,7 +55,7 @@ async def test_answers_are_those_of_the_weights_whatever_was_cached_or_under_way
     prompts, known = _prompts(), {seed: oracle(shelf / str(seed)) for seed in (STARTED, NEXT)}
     traces = tmp_path / "traces"
     traces.mkdir()
-    flags = (f"--engine.weights-directory={shelf}", f"--engine.profile-directory={traces}")
+    flags = (f"--engine.weights-dir={shelf}", f"--engine.profile-dir={traces}")
     async with make(node_flags=flags, num_prefill=2, num_decode=2) as cluster:
 
         async def baton(command: str, *arguments: str) -> str:
@@ -106,7 +106,7 @@ async def test_who_is_started_again_takes_the_weights_of_the_others(
 ) -> None:
     """It has none of the others' files: what it is started with is another directory. The next one
     takes them from it."""
-    flags = (f"--engine.weights-directory={shelf}",)
+    flags = (f"--engine.weights-dir={shelf}",)
     prompt, known = _prompts()[-1], oracle(shelf / str(NEXT))
     async with make(node_flags=flags, num_prefill=2, num_decode=2, path=path) as cluster:
         await asyncio.to_thread(_baton, cluster, "weights", str(NEXT))

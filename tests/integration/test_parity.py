@@ -118,7 +118,7 @@ async def system(
         router_flags=("--policy=round_robin",),  # every pair of nodes gets every prompt
         node_flags=(
             f"--engine.cache.page-size={page}",
-            f"--engine.scheduler.chunk-tokens={CHUNK_TOKENS}",
+            f"--engine.scheduler.chunked-prefill-tokens={CHUNK_TOKENS}",
             f"--{'' if axes.overlap else 'no-'}engine.scheduler.overlap",
             # Little is reserved for growth: a small pool then runs out while it decodes.
             "--engine.scheduler.new-token-ratio=0.1",
@@ -126,9 +126,9 @@ async def system(
         prefill_flags=(f"--engine.cache.num-pages={POOL_TOKENS // page}",),
         decode_flags=(
             f"--engine.cache.num-pages={-(-num_decode_tokens // page)}",
-            f"--engine.speculation.drafter={'ngram' if axes.guesses else 'none'}",
-            "--engine.speculation.min-match=1",
-            "--no-engine.speculation.adaptive",
+            f"--engine.speculative.method={'ngram' if axes.guesses else 'none'}",
+            "--engine.speculative.prompt-lookup-min=1",
+            "--no-engine.speculative.adaptive",
         ),
     ) as cluster:
         known = oracle(model)

@@ -8,7 +8,7 @@ from tests.integration.oracle import Oracle
 from tests.support.cluster import Cluster
 
 # Reading always pays, and may take its time: what it takes on the machine of a test says nothing.
-ALWAYS = ("--sharing.margin=1e9", "--sharing.fetch-s=300")
+ALWAYS = ("--prefix-sharing.max-cost-ratio=1e9", "--prefix-sharing.fetch-timeout-s=300")
 ENOUGH = 9  # prompts, after which a node knows what computing takes
 
 

@@ -52,7 +52,7 @@ async def test_a_decode_node_whose_engine_is_stopped_gets_nothing_until_it_goes_
     flags = ("--policy=round_robin",)
     stops = way == "the process is stopped"
     # Where its other threads live, heartbeats go on for so long, and say how late the engine is.
-    node_flags = () if stops else ("--engine.scheduler.stall-s=600",)
+    node_flags = () if stops else ("--engine.scheduler.step-timeout-s=600",)
     num_tokens = 400  # far from its end when five are out
     async with make(
         num_decode=2,
@@ -88,7 +88,7 @@ async def test_a_decode_node_whose_engine_is_stopped_gets_nothing_until_it_goes_
         log.info("unhealthy after %.1f s", time.monotonic() - frozen_at)
 
         async def replays() -> bool:
-            return bool(await cluster.metric("baton_replays_total"))
+            return bool(await cluster.metric("baton_requests_replayed_total"))
 
         await cluster.wait_until(replays, "what was there is replayed")
         log.info("replayed after %.1f s", time.monotonic() - frozen_at)
@@ -106,7 +106,7 @@ async def test_a_decode_node_whose_engine_is_stopped_gets_nothing_until_it_goes_
         for prompt, task in zip(prompts, old, strict=True):
             async with asyncio.timeout(120.0):
                 assert await task == known.tokens(prompt, num_tokens)
-        assert await cluster.metric("baton_replays_total") == 2
+        assert await cluster.metric("baton_requests_replayed_total") == 2
         assert (await stopped.describe()).state == "unhealthy"
 
         goes_on()
@@ -150,10 +150,13 @@ async def test_a_short_pause_of_a_decode_engine_sends_nothing_to_local_prefill(
     # seconds, as the prefill nodes have 90 chunks each.
     how: dict[str, Any] = {
         "patient": False,
-        "node_flags": ("--engine.cache.num-pages=256", "--engine.scheduler.chunk-tokens=64"),
+        "node_flags": (
+            "--engine.cache.num-pages=256",
+            "--engine.scheduler.chunked-prefill-tokens=64",
+        ),
         # However long it takes on a busy machine to go on, and to pair again.
-        "router_flags": ("--silent-s=600", "--dead-s=600"),
-        "decode_flags": ("--pair-again-s=120",),
+        "router_flags": ("--suspect-after-s=600", "--dead-after-s=600"),
+        "decode_flags": ("--reconnect-wait-s=120",),
         "environment": slowed(0.05),
     }
     async with make(num_prefill=2, **how) as cluster:
@@ -180,4 +183,4 @@ async def test_a_short_pause_of_a_decode_engine_sends_nothing_to_local_prefill(
         counters = (await decode.describe()).counters
         assert counters["handoffs_lost"] >= 8
         assert counters["local_prefills"] == 0
-        assert await cluster.metric("baton_replays_total") == 0
+        assert await cluster.metric("baton_requests_replayed_total") == 0

@@ -31,7 +31,7 @@ async def test_a_prefill_and_a_decode_node_give_what_transformers_gives(
     prompts = [source.choices(range(250), k=length) for length in (1, 16, 40, 150)]
     expected = greedy_tokens(reference_model(directory), prompts, NUM_TOKENS)
     async with Cluster(
-        directory, tmp_path, path=path, node_flags=["--engine.scheduler.chunk-tokens=64"]
+        directory, tmp_path, path=path, node_flags=["--engine.scheduler.chunked-prefill-tokens=64"]
     ) as cluster:
         for _ in range(2):  # the second time from what is cached
             answers = await asyncio.gather(

@@ -137,4 +137,4 @@ async def test_running_requests_go_on_elsewhere_while_their_node_takes_another_r
         left = await stays.describe()
         assert left.counters["moves/here"] == 2
         assert left.counters["prompt_tokens"] == before, "something was computed again"
-        assert await cluster.metric("baton_replays_total") == 0
+        assert await cluster.metric("baton_requests_replayed_total") == 0

@@ -159,7 +159,7 @@ async def test_a_router_says_why_it_cannot_use_a_node_of_another_authority(
         "--port=0",
         "--http-port=0",
         *(f"--decode={node.address}" for node in cluster.decode),
-        *flags("nodes-tls", stranger),
+        *flags("node-tls", stranger),
     )
     line = await asyncio.to_thread(router.line_with, "a node does not answer")
     assert "CERTIFICATE_VERIFY_FAILED" in line
@@ -193,11 +193,11 @@ async def test_half_of_tls_is_refused_in_one_line(
         f"--model={model}",
         f"--port={port}",
         *decode,
-        *flags("front.tls", config.model_copy(update=spoil)),
+        *flags("server.tls", config.model_copy(update=spoil)),
     )
     assert await asyncio.to_thread(tried.exit_code) == 2
     (line,) = tried.output.splitlines()
-    assert "--front.tls: " in line and sentence in line
+    assert "--server.tls: " in line and sentence in line
 
 
 @pytest.mark.long

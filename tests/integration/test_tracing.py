@@ -42,10 +42,10 @@ def _cluster(model: Path, logs: Path, router: str, nodes: str, *flags: str) -> C
     return Cluster(
         model,
         logs,
-        router_flags=(f"--front.otlp-endpoint={router}", *flags),
+        router_flags=(f"--server.otlp-endpoint={router}", *flags),
         node_flags=(
-            f"--front.otlp-endpoint={nodes}",
-            f"--engine.scheduler.chunk-tokens={CHUNK}",
+            f"--server.otlp-endpoint={nodes}",
+            f"--engine.scheduler.chunked-prefill-tokens={CHUNK}",
         ),
     )
 
@@ -230,7 +230,7 @@ async def test_without_an_endpoint_a_trace_is_passed_on_and_nothing_is_sent(
 ) -> None:
     async with collecting() as collector:
         # The router has none: the nodes' spans hang on the client's.
-        flags = (f"--front.otlp-endpoint={collector.endpoint}",)
+        flags = (f"--server.otlp-endpoint={collector.endpoint}",)
         async with Cluster(model, tmp_path, decode_flags=flags) as cluster:
             await _generate(cluster, "traced", traceparent=TRACEPARENT)
             await _generate(cluster, "not traced")

@@ -148,7 +148,7 @@ def test_it_answers_a_sample_and_its_lines_work_where_clients_need_api_keys(run,
 @pytest.mark.long
 def test_what_others_can_send_to_is_what_the_docs_say_on_the_host_asked_for(run, model):
     (pages,), metrics = free_ports(1), free_row(3)
-    how = (f"--metrics-port={metrics[0]}", f"--transfer.data-port={pages}")
+    how = (f"--metrics-port={metrics[0]}", f"--transfer.listen-port={pages}")
     up = run(f"--model={model}", *how)
     children = _serving(up)
     _answered(up.line_with("curl http"))  # by now a path between the nodes has been proved
@@ -242,7 +242,7 @@ async def test_a_node_that_is_killed_under_load_is_back_and_used_and_nobody_can_
 
 
 def test_a_program_that_dies_is_told_with_the_end_of_its_log_and_ends_all_if_asked_to(run, model):
-    up = run(f"--model={model}", "--exit-on-death")
+    up = run(f"--model={model}", "--exit-on-failure")
     children = _serving(up)
     os.kill(children["decode_node"], signal.SIGKILL)
     assert up.exit_code() == 1

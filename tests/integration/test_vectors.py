@@ -40,7 +40,7 @@ def cluster_of(directory, logs) -> Cluster:
         num_prefill=2,
         num_decode=0,
         paired=False,
-        node_flags=["--engine.scheduler.chunk-tokens=64"],
+        node_flags=["--engine.scheduler.chunked-prefill-tokens=64"],
     )
 
 

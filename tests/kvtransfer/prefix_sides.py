@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from common.config import SharingConfig, TransferConfig
+from common.config import PrefixSharingConfig, TransferConfig
 from common.page_tables import PageTables, num_pages_of
 from common.requests.namespace import Namespace
 from common.requests.prefix_hint import PrefixHint
@@ -328,7 +328,7 @@ class FetcherSide(ReaderSide):
             self.memory.learn(plan.namespaces[0], plan.own)
         self.port = Posts()
         self.fetches = PrefixFetches(
-            SharingConfig(),
+            PrefixSharingConfig(),
             instance=instance,
             page_bytes=1,
             cache=self.memory.cache,

@@ -7,8 +7,8 @@ from tests.kvtransfer.pair import PairSimulation
 from tests.kvtransfer.sides import Broken, Plan, require
 from tests.kvtransfer.world import Simulation, Step
 
-PATIENT = TransferConfig(heartbeat_s=1e6, missed_beats=1)  # deadlines pass, streams live
-SILENT = TransferConfig(heartbeat_s=1.0, missed_beats=1)  # a deadline is a peer's silence
+PATIENT = TransferConfig(heartbeat_s=1e6, max_missed_heartbeats=1)  # deadlines pass, streams live
+SILENT = TransferConfig(heartbeat_s=1.0, max_missed_heartbeats=1)  # a deadline is a peer's silence
 
 
 @dataclass(frozen=True)

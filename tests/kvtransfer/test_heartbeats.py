@@ -3,7 +3,7 @@
 from common.config import TransferConfig
 from kvtransfer.protocol.heartbeats import HeartbeatTimer
 
-CONFIG = TransferConfig(heartbeat_s=1.0, missed_beats=3)
+CONFIG = TransferConfig(heartbeat_s=1.0, max_missed_heartbeats=3)
 
 
 def test_a_stream_is_silent_after_so_many_missed_beats():

@@ -52,7 +52,7 @@ def inputs(side: OwnerSide) -> list[Input]:
 # by id: "cannot publish".
 def test_nothing_that_a_reader_says_ends_its_owner() -> None:
     plan = Plan((NUM_TOKENS,), (0,), owner_pages=4, admits=True, late_owner=True)
-    config = TransferConfig(heartbeat_s=1e6, missed_beats=1)
+    config = TransferConfig(heartbeat_s=1e6, max_missed_heartbeats=1)
     first = OwnerSide(plan, config, instance=11)
     seen = {hash(first.key())}
     pending = [first]

@@ -62,7 +62,9 @@ def _settle(simulation: Simulation, rng: random.Random, world: World) -> World:
 def test_no_long_history_breaks_an_invariant(first_seed: int) -> None:
     for seed in range(first_seed, first_seed + 10):
         rng = random.Random(seed)
-        simulation = PairSimulation(_plan(rng), TransferConfig(heartbeat_s=1.0, missed_beats=3))
+        simulation = PairSimulation(
+            _plan(rng), TransferConfig(heartbeat_s=1.0, max_missed_heartbeats=3)
+        )
         world = _walk(simulation, rng, simulation.start(FAULTS))
         world = _settle(simulation, rng, world)
         require(simulation.rests(world), f"I3: something waits for ever, seed {seed}")

@@ -132,7 +132,7 @@ class Rig:
                 self.owners,
                 outlet,
                 wake,
-                PageChecksums(page_bytes_of(self.source.pool), config.check_every),
+                PageChecksums(page_bytes_of(self.source.pool), config.checksum_interval),
             ),
             engine_late_s=lambda: self.owner.late_s,
             wake_engine=self.owner.wake.release,
@@ -225,7 +225,7 @@ def test_a_handoff_lands_whole_and_is_given_back_on_both_sides(rig: Rig) -> None
     assert rig.owners["loopback"].publications.first_refused(READER, np.array([9], np.int32)) == 9
 
 
-EVERY_PAGE = TransferConfig(check_every=1)
+EVERY_PAGE = TransferConfig(checksum_interval=1)
 
 
 def test_a_page_that_has_changed_on_its_way_is_not_told_as_held(
@@ -262,7 +262,7 @@ def test_a_page_that_has_changed_on_its_way_is_not_told_as_held(
 
 
 def test_without_checksums_nothing_is_compared(make_rig: Callable[..., Rig]) -> None:
-    rig = make_rig(TransferConfig(check_every=0))
+    rig = make_rig(TransferConfig(checksum_interval=0))
     rig.pair()
     rig.open()
     rig.grant()
@@ -361,7 +361,7 @@ def test_the_budget_ends_it_on_both_sides(rig: Rig) -> None:
 def test_a_read_past_its_deadline_costs_its_attempt_and_not_the_next(
     make_rig: Callable[..., Rig],
 ) -> None:
-    rig = make_rig(TransferConfig(read_s=1.0))
+    rig = make_rig(TransferConfig(read_timeout_s=1.0))
     rig.pair()
     faults = rig.owners["loopback"].faults
     faults.freeze()
@@ -397,7 +397,7 @@ def test_an_owner_that_dies_costs_its_handoffs_and_not_the_reader(rig: Rig) -> N
 
 def test_an_owner_whose_engine_is_stuck_is_dead(make_rig: Callable[..., Rig]) -> None:
     # Seen failing with `engine_moves` ignored by ProducerSide.tick.
-    rig = make_rig(TransferConfig(heartbeat_s=0.1, missed_beats=30))
+    rig = make_rig(TransferConfig(heartbeat_s=0.1, max_missed_heartbeats=30))
     rig.pair()
     rig.open()
     rig.owner.late_s = 1.5
@@ -566,7 +566,7 @@ class SlowPath(LoopbackBackend):
 def test_the_next_path_is_taken_where_one_cannot_be_proved_or_is_too_slow(
     make_rig: Callable[..., Rig],
 ) -> None:
-    config = TransferConfig(min_gib_per_s=0.002)
+    config = TransferConfig(min_link_gib_per_s=0.002)
     backends = {"nowhere": NoPath(), "slow": SlowPath(), "loopback": LoopbackBackend()}
     rig = make_rig(config, backends)
     rig.pump.connect()
@@ -575,7 +575,7 @@ def test_the_next_path_is_taken_where_one_cannot_be_proved_or_is_too_slow(
 
 
 def test_a_pair_without_any_path_is_ended_with_every_reason(make_rig: Callable[..., Rig]) -> None:
-    config = TransferConfig(min_gib_per_s=0.002)
+    config = TransferConfig(min_link_gib_per_s=0.002)
     rig = make_rig(config, {"nowhere": NoPath(), "slow": SlowPath()})
     rig.pump.connect()
     rig.pump.wait(lambda: 1 in rig.pump.ended)

@@ -16,7 +16,7 @@ STUB = "tests.support.stub_node"
 
 def stub_config(model: str = "echo", port: int = 0, **front: object) -> DecodeConfig:
     return DecodeConfig(
-        front=ServerConfig(port=port, **front),
+        server=ServerConfig(port=port, **front),
         engine=EngineConfig(model=model),
     )
 

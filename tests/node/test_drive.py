@@ -75,7 +75,7 @@ def test_an_engine_that_stands_still_with_work_waiting_is_ended(
         model=str(make_checkpoint(tmp_path)),
         device="cpu",
         cache=CacheConfig(num_pages=16),
-        scheduler=SchedulerConfig(watchdog_s=WATCHDOG_S),
+        scheduler=SchedulerConfig(watchdog_timeout_s=WATCHDOG_S),
     )
     engine, clock = build(config), StepClock()
     scheduler = engine.scheduler(config, lambda request, pages: None)

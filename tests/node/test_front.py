@@ -222,7 +222,7 @@ def test_a_second_signal_ends_the_node_now(start_node):
 
 
 def test_a_drain_ends_when_its_time_is_over(start_node):
-    node = start_node(drain_s=0.3)
+    node = start_node(drain_timeout_s=0.3)
     with RouterEnd(node.address()) as router:
         router.send(submit(1, [1], 1_000_000))
         router.wait_for(lambda: router.tokens)
@@ -301,7 +301,7 @@ def test_probes_that_know_no_tls_ask_a_port_that_has_health_alone(start_node, tm
 
 
 def test_a_stopped_engine_does_not_hold_the_end_of_the_node(start_node):
-    node = start_node(drain_s=0.2)
+    node = start_node(drain_timeout_s=0.2)
     engine = describe(node.address()).pids[1]
     os.kill(engine, signal.SIGSTOP)
     node.send(signal.SIGTERM)
@@ -380,11 +380,11 @@ def test_metrics_are_served_over_http(start_node):
 
         eventually(lambda: 'baton_queue_requests{queue="on_device"} 1.0\n' in scraped())
         text = scraped()
-    assert 'baton_node_rejected_total{reason="invalid"} 1.0\n' in text
+    assert 'baton_node_requests_rejected_total{reason="invalid"} 1.0\n' in text
     assert 'baton_streams{kind="router"} 1.0\n' in text
     assert 'baton_kv_pages{holder="free"} 8.0\n' in text
-    assert "baton_host_kv_pages 3.0\n" in text
+    assert "baton_swap_pages 3.0\n" in text
     assert "baton_retractions_total 2.0\n" in text
     assert "baton_handoffs_opened_total 5.0\n" in text
     assert 'baton_handoffs_total{outcome="held"} 4.0\n' in text
-    assert 'baton_slowest_link_bytes_per_second{path="tcp"} 2.147483648e+09\n' in text
+    assert 'baton_link_min_bytes_per_second{path="tcp"} 2.147483648e+09\n' in text

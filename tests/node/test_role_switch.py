@@ -91,7 +91,7 @@ def test_a_node_changes_its_role_and_comes_back_as_another_with_the_same_process
 def test_a_node_that_cannot_change_its_role_goes_on_as_it_was(
     start_node: StartNode, model: str, because: str
 ) -> None:
-    node = start_node(model, drain_s=0.3)
+    node = start_node(model, drain_timeout_s=0.3)
     address = node.address()
     before = describe(address)
     with RouterEnd(address) as router:
@@ -146,11 +146,11 @@ def test_a_role_that_it_has_or_that_there_is_not_is_refused(start_node: StartNod
 
 def test_what_roles_have_in_common_goes_along_and_the_rest_has_its_defaults() -> None:
     engine = EngineConfig(model="m", threads=3)
-    begun = prefill.program(PrefillConfig(front=ServerConfig(port=7), engine=engine))
+    begun = prefill.program(PrefillConfig(server=ServerConfig(port=7), engine=engine))
     decode_config = other(begun, "decode").config
-    assert decode_config == DecodeConfig(front=ServerConfig(port=7), engine=engine)
+    assert decode_config == DecodeConfig(server=ServerConfig(port=7), engine=engine)
     assert other(begun, "prefill") is begun
-    asked = DecodeConfig(engine=engine, local_prefill_tokens=64)
+    asked = DecodeConfig(engine=engine, local_prefill_max_tokens=64)
     assert other(decode.program(asked), "decode").config == asked
 
 
@@ -160,6 +160,6 @@ def test_a_role_that_the_configuration_forbids_is_refused_with_the_reason() -> N
     with pytest.raises(FailedPrecondition, match="this node is colocated"):
         other(colocated, "prefill")
     tls = TlsConfig(cert=Path("c"), key=Path("k"))
-    shown_only = prefill.program(PrefillConfig(front=ServerConfig(port=7, tls=tls), engine=engine))
+    shown_only = prefill.program(PrefillConfig(server=ServerConfig(port=7, tls=tls), engine=engine))
     with pytest.raises(ConfigError, match="as a decode node: with --tls-cert it needs --tls-ca"):
         other(shown_only, "decode")

@@ -48,7 +48,7 @@ class Service(router_pb2_grpc.RouterServicer):
 async def serving(config: TlsConfig, port: int = 0):
     """The address of a server with `config`."""
     server = rpc.make_server()
-    port = rpc.bind(server, "127.0.0.1", port, tls.certificates(config, "--front.tls"))
+    port = rpc.bind(server, "127.0.0.1", port, tls.certificates(config, "--server.tls"))
     rpc.add_service(server, router_pb2_grpc.add_RouterServicer_to_server, Service())
     await server.start()
     try:
@@ -170,7 +170,7 @@ async def test_files_that_are_wrong_are_a_warning_and_what_was_good_stays(
         for _ in range(3):
             assert await ask_anew(address, caller) == ""
         (warning,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
-        assert "--front.tls" in warning
+        assert "--server.tls" in warning
         # Mended, it is used at once.
         new = Authority()
         new.write(tmp_path / "node")
@@ -180,7 +180,7 @@ async def test_files_that_are_wrong_are_a_warning_and_what_was_good_stays(
 def test_files_that_are_good_a_little_later_are_used_then(authority, tmp_path):
     """The clock here is behind that of whoever signed."""
     config = authority.write(tmp_path)
-    certificates = tls.Certificates(config, "--front.tls", again_s=0.01)
+    certificates = tls.Certificates(config, "--server.tls", again_s=0.01)
     old = certificates.current()
     authority.write(tmp_path, not_before=datetime.now(UTC) + timedelta(seconds=4))
     assert certificates.current() is old
@@ -189,7 +189,7 @@ def test_files_that_are_good_a_little_later_are_used_then(authority, tmp_path):
 
 
 def test_the_same_object_is_given_until_the_files_change(authority, tmp_path):
-    certificates = tls.Certificates(authority.write(tmp_path), "--front.tls")
+    certificates = tls.Certificates(authority.write(tmp_path), "--server.tls")
     first = certificates.current()
     assert certificates.current() is first
     os.utime(certificates.config.cert, ns=(1, 1))
@@ -203,7 +203,7 @@ def test_files_behind_a_link_that_turns_are_new_ones(authority, tmp_path):
     link = tmp_path / "now"
     link.symlink_to("1")
     config = TlsConfig(cert=link / "tls.crt", key=link / "tls.key")
-    certificates = tls.Certificates(config, "--front.tls")
+    certificates = tls.Certificates(config, "--server.tls")
     (tmp_path / "turned").symlink_to("2")
     (tmp_path / "turned").replace(link)
     assert certificates.current().cert == (tmp_path / "2" / "tls.crt").read_bytes()
@@ -252,8 +252,8 @@ def test_a_file_that_is_of_no_use_is_refused_by_name(authority, tmp_path, spoil,
     config = authority.write(tmp_path)
     spoil(config)
     with pytest.raises(ConfigError, match=sentence) as caught:
-        tls.certificates(config, "--front.tls")
-    assert str(caught.value).startswith("--front.tls: ")
+        tls.certificates(config, "--server.tls")
+    assert str(caught.value).startswith("--server.tls: ")
     assert "\n" not in str(caught.value)
 
 
@@ -263,9 +263,9 @@ def test_an_authority_that_ended_may_stand_beside_one_that_has_not(authority, tm
     pem = expired_authority()
     config.ca.write_bytes(pem)
     with pytest.raises(ConfigError, match=r"no certificate in .* is valid now"):
-        tls.certificates(config, "--front.tls")
+        tls.certificates(config, "--server.tls")
     config.ca.write_bytes(pem + authority.write(tmp_path / "b").ca.read_bytes())
-    assert tls.certificates(config, "--front.tls") is not None
+    assert tls.certificates(config, "--server.tls") is not None
 
 
 def expired_authority() -> bytes:

@@ -50,7 +50,7 @@ class Shelf:
         return self._answers[key]
 
     def size(self, *names, slots=4, **options):
-        lora = LoraConfig(directory=self.directory, adapters=names, slots=slots, max_rank=16)
+        lora = LoraConfig(adapter_dir=self.directory, preload=names, max_loras=slots, max_rank=16)
         return Size(lora=lora, **options)
 
 
@@ -166,7 +166,7 @@ def test_who_waits_for_a_slot_of_a_prefill_node_counts_among_those_that_wait_the
     known, shelf, occupied
 ):
     few, many = shelf.size("a", "b", slots=1, max_waiting=1), shelf.size("a", "b", slots=2)
-    with PairRig(known.loaded, prefill=[few], decode=[many], retries=0) as rig:
+    with PairRig(known.loaded, prefill=[few], decode=[many], handoff_retries=0) as rig:
         leave = occupied(rig)
         waits = rig.ask(PROMPTS[2], NUM_TOKENS, adapter=ids(rig)["b"])
         rig.until(lambda: rig.prefill[0].queue("adapter"), "it waits for a slot")
@@ -186,7 +186,7 @@ def test_who_waits_for_a_slot_of_a_prefill_node_is_told_when_its_turn_comes_too_
     known, shelf, occupied
 ):
     few, many = shelf.size("a", "b", slots=1), shelf.size("a", "b", slots=2)
-    with PairRig(known.loaded, prefill=[few], decode=[many], retries=0) as rig:
+    with PairRig(known.loaded, prefill=[few], decode=[many], handoff_retries=0) as rig:
         occupied(rig)
         late = rig.ask(PROMPTS[2], NUM_TOKENS, adapter=ids(rig)["b"], queue_s=0.2)
         rig.until(lambda: rig.prefill[0].count("refused/dropped"), "it is dropped there")
@@ -294,7 +294,7 @@ def test_every_matrix_of_every_family_that_is_one_takes_adapters(model, architec
     modules = {name.rpartition(".")[2] for product in products for name in product.modules}
     directory = make_adapter(tmp_path / "a", known.reference, modules=sorted(modules))
     merged = merge(reference_model(known.loaded.directory), directory)
-    size = Size(lora=LoraConfig(directory=tmp_path, adapters=("a",), max_rank=4))
+    size = Size(lora=LoraConfig(adapter_dir=tmp_path, preload=("a",), max_rank=4))
     with PairRig(known.loaded, prefill=[size], decode=[size]) as rig:
         adapter = ids(rig)["a"]
         asked = [rig.ask(prompt, NUM_TOKENS, adapter=adapter) for prompt in PROMPTS]

@@ -55,7 +55,7 @@ def _assert_refused(asked: Asked) -> None:
 @pytest.mark.parametrize("num_busy", [1, 2])
 def test_a_prompt_that_one_owner_has_no_time_for_goes_to_another(known, num_busy):
     owners = [Size()] * (num_busy + 1)
-    with PairRig(known.loaded, prefill=owners, retries=num_busy) as rig:
+    with PairRig(known.loaded, prefill=owners, handoff_retries=num_busy) as rig:
         (decode,) = rig.decode
         asked = rig.ask(LONG)
         _refuse(rig, range(num_busy))
@@ -73,7 +73,7 @@ def test_a_prompt_that_one_owner_has_no_time_for_goes_to_another(known, num_busy
 def test_a_prompt_that_no_owner_has_time_for_is_refused_and_not_prefilled_here(
     known, num_owners, retries
 ):
-    with PairRig(known.loaded, prefill=[Size()] * num_owners, retries=retries) as rig:
+    with PairRig(known.loaded, prefill=[Size()] * num_owners, handoff_retries=retries) as rig:
         (decode,) = rig.decode
         asked = rig.ask(LONG)
         _refuse(rig, range(min(num_owners, retries + 1)))

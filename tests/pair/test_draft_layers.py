@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from common.config import SpeculationConfig
+from common.config import SpeculativeConfig
 from engine.models import load
 from engine.speculative.head import HeadDrafter
 from engine.speculative.policy import AllDrafts
@@ -40,7 +40,7 @@ ROOM = Size(num_pages=256, num_slots=32)
 
 
 def _loaded(directory: Path, **drafter: Any) -> Loaded:
-    speculation = SpeculationConfig(**drafter)
+    speculation = SpeculativeConfig(**drafter)
     return Loaded(directory, load(directory, CPU, torch.float32, speculation=speculation))
 
 
@@ -169,7 +169,7 @@ def test_who_was_off_the_device_comes_back_to_it(followed: Followed, host_pages:
 # Seen failing, both, with vectors of tokens that fill a page alone.
 def test_who_made_room_for_an_urgent_one_comes_back_to_it(followed: Followed) -> None:
     size = _size(num_pages=7, prefix_cache=False)
-    scheduler = {"preempt_by": 10, "new_token_ratio": 0.02, "min_new_token_ratio": 0.01}
+    scheduler = {"preemption_threshold": 10, "new_token_ratio": 0.02, "min_new_token_ratio": 0.01}
     with PairRig(followed.loaded, decode=[size], scheduler=scheduler) as rig:
         low = rig.ask([3] * 70, 40)
         rig.until(lambda: len(low.tokens) > 3, "the first runs")
@@ -241,7 +241,7 @@ def test_two_and_two_nodes_answer_as_one_and_one_without_a_layer(
         rig.run()
     expected = [one.tokens for one in plain]
     small = _size(num_pages=7, prefix_cache=False)
-    scheduler = {**BOLD, "preempt_by": 10}
+    scheduler = {**BOLD, "preemption_threshold": 10}
     both = [Size(), Size()]
     with PairRig(guessed[1], prefill=both, decode=[small] * 2, scheduler=scheduler) as rig:
 

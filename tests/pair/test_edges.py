@@ -148,7 +148,7 @@ def test_a_prompt_that_is_computed_again_elsewhere_stays_in_its_namespace(known)
 
 
 def test_whether_a_prompt_is_short_is_a_matter_of_its_own_namespace(known):
-    with PairRig(known.loaded, local_prefill_tokens=20) as rig:
+    with PairRig(known.loaded, local_prefill_max_tokens=20) as rig:
         for namespace, num_local in ((namespace_of("one"), 1), (namespace_of("other"), 2)):
             for _ in range(2):  # the second is short, for what the first has left
                 asked = rig.ask(PROMPT, namespace=namespace)
@@ -245,7 +245,7 @@ def test_a_draining_decode_node_finishes_what_it_has_and_takes_nothing_new(known
 # Seen failing without the count of tokens at the prefill node's door: both are taken.
 def test_prompts_that_are_too_many_tokens_together_wait_elsewhere(known):
     prompts = PROMPT[:48], PROMPT[16:64]
-    with PairRig(known.loaded, scheduler={"max_waiting_tokens": 60}) as rig:
+    with PairRig(known.loaded, scheduler={"max_queued_tokens": 60}) as rig:
         (decode,) = rig.decode
         asked = [rig.ask(prompt) for prompt in prompts]
         rig.until(lambda: decode.count("handoffs_opened") == 2, "both are opened", decode)
@@ -262,7 +262,7 @@ def test_prompts_that_are_too_many_tokens_together_wait_elsewhere(known):
 def test_a_decode_node_refuses_what_is_too_many_tokens_together_and_takes_it_later(known):
     tight = [Size(num_pages=4)]
     with PairRig(
-        known.loaded, prefill=[], decode=tight, scheduler={"max_waiting_tokens": 10}
+        known.loaded, prefill=[], decode=tight, scheduler={"max_queued_tokens": 10}
     ) as rig:
         first, second = rig.ask(PROMPT[:48]), rig.ask(PROMPT[:40])
         rig.run()

@@ -16,7 +16,9 @@ from tests.support.pair_wires import BOTH
 NUM_TOKENS = 8
 WHOLE = 128  # tokens per chunk: the prompts here are published, and read, at once
 MAX_ASKED = 20
-NERVOUS = TransferConfig(heartbeat_s=0.1, missed_beats=10, released_s=1.0, canary_tokens=0)
+NERVOUS = TransferConfig(
+    heartbeat_s=0.1, max_missed_heartbeats=10, release_timeout_s=1.0, canary_tokens=0
+)
 
 
 def _check(known, *asked: Asked) -> None:
@@ -84,7 +86,7 @@ def test_a_read_that_fails_costs_its_attempt(known, fault, owners):
 
 
 def test_a_read_past_its_deadline_is_given_up_and_its_neighbours_are_read_again(known):
-    transfer = PATIENT.model_copy(update={"read_s": 1.0})
+    transfer = PATIENT.model_copy(update={"read_timeout_s": 1.0})
     with PairRig(known.loaded, transfer=transfer) as rig:
         (decode,) = rig.decode
         late = _frozen_read(rig)
@@ -174,7 +176,7 @@ def test_nothing_is_computed_from_pages_that_their_owner_had_let_go(known):
         prefill=[Size(prefix_cache=False)],
         decode=[Size(), Size()],
         chunk_tokens=WHOLE,
-        transfer=PATIENT.model_copy(update={"released_s": 2.0}),  # the thief has as long
+        transfer=PATIENT.model_copy(update={"release_timeout_s": 2.0}),  # the thief has as long
     ) as rig:
         (prefill,), (decode, other) = rig.prefill, rig.decode
         asked = _frozen_read(rig)
@@ -232,7 +234,9 @@ def test_a_silent_stream_is_ended_by_both(known):
 
 
 def test_a_done_that_nobody_answers_is_given_up(known):
-    with PairRig(known.loaded, transfer=PATIENT.model_copy(update={"released_s": 0.2})) as rig:
+    with PairRig(
+        known.loaded, transfer=PATIENT.model_copy(update={"release_timeout_s": 0.2})
+    ) as rig:
         rig.wires.hold_back(PagesReleased)
         asked = rig.ask(LONG)
         rig.run()
@@ -242,7 +246,7 @@ def test_a_done_that_nobody_answers_is_given_up(known):
 
 
 def test_an_owner_that_computes_no_further_is_given_up(known):
-    transfer = PATIENT.model_copy(update={"progress_s": 0.3})
+    transfer = PATIENT.model_copy(update={"chunk_timeout_s": 0.3})
     with PairRig(known.loaded, transfer=transfer, chunk_tokens=16) as rig:
         asked = between_chunks(rig, rig.ask)
         rig.until(lambda: asked.ended, "the decode node prefills by itself", *rig.decode)

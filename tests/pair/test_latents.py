@@ -22,7 +22,7 @@ def prompt(length: int, seed: int = 1) -> list[int]:
 
 def test_answers_are_those_of_transformers_and_the_second_time_from_what_is_cached(known):
     prompts = [prompt(length, length) for length in (1, 16, 17, LONG)]
-    chunks = {"chunk_tokens": 32}
+    chunks = {"chunked_prefill_tokens": 32}
     with PairRig(known.loaded, prefill=[ROOM], decode=[ROOM], scheduler=chunks) as rig:
         (prefill,), (decode,) = rig.prefill, rig.decode
         for cold in ((), (decode,)):

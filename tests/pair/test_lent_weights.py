@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from common.config import SharingConfig
+from common.config import PrefixSharingConfig
 from engine.models.one_file import ReceivedFile
 from kvtransfer.messages import OpenHandoff, PagesReleased, ReadsDone, Weights
 from node.sharing import weight_reads
@@ -69,7 +69,7 @@ def pair_of(shelf, lender="prefill", new="new"):
     fresh = Size(weights_directory=shelf, started_with=shelf / new)
     sizes = {"prefill": [size], "decode": [size], lender: [fresh]}
     loaded = Loaded.from_directory(shelf / "old")
-    return PairRig(loaded, **sizes, own_models=True, paired=False, shares=SharingConfig())
+    return PairRig(loaded, **sizes, own_models=True, paired=False, shares=PrefixSharingConfig())
 
 
 @pytest.fixture
@@ -198,7 +198,9 @@ def test_weights_that_came_from_a_node_are_lent_on(shelf, greedy):
     first = Size(weights_directory=shelf, started_with=shelf / "new")
     loaded = Loaded.from_directory(shelf / "old")
     nodes = {"prefill": [first, size], "decode": [size]}
-    with PairRig(loaded, **nodes, own_models=True, paired=False, shares=SharingConfig()) as rig:
+    with PairRig(
+        loaded, **nodes, own_models=True, paired=False, shares=PrefixSharingConfig()
+    ) as rig:
         (first, last), (middle,) = rig.prefill, rig.decode
         pause(rig)
         taken = Pair(rig, first, middle).take()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from grpc import StatusCode
 
-from common.config import SharingConfig
+from common.config import PrefixSharingConfig
 from common.requests.guide import GuidedDecoding
 from common.requests.reasoning import ReasoningTokens
 from engine.batch.batch import ScheduleBatch
@@ -200,7 +200,7 @@ def _stays(rig: PairRig, known: Known, asked: Asked, successor: Asked) -> None:
 
 @pytest.mark.parametrize("sides", [("reader",), ("owner",), ("reader", "owner")])
 def test_it_goes_on_where_it_is_when_the_stream_is_cut(known: Known, sides: tuple[str]) -> None:
-    transfer = PATIENT.model_copy(update={"heartbeat_s": 0.2, "missed_beats": 10})
+    transfer = PATIENT.model_copy(update={"heartbeat_s": 0.2, "max_missed_heartbeats": 10})
     with PairRig(known.loaded, decode=TWO, moves=True, transfer=transfer) as rig:
         asked, successor = _paused(rig)
         rig.wires.cut(rig.decode[0].front, rig.decode[1].front, sides)
@@ -296,7 +296,7 @@ def test_it_stands_still_for_what_has_come_since_only(
 ) -> None:
     """Copy the generated tokens before the pause too: the node's tree inserts them on request."""
     known = model(architecture)
-    with PairRig(known.loaded, decode=TWO, shares=SharingConfig()) as rig:
+    with PairRig(known.loaded, decode=TWO, shares=PrefixSharingConfig()) as rig:
         asked = _begin(rig, 30, 200)
         num_known = len(asked.tokens)
         successor = _move(rig, asked)
@@ -313,7 +313,7 @@ def test_it_stands_still_for_what_has_come_since_only(
 def test_states_are_read_once_it_stands_still(model: Callable[[str], Known]) -> None:
     """The one that it goes on from is the newest; what is copied before is not in the way."""
     known = model("qwen3_next")
-    with PairRig(known.loaded, decode=TWO, shares=SharingConfig()) as rig:
+    with PairRig(known.loaded, decode=TWO, shares=PrefixSharingConfig()) as rig:
         asked = _begin(rig, 30, 100)
         num_known = len(asked.tokens)
         successor = _move(rig, asked)
@@ -333,7 +333,7 @@ def test_states_are_read_once_it_stands_still(model: Callable[[str], Known]) -> 
 def test_what_is_not_copied_before_is_read_while_it_stands_still(
     known: Known, source: Size, target: Size, copied: bool
 ) -> None:
-    with PairRig(known.loaded, decode=(source, target), shares=SharingConfig()) as rig:
+    with PairRig(known.loaded, decode=(source, target), shares=PrefixSharingConfig()) as rig:
         asked = _begin(rig, 30, 100)
         num_known = len(asked.tokens)
         successor = _move(rig, asked)
@@ -345,8 +345,8 @@ def test_what_is_not_copied_before_is_read_while_it_stands_still(
 
 @pytest.mark.parametrize("what", ["cancelled", "cut", "ended"])
 def test_while_it_is_copied_it_runs_on_whatever_happens(known: Known, what: str) -> None:
-    transfer = PATIENT.model_copy(update={"heartbeat_s": 0.2, "missed_beats": 10})
-    with PairRig(known.loaded, decode=TWO, shares=SharingConfig(), transfer=transfer) as rig:
+    transfer = PATIENT.model_copy(update={"heartbeat_s": 0.2, "max_missed_heartbeats": 10})
+    with PairRig(known.loaded, decode=TWO, shares=PrefixSharingConfig(), transfer=transfer) as rig:
         source, target = rig.decode
         asked = _begin(rig, 30, 100)
         rig.wires.hold_back(PagesReady)

@@ -32,7 +32,7 @@ PROMPTS = [prompt(length, length) for length in (1, 16, 17, LONG)]
 
 def answers(loaded: Loaded, prefill: list[Size], decode: Size) -> list[list[int]]:
     """Return the responses of two rounds, the second one from the cache."""
-    chunks = {"chunk_tokens": 32}
+    chunks = {"chunked_prefill_tokens": 32}
     with PairRig(loaded, prefill=prefill, decode=[decode], scheduler=chunks) as rig:
         asked = []
         for _ in range(2):

@@ -5,7 +5,7 @@ it computed anew."""
 import numpy as np
 from grpc import StatusCode
 
-from common.config import SharingConfig, TransferConfig
+from common.config import PrefixSharingConfig, TransferConfig
 from common.requests.prefix_hint import PrefixHint
 from engine.batch.request import FinishReason
 from engine.kv_cache.pages import PageHolder
@@ -17,9 +17,9 @@ from tests.support.pair_rig import PATIENT, PairRig
 MANY = 60  # tokens
 ROOM = Size(num_pages=256)
 # Reading always pays, and may take its time: what it takes on the machine of a test says nothing.
-ALWAYS = SharingConfig(margin=1e9, fetch_s=300.0)
+ALWAYS = PrefixSharingConfig(max_cost_ratio=1e9, fetch_timeout_s=300.0)
 # Bytes that change once they are published are found out by their checksums else.
-UNCHECKED = TransferConfig(**PATIENT.model_dump() | {"check_every": 0})
+UNCHECKED = TransferConfig(**PATIENT.model_dump() | {"checksum_interval": 0})
 
 
 def spoil(node: Node, holder: PageHolder) -> None:

@@ -38,7 +38,7 @@ def test_every_open_handoff_is_named_with_its_queue_on_both_nodes(known, reach, 
 
 # Seen failing with that queue left out.
 def test_who_waits_for_an_owner_is_named_too(known):
-    with PairRig(known.loaded, pair_again_s=300.0) as rig:
+    with PairRig(known.loaded, reconnect_wait_s=300.0) as rig:
         (prefill,), (decode,) = rig.prefill, rig.decode
         rig.wires.cut(prefill.front, decode.front)
         rig.until(lambda: not decode.desk.links, "it is paired with none")

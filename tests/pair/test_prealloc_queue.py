@@ -205,7 +205,7 @@ def test_a_client_with_many_requests_does_not_keep_another_one_waiting(known):
 
 # Seen failing without the cap, and with a cap that counts what is ready.
 def test_a_hand_off_waits_while_too_many_pages_are_granted_and_not_ready(known):
-    with PairRig(known.loaded, decode=[Size()], max_granted_pages=5) as rig:
+    with PairRig(known.loaded, decode=[Size()], max_inflight_pages=5) as rig:
         rig.wires.hold_back(PagesReady)
         asked = [rig.ask([n] * 50) for n in range(2)]
         rig.until(lambda: _grants(rig) == 1, "one is granted")

@@ -6,7 +6,7 @@ from tests.support.pair_node import Size
 from tests.support.pair_rig import PairRig
 
 SMALL = (Size(num_pages=10, prefix_cache=False),)
-PREEMPTS = {"preempt_by": 10, "new_token_ratio": 0.02, "min_new_token_ratio": 0.01}
+PREEMPTS = {"preemption_threshold": 10, "new_token_ratio": 0.02, "min_new_token_ratio": 0.01}
 LOW, HIGH = [3] * 70, [4, *range(60)]
 
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from common.config import SharingConfig
+from common.config import PrefixSharingConfig
 from common.requests.prefix_hint import PrefixHint
 from kvtransfer.messages import OpenHandoff, PagesReady, Prefix, ReadsDone
 from tests.pair.conftest import Known
@@ -16,7 +16,7 @@ ROOM = Size(num_pages=256)
 SMALL = Size(num_pages=40)
 TWO = (ROOM, ROOM)
 # Reading always pays, and may take its time: what it takes on the machine of a test says nothing.
-ALWAYS = SharingConfig(margin=1e9, fetch_s=300.0)
+ALWAYS = PrefixSharingConfig(max_cost_ratio=1e9, fetch_timeout_s=300.0)
 SALTED = b"s" * 16
 PAGE = 16
 
@@ -248,7 +248,7 @@ def test_those_who_want_the_same_prefix_read_it_once(known: Known) -> None:
 
 
 def test_who_is_not_to_share_neither_reads_nor_lends(known: Known) -> None:
-    with rig_of(known, prefill=TWO, shares=SharingConfig(enabled=False)) as rig:
+    with rig_of(known, prefill=TWO, shares=PrefixSharingConfig(enabled=False)) as rig:
         rig.learn_what_computing_takes()
         answered(rig, known, rig.ask(prompt(100), 2, owners=[0]))
         hint = PrefixHint("prefill-0:1", 96)

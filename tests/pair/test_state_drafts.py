@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from common.config import SpeculationConfig
+from common.config import SpeculativeConfig
 from engine.kv_cache.layout import KVLayout
 from engine.models import load
 from engine.speculative.head import HeadDrafter
@@ -26,7 +26,7 @@ NUM_PAGES = 160
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 7}
 BOLD = {"new_token_ratio": 0.1, "min_new_token_ratio": 0.1}
 CPU = torch.device("cpu")
-MTP = SpeculationConfig(drafter="mtp")
+MTP = SpeculativeConfig(method="mtp")
 LONG = pytest.mark.long
 WAYS = [pytest.param({}, id="greedy", marks=LONG), pytest.param(SAMPLED, id="sampled")]
 REPEATING = Speculator(NgramDrafter(1), AllDrafts(5), 5)
@@ -179,7 +179,7 @@ def test_a_node_that_prefills_by_itself_has_drafts_beside_prompts_and_goes_on_fr
     answers = _greedy(known, prompts)
     texts = [p + a for p, a in zip(prompts, answers, strict=True)]
     size = _size("random", known, texts)
-    chunks = {"chunk_tokens": 16, "mixed_chunk": True}
+    chunks = {"chunked_prefill_tokens": 16, "mixed_chunk": True}
     with PairRig(known.loaded, prefill=(), decode=[size], scheduler=chunks) as rig:
         first = rig.ask(prompts[0], NUM_TOKENS)
         rig.until(lambda: len(first.tokens) > 4, "it generates")

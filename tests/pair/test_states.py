@@ -28,7 +28,7 @@ def ranges(rig: PairRig) -> list[PagesReady]:
 def test_answers_are_those_of_transformers_and_the_state_goes_with_the_last_pages(known, length):
     tables = known.tables(16)
     assert tables.state_pages
-    chunks = {"chunk_tokens": 32}
+    chunks = {"chunked_prefill_tokens": 32}
     with PairRig(known.loaded, prefill=[ROOM], decode=[ROOM], scheduler=chunks) as rig:
         asked = rig.ask(prompt(length), 40)
         rig.run()

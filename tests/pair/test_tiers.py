@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from common.config import SharingConfig
+from common.config import PrefixSharingConfig
 from common.requests.prefix_hint import PrefixHint
 from kvtransfer.messages import PagesReady
 from tests.pair.conftest import Known
@@ -17,7 +17,7 @@ ROOM = Size(num_pages=1024)
 LONG = 150
 ANSWER = 6
 TURNS = 2
-CHUNKS = {"chunk_tokens": 64}
+CHUNKS = {"chunked_prefill_tokens": 64}
 # Of keys and values, with windows, with states, of latents, in 8 bits; and whether a prefill node
 # computes them.
 CASES = [
@@ -113,7 +113,7 @@ def test_a_decode_node_reads_only_what_no_tier_of_its_own_has(known: Known) -> N
         assert brought(rig.decode[0]) == LONG // 16 * 16
 
 
-ALWAYS = SharingConfig(margin=1e9, fetch_s=300.0)
+ALWAYS = PrefixSharingConfig(max_cost_ratio=1e9, fetch_timeout_s=300.0)
 # So much of it is lent at once that a prompt fits.
 LENDS = Size(num_pages=80, tier_pages=400)
 TOLD = LONG // 16 * 16

@@ -16,9 +16,11 @@ def _check(known, *asked: Asked) -> None:
         assert one.tokens == known.greedy(one.prompt, one.sampling.max_tokens)
 
 
-def _rig(known, pair_again_s: float = FOR_EVER_S, **how) -> PairRig:
+def _rig(known, reconnect_wait_s: float = FOR_EVER_S, **how) -> PairRig:
     sizes = [Size(), Size()]
-    return PairRig(known.loaded, prefill=sizes, pair_again_s=pair_again_s, chunk_tokens=32, **how)
+    return PairRig(
+        known.loaded, prefill=sizes, reconnect_wait_s=reconnect_wait_s, chunk_tokens=32, **how
+    )
 
 
 def _cut_all(rig: PairRig) -> None:
@@ -56,7 +58,7 @@ def test_what_was_lost_with_all_pairs_goes_to_an_owner_again_and_is_not_prefille
 
 def test_the_wait_for_an_owner_is_bounded(known):
     """Seen failing with waiters taken only for an owner."""
-    with _rig(known, pair_again_s=0.3) as rig:
+    with _rig(known, reconnect_wait_s=0.3) as rig:
         (decode,) = rig.decode
         asked = _under_way(rig)
         _cut_all(rig)
@@ -101,7 +103,7 @@ def test_other_owners_are_not_waited_for_while_one_is_there(known):
 @pytest.mark.parametrize("retries", [0, 1])
 def test_who_has_had_all_its_attempts_waits_for_no_owner(known, retries):
     """Seen failing with the count of attempts not looked at before it waits."""
-    with _rig(known, retries=retries) as rig:
+    with _rig(known, handoff_retries=retries) as rig:
         (decode,) = rig.decode
         rig.faults[0].freeze()
         asked = rig.ask(LONG, owners=[0])
@@ -124,7 +126,7 @@ def test_who_has_had_all_its_attempts_waits_for_no_owner(known, retries):
 
 def test_who_has_had_all_its_attempts_goes_to_no_owner_that_is_left(known):
     """Seen failing with the count of attempts not looked at in PrefillPlacement._why_here."""
-    with PairRig(known.loaded, prefill=[Size()] * 3, retries=1) as rig:
+    with PairRig(known.loaded, prefill=[Size()] * 3, handoff_retries=1) as rig:
         (decode,) = rig.decode
         for faults in rig.faults[:2]:
             faults.freeze()

@@ -30,7 +30,11 @@ MAX_LIVE = 16
 MAX_TOKENS = 40
 PROMPT_TOKENS = (1, 15, 16, 17, 31, 48, 70, 100)
 IMPATIENT = TransferConfig(
-    heartbeat_s=0.1, missed_beats=10, released_s=0.5, read_s=0.5, canary_tokens=0
+    heartbeat_s=0.1,
+    max_missed_heartbeats=10,
+    release_timeout_s=0.5,
+    read_timeout_s=0.5,
+    canary_tokens=0,
 )
 KINDS = (
     OpenHandoff,

@@ -331,7 +331,7 @@ async def test_a_client_that_goes_away_after_a_replay_is_cancelled_where_it_is_n
 
 
 async def test_the_budget_of_a_replay_is_what_is_left(model: Path) -> None:
-    async with two_nodes(model, budget_s=60.0) as (client, _, d0, d1):
+    async with two_nodes(model, request_timeout_s=60.0) as (client, _, d0, d1):
         call = ask(client, max_tokens=2)
         first = await d0.submitted()
         await asyncio.sleep(0.05)

@@ -28,7 +28,7 @@ def _retry_after(error: Any) -> str:
 async def test_a_request_that_cannot_be_begun_in_time_reaches_no_node(model: Path) -> None:
     async with StubDecodeNode() as node:
         node.status.prompts.CopyFrom(Backlog(queued_s=10.0, token_s=0.001))
-        async with router_for(model, decode=[node.address], queue_share=0.25) as (client, _):
+        async with router_for(model, decode=[node.address], max_queue_fraction=0.25) as (client, _):
             await client.wait_until_serving()
             call = client.generate("x", timeout_s=60.0)
             submit = await node.submitted()
@@ -46,7 +46,9 @@ async def test_a_request_that_cannot_be_begun_in_time_reaches_no_node(model: Pat
 async def test_over_http_it_is_429_with_the_time_to_come_again(model: Path) -> None:
     async with StubDecodeNode() as node:
         node.status.prompts.CopyFrom(Backlog(queued_s=100.0, token_s=0.001))
-        async with router_for(model, decode=[node.address], queue_share=0.1, budget_s=300.0) as (
+        async with router_for(
+            model, decode=[node.address], max_queue_fraction=0.1, request_timeout_s=300.0
+        ) as (
             client,
             router,
         ):
@@ -158,4 +160,6 @@ async def test_what_is_shed_is_counted(model: Path) -> None:
             await client.wait_until_serving()
             await failure(client.generate("x"))
             registry = router.metrics.registry
-            assert registry.get_sample_value("baton_rejected_total", {"reason": "late"}) == 1
+            assert (
+                registry.get_sample_value("baton_requests_rejected_total", {"reason": "late"}) == 1
+            )

@@ -20,7 +20,7 @@ from tests.support.stub_decode_node import StubDecodeNode
 
 FallsSilent = Callable[[RunningRouter, StubDecodeNode], Awaitable[None]]
 
-KNOBS = {"silent_s": 1.0, "dead_s": 1000.0}  # the stubs beat five times a second
+KNOBS = {"suspect_after_s": 1.0, "dead_after_s": 1000.0}  # the stubs beat five times a second
 
 
 def _usable(router: RunningRouter) -> list[str]:
@@ -49,7 +49,7 @@ async def test_requests_of_a_node_that_has_not_beaten_for_long_go_on_at_another(
     model: Path,
 ) -> None:
     """Seen failing with `_end_if_dead` doing nothing."""
-    async with two_nodes(model, silent_s=1.0, dead_s=1.5) as (client, router, d0, d1):
+    async with two_nodes(model, suspect_after_s=1.0, dead_after_s=1.5) as (client, router, d0, d1):
         call = ask(client, max_tokens=9)
         number = (await d0.submitted()).number
         d0.say({number: [20, 21]})
@@ -72,7 +72,7 @@ async def test_a_node_whose_heartbeats_say_that_its_engine_is_late_is_silent_and
     model: Path,
 ) -> None:
     """The front and the transfer thread live, and the engine thread stands still."""
-    async with two_nodes(model, silent_s=2.0, dead_s=5.0) as (client, router, d0, d1):
+    async with two_nodes(model, suspect_after_s=2.0, dead_after_s=5.0) as (client, router, d0, d1):
         call = ask(client, max_tokens=9)
         number = (await d0.submitted()).number
         d0.say({number: [20]})
@@ -95,7 +95,7 @@ async def test_a_heartbeat_that_says_nonsense_is_one_of_an_engine_in_time(late_s
 
 
 async def test_a_silent_node_without_requests_keeps_its_stream(model: Path) -> None:
-    async with two_nodes(model, silent_s=0.4, dead_s=0.5) as (_, router, d0, _d1):
+    async with two_nodes(model, suspect_after_s=0.4, dead_after_s=0.5) as (_, router, d0, _d1):
         (stream,) = d0.streams
         d0.moves = False
         client = router.cluster._clients[d0.address]
@@ -144,7 +144,7 @@ async def test_nobody_waits_for_a_node_whose_engine_counts_as_dead(
 ) -> None:
     monkeypatch.setattr(cluster, "GRACE_S", 0.0)
     async with StubDecodeNode() as node:
-        knobs = {"silent_s": 0.5, "dead_s": 1.0}
+        knobs = {"suspect_after_s": 0.5, "dead_after_s": 1.0}
         async with router_for(model, decode=[node.address], **knobs) as (client, router):
             await client.wait_until_serving()
             node.moves = False
@@ -194,8 +194,8 @@ async def test_a_change_is_told_once() -> None:
 
 
 def test_a_node_is_not_dead_before_it_is_silent() -> None:
-    with pytest.raises(ValidationError, match="must not be less than --silent-s"):
-        RouterConfig(model="m", silent_s=5.0, dead_s=4.0)
+    with pytest.raises(ValidationError, match="must be at least --suspect-after-s"):
+        RouterConfig(model="m", suspect_after_s=5.0, dead_after_s=4.0)
 
 
 async def test_an_engine_that_beats_is_alive_for_longer_than_any_limit() -> None:

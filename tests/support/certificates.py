@@ -90,7 +90,7 @@ def _of_issuer(authority: x509.Certificate) -> x509.AuthorityKeyIdentifier:
 
 
 def flags(knob: str, config: TlsConfig) -> list[str]:
-    """Return the flags that make a process read `config` as `knob`, such as "front.tls"."""
+    """Return the flags that make a process read `config` as `knob`, such as "server.tls"."""
     given = config.model_dump(exclude_none=True)
     return [f"--{knob}.{name.replace('_', '-')}={value}" for name, value in given.items()]
 

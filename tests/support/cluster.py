@@ -81,8 +81,8 @@ WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 FREE_PORTS = range(20000 + WORKER % 4 * 3000, 23000 + WORKER % 4 * 3000)
 CANDIDATES = itertools.cycle(random.sample(FREE_PORTS, len(FREE_PORTS)))
 # However long the machine of a test takes for a beat, nobody is taken for silent.
-PATIENT_NODE = ("--transfer.missed-beats=600", "--silence-s=600")
-PATIENT_ROUTER = ("--silent-s=600", "--dead-s=600")
+PATIENT_NODE = ("--transfer.max-missed-heartbeats=600", "--engine-heartbeat-timeout-s=600")
+PATIENT_ROUTER = ("--suspect-after-s=600", "--dead-after-s=600")
 # As environment of a cluster: what tests/support/poisoned does to its engines.
 POISONED = {"PYTHONPATH": f"{ROOT / 'tests/support/poisoned'}{os.pathsep}{ROOT}"}
 
@@ -196,9 +196,9 @@ class Cluster:
             secret_flags = [f"--secret-file={self.secret_file}"]
         self.operator = identity_of("operator", "the test", self.secret_file)
         common = (
-            f"--transfer.path={path}",
+            f"--transfer.backend={path}",
             f"--transfer.canary-tokens={canary_tokens}",
-            *tls_flags("front.tls", certs),
+            *tls_flags("server.tls", certs),
             *secret_flags,
             *(PATIENT_NODE if patient else ()),
             *node_flags,
@@ -225,9 +225,9 @@ class Cluster:
             for role in counts
         }
         self._router_flags = (
-            "--queue-share=1",  # or a slow machine would refuse what has to wait
-            *tls_flags("front.tls", certs.model_copy(update={"ca": None})),
-            *tls_flags("nodes-tls", TlsConfig(ca=certs.ca)),
+            "--max-queue-fraction=1",  # or a slow machine would refuse what has to wait
+            *tls_flags("server.tls", certs.model_copy(update={"ca": None})),
+            *tls_flags("node-tls", TlsConfig(ca=certs.ca)),
             *secret_flags,
             *(f"--{role}={entry}" for role in counts for entry in self._entries(role)),
             *(PATIENT_ROUTER if patient else ()),
@@ -580,7 +580,7 @@ class Cluster:
         host = LOOPBACK
         for elsewhere, island in self._islands.items():  # whose loopback is another
             host = island.host if elsewhere == name else island.shore
-            flags = (*flags, f"--host={host}", f"--transfer.data-host={host}")
+            flags = (*flags, f"--host={host}", f"--transfer.listen-host={host}")
         return _program(name, f"{role}_node", port, self._model, flags, host)
 
     def _router_program(self, name: str, port: int, http_port: int) -> Program:

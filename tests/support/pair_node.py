@@ -17,8 +17,8 @@ from common.config import (
     DecodeConfig,
     EngineConfig,
     LoraConfig,
+    PrefixSharingConfig,
     SchedulerConfig,
-    SharingConfig,
     TransferConfig,
 )
 from common.process.ipc import FrameSocket
@@ -143,7 +143,7 @@ class Common:
     make_stream: Callable[[], DeviceStream]
     backend: LoopbackBackend
     wake: Callable[[], None]
-    sharing: SharingConfig
+    sharing: PrefixSharingConfig
     own_models: bool = False  # of each node, of the same weights
 
 
@@ -361,7 +361,7 @@ def prefill_node(
         tables=engine.shape.layout.tables,
         limits=engine.limits,
         max_waiting=size.max_waiting,
-        max_waiting_tokens=config.scheduler.max_waiting_tokens,
+        max_waiting_tokens=config.scheduler.max_queued_tokens,
         port=weights,
         desk=desk,
         adapters=engine.adapters,
@@ -370,7 +370,7 @@ def prefill_node(
         tiers=engine.tiers,
     )
     engine.guides.tell = engine.loader.tell = engine.copier.tell = news.tell
-    overlap = config.scheduler.overlap
+    overlap = config.scheduler.overlap_schedule
     node = Node(engine, front, transfer, role, router, desk, news, ears, overlap=overlap)
     return node, owner.faults
 
@@ -386,7 +386,7 @@ def decode_node(
     """fields: of DecodeConfig."""
     engine, engine_config = _engine(common, size)
     config = DecodeConfig(
-        engine=engine_config, transfer=common.transfer, sharing=common.sharing, **fields
+        engine=engine_config, transfer=common.transfer, prefix_sharing=common.sharing, **fields
     )
     owner, tables = common.backend.serve(_pool(engine), instance), engine.shape.layout.tables
     hello = _hello(engine, instance, front.address)
@@ -413,7 +413,7 @@ def decode_node(
         tiers=engine.tiers,
     )
     engine.guides.tell = engine.loader.tell = engine.copier.tell = news.tell
-    overlap = engine_config.scheduler.overlap
+    overlap = engine_config.scheduler.overlap_schedule
     return Node(engine, front, transfer, role, router, desk, news, ears, overlap=overlap)
 
 
@@ -481,15 +481,17 @@ def _engine(common: Common, size: Size) -> tuple[Engine, EngineConfig]:
         cache=CacheConfig(
             page_size=page_size,
             num_pages=size.num_pages,
-            host_pages=size.host_pages,
+            swap_pages=size.host_pages,
             prefix_cache=size.prefix_cache,
             dtype=size.kept_in,
         ),
         scheduler=SchedulerConfig(
-            max_running=size.num_slots, max_waiting=size.max_waiting, **common.scheduler
+            max_running_requests=size.num_slots,
+            max_queued_requests=size.max_waiting,
+            **common.scheduler,
         ),
         lora=size.lora,
-        weights_directory=size.weights_directory,
+        weights_dir=size.weights_directory,
     )
     served, named = open_checkpoint(directory), UNNAMED
     if size.weights_directory is not None:
@@ -533,7 +535,7 @@ def _engine(common: Common, size: Size) -> tuple[Engine, EngineConfig]:
         table, model.spec.vocabulary_size, model.spec.eos_token_ids, shape.device
     )
     library, shelf = (
-        AdapterCache(size.lora.max_loaded, size.lora.max_bytes),
+        AdapterCache(size.lora.max_cpu_loras, size.lora.max_cpu_lora_bytes),
         shelf_of(size.lora, model),
     )
     load_all(size.lora, shelf, library)

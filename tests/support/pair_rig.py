@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import torch
 
-from common.config import SharingConfig, TransferConfig
+from common.config import PrefixSharingConfig, TransferConfig
 from common.process.ipc import FrameSocket, socket_pair
 from common.request import Remaining, RequestSpec
 from common.requests.adapter import NO_ADAPTER, AdapterId
@@ -57,11 +57,11 @@ NAP_S = 0.02  # between two looks when nothing moves: it may be time for somethi
 # Nothing is given up for being slow, unless a test wants it.
 # Every page is compared.
 PATIENT = TransferConfig(
-    missed_beats=60,
-    progress_s=60.0,
-    released_s=60.0,
-    read_s=60.0,
-    check_every=1,
+    max_missed_heartbeats=60,
+    chunk_timeout_s=60.0,
+    release_timeout_s=60.0,
+    read_timeout_s=60.0,
+    checksum_interval=1,
     canary_tokens=0,
 )
 
@@ -97,7 +97,7 @@ class PairRig:
         transfer: TransferConfig = PATIENT,
         make_stream: Callable[[], DeviceStream] = WorkerStream,
         moves: bool = False,
-        shares: SharingConfig | None = None,
+        shares: PrefixSharingConfig | None = None,
         own_models: bool = False,
         paired: bool = True,
         **config: Any,
@@ -108,12 +108,16 @@ class PairRig:
             loaded,
             page_size,
             context_length,
-            {"overlap": overlap, "chunk_tokens": chunk_tokens, **(scheduler or {})},
+            {
+                "overlap_schedule": overlap,
+                "chunked_prefill_tokens": chunk_tokens,
+                **(scheduler or {}),
+            },
             transfer,
             make_stream,
             LoopbackBackend(),
             self._wake.wake,
-            shares or SharingConfig(enabled=False),
+            shares or PrefixSharingConfig(enabled=False),
             own_models,
         )
         all_read, moves = shares is not None, moves or shares is not None
@@ -139,7 +143,7 @@ class PairRig:
                 2000 + i,
                 size,
                 *self._ends(f"decode-{i}{port}", is_owner=moves),
-                {"pair_again_s": 0.0, **config},
+                {"reconnect_wait_s": 0.0, **config},
             )
             for i, size in enumerate(decode)
         ]

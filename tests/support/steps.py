@@ -202,7 +202,7 @@ class Steps:
 
 
 def _adapters(config: LoraConfig, model: Model, table: SlotTable) -> AdapterManager:
-    library = AdapterCache(config.max_loaded, config.max_bytes)
+    library = AdapterCache(config.max_cpu_loras, config.max_cpu_lora_bytes)
     load_all(config, shelf_of(config, model), library)
     return AdapterManager(library, bank_of(config, model, free=1 << 40), table)
 

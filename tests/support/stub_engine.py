@@ -181,7 +181,7 @@ class EchoEngine:
         state = "draining" if self._draining else "ready"
         gauges = {
             "queue_on_device": float(len(self._live)),
-            "host_pages": 3.0,
+            "swap_pages": 3.0,
             "pages_free": 8.0,
             "total_retractions": 2.0,
             "total_handoffs_opened": 5.0,

@@ -1,7 +1,7 @@
 """Overload a system fivefold: goodput, latency, and the delay of refusals.
 
     python -m tools.bench.overload                       two to three minutes
-    python -m tools.bench.overload --router-flags='--queue-share=1'
+    python -m tools.bench.overload --router-flags='--max-queue-fraction=1'
 
 One system of real processes (router, prefill node, decode node; or --mode colocated) receives load
 from clients that never wait for it. Because the machine may have other work, one run measures

@@ -113,7 +113,10 @@ def measure(batch_size: int, steps: int, *, greedy: bool) -> dict[str, Any]:
     cache = PrefixCache(PAGE_SIZE, pages)
     scheduler = Scheduler(
         SchedulerConfig(  # decoding starts after all prompts are computed
-            max_running=batch_size, max_waiting=batch_size, chunk_tokens=-1, mixed_chunk=False
+            max_running_requests=batch_size,
+            max_queued_requests=batch_size,
+            chunked_prefill_tokens=-1,
+            mixed_chunk=False,
         ),
         eos_token_ids=(EOS,),
         vocabulary_size=VOCABULARY,

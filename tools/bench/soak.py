@@ -113,9 +113,9 @@ async def measure(options: argparse.Namespace) -> tuple[_Load, list[dict[str, An
         flags = (
             f"--engine.cache.num-pages={options.pages}",
             "--engine.threads=1",
-            f"--engine.tiers.host-bytes={options.host_mib << 20}",
-            f"--engine.tiers.file-dir={directory}/pages",
-            f"--engine.tiers.file-bytes={options.file_mib << 20}",
+            f"--engine.offload.cpu-bytes={options.host_mib << 20}",
+            f"--engine.offload.disk-dir={directory}/pages",
+            f"--engine.offload.disk-bytes={options.file_mib << 20}",
         )
         model = make_checkpoint(Path(directory) / "model", **MODEL)
         async with Cluster(model, Path(directory) / "logs", node_flags=flags) as cluster:

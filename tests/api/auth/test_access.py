@@ -109,7 +109,7 @@ def test_who_needs_a_key_is_as_the_docs_say(
     front = ServerConfig(
         port=0, host=host, insecure=insecure, secret_file=file if has_secret else None
     )
-    config = RouterConfig(model="any", front=front, clients=keys if has_keys else ClientsConfig())
+    config = RouterConfig(model="any", server=front, clients=keys if has_keys else ClientsConfig())
     guard = make_clients(config, RouterMetrics()).guard
     refused: list[Access] = []
     for access in get_args(Access):

@@ -57,7 +57,7 @@ async def served(
 
 
 def strangers(router: RunningRouter, reason: str) -> float | None:
-    return router.metrics.registry.get_sample_value("baton_strangers_total", {"reason": reason})
+    return router.metrics.registry.get_sample_value("baton_auth_rejected_total", {"reason": reason})
 
 
 async def test_without_a_key_there_is_nothing_but_health(model: Path, keys: ClientsConfig) -> None:
@@ -159,10 +159,10 @@ async def test_a_rate_that_is_used_up_says_when_to_come_again(
         assert 20 <= int(str(retry_after)) <= 30
         await ask("alice")  # who has no such limit
         value = router.metrics.registry.get_sample_value
-        name = "baton_key_requests_total"
+        name = "baton_api_key_requests_total"
         assert value(name, {"key": "bob", "outcome": "taken"}) == 2
         assert value(name, {"key": "bob", "outcome": "limited"}) == 1
-        assert value("baton_rejected_total", {"reason": "limited"}) == 1
+        assert value("baton_requests_rejected_total", {"reason": "limited"}) == 1
 
 
 async def test_tokens_of_prompts_and_answers_count(model: Path, tmp_path: Path) -> None:
@@ -186,8 +186,8 @@ async def test_tokens_of_prompts_and_answers_count(model: Path, tmp_path: Path) 
         retry_after = dict(error.trailing_metadata() or ())["retry-after"]
         assert 1 <= int(str(retry_after)) <= 9  # two too many, and one for the next prompt
         value = router.metrics.registry.get_sample_value
-        assert value("baton_key_tokens_total", {"key": "alice", "kind": "prompt"}) == 10
-        assert value("baton_key_tokens_total", {"key": "alice", "kind": "generated"}) == 12
+        assert value("baton_api_key_tokens_total", {"key": "alice", "kind": "prompt"}) == 10
+        assert value("baton_api_key_tokens_total", {"key": "alice", "kind": "generated"}) == 12
         assert router.admission.num_live == 0
 
 
@@ -239,14 +239,14 @@ async def test_the_file_is_read_anew_and_a_broken_one_changes_nothing(
         metrics = {
             sample.labels["key"]
             for family in router.metrics.registry.collect()
-            if family.name == "baton_key_requests"
+            if family.name == "baton_api_key_requests"
             for sample in family.samples
         }
         assert metrics == {"bob"}
 
 
 async def test_each_key_can_have_prefix_caches_of_its_own(model: Path, keys: ClientsConfig) -> None:
-    clients = keys.model_copy(update={"salt_by_key": True})
+    clients = keys.model_copy(update={"isolate_cache_by_key": True})
     async with served(model, clients=clients) as (stub, node, _):
 
         async def namespace(name: str, salt: str | None = None) -> bytes:
@@ -273,7 +273,7 @@ async def test_without_keys_all_is_open_on_this_machine(model: Path) -> None:
 
 
 async def test_one_client_waits_for_a_slot_and_gets_it(model: Path) -> None:
-    knobs = {"max_requests": 1, "clients": ClientsConfig(longest_wait_s=WAIT_S)}
+    knobs = {"max_concurrent_requests": 1, "clients": ClientsConfig(max_queue_wait_s=WAIT_S)}
     async with served(model, **knobs) as (stub, node, router):
         first = stub.Generate(METHODS["Generate"], timeout=WAIT_S)
         number = (await node.submitted()).number

@@ -28,17 +28,17 @@ ORIGIN = "https://app.example"
 
 
 def strangers(api: Api, reason: str) -> float | None:
-    name = "baton_strangers_total"
+    name = "baton_auth_rejected_total"
     return api.router.metrics.registry.get_sample_value(name, {"reason": reason})
 
 
 def rejected(metrics: RouterMetrics, reason: str) -> float | None:
-    return metrics.registry.get_sample_value("baton_rejected_total", {"reason": reason})
+    return metrics.registry.get_sample_value("baton_requests_rejected_total", {"reason": reason})
 
 
 def tokens_of(api: Api, name: str) -> float | None:
     labels = {"key": name, "kind": "prompt"}
-    return api.router.metrics.registry.get_sample_value("baton_key_tokens_total", labels)
+    return api.router.metrics.registry.get_sample_value("baton_api_key_tokens_total", labels)
 
 
 async def test_without_a_key_there_is_only_health_and_the_page(
@@ -285,8 +285,8 @@ async def test_pages_of_listed_sites_may_ask_and_no_others(
 async def test_one_clients_requests_leave_slots_for_another(model: Path, tmp_path: Path) -> None:
     """Give one key at most 14 of 16 slots, however many requests it sends."""
     file = write(tmp_path / "keys", entry("alice"), entry("bob"))
-    clients = ClientsConfig(api_keys=file, longest_wait_s=WAIT_S)
-    async with api_for(model, clients=clients, max_requests=16) as api:
+    clients = ClientsConfig(api_keys=file, max_queue_wait_s=WAIT_S)
+    async with api_for(model, clients=clients, max_concurrent_requests=16) as api:
 
         def ask(name: str) -> "asyncio.Task[Response]":
             content = {"prompt": "x", "max_tokens": 1}

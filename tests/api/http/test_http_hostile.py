@@ -28,7 +28,7 @@ async def test_who_reads_no_answers_gets_no_more_of_them() -> None:
         for _ in range(num_asked // 10):
             await wire.send(10 * request("GET", "/whole"))
             assert (await post(served.port, "/echo", b"others")).status == 200
-        answered = served.metric("baton_http_answers_total", status="200")
+        answered = served.metric("baton_http_responses_total", status="200")
         assert 0 < answered - num_asked // 10 < 10
         wire.read_on()
         for _ in range(num_asked):
@@ -226,7 +226,7 @@ async def test_a_connection_goes_on_after_the_refusal_of_a_whole_request() -> No
             assert (await wire.response()).status == 401
             await wire.post("/echo", b"taken", authorization="Bearer known")
             assert (await wire.response()).body == b"taken"
-        await eventually(lambda: served.metric("baton_http_answers_total", status="401") == 1)
+        await eventually(lambda: served.metric("baton_http_responses_total", status="401") == 1)
 
 
 async def test_the_log_of_clients_that_are_turned_away_is_bounded(

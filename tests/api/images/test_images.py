@@ -227,7 +227,7 @@ async def test_what_is_no_image_of_these_spellings_is_refused_by_name(api: Api) 
     source = {"type": "url", "url": "https://example.com/a.png"}
     asked = [{"role": "user", "content": [{"type": "image", "source": source}]}]
     answer = await api.post("/v1/messages", messages=asked, max_tokens=1)
-    assert answer.status == 400 and "images.fetch" in answer.body.decode()
+    assert answer.status == 400 and "images.allow_urls" in answer.body.decode()
     asked[0]["content"] = [{"type": "image", "source": {"type": "base64"}}]
     answer = await api.post("/v1/messages", messages=asked, max_tokens=1)
     assert "messages[0].content[0] is no image block" in answer.body.decode()
@@ -267,7 +267,7 @@ async def test_the_same_image_has_the_same_tokens_and_another_has_others(api: Ap
         ([{"type": "image_url", "image_url": {"url": "data:image/png;base64,%%"}}], "base64"),
         (
             [{"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}],
-            "images.fetch",
+            "images.allow_urls",
         ),
         ([text("<|image_pad|>"), part(encoded(drawn(8, 8)))], "2 places for 1 images"),
     ],

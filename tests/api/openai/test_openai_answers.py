@@ -338,7 +338,10 @@ async def test_a_client_that_leaves_its_stream_is_cancelled_on_the_node(model: P
 async def test_choices_that_nobody_reads_do_not_keep_their_places(tmp_path: Path) -> None:
     """However much the buffers on the way hold, and however many tokens come in one piece."""
     model = write_model(tmp_path, context_length=2 * MANY_TOKENS)
-    async with api_for(model, unread_s=0.1) as api, not_reading(api.router.http_port) as wire:
+    async with (
+        api_for(model, slow_client_timeout_s=0.1) as api,
+        not_reading(api.router.http_port) as wire,
+    ):
         asked = {"prompt": "x", "n": 128, "max_tokens": MANY_TOKENS, "stream": True}
         await wire.post(COMPLETIONS, asked)
         numbers = [(await api.node.submitted()).number for _ in range(128)]
@@ -355,7 +358,7 @@ async def test_choices_that_nobody_reads_do_not_keep_their_places(tmp_path: Path
 
 
 async def test_more_requests_than_allowed_are_429_with_retry_after(model: Path) -> None:
-    async with api_for(model, max_requests=1, clients=AT_ONCE) as api:
+    async with api_for(model, max_concurrent_requests=1, clients=AT_ONCE) as api:
         asking = asyncio.create_task(api.post(COMPLETIONS, prompt="x"))
         number = (await api.node.submitted()).number
         with pytest.raises(openai.RateLimitError) as refusal:
@@ -416,7 +419,7 @@ async def test_a_stream_that_fails_midway_says_so_and_not_done(model: Path) -> N
 
 async def test_the_total_budget_is_504(model: Path) -> None:
     for budget_s in BUDGETS_S:
-        async with api_for(model, budget_s=budget_s) as api:
+        async with api_for(model, request_timeout_s=budget_s) as api:
             asking = asyncio.create_task(api.post(COMPLETIONS, prompt="x"))
             submit = await submitted_or_over(api.node, asking)
             answer = await asking
@@ -510,16 +513,16 @@ async def test_metrics_count_http_and_grpc_alike(model: Path) -> None:
         lines = answer.body.decode().splitlines()
         for line in (
             'baton_requests_total{outcome="stop"} 1.0',
-            'baton_rejected_total{reason="invalid"} 2.0',
+            'baton_requests_rejected_total{reason="invalid"} 2.0',
             f"baton_generated_tokens_total {len(ids(' the fox')):.1f}",
-            'baton_http_answers_total{status="200"} 1.0',
-            'baton_http_answers_total{status="400"} 2.0',
+            'baton_http_responses_total{status="200"} 1.0',
+            'baton_http_responses_total{status="400"} 2.0',
         ):
             assert line in lines
 
 
 async def test_http_and_grpc_share_the_limit_of_live_requests(model: Path) -> None:
-    async with api_for(model, max_requests=1, clients=AT_ONCE) as api:
+    async with api_for(model, max_concurrent_requests=1, clients=AT_ONCE) as api:
         asking = asyncio.create_task(api.post(COMPLETIONS, prompt="x"))
         number = (await api.node.submitted()).number
         await _grpc_is_refused(api)

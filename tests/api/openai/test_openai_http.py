@@ -26,7 +26,7 @@ async def test_one_connection_carries_many_requests() -> None:
         assert answer.headers["date"].endswith(" GMT")
         assert "connection" not in answer.headers
     await eventually(lambda: served.metric("baton_http_connections") == 0)
-    assert served.metric("baton_http_answers_total", status="200") == 3
+    assert served.metric("baton_http_responses_total", status="200") == 3
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])

@@ -115,7 +115,7 @@ async def test_a_checkpoint_says_how_its_embeddings_are_made(model):
         assert (call.pool, call.normalize, call.dimensions) == (POOL_MEAN, False, 1)
         refused = await rig.post(EMBEDDINGS, input="a", dimensions=3)
         assert refused.error["message"] == "dimensions is 3, the model has 1, 2"
-    async with site(model, pooling="cls") as rig:
+    async with site(model, pooling_type="cls") as rig:
         await rig.post(EMBEDDINGS, input="a")
         assert rig.calls[0].pool == POOL_FIRST
     modules.append({"path": "2_Dense", "type": "sentence_transformers.models.Dense"})

@@ -113,8 +113,8 @@ async def test_metrics_count_requests_and_tokens(model: Path, programs: list[Pro
             lines = (await asyncio.to_thread(scraped, port)).splitlines()
     for line in (
         'baton_requests_total{outcome="stop"} 1.0',
-        'baton_rejected_total{reason="invalid"} 1.0',
-        "baton_live_requests 0.0",
+        'baton_requests_rejected_total{reason="invalid"} 1.0',
+        "baton_inflight_requests 0.0",
         "baton_generated_tokens_total 2.0",
         "baton_time_to_first_token_seconds_count 1.0",
         "baton_inter_token_latency_seconds_count 1.0",
@@ -218,9 +218,12 @@ async def test_http_clients_are_served_to_the_end_at_sigterm(
         (["--model", "MODEL", "--decode", "dns:nonsense"], "--decode: 'dns:nonsense'"),
         (["--model", "MODEL", "--decode", "file:/absent"], "cannot read /absent: No such file"),
         (["--model", "MODEL", "--decode", ABSENT, "--prefill", ABSENT], "named twice"),
-        (["--model", "MODEL", "--decode", ABSENT, "--budget-s", "0"], "--budget-s"),
+        (
+            ["--model", "MODEL", "--decode", ABSENT, "--request-timeout-s", "0"],
+            "--request-timeout-s",
+        ),
         (["--model", "MODEL", "--decode", ABSENT, "--api-keys", "/absent"], "--api-keys: /absent"),
-        (["--model", "MODEL", "--decode", ABSENT, "--salt-by-key"], "needs --api-keys"),
+        (["--model", "MODEL", "--decode", ABSENT, "--isolate-cache-by-key"], "needs --api-keys"),
         (["--model", "MODEL", "--decode", ABSENT, "--cors-origins", "a.b"], "--cors-origins"),
     ],
 )

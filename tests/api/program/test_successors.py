@@ -16,7 +16,7 @@ from tests.support.stub_decode_node import StubDecodeNode
 
 
 def _config(model: Path, node: str) -> RouterConfig:
-    return RouterConfig(front=ON_ANY_PORT, http_port=0, model=str(model), decode=(node,))
+    return RouterConfig(server=ON_ANY_PORT, http_port=0, model=str(model), decode=(node,))
 
 
 def _place(directory: Path) -> ProcessSlot:

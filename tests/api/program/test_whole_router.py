@@ -224,7 +224,7 @@ async def test_one_port_tells_what_all_processes_count_and_so_does_the_http_port
         assert value(scrape, "baton_router_processes", state="silent") == 0
         assert value(scrape, "baton_ready") == 1
     async with router.live(MANY):
-        assert value(await router.scraped(), "baton_live_requests") == MANY
+        assert value(await router.scraped(), "baton_inflight_requests") == MANY
 
 
 async def test_a_process_that_does_not_answer_is_told_of_and_what_it_counted_stays(

@@ -37,7 +37,7 @@ def authority():
 @pytest.fixture
 async def address(authority, tmp_path):
     config = authority.write(tmp_path / "node", roles=["node"])
-    certificates = tls.certificates(config, "--front.tls")
+    certificates = tls.certificates(config, "--server.tls")
     guard = guard_of(ServerConfig(port=1, tls=config), None, certificates, uncounted)
     server = rpc.make_server()
     rpc.add_service(server, node_pb2_grpc.add_NodeServicer_to_server, Service(), guard)
@@ -90,17 +90,17 @@ def test_a_secret_goes_before_the_certificate_and_tls_that_is_not_mutual_says_no
     config = authority.write(tmp_path)
     beyond = {"port": 1, "host": "0.0.0.0"}
     one_way = config.model_copy(update={"ca": None})
-    certificates = tls.certificates(one_way, "--front.tls")
+    certificates = tls.certificates(one_way, "--server.tls")
     with pytest.raises(ConfigError, match="reached from other hosts"):
         guard_of(ServerConfig(tls=one_way, **beyond), None, certificates, uncounted)
-    certificates = tls.certificates(config, "--front.tls")
+    certificates = tls.certificates(config, "--server.tls")
     assert guard_of(ServerConfig(tls=config, **beyond), None, certificates, uncounted)
 
 
 def test_a_metric_tells_until_when_certificates_are_good(authority, tmp_path):
     soon, later = datetime(2031, 1, 2, tzinfo=UTC), datetime(2032, 1, 2, tzinfo=UTC)
     config = authority.write(tmp_path, not_after=soon)
-    certificates = tls.certificates(config, "--front.tls")
+    certificates = tls.certificates(config, "--server.tls")
     metrics = NodeMetrics("decode")
     assert b"baton_certificate_end_timestamp_seconds{" not in generate_latest(metrics.registry)
     metrics.trust.certificate_ends("shown", lambda: tls.shown_end(certificates))

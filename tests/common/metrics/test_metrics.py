@@ -93,7 +93,7 @@ def test_what_front_and_engine_refuse_adds_up():
     metrics.refused("invalid")
     metrics.engine_moved(moving({"total_refused/invalid": 2.0, "total_refused/deadline": 1.0}))
     metrics.refused("draining")
-    name = "baton_node_rejected_total"
+    name = "baton_node_requests_rejected_total"
     assert value(metrics, name, reason="invalid") == 3
     assert value(metrics, name, reason="deadline") == 1
     assert value(metrics, name, reason="draining") == 1
@@ -107,8 +107,8 @@ def test_links_are_told_by_path():
     )
     assert value(metrics, "baton_links", path="tcp") == 2
     assert value(metrics, "baton_links", path="cma") == 0
-    assert value(metrics, "baton_slowest_link_bytes_per_second", path="tcp") == 2**30
-    assert value(metrics, "baton_slowest_link_bytes_per_second", path="cma") is None
+    assert value(metrics, "baton_link_min_bytes_per_second", path="tcp") == 2**30
+    assert value(metrics, "baton_link_min_bytes_per_second", path="cma") is None
 
 
 def test_the_state_of_a_node_is_one_of_all():
@@ -116,7 +116,7 @@ def test_the_state_of_a_node_is_one_of_all():
     metrics.liveness_from(lambda: ("unhealthy", 4.5))
     assert value(metrics, "baton_node_state", state="unhealthy") == 1
     assert value(metrics, "baton_node_state", state="ready") == 0
-    assert value(metrics, "baton_engine_silence_seconds") == 4.5
+    assert value(metrics, "baton_engine_heartbeat_age_seconds") == 4.5
 
 
 def test_a_state_of_nodes_that_there_are_none_of_any_more_is_zero():
@@ -130,4 +130,4 @@ def test_a_state_of_nodes_that_there_are_none_of_any_more_is_zero():
 def test_a_status_that_nobody_declared_is_told_as_other():
     metrics = RouterMetrics()
     metrics.http_answered(418)
-    assert value(metrics, "baton_http_answers_total", status="other") == 1
+    assert value(metrics, "baton_http_responses_total", status="other") == 1

@@ -23,9 +23,9 @@ PROMPT = list(range(1, 101))
 # A small pool, so that requests are retracted, and small chunks, so that there are several.
 FLAGS = (
     "--engine.cache.num-pages=40",
-    "--engine.scheduler.chunk-tokens=64",
-    "--front.log-format=json",
-    "--front.log-level=debug",
+    "--engine.scheduler.chunked-prefill-tokens=64",
+    "--server.log-format=json",
+    "--server.log-level=debug",
 )
 
 
@@ -45,7 +45,7 @@ class Observed:
 
         async def reported() -> bool:
             now = await self._scrape()
-            name = "baton_self_checks_total"  # once a second by an idle engine
+            name = "baton_leak_checks_total"  # once a second by an idle engine
             return all(
                 value(now[role], name) >= value(before[role], name) + 2
                 for role in ("prefill", "decode")
@@ -87,7 +87,7 @@ async def observed(tmp_path: Path) -> AsyncIterator[Observed]:
         node_flags=FLAGS,
         prefill_flags=(f"--metrics-port={prefill}",),
         decode_flags=(f"--metrics-port={decode}",),
-        router_flags=("--log-format=json", "--log-level=debug", "--max-requests=20"),
+        router_flags=("--log-format=json", "--log-level=debug", "--max-concurrent-requests=20"),
         environment=slowed(0.01),  # an answer that is left has not ended
     ) as cluster:
         ports = {"router": cluster.http_port, "prefill": prefill, "decode": decode}
@@ -118,12 +118,12 @@ async def test_every_label_set_is_declared_and_nothing_is_counted_twice(
     _check_all_declared(busy)
     for role in busy:
         check_only_grew(quiet[role], busy[role])
-    assert value(busy["router"], "baton_rejected_total", reason="invalid") == 1
+    assert value(busy["router"], "baton_requests_rejected_total", reason="invalid") == 1
     assert value(busy["router"], "baton_requests_total", outcome="cancelled") == 1
-    assert value(busy["router"], "baton_live_requests") == 0
+    assert value(busy["router"], "baton_inflight_requests") == 0
     assert value(busy["decode"], "baton_retractions_total") > 0
     assert value(busy["decode"], "baton_handoff_reads_in_flight") == 0
-    assert value(busy["decode"], "baton_self_checks_total") > 0
+    assert value(busy["decode"], "baton_leak_checks_total") > 0
 
 
 def _check_all_declared(scrapes: dict[str, Scrape]) -> None:
@@ -176,8 +176,8 @@ def _check_sums(quiet: dict[str, Scrape]) -> None:
     assert value(at_decode, "baton_link_changes_total", change="up") == 1
     # The engine.
     for scrape in (at_prefill, at_decode):
-        assert value(scrape, "baton_engine_waited_seconds_total", on="work") > 0
-        assert value(scrape, "baton_engine_waited_seconds_total", on="device") > 0
+        assert value(scrape, "baton_engine_wait_seconds_total", on="work") > 0
+        assert value(scrape, "baton_engine_wait_seconds_total", on="device") > 0
         thread = value(scrape, "baton_engine_thread_cpu_seconds_total")
         assert 0 < thread <= value(scrape, "baton_engine_cpu_seconds_total")
         assert value(scrape, "baton_node_state", state="ready") == 1

@@ -40,7 +40,10 @@ TOOL = {
 
 
 def _cluster(logs: Path, rig: Rig, **how: object) -> Cluster:
-    flags = (f"--engine.cache.page-size={PAGE}", f"--engine.scheduler.chunk-tokens={CHUNK}")
+    flags = (
+        f"--engine.cache.page-size={PAGE}",
+        f"--engine.scheduler.chunked-prefill-tokens={CHUNK}",
+    )
     return Cluster(DIRECTORY, logs, rig=rig, node_flags=flags, **how)  # type: ignore[arg-type]
 
 

@@ -199,7 +199,7 @@ async def _context(bench: Bench) -> tuple[Measured, list[Figure]]:
     )
     tokens = long.num_prefixes * long.prompt_tokens + long.streams * 2 * (own + output)
     pages = 64 + (tokens + 2 * 8 * (sizes.prompt + output)) // PAGE_TOKENS
-    flags = (*bench.flags, f"--engine.cache.num-pages={pages}", "--engine.cache.host-pages=0")
+    flags = (*bench.flags, f"--engine.cache.num-pages={pages}", "--engine.cache.swap-pages=0")
     systems: Systems = {COLOCATED: partial(baton, "colocated", bench.large, flags)}
     found = await bench.measured(systems, short, long, vocabulary=sizes.model["vocab_size"])
 

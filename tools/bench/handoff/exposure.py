@@ -71,7 +71,7 @@ class Plan:
 
     def engine(self, model: Path) -> EngineConfig:
         num_pages = POOL_PROMPTS * (self.prompt_tokens // PAGE_SIZE + 2)
-        cache = {"page_size": PAGE_SIZE, "num_pages": num_pages, "host_pages": 0}
+        cache = {"page_size": PAGE_SIZE, "num_pages": num_pages, "swap_pages": 0}
         fields = {"model": str(model), "device": "cpu", "dtype": "float32", "cache": cache}
         return EngineConfig.model_validate(fields)
 
@@ -82,9 +82,9 @@ class Plan:
             "--dtype=float32",
             f"--engine.cache.page-size={cache.page_size}",
             f"--engine.cache.num-pages={cache.num_pages}",
-            f"--engine.cache.host-pages={cache.host_pages}",
-            f"--engine.scheduler.chunk-tokens={chunk_tokens}",
-            f"--transfer.path={self.path}",
+            f"--engine.cache.swap-pages={cache.swap_pages}",
+            f"--engine.scheduler.chunked-prefill-tokens={chunk_tokens}",
+            f"--transfer.backend={self.path}",
         ]
 
 

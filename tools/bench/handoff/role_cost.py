@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from common.config import DecodeConfig, SchedulerConfig, SharingConfig
+from common.config import DecodeConfig, PrefixSharingConfig, SchedulerConfig
 from common.errors import FailedPrecondition
 from common.page_tables import PageTables
 from common.request import Remaining, RequestSpec
@@ -286,7 +286,7 @@ def _desk(
 
 def _sharing(pages: PageAllocator, cache: PrefixCache, weights: WeightSharing) -> PrefixSharing:
     return PrefixSharing(
-        SharingConfig(),
+        PrefixSharingConfig(),
         instance=READER,
         page_bytes=PAGE_SIZE,
         cache=cache,
@@ -387,7 +387,9 @@ def _scheduler(
     on_admit: Callable[[Any, Ints], None],
 ) -> Scheduler:
     return Scheduler(
-        SchedulerConfig.model_validate({"max_running": SLOTS, "chunk_tokens": load.num_tokens}),
+        SchedulerConfig.model_validate(
+            {"max_running_requests": SLOTS, "chunked_prefill_tokens": load.num_tokens}
+        ),
         eos_token_ids=(),
         vocabulary_size=VOCABULARY,
         table=table,

@@ -98,7 +98,7 @@ async def as_up(mode: Mode, model: Path, node_flags: Sequence[str] = ()) -> Asyn
         metrics_port=None,
         device="cpu",
         node_flags=tuple(node_flags),
-        router_flags=("--queue-share=1",),
+        router_flags=("--max-queue-fraction=1",),
     )
     programs = plan.programs(wish)
     async with _running(programs) as children:

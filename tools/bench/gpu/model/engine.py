@@ -106,7 +106,9 @@ class DecodeEngine:
             runner.capture(batch)
         cache = PrefixCache(PAGE_SIZE, pages, enabled=False)
         self._scheduler = Scheduler(
-            SchedulerConfig(max_running=batch, max_waiting=batch, chunk_tokens=-1),
+            SchedulerConfig(
+                max_running_requests=batch, max_queued_requests=batch, chunked_prefill_tokens=-1
+            ),
             eos_token_ids=(),
             vocabulary_size=model.spec.vocabulary_size,
             table=table,

@@ -200,9 +200,9 @@ class _Bench:
             f"--device={setting.device}",
             f"--dtype={dtype}",
             f"--engine.cache.num-pages={setting.sized(PAGES, DRY_PAGES)}",
-            "--engine.cache.host-pages=0",
-            f"--engine.scheduler.chunk-tokens={setting.sized(CHUNK, DRY_CHUNK)}",
-            f"--engine.scheduler.max-running={2 * self.sizes.streams}",
+            "--engine.cache.swap-pages=0",
+            f"--engine.scheduler.chunked-prefill-tokens={setting.sized(CHUNK, DRY_CHUNK)}",
+            f"--engine.scheduler.max-running-requests={2 * self.sizes.streams}",
         ]
 
 

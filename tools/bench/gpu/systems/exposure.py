@@ -52,7 +52,7 @@ async def measure(
             "device": str(setting.device),
             "dtype": str(setting.dtype).removeprefix("torch."),
             "cuda_graphs": False,
-            "cache": {"num_pages": 3 * cuts.prompt // PAGE_SIZE, "host_pages": 0},
+            "cache": {"num_pages": 3 * cuts.prompt // PAGE_SIZE, "swap_pages": 0},
         }
     )
     async with watching(address, config, TransferConfig()) as watcher:
