@@ -32,10 +32,10 @@ FIELDS: Mapping[str, str] = {
     "prompt": "A text, a list of texts, token ids, or a list of lists of them.",
     "messages": "The conversation, rendered with the model's own chat template.",
     "stream": "Send the answer as server-sent events while it is generated.",
-    "stream_options": "`include_usage`: one more event before `[DONE]` tells the usage.",
+    "stream_options": "`include_usage`: one more event with the usage before `[DONE]`.",
     "n": "Answers for each prompt; each is a request of its own to the nodes.",
     "best_of": "So many answers are generated, and the `n` whose tokens are the likeliest on "
-    "average are told. Not with `stream`.",
+    "average are returned. Not with `stream`.",
     "max_tokens": "Maximum number of tokens to generate. A value that does not fit into the "
     "context behind the prompt is refused. Default: 16 for completions, else what fits.",
     "max_completion_tokens": "The newer name of `max_tokens`.",
@@ -57,8 +57,8 @@ FIELDS: Mapping[str, str] = {
     "logit_bias": "By token id, from -100 to 100: added to its logit. At most 1024.",
     "allowed_token_ids": "No other token is sampled, EOS neither. At most 4096.",
     "bad_words": "Texts that the answer never has, as the tokenizer writes them. At most 64.",
-    "logprobs": "Completions: tell log-probabilities, of each token and so many of the likeliest, "
-    "20 at most. Chat: whether to tell them.",
+    "logprobs": "Completions: log probabilities of each token and of this many likely ones, 20 at "
+    "most. Chat: whether to return them.",
     "top_logprobs": "Of so many of the likeliest tokens at each place, 20 at most.",
     "echo": "The answer begins with its prompt, and so do its log-probabilities. With `max_tokens` "
     "0 it is all there is.",
@@ -92,7 +92,7 @@ FIELDS: Mapping[str, str] = {
     "system": "Goes before the conversation, as the system's message.",
     "stop_sequences": "`stop`, by the name that Anthropic has for it.",
     "thinking": "enabled: the model thinks `budget_tokens` at most (ignored where it does not "
-    "think); disabled: what it thinks is not told.",
+    "think); disabled: reasoning is omitted.",
     "thinking_token_budget": "Tokens of thought after which it is ended; -1: any number.",
     "thinking_budget": "As `thinking_token_budget`.",
     "input": "A text, or what was said, thought and called so far, each as its item.",
@@ -100,7 +100,7 @@ FIELDS: Mapping[str, str] = {
     "max_output_tokens": "`max_tokens`, by the name that responses have for it.",
     "reasoning": "`effort` is `reasoning_effort`.",
     "tool_choice": "`auto`, `none`, `required`, or the tool that must be called.",
-    "parallel_tool_calls": "false: of several calls only the first is told.",
+    "parallel_tool_calls": "false: only the first of several calls is returned.",
     "include_reasoning": "false: what the model thinks is left out.",
     "add_special_tokens": "false: of a text the tokens alone. A conversation has its template's.",
     "return_token_strs": "Also say how the vocabulary spells each token.",
@@ -114,11 +114,11 @@ FIELDS: Mapping[str, str] = {
     "query": "Of `/rerank`, what documents are ranked by. Of `/v1/score`, a text or token ids that "
     "each of `items` follows.",
     "items": "Texts, or lists of token ids.",
-    "label_token_ids": "Tokens whose probability to follow is told. At most 256.",
+    "label_token_ids": "Tokens whose probability as the next token is returned. At most 256.",
     "apply_softmax": "Probabilities among these tokens alone.",
     "item_first": "`query` follows each item.",
     "documents": "Texts, or objects with a `text`. Of `/v1/score`, `text_2` by another name.",
-    "instruct": "What documents are wanted for, told to a reranker (`--reranker`).",
+    "instruct": "Task description for a reranker (`--reranker`).",
     "top_n": "So many of the best; absent or 0: all.",
     "return_documents": "false: their texts are left out of the answer.",
     "prediction": "What is expected of the answer: `type` is `content`, and `content` a text or "
@@ -314,10 +314,10 @@ def document(version: str) -> Schema:
             },
             "/version": {"get": _plain("Which version of Baton this is.", "401")},
             "/get_model_info": {
-                "get": _plain("The model, as SGLang tells it; `/model_info`, too.", "401")
+                "get": _plain("The model, in SGLang's format. Also `/model_info`.", "401")
             },
             "/get_server_info": {
-                "get": _plain("The server, as SGLang tells it; `/server_info`, too.", "401")
+                "get": _plain("The server, in SGLang's format. Also `/server_info`.", "401")
             },
             "/v1/models": {"get": _plain("The model that is served, and its adapters.", "401")},
             "/v1/load_lora_adapter": {
@@ -344,7 +344,7 @@ def document(version: str) -> Schema:
             },
             "/requests/{id}/events": {
                 "parameters": [_in_path("id")],
-                "get": _for_operators("What happened to one request, on all programs.", "404"),
+                "get": _for_operators("Events of one request on all processes.", "404"),
             },
             "/health": {"get": _for_anybody("The process lives.")},
             "/ready": {"get": _for_anybody("A request could be placed now.", "503")},

@@ -17,5 +17,7 @@ def memory_tags(names: Sequence[str]) -> tuple[str, ...]:
         InvalidRequest: a name is unknown.
     """
     if unknown := [name for name in names if name not in MEMORY_TAGS]:
-        raise InvalidRequest(f"tags: {unknown[0][:50]!r} is none of {', '.join(MEMORY_TAGS)}")
+        raise InvalidRequest(
+            f"tags: {unknown[0][:50]!r} is invalid: expected {', '.join(MEMORY_TAGS)}"
+        )
     return tuple(tag for tag in MEMORY_TAGS if not names or tag in names)

@@ -40,4 +40,6 @@ def model_directory(model: str, *, weights: bool) -> Path:
         return Path(snapshot_download(model, allow_patterns=wanted))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"model: {model} is no directory and not to be had: {reason}") from error
+        raise ConfigError(
+            f"model: {model} is not a directory and cannot be downloaded: {reason}"
+        ) from error

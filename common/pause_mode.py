@@ -23,5 +23,5 @@ def pause_mode(name: str) -> PauseMode:
         InvalidRequest: the mode is unknown.
     """
     if name and name not in PAUSE_MODES:
-        raise InvalidRequest(f"mode: one of {', '.join(PAUSE_MODES)}")
+        raise InvalidRequest(f"mode must be one of {', '.join(PAUSE_MODES)}")
     return PauseMode(name) if name else PauseMode.ABORT

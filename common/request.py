@@ -222,4 +222,4 @@ def _weight(weight: float) -> float:
 
 def _check_tokens(field: str, token_ids: bytes) -> None:
     if len(token_ids) % BYTES_PER_TOKEN:
-        raise InvalidRequest(f"{field} has {len(token_ids)} bytes, which are no whole int32")
+        raise InvalidRequest(f"{field} has {len(token_ids)} bytes, which is not a multiple of 4")

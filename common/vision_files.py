@@ -70,10 +70,12 @@ def vision_files(directory: Path) -> VisionFiles | None:
             std=tuple(map(float, processor.get("image_std") or _STD)),
         )
     except (TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{directory}: what it says of images cannot be used: {error}") from error
+        raise ConfigError(
+            f"{directory}: its image configuration is not supported: {error}"
+        ) from error
     numbers = (files.patch_side, files.merge, files.frames, files.min_pixels, files.max_pixels)
     if min(numbers) < 1 or len(files.mean) != 3 or len(files.std) != 3 or 0.0 in files.std:
-        raise ConfigError(f"{directory}: what it says of images cannot be used: {files}")
+        raise ConfigError(f"{directory}: its image configuration is not supported: {files}")
     return files
 
 

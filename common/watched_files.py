@@ -72,10 +72,10 @@ class WatchedFiles(Generic[T]):
             except ConfigError as error:
                 # They may become valid without a change, if this clock is behind the authority's.
                 self._useless, self._again = stamp, time.monotonic() + self._again_s
-                log.warning(f"new {self._what} are not used %s", kv(because=error))
+                log.warning(f"reload of {self._what} failed %s", kv(reason=error))
             else:
                 self._stamp = stamp
-                log.info(f"{self._what} were read anew %s", kv(knob=self._knob))
+                log.info(f"{self._what} reloaded %s", kv(setting=self._knob))
             return self._held
 
     def _look(self) -> _Stamp:

@@ -88,13 +88,13 @@ class RequestAdmission:
             ServingError: the request is rejected.
         """
         if self._live.get(request.origin) is not None:
-            raise InvalidRequest(f"request {message.number} is live on this stream already")
+            raise InvalidRequest(f"request {message.number} is already active on this stream")
         if self._desk.draining:
             raise NodeUnavailable("this decode node is draining")
         spec, placement = message.spec, message.placement
         times = REPLAYS_TIMES if spec.num_generated else 1
         if num_waiting >= times * self._max_waiting:
-            raise Overloaded(f"{num_waiting} requests wait here already")
+            raise Overloaded(f"the queue is full ({num_waiting} requests)")
         self._limits.check_request(spec)
         self._adapters.hold(request)
         hints = () if placement.move_from is not None else self._holders.of(request, placement)

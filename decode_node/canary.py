@@ -82,12 +82,12 @@ class _Trial:
 
     @property
     def verdict(self) -> str:
-        """Verdict: "right", "wrong" or "unknown". Empty while the trial runs."""
+        """Verdict: "passed", "failed" or "unknown". Empty while the trial runs."""
         if self.handed.failed or self.own.failed:
             return "unknown"
         if not (self.handed.end and self.own.end):
             return ""
-        return "right" if self.handed.tokens == self.own.tokens else "wrong"
+        return "passed" if self.handed.tokens == self.own.tokens else "failed"
 
     @property
     def in_use(self) -> bool:
@@ -102,7 +102,7 @@ class _Trial:
         """
         if self.verdict == "unknown":
             return self.standing != _Standing.KEPT_OUT
-        return self.verdict == "right"
+        return self.verdict == "passed"
 
 
 class Canary:
@@ -141,7 +141,7 @@ class Canary:
     def owner(self) -> ProducerUp:
         """Return the producer on trial. Raises NodeUnavailable if it is gone."""
         if self._trial is None:
-            raise NodeUnavailable("the node that was to be tried is gone")
+            raise NodeUnavailable("the node to check is no longer paired")
         return self._trial.owner
 
     def admitted(self, events: Sequence[NodeEvent], now: float) -> list[NodeEvent]:
@@ -183,7 +183,7 @@ class Canary:
         if trial is None or not trial.verdict:
             return []
         self._trial = None
-        if trial.verdict == "wrong" and trial.number < NUM_ANSWERS:
+        if trial.verdict == "failed" and trial.number < NUM_ANSWERS:
             self._try(trial.owner, trial.standing, trial.number + 1)
             return []
         self._counts.canary(trial.verdict)
@@ -191,11 +191,11 @@ class Canary:
         if trial.admits:
             return [] if trial.in_use else [owner]
         self._kept_out[owner.owner] = owner, now + AGAIN_S
-        if trial.verdict == "wrong":
+        if trial.verdict == "failed":
             log.error(
-                "the KV of a node is not what is computed here, and is not used %s",
+                "canary check failed, prefill node not used %s",
                 kv(
-                    owner=owner.address,
+                    producer=owner.address,
                     path=owner.path,
                     handed=trial.handed.tokens,
                     own=trial.own.tokens,

@@ -10,15 +10,15 @@ from common.errors import AdapterNotLoaded, QueueFull, ServingError
 from engine.batch.request import RequestEnd
 
 _NAMES = (
-    *("handoffs_opened", "handoffs_held", "handoffs_lost", "handoff_retries", "pages_read"),
-    *("handoff_tokens/own_cache", "handoff_tokens/owner_cache", "handoff_tokens/computed"),
+    *("handoffs_opened", "handoffs_completed", "handoffs_failed", "handoff_retries", "pages_read"),
+    *("handoff_tokens/local_cache", "handoff_tokens/producer_cache", "handoff_tokens/computed"),
     *("link_changes/up", "link_changes/down"),
     *("refused/invalid", "refused/draining", "refused/overloaded", "refused/deadline"),
     *("refused/late", "refused/dropped", "refused/adapter"),
     *("moves/away", "moves/refused", "moves/here"),
-    *("canaries/right", "canaries/wrong", "canaries/unknown"),
+    *("canaries/passed", "canaries/failed", "canaries/unknown"),
 )
-_LOCAL = ("colocated", "short", "no_owner", "exhausted")
+_LOCAL = ("colocated", "short", "no_prefill_node", "exhausted")
 _REFUSALS = {
     StatusCode.INVALID_ARGUMENT: "invalid",
     StatusCode.DEADLINE_EXCEEDED: "deadline",
@@ -42,7 +42,7 @@ class DecodeCounters:
         self._totals["link_changes/up" if up else "link_changes/down"] += 1
 
     def local_prefill(self, reason: str) -> None:
-        """Count a local prefill. `reason` is "colocated", "short", "no_owner" or "exhausted"."""
+        """Count a local prefill, by one of the reasons in `_LOCAL`."""
         self._local[reason] += 1
 
     def opened(self, attempt: int) -> None:
@@ -63,10 +63,10 @@ class DecodeCounters:
             owner_cached: prefix tokens that the producer had in its cache.
         """
         totals = self._totals
-        totals["handoffs_held"] += 1
+        totals["handoffs_completed"] += 1
         totals["pages_read"] += pages_read
-        totals["handoff_tokens/own_cache"] += own
-        totals["handoff_tokens/owner_cache"] += max(owner_cached - own, 0)
+        totals["handoff_tokens/local_cache"] += own
+        totals["handoff_tokens/producer_cache"] += max(owner_cached - own, 0)
         totals["handoff_tokens/computed"] += tokens - max(own, owner_cached)
         self._seconds.add(seconds)
 
@@ -82,11 +82,11 @@ class DecodeCounters:
         self._totals["moves/here"] += 1
 
     def canary(self, verdict: str) -> None:
-        """Count a verdict: "right", "wrong" or "unknown"."""
+        """Count a verdict: "passed", "failed" or "unknown"."""
         self._totals[f"canaries/{verdict}"] += 1
 
     def lost(self) -> None:
-        self._totals["handoffs_lost"] += 1
+        self._totals["handoffs_failed"] += 1
 
     def refused(self, error: ServingError) -> None:
         reason = _REASONS.get(type(error)) or _REFUSALS.get(error.status, "overloaded")

@@ -19,7 +19,7 @@ def wants(config: EngineConfig) -> EngineConfig:
 def check(engine: Engine) -> None:
     """Raise ConfigError if a decode node cannot serve the engine's model."""
     if not engine.model.spec.generates:
-        raise ConfigError("the model has no head for tokens; prefill nodes serve what it can do")
+        raise ConfigError("the model has no language model head: only prefill nodes can serve it")
 
 
 def serve(engine: Engine, start: EngineStart[DecodeConfig], prepare: Callable[[str], None]) -> None:

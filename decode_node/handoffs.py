@@ -426,11 +426,11 @@ class IncomingHandoffs:
         request = transfer.continued() if transfer else attempt.request
         attempt.stamps.lost, attempt.stamps.reason = time.monotonic(), event.reason
         self._log.info(
-            "hand-off lost",
+            "hand-off failed",
             request_id=request.spec.request_id,
             **self._live.stamps(request).trace.log_fields,
-            owner=attempt.stamps.prefill,
-            because=event.reason,
+            producer=attempt.stamps.prefill,
+            reason=event.reason,
         )
         if transfer is not None:
             self._destinations.drop(transfer.destination)
@@ -486,7 +486,7 @@ class IncomingHandoffs:
                 self._end(attempt.request, out_of_time())
             elif attempt.until < now:
                 self.give_up(attempt.request, "it took too long")
-                self._live.refuse(attempt.request, NodeUnavailable("not moved: it took too long"))
+                self._live.refuse(attempt.request, NodeUnavailable("not migrated: timed out"))
         for attempt in self.prealloc:
             if attempt.request.start_by < now:
                 finish = waited_too_long(self._waits.queued_s)

@@ -195,7 +195,9 @@ class OutgoingMigrations:
         if event.held:
             self._moved_at = time.monotonic()
         else:
-            self._log.info("not moved", request_id=request.spec.request_id, because=event.reason)
+            self._log.info(
+                "migration failed", request_id=request.spec.request_id, reason=event.reason
+            )
         if departure.state is MigrationStage.RUNNING or request.slot is None:
             return  # it never stopped, or has ended meanwhile
         if event.held:

@@ -142,7 +142,7 @@ class PrefillPlacement:
             self._live.refuse(request, NodeUnavailable(event.reason))
             return
         if lost.attempt.moves:  # the source may still run it
-            self._live.refuse(request, NodeUnavailable(f"not moved: {event.reason}"))
+            self._live.refuse(request, NodeUnavailable(f"not migrated: {event.reason}"))
             return
         if event.engine_died:
             if request.engine_deaths >= MAX_DEATHS:
@@ -174,7 +174,7 @@ class PrefillPlacement:
                     source = MigrateFrom(waiter.candidates[0], waiter.ticket)
                     self.place_mover(waiter.request, source)
                 else:
-                    raise NodeUnavailable("not moved: this node is not paired with the other")
+                    raise NodeUnavailable("not migrated: this node is not paired with the other")
             except ServingError as error:
                 self._live.refuse(waiter.request, error)
 
@@ -264,7 +264,7 @@ class PrefillPlacement:
         if self._is_exhausted(attempt) or (attempt > 1 and not usable):
             return "exhausted"
         if not usable:
-            return "no_owner"
+            return "no_prefill_node"
         return "short" if self._is_short(request) else ""
 
     def _is_exhausted(self, attempt: int) -> bool:
@@ -293,10 +293,10 @@ class PrefillPlacement:
 
     def _move(self, request: Request, source: MigrateFrom) -> None:
         if self._scheduler.paused:
-            raise NodeUnavailable("not moved: this node is paused")
+            raise NodeUnavailable("not migrated: this node is paused")
         owner = self._owners.get(source.address)
         if owner is None:
-            raise NodeUnavailable("not moved: this node is not paired with the other")
+            raise NodeUnavailable("not migrated: this node is not paired with the other")
         self._handoffs.open(request, owner, (), 1, source.ticket)
 
     def _copy_first(self, request: Request, source: MigrateFrom) -> bool:
@@ -322,7 +322,7 @@ def _is_canary(request: Request) -> bool:
 
 def _paused_too_long(request: Request, now: float) -> ServingError:
     if request.deadline <= now:
-        return DeadlineExceeded(f"{out_of_time().error}, in a pause of generation")
+        return DeadlineExceeded(f"{out_of_time().error}, while generation was paused")
     return QueueFull(
         "generation is paused, for longer than this request may wait", retry_after_s=1.0
     )

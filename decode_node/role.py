@@ -294,7 +294,7 @@ class DecodeRole:
             "fetching": self._dispatcher.num_fetching,
             "prealloc": len(self._handoffs.prealloc),
             "transfer": len(self._handoffs.transfer),
-            "leaving": len(self._departures),
+            "migrating": len(self._departures),
         }
 
     def waiting_by_class(self) -> Mapping[PriorityClass, int]:

@@ -78,12 +78,12 @@ class _RouterStream:
         """
         for address in addresses:
             if address not in (self.peers or ()):
-                raise InvalidRequest(f"prefill_addresses has {address}, which is none of the peers")
+                raise InvalidRequest(f"prefill_addresses has {address}, which is not a peer")
 
     def check_source(self, address: str) -> None:
         """Raise InvalidRequest if the address is no decode node of that router."""
         if address not in self.others:
-            raise InvalidRequest(f"move_from has {address}, which is none of the peers")
+            raise InvalidRequest(f"move_from has {address}, which is not a peer")
 
     def known(self, hints: tuple[PrefixHint, ...]) -> tuple[PrefixHint, ...]:
         """Return the hints that name another node of that router.
@@ -157,7 +157,7 @@ class DecodeService(decode_pb2_grpc.DecodeNodeServicer):
         self._engine.check_ready()
         first = await self._first(messages)
         if len(self._streams) >= MAX_STREAMS:  # checked here: other calls may have begun meanwhile
-            raise Overloaded(f"{MAX_STREAMS} routers are connected already")
+            raise Overloaded(f"{MAX_STREAMS} routers are already connected")
         number = next(self._numbers)
         self._streams[number] = stream = _RouterStream(number, self._engine.lane())
         self._metrics.stream_opened("router")
@@ -179,7 +179,8 @@ class DecodeService(decode_pb2_grpc.DecodeNodeServicer):
             if stream.outgoing.cut_off:
                 self._metrics.cut_off()
             self._log.info(
-                "router cut off" if stream.outgoing.cut_off else "router gone", stream=number
+                "slow router disconnected" if stream.outgoing.cut_off else "router disconnected",
+                stream=number,
             )
             self._tell_peers()
 
@@ -331,11 +332,11 @@ class DecodeService(decode_pb2_grpc.DecodeNodeServicer):
     ) -> None:
         self._metrics.refused(_REFUSALS.get(error.status, "overloaded"))
         self._log.info(
-            "refused",
+            "request rejected",
             stream=stream.number,
             request_id=submit.request.request_id,
             **log_fields(checked(submit.request.traceparent)),
-            because=error,
+            reason=error,
         )
         refusals.ended.append(submit.number)
         refusals.reason.append(decode_pb2.FINISH_REASON_ERROR)

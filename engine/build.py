@@ -243,7 +243,7 @@ def build(config: EngineConfig) -> Engine:
             device=str(device),
             computed=servable.computed,
             dtype=str(precision),
-            because=precision.because,
+            reason=precision.because,
             kv=str(shape.layout.dtype).removeprefix("torch."),
             quantize=rounding,
             stored=model.spec.stored,

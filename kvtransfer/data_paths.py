@@ -45,13 +45,13 @@ def serve(
         try:
             owners[name] = backend.serve(pool, instance)
         except TransferError as error:
-            log.warning("pages are not served %s", kv(over=name, because=error))
+            log.warning("data path unavailable %s", kv(path=name, reason=error))
             reasons.append(f"{name}: {error}")
     if not owners:
         raise ConfigError(
             f"transfer.backend: no data path can be served here: {'; '.join(reasons)}"
         )
-    log.info("pages are served %s", kv(device=pool.device, over=", ".join(owners)))
+    log.info("data paths ready %s", kv(device=pool.device, over=", ".join(owners)))
     return owners
 
 

@@ -164,7 +164,7 @@ def _run(channel: EngineChannel, body: Callable[[], None]) -> None:
         body()
         channel.flush(_FLUSH_S)
     except PeerGone:
-        log.info("the front has let this process go")
+        log.info("engine stopped by the frontend")
     except ConfigError as error:
         _fail(channel, EngineFailed(str(error), config=True), exit_code=2)
     except Exception as error:

@@ -1,5 +1,7 @@
-"""The metrics of a node. The front counts its streams. The engine reports everything else twice a
-second, and a scrape returns the latest report, so that nothing is counted twice.
+"""The metrics of a node.
+
+The server process counts its streams. The engine reports everything else twice a second, and a
+scrape returns the latest report, so that nothing is counted twice.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -26,19 +28,19 @@ Pairing = Literal["up", "refused", "failed"]
 STATES = ("starting", "ready", "paused", "unhealthy", "draining")
 QUEUES = (
     *("waiting", "chunked", "on_device", "retracted"),
-    "guided",  # guided decoding: the guide is being compiled
-    "bringing",  # the prefix is loaded from an offload tier
+    "grammar",  # guided decoding: the grammar is being compiled
+    "offload_load",  # the prefix is loaded from an offload tier
     "fetching",  # the prefix is read from another node
     "adapter",  # the adapter has no slot
     "paused",  # decode nodes only: placed when the pause ends
     *("bootstrap", "inflight", "pooled"),  # prefill nodes only
-    *("unpaired", "prealloc", "transfer", "leaving"),  # decode nodes only
+    *("unpaired", "prealloc", "transfer", "migrating"),  # decode nodes only
 )
 HOLDERS = ("free", "request", "step", "read", "publication", "copy", "cache")
 MODES = ("extend", "decode", "mixed", "verify")
 PATHS = ("nvlink", "cuda_ipc", "rdma", "cma", "tcp")
 
-# Of the front ------------------------------------------------------------------------------------
+# Of the server process --------------------------------------------------------------------------
 
 REJECTED = MetricDeclaration(
     "baton_node_requests_rejected",
@@ -210,9 +212,9 @@ WEIGHT_BYTES = MetricDeclaration(
 WEIGHT_READS = MetricDeclaration(
     "baton_weight_reads",
     "counter",
-    "Total attempts to read the weights of another node. Held: all arrived and were correct. "
-    "Lost: the attempt failed.",
-    {"outcome": ("held", "lost")},
+    "Total attempts to read the weights of another node. Completed: all arrived and their "
+    "checksums matched.",
+    {"outcome": ("completed", "failed")},
 )
 WEIGHT_READ_SECONDS = MetricDeclaration(
     "baton_weight_read_seconds",
@@ -286,10 +288,10 @@ IMAGE_BYTES = MetricDeclaration(
 HANDOFFS = MetricDeclaration(
     "baton_handoffs",
     "counter",
-    "Total hand-offs by result. Held: completed, the consumer has everything. Lost: failed. On "
-    "prefill nodes this includes cancelled requests and responses of one token. Failed: "
-    "cancelled by the producer, and also counted as lost.",
-    {"outcome": ("held", "lost", "failed")},
+    "Total hand-offs by result. Completed: the consumer has all pages. Failed: on prefill nodes "
+    "this includes cancelled requests and responses of one token. Aborted: ended by the producer, "
+    "and also counted as failed.",
+    {"outcome": ("completed", "failed", "aborted")},
 )
 
 # Of a decode node's engine -----------------------------------------------------------------------
@@ -312,7 +314,7 @@ HANDOFF_TOKENS = MetricDeclaration(
     "counter",
     "Total tokens of completed hand-offs by the source of their KV: this node's cache, the "
     "prefill node's cache, or computed.",
-    {"source": ("own_cache", "owner_cache", "computed")},
+    {"source": ("local_cache", "producer_cache", "computed")},
 )
 PAGES_READ = MetricDeclaration(
     "baton_kv_pages_read", "counter", "Total pages read by completed hand-offs."
@@ -321,17 +323,17 @@ LOCAL_PREFILLS = MetricDeclaration(
     "baton_local_prefills",
     "counter",
     "Total prompts that this decode node prefilled itself. Colocated: by configuration. Short: "
-    "below the configured length. Reason no_owner: no candidate is paired. Exhausted: all "
+    "below the configured length. Reason no_prefill_node: no candidate is paired. Exhausted: all "
     "attempts failed.",
-    {"reason": ("colocated", "short", "no_owner", "exhausted")},
+    {"reason": ("colocated", "short", "no_prefill_node", "exhausted")},
 )
 CANARIES = MetricDeclaration(
     "baton_canary_checks",
     "counter",
-    "Total canary checks of nodes at pairing. Wrong: responses differ from this node's own, and "
-    "the node is not used. Unknown: no result yet. The node is used, unless its last canary was "
-    "wrong.",
-    {"outcome": ("right", "wrong", "unknown")},
+    "Total canary checks of nodes at pairing. Failed: responses differ from this node's own, and "
+    "the node is not used. Unknown: no result yet. The node is used, unless its last canary "
+    "failed.",
+    {"outcome": ("passed", "failed", "unknown")},
 )
 READ_BYTES = MetricDeclaration(
     "baton_handoff_read_bytes", "counter", "Total bytes read from other nodes.", {"path": PATHS}
@@ -358,8 +360,8 @@ READS_REFUSED = MetricDeclaration(
 PAGES_COMPARED = MetricDeclaration(
     "baton_handoff_checksums",
     "counter",
-    "Total pages read whose checksum was compared with the producer's. Wrong: they differed.",
-    {"outcome": ("right", "wrong")},
+    "Total pages read whose checksum was compared with the producer's. Failed: they differed.",
+    {"outcome": ("passed", "failed")},
 )
 READS_IN_FLIGHT = MetricDeclaration(
     "baton_handoff_reads_in_flight", "gauge", "Current reads submitted to links and not finished."
@@ -398,30 +400,30 @@ PROMPT_TOKEN_WAYS = MetricDeclaration(
     "counter",
     "Total prompt tokens that this node had to provide, by the source of their KV. Fetched: "
     "read from another node's cache.",
-    {"way": ("own", "fetched", "computed")},
+    {"source": ("own", "fetched", "computed")},
 )
 FETCHES = MetricDeclaration(
     "baton_prefix_fetches",
     "counter",
-    "Total prefixes that another node was expected to have. Held: fetched. Lost: rejected or "
-    "too late. Not tried: dearer means more expensive than computing. With no_room there were "
-    "no free pages. With unpaired no such node was paired.",
-    {"outcome": ("held", "lost", "dearer", "no_room", "unpaired")},
+    "Total prefixes that another node was expected to have. Failed: rejected or too late. Not "
+    "tried: too_expensive (more than computing), no_capacity (no free pages) and unpaired (no "
+    "such node was paired).",
+    {"outcome": ("completed", "failed", "too_expensive", "no_capacity", "unpaired")},
 )
 LOANS = MetricDeclaration(
     "baton_prefix_exports",
     "counter",
-    "Total prefixes that other nodes wanted to read here. Held: completed. Lost: failed. "
-    "Refused: the cache had no more of it, or too much was being exported.",
-    {"outcome": ("held", "lost", "refused")},
+    "Total prefixes that other nodes requested from this node. Refused: the prefix was evicted, "
+    "or too much was being exported.",
+    {"outcome": ("completed", "failed", "refused")},
 )
 FORGOTTEN = MetricDeclaration(
     "baton_prefix_invalidations",
     "counter",
     "Total prefixes whose KV gave NaN or Inf logits. Own: invalidated after a request of this "
-    "node. Asked: invalidated for a node that had read them here. Unheeded: not invalidated, "
+    "node. Asked: invalidated for a node that had read them here. Limited: not invalidated, "
     "because requests exceeded the rate limit.",
-    {"cause": ("own", "asked", "unheeded")},
+    {"cause": ("own", "asked", "limited")},
 )
 
 _TIERS = {"tier": ("host", "file")}

@@ -39,8 +39,8 @@ class HandoffTimings(msgspec.Struct, array_like=True, eq=False):
     @property
     def outcome(self) -> str:
         if self.lost:
-            return "lost"
-        return "held" if self.held else "given_up"
+            return "failed"
+        return "completed" if self.held else "cancelled"
 
 
 class RequestTimings(msgspec.Struct, array_like=True, eq=False):

@@ -49,7 +49,7 @@ class HandoffHistory:
                 request_id=stamps.request_id,
                 **log_fields(stamps.traceparent),
                 id=tuple(event.id),
-                because=event.reason,
+                reason=event.reason,
             )
         stamps.dropped, stamps.held, stamps.reason = time.monotonic(), event.held, event.reason
         self._ended.record(stamps, failed=not event.held)

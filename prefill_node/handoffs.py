@@ -96,7 +96,7 @@ class OutgoingHandoffs:
         self._inflight: dict[int, PrefillHandoff] = {}
         self._lent: dict[int, Ints] = {}  # pages held for publication
         self._records = HandoffHistory(ThrottledLog(log, Throttle(most=100)), desk.notify)
-        outcomes = ("handoffs_held", "handoffs_lost", "handoffs_failed", "refused/dropped")
+        outcomes = ("handoffs_completed", "handoffs_failed", "handoffs_aborted", "refused/dropped")
         self._counts = dict.fromkeys((*outcomes, *COUNTS), 0)
 
     # Status ---------------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ class OutgoingHandoffs:
             )
 
     def dropped(self, event: ClosedEvent) -> None:
-        self._counts["handoffs_held" if event.held else "handoffs_lost"] += 1
+        self._counts["handoffs_completed" if event.held else "handoffs_failed"] += 1
         self._records.close(event)
         self._forget(event.serial, RequestEnd(FinishReason.ABORT, event.reason))
         lent = self._lent.pop(event.serial, None)
@@ -306,7 +306,7 @@ class OutgoingHandoffs:
     def _fail(
         self, serial: int, reason: str, *, retryable: bool, retry_after_s: float = 0.0
     ) -> None:
-        self._counts["handoffs_failed"] += 1
+        self._counts["handoffs_aborted"] += 1
         self._forget(serial, RequestEnd(FinishReason.ABORT, reason))
         self._port.post(FailCommand(serial, reason, retryable, retry_after_s))
 

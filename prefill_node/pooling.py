@@ -26,7 +26,7 @@ from engine.scheduler.scheduler import ChunkDone, Scheduler
 from node.messages import PoolingDone, SubmitPooling
 
 _NO_TOKEN = SamplingParams(max_tokens=1, seed=0, temperature=0.0)  # no token is sampled
-_LEFT = RequestEnd(FinishReason.ABORT, "nobody waits for it")
+_LEFT = RequestEnd(FinishReason.ABORT, "the caller has disconnected")
 
 
 @dataclass(slots=True, eq=False)

@@ -134,7 +134,7 @@ class AttemptMigration:
             )  # its own node handed it off and said so first
         if successor.tokens.has_begun:
             # The first end counts. An end reported by its own node would have come earlier.
-            self._stay.tokens.end(NodeLost("it goes on elsewhere", LossCause.NOT_ITS_OWN))
+            self._stay.tokens.end(NodeLost("it continues on another node", LossCause.NOT_ITS_OWN))
             self._stay.tokens.tell()
             return MigrationOutcome(successor.address)
         self._again_at = time.monotonic() + _AGAIN_S

@@ -52,7 +52,7 @@ KEY_REQUESTS = MetricDeclaration(
     "baton_api_key_requests",
     "counter",
     "Total requests by API key, for the keys in the present file.",
-    {"key": (), "outcome": ("taken", "limited")},
+    {"key": (), "outcome": ("accepted", "limited")},
     sparse=True,
 )
 KEY_TOKENS = MetricDeclaration(
@@ -125,7 +125,7 @@ MOVES = MetricDeclaration(
     "baton_migrations",
     "counter",
     "Total live migrations of running requests to another decode node, by result.",
-    {"outcome": ("moved", "stayed")},
+    {"outcome": ("completed", "failed")},
 )
 SUSPECTS = MetricDeclaration(
     "baton_requests_quarantined",
@@ -236,7 +236,7 @@ class RouterMetrics:
         requests: dict[tuple[str, ...], float] = {}
         tokens: dict[tuple[str, ...], float] = {}
         for key, counted in self._keys().items():
-            requests[key, "taken"] = counted.num_requests
+            requests[key, "accepted"] = counted.num_requests
             requests[key, "limited"] = counted.num_limited
             tokens[key, "prompt"] = counted.num_prompt_tokens
             tokens[key, "generated"] = counted.num_generated_tokens
@@ -317,7 +317,7 @@ class RouterMetrics:
 
     def moved(self, *, moved: bool) -> None:
         """Count a migration to another decode node, completed (`moved`) or failed."""
-        self._moves["moved" if moved else "stayed",] += 1
+        self._moves["completed" if moved else "failed",] += 1
 
     # HTTP -----------------------------------------------------------------------------------------
 

@@ -23,5 +23,5 @@ class RepeatedTokens:
         num_again = min(len(self._left), len(token_ids))
         expected, self._left = self._left[:num_again], self._left[num_again:]
         if list(token_ids[:num_again]) != expected:
-            raise NodeUnavailable("a decode node goes on with other tokens than were generated")
+            raise NodeUnavailable("a decode node continues with other tokens than were generated")
         return num_again

@@ -128,7 +128,7 @@ def _sentence(name: str, said: Sequence[DescribeResult], num_silent: int) -> str
         f"{one.role} {one.address} {one.problem or f'its last {one.flights.num_kept}'}"
         for one in said
     )
-    sentence = f"nothing is known of a request {name!r}, or no more"
+    sentence = f"request {name!r} is unknown or no longer stored"
     if num_silent:
         sentence += f"; {num_silent} processes of this router have not answered"
     return f"{sentence}; kept are the last that ended: {kept or 'no node is there'}"

@@ -68,7 +68,7 @@ def details(timeline: RequestTimeline) -> dict[str, Any]:
 
 def _used(submission: AttemptTimings) -> HandoffSummary | None:
     """Return the completed hand-off whose KV the request used."""
-    held = [one for one in submission.timeline.attempts if one.outcome == "held"]
+    held = [one for one in submission.timeline.attempts if one.outcome == "completed"]
     return held[-1] if held else None
 
 

@@ -44,7 +44,7 @@ def make_clients(config: RouterConfig, metrics: RouterMetrics) -> Clients:
     if keyring is not None:
         metrics.keys_from(keyring.usage)
     elif not here_only:
-        log.warning("clients are not asked for a key: --api-keys is not set %s", kv(host=host))
+        log.warning("clients need no API key: --api-keys is not set %s", kv(host=host))
     held = keyrings(config.server.secret_file, "router")
     return Clients(
         guard=ApiKeyGuard(

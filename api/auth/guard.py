@@ -138,5 +138,5 @@ class ApiKeyGuard:
 
     def _stranger(self, reason: Stranger, error: ServingError, address: str) -> ServingError:
         self._metrics.stranger(reason)
-        self._log.info("a client was refused", peer=address, because=error)
+        self._log.info("client rejected", peer=address, reason=error)
         return error

@@ -38,7 +38,7 @@ class AllowedHosts:
         name = _without_port(host.lower())
         if name.strip("[]") in self._allowed or name in self._allowed or _is_own(name):
             return None
-        return f"this router is not called {name[:256]!r}; --allowed-hosts can tell it that it is"
+        return f"host name {name[:256]!r} is not allowed; add it with --allowed-hosts"
 
 
 def _without_port(host: str) -> str:

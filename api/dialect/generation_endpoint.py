@@ -70,7 +70,7 @@ class GenerationEndpoint:
         except ApiError as refusal:
             self._metrics.rejected("invalid")
             self._refusals.info(
-                "request refused", request_id=request_id, label=label, because=refusal
+                "request rejected", request_id=request_id, label=label, reason=refusal
             )
             return refusal.in_words(self._dialect.words).response(headers)
         except ServingError as error:

@@ -66,7 +66,7 @@ class HttpAcceptor(asyncio.Transport, asyncio.Protocol):
             self.turn_away(408, f"no whole request within {self._shared.limits.receive_s:g} s")
             return
         if not self._writable:
-            self._shared.log.info("client cut off, it reads no answer", peer=self.peer.address)
+            self._shared.log.info("slow client disconnected", peer=self.peer.address)
         self.abort()
 
     def drain(self) -> None:
@@ -80,7 +80,7 @@ class HttpAcceptor(asyncio.Transport, asyncio.Protocol):
         """Stop reading from this client. Send it the reason, unless a request is being served."""
         self.forget()
         self._shared.log.info(
-            "client turned away", peer=self.peer.address, status=status, because=sentence
+            "client connection rejected", peer=self.peer.address, status=status, reason=sentence
         )
         if self._answering:
             return

@@ -75,8 +75,10 @@ class Handshake(asyncio.Protocol):
                 ssl_shutdown_timeout=limits.linger_s,
             )
         except OSError as error:  # TLS error, reset or timeout
-            because = str(error) or "it has gone"
-            self._shared.log.info("no TLS with a client", peer=self._peer, because=because)
+            because = str(error) or "the client disconnected"
+            self._shared.log.info(
+                "TLS handshake with a client failed", peer=self._peer, reason=because
+            )
         finally:
             if self in self._shared.members:  # `_stands` was not called
                 self._leave()

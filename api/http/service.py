@@ -79,7 +79,7 @@ class HttpService:
         except (BadRequest, ConnectionError):
             raise
         except Exception as error:
-            self._shared.log.error("a request was not answered to its end", exc_info=error)
+            self._shared.log.error("response incomplete", exc_info=error)
             if request.writer.output_size:  # part of the response has been sent
                 request.door.abort()
             return whole(500, self._shared.error_body(500, _BUG))

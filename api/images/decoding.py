@@ -75,7 +75,7 @@ class Decoding:
         try:
             answer = self.helper.ask(lane, question)
         except HelperLost as error:
-            log.warning("image decoder lost %s", kv(reason=repr(error.__cause__)))
+            log.warning("image decoder failed %s", kv(reason=repr(error.__cause__)))
             raise NodeUnavailable(
                 "images: the process that decodes them has ended and is started again: send the "
                 "request again"

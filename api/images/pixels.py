@@ -41,7 +41,7 @@ def opened(encoded: bytes) -> Image.Image:
     except Image.DecompressionBombError as error:
         raise InvalidRequest(f"an image is too large: {error}") from error
     except (OSError, ValueError, SyntaxError) as error:
-        raise InvalidRequest(f"an image is none of {', '.join(FORMATS)}, or damaged") from error
+        raise InvalidRequest(f"an image is invalid: expected {', '.join(FORMATS)}") from error
     width, height = image.size
     kind = "JPEG" if image.format == _CAMERAS else str(image.format)
     if width * height > MAX_PIXELS[kind] or not width * height:

@@ -151,7 +151,7 @@ def _logprobs(fields: ChatFields) -> int:
     if fields.logprobs:
         return fields.top_logprobs or 0
     if fields.top_logprobs:
-        sentence = "top_logprobs is told beside logprobs: set both"
+        sentence = "top_logprobs requires logprobs: set both"
         raise ApiError(400, sentence, param="top_logprobs")
     return -1
 

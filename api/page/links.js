@@ -30,7 +30,7 @@ export class Links {
   }
 
   show(cluster, rates) {
-    const busy = (address) => (rates.of(address, "handoffs_held") ?? 0) > 0;
+    const busy = (address) => (rates.of(address, "handoffs_completed") ?? 0) > 0;
     this.links = cluster.nodes
       .filter((node) => node.state !== "unreachable")
       .flatMap((node) =>

@@ -21,9 +21,9 @@ const QUEUES = {
   unpaired: "waiting for a prefill node",
   prealloc: "waiting for pages",
   transfer: "its pages are being computed and read",
-  leaving: "going on at another decode node",
-  guided: "the form of its answer is being compiled",
-  bringing: "what host memory has of its prompt is being copied back",
+  migrating: "going on at another decode node",
+  grammar: "the form of its answer is being compiled",
+  offload_load: "what host memory has of its prompt is being copied back",
   fetching: "what another node has of its prompt is being read",
   paused: "waiting for the end of a pause",
   adapter: "its LoRA adapter waits for a place on the device",
@@ -46,13 +46,13 @@ const FACTS = {
   "found in cache": "share of all prompts' tokens since it started whose pages it had already",
   "local prefills": "prompts that this decode node computed itself",
   "hand-offs lost": "they failed on the way, and were tried anew or computed here",
-  "canaries wrong": "a node's KV was not what is computed here; it is not used",
+  "canaries failed": "a node's KV was not what is computed here; it is not used",
   retractions: "requests taken off the device for want of pages; they go on later",
 };
 // Queues that are shown when something is in them.
 const RARE = new Set([
-  ...["adapter", "bringing", "chunked", "fetching", "guided"],
-  ...["leaving", "pooled", "retracted", "unpaired"],
+  ...["adapter", "chunked", "fetching", "grammar"],
+  ...["migrating", "offload_load", "pooled", "retracted", "unpaired"],
 ]);
 const MOST_OPEN = 4; // more nodes than this on one side start closed
 const MOST_TALL = 8; // more than this take one line each
@@ -165,15 +165,15 @@ function facts(node, rates) {
   const of = (counter) => rates.of(node.address, counter);
   const shown = [
     { label: "steps/s", value: of("steps") },
-    { label: "hand-offs/s", value: of("handoffs_held") },
+    { label: "hand-offs/s", value: of("handoffs_completed") },
   ];
   const found = foundInCache([node]);
   if (found) shown.push({ label: "found in cache", text: found });
-  const { retractions = 0, local_prefills: local = 0, handoffs_lost: lost = 0 } = node.counters;
+  const { retractions = 0, local_prefills: local = 0, handoffs_failed: lost = 0 } = node.counters;
   if (local) shown.push({ label: "local prefills", value: local });
   if (lost) shown.push({ label: "hand-offs lost", value: lost, bad: true });
-  const wrong = node.counters["canaries/wrong"] ?? 0;
-  if (wrong) shown.push({ label: "canaries wrong", value: wrong, bad: true });
+  const wrong = node.counters["canaries/failed"] ?? 0;
+  if (wrong) shown.push({ label: "canaries failed", value: wrong, bad: true });
   if (node.role === "decode" || retractions) {
     shown.push({ label: "retractions", value: retractions, bad: retractions > 0 });
   }

@@ -79,14 +79,14 @@ function facts(request) {
     ["Answer", `${request.completion_tokens} tokens`],
     ["End", request.outcome],
   ];
-  const held = request.attempts.findLast((attempt) => attempt.outcome === "held");
+  const held = request.attempts.findLast((attempt) => attempt.outcome === "completed");
   if (held) {
     const rest = held.bytes ? `, ${count(held.bytes / 1e6)} MB` : "";
     shown.push(["Hand-off", `${plural(held.pages, "page")}${rest} over ${held.path}`]);
   }
-  const lost = request.attempts.filter((attempt) => attempt.outcome !== "held");
+  const lost = request.attempts.filter((attempt) => attempt.outcome !== "completed");
   for (const attempt of lost) {
-    shown.push([`Attempt ${attempt.number}`, `${attempt.outcome}: ${attempt.reason || "no reason told"}`]);
+    shown.push([`Attempt ${attempt.number}`, `${attempt.outcome}: ${attempt.reason || "no reason given"}`]);
   }
   if (request.replays) shown.push(["Replays", count(request.replays)]);
   if (request.trace_id) shown.push(["Trace", request.trace_id]);

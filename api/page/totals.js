@@ -23,7 +23,7 @@ export class Totals {
     const promptTokens = rates.sum(nodes, "prompt_tokens");
     const generated = rates.sum(nodes, "generated_tokens");
     const readers = nodes.filter((node) => node.role === "decode");
-    const handoffs = rates.sum(readers, "handoffs_held");
+    const handoffs = rates.sum(readers, "handoffs_completed");
     const found = foundInCache(nodes);
     const tiles = [
       { label: "Nodes ready", value: `${ready}`, unit: `of ${nodes.length}`, note: "" },

@@ -127,7 +127,7 @@ class PoolingService:
                 the model does not support one.
         """
         if task and self._reranker is None:
-            raise InvalidRequest("instruct: this model is not told of any; write it into query")
+            raise InvalidRequest("instruct is not supported by this model: include it in query")
         if self._files.classifies:
             return await self._classified(pairs, asker)
         if self._reranker is not None:
@@ -173,9 +173,7 @@ class PoolingService:
         pooled = await self._pooled(wanted, asker)
         logits = list(map(_floats, pooled.vectors))
         if any(len(each) != 1 for each in logits):
-            raise InvalidRequest(
-                f"model: it tells {len(logits[0])} classes apart, and has no score"
-            )
+            raise InvalidRequest(f"model: it has {len(logits[0])} classes and returns no score")
         return Scores([_sigmoid(each[0]) for each in logits], sum(pooled.num_tokens))
 
     async def _pooled(self, wanted: PoolingRequest, asker: PoolingCaller) -> PoolingResult:

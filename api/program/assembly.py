@@ -450,7 +450,7 @@ async def _tell_readiness(
         if ready and not told:
             log.info("ready")
         elif told and not ready:
-            log.warning("not ready %s", kv(because=unready))
+            log.warning("not ready %s", kv(reason=unready))
         told = ready
         counts.ready(ready)
         await health.tell(ready)

@@ -57,7 +57,7 @@ async def keep(config: RouterConfig) -> int:
         try:
             up = await _started(processes, end.wanted)
             if up:
-                log.info("all processes are up %s", kv(processes=len(processes)))
+                log.info("all router processes started %s", kv(processes=len(processes)))
                 await asyncio.gather(*(process.keep(end.wanted) for process in processes))
         finally:
             codes = await asyncio.gather(
@@ -142,7 +142,7 @@ class _Process:
                 if time.monotonic() - started_at > _MAX_BACKOFF_S:
                     backoff_s = _MIN_BACKOFF_S
                 fields = kv(process=self._place.number, code=code, restart_in_s=backoff_s)
-                log.error("a router process has ended %s", fields)
+                log.error("router process ended %s", fields)
                 await _unless(stop, asyncio.sleep(backoff_s))
                 backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
             if not stop.is_set() and await self.start(again=True) and renewing is not None:

@@ -72,16 +72,19 @@ class CertificateRenewal:
         Stop at one that does not come back, and leave the others as they are.
         """
         for number, process in enumerate(self._processes):
-            log.info("a router process is renewed %s", kv(process=number))
+            log.info("router process restarted %s", kv(process=number))
             try:
                 async with asyncio.timeout(_LONGEST_S):
                     await process.renew()
                     while not await self._serves(number):  # noqa: ASYNC110  (it is another process)
                         await asyncio.sleep(_LOOK_S)
             except TimeoutError:
-                log.error("a router process is not back %s", kv(process=number, after_s=_LONGEST_S))
+                log.error(
+                    "router process did not restart in time %s",
+                    kv(process=number, after_s=_LONGEST_S),
+                )
                 return
-        log.info("all router processes are renewed")
+        log.info("all router processes restarted")
 
     async def _serves(self, number: int) -> bool:
         told = await self._routers.ask(STATE)

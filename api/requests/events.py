@@ -53,7 +53,7 @@ def _moments(timeline: RequestTimeline) -> Iterator[TimelineEvent]:
         if number:
             where += f", with the {one.num_tokens} tokens that are out"
         yield TimelineEvent(one.submitted, "replayed" if number else "placed", where)
-        yield TimelineEvent(one.lost, "lost", one.because)
+        yield TimelineEvent(one.lost, "failed", one.because)
     yield TimelineEvent(timeline.first_token, "first token", "is written")
     yield TimelineEvent(
         timeline.last_token, "last token", f"of {timeline.completion_tokens} is written"

@@ -279,7 +279,7 @@ class _Answer:
                         self._drop_read()
                         self.tell()
                 if self.task.cancelled():
-                    raise RequestAborted("nobody waited for this answer any more")
+                    raise RequestAborted("no client waits for this response")
                 if self.task.done():
                     return self.task.result()
                 await self._news.wait()

@@ -121,7 +121,7 @@ class RequestRecord:
                 tokens=self._num_tokens,
                 decode=decode,
                 alone=suspect,
-                because=lost,
+                reason=lost,
             ),
         )
 
@@ -129,12 +129,14 @@ class RequestRecord:
         """Record that the request has migrated to another decode node."""
         self._metrics.moved(moved=True)
         self.timeline.move(to)
-        log.info("request moved %s", kv(**self._names(), tokens=self._num_tokens, decode=to.decode))
+        log.info(
+            "request migrated %s", kv(**self._names(), tokens=self._num_tokens, decode=to.decode)
+        )
 
     def stay(self, decode: str, because: ServingError) -> None:
         """Record that a migration to that decode node has failed."""
         self._metrics.moved(moved=False)
-        log.info("request not moved %s", kv(**self._names(), decode=decode, because=because))
+        log.info("migration failed %s", kv(**self._names(), decode=decode, reason=because))
 
     def write(self, num_tokens: int) -> None:
         """Record that a message with that many tokens is sent to the client now."""
@@ -174,7 +176,7 @@ class RequestRecord:
             case _:
                 return
         self._refusals.info(
-            "request refused", **self._names(), client=self._client.name, because=error
+            "request rejected", **self._names(), client=self._client.name, reason=error
         )
 
     def _names(self) -> dict[str, object]:

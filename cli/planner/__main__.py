@@ -154,7 +154,7 @@ class Planner:
     def _tell(self, decision: Decision) -> None:
         """Log and report a decision if it differs from the previous one."""
         if _news(decision) != self._told:
-            log.info("%s %s", _what(decision), kv(because=decision.because))
+            log.info("%s %s", _what(decision), kv(reason=decision.because))
             self._account.note(_what(decision), decision.because)
             if (kind := _KINDS.get(type(decision))) is not None:
                 self._metrics.decided(kind)
@@ -174,12 +174,12 @@ class Planner:
             moved = await self._fleet.tell_router(self._router, "Move", order, _MOVE_S)
         except UnfinishedRestart as undone:
             self._metrics.moved(done=False)
-            log.warning("not moved %s", kv(node=decision.source, because=undone))
+            log.warning("migration failed %s", kv(node=decision.source, reason=undone))
             self._account.note(f"no request of {decision.source} was moved", str(undone))
         else:
             self._metrics.moved(done=True)
             fields = kv(request=moved.request_id, node=moved.source, to=moved.target)
-            log.info("moved %s", fields)
+            log.info("request migrated %s", fields)
             self._account.note(f"{moved.request_id} has moved to {moved.target}", "")
 
     async def _switch(self, decision: SwitchRoleAction) -> None:
@@ -188,12 +188,12 @@ class Planner:
             await self._fleet.switch_node(decision.address, decision.role, command.LONGEST_S)
         except UnfinishedRestart as undone:
             self._metrics.switched(done=False)
-            log.warning("not switched %s", kv(node=decision.address, because=undone))
+            log.warning("role change failed %s", kv(node=decision.address, reason=undone))
             self._account.note(f"{decision.address} goes on as it is", str(undone))
         else:
             self._metrics.switched(done=True)
             took_s = round(self._clock() - began, 1)
-            log.info("switched %s", kv(node=decision.address, to=decision.role, seconds=took_s))
+            log.info("role changed %s", kv(node=decision.address, to=decision.role, seconds=took_s))
             self._account.note(f"{decision.address} becomes a {decision.role} node", "")
         self._history.clear()  # later decisions use only looks after this change
         self._told = ""
@@ -204,13 +204,13 @@ def _what(decision: Decision) -> str:
         case SwitchRoleAction(address, role):
             return f"{address} should become a {role} node"
         case ShiftCapacityAction(source, target):
-            return f"a request of {source} should go on at {target}"
+            return f"a request of {source} should migrate to {target}"
         case AddNodeAction(role):
-            return f"there should be one more {role} node"
+            return f"one more {role} node is needed"
         case RemoveNodeAction(address, role):
             return f"{role} node {address} is not needed"
         case NoAction():
-            return "nothing is to be done"
+            return "no action needed"
         case WaitAction():
             return "waiting"
 
@@ -259,7 +259,7 @@ async def _watch(planner: Planner, every_s: float) -> None:
         except UnfinishedRestart as undone:
             if str(undone) != silence:
                 silence = str(undone)
-                log.warning("the router does not answer %s", kv(because=undone))
+                log.warning("the router does not answer %s", kv(reason=undone))
         await asyncio.sleep(every_s)
 
 

@@ -60,7 +60,7 @@ class DecisionLog:
             await self._fleet.tell_router(self._router, "TellPlan", TellPlanRequest(plan=plan))
         except UnfinishedRestart as undone:
             if str(undone) != self._refusal:
-                log.warning("the router's page does not show this %s", kv(because=undone))
+                log.warning("decision not reported to the router %s", kv(reason=undone))
             self._refusal = str(undone)
         else:
             self._untold.clear()

@@ -54,7 +54,7 @@ _RATES = (
     _Column("tok/s", 6, "generated_tokens"),
     _Column("prompt/s", 8, "prompt_tokens"),
     _Column("steps/s", 7, "steps"),
-    _Column("hand-offs/s", 11, "handoffs_held"),
+    _Column("hand-offs/s", 11, "handoffs_completed"),
 )
 
 
@@ -131,7 +131,7 @@ def _totals(nodes: Sequence[ClusterNode], router: RouterState, rates: Rates) -> 
         "live": f"{router.live_requests}/{router.max_requests}",
         "tok/s": short(rates.total(everyone, "generated_tokens")),
         "prompt/s": short(rates.total(everyone, "prompt_tokens")),
-        "hand-offs/s": short(rates.total(readers, "handoffs_held")),
+        "hand-offs/s": short(rates.total(readers, "handoffs_completed")),
     }
     parts = [((f"{name} ", "bright_black"), (value, "bold")) for name, value in shown.items()]
     return Text("   ").join(Text.assemble(*part) for part in parts)
@@ -232,9 +232,9 @@ def _queues(node: ClusterNode) -> Text:
     line = Text("  ".join(full))
     if retractions:
         line.append(f"{'  ' if full else ''}{short(retractions)} retractions", "yellow")
-    wrong = node.counters.get("canaries/wrong", 0)
+    wrong = node.counters.get("canaries/failed", 0)
     if wrong:
-        line.append(f"{'  ' if line else ''}{short(wrong)} canaries wrong", "red")
+        line.append(f"{'  ' if line else ''}{short(wrong)} canaries failed", "red")
     return line
 
 

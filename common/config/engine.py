@@ -71,7 +71,7 @@ class OffloadConfig(ConfigRecord):
     @model_validator(mode="after")
     def _files_are_below_host_memory(self) -> Self:
         if (self.disk_dir is not None) != (self.disk_bytes > 0):
-            raise ValueError("disk_dir and disk_bytes go together")
+            raise ValueError("disk_dir and disk_bytes must be set together")
         if self.disk_bytes and not self.cpu_bytes:
             raise ValueError("disk_dir needs cpu_bytes: pages are read through host memory")
         return self
@@ -255,7 +255,9 @@ class SpeculativeConfig(ConfigRecord):
     @model_validator(mode="after")
     def _eagle_has_a_checkpoint(self) -> Self:
         if (self.method == "eagle") != bool(self.draft_model):
-            raise ValueError("draft_model and the drafter eagle go together")
+            raise ValueError(
+                "the method eagle needs draft_model, and draft_model needs that method"
+            )
         return self
 
     @property

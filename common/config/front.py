@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from common.config.record import ConfigRecord, Port, Seconds
 
 _COLLECTOR = re.compile(r"https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?/?")
-NAME_WITHOUT_CA = "server_name says nothing without ca"
+NAME_WITHOUT_CA = "server_name needs ca"
 
 
 class TlsConfig(ConfigRecord):
@@ -33,7 +33,7 @@ class TlsConfig(ConfigRecord):
     @model_validator(mode="after")
     def _whole(self) -> Self:
         if (self.cert is None) != (self.key is None):
-            raise ValueError("cert and key go together")
+            raise ValueError("cert and key must be set together")
         return self
 
     @property
@@ -86,14 +86,14 @@ class ServerConfig(ConfigRecord):
     @classmethod
     def _collector(cls, url: str | None) -> str | None:
         if url is not None and _COLLECTOR.fullmatch(url) is None:
-            raise ValueError("must be http://HOST:PORT, or https, of OTLP over gRPC")
+            raise ValueError("must be http://HOST:PORT or https://HOST:PORT, of OTLP over gRPC")
         return url
 
     @field_validator("tls")
     @classmethod
     def _serves(cls, tls: TlsConfig) -> TlsConfig:
         if tls.ca is not None and tls.cert is None:
-            raise ValueError("ca is for checking callers over TLS, which takes cert and key")
+            raise ValueError("ca needs cert and key: it verifies callers over TLS")
         if tls.server_name and tls.ca is None:
             raise ValueError(NAME_WITHOUT_CA)
         return tls

@@ -149,5 +149,5 @@ class DecodeConfig(NodeConfig):
     def _can_call(cls, mode: str, info: ValidationInfo) -> str:
         front = info.data.get("server")
         if mode == "disaggregated" and front and front.tls.cert and front.tls.ca is None:
-            raise ValueError("with --tls-cert it needs --tls-ca too, to check prefill nodes")
+            raise ValueError("with --tls-cert it needs --tls-ca, to verify prefill nodes")
         return mode

@@ -70,7 +70,7 @@ class ClientsConfig(ConfigRecord):
     def _origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
         for origin in origins:
             if origin != "*" and _ORIGIN.fullmatch(origin) is None:
-                raise ValueError("must be http://HOST[:PORT], or https, or *")
+                raise ValueError("must be http://HOST[:PORT], https://HOST[:PORT] or *")
         return origins
 
 

@@ -54,9 +54,7 @@ class CallAuthenticator:
                 raise AuthRejection("role", _not_allowed(method, identified.caller, allowed))
         except AuthRejection as refused:
             self._count("caller", refused.reason)
-            self._log.warning(
-                "a call was refused", method=method, peer=context.peer(), because=refused
-            )
+            self._log.warning("call rejected", method=method, peer=context.peer(), reason=refused)
             raise refused.error from refused
         if identified.answer:
             await context.send_initial_metadata(identified.answer)

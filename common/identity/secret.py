@@ -90,7 +90,7 @@ def parse(text: str, source: str, role: Role) -> SecretKeys:
     """
     words = text.split()
     if not 0 < len(words) <= _MAX_SECRETS:
-        raise ConfigError(f"{source} holds {len(words)} secrets, from 1 to {_MAX_SECRETS} are read")
+        raise ConfigError(f"{source} has {len(words)} secrets, expected 1 to {_MAX_SECRETS}")
     keys: dict[Role, tuple[bytes, ...]] = dict.fromkeys(ROLES, ())
     for number, word in enumerate(words, 1):
         if word.startswith(_OPERATOR_KEY):
@@ -104,7 +104,7 @@ def parse(text: str, source: str, role: Role) -> SecretKeys:
         for each in ROLES:
             keys[each] += (_derived(word, each),)
     if not keys[role]:
-        raise ConfigError(f"{source} holds an operator's key alone: a {role} needs the secret")
+        raise ConfigError(f"{source} has only an operator's key: a {role} needs the secret")
     return SecretKeys(keys)
 
 
@@ -121,12 +121,12 @@ def _of_file(file: Path, role: Role) -> SecretKeys:
         with file.open("rb") as content:
             read = content.read(_MAX_FILE_BYTES + 1)
         if len(read) > _MAX_FILE_BYTES:
-            raise ConfigError(f"{file} is longer than {_MAX_FILE_BYTES} bytes: no file of secrets")
+            raise ConfigError(f"{file} is longer than {_MAX_FILE_BYTES} bytes")
         return parse(read.decode("ascii"), str(file), role)
     except OSError as error:
         raise ConfigError(f"--secret-file: {unread(file, error)}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"--secret-file: {file} is no text of ASCII characters") from error
+        raise ConfigError(f"--secret-file: {file} is not ASCII text") from error
     except ConfigError as error:
         raise ConfigError(f"--secret-file: {error}") from error
 

@@ -2,7 +2,7 @@
 
 Modules log with the standard `logging.getLogger(__name__)`, a sentence and `kv`:
 
-    log.info("hand-off lost %s", kv(request_id=request.request_id, because=reason))
+    log.info("hand-off failed %s", kv(request_id=request.request_id, reason=reason))
 
 In text, the fields follow the sentence. They are quoted, so that text from clients can never look
 like a line or a field of Baton. In JSON, they are fields.

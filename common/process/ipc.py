@@ -231,7 +231,7 @@ class FrameConnection(asyncio.Protocol, Generic[T]):
         """
         frame = encode_frame(message)
         if self._transport is None or self._ended:
-            raise PeerGone("the engine process is gone")
+            raise PeerGone("the engine process has ended")
         if self.backlog_bytes + len(frame) > MAX_BACKLOG_BYTES:
             raise Backlogged(f"{self.backlog_bytes} bytes wait for an engine that does not read")
         self.num_bytes_sent += len(frame)

@@ -66,7 +66,7 @@ def from_proto(proto: pb.Guide) -> GuidedDecoding:
     """Parse a guide. Raises InvalidRequest if it is empty."""
     match proto.WhichOneof("form"):
         case None:
-            raise InvalidRequest("sampling.guide says no form")
+            raise InvalidRequest("sampling.guide has no kind")
         case "json_object":
             return JSON_OBJECT
         case kind:

@@ -79,9 +79,9 @@ def check_images(images: Sequence[Image], token_ids: Sequence[int]) -> None:
     for number, image in enumerate(images):
         side = math.isqrt(len(image.pixels) // (_CHANNELS * max(image.num_tokens, 1)))
         if not side or not image.fits(side):
-            raise InvalidRequest(f"images[{number}]: its pixels are not those of its size")
+            raise InvalidRequest(f"images[{number}]: the number of pixels does not match its size")
         if not end <= image.at or image.end > len(token_ids):
-            raise InvalidRequest(f"images[{number}]: its tokens are not in the prompt")
+            raise InvalidRequest(f"images[{number}]: its tokens are outside the prompt")
         if list(token_ids[image.at : image.end]) != image.token_ids:
             raise InvalidRequest(
                 f"images[{number}]: in its place are not the tokens of its content"

@@ -46,6 +46,6 @@ def check(pooling: PoolingParams) -> None:
             f"label_token_ids has {len(pooling.tokens)} tokens, {MAX_TOLD_TOKENS} allowed"
         )
     if pooling.pool is PoolingMode.TOKENS and not pooling.tokens:
-        raise InvalidRequest("label_token_ids is empty: of no token a probability is wanted")
+        raise InvalidRequest("label_token_ids is empty: at least one token is required")
     if pooling.pool is not PoolingMode.TOKENS and pooling.tokens:
-        raise InvalidRequest("label_token_ids: a vector is wanted, and no probabilities")
+        raise InvalidRequest("label_token_ids is not allowed for embeddings")

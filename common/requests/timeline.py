@@ -74,7 +74,7 @@ class HandoffSummary(msgspec.Struct, frozen=True, array_like=True):
 
     prefill: str  # address of the prefill node
     path: str  # of the link to it
-    outcome: str  # "held" | "lost" | "given_up"
+    outcome: str  # "completed" | "failed" | "cancelled"
     reason: str = ""
     num_pages: int = 0  # read
     num_bytes: int = 0
@@ -169,7 +169,7 @@ def from_proto(message: pb.Timeline, longest_s: float) -> Timeline:
         HandoffSummary(
             one.prefill_address[:MAX_TEXT],
             one.path[:MAX_TEXT],
-            one.outcome if one.outcome in ("held", "lost") else "given_up",
+            one.outcome if one.outcome in ("completed", "failed") else "cancelled",
             one.reason[:MAX_TEXT],
             one.pages,
             one.bytes,

@@ -20,5 +20,5 @@ def check_address(address: str) -> str:
     """
     match = _ADDRESS.fullmatch(address)
     if match is None or not 0 < int(match[2]) < 65536:
-        raise InvalidRequest(f"not an address of the form host:port: {address[:100]!r}")
+        raise InvalidRequest(f"invalid address, expected host:port: {address[:100]!r}")
     return address

@@ -43,7 +43,7 @@ class _HealthServicer(health.aio.HealthServicer):
     async def Watch(self, request: Any, context: Any) -> None:
         """Stream health changes. RESOURCE_EXHAUSTED if there are too many watchers."""
         if self._num_watchers >= MAX_HEALTH_WATCHERS:
-            raise Overloaded(f"{MAX_HEALTH_WATCHERS} watch the health of this program already")
+            raise Overloaded(f"too many health watchers of this process ({MAX_HEALTH_WATCHERS})")
         self._num_watchers += 1
         try:
             await super().Watch(request, context)

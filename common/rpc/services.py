@@ -70,8 +70,8 @@ async def rpc_errors(context: "grpc.aio.ServicerContext[Any, Any]") -> AsyncIter
     except NotImplementedError:  # from generated code: the library's servicer lacks the method
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this method is not served here")
     except Exception as error:
-        log_of_faults.error("a call failed by a fault of this program", exc_info=error)
-        await context.abort(grpc.StatusCode.INTERNAL, "internal error; see this program's log")
+        log_of_faults.error("call failed by an internal error", exc_info=error)
+        await context.abort(grpc.StatusCode.INTERNAL, "internal error; see the log of this process")
 
 
 class _Recorder:

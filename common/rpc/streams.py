@@ -56,7 +56,7 @@ class OutgoingStream(Generic[M]):
         num_bytes = message.ByteSize()
         if len(self._unsent) >= self._max_messages or self._num_bytes + num_bytes > self._max_bytes:
             self.cut_off = True
-            self.end(Overloaded(f"{len(self._unsent)} messages wait for a peer that does not read"))
+            self.end(Overloaded(f"the peer does not read: {len(self._unsent)} messages are queued"))
             return
         self._unsent.append((message, num_bytes))
         self._num_bytes += num_bytes

@@ -152,7 +152,7 @@ def server_contexts(
             try:
                 context = _server_context(pems, application_protocol)
             except ConfigError as error:
-                log.warning("new certificates are not used %s", kv(because=error))
+                log.warning("certificate reload failed %s", kv(reason=error))
         return context
 
     return newest

@@ -122,7 +122,7 @@ class OtlpTracer:
         ending.start()
         ending.join(FLUSH_S)
         if ending.is_alive():
-            log.warning("spans are left: the collector has not taken them within %.1f s", FLUSH_S)
+            log.warning("spans dropped: the collector did not accept them within %.1f s", FLUSH_S)
             self._exporter.shutdown()
             ending.join(_LET_GO_S)
 
@@ -154,7 +154,7 @@ class _Exporter(SpanExporter):
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         result = self._exporter.export(spans)
         if self._refused and result is SpanExportResult.SUCCESS:
-            log.info("the collector takes spans again")
+            log.info("span export resumed")
         self._refused = result is not SpanExportResult.SUCCESS
         return result
 

@@ -49,7 +49,7 @@ class AdapterLoader:
             Overloaded: too many adapters are being loaded.
         """
         if len(self._loading) >= MAX_LOADING:
-            raise Overloaded(f"{len(self._loading)} adapters are being loaded already")
+            raise Overloaded(f"{len(self._loading)} adapters are already loading")
         read = self._reader.submit(self._shelf.read, path)
         loaded: Future[tuple[AdapterId, bool]] = Future()
         self._loading.append(_Loading(name, read, loaded))

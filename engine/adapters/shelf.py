@@ -57,7 +57,7 @@ class AdapterDirectory:
             raise InvalidRequest(f"lora_path: {str(error).replace(f'{root}/', '')}") from None
         except _UNREADABLE as error:  # any other defect of a file must not stop the engine
             kind = type(error).__name__
-            raise InvalidRequest(f"lora_path: what is there cannot be read ({kind})") from error
+            raise InvalidRequest(f"lora_path: the files cannot be read ({kind})") from error
 
 
 def no_shelf() -> AdapterDirectory:

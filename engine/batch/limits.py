@@ -46,7 +46,7 @@ class RequestLimits:
         if images and sampling.prompt_logprobs >= 0:
             raise InvalidRequest("sampling.prompt_logprobs: there are none of a prompt with images")
         if not self.generates:
-            raise InvalidRequest("model: it has no head for tokens, and generates nothing")
+            raise InvalidRequest("model: it has no language model head and cannot generate")
         named = {
             "logit_bias": [token for token, _ in sampling.logit_bias],
             "allowed_token_ids": sampling.allowed_token_ids,
@@ -64,9 +64,9 @@ class RequestLimits:
         """Raise InvalidRequest if the model has no such head or a token is outside the
         vocabulary."""
         if pooling.pool is PoolingMode.LABELS and not self.num_labels:
-            raise InvalidRequest("model: it has no head for classes")
+            raise InvalidRequest("model: it has no classification head")
         if pooling.pool is PoolingMode.TOKENS and not self.generates:
-            raise InvalidRequest("model: it has no head for tokens")
+            raise InvalidRequest("model: it has no language model head")
         if pooling.tokens and not 0 <= min(pooling.tokens) <= max(pooling.tokens) < (
             self.vocabulary_size
         ):

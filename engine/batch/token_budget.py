@@ -19,7 +19,7 @@ class TokenBudget:
         """Count `num_tokens` for the request. Raise Overloaded if they exceed `times` the limit."""
         most = self._most * times
         if self._num_tokens and self._num_tokens + num_tokens > most:
-            raise Overloaded(f"{self._num_tokens} tokens wait here already, of {most}")
+            raise Overloaded(f"the queue is full ({self._num_tokens} of {most} tokens)")
         self._by_key[key] = num_tokens
         self._num_tokens += num_tokens
 

@@ -174,7 +174,7 @@ def _check_begins(compiled: Compiled) -> None:
     bits = np.zeros((1, words_of(compiled.tokenizer_info.vocab_size)), np.int32)
     # False means that every token is allowed.
     if xgrammar.GrammarMatcher(compiled).fill_next_token_bitmask(bits, 0) and not bits.any():
-        raise InvalidRequest("no answer keeps to it")
+        raise InvalidRequest("no response can match it")
 
 
 def _check_size(compiled: Compiled) -> None:

@@ -86,7 +86,7 @@ class SubprocessVerifier:
         try:
             answer = self.helper.ask(list(GrammarWorker).index(lane), question)
         except HelperLost as error:
-            raise Overloaded("the process that tries guides has died or stands still") from error
+            raise Overloaded("the grammar verification process failed or stalled") from error
         if answer.took_too_long:
             raise GrammarTimeout(
                 f"sampling.{guide.kind}: compiling and trying it takes more than {lane.value} s of "

@@ -84,7 +84,7 @@ class GrammarCache:
             self._kept.move_to_end(guide)
             return known
         if sum(not each.done() for each in self._kept.values()) >= MAX_WAITING:
-            raise Overloaded(f"{MAX_WAITING} guides wait to be compiled already")
+            raise Overloaded(f"{MAX_WAITING} grammars are already waiting for compilation")
         made: Future[CompiledGuide] = Future()
         self._kept[guide] = made
         made.add_done_callback(lambda _: self.tell())
@@ -131,7 +131,7 @@ class GrammarCache:
         compiled = CompiledGuide(self._loaded().compiled(form))
         took_s = time.monotonic() - began
         if took_s > SLOW_S:
-            log.warning("guide was slow to compile %s", kv(kind=guide.kind, seconds=took_s))
+            log.warning("slow grammar compilation %s", kv(kind=guide.kind, seconds=took_s))
         return compiled
 
     def _loaded(self) -> "GrammarCompilers":

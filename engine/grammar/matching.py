@@ -168,7 +168,7 @@ class MatchThreads:
         """Raise Overloaded while too many threads are stuck with slow grammars."""
         self._stuck = [each for each in self._stuck if not each.done()]
         if len(self._stuck) >= MAX_STUCK:
-            raise Overloaded(f"{MAX_STUCK} grammars take too long already")
+            raise Overloaded(f"{MAX_STUCK} grammars already exceed their time")
 
     def start(self, match: Match) -> None:
         """Drive a slow or new matcher, for which no step waits."""

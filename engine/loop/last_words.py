@@ -44,13 +44,16 @@ class StalledEngine(Protocol):
 def tell(seconds: float, role: StalledEngine) -> None:
     """Log all queues, every open hand-off, the last events of requests, and every thread's
     stack."""
-    log.error("the engine stands still and ends %s", kv(seconds=seconds, **role.queues()))
+    log.error("engine stalled, terminating %s", kv(seconds=seconds, **role.queues()))
     for fields in role.handoffs():
-        log.error("an open hand-off %s", kv(**fields))
+        log.error("open hand-off %s", kv(**fields))
     for request_id, flight in [*role.flights(NUM_ENDED)][-NUM_TOLD:]:
         events = "; ".join(f"{event.at:.3f} {event.what}" for event in flight.events)
         began_ago_s = flight.began_ago_s
-        log.error("a request %s", kv(request_id=request_id, began_ago_s=began_ago_s, events=events))
+        log.error(
+            "running or recent request %s",
+            kv(request_id=request_id, began_ago_s=began_ago_s, events=events),
+        )
     sys.stderr.flush()
     faulthandler.dump_traceback()
 

@@ -181,7 +181,7 @@ class PageFiles:
             self._told.add(fault)
             why = "its checksum is wrong" if error is None else str(error)
             log.error(
-                "a page in a file failed %s",
+                "page file error %s",
                 kv(fault=fault.value, directory=str(self.directory), reason=why),
             )
 

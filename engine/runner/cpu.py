@@ -37,7 +37,7 @@ def use_cpu(threads: int, cpu_kernels: CpuKernels) -> None:
                 f"engine.cpu_kernels is required, and there are no compiled operations: {error}. "
                 "With auto the node starts without them, and steps are about 3.5 times slower"
             ) from error
-        log.warning("no compiled operations, so steps are slower %s", kv(because=error))
+        log.warning("compiled CPU kernels are unavailable, steps are slower %s", kv(reason=error))
         device.use_compiled(None)
 
 
@@ -45,6 +45,6 @@ def _operators(threads: int) -> Operators:
     directory = cache_directory()
 
     def report() -> None:
-        log.info("compiling operations for this CPU: seconds, once %s", kv(cache=directory))
+        log.info("compiling kernels for this CPU, once for a few seconds %s", kv(cache=directory))
 
     return Operators(prebuilt() or library(directory, report), threads)

@@ -142,7 +142,7 @@ class DecodeGraphs:
             reason = str(error).partition("\n")[0]
             raise EngineFault(
                 f"the CUDA graph of a decode step of {size} rows could not be captured ({reason}), "
-                "and torch cannot go on after that; start with --no-engine.cuda-graphs"
+                "and torch cannot continue after that; start with --no-engine.cuda-graphs"
             ) from error
         self._graphs[size] = _Recorded(graph, hidden)
 

@@ -94,7 +94,7 @@ class Profiler:
         if self._running is not None:
             self._end(self._running)
         if self._written is None:
-            raise FailedPrecondition("nothing is profiled")
+            raise FailedPrecondition("no profile is running")
         return self._written
 
     def close(self) -> None:

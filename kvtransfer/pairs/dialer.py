@@ -126,7 +126,7 @@ class PairDialer:
                 told = over.reason
                 # A starting or restarting node is expected. A mismatch needs attention.
                 write = self._log.warning if over.refused else self._log.info
-                write("not paired", owner=address, refused=over.refused, because=over.reason)
+                write("not paired", producer=address, refused=over.refused, reason=over.reason)
             if over.lived_s > self._times.longest_s:
                 backoff_s = self._times.first_s
             delay_s = self._times.refused_s if over.refused else backoff_s
@@ -155,7 +155,7 @@ class PairDialer:
                 error = ended
             except Exception:
                 # A peer's input may break this pair, but not the node.
-                log.exception("a pair stream failed by a fault of this program")
+                log.exception("pair stream failed by an internal error")
                 error = NodeUnavailable("internal error; see the log of the reader")
             else:
                 error = NodeUnavailable("the owner has closed the stream")

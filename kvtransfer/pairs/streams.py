@@ -131,7 +131,7 @@ class PairStreams:
         try:
             reason = await self._over
             await asyncio.sleep(_LAST_WORDS_S)
-            raise EngineFault(f"the transfer thread is gone: {reason}")
+            raise EngineFault(f"the transfer thread has ended: {reason}")
         finally:
             self._connection.close()
 
@@ -164,7 +164,9 @@ class PairStreams:
         self._streams[stream.number] = stream
         self._metrics.stream_opened("pair")
         self._send(PairOpened(stream.number, hello, as_reader))
-        self._log.info("pair stream", stream=stream.number, peer=hello.address, reader=as_reader)
+        self._log.info(
+            "pair stream opened", stream=stream.number, peer=hello.address, consumer=as_reader
+        )
         try:
             yield stream
         except Exception as error:
@@ -178,10 +180,10 @@ class PairStreams:
                 self._metrics.cut_off()
             self._send(PairClosed(stream.number, stream.reason, stream.engine_died))
             self._log.info(
-                "pair stream over",
+                "pair stream closed",
                 stream=stream.number,
                 peer=hello.address,
-                because=stream.reason,
+                reason=stream.reason,
             )
 
     def close_all(self, error: ServingError) -> None:
@@ -219,7 +221,7 @@ class PairStreams:
 
     @contextmanager
     def _ends(self) -> Iterator[None]:
-        """End the node if the transfer thread is gone: the node cannot work without it."""
+        """End the node if the transfer thread has ended: the node cannot work without it."""
         try:
             yield
         except PeerGone:

@@ -73,7 +73,7 @@ class ConsumerAdmissions:
             done = all(preparation.done() for preparation in waiting.preparations)
             if done or now >= waiting.due:
                 if not done:
-                    _log.warning("a path is not ready in time", stream=stream, seconds=WAIT_S)
+                    _log.warning("data path setup timed out", stream=stream, seconds=WAIT_S)
                 del self._waiting[stream]
                 ready.append(AdmittedConsumer(stream, waiting.instance, self._paths(stream)))
         return ready
@@ -87,5 +87,5 @@ class ConsumerAdmissions:
             try:
                 paths.append(DataPath(name, owner.admit(stream)))
             except TransferError as error:
-                _log.warning("a path is not offered", path=name, stream=stream, because=error)
+                _log.warning("data path not offered", path=name, stream=stream, reason=error)
         return tuple(paths)

@@ -32,7 +32,7 @@ class ReadMetrics:
         self._page_bytes = page_bytes
         self._paths = {name: _Path() for name in PATHS}
         self.in_flight = 0
-        self._compared = {"right": 0, "wrong": 0}  # pages
+        self._compared = {"passed": 0, "failed": 0}  # pages
 
     def ended(self, path: str, num_bytes: int, seconds: float, *, refused: bool) -> None:
         """Count one ended read of a link. A path that is not in PATHS is not counted."""
@@ -48,8 +48,8 @@ class ReadMetrics:
 
     def compared(self, *, right: int, wrong: int) -> None:
         """Count pages that were compared by checksum."""
-        self._compared["right"] += right
-        self._compared["wrong"] += wrong
+        self._compared["passed"] += right
+        self._compared["failed"] += wrong
 
     def gauges(self) -> dict[str, float]:
         gauges = {"reads_in_flight": float(self.in_flight)}

@@ -166,7 +166,7 @@ class ConsumerSide:
             link.close("this node ends")
         for link in self._streams:
             if not link.join(LINK_END_S):
-                log.warning("a link's thread has not ended %s", kv(owner=f"{link.owner:016x}"))
+                log.warning("link thread did not stop %s", kv(producer=f"{link.owner:016x}"))
 
     # Links --------------------------------------------------------------------------------------
 
@@ -185,7 +185,7 @@ class ConsumerSide:
                 self._meter.ended(path, num_bytes, seconds, refused=bool(refused))
                 self._carry_out(self._end.read_ended(stream, refused, now))
             case LinkClosed(link, reason):
-                self._log.info("link closed", stream=stream, because=reason)
+                self._log.info("link closed", stream=stream, reason=reason)
                 del self._streams[link], self._links[stream]
                 self._paths.pop(link, None)
                 self._link_closed(stream, reason, now)
@@ -277,7 +277,7 @@ class ConsumerSide:
         link = self._links.get(stream)
         path = self._paths.get(link, "unknown") if link else "unknown"
         log.error(
-            "pages have arrived otherwise than they were published %s",
+            "checksum mismatch of pages read %s",
             kv(id=held.id, stream=stream, path=path, wrong=len(wrong), compared=len(sums)),
         )
         reason = f"{len(wrong)} of {len(sums)} pages that were compared are not as published"

@@ -42,7 +42,7 @@ class RoleEnded(Exception):
     """
 
     def __init__(self, successor: StartRole) -> None:
-        super().__init__(f"this engine goes on as {successor.role}")
+        super().__init__(f"this engine becomes a {successor.role} engine")
         self.successor = successor
 
 
@@ -157,7 +157,7 @@ class EngineControl:
                     requests(message)
                 case _:
                     log.warning(
-                        "a message that this node does not take %s",
+                        "unexpected message %s",
                         kv(message_type=type(message).__name__),
                     )
         self._cache.flush()

@@ -43,14 +43,14 @@ class ProcessExit:
         immediately.
         """
         if self._signalled:
-            self.now(f"a second signal, {name}, came")
+            self.now(f"second signal {name}")
         self._signalled = True
         self.want(name)
 
     def want(self, who: str) -> None:
         """Ask for a drain. Idempotent."""
         if not self._wanted.is_set():
-            log.info("draining %s", kv(because=who))
+            log.info("draining %s", kv(reason=who))
             self._wanted.set()
 
     @property
@@ -102,7 +102,7 @@ class ProcessExit:
         except EngineFault as error:
             self.engine_died(str(error))
         except Exception as error:
-            log.exception("the front failed")
+            log.exception("server process failed")
             self.fault(f"the front failed: {type(error).__name__}: {error}")
 
     @asynccontextmanager

@@ -182,12 +182,12 @@ class _Node:
             print(f"baton {tenure.role}: {verdict.reason}", file=sys.stderr)
         else:
             level = logging.ERROR if verdict.exit_code else logging.INFO
-            log.log(level, "ending %s", kv(because=verdict.reason))
+            log.log(level, "ending %s", kv(reason=verdict.reason))
         error = EngineDied if verdict.engine_died else NodeUnavailable
         await tenure.end(error(f"this node has ended: {verdict.reason}"))
         self._link.close()
         code = await engine.end(_ENGINE_END_S if verdict.in_order else _HASTY_END_S)
         if verdict.in_order and code:
-            log.error("the engine did not end in order %s", kv(engine=exit_sentence(code)))
+            log.error("engine did not exit cleanly %s", kv(engine=exit_sentence(code)))
             return 1
         return verdict.exit_code

@@ -84,14 +84,14 @@ class RoleSwitch:
             self._under_way.cancel()
 
     async def _change(self, program: RoleProgram) -> None:
-        log.info("switching %s", kv(to=program.role))
+        log.info("changing role %s", kv(to=program.role))
         self._drained.clear()
         self._pause()
         try:
             await self._until_drained()
             await self._engine.ask("prepare", program.role, timeout_s=PREPARE_S)
         except ServingError as error:
-            log.warning("not switched %s", kv(to=program.role, because=error))
+            log.warning("role change failed %s", kv(to=program.role, reason=error))
             self._under_way = None
             self._resume()
             raise

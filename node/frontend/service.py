@@ -122,7 +122,9 @@ class NodeService(node_pb2_grpc.NodeServicer):
         its role, with the reason. Cancelling the call does not cancel the change.
         """
         if request.role not in ROLES:
-            raise InvalidRequest(f"role: {cut(request.role)!r} is none of {', '.join(ROLES)}")
+            raise InvalidRequest(
+                f"role: {cut(request.role)!r} is invalid: expected {', '.join(ROLES)}"
+            )
         await self._switch(request.role)
         return node_pb2.SwitchResponse()
 
@@ -239,7 +241,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
     async def StartProfile(
         self, request: router_pb2.StartProfileRequest, context: Any
     ) -> node_pb2.ProfileResponse:
-        """Start a profile. Fails with FAILED_PRECONDITION and the reason if nothing is profiled."""
+        """Start a profile. Fails with FAILED_PRECONDITION and the reason if it cannot."""
         if request.num_steps > MAX_PROFILE_STEPS:
             raise InvalidRequest(f"num_steps: {MAX_PROFILE_STEPS} at most")
         num_steps = request.num_steps or PROFILE_STEPS
@@ -262,7 +264,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
         if not request.request_id:
             raise InvalidRequest("request_id is empty")
         if self._supervision.ready and not self._supervision.moves(time.monotonic()):
-            raise NodeUnavailable("the engine of this node stands still")
+            raise NodeUnavailable("the engine of this node is stalled")
         answer = await self._engine.ask("explain", request.request_id)
         return to_proto(answer.flights or RequestTraces((), 0))
 

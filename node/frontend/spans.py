@@ -14,7 +14,7 @@ def tell_request(tracer: Tracer, ended: RequestEnded) -> None:
     if stamps is None or not stamps.trace.own:
         return
     timeline = stamps.timeline()
-    held = [one for one in timeline.attempts if one.outcome == "held"]
+    held = [one for one in timeline.attempts if one.outcome == "completed"]
     tracer.tell(
         stamps.trace,
         "baton.decode",

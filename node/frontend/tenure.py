@@ -191,7 +191,7 @@ class RoleTenure:
                 listening["secret"] = "off" if identity is None else "on"
                 log.info("listening %s", kv(**listening, metrics_port=metrics_port))
                 if self._post.guard is None:
-                    log.info("callers are not asked who they are %s", kv(host=front.host))
+                    log.info("authentication is disabled %s", kv(host=front.host))
                 async with self._background():
                     yield
 

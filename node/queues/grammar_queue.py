@@ -14,7 +14,7 @@ from engine.grammar.matching import CompiledGuide
 class GrammarQueue:
     """The queue for guide compilation. Engine thread only."""
 
-    name = "guided"
+    name = "grammar"
 
     def __init__(self, guides: GrammarCache) -> None:
         self._guides = guides

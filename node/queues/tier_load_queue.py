@@ -19,7 +19,7 @@ class TierLoadQueue:
         room: returns how many pages may be used now.
     """
 
-    name = "bringing"
+    name = "offload_load"
 
     def __init__(self, tiers: CacheTiers, room: Callable[[], int]) -> None:
         self._tiers = tiers

@@ -33,7 +33,7 @@ class CorruptPrefixes:
         self._port = port
         self._clock = clock
         self._next_due = 0.0  # if one were honoured in EVERY_S from the first on
-        self._counts = dict.fromkeys(("own", "asked", "unheeded"), 0)
+        self._counts = dict.fromkeys(("own", "asked", "limited"), 0)
 
     def counters(self) -> dict[str, int]:
         return {f"forgotten_prefixes/{cause}": number for cause, number in self._counts.items()}
@@ -48,7 +48,7 @@ class CorruptPrefixes:
         now = self._clock()
         due = max(self._next_due, now)
         if due > now + (MOST - 1) * EVERY_S:
-            self._counts["unheeded"] += 1
+            self._counts["limited"] += 1
             return
         self._next_due = due + EVERY_S
         self._counts["asked"] += 1

@@ -65,7 +65,7 @@ class PrefixExports:
         self._lent: dict[int, Ints] = {}  # by serial; empty for rejected ones
         # By serial: pages of exports that nothing else here needs.
         self._at_a_loss: dict[int, int] = {}
-        self._counts = dict.fromkeys(("held", "lost", "refused"), 0)
+        self._counts = dict.fromkeys(("completed", "failed", "refused"), 0)
         self._learn: Callable[[int], bool] = lambda ticket: False
 
     def __contains__(self, serial: int) -> bool:
@@ -137,7 +137,7 @@ class PrefixExports:
         self._pages.drop(lent, PageHolder.PUBLICATION)
         self._at_a_loss.pop(event.serial, None)
         if event.held or len(lent):
-            self._counts["held" if event.held else "lost"] += 1
+            self._counts["completed" if event.held else "failed"] += 1
 
     def _refuse(self, serial: int, reason: str) -> None:
         self._counts["refused"] += 1

@@ -115,7 +115,9 @@ class PrefixFetches:
         self._waits: dict[int, HandoffId] = {}  # by key
         self._over: list[int] = []  # keys, not returned yet
         self._fetched: dict[int, FetchedPrefix] = {}  # by key
-        self._counts = dict.fromkeys(("held", "lost", "dearer", "no_room", "unpaired"), 0)
+        self._counts = dict.fromkeys(
+            ("completed", "failed", "too_expensive", "no_capacity", "unpaired"), 0
+        )
 
     def __contains__(self, handoff_id: HandoffId) -> bool:
         return handoff_id.request >= FIRST_NUMBER
@@ -256,7 +258,7 @@ class PrefixFetches:
         best = max(ways, key=lambda way: way.saved_s)
         num_fresh = best.num_tokens - own
         if not self._costs.pays(best.read_s, num_fresh, token_s=token_s, queued_s=queued_s):
-            self._counts["dearer"] += 1
+            self._counts["too_expensive"] += 1
             return None
         return best
 
@@ -286,7 +288,7 @@ class PrefixFetches:
         if handoff_id is None:
             handoff_id = self._open(way, tokens, namespace, own, room, now, ticket)
         if handoff_id is None:
-            self._counts["no_room"] += 1
+            self._counts["no_capacity"] += 1
             return False
         self._fetches[handoff_id].waiting.add(key)
         self._waits[key] = handoff_id
@@ -333,7 +335,7 @@ class PrefixFetches:
 
     def held(self, event: CompletedEvent) -> None:
         """Insert the fetched tokens into the tree, and nothing else."""
-        fetch = self._ended(event.id, "held")
+        fetch = self._ended(event.id, "completed")
         tables, end, prefix = self._tables, event.num_tokens, fetch.prefix_tokens
         tokens = fetch.token_ids[:end]
         here = self._cache.match(tokens, fetch.namespace).shared[:, : prefix // tables.page_size]
@@ -346,7 +348,7 @@ class PrefixFetches:
             self._fetched[key] = FetchedPrefix(end - prefix, fetch.owner.owner)
 
     def lost(self, event: FailedEvent) -> None:
-        self._ended(event.id, "lost")
+        self._ended(event.id, "failed")
 
     def reads_ended(self, event: ReadsEndedEvent) -> None:
         self._pages.drop(self._reads.pop(event.id), PageHolder.READ)

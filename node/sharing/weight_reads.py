@@ -86,7 +86,7 @@ class WeightReads:
 
     Attributes:
         num_bytes, seconds: total of all reads.
-        outcomes: number of complete (held) and failed (lost) reads of all weights.
+        outcomes: number of completed and failed reads of all weights.
     Args:
         instance: this node's.
         cache: of `pages`.
@@ -122,7 +122,7 @@ class WeightReads:
         self._reads: dict[HandoffId, _Read] = {}
         self.num_bytes = 0
         self.seconds = 0.0
-        self.outcomes = {"held": 0, "lost": 0}
+        self.outcomes = {"completed": 0, "failed": 0}
 
     def __contains__(self, handoff_id: HandoffId) -> bool:
         return FIRST_NUMBER <= handoff_id.request < PAST_NUMBER
@@ -285,7 +285,7 @@ class WeightReads:
             reason = f"{taking.address}: what has come is not what it is known to have"
             self._fail(taking, FailedPrecondition(reason))
         else:
-            self._over(taking, "held")
+            self._over(taking, "completed")
             taking.future.set_result(taking.weights)
 
     # Ends ---------------------------------------------------------------------------------------
@@ -300,7 +300,7 @@ class WeightReads:
         self._fail(taking, error)
 
     def _fail(self, taking: _Taking, error: BaseException) -> None:
-        self._over(taking, "lost")
+        self._over(taking, "failed")
         taking.future.set_exception(error)
 
     def _over(self, taking: _Taking, outcome: str) -> None:

@@ -42,9 +42,7 @@ class CacheWatch:
                 rpc.raise_if_cancelled()
                 if reason != told:
                     told = reason
-                    log.info(
-                        "a node's cache cannot be watched %s", kv(node=address, because=reason)
-                    )
+                    log.info("prefix cache subscription failed %s", kv(node=address, reason=reason))
                 if heard:
                     backoff_s = _MIN_BACKOFF_S
                 self._index.silent(address)
@@ -61,14 +59,14 @@ class CacheWatch:
         try:
             async for events in call:
                 if events is None:  # grpcio returns None for bytes that it cannot parse
-                    raise ProtocolViolation("it has sent bytes that are no message")
+                    raise ProtocolViolation("invalid message")
                 if len(events.stored) > _MAX_PAGES or len(events.removed) > _MAX_PAGES:
                     raise ProtocolViolation("it says too much at once")
                 if not heard:
                     if not events.cleared:
                         raise ProtocolViolation("it began in the middle")
                     heard = True
-                    log.info("a node's cache is watched %s", kv(node=address))
+                    log.info("prefix cache subscription started %s", kv(node=address))
                 self._index.changed(
                     address,
                     events.page_size,

@@ -138,7 +138,8 @@ class DecodeClient:
                     self._tell_of(over)
                 elif over.refused and over.reason != told:
                     log.warning(
-                        "decode node refused %s", kv(node=self.address, because=over.reason)
+                        "decode node rejected the stream %s",
+                        kv(node=self.address, reason=over.reason),
                     )
                 told = over.reason
             finally:
@@ -156,10 +157,10 @@ class DecodeClient:
         """Log the end of a stream. A planned end without active requests is no warning."""
         self.ended_in_order = self.drains and not self._live
         if self.ended_in_order:
-            log.info("decode node has ended %s", kv(node=self.address, because=over.reason))
+            log.info("decode node stopped %s", kv(node=self.address, reason=over.reason))
         else:
-            fields = kv(node=self.address, requests=len(self._live), because=over.reason)
-            log.warning("decode node lost %s", fields)
+            fields = kv(node=self.address, requests=len(self._live), reason=over.reason)
+            log.warning("decode node failed %s", fields)
 
     def found(self, instance: int) -> None:
         """Note that the node reports to be ready.
@@ -266,7 +267,7 @@ class DecodeClient:
             return _Over(str(error))
         except asyncio.CancelledError:
             rpc.raise_if_cancelled()
-            return _Over(f"its engine has not moved for {self._patience.dead_s:g} s")
+            return _Over(f"its engine has made no progress for {self._patience.dead_s:g} s")
         except stream_status.StreamStatus as end:
             return _Over(
                 str(end),
@@ -296,10 +297,10 @@ class DecodeClient:
         if self.status is None:
             return
         if self.moves:
-            log.info("engine of a decode node moves %s", kv(node=self.address))
+            log.info("engine recovered %s", kv(node=self.address))
         else:
-            words = "counts as dead" if self.dead else "is silent"
-            log.warning("engine of a decode node %s %s", words, kv(node=self.address))
+            event = "engine failed" if self.dead else "engine stalled"
+            log.warning("%s %s", event, kv(node=self.address))
         self._on_pulse()
 
     async def _send(self, call: "grpc.aio.StreamStreamCall[Any, Any]") -> None:
@@ -391,7 +392,7 @@ class DecodeClient:
             buffer.tell()
 
     def _lose(self, over: _Over) -> None:
-        sentence = f"decode node {self.address} is gone: {over.reason}"
+        sentence = f"decode node {self.address} has disconnected: {over.reason}"
         for number, buffer in self._live.items():
             buffer.end(NodeLost(sentence, self._whose(number, over)))
         self.status = self._trial = self._pulse = None
@@ -415,7 +416,7 @@ class DecodeClient:
 
     def _note_drain(self) -> None:
         if self.drains and not self.draining.is_set():
-            log.info("decode node drains %s", kv(node=self.address, requests=len(self._live)))
+            log.info("decode node draining %s", kv(node=self.address, requests=len(self._live)))
             self.draining.set()
         elif not self.drains:
             self.draining.clear()

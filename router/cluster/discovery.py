@@ -63,11 +63,11 @@ class _Entry:
         fields = {"role": self.role, "entry": self.text, "nodes": len(self.addresses)}
         if self.failure:
             log.warning(
-                "an entry does not answer; what it last said stays %s",
-                kv(**fields, because=self.failure),
+                "discovery entry failed, its last nodes are kept %s",
+                kv(**fields, reason=self.failure),
             )
         else:
-            log.info("an entry answers again %s", kv(**fields))
+            log.info("discovery entry recovered %s", kv(**fields))
 
 
 class Discovery:
@@ -140,7 +140,7 @@ class Discovery:
         prefill, decode = self._named("prefill"), self._named("decode")
         both = prefill.keys() & decode.keys()
         for address in sorted(both - self._both):
-            log.warning("a node of both roles is taken for neither %s", kv(node=address))
+            log.warning("node in both roles ignored %s", kv(node=address))
         self._both = both
         return DiscoveredNodes(
             tuple(address for address in prefill if address not in both),

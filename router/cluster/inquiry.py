@@ -55,7 +55,7 @@ async def _ask(member: NodeMember, request_id: str) -> DescribeResult:
         rpc.raise_if_cancelled()
         return _nothing(member, "it has left")  # only this call was cancelled
     if answer is None:  # grpcio returns None for bytes that it cannot parse
-        return _nothing(member, "it has sent bytes that are no message")
+        return _nothing(member, "invalid message")
     if answer.ByteSize() > _MAX_BYTES:
         return _nothing(member, f"it says {answer.ByteSize()} bytes of one request")
     return DescribeResult(member.role, member.address, time.monotonic(), from_proto(answer))

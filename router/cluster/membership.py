@@ -88,7 +88,7 @@ class Membership:
 
     def has_role(self, address: str, role: Role) -> None:
         """Handle a member that reports another role than it has joined with."""
-        log.info("node has another role %s", kv(role=role, node=address))
+        log.info("node changed role %s", kv(role=role, node=address))
         self._roles[address] = role
         self._update(self._discovery.members)
 
@@ -99,7 +99,7 @@ class Membership:
         for gone in self._roles.keys() - expected.keys():
             del self._roles[gone]
         for member in self._left.keys() - set(now):
-            log.info("node leaves %s", kv(role=member[0], node=member[1]))
+            log.info("node removed %s", kv(role=member[0], node=member[1]))
             self._left.pop(member).set()
             self._survey.leave(member[1])
         for member in now:
@@ -112,7 +112,7 @@ class Membership:
 
         If it has just left, it counts as a new node, and the old one ends separately.
         """
-        log.info("node joins %s", kv(role=role, node=address))
+        log.info("node added %s", kv(role=role, node=address))
         left = self._left[role, address] = asyncio.Event()
         channel = self._make_channel(address)
         self._survey.join(role, address, channel)

@@ -73,7 +73,7 @@ def parse(entry: str, role: Role, resolve: Resolve, times: RefreshTimes) -> Disc
                 return FixedSource(rpc.check_address(entry))
     except InvalidRequest as error:
         raise ConfigError(
-            f"--{role}: {entry[:100]!r} is none of host:port, dns:NAME:PORT and file:PATH"
+            f"--{role}: {entry[:100]!r} is invalid: expected host:port, dns:NAME:PORT or file:PATH"
         ) from error
 
 

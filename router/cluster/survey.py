@@ -215,7 +215,7 @@ class ClusterState:
             rpc.raise_if_cancelled()
             return unreachable  # only this call was cancelled: the node has left
         if description is None:  # grpcio returns None for bytes that it cannot parse
-            self._not_answered(known, "it has sent bytes that are no message")
+            self._not_answered(known, "invalid message")
             return unreachable
         if description.ByteSize() > _MAX_BYTES:
             self._not_answered(known, f"it says {description.ByteSize()} bytes of itself")
@@ -234,7 +234,7 @@ class ClusterState:
         if reason != known.silence:
             known.silence = reason
             level = logging.INFO if known.leaving else logging.WARNING
-            log.log(level, "a node does not answer %s", kv(node=known.address, because=reason))
+            log.log(level, "node does not respond %s", kv(node=known.address, reason=reason))
 
     def _misfit(self, description: node_pb2.DescribeResponse) -> str:
         """Return why a healthy node gets no requests, or "" if it may."""

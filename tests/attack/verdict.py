@@ -16,7 +16,7 @@ MAX_GROWTH = 0.10  # of a process' memory, from the first part of the attack to 
 MIN_GROWTH_BYTES = 80 << 20
 MAX_P99_S = 120.0  # of an innocent client's answer, with everything on two cores
 MAX_LOG_BYTES_PER_S = 20_000  # of one program
-_FAULT = re.compile(r"Traceback|uncaught exception|internal error|by a fault of this program")
+_FAULT = re.compile(r"Traceback|uncaught exception|internal error|by an internal error")
 
 
 class Process(msgspec.Struct, frozen=True):

@@ -163,7 +163,7 @@ def test_what_a_router_says_is_read_as_it_is_meant() -> None:
         instance_id=7,
         state="ready",
         pages={"free": 50, "cache": 25, "request": 20, "read": 5},
-        queues={"on_device": 3, "transfer": 1, "prealloc": 2, "retracted": 1, "guided": 9},
+        queues={"on_device": 3, "transfer": 1, "prealloc": 2, "retracted": 1, "grammar": 9},
         counters={"prompt_tokens": 11},
         prompts=Backlog(queued_s=0.5, token_s=0.25),
     )

@@ -312,12 +312,12 @@ def test_reading_a_configuration_loads_neither_torch_nor_grpc():
 @pytest.mark.parametrize(
     "flags, sentence",
     [
-        (["--tls-cert=c"], "--server.tls: cert and key go together"),
-        (["--tls-key=k"], "--server.tls: cert and key go together"),
-        (["--tls-ca=a"], "--server.tls: ca is for checking callers over TLS"),
+        (["--tls-cert=c"], "--server.tls: cert and key must be set together"),
+        (["--tls-key=k"], "--server.tls: cert and key must be set together"),
+        (["--tls-ca=a"], "--server.tls: ca needs cert and key"),
         (
             ["--tls-cert=c", "--tls-key=k", "--server.tls.server-name=n"],
-            "--server.tls: server_name says nothing without ca",
+            "--server.tls: server_name needs ca",
         ),
     ],
 )
@@ -353,5 +353,5 @@ def test_a_router_calls_nodes_with_what_it_shows_to_clients_unless_told_otherwis
     )
     assert _complaint(capsys, RouterConfig, "--model=m", *nodes).startswith("--node-tls: needs ca")
     assert _complaint(capsys, RouterConfig, "--model=m", *named).startswith(
-        "--node-tls: server_name says nothing without ca"
+        "--node-tls: server_name needs ca"
     )

@@ -52,7 +52,7 @@ def cluster(at_s, *more, router=None):
                 at_s,
                 pages=pages,
                 queues={"waiting": 0, "transfer": 2},
-                counters={"generated_tokens": int(400 * at_s), "handoffs_held": int(5 * at_s)},
+                counters={"generated_tokens": int(400 * at_s), "handoffs_completed": int(5 * at_s)},
                 links=[LinkState(peer=PREFILL, path="cma", gib_per_s=7.0)],
             ),
             *more,

@@ -167,7 +167,7 @@ def test_whatever_is_in_its_files_the_engine_goes_on(shelf, make):
     path.write_bytes(len(changed).to_bytes(8, "little") + changed + path.read_bytes()[8 + length :])
     assert refusal(shelf).endswith("does not begin where the tensor before it ends)")
     make("large", alpha=10**400)
-    assert refusal(shelf, "large") == "lora_path: what is there cannot be read (OverflowError)"
+    assert refusal(shelf, "large") == "lora_path: the files cannot be read (OverflowError)"
     config = make("text") / "adapter_config.json"
     config.write_bytes(b"\xff[" * 1000)
     assert refusal(shelf, "text").startswith("lora_path: text/adapter_config.json: ")
@@ -203,7 +203,7 @@ def test_what_is_named_at_the_start_is_there_or_the_engine_does_not_start(model,
     assert set(library.names()) == {"a", "other"}
     for wrong in ({"preload": ("c",)}, {"preload": ("a", "b"), "max_cpu_loras": 1}):
         config = LoraConfig(adapter_dir=tmp_path / "shelf", **wrong)
-        with pytest.raises(ConfigError, match=r"engine\.lora\.adapters: "):
+        with pytest.raises(ConfigError, match=r"engine\.lora\.preload: "):
             load_all(
                 config,
                 shelf_of(config, model),
@@ -213,10 +213,12 @@ def test_what_is_named_at_the_start_is_there_or_the_engine_does_not_start(model,
 
 def test_slots_that_do_not_fit_and_models_without_products_are_refused(model, tmp_path):
     config = LoraConfig(adapter_dir=tmp_path)
-    with pytest.raises(ConfigError, match=r"engine\.lora\.slots: 4 slots of rank 32 take"):
+    with pytest.raises(ConfigError, match=r"engine\.lora\.max_loras: 4 slots of rank 32 take"):
         bank_of(config, model, free=1 << 10)
     borrowed = type("Borrowed", (), {"products": ()})()
-    with pytest.raises(ConfigError, match=r"engine\.lora\.directory: .* computed by transformers"):
+    with pytest.raises(
+        ConfigError, match=r"engine\.lora\.adapter_dir: .* computed by transformers"
+    ):
         bank_of(config, borrowed, free=1 << 30)
 
 
@@ -397,7 +399,7 @@ def test_no_more_are_read_than_can_be(shelf):
 
 
 def test_configurations_say_what_is_wrong():
-    with pytest.raises(ValueError, match=r"needs lora\.directory"):
+    with pytest.raises(ValueError, match=r"needs lora\.adapter_dir"):
         LoraConfig(preload=("a",))
     with pytest.raises(ValueError, match="letters, digits"):
         LoraConfig(adapter_dir="/x", preload=("../a",))

@@ -127,8 +127,8 @@ def test_the_other_role_of_a_node_has_them_too(model: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "told, sentence",
     [
-        ({"disk_dir": "x", "cpu_bytes": 1}, "disk_dir and disk_bytes go together"),
-        ({"disk_bytes": 1, "cpu_bytes": 1}, "disk_dir and disk_bytes go together"),
+        ({"disk_dir": "x", "cpu_bytes": 1}, "disk_dir and disk_bytes must be set together"),
+        ({"disk_bytes": 1, "cpu_bytes": 1}, "disk_dir and disk_bytes must be set together"),
         ({"disk_dir": "x", "disk_bytes": 1}, "needs cpu_bytes"),
     ],
 )
@@ -145,5 +145,5 @@ def test_files_that_have_no_room_for_a_page_are_refused(model: Path, tmp_path: P
         threads=1,
         offload=OffloadConfig(cpu_bytes=1 << 20, disk_dir=tmp_path / "files", disk_bytes=4097),
     )
-    with pytest.raises(ConfigError, match=r"engine\.tiers\.file_bytes: 4097 have no room"):
+    with pytest.raises(ConfigError, match=r"engine\.offload\.disk_bytes: 4097 have no room"):
         build(config)

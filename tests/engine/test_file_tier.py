@@ -423,7 +423,7 @@ def test_a_file_that_others_prepared_is_refused_and_not_touched(tmp_path, name, 
     elsewhere.chmod(0o640)
     (tmp_path / "tier" / "0").mkdir(parents=True)
     left(tmp_path / "tier" / "0" / name, kind, elsewhere)
-    with pytest.raises(ConfigError, match=rf"engine\.tiers\.file_dir: .*{kind}.*/0/{name}"):
+    with pytest.raises(ConfigError, match=rf"engine\.offload\.disk_dir: .*{kind}.*/0/{name}"):
         opened(tmp_path / "tier")
     assert elsewhere.read_bytes() == b"precious" * 100
     assert elsewhere.stat().st_mode & 0o777 == 0o640
@@ -460,16 +460,16 @@ def test_what_belongs_to_another_user_is_refused(tmp_path, name, monkeypatch):
 def test_a_directory_that_all_nodes_have_is_refused_by_name(tmp_path, monkeypatch):
     monkeypatch.setattr("engine.offload.page_files.MOST_NODES", 1)
     files = opened(tmp_path)
-    with pytest.raises(ConfigError, match=r"engine\.tiers\.file_dir: 1 nodes have"):
+    with pytest.raises(ConfigError, match=r"engine\.offload\.disk_dir: 1 nodes have"):
         opened(tmp_path)
     files.close()
 
 
 def test_what_cannot_be_there_is_refused_by_name(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"engine\.tiers\.file_dir: .*file"):
+    with pytest.raises(ConfigError, match=r"engine\.offload\.disk_dir: .*file"):
         opened(tmp_path / "file")
-    with pytest.raises(ConfigError, match=r"engine\.tiers\.file_bytes: 4096 have no room"):
+    with pytest.raises(ConfigError, match=r"engine\.offload\.disk_bytes: 4096 have no room"):
         opened(tmp_path, num_bytes=4096)
 
 

@@ -136,7 +136,9 @@ def test_host_pages_for_a_gpu_are_pinned_where_they_are_and_not_a_byte_more(monk
 
 def test_host_pages_that_cannot_be_pinned_are_an_error_that_names_the_knob(monkeypatch):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: FakeRuntime(result=2))
-    with pytest.raises(ConfigError, match=r"pinned \(CUDA error 2\); engine\.cache\.host_pages"):
+    with pytest.raises(
+        ConfigError, match=r"pinned \(CUDA error 2\); lower engine\.cache\.swap_pages"
+    ):
         HostPool(LAYOUT, 4, CUDA)
 
 

@@ -53,7 +53,7 @@ def test_its_log_has_all_queues_every_handoff_and_every_stack():
     """Seen failing with `end_process` doing nothing: it never ends."""
     ended = _ended()
     assert ended.returncode == 1
-    assert "the engine stands still and ends" in ended.stderr
+    assert "engine stalled, terminating" in ended.stderr
     assert "waiting=0 transfer=2" in ended.stderr
     for name, owner in (("the first", "p0:1"), ("the second", "p1:1")):
         assert f'queue=transfer request_id="{name}" owner={owner}' in ended.stderr
@@ -66,4 +66,4 @@ def test_its_log_has_all_queues_every_handoff_and_every_stack():
 def test_it_ends_even_if_it_cannot_say_what_it_had():
     ended = _ended(broken='raise RuntimeError("books in disorder")')
     assert ended.returncode == 1
-    assert "the engine stands still and ends" in ended.stderr
+    assert "engine stalled, terminating" in ended.stderr

@@ -219,14 +219,14 @@ def test_a_model_of_transformers_is_pooled(pools, tmp_path):
 
 def test_what_a_model_has_no_head_for_is_refused(pools, generator, classifier):
     limits = pools(generator).engine.limits
-    with pytest.raises(InvalidRequest, match="no head for classes"):
+    with pytest.raises(InvalidRequest, match="no classification head"):
         limits.check_pooling(PoolingParams(PoolingMode.LABELS))
     with pytest.raises(InvalidRequest, match="outside the vocabulary"):
         limits.check_pooling(PoolingParams(PoolingMode.TOKENS, (VOCABULARY_SIZE,)))
     limits = pools(classifier).engine.limits
-    with pytest.raises(InvalidRequest, match="generates nothing"):
+    with pytest.raises(InvalidRequest, match="cannot generate"):
         limits.check_sampling(SamplingParams(max_tokens=1, seed=0))
-    with pytest.raises(InvalidRequest, match="no head for tokens"):
+    with pytest.raises(InvalidRequest, match="no language model head"):
         limits.check_pooling(PoolingParams(PoolingMode.TOKENS, (1,)))
 
 

@@ -82,12 +82,12 @@ def test_a_profile_ends_with_its_time_where_nothing_is_computed(made, steps, mon
 def test_without_a_directory_nothing_is_profiled(steps, tmp_path):
     cpu = torch.device("cpu")
     for directory, said in (
-        (None, r"has no engine\.profile_directory"),
+        (None, r"has no engine\.profile_dir"),
         (tmp_path / "missing", "is no directory"),
     ):
         made = Profiler(directory, "test", steps.stream, cpu, lambda: 0)
         with pytest.raises(FailedPrecondition, match=said):
             made.start(1)
-        with pytest.raises(FailedPrecondition, match="nothing is profiled"):
+        with pytest.raises(FailedPrecondition, match="no profile is running"):
             made.stop()
         made.close()

@@ -141,7 +141,7 @@ def test_without_a_directory_there_are_no_other_weights(shelf):
     update = WeightUpdater(
         config, shelf / "old", open_checkpoint(shelf / "old"), SimpleNamespace(), UNNAMED
     )
-    with pytest.raises(InvalidRequest, match=r"has no engine\.weights_directory"):
+    with pytest.raises(InvalidRequest, match=r"has no engine\.weights_dir"):
         update.prepare("new")
     update.close()
 

@@ -374,7 +374,7 @@ def test_a_tag_is_written_in_either_form(
             {"type": "sequence", "elements": [{"type": "json_schema", "json_schema": {"not": {}}}]},
             "format.elements[0].json_schema: #: not cannot be enforced",
         ),
-        ({"type": "json_schema", "json_schema": {}, "style": "yaml"}, "format.style is none of"),
+        ({"type": "json_schema", "json_schema": {}, "style": "yaml"}, "format.style is invalid"),
         ({"type": "sequence", "elements": 5}, "format.elements is no list"),
         ({"type": "triggered_tags", "triggers": ["<"], "tags": 5}, "format.tags is no list"),
         ({"type": "tag", "begin": "a", "content": {"type": "any_text"}}, "end"),

@@ -91,7 +91,7 @@ async def test_a_prompt_that_the_decode_node_has_whole_is_answered_from_there(
     assert answer.token_ids == known.tokens(prompt, 20)
     assert answer.usage.cached_tokens == len(prompt)
     after = (await cluster.decode[0].describe()).counters
-    assert after["handoffs_held"] == before["handoffs_held"] + 1
+    assert after["handoffs_completed"] == before["handoffs_completed"] + 1
     assert after["pages_read"] == before["pages_read"]
 
 

@@ -52,11 +52,11 @@ async def test_requests_of_a_killed_prefill_node_are_answered_as_if_nothing_had_
             return num_left == await _queued(decode, "transfer")
 
         await cluster.wait_until(all_others_are_answered, "the other prefill node serves the rest")
-        assert not (await decode.describe()).counters["handoffs_lost"]
+        assert not (await decode.describe()).counters["handoffs_failed"]
         await cluster.kill(doomed)
         for prompt, answer in zip(prompts, await asyncio.gather(*answers), strict=True):
             assert answer.token_ids == known.tokens(prompt, NUM_TOKENS)
-        assert (await decode.describe()).counters["handoffs_lost"]
+        assert (await decode.describe()).counters["handoffs_failed"]
 
 
 async def test_without_another_prefill_node_the_decode_node_prefills_by_itself(
@@ -86,7 +86,7 @@ async def test_without_another_prefill_node_the_decode_node_prefills_by_itself(
         (other,) = _prompts(1, length=51)
         second = await cluster.generate(other, max_tokens=NUM_TOKENS, ignore_eos=True)
         assert second.token_ids == known.tokens(other, NUM_TOKENS)
-        assert (await renewed.describe()).counters["handoffs_held"] == 1
+        assert (await renewed.describe()).counters["handoffs_completed"] == 1
 
 
 SAMPLED = {
@@ -165,7 +165,7 @@ def _replay_told(told: ExplainResponse, doomed: Node, other: Node) -> bool:
     if "replayed" not in by_router:
         return False
     assert told.outcome == "length" and told.completion_tokens == MID_ANSWER
-    assert doomed.address in by_router["placed"] and doomed.address in by_router["lost"]
+    assert doomed.address in by_router["placed"] and doomed.address in by_router["failed"]
     assert other.address in by_router["replayed"]
     assert {e.node for e in told.events if e.where == "decode"} == {other.address}
     (silent,) = [node.address for node in told.nodes if node.problem]
@@ -250,7 +250,7 @@ async def test_a_client_that_goes_away_while_it_waits_for_pages_holds_up_nobody(
         await anext(runs)
 
         async def landed() -> bool:  # a first token is out before its KV is there
-            return (await decode.describe()).counters["handoffs_held"] == 1
+            return (await decode.describe()).counters["handoffs_completed"] == 1
 
         await cluster.wait_until(landed, "the first request runs")
         waiting = asyncio.create_task(cluster.generate(other, max_tokens=5, ignore_eos=True))
@@ -263,7 +263,7 @@ async def test_a_client_that_goes_away_while_it_waits_for_pages_holds_up_nobody(
 
         async def left() -> bool:
             described = await decode.describe()
-            held, queues = described.counters["handoffs_held"], described.queues
+            held, queues = described.counters["handoffs_completed"], described.queues
             assert held == 1 and not queues["transfer"], "it has not left: it has got pages"
             return not queues["prealloc"]
 

@@ -99,7 +99,7 @@ async def test_strangers_get_nothing_out_of_a_node_and_end_nothing(
     code, _ = await asyncio.to_thread(end_of_stream, decode.address, serve, peers)
     assert code is grpc.StatusCode.UNAUTHENTICATED
     assert "127.0.0.1:9 " not in _log(decode)
-    assert "a call was refused" in _log(decode) and "knows no cluster secret" in _log(decode)
+    assert "call rejected" in _log(decode) and "knows no cluster secret" in _log(decode)
     scrape = await asyncio.to_thread(scraped, metrics_port)
     counted = value(scrape, "baton_peer_auth_rejected_total", side="caller", reason="missing")
     assert counted >= 5
@@ -115,7 +115,7 @@ async def test_a_router_with_another_secret_or_none_is_told_why_and_so_is_the_no
     decode = f"--decode={cluster.decode[0].address}"
     for flags, sentence in (((f"--secret-file={other}",), "another secret"), ((), "no token")):
         router = start("router", *ports, decode, *flags)
-        line = await asyncio.to_thread(router.line_with, "a node does not answer")
+        line = await asyncio.to_thread(router.line_with, "node does not respond")
         assert sentence in line
 
         async def the_node_says_it_too(sentence: str = sentence) -> bool:
@@ -138,7 +138,7 @@ async def test_an_impostor_on_a_nodes_address_gets_no_request(
         f"--decode={impostor.address()}",
         f"--secret-file={cluster.secret_file}",
     )
-    line = await asyncio.to_thread(router.line_with, "a node does not answer")
+    line = await asyncio.to_thread(router.line_with, "node does not respond")
     assert "has not proved that it is a node of this cluster" in line
 
 

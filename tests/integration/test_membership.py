@@ -55,20 +55,20 @@ async def test_nodes_join_by_file_and_drain_while_requests_stream_and_every_answ
     async with Cluster(model, tmp_path, rig=rig, by_file=True, **how) as cluster:
         (old_prefill,), (old_decode,) = cluster.prefill, cluster.decode
         clients = [asyncio.create_task(ask_again_and_again(cluster)) for _ in range(NUM_CLIENTS)]
-        await counts(old_decode, "handoffs_held")
+        await counts(old_decode, "handoffs_completed")
 
         new_decode = await cluster.join("decode")
-        await counts(new_decode, "handoffs_held")
+        await counts(new_decode, "handoffs_completed")
         new_prefill = await cluster.join("prefill")
-        await counts(new_prefill, "handoffs_held")
+        await counts(new_prefill, "handoffs_completed")
 
         # In either order: the file may learn of it first, or the router from the node itself.
         cluster.leave(old_decode)
         await cluster.drain(old_decode)
         await cluster.drain(old_prefill)
         cluster.leave(old_prefill)
-        done = (await new_decode.describe()).counters["handoffs_held"]
-        await counts(new_decode, "handoffs_held", more_than=done + 10)
+        done = (await new_decode.describe()).counters["handoffs_completed"]
+        await counts(new_decode, "handoffs_completed", more_than=done + 10)
 
         over.set()
         await asyncio.gather(*clients)
@@ -140,7 +140,7 @@ async def test_decode_nodes_restart_one_after_the_other_under_long_answers_and_n
         for task in answers:
             task.cancel()
         await asyncio.gather(*answers, return_exceptions=True)
-        moved = await cluster.metric("baton_migrations_total", outcome="moved")
+        moved = await cluster.metric("baton_migrations_total", outcome="completed")
         assert moved + await cluster.metric("baton_requests_replayed_total") >= len(prompts)
         assert await cluster.metric("baton_requests_quarantined_total") == 0
     for prompt, tokens in zip(prompts, told, strict=True):

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
 NUM_PROMPT = 160  # ten pages
 SALTS = ("one", "other", None)
-SOURCES = ("own_cache", "owner_cache", "computed")
+SOURCES = ("local_cache", "producer_cache", "computed")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=RIGS)

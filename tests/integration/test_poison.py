@@ -34,7 +34,7 @@ async def _dead(nodes: list[Node], count: int, cluster: Cluster) -> None:
     dead = [node.child for node in nodes if node.killed]
     assert [child.code for child in dead] == [1] * count
     for child in dead:
-        assert f'because="RuntimeError: {DEADLY}"' in child.log.read_text()
+        assert f'reason="RuntimeError: {DEADLY}"' in child.log.read_text()
 
 
 @pytest.mark.parametrize(

@@ -36,4 +36,4 @@ async def test_the_next_turn_is_read_where_the_last_one_was_answered(
         await turn(talk)
         after = (await prefill.describe()).counters
         assert after["prompt_token_ways/fetched"] > before["prompt_token_ways/fetched"]
-        assert (await decode.describe()).counters["prefix_loans/held"] >= 1
+        assert (await decode.describe()).counters["prefix_loans/completed"] >= 1

@@ -26,7 +26,7 @@ START_S = 300.0
 NUM_CLIENTS = 4
 NUM_TOKENS = 200
 STEP_S = 0.01  # so that answers are under way when their node is restarted
-MOVED = 'baton_migrations_total{outcome="moved"}'
+MOVED = 'baton_migrations_total{outcome="completed"}'
 REFUSED = ("tokens=0", "this node is draining")
 
 

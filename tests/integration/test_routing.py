@@ -36,7 +36,7 @@ async def test_prompts_go_to_the_node_that_has_their_prefix_even_from_a_router_t
             return (await cluster.generate(prompt, max_tokens=2)).usage.cached_tokens
 
         async def watched() -> bool:
-            return cluster.last_words().count("cache is watched") == len(cluster.nodes)
+            return cluster.last_words().count("cache subscription started") == len(cluster.nodes)
 
         prefixes = [tokens(PREFIX_TOKENS) for _ in range(NUM_PREFIXES)]
         assert [await cached([*prefix, *tokens(5)]) for prefix in prefixes] == [0] * NUM_PREFIXES

@@ -50,7 +50,7 @@ async def _works(cluster: Cluster, node: Node) -> None:
     """Returns when hand-offs of its role have come to something."""
 
     async def has() -> bool:
-        return bool((await node.describe()).counters["handoffs_held"])
+        return bool((await node.describe()).counters["handoffs_completed"])
 
     await cluster.wait_until(has, f"{node.address} has requests in its new role")
 

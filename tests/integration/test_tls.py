@@ -161,7 +161,7 @@ async def test_a_router_says_why_it_cannot_use_a_node_of_another_authority(
         *(f"--decode={node.address}" for node in cluster.decode),
         *flags("node-tls", stranger),
     )
-    line = await asyncio.to_thread(router.line_with, "a node does not answer")
+    line = await asyncio.to_thread(router.line_with, "node does not respond")
     assert "CERTIFICATE_VERIFY_FAILED" in line
     router.send(signal.SIGTERM)
     assert await asyncio.to_thread(router.exit_code) == 0
@@ -175,7 +175,7 @@ async def test_a_router_says_why_it_cannot_use_a_node_of_another_authority(
     [
         ("router", {"key": Path("/nowhere")}, "/nowhere: No such file"),
         ("prefill_node", {"ca": Path("/nowhere")}, "/nowhere: No such file"),
-        ("decode_node", {"key": None}, "cert and key go together"),
+        ("decode_node", {"key": None}, "cert and key must be set together"),
     ],
 )
 async def test_half_of_tls_is_refused_in_one_line(

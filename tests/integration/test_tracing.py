@@ -167,14 +167,14 @@ def _check_trace(collector: Collector, request_id: str, trace_id: str, above: st
         assert set(inside) == phases
         assert all(span.encloses(each, SLACK_NS) for each in inside.values())
     reading = _inside(collector, decode)["transfer"].attributes
-    assert reading["baton.outcome"] == "held" and reading["baton.bytes"] > 0
+    assert reading["baton.outcome"] == "completed" and reading["baton.bytes"] > 0
 
 
 def _check_timeline(timeline: dict[str, Any], collector: Collector) -> None:
     assert timeline["outcome"] == "length" and timeline["trace_id"] == TRACE
     assert (timeline["prompt_tokens"], timeline["completion_tokens"]) == (100, 8)
     (attempt,) = timeline["attempts"]
-    assert (attempt["outcome"], attempt["pages"], attempt["chunks"]) == ("held", 7, 4)
+    assert (attempt["outcome"], attempt["pages"], attempt["chunks"]) == ("completed", 7, 4)
     assert (attempt["node"], attempt["prefill"]) == (timeline["decode"], timeline["prefill"])
     by_where: dict[str, set[str]] = {}
     for phase in timeline["phases"]:

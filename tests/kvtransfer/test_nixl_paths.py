@@ -165,7 +165,7 @@ def test_an_owner_offers_what_works_and_says_what_does_not(
     described = msgspec.msgpack.decode(owner.admit(READER), type=NixlDescription)
     owner.close()
     assert [offer.path for offer in described.offers] == ["cma"]
-    assert 'nixl offers paths=cma because="not rdma: nixl' in caplog.text
+    assert 'nixl offers paths=cma reason="not rdma: nixl' in caplog.text
 
 
 # Seen failing with the agent given the transports of the environment.

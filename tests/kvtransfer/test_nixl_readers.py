@@ -210,7 +210,7 @@ def test_there_are_never_more_agents_than_places(
     agents.prepare(2)
     agents.dismiss(1)  # which ends once it has been made
     assert agents.prepare(3).done() and not agents.offers(3)
-    assert "a reader gets no keys" in caplog.text and "2 have" in caplog.text
+    assert "consumer gets no keys" in caplog.text and "2 have" in caplog.text
     gate.open()
     wait_for(lambda: gate.num_alive == 1 and bool(agents.offers(2)))
     agents.prepare(4).result(WAIT_S)

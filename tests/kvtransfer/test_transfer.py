@@ -247,8 +247,8 @@ def test_a_page_that_has_changed_on_its_way_is_not_told_as_held(
     assert not rig.landed(9, 5)
     assert rig.owner.next(ClosedEvent).held  # by its books it was
     told = rig.reads.gauges()
-    assert (told["total_pages_compared/right"], told["total_pages_compared/wrong"]) == (1, 1)
-    assert "pages have arrived otherwise than they were published" in caplog.text
+    assert (told["total_pages_compared/passed"], told["total_pages_compared/failed"]) == (1, 1)
+    assert "checksum mismatch of pages read" in caplog.text
     rig.open(OTHER)
     rig.grant(OTHER)
     rig.publish_first(OTHER)
@@ -256,7 +256,7 @@ def test_a_page_that_has_changed_on_its_way_is_not_told_as_held(
     rig.reader.next(FirstTokenEvent)
     assert rig.reader.next(CompletedEvent).id == OTHER
     assert rig.landed(9, 5)
-    assert rig.reads.gauges()["total_pages_compared/right"] == 3
+    assert rig.reads.gauges()["total_pages_compared/passed"] == 3
     # That link was not trusted: it has been closed, and opened anew.
     assert caplog.text.count("link closed") == 1 and caplog.text.count("link up") == 2
 
@@ -271,7 +271,7 @@ def test_without_checksums_nothing_is_compared(make_rig: Callable[..., Rig]) -> 
     rig.reader.next(FirstTokenEvent)
     rig.reader.next(CompletedEvent)
     told = rig.reads.gauges()
-    assert told["total_pages_compared/right"] == told["total_pages_compared/wrong"] == 0
+    assert told["total_pages_compared/passed"] == told["total_pages_compared/failed"] == 0
 
 
 def test_what_is_read_is_counted_by_the_path_that_carried_it(

@@ -101,7 +101,7 @@ async def test_streams_that_begin_together_are_counted_together(monkeypatch):
         await one.write(FIRST)
         await one.read()
         await other.write(FIRST)
-        with pytest.raises(grpc.aio.AioRpcError, match="connected already"):
+        with pytest.raises(grpc.aio.AioRpcError, match="already connected"):
             await other.read()
 
 

@@ -47,5 +47,5 @@ def test_greedy_tokens_through_a_pair_are_those_of_transformers(tmp_path, kind):
             asked = [rig.ask(prompt, NUM_TOKENS) for prompt in prompts]
             rig.run()
             assert [one.tokens for one in asked] == expected
-        assert decode.count("handoffs_held") == len(rig.asked)
+        assert decode.count("handoffs_completed") == len(rig.asked)
         assert decode.count("retractions") > 0

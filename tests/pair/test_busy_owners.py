@@ -61,7 +61,7 @@ def test_a_prompt_that_one_owner_has_no_time_for_goes_to_another(known, num_busy
         _refuse(rig, range(num_busy))
         rig.run()
         assert asked.tokens == known.greedy(LONG, len(asked.tokens))
-        assert rig.prefill[-1].count("handoffs_held") == 1
+        assert rig.prefill[-1].count("handoffs_completed") == 1
         assert decode.count("handoff_retries") == num_busy
         assert decode.count("local_prefills") == 0
 

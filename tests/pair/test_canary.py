@@ -42,8 +42,8 @@ def test_a_node_that_computes_as_this_one_is_used(known: Known) -> None:
         asked = rig.ask(PROMPT)
         rig.run()
         assert asked.tokens == known.greedy(PROMPT, 8)
-        assert decode.count("canaries/right") == 1 and decode.count("canaries/wrong") == 0
-        assert decode.count("handoffs_held") == 2 and decode.count("local_prefills") == 0
+        assert decode.count("canaries/passed") == 1 and decode.count("canaries/failed") == 0
+        assert decode.count("handoffs_completed") == 2 and decode.count("local_prefills") == 0
 
 
 def test_a_node_whose_pages_are_wrong_is_not_used_until_they_are_right(
@@ -54,17 +54,17 @@ def test_a_node_whose_pages_are_wrong_is_not_used_until_they_are_right(
         decode, wrong = rig.decode[0], rig.prefill[0]
         with _spoiled(wrong):
             _pair_again(rig)
-            rig.until(lambda: decode.count("canaries/wrong"), "it is found")
+            rig.until(lambda: decode.count("canaries/failed"), "it is found")
             asked = [rig.ask(PROMPT, owners=owners) for owners in ([0, 1], [0])]
             rig.run()
             for each in asked:
                 assert each.tokens == known.greedy(PROMPT, 8)
             assert list(decode.desk.links) == [rig.prefill[1].front.address]
-            assert decode.count("local_prefills/no_owner") == 1
-            assert decode.count("canaries/right") == 2
+            assert decode.count("local_prefills/no_prefill_node") == 1
+            assert decode.count("canaries/passed") == 2
 
         rig.until_paired()
-        assert decode.count("canaries/right") == 3
+        assert decode.count("canaries/passed") == 3
 
 
 def test_a_node_that_was_wrong_stays_out_while_it_cannot_be_told(
@@ -75,13 +75,13 @@ def test_a_node_that_was_wrong_stays_out_while_it_cannot_be_told(
         decode, wrong = rig.decode[0], rig.prefill[0]
         with _spoiled(wrong):
             _pair_again(rig)
-            rig.until(lambda: decode.count("canaries/wrong"), "it is found")
+            rig.until(lambda: decode.count("canaries/failed"), "it is found")
         with monkeypatch.context() as no_time:
             no_time.setattr(canary, "BUDGET_S", 1e-9)
             rig.until(lambda: decode.count("canaries/unknown") >= 2, "it is tried twice")
             assert list(decode.desk.links) == [rig.prefill[1].front.address]
         rig.until_paired()
-        assert decode.count("canaries/right") == 3
+        assert decode.count("canaries/passed") == 3
 
 
 def _pair_again_while_busy(rig: PairRig) -> None:
@@ -97,13 +97,13 @@ def test_who_is_paired_while_requests_wait_is_tried_afterwards_once(known: Known
     with PairRig(known.loaded, transfer=CANARY) as rig:
         decode = rig.decode[0]
         _pair_again_while_busy(rig)
-        assert decode.count("canaries/right") == 1
+        assert decode.count("canaries/passed") == 1
         resumed(rig, decode)
-        rig.until(lambda: decode.count("canaries/right") == 2, "it is tried")
+        rig.until(lambda: decode.count("canaries/passed") == 2, "it is tried")
         assert decode.desk.links
         rig.until_free()
-        handed = decode.count("handoffs_held")
-        assert computes_nothing(rig) and decode.count("handoffs_held") == handed
+        handed = decode.count("handoffs_completed")
+        assert computes_nothing(rig) and decode.count("handoffs_completed") == handed
 
 
 def test_who_is_in_use_untried_and_wrong_is_in_use_no_more(
@@ -115,13 +115,13 @@ def test_who_is_in_use_untried_and_wrong_is_in_use_no_more(
         with _spoiled(wrong):
             _pair_again_while_busy(rig)
             resumed(rig, decode)
-            rig.until(lambda: decode.count("canaries/wrong"), "it is found")
+            rig.until(lambda: decode.count("canaries/failed"), "it is found")
             assert list(decode.desk.links) == [rig.prefill[1].front.address]
             asked = rig.ask(PROMPT, owners=[0, 1])
             rig.run()
             assert asked.tokens == known.greedy(PROMPT, 8)
         rig.until_paired()
-        assert decode.count("canaries/right") == 3
+        assert decode.count("canaries/passed") == 3
 
 
 def test_who_ends_on_trial_while_in_use_is_gone(known: Known) -> None:
@@ -134,7 +134,7 @@ def test_who_ends_on_trial_while_in_use_is_gone(known: Known) -> None:
         rig.until(lambda: not decode.desk.links, "it is gone")
         rig.wires.heal()
         rig.until_paired()
-        assert decode.count("canaries/right") == 2
+        assert decode.count("canaries/passed") == 2
 
 
 def test_a_node_that_ends_on_trial_is_forgotten(known: Known) -> None:
@@ -148,7 +148,7 @@ def test_a_node_that_ends_on_trial_is_forgotten(known: Known) -> None:
         rig.run()
         assert asked.tokens == known.greedy(PROMPT, 8)
         assert list(decode.desk.links) == [rig.prefill[1].front.address]
-        assert decode.count("canaries/right") == 2 and decode.count("canaries/unknown") == 0
+        assert decode.count("canaries/passed") == 2 and decode.count("canaries/unknown") == 0
         rig.wires.heal()
         rig.until_paired()
-        assert decode.count("canaries/right") == 3
+        assert decode.count("canaries/passed") == 3

@@ -90,6 +90,6 @@ def test_a_hand_off_that_its_owner_aborts_in_this_state_is_prefilled_here(known,
         rig.wires.let_go()
         rig.run(asked)
         assert asked.tokens == known.greedy(asked.prompt, 8)
-        assert (decode.count("handoffs_lost"), decode.count("local_prefills")) == (1, 1)
+        assert (decode.count("handoffs_failed"), decode.count("local_prefills")) == (1, 1)
         assert [answer.integer for answer in prefill.router.answers] == [1]
         rig.faults[0].release()

@@ -32,7 +32,7 @@ def test_a_hand_off_is_told_by_both_nodes_from_its_submission_to_its_end(known):
         (here,) = explained(rig, rig.decode[0])
         told = whats(here)
         assert [what for what in told if what not in ("read", "first token")] == [
-            *("submitted", "taken", "opened", "granted", "ready", "held", "joined", "ended")
+            *("submitted", "accepted", "opened", "granted", "ready", "completed", "joined", "ended")
         ]
         assert {"read", "first token"} < set(told)
         assert here.events[-1].detail == "length"
@@ -46,7 +46,7 @@ def test_a_request_under_way_is_told_up_to_now(known):
         asked = rig.ask(LONG, request_id=NAME)
         rig.until(lambda: rig.prefill[0].role.queues()["bootstrap"], "it is opened")
         (here,) = explained(rig, rig.decode[0])
-        assert whats(here) == ["submitted", "taken", "opened", "granted"]
+        assert whats(here) == ["submitted", "accepted", "opened", "granted"]
         (there,) = explained(rig, rig.prefill[0])
         assert whats(there) == ["opened"]
         assert here.began_ago_s > here.events[-1].at
@@ -61,7 +61,7 @@ def test_a_lost_hand_off_says_why_and_the_next_one_where(known):
         rig.ask(LONG, owners=[0, 1], request_id=NAME)
         rig.run()
         (here,) = explained(rig, rig.decode[0])
-        (lost,) = [event for event in here.events if event.what == "lost"]
+        (lost,) = [event for event in here.events if event.what == "failed"]
         assert "hand-off 1" in lost.detail and "by the test" in lost.detail
         opened = [event.detail for event in here.events if event.what == "opened"]
         assert [rig.prefill[i].front.address in opened[i] for i in (0, 1)] == [True, True]
@@ -75,7 +75,14 @@ def test_a_prompt_that_is_prefilled_here_says_why(known):
         rig.ask(LONG, request_id=NAME)
         rig.run()
         (here,) = explained(rig, rig.decode[0])
-        assert whats(here) == ["submitted", "taken", "queued", "prefills", "first token", "ended"]
+        assert whats(here) == [
+            "submitted",
+            "accepted",
+            "queued",
+            "prefills",
+            "first token",
+            "ended",
+        ]
         assert "no prefill node" in here.events[2].detail
 
 
@@ -99,7 +106,7 @@ def test_what_was_refused_says_so_on_both_nodes(known):
         rig.ask(LONG, request_id=NAME)
         rig.run()
         (here,) = explained(rig, rig.decode[0])
-        assert whats(here) == ["submitted", "taken", "ended"]
+        assert whats(here) == ["submitted", "accepted", "ended"]
         assert here.events[-1].detail.startswith("error: ")
 
 
@@ -111,5 +118,5 @@ def test_what_a_tier_had_of_a_prompt_is_told_too(known):
             rig.run(rig.ask(prompt, request_id=f"{number}"))
             rig.until_free()
         told = whats(explained(rig, rig.decode[0], "3")[0])
-        at = told.index("bringing")
+        at = told.index("loading")
         assert told[at + 1] == "brought" and told.index("prefills") > at

@@ -36,7 +36,7 @@ def test_a_request_that_has_told_a_token_goes_on_here_however_many_wait(known):
         _busy(rig, 2)
         assert told.ended is None
         rig.tell(rig.prefill[0], "abort", "told")
-        rig.until(lambda: decode.count("handoffs_lost"), "it is lost")
+        rig.until(lambda: decode.count("handoffs_failed"), "it is lost")
         rig.faults[0].release()
         rig.run()
         assert told.tokens == known.greedy(PROMPT, 8)

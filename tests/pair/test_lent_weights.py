@@ -103,7 +103,7 @@ def test_who_has_taken_them_answers_with_them_and_finds_nothing_of_the_old(shelf
         rig.flush(rig.decode[0])
         asked = ask(rig)
         assert asked.tokens == greedy("new", PROMPT, 8)
-        assert rig.prefill[0].count("handoffs_held") == 1
+        assert rig.prefill[0].count("handoffs_completed") == 1
         assert (asked.cached_tokens > 0) == (has in rig.prefill and before.cached_tokens > 0)
 
 

@@ -89,7 +89,7 @@ def test_what_is_lent_is_not_given_back_before_its_reader_is_done(known):
         rig.until(lambda: len(answers) > before, "it is given back")
         assert not answers[-1].error and not lender.engine.pool.tensor.any()
         answered(rig, known, asked)
-        assert rig.prefill[1].count("prefix_fetches/held") == 1
+        assert rig.prefill[1].count("prefix_fetches/completed") == 1
         taken_again(rig, lender, tags="kv_cache")
         resumed(rig, lender)
 

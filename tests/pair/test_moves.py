@@ -213,7 +213,7 @@ def test_it_goes_on_where_it_is_when_its_mover_is_cancelled(known: Known) -> Non
     with PairRig(known.loaded, decode=TWO, moves=True) as rig:
         asked, successor = _paused(rig)
         rig.cancel(successor, node=1)
-        rig.until(lambda: successor.ended and not rig.decode[0].queue("leaving"), "it goes on")
+        rig.until(lambda: successor.ended and not rig.decode[0].queue("migrating"), "it goes on")
         rig.wires.let_go()
         rig.run()
         assert successor.reason is FinishReason.ABORT and not successor.tokens
@@ -303,7 +303,7 @@ def test_it_stands_still_for_what_has_come_since_only(
         rig.until(lambda: asked.ended and len(successor.tokens) > 20, "it goes on")
         assert asked.reason is FinishReason.MOVED
         assert _copied(rig) == [(len(PROMPT) + num_known - 1) // 16 * 16]
-        assert rig.decode[1].count("prefix_fetches/held") == 1
+        assert rig.decode[1].count("prefix_fetches/completed") == 1
         assert rig.decode[1].count("prompt_tokens") == 0
         tokens = _joined(asked, successor, num_known)
         assert tokens == known.greedy(PROMPT, 200)[: len(tokens)]

@@ -70,7 +70,9 @@ def test_who_has_lost_its_hand_off_keeps_its_place(known, goes_on):
             rig.tell(rig.prefill[0], "abort", "first")
         else:
             rig.wires.cut(rig.prefill[0].front, node.front)
-        rig.until_news(lambda: node.count("handoffs_lost"), "the first has lost its hand-off", node)
+        rig.until_news(
+            lambda: node.count("handoffs_failed"), "the first has lost its hand-off", node
+        )
         assert not running.ended
         rig.run(first)
         assert running.ended and not second.tokens and not third.tokens

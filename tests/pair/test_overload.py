@@ -129,7 +129,7 @@ def test_who_has_lost_an_owner_may_wait_for_another_as_long_as_it_takes(known):
             lambda: decode.count("handoffs_opened") > num_opened, "it waits for the first", decode
         )
         rig.wires.cut(first.front, decode.front)
-        rig.until(lambda: decode.count("handoffs_lost"), "it is lost", decode)
+        rig.until(lambda: decode.count("handoffs_failed"), "it is lost", decode)
         rig.run()
         _assert_answered(known, asked, *before)
         assert decode.count("handoff_retries") == 1

@@ -78,7 +78,7 @@ def _check_greedy(known, page_size: int, overlap: bool, small_pool: bool) -> Non
             asked = [rig.ask(prompt, NUM_TOKENS) for prompt in prompts]
             rig.run()
             assert [one.tokens for one in asked] == expected
-        assert decode.count("handoffs_held") == len(rig.asked)
+        assert decode.count("handoffs_completed") == len(rig.asked)
         assert (decode.count("retractions") > 0) is small_pool
 
 

@@ -123,7 +123,7 @@ def test_a_paused_prefill_node_is_passed_over(known):
         asked = rig.ask(prompt)
         rig.run()
         assert asked.tokens == known.greedy(prompt, 8)
-        counts = [node.count("handoffs_held") for node in rig.prefill]
+        counts = [node.count("handoffs_completed") for node in rig.prefill]
         assert (counts, rig.prefill[0].count("refused/paused")) == ([0, 1], 1)
         resumed(rig, rig.prefill[0])
 
@@ -227,6 +227,6 @@ def test_a_request_that_leaves_stays_where_it_is_paused(known):
         one_runs(rig)
         refused = rig.move(other, 0, 1)
         rig.run(refused, other)
-        assert refused.ended.error == "not moved: this node is paused"
+        assert refused.ended.error == "not migrated: this node is paused"
         assert other.tokens == known.greedy(PROMPTS[2], 40)
         resumed(rig, target)

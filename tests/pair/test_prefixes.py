@@ -64,7 +64,9 @@ def test_the_next_turn_is_read_from_where_the_last_answer_was_computed(known: Kn
         answered(rig, known, rig.ask(longer, 10))
         # Of 50 + 60 + 20 tokens the prefill node had 3 pages, the decode node has 109.
         assert since(prefill, before) == (48, 48, 34)
-        assert decode.count("prefix_loans/held") == prefill.count("prefix_fetches/held") == 1
+        assert (
+            decode.count("prefix_loans/completed") == prefill.count("prefix_fetches/completed") == 1
+        )
         # It is in the tree: whoever comes next needs nobody.
         before = ways(prefill)
         answered(rig, known, rig.ask([*longer, 1, 2, 3], 10))
@@ -128,7 +130,7 @@ def test_who_was_told_wrong_computes(known: Known) -> None:
             answered(rig, known, rig.ask(tokens, 3, owners=[1], prefix_at=[hint]))
             assert len(opened(rig)) == (1, 2, 2, 3)[number]
         assert second.count("prompt_token_ways/fetched") == 64
-        assert second.count("prefix_fetches/lost") == 2
+        assert second.count("prefix_fetches/failed") == 2
         assert second.count("prefix_fetches/unpaired") == 1
         assert rig.prefill[0].count("prefix_loans/refused") == 2
 
@@ -167,7 +169,7 @@ def test_a_read_that_comes_to_nothing_costs_nothing_but_time(known: Known, what:
             rig.wires.let_go()
         answered(rig, known, asked)
         rig.wires.heal()
-        assert rig.prefill[1].count("prefix_fetches/lost") == 1
+        assert rig.prefill[1].count("prefix_fetches/failed") == 1
         assert rig.prefill[1].count("prompt_token_ways/fetched") == 0
 
 
@@ -199,7 +201,7 @@ def test_where_there_is_no_room_for_it_it_is_computed(known: Known) -> None:
         rig.until(lambda: rig.prefill[1].queue("inflight"), "it has the pages")
         hint = PrefixHint("prefill-0:1", 96)
         asked = rig.ask(prompt(100), 20, owners=[1], prefix_at=[hint])
-        rig.until(lambda: rig.prefill[1].count("prefix_fetches/no_room"), "it is not tried")
+        rig.until(lambda: rig.prefill[1].count("prefix_fetches/no_capacity"), "it is not tried")
         rig.faults[1].release()
         rig.run(busy)
         answered(rig, known, asked)
@@ -282,4 +284,4 @@ def test_conversations_wander_between_nodes_that_evict(known: Known) -> None:
             for talk, one in zip(talks, asked, strict=True):
                 answered(rig, known, one)
                 talk += [*one.tokens, *prompt(source.randrange(2, 20), source.randrange(9))]
-        assert sum(node.count("prefix_fetches/held") for node in rig.prefill)
+        assert sum(node.count("prefix_fetches/completed") for node in rig.prefill)

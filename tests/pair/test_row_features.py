@@ -140,4 +140,4 @@ def test_a_first_token_without_what_is_to_be_told_costs_the_attempt_alone(
         rig.run()
         assert asked.tokens == known.greedy(range(40), 4)
         assert (len(asked.logprobs), len(asked.prompt_logprobs)) == (4, 39)
-        assert rig.decode[0].count("handoffs_lost") == 1
+        assert rig.decode[0].count("handoffs_failed") == 1

@@ -163,7 +163,7 @@ def test_a_refusal_reaches_the_client_and_an_empty_grammar_is_one(
         GuidedDecoding("json_schema", '{"items": {"uniqueItems": true}}'): "#/items: uniqueItems",
         GuidedDecoding("json_schema", '{"type": "integer", "maximum": 1e30}'): "Integer exceeds",
         GuidedDecoding("regex", "a(?=b)"): "character 1 of",
-        GuidedDecoding("ebnf", "root ::= root"): "no answer keeps to it",
+        GuidedDecoding("ebnf", "root ::= root"): "no response can match it",
     }
     with PairRig(loaded) as rig:
         asked = [(rig.ask(range(40, 50), 8, guide=guide), where) for guide, where in guides.items()]

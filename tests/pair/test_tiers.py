@@ -140,7 +140,7 @@ def test_others_read_what_only_a_tier_has(known: Known) -> None:
         rig.run(asked)
         assert asked.tokens == known.greedy([*PROMPTS[0], 1, 2], ANSWER)
         assert second.count("prompt_token_ways/fetched") == TOLD
-        assert brought(first) == TOLD and first.count("prefix_loans/held") == 1
+        assert brought(first) == TOLD and first.count("prefix_loans/completed") == 1
 
 
 def test_what_a_tier_has_is_not_read_from_others(known: Known) -> None:

@@ -32,7 +32,7 @@ def test_a_hand_off_goes_through_every_phase_of_both_nodes(known):
         timeline = asked.ended.timeline
         (attempt,) = timeline.attempts
         assert attempt.prefill == rig.prefill[0].front.address
-        assert (attempt.path, attempt.outcome) == ("loopback", "held")
+        assert (attempt.path, attempt.outcome) == ("loopback", "completed")
         page_bytes = rig.decode[0].engine.pool.page_bytes
         assert (attempt.num_pages, attempt.num_bytes) == (7, 7 * page_bytes)
         assert attempt.num_chunks == 4
@@ -51,7 +51,7 @@ def test_a_prompt_whose_kv_is_here_moves_no_page(known):
         rig.run()
         check(again.ended, len(again.tokens))
         assert again.ended.timeline.attempts[0].num_pages == 0
-        assert again.ended.timeline.attempts[0].outcome == "held"
+        assert again.ended.timeline.attempts[0].outcome == "completed"
 
 
 def test_a_prompt_prefilled_here_has_no_attempt(known):
@@ -73,7 +73,7 @@ def test_an_attempt_that_is_lost_is_told_with_its_reason_beside_the_one_that_was
         rig.run()
         check(asked.ended, len(asked.tokens))
         lost, held = asked.ended.timeline.attempts
-        assert (lost.outcome, held.outcome) == ("lost", "held")
+        assert (lost.outcome, held.outcome) == ("failed", "completed")
         assert lost.reason and not held.reason
         assert [lost.prefill, held.prefill] == [node.front.address for node in rig.prefill]
         assert not of(asked.ended.timeline, Phase.JOIN, attempt=1)
@@ -85,7 +85,7 @@ def test_what_follows_the_last_lost_attempt_is_prefilled_here(known):
         asked = rig.ask(LONG)
         rig.run()
         check(asked.ended, len(asked.tokens))
-        assert [one.outcome for one in asked.ended.timeline.attempts] == ["lost"]
+        assert [one.outcome for one in asked.ended.timeline.attempts] == ["failed"]
         assert len(of(asked.ended.timeline, *LOCAL)) == 2
 
 
@@ -176,4 +176,4 @@ def test_a_request_out_of_time_is_told_up_to_its_end(known):
         rig.run(asked)
         rig.wires.let_go()
         check(asked.ended, len(asked.tokens))
-        assert asked.ended.timeline.attempts[0].outcome in ("given_up", "lost")
+        assert asked.ended.timeline.attempts[0].outcome in ("cancelled", "failed")

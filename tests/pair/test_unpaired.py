@@ -52,7 +52,7 @@ def test_what_was_lost_with_all_pairs_goes_to_an_owner_again_and_is_not_prefille
         rig.wires.heal()
         rig.run()
         _check(known, *asked, new)
-        assert decode.count("handoffs_lost") >= 2
+        assert decode.count("handoffs_failed") >= 2
         assert decode.count("local_prefills") == 0
 
 
@@ -96,7 +96,7 @@ def test_other_owners_are_not_waited_for_while_one_is_there(known):
         rig.run()
         _check(known, *asked)
         assert decode.count("local_prefills") == 0
-        assert rig.prefill[1].count("handoffs_held") == len(asked)
+        assert rig.prefill[1].count("handoffs_completed") == len(asked)
         rig.wires.heal()
 
 
@@ -111,7 +111,8 @@ def test_who_has_had_all_its_attempts_waits_for_no_owner(known, retries):
             rig.until(lambda: decode.queue("transfer"), "it is under way")
             _cut_all(rig)
             rig.until(
-                lambda attempt=attempt: decode.count("handoffs_lost") > attempt, "it knows of that"
+                lambda attempt=attempt: decode.count("handoffs_failed") > attempt,
+                "it knows of that",
             )
             rig.faults[0].release()
             if attempt < retries:

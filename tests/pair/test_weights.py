@@ -112,7 +112,7 @@ def test_nodes_with_different_weights_are_no_pair_until_they_have_the_same(rig, 
     resumed(rig, early)
     rig.until(lambda: not reader.desk.links, "the pair has ended")
     rig.flush(*rig.nodes)
-    alone, handed = ask(rig), owner.count("handoffs_held")
+    alone, handed = ask(rig), owner.count("handoffs_completed")
     name = "new" if early is reader else "old"
     assert (alone.tokens, alone.cached_tokens) == (greedy(name, PROMPT, 8), 0)
     pause(rig, late)
@@ -121,7 +121,7 @@ def test_nodes_with_different_weights_are_no_pair_until_they_have_the_same(rig, 
     rig.until_paired()
     rig.flush(*rig.nodes)
     assert ask(rig).tokens == greedy("new", PROMPT, 8)
-    assert (owner.count("handoffs_held"), owner.count("refused/weights")) == (handed + 1, 0)
+    assert (owner.count("handoffs_completed"), owner.count("refused/weights")) == (handed + 1, 0)
     opens = [each for each in rig.wires.seen if isinstance(each, OpenHandoff)]
     assert len({each.weights for each in opens}) == 2
 
@@ -140,7 +140,7 @@ def test_new_weights_are_those_that_another_node_was_started_with(shelf, greedy,
         resumed(rig, changed)
         rig.until_paired()
         assert ask(rig).tokens == greedy("new", PROMPT, 8)
-        assert owner.count("handoffs_held") == 1
+        assert owner.count("handoffs_completed") == 1
         pause(rig, changed)
         put(rig, changed, "old")
         resumed(rig, changed)

@@ -123,7 +123,10 @@ async def test_who_always_gets_on_and_is_always_there_when_engines_die_ends_too(
             node.say({submit.number: [20] * TRIAL_TOKENS})
             await lose_engine(node)
         error = await failure(call)
-        assert (error.code(), "is gone" in str(error.details())) == (StatusCode.UNAVAILABLE, True)
+        assert (error.code(), "has disconnected" in str(error.details())) == (
+            StatusCode.UNAVAILABLE,
+            True,
+        )
 
 
 async def test_nodes_that_are_asked_to_end_cost_a_request_nothing(model: Path) -> None:

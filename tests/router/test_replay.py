@@ -269,7 +269,7 @@ async def test_with_no_other_node_the_request_ends_in_seconds_with_the_reason(mo
             await node.submitted()
             await node.die()
             error = await failure(call)
-            assert (error.code(), "is gone" in str(error.details())) == (
+            assert (error.code(), "has disconnected" in str(error.details())) == (
                 StatusCode.UNAVAILABLE,
                 True,
             )

@@ -27,7 +27,7 @@ HELD = pb.Timeline(
     end_s=[1e-6, 2e-6, 3e-6, 4e-6, 5e-6, 6e-6, 2e-6, 2.5e-6, 3e-6, 9e-6],
     attempts=[
         pb.Attempt(
-            prefill_address=PREFILL, path="cma", outcome="held", pages=7, bytes=7168, chunks=2
+            prefill_address=PREFILL, path="cma", outcome="completed", pages=7, bytes=7168, chunks=2
         )
     ],
     first_token_s=3e-6,
@@ -100,7 +100,7 @@ async def test_a_request_is_listed_while_it_lives_and_with_its_timeline_when_it_
             "node": node.address,
             "prefill": PREFILL,
             "path": "cma",
-            "outcome": "held",
+            "outcome": "completed",
             "reason": "",
             "pages": 7,
             "bytes": 7168,

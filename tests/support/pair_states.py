@@ -66,7 +66,7 @@ def being_read(rig: PairRig, ask: Callable[..., Asked]) -> Asked:
 def read_but_not_confirmed(rig: PairRig, ask: Callable[..., Asked]) -> Asked:
     rig.wires.hold_back(PagesReleased)
     asked = ask(LONG)
-    _reach(rig, asked, lambda: rig.prefill[0].count("handoffs_held"))
+    _reach(rig, asked, lambda: rig.prefill[0].count("handoffs_completed"))
     return asked
 
 

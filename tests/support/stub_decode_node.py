@@ -217,7 +217,7 @@ class StubNode(node_pb2_grpc.NodeServicer):
         self, request: router_pb2.StopProfileRequest, context: Any
     ) -> node_pb2.ProfileResponse:
         if self.profiled is None:
-            raise FailedPrecondition("nothing is profiled")
+            raise FailedPrecondition("no profile is running")
         return node_pb2.ProfileResponse(path=f"/traces/{self.description.role}")
 
     async def FlushCache(

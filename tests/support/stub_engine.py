@@ -185,7 +185,7 @@ class EchoEngine:
             "pages_free": 8.0,
             "total_retractions": 2.0,
             "total_handoffs_opened": 5.0,
-            "total_handoffs_held": 4.0,
+            "total_handoffs_completed": 4.0,
         }
         links = (("127.0.0.1:1", "tcp", 2.0),)
         self._channel.post(EngineStats(self._steps, gauges, state, links, pages_free=5))

@@ -53,7 +53,7 @@ def check(ended: RequestEnded, num_tokens: int) -> None:
 
 def _check_attempts(timeline: Timeline, last: float) -> None:
     outcomes = [one.outcome for one in timeline.attempts]
-    assert set(outcomes[:-1]) <= {"lost"}
+    assert set(outcomes[:-1]) <= {"failed"}
     over = 0.0
     for number, one in enumerate(timeline.attempts, 1):
         chain = of(timeline, *CHAIN, attempt=number)
@@ -61,9 +61,9 @@ def _check_attempts(timeline: Timeline, last: float) -> None:
         follow(chain, CHAIN)
         assert chain[0].start >= over
         over = chain[-1].end
-        if one.outcome == "held":
+        if one.outcome == "completed":
             assert len(chain) == len(CHAIN)
-        elif number == len(timeline.attempts) and one.outcome == "given_up":
+        elif number == len(timeline.attempts) and one.outcome == "cancelled":
             assert over == last
         computed = of(timeline, *ON_PREFILL_NODE, attempt=number)
         if computed:

@@ -159,7 +159,7 @@ def _expression(wanted: Any, place: str, depth: int) -> Any:
 
 def _style(wanted: Any, place: str, depth: int) -> Any:
     if wanted not in _STYLES:
-        raise InvalidRequest(f"{place} is none of {', '.join(_STYLES)}")
+        raise InvalidRequest(f"{place} is invalid: expected {', '.join(_STYLES)}")
     return wanted
 
 

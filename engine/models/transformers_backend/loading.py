@@ -100,5 +100,5 @@ def _from_files(
         )
     if told["unexpected_keys"]:
         names = sorted(told["unexpected_keys"])
-        log.warning("weights that %s does not use: %s", type(model).__name__, ", ".join(names[:3]))
+        log.warning("unused weights of %s: %s", type(model).__name__, ", ".join(names[:3]))
     return model.eval()

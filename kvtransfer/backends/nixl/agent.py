@@ -233,4 +233,4 @@ def _release(handle: Any) -> None:
         try:
             handle.release()
         except Exception as error:  # noqa: BLE001 as above
-            _log.debug("a nixl handle was not released: %s", error)
+            _log.debug("nixl handle not released: %s", error)

@@ -61,7 +61,7 @@ class NixlProducer:
             "nixl offers %s",
             kv(
                 paths=", ".join(shared + [kind.name for kind in keyed]),
-                because="; ".join(f"not {reason}" for reason in reasons),
+                reason="; ".join(f"not {reason}" for reason in reasons),
             ),
         )
 

@@ -55,7 +55,7 @@ class ConsumerAgents:
             return prepared()
         if not self._places.acquire(blocking=False):
             paths = ", ".join(kind.name for kind in self._kinds)
-            _log.warning("a reader gets no keys", paths=paths, because=f"{self._max_readers} have")
+            _log.warning("consumer gets no keys", paths=paths, reason=f"{self._max_readers} have")
             return prepared()
         self._made[reader] = self._thread.submit(self._make)
         return self._made[reader]
@@ -81,7 +81,7 @@ class ConsumerAgents:
                 for offering in made.result() if made.done() else ():
                     offering.poll()
             except TransferError as error:
-                _log.warning("a reader loses its keys", reader=reader, because=error)
+                _log.warning("consumer keys revoked", consumer=reader, reason=error)
                 self.dismiss(reader)
 
     def close(self) -> None:
@@ -99,7 +99,7 @@ class ConsumerAgents:
                 self._memory.use()
                 made.append(NixlListener(kind, self._memory))
             except TransferError as error:
-                _log.warning("a reader gets no keys", paths=kind.name, because=error)
+                _log.warning("consumer gets no keys", paths=kind.name, reason=error)
         return tuple(made)
 
     def _end(self, made: Future[_Made]) -> None:
@@ -108,6 +108,6 @@ class ConsumerAgents:
             for offering in () if made.cancelled() or made.exception() else made.result():
                 offering.close()
         except (EngineFault, TransferError) as fault:
-            _log.error("a reader that is gone keeps its keys", because=fault)
+            _log.error("keys of a disconnected consumer not released", reason=fault)
         finally:
             self._places.release()

@@ -105,7 +105,7 @@ class TcpAcceptor:
         except OSError as error:
             if not self._shut:
                 # It ended in the backlog, or no descriptors are left for a moment.
-                _log.warning("a data connection could not be accepted", because=error)
+                _log.warning("data connection not accepted", reason=error)
                 time.sleep(_OUT_OF_DESCRIPTORS_S)
             return
         if len(self._strangers) >= _MAX_STRANGERS:
@@ -160,7 +160,7 @@ class TcpAcceptor:
 
 
 def _turned_away(stranger: _Stranger, reason: str) -> None:
-    _log.warning("a data connection was turned away", peer=stranger.host, because=reason)
+    _log.warning("data connection rejected", peer=stranger.host, reason=reason)
 
 
 def _listen(host: str, port: int) -> socket.socket:

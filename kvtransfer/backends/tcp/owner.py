@@ -67,7 +67,9 @@ class TcpProducer:
         self._publications = PublishedPages(pool.num_pages)
         self._readers = TcpConsumers()
         self._door = TcpAcceptor(host, port, self._let_in)
-        _log.info("tcp serves pages", host=host, port=self._door.port, encrypted=tls is not None)
+        _log.info(
+            "tcp data path listening", host=host, port=self._door.port, encrypted=tls is not None
+        )
 
     def prepare(self, reader: int) -> Future[Any]:
         return prepared()
@@ -135,7 +137,7 @@ class TcpProducer:
             with closing(self._memory.departures()) as departures:
                 self._answer_all(channel, reader, departures)
         except (ProtocolViolation, DeviceFailure) as error:
-            _log.warning("a data connection was ended", peer=host, because=error)
+            _log.warning("data connection closed", peer=host, reason=error)
         except (OSError, TransferError):
             pass  # the reader has disconnected
         finally:

@@ -115,7 +115,7 @@ def reader_channel(connection: socket.socket, certificate: bytes) -> TlsTcpChann
 
     def send_seal(channel: TlsTcpChannel, seal: bytes) -> None:
         if not hmac.compare_digest(channel.certificate, certificate):
-            raise TransferError("whoever listens there has not the owner's certificate")
+            raise TransferError("the peer does not have the producer's certificate")
         channel.send(seal)
 
     context = _context(ssl.PROTOCOL_TLS_CLIENT)

@@ -175,10 +175,10 @@ async def test_a_node_that_ends_when_it_has_drained_alarms_nobody(
 
         caplog.set_level(logging.INFO, "router.cluster")
         d0.change_status(state="draining")
-        await eventually(lambda: told(f"decode node drains node={d0.address} requests=0"))
+        await eventually(lambda: told(f"decode node draining node={d0.address} requests=0"))
         await d0.die()
-        await eventually(lambda: told(f"decode node has ended node={d0.address}"))
-        assert await num_lost() == "0.0" and not told("decode node lost")
+        await eventually(lambda: told(f"decode node stopped node={d0.address}"))
+        assert await num_lost() == "0.0" and not told("decode node failed")
         await d1.die()
-        await eventually(lambda: told(f"decode node lost node={d1.address}") == [logging.WARNING])
+        await eventually(lambda: told(f"decode node failed node={d1.address}") == [logging.WARNING])
         assert await num_lost() == "1.0"

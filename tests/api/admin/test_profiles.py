@@ -17,7 +17,7 @@ async def test_all_nodes_are_profiled_and_say_where_their_traces_are(model):
             await client.wait_until_serving()
             nothing = await post(router.http_port, STOP, {})
             assert nothing.status == 409
-            assert "nothing is profiled" in nothing.error["message"]
+            assert "no profile is running" in nothing.error["message"]
             begun = await post(router.http_port, START, {"num_steps": 7})
             assert (begun.status, begun.json["status"]) == (200, "profiling")
             assert (prefill.profiled, decode.profiled) == (7, 7)

@@ -160,7 +160,7 @@ async def test_a_rate_that_is_used_up_says_when_to_come_again(
         await ask("alice")  # who has no such limit
         value = router.metrics.registry.get_sample_value
         name = "baton_api_key_requests_total"
-        assert value(name, {"key": "bob", "outcome": "taken"}) == 2
+        assert value(name, {"key": "bob", "outcome": "accepted"}) == 2
         assert value(name, {"key": "bob", "outcome": "limited"}) == 1
         assert value("baton_requests_rejected_total", {"reason": "limited"}) == 1
 
@@ -233,7 +233,7 @@ async def test_the_file_is_read_anew_and_a_broken_one_changes_nothing(
                 pass
         assert not await gets_in("alice")
         file.write_text("- {name: nonsense}")
-        await eventually(lambda: "new API keys are not used" in caplog.text)
+        await eventually(lambda: "reload of API keys failed" in caplog.text)
         assert "key 1 sha256" in caplog.text
         assert await gets_in("bob")
         metrics = {
@@ -322,5 +322,5 @@ async def test_beyond_this_host_clients_who_need_no_key_are_told_of_in_the_log(
 ) -> None:
     front = ServerConfig(port=0, host="0.0.0.0", insecure=True)
     async with router_for(model, decode=NOBODY, front=front) as (client, _):
-        assert "clients are not asked for a key" in caplog.text
+        assert "clients need no API key" in caplog.text
         await client.stub.GetCluster(GetClusterRequest(), timeout=WAIT_S)  # as on loopback

@@ -187,7 +187,7 @@ async def test_a_client_that_cannot_be_understood_is_told_so_over_tls_too(
             async with asyncio.timeout(PATIENCE_S):
                 assert (await reader.read()).startswith(b"HTTP/1.1 400")
         await until(lambda: not shared.members)
-    assert re.search(r"client turned away peer=127\.0\.0\.1:\d+ ", caplog.text)
+    assert re.search(r"client connection rejected peer=127\.0\.0\.1:\d+ ", caplog.text)
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 

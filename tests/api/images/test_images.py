@@ -212,7 +212,7 @@ async def test_the_tokens_of_a_conversation_are_those_that_an_answer_is_made_of(
 async def test_guards_are_the_same_however_it_is_spelt(api: Api, spell: Any) -> None:
     path, fields = spell(b"no image at all")
     answer = await api.post(path, **fields)
-    assert answer.status == 400 and "none of PNG, JPEG, WEBP, GIF" in answer.body.decode()
+    assert answer.status == 400 and "expected PNG, JPEG, WEBP, GIF" in answer.body.decode()
     path, fields = spell(encoded(drawn(8, 8)))
     turn = fields["input" if "input" in fields else "messages"][0]
     turn["content"] = [turn["content"][1]] * 4
@@ -227,7 +227,7 @@ async def test_what_is_no_image_of_these_spellings_is_refused_by_name(api: Api) 
     source = {"type": "url", "url": "https://example.com/a.png"}
     asked = [{"role": "user", "content": [{"type": "image", "source": source}]}]
     answer = await api.post("/v1/messages", messages=asked, max_tokens=1)
-    assert answer.status == 400 and "images.allow_urls" in answer.body.decode()
+    assert answer.status == 400 and "images.allow-urls" in answer.body.decode()
     asked[0]["content"] = [{"type": "image", "source": {"type": "base64"}}]
     answer = await api.post("/v1/messages", messages=asked, max_tokens=1)
     assert "messages[0].content[0] is no image block" in answer.body.decode()
@@ -260,14 +260,14 @@ async def test_the_same_image_has_the_same_tokens_and_another_has_others(api: Ap
     "parts, reason",
     [
         ([part(encoded(drawn(8, 8)))] * 4, "4 images, 3 allowed"),
-        ([part(b"no image at all")], "none of PNG, JPEG, WEBP, GIF"),
+        ([part(b"no image at all")], "expected PNG, JPEG, WEBP, GIF"),
         ([part(encoded(drawn(40, 40))[:400])], "damaged"),
         ([part(encoded(drawn(10, 2500)))], "times as long"),
         ([{"type": "image_url", "image_url": {"url": "data:image/png,abc"}}], "base64"),
         ([{"type": "image_url", "image_url": {"url": "data:image/png;base64,%%"}}], "base64"),
         (
             [{"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}],
-            "images.allow_urls",
+            "images.allow-urls",
         ),
         ([text("<|image_pad|>"), part(encoded(drawn(8, 8)))], "2 places for 1 images"),
     ],

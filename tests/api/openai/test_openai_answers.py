@@ -448,7 +448,7 @@ async def test_ready_goes_with_the_node(model: Path, caplog: pytest.LogCaptureFi
         assert (await api.get("/ready")).json == {"status": "ready"}
         api.node.change_status(state="draining")
         await eventually(lambda: not api.router.cluster.ready)
-        await eventually(lambda: 'not ready because="no decode node' in caplog.text)
+        await eventually(lambda: 'not ready reason="no decode node' in caplog.text)
         assert [each.getMessage() for each in caplog.records].count("ready") == 1
         assert (await api.get("/ready")).status == 503
         assert (await api.get("/health")).status == 200

@@ -505,5 +505,5 @@ async def test_the_log_of_refused_requests_is_bounded(
         for _ in range(30):
             assert (await api.post(COMPLETIONS)).status == 400  # by its fields
             assert (await api.post(COMPLETIONS, prompt="x", max_tokens=-1)).status == 400
-    lines = [line for line in caplog.messages if line.startswith("request refused")]
+    lines = [line for line in caplog.messages if line.startswith("request rejected")]
     assert len(lines) == 20

@@ -41,7 +41,7 @@ class Rig:
         self.program = Program("router", *arguments, "--processes", str(processes))
 
     def wait_until_up(self) -> None:
-        self.program.line_with("all processes are up", START_S)
+        self.program.line_with("all router processes started", START_S)
 
     def port(self, field: str) -> int:
         """address or http, of the line in which a process says where it listens."""
@@ -98,7 +98,7 @@ async def test_a_process_that_is_killed_is_started_again(
         await asyncio.to_thread(rig.wait_until_up)
         victim, other = rig.pids()
         os.kill(victim, signal.SIGKILL)
-        await asyncio.to_thread(rig.program.line_with, "a router process has ended")
+        await asyncio.to_thread(rig.program.line_with, "router process ended")
         async with asyncio.timeout(START_S):
             while len(node.streams) < 2 or len(pids := rig.pids()) < 2:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
@@ -123,14 +123,14 @@ async def test_an_operator_renews_them_in_turn_under_a_request_and_ends_them_all
             submit = await node.submitted()
             await client.stub.Drain(DrainRouterRequest(in_turn=True), timeout=START_S)
             # Of a process that drains, or its successor: none of the requests.
-            await asyncio.to_thread(rig.program.line_with, "a router process is renewed process=0")
+            await asyncio.to_thread(rig.program.line_with, "router process restarted process=0")
             await asyncio.to_thread(rig.program.line_with, " draining ", START_S)
             node.say({submit.number: [66]}, ended={submit.number: FINISH_REASON_STOP})
             assert (await collect(call))[0] == "a"
-        await asyncio.to_thread(rig.program.line_with, "all router processes are renewed", START_S)
+        await asyncio.to_thread(rig.program.line_with, "all router processes restarted", START_S)
         after = rig.pids()
         assert len(after) == 2 and not set(before) & set(after)
-        assert "a router process has ended" not in rig.program.output
+        assert "router process ended" not in rig.program.output
         async with rpc.make_channel(address) as channel:
             stub: Any = RouterStub(channel)
             state = (await stub.GetCluster(GetClusterRequest(), timeout=START_S)).router

@@ -156,7 +156,7 @@ async def whole_router(model: Path) -> AsyncIterator[Whole]:
             *("--port", "0", "--http-port", "0", "--metrics-port", str(metrics_port)),
         )
         try:
-            await asyncio.to_thread(program.line_with, "all processes are up", START_S)
+            await asyncio.to_thread(program.line_with, "all router processes started", START_S)
             whole = Whole(program, node, metrics_port)
             await whole.until_ready()
             yield whole

@@ -80,5 +80,7 @@ def test_a_directory_that_does_not_exist_is_no_hub_id(tmp_path: Path) -> None:
 
 def test_a_hub_id_that_is_not_to_be_had_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigError, match="nobody/nothing is no directory and not to be had"):
+    with pytest.raises(
+        ConfigError, match="nobody/nothing is not a directory and cannot be downloaded"
+    ):
         load("nobody/nothing")

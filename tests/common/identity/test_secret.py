@@ -53,7 +53,7 @@ def test_a_file_that_changes_is_read_anew_and_nonsense_is_not_used(tmp_path, cap
     assert found.current() == keyring(f"{new} {old}")
     file.write_text("short")
     assert found.current() == keyring(f"{new} {old}")
-    assert "new cluster secrets are not used" in caplog.text
+    assert "reload of cluster secrets failed" in caplog.text
     assert "short" not in caplog.text.replace("a short", "")
     file.unlink()
     assert found.current() == keyring(f"{new} {old}")
@@ -62,14 +62,14 @@ def test_a_file_that_changes_is_read_anew_and_nonsense_is_not_used(tmp_path, cap
 @pytest.mark.parametrize(
     "content, sentence",
     [
-        (b"", "holds 0 secrets"),
+        (b"", "has 0 secrets"),
         (b"hunter2", "secret 1 has 7 characters, 32 are the fewest; `baton secret` prints"),
         (b"x" * 40 + b"\n" + b"y" * 31, "secret 2 has 31 characters"),
         (b"x" * 5000, "is longer than 4096 bytes"),
-        (b"\xff" * 40, "is no text of ASCII characters"),
-        (b"\n".join([b"x" * 40] * 9), "holds 9 secrets"),
+        (b"\xff" * 40, "is not ASCII text"),
+        (b"\n".join([b"x" * 40] * 9), "has 9 secrets"),
         (b"baton-operator-AAAA", "operator's key 1 is not whole"),
-        (b"baton-operator-" + b"\x80" * 40, "is no text of ASCII"),
+        (b"baton-operator-" + b"\x80" * 40, "is not ASCII text"),
     ],
 )
 def test_what_is_no_secret_is_refused_in_a_sentence_that_does_not_tell_it(

@@ -24,7 +24,7 @@ def records_of(code, **options):
     return [json.loads(line) for line in lines_of(code, "json", **options)]
 
 
-LINE = "log.info('hand-off lost %s', kv(request_id='a b', tokens=3, seconds=0.25, over=True))"
+LINE = "log.info('hand-off failed %s', kv(request_id='a b', tokens=3, seconds=0.25, over=True))"
 
 
 def test_a_line_of_text_ends_with_its_fields():
@@ -32,7 +32,7 @@ def test_a_line_of_text_ends_with_its_fields():
     time, rest = line.split(" ", 1)
     assert time.endswith("Z") and len(time) == len("2026-01-01T00:00:00.000Z")
     sentence = (
-        'INFO decode engine x: hand-off lost request_id="a b" tokens=3 seconds=0.25 over=True'
+        'INFO decode engine x: hand-off failed request_id="a b" tokens=3 seconds=0.25 over=True'
     )
     assert rest == sentence
 
@@ -45,7 +45,7 @@ def test_a_line_of_json_is_one_object_with_its_fields():
         "level": "info",
         "program": "decode engine",
         "logger": "x",
-        "message": "hand-off lost",
+        "message": "hand-off failed",
         "request_id": "a b",
         "tokens": 3,
         "seconds": 0.25,

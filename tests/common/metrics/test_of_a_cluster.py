@@ -161,10 +161,10 @@ def _check_sums(quiet: dict[str, Scrape]) -> None:
     assert value(at_decode, "baton_handoffs_opened_total") == NUM_REQUESTS
     assert value(at_decode, "baton_handoff_retries_total") == 0
     for scrape in (at_prefill, at_decode):
-        assert value(scrape, "baton_handoffs_total", outcome="held") == NUM_REQUESTS
+        assert value(scrape, "baton_handoffs_total", outcome="completed") == NUM_REQUESTS
     assert value(at_decode, "baton_handoff_seconds_count") == NUM_REQUESTS
     assert total(at_decode, "baton_handoff_prompt_tokens_total") == NUM_REQUESTS * len(PROMPT)
-    assert value(at_decode, "baton_handoff_prompt_tokens_total", source="own_cache") > 0
+    assert value(at_decode, "baton_handoff_prompt_tokens_total", source="local_cache") > 0
     pages = value(at_decode, "baton_kv_pages_read_total")
     assert pages > 0
     assert total(at_decode, "baton_handoff_read_descriptors_total") == pages

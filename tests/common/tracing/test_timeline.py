@@ -30,7 +30,7 @@ anything = st.builds(
         st.builds(
             pb.Attempt,
             prefill_address=st.text(max_size=400),
-            outcome=st.sampled_from(["held", "lost", "given_up", "else", ""]),
+            outcome=st.sampled_from(["completed", "failed", "cancelled", "else", ""]),
             reason=st.text(max_size=400),
             pages=st.integers(0, 2**32 - 1),
         ),
@@ -49,7 +49,7 @@ def test_what_a_node_says_is_cut_to_what_can_be(message: pb.Timeline, longest_s:
         assert 0.0 <= row.start <= row.end <= longest_s
         assert row.attempt <= len(timeline.attempts)
     for one in timeline.attempts:
-        assert one.outcome in ("held", "lost", "given_up")
+        assert one.outcome in ("completed", "failed", "cancelled")
         assert max(len(one.prefill), len(one.reason)) <= MAX_TEXT
     assert timeline.first_token is None or 0.0 <= timeline.first_token <= longest_s
     assert from_proto(to_proto(timeline), longest_s) == timeline

@@ -84,7 +84,7 @@ async def test_what_is_recalled_through_the_hand_off_is_true_and_what_one_node_r
     before = (await cluster.decode[0].describe()).counters
     answers = await _answers(cluster, exchanges)
     counters = (await cluster.decode[0].describe()).counters
-    assert counters["handoffs_held"] - before["handoffs_held"] == num_prompts
+    assert counters["handoffs_completed"] - before["handoffs_completed"] == num_prompts
     assert counters["pages_read"] - before["pages_read"] >= num_prompts * FULL_PAGES
     true = [
         answer.text.strip() == exchange.answer and answer.finish_reason == "stop"
