@@ -482,7 +482,7 @@ async def test_readers_that_come_and_go_write_few_lines_of_which_the_first_shows
             await pair.owner.hear(PairOpened)
         await pair.owner.hear(PairClosed)
     lines = [line for line in caplog.messages if line.startswith("pair stream")]
-    assert lines[0].startswith("pair stream stream=1 ")
+    assert lines[0].startswith("pair stream opened stream=1 ")
     assert lines[1].startswith("pair stream closed stream=1 ")
     num_intervals = 1 + (time.monotonic() - begin) // 10.0
     assert len(lines) <= 2 * 10 * num_intervals

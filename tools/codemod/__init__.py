@@ -13,7 +13,7 @@ events and log lines, because their words mean other things elsewhere: the page 
 To bring a branch over that was cut before a codemod's commit, run on that branch:
 
     git rebase COMMIT_BEFORE
-    python -m tools.codemod replay --by settings COMMIT_BEFORE COMMIT_OF_THE_CODEMOD
-    git reset --hard THE_COMMIT_THAT_IT_PRINTS
-    git rebase main
+    python -m tools.codemod replay --by settings COMMIT_BEFORE
+
+It prints a rebase onto the codemod's commit. Run that, then `git rebase main`.
 """

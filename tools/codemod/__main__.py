@@ -23,10 +23,10 @@ def main() -> None:
     again = commands.add_parser("replay", help="rewrite the commits of a branch by a codemod")
     again.add_argument("--by", choices=CODEMODS, default="moves", help="the codemod (moves)")
     again.add_argument("before", help="the commit before the codemod's, which HEAD contains")
-    again.add_argument("after", help="the commit of the codemod")
     options = parser.parse_args()
     if options.command == "replay":
-        print(replay(_HERE, options.before, options.after, CODEMODS[options.by]))
+        base, tip = replay(_HERE, options.before, CODEMODS[options.by])
+        print(f"git rebase --onto COMMIT_OF_THE_CODEMOD {base} {tip}")
         return
     if options.command == "docs":
         renames.PAGE.write_text(renames.page())

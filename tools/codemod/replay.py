@@ -7,36 +7,38 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def replay(root: Path, before: str, after: str, rewrite: Callable[[Path], object]) -> str:
-    """Rewrite the commits of HEAD since `before`, and return the last new commit.
+def replay(root: Path, before: str, rewrite: Callable[[Path], object]) -> tuple[str, str]:
+    """Rewrite the commits of HEAD since `before`.
 
     Each new commit has the tree of the old one after `rewrite`, with the old author, date and
-    message. Files that `after` itself has changed in other ways are not touched: the first new
-    commit has `after` as its parent, and later commits of main come with a rebase.
+    message. The first one is `before` itself after `rewrite`. A rebase from it onto the codemod's
+    commit brings what that commit has changed in other ways.
 
     Args:
         root: a repository without changes that are not committed.
         before: the commit before the codemod's.
-        after: the codemod's commit.
         rewrite: the codemod.
+
+    Returns:
+        The new commit of `before`, and that of HEAD.
     """
     commits = _git(root, "rev-list", "--reverse", f"{before}..HEAD").split()
-    parent = _git(root, "rev-parse", after)
+    made = [_git(root, "rev-parse", before)]
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder) / "tree"
         _git(root, "worktree", "add", "--detach", str(work), before)
         try:
-            for commit in commits:
+            for commit in (made[0], *commits):
                 _git(work, "checkout", "--force", commit)
                 rewrite(work)
                 _git(work, "add", "--all")
                 tree = _git(work, "write-tree")
-                parent = _commit(root, commit, tree, parent)
+                made.append(_commit(root, commit, tree, made[-1]))
                 _git(work, "reset", "--hard")
                 _git(work, "clean", "--force", "-d")
         finally:
             _git(root, "worktree", "remove", "--force", str(work))
-    return parent
+    return made[1], made[-1]
 
 
 def _commit(root: Path, like: str, tree: str, parent: str) -> str:
