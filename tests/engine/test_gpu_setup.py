@@ -200,7 +200,7 @@ def test_a_prefill_node_takes_no_host_pages_and_captures_no_graphs(monkeypatch):
         pass
 
     def build(config):
-        assert config.cache.host_pages == 0 and not config.cuda_graphs
+        assert config.cache.swap_pages == 0 and not config.cuda_graphs
         assert config.cache.num_pages == 77
         raise BuiltError
 

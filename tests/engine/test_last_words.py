@@ -36,7 +36,7 @@ class Stuck:
 
 
 logs.setup("engine", "info", "text")
-config = EngineConfig(model="m", scheduler=SchedulerConfig(watchdog_s=0.2))
+config = EngineConfig(model="m", scheduler=SchedulerConfig(watchdog_timeout_s=0.2))
 engine = SimpleNamespace(runner=None, stream=None)
 drive(Stuck(), engine, config, StepClock())
 """

@@ -220,7 +220,7 @@ def test_what_the_prefill_node_has_not_loaded_is_computed_by_the_decode_node(kno
     """It refuses by name: KV of the model without its adapter would be wrong, and nobody would
     notice."""
     with PairRig(
-        known.loaded, prefill=[shelf.size("b")], decode=[shelf.size("a")], retries=0
+        known.loaded, prefill=[shelf.size("b")], decode=[shelf.size("a")], handoff_retries=0
     ) as rig:
         adapter = dict(rig.decode[0].engine.loader.names())["a"]
         asked = rig.ask(PROMPTS[2], NUM_TOKENS, adapter=adapter)

@@ -39,8 +39,8 @@ LONG = pytest.mark.long
 ROOM = Size(num_pages=256, num_slots=32)
 
 
-def _loaded(directory: Path, **drafter: Any) -> Loaded:
-    speculation = SpeculativeConfig(**drafter)
+def _loaded(directory: Path, **speculative: Any) -> Loaded:
+    speculation = SpeculativeConfig(**speculative)
     return Loaded(directory, load(directory, CPU, torch.float32, speculation=speculation))
 
 
@@ -76,7 +76,7 @@ class Followed:
 def followed(tmp_path_factory: pytest.TempPathFactory) -> Followed:
     root = tmp_path_factory.mktemp("followed")
     model = make_followed(root / "model")
-    loaded = _loaded(model, drafter="eagle", draft_model=str(make_follower(root / "head", model)))
+    loaded = _loaded(model, method="eagle", draft_model=str(make_follower(root / "head", model)))
     weight = loaded.model.logits(torch.eye(320))
     after = {token: int(row.argmax()) for token, row in enumerate(weight)}
     return Followed(loaded, after)
@@ -90,16 +90,16 @@ def guessed(
     root = tmp_path_factory.mktemp(request.param)
     if request.param == "mtp":
         model = make_mtp(make_checkpoint(root / "model", "deepseek_v3"))
-        yield _loaded(model), _loaded(model, drafter="mtp")
+        yield _loaded(model), _loaded(model, method="mtp")
         return
     if request.param == "hybrid":
         model = make_hybrid_mtp(make_checkpoint(root / "model", "qwen3_next"))
-        yield _loaded(model), _loaded(model, drafter="mtp")
+        yield _loaded(model), _loaded(model, method="mtp")
         return
     model = make_checkpoint(root / "model", "llama", num_hidden_layers=5)
     make = make_eagle if request.param == "eagle" else make_eagle3
     head = make(root / "head", model)
-    yield _loaded(model), _loaded(model, drafter="eagle", draft_model=str(head))
+    yield _loaded(model), _loaded(model, method="eagle", draft_model=str(head))
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ def test_drafts_are_drawn_with_their_requests_own_noise(
 
     Seen failing with drafts that are the likeliest tokens, and with another row's noise."""
     head = make_knower(tmp_path / "head", followed.loaded.directory)
-    loaded = _loaded(followed.loaded.directory, drafter="eagle", draft_model=str(head))
+    loaded = _loaded(followed.loaded.directory, method="eagle", draft_model=str(head))
     ways = [{}, {"top_p": 0.9}, {"top_k": 40}, {"min_p": 0.06}, {"temperature": 0.0}]
     with PairRig(loaded, decode=[_size()], overlap=overlap) as rig:
         asked = [

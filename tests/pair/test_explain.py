@@ -83,7 +83,7 @@ def test_a_prompt_that_is_prefilled_here_says_why(known):
             "first token",
             "ended",
         ]
-        assert "no prefill node" in here.events[2].detail
+        assert "no candidate prefill node" in here.events[2].detail
 
 
 def test_a_retracted_request_says_when_it_was_off_the_device(known):
@@ -119,4 +119,4 @@ def test_what_a_tier_had_of_a_prompt_is_told_too(known):
             rig.until_free()
         told = whats(explained(rig, rig.decode[0], "3")[0])
         at = told.index("loading")
-        assert told[at + 1] == "brought" and told.index("prefills") > at
+        assert told[at + 1] == "loaded" and told.index("prefills") > at

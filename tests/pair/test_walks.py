@@ -171,7 +171,7 @@ def test_every_request_ends_once_and_rightly(known, seed, pauses):
         overlap=seed % 4 < 3,
         scheduler={"new_token_ratio": 0.02, "min_new_token_ratio": 0.02},
         transfer=IMPATIENT,
-        retries=1,
+        handoff_retries=1,
     ) as rig:
         walk = Walk(rig, source, prompts, pauses=pauses)
         for _ in range(NUM_ACTIONS):
