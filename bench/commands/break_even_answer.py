@@ -81,7 +81,7 @@ def answer(
 
 
 def advice(knob: BreakEvenResult) -> int | None:
-    """Return the advised decode.local_prefill_tokens by one metric.
+    """Return the advised decode.local_prefill_max_tokens by one metric.
 
     It is the longest measured length at which remote prefill is not better yet. None: too little
     was measured.

@@ -27,10 +27,9 @@ DEFINED = {
     "confidence": "The repeats are drawn anew 2000 times, with replacement: how often the answer "
     "is the same two neighbouring lengths, or again never, and between which lengths 90 % of the "
     "places lie. Fewer than three repeats give none.",
-    "local": "The disaggregated system with local_prefill_tokens above any length: its decode "
-    "nodes prefill everything and its prefill nodes nothing. What local_prefill_tokens should be "
-    "is the same question asked of these two: the longest measured length at which handing over "
-    "is not better yet. By TTFT and by the others' ITL it can be two answers: which of them "
+    "local": "The disaggregated system with local_prefill_max_tokens above any length: decode "
+    "nodes prefill all prompts. The recommended local_prefill_max_tokens is the longest measured "
+    "length at which a hand-off is not better. By TTFT and by the others' ITL it can be two answers: which of them "
     "matters is for you to say.",
     "ITL of the others under probes": "Gaps of the other streams that overlap a probe's prefill "
     "as its client sees it: from its sending to its first token.",

@@ -239,9 +239,9 @@ async def test_break_even_sweeps_three_systems_with_the_same_probes(
         assert await run_command(*parse(["break-even", *tiny, *SWEEP, "--json=raw.json"])) == 0
     _assert_swept(json.loads(capsys.readouterr().out.splitlines()[-1]), tmp_path)
     flags = {arm.name: " ".join(arm.decode_flags) for arm in arms}
-    assert flags["disaggregated"].endswith("local-prefill-tokens=0")
-    assert flags["local"].endswith("local-prefill-tokens=1073741824")
-    assert "local-prefill-tokens" not in flags["colocated"]
+    assert flags["disaggregated"].endswith("local-prefill-max-tokens=0")
+    assert flags["local"].endswith("local-prefill-max-tokens=1073741824")
+    assert "local-prefill-max-tokens" not in flags["colocated"]
 
 
 @pytest.mark.long

@@ -403,4 +403,4 @@ def test_configurations_say_what_is_wrong():
         LoraConfig(preload=("a",))
     with pytest.raises(ValueError, match="letters, digits"):
         LoraConfig(adapter_dir="/x", preload=("../a",))
-    assert json.loads(LoraConfig().model_dump_json())["slots"] == 4
+    assert json.loads(LoraConfig().model_dump_json())["max_loras"] == 4
