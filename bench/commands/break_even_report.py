@@ -29,8 +29,8 @@ DEFINED = {
     "places lie. Fewer than three repeats give none.",
     "local": "The disaggregated system with local_prefill_max_tokens above any length: decode "
     "nodes prefill all prompts. The recommended local_prefill_max_tokens is the longest measured "
-    "length at which a hand-off is not better. By TTFT and by the others' ITL it can be two answers: which of them "
-    "matters is for you to say.",
+    "length at which a hand-off is not better. By TTFT and by the others' ITL it can be two "
+    "answers: which of them matters is for you to say.",
     "ITL of the others under probes": "Gaps of the other streams that overlap a probe's prefill "
     "as its client sees it: from its sending to its first token.",
     "ratio": "The geometric mean over paired repeats, and in brackets where it lies with 95 % "
