@@ -6,7 +6,9 @@ sent between processes.
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from itertools import pairwise
 from math import inf
+from operator import add, sub
 
 import msgspec
 
@@ -21,6 +23,38 @@ class HistogramCounts(msgspec.Struct, frozen=True):
     bounds: tuple[float, ...]
     counts: tuple[int, ...]
     total: float
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+    def plus(self, other: "HistogramCounts") -> "HistogramCounts":
+        """Return the counts of both, which have the same bounds."""
+        counts = tuple(map(add, self.counts, other.counts))
+        return HistogramCounts(self.bounds, counts, self.total + other.total)
+
+    def minus(self, earlier: "HistogramCounts") -> "HistogramCounts":
+        """Return the counts of the values added since `earlier`."""
+        counts = tuple(map(sub, self.counts, earlier.counts))
+        return HistogramCounts(self.bounds, counts, self.total - earlier.total)
+
+    def coarser(self, bounds: tuple[float, ...]) -> "HistogramCounts":
+        """Return the same values counted by fewer bounds, each of which is one of `self.bounds`."""
+        edges = [0, *(self.bounds.index(bound) + 1 for bound in bounds), len(self.counts)]
+        counts = tuple(sum(self.counts[first:end]) for first, end in pairwise(edges))
+        return HistogramCounts(bounds, counts, self.total)
+
+    def quantile(self, share: float) -> float:
+        """Return an estimate of the quantile, by linear interpolation between two bounds.
+
+        It is at most the highest bound, and 0 without values.
+        """
+        left = share * self.count
+        for lower, upper, count in zip((0.0, *self.bounds), self.bounds, self.counts, strict=False):
+            if count and left <= count:
+                return lower + (upper - lower) * left / count
+            left -= count
+        return self.bounds[-1] if self.count else 0.0
 
 
 class LiveHistogram:

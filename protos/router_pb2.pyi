@@ -331,7 +331,7 @@ class TellPlanResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class RouterState(_message.Message):
-    __slots__ = ("state", "reason", "version", "uptime_s", "live_requests", "max_requests", "model", "context_length", "has_chat_template", "processes", "silent_processes", "oldest_process_s", "in_use")
+    __slots__ = ("state", "reason", "version", "uptime_s", "live_requests", "max_requests", "model", "context_length", "has_chat_template", "processes", "silent_processes", "oldest_process_s", "in_use", "rejected_requests", "failed_requests", "recent")
     STATE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -345,6 +345,9 @@ class RouterState(_message.Message):
     SILENT_PROCESSES_FIELD_NUMBER: _ClassVar[int]
     OLDEST_PROCESS_S_FIELD_NUMBER: _ClassVar[int]
     IN_USE_FIELD_NUMBER: _ClassVar[int]
+    REJECTED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    RECENT_FIELD_NUMBER: _ClassVar[int]
     state: str
     reason: str
     version: str
@@ -358,7 +361,50 @@ class RouterState(_message.Message):
     silent_processes: int
     oldest_process_s: float
     in_use: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, state: _Optional[str] = ..., reason: _Optional[str] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., live_requests: _Optional[int] = ..., max_requests: _Optional[int] = ..., model: _Optional[str] = ..., context_length: _Optional[int] = ..., has_chat_template: _Optional[bool] = ..., processes: _Optional[int] = ..., silent_processes: _Optional[int] = ..., oldest_process_s: _Optional[float] = ..., in_use: _Optional[_Iterable[str]] = ...) -> None: ...
+    rejected_requests: int
+    failed_requests: int
+    recent: RecentRequests
+    def __init__(self, state: _Optional[str] = ..., reason: _Optional[str] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., live_requests: _Optional[int] = ..., max_requests: _Optional[int] = ..., model: _Optional[str] = ..., context_length: _Optional[int] = ..., has_chat_template: _Optional[bool] = ..., processes: _Optional[int] = ..., silent_processes: _Optional[int] = ..., oldest_process_s: _Optional[float] = ..., in_use: _Optional[_Iterable[str]] = ..., rejected_requests: _Optional[int] = ..., failed_requests: _Optional[int] = ..., recent: _Optional[_Union[RecentRequests, _Mapping]] = ...) -> None: ...
+
+class RecentRequests(_message.Message):
+    __slots__ = ("window_s", "rejected_requests", "failed_requests", "ttft", "itl")
+    WINDOW_S_FIELD_NUMBER: _ClassVar[int]
+    REJECTED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    TTFT_FIELD_NUMBER: _ClassVar[int]
+    ITL_FIELD_NUMBER: _ClassVar[int]
+    window_s: float
+    rejected_requests: int
+    failed_requests: int
+    ttft: LatencySummary
+    itl: LatencySummary
+    def __init__(self, window_s: _Optional[float] = ..., rejected_requests: _Optional[int] = ..., failed_requests: _Optional[int] = ..., ttft: _Optional[_Union[LatencySummary, _Mapping]] = ..., itl: _Optional[_Union[LatencySummary, _Mapping]] = ...) -> None: ...
+
+class LatencySummary(_message.Message):
+    __slots__ = ("count", "p50_s", "p99_s")
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    P50_S_FIELD_NUMBER: _ClassVar[int]
+    P99_S_FIELD_NUMBER: _ClassVar[int]
+    count: int
+    p50_s: float
+    p99_s: float
+    def __init__(self, count: _Optional[int] = ..., p50_s: _Optional[float] = ..., p99_s: _Optional[float] = ...) -> None: ...
+
+class WorkerState(_message.Message):
+    __slots__ = ("state", "window_s", "rejected_requests", "failed_requests", "ttft", "itl")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_S_FIELD_NUMBER: _ClassVar[int]
+    REJECTED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    TTFT_FIELD_NUMBER: _ClassVar[int]
+    ITL_FIELD_NUMBER: _ClassVar[int]
+    state: RouterState
+    window_s: float
+    rejected_requests: int
+    failed_requests: int
+    ttft: _containers.RepeatedScalarFieldContainer[int]
+    itl: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, state: _Optional[_Union[RouterState, _Mapping]] = ..., window_s: _Optional[float] = ..., rejected_requests: _Optional[int] = ..., failed_requests: _Optional[int] = ..., ttft: _Optional[_Iterable[int]] = ..., itl: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DrainRouterRequest(_message.Message):
     __slots__ = ("in_turn",)

@@ -5,10 +5,12 @@ from typing import Literal, NamedTuple
 
 from prometheus_client.core import Metric
 
+from common.distribution import LiveHistogram
 from common.metrics.declared import MetricDeclaration
 from common.metrics.program import INFO, PROCESS, registry_of
 from common.metrics.trust import TRUST, TrustMetrics
 from common.requests.timeline import TtftPhase
+from router.recent_requests import RequestCounts
 
 Rejection = Literal["invalid", "overloaded", "late", "limited", "no_node"]
 Stranger = Literal["no_key", "unknown_key", "expired_key", "no_operator", "host"]
@@ -24,6 +26,8 @@ _STATUSES = (
 _TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _TTFT_PHASE_S = (0.0001, 0.0005, 0.001, 0.0025, 0.005, *_TTFT_S)
 _ITL_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 10.0)
+# Bounds for percentiles, at most 10 % apart. The bounds of both exported histograms are among them.
+LATENCY_S = tuple(sorted({*_TTFT_S, *_ITL_S, *(0.0001 * 1.1**step for step in range(157))}))
 _REQUEST_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
 
 REQUESTS = MetricDeclaration(
@@ -193,9 +197,9 @@ class RouterMetrics:
         self._live = LIVE.numbers()
         self._prompt_tokens = PROMPT_TOKENS.numbers()
         self._tokens = TOKENS.numbers()
-        self._first_token = FIRST_TOKEN.distributions()
+        self._first_token = LiveHistogram(LATENCY_S)
         self._ttft_phases = TTFT_PHASE.distributions()
-        self._next_token = NEXT_TOKEN.distributions()
+        self._next_token = LiveHistogram(LATENCY_S)
         self._request_seconds = REQUEST_SECONDS.distributions()
         self._ready = READY.numbers()
         self._nodes = NODES.numbers()
@@ -217,9 +221,9 @@ class RouterMetrics:
         yield LIVE.family(self._live)
         yield PROMPT_TOKENS.family(self._prompt_tokens)
         yield TOKENS.family(self._tokens)
-        yield FIRST_TOKEN.family(self._first_token)
+        yield FIRST_TOKEN.family({(): self._first_token.counted().coarser(_TTFT_S)})
         yield TTFT_PHASE.family(self._ttft_phases)
-        yield NEXT_TOKEN.family(self._next_token)
+        yield NEXT_TOKEN.family({(): self._next_token.counted().coarser(_ITL_S)})
         yield REQUEST_SECONDS.family(self._request_seconds)
         yield READY.family(self._ready)
         yield PROCESSES.family({("answering",): 1.0})
@@ -278,8 +282,17 @@ class RouterMetrics:
     def rejected(self, reason: Rejection) -> None:
         self._rejected[reason,] += 1
 
+    def request_counts(self) -> RequestCounts:
+        overloaded = ("overloaded", "late", "limited")  # status 429
+        return RequestCounts(
+            rejected=int(sum(self._rejected[reason,] for reason in overloaded)),
+            failed=int(self._ended["error",] + self._rejected["no_node",]),
+            ttft=self._first_token.counted(),
+            itl=self._next_token.counted(),
+        )
+
     def first_token(self, seconds: float) -> None:
-        self._first_token[()].add(seconds)
+        self._first_token.add(seconds)
 
     def ttft_split(self, seconds: Sequence[float]) -> None:
         """Record the time to first token by TtftPhase, in order, in seconds."""
@@ -288,7 +301,7 @@ class RouterMetrics:
 
     def next_token(self, seconds: float, times: int = 1) -> None:
         """Record `times` tokens, each `seconds` after the one before."""
-        self._next_token[()].add(seconds, times)
+        self._next_token.add(seconds, times)
 
     def tokens(self, num_tokens: int) -> None:
         self._tokens[()] += num_tokens

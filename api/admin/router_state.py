@@ -2,12 +2,17 @@
 
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import reduce
 
 from api.requests.limiter import RequestLimiter
-from protos.router_pb2 import RouterState
+from common.distribution import HistogramCounts
+from protos.router_pb2 import LatencySummary, RouterState, WorkerState
+from protos.router_pb2 import RecentRequests as RecentRequestsReport
+from router.metrics import LATENCY_S
+from router.recent_requests import RecentRequests, RequestCounts
 from router.workers.asking import SiblingProcesses
 
-STATE = "/state"  # path between worker processes
+STATE = "/worker-state"  # path between worker processes
 _BY_WEIGHT = ("ready", "not ready", "draining")
 
 
@@ -20,21 +25,26 @@ class LocalState:
         constant: RouterState,
         why_not_ready: Callable[[], str | None],
         in_use: Callable[[], Iterable[str]],
+        counts: Callable[[], RequestCounts],
     ) -> None:
         """
         Args:
             constant: fields that never change.
             why_not_ready: returns a sentence, or None if a request could be placed now.
             in_use: returns addresses of nodes that requests are sent to.
+            counts: returns the counts of requests since the process started.
         """
         self._admission = admission
         self._began = time.monotonic()
         self._constant = constant
         self._why_not_ready = why_not_ready
         self._in_use = in_use
+        self._counts = counts
+        self.recent = RecentRequests(counts)
 
-    def now(self) -> RouterState:
+    def now(self) -> WorkerState:
         reason = self._why_not_ready()
+        total = self._counts()
         state = RouterState(
             state=_state(reason, self._admission.leaving),
             reason=reason or "",
@@ -42,9 +52,19 @@ class LocalState:
             max_requests=self._admission.max_requests,
             oldest_process_s=time.monotonic() - self._began,
             in_use=self._in_use(),
+            rejected_requests=total.rejected,
+            failed_requests=total.failed,
         )
         state.MergeFrom(self._constant)
-        return state
+        window_s, recent = self.recent.now()
+        return WorkerState(
+            state=state,
+            window_s=window_s,
+            rejected_requests=recent.rejected,
+            failed_requests=recent.failed,
+            ttft=recent.ttft.counts,
+            itl=recent.itl.counts,
+        )
 
     @property
     def tells(self) -> Mapping[str, Callable[[Mapping[str, str]], Awaitable[bytes]]]:
@@ -71,19 +91,20 @@ class MergedState:
     async def now(self) -> RouterState:
         told = await self._siblings.ask(STATE)
         own = self._own.now()
-        whole = together([own, *map(RouterState.FromString, told.bodies.values())])
+        whole = together([own, *map(WorkerState.FromString, told.bodies.values())])
         whole.uptime_s = time.monotonic() - self.began
         whole.processes = told.num_asked + 1
         whole.silent_processes = told.num_silent
         return whole
 
 
-def together(states: Sequence[RouterState]) -> RouterState:
+def together(workers: Sequence[WorkerState]) -> RouterState:
     """Merge the states of the processes.
 
     The router is as ready as its least ready process, because any process may get a request. It
     uses the nodes that all processes use.
     """
+    states = [worker.state for worker in workers]
     worst = max(states, key=lambda one: _BY_WEIGHT.index(one.state))
     alike = sum(one.state == worst.state for one in states)
     whole = RouterState()
@@ -94,7 +115,36 @@ def together(states: Sequence[RouterState]) -> RouterState:
     whole.max_requests = sum(one.max_requests for one in states)
     whole.oldest_process_s = max(one.oldest_process_s for one in states)
     whole.in_use[:] = sorted(frozenset.intersection(*(frozenset(one.in_use) for one in states)))
+    whole.rejected_requests = sum(one.rejected_requests for one in states)
+    whole.failed_requests = sum(one.failed_requests for one in states)
+    whole.recent.CopyFrom(_recent(workers))
     return whole
+
+
+def _recent(workers: Sequence[WorkerState]) -> RecentRequestsReport:
+    counts = reduce(RequestCounts.plus, map(_counts, workers))
+    return RecentRequestsReport(
+        window_s=max(worker.window_s for worker in workers),
+        rejected_requests=counts.rejected,
+        failed_requests=counts.failed,
+        ttft=_summary(counts.ttft),
+        itl=_summary(counts.itl),
+    )
+
+
+def _counts(worker: WorkerState) -> RequestCounts:
+    return RequestCounts(
+        worker.rejected_requests,
+        worker.failed_requests,
+        HistogramCounts(LATENCY_S, tuple(worker.ttft), 0.0),
+        HistogramCounts(LATENCY_S, tuple(worker.itl), 0.0),
+    )
+
+
+def _summary(latency: HistogramCounts) -> LatencySummary:
+    return LatencySummary(
+        count=latency.count, p50_s=latency.quantile(0.5), p99_s=latency.quantile(0.99)
+    )
 
 
 def _state(reason: str | None, leaving: bool) -> str:

@@ -209,8 +209,13 @@ async def run_router(
         others = await resources.enter_async_context(siblings(place.others))
         keeper = await resources.enter_async_context(siblings(place.keeper))
         state = LocalState(
-            admission, _constants(config, model), why_not_ready, lambda: cluster.in_use
+            admission,
+            _constants(config, model),
+            why_not_ready,
+            lambda: cluster.in_use,
+            counts.request_counts,
         )
+        resources.push_async_callback(_end, asyncio.create_task(state.recent.run()))
         own_plans = LocalPlans()
         plans = Plans(own_plans, others)
         report = ClusterReport(survey, MergedState(state, others, place.began), plans)

@@ -1,14 +1,20 @@
 """One frame of `baton top`: converts a cluster and its rates into a rich renderable. Pure
 functions."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from cli.top.rates import Rates
-from protos.router_pb2 import ClusterNode, GetClusterResponse, LinkState, RouterState
+from protos.router_pb2 import (
+    ClusterNode,
+    GetClusterResponse,
+    LatencySummary,
+    LinkState,
+    RouterState,
+)
 
 # Holders of pages in the order of the bar. Without colours the signs tell them apart.
 _HOLDERS = {
@@ -77,6 +83,7 @@ def frame(
     parts: list[RenderableType] = [
         _headline(address, cluster.router, width),
         _totals(nodes, cluster.router, rates),
+        _requests(cluster.router, width),
         Text(),
         *_node_lines(nodes, rates, width),
     ]
@@ -128,11 +135,36 @@ def _totals(nodes: Sequence[ClusterNode], router: RouterState, rates: Rates) -> 
     ready = sum(node.state == "ready" for node in nodes)
     shown = {
         "nodes": f"{ready}/{len(nodes)}",
-        "live": f"{router.live_requests}/{router.max_requests}",
+        "in-flight": f"{router.live_requests}/{router.max_requests}",
         "tok/s": short(rates.total(everyone, "generated_tokens")),
         "prompt/s": short(rates.total(everyone, "prompt_tokens")),
         "hand-offs/s": short(rates.total(readers, "handoffs_completed")),
     }
+    return _figures(shown)
+
+
+def _requests(router: RouterState, width: int) -> Text:
+    """Return the requests of the last minute."""
+    recent = router.recent
+    line = _figures(
+        {
+            "TTFT p50/p99": _percentiles(recent.ttft),
+            "ITL": _percentiles(recent.itl),
+            "rejected (429)": short(recent.rejected_requests),
+            "errors": short(recent.failed_requests),
+        }
+    )
+    line.truncate(width, overflow="ellipsis")
+    return line
+
+
+def _percentiles(latency: LatencySummary) -> str:
+    if not latency.count:
+        return "-"
+    return "/".join(f"{short(each * 1e3)}" for each in (latency.p50_s, latency.p99_s)) + " ms"
+
+
+def _figures(shown: Mapping[str, str]) -> Text:
     parts = [((f"{name} ", "bright_black"), (value, "bold")) for name, value in shown.items()]
     return Text("   ").join(Text.assemble(*part) for part in parts)
 

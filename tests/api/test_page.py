@@ -79,6 +79,9 @@ async def test_the_cluster_as_json_says_what_get_cluster_says(model: Path):
             if name in moving.DESCRIPTOR.fields_by_name:
                 setattr(moving, name, 0.0)
     told["router"] |= {"uptime_s": 0.0, "oldest_process_s": 0.0}
+    for recent in (said.router.recent.window_s, told["router"]["recent"]["window_s"]):
+        assert recent > 0
+    said.router.recent.window_s = told["router"]["recent"]["window_s"] = 0.0
     for node in told["nodes"]:
         assert node["seen_s"] > 0
         node["seen_s"] = 0.0
@@ -97,6 +100,15 @@ async def test_the_cluster_as_json_says_what_get_cluster_says(model: Path):
         "has_chat_template": True,
         "processes": 1,
         "silent_processes": 0,
+        "rejected_requests": 0,
+        "failed_requests": 0,
+        "recent": {
+            "window_s": 0.0,
+            "rejected_requests": 0,
+            "failed_requests": 0,
+            "ttft": {"count": 0, "p50_s": 0.0, "p99_s": 0.0},
+            "itl": {"count": 0, "p50_s": 0.0, "p99_s": 0.0},
+        },
     }
     (decoding,) = [node for node in told["nodes"] if node["role"] == "decode"]
     assert decoding["instance_id"] == str(2**63 + 1)  # as a number JavaScript would round it

@@ -17,7 +17,14 @@ from rich.console import Console
 from cli.top import __main__ as top
 from cli.top import frame as top_frame
 from cli.top.rates import Rates
-from protos.router_pb2 import ClusterNode, GetClusterResponse, LinkState, RouterState
+from protos.router_pb2 import (
+    ClusterNode,
+    GetClusterResponse,
+    LatencySummary,
+    LinkState,
+    RecentRequests,
+    RouterState,
+)
 from tests.support.programs import Program
 
 PREFILL, DECODE = "10.0.0.5:50100", "10.0.0.7:50200"
@@ -79,7 +86,9 @@ def test_a_wide_frame_has_everything_in_one_line_for_each_node():
     assert [used, tokens, prompt, steps, handoffs] == ["12%", "400", "0", "50", "5"]
     assert (queue, number) == ("transfer", "2")
     assert [bar.count(sign) for sign in "█▒░·"] == [2, 1, 2, 19]
-    assert "tok/s 400" in shown[1] and "prompt/s 12.3k" in shown[1] and "live 3/1024" in shown[1]
+    assert (
+        "tok/s 400" in shown[1] and "prompt/s 12.3k" in shown[1] and "in-flight 3/1024" in shown[1]
+    )
     assert any(line.split() == [PREFILL, "→", DECODE, "cma", "7.52"] for line in shown), (
         shown
     )  # GB, not GiB
@@ -95,6 +104,21 @@ def test_no_line_is_wider_than_the_terminal(width):
     nodes = [line for line in lines(width, paper=500) if line.startswith(("10.", "node ", "  "))]
     assert len(nodes) >= 3
     assert max(map(len, nodes)) <= width  # and nothing has to be broken for that
+
+
+def test_percentiles_rejections_and_errors_of_the_last_minute_have_a_line():
+    recent = RecentRequests(
+        rejected_requests=3,
+        failed_requests=2,
+        ttft=LatencySummary(count=9, p50_s=0.039, p99_s=1.14),
+    )
+    shown = lines(80, make=lambda at_s: cluster(at_s, router={"recent": recent}))
+    assert shown[2].split("   ") == [
+        "TTFT p50/p99 39/1140 ms",
+        "ITL -",
+        "rejected (429) 3",
+        "errors 2",
+    ]
 
 
 def test_a_router_process_that_is_silent_is_told_of():

@@ -1,0 +1,83 @@
+"""Latency percentiles, rejections and errors of the last minute, over worker processes."""
+
+import pytest
+
+from api.admin.router_state import LocalState, together
+from protos.router_pb2 import RouterState
+from router.metrics import LATENCY_S, RouterMetrics
+from router.recent_requests import SAMPLE_S, WINDOW_S, RecentRequests
+
+
+class Worker:
+    """The metrics and the state of one worker process."""
+
+    class Admission:
+        leaving = False
+        num_live = 0
+        max_requests = 8
+
+    def __init__(self):
+        self.metrics = RouterMetrics()
+        admission = self.Admission()
+        self._state = LocalState(
+            admission, RouterState(), lambda: None, list, self.metrics.request_counts
+        )
+
+    def now(self):
+        return self._state.now()
+
+
+@pytest.mark.parametrize("latency_s", [0.0005, 0.012, 0.3, 7.0, 100.0])
+def test_percentiles_are_estimated_within_ten_percent(latency_s):
+    worker = Worker()
+    values = [latency_s * (1 + number / 1000) for number in range(1000)]
+    for value in values:
+        worker.metrics.first_token(value)
+    ttft = together([worker.now()]).recent.ttft
+    assert ttft.count == 1000
+    assert ttft.p50_s == pytest.approx(values[500], rel=0.1)
+    assert ttft.p99_s == pytest.approx(values[990], rel=0.1)
+
+
+def test_a_latency_above_all_bounds_is_the_highest_bound_and_no_latency_is_zero():
+    worker = Worker()
+    worker.metrics.first_token(1e6)
+    recent = together([worker.now()]).recent
+    assert recent.ttft.p99_s == LATENCY_S[-1]
+    assert (recent.itl.count, recent.itl.p50_s, recent.itl.p99_s) == (0, 0.0, 0.0)
+
+
+def test_worker_processes_are_merged_by_value_not_by_percentile():
+    busy, idle = Worker(), Worker()
+    busy.metrics.next_token(0.01, 99)
+    idle.metrics.next_token(1.0, 1)
+    for worker in (busy, idle):
+        worker.metrics.rejected("limited")
+        worker.metrics.rejected("overloaded")
+        worker.metrics.rejected("late")
+        worker.metrics.rejected("invalid")  # 400 is neither overload nor an error of the cluster
+        worker.metrics.rejected("no_node")
+        worker.metrics.accepted(1)
+        worker.metrics.ended("error", 1.0)
+    whole = together([busy.now(), idle.now()])
+    assert whole.recent.itl.count == 100
+    assert whole.recent.itl.p50_s == pytest.approx(0.01, rel=0.1)
+    assert whole.recent.itl.p99_s == pytest.approx(0.01, rel=0.1)
+    assert (whole.rejected_requests, whole.failed_requests) == (6, 4)
+    assert (whole.recent.rejected_requests, whole.recent.failed_requests) == (6, 4)
+
+
+def test_only_the_last_minute_counts():
+    metrics = RouterMetrics()
+    moment_s = 0.0
+    recent = RecentRequests(metrics.request_counts, lambda: moment_s)
+    metrics.rejected("late")
+    metrics.first_token(0.5)
+    while (moment_s := moment_s + SAMPLE_S) < WINDOW_S:
+        assert recent.now()[1].rejected == recent.now()[1].ttft.count == 1
+        recent.sample()
+    metrics.first_token(0.5)
+    recent.sample()
+    window_s, counts = recent.now()
+    assert (counts.rejected, counts.ttft.count) == (0, 1)
+    assert WINDOW_S - 2 * SAMPLE_S <= window_s <= WINDOW_S
