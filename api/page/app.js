@@ -1,4 +1,4 @@
-// Joins the parts of the page. Each part knows its own piece of the document and nothing else.
+// Connects the parts of the page. Each part changes only its own piece of the document.
 
 import { Ask } from "./ask.js";
 import { byId, mark, say } from "./dom.js";
@@ -12,9 +12,9 @@ import { showPlan } from "./planner.js";
 import { Rates } from "./rates.js";
 import { Requests } from "./requests.js";
 import { Timeline } from "./timeline.js";
-import { about, missing, Totals } from "./totals.js";
+import { about, silentWorkers, Totals } from "./totals.js";
 
-const REQUESTS_EVERY = 2; // answers about the cluster
+const REQUESTS_EVERY = 2; // cluster responses
 
 const rates = new Rates();
 const totals = new Totals(byId("tiles"));
@@ -50,7 +50,7 @@ function show(cluster) {
   ask.know(router);
   say(byId("model"), router.model);
   const state = router.state === "ready" ? "ready" : `${router.state}: ${router.reason}`;
-  say(byId("router-state"), [state, missing(router)].filter(Boolean).join("; "));
+  say(byId("router-state"), [state, silentWorkers(router)].filter(Boolean).join("; "));
   mark(byId("router-state"), "data-state", router.state);
   say(byId("about"), about(router));
   document.body.classList.toggle("no-prefill", !cluster.nodes.some((node) => node.role === "prefill"));
@@ -64,9 +64,9 @@ function lose(error) {
   }
   connected(false);
   say(byId("lost-words"), error.message);
-  // Not part of what is read out: it changes with every try.
+  // Outside the alert, because screen readers would announce every retry.
   const since = (Date.now() - lastAnswer) / 1e3;
-  say(byId("lost-age"), lastAnswer === undefined ? "" : `What is shown is ${age(since)} old.`);
+  say(byId("lost-age"), lastAnswer === undefined ? "" : `The data is ${age(since)} old.`);
   say(byId("router-state"), "connection lost");
   mark(byId("router-state"), "data-state", "lost");
 }
@@ -74,7 +74,7 @@ function lose(error) {
 function refuse(words) {
   connected(true);
   keyForm.want(words);
-  say(byId("router-state"), "an operator's key is needed");
+  say(byId("router-state"), "an operator's API key is required");
   mark(byId("router-state"), "data-state", "lost");
 }
 

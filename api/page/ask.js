@@ -1,4 +1,4 @@
-// The prompt box: sends a prompt, shows the answer as it comes, and how fast it came.
+// The prompt box. It sends a prompt, streams the response and shows its latency.
 
 import { byId, element, keep, say } from "./dom.js";
 import { EXAMPLES } from "./examples.js";
@@ -8,15 +8,15 @@ import { speed } from "./speed.js";
 import { events } from "./sse.js";
 
 export class Ask {
-  /** `onEnd(id)` is called with the id of each request of ours that had an answer, at its end. */
+  /** `onEnd(id)` is called when a request of this form that got a response ends. */
   constructor(onEnd) {
     this.onEnd = onEnd;
     this.form = byId("form");
     this.prompt = byId("prompt");
     this.answer = byId("answer");
-    this.stopping = undefined; // of the request under way
-    this.id = ""; // of the last request
-    this.facts = new Map(); // of its answer: name to text
+    this.stopping = undefined; // aborts the running request
+    this.id = ""; // id of the last request
+    this.facts = new Map(); // of its response: text by name
     this.form.addEventListener("submit", (event) => {
       event.preventDefault();
       if (!this.stopping) this.send();
@@ -30,7 +30,7 @@ export class Ask {
     byId("stop").addEventListener("click", () => this.stopping?.abort());
   }
 
-  /** Offers chat where the model has a template for it, and prompts that it is known to answer. */
+  /** Offers chat if the model has a chat template, and example prompts for known models. */
   know(router) {
     byId("kind").hidden = !router.has_chat_template;
     const prompts = EXAMPLES[router.model] ?? [];
@@ -42,13 +42,13 @@ export class Ask {
     const button = element("button", { type: "button", class: "mono" }, prompt);
     button.addEventListener("click", () => {
       this.prompt.value = prompt;
-      byId("temperature").value = 0; // there is one right answer
+      byId("temperature").value = 0; // each example has one correct response
       if (!this.stopping) this.form.requestSubmit();
     });
     return element("li", {}, button);
   }
 
-  /** The router's record of the last answer is here: its times take the place of the browser's. */
+  /** Replaces the browser's times of the last request with the router's. */
   agree(request) {
     if (request.id === this.id && request.outcome !== "live") this.tell(speed(request));
   }
@@ -108,7 +108,7 @@ export class Ask {
   }
 }
 
-/** One answer, from nothing to its end. */
+/** One streamed response. */
 class Run {
   constructor(answer) {
     this.answer = answer;
@@ -139,7 +139,7 @@ class Run {
       this.first = this.last;
       say(byId("progress"), "");
     }
-    // At most one change of the page for each frame it paints.
+    // Changes the page at most once per frame.
     if (!this.unseen) requestAnimationFrame(() => this.paint());
     this.unseen += text;
   }
@@ -152,7 +152,7 @@ class Run {
     if (atEnd) this.answer.scrollTop = this.answer.scrollHeight;
   }
 
-  /** Returns what to tell of it, times as the browser saw them. */
+  /** Returns the facts of the response. Times are the browser's. */
   end() {
     this.paint();
     say(byId("progress"), "");
@@ -160,12 +160,13 @@ class Run {
     const seen = (moment) => (moment === undefined ? null : (moment - this.began) / 1e3);
     return [
       ...speed({ ttft_s: seen(this.first), last_token_s: seen(this.last), completion_tokens: made }),
-      ["Tokens", this.finish === "length" ? `${made}, the limit` : `${made}`],
+      ["Output", `${made} tokens`],
+      ["Finish reason", this.finish ?? "–"],
       ["Prompt", `${asked} tokens${of ? `, ${of.cached_tokens} cached` : ""}`],
     ];
   }
 
-  /** `words`: empty where a person has stopped it. */
+  /** `words`: the error, or empty if the user stopped the response. */
   fail(words) {
     this.paint();
     const after = duration((performance.now() - this.began) / 1e3);
@@ -180,13 +181,13 @@ const makeFact = ([name]) => element("div", {}, element("dt", {}, name), element
 
 async function reason(answer) {
   const content = await answer.json().catch(() => null);
-  const words = content?.error?.message ?? `The router answers with status ${answer.status}.`;
+  const words = content?.error?.message ?? `The router returned status ${answer.status}.`;
   const retry = answer.headers.get("retry-after");
   return retry ? `${capital(words)}. Try again in ${retry} s.` : capital(words);
 }
 
 function sentence(error) {
-  // What browsers say of a connection that fails differs, and tells nobody anything.
+  // Browsers word connection failures differently, without useful details.
   return error instanceof TypeError ? "The router cannot be reached." : capital(error.message);
 }
 

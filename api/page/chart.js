@@ -1,29 +1,29 @@
-// Phases of a request as bars over time, in a lane for the router and each node.
+// Phases of a request as bars over time, with a lane for the router and for each node.
 
 import { element, shape } from "./dom.js";
 import { duration } from "./format.js";
 
-/** What each phase is, and which kind of time it is: that gives its colour. */
+/** Meaning of each phase. The group selects the colour. */
 export const PHASES = {
-  tokenize: { group: "router", words: "the prompt is checked and becomes tokens" },
-  place: { group: "router", words: "nodes are chosen, and the decode node is told" },
-  lost_node: { group: "lost", words: "the decode node was lost; another one went on" },
-  stream: { group: "stream", words: "text goes to the client" },
-  dispatch: { group: "router", words: "from the node's front to its engine" },
-  prealloc_queue: { group: "wait", words: "waits for pages on the decode node" },
-  prefill_wait: { group: "wait", words: "waits for the prefill node's first pages" },
-  transfer: { group: "move", words: "pages are read, while the next ones are computed" },
-  release: { group: "move", words: "the prefill node confirms that what was read is right" },
-  join: { group: "wait", words: "waits to join the running batch" },
-  local_queue: { group: "wait", words: "waits for a prefill on the decode node" },
-  local_prefill: { group: "work", words: "the decode node computes the prompt itself" },
-  running: { group: "run", words: "generates, with the running batch" },
-  retracted: { group: "lost", words: "off the device: no pages, or one is more urgent" },
-  bootstrap_queue: { group: "wait", words: "waits until the decode node has granted it pages" },
-  waiting_queue: { group: "wait", words: "waits for a forward on the prefill node" },
-  prefill: { group: "work", words: "the prefill node computes the prompt" },
-  retries: { group: "lost", words: "attempts that were lost" },
-  network: { group: "other", words: "on the way, and in event loops" },
+  tokenize: { group: "router", words: "The router checks and tokenizes the prompt." },
+  place: { group: "router", words: "The router picks nodes and submits the request to the decode node." },
+  lost_node: { group: "lost", words: "The decode node failed, and another node continued the request." },
+  stream: { group: "stream", words: "The router streams text to the client." },
+  dispatch: { group: "router", words: "The node sends the request from its server process to its engine." },
+  prealloc_queue: { group: "wait", words: "The request waits for pages on the decode node." },
+  prefill_wait: { group: "wait", words: "The decode node waits for the first pages of the prefill node." },
+  transfer: { group: "move", words: "The decode node reads pages while the prefill node computes the next ones." },
+  release: { group: "move", words: "The prefill node confirms that the pages were valid when they were read." },
+  join: { group: "wait", words: "The request waits to join the running batch." },
+  local_queue: { group: "wait", words: "The request waits for a prefill on the decode node." },
+  local_prefill: { group: "work", words: "The decode node computes the prompt itself." },
+  running: { group: "run", words: "The decode node generates tokens in the running batch." },
+  retracted: { group: "lost", words: "The request left the device, because pages were short or a higher priority needed them." },
+  bootstrap_queue: { group: "wait", words: "The request waits until the decode node grants pages." },
+  waiting_queue: { group: "wait", words: "The request waits for a forward on the prefill node." },
+  prefill: { group: "work", words: "The prefill node computes the prompt." },
+  retries: { group: "lost", words: "Earlier attempts failed." },
+  network: { group: "other", words: "The request was in the network or in event loops." },
 };
 const LANES = ["router", "prefill", "decode"];
 const ROW = 24;
@@ -46,7 +46,7 @@ export class Chart {
     }).observe(parent);
   }
 
-  /** Args: a request as GET /requests/ID tells it; whether to show all of it. */
+  /** Args: a request from GET /requests/ID, and whether to show it up to its end. */
   show(request, whole) {
     this.request = request;
     this.whole = whole;
@@ -59,7 +59,7 @@ export class Chart {
     const scale = (seconds) => (Math.min(Math.max(seconds, 0), end) / end) * this.width;
     const lanes = lanesOf(this.request.phases.filter((phase) => phase.start_s < end));
     const height = AXIS + lanes.reduce((sum, lane) => sum + HEAD + lane.rows * ROW + 6, 0);
-    const label = `Phases of the request over ${duration(end)}; the table below has all of them`;
+    const label = `Phases of the request over ${duration(end)}. The table below lists all phases.`;
     const size = { width: this.width, height, viewBox: `0 0 ${this.width} ${height}` };
     const canvas = shape("svg", { ...size, role: "img", "aria-label": label });
     canvas.append(...axis(end, scale, this.width, height));
@@ -86,7 +86,7 @@ export class Chart {
         "data-phase": phase.phase,
         "data-group": PHASES[phase.phase]?.group ?? "other",
       });
-      // What goes on beyond the edge has no round end.
+      // A bar that continues beyond the edge has no round end.
       const over = phase.end_s > end ? 8 : 0;
       group.append(shape("rect", { x, y, width: width + over, height: BAR, rx: Math.min(4, width / 2) }));
       const text = phaseWords(phase.phase);
@@ -96,7 +96,7 @@ export class Chart {
       for (const kind of ["pointerenter", "pointerdown"]) {
         group.addEventListener(kind, () => this.tell(phase));
       }
-      // A finger leaves as soon as it is lifted; what it has asked for stays.
+      // A touch ends when the finger is lifted, but its text stays.
       group.addEventListener("pointerleave", (event) => {
         if (event.pointerType === "mouse") this.tell();
       });
@@ -105,10 +105,10 @@ export class Chart {
     return [line, name, ...bars];
   }
 
-  /** Says in words what a bar is; without one, what to do. */
+  /** Describes a bar, or how to select one. */
   tell(phase) {
     if (!phase) {
-      this.hint.replaceChildren("Point at a bar, or tap it, to read what it is.");
+      this.hint.replaceChildren("Point at a bar or tap it to read its meaning.");
       return;
     }
     const took = duration(phase.end_s - phase.start_s);
@@ -116,7 +116,7 @@ export class Chart {
     const words = PHASES[phase.phase]?.words ?? "";
     this.hint.replaceChildren(
       element("strong", {}, `${phaseWords(phase.phase)} ${took}`),
-      ` from ${duration(phase.start_s)} on${attempt}. ${words}`,
+      ` from ${duration(phase.start_s)}${attempt}. ${words}`,
     );
   }
 }
@@ -125,7 +125,7 @@ function wholeEnd(request) {
   return Math.max(request.seconds, ...request.phases.map((phase) => phase.end_s), 1e-6);
 }
 
-/** Until the request runs: the first token is often out before its pages have landed. */
+/** End of the TTFT view. The first token is often sent before all pages have arrived. */
 function firstEnd(request) {
   const until = request.phases
     .filter((phase) => !["running", "stream", "retracted"].includes(phase.phase))
@@ -133,7 +133,7 @@ function firstEnd(request) {
   return Math.max(request.ttft_s ?? 0, ...until, 1e-6) * 1.06;
 }
 
-/** Bars of each place, in as few rows as keep them apart. */
+/** Lanes with their bars, in the minimum number of rows without overlap. */
 function lanesOf(phases) {
   const lanes = new Map();
   for (const phase of phases) {

@@ -1,10 +1,10 @@
-// Elements without HTML: whatever a node, a model or a client has named becomes text, never markup.
+// DOM helpers without HTML. Names of nodes, models and clients become text, never markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 
 export const byId = (id) => document.getElementById(id);
 
-/** An element with attributes and children; a string among them becomes text. */
+/** Returns an element with attributes and children. Strings become text. */
 export function element(name, attributes = {}, ...children) {
   return filled(document.createElement(name), attributes, children);
 }
@@ -21,7 +21,7 @@ function filled(made, attributes, children) {
   return made;
 }
 
-/** Changes a text only if it differs: what is unchanged is not read out again, nor painted. */
+/** Sets a text if it differs. Unchanged text is not announced or painted again. */
 export function say(target, text) {
   if (target.textContent !== text) target.textContent = text;
 }
@@ -31,8 +31,8 @@ export function mark(target, name, value) {
 }
 
 /**
- * Keeps one child of `parent` for each item, in order, by key: made once, then updated in place, so
- * that focus, scroll position and open details stay.
+ * Keeps one child of `parent` for each item, in order, by key. Children are created once and updated
+ * in place, so focus, scroll position and open details stay.
  */
 export function keep(parent, items, key, make, update) {
   const present = new Map([...parent.children].map((child) => [child.dataset.key, child]));

@@ -1,5 +1,5 @@
-// What happened to one request, on the router and on its nodes. Asked for only while it is open:
-// the router has to ask every node.
+// Events of one request on the router and on its nodes. They are loaded only while the section is
+// open, because the router has to query every node.
 
 import { byId, element, keep, say } from "./dom.js";
 import { duration } from "./format.js";
@@ -12,7 +12,7 @@ export class Events {
     this.details.addEventListener("toggle", () => this.load());
   }
 
-  /** Args: the id of the request that is shown. */
+  /** Args: the id of the selected request. */
   show(id) {
     this.id = id;
     this.load();
@@ -28,9 +28,9 @@ export class Events {
     } catch (error) {
       problem = error.message;
     }
-    if (this.id !== id) return; // another one has been chosen meanwhile
+    if (this.id !== id) return; // another request was selected meanwhile
     const silent = told.nodes.filter((node) => node.problem);
-    const words = silent.map((node) => `${node.role} ${node.address} has not answered: ${node.problem}`);
+    const words = silent.map((node) => `${node.role} ${node.address} did not respond: ${node.problem}`);
     say(byId("events-note"), [problem, ...words].filter(Boolean).join("; "));
     const rows = told.events.map((event, i) => ({ ...event, key: `${i}` }));
     keep(byId("event-rows"), rows, (row) => row.key, make, fill);

@@ -1,4 +1,4 @@
-// Prompts that a model is known to answer, by what the router calls it.
+// Example prompts by the model's name at the router.
 
 export const EXAMPLES = {
   "baton-demo": [

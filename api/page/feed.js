@@ -1,13 +1,13 @@
-// Asks the router again and again. A failed try is told at once; tries then come less often.
+// Polls the router. A failure is reported immediately, and retries back off.
 
 import { fetchWithKey } from "./key.js";
 
 const INTERVAL_MS = 1000;
-const LONGEST_MS = 5000; // between tries
-const ANSWER_MS = 6000; // nodes have two seconds, and a router may be busy
+const LONGEST_MS = 5000; // between retries
+const ANSWER_MS = 6000; // nodes have two seconds, and the router may be busy
 
 export class Feed {
-  /** `onAnswer(content)` or `onLost(error)` is called after each try. */
+  /** `onAnswer(content)` or `onLost(error)` is called after each poll. */
   constructor(path, onAnswer, onLost) {
     this.path = path;
     this.onAnswer = onAnswer;
@@ -18,7 +18,7 @@ export class Feed {
   }
 
   start() {
-    // A page that nobody looks at asks nothing.
+    // A hidden page does not poll.
     document.addEventListener("visibilitychange", () => this.now());
     window.addEventListener("online", () => this.now());
     this.now();
@@ -47,7 +47,7 @@ export class Feed {
   }
 }
 
-/** The JSON at a path of the router. Rejects with a sentence for people. */
+/** Returns the JSON at a path of the router. Rejects with a readable sentence. */
 export async function fetchJson(path) {
   let answer;
   try {
@@ -55,10 +55,10 @@ export async function fetchJson(path) {
     answer = await fetchWithKey(path, { cache: "no-store", signal });
   } catch (error) {
     const late = error.name === "TimeoutError";
-    throw new Error(late ? "The router does not answer." : "The router cannot be reached.");
+    throw new Error(late ? "The router does not respond." : "The router cannot be reached.");
   }
   const content = await answer.json().catch(() => null);
   if (answer.ok && content !== null) return content;
-  const words = content?.error?.message ?? `The router answers with status ${answer.status}.`;
+  const words = content?.error?.message ?? `The router returned status ${answer.status}.`;
   throw Object.assign(new Error(words), { status: answer.status });
 }

@@ -1,6 +1,6 @@
-// Numbers as people read them. Nothing here knows what they are of.
+// Formats of numbers and durations.
 
-/** Three significant digits at most, with k and M: 0, 0.42, 7.1, 345, 12.3k. */
+/** Formats with at most three significant digits: 0, 0.42, 7.1, 345, 12.3k. */
 export function count(value) {
   if (!Number.isFinite(value)) return "–";
   const size = Math.abs(value);
@@ -15,7 +15,7 @@ function short(value) {
   return value.toFixed(size >= 9.995 ? 1 : size >= 0.005 ? 2 : 0).replace(/\.?0+$/, "");
 }
 
-/** Seconds as ms below one second. */
+/** Formats seconds, as ms below one second. */
 export function duration(seconds) {
   if (seconds === null || seconds === undefined || !Number.isFinite(seconds)) return "–";
   if (seconds < 0.9995) {
@@ -25,7 +25,7 @@ export function duration(seconds) {
   return seconds < 59.995 ? `${seconds.toFixed(2)} s` : age(seconds);
 }
 
-/** Coarse: 8 s, 4 min, 3 h 20 min, 5 d. */
+/** Formats seconds coarsely: 8 s, 4 min, 3 h 20 min, 5 d 2 h. */
 export function age(seconds) {
   if (seconds < 60) return `${Math.max(0, Math.floor(seconds))} s`;
   if (seconds < 3600) return `${Math.floor(seconds / 60)} min`;

@@ -1,11 +1,12 @@
-// The API key of whoever looks: asked for when the router wants one, kept as long as the tab is open.
+// The viewer's API key. The page asks for it if the router requires one, and keeps it until the tab
+// is closed.
 
 import { byId, mark, say } from "./dom.js";
 
 const KEPT_AS = "baton.api-key";
-const WANTED = new Set([401, 403]); // statuses of answers to who has none that is good enough
+const WANTED = new Set([401, 403]); // statuses without a sufficient key
 
-/** As fetch, with the key if there is one. */
+/** Calls fetch with the key, if there is one. */
 export function fetchWithKey(path, options = {}) {
   const key = sessionStorage.getItem(KEPT_AS);
   const headers = { ...options.headers, ...(key ? { authorization: `Bearer ${key}` } : {}) };
@@ -14,9 +15,9 @@ export function fetchWithKey(path, options = {}) {
 
 export const wantsKey = (error) => WANTED.has(error.status);
 
-/** The field for it, which is there only while a key is wanted. */
+/** The form for the key, shown only while the router requires one. */
 export class KeyForm {
-  /** `onKey()` is called when a person has given one. */
+  /** `onKey()` is called when the user has entered a key. */
   constructor(onKey) {
     this.form = byId("key-form");
     this.field = byId("key");
@@ -28,7 +29,7 @@ export class KeyForm {
     });
   }
 
-  /** `words`: the router's own, why; empty when no key is wanted any more. */
+  /** `words`: the router's reason, or empty if no key is required. */
   want(words) {
     const appears = this.form.hidden && words;
     this.form.hidden = !words;

@@ -1,16 +1,17 @@
-// Lines between cards: from the prefill node whose pages are read to the decode node that reads.
+// Lines between node cards, from the prefill node to the decode node that reads its pages.
 
 import { element, keep, mark, say, shape } from "./dom.js";
 import { gigabytes } from "./format.js";
 import { PATHS } from "./paths.js";
 
 const LABEL_HEIGHT = 18;
-const LABEL_AT = 0.68; // of the way: nearer to the reader, where lines have parted
-const BEND = 0.45;
-const MOST_LOUD = 48; // more lines than this are thin, and still
+const LABEL_AT = 0.8; // position along the line, near the reading node, where lines do not overlap
+const BEND = 0.45; // of the distance between two columns
+const LOOP = 110; // bend of a line between two cards of one column
+const MOST_LOUD = 48; // with more lines, all are thin and without animation
 
 export class Links {
-  /** Args: the element that all cards are in, the SVG over it, and the list for the legend. */
+  /** Args: the element with all cards, the SVG over it, and the list for the legend. */
   constructor(fabric, canvas, legend) {
     this.fabric = fabric;
     this.canvas = canvas;
@@ -46,7 +47,7 @@ export class Links {
     this.draw();
   }
 
-  /** Makes the lines of one node stand out; of all with null. */
+  /** Highlights the lines of one card, or of all with null. */
   single(card) {
     const address = card?.dataset.address;
     this.canvas.classList.toggle("single", Boolean(address));
@@ -60,7 +61,7 @@ export class Links {
 
   draw() {
     const origin = this.canvas.getBoundingClientRect();
-    if (!origin.width) return; // on a phone links are lines of text
+    if (!origin.width) return; // on a phone, links are lines of text
     const box = (card) => {
       const { left, right, top, height } = card.getBoundingClientRect();
       const y = top - origin.top;
@@ -69,55 +70,74 @@ export class Links {
     const boxes = new Map(
       [...this.fabric.querySelectorAll(".node")].map((card) => [card.dataset.address, box(card)]),
     );
-    const drawn = this.links.filter((link) => boxes.has(link.peer) && boxes.has(link.reader));
+    const hasGap = this.legend.getBoundingClientRect().width > 0;
+    const known = (link) => hasGap && boxes.has(link.peer) && boxes.has(link.reader);
+    const drawn = this.links.filter(known);
     this.canvas.classList.toggle("dense", drawn.length > MOST_LOUD);
-    const rank = (address) => boxes.get(address).top;
-    const from = spread(drawn, boxes, (l) => l.peer, (l) => rank(l.reader));
-    const to = spread(drawn, boxes, (l) => l.reader, (l) => rank(l.peer));
-    const ends = (link) => {
-      const [x0, x1] = [boxes.get(link.peer).right, boxes.get(link.reader).left];
-      return { x0, x1, a: from.get(link.key), b: to.get(link.key) };
+    const heights = spread(drawn, boxes);
+    const curve = (link) => {
+      const [from, to] = heights.get(link.key);
+      return { ...bent(boxes.get(link.peer), boxes.get(link.reader), origin.width / 2), y0: from.y, y1: to.y };
     };
     keep(this.lines, drawn, (link) => link.key, makeLine, (group, link) => {
-      const { x0, x1, a, b } = ends(link);
-      const bend = (x1 - x0) * BEND;
-      const d = `M${x0} ${a.y}C${x0 + bend} ${a.y} ${x1 - bend} ${b.y} ${x1 - 7} ${b.y}`;
+      const { x0, c0, c1, x1, arrives, y0, y1 } = curve(link);
+      const d = `M${x0} ${y0}C${c0} ${y0} ${c1} ${y1} ${x1 - 7 * arrives} ${y1}`;
       const [line, flow, tip] = group.children;
       mark(group, "data-path", link.path);
       group.classList.toggle("busy", link.busy);
       mark(line, "d", d);
       mark(flow, "d", d);
-      mark(tip, "d", `M${x1 - 8} ${b.y - 4}L${x1 - 1} ${b.y}L${x1 - 8} ${b.y + 4}Z`);
+      mark(tip, "d", `M${x1 - 8 * arrives} ${y1 - 4}L${x1 - arrives} ${y1}L${x1 - 8 * arrives} ${y1 + 4}Z`);
       line.style.strokeWidth = Math.min(4, 1.25 + Math.log2(1 + link.gib_per_s) / 2);
     });
-    const told = drawn.filter((link) => to.get(link.key).room >= LABEL_HEIGHT);
-    keep(this.labels, told, (link) => link.key, makeLabel, (label, link) => {
-      const { x0, x1, a, b } = ends(link);
-      mark(label, "x", `${x0 + (x1 - x0) * along(LABEL_AT, 0, BEND, 1 - BEND, 1)}`);
-      mark(label, "y", `${along(LABEL_AT, a.y, a.y, b.y, b.y)}`);
+    const labelled = drawn.filter((link) => heights.get(link.key)[1].room >= LABEL_HEIGHT);
+    keep(this.labels, labelled, (link) => link.key, makeLabel, (label, link) => {
+      const { x0, c0, c1, x1, y0, y1 } = curve(link);
+      mark(label, "x", `${along(LABEL_AT, x0, c0, c1, x1)}`);
+      mark(label, "y", `${along(LABEL_AT, y0, y0, y1, y1)}`);
       say(label, `${link.path} ${gigabytes(link.gib_per_s)}`);
     });
   }
 }
 
-/** A coordinate on a Bézier curve, from one at each of its four points. */
+/** Returns a coordinate on a Bézier curve from those of its four points. */
 function along(t, p0, p1, p2, p3) {
   const s = 1 - t;
   return s * s * s * p0 + 3 * s * s * t * p1 + 3 * s * t * t * p2 + t * t * t * p3;
 }
 
-/** Where on its card each link ends: side by side, in the order of the other ends. */
-function spread(links, boxes, own, other) {
-  const ends = new Map();
-  for (const [address, of] of groups(links, own)) {
+/**
+ * Returns the x coordinates of a line through the gap between the columns: its ends, its control
+ * points, and the direction in which it arrives (1: to the right, -1: to the left).
+ */
+function bent(peer, reader, middle) {
+  const leaves = peer.left < middle ? 1 : -1;
+  const arrives = reader.left < middle ? -1 : 1;
+  const x0 = leaves > 0 ? peer.right : peer.left;
+  const x1 = arrives > 0 ? reader.left : reader.right;
+  const bend = leaves === arrives ? Math.abs(x1 - x0) * BEND : LOOP;
+  return { x0, c0: x0 + bend * leaves, c1: x1 - bend * arrives, x1, arrives };
+}
+
+/**
+ * Returns the y coordinates and the room of both ends of each link. The ends on a card are side by
+ * side, in the order of the other ends.
+ */
+function spread(links, boxes) {
+  const heights = new Map(links.map((link) => [link.key, []]));
+  const ends = links.flatMap(({ key, peer, reader }) => [
+    { key, card: peer, other: reader, place: 0 },
+    { key, card: reader, other: peer, place: 1 },
+  ]);
+  for (const [address, own] of groups(ends, (end) => end.card)) {
     const { top, height } = boxes.get(address);
-    const usable = Math.min(height, 150);
-    of.sort((a, b) => other(a) - other(b));
-    of.forEach((link, i) => {
-      ends.set(link.key, { y: top + (usable * (i + 1)) / (of.length + 1), room: usable / (of.length + 1) });
+    const room = Math.min(height, 150) / (own.length + 1);
+    own.sort((a, b) => boxes.get(a.other).top - boxes.get(b.other).top || a.place - b.place);
+    own.forEach((end, i) => {
+      heights.get(end.key)[end.place] = { y: top + room * (i + 1), room };
     });
   }
-  return ends;
+  return heights;
 }
 
 function groups(items, key) {

@@ -1,36 +1,37 @@
-// The nodes of one role, a card each.
+// The nodes of one role, with a card each.
 
 import { element, keep, mark, say } from "./dom.js";
 import { count, gigabytes, percent } from "./format.js";
 import { PATHS } from "./paths.js";
 
-/** Holders of pages in the order of the bar, and what they mean. */
+/** Meaning of each holder of pages, in the order of the bar. */
 export const HOLDERS = {
-  request: "requests that are here",
-  step: "a forward that is under way",
-  read: "being read from another node",
-  publication: "another node may read it",
-  copy: "being copied to host memory, or from there",
-  cache: "the prefix cache alone; given up when room is needed",
-  free: "nobody",
+  request: "held by requests on this node",
+  step: "held by a running forward",
+  read: "being written by a read from another node",
+  publication: "kept because another node may read them",
+  copy: "being copied to or from host memory",
+  cache: "only in the prefix cache, evicted when pages are needed",
+  free: "without a holder",
 };
-const QUEUES = {
-  bootstrap: "opened by a decode node, not yet granted",
-  pooled: "a vector of it is computed, no token",
-  inflight: "computed, and held until the decode node has read it",
+/** Meaning of each queue. */
+export const QUEUES = {
+  bootstrap: "waiting until the decode node grants pages",
+  pooled: "embedding requests that are being computed",
+  inflight: "computed, and held until the decode node has read the pages",
   unpaired: "waiting for a prefill node",
   prealloc: "waiting for pages",
-  transfer: "its pages are being computed and read",
-  migrating: "going on at another decode node",
-  grammar: "the form of its answer is being compiled",
-  offload_load: "what host memory has of its prompt is being copied back",
-  fetching: "what another node has of its prompt is being read",
-  paused: "waiting for the end of a pause",
-  adapter: "its LoRA adapter waits for a place on the device",
+  transfer: "pages are being computed and read",
+  migrating: "migrating to another decode node",
+  grammar: "waiting for grammar compilation",
+  offload_load: "loading a prefix from an offload tier",
+  fetching: "fetching a prefix from another node",
+  paused: "waiting until the node continues after a pause",
+  adapter: "waiting until the LoRA adapter is on the device",
   waiting: "waiting for a forward",
-  chunked: "its prompt is computed in chunks",
-  on_device: "in the chunk or the running batch",
-  retracted: "off the device for want of pages, or for one that is more urgent",
+  chunked: "prompts that are computed in chunks",
+  on_device: "in the current chunk or the running batch",
+  retracted: "retracted from the device, because pages were short or a higher priority needed them",
 };
 const STATES = {
   ready: "ready",
@@ -40,25 +41,26 @@ const STATES = {
   unhealthy: "unhealthy",
   unreachable: "unreachable",
 };
-const FACTS = {
-  "steps/s": "forwards of the engine",
-  "hand-offs/s": "prompts whose pages went from one node to another",
-  "found in cache": "share of all prompts' tokens since it started whose pages it had already",
-  "local prefills": "prompts that this decode node computed itself",
-  "hand-offs lost": "they failed on the way, and were tried anew or computed here",
-  "canaries failed": "a node's KV was not what is computed here; it is not used",
-  retractions: "requests taken off the device for want of pages; they go on later",
+/** Meaning of each figure of a node. */
+export const FACTS = {
+  "steps/s": "forwards of the engine per second",
+  "hand-offs/s": "completed hand-offs per second",
+  "cache hit rate": "share of prompt tokens found in the prefix cache since the node started",
+  "local prefills": "prompts that this decode node computed itself since it started",
+  "hand-offs failed": "failed hand-offs since the node started. They were retried, or the decode node computed the prompt",
+  "canaries failed": "failed canary checks since the node started. Requests are not handed over from a prefill node that failed",
+  retractions: "requests retracted from the device since the node started. They continue later",
 };
-// Queues that are shown when something is in them.
+// Queues that are shown only if they are not empty.
 const RARE = new Set([
   ...["adapter", "chunked", "fetching", "grammar"],
   ...["migrating", "offload_load", "pooled", "retracted", "unpaired"],
 ]);
-const MOST_OPEN = 4; // more nodes than this on one side start closed
-const MOST_TALL = 8; // more than this take one line each
+const MOST_OPEN = 4; // with more nodes of one role, cards start closed
+const MOST_TALL = 8; // with more nodes of one role, each takes one line
 
 export class Nodes {
-  /** Args: the list to fill, where their number goes, and the role of these nodes. */
+  /** Args: the list to fill, the element for the number of nodes, and their role. */
   constructor(list, counter, role) {
     this.list = list;
     this.counter = counter;
@@ -147,10 +149,10 @@ function fillPages(bar, amounts, pages) {
   const sentence = all
     ? `${count(pages.free ?? 0)} of ${count(all)} pages free` +
       held.map(([name, number]) => `, ${name} ${count(number)}`).join("")
-    : "no pages known";
+    : "pages unknown";
   mark(bar, "aria-label", sentence);
   bar.classList.toggle("unknown", all === 0);
-  // For eyes; ears have the sentence.
+  // Hidden from screen readers, which read the sentence.
   const shown = all ? [...held, ["free", pages.free ?? 0]] : [];
   keep(amounts, shown, ([name]) => name, makeAmount, (item, [name, number]) => {
     say(item, name === "free" ? `${count(number)} of ${count(all)} free` : count(number));
@@ -167,11 +169,11 @@ function facts(node, rates) {
     { label: "steps/s", value: of("steps") },
     { label: "hand-offs/s", value: of("handoffs_completed") },
   ];
-  const found = foundInCache([node]);
-  if (found) shown.push({ label: "found in cache", text: found });
+  const found = cacheHitRate([node]);
+  if (found) shown.push({ label: "cache hit rate", text: found });
   const { retractions = 0, local_prefills: local = 0, handoffs_failed: lost = 0 } = node.counters;
   if (local) shown.push({ label: "local prefills", value: local });
-  if (lost) shown.push({ label: "hand-offs lost", value: lost, bad: true });
+  if (lost) shown.push({ label: "hand-offs failed", value: lost, bad: true });
   const wrong = node.counters["canaries/failed"] ?? 0;
   if (wrong) shown.push({ label: "canaries failed", value: wrong, bad: true });
   if (node.role === "decode" || retractions) {
@@ -180,8 +182,8 @@ function facts(node, rates) {
   return shown;
 }
 
-/** Which share of all prompts' tokens these nodes had already, since they started; "" of none. */
-export function foundInCache(nodes) {
+/** Returns the share of prompt tokens found in the prefix caches, or "" without prompts. */
+export function cacheHitRate(nodes) {
   const sum = (counter) => nodes.reduce((all, node) => all + (node.counters[counter] ?? 0), 0);
   return sum("prompt_tokens") ? percent(sum("cached_tokens") / sum("prompt_tokens")) : "";
 }
@@ -194,7 +196,7 @@ function updateFact(child, fact) {
   child.classList.toggle("bad", Boolean(fact.bad));
 }
 
-/** The entries of `numbers` in the order of `known`, and then those that are not in it. */
+/** Returns the entries of `numbers` in the order of `known`, followed by all others. */
 function sorted(numbers, known) {
   const names = [...new Set([...Object.keys(known), ...Object.keys(numbers)])];
   return names.filter((name) => name in numbers).map((name) => [name, numbers[name]]);
@@ -214,7 +216,7 @@ const makeRead = (link) =>
 
 function words(node) {
   const parts = [];
-  if (node.mode === "colocated") parts.push("prefills by itself");
+  if (node.mode === "colocated") parts.push("colocated");
   if (node.pids.length) parts.push(`pid ${node.pids.join(", ")}`);
   if (node.instance_id !== "0") parts.push(`instance ${BigInt(node.instance_id).toString(16)}`);
   return parts.join(" · ");

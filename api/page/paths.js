@@ -1,9 +1,9 @@
-// How pages can go from one node to another, in words.
+// Meaning of each data path between nodes.
 
 export const PATHS = {
-  nvlink: "nvlink: from GPU to GPU over NVLink",
-  cuda_ipc: "cuda_ipc: from GPU to GPU within a host",
-  rdma: "rdma: between hosts, by the network cards alone",
-  cma: "cma: out of the other process's memory on this host, by one copy of the kernel's",
-  tcp: "tcp: over a socket, where nothing faster works",
+  nvlink: "nvlink: copy between GPUs over NVLink",
+  cuda_ipc: "cuda_ipc: copy between GPUs of one host",
+  rdma: "rdma: read between hosts by their network cards",
+  cma: "cma: copy from another process of the same host by the kernel (cross-memory attach)",
+  tcp: "tcp: socket, used if no faster path works",
 };

@@ -1,19 +1,19 @@
-// What a planner says of the cluster: how much each role has to do, and what it has decided lately.
+// The planner's report: the pressure of each role and the latest decisions.
 
 import { byId, element, keep, say } from "./dom.js";
 import { age, count } from "./format.js";
 
-const SILENT_S = 30; // it tells with every look, some seconds apart
+const SILENT_S = 30; // a planner reports every few seconds
 
-/** Shows `plan`; hides the panel as long as no planner has told anything. */
+/** Shows `plan`, or hides the panel if no planner has reported. */
 export function showPlan(plan) {
   const pressures = Object.entries(plan.pressures).sort().reverse(); // prefill before decode
   byId("planner").hidden = !pressures.length;
   if (!pressures.length) return;
   const numbers = pressures.map(([role, pressure]) => `${role} ${count(pressure)}`);
-  const manner = plan.acts ? "acts" : "only says what it would do";
-  const silent = plan.ago_s > SILENT_S ? `; silent for ${age(plan.ago_s)}` : "";
-  say(byId("planner-note"), `${manner}; pressure: ${numbers.join(", ")}${silent}`);
+  const manner = plan.acts ? "applies its decisions" : "dry run";
+  const silent = plan.ago_s > SILENT_S ? `. No report for ${age(plan.ago_s)}` : "";
+  say(byId("planner-note"), `Mode: ${manner}. Pressure: ${numbers.join(", ")}${silent}`);
   byId("planner-frame").hidden = !plan.events.length;
   const occurred = plan.events.map((event, i) => ({ ...event, key: `${i}` }));
   keep(byId("planner-rows"), occurred, (event) => event.key, make, fill);

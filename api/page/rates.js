@@ -1,13 +1,13 @@
-// What happens per second, from counters that only grow. Knows nodes by address and instance.
+// Rates per second, from counters that only grow, by address and instance of a node.
 
 const WINDOW_S = 4;
 
 export class Rates {
   constructor() {
-    this.samples = new Map(); // address: samples of one instance, oldest first
+    this.samples = new Map(); // by address: samples of one instance, oldest first
   }
 
-  /** Takes a cluster as the router tells it; nodes that are not in it are forgotten. */
+  /** Adds a response of GET /cluster. Nodes missing from it are forgotten. */
   take(cluster) {
     const kept = new Map();
     for (const node of cluster.nodes) {
@@ -22,7 +22,7 @@ export class Rates {
         continue;
       }
       const last = before.at(-1);
-      // Another instance counts from zero; another router has another clock.
+      // A restarted node counts from zero, and a restarted router has another clock.
       const goes = last?.instance === sample.instance && last.at <= sample.at;
       const samples = goes ? before : [];
       if (!goes || last.at < sample.at) samples.push(sample);
@@ -32,7 +32,7 @@ export class Rates {
     this.samples = kept;
   }
 
-  /** Per second over the last seconds; undefined while there is nothing to compare. */
+  /** Returns the rate over the last seconds, or undefined with fewer than two samples. */
   of(address, counter) {
     const samples = this.samples.get(address) ?? [];
     const [first, last] = [samples[0], samples.at(-1)];
@@ -41,7 +41,7 @@ export class Rates {
     return Math.max(0, grown / (last.at - first.at));
   }
 
-  /** The sum over these nodes; undefined when nothing is known of any. */
+  /** Returns the sum over these nodes, or undefined if no rate is known. */
   sum(nodes, counter) {
     const known = nodes.map((node) => this.of(node.address, counter)).filter((r) => r !== undefined);
     return known.length ? known.reduce((a, b) => a + b, 0) : undefined;

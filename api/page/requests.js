@@ -1,15 +1,14 @@
-// The list of recent requests; one of them is chosen.
+// The list of recent requests. One of them is selected.
 
 import { byId, element, keep, mark, say } from "./dom.js";
 import { duration } from "./format.js";
 import { fetchJson } from "./feed.js";
-import { missing } from "./totals.js";
+import { silentWorkers } from "./totals.js";
 
 const SHOWN = 60;
-const ENDS = { stop: "stop", length: "length", cancelled: "cancelled", error: "error", live: "live" };
 
 export class Requests {
-  /** `onChoose(id)` is called when a person chooses one, or `choose` does. */
+  /** `onChoose(id)` is called when a request is selected. */
   constructor(onChoose) {
     this.onChoose = onChoose;
     this.rows = byId("request-rows");
@@ -25,14 +24,14 @@ export class Requests {
     try {
       content = await fetchJson("/requests");
     } catch (error) {
-      // Without a connection the page says so at its top already.
+      // A lost connection is already reported at the top of the page.
       if (error.status) say(byId("requests-note"), error.message);
       return;
     }
     const shown = content.requests.slice(0, SHOWN);
     byId("requests-frame").hidden = !shown.length;
-    const note = shown.length ? `the latest ${shown.length}` : "None yet. Send a prompt.";
-    say(byId("requests-note"), [note, missing(content)].filter(Boolean).join("; "));
+    const note = shown.length ? `Latest ${shown.length}` : "No requests yet. Send a prompt.";
+    say(byId("requests-note"), [note, silentWorkers(content)].filter(Boolean).join(". "));
     keep(this.rows, shown, (request) => request.id, make, (row, request) => fill(row, request));
     this.markChosen();
     if (this.chosen === undefined && shown.length) {
@@ -56,8 +55,10 @@ export class Requests {
   }
 }
 
-/** What its client calls it, or else the router. */
+/** Returns the client's name of the request, or else its id. */
 export const called = (request) => request.label ?? request.id;
+
+export const finishReason = ({ outcome }) => (outcome === "live" ? "running" : outcome);
 
 function make(request) {
   const name = element("button", { type: "button", class: "mono clip", title: request.id }, called(request));
@@ -77,6 +78,6 @@ function fill(row, request) {
   say(tokens, `${request.prompt_tokens} + ${request.completion_tokens}`);
   say(first, duration(request.ttft_s));
   say(all, duration(request.seconds));
-  say(end, ENDS[request.outcome] ?? request.outcome);
+  say(end, finishReason(request));
   mark(end, "data-outcome", request.outcome);
 }

@@ -1,8 +1,8 @@
-// Server-sent events, as OpenAI's API sends them: one `data:` line of JSON each, [DONE] at the end.
+// Server-sent events of OpenAI's API: one `data:` line of JSON each, then [DONE].
 
 /**
- * Gives the content of every event of a body. Returns once [DONE] has come.
- * Throws if the stream ends without it: then the answer is not whole.
+ * Yields the content of every event of a body, until [DONE].
+ * Throws if the stream ends without it, because the response is then incomplete.
  */
 export async function* events(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
@@ -10,7 +10,7 @@ export async function* events(body) {
   try {
     while (true) {
       const { value, done } = await reader.read();
-      if (done) throw new Error("The connection ended before the answer did.");
+      if (done) throw new Error("The connection closed before the response was complete.");
       const parts = (rest + value).split("\n\n");
       rest = parts.pop();
       for (const part of parts) {

@@ -1,29 +1,29 @@
-// One request: its facts, what its time to the first token is made of, and its phases as bars.
+// One request: its facts, the phases of its TTFT, and all phases as bars.
 
 import { Chart, PHASES, phaseWords } from "./chart.js";
 import { byId, element, keep, mark, say } from "./dom.js";
 import { count, duration, plural } from "./format.js";
 import { fetchJson } from "./feed.js";
-import { called } from "./requests.js";
+import { called, finishReason } from "./requests.js";
 import { speed } from "./speed.js";
 
-const SLIVER = 0.15; // a first token sooner than this share of all the time is shown by itself first
-const AGAIN_MS = 700; // while a request is live
+const SLIVER = 0.15; // if the TTFT is a smaller share of the latency, the view starts with the TTFT
+const AGAIN_MS = 700; // while a request is running
 
 export class Timeline {
-  /** `onShow(request)` is called with each request that is drawn, as the router tells it. */
+  /** `onShow(request)` is called with each request that is drawn. */
   constructor(onShow) {
     this.onShow = onShow;
     this.chart = new Chart(byId("chart"), byId("chart-hint"));
     this.id = undefined;
     this.timer = undefined;
     byId("span").addEventListener("change", () => {
-      this.decided = true; // by a person: no request changes it any more
+      this.decided = true; // the user's choice holds for all requests
       this.draw();
     });
   }
 
-  /** Args: a request; how often to look again if the router does not know it. */
+  /** Args: the id of a request, and the number of retries if the router does not know it. */
   async show(id, again = 3) {
     if (this.id !== id) say(byId("timeline-id"), id);
     this.id = id;
@@ -35,11 +35,11 @@ export class Timeline {
     } catch (error) {
       if (this.id !== id) return;
       this.problem(error.message);
-      // The last word of an answer may be here before the request is in the router's book.
+      // The response may end before the router has recorded the request.
       if (again) this.timer = setTimeout(() => this.show(id, again - 1), AGAIN_MS);
       return;
     }
-    if (this.id !== id) return; // another one has been chosen meanwhile
+    if (this.id !== id) return; // another request was selected meanwhile
     this.problem("");
     this.request = request;
     say(byId("timeline-id"), called(request));
@@ -73,11 +73,11 @@ function facts(request) {
   const [first, rate] = speed(request);
   const shown = [
     first,
-    ["All", duration(request.seconds)],
+    ["Latency", duration(request.seconds)],
     rate,
     ["Prompt", `${request.prompt_tokens} tokens, ${request.cached_tokens} cached`],
-    ["Answer", `${request.completion_tokens} tokens`],
-    ["End", request.outcome],
+    ["Output", `${request.completion_tokens} tokens`],
+    ["Finish reason", finishReason(request)],
   ];
   const held = request.attempts.findLast((attempt) => attempt.outcome === "completed");
   if (held) {
@@ -104,7 +104,7 @@ function breakdown({ ttft, ttft_s: all }) {
   const key = (part) => part.phase;
   const make = (part) => element("span", { "data-group": groupOf(part.phase) });
   keep(byId("breakdown-bar"), ttft, key, make, (piece, part) => {
-    piece.style.flexGrow = part.seconds / all; // they add up to one, so they fill the bar
+    piece.style.flexGrow = part.seconds / all; // the shares add up to one and fill the bar
   });
   const item = (part) =>
     element("li", { "data-group": groupOf(part.phase), title: PHASES[part.phase]?.words }, phaseWords(part.phase), " ", element("strong"));

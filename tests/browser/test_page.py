@@ -86,9 +86,9 @@ def test_an_answer_streams_and_is_what_the_api_answers(
     answer = background(post(cluster.http_port, "/v1/completions", fields)).json
     assert text == answer["choices"][0]["text"] != ""
     facts = view.facts("#facts")
-    assert facts["Tokens"] == "24, the limit"
+    assert (facts["Output"], facts["Finish reason"]) == ("24 tokens", "length")
     assert facts["Prompt"].startswith("16 tokens")
-    assert re.fullmatch(r"[\d.]+ m?s", facts["First token"])
+    assert re.fullmatch(r"[\d.]+ m?s", facts["TTFT"])
     assert re.fullmatch(r"[\d.]+k?", facts["Tokens/s"])
 
 
@@ -156,6 +156,35 @@ def test_a_refusal_is_told_in_the_routers_own_words(view: View):
     assert all("status of 400" in complaint for complaint in view.complaints())
 
 
+BOTH_WAYS = """
+  const [prefill, decode] = arguments;
+  const real = window.fetch;
+  window.fetch = async (path, ...rest) => {
+    const answer = await real(path, ...rest);
+    if (path !== "/cluster") return answer;
+    const content = await answer.json();
+    const links = (reader) => content.nodes.find((node) => node.address === reader).links;
+    const add = (reader, peer, path) => links(reader).push({ peer, path, gib_per_s: 1 });
+    add(prefill, decode, "rdma");
+    add(decode, decode, "nvlink");
+    return Response.json(content);
+  };
+"""
+
+
+@pytest.mark.long
+def test_every_line_stays_between_the_two_columns(view: View, cluster: Cluster):
+    view.run(BOTH_WAYS, *(node.address for node in cluster.nodes))
+    view.until(lambda: len(view.all(".link")) == 3, "links in all directions are drawn")
+    left, right = (view.one(f".node[data-role={role}]").rect for role in ("prefill", "decode"))
+    boxes = view.run(
+        "return [...document.querySelectorAll('.link .line')]"
+        ".map((line) => line.getBoundingClientRect().toJSON())"
+    )
+    assert all(box["left"] >= left["x"] + left["width"] - 2 for box in boxes), boxes
+    assert all(box["right"] <= right["x"] + 2 for box in boxes), boxes
+
+
 @pytest.mark.long
 def test_what_a_model_or_a_request_is_called_stays_text(
     view: View, cluster: Cluster, background: Background
@@ -197,16 +226,45 @@ def test_two_parts_of_the_page_say_the_same_of_one_request(view: View):
 
     def agreed() -> bool:
         asked, told = (view.facts(where) for where in both)
-        return all(asked[name] == told.get(name) for name in ("First token", "Tokens/s"))
+        return all(asked[name] == told.get(name) for name in ("TTFT", "Tokens/s"))
 
     view.until(agreed, "the times of the prompt box are those of the timeline")
     cached = ".node[data-role=prefill] .facts"
     view.until(
-        lambda: view.text(".tile:nth-child(4) .tile-foot").startswith(
-            view.facts(cached)["found in cache"]
+        lambda: (
+            f"{view.facts(cached)['cache hit rate']} cache hits"
+            in view.texts(".tile .tile-foot > span:first-child")
         ),
-        "what its prefill node found in its cache is what all did",
+        "the cache hit rate of the cluster is that of its only prefill node",
     )
+
+
+@pytest.mark.long
+def test_the_tiles_show_percentiles_rejections_errors_and_the_scale_of_each_line(view: View):
+    view.run(FAKE, EVIL)
+    view.until(lambda: len(view.all(".node")) == 64, "the cluster is shown")
+
+    def tile(name: str) -> str:
+        script = (
+            "return [...document.querySelectorAll('.tile')]"
+            ".find((tile) => tile.firstChild.textContent === arguments[0]).innerText"
+        )
+        return " ".join(view.run(script, name).split())
+
+    assert tile("TTFT").startswith("TTFT 39.0 ms p50 p99 1.14 s")
+    assert tile("ITL") == "ITL – p50 p99 –"
+    assert tile("Rejected (429)") == "Rejected (429) 3 last minute 7 since start"
+    assert tile("Errors") == "Errors 2 last minute 5 since start"
+    view.until(lambda: tile("TTFT").endswith("39.0 ms 0"), "the line has a scale")
+    view.until(lambda: tile("In-flight requests").endswith("1 0"), "and so has that of requests")
+
+
+@pytest.mark.long
+def test_the_reference_of_the_page_has_its_terms(view: View):
+    view.run("document.querySelector('.docs').click()")
+    terms = view.until(lambda: view.texts(".terms dt"), "the reference is shown")
+    assert {"TTFT", "ITL", "prealloc queue", "Errors", "length", "cma"} <= set(terms)
+    assert all(view.texts(".terms dd"))
 
 
 @pytest.mark.long
@@ -241,7 +299,7 @@ SILENT = """
 @pytest.mark.long
 def test_a_router_process_that_is_silent_is_told_of_beside_what_it_would_be_part_of(view: View):
     view.run(SILENT)
-    words = "1 of 2 router processes does not answer"
+    words = "1 of 2 router processes does not respond"
     for place in ("#router-state", "#requests-note"):
         view.until(lambda place=place: words in view.text(place), f"{place} says so")
     assert "2 processes" in view.text("#about")
@@ -259,7 +317,11 @@ FAKE = """
   });
   const cluster = () => ({
     router: { state: evil, reason: evil, version: evil, model: evil, uptime_s: 1,
-              live_requests: 1, max_requests: 2, has_chat_template: true },
+              live_requests: 1, max_requests: 2, has_chat_template: true,
+              rejected_requests: 7, failed_requests: 5, recent: {
+                window_s: 60, rejected_requests: 3, failed_requests: 2,
+                ttft: { count: 9, p50_s: 0.039, p99_s: 1.14 },
+                itl: { count: 0, p50_s: 0, p99_s: 0 } } },
     plan: { acts: true, pressures: { [evil]: 2, decode: 0.5 }, ago_s: 99,
             events: [{ what: evil, because: evil, ago_s: 5 }] },
     nodes: [...Array(64).keys()].map((i) => node(i < 32 ? "prefill" : "decode", i)),
@@ -289,6 +351,8 @@ def test_a_phone_shows_all_of_it_without_scrolling_sideways_and_every_text_stand
 ):
     view.colours(scheme)
     view.open(PHONE)
+    prompt, tiles = (view.one(each).rect["y"] for each in ("#ask", "#tiles"))
+    assert prompt < tiles
     view.ask("a longer prompt, to have an answer, facts and a timeline here", **GREEDY)
     view.answered()
     view.until_its_timeline()

@@ -71,7 +71,7 @@ def test_it_asks_for_an_operators_key_and_keeps_it_for_the_tab(view: View):
     view.until(lambda: view.one("#key-form").is_displayed(), "a key is asked for")
     assert "API key is missing" in view.text("#key-words")
     assert not view.one("#lost").is_displayed()
-    assert view.one("#key").accessible_name == "Key"
+    assert view.one("#key").accessible_name == "API key"
     assert view.run("return document.activeElement.id") == "key"
     give(view, KEYS["alice"])
     view.until(lambda: "alice is a client's" in view.text("#key-words"), "it is not enough")

@@ -149,6 +149,6 @@ class View:
         """Waits for the timeline of what was asked last: until then another one's may be shown."""
         shown = "return document.querySelector('#timeline-id').title === window.asked"
         self.until(
-            lambda: self.run(shown) and self.facts("#timeline-facts")["End"] != "live",
+            lambda: self.run(shown) and self.facts("#timeline-facts")["Finish reason"] != "running",
             "its timeline is drawn",
         )
