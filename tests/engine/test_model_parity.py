@@ -1,6 +1,9 @@
 """Our forward against transformers (eager, float32): logits and greedy tokens through pages."""
 
+import functools
 import json
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -194,14 +197,65 @@ def prompt(length, seed=0):
     return torch.randint(0, VOCABULARY_SIZE, (length,), generator=generator).tolist()
 
 
+LOGITS_PROMPT = prompt(150)
+
+
+def page_prompts(page_size):
+    lengths = [1, page_size - 1, page_size, page_size + 1, 3 * page_size + 5]
+    return [prompt(length, seed) for seed, length in enumerate(lengths)]
+
+
+def greedy_cases():
+    """Yield every architecture with both page sizes. `make test` runs one of the two for each."""
+    names = [*ARCHITECTURES, *EXPERT_ARCHITECTURES, *LATENT_ARCHITECTURES, "gemma3_text"]
+    for number, architecture in enumerate(names):
+        for page_size in (16, 64):
+            long = (page_size == 64) != number % 2
+            yield pytest.param(architecture, page_size, marks=[pytest.mark.long] if long else [])
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that returns the checkpoint of a variant. All devices share it."""
+
+    @functools.cache
+    def of(variant: str) -> Path:
+        architecture, overrides = VARIANTS[variant]
+        return make_checkpoint(tmp_path_factory.mktemp("model"), architecture, **overrides)
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def expected_logits(checkpoint: Callable[[str], Path]) -> Callable[[str], torch.Tensor]:
+    """Return a function that returns transformers' logits after each token of `LOGITS_PROMPT`."""
+
+    @functools.cache
+    def of(variant: str) -> torch.Tensor:
+        with torch.no_grad():
+            return reference_model(checkpoint(variant))(torch.tensor([LOGITS_PROMPT])).logits[0]
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def expected_tokens(checkpoint: Callable[[str], Path]) -> Callable[[str, int], list[list[int]]]:
+    """Return a function that returns the greedy tokens of transformers after `page_prompts`."""
+
+    @functools.cache
+    def of(architecture: str, page_size: int) -> list[list[int]]:
+        model = reference_model(checkpoint(architecture))
+        return greedy_tokens(model, page_prompts(page_size), 12)
+
+    return of
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_of_chunks_and_decode_steps_are_those_of_transformers(tmp_path, variant, device):
-    architecture, overrides = VARIANTS[variant]
-    directory = make_checkpoint(tmp_path, architecture, **overrides)
-    tokens = prompt(150)
-    with torch.no_grad():
-        expected = reference_model(directory)(torch.tensor([tokens])).logits[0]
-    model = Recorder(load(directory, device, torch.float32))
+def test_logits_of_chunks_and_decode_steps_are_those_of_transformers(
+    checkpoint, expected_logits, variant, device
+):
+    tokens, expected = LOGITS_PROMPT, expected_logits(variant)
+    model = Recorder(load(checkpoint(variant), device, torch.float32))
     steps = Steps(model, overlap=False)
     slot = steps.add(tokens)
     # Chunks of all kinds, each asked for its last logits; then one token at a time.
@@ -213,16 +267,14 @@ def test_logits_of_chunks_and_decode_steps_are_those_of_transformers(tmp_path, v
     assert (actual - expected[[end - 1 for end in ends]]).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize("page_size", [16, 64])
-@pytest.mark.parametrize(
-    "architecture", [*ARCHITECTURES, *EXPERT_ARCHITECTURES, *LATENT_ARCHITECTURES, "gemma3_text"]
-)
-def test_greedy_tokens_are_those_of_transformers(tmp_path, architecture, page_size, device):
-    directory = make_checkpoint(tmp_path, architecture)
-    lengths = [1, page_size - 1, page_size, page_size + 1, 3 * page_size + 5]
-    prompts = [prompt(length, seed) for seed, length in enumerate(lengths)]
-    expected = greedy_tokens(reference_model(directory), prompts, 12)
-    steps = Steps(load(directory, device, torch.float32), page_size=page_size, num_slots=5)
+@pytest.mark.parametrize("architecture, page_size", [*greedy_cases()])
+def test_greedy_tokens_are_those_of_transformers(
+    checkpoint, expected_tokens, architecture, page_size, device
+):
+    prompts = page_prompts(page_size)
+    expected = expected_tokens(architecture, page_size)
+    model = load(checkpoint(architecture), device, torch.float32)
+    steps = Steps(model, page_size=page_size, num_slots=5)
     slots = [steps.add(tokens) for tokens in prompts]
     for slot in slots:
         steps.prefill(slot, chunk=2 * page_size)

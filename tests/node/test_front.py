@@ -96,7 +96,7 @@ def test_a_front_that_is_held_at_its_end_says_by_what_and_ends_all_the_same(star
     await_end(engine)
 
 
-@pytest.mark.parametrize("model", ["echo", "hang"])
+@pytest.mark.parametrize("model", ["echo", pytest.param("hang", marks=pytest.mark.long)])
 def test_a_killed_front_takes_its_engine_along(start_node, model):
     node = start_node(model, ready=False)
     engine = describe(node.address()).pids[1]
@@ -163,7 +163,9 @@ def test_idle_threads_of_an_engine_soon_sleep_unless_its_user_says_otherwise(own
     assert said == expected
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)]
+)
 def test_a_signal_to_the_whole_group_drains_the_node(start_node, number):
     # Seen failing where the engine did not ignore these signals.
     node = start_node()
@@ -232,7 +234,7 @@ def test_a_drain_ends_when_its_time_is_over(start_node):
     assert node.exit_code() == 0
 
 
-@pytest.mark.parametrize("model", ["hang", "loading"])
+@pytest.mark.parametrize("model", [pytest.param("hang", marks=pytest.mark.long), "loading"])
 def test_a_signal_during_the_start_ends_the_node_at_once(start_node, model):
     # Seen failing without the blocked signals around the engine's start.
     node = start_node(model, ready=False)
@@ -316,15 +318,16 @@ def test_wrong_configuration_found_by_the_engine_is_one_line_and_exit_code_2(sta
     assert "Traceback" not in node.output
 
 
-@pytest.mark.parametrize("flag", ["port", "metrics_port", "health_port"])
-def test_a_second_node_on_a_port_gives_one_line_and_exit_code_2(start_node, flag):
+def test_a_second_node_on_a_port_gives_one_line_and_exit_code_2(start_node):
     # Seen failing with grpc.so_reuseport at its default: the second node served beside the first.
-    (port,) = free_ports(1)
-    first = start_node(**{flag: port})
-    second = start_node(**{flag: port}, ready=False)
-    assert second.exit_code() == 2
-    assert second.output.count("\n") == 1
-    assert f"127.0.0.1:{port}" in second.output
+    flags = ("port", "metrics_port", "health_port")
+    ports = dict(zip(flags, free_ports(len(flags)), strict=True))
+    first = start_node(**ports)
+    for flag, port in ports.items():
+        second = start_node(**{flag: port}, ready=False)
+        assert second.exit_code() == 2
+        assert second.output.count("\n") == 1
+        assert f"127.0.0.1:{port}" in second.output
     assert describe(first.address()).state == "ready"
 
 

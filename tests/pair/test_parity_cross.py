@@ -15,6 +15,7 @@ from tests.support.pair_rig import PairRig
 NUM_TOKENS = 14
 CHUNK_TOKENS = 64
 NUM_GROWING = 6
+QUICK_EXPERTS = ("qwen3_moe", "gpt_oss")
 # Little is reserved for growth: a small pool runs out while it decodes.
 BOLD = {"new_token_ratio": 0.1, "min_new_token_ratio": 0.1}
 
@@ -29,20 +30,33 @@ def _prompts(vocabulary_size: int, page_size: int) -> list[list[int]]:
     return [*prompts, [*prompts[4][:page_size], *prompts[3]]]
 
 
+# Page size, overlap and small pool: every two values of two of them are in one row.
+PAIRWISE = ((16, True, True), (64, False, True), (64, True, False), (16, False, False))
+
+
 def _crossed() -> Iterator:
-    """All of all axes; every other one is for `make test`, and so of any two axes all pairs."""
+    """Yield every combination of all axes. `make test` runs one row of `PAIRWISE` for each
+    architecture."""
     axes = product(enumerate(ARCHITECTURES), (16, 64), (True, False), (False, True))
     for (number, architecture), page_size, overlap, small_pool in axes:
-        odd = (number + (page_size == 64) + overlap + small_pool) % 2
+        quick = (page_size, overlap, small_pool) == PAIRWISE[number % len(PAIRWISE)]
         name = f"{architecture}-{page_size}-{'overlap' if overlap else 'normal'}"
         yield pytest.param(
             architecture,
             page_size,
             overlap,
             small_pool,
-            marks=[pytest.mark.long] if odd else [],
+            marks=[] if quick else [pytest.mark.long],
             id=f"{name}-{'small' if small_pool else 'large'}",
         )
+
+
+def _sampled() -> Iterator:
+    """Yield every architecture with and without overlap. `make test` runs one of both."""
+    for (number, architecture), overlap in product(enumerate(ARCHITECTURES), (True, False)):
+        marks = [pytest.mark.long] if overlap == number % 2 else []
+        name = f"{architecture}-{'overlap' if overlap else 'normal'}"
+        yield pytest.param(architecture, overlap, marks=marks, id=name)
 
 
 @pytest.mark.parametrize("architecture, page_size, overlap, small_pool", [*_crossed()])
@@ -52,7 +66,13 @@ def test_greedy_tokens_are_those_of_transformers(
     _check_greedy(model(architecture), page_size, overlap, small_pool)
 
 
-@pytest.mark.parametrize("architecture", EXPERT_ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        pytest.param(name, marks=[] if name in QUICK_EXPERTS else [pytest.mark.long])
+        for name in EXPERT_ARCHITECTURES
+    ],
+)
 def test_greedy_tokens_of_experts_are_those_of_transformers(model, architecture):
     """A token's experts do not depend on the node that it is on, nor on who is beside it there."""
     _check_greedy(model(architecture), page_size=16, overlap=True, small_pool=True)
@@ -102,8 +122,7 @@ def test_what_either_side_has_cached_is_neither_computed_nor_read_again(known, c
         assert moved == (7 if "decode" in cold else 1)
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "normal"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture, overlap", [*_sampled()])
 def test_sampled_tokens_do_not_depend_on_where_the_prompt_was_computed(
     model, architecture, overlap
 ):

@@ -38,8 +38,8 @@ from typing import IO, Any, NoReturn
 from common.process import children, leash
 from common.process.leash import follow_parent, leashed
 
-PROGRAMS = {"router", "prefill_node", "decode_node"}
-_NODES = PROGRAMS - {"router"}
+_NODES = {"prefill_node", "decode_node"}
+PROGRAMS = {"router", "tests.support.stub_node", *_NODES}
 _ENGINE = "node.engine_main"
 # Read by an interpreter or a library when it is loaded: each combination needs its own server.
 _EARLY = (
