@@ -173,7 +173,8 @@ function facts(node, rates) {
   if (found) shown.push({ label: "cache hit rate", text: found });
   const { retractions = 0, local_prefills: local = 0, handoffs_failed: lost = 0 } = node.counters;
   if (local) shown.push({ label: "local prefills", value: local });
-  if (lost) shown.push({ label: "hand-offs failed", value: lost, bad: true });
+  // At a prefill node, canaries end like failed hand-offs.
+  if (lost && node.role === "decode") shown.push({ label: "hand-offs failed", value: lost, bad: true });
   const wrong = node.counters["canaries/failed"] ?? 0;
   if (wrong) shown.push({ label: "canaries failed", value: wrong, bad: true });
   if (node.role === "decode" || retractions) {
