@@ -55,6 +55,10 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or extension modules would report leaks at the end of the process
+
+
 @pytest.fixture(scope="session", autouse=True)
 def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with isolation.apart(tmp_path_factory.mktemp("apart")):

@@ -107,7 +107,7 @@ async def system(
     lengths = _lengths(page)
     # Small: the longest prompt and its answer fit, and little more.
     num_decode_tokens = max(lengths) + 2 * page if axes.small_pool else POOL_TOKENS
-    num_nodes = 2 if axes.path == "nixl" and axes.guesses else 1
+    num_nodes = 2 if axes.path == "nixl" and axes.overlap else 1
     async with Cluster(
         model,
         tmp_path_factory.mktemp("logs"),

@@ -26,7 +26,9 @@ def _operator_aborts(rig: PairRig, asked: Asked) -> None:
     rig.tell(rig.decode[0], "abort", "doomed")
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "normal"])
+@pytest.mark.parametrize(
+    "overlap", [True, pytest.param(False, marks=pytest.mark.long)], ids=["overlap", "normal"]
+)
 @pytest.mark.parametrize("end", [_cancel, _router_leaves, _operator_aborts])
 @pytest.mark.parametrize("state", EVERYWHERE, ids=str)
 def test_a_request_that_is_aborted_in_this_state_gives_all_back(known, state, end, overlap):

@@ -97,7 +97,9 @@ def _asked(rig, tokenizer):
     ]
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "normal"])
+@pytest.mark.parametrize(
+    "overlap", [True, pytest.param(False, marks=pytest.mark.long)], ids=["overlap", "normal"]
+)
 @pytest.mark.parametrize("pool", ["large", "small", "colocated"])
 def test_every_finished_answer_has_its_form(noise, pool, overlap):
     """Seen failing with the first token unmasked on the prefill node, and with rows that do not
@@ -175,7 +177,7 @@ def _thinking(rig, tokenizer):
     ]
 
 
-@pytest.mark.parametrize("pool", ["large", "small"])
+@pytest.mark.parametrize("pool", [pytest.param("large", marks=pytest.mark.long), "small"])
 def test_a_form_begins_behind_the_thought(noise, pool):
     """Seen failing with an end within the thought, and with a matcher that follows all tokens."""
     loaded, tokenizer = noise
@@ -334,7 +336,9 @@ def _gated(monkeypatch, at):
     return stands, gate
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "normal"])
+@pytest.mark.parametrize(
+    "overlap", [True, pytest.param(False, marks=pytest.mark.long)], ids=["overlap", "normal"]
+)
 @pytest.mark.parametrize(("colocated", "at"), [(False, 5), (True, 5), (True, 1)])
 def test_only_its_own_row_waits_for_a_matcher(noise, monkeypatch, overlap, colocated, at):
     """The others, with a grammar and without, come to their end while it stands still."""

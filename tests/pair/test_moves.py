@@ -290,7 +290,7 @@ def _copied(rig: PairRig) -> list[int]:
     return [grant.prefix_tokens for grant in grants]
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "gpt_oss"])
+@pytest.mark.parametrize("architecture", ["qwen3", pytest.param("gpt_oss", marks=pytest.mark.long)])
 def test_it_stands_still_for_what_has_come_since_only(
     model: Callable[[str], Known], architecture: str
 ) -> None:

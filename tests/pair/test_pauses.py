@@ -49,7 +49,9 @@ def one_runs(rig: PairRig, node: int = 0) -> None:
     rig.until(lambda: rig.decode[node].queue("on_device"), "one runs")
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "normal"])
+@pytest.mark.parametrize(
+    "overlap", [True, pytest.param(False, marks=pytest.mark.long)], ids=["overlap", "normal"]
+)
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_requests_go_on_after_a_pause_as_if_there_had_been_none(known, mode, overlap):
     with PairRig(known.loaded, overlap=overlap) as rig:
