@@ -37,7 +37,7 @@ def background() -> Iterator[Background]:
     loop.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def driver() -> Iterator[Any]:
     """Chromium with what it logs and asks for on record. Skips where there is none."""
     binary, service = shutil.which(BROWSER), shutil.which(DRIVER)
