@@ -18,22 +18,36 @@ from common.config import DecodeConfig, PrefillConfig
 PROGRAM = "baton bench"
 
 
-def parse(arguments: Sequence[str]) -> tuple[BenchCommand, argparse.Namespace]:
-    """Parse the command line. Exits if a flag is wrong."""
+def parser() -> settings.ConfigArgumentParser:
+    return _parsers()[0]
+
+
+def _parsers() -> tuple[settings.ConfigArgumentParser, dict[str, settings.ConfigArgumentParser]]:
+    """Return the parser, and those of its commands by name."""
     parser = settings.ConfigArgumentParser(
         prog=PROGRAM,
-        description="Measures, and writes a report: one HTML file that needs nothing else. "
-        "The last line on standard output is JSON; progress goes to standard error.",
+        description="Measure, and write a report, which is one HTML file. The last line of "
+        "standard output is JSON. Progress is printed to standard error.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     parsers = {}
     for name, module, summary in (
-        ("load", load_command, "what clients of a running server see under load"),
-        ("compare", compare_command, "the same nodes colocated and disaggregated, started here"),
-        ("break-even", break_even_command, "the prompt length from which disaggregation pays"),
+        ("load", load_command, "measure latency and throughput of a running server"),
+        (
+            "compare",
+            compare_command,
+            "compare colocated and disaggregated nodes, started here",
+        ),
+        ("break-even", break_even_command, "find the prompt length from which disaggregation pays"),
     ):
         parsers[name] = commands.add_parser(name, help=summary, description=module.__doc__)
         module.add_flags(parsers[name])
+    return parser, parsers
+
+
+def parse(arguments: Sequence[str]) -> tuple[BenchCommand, argparse.Namespace]:
+    """Parse the command line. Exits if a flag is wrong."""
+    parser, parsers = _parsers()
     options, rest = parser.parse_known_args(arguments)
     options.node_flags = rest
     starts_nodes = options.command != "load"

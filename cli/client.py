@@ -20,6 +20,7 @@ from common.identity.identity import Identity
 from common.identity.program import identity_of
 from common.identity.secret import VARIABLE, unread
 from common.rpc import check_address, make_channel, raise_if_cancelled
+from common.settings import ConfigArgumentParser
 from protos import router_pb2, router_pb2_grpc
 
 KEY_VARIABLE = "BATON_API_KEY"
@@ -29,6 +30,16 @@ _MAX_KEY_FILE_BYTES = 4096
 DEFAULT_FILE = Path("var/secret")
 _POLL_S = 0.2
 _ANSWER_S = 5.0
+# How gRPC's messages begin if there is no connection.
+_NOT_CONNECTED = (
+    "failed to connect to all addresses",
+    "errors resolving ",
+    "DNS resolution failed",
+)
+
+
+class UnfinishedRestart(Exception):
+    """The requested operation is incomplete. The message describes the current state."""
 
 
 def add_router_flag(parser: argparse.ArgumentParser) -> None:
@@ -37,8 +48,12 @@ def add_router_flag(parser: argparse.ArgumentParser) -> None:
         type=address,
         default=f"{plan.HOST}:{plan.ROUTER_PORT}",
         metavar="HOST:PORT",
-        help="its gRPC port (%(default)s)",
+        help="gRPC address of the router (%(default)s)",
     )
+
+
+def add_json_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def address(text: str) -> str:
@@ -49,23 +64,51 @@ def address(text: str) -> str:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def add_key_flag(parser: argparse.ArgumentParser) -> None:
-    """Add the flag of the API key file, for commands that call a router.
+def positive(text: str) -> float:
+    """Parse a positive number, for argparse."""
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be above 0, got {text!r}")
+    return number
+
+
+def add_credential_flags(parser: ConfigArgumentParser, *, secret: bool = True) -> None:
+    """Add the flags of the API key, of the secret and of TLS, as advanced options.
 
     A flag for the key itself does not exist, because every user of the machine can read command
     lines.
+
+    Args:
+        secret: whether the command also calls nodes, which need the cluster secret.
     """
-    parser.add_argument(
+    group = parser.add_advanced_group(
+        "credentials and TLS", "PEM files. Without --tls-ca, connections are not encrypted."
+    )
+    if secret:
+        add_secret_flag(group)
+    group.add_argument(
         "--api-key-file",
         type=Path,
         metavar="FILE",
-        help=f"holds an API key; without it the variable {KEY_VARIABLE} does",
+        help=f"file with an API key (the variable {KEY_VARIABLE})",
+    )
+    for name, purpose in (
+        ("ca", "authority that must have signed the certificate of the server"),
+        ("cert", "certificate to present, where the server requires one"),
+        ("key", "private key of the certificate"),
+    ):
+        group.add_argument(f"--tls-{name}", type=Path, metavar="FILE", help=purpose)
+    group.add_argument(
+        "--tls-server-name",
+        metavar="NAME",
+        help="name in the certificate of the server (its address)",
     )
 
 
 def credentials(options: argparse.Namespace) -> Metadata:
-    """Return the metadata to send with each call, from the flag of `add_key_flag`. Empty without a
-    key.
+    """Return the metadata to send with each call, from the flags of `add_credential_flags`.
+
+    Empty without a key.
 
     Raises:
         ConfigError: the file cannot be read, or contains no key.
@@ -81,45 +124,31 @@ def credentials(options: argparse.Namespace) -> Metadata:
     elif not key:
         return ()
     if not (key.isascii() and key.isprintable() and key) or " " in key:
-        raise ConfigError(f"{source} holds no API key, which is one word")
+        raise ConfigError(f"{source} holds no API key: expected one word of ASCII characters")
     return (("authorization", f"Bearer {key}"),)
 
 
-def add_tls_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the TLS flags of all commands that call running processes."""
-    group = parser.add_argument_group("TLS", "PEM files; without --tls-ca nothing is encrypted.")
-    for name, what in (
-        ("ca", "who must have signed the certificate of the program"),
-        ("cert", "a certificate to show, where the program demands one"),
-        ("key", "its private key"),
-    ):
-        group.add_argument(f"--tls-{name}", type=Path, metavar="FILE", help=what)
-    group.add_argument(
-        "--tls-server-name", metavar="NAME", help="name in the program's certificate (its address)"
-    )
-
-
 def tls_config(options: argparse.Namespace) -> TlsConfig:
-    """Return the TLS configuration from the flags of `add_tls_flags`.
+    """Return the TLS configuration from the flags of `add_credential_flags`.
 
     Raises:
         ConfigError: they contradict each other.
     """
     cert, key, ca = options.tls_cert, options.tls_key, options.tls_ca
     if (cert is None) != (key is None):
-        raise ConfigError("--tls-cert and --tls-key go together")
+        raise ConfigError("--tls-cert and --tls-key must be given together")
     if ca is None and (cert or options.tls_server_name):
-        raise ConfigError("--tls-ca is required with other flags of TLS")
+        raise ConfigError("--tls-ca is required with --tls-cert and --tls-server-name")
     return TlsConfig(cert=cert, key=key, ca=ca, server_name=options.tls_server_name)
 
 
-def add_secret_flag(parser: argparse.ArgumentParser) -> None:
+def add_secret_flag(parser: argparse._ActionsContainer) -> None:
     """Add the flag of the credential for operating processes."""
     parser.add_argument(
         "--secret-file",
         type=Path,
         metavar="FILE",
-        help=f"the cluster secret, or an operator's key (the variable {VARIABLE}; else "
+        help=f"file with the cluster secret or an operator's key (the variable {VARIABLE}, or "
         f"{DEFAULT_FILE}, which `baton up` writes)",
     )
 
@@ -160,19 +189,39 @@ def key_source(options: argparse.Namespace) -> str:
     return f"no API key was sent: set --api-key-file or the variable {KEY_VARIABLE}"
 
 
-def failure(error: grpc.aio.AioRpcError, source: str) -> str:
+def failure(error: grpc.aio.AioRpcError, address: str, source: str, flag: str = "--router") -> str:
     """Return an error of a call as a sentence.
 
     Args:
+        address: of the process called.
         source: source of the credential that was sent. Named if the credential was rejected.
+        flag: flag that names the address.
     """
-    sentence = f"{error.code().name}: {error.details()}"
+    sentence = f"{address}: {error.code().name}: {error.details()}"
+    if str(error.details()).startswith(_NOT_CONNECTED):
+        reason = str(error.details()).rpartition(": ")[2].strip("[]")
+        return unreachable(address, reason, flag)
     unauthenticated = error.code() is grpc.StatusCode.UNAUTHENTICATED
     return f"{sentence} ({source})" if unauthenticated and source else sentence
 
 
+def unreachable(address: str, reason: str, flag: str) -> str:
+    """Return a sentence about a process that accepts no connection, with the fix."""
+    if not flag:
+        return (
+            f"nothing responds at {address} ({reason}): start the process, or correct the address"
+        )
+    fix = f"name its address with {flag}"
+    if "refused" in reason:
+        return (
+            f"no router responds at {address} ({reason}): start one with `baton up` or `baton "
+            f"serve router`, or {fix}"
+        )
+    return f"no router responds at {address} ({reason}): {fix}, and set --tls-ca if it uses TLS"
+
+
 def certificates(options: argparse.Namespace) -> tls.Certificates | None:
-    """Load the certificates that the flags of `add_tls_flags` name. Raises ConfigError."""
+    """Load the certificates that the flags of `add_credential_flags` name. Raises ConfigError."""
     return tls.certificates(tls_config(options), "--tls")
 
 

@@ -1,10 +1,8 @@
-"""Writes the demo model (cli/demo) to a directory: it recalls, copies, reverses and adds.
-
-It exists so that the whole system can be tried, and its answers checked, without a download. Runs
-as a module of its own: python -m cli.demo_model DIR
-"""
+"""`baton demo-model`: writes the demo model (cli/demo), with which the whole system can be tried
+without a download. It recalls, copies, reverses and adds."""
 
 import filecmp
+import json
 import shutil
 import sys
 import tempfile
@@ -25,7 +23,7 @@ def write(directory: Path) -> None:
     if directory.exists() and any(directory.iterdir()):
         if _holds_the_model(directory):
             return
-        raise FileExistsError(f"{directory} is not empty, and holds something else")
+        raise FileExistsError(f"{directory} is not empty and holds something else")
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent) as workshop:
         made = Path(workshop) / directory.name
@@ -43,19 +41,33 @@ def _holds_the_model(directory: Path) -> bool:
     return len(same) == len(names)
 
 
-def main() -> int:
+def parser() -> ConfigArgumentParser:
     parser = ConfigArgumentParser(
         prog="baton demo-model",
-        description="Writes a tiny model that recalls, copies, reverses and adds.",
+        description="Write a small model that recalls, copies, reverses and adds.",
     )
-    parser.add_argument("directory", type=Path, metavar="DIR", help="new, empty, or with the model")
-    directory = parser.parse_args().directory
+    parser.add_argument(
+        "directory",
+        type=Path,
+        metavar="DIR",
+        help="directory that is new, is empty or has the model",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def main() -> int:
+    options = parser().parse_args()
+    directory = options.directory
     try:
         write(directory)
     except OSError as error:
-        wrong(parser.prog, str(error))
+        wrong("baton demo-model", str(error))
+    if options.json:
+        print(json.dumps({"directory": str(directory)}))
+        return 0
     print(
-        f"{directory} has the model: ask it 'add 27 15 =' or "
+        f"{directory} has the model. Prompts to try: 'add 27 15 =' and "
         "'red fox = tea, blue owl = jam, red fox ='"
     )
     return 0

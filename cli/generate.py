@@ -1,15 +1,15 @@
-"""baton generate TEXT: sends one prompt to a router and streams the answer to standard output."""
+"""`baton generate`: sends a prompt to a router and streams the response to standard output."""
 
 import argparse
 import asyncio
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Any
 
 import grpc.aio
 from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.json_format import MessageToJson
 
 from cli import client
 from common import settings, tls
@@ -17,6 +17,7 @@ from common.errors import ConfigError
 from protos.router_pb2 import ChatMessage, ChatMessages, GenerateRequest, GenerateResponse
 from protos.sampling_pb2 import Guide, Sampling
 
+PROGRAM = "baton generate"
 _READERS = {
     FieldDescriptor.CPPTYPE_STRING: str,
     FieldDescriptor.CPPTYPE_FLOAT: float,
@@ -25,32 +26,33 @@ _READERS = {
     FieldDescriptor.CPPTYPE_UINT64: int,
 }
 _HELP = {
-    "max_tokens": "longest answer, from 1 (what the context leaves); more than fits is refused",
-    "temperature": "0: always the likeliest token; above: more variety (1.0)",
-    "top_p": "draw among the likeliest tokens of so much probability, above 0 (1.0: all)",
-    "top_k": "draw among so many of the likeliest tokens (-1: all)",
-    "min_p": "leave out tokens below this share of the likeliest one's probability (0.0)",
-    "seed": "the same one gives the same answer (drawn by the router)",
-    "stop": "text that ends the answer and is cut off it; up to 16 times",
-    "stop_regex": "expression: text that matches ends the answer and is cut off; up to 16 times",
-    "stop_token_ids": "token that ends the answer; up to 16 times",
-    "ignore_eos": "go on after the model's own end of text",
-    "frequency_penalty": "against a token for each time it has been said, -2 to 2 (0.0)",
-    "presence_penalty": "against tokens that have been said at all, -2 to 2 (0.0)",
-    "repetition_penalty": "divides scores of tokens said or in the prompt, above 0 (1.0)",
-    "min_tokens": "so many before anything ends the answer (0)",
-    "allowed_token_ids": "token that may be sampled, and none but these; up to 4096 times",
-    "bad_words": "text that the answer never completes; up to 64 times",
-    "thinking_budget": "tokens of thought after which it is ended (any)",
+    "max_tokens": "maximum length of the response in tokens, from 1 (rest of the context)",
+    "temperature": "sampling temperature. 0: always the most likely token (1.0)",
+    "top_p": "sample among the most likely tokens of this total probability, above 0 (1.0: all)",
+    "top_k": "sample among this many of the most likely tokens (-1: all)",
+    "min_p": "minimum probability of a token, as a share of the most likely one's (0.0)",
+    "seed": "random seed. The same seed gives the same response (drawn by the router)",
+    "stop": "text that ends the response and is removed from it. Up to 16 times",
+    "stop_regex": "regular expression. A match ends the response and is removed. Up to 16 times",
+    "stop_token_ids": "token that ends the response. Up to 16 times",
+    "ignore_eos": "continue after the model's end of text",
+    "frequency_penalty": "penalty of a token for each time it was generated, -2 to 2 (0.0)",
+    "presence_penalty": "penalty of tokens that were generated at all, -2 to 2 (0.0)",
+    "repetition_penalty": "divisor of the scores of generated and prompt tokens, above 0 (1.0)",
+    "min_tokens": "minimum length of the response in tokens (0)",
+    "allowed_token_ids": "token that may be sampled, and no others. Up to 4096 times",
+    "bad_words": "text that the response never contains. Up to 64 times",
+    "thinking_budget": "reasoning tokens after which reasoning is ended (no limit)",
 }
 _FORMS = {
-    "json_schema": "the answer is JSON of this schema",
-    "json_object": "the answer is JSON",
-    "regex": "the answer matches this expression",
-    "ebnf": "the answer is a word of this grammar, whose rule root is the first",
-    "structural_tag": "the answer has these forms in its text: JSON, as xgrammar has it",
+    "json_schema": "JSON schema that the response matches",
+    "json_object": "the response is a JSON object",
+    "regex": "regular expression that the response matches",
+    "ebnf": "grammar that the response matches. Its first rule is root",
+    "structural_tag": "structural tags of the response, in xgrammar's JSON",
 }
-# Fields with flags of their own, and fields for programs: token ids, and data beside the text.
+_BASIC = ("max_tokens", "temperature", "seed", "stop")
+# Fields with flags of their own, and fields that a command line has no use for.
 _OTHERWISE = frozenset(
     {"logit_bias", "guide", "bad_word_ids", "logprobs", "prompt_logprobs", "thought"}
 )
@@ -70,41 +72,49 @@ def request_from(arguments: argparse.Namespace) -> GenerateRequest:
     return GenerateRequest(text=text, sampling=sampling)
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = settings.ConfigArgumentParser(prog="baton generate", description=__doc__)
-    parser.add_argument("text", metavar="TEXT", help="the prompt; - reads standard input")
+def parser() -> settings.ConfigArgumentParser:
+    parser = settings.ConfigArgumentParser(
+        prog=PROGRAM,
+        description="Send a prompt to a router and stream the response.",
+        epilog="Exits with 1 if there is no response.",
+    )
+    parser.add_argument("text", metavar="TEXT", help="prompt. - reads standard input")
     client.add_router_flag(parser)
-    parser.add_argument("--chat", action="store_true", help="TEXT is a user's message")
-    parser.add_argument("--stats", action="store_true", help="tokens and times, to standard error")
-    client.add_key_flag(parser)
-    client.add_tls_flags(parser)
-    group = parser.add_argument_group("sampling", "Unset: what the router takes for unset fields.")
+    parser.add_argument("--chat", action="store_true", help="send TEXT as a user's message")
+    parser.add_argument(
+        "--stats", action="store_true", help="print token counts and times to standard error"
+    )
+    client.add_json_flag(parser)
+    client.add_credential_flags(parser, secret=False)
+    basic = parser.add_argument_group("sampling")
+    more = parser.add_advanced_group("more sampling", "The router decides about unset fields.")
     for field in Sampling.DESCRIPTOR.fields:
         if field.name not in _OTHERWISE:
+            group = basic if field.name in _BASIC else more
             _add_flag(group, field, _HELP[field.name])
-    group.add_argument(
+    more.add_argument(
         "--logit-bias",
         type=_bias,
         action="append",
         metavar="TOKEN=BIAS",
-        help="added to the score of a token, -100 to 100; up to 1024 times",
+        help="bias of the score of a token, -100 to 100. Up to 1024 times",
     )
-    forms = parser.add_argument_group("form", "At most one of these.")
+    forms = parser.add_advanced_group("structured output", "At most one of these.")
     one = forms.add_mutually_exclusive_group()
     for field in Guide.DESCRIPTOR.fields:
         _add_flag(one, field, _FORMS[field.name])
-    return parser.parse_args(arguments)
+    return parser
 
 
-def _add_flag(group: argparse._ActionsContainer, field: Any, told: str) -> None:
+def _add_flag(group: argparse._ActionsContainer, field: Any, help_: str) -> None:
     """Add a flag for `field`, a FieldDescriptor of any protobuf implementation."""
     flag = "--" + field.name.replace("_", "-")
     if field.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
-        group.add_argument(flag, action="store_true", default=None, help=told)
+        group.add_argument(flag, action="store_true", default=None, help=help_)
         return
     read = _READERS[field.cpp_type]
     action = "append" if field.is_repeated else "store"
-    group.add_argument(flag, type=read, action=action, metavar=read.__name__, help=told)
+    group.add_argument(flag, type=read, action=action, metavar=read.__name__, help=help_)
 
 
 def _bias(text: str) -> tuple[int, float]:
@@ -120,40 +130,57 @@ async def print_answer(
     request: GenerateRequest,
     certificates: tls.Certificates | None = None,
     metadata: client.Metadata = (),
+    *,
+    streams: bool = True,
 ) -> tuple[GenerateResponse, float]:
-    """Stream the response text to standard output.
+    """Receive the response.
+
+    Args:
+        streams: whether to print its text as it comes.
 
     Returns:
-        The last message, and the seconds until the first one.
+        The whole response as one message, and the seconds until its first part.
     """
     started, first = time.monotonic(), 0.0
-    last = GenerateResponse()
+    texts, thoughts, whole = [], [], GenerateResponse()
     async with aclosing(client.stream(address, request, certificates, metadata)) as answer:
-        async for last in answer:
+        async for part in answer:
             first = first or time.monotonic() - started
-            print(last.text, end="", flush=True)
-    print()
-    return last, first
+            texts.append(part.text)
+            thoughts.append(part.reasoning)
+            whole.MergeFrom(part)  # joins token ids, and replaces texts
+            if streams:
+                print(part.text, end="", flush=True)
+    if streams:
+        print()
+    whole.text, whole.reasoning = "".join(texts), "".join(thoughts)
+    return whole, first
 
 
 async def _main(arguments: argparse.Namespace) -> int:
     started = time.monotonic()
     try:
         certificates = client.certificates(arguments)
-        last, first = await print_answer(
-            arguments.router, request_from(arguments), certificates, client.credentials(arguments)
+        whole, first = await print_answer(
+            arguments.router,
+            request_from(arguments),
+            certificates,
+            client.credentials(arguments),
+            streams=not arguments.json,
         )
     except grpc.aio.AioRpcError as error:
-        why = client.failure(error, client.key_source(arguments))
-        print(f"baton generate: {why}", file=sys.stderr)
+        why = client.failure(error, arguments.router, client.key_source(arguments))
+        print(f"{PROGRAM}: {why}", file=sys.stderr)
         return 1
+    if arguments.json:
+        print(MessageToJson(whole, preserving_proto_field_name=True))
     if arguments.stats:
-        usage, took = last.usage, time.monotonic() - started
+        usage, took = whole.usage, time.monotonic() - started
         cached = f" ({usage.cached_tokens} cached)" if usage.HasField("cached_tokens") else ""
         print(
             f"{usage.prompt_tokens} prompt tokens{cached}, "
-            f"{usage.completion_tokens} generated, finished by {last.finish_reason}; "
-            f"first after {first * 1e3:.0f} ms, all after {took:.2f} s",
+            f"{usage.completion_tokens} generated, finish reason {whole.finish_reason}, "
+            f"TTFT {first * 1e3:.0f} ms, latency {took:.2f} s",
             file=sys.stderr,
         )
     return 0
@@ -161,8 +188,7 @@ async def _main(arguments: argparse.Namespace) -> int:
 
 if __name__ == "__main__":
     try:
-        sys.exit(asyncio.run(_main(parse())))
+        sys.exit(asyncio.run(_main(parser().parse_args())))
     # protobuf raises the first two for a number out of range.
     except (TypeError, ValueError, ConfigError) as error:
-        print(f"baton generate: {error}", file=sys.stderr)
-        sys.exit(2)
+        settings.wrong(PROGRAM, str(error))

@@ -1,8 +1,13 @@
-"""The `baton` command: replaces itself by the program that the first word names. It imports none of
-them, and starts none if another package has overwritten one of their names."""
+"""The `baton` command. It replaces itself with the process that its first words name.
 
+This module imports none of the commands, and starts none if another distribution has overwritten a
+package of Baton's.
+"""
+
+import difflib
 import os
 import sys
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -12,62 +17,167 @@ EXIT_USAGE = 2
 
 
 class CliCommand(NamedTuple):
-    module: str
+    """A command.
+
+    Attributes:
+        summary: purpose in one line.
+        module: run as `python -m MODULE`. It has a function `parser`, unless there is a `record`.
+        first: arguments of the module before those of the user.
+        needs: packages that an installation for routers lacks.
+        record: class of common.config whose settings are the flags.
+    """
+
     summary: str
-    needs: tuple[str, ...] = ()  # packages that an installation for routers lacks
-    first: tuple[str, ...] = ()  # arguments before the given ones
+    module: str
+    first: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+    record: str = ""
 
 
-def _order(name: str, summary: str) -> CliCommand:
-    return CliCommand("cli.orders", summary, first=(name,))
+class CliGroup(NamedTuple):
+    """Commands that share their first word."""
+
+    summary: str
+    commands: Mapping[str, CliCommand]
 
 
-_A_NODES = ("torch", "triton", "transformers", "safetensors", "numpy")
+def _operator_group(name: str, summary: str, **summaries: str) -> CliGroup:
+    names = {each.replace("_", "-"): text for each, text in summaries.items()}
+    return CliGroup(
+        summary, {each: _operation(f"{name} {each}", text) for each, text in names.items()}
+    )
 
-COMMANDS = {
-    "up": CliCommand("cli.up", "start a router and nodes on this machine, and serve", _A_NODES),
-    "generate": CliCommand("cli.generate", "send a prompt to a router, stream the answer"),
+
+def _operation(name: str, summary: str) -> CliCommand:
+    return CliCommand(summary, "cli.operating", first=(name,))
+
+
+_NODE = ("torch", "triton", "transformers", "safetensors", "numpy")
+
+COMMANDS: Mapping[str, CliCommand | CliGroup] = {
+    "up": CliCommand("Start a router and nodes on this machine, and serve", "cli.up", needs=_NODE),
+    "serve": CliGroup(
+        "Run one process of a cluster",
+        {
+            "router": CliCommand("Run a router", "router", record="RouterConfig"),
+            "prefill": CliCommand(
+                "Run a prefill node", "prefill_node", needs=_NODE, record="PrefillConfig"
+            ),
+            "decode": CliCommand(
+                "Run a decode node", "decode_node", needs=_NODE, record="DecodeConfig"
+            ),
+        },
+    ),
+    "status": _operation("status", "Show the health of a cluster on one page"),
+    "nodes": _operator_group(
+        "nodes",
+        "List and operate the nodes of a cluster",
+        list="List the nodes with their states",
+        drain="Drain a node or a router, and end its process",
+        pause="Pause inference on all nodes or on one",
+        resume="Resume inference after a pause",
+        sleep="Release the memory of all nodes or of one",
+        wake="Allocate the memory again that `baton nodes sleep` released",
+        set_role="Change the role of a node",
+        update_weights="Replace the weights on all nodes",
+        profile="Record traces of nodes with the profiler of torch",
+    ),
+    "requests": _operator_group(
+        "requests",
+        "List, inspect and migrate requests",
+        list="List running requests and the last ones that ended",
+        show="Show the history of a request on every process",
+        migrate="Migrate a running request to another decode node",
+    ),
+    "rollout": _operation("rollout", "Restart all processes of a cluster, one at a time"),
+    "models": _operator_group(
+        "models", "List the models of a router", list="List the model and its LoRA adapters"
+    ),
+    "adapters": _operator_group(
+        "adapters",
+        "List, load and unload LoRA adapters",
+        list="List the loaded LoRA adapters",
+        load="Load a LoRA adapter on all nodes",
+        unload="Unload a LoRA adapter from all nodes",
+    ),
+    "weights": _operator_group(
+        "weights", "List the weights of nodes", list="List the weights that each node uses"
+    ),
+    "planner": CliCommand("Recommend or change the roles and number of nodes", "cli.planner"),
+    "top": CliCommand("Watch a cluster: nodes, pages, queues, links, rates", "cli.top"),
+    "generate": CliCommand("Send a prompt to a router and stream the response", "cli.generate"),
     "bench": CliCommand(
-        "bench", "measure: load, colocated or disaggregated, break-even", ("httptools", "numpy")
+        "Measure load, disaggregation and its break-even point",
+        "bench",
+        needs=("httptools", "numpy"),
     ),
-    "top": CliCommand("cli.top", "watch a cluster: nodes, pages, queues, links, rates"),
-    "explain": CliCommand("cli.explain", "what happened to one request, on every program"),
-    "pause": _order("pause", "have nodes compute nothing for a while"),
-    "continue": _order("continue", "end what `baton pause` has begun"),
-    "weights": CliCommand("cli.weights", "have all nodes compute with other weights of the model"),
-    "sleep": _order("sleep", "have nodes give memory back to the system for a while"),
-    "wake": _order("wake", "have them take it again"),
-    "profile": CliCommand("cli.profile", "have torch's profiler watch some steps of nodes"),
-    "drain": CliCommand("cli.drain", "end a program, once its requests have ended or moved"),
-    "switch": CliCommand(
-        "cli.switch", "have a node take the other role, with its weights and cache"
-    ),
-    "move": CliCommand("cli.move", "have a running request go on at another decode node"),
-    "planner": CliCommand(
-        "cli.planner", "which nodes should take another role, be added or removed"
-    ),
-    "roll": CliCommand("cli.roll", "restart all programs, one after the other, unnoticed"),
-    "keys": CliCommand("cli.keys", "make an API key, and its entry for --api-keys"),
-    "secret": CliCommand("cli.secret", "print a new cluster secret, or what is made of one"),
     "check": CliCommand(
-        "cli.check", "will this configuration and model run on this machine?", _A_NODES
+        "Check that a configuration and a model run on this machine", "cli.check", needs=_NODE
     ),
-    "demo-model": CliCommand("cli.demo_model", "write the tiny model that `baton up` serves"),
-    "router": CliCommand("router", "run a router"),
-    "prefill": CliCommand("prefill_node", "run a prefill node", _A_NODES),
-    "decode": CliCommand("decode_node", "run a decode node", _A_NODES),
+    "config": CliGroup(
+        "Show and validate settings",
+        {
+            "show": CliCommand(
+                "Show all settings of a process with their sources", "cli.config", ("show",)
+            ),
+            "validate": CliCommand("Validate a YAML file of settings", "cli.config", ("validate",)),
+        },
+    ),
+    "api-key": CliCommand("Create an API key and its entry for --api-keys", "cli.api_key"),
+    "cluster-secret": CliCommand(
+        "Create a cluster secret, or derive a key or token from one", "cli.cluster_secret"
+    ),
+    "demo-model": CliCommand("Write the small model that `baton up` serves", "cli.demo_model"),
+    "completion": CliCommand("Print the completion script of a shell", "cli.completion"),
+}
+
+# Names of version 0.1. `weights` is a group now, with the update among the commands of nodes.
+RENAMED = {
+    "move": "requests migrate",
+    "explain": "requests show",
+    "switch": "nodes set-role",
+    "drain": "nodes drain",
+    "pause": "nodes pause",
+    "continue": "nodes resume",
+    "sleep": "nodes sleep",
+    "wake": "nodes wake",
+    "weights": "nodes update-weights",
+    "profile": "nodes profile",
+    "roll": "rollout",
+    "keys": "api-key",
+    "secret": "cluster-secret",
+    "router": "serve router",
+    "prefill": "serve prefill",
+    "decode": "serve decode",
 }
 
 
-def usage() -> str:
-    lines = [f"  {name:<11} {command.summary}" for name, command in COMMANDS.items()]
+def commands() -> Iterator[tuple[str, CliCommand]]:
+    """Yield every command with its whole name, such as "nodes drain"."""
+    for name, entry in COMMANDS.items():
+        if isinstance(entry, CliCommand):
+            yield name, entry
+            continue
+        for below, command in entry.commands.items():
+            yield f"{name} {below}", command
+
+
+def usage(group: str = "") -> str:
+    """Return the help of `baton`, or of a group of its commands."""
+    entry = COMMANDS.get(group)
+    entries = entry.commands if isinstance(entry, CliGroup) else COMMANDS
+    program = f"baton {group}".strip()
+    lines = [f"  {name:<15} {each.summary}" for name, each in entries.items()]
+    about = [entry.summary + ".", ""] if entry else []
     return "\n".join(
         [
-            "usage: baton COMMAND [ARGUMENT]...",
+            f"usage: {program} COMMAND [ARGUMENT]...",
             "",
+            *about,
             *lines,
             "",
-            "baton COMMAND --help tells more, baton --version which version this is.",
+            f"`{program} COMMAND --help` shows the options of a command, `--help-all` all of them."
+            + ("" if group else "\n`baton --version` prints the version."),
         ]
     )
 
@@ -80,24 +190,49 @@ def _say(text: str) -> None:
     say(text)
 
 
+def _refuse(sentence: str) -> int:
+    print(f"baton: {sentence}", file=sys.stderr)
+    return EXIT_USAGE
+
+
+def _run(name: str, command: CliCommand, arguments: Sequence[str]) -> int:
+    """Replace this process with the command. Returns the exit code if that is impossible."""
+    if wrong := own_names.clash():
+        return _refuse(wrong)
+    if lacking := missing(command):
+        return _refuse(
+            f"`baton {name}` needs {', '.join(lacking)}, which an installation for routers lacks: "
+            "run `pip install .` in Baton's directory, without --no-deps"
+        )
+    # -P: do not import a directory of the user that is called router
+    program = ["-m", "cli.program", name, command.module, *command.first, *arguments]
+    os.execv(sys.executable, [sys.executable, "-P", *program])
+
+
+def missing(command: CliCommand) -> list[str]:
+    """Return the packages that the command needs and this installation lacks."""
+    return [each for each in command.needs if find_spec(each) is None]
+
+
+def _unknown(words: Sequence[str]) -> str:
+    """Return a sentence about words that name no command, with the most similar one."""
+    given = " ".join(words)
+    prefix, entry = "", COMMANDS.get(words[0])
+    known = {name: name for name, _ in commands()} | {name: name for name in COMMANDS}
+    if isinstance(entry, CliGroup):
+        prefix = f"{words[0]} "
+        known = {name: f"{prefix}{name}" for name in entry.commands}
+    else:  # a word of a group without the group
+        known |= {name.rpartition(" ")[2]: name for name, _ in commands()}
+    near = difflib.get_close_matches(words[-1], known, 1)
+    meant = f"did you mean `baton {known[near[0]]}`? " if near else ""
+    listed = f"baton {prefix}--help"
+    return f"there is no command `baton {given}` ({meant}`{listed}` lists all)"
+
+
 def main() -> int:
     match sys.argv[1:]:
-        case [name, *arguments] if name in COMMANDS:
-            if wrong := own_names.clash():
-                print(f"baton: {wrong}", file=sys.stderr)
-                return EXIT_USAGE
-            if lacking := [each for each in COMMANDS[name].needs if find_spec(each) is None]:
-                print(
-                    f"baton {name}: this installation, for routers, lacks {', '.join(lacking)}; "
-                    "`pip install .` in Baton's directory, without --no-deps, adds what is missing",
-                    file=sys.stderr,
-                )
-                return EXIT_USAGE
-            # -P: do not import a directory of the user that is called router
-            command = COMMANDS[name]
-            program = ["-m", "cli.program", name, command.module, *command.first, *arguments]
-            os.execv(sys.executable, [sys.executable, "-P", *program])
-        case ["-h" | "--help" | "help"]:
+        case ["-h" | "--help" | "--help-all" | "help"]:
             _say(usage())
             return 0
         case ["--version"]:
@@ -107,9 +242,29 @@ def main() -> int:
             return 0
         case []:
             print(usage(), file=sys.stderr)
-        case [unknown, *_]:
-            print(f"baton: no command {unknown!r} (one of {', '.join(COMMANDS)})", file=sys.stderr)
+            return EXIT_USAGE
+        case [name, *arguments]:
+            return _dispatch(name, arguments)
     return EXIT_USAGE
+
+
+def _dispatch(name: str, arguments: Sequence[str]) -> int:
+    match COMMANDS.get(name), arguments:
+        case CliCommand() as command, _:
+            return _run(name, command, arguments)
+        case CliGroup(), ["-h" | "--help" | "--help-all" | "help"]:
+            _say(usage(name))
+            return 0
+        case CliGroup(commands=below), [part, *rest] if part in below:
+            return _run(f"{name} {part}", below[part], rest)
+        case CliGroup(), [part, *_] if name not in RENAMED:
+            return _refuse(_unknown([name, part]))
+        case CliGroup(), [] if name not in RENAMED:
+            print(usage(name), file=sys.stderr)
+            return EXIT_USAGE
+    if name in RENAMED:
+        return _refuse(f"`baton {name}` is now `baton {RENAMED[name]}`")
+    return _refuse(_unknown([name]))
 
 
 if __name__ == "__main__":

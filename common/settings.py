@@ -13,7 +13,8 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast, get_origin
 
@@ -40,6 +41,7 @@ _MAX_FILE_BYTES = 1 << 20
 _BYTES_OF_A_VALUE = 64
 _MAX_SHOWN = 300  # characters of an invalid value
 ENV_PREFIX = "BATON_"
+_LISTED = 32  # choices listed in an error
 _NEAR = 0.85  # for difflib: one letter in seven may differ
 _BETWEEN = "__"
 _PROGRAMS = (RouterConfig, PrefillConfig, DecodeConfig)
@@ -64,6 +66,20 @@ SHORT_NAMES = {
     "clients.allowed-hosts": "allowed-hosts",
     "clients.cors-origins": "cors-origins",
 }
+# Flags that --help shows. --help-all shows all of them.
+COMMON_FLAGS = frozenset(
+    f"--{name}"
+    for name in (
+        *SHORT_NAMES.values(),
+        *("config", "http-port", "served-model-name", "prefill", "decode", "policy", "processes"),
+        *("max-concurrent-requests", "mode", "engine.context-length", "engine.cache.num-pages"),
+        *(
+            "engine.cache.memory-fraction",
+            "engine.scheduler.max-running-requests",
+            "transfer.listen-host",
+        ),
+    )
+)
 
 R = TypeVar("R", bound=BaseModel)
 
@@ -80,12 +96,19 @@ def read(record: type[R], program: str, arguments: Sequence[str], *, about: str 
         arguments: the command line after the program's name.
         about: sentences that --help begins with.
     """
+    return resolve(record, program, arguments, about=about)[0]
+
+
+def resolve(
+    record: type[R], program: str, arguments: Sequence[str], *, about: str = ""
+) -> tuple[R, "SettingSources"]:
+    """Return the record as `read` does, and the source of each value."""
     file_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     file_parser.add_argument("--config", type=Path)
     try:
         known, flags = file_parser.parse_known_args(arguments)
         given = {} if known.config is None else _content(known.config)
-        named = _Named(flags, known.config, given)
+        named = SettingSources(flags, known.config, given)
         if renamed := _renamed_variables():
             raise SettingsError(renamed[0])
         if stray := _stray_variables():
@@ -93,11 +116,17 @@ def read(record: type[R], program: str, arguments: Sequence[str], *, about: str 
         values = _settings_class(record, program, about, flags, given)()
         config = record.model_validate(values.model_dump(exclude_unset=True))
         config.model_dump_json()  # as sent to other processes: ValueError for a lone surrogate
-        return config
+        return config, named
     except ValidationError as error:
         wrong(program, "; ".join(_sentence(detail, named) for detail in error.errors()))
     except (argparse.ArgumentError, SettingsError, ValueError) as error:
         wrong(program, str(error))
+
+
+def parser_of(record: type[BaseModel], program: str) -> "ConfigArgumentParser":
+    """Return the parser of a process that reads this record."""
+    source = _flags_source(_settings_class(record, program, "", [], {}), program, "", [])
+    return cast(ConfigArgumentParser, source.root_parser)
 
 
 def wrong(program: str, message: str) -> NoReturn:
@@ -186,6 +215,10 @@ def _flags_source(
         f"({ENV_PREFIX}SERVER__HOST=0.0.0.0) or in the YAML file of --config "
         "(server: {host: 0.0.0.0}). A flag goes before a variable, a variable before the file.",
         formatter_class=_Help,
+        common=COMMON_FLAGS,
+    )
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="YAML file with settings (none)"
     )
     return CliSettingsSource(
         settings_class,
@@ -201,11 +234,29 @@ def _flags_source(
 
 
 class ConfigArgumentParser(argparse.ArgumentParser):
-    """An argument parser without abbreviations that reports errors by `wrong`."""
+    """An argument parser without abbreviations that reports errors by `wrong`.
 
-    def __init__(self, **options: Any) -> None:
+    `--help` shows the common arguments, and `--help-all` shows all of them.
+    """
+
+    def __init__(self, *, common: Collection[str] = (), **options: Any) -> None:
+        """
+        Args:
+            common: flags that `--help` shows. Empty: all but those of advanced groups.
+            options: of argparse.ArgumentParser.
+        """
+        self.common = set(common)
+        self._advanced: list[argparse._ArgumentGroup] = []
         super().__init__(**{"allow_abbrev": False, **options})
+        if self.add_help:
+            self.add_argument("--help-all", action=_HelpAll, help="show all options and exit")
         self._given: Sequence[str] = ()
+
+    def add_advanced_group(self, title: str, description: str) -> argparse._ArgumentGroup:
+        """Add a group of arguments that `--help` leaves out."""
+        group = self.add_argument_group(title, description)
+        self._advanced.append(group)
+        return group
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         self._given = sys.argv[1:] if args is None else args
@@ -225,14 +276,25 @@ class ConfigArgumentParser(argparse.ArgumentParser):
             left: arguments that `parse_known_args` did not use.
             records: of other programs that read the flags.
         """
-        theirs = [flag for record in records for flag in _flags_of(record)]
+        theirs = [flag for record in records for flag in parser_of(record, "").flags]
         strangers = [flag for flag in map(_flag, left) if flag and flag not in theirs]
         if strangers or (left and not records):
             what = f"unrecognized arguments: {' '.join(strangers or left)}"
             self._refuse(what, [*self.flags, *theirs])
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        choices = [str(choice) for choice in action.choices]
+        listed = f"{choices[0]} to {choices[-1]}" if len(choices) > _LISTED else ", ".join(choices)
+        near = difflib.get_close_matches(str(value), choices, 1)
+        meant = f"did you mean {near[0]}? " if near else ""
+        raise argparse.ArgumentError(action, f"{value!r} is invalid: {meant}expected {listed}")
+
     def _refuse(self, message: str, flags: Collection[str]) -> NoReturn:
         """Report an error. Suggest the known flag most similar to the first unknown one, if any."""
+        if split := self._split_list():
+            wrong(self.prog, f"{message} (separate several values by commas: {split})")
         stranger = next(
             (flag for flag in map(_flag, self._given) if flag and flag not in flags), ""
         )
@@ -240,10 +302,76 @@ class ConfigArgumentParser(argparse.ArgumentParser):
             wrong(self.prog, f"`{stranger}` was renamed: use `{new}`")
         near = difflib.get_close_matches(stranger, flags, 1, _NEAR)
         meant = f"did you mean {near[0]}? " if near else ""
-        wrong(self.prog, f"{message} ({meant}--help lists what there is)")
+        wrong(self.prog, f"{message} ({meant}--help-all lists all options)")
+
+    def _split_list(self) -> str:
+        """Return the correct form of a list whose values were separated by spaces, or ""."""
+        for number, word in enumerate(self._given):
+            name, has_value, value = word.partition("=")
+            action = self._option_string_actions.get(name)
+            if action is None or not str(action.metavar).startswith("tuple["):
+                continue
+            values = [value] if has_value else []
+            following = takewhile(lambda each: not each.startswith("-"), self._given[number + 1 :])
+            values += following
+            if len(values) > 1:
+                return f"{name} {','.join(each.strip(',') for each in values)}"
+        return ""
 
     def print_help(self, file: Any = None) -> None:
         say(self.format_help())
+
+    def format_help(self) -> str:
+        return self.help_text(everything=False)
+
+    def help_text(self, *, everything: bool) -> str:
+        formatter = self._get_formatter()
+        groups = [(group, self._shown(group, everything)) for group in self._action_groups]
+        shown = [action for _, actions in groups for action in actions]
+        exclusive = [
+            group
+            for group in self._mutually_exclusive_groups
+            if all(action in shown for action in group._group_actions)
+        ]
+        used = [action for action in shown if not isinstance(action, _HelpAll)]
+        formatter.add_usage(self.usage, used, exclusive)
+        formatter.add_text(self.description)
+        for group, actions in groups:
+            if actions:
+                formatter.start_section(group.title)
+                formatter.add_text(group.description)
+                formatter.add_arguments(actions)
+                formatter.end_section()
+        formatter.add_text(self.epilog)
+        if hidden := sum(action.help != argparse.SUPPRESS for action in self._actions) - len(shown):
+            formatter.add_text(f"--help-all shows {hidden} more options.")
+        return formatter.format_help()
+
+    def _shown(self, group: argparse._ArgumentGroup, everything: bool) -> Sequence[argparse.Action]:
+        given = [action for action in group._group_actions if action.help != argparse.SUPPRESS]
+        if everything:
+            return given
+        if group in self._advanced:
+            return ()
+        return [
+            action
+            for action in given
+            if not self.common
+            or isinstance(action, (argparse._HelpAction, _HelpAll))
+            or any(flag in self.common for flag in action.option_strings)
+        ]
+
+
+class _HelpAll(argparse.Action):
+    """A flag that prints the help of all arguments and ends the process."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, **options)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        assert isinstance(parser, ConfigArgumentParser)
+        say(parser.help_text(everything=True))
+        parser.exit()
 
 
 def _flag(word: str) -> str:
@@ -263,12 +391,6 @@ def _renamed_flag(flag: str) -> str:
     path = found[2].replace("-", "_")
     new = RENAMED_FLAGS.get(path) or renamed(path)
     return f"--{found[1] or ''}{new.replace('_', '-')}" if new else ""
-
-
-def _flags_of(record: type[BaseModel]) -> Collection[str]:
-    """Return all flags of a program that reads this record."""
-    source = _flags_source(_settings_class(record, "", "", [], {}), "", "", [])
-    return ["--config", *cast(ConfigArgumentParser, source.root_parser).flags]
 
 
 class _Help(argparse.HelpFormatter):
@@ -304,8 +426,8 @@ def _empty_parts(record: type[BaseModel]) -> dict[str, Any]:
     }
 
 
-class _Named:
-    """The user's name of a setting, by the source that its value comes from."""
+class SettingSources:
+    """The user's names of settings, and the sources of their values."""
 
     def __init__(self, flags: Sequence[str], file: Path | None, given: Mapping[str, Any]) -> None:
         """Remember the sources.
@@ -325,13 +447,23 @@ class _Named:
         Args:
             where: the fields from the record down to the setting, such as ("engine", "model").
         """
-        names = [f"--{name}" for name in _flag_names(where)]
-        if not self._flags.intersection(names):
-            if variable := _variable(where):
-                return variable
-            if self._file is not None and _says(self._given, where):
-                return f"{self._file}: {'.'.join(where)}"
-        return names[0]
+        return next(self._given_as(where), f"--{_flag_names(where)[0]}")
+
+    def of(self, where: Sequence[str]) -> str:
+        """Return the source of a value: the flag, the variable, the place in the file or
+        "default"."""
+        return next(self._given_as(where), "default")
+
+    def _given_as(self, where: Sequence[str]) -> Iterator[str]:
+        """Yield the places that set a setting, the one that counts first."""
+        for name in _flag_names(where):
+            negative = f"--no-{name}"
+            if self._flags.intersection((f"--{name}", negative)):
+                yield f"--{name}"
+        if variable := _variable(where):
+            yield variable
+        if self._file is not None and _says(self._given, where):
+            yield f"{self._file}: {'.'.join(where)}"
 
 
 def _flag_names(where: Sequence[str]) -> list[str]:
@@ -388,7 +520,7 @@ def _says(given: Any, where: Sequence[str]) -> bool:
     return True
 
 
-def _sentence(detail: ErrorDetails, named: _Named) -> str:
+def _sentence(detail: ErrorDetails, named: SettingSources) -> str:
     """Return the message for one invalid value.
 
     For example `--engine.cache.page-size: must be a power of two, got 3`.

@@ -22,7 +22,7 @@ CONFIGS: Mapping[str, type[NodeConfig]] = {"prefill": PrefillConfig, "decode": D
 
 def main(role: Role) -> int:
     """Run a node that begins in this role. Returns its exit code."""
-    config = settings.read(CONFIGS[role], f"baton {role}", sys.argv[1:])
+    config = settings.read(CONFIGS[role], f"baton serve {role}", sys.argv[1:])
     program = program_of(role, config)
     return run_node(program, engine_module="node.engine_main", other=partial(other, program))
 

@@ -175,7 +175,7 @@ class NodeServicer:
         raise NotImplementedError('Method not implemented!')
 
     def LoadAdapter(self, request, context):
-        """Reads a LoRA adapter from below the node's engine.lora.directory. FAILED_PRECONDITION, with the
+        """Reads a LoRA adapter from below the node's engine.lora.adapter_dir. FAILED_PRECONDITION, with the
         reason, where there is none for its model, no room for it, or the name is another's.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -204,7 +204,7 @@ class NodeServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PrepareWeights(self, request, context):
-        """Looks through other weights of the model, below the node's engine.weights_directory, and names
+        """Looks through other weights of the model, below the node's engine.weights_dir, and names
         them. FAILED_PRECONDITION, with the reason, where they are none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -247,7 +247,7 @@ class NodeServicer:
 
     def StartProfile(self, request, context):
         """Profiles the next steps with torch's profiler, and returns which file the trace is going to be,
-        below the node's engine.profile_directory. FAILED_PRECONDITION without one.
+        below the node's engine.profile_dir. FAILED_PRECONDITION without one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

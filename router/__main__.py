@@ -14,7 +14,7 @@ from common.errors import ConfigError
 from common.process import descriptors
 from common.settings import read, wrong
 
-_PROGRAM = "baton router"
+_PROGRAM = "baton serve router"
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -1,6 +1,6 @@
 """The file of API keys: identity, role and limits. It holds only hashes, no keys.
 
-A key is 256 random bits that `baton keys new` draws, so plain SHA-256 hides it. Slow hashes protect
+A key is 256 random bits that `baton api-key` draws, so plain SHA-256 hides it. Slow hashes protect
 secrets that people choose, and keys cannot be chosen here. Independent of requests.
 """
 
@@ -38,10 +38,16 @@ Role = Literal["client", "operator"]
 class KeyLimits(ConfigRecord):
     """Limits of one key in one router process. None: no limit of its own."""
 
-    requests_per_minute: Positive | None = Field(None, description="a minute's worth at once")
-    tokens_per_minute: Positive | None = Field(None, description="of prompts and answers")
-    concurrent: Positive | None = Field(None, description="live requests")
-    connections: Positive | None = Field(None, description="open HTTP connections")
+    requests_per_minute: Positive | None = Field(
+        None, description="maximum requests a minute (no limit)"
+    )
+    tokens_per_minute: Positive | None = Field(
+        None, description="maximum prompt and output tokens a minute (no limit)"
+    )
+    concurrent: Positive | None = Field(None, description="maximum running requests (no limit)")
+    connections: Positive | None = Field(
+        None, description="maximum open HTTP connections (no limit)"
+    )
 
 
 def _moment(value: Any) -> Any:
@@ -56,14 +62,19 @@ def _moment(value: Any) -> Any:
 class KeyEntry(ConfigRecord):
     """One API key in the file."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$", description="in metrics, logs")
-    sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="of the whole key, in hex")
-    role: Role = Field("client", description="operator: may ask what operators ask, too")
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$", description="name in metrics and logs"
+    )
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="SHA-256 of the whole key, in hex")
+    role: Role = Field("client", description="client or operator")
     expires: Annotated[AwareDatetime, BeforeValidator(_moment)] | None = Field(
-        None, description="from when on the key is refused"
+        None, description="date from which the key is rejected (never)"
     )
     weight: float = Field(
-        1.0, ge=MIN_WEIGHT, le=MAX_WEIGHT, description="its share of a busy router"
+        1.0,
+        ge=MIN_WEIGHT,
+        le=MAX_WEIGHT,
+        description="share of a busy router, relative to other keys (1)",
     )
     priority: Priority | None = Field(
         None,

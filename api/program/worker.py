@@ -31,7 +31,7 @@ def main(up: str, place_json: str, config_json: str) -> None:
     try:
         uvloop.run(serve(config, place, on_up=tell))
     except ConfigError as error:
-        wrong("baton router", str(error))
+        wrong("baton serve router", str(error))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""baton bench break-even: the prompt length from which disaggregation pays."""
+"""Find the prompt length from which disaggregation pays."""
 
 import argparse
 import asyncio
@@ -38,33 +38,49 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--prompt-tokens",
         type=_lengths,
         metavar="N,N,...",
-        help=f"lengths of probes ({','.join(map(str, LENGTHS))}, as far as the model goes)",
+        help=f"prompt lengths of probes ({','.join(map(str, LENGTHS))}, up to the context length)",
     )
     parser.add_argument(
         "--duration",
         type=float,
         default=8.0,
         metavar="S",
-        help=f"of a run; it is longer if {MIN_PROBES} probes take longer (8)",
+        help=f"seconds of a run, extended until {MIN_PROBES} probes are done (8)",
     )
     parser.add_argument(
         "--load",
         type=float,
         default=0.25,
         metavar="SHARE",
-        help="of the time of all nodes, spent on prefilling probes (0.25)",
+        help="share of the time of all nodes for the prefill of probes (0.25)",
     )
     parser.add_argument(
-        "--streams", type=int, default=8, metavar="N", help="others that generate meanwhile (8)"
+        "--streams",
+        type=int,
+        default=8,
+        metavar="N",
+        help="number of requests that generate meanwhile (8)",
     )
     parser.add_argument(
-        "--stream-prompt-tokens", type=int, default=32, metavar="N", help="of those (32)"
+        "--stream-prompt-tokens",
+        type=int,
+        default=32,
+        metavar="N",
+        help="prompt tokens of each (32)",
     )
     parser.add_argument(
-        "--stream-output-tokens", type=int, default=64, metavar="N", help="of those (64)"
+        "--stream-output-tokens",
+        type=int,
+        default=64,
+        metavar="N",
+        help="output tokens of each (64)",
     )
     parser.add_argument(
-        "--probe-output-tokens", type=int, default=4, metavar="N", help="of a probe (4)"
+        "--probe-output-tokens",
+        type=int,
+        default=4,
+        metavar="N",
+        help="output tokens of a probe (4)",
     )
     add_common_flags(parser, "break-even")
 

@@ -62,18 +62,26 @@ def add_common_flags(parser: argparse.ArgumentParser, program: str) -> None:
         type=Path,
         default=Path(f"baton-bench-{program}.html"),
         metavar="FILE",
-        help="the report (%(default)s)",
+        help="HTML file of the report (%(default)s)",
     )
-    group.add_argument("--json", type=Path, metavar="FILE", help="all raw numbers")
+    group.add_argument(
+        "--json", type=Path, metavar="FILE", help="JSON file of all raw numbers (none)"
+    )
     group.add_argument(
         "--goodput",
         type=Objectives.parse,
         metavar="LIMITS",
-        help="objectives in seconds of ttft, itl, tpot, e2e, as ttft=0.5,itl=0.05",
+        help="objectives in seconds for ttft, itl, tpot or e2e, such as ttft=0.5,itl=0.05",
     )
-    parser.add_argument("--seed", type=int, default=1, help="of prompts and arrivals (1)")
     parser.add_argument(
-        "--timeout", type=float, default=300.0, metavar="S", help="longest whole answer (300)"
+        "--seed", type=int, default=1, help="random seed of prompts and arrivals (1)"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="seconds for a whole response (300)",
     )
 
 

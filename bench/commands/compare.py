@@ -1,4 +1,4 @@
-"""baton bench compare: the same nodes, colocated and disaggregated, under the same load."""
+"""Compare the same nodes, colocated and disaggregated, under the same load."""
 
 import argparse
 from collections.abc import Sequence
@@ -35,30 +35,32 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--rate",
         type=_rates,
         metavar="R,R,...",
-        help="Poisson arrivals a second (0.3, 0.6 and 0.9 of what the colocated system can do)",
+        help="Poisson arrivals a second (0.3, 0.6 and 0.9 of the colocated capacity)",
     )
-    parser.add_argument("--duration", type=float, default=20.0, metavar="S", help="of a run (20)")
-    what = parser.add_argument_group("what", f"Lengths in tokens: {HELP}.")
+    parser.add_argument(
+        "--duration", type=float, default=20.0, metavar="S", help="seconds of a run (20)"
+    )
+    what = parser.add_argument_group("lengths", f"Lengths in tokens: {HELP}.")
     what.add_argument(
         "--prompt-tokens",
         type=Lengths.parse,
         default=Lengths.parse("mix:128=0.85,2048=0.15"),
         metavar="LENGTH",
-        help="(mix:128=0.85,2048=0.15)",
+        help="prompt lengths (mix:128=0.85,2048=0.15)",
     )
     what.add_argument(
         "--output-tokens",
         type=Lengths.parse,
         default=Lengths.fixed(64),
         metavar="LENGTH",
-        help="(64)",
+        help="output lengths (64)",
     )
     what.add_argument(
         "--long-tokens",
         type=int,
         default=1024,
         metavar="N",
-        help="a prompt of so many is long: what it does to others' ITL is shown (1024)",
+        help="length of a long prompt, whose effect on the ITL of others is reported (1024)",
     )
     add_common_flags(parser, "compare")
 

@@ -1,4 +1,4 @@
-"""baton bench load: drives one OpenAI-compatible server, and says what its clients saw."""
+"""Send load to an OpenAI-compatible server, and measure latency and throughput."""
 
 import argparse
 import json
@@ -35,48 +35,68 @@ class Point:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (%(default)s)")
-    parser.add_argument("--model", help="as the server calls it (its first)")
+    parser.add_argument(
+        "--url", default="http://127.0.0.1:8000", help="URL of the server (%(default)s)"
+    )
+    parser.add_argument("--model", help="model name of the server (its first model)")
     parser.add_argument(
         "--send",
         choices=SENDS,
         default="ids",
-        help="prompts as token ids (exact lengths), as words, or as a chat message (%(default)s)",
+        help="form of prompts: token ids of exact lengths, words or a chat message (%(default)s)",
     )
     parser.add_argument(
-        "--extra", type=_fields, default={}, metavar="JSON", help="more fields of every request"
+        "--extra",
+        type=_fields,
+        default={},
+        metavar="JSON",
+        help="additional fields of every request (none)",
     )
-    when = parser.add_argument_group("when", "One of the first two; with --trace also neither.")
+    when = parser.add_argument_group("arrivals", "One of --concurrency and --rate, or --trace.")
     when.add_argument(
         "--concurrency",
         type=_numbers(int),
         metavar="N,N,...",
-        help="closed loop: callers, each with one request under way; one run for each number",
+        help="closed loop: concurrent requests. One run for each number",
     )
     when.add_argument(
         "--rate",
         type=_numbers(float),
         metavar="R,R,...",
-        help="open loop: Poisson arrivals a second; one run for each rate",
+        help="open loop: Poisson arrivals a second. One run for each rate",
     )
     when.add_argument(
         "--max-in-flight",
         type=int,
         default=1024,
         metavar="N",
-        help="open loop: what is due while so many are under way waits, and counts as late (1024)",
+        help="open loop: maximum concurrent requests. Later ones wait and count as late (1024)",
     )
-    when.add_argument("--requests", type=int, metavar="N", help=f"in each run ({DEFAULT_REQUESTS})")
-    when.add_argument("--duration", type=float, metavar="S", help="of each run, in place of that")
-    when.add_argument("--warm-up", type=int, default=8, metavar="N", help="requests before (8)")
-    what = parser.add_argument_group("what", f"Lengths in tokens: {HELP}.")
-    what.add_argument("--prompt-tokens", type=Lengths.parse, metavar="LENGTH", help="(512)")
-    what.add_argument("--output-tokens", type=Lengths.parse, metavar="LENGTH", help="(64)")
+    when.add_argument(
+        "--requests", type=int, metavar="N", help=f"requests of each run ({DEFAULT_REQUESTS})"
+    )
+    when.add_argument(
+        "--duration", type=float, metavar="S", help="seconds of each run, instead of --requests"
+    )
+    when.add_argument(
+        "--warm-up", type=int, default=8, metavar="N", help="requests before each run (8)"
+    )
+    what = parser.add_argument_group("lengths", f"Lengths in tokens: {HELP}.")
     what.add_argument(
-        "--prefix-groups", type=int, default=0, metavar="N", help="prompts of one begin alike"
+        "--prompt-tokens", type=Lengths.parse, metavar="LENGTH", help="prompt lengths (512)"
     )
     what.add_argument(
-        "--prefix-tokens", type=int, default=0, metavar="N", help="as far as this; part of a prompt"
+        "--output-tokens", type=Lengths.parse, metavar="LENGTH", help="output lengths (64)"
+    )
+    what.add_argument(
+        "--prefix-groups",
+        type=int,
+        default=0,
+        metavar="N",
+        help="number of groups of prompts with a common prefix (0)",
+    )
+    what.add_argument(
+        "--prefix-tokens", type=int, default=0, metavar="N", help="tokens of the common prefix (0)"
     )
     what.add_argument(
         "--trace",

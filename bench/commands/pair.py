@@ -44,16 +44,22 @@ Block = Callable[
 
 
 def add_pair_flags(parser: argparse.ArgumentParser, *, repeats: int) -> None:
-    parser.add_argument("--model", required=True, metavar="DIR", help="directory or hub id")
     parser.add_argument(
-        "--prefill", type=int, default=1, metavar="P", help="prefill nodes, disaggregated (1)"
+        "--model", required=True, metavar="DIR", help="directory or hub id of the model"
+    )
+    parser.add_argument(
+        "--prefill",
+        type=int,
+        default=1,
+        metavar="P",
+        help="prefill nodes of the disaggregated system (1)",
     )
     parser.add_argument(
         "--decode",
         type=int,
         default=1,
         metavar="D",
-        help="decode nodes, disaggregated (1); colocated has P + D nodes",
+        help="decode nodes of the disaggregated system (1). The colocated one has P + D nodes",
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument(
@@ -61,18 +67,30 @@ def add_pair_flags(parser: argparse.ArgumentParser, *, repeats: int) -> None:
         type=int,
         default=repeats,
         metavar="N",
-        help="of everything, systems in turns: A B, B A, A B ... (%(default)s)",
+        help="repetitions, with alternating systems: A B, B A, A B ... (%(default)s)",
     )
     parser.add_argument(
-        "--colocated-flags", default="", metavar="'FLAGS'", help="for nodes of that system alone"
+        "--colocated-flags",
+        default="",
+        metavar="'FLAGS'",
+        help="flags of the nodes of the colocated system",
     )
     parser.add_argument(
-        "--disaggregated-flags", default="", metavar="'FLAGS'", help="for decode nodes of that one"
+        "--disaggregated-flags",
+        default="",
+        metavar="'FLAGS'",
+        help="flags of the decode nodes of the disaggregated system",
     )
-    parser.add_argument("--start-timeout", type=float, default=900.0, metavar="S", help="(900)")
+    parser.add_argument(
+        "--start-timeout",
+        type=float,
+        default=900.0,
+        metavar="S",
+        help="seconds until a system is ready (900)",
+    )
     parser.epilog = (
-        "Any other flag goes to every node of every system, such as --engine.cache.page-size 32; "
-        "`baton decode --help` lists them. Use the machine for nothing else meanwhile."
+        "Other flags are passed to every node, such as --engine.cache.page-size 32. "
+        "`baton serve decode --help-all` lists them. Use the machine for nothing else meanwhile."
     )
 
 

@@ -137,7 +137,7 @@ def refuse_busy_port(host: str, port: int, purpose: str, flag: str) -> None:
     """
     if reason := busy(host, port):
         raise ConfigError(
-            f"port {port}, for {purpose}, cannot be had: {reason} ({flag} chooses another)"
+            f"port {port} of {purpose} is not available: {reason} ({flag} chooses another)"
         )
 
 

@@ -39,7 +39,7 @@ async def keep_running(
         if time.monotonic() - began >= times.steady_s:
             wait_s = times.first_s
         say(
-            f"{child.name} {exit_sentence(code)}; it is started again in {wait_s:g} s. "
+            f"{child.name} {exit_sentence(code)} and is restarted in {wait_s:g} s. "
             f"Its log: {child.log}"
         )
         await asyncio.sleep(wait_s)

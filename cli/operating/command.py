@@ -1,13 +1,19 @@
-"""Shared parts of commands that operate processes: flags, objections, exit codes."""
+"""Shared parts of the operators' commands: flags, objections, results and exit codes."""
 
 import argparse
 import asyncio
+import json
 import sys
-from collections.abc import Awaitable, Callable, Iterable
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
 
 from cli import client
-from cli.operating.fleet import Fleet, Sources, UnfinishedRestart
+from cli.client import UnfinishedRestart
+from cli.operating.fleet import Fleet, Sources
 from cli.program import EXIT_INTERRUPTED
 from common import settings
 from common.errors import ConfigError
@@ -16,92 +22,137 @@ from common.process.standard_output import say
 
 EXIT_UNDONE = 1
 LONGEST_S = 900.0
+_INDENT = 2
+_R = TypeVar("_R")
 
 
-def parser(name: str, description: str | None, undone: str) -> argparse.ArgumentParser:
-    """Return the argument parser of `baton NAME`.
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The output of a command.
 
-    Args:
-        undone: condition under which the command exits with EXIT_UNDONE.
+    Attributes:
+        text: without --json.
+        data: with --json. A protobuf message, or values of JSON.
+        code: exit code.
     """
-    epilog = f"Exits with {EXIT_UNDONE} if {undone}."
-    return settings.ConfigArgumentParser(
-        prog=f"baton {name}", description=description, epilog=epilog
-    )
+
+    text: str
+    data: Any
+    code: int = 0
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """A command of an operator.
+
+    Attributes:
+        details: sentences of its help after the summary.
+        undone: condition under which it exits with EXIT_UNDONE.
+        add_flags: adds its own arguments and those of the router.
+        work: raises UnfinishedRestart.
+    """
+
+    details: str = ""
+    undone: str = "the router does not respond"
+    add_flags: Callable[[settings.ConfigArgumentParser], None]
+    work: Callable[[argparse.Namespace, Fleet], Awaitable[Result]]
+
+    def parser(self, name: str, summary: str) -> settings.ConfigArgumentParser:
+        parser = settings.ConfigArgumentParser(
+            prog=f"baton {name}",
+            description=f"{summary}. {self.details}".strip(),
+            epilog=f"Exits with {EXIT_UNDONE} if {self.undone}.",
+        )
+        self.add_flags(parser)
+        client.add_json_flag(parser)
+        client.add_credential_flags(parser)
+        return parser
+
+
+def add_drain_flags(parser: settings.ConfigArgumentParser) -> None:
+    """Add the flags of commands that drain processes."""
     parser.add_argument(
-        "--dry-run", action="store_true", help="say what would be done, and what speaks against it"
+        "--dry-run", action="store_true", help="only list the steps and the reasons against them"
     )
-    parser.add_argument("--force", action="store_true", help="whatever speaks against it")
+    parser.add_argument("--force", action="store_true", help="continue although requests may fail")
     parser.add_argument(
         "--timeout",
-        type=positive,
+        type=client.positive,
         default=LONGEST_S,
         metavar="S",
-        help="for each program to end, and to be back (%(default)g)",
+        help="seconds for each process to end, and to return (%(default)g)",
     )
-    add_identity_flags(parser)
 
 
-def add_one_or_all(parser: argparse.ArgumentParser) -> None:
-    """Add the address argument of commands for one node or for all nodes of a router."""
+def add_one_or_all(parser: settings.ConfigArgumentParser) -> None:
+    """Add the address of commands for one node or for all nodes of a router."""
     parser.add_argument(
         "address",
         nargs="?",
         type=client.address,
         metavar="ADDRESS",
-        help="HOST:PORT of one node (all that the router knows)",
+        help="HOST:PORT of one node (all nodes of the router)",
     )
     client.add_router_flag(parser)
-    add_identity_flags(parser)
 
 
-def add_identity_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the credential and TLS flags that all commands share."""
-    client.add_secret_flag(parser)
-    client.add_key_flag(parser)
-    client.add_tls_flags(parser)
-
-
-async def tell(
+async def call(
     options: argparse.Namespace, fleet: Fleet, method: str, request: Any, longest_s: float
 ) -> Any:
-    """Call `method` of the given node, or of the router, and return the response. Raises
-    UnfinishedRestart."""
-    if options.address is not None:
+    """Call `method` of the node that the options name, or else of the router, and return the
+    response. Raises UnfinishedRestart."""
+    if getattr(options, "address", None) is not None:
         return await fleet.tell_node(options.address, method, request, longest_s)
     return await fleet.tell_router(options.router, method, request, longest_s)
 
 
-def heed(
+def report(options: argparse.Namespace, sentence: str) -> None:
+    """Print the progress of a command. With --json, standard output is for the result alone."""
+    if options.json:
+        print(sentence, file=sys.stderr, flush=True)
+    else:
+        say(sentence)
+
+
+def check_objections(
     objections: Iterable[str], options: argparse.Namespace, undone: str = "nothing is drained"
-) -> None:
-    """Print the objections. Raises UnfinishedRestart if there are any, unless --force is given."""
+) -> list[str]:
+    """Print and return the objections. Raises UnfinishedRestart if there are any, unless --force is
+    given."""
     found = list(objections)
     for sentence in found:
-        say(f"but: {sentence}")
+        report(options, f"warning: {sentence}")
     if found and not options.force:
-        raise UnfinishedRestart(f"{undone}; --force does it all the same")
+        raise UnfinishedRestart(f"{undone}, because requests could fail: --force does it anyway")
+    return found
 
 
-def run(program: str, options: argparse.Namespace, work: Callable[[Fleet], Awaitable[None]]) -> int:
-    """Run `work` and return the exit code."""
+def run(
+    program: str,
+    options: argparse.Namespace,
+    work: Callable[[argparse.Namespace, Fleet], Awaitable[Result]],
+) -> int:
+    """Run `work`, print its result and return the exit code."""
     try:
-        asyncio.run(with_fleet(options, work))
+        result = asyncio.run(with_fleet(options, work))
     except ConfigError as error:
         settings.wrong(program, str(error))
     except UnfinishedRestart as undone:
         print(f"{program}: {undone}", file=sys.stderr)
         return EXIT_UNDONE
     except KeyboardInterrupt:
-        print(f"{program}: interrupted; what has been asked for goes on", file=sys.stderr)
+        print(f"{program}: interrupted, operations already started continue", file=sys.stderr)
         return EXIT_INTERRUPTED
-    return 0
+    if options.json:
+        say(json_text(result.data))
+    elif result.text:
+        say(result.text)
+    return result.code
 
 
-async def with_fleet(options: argparse.Namespace, work: Callable[[Fleet], Awaitable[None]]) -> None:
+async def with_fleet(
+    options: argparse.Namespace, work: Callable[[argparse.Namespace, Fleet], Awaitable[_R]]
+) -> _R:
     """Run `work` with a Fleet.
 
     Routers receive the given API key, or else the operators' key of the secret. Raises ConfigError.
@@ -113,12 +164,28 @@ async def with_fleet(options: argparse.Namespace, work: Callable[[Fleet], Awaita
         key = operator_keys(identity.keyrings.current())[0]
         metadata, source = (("authorization", f"Bearer {key}"),), secret_source
     sources = Sources(to_routers=source, to_nodes=secret_source)
-    await work(Fleet(metadata, client.certificates(options), identity, sources))
+    return await work(options, Fleet(metadata, client.certificates(options), identity, sources))
 
 
-def positive(text: str) -> float:
-    """Parse a positive number, for argparse."""
-    number = float(text)
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be above 0, got {text!r}")
-    return number
+def json_text(data: Any, indent: int | None = _INDENT) -> str:
+    """Return a protobuf message or values of JSON as text."""
+    if isinstance(data, Message):
+        data = MessageToDict(
+            data, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+        )
+    return json.dumps(data, indent=indent)
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return aligned columns. The last one is as wide as its text."""
+    lines = [[safe(cell) for cell in row] for row in (header, *rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def safe(text: str) -> str:
+    """Return `text` without terminal control characters: names come from other processes."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)

@@ -11,6 +11,8 @@ from typing import Any
 import grpc.aio
 
 from cli import client
+from cli.client import UnfinishedRestart
+from cli.operating import http_api
 from common import tls
 from common.identity.identity import Identity
 from common.rpc import make_channel, raise_if_cancelled
@@ -28,10 +30,6 @@ _ANSWER_S = 10.0
 _LOOK_S = 0.2
 
 Pairs = frozenset[tuple[str, str]]
-
-
-class UnfinishedRestart(Exception):
-    """The requested operation is incomplete. The message describes the current state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,17 +98,23 @@ class Fleet:
         async with make_channel(address, self._certificates, self._identity) as channel:
             stub = NodeStub(channel)  # type: ignore[no-untyped-call]
             call = getattr(stub, method)(request, timeout=longest_s)
-            return await _answer(address, call, self._sources.to_nodes)
+            return await _answer(address, call, self._sources.to_nodes, flag="")
+
+    async def get(self, url: str, path: str) -> Any:
+        """Return the JSON of a path of a router's HTTP port.
+
+        Raises UnfinishedRestart if it does not respond in time or refuses.
+        """
+        return await http_api.get(
+            url, path, self._metadata, self._certificates, self._sources.to_routers
+        )
 
     async def switch_node(self, address: str, role: str, longest_s: float) -> None:
         """Wait until the node has accepted the new role.
 
         Raises UnfinishedRestart if it does not respond or keeps its role.
         """
-        async with make_channel(address, self._certificates, self._identity) as channel:
-            stub = NodeStub(channel)  # type: ignore[no-untyped-call]
-            call = stub.Switch(SwitchRequest(role=role), timeout=longest_s)
-            await _answer(address, call, self._sources.to_nodes)
+        await self.tell_node(address, "Switch", SwitchRequest(role=role), longest_s)
 
     async def until_has_role(
         self, router: str, node: ClusterNode, role: str, longest_s: float
@@ -134,7 +138,7 @@ class Fleet:
             is_paired = any(node.address in pair for pair in paired(cluster))
             return is_paired and _in_use(cluster, node.address)
 
-        sentence = f"{node.address} takes the role, and is not ready and paired"
+        sentence = f"{node.address} has the role, but is not ready and paired"
         await until(has, longest_s, sentence)
 
     async def until_ended(self, router: str, node: ClusterNode, longest_s: float) -> None:
@@ -193,9 +197,9 @@ class Fleet:
         await until(
             back,
             longest_s,
-            f"{node.role} {node.address} has ended, and is not back: whoever keeps it (`baton up`, "
-            "a Kubernetes pod, a service manager) is to start it again; or it does not pair, and "
-            "its log says why",
+            f"{node.role} {node.address} has ended, and is not back: its supervisor (`baton up`, "
+            "Kubernetes, a service manager) must start it again, or it does not pair, and "
+            "its log has the reason",
         )
 
     async def until_router_back(self, address: str, since: float, longest_s: float) -> None:
@@ -275,9 +279,9 @@ def _passed(since: float) -> float:
     return time.monotonic() - since
 
 
-async def _answer(address: str, call: Any, source: str) -> Any:
+async def _answer(address: str, call: Any, source: str, flag: str = "--router") -> Any:
     try:
         return await call
     except grpc.aio.AioRpcError as error:
         raise_if_cancelled()
-        raise UnfinishedRestart(f"{address}: {client.failure(error, source)}") from None
+        raise UnfinishedRestart(client.failure(error, address, source, flag)) from None

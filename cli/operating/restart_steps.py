@@ -25,7 +25,7 @@ class RestartStep:
 
     @property
     def sentence(self) -> str:
-        in_turn = f"; {self.processes} processes, in turn" if self.processes > 1 else ""
+        in_turn = f", {self.processes} processes, one at a time" if self.processes > 1 else ""
         return f"{self.role} {self.address}: {self.remark}{in_turn}"
 
 
@@ -82,14 +82,14 @@ def _of_node(node: ClusterNode, cluster: GetClusterResponse) -> str:
         if each.role == node.role and each.state == "ready" and each.address != node.address
     ]
     if node.role == "prefill" or not others:
-        return f"{requests} here, which it finishes"
+        return f"{requests} to finish here"
     held = node.pages.get("request", 0)
     room = sum(each.pages.get("free", 0) + each.pages.get("cache", 0) for each in others)
     if held <= room:
-        return f"{requests} here, which go on elsewhere"
-    return f"{requests} here; {held} pages do not fit elsewhere ({room}): some are computed anew"
+        return f"{requests} to continue elsewhere"
+    return f"{requests}, whose {held} pages exceed the {room} elsewhere: some are recomputed"
 
 
 def _of_router(state: RouterState) -> str:
     count = state.live_requests
-    return f"{count} request{'' if count == 1 else 's'} here, which it finishes"
+    return f"{count} request{'' if count == 1 else 's'} to finish here"

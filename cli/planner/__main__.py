@@ -1,11 +1,4 @@
-"""baton planner: watches a cluster, and says which node should take the other role, and whether
-there should be more nodes, or fewer.
-
-It says so in its log and on the router's page, with reasons, and in its metrics. With --act it has
-nodes take other roles, as `baton switch` does, and moves requests from decode nodes that have too
-many. It starts and ends none: that is for whoever keeps them, whom the metric
-baton_planner_target_nodes can tell how many there should be.
-"""
+"""`baton planner`: recommends roles and numbers of nodes, and changes roles with --act."""
 
 import argparse
 import asyncio
@@ -16,11 +9,12 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from cli import client
+from cli.client import UnfinishedRestart
 from cli.operating import command
-from cli.operating.fleet import Fleet, UnfinishedRestart
+from cli.operating.command import Result
+from cli.operating.fleet import Fleet
 from cli.planner.account import DecisionLog
 from cli.planner.decide import (
     AddNodeAction,
@@ -53,38 +47,61 @@ _KINDS: dict[type[Decision], Decided] = {
 _MOVE_S = 30.0
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = settings.ConfigArgumentParser(prog="baton planner", description=__doc__)
+PROGRAM = "baton planner"
+
+
+def parser() -> settings.ConfigArgumentParser:
+    parser = settings.ConfigArgumentParser(
+        prog=PROGRAM,
+        description="Watch a cluster, and recommend which nodes should change their role and how "
+        "many nodes there should be. Decisions and reasons appear in the log, on the router's page "
+        "and in metrics. The planner starts and ends no nodes. An autoscaler can read the metric "
+        "baton_planner_target_nodes.",
+    )
     client.add_router_flag(parser)
     parser.add_argument(
-        "--act", action="store_true", help="have nodes take other roles, and move requests"
+        "--act",
+        action="store_true",
+        help="change the roles of nodes, and migrate requests from overloaded decode nodes",
     )
+    parser.add_argument("--host", default="127.0.0.1", help="host of metrics (%(default)s)")
+    parser.add_argument("--metrics-port", type=int, help="port of Prometheus metrics (none)")
+    parser.add_argument(
+        "--log-format", choices=("text", "json"), default="text", help="log format (%(default)s)"
+    )
+    group = parser.add_advanced_group("decisions", "Thresholds and times of decisions.")
     rules, limits = PlannerRules(), PressureThresholds()
     for flag, default, what in (
-        ("every-s", 2.0, "between two looks"),
-        ("queued-s", limits.queued_s, "prompts may wait for so long at a prefill node"),
-        ("occupied", limits.occupied, "share of a decode node's pages that requests may hold"),
-        ("spare", rules.spare, "pressure that the nodes left of a role may have, below 1"),
-        ("sustained-s", rules.sustained_s, "that counts as lately"),
-        ("settle-s", rules.settle_s, "from one change of the cluster to the next"),
-        ("idle-s", rules.idle_s, "a node must have been of no use, until it is to be removed"),
+        ("every-s", 2.0, "seconds between two observations"),
+        ("queued-s", limits.queued_s, "seconds that prompts may wait at a prefill node"),
+        ("occupied", limits.occupied, "maximum share of a decode node's pages held by requests"),
+        ("spare", rules.spare, "maximum pressure of the remaining nodes of a role, below 1"),
+        ("sustained-s", rules.sustained_s, "seconds over which pressure is averaged"),
+        ("settle-s", rules.settle_s, "seconds between two changes of the cluster"),
+        (
+            "idle-s",
+            rules.idle_s,
+            "seconds that a node must be unneeded before its removal",
+        ),
     ):
-        parser.add_argument(
-            f"--{flag}", type=command.positive, default=default, help=f"{what} (%(default)g)"
+        group.add_argument(
+            f"--{flag}", type=client.positive, default=default, help=f"{what} (%(default)g)"
         )
-    parser.add_argument(
+    group.add_argument(
         "--running",
         type=_count,
         default=limits.running,
-        help="requests that a decode node may have at once; 0: as many as it has pages for",
+        help="maximum requests of a decode node. 0: limited by its pages (%(default)s)",
     )
-    parser.add_argument("--host", default="127.0.0.1", help="for metrics (%(default)s)")
-    parser.add_argument("--metrics-port", type=int, help="Prometheus metrics (none)")
-    parser.add_argument("--log-format", choices=("text", "json"), default="text")
-    command.add_identity_flags(parser)
-    options = parser.parse_args(arguments)
+    client.add_credential_flags(parser)
+    parser.set_defaults(json=False)  # its output is the log
+    return parser
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    options = parser().parse_args(arguments)
     if options.spare >= 1:
-        parser.error("--spare: must be below 1, or nodes would go to and fro")
+        settings.wrong(PROGRAM, "--spare must be below 1, or roles would change back and forth")
     return options
 
 
@@ -263,14 +280,13 @@ async def _watch(planner: Planner, every_s: float) -> None:
         await asyncio.sleep(every_s)
 
 
-def main() -> int:
-    options = parse()
+async def _run(options: argparse.Namespace, fleet: Fleet) -> Result:
     logs.setup("planner", "info", options.log_format)
     metrics = PlannerMetrics()
-    work = partial(plan, options, metrics)
     with served(metrics.registry, options.host, options.metrics_port):
-        return command.run("baton planner", options, work)
+        await plan(options, metrics, fleet)
+    return Result("", {})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.run(PROGRAM, parse(), _run))

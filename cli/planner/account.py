@@ -6,7 +6,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from cli.operating.fleet import Fleet, UnfinishedRestart
+from cli.client import UnfinishedRestart
+from cli.operating.fleet import Fleet
 from common.logs import kv
 from protos.router_pb2 import Plan, PlanEvent, TellPlanRequest
 

@@ -1,6 +1,6 @@
-"""baton top: the nodes of a cluster as they are now, in a terminal. q or Ctrl-C ends it.
+"""`baton top`: the nodes of a cluster in a terminal, until q or Ctrl-C.
 
-Where standard output is no terminal every frame is plain lines, and follows the one before.
+If standard output is not a terminal, each frame is printed as plain lines.
 """
 
 import argparse
@@ -11,7 +11,7 @@ import signal
 import sys
 import termios
 import tty
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import grpc.aio
@@ -20,16 +20,18 @@ from rich.live import Live
 from rich.text import Text
 
 from cli import client
+from cli.operating.command import json_text
 from cli.top import frame as top_frame
 from cli.top.rates import Rates
 from common import rpc, settings, tls
 from common.errors import ConfigError
+from common.process.standard_output import say
 from protos.router_pb2 import GetClusterRequest, GetClusterResponse
 from protos.router_pb2_grpc import RouterStub
 
 ANSWER_S = 5.0  # the router allows its nodes 2 s
 EXIT_NO_ANSWER = 1
-EXIT_USAGE = 2
+PROGRAM = "baton top"
 
 
 def _interval(text: str) -> float:
@@ -42,22 +44,23 @@ def _interval(text: str) -> float:
     return seconds
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+def parser() -> settings.ConfigArgumentParser:
     parser = settings.ConfigArgumentParser(
-        prog="baton top",
-        description=__doc__,
-        epilog=f"Exits with {EXIT_NO_ANSWER} if --once gets no answer.",
+        prog=PROGRAM,
+        description="Watch a cluster in a terminal: nodes, pages, queues, links and rates. q or "
+        "Ctrl-C ends it. Without a terminal, each frame is printed as plain lines.",
+        epilog=f"Exits with {EXIT_NO_ANSWER} if --once gets no response.",
     )
     client.add_router_flag(parser)
     parser.add_argument(
         "--interval", type=_interval, default=1.0, metavar="S", help="seconds between frames (1)"
     )
     parser.add_argument(
-        "--once", action="store_true", help="print one frame, with rates over one interval"
+        "--once", action="store_true", help="print one frame, with the rates of one interval"
     )
-    client.add_key_flag(parser)
-    client.add_tls_flags(parser)
-    return parser.parse_args(arguments)
+    client.add_json_flag(parser)
+    client.add_credential_flags(parser, secret=False)
+    return parser
 
 
 class TopView:
@@ -71,7 +74,7 @@ class TopView:
         self._metadata = metadata
         self._key_source = key_source
         self._rates = Rates()
-        self._cluster: GetClusterResponse | None = None
+        self.cluster: GetClusterResponse | None = None
         self.problem = ""  # reason why the last call failed
 
     async def look(self) -> None:
@@ -82,21 +85,20 @@ class TopView:
             )
         except grpc.aio.AioRpcError as error:
             rpc.raise_if_cancelled()
-            self.problem = client.failure(error, self._key_source)
+            self.problem = client.failure(error, self._address, self._key_source)
             return
         self.problem = ""
-        self._cluster = cluster
+        self.cluster = cluster
         self._rates.take(cluster.nodes)
 
     def frame(self, width: int, height: int | None) -> RenderableType:
         parts: list[RenderableType] = []
         if self.problem:
-            words = f"No answer from {self._address}, trying again. {self.problem}"
-            parts.append(Text(top_frame.safe(words), "bold red"))
-        if self._cluster is not None:
+            parts.append(Text(top_frame.safe(f"Retrying. {self.problem}"), "bold red"))
+        if self.cluster is not None:
             left = None if height is None else height - len(parts)
             parts.append(
-                top_frame.frame(self._address, self._cluster, self._rates, width=width, height=left)
+                top_frame.frame(self._address, self.cluster, self._rates, width=width, height=left)
             )
         return Group(*parts)
 
@@ -137,10 +139,25 @@ async def once(top: TopView, interval_s: float, console: Console) -> int:
         await asyncio.sleep(interval_s)  # a rate needs two samples
         await top.look()
     if top.problem:
-        print(f"baton top: {top.problem}", file=sys.stderr)
+        print(f"{PROGRAM}: {top.problem}", file=sys.stderr)
         return EXIT_NO_ANSWER
     console.print(top.frame(console.width, None))
     return 0
+
+
+async def print_json(top: TopView, interval_s: float, *, once: bool) -> int:
+    """Print the cluster as one line of JSON at every interval. Returns the exit code."""
+    while True:
+        await top.look()
+        if top.problem:
+            print(f"{PROGRAM}: {top.problem}", file=sys.stderr)
+            if once:
+                return EXIT_NO_ANSWER
+        elif top.cluster is not None:
+            say(json_text(top.cluster, indent=None))
+            if once:
+                return 0
+        await asyncio.sleep(interval_s)
 
 
 @contextlib.contextmanager
@@ -191,6 +208,11 @@ async def _main(
     async with rpc.make_channel(options.router, certificates) as channel:
         stub = RouterStub(channel)  # type: ignore[no-untyped-call]
         top = TopView(options.router, stub, metadata, client.key_source(options))
+        if options.json:
+            lines = asyncio.create_task(print_json(top, options.interval, once=options.once))
+            stopped = asyncio.create_task(stop.wait())
+            await asyncio.wait((lines, stopped), return_when=asyncio.FIRST_COMPLETED)
+            return lines.result() if lines.done() else 0
         if options.once:
             asked = asyncio.create_task(once(top, options.interval, console))
             stopped = asyncio.create_task(stop.wait())
@@ -202,10 +224,9 @@ async def _main(
 
 
 if __name__ == "__main__":
-    options = parse()
+    options = parser().parse_args()
     try:
         metadata = client.credentials(options)
         sys.exit(asyncio.run(_main(options, client.certificates(options), metadata)))
     except ConfigError as error:
-        print(f"baton top: {error}", file=sys.stderr)
-        sys.exit(EXIT_USAGE)
+        settings.wrong(PROGRAM, str(error))

@@ -1,8 +1,8 @@
-"""baton up: a router, prefill nodes and decode nodes on this machine, until Ctrl-C.
+"""`baton up`: a router, prefill nodes and decode nodes on this machine, until Ctrl-C.
 
-Starts them, waits until all are ready, shows that they answer, and ends them in order. One that
-dies from then on is started again. One that dies before, or with --exit-on-failure, ends all: it
-says so with the end of its log, and exits with 1.
+Starts them, waits until all are ready, sends a sample request, and ends them in order. A process
+that ends later is restarted. If one ends earlier, or with --exit-on-failure, the others are ended,
+the end of its log is printed, and the exit code is 1.
 """
 
 import argparse
@@ -28,6 +28,9 @@ PROMPT = "Once upon a time"
 DEMO_PROMPT = "add 27 15 ="  # a task of the demo model's training
 
 
+parser = up_options.parser
+
+
 class StartFailed(Exception):
     """The system did not start as requested. The message says why."""
 
@@ -51,7 +54,7 @@ async def serve(
     sample: FirstAnswer = make_sample(prompt, programs[0].address, http, certificates, key)
     logs = options.var / "log"
     system = LocalSystem(programs, logs, certificates)
-    screen.say(f"starting {len(programs)} programs; their logs are in {logs}/")
+    screen.say(f"starting {len(programs)} processes, with logs in {logs}/")
     work = asyncio.ensure_future(_run(system, sample, options, screen))
     stop = asyncio.ensure_future(interrupted.wait())
     tasks: tuple[asyncio.Future[Any], ...] = (work, stop)
@@ -66,7 +69,7 @@ async def serve(
         await asyncio.gather(*tasks, return_exceptions=True)
         if failure is not None:
             screen.say(f"\n{failure}", style="red")
-        screen.say("\nstopping (once more Ctrl-C kills)")
+        screen.say("\nstopping (press Ctrl-C again to kill)")
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, system.kill)
         wrong = await system.stop(options.stop_timeout)
@@ -108,13 +111,15 @@ async def _start(system: LocalSystem, sample: FirstAnswer, start_s: float, scree
             async with asyncio.timeout(start_s):
                 await system.until_ready(tell)
     except TimeoutError:
-        raise StartFailed(f"not everything was ready within {start_s:.0f} s") from None
+        raise StartFailed(f"not all processes were ready within {start_s:.0f} s") from None
     screen.say(f"\n> {sample.prompt}", style="bold")
     try:
         await sample.ask()
     except grpc.aio.AioRpcError as error:
-        raise StartFailed(f"the sample failed: {error.code().name} {error.details()}") from None
-    ready = f"\nReady. Look at {sample.http}/ or try these; Ctrl-C ends all programs.\n"
+        raise StartFailed(
+            f"the sample request failed: {error.code().name} {error.details()}"
+        ) from None
+    ready = f"\nReady. Open {sample.http}/ or try these commands. Ctrl-C stops all processes.\n"
     screen.say(ready, style="bold")
     for command in sample.commands():
         screen.say(f"  {command}")

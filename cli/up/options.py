@@ -23,81 +23,103 @@ DEMO_NAME = "baton-demo"
 _ROUTER_FLAGS = "--router-flags"
 
 
-def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the options, and the flags left over for the nodes."""
+def parser() -> settings.ConfigArgumentParser:
     parser = settings.ConfigArgumentParser(
         prog=PROGRAM,
-        description="Starts a router and nodes on this machine, waits until all are ready, and "
-        "serves until Ctrl-C.",
-        epilog="Any other flag goes to every node, such as --engine.cache.page-size 32; "
-        "`baton prefill --help` lists them.",
+        description="Start a router and nodes on this machine, wait until all are ready, and serve "
+        "until Ctrl-C. A process that ends later is restarted.",
+        epilog="Other flags are passed to every node, such as --engine.cache.page-size 32. "
+        "`baton serve prefill --help-all` lists them.",
     )
-    parser.add_argument("--model", help="directory or hub id (unset: the demo model)")
-    parser.add_argument("--prefill", type=int, default=1, metavar="N", help="prefill nodes (1)")
+    parser.add_argument("--model", help="directory or hub id of a model (demo model)")
+    parser.add_argument(
+        "--prefill", type=int, default=1, metavar="N", help="number of prefill nodes (1)"
+    )
     parser.add_argument(
         "--decode",
         type=int,
         default=1,
         metavar="N",
-        help="decode nodes (1); 0: embeds and scores only",
+        help="number of decode nodes. 0: only embeddings and scores (1)",
     )
-    parser.add_argument("--host", default=plan.HOST, help="where all listen (%(default)s)")
+    parser.add_argument("--host", default=plan.HOST, help="address of all processes (%(default)s)")
     parser.add_argument(
-        "--port", type=_port, default=plan.ROUTER_PORT, help="router's, for gRPC (%(default)s)"
+        "--port", type=_port, default=plan.ROUTER_PORT, help="gRPC port of the router (%(default)s)"
     )
     parser.add_argument(
         "--http-port",
         type=_port,
         default=plan.HTTP_PORT,
         metavar="PORT",
-        help="router's for the OpenAI API (%(default)s)",
-    )
-    for role, port in (("prefill", plan.PREFILL_PORT), ("decode", plan.DECODE_PORT)):
-        first = f"first {role} node's ({port})"
-        parser.add_argument(f"--{role}-port", type=_port, default=port, metavar="PORT", help=first)
-    parser.add_argument(
-        "--metrics-port", type=_port, metavar="PORT", help="router's; nodes take the next ones"
+        help="HTTP port of the router (%(default)s)",
     )
     parser.add_argument(
         "--device",
         choices=("auto", "cpu", "cuda"),
         default="auto",
-        help="auto: CUDA devices if there are any",
+        help="device of nodes. auto: CUDA devices if there are any (%(default)s)",
     )
-    parser.add_argument(
+    more = parser.add_advanced_group("processes", "Ports, files and lifetimes.")
+    for role, port in (("prefill", plan.PREFILL_PORT), ("decode", plan.DECODE_PORT)):
+        first = f"port of the first {role} node ({port})"
+        more.add_argument(f"--{role}-port", type=_port, default=port, metavar="PORT", help=first)
+    more.add_argument(
+        "--metrics-port",
+        type=_port,
+        metavar="PORT",
+        help="metrics port of the router. Nodes use the next ports (none)",
+    )
+    more.add_argument(
         _ROUTER_FLAGS,
         type=shlex.split,
         default=[],
         metavar="FLAGS",
-        help="for the router: '--policy least_tokens --processes 2'",
+        help="flags of the router: '--policy least_tokens --processes 2'",
     )
-    parser.add_argument(
-        "--var", type=Path, default=Path("var"), metavar="DIR", help="logs go to DIR/log (var)"
+    more.add_argument(
+        "--var",
+        type=Path,
+        default=Path("var"),
+        metavar="DIR",
+        help="directory of logs (DIR/log) and of the new secret (var)",
     )
-    parser.add_argument(
+    more.add_argument(
         "--secret-file",
         type=Path,
         metavar="FILE",
-        help=f"cluster secret of all programs (unset: that of {VARIABLE}, else a new one, which is "
-        "written to DIR/secret)",
+        help=f"file with the cluster secret of all processes (the variable {VARIABLE}, or a new "
+        "secret in DIR/secret)",
     )
-    client.add_key_flag(parser)
-    client.add_tls_flags(parser)
-    parser.add_argument(
-        "--start-timeout", type=float, default=900.0, metavar="S", help="until all are ready (900)"
+    more.add_argument(
+        "--start-timeout",
+        type=float,
+        default=900.0,
+        metavar="S",
+        help="seconds until all processes are ready (900)",
     )
-    parser.add_argument(
+    more.add_argument(
         "--exit-on-failure",
         action="store_true",
-        help="end all programs when one dies (unset: it is started again)",
+        help="end all processes when one ends (it is restarted)",
     )
-    parser.add_argument(
-        "--stop-timeout", type=float, default=60.0, metavar="S", help="for each to end (60)"
+    more.add_argument(
+        "--stop-timeout",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="seconds for each process to end (60)",
     )
-    options, node_flags = parser.parse_known_args(_with_router_flags(arguments))
-    parser.refuse_strangers(node_flags, PrefillConfig, DecodeConfig)
+    client.add_credential_flags(parser, secret=False)
+    return parser
+
+
+def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options, and the flags left over for the nodes."""
+    reads = parser()
+    options, node_flags = reads.parse_known_args(_with_router_flags(arguments))
+    reads.refuse_strangers(node_flags, PrefillConfig, DecodeConfig)
     if min(options.prefill, options.decode) < 0 or not options.prefill + options.decode:
-        settings.wrong(PROGRAM, "--prefill and --decode must be at least 0, and one of them 1")
+        settings.wrong(PROGRAM, "--prefill and --decode must be 0 or more, and one of them 1")
     return options, node_flags
 
 
@@ -145,7 +167,7 @@ def wish(
         served_model_name="" if options.model else DEMO_NAME,
     )
     if wished.tls.ca and not wished.tls.cert:
-        raise ConfigError("--tls-ca, --tls-cert and --tls-key go together: for every program")
+        raise ConfigError("--tls-ca, --tls-cert and --tls-key must be given together")
     return wished
 
 
@@ -168,7 +190,7 @@ def key(options: argparse.Namespace, secret_file: Path | None) -> Key:
         key = operator_keys(identity.keyrings.current())[0]
         metadata = (("authorization", f"Bearer {key}"),)
         flag = f" --secret-file {shlex.quote(str(secret_file))}" if secret_file else ""
-        shell = f"$({baton()} secret --operator{flag})"
+        shell = f"$({baton()} cluster-secret --operator{flag})"
     return Key(metadata, shell if config.clients.api_keys is not None else "")
 
 

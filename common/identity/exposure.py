@@ -19,7 +19,7 @@ def check(host: str, *, asked: bool, insecure: bool) -> None:
     if not (asked or insecure or is_loopback(host)):
         raise ConfigError(
             f"--host {host} is reached from other hosts, and callers would need neither secret nor "
-            "certificate: give --secret-file (`baton secret` prints a secret) or --tls-ca, or say "
+            "certificate: set --secret-file (`baton cluster-secret` prints a secret), --tls-ca or "
             "--insecure"
         )
 

@@ -13,7 +13,7 @@ _BEARER = "bearer "
 class OperatorCheck:
     """Check of operators' credentials. For any thread.
 
-    `Authorization: Bearer ...` may contain an operator's key, as printed by `baton secret
+    `Authorization: Bearer ...` may contain an operator's key, as printed by `baton cluster-secret
     --operator`, or a token of role operator for AUDIENCE. Such a token may be reused until it
     expires.
     """

@@ -99,7 +99,7 @@ def parse(text: str, source: str, role: Role) -> SecretKeys:
         if len(word) < MIN_CHARACTERS:
             raise ConfigError(
                 f"{source}: secret {number} has {len(word)} characters, {MIN_CHARACTERS} are the "
-                "fewest; `baton secret` prints a new one"
+                "fewest; `baton cluster-secret` prints a new one"
             )
         for each in ROLES:
             keys[each] += (_derived(word, each),)

@@ -1,71 +1,83 @@
 """Generates the CLI reference from the argument parsers of the commands."""
 
 import argparse
-import contextlib
-import runpy
-import sys
-import warnings
 from collections.abc import Iterator
-from typing import Any
-from unittest.mock import patch
 
-from cli.main import COMMANDS, CliCommand
+from cli.completion import command_parser
+from cli.main import COMMANDS, RENAMED, CliCommand, CliGroup, commands
 
-_CONFIGURED = {"router": "router", "prefill": "prefill-node", "decode": "decode-node"}
+_CONFIGURED = {
+    "RouterConfig": "router",
+    "PrefillConfig": "prefill-node",
+    "DecodeConfig": "decode-node",
+}
 _HEAD = """# CLI reference
 
-`baton COMMAND --help` prints the same text. `baton --version` prints the version. A wrong command
-line ends with exit code 2.
+`baton COMMAND --help` shows the common options, and `--help-all` shows all of them.
+`baton --version` prints the version. A wrong command line ends with exit code 2. Commands that
+print results have `--json`.
+
+`baton completion bash`, `zsh` or `fish` prints the completion script of a shell:
+
+```sh
+baton completion bash > ~/.local/share/bash-completion/completions/baton
+```
 
 | command | purpose |
 |---|---|
 """
+_OLD = """
+## Old names
 
+The commands of version 0.1 end with exit code 2 and print the new name.
 
-class _Parsed(BaseException):
-    """Ends a command when it is about to read its command line."""
+| old command | new command |
+|---|---|
+"""
 
 
 def page() -> str:
-    rows = [f"| [`baton {name}`](#baton-{name}) | {c.summary} |\n" for name, c in COMMANDS.items()]
-    return "".join([_HEAD, *rows, *(part for name in COMMANDS for part in _command(name))])
+    rows = [f"| [`baton {name}`](#{_anchor(name)}) | {c.summary} |\n" for name, c in commands()]
+    parts = [part for name in COMMANDS for part in _entry(name)]
+    old = [f"| `baton {name}` | `baton {new}` |\n" for name, new in RENAMED.items()]
+    return "".join([_HEAD, *rows, *parts, _OLD, *old])
 
 
-def _command(name: str) -> Iterator[str]:
-    command = COMMANDS[name]
-    yield f"\n## baton {name}\n\n"
-    if name in _CONFIGURED:
-        yield f"Options: [configuration reference](configuration.md#{_CONFIGURED[name]}).\n"
+def _anchor(name: str) -> str:
+    return f"baton-{name}".replace(" ", "-")
+
+
+def _entry(name: str) -> Iterator[str]:
+    match COMMANDS[name]:
+        case CliCommand() as command:
+            yield from _command(name, command, "##")
+        case CliGroup(summary, below):
+            yield f"\n## baton {name}\n\n{summary}.\n"
+            for word, command in below.items():
+                yield from _command(f"{name} {word}", command, "###")
+
+
+def _command(name: str, command: CliCommand, level: str) -> Iterator[str]:
+    yield f"\n{level} baton {name}\n\n"
+    if command.record:
+        anchor = _CONFIGURED[command.record]
+        yield f"{command.summary}. Options: "
+        yield f"[configuration reference](configuration.md#{anchor}).\n"
         return
-    parser = _parser(command)
-    parts = _subcommands(parser)
-    if command.first:
-        yield from _options(parts[command.first[0]] if parts else parser)
-        return
-    yield from _options(parser)
+    parser = command_parser(name, command)
+    yield f"{_paragraph(parser.description)}\n\n"
+    yield from _options(parser, all_settings=name == "check")
     yield f"\n{parser.epilog or ''}\n"
-    for part, below in parts.items():
-        yield f"\n### baton {name} {part}\n\n"
+    for part, below in _subcommands(parser).items():
+        yield f"\n{level}# baton {name} {part}\n\n"
         yield from _options(below)
 
 
-def _parser(command: CliCommand) -> argparse.ArgumentParser:
-    """Run a command up to the point at which it has built its parser."""
-    built: list[argparse.ArgumentParser] = []
-
-    def parse(parser: argparse.ArgumentParser, *_: Any) -> None:
-        built.append(parser)
-        raise _Parsed
-
-    arguments = ["baton", *command.first]
-    with warnings.catch_warnings(), contextlib.suppress(_Parsed):
-        warnings.simplefilter("ignore")  # runpy: the module may be loaded already
-        with (
-            patch.object(argparse.ArgumentParser, "parse_known_args", parse),
-            patch.object(sys, "argv", arguments),
-        ):
-            runpy.run_module(command.module, run_name="__main__")
-    return built[0]
+def _paragraph(text: str | None) -> str:
+    """Return a description as Markdown. Lines of examples are indented code."""
+    lines = (text or "").split("\n")
+    lines = [f"    {line}" if line.startswith("baton ") else line for line in lines]
+    return "\n".join(lines).strip()
 
 
 def _subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
@@ -75,13 +87,23 @@ def _subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.Argument
     return {}
 
 
-def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
+def _options(parser: argparse.ArgumentParser, *, all_settings: bool = False) -> Iterator[str]:
+    """Yield the table of the options.
+
+    Args:
+        all_settings: whether settings are among them, which have a reference of their own.
+    """
     shown = [
         action
         for action in parser._actions
         if action.help != argparse.SUPPRESS
-        and not isinstance(action, (argparse._SubParsersAction, argparse._HelpAction))
+        and not isinstance(action, argparse._SubParsersAction)
+        and not {"--help", "--help-all"}.intersection(action.option_strings)
+        and not (all_settings and action.dest not in ("role", "json"))
     ]
+    if all_settings:
+        yield "All flags of the process are accepted, see the "
+        yield "[configuration reference](configuration.md).\n\n"
     if not shown:
         return
     formatter = parser._get_formatter()

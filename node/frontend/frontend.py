@@ -66,7 +66,7 @@ def run_node(
     try:
         return uvloop.run(run())
     except ConfigError as error:
-        print(f"baton {program.role}: {error}", file=sys.stderr)
+        print(f"baton serve {program.role}: {error}", file=sys.stderr)
         return 2
 
 
@@ -179,7 +179,7 @@ class _Node:
         # a library's thread, all stacks are dumped and the exit code is 1.
         faulthandler.dump_traceback_later(_END_S, exit=True)
         if verdict.exit_code == 2:
-            print(f"baton {tenure.role}: {verdict.reason}", file=sys.stderr)
+            print(f"baton serve {tenure.role}: {verdict.reason}", file=sys.stderr)
         else:
             level = logging.ERROR if verdict.exit_code else logging.INFO
             log.log(level, "ending %s", kv(reason=verdict.reason))

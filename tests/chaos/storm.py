@@ -10,8 +10,8 @@ from random import Random
 import grpc.aio
 import msgspec
 
+from cli.client import UnfinishedRestart
 from cli.demo import DIRECTORY
-from cli.operating.fleet import UnfinishedRestart
 from tests.attack.load import Load, Served
 from tests.attack.verdict import of_answers, of_log
 from tests.chaos.faults import Round

@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from cli.check import PROGRAM, main
+from cli.check.__main__ import PROGRAM, main
 from cli.demo_model import write
 from common.identity.secret import new_secret
 from tests.support import fork_server
@@ -49,6 +49,14 @@ def test_the_demo_model_runs_here(model):
     assert (done.returncode, done.stderr) == (0, "")
     assert "qwen3" in done.stdout
     assert "fails" not in done.stdout
+
+
+def test_json_has_the_findings_and_help_has_the_own_flags(check, model):
+    code, text, _ = check(f"--model={model}", "--device=cpu", "--port=0", "--json")
+    assert code == 0
+    assert {finding["verdict"] for finding in json.loads(text)} <= {"ok", "note"}
+    code, text, _ = check("--role=router", "--help")
+    assert code == 0 and "--role" in text and "--policy" in text
 
 
 def test_it_says_by_what_callers_are_known(check, model, tmp_path):
@@ -107,8 +115,8 @@ def test_an_unsupported_architecture_names_the_supported_ones(check, model, tmp_
 def test_it_tells_how_weights_are_stored_and_what_becomes_of_them(check, model, tmp_path):
     quantised, _ = requantised(model, tmp_path, FORMATS["awq"])
     for served, words in (
-        (model, "not quantised; as stored"),
-        (quantised, "AWQ int4, groups of 32; made floats when they are read"),
+        (model, "not quantised, as stored"),
+        (quantised, "AWQ int4, groups of 32, converted to floats when loaded"),
     ):
         code, table, _ = check(f"--model={served}", "--device=cpu", "--port=0")
         assert code == 0 and words in table

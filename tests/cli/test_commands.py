@@ -1,82 +1,236 @@
-"""The `baton` command as a user calls it, without a running system."""
+"""The `baton` command as a user calls it, without a running system.
 
+The commands run in this process. Only tests of the process itself start one.
+"""
+
+import argparse
 import filecmp
 import json
 import os
-import re
+import runpy
 import socket
 import subprocess
 import sys
+import warnings
+from types import SimpleNamespace
 
 import pytest
 
-from cli import generate
+from cli import completion, generate, main
 from cli.demo_model import write
+from cli.main import COMMANDS, RENAMED, CliGroup, commands
+from common import settings
+from common.config import DecodeConfig, PrefillConfig, RouterConfig
 from common.version import VERSION
-from tests.support import fork_server
 from tests.support.cluster import free_ports
 
-pytestmark = pytest.mark.slow
+NAMES = [name for name, _ in commands()]
+# Commands that call a router, with their arguments.
+CALLERS = {
+    "status": (),
+    "nodes list": (),
+    "nodes drain": ("a:1",),
+    "nodes pause": (),
+    "nodes resume": (),
+    "nodes sleep": (),
+    "nodes wake": (),
+    "nodes set-role": ("a:1", "decode"),
+    "nodes update-weights": ("step",),
+    "nodes profile": (),
+    "requests list": (),
+    "requests show": ("r1",),
+    "requests migrate": ("r1",),
+    "rollout": (),
+    "models list": (),
+    "adapters list": (),
+    "adapters load": ("a", "a"),
+    "adapters unload": ("a",),
+    "weights list": (),
+    "top": ("--once",),
+    "generate": ("hello",),
+}
+LOCAL = ("up", "serve", "bench", "check", "config", "api-key", "cluster-secret", "demo-model")
 
 
-def _baton(*arguments, stdout=None):
-    return fork_server.run("cli.main", *arguments, stdout=stdout)
+class _Replaced(BaseException):
+    """The process would be replaced with another command."""
 
 
-def test_without_a_command_it_lists_them():
-    said = _baton()
-    assert (said.returncode, said.stdout) == (2, "")
-    for command in ("up", "generate", "check", "demo-model", "keys", "router", "prefill", "decode"):
-        assert f"  {command} " in said.stderr
+@pytest.fixture
+def baton(capsys, monkeypatch):
+    """Run `baton` with arguments in this process, and return its exit code and output."""
+
+    def replace(path, command):
+        raise _Replaced(command)
+
+    def run(*arguments):
+        monkeypatch.setattr(os, "execv", replace)
+        monkeypatch.setattr(sys, "argv", ["baton", *arguments])
+        try:
+            code = main.main()
+        except _Replaced as replaced:
+            _, _, _, program, _, module, *rest = replaced.args[0]
+            assert program == "cli.program"
+            code = _run_module(monkeypatch, module, rest)
+        printed = capsys.readouterr()
+        return SimpleNamespace(returncode=code, stdout=printed.out, stderr=printed.err)
+
+    return run
 
 
-def test_it_tells_its_version():
-    said = _baton("--version")
-    assert (said.returncode, said.stdout) == (0, f"baton {VERSION}\n")
+def _run_module(monkeypatch, module, arguments):
+    monkeypatch.setattr(sys, "argv", [module, *arguments])
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # runpy: the module may be loaded already
+            runpy.run_module(module, run_name="__main__")
+    except SystemExit as ended:
+        return ended.code or 0
+    return 0
 
 
-def test_help_is_no_error():
-    said = _baton("--help")
-    assert (said.returncode, said.stderr) == (0, "")
+def _one_line(done, words):
+    assert (done.returncode, done.stdout) == (2, "")
+    assert len(done.stderr.splitlines()) == 1
+    assert words in done.stderr
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["prefill", "--help"], ["bench", "--help"]])
+def test_without_a_command_it_lists_them(baton):
+    done = baton()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert all(f"  {name} " in done.stderr for name in COMMANDS)
+
+
+def test_version(baton):
+    done = baton("--version")
+    assert (done.returncode, done.stdout) == (0, f"baton {VERSION}\n")
+
+
+@pytest.mark.parametrize(
+    "group", ["", *(n for n, e in COMMANDS.items() if isinstance(e, CliGroup))]
+)
+def test_help_of_a_group_lists_its_commands(baton, group):
+    done = baton(*filter(None, [group]), "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    below = COMMANDS[group].commands if group else COMMANDS
+    assert all(f"  {name} " in done.stdout for name in below)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["serve", "router", "--help"]])
 def test_help_may_be_read_in_part(arguments):
     """Print help to a closed pipe, such as `head -1`. Seen failing, with a traceback."""
     reader, writer = os.pipe()
     os.close(reader)
-    with open(writer, "wb") as nobody:
-        said = _baton(*arguments, stdout=nobody)
-    assert (said.returncode, said.stderr) == (0, "")
+    with open(writer, "wb") as closed:
+        done = subprocess.run(
+            [sys.executable, "-m", "cli.main", *arguments],
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            timeout=60,
+        )
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
-@pytest.mark.parametrize("command", ["up", "check", "bench", "prefill", "decode"])
-def test_an_installation_for_routers_says_what_a_command_lacks(command):
-    code = (
-        "import importlib.util as u, sys; find = u.find_spec; "
-        "sys.modules['importlib.util'].find_spec = "
-        "lambda name: None if name in ('torch', 'httptools') else find(name); "
-        "from cli.main import main; sys.exit(main())"
+@pytest.mark.parametrize("name", NAMES)
+def test_every_option_has_a_help_text_and_help_all_shows_it(name):
+    parser = completion.command_parser(name, dict(commands())[name])
+    basic, everything = parser.format_help(), parser.help_text(everything=True)
+    assert set(basic.split()) <= set(everything.split()) | {"--help-all", "shows", "more"} | {
+        word for word in basic.split() if word.isdigit() or word == "options."
+    }
+    for action in parser._actions:
+        assert action.help or isinstance(action, argparse._SubParsersAction)
+        assert all(flag in everything for flag in action.option_strings)
+
+
+def test_basic_help_leaves_advanced_options_out(baton):
+    basic, everything = baton("nodes", "pause", "--help"), baton("nodes", "pause", "--help-all")
+    assert "--mode" in basic.stdout and "--help-all shows" in basic.stdout
+    assert "--tls-ca" not in basic.stdout and "--tls-ca" in everything.stdout
+    router = settings.parser_of(RouterConfig, "baton serve router")
+    assert (
+        "--policy" in router.format_help() and "--slow-client-timeout-s" not in router.format_help()
     )
-    command_line = [sys.executable, "-c", code, command, "--help"]
-    said = subprocess.run(command_line, capture_output=True, text=True, timeout=60)
-    assert (said.returncode, said.stdout) == (2, "")
-    assert len(said.stderr.splitlines()) == 1
-    assert "pip install" in said.stderr and ("torch" in said.stderr or "httptools" in said.stderr)
+    assert "--slow-client-timeout-s" in router.help_text(everything=True)
 
 
-def test_an_unknown_command_is_one_line():
-    said = _baton("serve")
-    assert said.returncode == 2
-    assert len(said.stderr.splitlines()) == 1
-    assert "'serve'" in said.stderr
+def test_every_common_flag_exists():
+    known = {
+        flag
+        for record in (RouterConfig, PrefillConfig, DecodeConfig)
+        for flag in settings.parser_of(record, "").flags
+    }
+    assert known >= settings.COMMON_FLAGS
 
 
-def test_arguments_reach_the_program():
-    said = _baton("router", "--model=m", "--port=x")
-    assert said.returncode == 2
-    assert "--port" in said.stderr
-    assert len(said.stderr.splitlines()) == 1
+@pytest.mark.parametrize("command", ["up", "check", "bench", "serve prefill", "serve decode"])
+def test_an_installation_for_routers_says_what_a_command_lacks(baton, monkeypatch, command):
+    lacking = ("torch", "httptools")
+    monkeypatch.setattr(main, "find_spec", lambda name: None if name in lacking else name)
+    done = baton(*command.split(), "--help")
+    _one_line(done, "pip install")
+    assert "torch" in done.stderr or "httptools" in done.stderr
+
+
+@pytest.mark.parametrize("old, new", RENAMED.items())
+def test_an_old_command_prints_the_new_one(baton, old, new):
+    assert new in NAMES
+    _one_line(baton(old, "10.0.0.7:50200"), f"baton: `baton {old}` is now `baton {new}`\n")
+
+
+@pytest.mark.parametrize(
+    "arguments, meant",
+    [
+        (["staus"], "did you mean `baton status`?"),
+        (["nodes", "lst"], "did you mean `baton nodes list`?"),
+        (["serve", "decod"], "did you mean `baton serve decode`?"),
+        (["migrate"], "did you mean `baton requests migrate`?"),
+        (["qqq"], "`baton qqq` (`baton --help` lists all)"),
+        (["nodes", "qqq"], "`baton nodes qqq` (`baton nodes --help` lists all)"),
+    ],
+)
+def test_an_unknown_command_is_one_line_with_the_most_similar_one(baton, arguments, meant):
+    _one_line(baton(*arguments), meant)
+
+
+@pytest.mark.parametrize(
+    "arguments, meant",
+    [
+        (["nodes", "pause", "--modes=abort"], "did you mean --mode?"),
+        (["nodes", "pause", "--mode=abrt"], "did you mean abort?"),
+        (["serve", "router", "--polcy=random"], "did you mean --policy?"),
+        (["bench", "compar"], "did you mean compare?"),
+        (
+            ["serve", "router", "--model=m", "--prefill", "a:1", "b:2", "--decode=c:3"],
+            "separate several values by commas: --prefill a:1,b:2",
+        ),
+    ],
+)
+def test_a_similar_flag_or_value_is_suggested(baton, arguments, meant):
+    _one_line(baton(*arguments), meant)
+
+
+def test_arguments_reach_the_process_that_replaces_the_command():
+    command = [sys.executable, "-m", "cli.main", "serve", "router", "--model=m", "--port=x"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    _one_line(done, "baton serve router: --port: ")
+
+
+def test_commands_that_call_a_router_are_known_here():
+    assert {*CALLERS, "planner", "completion"} == {n for n in NAMES if n.split()[0] not in LOCAL}
+
+
+@pytest.mark.parametrize("name", CALLERS)
+def test_a_stopped_router_is_one_sentence_with_the_fix(baton, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flags = ["--router=127.0.0.1:1", "--url=http://127.0.0.1:1"]
+    parser = completion.command_parser(name, dict(commands())[name])
+    (flag,) = [flag for flag in flags if flag.partition("=")[0] in parser.flags]
+    done = baton(*name.split(), *CALLERS[name], flag)
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"baton {name}: no router responds at ")
+    assert "`baton up`" in line and flag.partition("=")[0] in line
 
 
 @pytest.mark.parametrize(
@@ -91,11 +245,8 @@ def test_arguments_reach_the_program():
         (["--router-flags", "--policy=slowest"], "slowest"),
     ],
 )
-def test_up_refuses_wrong_flags_before_it_starts_anything(flags, words):
-    said = _baton("up", *flags)
-    assert (said.returncode, said.stdout) == (2, "")
-    assert words in said.stderr
-    assert len(said.stderr.splitlines()) == 1
+def test_up_refuses_wrong_flags_before_it_starts_anything(baton, flags, words):
+    _one_line(baton("up", *flags), words)
 
 
 @pytest.mark.parametrize(
@@ -109,16 +260,15 @@ def test_up_refuses_wrong_flags_before_it_starts_anything(flags, words):
         ["bench", "load", "--rate=x"],
         ["demo-model"],
         ["check", "--role=driver"],
-        ["sleep", "--only=disk"],
+        ["nodes", "sleep", "--only=disk"],
+        ["planner", "--spare=1"],
     ],
 )
-def test_every_command_says_what_is_wrong_in_one_line(arguments):
-    said = _baton(*arguments)
-    assert (said.returncode, said.stdout) == (2, "")
-    assert said.stderr.startswith(f"baton {arguments[0]}") and len(said.stderr.splitlines()) == 1
+def test_every_command_says_what_is_wrong_in_one_line(baton, arguments):
+    _one_line(baton(*arguments), f"baton {arguments[0]}")
 
 
-def test_up_says_which_flag_chooses_another_port(tmp_path):
+def test_up_says_which_flag_chooses_another_port(baton, tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -128,43 +278,34 @@ def test_up_says_which_flag_chooses_another_port(tmp_path):
             ports = dict(zip(flags, free_ports(len(flags)), strict=True))
             ports[flag] = taken.getsockname()[1]
             given = [f"{name}={port}" for name, port in ports.items()]
-            said = _baton("up", *given, "--device=cpu", "--var", str(tmp_path))
-            assert said.returncode == 2
-            assert f"({flag} chooses another)" in said.stderr
+            done = baton("up", *given, "--device=cpu", "--var", str(tmp_path))
+            assert done.returncode == 2
+            assert f"({flag} chooses another)" in done.stderr
 
 
 @pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors"])
-def test_up_starts_nothing_for_a_directory_that_is_no_checkpoint(missing, tmp_path):
+def test_up_starts_nothing_for_a_directory_that_is_no_checkpoint(baton, missing, tmp_path):
     write(tmp_path / "model")
     (tmp_path / "model" / missing).unlink()
-    said = _baton("up", "--model", str(tmp_path / "model"), "--var", str(tmp_path / "var"))
-    assert (said.returncode, said.stdout) == (2, "")
-    assert len(said.stderr.splitlines()) == 1
-    assert str(tmp_path / "model") in said.stderr
+    done = baton("up", "--model", str(tmp_path / "model"), "--var", str(tmp_path / "var"))
+    _one_line(done, str(tmp_path / "model"))
     assert not (tmp_path / "var").exists()
 
 
-def test_bench_says_which_server_does_not_answer():
-    said = _baton("bench", "load", "--url=http://127.0.0.1:1/v1", "--rate=1")
-    assert said.returncode == 1
-    assert "http://127.0.0.1:1/v1/models: " in said.stderr
+def test_bench_says_which_server_does_not_answer(baton):
+    done = baton("bench", "load", "--url=http://127.0.0.1:1/v1", "--rate=1")
+    assert done.returncode == 1
+    assert "http://127.0.0.1:1/v1/models: " in done.stderr
 
 
-def test_every_flag_of_generate_says_what_it_does():
-    said = _baton("generate", "--help")
-    assert not re.search(r"^  --\S+( \w+)?\n(?! {4})", said.stdout, re.MULTILINE)
-
-
-def test_generate_says_why_there_is_no_answer():
-    said = _baton("generate", "hello", "--router=127.0.0.1:1")
-    assert said.returncode == 1
-    assert said.stderr.startswith("baton generate: UNAVAILABLE")
+def _generate(*arguments):
+    return generate.request_from(generate.parser().parse_args(["hello", *arguments]))
 
 
 def test_generate_has_a_flag_for_every_field_of_sampling():
     flags = ["--max-tokens=3", "--temperature=0.5", "--top-k=7", "--seed=9", "--ignore-eos"]
     lists = ["--stop=a", "--stop=b", "--stop-token-ids=1", "--stop-token-ids=2"]
-    request = generate.request_from(generate.parse(["hello", *flags, *lists]))
+    request = _generate(*flags, *lists)
     sampling = request.sampling
     assert request.text == "hello"
     assert (sampling.max_tokens, sampling.temperature) == (3, 0.5)
@@ -176,19 +317,27 @@ def test_generate_has_a_flag_for_every_field_of_sampling():
 
 def test_generate_takes_biases_and_the_form_of_the_answer(capsys):
     flags = ["--logit-bias=5=-2.5", "--logit-bias=7=1", "--regex=a+", "--min-tokens=2"]
-    sampling = generate.request_from(generate.parse(["hello", *flags])).sampling
+    sampling = _generate(*flags).sampling
     assert dict(sampling.logit_bias) == {5: -2.5, 7: 1.0}
     assert (sampling.guide.regex, sampling.min_tokens) == ("a+", 2)
     for wrong in (["--logit-bias=5"], ["--regex=a", "--json-object"]):
         with pytest.raises(SystemExit):
-            generate.parse(["hello", *wrong])
+            _generate(*wrong)
         assert wrong[0].partition("=")[0] in capsys.readouterr().err
 
 
 def test_generate_can_send_a_chat_message():
-    request = generate.request_from(generate.parse(["hello", "--chat"]))
-    (message,) = request.messages.messages
+    (message,) = _generate("--chat").messages.messages
     assert (message.role, message.content) == ("user", "hello")
+
+
+def test_what_is_created_is_printed_as_json_on_request(baton, tmp_path):
+    key = json.loads(baton("api-key", "alice", "--json").stdout)
+    assert key["key"].startswith("baton-") and "alice" in key["entry"]
+    assert len(json.loads(baton("cluster-secret", "--json").stdout)["secret"]) >= 43
+    directory = tmp_path / "model"
+    written = baton("demo-model", str(directory), "--json")
+    assert json.loads(written.stdout) == {"directory": str(directory)}
 
 
 def test_the_demo_model_is_the_same_every_time_and_never_half_written(tmp_path):

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from cli import orders
-from cli.operating.command import with_fleet
-from cli.operating.fleet import Fleet, UnfinishedRestart
+from cli.client import UnfinishedRestart
+from cli.operating.__main__ import OPERATIONS, parser
+from cli.operating.command import Result, with_fleet
+from cli.operating.fleet import Fleet
 from common import rpc
 from common.errors import Unauthenticated
 from common.identity.secret import new_secret
@@ -59,6 +60,11 @@ async def test_a_node_is_back_when_all_processes_use_it(state: RouterState) -> N
     await rpc.stop(server, 0.0)
 
 
+async def _pause(*arguments: str) -> Result:
+    options = parser("nodes pause").parse_args(arguments)
+    return await with_fleet(options, OPERATIONS["nodes pause"].work)
+
+
 class Guarded(router_pb2_grpc.RouterServicer):
     """Believes nobody."""
 
@@ -108,9 +114,8 @@ async def test_a_command_that_is_not_believed_says_where_its_credentials_came_fr
     port = rpc.bind(server, "127.0.0.1", 0)
     rpc.add_service(server, router_pb2_grpc.add_RouterServicer_to_server, Guarded())
     await server.start()
-    options = orders.parse("pause", [f"--router=127.0.0.1:{port}", *arguments])
     with pytest.raises(UnfinishedRestart) as undone:
-        await with_fleet(options, lambda fleet: orders.give(orders.ORDERS["pause"], options, fleet))
+        await _pause(f"--router=127.0.0.1:{port}", *arguments)
     await rpc.stop(server, 0.0)
     assert str(undone.value).endswith(f"UNAUTHENTICATED: this API key is not known here ({source})")
 
@@ -123,8 +128,5 @@ async def test_a_node_of_another_cluster_is_told_with_where_the_secret_came_from
     (tmp_path / "var").mkdir()
     (tmp_path / "var" / "secret").write_text(new_secret())
     async with StubNode() as node:
-        options = orders.parse("pause", [node.address])
         with pytest.raises(UnfinishedRestart, match=r"UNAUTHENTICATED.*came from var/secret"):
-            await with_fleet(
-                options, lambda fleet: orders.give(orders.ORDERS["pause"], options, fleet)
-            )
+            await _pause(node.address)

@@ -54,7 +54,7 @@ async def _interrupted(process: Process) -> str:
 async def test_while_it_imports(tmp_path: Path) -> None:
     """Seen failing, with a traceback."""
     (tmp_path / "grpc.py").write_text(WAITS)
-    async with _baton(tmp_path, "move", "r1", beside=tmp_path) as move:
+    async with _baton(tmp_path, "requests", "migrate", "r1", beside=tmp_path) as move:
         assert move.stdout is not None
         async with asyncio.timeout(WAIT_S):
             assert await move.stdout.readline() == b"importing\n"
@@ -119,7 +119,7 @@ async def test_a_roll(tmp_path: Path, silent: str, drains: bool, said: int) -> N
     cluster = Cluster(silent=silent)
     async with cluster.serving():
         router = f"--router={cluster.address}"
-        async with _baton(tmp_path, "roll", router, "--only=decode", "--force") as roll:
+        async with _baton(tmp_path, "rollout", router, "--only=decode", "--force") as roll:
             async with asyncio.timeout(WAIT_S):
                 await cluster.reached.wait()
             assert len((await _interrupted(roll)).splitlines()) == said

@@ -53,7 +53,7 @@ def test_an_old_flag_of_a_command_or_its_nodes_names_the_new_one(capsys):
 )
 def test_nothing_is_guessed_where_nothing_is_near(capsys, parse, arguments):
     complaint = _complaint(capsys, parse, *arguments)
-    assert "unrecognized arguments: --seldom (--help lists what there is)" in complaint
+    assert "unrecognized arguments: --seldom (--help-all lists all options)" in complaint
 
 
 def test_flags_of_nodes_are_left_for_them():

@@ -16,7 +16,7 @@ from tests.support.programs import ROOT
 def _baton(*path):
     code = "import sys; from cli.main import main; sys.exit(main())"
     return subprocess.run(
-        [sys.executable, "-S", "-P", "-c", code, "keys", "--help"],
+        [sys.executable, "-S", "-P", "-c", code, "api-key", "--help"],
         env={**os.environ, "PYTHONPATH": ":".join(map(str, path))},
         capture_output=True,
         text=True,
@@ -46,7 +46,7 @@ def site(tmp_path):
         (tmp_path / package / "__init__.py").write_text(f'"""Ours: {package}."""\n')
     for module in ("main", "own_names", "program"):
         (tmp_path / "cli" / f"{module}.py").write_text((ROOT / "cli" / f"{module}.py").read_text())
-    (tmp_path / "cli" / "keys.py").write_text("print('the program')\n")
+    (tmp_path / "cli" / "api_key.py").write_text("print('the program')\n")
     _record(tmp_path, DISTRIBUTION, PACKAGES)
     return tmp_path
 

@@ -107,7 +107,7 @@ def test_a_port_that_is_taken_is_named():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"port {port}, for router"):
+        with pytest.raises(ConfigError, match=rf"port {port} of router"):
             plan.refuse_busy_ports(plan.programs(dataclasses.replace(WISH, port=port)))
 
 

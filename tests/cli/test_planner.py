@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cli.operating.fleet import UnfinishedRestart
+from cli.client import UnfinishedRestart
 from cli.planner.__main__ import Planner, parse, rules_of
 from cli.planner.decide import (
     AddNodeAction,

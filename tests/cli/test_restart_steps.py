@@ -40,7 +40,7 @@ def test_prefill_nodes_come_first_and_the_router_last():
     every = turns(WHOLE, routers())
     ports = [turn.address.rpartition(":")[2] for turn in every]
     assert ports == ["100", "101", "200", "201", "50050"]
-    assert every[-1].sentence.endswith("1 request here, which it finishes; 2 processes, in turn")
+    assert every[-1].sentence.endswith("1 request to finish here, 2 processes, one at a time")
 
 
 def test_nothing_speaks_against_two_of_each():
@@ -71,10 +71,12 @@ def test_it_is_told_whether_what_a_decode_node_has_fits_elsewhere():
         nodes = [source] if target is None else [source, target]
         return turns(cluster(*nodes), {})[0].remark
 
-    assert remark(node("decode", 201, pages={"free": 30, "cache": 10})).endswith("go on elsewhere")
-    assert "40 pages do not fit" in remark(node("decode", 201, pages={"free": 30}))
-    assert remark(node("decode", 201, "draining", pages={"free": 99})).endswith("which it finishes")
-    assert remark(None) == "3 requests here, which it finishes"
+    assert remark(node("decode", 201, pages={"free": 30, "cache": 10})).endswith(
+        "continue elsewhere"
+    )
+    assert "40 pages exceed" in remark(node("decode", 201, pages={"free": 30}))
+    assert remark(node("decode", 201, "draining", pages={"free": 99})).endswith("to finish here")
+    assert remark(None) == "3 requests to finish here"
 
 
 def test_who_does_not_answer_is_not_drained():

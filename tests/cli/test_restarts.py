@@ -56,7 +56,7 @@ async def test_what_is_killed_comes_back_and_its_log_keeps_what_it_said(tmp_path
         return len(watched.says) == 2 and watched.children[1].last_lines() == "up\nup"
 
     await watched.keep(back, RestartTimes(first_s=0.01))
-    assert watched.says[0].startswith("a was killed by SIGKILL; it is started again in 0.01 s. ")
+    assert watched.says[0].startswith("a was killed by SIGKILL and is restarted in 0.01 s. ")
     assert str(tmp_path / "a.log") in watched.says[0]
     assert watched.says[1].startswith("a is back after ")
 

@@ -146,7 +146,7 @@ def test_lists_in_the_environment_are_too(monkeypatch, value):
         (["--model=m", "--engine.cache.page-sise=24"], "--engine.cache.page-sise", "unrecognized"),
         (["--model=m", "--server.por=1"], "--server.por", "unrecognized"),
         (["--model=m", "--prt", "1"], "--prt 1", "did you mean --port?"),
-        (["--model=m", "--seldom=1"], "--seldom=1 (--help lists", "unrecognized"),
+        (["--model=m", "--seldom=1"], "--seldom=1 (--help-all lists", "unrecognized"),
         (["--model=m", "--transfer.heartbeat-s=0"], "--transfer.heartbeat-s", "greater than 0"),
         (["--model=m", "--config=/no/such.yaml"], "--config", "No such file"),
         (["--model=m", "--config"], "--config", "expected one argument"),
@@ -278,7 +278,7 @@ def test_none_is_a_value_like_others_where_it_is_one():
 
 def test_help_lists_every_flag_with_its_description(capsys):
     with pytest.raises(SystemExit) as ended:
-        read(DecodeConfig, "program", ["--help"])
+        read(DecodeConfig, "program", ["--help-all"])
     assert ended.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "--engine.cache.page-size" in text
@@ -290,7 +290,7 @@ def test_help_lists_every_flag_with_its_description(capsys):
 def test_help_says_something_of_every_flag_and_shows_no_python(capsys):
     for record in (RouterConfig, DecodeConfig):
         with pytest.raises(SystemExit):
-            read(record, "program", ["--help"])
+            read(record, "program", ["--help-all"])
         text = capsys.readouterr().out
         assert "tuple[" not in text and "()" not in text
         # What has no description has its default alone, right after its name.

@@ -70,7 +70,7 @@ def cluster(containers, volume, images):
         prepared = ("podman", "run", "--rm", "--pull=never", "--read-only")
         write_models = ("--volume", f"{models}:/models", images["router"], "demo-model", MODEL)
         run(*prepared, *write_models)
-        script = f"test -s {SECRET} || (umask 077; baton secret > {SECRET})"
+        script = f"test -s {SECRET} || (umask 077; baton cluster-secret > {SECRET})"
         write_secret = ("--volume", f"{secrets}:/etc/baton-cluster", "--entrypoint", "sh")
         run(*prepared, *write_secret, images["router"], "-c", script)
 
@@ -86,12 +86,12 @@ def cluster(containers, volume, images):
             ),
             *("--env", "BATON_ENGINE__CPU_KERNELS=required"),
         )
-        arguments = (role, "--host=0.0.0.0", f"--port={port}", f"--secret-file={SECRET}")
+        arguments = ("serve", role, "--host=0.0.0.0", f"--port={port}", f"--secret-file={SECRET}")
         return containers.start(role, images["node-cpu"], arguments, flags=flags)
 
     def router():
         arguments = (
-            *("router", "--host=0.0.0.0", f"--secret-file={SECRET}", f"--model={MODEL}"),
+            *("serve", "router", "--host=0.0.0.0", f"--secret-file={SECRET}", f"--model={MODEL}"),
             *("--served-model-name=baton", "--prefill=prefill:50100", "--decode=decode:50200"),
         )
         return containers.start("router", images["router"], arguments, flags=shared)

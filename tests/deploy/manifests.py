@@ -62,7 +62,13 @@ class Program:
 
     @property
     def role(self) -> str:
-        return str(self.container["args"][0])
+        return role_of(self.container)
+
+
+def role_of(container: Object) -> str:
+    """Return the process that a container runs: a role, or another command."""
+    first, *rest = container["args"]
+    return str(rest[0] if first == "serve" else first)
 
 
 def of_kind(objects: list[Object], *kinds: str) -> list[Object]:
@@ -168,7 +174,7 @@ def programs(objects: list[Object], tmp_path: Path) -> list[Program]:
         Program(workload, container, _settings(objects, workload, container, tmp_path))
         for workload in workloads(objects)
         for container in workload.containers
-        if container["args"][0] in RECORDS
+        if role_of(container) in RECORDS
     ]
 
 
@@ -217,7 +223,7 @@ def settings(
 def _settings(
     objects: list[Object], workload: Workload, container: Object, tmp_path: Path
 ) -> RouterConfig | NodeConfig:
-    role, *flags = container["args"]
+    _, role, *flags = container["args"]
     (file,) = [flag.removeprefix("--config=") for flag in flags if flag.startswith("--config=")]
     (mount,) = [m for m in container["volumeMounts"] if Path(file).parent == Path(m["mountPath"])]
     (volume,) = [v for v in workload.spec["volumes"] if v["name"] == mount["name"]]

@@ -17,6 +17,7 @@ from tests.deploy.manifests import (
     named,
     named_ports,
     of_kind,
+    role_of,
     selects,
     settings,
     workloads,
@@ -237,7 +238,7 @@ def test_every_program_is_scraped_under_its_role(render):
         assert selects(monitor["spec"]["selector"]["matchLabels"], workload.labels)
         for container in workload.containers:
             (port,) = [n for n, _ in named_ports([container]) if n.endswith("metrics")]
-            assert roles.pop(port) == container["args"][0]
+            assert roles.pop(port) == role_of(container)
     assert roles == {}
 
 

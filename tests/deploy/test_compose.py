@@ -35,7 +35,7 @@ class Program:
 
     @property
     def role(self):
-        return self.service["command"][0]
+        return self.service["command"][1]
 
     @property
     def hosts(self):
@@ -66,7 +66,7 @@ def _programs(profile, **variables):
     found = []
     for name, service in _services(profile, **variables).items():
         if "command" in service:
-            role, *flags = service["command"]
+            _, role, *flags = service["command"]
             environment = {key: str(value) for key, value in service["environment"].items()}
             found.append(Program(name, service, settings(role, flags, environment)))
     return found
@@ -221,7 +221,8 @@ def test_a_secret_is_made_before_any_program_starts_and_read_by_all(profile):
     for program in _programs(profile):
         file = str(program.config.server.secret_file)
         assert (
-            f"f={file}; test -s $$f || (umask 077; baton secret > $$f)" == maker["entrypoint"][-1]
+            f"f={file}; test -s $$f || (umask 077; baton cluster-secret > $$f)"
+            == maker["entrypoint"][-1]
         )
         assert "cluster:/etc/baton-cluster:ro" in program.service["volumes"]
         assert not program.config.server.insecure

@@ -116,7 +116,7 @@ def test_no_file_has_the_content_of_a_secret(objects):
 def test_a_look_around_takes_two_commands(file):
     apply, secret = (
         "kubectl apply -k deploy/kubernetes/overlays/dev-cpu\n",
-        "baton secret | kubectl -n baton create secret generic baton-cluster"
+        "baton cluster-secret | kubectl -n baton create secret generic baton-cluster"
         " --from-file=secret=/dev/stdin\n",
     )
     assert secret in (KUBERNETES / "base" / "kustomization.yaml").read_text()

@@ -10,7 +10,7 @@ import pytest
 from common.config import DecodeConfig, PrefillConfig, RouterConfig
 from protos import node_pb2, router_pb2
 from tests.deploy import manifests
-from tests.deploy.manifests import POD_IP, named, num_bytes, of_kind, selects, workloads
+from tests.deploy.manifests import POD_IP, named, num_bytes, of_kind, role_of, selects, workloads
 from tests.support.programs import ROOT
 
 # Of a program after its drain: streams and the engine are given some seconds to end.
@@ -114,7 +114,7 @@ def test_only_the_router_has_a_virtual_address(objects):
         (workload,) = [
             w for w in workloads(objects) if selects(service["spec"]["selector"], w.labels)
         ]
-        roles = {container["args"][0] for container in workload.containers}
+        roles = {role_of(container) for container in workload.containers}
         headless = service["spec"].get("clusterIP") == "None"
         assert headless == (roles != {"router"})
         # The name of a node that drains must stay: its requests go on.
@@ -223,7 +223,7 @@ def test_images_are_ours_in_this_version(objects, name):
     node = "node-cpu" if name == "dev-cpu" else "node"
     for workload in workloads(objects):
         for container in (*workload.containers, *workload.spec.get("initContainers", ())):
-            image = node if container["args"][0] in ("prefill", "decode") else "router"
+            image = node if role_of(container) in ("prefill", "decode") else "router"
             repository, _, tag = container["image"].rpartition(":")
             assert repository.removeprefix("registry.example/") == f"baton-{image}"
             assert tag == VERSION

@@ -3,22 +3,18 @@
 import argparse
 import contextlib
 import re
-import runpy
 import shlex
-import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from fnmatch import fnmatch
 from functools import cache
 from itertools import pairwise, takewhile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from cli.main import COMMANDS
+from cli.completion import command_parser
+from cli.main import COMMANDS, commands
 from cli.planner import metrics as planner
-from common import settings
-from common.config import DecodeConfig, PrefillConfig, RouterConfig
 from node import metrics as node
 from router import metrics as router
 from tests.support.isolation import ROOT
@@ -37,11 +33,19 @@ DOCUMENTS = sorted(
     and path.parent.name != "benchmarks"
 )
 IDS = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
-RECORDS = {"router": RouterConfig, "prefill": PrefillConfig, "decode": DecodeConfig}
-NODES = ("prefill", "decode")
-PASSED_ON = {"up": NODES, "bench compare": NODES, "bench break-even": NODES, "check": (*RECORDS,)}
+KNOWN = dict(commands())
+NODES = ("serve prefill", "serve decode")
+PROCESSES = ("serve router", *NODES)
+PASSED_ON = {
+    "up": NODES,
+    "bench compare": NODES,
+    "bench break-even": NODES,
+    "check": PROCESSES,
+    "config show": PROCESSES,
+    "config validate": PROCESSES,
+}
 FLAGS_INSIDE = {  # a flag whose value holds flags, and of which programs
-    "--router-flags": ("router",),
+    "--router-flags": ("serve router",),
     "--colocated-flags": NODES,
     "--disaggregated-flags": NODES,
 }
@@ -52,7 +56,7 @@ OTHERS = {  # flags of programs of others that a document names outside a comman
     "deploy/compose.yaml": "--profile",
     "deploy/Dockerfile": "--build-arg",
 }
-IN_PARTS = ("bench", "keys")  # commands with commands of their own
+BENCHES = ("load", "compare", "break-even")
 FLAG = re.compile(r"(?<![\w-])--[A-Za-z][\w.-]*\w")
 METRIC = re.compile(r"\bbaton_[a-z0-9_]+\*?")
 MODULE = re.compile(
@@ -71,46 +75,20 @@ ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 Flags = dict[str, argparse.Action]
 
 
-class _Built(BaseException):
-    """A process has built its parser and is about to read its command line."""
-
-
-def _read_by(start: Callable[[], object], arguments: Sequence[str] = ()) -> Flags:
-    """Return the flags that the program has which `start` runs. It ends before it does anything."""
-    found: Flags = {}
-    role = argparse.Namespace(config=None, role="decode")
-
-    def built(parser: Any, *_: object) -> Any:
-        found.update(parser._option_string_actions)
-        for action in parser._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                for name, below in action.choices.items():
-                    if name in arguments or len(arguments) == 0:
-                        found.update(below._option_string_actions)
-        if parser.add_help:
-            raise _Built
-        return role, []  # one that looks for a few flags first
-
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # runpy: the module has been imported before
-        patch.setattr(argparse.ArgumentParser, "parse_known_args", built)
-        patch.setattr("sys.argv", ["baton", *arguments])
-        with contextlib.suppress(_Built):
-            start()
-    return found
+@cache
+def _parser(command: str) -> argparse.ArgumentParser:
+    return command_parser(command, KNOWN[command])
 
 
 @cache
 def flags_of(command: str) -> Flags:
     """Return the flags of `baton COMMAND`, with those that it passes to the nodes it starts."""
-    name, _, part = command.partition(" ")
-    if name in RECORDS:
-        return _read_by(lambda: settings.read(RECORDS[name], name, []))
-    module, first = COMMANDS[name].module, COMMANDS[name].first
-    found = _read_by(
-        lambda: runpy.run_module(module, run_name="__main__"), [*first, *filter(None, [part])]
-    )
-    assert found, f"baton {command} reads no command line"
+    if command.startswith("bench "):
+        parts = [each for each in _parser("bench")._actions if each.dest == "command"]
+        assert isinstance(parts[0], argparse._SubParsersAction)
+        found = dict(parts[0].choices[command.partition(" ")[2]]._option_string_actions)
+    else:
+        found = dict(_parser(command)._option_string_actions)
     return found | {
         flag: action
         for role in PASSED_ON.get(command, ())
@@ -120,7 +98,11 @@ def flags_of(command: str) -> Flags:
 
 @cache
 def all_flags() -> Flags:
-    return {flag: action for name in COMMANDS for flag, action in flags_of(name).items()}
+    return {
+        flag: action
+        for name in [*KNOWN, *(f"bench {part}" for part in BENCHES)]
+        for flag, action in flags_of(name).items()
+    }
 
 
 @cache
@@ -177,13 +159,15 @@ def _simple(words: list[str]) -> Iterator[list[str]]:
 def wrong_in(command: list[str]) -> Iterator[str]:
     """Yield what is wrong with a command of ours: one that does not exist, or flags."""
     match command:
-        case ["baton", name, *arguments]:
-            if name not in COMMANDS:
-                if name.isidentifier() and name.islower():
-                    yield f"there is no command `baton {name}`"
-                return
-            part = f" {arguments[0]}" if arguments and name in IN_PARTS else ""
-            yield from _wrong_flags(name + part, arguments)
+        case ["baton", "bench", part, *arguments] if part in BENCHES:
+            yield from _wrong_flags(f"bench {part}", arguments)
+        case ["baton", group, part, *arguments] if f"{group} {part}" in KNOWN:
+            yield from _wrong_flags(f"{group} {part}", arguments)
+        case ["baton", name, *arguments] if name in KNOWN:
+            yield from _wrong_flags(name, arguments)
+        case ["baton", name, *arguments] if name.isidentifier() and name.islower():
+            if arguments or name not in COMMANDS:
+                yield f"there is no command `{' '.join(command)}`"
         case [python, "-m", module, *arguments] if python.startswith("python"):
             if module.partition(".")[0] in ("tools", "tests", "docs", "protos"):
                 given = {word.partition("=")[0] for word in arguments if word.startswith("--")}
@@ -281,16 +265,17 @@ def test_no_old_name_of_a_setting_flag_or_metric_is_left():
 @pytest.mark.parametrize(
     "text",
     [
-        "`baton decode --cache.page-size 64`",
-        "`baton\nroll --onyl=decode`",
+        "`baton serve decode --cache.page-size 64`",
+        "`baton\nrollout --onyl=decode`",
         "`baton up --engine.lora.max_rank 32`",
         "`baton up --router-flags '--polcy random'`",
-        "`baton keys new me --operatr`",
-        "`baton serve`",
-        "`baton decode --mode=collocated`",
-        "`baton roll --force=yes`",
+        "`baton api-key me --operatr`",
+        "`baton nodes lst`",
+        "`baton roll`",
+        "`baton serve decode --mode=collocated`",
+        "`baton rollout --force=yes`",
         "`baton top --interval --once`",
-        "```sh\nX=1 baton \\\n  router --no-such | tee log\n```",
+        "```sh\nX=1 baton \\\n  serve router --no-such | tee log\n```",
         "```sh\nmake up && make testall\n```",
         "`python -m tools.bench.overload --no-such 4`",
         "pages (`--cache.page-size 64`) are",

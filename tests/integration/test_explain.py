@@ -1,4 +1,4 @@
-"""`baton explain` beside a router and nodes that are real processes."""
+"""`baton requests show` beside a router and nodes that are real processes."""
 
 import json
 import subprocess
@@ -19,7 +19,9 @@ PROMPT = list(range(100))
 
 
 def _explain(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return fork_server.run("cli.explain", *arguments, f"--router={cluster.address}")
+    return fork_server.run(
+        "cli.operating", "requests show", *arguments, f"--router={cluster.address}"
+    )
 
 
 async def test_a_request_is_explained_by_all_programs_that_had_it(make: Callable[..., Cluster]):
@@ -36,7 +38,7 @@ async def test_a_request_is_explained_by_all_programs_that_had_it(make: Callable
         told = json.loads(_explain(cluster, LABEL, "--json").stdout)
         moments = [event.get("at_s", 0.0) for event in told["events"]]
         assert moments == sorted(moments)
-        here = [event["event"]["what"] for event in told["events"] if "node" not in event]
+        here = [event["event"]["what"] for event in told["events"] if not event["node"]]
         assert here == ["arrived", "tokenised", "placed", "first token", "last token", "ended"]
         there = [e["event"]["what"] for e in told["events"] if e["where"] == "prefill"]
         assert there == ["opened", "granted", "prefills", "computed", "released"]
@@ -54,4 +56,4 @@ async def test_a_request_is_explained_by_all_programs_that_had_it(make: Callable
         assert (caught.value.code(), caught.value.details()) == (grpc.StatusCode.NOT_FOUND, words)
         said = _explain(cluster, "nobody")
         assert (said.returncode, said.stdout) == (1, "")
-        assert said.stderr == f"baton explain: NOT_FOUND: {words}\n"
+        assert said.stderr == f"baton requests show: {cluster.address}: NOT_FOUND: {words}\n"

@@ -195,7 +195,7 @@ async def test_a_secret_that_is_short_ends_a_program_in_one_line_that_does_not_t
 
 def _secret(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {name: text for name, text in os.environ.items() if name != VARIABLE}
-    return fork_server.run("cli.secret", *arguments, environment=environment | variables)
+    return fork_server.run("cli.cluster_secret", *arguments, environment=environment | variables)
 
 
 async def test_a_printed_token_is_good_for_one_call(cluster: Cluster) -> None:

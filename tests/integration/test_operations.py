@@ -38,7 +38,7 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _baton(cluster: Cluster, command: str, *arguments: str) -> str:
     said = subprocess.run(
         [
-            *(sys.executable, "-m", "cli.main", command, *arguments),
+            *(sys.executable, "-m", "cli.main", "nodes", command, *arguments),
             *(f"--router={cluster.address}", f"--secret-file={cluster.secret_file}"),
         ],
         capture_output=True,
@@ -77,15 +77,15 @@ async def test_answers_are_those_of_the_weights_whatever_was_cached_or_under_way
         states = {node.state for node in (await cluster.describe()).nodes}
         assert states == {"paused"}
         waiting = asyncio.create_task(ask_all(STARTED))
-        assert await baton("pause", "--mode=retract") == "it was paused already\n"
+        assert await baton("pause", "--mode=retract") == "already paused\n"
         assert not waiting.done()
-        assert await baton("continue") == "continued\n"
+        assert await baton("resume") == "resumed\n"
         assert sum(await waiting) > 0
         for seed in (NEXT, STARTED):
-            said = await baton("weights", str(seed))
-            assert said.startswith("all nodes compute with ")
+            said = await baton("update-weights", str(seed))
+            assert said.startswith("all nodes use weights ")
             names = {node.weights.hex() for node in (await cluster.describe()).nodes}
-            assert f"all nodes compute with {names.pop()}\n" == said and not names
+            assert f"all nodes use weights {names.pop()}\n" == said and not names
             # Of the longest prompt all was cached before, and of the new weights nothing is.
             assert await ask(prompts[-1], known[seed]) == 0
             await ask_all(seed)
@@ -109,7 +109,7 @@ async def test_who_is_started_again_takes_the_weights_of_the_others(
     flags = (f"--engine.weights-dir={shelf}",)
     prompt, known = _prompts()[-1], oracle(shelf / str(NEXT))
     async with make(node_flags=flags, num_prefill=2, num_decode=2, path=path) as cluster:
-        await asyncio.to_thread(_baton, cluster, "weights", str(NEXT))
+        await asyncio.to_thread(_baton, cluster, "update-weights", str(NEXT))
         first, lender = cluster.prefill if again == "prefill" else cluster.decode
         next_one = (cluster.decode if again == "prefill" else cluster.prefill)[0]
         had = (await lender.describe()).weights
@@ -123,8 +123,10 @@ async def test_who_is_started_again_takes_the_weights_of_the_others(
             behind = await cluster.start_again(behind)
             await cluster.wait_until(ready, "it is back", 120.0)
             assert (await behind.describe()).weights not in (b"", had)
-            said = await asyncio.to_thread(_baton, cluster, "weights", f"--from={lender.address}")
-            assert said == f"all nodes compute with {had.hex()}\n"
+            said = await asyncio.to_thread(
+                _baton, cluster, "update-weights", f"--from={lender.address}"
+            )
+            assert said == f"all nodes use weights {had.hex()}\n"
             nodes = (await cluster.describe()).nodes
             assert {node.weights for node in nodes} == {had}
             assert {node.state for node in nodes} == {"ready"}

@@ -1,4 +1,4 @@
-"""`baton drain` and `baton roll` beside real programs that serve meanwhile."""
+"""`baton nodes drain` and `baton rollout` beside real programs that serve meanwhile."""
 
 import asyncio
 import signal
@@ -32,7 +32,7 @@ REFUSED = ("tokens=0", "this node is draining")
 
 def _baton(command: str, *arguments: str, secret: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", f"cli.{command}", f"--secret-file={secret}", *arguments],
+        [sys.executable, "-m", "cli.operating", command, f"--secret-file={secret}", *arguments],
         capture_output=True,
         text=True,
         timeout=START_S * 2,
@@ -51,19 +51,21 @@ async def test_a_node_is_drained_by_who_has_the_secret_and_not_without_need(
         stranger.write_text("x" * 40)
 
         async def drain(address: str, *flags: str, shown: Path = secret) -> tuple[int, str]:
-            said = await asyncio.to_thread(_baton, "drain", address, router, *flags, secret=shown)
+            said = await asyncio.to_thread(
+                _baton, "nodes drain", address, router, *flags, secret=shown
+            )
             return said.returncode, said.stdout + said.stderr
 
         code, words = await drain(decode.address)
         assert code == 1 and "is the only one" in words and "--force" in words
         code, words = await drain("127.0.0.1:1", "--force")
-        assert code == 1 and f"it knows prefill {prefill.address}, decode" in words
+        assert code == 1 and f"It knows prefill {prefill.address}, decode" in words
         code, words = await drain(decode.address, "--force", shown=stranger)
         assert code == 1 and "UNAUTHENTICATED" in words
         code, words = await drain(cluster.address, "--force", shown=stranger)
         assert code == 1 and "UNAUTHENTICATED" in words
         code, words = await drain(decode.address, "--force", "--dry-run")
-        assert code == 0 and "0 requests here" in words
+        assert code == 0 and "0 requests to finish here" in words
         assert decode.child.code is None
         decode.killed = True
         code, words = await drain(decode.address, "--force")
@@ -130,7 +132,7 @@ async def test_every_program_is_restarted_under_load_and_nobody_can_tell(
 
         async def roll(*roles: str) -> str:
             flags = (f"--router={router}", *(f"--only={role}" for role in roles))
-            said = await asyncio.to_thread(_baton, "roll", *flags, secret=secret)
+            said = await asyncio.to_thread(_baton, "rollout", *flags, secret=secret)
             assert said.returncode == 0, said.stdout + said.stderr
             return said.stdout
 

@@ -56,8 +56,8 @@ async def _works(cluster: Cluster, node: Node) -> None:
 
 
 def _switch(cluster: Cluster, node: Node, role: str, secret: Path) -> tuple[int, str]:
-    """Run `baton switch` and return its exit code and output."""
-    command = ["-m", "cli.switch", node.address, role]
+    """Run `baton nodes set-role` and return its exit code and output."""
+    command = ["-m", "cli.main", "nodes", "set-role", node.address, role]
     said = subprocess.run(
         [sys.executable, *command, f"--router={cluster.address}", f"--secret-file={secret}"],
         capture_output=True,

@@ -134,7 +134,7 @@ def _run(line: str) -> str:
 def test_it_answers_a_sample_and_its_lines_work_where_clients_need_api_keys(run, tmp_path):
     """Seen failing: the sample showed no key, and all programs ended."""
     keys = tmp_path / "keys.yaml"
-    keys.write_text(_run(f"{sys.executable} -m cli.keys new alice"))
+    keys.write_text(_run(f"{sys.executable} -m cli.api_key alice"))
     up = run(f"--router-flags=--api-keys {keys}")
     _serving(up)
     assert "> add 27 15 =\n 42\n" in up.output
@@ -225,7 +225,7 @@ async def test_a_node_that_is_killed_under_load_is_back_and_used_and_nobody_can_
         doomed = next(iter(before.values()))
         os.kill(doomed.pids[0], signal.SIGKILL)
         assert await asyncio.gather(*answers) == expected
-        line = "was killed by SIGKILL; it is started again in 1 s"
+        line = "was killed by SIGKILL and is restarted in 1 s"
         name = (await asyncio.to_thread(up.line_with, line)).split()[0]
         await asyncio.to_thread(up.line_with, f"{name} is back after ", START_S)
 

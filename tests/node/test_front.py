@@ -314,7 +314,7 @@ def test_a_stopped_engine_does_not_hold_the_end_of_the_node(start_node):
 def test_wrong_configuration_found_by_the_engine_is_one_line_and_exit_code_2(start_node):
     node = start_node("bad-config", ready=False)
     assert node.exit_code() == 2
-    assert "baton decode: engine.model: no such checkpoint\n" in node.output
+    assert "baton serve decode: engine.model: no such checkpoint\n" in node.output
     assert "Traceback" not in node.output
 
 

@@ -167,7 +167,7 @@ def test_a_second_router_on_a_port_is_one_clear_line(model: Path, programs: list
     )
     programs.append(second)
     assert second.exit_code() == 2
-    assert second.output.splitlines()[-1].startswith("baton router: --port: cannot listen on")
+    assert second.output.splitlines()[-1].startswith("baton serve router: --port: cannot listen on")
     assert "Traceback" not in second.output
 
 
@@ -180,7 +180,9 @@ def test_an_http_port_that_is_taken_is_one_clear_line(model: Path, programs: lis
         router = Program("router", *arguments)
         programs.append(router)
         assert router.exit_code() == 2
-    assert router.output.splitlines()[-1].startswith("baton router: --http-port: cannot listen on")
+    assert router.output.splitlines()[-1].startswith(
+        "baton serve router: --http-port: cannot listen on"
+    )
     assert "Traceback" not in router.output
 
 

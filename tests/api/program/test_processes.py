@@ -142,8 +142,8 @@ async def test_an_operator_renews_them_in_turn_under_a_request_and_ends_them_all
 @pytest.mark.parametrize(
     "flag, start, second",
     [
-        ("--port", "baton router: --port: cannot listen", "1"),
-        ("--http-port", "baton router: --http-port: cannot", "2"),
+        ("--port", "baton serve router: --port: cannot listen", "1"),
+        ("--http-port", "baton serve router: --http-port: cannot", "2"),
     ],
 )
 def test_another_router_on_the_port_of_several_is_one_clear_line(
@@ -170,7 +170,13 @@ def test_what_no_process_can_start_with_is_said_once(
     programs.append(rig.program)
     assert rig.program.exit_code() == 2
     assert (
-        len([line for line in rig.program.output.splitlines() if line.startswith("baton router:")])
+        len(
+            [
+                line
+                for line in rig.program.output.splitlines()
+                if line.startswith("baton serve router:")
+            ]
+        )
         == 1
     )
 

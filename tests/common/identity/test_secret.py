@@ -63,7 +63,7 @@ def test_a_file_that_changes_is_read_anew_and_nonsense_is_not_used(tmp_path, cap
     "content, sentence",
     [
         (b"", "has 0 secrets"),
-        (b"hunter2", "secret 1 has 7 characters, 32 are the fewest; `baton secret` prints"),
+        (b"hunter2", "secret 1 has 7 characters, 32 are the fewest; `baton cluster-secret` prints"),
         (b"x" * 40 + b"\n" + b"y" * 31, "secret 2 has 31 characters"),
         (b"x" * 5000, "is longer than 4096 bytes"),
         (b"\xff" * 40, "is not ASCII text"),

@@ -1,4 +1,4 @@
-"""`baton keys new`, and the commands that show a key."""
+"""`baton api-key`, and the commands that show a key."""
 
 import argparse
 import sys
@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from api.auth import api_keys
-from cli import client, keys
+from cli import api_key, client
 from common.errors import ConfigError
 
 
@@ -18,10 +18,10 @@ def test_what_is_printed_can_be_appended_to_the_file(capsys, tmp_path):
     file = tmp_path / "keys.yaml"
     shown = []
     for arguments in (
-        ["new", "alice", "--requests-per-minute=60", "--expires=2030-01-02", "--weight", "2"],
-        ["new", "bob", "--operator", "--connections", "3"],
+        ["alice", "--requests-per-minute=60", "--expires=2030-01-02", "--weight", "2"],
+        ["bob", "--operator", "--connections", "3"],
     ):
-        assert keys.main(arguments) == 0
+        assert api_key.main(arguments) == 0
         said = capsys.readouterr()
         with file.open("a") as appended:
             appended.write(said.out)
@@ -37,16 +37,15 @@ def test_what_is_printed_can_be_appended_to_the_file(capsys, tmp_path):
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (["new", "a b"], "name"),
-        (["new", "alice", "--concurrent", "0"], "concurrent"),
-        (["new", "alice", "--expires", "soon"], "expires"),
-        (["new"], "NAME"),
-        ([], "new"),
+        (["a b"], "name"),
+        (["alice", "--concurrent", "0"], "concurrent"),
+        (["alice", "--expires", "soon"], "expires"),
+        ([], "NAME"),
     ],
 )
 def test_a_wrong_value_is_one_line_and_no_key(capsys, arguments, words):
     with pytest.raises(SystemExit) as ended:
-        keys.main(arguments)
+        api_key.main(arguments)
     said = capsys.readouterr()
     assert (ended.value.code, said.out) == (2, "")
     assert len(said.err.splitlines()) == 1
@@ -78,6 +77,6 @@ def test_a_key_on_the_command_line_is_not_taken(capsys):
     from cli import generate
 
     with pytest.raises(SystemExit):
-        generate.parse(["hello", "--api-key", "secret"])
+        generate.parser().parse_args(["hello", "--api-key", "secret"])
     assert "--help" in capsys.readouterr().err
     assert "secret" not in sys.argv

@@ -1,13 +1,8 @@
-"""baton check: would this program run here, with this configuration and model? Starts nothing.
-
-Exit code 0: yes. 1: no, and the table says why. 2: the configuration itself is wrong. Runs as a
-module of its own, because it loads what a node loads.
-"""
+"""What `baton check` finds out about a process. This module imports the libraries of a node."""
 
 import importlib.util
 import os
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -19,10 +14,8 @@ from rich.table import Table
 from cli.local.plan import refuse_busy_port
 from common import tls
 from common.config import (
-    DecodeConfig,
     EngineConfig,
     NodeConfig,
-    PrefillConfig,
     RouterConfig,
     ServerConfig,
     SpeculativeConfig,
@@ -34,7 +27,6 @@ from common.identity import exposure
 from common.identity.program import identity_of
 from common.identity.roles import Role
 from common.model_directory import model_directory
-from common.settings import ConfigArgumentParser, read
 from engine.cores import threads_at_hand, usable_cores
 from engine.models import open_checkpoint
 from engine.models.checkpoint import Checkpoint
@@ -45,11 +37,6 @@ from engine.processor import matrix_features
 from engine.sizing import free_bytes, resolve_device, resolve_shape
 from kernels.cpu.compiler import COMPILERS, cache_directory, compiler, prebuilt
 
-PROGRAM = "baton check"
-ABOUT = (
-    "Would this program run here, with these flags and this model? Starts nothing. "
-    "--role says which program: decode (default), prefill or router."
-)
 YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 SOON = timedelta(days=14)  # a certificate that is not renewed should be noticed before this
 STYLES = {"ok": "green", "note": "yellow", "fails": "red"}
@@ -60,6 +47,11 @@ class Finding:
     what: str
     verdict: str  # "ok" | "note": runs, but you may want to know | "fails"
     remark: str
+
+
+def of(config: RouterConfig | NodeConfig) -> Iterator[Finding]:
+    """Check the configuration of a process."""
+    return router_findings(config) if isinstance(config, RouterConfig) else node_findings(config)
 
 
 def node_findings(config: NodeConfig) -> Iterator[Finding]:
@@ -130,22 +122,23 @@ def _model(config: EngineConfig) -> Iterator[Finding]:
 def _drafter(config: SpeculativeConfig) -> Iterator[Finding]:
     """Report the source of draft tokens, if speculation is enabled."""
     whose = {
-        "ngram": "what stood behind the same tokens before",
-        "mtp": "the checkpoint's own layer",
+        "ngram": "earlier occurrences of the same tokens",
+        "mtp": "a layer of the checkpoint",
         "eagle": f"an EAGLE head: {config.draft_model}",
     }
     if config.method in whose:
-        yield Finding(
-            "drafts", "ok", f"{config.num_speculative_tokens} at most, of {whose[config.method]}"
-        )
+        drafts = f"at most {config.num_speculative_tokens}, from {whose[config.method]}"
+        yield Finding("drafts", "ok", drafts)
 
 
 def _weights(spec: ModelSpec, device: torch.device, config: EngineConfig) -> Finding:
     """Report the format of the stored weights and the conversion at load time."""
     rounding = rounding_of(device, config.quantize, int8_stored=spec.int8_stored)
     if rounding == "none":
-        rounding = "as stored" if spec.stored == NOT_QUANTISED else "made floats when they are read"
-    return Finding("weights", "ok", f"{spec.stored}; {rounding}")
+        rounding = (
+            "as stored" if spec.stored == NOT_QUANTISED else "converted to floats when loaded"
+        )
+    return Finding("weights", "ok", f"{spec.stored}, {rounding}")
 
 
 def _operations(config: EngineConfig) -> Finding:
@@ -170,7 +163,7 @@ def _device(device: torch.device, threads: int) -> str:
         return f"{device}: {torch.cuda.get_device_name(device)}"
     features = ", ".join(matrix_features()) or "no products of 16 or 8 bits"
     threads = threads or threads_at_hand(os.environ)
-    return f"cpu with {features}; {usable_cores()} cores, {threads} threads"
+    return f"cpu with {features}, {usable_cores()} cores, {threads} threads"
 
 
 def _transfer(config: TransferConfig) -> Iterator[Finding]:
@@ -179,12 +172,12 @@ def _transfer(config: TransferConfig) -> Iterator[Finding]:
         return
     missing = "note" if config.backend == "auto" else "fails"
     if not any(importlib.util.find_spec(name) for name in ("nixl", "nixl_cu12", "nixl_cu13")):
-        yield Finding("KV transfer", missing, "nixl is not installed; tcp works without it")
+        yield Finding("KV transfer", missing, "nixl is not installed. tcp works without it")
     elif YAMA.exists() and YAMA.read_text().strip() != "0" and os.geteuid() != 0:
-        remark = f"{YAMA} forbids other processes' memory: between hosts and on one, tcp it is"
+        remark = f"{YAMA} forbids access to the memory of other processes: tcp is used"
         yield Finding("KV transfer", missing, remark)
     else:
-        yield Finding("KV transfer", "ok", "nixl; its path is proved when nodes pair")
+        yield Finding("KV transfer", "ok", "nixl. Nodes verify the path when they pair")
 
 
 def _front(config: ServerConfig) -> Iterator[Finding]:
@@ -207,11 +200,11 @@ def _callers(role: Role, front: ServerConfig, *, mutual: bool) -> Finding:
     except ConfigError as error:
         return Finding("callers", "fails", str(error))
     if identity is not None:
-        return Finding("callers", "ok", "programs know each other by the cluster secret")
+        return Finding("callers", "ok", "processes authenticate by the cluster secret")
     if mutual:
-        return Finding("callers", "ok", "programs know each other by their certificates")
+        return Finding("callers", "ok", "processes authenticate by their certificates")
     verdict = "note" if front.insecure else "ok"
-    return Finding("callers", verdict, f"nobody is asked who he is, on {front.host}")
+    return Finding("callers", verdict, f"authentication is disabled on {front.host}")
 
 
 def _tls(what: str, config: TlsConfig, knob: str) -> Iterator[Finding]:
@@ -223,7 +216,7 @@ def _tls(what: str, config: TlsConfig, knob: str) -> Iterator[Finding]:
     if certificates is None:
         return
     if config.cert is None:
-        yield Finding(what, "ok", f"checked by {config.ca}; there is no certificate to show")
+        yield Finding(what, "ok", f"verified by {config.ca}, without an own certificate")
         return
     names, end = tls.names_and_end(certificates.current())
     soon = end - datetime.now(UTC) < SOON
@@ -233,7 +226,7 @@ def _tls(what: str, config: TlsConfig, knob: str) -> Iterator[Finding]:
 
 def _port(what: str, host: str, port: int, flag: str) -> Finding:
     try:
-        refuse_busy_port(host, port, "this program", flag)
+        refuse_busy_port(host, port, "this process", flag)
     except ConfigError as error:
         return Finding(what, "fails", str(error))
     return Finding(what, "ok", f"{host}:{port} is free")
@@ -249,34 +242,11 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**28 else f"{num_bytes / 2**20:.1f} MiB"
 
 
-def _findings(role: str, flags: list[str]) -> Callable[[], Iterator[Finding]]:
-    match role:
-        case "router":
-            router = read(RouterConfig, PROGRAM, flags, about=ABOUT)
-            return lambda: router_findings(router)
-        case "prefill":
-            prefill = read(PrefillConfig, PROGRAM, flags, about=ABOUT)
-            return lambda: node_findings(prefill)
-        case _:
-            decode = read(DecodeConfig, PROGRAM, flags, about=ABOUT)
-            return lambda: node_findings(decode)
-
-
-def main() -> int:
-    parser = ConfigArgumentParser(prog=PROGRAM, add_help=False)
-    parser.add_argument("--role", choices=("router", "prefill", "decode"), default="decode")
-    options, flags = parser.parse_known_args()
-    table = Table(title=f"{options.role} node" if options.role != "router" else "router")
+def print_table(role: str, findings: Sequence[Finding]) -> None:
+    table = Table(title=f"{role} node" if role != "router" else "router")
     for column in ("", "verdict", "remark"):
         table.add_column(column, overflow="fold")
-    fails = False
-    for finding in _findings(options.role, flags)():
+    for finding in findings:
         style = STYLES[finding.verdict]
         table.add_row(finding.what, f"[{style}]{finding.verdict}", finding.remark)
-        fails |= finding.verdict == "fails"
     Console(highlight=False).print(table)
-    return int(fails)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,1 @@
+"""`baton check`: whether a configuration and a model run on this machine."""

@@ -1,0 +1,186 @@
+"""Commands that drain processes: `baton nodes drain`, `nodes set-role` and `rollout`."""
+
+import argparse
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from cli import client
+from cli.client import UnfinishedRestart
+from cli.local import plan
+from cli.operating import command, restart_steps
+from cli.operating.command import Operation, Result, report
+from cli.operating.fleet import Fleet, paired
+from cli.operating.restart_steps import RestartStep
+from common.settings import ConfigArgumentParser
+from protos.router_pb2 import GetClusterResponse, RouterState
+
+
+def _add_drain(parser: ConfigArgumentParser) -> None:
+    parser.add_argument(
+        "address",
+        type=client.address,
+        metavar="ADDRESS",
+        help="HOST:PORT of the process, as the router knows it",
+    )
+    client.add_router_flag(parser)
+    command.add_drain_flags(parser)
+
+
+def _add_set_role(parser: ConfigArgumentParser) -> None:
+    _add_drain(parser)
+    parser.add_argument(
+        "role", choices=restart_steps.NODES, metavar="ROLE", help="prefill or decode"
+    )
+
+
+def _add_rollout(parser: ConfigArgumentParser) -> None:
+    parser.add_argument(
+        "--router",
+        type=client.address,
+        action="append",
+        metavar="HOST:PORT",
+        help="gRPC address of a router. Repeat it for each router of the cluster "
+        f"({plan.HOST}:{plan.ROUTER_PORT})",
+    )
+    parser.add_argument(
+        "--only",
+        action="append",
+        choices=restart_steps.ROLES,
+        help="processes of this role. May be repeated (all roles)",
+    )
+    command.add_drain_flags(parser)
+
+
+async def _drain(options: argparse.Namespace, fleet: Fleet) -> Result:
+    look = await fleet.look(options.router)
+    routers = {options.router: look.router}
+    # A router with several worker processes ends as a whole.
+    every = [replace(step, processes=1) for step in restart_steps.turns(look, routers)]
+    step = _at(options.address, every)
+    report(options, step.sentence)
+    objections = restart_steps.objections(every, [step], routers)
+    found = command.check_objections(objections, options)
+    if options.dry_run:
+        return _planned([step], found)
+    began = time.monotonic()
+    if step.node is None:
+        await fleet.drain_router(step.address, in_turn=False)
+        await fleet.until_router_ended(step.address, began, options.timeout)
+    else:
+        await fleet.drain_node(step.address)
+        await fleet.until_ended(options.router, step.node, options.timeout)
+    took_s = time.monotonic() - began
+    text = f"{step.role} {step.address} has ended after {took_s:.1f} s"
+    return Result(text, {**_of(step), "seconds": took_s})
+
+
+async def _set_role(options: argparse.Namespace, fleet: Fleet) -> Result:
+    look = await fleet.look(options.router)
+    nodes = restart_steps.turns(look, {})
+    step = _at(options.address, nodes)
+    assert step.node is not None
+    if step.role == options.role:
+        raise UnfinishedRestart(f"{step.address} already is a {step.role} node")
+    report(options, step.sentence)
+    objections = restart_steps.objections_to_switch(nodes, step)
+    found = command.check_objections(objections, options, "the role is not changed")
+    if options.dry_run:
+        return _planned([step], found)
+    began = time.monotonic()
+    await fleet.switch_node(step.address, options.role, options.timeout)
+    await fleet.until_has_role(options.router, step.node, options.role, options.timeout)
+    took_s = time.monotonic() - began
+    text = f"{step.address} is a {options.role} node after {took_s:.1f} s"
+    return Result(text, {**_of(step), "role": options.role, "seconds": took_s})
+
+
+async def _rollout(options: argparse.Namespace, fleet: Fleet) -> Result:
+    addresses = options.router or [f"{plan.HOST}:{plan.ROUTER_PORT}"]
+    looks = {router: await fleet.look(router) for router in addresses}
+    cluster = looks[addresses[0]]
+    routers: Mapping[str, RouterState] = {router: look.router for router, look in looks.items()}
+    every = restart_steps.turns(cluster, routers)
+    wanted = [step for step in every if step.role in (options.only or restart_steps.ROLES)]
+    for step in wanted:
+        report(options, step.sentence)
+    objections = restart_steps.objections(every, wanted, routers)
+    found = command.check_objections(objections, options)
+    if options.dry_run:
+        return _planned(wanted, found)
+    restarted = []
+    reachable = [step for step in wanted if step.reachable]
+    for number, step in enumerate(reachable, 1):
+        began = time.monotonic()
+        place = f"{number}/{len(reachable)} {step.role} {step.address}"
+        report(options, f"{place} drains")
+        await _restart(step, cluster, fleet, addresses, options.timeout)
+        took_s = time.monotonic() - began
+        report(options, f"{place} is back after {took_s:.1f} s")
+        restarted.append({**_of(step), "seconds": took_s})
+    return Result("", {"restarted": restarted})
+
+
+async def _restart(
+    step: RestartStep,
+    cluster: GetClusterResponse,
+    fleet: Fleet,
+    routers: Sequence[str],
+    longest_s: float,
+) -> None:
+    """Restart one process and wait until its successor serves."""
+    if step.node is None:
+        since = time.monotonic()
+        await fleet.drain_router(step.address, in_turn=step.processes > 1)
+        await fleet.until_router_back(step.address, since, longest_s)
+        return
+    pairs = frozenset(pair for pair in paired(cluster) if step.address in pair)
+    await fleet.drain_node(step.address)
+    await fleet.until_ended(routers[0], step.node, longest_s)
+    await fleet.until_back(routers, step.node, pairs, longest_s)
+
+
+def _at(address: str, steps: Sequence[RestartStep]) -> RestartStep:
+    """Return the step of the process at this address. Raises UnfinishedRestart if there is none."""
+    for step in steps:
+        if step.address == address:
+            return step
+    known = ", ".join(f"{step.role} {step.address}" for step in steps)
+    raise UnfinishedRestart(f"the router knows no process at {address}. It knows {known}")
+
+
+def _of(step: RestartStep) -> dict[str, Any]:
+    return {"role": step.role, "address": step.address}
+
+
+def _planned(steps: Sequence[RestartStep], objections: Sequence[str]) -> Result:
+    listed = [{**_of(step), "effect": step.remark} for step in steps]
+    return Result("", {"steps": listed, "warnings": list(objections)})
+
+
+DRAINS = {
+    "nodes drain": Operation(
+        details="The process accepts no new requests. Its requests finish or continue elsewhere, "
+        "and it ends. Its supervisor (`baton up`, Kubernetes, a service manager) may start it "
+        "again. To remove a node, first remove it from the node list of the router.",
+        undone="the process has not ended",
+        add_flags=_add_drain,
+        work=_drain,
+    ),
+    "nodes set-role": Operation(
+        details="The node keeps its weights, its prefix cache and its address. Its requests finish "
+        "or continue elsewhere. When its process is restarted, it has its first role again.",
+        undone="the node has not changed its role",
+        add_flags=_add_set_role,
+        work=_set_role,
+    ),
+    "rollout": Operation(
+        details="Each process is drained, and its supervisor (`baton up`, Kubernetes, a service "
+        "manager) starts it again. The next one is drained once it is ready and paired as before. "
+        "No request fails if there are two nodes of each role and two routers or router processes.",
+        undone="a process does not return, or requests could fail. No further process is drained",
+        add_flags=_add_rollout,
+        work=_rollout,
+    ),
+}

@@ -1,0 +1,149 @@
+"""`baton status` and the lists, against a stub router."""
+
+import contextlib
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+from aiohttp import web
+
+from cli.client import UnfinishedRestart
+from cli.operating.__main__ import OPERATIONS, parser
+from cli.operating.command import Result, json_text, with_fleet
+from common import rpc
+from common.errors import NodeUnavailable
+from protos import router_pb2_grpc
+from protos.router_pb2 import ClusterNode, GetClusterResponse, RouterState
+
+PREFILL = ClusterNode(role="prefill", address="a:1", state="ready", queues={"waiting": 2})
+DECODE = ClusterNode(
+    role="decode",
+    address="b:2",
+    state="ready",
+    pages={"free": 6, "cache": 1, "request": 3},
+    weights=b"\x0a\x0b",
+)
+PAUSED = ClusterNode(role="decode", address="c\x1b:3", state="paused")
+READY = RouterState(state="ready", model="m", live_requests=3, max_requests=8, processes=1)
+MODEL = {"id": "m", "parent": None, "max_model_len": 64}
+HTTP = {
+    "/v1/models": {"data": [MODEL, {"id": "sql", "parent": "m", "max_model_len": 64}]},
+    "/requests": {
+        "requests": [
+            {
+                "id": "r1",
+                "label": None,
+                "outcome": "live",
+                "arrived": 1.0,
+                "seconds": 0.5,
+                "prompt_tokens": 7,
+                "completion_tokens": 2,
+                "decode": "b:2",
+            }
+        ]
+    },
+}
+
+
+class StubRouter(router_pb2_grpc.RouterServicer):
+    def __init__(self, answer: GetClusterResponse | Exception) -> None:
+        self._answer = answer
+
+    async def GetCluster(self, request, context):
+        if isinstance(self._answer, Exception):
+            raise self._answer
+        return self._answer
+
+
+@contextlib.asynccontextmanager
+async def _grpc(answer: GetClusterResponse | Exception) -> AsyncIterator[str]:
+    server = rpc.make_server()
+    port = rpc.bind(server, "127.0.0.1", 0)
+    rpc.add_service(server, router_pb2_grpc.add_RouterServicer_to_server, StubRouter(answer))
+    await server.start()
+    try:
+        yield f"--router=127.0.0.1:{port}"
+    finally:
+        await rpc.stop(server, 0.0)
+
+
+@contextlib.asynccontextmanager
+async def _http(keys: list[str]) -> AsyncIterator[str]:
+    async def respond(request: web.Request) -> web.Response:
+        keys.append(request.headers.get("authorization", ""))
+        if request.path not in HTTP:
+            return web.json_response({"error": {"message": "no such path"}}, status=404)
+        return web.json_response(HTTP[request.path])
+
+    runner = web.ServerRunner(web.Server(respond))
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"--url=http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+async def _run(name: str, *arguments: str) -> Result:
+    options = parser(name).parse_args(arguments)
+    return await with_fleet(options, OPERATIONS[name].work)
+
+
+@pytest.mark.parametrize(
+    "router, nodes, code",
+    [
+        (READY, [PREFILL, DECODE], 0),
+        (READY, [PREFILL, DECODE, PAUSED], 1),
+        (RouterState(state="not ready", reason="no decode node"), [], 1),
+    ],
+)
+async def test_status_exits_with_1_unless_all_are_ready(router, nodes, code):
+    async with _grpc(GetClusterResponse(router=router, nodes=nodes)) as flag:
+        result = await _run("status", flag)
+    assert result.code == code
+    assert f"router    {flag.removeprefix('--router=')} {router.state}" in result.text
+    assert ("no decode node" in result.text) == bool(router.reason)
+    assert ("paused" in result.text) == (PAUSED in nodes)
+    assert json.loads(json_text(result.data))["router"]["state"] == router.state
+
+
+async def test_lists_of_nodes_are_aligned_and_safe_for_terminals():
+    async with _grpc(GetClusterResponse(router=READY, nodes=[PREFILL, DECODE, PAUSED])) as flag:
+        nodes, weights = await _run("nodes list", flag), await _run("weights list", flag)
+    header, prefill, decode, paused = nodes.text.splitlines()
+    assert prefill.split()[:4] == ["prefill", "a:1", "ready", "2"]
+    assert decode[header.index("PAGES") :].startswith("3 of 10")
+    assert "\x1b" not in paused
+    assert [line.split()[2] for line in weights.text.splitlines()[1:3]] == ["of", "0a0b"]
+    assert weights.data["nodes"][1]["weights"] == "0a0b"
+
+
+async def test_lists_of_the_http_port_send_the_api_key(monkeypatch):
+    monkeypatch.setenv("BATON_API_KEY", "k1")
+    keys: list[str] = []
+    async with _http(keys) as flag:
+        requests = await _run("requests list", flag)
+        models = await _run("models list", flag)
+        adapters = await _run("adapters list", flag)
+    assert requests.text.splitlines()[1].split()[:3] == ["r1", "-", "live"]
+    assert requests.data == HTTP["/requests"]
+    assert [line.split()[0] for line in models.text.splitlines()] == ["NAME", "m", "sql"]
+    assert [model["id"] for model in adapters.data] == ["sql"]
+    assert keys == ["Bearer k1"] * 3
+
+
+async def test_an_error_of_the_http_port_is_its_message(monkeypatch):
+    monkeypatch.setitem(HTTP, "/requests", None)
+    monkeypatch.delitem(HTTP, "/requests")
+    async with _http([]) as flag:
+        with pytest.raises(UnfinishedRestart, match="404: no such path"):
+            await _run("requests list", flag)
+    with pytest.raises(UnfinishedRestart, match="--url"):
+        await _run("requests list", "--url=127.0.0.1")
+
+
+async def test_a_router_that_responds_is_not_reported_as_stopped():
+    async with _grpc(NodeUnavailable("no decode node is ready")) as flag:
+        with pytest.raises(UnfinishedRestart, match="UNAVAILABLE: no decode node is ready"):
+            await _run("status", flag)
