@@ -71,7 +71,7 @@ class DecodeNode(decode_pb2_grpc.DecodeNodeServicer, node_pb2_grpc.NodeServicer)
         async def reading() -> None:
             async for message in messages:
                 for submit in message.submits:
-                    fresh[submit.request] = submit.sampling.max_tokens
+                    fresh[submit.number] = submit.request.sampling.max_tokens
                 for number in message.cancels:
                     left.pop(number, None)
                     fresh.pop(number, None)
