@@ -3,6 +3,7 @@
 The order matters: a caller that uses a host name of another owner learns nothing else.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from aiohttp import web
@@ -17,7 +18,6 @@ from api.dialect.problems import ANTHROPIC, OPENAI, ApiError
 from api.http.answers import whole
 from api.http.request import Check, HttpRequest
 from api.http.shared import HttpPeer
-from api.key_connections import KeyConnections
 from common.errors import RateLimited, ServingError
 from router.metrics import RouterMetrics
 
@@ -104,3 +104,33 @@ def _authorization(request: HttpRequest) -> str:
     """Return the request's authorization. Anthropic's clients send only a key, in x-api-key."""
     key = request.header("x-api-key")
     return request.header("authorization") or (f"Bearer {key}" if key else "")
+
+
+class KeyConnections:
+    """Open connections by key. For one event loop."""
+
+    def __init__(self) -> None:
+        self._shown: dict[HttpPeer, set[str]] = {}  # names of clients by connection
+        self._open: Counter[str] = Counter()  # number of connections by name of client
+
+    def admit(self, client: Client, connection: HttpPeer) -> None:
+        """Count a connection for a client.
+
+        Raises:
+            RateLimited: the client has as many other open connections as allowed.
+        """
+        allowed = client.limits.connections
+        shown = self._shown.get(connection, set())
+        if allowed is None or client.name in shown:
+            return
+        if self._open[client.name] >= allowed:
+            client.usage.refused()
+            raise RateLimited(f"this key has {allowed} open connections, as many as it may have")
+        self._shown[connection] = {*shown, client.name}
+        self._open[client.name] += 1
+
+    def closed(self, connection: HttpPeer) -> None:
+        for name in self._shown.pop(connection, ()):
+            self._open[name] -= 1
+            if not self._open[name]:
+                del self._open[name]

@@ -3,8 +3,9 @@
 This module has the descriptions of fields. Their types come from the records.
 """
 
-from collections.abc import Mapping
-from typing import Any
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -24,6 +25,7 @@ from api.pooling.rerank import RerankFields, RerankResponse
 from api.pooling.scores import ScoreFields, ScoreList
 
 Schema = dict[str, Any]
+Record: TypeAlias = type[msgspec.Struct]
 
 FIELDS: Mapping[str, str] = {
     "model": "One that `/v1/models` names: the model, which it is where this is absent, or a LoRA "
@@ -139,27 +141,6 @@ REQUESTS = (
     ScoreFields,
     RerankFields,
 )
-_BESIDE = (
-    ResponseFields,
-    MessagesFields,
-    CountTokensFields,
-    TokenCount,
-    NativeFields,
-    NativeResponse,
-    TokenizeFields,
-    Tokenized,
-    DetokenizeFields,
-    Detokenized,
-    EmbeddingFields,
-    EmbeddingList,
-    ScoreFields,
-    ScoreList,
-    RerankFields,
-    RerankResponse,
-    LoadFields,
-    UnloadFields,
-    *(fields for _, fields in COMMANDS.values()),
-)
 _OF_TOKENS = ("400", "401", "404", "413", "429", "504")
 _OTHERS = (
     "Absent and null mean the same. A field that is not listed is refused by name, unless it "
@@ -202,27 +183,96 @@ _PROBLEMS: Mapping[str, str] = {
     "503": "No usable pair of nodes, or the router is shutting down; see Retry-After.",
     "504": "The request's total budget is spent.",
 }
+# Summary, request, choice and streamed choice by path.
+_GENERATIONS: Mapping[str, tuple[str, Record, Record, Record]] = {
+    "/v1/completions": (
+        "Completes a prompt.",
+        CompletionFields,
+        CompletionChoice,
+        CompletionChoice,
+    ),
+    "/v1/chat/completions": ("Answers in a chat.", ChatFields, ChatChoice, ChunkChoice),
+}
+# Summary, request, response and statuses by path.
+_POSTS: Mapping[str, tuple[str, Record, Any, Iterable[str]]] = {
+    "/v1/responses": (
+        "Answers in a chat, in the newer form. Nothing is stored; with `stream` the answer is its "
+        "events.",
+        ResponseFields,
+        {"type": "object", "description": "OpenAI's `response`."},
+        _PROBLEMS,
+    ),
+    "/v1/messages": (
+        "Answers in a chat, in Anthropic's form; with `stream` the answer is its events.",
+        MessagesFields,
+        {"type": "object", "description": "Anthropic's `message`."},
+        _PROBLEMS,
+    ),
+    "/v1/messages/count_tokens": (
+        "How many tokens a prompt of Anthropic's form has.",
+        CountTokensFields,
+        TokenCount,
+        _OF_TOKENS,
+    ),
+    "/generate": (
+        "Generates, in SGLang's own form. A list of prompts, or `n`, makes a list of answers; an "
+        "event of a stream has all of its answer so far.",
+        NativeFields,
+        NativeResponse,
+        _PROBLEMS,
+    ),
+    "/tokenize": (
+        "Token ids of a prompt, of several, or of a conversation.",
+        TokenizeFields,
+        Tokenized,
+        _OF_TOKENS,
+    ),
+    "/detokenize": ("The text of token ids.", DetokenizeFields, Detokenized, _OF_TOKENS),
+    "/v1/embeddings": (
+        "Embeddings of texts, made by prefill nodes.",
+        EmbeddingFields,
+        EmbeddingList,
+        _PROBLEMS,
+    ),
+    "/v1/score": (
+        "How well texts go together; or with `query`, `items`, `label_token_ids`, in SGLang's "
+        "form, how likely these tokens are to follow. `/score`, too.",
+        ScoreFields,
+        ScoreList,
+        _PROBLEMS,
+    ),
+    "/v1/rerank": (
+        "Documents in the order in which they suit a query; `/rerank`, too.",
+        RerankFields,
+        RerankResponse,
+        _PROBLEMS,
+    ),
+}
+# Summary, request and statuses by path.
+_COMMANDS: Mapping[str, tuple[str, Record, Iterable[str]]] = {
+    "/v1/load_lora_adapter": ("Has all nodes load a LoRA adapter.", LoadFields, ("400",)),
+    "/v1/unload_lora_adapter": ("Has all nodes unload one.", UnloadFields, ("400", "404")),
+    **{path: (*command, ("400", "409")) for path, command in COMMANDS.items()},
+}
 
 
 def document(version: str) -> Schema:
     """Return the whole OpenAPI 3.1 document. `version` is Baton's."""
-    records, components = msgspec.json.schema_components(
-        [
-            CompletionFields,
-            ChatFields,
-            CompletionChoice,
-            ChatChoice,
-            ChunkChoice,
-            OpenAiUsage,
-            *_BESIDE,
-        ],
-        ref_template="#/components/schemas/{name}",
+    records = [
+        *(record for _, *each in _GENERATIONS.values() for record in each),
+        *(record for _, fields, answer, _ in _POSTS.values() for record in (fields, answer)),
+        *(fields for _, fields, _ in _COMMANDS.values()),
+        OpenAiUsage,
+    ]
+    types = [*dict.fromkeys(record for record in records if isinstance(record, type))]
+    found, components = msgspec.json.schema_components(
+        types, ref_template="#/components/schemas/{name}"
     )
-    completion, chat, text_choice, chat_choice, chunk_choice, usage, *beside = records
-    response, message, to_count, counted, native, generated = beside[:6]
-    tokenize, tokenized, detokenize, detokenized = beside[6:10]
-    embed, embedded, score, scored, rerank, reranked, load, unload = beside[10:18]
-    commands = zip(COMMANDS.items(), beside[18:], strict=True)
+    schemas = dict(zip(types, found, strict=True))
+
+    def of(record: Any) -> Schema:
+        return schemas[record] if isinstance(record, type) else record
+
     for record in REQUESTS:
         components[record.__name__]["description"] = _OTHERS
         for name, field in components[record.__name__]["properties"].items():
@@ -236,124 +286,44 @@ def document(version: str) -> Schema:
             "description": "OpenAI's API for text, and what operators ask of a router.",
         },
         "paths": {
-            "/v1/completions": {
-                "post": _generation(
-                    "Completes a prompt.", completion, text_choice, text_choice, usage
-                )
-            },
-            "/v1/chat/completions": {
-                "post": _generation("Answers in a chat.", chat, chat_choice, chunk_choice, usage)
-            },
-            "/v1/responses": {
-                "post": _posted(
-                    "Answers in a chat, in the newer form. Nothing is stored; with `stream` the "
-                    "answer is its events.",
-                    response,
-                    {"type": "object", "description": "OpenAI's `response`."},
-                    *_PROBLEMS,
-                )
-            },
-            "/v1/messages": {
-                "post": _posted(
-                    "Answers in a chat, in Anthropic's form; with `stream` the answer is its "
-                    "events.",
-                    message,
-                    {"type": "object", "description": "Anthropic's `message`."},
-                    *_PROBLEMS,
-                )
-            },
-            "/v1/messages/count_tokens": {
-                "post": _posted(
-                    "How many tokens a prompt of Anthropic's form has.",
-                    to_count,
-                    counted,
-                    *_OF_TOKENS,
-                )
-            },
-            "/generate": {
-                "post": _posted(
-                    "Generates, in SGLang's own form. A list of prompts, or `n`, makes a list of "
-                    "answers; an event of a stream has all of its answer so far.",
-                    native,
-                    generated,
-                    *_PROBLEMS,
-                )
-            },
-            "/tokenize": {
-                "post": _posted(
-                    "Token ids of a prompt, of several, or of a conversation.",
-                    tokenize,
-                    tokenized,
-                    *_OF_TOKENS,
-                )
-            },
-            "/detokenize": {
-                "post": _posted("The text of token ids.", detokenize, detokenized, *_OF_TOKENS)
-            },
-            "/v1/embeddings": {
-                "post": _posted(
-                    "Embeddings of texts, made by prefill nodes.", embed, embedded, *_PROBLEMS
-                )
-            },
-            "/v1/score": {
-                "post": _posted(
-                    "How well texts go together; or with `query`, `items`, `label_token_ids`, in "
-                    "SGLang's form, how likely these tokens are to follow. `/score`, too.",
-                    score,
-                    scored,
-                    *_PROBLEMS,
-                )
-            },
-            "/v1/rerank": {
-                "post": _posted(
-                    "Documents in the order in which they suit a query; `/rerank`, too.",
-                    rerank,
-                    reranked,
-                    *_PROBLEMS,
-                )
-            },
-            "/version": {"get": _plain("Which version of Baton this is.", "401")},
-            "/get_model_info": {
-                "get": _plain("The model, in SGLang's format. Also `/model_info`.", "401")
-            },
-            "/get_server_info": {
-                "get": _plain("The server, in SGLang's format. Also `/server_info`.", "401")
-            },
-            "/v1/models": {"get": _plain("The model that is served, and its adapters.", "401")},
-            "/v1/load_lora_adapter": {
-                "post": _command("Has all nodes load a LoRA adapter.", load, "400")
-            },
-            "/v1/unload_lora_adapter": {
-                "post": _command("Has all nodes unload one.", unload, "400", "404")
+            **{
+                path: {"post": _generation(summary, *map(of, some), of(OpenAiUsage))}
+                for path, (summary, *some) in _GENERATIONS.items()
             },
             **{
-                path: {"post": _command(summary, fields, "400", "409")}
-                for (path, (summary, _)), fields in commands
+                path: {"post": _posted(summary, of(fields), of(answer), *problems)}
+                for path, (summary, fields, answer, problems) in _POSTS.items()
             },
-            "/v1/models/{model}": {
-                "parameters": [_in_path("model")],
-                "get": _plain("The same, by its name.", "401", "404"),
+            **{
+                path: {"post": _command(summary, of(fields), *problems)}
+                for path, (summary, fields, problems) in _COMMANDS.items()
             },
-            "/cluster": {
-                "get": _for_operators("The nodes, their pages, queues, counters and links.")
-            },
-            "/requests": {"get": _for_operators("Requests under way and the last that ended.")},
-            "/requests/{id}": {
-                "parameters": [_in_path("id")],
-                "get": _for_operators("Where the time of one request went, by phase.", "404"),
-            },
-            "/requests/{id}/events": {
-                "parameters": [_in_path("id")],
-                "get": _for_operators("Events of one request on all processes.", "404"),
-            },
-            "/health": {"get": _for_anybody("The process lives.")},
-            "/ready": {"get": _for_anybody("A request could be placed now.", "503")},
-            "/metrics": {"get": _for_operators("Prometheus metrics, as text.")},
-            "/openapi.json": {"get": _plain("This document.", "401")},
+            **_gets(),
         },
         "components": {"schemas": components, "securitySchemes": _KEYS},
         "security": [{"key": []}, {}],
     }
+
+
+def _gets() -> Schema:
+    operations = {
+        "/version": _plain("Which version of Baton this is.", "401"),
+        "/get_model_info": _plain("The model, as SGLang tells it; `/model_info`, too.", "401"),
+        "/get_server_info": _plain("The server, as SGLang tells it; `/server_info`, too.", "401"),
+        "/v1/models": _plain("The model that is served, and its adapters.", "401"),
+        "/v1/models/{model}": _plain("The same, by its name.", "401", "404"),
+        "/cluster": _for_operators("The nodes, their pages, queues, counters and links."),
+        "/requests": _for_operators("Requests under way and the last that ended."),
+        "/requests/{id}": _for_operators("Where the time of one request went, by phase.", "404"),
+        "/requests/{id}/events": _for_operators(
+            "What happened to one request, on all programs.", "404"
+        ),
+        "/health": _for_anybody("The process lives."),
+        "/ready": _for_anybody("A request could be placed now.", "503"),
+        "/metrics": _for_operators("Prometheus metrics, as text."),
+        "/openapi.json": _plain("This document.", "401"),
+    }
+    return {path: {**_parameters(path), "get": get} for path, get in operations.items()}
 
 
 def _generation(
@@ -418,8 +388,11 @@ def _for_anybody(summary: str, *problems: str) -> Schema:
     return {**_plain(summary, *problems), "security": []}
 
 
-def _in_path(name: str) -> Schema:
-    return {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+def _parameters(path: str) -> Schema:
+    """Return the parameters within a path, {} if it has none."""
+    common = {"in": "path", "required": True, "schema": {"type": "string"}}
+    names = re.findall("{(.*?)}", path)
+    return {"parameters": [{"name": name, **common} for name in names]} if names else {}
 
 
 def _problems(*statuses: str) -> Schema:

@@ -15,7 +15,6 @@ import msgspec
 from api.dialect import unknown_fields
 from api.dialect.ignored_fields import IGNORED, IgnoredFields, asks_nothing
 from api.dialect.problems import ApiError, fields_of
-from api.dialect.structure import check_structure
 from api.dialect.unknown_fields import FieldShape, Ignored, UnknownField
 from api.http.request import HttpRequest
 
@@ -27,7 +26,13 @@ _MISSING = re.compile(r"missing required field `(.*?)`")
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _VALUE = msgspec.json.Decoder(object)
 _UNPRINTABLE = re.compile(r"[^\w.\[\]-]", re.ASCII)  # in a header
-_MAX_NAMED = 16
+_MAX_LISTED = 16  # ignored fields in the header
+# Limit of texts, objects and lists, keys included. A conversation of 4096 messages with some parts
+# each and hundreds of tools has fewer. Decoding this many takes 50 ms.
+MAX_NAMED = 1 << 16
+# Limit of all other values, which are token ids. A prompt of a million takes 100 ms, and twice that
+# if the body has fields to be left out.
+MAX_NUMBERS = 1 << 20
 
 
 def take_json(request: HttpRequest) -> bytes:
@@ -50,8 +55,8 @@ def take_json(request: HttpRequest) -> bytes:
 def name_ignored(request: HttpRequest, ignored: Sequence[str]) -> None:
     """Name the ignored fields in a header of the response."""
     if ignored:
-        named = ", ".join(_UNPRINTABLE.sub("?", path) for path in ignored[:_MAX_NAMED])
-        more = ", ..." if len(ignored) > _MAX_NAMED else ""
+        named = ", ".join(_UNPRINTABLE.sub("?", path) for path in ignored[:_MAX_LISTED])
+        more = ", ..." if len(ignored) > _MAX_LISTED else ""
         request.answer_headers += (("baton-ignored-fields", named + more),)
 
 
@@ -146,7 +151,7 @@ def _meant(found: Iterator[UnknownField], ignored: list[str]) -> Iterator[Unknow
     for stranger in found:
         if not stranger.ignored:
             yield stranger
-        elif len(ignored) <= _MAX_NAMED:
+        elif len(ignored) <= _MAX_LISTED:
             ignored.append(stranger.path)
 
 
@@ -161,3 +166,30 @@ def _wrong_type(message: str) -> ApiError:
     if where is None:
         return ApiError(400, f"the body is wrong: {message}")
     return ApiError(400, f"{path}: {message[: where.start()]}", param=path)
+
+
+def check_structure(body: bytes) -> None:
+    """Check the number of values in a body before it is decoded.
+
+    Two bytes of JSON become an object of a hundred bytes. A body of megabytes of empty lists takes
+    seconds and hundreds of megabytes to decode, on the event loop. Counting the bytes that separate
+    values takes a few milliseconds. The count does not check that the body is valid JSON.
+
+    Raises:
+        ApiError: the body has more values than any valid request.
+    """
+    if len(body) <= MAX_NAMED or _fits(body):
+        return
+    # A text may contain any of these bytes, so only bytes outside of texts count.
+    unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    if unescaped.count(b'"') > 2 * MAX_NAMED or not _fits(b'""'.join(unescaped.split(b'"')[::2])):
+        raise ApiError(
+            413,
+            f"the body has too many values: at most {MAX_NAMED} texts, lists and objects and "
+            f"{MAX_NUMBERS} numbers are taken",
+        )
+
+
+def _fits(body: bytes) -> bool:
+    named = body.count(b'"') // 2 + body.count(b"[") + body.count(b"{")
+    return named <= MAX_NAMED and body.count(b",") <= MAX_NAMED + MAX_NUMBERS

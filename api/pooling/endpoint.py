@@ -1,7 +1,7 @@
 """One HTTP request for embeddings or scores, from its body to its response."""
 
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Annotated, Generic, TypeVar
+from typing import Annotated, Generic, TypeAlias, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -34,6 +34,10 @@ class PoolingFields(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
 
 
+# Returns the response body. Raises ApiError or ServingError.
+PoolingAnswer: TypeAlias = Callable[[F, PoolingCaller, RequestOrigin], Awaitable[bytes]]
+
+
 class PoolingUsage(msgspec.Struct):
     prompt_tokens: int
     total_tokens: int
@@ -46,7 +50,7 @@ class PoolingEndpoint(Generic[F]):
         self,
         fields: type[F],
         unsupported: Mapping[str, IgnoredFields],
-        answer: Callable[[F, PoolingCaller, RequestOrigin], Awaitable[bytes]],
+        answer: PoolingAnswer[F],
         metrics: RouterMetrics,
         begin: Begin,
         *,

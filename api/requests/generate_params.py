@@ -3,20 +3,54 @@
 Only types are checked, and the length of lists that would have to be copied.
 """
 
+import asyncio
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from enum import Enum
-from typing import Any, ClassVar, Self, TypeAlias
+from typing import Any, ClassVar, Generic, Self, TypeAlias, TypeVar
 
 import msgspec
 
 from api.images.picture import ImageInput
 from api.requests.job import Terms, TokenizedRequest
-from api.requests.once import Once
+from common.errors import ServingError
 from common.requests.images import Image
 from common.requests.sampling import SamplingParams
 
 UNLIMITED = 2**31 - 1  # max_tokens of a request that may fill the context
+
+
+T = TypeVar("T")
+
+
+class Once(Generic[T]):
+    """A result that is computed once. For one event loop."""
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+        self._results: list[T] = []  # at most one
+        self._error: ServingError | None = None
+
+    async def get(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Return the result of the first `work` that completes. All other callers wait for it.
+
+        If the caller is cancelled, the next one does the work. Work that fails is not tried again,
+        so 128 choices cost no more than one.
+
+        Raises:
+            ServingError: the error of that work.
+        """
+        if not self._results:
+            async with self._turn:
+                if self._error is not None:
+                    raise self._error.with_traceback(None)
+                if not self._results:
+                    try:
+                        self._results.append(await work())
+                    except ServingError as error:
+                        self._error = error
+                        raise
+        return self._results[0]
 
 
 class TextPrompt(msgspec.Struct, frozen=True):

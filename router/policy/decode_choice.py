@@ -6,6 +6,7 @@ that no Status includes yet. Among nodes about equally full, the one with faster
 
 import math
 from collections.abc import Sequence
+from typing import TypeVar
 
 from router.policy.choices import DecodeChoice, PrefillChoice
 from router.policy.load import NodeLoad
@@ -17,6 +18,23 @@ _MOST_HALVINGS = 5
 _USUAL_GIB_PER_S = {"nvlink": 200.0, "cuda_ipc": 50.0, "rdma": 20.0, "cma": 8.0, "tcp": 2.0}
 _MOST_GIB_PER_S = 1e6
 _MAX_KNOWN = 1024  # nodes
+
+T = TypeVar("T")
+
+
+class RotatingOrder:
+    """Rotation among nodes that are otherwise equal."""
+
+    def __init__(self) -> None:
+        self._turn = 0
+
+    def rotated(self, items: list[T]) -> list[T]:
+        """Return the items, rotated to another first one at each call."""
+        if len(items) < 2:
+            return items
+        self._turn += 1
+        first = self._turn % len(items)
+        return items[first:] + items[:first]
 
 
 class LeastLoadedDecode:

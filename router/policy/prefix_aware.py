@@ -10,10 +10,9 @@ which then has the prefix too.
 from collections.abc import Sequence
 
 from router.policy.choices import DecodeChoice, PlacementDecision, PlacementKey
-from router.policy.decode_choice import LeastLoadedDecode
+from router.policy.decode_choice import LeastLoadedDecode, RotatingOrder
 from router.policy.load import NodeLoad
 from router.policy.prefix_index import PrefixIndex, PromptPrefixes
-from router.policy.rotating_order import RotatingOrder
 
 # Added to the lowest cost. This value was best in simulations (docs/benchmarks/routing.md). A
 # higher value keeps more prefixes in place but lengthens queues where one prefix dominates.

@@ -6,8 +6,8 @@ Requests without a session, and the first one of a session, go to the least-load
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from router.policy.basic import LeastTokens
 from router.policy.choices import DecodeChoice, PlacementDecision, PlacementKey
-from router.policy.least_tokens import LeastTokens
 from router.policy.load import NodeLoad
 
 MAX_SESSIONS = 1 << 16  # beyond that, the least recently used session is dropped

@@ -3,15 +3,12 @@
 import random
 from collections.abc import Callable
 
+from router.policy.basic import LeastTokens, PowerOfTwo, RandomPolicy, RoundRobin
 from router.policy.consistent_hash import ConsistentHash
 from router.policy.contract import RoutingPolicy
-from router.policy.least_tokens import LeastTokens
 from router.policy.load import NodeLoad
-from router.policy.power_of_two import PowerOfTwo
 from router.policy.prefix_aware import PrefixAware
 from router.policy.prefix_index import PrefixIndex
-from router.policy.random_choice import RandomPolicy
-from router.policy.round_robin import RoundRobin
 from router.policy.session_affinity import SessionAffinity
 
 _POLICIES: dict[str, Callable[[NodeLoad, PrefixIndex, random.Random], RoutingPolicy]] = {

@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from api.dialect.bodies import MAX_NAMED, MAX_NUMBERS, check_structure
 from api.dialect.problems import ApiError
-from api.dialect.structure import MAX_NAMED, MAX_NUMBERS, check_structure
 
 TOOL = {
     "type": "function",

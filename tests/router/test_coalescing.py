@@ -27,7 +27,7 @@ from router.metrics import RouterMetrics
 from router.policy.hints import PrefixHints
 from router.policy.load import NodeLoad
 from router.policy.prefix_index import PrefixIndex
-from router.policy.round_robin import RoundRobin
+from router.policy.basic import RoundRobin
 from router.timelines import TimelineRecorder
 from router.token_buffer import StreamEnd, TokenBuffer
 from tests.api.rig import CONTEXT_LENGTH, VOCABULARY_SIZE, byte_level_tokenizer, eventually

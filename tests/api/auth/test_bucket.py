@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from api.auth.bucket import TokenBucket
+from api.auth.usage import TokenBucket
 
 SECOND = 10**9
 

@@ -11,7 +11,7 @@ from api.auth.api_keys import KeyLimits
 from api.auth.client import Client
 from api.auth.usage import KeyUsage
 from api.http.shared import HttpPeer
-from api.key_connections import KeyConnections
+from api.http_checks import KeyConnections
 from common.config import ClientsConfig
 from common.errors import RateLimited
 from protos.decode_pb2 import FINISH_REASON_STOP
