@@ -1,6 +1,10 @@
-"""All paths of the router's HTTP port."""
+"""All paths of the router's HTTP port, and their handlers."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from aiohttp import web
 
 from api.anthropic.count_tokens import CountTokens
 from api.anthropic.messages import MessagesEndpoint
@@ -9,8 +13,9 @@ from api.dialect.endpoint_call import ApiDialect
 from api.dialect.generation_endpoint import Begin, GenerationEndpoint
 from api.dialect.model_names import ModelNames
 from api.dialect.prompt_endpoint import PromptEndpoint
-from api.http.request import Handler
-from api.http.routes import HttpRoutes
+from api.http.answers import whole
+from api.http.request import Handler, HttpRequest
+from api.http.shared import ErrorBody
 from api.native.generate import NativeEndpoint
 from api.native.tokens import TokenizeEndpoint
 from api.openai.chat import ChatEndpoint
@@ -23,68 +28,154 @@ from api.requests.idempotency import IdempotencyCache
 from api.requests.served_model import ServedModel
 from router.metrics import RouterMetrics
 
+MethodsByPath: TypeAlias = Mapping[str, Mapping[str, Handler]]
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointParts:
+    """The parts that endpoints share.
+
+    Attributes:
+        names: model names that clients may use.
+        begin: see GenerationEndpoint.
+        budget_s: total time limit of a request, in seconds.
+        ignore_unknown: whether to ignore unknown fields of requests.
+    """
+
+    model: ServedModel
+    names: ModelNames
+    metrics: RouterMetrics
+    begin: Begin
+    budget_s: float
+    ignore_unknown: bool
+
+
+class HttpRoutes:
+    """The handler of each request. Without one, a handler that returns 404 or 405."""
+
+    def __init__(
+        self,
+        exact: Mapping[str, Mapping[str, Handler]],
+        below: Mapping[str, Mapping[str, Handler]],
+        error_body: ErrorBody,
+    ) -> None:
+        """
+        Args:
+            exact: handlers by path and method. GET handlers also serve HEAD.
+            below: the same for every path that begins with this one, which ends with "/".
+        """
+        self._exact = exact
+        self._below = below
+        self._error_body = error_body
+
+    @property
+    def paths(self) -> Sequence[str]:
+        """Return every path or path prefix that is served."""
+        return [*self._exact, *self._below]
+
+    def __call__(self, request: HttpRequest) -> Handler:
+        path = request.route
+        methods = self._exact.get(path) or self._methods_below(path)
+        if methods is None:
+            return self._refusing(404, f"there is nothing at {path}")
+        handler = methods.get("GET" if request.method == "HEAD" else request.method)
+        if handler is None:
+            allowed = ", ".join(methods)
+            sentence = f"{path} takes {allowed}, not {request.method}"
+            return self._refusing(405, sentence, (("allow", allowed),))
+        return handler
+
+    def _methods_below(self, path: str) -> Mapping[str, Handler] | None:
+        return next((m for start, m in self._below.items() if path.startswith(start)), None)
+
+    def _refusing(
+        self, status: int, sentence: str, headers: tuple[tuple[str, str], ...] = ()
+    ) -> Handler:
+        async def refuse(_: HttpRequest) -> web.Response:
+            return whole(status, self._error_body(status, sentence), headers=headers)
+
+        return refuse
+
 
 def routes(
+    parts: EndpointParts,
     answers: IdempotencyCache,
     vectors: PoolingService,
-    metrics: RouterMetrics,
-    begin: Begin,
-    *,
-    model: ServedModel,
-    names: ModelNames,
-    budget_s: float,
-    ignore_unknown: bool,
     why_not_ready: Callable[[], str | None],
-    others: Mapping[str, Mapping[str, Handler]],
-    others_below: Mapping[str, Mapping[str, Handler]],
+    *,
+    others: MethodsByPath,
+    others_below: MethodsByPath,
 ) -> HttpRoutes:
     """Return the routes of the HTTP port.
 
     Args:
-        begin: see GenerationEndpoint.
-        names: model names that clients may use.
-        budget_s: total time limit of a request, in seconds.
-        ignore_unknown: whether to ignore unknown fields of requests.
         why_not_ready: returns a sentence, or None if a request could be placed now.
         others: handlers beside OpenAI's API, by path and method.
         others_below: the same for every path that begins with this one.
     """
-    operations = AdminOperations(names, model.limits.context_length, why_not_ready)
-    prompts = PromptEndpoint(begin, budget_s)
-    tokens = TokenizeEndpoint(model, prompts, names=names, ignore_unknown=ignore_unknown)
-    count_tokens = CountTokens(model, prompts, names=names, ignore_unknown=ignore_unknown)
-    chat = ChatEndpoint(model.speech, model.shown, ignore_unknown=ignore_unknown)
-    messages = MessagesEndpoint(model.speech, model.shown, ignore_unknown=ignore_unknown)
-    responses = ResponsesEndpoint(model.speech, model.shown, ignore_unknown=ignore_unknown)
-
-    def generation(dialect: ApiDialect) -> GenerationEndpoint:
-        return GenerationEndpoint(dialect, answers, metrics, begin, names=names)
-
+    operations = AdminOperations(parts.names, parts.model.limits.context_length, why_not_ready)
+    names, ignore_unknown = parts.names, parts.ignore_unknown
     return HttpRoutes(
         {
-            "/v1/completions": {
-                "POST": generation(CompletionsEndpoint(ignore_unknown=ignore_unknown))
-            },
-            "/v1/chat/completions": {"POST": generation(chat)},
-            "/v1/responses": {"POST": generation(responses)},
-            "/v1/messages": {"POST": generation(messages)},
-            "/v1/messages/count_tokens": {"POST": count_tokens},
-            "/generate": {"POST": generation(NativeEndpoint(ignore_unknown=ignore_unknown))},
-            "/tokenize": {"POST": tokens.tokenize},
-            "/detokenize": {"POST": tokens.detokenize},
-            **pooling_routes(vectors, metrics, begin, names=names, ignore_unknown=ignore_unknown),
-            "/version": {"GET": operations.version},
-            "/get_model_info": {"GET": operations.model_info},
-            "/model_info": {"GET": operations.model_info},
-            "/get_server_info": {"GET": operations.server_info},
-            "/server_info": {"GET": operations.server_info},
-            MODELS_PATH: {"GET": operations.models},
-            f"{MODELS_PATH}/": {"GET": operations.models},
-            "/health": {"GET": operations.health},
-            "/ready": {"GET": operations.ready},
-            "/openapi.json": {"GET": operations.openapi},
+            **_generation(parts, answers),
+            **_prompts(parts),
+            **pooling_routes(
+                vectors, parts.metrics, parts.begin, names=names, ignore_unknown=ignore_unknown
+            ),
+            **_operations(operations),
             **others,
         },
         {f"{MODELS_PATH}/": {"GET": operations.model}, **others_below},
         problems.error_body,
     )
+
+
+def _generation(parts: EndpointParts, answers: IdempotencyCache) -> MethodsByPath:
+    ignore_unknown = parts.ignore_unknown
+    model = parts.model.speech, parts.model.shown
+    dialects: Mapping[str, ApiDialect] = {
+        "/v1/completions": CompletionsEndpoint(ignore_unknown=ignore_unknown),
+        "/v1/chat/completions": ChatEndpoint(*model, ignore_unknown=ignore_unknown),
+        "/v1/responses": ResponsesEndpoint(*model, ignore_unknown=ignore_unknown),
+        "/v1/messages": MessagesEndpoint(*model, ignore_unknown=ignore_unknown),
+        "/generate": NativeEndpoint(ignore_unknown=ignore_unknown),
+    }
+    return {
+        path: {
+            "POST": GenerationEndpoint(
+                dialect, answers, parts.metrics, parts.begin, names=parts.names
+            )
+        }
+        for path, dialect in dialects.items()
+    }
+
+
+def _prompts(parts: EndpointParts) -> MethodsByPath:
+    prompts = PromptEndpoint(parts.begin, parts.budget_s)
+    tokens = TokenizeEndpoint(
+        parts.model, prompts, names=parts.names, ignore_unknown=parts.ignore_unknown
+    )
+    count_tokens = CountTokens(
+        parts.model, prompts, names=parts.names, ignore_unknown=parts.ignore_unknown
+    )
+    return {
+        "/v1/messages/count_tokens": {"POST": count_tokens},
+        "/tokenize": {"POST": tokens.tokenize},
+        "/detokenize": {"POST": tokens.detokenize},
+    }
+
+
+def _operations(operations: AdminOperations) -> MethodsByPath:
+    handlers: Mapping[str, Handler] = {
+        "/version": operations.version,
+        "/get_model_info": operations.model_info,
+        "/model_info": operations.model_info,
+        "/get_server_info": operations.server_info,
+        "/server_info": operations.server_info,
+        MODELS_PATH: operations.models,
+        f"{MODELS_PATH}/": operations.models,
+        "/health": operations.health,
+        "/ready": operations.ready,
+        "/openapi.json": operations.openapi,
+    }
+    return {path: {"GET": handler} for path, handler in handlers.items()}

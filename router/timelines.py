@@ -89,9 +89,10 @@ class RequestTimeline(msgspec.Struct, eq=False):
         if self.ended and one is self.giver():
             self.on_told(self)
 
-    def submit(self, decode: str) -> None:
+    def submit(self, decode: str) -> AttemptTimings:
         now = time.monotonic()
         self.submissions.append(AttemptTimings(decode, now, num_tokens=self.completion_tokens))
+        return self.submissions[-1]
 
     def move(self, to: AttemptTimings) -> None:
         """Continue at another decode node, where the request was submitted before."""

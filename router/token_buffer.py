@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from common.errors import NodeUnavailable, ServingError
 from common.requests.logprobs import TokenLogprobs
@@ -21,6 +22,31 @@ class StreamEnd(msgspec.Struct, frozen=True):
     """End of a request at its node."""
 
     finish_reason: str  # "stop" | "length"
+
+
+class NodeOutput(msgspec.Struct, frozen=True):
+    """Output of a decode node for one request.
+
+    Attributes:
+        end: None: the request runs.
+        cached_tokens: prompt tokens that were cached. None: not reported yet.
+        logprobs: of the tokens, if requested.
+        prompt_logprobs: of the prompt's tokens except the first one, if requested.
+        predicted: counts of predicted tokens.
+    """
+
+    token_ids: Sequence[int]
+    end: StreamEnd | None = None
+    cached_tokens: int | None = None
+    logprobs: Sequence[TokenLogprobs] = ()
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
+    predicted: PredictionUsage = NOTHING
+
+    def without(self, num_tokens: int) -> "NodeOutput":
+        """Return the output without its first tokens."""
+        return replace(
+            self, token_ids=self.token_ids[num_tokens:], logprobs=self.logprobs[num_tokens:]
+        )
 
 
 class TokenBuffer:
@@ -39,17 +65,14 @@ class TokenBuffer:
         self.cached_tokens: int | None = None  # cached prompt tokens, from the node's first report
         # Of all prompt tokens except the first, as sent with the first generated token.
         self.prompt_logprobs: Sequence[TokenLogprobs] = ()
-        self.predicted = NOTHING  # predicted tokens since the last `take_predicted`
+        self.predicted = NOTHING  # predicted tokens since the last output
         self._wants_logprobs = wants_logprobs
         self._logprobs: list[TokenLogprobs] = []  # of tokens not taken yet or about to come
         self._room = max_tokens
         self._tokens: list[int] = []
         self._end: StreamEnd | ServingError | None = None
         # Set while the writer waits: its `take` callback and the future it waits for.
-        self._writer: (
-            tuple[Callable[[list[int], StreamEnd | None], Any], asyncio.Future[Any]] | None
-        )
-        self._writer = None
+        self._writer: tuple[Callable[[NodeOutput], Any], asyncio.Future[Any]] | None = None
         self._news: asyncio.Future[None] | None = None
 
     def append(self, token: int) -> bool:
@@ -72,15 +95,6 @@ class TokenBuffer:
         """Add the log-probabilities of the tokens that are appended next."""
         if self._wants_logprobs:
             self._logprobs += logprobs[: self._room]
-
-    def take_logprobs(self, num_tokens: int) -> Sequence[TokenLogprobs]:
-        """Return the log-probabilities of tokens just taken. Empty if they are not requested."""
-        taken, self._logprobs = self._logprobs[:num_tokens], self._logprobs[num_tokens:]
-        return taken
-
-    def take_predicted(self) -> PredictionUsage:
-        taken, self.predicted = self.predicted, NOTHING
-        return taken
 
     def end(self, end: StreamEnd | ServingError) -> None:
         """Record the end. Only the first one counts."""
@@ -120,8 +134,8 @@ class TokenBuffer:
             self._news = asyncio.get_running_loop().create_future()
             await self._news
 
-    async def taken(self, take: Callable[[list[int], StreamEnd | None], T | None]) -> T:
-        """Call `take` with waiting tokens, and with the end, until it returns a result.
+    async def taken(self, take: Callable[[NodeOutput], T | None]) -> T:
+        """Call `take` with waiting output until it returns a result.
 
         `take` is called at once and at each change. It returns None to wait for more, but must
         return a result with the end. After that, this must not be called again. Only one writer may
@@ -143,13 +157,22 @@ class TokenBuffer:
         finally:
             self._writer = None
 
-    def _next(self, take: Callable[[list[int], StreamEnd | None], T | None]) -> T | None:
-        end = self._end
-        if self._tokens or isinstance(end, StreamEnd):
-            tokens, self._tokens = self._tokens, []
-            result = take(tokens, end if isinstance(end, StreamEnd) else None)
+    def _next(self, take: Callable[[NodeOutput], T | None]) -> T | None:
+        error = self._end if isinstance(self._end, ServingError) else None
+        if self._tokens or (self._end is not None and error is None):
+            result = take(self._output())
             if result is not None:
                 return result
-        if isinstance(end, ServingError):
-            raise end
+        if error is not None:
+            raise error
         return None
+
+    def _output(self) -> NodeOutput:
+        """Take all waiting output."""
+        tokens, self._tokens = self._tokens, []
+        logprobs, self._logprobs = self._logprobs[: len(tokens)], self._logprobs[len(tokens) :]
+        predicted, self.predicted = self.predicted, NOTHING
+        end = self._end if isinstance(self._end, StreamEnd) else None
+        return NodeOutput(
+            tokens, end, self.cached_tokens, logprobs, self.prompt_logprobs, predicted
+        )

@@ -18,7 +18,7 @@ from api.admin.router_state import MergedState
 from api.http.answers import whole
 from api.http.request import HttpRequest
 from protos import router_pb2
-from router.cluster.survey import ClusterState, NodeReport
+from router.cluster.cluster_state import ClusterState, NodeReport
 
 REUSE_S = 0.25
 
@@ -26,15 +26,15 @@ REUSE_S = 0.25
 class ClusterReport:
     """Builder of the cluster report. For one event loop."""
 
-    def __init__(self, survey: ClusterState, router: MergedState, plans: Plans) -> None:
-        self._survey = survey
+    def __init__(self, state: ClusterState, router: MergedState, plans: Plans) -> None:
+        self._state = state
         self._router = router
         self._plans = plans
 
     async def make(self) -> router_pb2.GetClusterResponse:
         """Query all nodes and the other processes of this router, within 2 s."""
         reports, router, plan = await asyncio.gather(
-            self._survey.look(), self._router.now(), self._plans.now()
+            self._state.look(), self._router.now(), self._plans.now()
         )
         began = self._router.began
         return router_pb2.GetClusterResponse(

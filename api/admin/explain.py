@@ -14,7 +14,7 @@ from api.requests.validation import MAX_LABEL_CHARACTERS
 from common.errors import InvalidRequest, NodeUnavailable, NotFound
 from common.requests.request_trace import event_to_proto
 from protos.router_pb2 import ExplainedEvent, ExplainingNode, ExplainResponse
-from router.cluster.inquiry import DescribeResult, NodeDescriber
+from router.cluster.cluster_state import DescribeResult, NodeDescriber
 from router.timelines import TimelineRecorder
 from router.workers.asking import SiblingProcesses
 

@@ -35,24 +35,24 @@ class LocalMigrations:
 
     def movable(self, source: str) -> list[str]:
         """Return ids of requests at a node that can migrate, up to a limit."""
-        here = (guest for guest in self._cluster.guests() if guest.address == source)
-        return [guest.request_id for guest in here if guest.movable][:_MOST_NAMED]
+        here = (each for each in self._cluster.migratable() if each.address == source)
+        return [each.request_id for each in here if each.movable][:_MOST_NAMED]
 
     async def move(self, request_id: str, target: str) -> MigrationResult | None:
         """Migrate a request, within MOVE_S. Return None if no such request runs in this process."""
-        for guest in self._cluster.guests():
-            if guest.request_id == request_id:
+        for running in self._cluster.migratable():
+            if running.request_id == request_id:
                 break
         else:
             return None
-        source = guest.address
-        if not guest.movable:
+        source = running.address
+        if not running.movable:
             return MigrationResult(
                 source, "", "it has no token yet, or is being moved, or was just now"
             )
         if source == target:
             return MigrationResult(source, "", "it runs there")
-        task = guest.move(target)
+        task = running.migrate(target)
         await asyncio.wait({task}, timeout=MOVE_S)
         if not task.done():
             return MigrationResult(source, "", "it is still on its way")

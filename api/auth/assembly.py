@@ -20,10 +20,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Clients:
+    """Authentication and limits of clients.
+
+    Attributes:
+        has_secret: whether the router has the cluster secret.
+    """
+
     guard: ApiKeyGuard
     keyring: ApiKeys | None
     hosts: AllowedHosts
     cors: Cors
+    has_secret: bool
 
     async def keep_up(self) -> None:
         """Watch the file of keys, if there is one. Never returns."""
@@ -57,6 +64,7 @@ def make_clients(config: RouterConfig, metrics: RouterMetrics) -> Clients:
         keyring=keyring,
         hosts=AllowedHosts(host, config.clients.allowed_hosts),
         cors=Cors(config.clients.cors_origins),
+        has_secret=held is not None,
     )
 
 

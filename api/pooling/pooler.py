@@ -12,7 +12,6 @@ from api.requests import namespaces, validation
 from api.requests.deadline import DeadlineScope
 from api.requests.limiter import RequestLimiter, new_request_id
 from api.requests.pooled import MAX_TOKENS, PoolingRequest, PoolingResult
-from api.requests.record import RequestRecords
 from api.requests.served_model import ServedModel
 from api.text.limits import check_vocabulary
 from common.errors import EngineDied, InvalidRequest, NodeUnavailable, Overloaded
@@ -21,6 +20,7 @@ from protos import pooling_pb2
 from router.cluster.pooling_nodes import PoolingNodes
 from router.policy.backlogs import RequestDue
 from router.policy.choices import PlacementKey
+from router.record import RequestRecords
 
 # Limits of one call to a node. The prompts of one request may be computed on several nodes.
 MAX_CALL_PROMPTS = 32
@@ -67,7 +67,7 @@ class Pooler:
         """
         request_id = wanted.request_id or new_request_id()
         label = wanted.label[: validation.MAX_LABEL_CHARACTERS]
-        with self._records.begin(request_id, label, client, traceparent) as record:
+        with self._records.begin(request_id, label, client.name, traceparent) as record:
             validation.check_label(wanted.label)
             budget_s = validation.budget_s(wanted.timeout_s, self._budget_s)
             with DeadlineScope(budget_s) as deadline:

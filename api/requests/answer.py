@@ -10,7 +10,7 @@ from api.text.detokenizer import Detokenizer
 from api.text.stops import StopConditions
 from common.requests.logprobs import TokenLogprobs
 from common.requests.prediction import NOTHING, PredictionUsage
-from router.token_buffer import StreamEnd
+from router.token_buffer import NodeOutput, StreamEnd
 
 
 class TokenUsage(msgspec.Struct, frozen=True):
@@ -46,6 +46,28 @@ class FinalChunk(OutputChunk, frozen=True):
     cached_tokens: int  # prompt tokens, for the router's own metrics
 
 
+class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The parts of a request that decide the form of its response.
+
+    Attributes:
+        min_tokens: text of that many first tokens completes no stop.
+        tells_cached_tokens: whether usage has the cached tokens of the prompt.
+        tells_tokens: makes the report of a token. None: not requested.
+        tells_prompt: makes the report of the prompt, for the first piece. None: not requested.
+        silent: whether to discard the one token that is generated.
+        predicts: whether the request has a prediction.
+    """
+
+    num_prompt_tokens: int
+    min_tokens: int = 0
+    stop_token_ids: Collection[int] = ()
+    tells_cached_tokens: bool = True
+    tells_tokens: Callable[[int, TokenLogprobs], TokenReport] | None = None
+    tells_prompt: Callable[[Sequence[TokenLogprobs]], PromptReport] | None = None
+    silent: bool = False
+    predicts: bool = False
+
+
 class ResponseBuilder:
     """Builder of one response.
 
@@ -57,41 +79,20 @@ class ResponseBuilder:
         self,
         detokenizer: Detokenizer,
         stops: StopConditions | None,
-        stop_token_ids: Collection[int] = (),
-        *,
-        num_prompt_tokens: int,
-        min_tokens: int = 0,
-        tells_cached_tokens: bool = True,
-        tells_tokens: Callable[[int, TokenLogprobs], TokenReport] | None = None,
-        tells_prompt: Callable[[Sequence[TokenLogprobs]], PromptReport] | None = None,
-        silent: bool = False,
-        predicts: bool = False,
+        options: ResponseOptions,
     ) -> None:
         """
         Args:
             stops: stop rules. None: only tokens end the response.
-            min_tokens: text of that many first tokens completes no stop.
-            silent: whether to discard the one token that is generated.
-            predicts: whether the request has a prediction.
         """
         self._detokenizer = detokenizer
         self._stops = stops
-        self._stop_token_ids = stop_token_ids
-        self._num_prompt_tokens = num_prompt_tokens
-        self._min_tokens = min_tokens
-        self._tells_cached_tokens = tells_cached_tokens
-        self._tells_tokens = tells_tokens
-        self._tells_prompt = tells_prompt  # None after it is returned
-        self._silent = silent
-        self._predicted = NOTHING if predicts else None
+        self._options = options
+        self._tells_prompt = options.tells_prompt  # None after it is returned
+        self._predicted = NOTHING if options.predicts else None
         self._cached_tokens: int | None = None  # as reported by the first node
         self.token_ids: list[int] = []  # all tokens so far
         self._length = 0  # of the text so far
-
-    def add_predicted(self, predicted: PredictionUsage) -> None:
-        """Add the counts of predicted tokens for the tokens that are added next."""
-        if self._predicted is not None:
-            self._predicted += predicted
 
     def note_cached_tokens(self, cached_tokens: int | None) -> None:
         """Keep the first report. A replay finds the KV that the first attempt computed.
@@ -102,34 +103,23 @@ class ResponseBuilder:
         if self._cached_tokens is None:
             self._cached_tokens = cached_tokens
 
-    def add(
-        self,
-        token_ids: Sequence[int],
-        end: StreamEnd | None,
-        cached_tokens: int | None = None,
-        logprobs: Sequence[TokenLogprobs] = (),
-        prompt_logprobs: Sequence[TokenLogprobs] = (),
-    ) -> OutputChunk | FinalChunk:
-        """Add tokens and return the next piece. Must not be called again after a FinalChunk.
-
-        Args:
-            cached_tokens: see `note_cached_tokens`.
-            logprobs: of these tokens, if requested.
-            prompt_logprobs: of the prompt's tokens except the first one, if requested.
-        """
-        self.note_cached_tokens(cached_tokens)
+    def add(self, output: NodeOutput) -> OutputChunk | FinalChunk:
+        """Add output and return the next piece. Must not be called again after a FinalChunk."""
+        self.note_cached_tokens(output.cached_tokens)
+        if self._predicted is not None:
+            self._predicted += output.predicted
         prompt, tells = None, self._tells_prompt
         if tells is not None:
-            prompt, self._tells_prompt = tells(prompt_logprobs), None
-        if self._silent:
+            prompt, self._tells_prompt = tells(output.prompt_logprobs), None
+        token_ids, end = output.token_ids, output.end
+        if self._options.silent:
             token_ids = ()
             end = end and StreamEnd("length")
         piece = self._piece(token_ids, end)
         tokens: Sequence[TokenReport] = ()
-        if self._tells_tokens is not None:
-            tokens = [
-                self._tells_tokens(*each) for each in zip(piece.token_ids, logprobs, strict=False)
-            ]
+        if self._options.tells_tokens is not None:
+            report, each_logprobs = self._options.tells_tokens, output.logprobs
+            tokens = [report(*each) for each in zip(piece.token_ids, each_logprobs, strict=False)]
         marks = self._take_marks(len(piece.text))
         if not (tokens or prompt or marks):
             return piece
@@ -162,7 +152,7 @@ class ResponseBuilder:
     def _stop_token(self) -> int | None:
         """Return the stop token that ended the response. None for EOS, which is not reported."""
         last = self.token_ids[-1] if self.token_ids else None
-        return last if last in self._stop_token_ids else None
+        return last if last in self._options.stop_token_ids else None
 
     def _text_of(self, token_ids: Sequence[int]) -> tuple[str, int, bool]:
         """Return these tokens' text, how many of them count, and whether a stop matched."""
@@ -173,7 +163,7 @@ class ResponseBuilder:
         # One at a time, because usage must count up to the token that completed the stop.
         for number, token in enumerate(token_ids, start=1):
             decided, stopped = self._detokenizer.push((token,)), False
-            if len(self.token_ids) + number > self._min_tokens:
+            if len(self.token_ids) + number > self._options.min_tokens:
                 decided, stopped = self._stops.push(decided)
             text += decided
             if stopped:
@@ -195,9 +185,10 @@ class ResponseBuilder:
         stop_reason: str | int | None,
     ) -> FinalChunk:
         # A node that continues a response may also have found generated tokens in its cache.
-        cached_tokens = min(self._cached_tokens or 0, self._num_prompt_tokens)
-        told = cached_tokens if self._tells_cached_tokens else None
-        usage = TokenUsage(self._num_prompt_tokens, len(self.token_ids), told, self._in_answer())
+        num_prompt_tokens = self._options.num_prompt_tokens
+        cached_tokens = min(self._cached_tokens or 0, num_prompt_tokens)
+        told = cached_tokens if self._options.tells_cached_tokens else None
+        usage = TokenUsage(num_prompt_tokens, len(self.token_ids), told, self._in_answer())
         return FinalChunk(text, token_ids, finish_reason, stop_reason, usage, cached_tokens)
 
     def _in_answer(self) -> PredictionUsage | None:

@@ -6,8 +6,8 @@ from common.config import check_adapter_name
 from common.errors import InvalidRequest, NotFound
 from protos import router_pb2
 from router.cluster.cluster import Cluster
-from router.cluster.fan_out import BroadcastResult, ask_all
-from router.cluster.survey import ClusterState, NodeMember
+from router.cluster.cluster_state import ClusterState
+from router.cluster.fan_out import BroadcastResult, NodeMember, ask_all
 
 _LOAD_S = 65.0  # longer than a node takes
 _UNLOAD_S = 10.0
@@ -21,8 +21,8 @@ class AdapterCalls:
         served: name of the served model.
     """
 
-    def __init__(self, survey: ClusterState, cluster: Cluster, served: str) -> None:
-        self._survey = survey
+    def __init__(self, state: ClusterState, cluster: Cluster, served: str) -> None:
+        self._state = state
         self._cluster = cluster
         self._served = served
 
@@ -35,7 +35,7 @@ class AdapterCalls:
         """
         self._check(name)
         request = router_pb2.LoadAdapterRequest(name=name, path=path)
-        said = await ask_all(self._survey.members, "LoadAdapter", request, _LOAD_S)
+        said = await ask_all(self._state.members, "LoadAdapter", request, _LOAD_S)
         if not said:
             raise InvalidRequest("lora_name: there is no node to load it")
         problems = [each.problem for each in said if each.problem]
@@ -58,7 +58,7 @@ class AdapterCalls:
             InvalidRequest: a node does not answer.
         """
         self._check(name)
-        said = await self._unload(self._survey.members, name)
+        said = await self._unload(self._state.members, name)
         problems = [each.problem for each in said if each.problem]
         if problems:
             raise InvalidRequest(f"lora_name: {'; '.join(problems)}")

@@ -14,10 +14,10 @@ from common.requests.adapter import AdapterId
 from common.requests.prefix_hint import PrefixHint
 from common.requests.weights import UNNAMED, WeightsId
 from protos import decode_pb2
+from router.cluster.cluster_state import ClusterState, NodeReport
 from router.cluster.decode_client import DecodeClient
 from router.cluster.known_adapters import KnownAdapters
 from router.cluster.migratable import MigratableRequest
-from router.cluster.survey import ClusterState, NodeReport
 from router.policy import RoutingPolicy
 from router.policy.backlogs import WHENEVER, NodeBacklogs, RequestDue
 from router.policy.choices import DecodeChoice, PlacementKey, PrefillChoice
@@ -51,7 +51,7 @@ class Cluster:
 
     def __init__(
         self,
-        survey: ClusterState,
+        state: ClusterState,
         policy: RoutingPolicy,
         load: NodeLoad,
         hints: PrefixHints,
@@ -63,7 +63,7 @@ class Cluster:
             hints: finds other nodes that hold a prefix of a prompt.
             on_change: called when `ready` may have changed.
         """
-        self._survey = survey
+        self._state = state
         self._policy = policy
         self._load = load
         self._hints = hints
@@ -139,7 +139,7 @@ class Cluster:
         self._readable.clear()
         for client in self._clients.values():
             self._read(client)
-            client.found(self._survey.ready_instance(client.address))
+            client.found(self._state.ready_instance(client.address))
         self._use()
 
     def close(self) -> None:
@@ -152,8 +152,8 @@ class Cluster:
     def in_use(self) -> Iterator[str]:
         """Addresses of the nodes that get requests, including paused ones."""
         yield from (choice.address for choice in self._choices)
-        for node in self._survey.members:
-            if self._survey.fit(node.address, "prefill"):
+        for node in self._state.members:
+            if self._state.fit(node.address, "prefill"):
                 yield node.address
 
     def usable(self) -> Sequence[DecodeChoice]:
@@ -244,10 +244,10 @@ class Cluster:
         charge.first_token()
         return Placed(self._clients[placement.decode], (), charge, -math.inf)
 
-    def guests(self) -> Iterator[MigratableRequest]:
+    def migratable(self) -> Iterator[MigratableRequest]:
         """Yield all requests that may be migrated, now or later."""
         for client in self._clients.values():
-            yield from client.guests
+            yield from client.migratable
 
     def _read(self, client: DecodeClient) -> None:
         """Update the choice for one decode node.
@@ -256,11 +256,11 @@ class Cluster:
         """
         status = client.status
         taking = status is not None and status.state == "ready" and client.moves
-        if status is None or not taking or not self._survey.fit(client.address, "decode"):
+        if status is None or not taking or not self._state.fit(client.address, "decode"):
             self._readable.pop(client.address, None)
             return
-        fit = [link for link in status.links if self._survey.fit(link.peer, "prefill")]
-        awake = [link for link in fit if not self._survey.paused(link.peer)]
+        fit = [link for link in status.links if self._state.fit(link.peer, "prefill")]
+        awake = [link for link in fit if not self._state.paused(link.peer)]
         self._readable[client.address] = tuple(
             PrefillChoice(link.peer, link.path, link.gib_per_s) for link in awake or fit
         )
@@ -287,7 +287,7 @@ class Cluster:
         status = client.status
         if status is None or status.state != "ready" or client.dead:
             return False
-        return client.paused or not client.moves or self._survey.silent(client.address)
+        return client.paused or not client.moves or self._state.silent(client.address)
 
     def _usable(self, clients: Sequence[DecodeClient]) -> Sequence[DecodeChoice]:
         """Return the decode nodes that can accept a request, with the prefill nodes of each."""

@@ -14,7 +14,6 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 import grpc.aio
-from msgspec.structs import replace
 
 from common import limits, request, rpc
 from common.errors import EngineDied, InvalidRequest, NodeUnavailable, ProtocolViolation
@@ -31,10 +30,8 @@ from protos import decode_pb2, decode_pb2_grpc
 from protos.decode_pb2 import MoveFrom
 from router.cluster.engine_pulse import EngineLiveness, LivenessLimits
 from router.cluster.migratable import MigratableRequest
-from router.cluster.node_ends import end_of
+from router.cluster.node_ends import LossCause, NodeLost, end_of
 from router.cluster.unsent import OutgoingBatch
-from router.losses import LossCause, NodeLost
-from router.timelines import AttemptTimings, RequestTimeline
 from router.token_buffer import TokenBuffer
 
 log = logging.getLogger(__name__)
@@ -44,6 +41,8 @@ _MAX_BACKOFF_S = 5.0
 _REFUSED_S = 30.0  # wait after a protocol version mismatch
 _DEAD_LOOK_S = 0.5
 _MAX_UNTOLD = 1024  # timelines still expected for cancelled requests
+
+OnTimeline = Callable[[decode_pb2.Timeline], None]
 
 
 class _Over(NamedTuple):
@@ -91,7 +90,7 @@ class DecodeClient:
         self.weights: WeightsId = UNNAMED  # weight version of the node
         self._stub = decode_pb2_grpc.DecodeNodeStub(channel)  # type: ignore[no-untyped-call]
         self._peers = tuple(peers), tuple(others)
-        self.guests: set[MigratableRequest] = set()  # its requests that may be migrated
+        self.migratable: set[MigratableRequest] = set()  # its requests that may be migrated
         self.draining = asyncio.Event()  # set while it `drains`
         self.ended_in_order = False  # its last stream ended after a drain, without requests
         self._on_move = on_move
@@ -104,7 +103,7 @@ class DecodeClient:
         self._live: dict[int, TokenBuffer] = {}
         self._next_number = 1
         # Requests without a timeline so far. It may come after the request was cancelled.
-        self._untold: dict[int, tuple[RequestTimeline, AttemptTimings]] = {}
+        self._untold: dict[int, OnTimeline] = {}
         self._trial: decode_pb2.Trial | None = None  # in progress in the node
         self._unsent = OutgoingBatch(address)
 
@@ -180,30 +179,28 @@ class DecodeClient:
             async with asyncio.timeout(longest_s):
                 await self._found.wait()
 
-    def tell_peers(self, prefill: Sequence[str], decode: Sequence[str] = ()) -> None:
+    def set_peers(self, prefill: Sequence[str], decode: Sequence[str] = ()) -> None:
         """Replace the lists of nodes, for the open stream and all later ones."""
         self._peers = tuple(prefill), tuple(decode)
-        self._unsent.tell_peers(*self._peers)
+        self._unsent.set_peers(*self._peers)
 
-    def submitted(
+    def submit(
         self,
         spec: RequestSpec,
         prefill: Sequence[str],
         remaining: Remaining,
-        timeline: RequestTimeline,
+        on_timeline: OnTimeline,
         *,
         move_from: MoveFrom | None = None,
         prefix_hints: Sequence[PrefixHint] = (),
-        submission: AttemptTimings | None = None,
     ) -> "DecodeCall":
-        """Submit a request. The caller must call `leave` on the result.
+        """Submit a request. The caller must call `cancel` on the result.
 
         Args:
             prefill: candidate prefill nodes in order of preference.
-            timeline: of the request.
+            on_timeline: called with the node's timeline of the request, even after `cancel`.
             move_from: source of a migration. No output comes before the request has left it.
             prefix_hints: other nodes that hold part of its prompt.
-            submission: this submission. Default: the last one of the timeline.
         Raises:
             NodeUnavailable: the node has no open stream.
         """
@@ -216,21 +213,20 @@ class DecodeClient:
             wants_logprobs=spec.sampling.logprobs >= 0,
         )
         ticket = secrets.randbits(64) or 1
-        traced = replace(spec, traceparent=timeline.trace.passed_on)
         submit = decode_pb2.Submit(
             number=number,
-            request=request.to_fields(traced),
+            request=request.to_fields(spec),
             remaining=request.remaining_to_fields(remaining),
             ticket=ticket,
             prefill_addresses=prefill,
             prefix_hints=hints.to_proto(prefix_hints),
             move_from=move_from,
         )
-        self._untold[number] = timeline, submission or timeline.submissions[-1]
+        self._untold[number] = on_timeline
         self._unsent.submit(submit)
         return DecodeCall(buffer, self, number, MoveFrom(address=self.address, ticket=ticket))
 
-    def leave(self, number: int) -> None:
+    def cancel(self, number: int) -> None:
         """Cancel the request on the node, unless it has ended."""
         if number in self._live:
             self._cancel(number)
@@ -247,7 +243,7 @@ class DecodeClient:
         # wait_for_ready is off: a waiting call would keep old certificates.
         call = self._stub.Serve()
         self._unsent.clear()
-        self._unsent.tell_peers(*self._peers)
+        self._unsent.set_peers(*self._peers)
         sending = asyncio.create_task(self._send(call))
         pulse = self._pulse = EngineLiveness(self._patience, self._pulse_changed)
         watching = asyncio.create_task(self._end_if_dead(pulse, call))
@@ -372,10 +368,9 @@ class DecodeClient:
                 )
                 self._cancel(number)
         for index, number in enumerate(step.ended):
-            untold = self._untold.pop(number, None)
-            if untold is not None and step.timeline:
-                timeline, submission = untold
-                timeline.told(submission, step.timeline[index])
+            on_timeline = self._untold.pop(number, None)
+            if on_timeline is not None and step.timeline:
+                on_timeline(step.timeline[index])
             buffer = live.pop(number, None)
             if buffer is not None:
                 end = end_of(
@@ -385,7 +380,7 @@ class DecodeClient:
                     retries[index],
                 )
                 if isinstance(end, NodeUnavailable) and self.drains:
-                    end = NodeLost(str(end), LossCause.NOT_ITS_OWN)
+                    end = NodeLost(str(end), LossCause.UNRELATED)
                 buffer.end(end)
                 told.append(buffer)
         for buffer in told:
@@ -424,11 +419,11 @@ class DecodeClient:
     def _whose(self, number: int, over: _Over) -> LossCause:
         """Return the possible cause of the end of a stream, for one request."""
         if not over.engine_died:
-            return LossCause.NOT_ITS_OWN if self.drains else LossCause.UNKNOWN
+            return LossCause.UNRELATED if self.drains else LossCause.UNKNOWN
         if self._trial is None:
-            return LossCause.ANYBODYS
+            return LossCause.SUSPECT
         alone = self._trial.HasField("request") and self._trial.request == number
-        return LossCause.ITS_OWN if alone else LossCause.NOT_ITS_OWN
+        return LossCause.GUILTY if alone else LossCause.UNRELATED
 
 
 def _adapters(status: decode_pb2.Status) -> Mapping[str, AdapterId]:
@@ -450,23 +445,23 @@ def _weights(status: decode_pb2.Status) -> WeightsId:
 
 
 class DecodeCall:
-    """A request on a decode node, until it is left.
+    """A request on a decode node, until it is cancelled.
 
     Attributes:
         tokens: output of the node.
-        here: names the request to a decode node that it migrates to.
+        move_from: names the request to a decode node that it migrates to.
     """
 
-    __slots__ = ("_client", "_number", "here", "tokens")
+    __slots__ = ("_client", "_number", "move_from", "tokens")
 
     def __init__(
-        self, tokens: TokenBuffer, client: DecodeClient, number: int, here: MoveFrom
+        self, tokens: TokenBuffer, client: DecodeClient, number: int, move_from: MoveFrom
     ) -> None:
         self.tokens = tokens
-        self.here = here
+        self.move_from = move_from
         self._client = client
         self._number = number
 
-    def leave(self) -> None:
+    def cancel(self) -> None:
         """Cancel the request on the node, unless it has ended."""
-        self._client.leave(self._number)
+        self._client.cancel(self._number)

@@ -11,8 +11,8 @@ from common.memory_tags import memory_tags
 from common.pause_mode import PauseMode, pause_mode
 from common.requests.weights import WeightsId
 from protos import node_pb2, router_pb2
-from router.cluster.fan_out import BroadcastResult, ask_all
-from router.cluster.survey import ClusterState, NodeMember
+from router.cluster.cluster_state import ClusterState
+from router.cluster.fan_out import BroadcastResult, NodeMember, ask_all
 
 _PAUSE_S = 65.0  # longer than a node takes
 _WEIGHTS_S = 605.0
@@ -25,8 +25,8 @@ _ANSWER_S = 10.0
 class EngineCalls:
     """Engine calls. For one event loop."""
 
-    def __init__(self, survey: ClusterState) -> None:
-        self._survey = survey
+    def __init__(self, state: ClusterState) -> None:
+        self._state = state
 
     async def pause(self, mode: str) -> router_pb2.PauseResponse:
         """Pause all nodes: no node launches steps when this returns.
@@ -41,7 +41,7 @@ class EngineCalls:
             FailedPrecondition: a node is not paused or does not answer, or there is no node.
         """
         request = router_pb2.PauseRequest(mode=pause_mode(mode).value)
-        return await self._pause(request, self._survey.members)
+        return await self._pause(request, self._state.members)
 
     async def _pause(
         self, request: router_pb2.PauseRequest, members: Sequence[NodeMember]
@@ -67,7 +67,7 @@ class EngineCalls:
         Raises:
             FailedPrecondition: a node does not answer. The others are resumed.
         """
-        return await self._resume(self._survey.members)
+        return await self._resume(self._state.members)
 
     async def _resume(self, members: Sequence[NodeMember]) -> router_pb2.ContinueResponse:
         said: list[BroadcastResult] = []
@@ -94,7 +94,7 @@ class EngineCalls:
         prepared, pairs = await self._prepare(path), await self._pairs()
         paused = await self.pause((PauseMode.ABORT if abort else PauseMode.RETRACT).value)
         request = node_pb2.PutWeightsRequest(id=prepared)
-        said = await ask_all(self._survey.members, "PutWeights", request, _WEIGHTS_S)
+        said = await ask_all(self._state.members, "PutWeights", request, _WEIGHTS_S)
         if problems := _problems(said):
             raise FailedPrecondition(f"{problems}; all nodes stay paused until this is done again")
         await self._paired(pairs)
@@ -116,13 +116,13 @@ class EngineCalls:
         """
         has = {
             report.address: report.description.weights
-            for report in await self._survey.look()
+            for report in await self._state.look()
             if report.description is not None
         }
         weights, pairs = has.get(lender), await self._pairs()
         if not weights:
             raise InvalidRequest(f"node: none is known at {lender}, or it does not answer")
-        others = [each for each in self._survey.members if each.address != lender]
+        others = [each for each in self._state.members if each.address != lender]
         takers = [each for each in others if has.get(each.address) != weights]
         mode = (PauseMode.ABORT if abort else PauseMode.RETRACT).value
         paused = router_pb2.PauseResponse()
@@ -141,7 +141,7 @@ class EngineCalls:
         """Return all pairs of a decode node and a node that it can read from."""
         return frozenset(
             (report.address, link.peer)
-            for report in await self._survey.look()
+            for report in await self._state.look()
             if report.role == "decode" and report.description is not None
             for link in report.description.links
         )
@@ -156,7 +156,7 @@ class EngineCalls:
 
     async def _prepare(self, path: str) -> WeightsId:
         request = node_pb2.PrepareWeightsRequest(path=path)
-        said = await ask_all(self._survey.members, "PrepareWeights", request, _WEIGHTS_S)
+        said = await ask_all(self._state.members, "PrepareWeights", request, _WEIGHTS_S)
         if not said:
             raise InvalidRequest("model_path: there is no node to read it")
         if problems := _problems(said):
@@ -178,7 +178,7 @@ class EngineCalls:
             FailedPrecondition: a node failed or does not answer, or there is no node.
         """
         request = router_pb2.ReleaseMemoryRequest(tags=memory_tags(tags))
-        said = await ask_all(self._survey.members, "ReleaseMemory", request, _WEIGHTS_S)
+        said = await ask_all(self._state.members, "ReleaseMemory", request, _WEIGHTS_S)
         if not said:
             raise FailedPrecondition("there is no node that has memory")
         if problems := _problems(said):
@@ -196,7 +196,7 @@ class EngineCalls:
             FailedPrecondition: a node lacks memory or does not answer. The others have resumed.
         """
         request = router_pb2.ResumeMemoryRequest(tags=memory_tags(tags))
-        _check(await ask_all(self._survey.members, "ResumeMemory", request, _WEIGHTS_S))
+        _check(await ask_all(self._state.members, "ResumeMemory", request, _WEIGHTS_S))
 
     async def start_profile(self, num_steps: int) -> router_pb2.ProfilesResponse:
         """Start profiling on all nodes.
@@ -219,7 +219,7 @@ class EngineCalls:
         return await self._profiled("StopProfile", router_pb2.StopProfileRequest())
 
     async def _profiled(self, method: str, request: Any) -> router_pb2.ProfilesResponse:
-        said = await ask_all(self._survey.members, method, request, _PROFILE_S)
+        said = await ask_all(self._state.members, method, request, _PROFILE_S)
         _check(said)
         return router_pb2.ProfilesResponse(
             profiles=[
@@ -238,7 +238,7 @@ class EngineCalls:
                 theirs.
         """
         request = router_pb2.FlushCacheRequest()
-        said = await ask_all(self._survey.members, "FlushCache", request, _ANSWER_S)
+        said = await ask_all(self._state.members, "FlushCache", request, _ANSWER_S)
         _check(said)
         pages_freed = sum(each.answer.pages_freed for each in said)
         return router_pb2.FlushCacheResponse(pages_freed=pages_freed)

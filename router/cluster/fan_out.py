@@ -1,16 +1,32 @@
-"""Calls to many nodes in parallel, with one result for each."""
+"""Calls to nodes, one or many in parallel, with a result or a reason for each."""
 
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import methodcaller
-from typing import Any
+from typing import Any, Protocol
 
 import grpc.aio
 
 from common import rpc
 from common.errors import cut
-from router.cluster.survey import NodeMember
+
+LEFT = "it has left"
+
+
+class NodeMember(Protocol):
+    """A node of the cluster."""
+
+    @property
+    def role(self) -> str: ...
+
+    @property
+    def address(self) -> str: ...
+
+    @property
+    def stub(self) -> Any:
+        """Stub of its Node service."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,22 +47,36 @@ async def ask_all(
         method: of the Node service.
         longest_s: time limit of each call, in seconds.
     """
-    return list(await asyncio.gather(*(_ask(each, method, request, longest_s) for each in members)))
+
+    async def one(member: NodeMember) -> BroadcastResult:
+        answer, problem = await ask(member, method, request, longest_s)
+        where = f"{member.role} node {member.address}"
+        return BroadcastResult(member, answer, problem and f"{where}: {problem}")
+
+    return list(await asyncio.gather(*map(one, members)))
 
 
-async def _ask(member: NodeMember, method: str, request: Any, longest_s: float) -> BroadcastResult:
-    where = f"{member.role} node {member.address}"
+async def ask(
+    member: NodeMember,
+    method: str,
+    request: Any,
+    longest_s: float,
+    max_bytes: int | None = None,
+) -> tuple[Any, str]:
+    """Call a method of one node. Returns its response and "", or None and the reason.
+
+    Args:
+        max_bytes: longest accepted response.
+    """
     try:
         answer = await methodcaller(method, request, timeout=longest_s)(member.stub)
     except grpc.aio.AioRpcError as error:
-        return BroadcastResult(
-            member, problem=f"{where}: {cut(error.details() or error.code().name)}"
-        )
+        return None, cut(error.details() or error.code().name)
     except asyncio.CancelledError:
         rpc.raise_if_cancelled()
-        return BroadcastResult(
-            member, problem=f"{where}: it has left"
-        )  # only this call was cancelled
+        return None, LEFT  # only this call was cancelled
     if answer is None:  # grpcio returns None for bytes that it cannot parse
-        return BroadcastResult(member, problem=f"{where}: it has sent bytes that are no message")
-    return BroadcastResult(member, answer)
+        return None, "invalid message"
+    if max_bytes is not None and answer.ByteSize() > max_bytes:
+        return None, f"its response has {answer.ByteSize()} bytes, at most {max_bytes} allowed"
+    return answer, ""

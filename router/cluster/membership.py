@@ -17,19 +17,22 @@ from common.logs import kv
 from protos import decode_pb2
 from router.cluster.cache_watch import CacheWatch
 from router.cluster.cluster import Cluster
+from router.cluster.cluster_state import ClusterState
 from router.cluster.decode_client import DecodeClient
 from router.cluster.discovery import DiscoveredNodes, Discovery
 from router.cluster.engine_pulse import LivenessLimits
-from router.cluster.evacuation import evacuate
+from router.cluster.migratable import MigrationOutcome
 from router.cluster.pooling_nodes import PoolingNodes
 from router.cluster.sources import MAX_ADDRESSES, Role
-from router.cluster.survey import ClusterState
 
 log = logging.getLogger(__name__)
 
 # By then a leaving prefill node has handed off its prompts. The rest is recomputed elsewhere.
 HANDOFFS_S = 30.0
+MOST_AT_ONCE = 4  # migrations from one node: each is a separate read, and other requests run on
 _LOOK_S = 0.1
+# Requests without a token cannot migrate yet, and failed migrations may be retried.
+_AGAIN_S = 0.05
 
 
 class Membership:
@@ -38,7 +41,7 @@ class Membership:
     def __init__(
         self,
         discovery: Discovery,
-        survey: ClusterState,
+        state: ClusterState,
         cluster: Cluster,
         make_channel: Callable[[str], grpc.aio.Channel],
         cache_watch: CacheWatch | None,
@@ -46,7 +49,6 @@ class Membership:
         *,
         budget_s: float,
         patience: LivenessLimits | None = None,
-        on_stream_lost: Callable[[], None] = lambda: None,
     ) -> None:
         """Create a membership without members.
 
@@ -55,18 +57,15 @@ class Membership:
             pooling: is kept up to date about prefill nodes.
             budget_s: longest time that a request can still need a node that has left.
             patience: limits for decode nodes whose engine is silent.
-            on_stream_lost: called when the stream of a decode node ends, unless the node has left
-                or had drained.
         """
         self._discovery = discovery
-        self._survey = survey
+        self._state = state
         self._cluster = cluster
         self._make_channel = make_channel
         self._cache_watch = cache_watch
         self._pooling = pooling
         self._budget_s = budget_s
         self._patience = patience
-        self._on_stream_lost = on_stream_lost
         self._left: dict[tuple[Role, str], asyncio.Event] = {}  # set when the member has left
         self._roles: dict[str, Role] = {}  # reported by nodes, where not as expected
         self._prefill: list[str] = []  # members and leaving nodes
@@ -78,7 +77,7 @@ class Membership:
         """Keep all connections and the survey until cancelled. Active requests then fail."""
         async with self._tasks:
             try:
-                self._tasks.create_task(self._survey.run())
+                self._tasks.create_task(self._state.run())
                 self._update(self._discovery.members)
                 await self._discovery.run(self._update)
                 await asyncio.Event().wait()
@@ -101,7 +100,7 @@ class Membership:
         for member in self._left.keys() - set(now):
             log.info("node removed %s", kv(role=member[0], node=member[1]))
             self._left.pop(member).set()
-            self._survey.leave(member[1])
+            self._state.leave(member[1])
         for member in now:
             if member not in self._left:
                 self._join(*member)
@@ -115,7 +114,7 @@ class Membership:
         log.info("node added %s", kv(role=role, node=address))
         left = self._left[role, address] = asyncio.Event()
         channel = self._make_channel(address)
-        self._survey.join(role, address, channel)
+        self._state.join(role, address, channel)
         keep = self._keep_prefill if role == "prefill" else self._keep_decode
         self._tasks.create_task(keep(address, channel, left))
 
@@ -175,22 +174,21 @@ class Membership:
         if left.is_set():
             return
         if client.status is None:
-            self._survey.forget(client.address)
-            if self._shapes.get(client) and not client.ended_in_order:
-                self._on_stream_lost()
+            broke = bool(self._shapes.get(client)) and not client.ended_in_order
+            self._state.lost(client.address, broke=broke)
         elif client.drains:
-            self._survey.drains(client.address)
+            self._state.drains(client.address)
         # A Status that only updates page counts does not trigger a survey.
         shape = _shape(client.status)
         if shape != self._shapes.get(client):
             self._shapes[client] = shape
-            self._survey.want()
+            self._state.want()
         self._cluster.told(client)
 
     def _pulsed(self, client: DecodeClient, left: asyncio.Event) -> None:
         """Handle a change of liveness: the node's description changes with it."""
         if not left.is_set():
-            self._survey.want()
+            self._state.want()
             self._cluster.heard(client)
 
     def _peers(self) -> tuple[str, ...]:
@@ -201,9 +199,24 @@ class Membership:
 
     def _tell_peers(self) -> None:
         for client in self._clients:
-            client.tell_peers(self._peers(), self._others())
+            client.set_peers(self._peers(), self._others())
 
 
 def _shape(status: decode_pb2.Status | None) -> tuple[str, ...]:
     """Return the parts of a Status that decide whether nodes are usable."""
     return (status.state, *(link.peer for link in status.links)) if status else ()
+
+
+async def evacuate(client: DecodeClient) -> None:
+    """Migrate the requests of a node to others whenever it drains, a few at a time."""
+    under_way: set[asyncio.Task[MigrationOutcome]] = set()
+    while True:
+        await client.draining.wait()
+        under_way = {task for task in under_way if not task.done()}
+        waiting = (each for each in tuple(client.migratable) if each.movable)
+        for each, _ in zip(waiting, range(MOST_AT_ONCE - len(under_way)), strict=False):
+            under_way.add(each.migrate())
+        if under_way:
+            await asyncio.wait(under_way, timeout=_AGAIN_S, return_when=asyncio.FIRST_COMPLETED)
+        else:
+            await asyncio.sleep(_AGAIN_S)

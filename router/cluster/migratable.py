@@ -30,10 +30,10 @@ class MigratableRequest(Protocol):
 
     @property
     def movable(self) -> bool:
-        """True if `move` may be called: the request has a token and no migration in progress."""
+        """True if `migrate` may be called: the request has a token and no migration in progress."""
         ...
 
-    def move(self, target: str = "") -> "asyncio.Task[MigrationOutcome]":
+    def migrate(self, target: str = "") -> "asyncio.Task[MigrationOutcome]":
         """Start to migrate it to `target`, or to any decode node.
 
         The task ends when the request has migrated or stays. It is cancelled if the request ends.

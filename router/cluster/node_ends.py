@@ -1,4 +1,6 @@
-"""Translation of the end of a request at its node to the client's result."""
+"""Translation of the end of a request at its node, or of the node, to the client's result."""
+
+from enum import Enum
 
 from common.errors import (
     DeadlineExceeded,
@@ -12,7 +14,6 @@ from common.errors import (
     ServingError,
 )
 from protos import decode_pb2
-from router.losses import LossCause, NodeLost
 from router.token_buffer import StreamEnd
 
 # Other statuses of a node are reported to clients only as a failure of the node.
@@ -32,6 +33,28 @@ _MAX_ERROR = 1000  # characters of a node's message
 _LONGEST_RETRY_S = 3600.0
 
 
+class LossCause(Enum):
+    """Role of a request in the loss of its node."""
+
+    UNRELATED = 0
+    UNKNOWN = 1  # the node is gone and has given no reason
+    SUSPECT = 2  # the engine crashed
+    GUILTY = 3  # the engine crashed while it computed only this request
+
+
+class NodeLost(NodeUnavailable):
+    """The node of a request is gone, or refused it because it is about to end."""
+
+    def __init__(self, sentence: str, cause: LossCause) -> None:
+        super().__init__(sentence)
+        self.cause = cause
+
+
+def may_have_crashed(error: NodeUnavailable) -> bool:
+    """Return whether the request may have crashed the engine of its node."""
+    return isinstance(error, NodeLost) and error.cause in (LossCause.SUSPECT, LossCause.GUILTY)
+
+
 def end_of(
     reason: int, error: str, error_code: int, retry_after_s: float = 0.0
 ) -> StreamEnd | ServingError:
@@ -44,7 +67,7 @@ def end_of(
         case decode_pb2.FINISH_REASON_ABORT:
             return RequestAborted(error[:_MAX_ERROR] or "the request was aborted")
         case decode_pb2.FINISH_REASON_MOVED:
-            return NodeLost("the request was moved to another decode node", LossCause.NOT_ITS_OWN)
+            return NodeLost("the request was moved to another decode node", LossCause.UNRELATED)
         case _:
             failure = _ERRORS.get(error_code, EngineFault)
             sentence = error[:_MAX_ERROR] or "the decode node gave up without a reason"

@@ -37,7 +37,7 @@ class OutgoingBatch:
         self._submits.clear()
         self._cancels.clear()
 
-    def tell_peers(self, prefill: Sequence[str], decode: Sequence[str] = ()) -> None:
+    def set_peers(self, prefill: Sequence[str], decode: Sequence[str] = ()) -> None:
         """Replace the lists of nodes."""
         self._peers = Peers(
             prefill_addresses=prefill, decode_addresses=decode, own_address=self._address

@@ -5,19 +5,20 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from api.requests.answer import FinalChunk, ResponseBuilder
+from api.requests.answer import FinalChunk, ResponseBuilder, ResponseOptions
 from api.text.detokenizer import Detokenizer
 from api.text.stops import StopRules
-from router.token_buffer import StreamEnd
+from router.token_buffer import NodeOutput, StreamEnd
 from tests.api.rig import VOCABULARY_SIZE, byte_level_tokenizer
 from tests.api.text.test_detokenizer import BYTE_LEVEL
 from tests.api.text.test_stops import cut
 
 LENGTH = StreamEnd("length")
+OPTIONS = ResponseOptions(num_prompt_tokens=5)
 
 
 def answer(*stops: str) -> ResponseBuilder:
-    return ResponseBuilder(Detokenizer(BYTE_LEVEL), StopRules(stops).begin(), num_prompt_tokens=5)
+    return ResponseBuilder(Detokenizer(BYTE_LEVEL), StopRules(stops).begin(), OPTIONS)
 
 
 def ids(text: str) -> list[int]:
@@ -35,7 +36,7 @@ def test_the_answer_is_one_decode_cut_at_the_first_stop(
     subject, text = answer(*stops), ""
     token_ids: list[int] = []
     for run in [*runs, []]:
-        last = subject.add(run, None if run else LENGTH)
+        last = subject.add(NodeOutput(run, None if run else LENGTH))
         text += last.text
         token_ids += last.token_ids
         if isinstance(last, FinalChunk):
@@ -53,7 +54,7 @@ def test_marks_are_where_they_are_in_the_text_of_their_piece(sizes: list[int], e
     """A stop that begins like one holds it back, and another piece brings it."""
     marks = {0: "<s>"}
     detokenizer = Detokenizer(BYTE_LEVEL, BYTE_LEVEL.some_text, marks)
-    subject = ResponseBuilder(detokenizer, StopRules(("s>S", "STOP")).begin(), num_prompt_tokens=5)
+    subject = ResponseBuilder(detokenizer, StopRules(("s>S", "STOP")).begin(), OPTIONS)
     token_ids = [
         0,
         *ids("o <"),
@@ -69,7 +70,7 @@ def test_marks_are_where_they_are_in_the_text_of_their_piece(sizes: list[int], e
     text, found, begin = "", list[int](), 0
     for size in [*sizes, len(token_ids)]:
         end = LENGTH if begin + size >= len(token_ids) else None
-        piece = subject.add(token_ids[begin : begin + size], end)
+        piece = subject.add(NodeOutput(token_ids[begin : begin + size], end))
         found += [len(text) + mark for mark in piece.marks]
         text += piece.text
         begin += size
@@ -82,7 +83,7 @@ def test_marks_are_where_they_are_in_the_text_of_their_piece(sizes: list[int], e
 
 def test_usage_counts_up_to_the_token_that_completes_the_stop() -> None:
     before, stop, after = ids("the fox"), ids(" STOP"), ids(" jumps")
-    piece = answer(" STOP").add(before + stop + after, None)
+    piece = answer(" STOP").add(NodeOutput(before + stop + after))
     assert isinstance(piece, FinalChunk)
     assert piece.text == "the fox"
     assert piece.token_ids == before + stop
@@ -92,8 +93,8 @@ def test_usage_counts_up_to_the_token_that_completes_the_stop() -> None:
 
 def test_an_end_brings_the_text_that_was_held_back() -> None:
     subject = answer("STOP")
-    assert subject.add(ids("one ST"), None).text == "one "
-    last = subject.add([], LENGTH, 3)
+    assert subject.add(NodeOutput(ids("one ST"))).text == "one "
+    last = subject.add(NodeOutput([], LENGTH, 3))
     assert isinstance(last, FinalChunk)
     assert (last.text, last.finish_reason, last.usage.cached_tokens) == ("ST", "length", 3)
 
@@ -106,10 +107,9 @@ def test_what_ended_an_answer_is_told() -> None:
         subject = ResponseBuilder(
             Detokenizer(BYTE_LEVEL),
             StopRules(("STOP", "x")).begin(),
-            num_prompt_tokens=5,
-            **options,
+            ResponseOptions(num_prompt_tokens=5, **options),
         )
-        last = subject.add(ids(text), end)
+        last = subject.add(NodeOutput(ids(text), end))
         assert isinstance(last, FinalChunk)
         return last.stop_reason
 
@@ -124,9 +124,11 @@ def test_what_ended_an_answer_is_told() -> None:
 def test_a_stop_string_does_not_end_an_answer_that_is_too_short() -> None:
     """Seen failing where the stops look at every token."""
     subject = ResponseBuilder(
-        Detokenizer(BYTE_LEVEL), StopRules(("a",)).begin(), num_prompt_tokens=5, min_tokens=3
+        Detokenizer(BYTE_LEVEL),
+        StopRules(("a",)).begin(),
+        ResponseOptions(num_prompt_tokens=5, min_tokens=3),
     )
     tokens = [ids("a")[0]] * 5
-    first, last = subject.add(tokens[:2], None), subject.add(tokens[2:], None)
+    first, last = subject.add(NodeOutput(tokens[:2])), subject.add(NodeOutput(tokens[2:]))
     assert (first.text, last.text) == ("aa", "a")
     assert isinstance(last, FinalChunk) and last.usage.completion_tokens == 4

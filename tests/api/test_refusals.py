@@ -1,19 +1,16 @@
 """Large inputs at a router that runs: refused by what protocol they come, with what sentence."""
 
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import grpc
 import pytest
 
-from api.admin.cluster_report import ClusterReport
-from api.admin.explain import Explainer
-from api.admin.moves import MigrationService
-from api.admin.plans import Plans
 from api.auth.client import Client as CallingClient
 from api.auth.guard import ApiKeyGuard
-from api.grpc.callers import CallerResolver
-from api.grpc.service import InferenceService
+from api.grpc.admin import AdminService
+from api.grpc.inference import InferenceService
+from api.grpc.service import CallerResolver, add_router_service
 from api.parsers.model_format import ModelFormat
 from api.pooling.vectors import PoolingService
 from api.requests.generate_params import Prompt
@@ -25,13 +22,10 @@ from api.text.model_files import ModelFiles
 from api.text.tokenizer import RouterTokenizer
 from common import rpc
 from common.errors import MAX_SENTENCE_CHARACTERS, Overloaded
-from protos import router_pb2, router_pb2_grpc
+from protos import router_pb2
 from protos.router_pb2 import ChatMessage, ChatMessages, DetokenizeRequest, TokenizeRequest
 from protos.sampling_pb2 import Sampling
-from router.cluster.adapter_calls import AdapterCalls
-from router.cluster.engine_calls import EngineCalls
 from router.metrics import RouterMetrics
-from router.workers.ends import LocalEnd
 from tests.api.openai.openai_rig import CHAT, COMPLETIONS, HELLO, api_for
 from tests.api.rig import CONTEXT_LENGTH, Client, failure, router_for
 from tests.support.http_client import post
@@ -136,16 +130,10 @@ async def test_who_meets_a_full_queue_is_told_when_to_come_back() -> None:
     guard = ApiKeyGuard(
         None, lambda shown: False, RouterMetrics(), operators_prove=False, has_secret=False
     )
-    service = InferenceService(
+    inference = InferenceService(
         guard,
         cast(IdempotencyCache, None),
         cast(PoolingService, None),
-        cast(ClusterReport, None),
-        cast(Explainer, None),
-        cast(AdapterCalls, None),
-        cast(EngineCalls, None),
-        cast(MigrationService, None),
-        cast(Plans, None),
         ServedModel(
             cast(ModelFiles, None),
             cast(RouterTokenizer, busy),
@@ -153,14 +141,12 @@ async def test_who_meets_a_full_queue_is_told_when_to_come_back() -> None:
             cast(PromptEncoder, busy),
             ModelFormat(),
         ),
-        LocalEnd(lambda: None),
         budget_s=10.0,
     )
+    admin = AdminService(*[cast(Any, None)] * 7)
     server = rpc.make_server()
     port = rpc.bind(server, "127.0.0.1", 0)
-    rpc.add_service(
-        server, router_pb2_grpc.add_RouterServicer_to_server, service, CallerResolver(guard)
-    )
+    add_router_service(server, inference, admin, CallerResolver(guard), max_fields=9)
     await server.start()
     async with rpc.make_channel(f"127.0.0.1:{port}") as channel:
         client = Client(channel)

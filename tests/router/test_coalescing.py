@@ -9,7 +9,6 @@ from api.generation import Dispatcher
 from api.grpc.parsing import from_request
 from api.requests.answer import FinalChunk, OutputChunk
 from api.requests.limiter import RequestLimiter
-from api.requests.record import RequestRecords
 from api.requests.served_model import served_model
 from api.text.model_files import ModelFiles
 from common import rpc
@@ -19,17 +18,18 @@ from protos.router_pb2 import GenerateRequest, TokenIds
 from protos.sampling_pb2 import Sampling
 from router.cluster.cache_watch import CacheWatch
 from router.cluster.cluster import Cluster
+from router.cluster.cluster_state import ClusterState
 from router.cluster.discovery import Discovery
 from router.cluster.membership import Membership
 from router.cluster.pooling_nodes import PoolingNodes
-from router.cluster.survey import ClusterState
 from router.metrics import RouterMetrics
+from router.policy.basic import RoundRobin
 from router.policy.hints import PrefixHints
 from router.policy.load import NodeLoad
 from router.policy.prefix_index import PrefixIndex
-from router.policy.basic import RoundRobin
+from router.record import RequestRecords
 from router.timelines import TimelineRecorder
-from router.token_buffer import StreamEnd, TokenBuffer
+from router.token_buffer import NodeOutput, StreamEnd, TokenBuffer
 from tests.api.rig import CONTEXT_LENGTH, VOCABULARY_SIZE, byte_level_tokenizer, eventually
 from tests.support.stub_decode_node import StubDecodeNode
 
@@ -57,20 +57,18 @@ async def test_tokens_that_come_while_a_write_waits_go_out_in_the_next_one() -> 
     async with StubDecodeNode() as node:
         discovery = Discovery([], [node.address])
         await discovery.start()
-        survey = ClusterState(
+        state = ClusterState(
             tokenizer_hash=model.tokenizer.hash, on_change=lambda: cluster.refresh()
         )
         load, policy = NodeLoad(), RoundRobin()
-        cluster = Cluster(survey, policy, load, PrefixHints(PrefixIndex()), on_change=lambda: None)
+        cluster = Cluster(state, policy, load, PrefixHints(PrefixIndex()), on_change=lambda: None)
         membership = Membership(
             discovery,
-            survey,
+            state,
             cluster,
             rpc.make_channel,
             CacheWatch(PrefixIndex()),
-            PoolingNodes(
-                rpc.make_channel, survey.fit, survey.paused, policy, load, cluster.backlogs
-            ),
+            PoolingNodes(rpc.make_channel, state.fit, state.paused, policy, load, cluster.backlogs),
             budget_s=10.0,
         )
         metrics = RouterMetrics()
@@ -120,9 +118,9 @@ async def test_a_writer_sleeps_through_tokens_that_it_does_away_with() -> None:
     buffer = TokenBuffer(max_tokens=3)
     taken: list[list[int]] = []
 
-    def take(tokens: list[int], end: StreamEnd | None) -> StreamEnd | None:
-        taken.append(tokens)
-        return end
+    def take(output: NodeOutput) -> StreamEnd | None:
+        taken.append(list(output.token_ids))
+        return output.end
 
     writer = asyncio.create_task(buffer.taken(take))
     for token in (1, 2):
@@ -141,7 +139,7 @@ async def test_a_writer_that_sleeps_is_told_of_a_failure_after_the_tokens_before
     buffer = TokenBuffer(max_tokens=2)
     taken: list[int] = []
     writer: asyncio.Task[None] = asyncio.create_task(
-        buffer.taken(lambda tokens, end: taken.extend(tokens))
+        buffer.taken(lambda output: taken.extend(output.token_ids))
     )
     await asyncio.sleep(0)
     buffer.append(1)
@@ -155,7 +153,7 @@ async def test_a_writer_that_sleeps_is_told_of_a_failure_after_the_tokens_before
 async def test_what_goes_wrong_while_taking_reaches_the_writer_and_nobody_else() -> None:
     buffer = TokenBuffer(max_tokens=1)
 
-    def take(tokens: list[int], end: StreamEnd | None) -> None:
+    def take(output: NodeOutput) -> None:
         raise ZeroDivisionError
 
     writer: asyncio.Task[None] = asyncio.create_task(buffer.taken(take))
@@ -166,5 +164,5 @@ async def test_what_goes_wrong_while_taking_reaches_the_writer_and_nobody_else()
         await writer
 
 
-def pair(tokens: list[int], end: StreamEnd | None) -> tuple[list[int], StreamEnd | None]:
-    return tokens, end
+def pair(output: NodeOutput) -> tuple[list[int], StreamEnd | None]:
+    return list(output.token_ids), output.end

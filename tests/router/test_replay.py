@@ -216,7 +216,7 @@ async def test_a_router_that_ends_looks_for_no_other_node(
     async with two_nodes(model) as (client, running, d0, d1):
         call = ask(client)
         await d0.submitted()
-        running.nodes.cancel()
+        running.following.cancel()
         error = await failure(call)
         assert (error.code(), "shutting down" in str(error.details())) == (
             StatusCode.UNAVAILABLE,

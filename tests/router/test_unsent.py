@@ -26,9 +26,9 @@ async def test_all_that_comes_while_nobody_takes_it_is_one_message() -> None:
     assert numbers(await unsent.message()) == [1]
     unsent.submit(submit(2))
     unsent.cancel(1)
-    unsent.tell_peers(["a:1"])
+    unsent.set_peers(["a:1"])
     unsent.submit(submit(3))
-    unsent.tell_peers(["b:2"])
+    unsent.set_peers(["b:2"])
     message = await unsent.message()
     assert numbers(message) == [2, 3]
     assert list(message.cancels) == [1]
@@ -40,7 +40,7 @@ async def test_a_message_waits_until_there_is_something_to_say() -> None:
     waiting = asyncio.create_task(unsent.message())
     await asyncio.sleep(0)
     assert not waiting.done()
-    unsent.tell_peers([])
+    unsent.set_peers([])
     message = await waiting
     assert message.HasField("peers") and not message.submits
 

@@ -146,13 +146,13 @@ class _Others:
         return SiblingReply({1: msgspec.json.encode(moved), 2: b"null"}, 2)
 
 
-class _NoGuests:
-    def guests(self) -> list[Any]:
+class _NoRequests:
+    def migratable(self) -> list[Any]:
         return []
 
 
 async def test_a_request_of_another_process_is_found_there() -> None:
-    own = LocalMigrations(cast(Cluster, _NoGuests()))
+    own = LocalMigrations(cast(Cluster, _NoRequests()))
     mover = MigrationService(own, cast(SiblingProcesses, _Others()))
     moved = MoveResponse(request_id="theirs", source="a:1", target="b:2")
     assert await mover.move("theirs", "", "b:2") == moved

@@ -9,7 +9,7 @@ from api import paths
 from api.access import METHODS, PATHS, PATHS_BELOW
 from api.auth.assembly import make_clients
 from api.auth.guard import Access, ApiKeyGuard
-from api.grpc.callers import CallerResolver
+from api.grpc.service import CallerResolver
 from common.config import ClientsConfig, RouterConfig, ServerConfig
 from common.errors import Unauthenticated
 from common.identity.roles import MAY_CALL

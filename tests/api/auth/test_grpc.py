@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from api.auth import keyring
-from api.grpc.callers import address
+from api.grpc.service import address
 from api.program.assembly import RunningRouter
 from common import rpc
 from common.config import ClientsConfig, ServerConfig

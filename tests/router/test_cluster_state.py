@@ -11,8 +11,8 @@ import pytest
 
 from common import rpc
 from protos.decode_pb2 import FINISH_REASON_STOP
-from router.cluster import survey
-from router.cluster.survey import ClusterState
+from router.cluster import cluster_state
+from router.cluster.cluster_state import ClusterState
 from tests.api.rig import collect, eventually, router_for
 from tests.support.stub_decode_node import StubDecodeNode, StubNode
 
@@ -64,7 +64,7 @@ async def test_nodes_that_send_no_messages_get_no_requests_and_harm_no_others(mo
 async def test_a_node_that_does_not_answer_keeps_no_other_from_its_requests(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(survey, "_DEADLINE_S", 600.0)
+    monkeypatch.setattr(cluster_state, "_DEADLINE_S", 600.0)
     async with StubDecodeNode() as silent, StubDecodeNode() as node:
         silent.answering.clear()
         async with router_for(model, decode=[silent.address, node.address]) as (client, running):
@@ -79,7 +79,7 @@ async def test_what_a_node_said_before_it_was_gone_says_nothing_of_what_comes_ba
         asking.join("prefill", node.address, channel)
         look = asyncio.create_task(asking.look())
         await eventually(lambda: node.num_asked)
-        asking.forget(node.address)
+        asking.lost(node.address, broke=True)
         node.answering.set()
         await look
         assert not asking.fit(node.address, "prefill")

@@ -1,11 +1,10 @@
-"""The record of one request, for metrics, the log and the client's limits."""
+"""The record of one request, for metrics, timelines and the log."""
 
 import asyncio
 import logging
 import time
 from types import TracebackType
 
-from api.auth.client import Client
 from common.errors import (
     InvalidRequest,
     Overloaded,
@@ -30,13 +29,12 @@ class RequestRecords:
         self.timelines = timelines
         self.refusals = ThrottledLog(log, Throttle())  # any client can cause many
 
-    def begin(
-        self, request_id: str, label: str, client: Client, traceparent: str
-    ) -> "RequestRecord":
+    def begin(self, request_id: str, label: str, client: str, traceparent: str) -> "RequestRecord":
         """Begin the record of a request.
 
         Args:
             label: the client's name for it, or empty.
+            client: name of the client.
             traceparent: the header as the client sent it, or empty.
         """
         return RequestRecord(self, request_id, label, client, traceparent)
@@ -46,7 +44,7 @@ class RequestRecord:
     """A context around one request, made by `RequestRecords.begin`. Leaving it ends the request."""
 
     def __init__(
-        self, records: RequestRecords, request_id: str, label: str, client: Client, traceparent: str
+        self, records: RequestRecords, request_id: str, label: str, client: str, traceparent: str
     ) -> None:
         self._metrics = records.metrics
         self._timelines = records.timelines
@@ -83,22 +81,26 @@ class RequestRecord:
                 "outcome": outcome,
                 "tokens": self._num_tokens,
                 "seconds": seconds,
-                "client": self._client.name,
+                "client": self._client,
             }
             if isinstance(error, Exception):
                 decodes = [submission.decode for submission in self.timeline.submissions[-1:]]
                 fields |= {**({"decode": decodes[0]} if decodes else {}), "error": error}
             log.info("request ended %s", kv(**fields))
 
-    def accept(self, num_prompt_tokens: int, decode: str) -> None:
-        """Record that the request is about to be submitted to a decode node."""
-        self.timeline.submit(decode)
+    def accept(self, num_prompt_tokens: int, decode: str) -> AttemptTimings:
+        """Record that the request is about to be submitted to a decode node.
+
+        Returns the timings of the submission.
+        """
+        timings = self.timeline.submit(decode)
         self.place(num_prompt_tokens)
         if log.isEnabledFor(logging.DEBUG):
             log.debug(
                 "request accepted %s",
                 kv(**self._names(), prompt_tokens=num_prompt_tokens, decode=decode),
             )
+        return timings
 
     def place(self, num_prompt_tokens: int) -> None:
         """Record that the request is about to be sent to nodes, without a decode node so far."""
@@ -107,13 +109,12 @@ class RequestRecord:
         self.timeline.prompt_tokens = num_prompt_tokens
         self._timelines.accept(self.timeline)
 
-    def replay(self, decode: str, lost: ServingError, *, suspect: bool) -> None:
+    def replay(self, decode: str, lost: ServingError, *, suspect: bool) -> AttemptTimings:
         """Record that another node continues the request after a failure.
 
-        `suspect`: it is quarantined, and runs alone.
+        Returns the timings of the submission. `suspect`: it is quarantined, and runs alone.
         """
         self._metrics.replayed(suspect=suspect)
-        self.timeline.submit(decode)
         log.warning(
             "request replayed %s",
             kv(
@@ -124,6 +125,7 @@ class RequestRecord:
                 reason=lost,
             ),
         )
+        return self.timeline.submit(decode)
 
     def move(self, to: AttemptTimings) -> None:
         """Record that the request has migrated to another decode node."""
@@ -142,7 +144,6 @@ class RequestRecord:
         """Record that a message with that many tokens is sent to the client now."""
         now = time.monotonic()
         self._metrics.tokens(num_tokens)
-        self._client.usage.generated(num_tokens)
         num_next, waited_s = num_tokens, now - self._wrote_at
         if num_tokens and not self._num_tokens:
             self._metrics.first_token(now - self._arrived_at)
@@ -175,9 +176,7 @@ class RequestRecord:
                 pass  # a bug: its traceback is logged elsewhere, without the request
             case _:
                 return
-        self._refusals.info(
-            "request rejected", **self._names(), client=self._client.name, reason=error
-        )
+        self._refusals.info("request rejected", **self._names(), client=self._client, reason=error)
 
     def _names(self) -> dict[str, object]:
         """Return the fields of every log line about the request."""

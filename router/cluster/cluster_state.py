@@ -1,7 +1,8 @@
-"""Polls the description of every node, for operators and to exclude incompatible nodes.
+"""The state of every node, polled for operators and to exclude incompatible nodes.
 
 A node whose tokenizer differs from the router's would return wrong text, so it gets no requests.
-The role that a node reports counts, wherever its address was listed.
+The role that a node reports counts, wherever its address was listed. NodeDescriber asks the same
+nodes about one request.
 """
 
 import asyncio
@@ -9,13 +10,14 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, get_args
+from typing import get_args
 
 import grpc.aio
 
-from common import rpc
 from common.logs import kv
+from common.requests.request_trace import RequestTraces, from_proto
 from protos import node_pb2, node_pb2_grpc
+from router.cluster.fan_out import LEFT, NodeMember, ask
 from router.cluster.sources import Role
 
 log = logging.getLogger(__name__)
@@ -23,6 +25,7 @@ log = logging.getLogger(__name__)
 _DEADLINE_S = 2.0
 _INTERVAL_S = 1.0  # the speed of a prefill node, and so its queue time, may change quickly
 _MAX_BYTES = 256 << 10  # of a description; with links to 1000 nodes it has 50 KB
+_MAX_HISTORY_BYTES = 1 << 20  # of what a node knows about one request
 _STATES = ("starting", "ready", "paused", "draining", "unhealthy")
 _NOT_FOR_REQUESTS = ("", "draining", "unhealthy")
 
@@ -37,21 +40,6 @@ class NodeReport:
     description: node_pb2.DescribeResponse | None  # None: unreachable
     engine_silent: bool = False  # and nothing else is wrong with it
     at: float = field(default_factory=time.monotonic)
-
-
-class NodeMember(Protocol):
-    """A node of the survey."""
-
-    @property
-    def role(self) -> str: ...
-
-    @property
-    def address(self) -> str: ...
-
-    @property
-    def stub(self) -> Any:
-        """Stub of its Node service."""
-        ...
 
 
 class _Known:
@@ -70,7 +58,7 @@ class _Known:
 
 
 class ClusterState:
-    """Survey of all nodes. For one event loop."""
+    """The last known state of all nodes. For one event loop."""
 
     def __init__(
         self,
@@ -79,8 +67,9 @@ class ClusterState:
         on_change: Callable[[], None],
         on_reports: Callable[[Sequence[NodeReport]], None] = lambda _: None,
         on_role: Callable[[str, Role], None] = lambda address, role: None,
+        on_stream_lost: Callable[[], None] = lambda: None,
     ) -> None:
-        """Create a survey without members.
+        """Create a state without members.
 
         Args:
             tokenizer_hash: hash of the router's tokenizer.
@@ -88,9 +77,11 @@ class ClusterState:
             on_reports: called with the reports of all nodes after each survey.
             on_role: called with the address of a node that reports another role than it joined
                 with. It gets no requests until it joins with that role.
+            on_stream_lost: called when the stream of a decode node breaks.
         """
         self._on_reports = on_reports
         self._on_role = on_role
+        self._on_stream_lost = on_stream_lost
         self._tokenizer_hash = tokenizer_hash
         self._on_change = on_change
         self._known: dict[str, _Known] = {}
@@ -138,8 +129,13 @@ class ClusterState:
         known = self._known.get(address)
         return known is not None and known.engine_silent
 
-    def forget(self, address: str) -> None:
-        """Drop the state of a lost node. Another one may come back at its address."""
+    def lost(self, address: str, *, broke: bool) -> None:
+        """Drop the state of a lost node. Another one may come back at its address.
+
+        `broke`: its stream has ended although it had not drained.
+        """
+        if broke:
+            self._on_stream_lost()
         known = self._known.get(address)
         if known is not None:
             known.state, known.engine_silent = "", False
@@ -205,21 +201,13 @@ class ClusterState:
         return report
 
     async def _report(self, known: _Known) -> NodeReport:
-        unreachable = NodeReport(known.role, known.address, "unreachable", None)
-        try:
-            description = await known.stub.Describe(node_pb2.DescribeRequest(), timeout=_DEADLINE_S)
-        except grpc.aio.AioRpcError as error:
-            self._not_answered(known, error.details() or error.code().name)
-            return unreachable
-        except asyncio.CancelledError:
-            rpc.raise_if_cancelled()
-            return unreachable  # only this call was cancelled: the node has left
-        if description is None:  # grpcio returns None for bytes that it cannot parse
-            self._not_answered(known, "invalid message")
-            return unreachable
-        if description.ByteSize() > _MAX_BYTES:
-            self._not_answered(known, f"it says {description.ByteSize()} bytes of itself")
-            return unreachable
+        description, problem = await ask(
+            known, "Describe", node_pb2.DescribeRequest(), _DEADLINE_S, _MAX_BYTES
+        )
+        if description is None:
+            if problem != LEFT:
+                self._not_answered(known, problem)
+            return NodeReport(known.role, known.address, "unreachable", None)
         known.silence = ""
         known.leaving = description.state == "draining"
         misfit = self._misfit(description)
@@ -245,3 +233,39 @@ class ClusterState:
         if description.role not in get_args(Role):
             return "a node has no role that there is"
         return ""
+
+
+@dataclass(frozen=True, slots=True)
+class DescribeResult:
+    """Response of one node.
+
+    Attributes:
+        at: time.monotonic() when it arrived. It was made at most one call earlier, because an
+            engine responds after its current step.
+        problem: why there is no response, or empty.
+    """
+
+    role: str
+    address: str
+    at: float
+    flights: RequestTraces
+    problem: str = ""
+
+
+class NodeDescriber:
+    """Queries about requests. For one event loop."""
+
+    def __init__(self, state: ClusterState) -> None:
+        self._state = state
+
+    async def ask(self, request_id: str) -> list[DescribeResult]:
+        """Return the responses of all nodes, prefill nodes first, within 2 s. Raises nothing."""
+        members = sorted(self._state.members, key=lambda member: member.role != "prefill")
+        return list(await asyncio.gather(*(_history(member, request_id) for member in members)))
+
+
+async def _history(member: NodeMember, request_id: str) -> DescribeResult:
+    request = node_pb2.ExplainHereRequest(request_id=request_id)
+    answer, problem = await ask(member, "Explain", request, _DEADLINE_S, _MAX_HISTORY_BYTES)
+    traces = RequestTraces((), 0) if answer is None else from_proto(answer)
+    return DescribeResult(member.role, member.address, time.monotonic(), traces, problem)

@@ -2,10 +2,9 @@
 
 import pytest
 
-from api.auth.client import by_address
-from api.requests import record
-from api.requests.record import RequestRecords
+from router import record
 from router.metrics import RouterMetrics
+from router.record import RequestRecords
 from router.timelines import TimelineRecorder
 
 
@@ -15,7 +14,7 @@ def test_tokens_written_together_with_the_first_one_have_not_waited_for_it(
     clock = [100.0]
     monkeypatch.setattr(record.time, "monotonic", lambda: clock[0])
     metrics = RouterMetrics()
-    client = by_address("10.0.0.1")
+    client = "10.0.0.1"
     with RequestRecords(metrics, TimelineRecorder(metrics, None)).begin(
         "one", "", client, ""
     ) as one:

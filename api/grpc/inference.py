@@ -1,0 +1,211 @@
+"""The methods of the `Router` gRPC service for clients."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from math import ceil
+from typing import Any, TypeAlias
+
+from msgspec.structs import replace
+
+from api.auth.client import Client
+from api.auth.guard import ApiKeyGuard
+from api.dialect.problems import ApiError
+from api.dialect.tools import ToolOffer, guided, listening, optional
+from api.grpc.parsing import from_input, from_prompt, from_request, one_with_each
+from api.grpc.response_writer import GrpcResponseWriter, response_to
+from api.parsers.model_format import NONE
+from api.pooling.vectors import PoolingCaller, PoolingService
+from api.requests.answer import FinalChunk, OutputChunk
+from api.requests.deadline import DeadlineScope
+from api.requests.generate_params import ChatPrompt
+from api.requests.idempotency import IdempotencyCache
+from api.requests.limiter import new_request_id
+from api.requests.served_model import ServedModel
+from api.text.limits import check_context, check_vocabulary
+from common.errors import InvalidRequest, Overloaded
+from common.requests.sampling import SamplingParams
+from common.tracing.context import HEADER
+from protos import router_pb2
+
+Context: TypeAlias = Any  # rpc.Admitted, whose caller is a Client
+
+
+class InferenceService:
+    """The client methods, for `add_router_service`. They raise ServingError."""
+
+    def __init__(
+        self,
+        guard: ApiKeyGuard,
+        answers: IdempotencyCache,
+        vectors: PoolingService,
+        model: ServedModel,
+        *,
+        budget_s: float,
+    ) -> None:
+        """
+        Args:
+            budget_s: total time limit of a call. A generation request may ask for less.
+        """
+        self._guard = guard
+        self._answers = answers
+        self._vectors = vectors
+        self._model = model
+        self._budget_s = budget_s
+
+    async def Generate(self, request: router_pb2.GenerateRequest, context: Context) -> None:
+        """Stream the response to one prompt.
+
+        Cancelling the call cancels the request on every node.
+        """
+
+        with self._begun(context) as client:
+            wanted = from_request(request)
+            voice: GrpcResponseWriter | None = None
+            match wanted.prompt.prompt:
+                case ChatPrompt(tools=tools):
+                    offer = self._offer(tools)
+                    wanted = replace(
+                        wanted,
+                        shown=self._model.shown(bool(tools)),
+                        sampling=self._guided(wanted.sampling, offer),
+                    )
+                    voice = GrpcResponseWriter(listening(self._model.speech, wanted.prompt, offer))
+
+            async def write(request_id: str, piece: OutputChunk | FinalChunk) -> None:
+                response = response_to(request_id, piece)
+                if voice is not None:
+                    voice.tell(piece, response)
+                await context.write(response)
+
+            retry = self._answers.retry(
+                client,
+                _metadata(context, "idempotency-key"),
+                partial(request.SerializeToString, deterministic=True),
+                new_request_id(),
+            )
+            await self._answers.generate(
+                wanted, client, write, _metadata(context, HEADER), retry=retry
+            )
+
+    async def Embed(
+        self, request: router_pb2.EmbedRequest, context: Context
+    ) -> router_pb2.EmbedResponse:
+        with self._pooling(request, context) as asker:
+            inputs = [from_input(each) for each in request.inputs]
+            pooled = await self._vectors.embed(inputs, asker, request.dimensions)
+        usage = router_pb2.Usage(prompt_tokens=sum(pooled.num_tokens))
+        return router_pb2.EmbedResponse(
+            request_id=asker.request_id, vectors=pooled.vectors, usage=usage
+        )
+
+    async def Score(
+        self, request: router_pb2.ScoreRequest, context: Context
+    ) -> router_pb2.ScoreResponse:
+        with self._pooling(request, context) as asker:
+            pairs = one_with_each(request.queries, request.documents)
+            scored = await self._vectors.score(pairs, asker, request.instruct)
+        usage = router_pb2.Usage(prompt_tokens=scored.num_tokens)
+        return router_pb2.ScoreResponse(
+            request_id=asker.request_id, scores=scored.scores, usage=usage
+        )
+
+    async def ScoreTokens(
+        self, request: router_pb2.ScoreTokensRequest, context: Context
+    ) -> router_pb2.ScoreTokensResponse:
+        with self._pooling(request, context) as asker:
+            scored = await self._vectors.label_scores(
+                [from_input(each) for each in request.prompts],
+                request.label_token_ids,
+                asker,
+                softmax=request.apply_softmax,
+            )
+        scores = [router_pb2.TokenScores(scores=each) for each in scored.scores]
+        usage = router_pb2.Usage(prompt_tokens=scored.num_tokens)
+        return router_pb2.ScoreTokensResponse(
+            request_id=asker.request_id, scores=scores, usage=usage
+        )
+
+    async def Tokenize(
+        self, request: router_pb2.TokenizeRequest, context: Context
+    ) -> router_pb2.TokenizeResponse:
+        with self._begun(context) as client, DeadlineScope(self._budget_s):
+            token_ids = await self._model.prompts.encode(from_prompt(request), client)
+        return router_pb2.TokenizeResponse(token_ids=token_ids)
+
+    async def Detokenize(
+        self, request: router_pb2.DetokenizeRequest, context: Context
+    ) -> router_pb2.DetokenizeResponse:
+        with self._begun(context), DeadlineScope(self._budget_s):
+            check_context(request.token_ids, self._model.limits, "token_ids")
+            token_ids = list(request.token_ids)
+            check_vocabulary(token_ids, self._model.limits, "token_ids")
+            text = await self._model.tokenizer.decode_any(token_ids)
+        return router_pb2.DetokenizeResponse(text=text)
+
+    async def GetModel(
+        self, request: router_pb2.GetModelRequest, context: Context
+    ) -> router_pb2.GetModelResponse:
+        files = self._model.files
+        return router_pb2.GetModelResponse(
+            name=files.name,
+            context_length=files.context_length,
+            vocabulary_size=files.vocabulary_size,
+            eos_token_ids=files.eos_token_ids,
+            has_chat_template=files.chat_template is not None,
+        )
+
+    def _offer(self, tools: Sequence[Any]) -> ToolOffer:
+        """Return the offer of these tools.
+
+        Raises:
+            InvalidRequest: the model's tool call format is unknown.
+        """
+        if tools and self._model.speech.tools == NONE:
+            raise InvalidRequest("messages.tools: how this model calls them is not known here")
+        return optional(tools)
+
+    def _guided(self, sampling: SamplingParams, offer: ToolOffer) -> SamplingParams:
+        """Return the sampling with the grammar that tools need, as over HTTP."""
+        try:
+            return guided([sampling], offer, self._model.speech, "sampling.guide")[0]
+        except ApiError as refusal:
+            if refusal.param == "tools":
+                raise InvalidRequest(f"messages.{refusal}") from None
+            raise InvalidRequest(
+                "sampling.guide: no grammar can write this model's tool calls; send one of both"
+            ) from None
+
+    @contextmanager
+    def _pooling(self, request: Any, context: Context) -> Iterator[PoolingCaller]:
+        """Begin a request for vectors or scores. Any request that has these fields."""
+        with self._begun(context) as client:
+            yield PoolingCaller(
+                client,
+                label=request.request_id,
+                request_id=new_request_id(),
+                traceparent=_metadata(context, HEADER),
+                cache_salt=request.cache_salt if request.HasField("cache_salt") else None,
+                timeout_s=request.timeout_s if request.HasField("timeout_s") else None,
+            )
+
+    @contextmanager
+    def _begun(self, context: Context) -> Iterator[Client]:
+        """Yield the client of a request and count the request.
+
+        Send retry-after if it is overloaded.
+        """
+        try:
+            self._guard.begin(context.caller)
+            yield context.caller
+        except Overloaded as error:
+            context.set_trailing_metadata((("retry-after", str(ceil(error.retry_after_s))),))
+            raise
+
+
+def _metadata(context: Context, wanted: str) -> str:
+    """Return the call's metadata with that name, "" if absent."""
+    for name, value in context.invocation_metadata() or ():
+        if name == wanted and isinstance(value, str):
+            return value
+    return ""

@@ -1,0 +1,121 @@
+"""Construction of the parts of a router that serve operators."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from api.admin import metrics_endpoint, requests_endpoint
+from api.admin.adapters import AdaptersEndpoint
+from api.admin.cluster_report import ClusterEndpoint, ClusterReport
+from api.admin.engines import EnginesEndpoint
+from api.admin.explain import Explainer, LocalEvents
+from api.admin.metrics_endpoint import MergedMetricsEndpoint, MetricsEndpoint
+from api.admin.moves import LocalMigrations, MigrationService
+from api.admin.plans import LocalPlans, Plans
+from api.admin.requests_endpoint import LocalRequests, RequestsEndpoint
+from api.admin.router_state import LocalState, MergedState
+from api.dialect.model_names import ModelNames
+from api.grpc.admin import AdminService
+from api.http.request import Handler
+from api.program.nodes import RouterNodes
+from common.version import VERSION
+from protos import router_pb2
+from router.cluster.adapter_calls import AdapterCalls
+from router.cluster.cluster_state import NodeDescriber
+from router.cluster.engine_calls import EngineCalls
+from router.recent_requests import RecentRequests
+from router.workers.asking import SiblingProcesses
+from router.workers.ends import LocalEnd, SharedEnd
+from router.workers.place import ProcessSlot
+from router.workers.telling import Tell
+
+
+@dataclass(frozen=True, slots=True)
+class AdminParts:
+    """The parts of a router that serve operators.
+
+    Attributes:
+        service: the methods of the gRPC service.
+        paths: HTTP handlers by path and method.
+        paths_below: the same for every path that begins with this one.
+        tells: answers to the other processes of this router, by path.
+        recent: must run.
+    """
+
+    service: AdminService
+    paths: Mapping[str, Mapping[str, Handler]]
+    paths_below: Mapping[str, Mapping[str, Handler]]
+    tells: Mapping[str, Tell]
+    recent: RecentRequests
+
+
+def make_admin(
+    nodes: RouterNodes,
+    names: ModelNames,
+    place: ProcessSlot,
+    others: SiblingProcesses,
+    keeper: SiblingProcesses,
+    on_drain: Callable[[], None],
+) -> AdminParts:
+    """Make these parts.
+
+    Args:
+        others, keeper: the other processes of this router.
+        on_drain: called when an operator drains a router with one process.
+    """
+    cluster, timelines, registry = nodes.cluster, nodes.base.timelines, nodes.base.metrics.registry
+    state = LocalState(
+        nodes.base.admission,
+        _constants(nodes),
+        nodes.why_not_ready,
+        lambda: cluster.in_use,
+        nodes.base.metrics.request_counts,
+    )
+    plans, moves = LocalPlans(), LocalMigrations(cluster)
+    requests, events = LocalRequests(timelines), LocalEvents(timelines)
+    all_plans = Plans(plans, others)
+    report = ClusterReport(nodes.state, MergedState(state, others, place.began), all_plans)
+    explainer = Explainer(events, others, NodeDescriber(nodes.state))
+    listed = RequestsEndpoint(requests, others, explainer)
+    adapters = AdapterCalls(nodes.state, cluster, names.served)
+    engines = EngineCalls(nodes.state)
+    shared = place.is_shared
+    metrics = MergedMetricsEndpoint(keeper) if shared else MetricsEndpoint(registry)
+    return AdminParts(
+        AdminService(
+            report,
+            explainer,
+            adapters,
+            engines,
+            MigrationService(moves, others),
+            all_plans,
+            SharedEnd(keeper) if shared else LocalEnd(on_drain),
+        ),
+        {
+            **AdaptersEndpoint(adapters).routes(),
+            **EnginesEndpoint(engines).routes(),
+            "/cluster": {"GET": ClusterEndpoint(report)},
+            requests_endpoint.PATH: {"GET": listed.all},
+            metrics_endpoint.PATH: {"GET": metrics},
+        },
+        {f"{requests_endpoint.PATH}/": {"GET": listed.below}},
+        {
+            **state.tells,
+            **requests.tells,
+            **events.tells,
+            **moves.tells,
+            **plans.tells,
+            **metrics_endpoint.telling(registry),
+        },
+        state.recent,
+    )
+
+
+def _constants(nodes: RouterNodes) -> router_pb2.RouterState:
+    """Return the constant part of a router's state."""
+    files = nodes.base.model.files
+    return router_pb2.RouterState(
+        version=VERSION,
+        model=nodes.base.config.served_model_name or files.name,
+        context_length=files.context_length,
+        has_chat_template=files.chat_template is not None,
+    )

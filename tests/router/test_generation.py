@@ -1,0 +1,244 @@
+"""One request at decode nodes: what it leaves behind when it migrates, ends, or loses its node."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from common.errors import NodeUnavailable, Overloaded, ServingError
+from common.requests.sampling import SamplingParams
+from common.requests.weights import UNNAMED
+from router import generation as module
+from router.cluster.cluster import Cluster, Placed
+from router.cluster.node_ends import LossCause, NodeLost
+from router.generation import Generation
+from router.metrics import RouterMetrics
+from router.policy.backlogs import WHENEVER
+from router.policy.load import LoadReservation
+from router.record import RequestRecord, RequestRecords
+from router.timelines import TimelineRecorder
+from router.token_buffer import NodeOutput, StreamEnd, TokenBuffer
+from tests.support.specs import make_spec
+
+MAX_TOKENS = 9
+
+
+@dataclass(eq=False)
+class Node:
+    """A decode node. It counts what must end once: the submission, and its share of the load."""
+
+    address: str
+    migratable: set[Any] = field(default_factory=set)
+    tokens: TokenBuffer = field(default_factory=lambda: TokenBuffer(MAX_TOKENS))
+    num_generated: list[int] = field(default_factory=list)  # of each submission
+    cancelled: int = 0
+    closed: int = 0
+
+    def submit(self, spec: Any, *_: object, **__: object) -> Any:
+        self.num_generated.append(spec.num_generated)
+        self.tokens = TokenBuffer(MAX_TOKENS)
+        return SimpleNamespace(tokens=self.tokens, move_from=None, cancel=self._cancel)
+
+    def placed(self) -> Placed:
+        charge = SimpleNamespace(first_token=lambda: None, close=self._close)
+        decode = cast(Any, self)
+        return Placed(decode, (), cast(LoadReservation, charge), start_by=float("-inf"))
+
+    def say(self, *token_ids: int, end: StreamEnd | ServingError | None = None) -> None:
+        for token in token_ids:
+            assert self.tokens.append(token)
+        if end is not None:
+            self.tokens.end(end)
+        self.tokens.tell()
+
+    def _cancel(self) -> None:
+        self.cancelled += 1
+
+    def _close(self) -> None:
+        self.closed += 1
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        return self.cancelled, self.closed
+
+
+class Sink:
+    """A response whose client takes every token at once."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.ended = False
+
+    def add(self, output: NodeOutput) -> bool:
+        self.token_ids += output.token_ids
+        self.ended = output.end is not None
+        return self.ended
+
+    def note_cached_tokens(self, cached_tokens: int | None) -> None:
+        pass
+
+    async def flush(self) -> None:
+        pass
+
+
+class Rig:
+    """A request at node a, and at node b if that takes it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
+        self.a, self.b = Node("a"), Node("b")
+        self.has_target = True
+        self.stayed: list[tuple[str, ServingError]] = []
+        metrics = RouterMetrics()
+        records = RequestRecords(metrics, TimelineRecorder(metrics, None))
+        self.record: RequestRecord = records.begin("r", "", "client", "")
+        monkeypatch.setattr(self.record, "stay", lambda *told: self.stayed.append(told))
+        self.sink = Sink()
+        cluster = SimpleNamespace(
+            ready=True, weights=UNNAMED, choose=self._choose, choose_target=self._choose_target
+        )
+        spec = make_spec([5], sampling=SamplingParams(max_tokens=MAX_TOKENS, seed=1))
+        self.generation = Generation(spec, WHENEVER, self.sink, self.record, cast(Cluster, cluster))
+
+    def _choose(self, key: object, avoid: Any = (), due: object = None) -> Placed:
+        return (self.b if self.a.address in avoid else self.a).placed()
+
+    def _choose_target(self, *_: object) -> Placed:
+        if not self.has_target:
+            raise NodeUnavailable("there is no other decode node")
+        return self.b.placed()
+
+    @asynccontextmanager
+    async def running(self, *token_ids: int) -> AsyncIterator["asyncio.Task[None]"]:
+        """The request at node a, with these tokens. It must have ended in the end."""
+        with self.record:
+            task = asyncio.create_task(self.generation.run())
+            await _until(lambda: bool(self.a.migratable))
+            self.a.say(*token_ids)
+            yield task
+            await task
+        assert not self.a.migratable and not self.b.migratable
+        for node in (self.a, self.b):
+            assert node.ends == (len(node.num_generated),) * 2
+
+    async def migrated(self) -> "asyncio.Task[Any]":
+        """Start a migration to b."""
+        task = self.generation.migrate()
+        await _until(lambda: not self.generation.movable)
+        return task
+
+
+@pytest.fixture
+def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
+    return Rig(monkeypatch)
+
+
+# Seen failing without the pause before the next try.
+async def test_a_migration_to_nowhere_is_tried_again_after_a_second(rig: Rig) -> None:
+    rig.has_target = False
+    async with rig.running(7):
+        outcome = await rig.generation.migrate()
+        assert (outcome.target, outcome.because) == ("", "there is no other decode node")
+        assert not rig.generation.movable
+        rig.now += 1.0
+        assert rig.generation.movable
+        rig.a.say(end=StreamEnd("length"))
+
+
+# Seen failing with the refused submission not closed, and without the pause from the refusal on.
+async def test_a_target_that_refuses_is_left_and_tried_again_after_a_second(rig: Rig) -> None:
+    async with rig.running(7):
+        task = await rig.migrated()
+        full = Overloaded("it is full")
+        rig.now += 60.0
+        rig.b.say(end=full)
+        assert (await task).because == "it is full"
+        assert rig.b.ends == (1, 1)
+        assert rig.stayed == [("b", full)]
+        assert not rig.generation.movable
+        rig.now += 1.0
+        assert rig.generation.movable
+        rig.a.say(end=StreamEnd("length"))
+
+
+# Seen failing, each, without the discard, the cancel and the close at the end of an attempt.
+async def test_a_request_that_ends_while_it_migrates_leaves_nothing_behind(rig: Rig) -> None:
+    async with rig.running(7):
+        task = await rig.migrated()
+        rig.a.say(8, end=StreamEnd("stop"))
+    await _until(task.done)
+    assert task.cancelled()
+    assert rig.b.ends == (1, 1)
+    assert rig.sink.token_ids == [7, 8]
+
+
+# Seen failing with the repeated tokens not dropped.
+async def test_the_response_continues_with_the_first_new_token_of_the_target(rig: Rig) -> None:
+    async with rig.running(7):
+        task = await rig.migrated()
+        rig.a.say(8, 9)
+        rig.b.say(8)
+        assert (await task).because == ""
+        await _until(lambda: bool(rig.b.migratable))
+        assert rig.generation.address == "b"
+        rig.b.say(9, 10)
+        rig.b.say(end=StreamEnd("stop"))
+    assert rig.sink.token_ids == [7, 8, 9, 10]
+    assert rig.b.num_generated == [1]
+    assert rig.record.timeline.num_moves == 1
+
+
+# Seen failing with a successor that is closed although the node of the attempt handed it off.
+async def test_a_node_that_reports_the_hand_off_first_ends_the_attempt(rig: Rig) -> None:
+    async with rig.running(7):
+        task = await rig.migrated()
+        rig.a.say(end=NodeLost("the request was moved", LossCause.UNRELATED))
+        assert (await task).because == ""
+        rig.b.say(8, end=StreamEnd("stop"))
+    assert rig.sink.token_ids == [7, 8]
+
+
+# Seen failing with the successor taken after a crash.
+async def test_a_crash_of_the_engine_ends_a_migration_and_the_request_is_replayed(
+    rig: Rig,
+) -> None:
+    async with rig.running(7):
+        await rig.migrated()
+        rig.a.say(end=NodeLost("its engine died", LossCause.SUSPECT))
+        await _until(lambda: len(rig.b.num_generated) == 2)
+        assert not rig.generation.movable
+        rig.b.say(8, end=StreamEnd("stop"))
+    assert rig.record.timeline.num_replays == 1
+
+
+async def test_a_target_that_continues_with_other_tokens_is_lost(rig: Rig) -> None:
+    async with rig.running(7):
+        await rig.migrated()
+        rig.a.say(8)
+        rig.b.say(6)
+        await _until(lambda: rig.record.timeline.num_replays == 1)
+        assert "other tokens" in rig.record.timeline.submissions[1].because
+        rig.a.say(end=StreamEnd("length"))
+    assert rig.sink.token_ids == [7, 8]
+
+
+async def test_a_request_without_a_token_is_not_movable(rig: Rig) -> None:
+    async with rig.running():
+        assert not rig.generation.movable
+        rig.a.say(7)
+        assert rig.generation.movable
+        rig.a.say(end=StreamEnd("length"))
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    """Some turns of the event loop."""
+    for _ in range(20):
+        if condition():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("not so after twenty turns of the event loop")
