@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 from prometheus_client.core import Metric
 
 from common.distribution import LiveHistogram
-from common.metrics.declared import MetricDeclaration
+from common.metrics.declared import MetricDeclaration, MetricValues
 from common.metrics.program import INFO, PROCESS, registry_of
 from common.metrics.trust import TRUST, TrustMetrics
 from common.requests.timeline import TtftPhase
@@ -189,51 +189,37 @@ class RouterMetrics:
     """Metrics of a router. Written by its event loop, read on the thread that scrapes."""
 
     def __init__(self) -> None:
-        self._ended = REQUESTS.numbers()
-        self._rejected = REJECTED.numbers()
-        self._strangers = STRANGERS.numbers()
+        values = self._values = MetricValues()
+        self._ended = values.numbers(REQUESTS)
+        self._rejected = values.numbers(REJECTED)
+        self._strangers = values.numbers(STRANGERS)
         self._num_waiting: Callable[[], int] = lambda: 0
         self._keys: Callable[[], Mapping[str, ApiKeyMetrics]] = dict
-        self._live = LIVE.numbers()
-        self._prompt_tokens = PROMPT_TOKENS.numbers()
-        self._tokens = TOKENS.numbers()
+        self._live = values.numbers(LIVE)
+        self._prompt_tokens = values.numbers(PROMPT_TOKENS)
+        self._tokens = values.numbers(TOKENS)
         self._first_token = LiveHistogram(LATENCY_S)
-        self._ttft_phases = TTFT_PHASE.distributions()
+        self._ttft_phases = values.distributions(TTFT_PHASE)
         self._next_token = LiveHistogram(LATENCY_S)
-        self._request_seconds = REQUEST_SECONDS.distributions()
-        self._ready = READY.numbers()
-        self._nodes = NODES.numbers()
-        self._streams_lost = STREAMS_LOST.numbers()
-        self._replays = REPLAYS.numbers()
-        self._moves = MOVES.numbers()
-        self._suspects = SUSPECTS.numbers()
-        self._http_connections = HTTP_CONNECTIONS.numbers()
-        self._http_answers = HTTP_ANSWERS.numbers()
+        self._request_seconds = values.distributions(REQUEST_SECONDS)
+        self._ready = values.numbers(READY)
+        self._nodes = values.numbers(NODES)
+        self._streams_lost = values.numbers(STREAMS_LOST)
+        self._replays = values.numbers(REPLAYS)
+        self._moves = values.numbers(MOVES)
+        self._suspects = values.numbers(SUSPECTS)
+        self._http_connections = values.numbers(HTTP_CONNECTIONS)
+        self._http_answers = values.numbers(HTTP_ANSWERS)
         self.trust = TrustMetrics()
         self.registry = registry_of(lambda: "router", self._families)
 
     def _families(self) -> Iterable[Metric]:
-        yield REQUESTS.family(self._ended)
-        yield REJECTED.family(self._rejected)
-        yield WAITING.family({(): float(self._num_waiting())})
-        yield STRANGERS.family(self._strangers)
-        yield from self._of_keys()
-        yield LIVE.family(self._live)
-        yield PROMPT_TOKENS.family(self._prompt_tokens)
-        yield TOKENS.family(self._tokens)
+        yield from self._values.families()
         yield FIRST_TOKEN.family({(): self._first_token.counted().coarser(_TTFT_S)})
-        yield TTFT_PHASE.family(self._ttft_phases)
         yield NEXT_TOKEN.family({(): self._next_token.counted().coarser(_ITL_S)})
-        yield REQUEST_SECONDS.family(self._request_seconds)
-        yield READY.family(self._ready)
+        yield WAITING.family({(): float(self._num_waiting())})
         yield PROCESSES.family({("answering",): 1.0})
-        yield NODES.family(self._nodes)
-        yield STREAMS_LOST.family(self._streams_lost)
-        yield REPLAYS.family(self._replays)
-        yield MOVES.family(self._moves)
-        yield SUSPECTS.family(self._suspects)
-        yield HTTP_CONNECTIONS.family(self._http_connections)
-        yield HTTP_ANSWERS.family(self._http_answers)
+        yield from self._of_keys()
         yield from self.trust.families()
 
     def _of_keys(self) -> Iterable[Metric]:

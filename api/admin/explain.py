@@ -5,9 +5,7 @@ are late by the network delay of its response.
 """
 
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-
-import msgspec
+from collections.abc import Sequence
 
 from api.requests.events import EventHistory, told
 from api.requests.validation import MAX_LABEL_CHARACTERS
@@ -16,41 +14,20 @@ from common.requests.request_trace import event_to_proto
 from protos.router_pb2 import ExplainedEvent, ExplainingNode, ExplainResponse
 from router.cluster.cluster_state import DescribeResult, NodeDescriber
 from router.timelines import TimelineRecorder
-from router.workers.asking import SiblingProcesses
+from router.workers.asking import Question, SiblingProcesses, as_json
 
 _TOLD = "/told"  # path between worker processes
-_read = msgspec.json.Decoder(EventHistory | None).decode
-
-
-class LocalEvents:
-    """Request histories of this process."""
-
-    def __init__(self, timelines: TimelineRecorder) -> None:
-        self._timelines = timelines
-
-    def find(self, name: str) -> EventHistory | None:
-        timeline = self._timelines.find(name)
-        return None if timeline is None else told(timeline)
-
-    @property
-    def tells(self) -> Mapping[str, Callable[[Mapping[str, str]], Awaitable[bytes]]]:
-        """Return the handlers for queries of other worker processes."""
-
-        async def tell(query: Mapping[str, str]) -> bytes:
-            return msgspec.json.encode(self.find(query["name"]))
-
-        return {_TOLD: tell}
 
 
 class Explainer:
     """Collector of request histories from all processes and nodes. For one event loop."""
 
     def __init__(
-        self, own: LocalEvents, siblings: SiblingProcesses, inquiry: NodeDescriber
+        self, timelines: TimelineRecorder, siblings: SiblingProcesses, nodes: NodeDescriber
     ) -> None:
-        self._own = own
-        self._siblings = siblings
-        self._inquiry = inquiry
+        self._timelines = timelines
+        self._nodes = nodes
+        self._question = Question(siblings, _TOLD, self._own, as_json(EventHistory | None))
 
     async def explain(self, name: str) -> ExplainResponse:
         """Collect the history of one request, within 4 s.
@@ -69,20 +46,24 @@ class Explainer:
                 f"name has {len(name)} characters, 1 to {MAX_LABEL_CHARACTERS} can be"
             )
         known, num_silent = await self._find(name)
-        said = await self._inquiry.ask(known.request_id if known else name)
+        said = await self._nodes.ask(known.request_id if known else name)
         if known is None and not any(one.flights.flights for one in said):
             raise (NodeUnavailable if num_silent else NotFound)(_sentence(name, said, num_silent))
         return _together(name, known, said)
 
     async def _find(self, name: str) -> tuple[EventHistory | None, int]:
         """Return the history, and the number of processes that did not respond."""
-        own = self._own.find(name)
+        own = self._own(name)
         if own is not None and own.request_id == name:
             return own, 0
-        others = await self._siblings.ask(_TOLD, name=name)
-        found = [one for one in (own, *map(_read, others.bodies.values())) if one is not None]
+        others = await self._question.ask(name=name)
+        found = [one for one in (own, *others.answers) if one is not None]
         best = max(found, key=lambda one: (one.request_id == name, one.arrived), default=None)
         return best, others.num_silent
+
+    def _own(self, name: str) -> EventHistory | None:
+        timeline = self._timelines.find(name)
+        return None if timeline is None else told(timeline)
 
 
 def _together(

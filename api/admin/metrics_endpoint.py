@@ -13,8 +13,7 @@ from prometheus_client.exposition import choose_encoder
 from api.dialect.problems import ApiError
 from api.http.answers import whole
 from api.http.request import HttpRequest
-from router.workers.asking import SiblingProcesses
-from router.workers.telling import Tell
+from router.workers.asking import SiblingProcesses, Tell
 
 PATH = "/metrics"  # also the path between worker processes
 

@@ -1,14 +1,13 @@
 """Manual migration of one running request to another decode node, across worker processes."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 
 from common.errors import FailedPrecondition, InvalidRequest, NodeUnavailable, NotFound
 from protos.router_pb2 import MoveResponse
 from router.cluster.cluster import Cluster
-from router.workers.asking import LONGEST_S, SiblingProcesses
+from router.workers.asking import LONGEST_S, Question, SiblingProcesses, as_json
 
 _MOVE, _MOVABLE = "/move", "/movable"  # paths between worker processes
 MOVE_S = 20.0  # longest wait: the nodes may have to pair, and the target may have to free capacity
@@ -23,22 +22,59 @@ class MigrationResult(msgspec.Struct, frozen=True):
     because: str
 
 
-_read_moved = msgspec.json.Decoder(MigrationResult | None).decode
-_read_ids = msgspec.json.Decoder(list[str]).decode
+class MigrationService:
+    """Migrations of requests of all processes of this router. For one event loop."""
 
-
-class LocalMigrations:
-    """Migrations of requests of this process."""
-
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, siblings: SiblingProcesses) -> None:
         self._cluster = cluster
+        self._movables = Question(siblings, _MOVABLE, self._movable, as_json(list[str]))
+        self._moves = Question(siblings, _MOVE, self._move, as_json(MigrationResult | None))
 
-    def movable(self, source: str) -> list[str]:
-        """Return ids of requests at a node that can migrate, up to a limit."""
+    async def move(self, request_id: str, source: str, target: str) -> MoveResponse:
+        """Migrate one request to another decode node.
+
+        Args:
+            request_id: the request. Empty: any request at `source`, which is ignored otherwise.
+            target: address of the target node. Empty: any node.
+
+        Raises:
+            InvalidRequest: neither request nor source is given.
+            NotFound: there is no such request.
+            NodeUnavailable: the request is unknown, but a process of this router did not respond.
+            FailedPrecondition: the request stays where it is.
+        """
+        if not (request_id or source):
+            raise InvalidRequest("request_id and source are empty")
+        request_id = request_id or await self._any_at(source)
+        moved = await self._move(request_id, target)
+        if moved is None:
+            others = await self._moves.ask(MOVE_S + LONGEST_S, request_id=request_id, target=target)
+            found = [one for one in others.answers if one is not None]
+            if not found:
+                sentence = f"no request {request_id[:256]!r} runs at a decode node"
+                raise _unknown(sentence, others.num_silent)
+            (moved,) = found
+        if moved.because:
+            raise FailedPrecondition(f"not moved: {moved.because}")
+        return MoveResponse(request_id=request_id, source=moved.source, target=moved.target)
+
+    async def _any_at(self, source: str) -> str:
+        own = self._movable(source)
+        if own:
+            return own[0]
+        others = await self._movables.ask(source=source)
+        for ids in others.answers:
+            if ids:
+                return ids[0]
+        sentence = f"no request that could be moved runs at {source[:256]!r}"
+        raise _unknown(sentence, others.num_silent)
+
+    def _movable(self, source: str) -> list[str]:
+        """Return ids of requests of this process at a node that can migrate, up to a limit."""
         here = (each for each in self._cluster.migratable() if each.address == source)
         return [each.request_id for each in here if each.movable][:_MOST_NAMED]
 
-    async def move(self, request_id: str, target: str) -> MigrationResult | None:
+    async def _move(self, request_id: str, target: str) -> MigrationResult | None:
         """Migrate a request, within MOVE_S. Return None if no such request runs in this process."""
         for running in self._cluster.migratable():
             if running.request_id == request_id:
@@ -60,67 +96,6 @@ class LocalMigrations:
             return MigrationResult(source, "", "it has ended, or its node has")
         outcome = task.result()
         return MigrationResult(source, outcome.target, outcome.because)
-
-    @property
-    def tells(self) -> Mapping[str, Callable[[Mapping[str, str]], Awaitable[bytes]]]:
-        """Return the handlers for queries of other worker processes."""
-
-        async def tell_movable(query: Mapping[str, str]) -> bytes:
-            return msgspec.json.encode(self.movable(query["source"]))
-
-        async def move(query: Mapping[str, str]) -> bytes:
-            return msgspec.json.encode(await self.move(query["request_id"], query["target"]))
-
-        return {_MOVABLE: tell_movable, _MOVE: move}
-
-
-class MigrationService:
-    """Migrations of requests of all processes. For one event loop."""
-
-    def __init__(self, own: LocalMigrations, siblings: SiblingProcesses) -> None:
-        self._own = own
-        self._siblings = siblings
-
-    async def move(self, request_id: str, source: str, target: str) -> MoveResponse:
-        """Migrate one request to another decode node.
-
-        Args:
-            request_id: the request. Empty: any request at `source`, which is ignored otherwise.
-            target: address of the target node. Empty: any node.
-
-        Raises:
-            InvalidRequest: neither request nor source is given.
-            NotFound: there is no such request.
-            NodeUnavailable: the request is unknown, but a process of this router did not respond.
-            FailedPrecondition: the request stays where it is.
-        """
-        if not (request_id or source):
-            raise InvalidRequest("request_id and source are empty")
-        request_id = request_id or await self._movable(source)
-        moved = await self._own.move(request_id, target)
-        if moved is None:
-            others = await self._siblings.ask(
-                _MOVE, MOVE_S + LONGEST_S, request_id=request_id, target=target
-            )
-            found = [one for one in map(_read_moved, others.bodies.values()) if one is not None]
-            if not found:
-                sentence = f"no request {request_id[:256]!r} runs at a decode node"
-                raise _unknown(sentence, others.num_silent)
-            (moved,) = found
-        if moved.because:
-            raise FailedPrecondition(f"not migrated: {moved.because}")
-        return MoveResponse(request_id=request_id, source=moved.source, target=moved.target)
-
-    async def _movable(self, source: str) -> str:
-        own = self._own.movable(source)
-        if own:
-            return own[0]
-        others = await self._siblings.ask(_MOVABLE, source=source)
-        for ids in map(_read_ids, others.bodies.values()):
-            if ids:
-                return ids[0]
-        sentence = f"no request that could be moved runs at {source[:256]!r}"
-        raise _unknown(sentence, others.num_silent)
 
 
 def _unknown(sentence: str, num_silent: int) -> NotFound | NodeUnavailable:

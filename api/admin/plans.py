@@ -7,13 +7,13 @@ all processes. The router itself does not act on them.
 import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
 
 from common.errors import InvalidRequest
 from protos.router_pb2 import Plan, PlanEvent
-from router.workers.asking import SiblingProcesses
+from router.workers.asking import Question, SiblingProcesses, as_message
 
 NUM_KEPT = 32  # events
 MOST_EVENTS = 16  # in one report
@@ -31,14 +31,17 @@ class _Event:
     because: str
 
 
-class LocalPlans:
-    """Planner reports of this process."""
+class Plans:
+    """Planner reports of all processes of this router. For one event loop."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, siblings: SiblingProcesses, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._clock = clock
         self._last = Plan()  # without events
         self._at = 0.0
         self._events: deque[_Event] = deque(maxlen=NUM_KEPT)
+        self._question = Question(siblings, _PLAN, self.own, as_message(Plan))
 
     def take(self, plan: Plan) -> None:
         """Store a planner's report. Raise InvalidRequest if it is malformed."""
@@ -48,8 +51,11 @@ class LocalPlans:
             self._events.append(_Event(now - event.ago_s, event.what, event.because))
         self._last = Plan(acts=plan.acts, pressures=plan.pressures)
 
-    def now(self) -> Plan:
-        """Return the last report. It has no pressures if no planner has reported."""
+    async def now(self) -> Plan:
+        return together([self.own(), *(await self._question.ask()).answers])
+
+    def own(self) -> Plan:
+        """Return the last report to this process. Without one, it has no pressures."""
         now = self._clock()
         plan = Plan(ago_s=now - self._at) if self._last.pressures else Plan()
         plan.MergeFrom(self._last)
@@ -58,31 +64,6 @@ class LocalPlans:
             for event in reversed(self._events)
         )
         return plan
-
-    @property
-    def tells(self) -> Mapping[str, Callable[[Mapping[str, str]], Awaitable[bytes]]]:
-        """Return the handler for queries of other worker processes."""
-
-        async def tell(_: Mapping[str, str]) -> bytes:
-            return self.now().SerializeToString()
-
-        return {_PLAN: tell}
-
-
-class Plans:
-    """Planner reports of all processes of this router."""
-
-    def __init__(self, own: LocalPlans, siblings: SiblingProcesses) -> None:
-        self._own = own
-        self._siblings = siblings
-
-    def take(self, plan: Plan) -> None:
-        """Store a planner's report. Raise InvalidRequest if it is malformed."""
-        self._own.take(plan)
-
-    async def now(self) -> Plan:
-        told = await self._siblings.ask(_PLAN)
-        return together([self._own.now(), *map(Plan.FromString, told.bodies.values())])
 
 
 def together(plans: Iterable[Plan]) -> Plan:

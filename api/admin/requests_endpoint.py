@@ -4,7 +4,6 @@ A client's own label for a request works like its id and finds the newest reques
 Each process of a router keeps its own requests and asks the other processes for theirs.
 """
 
-from collections.abc import Awaitable, Callable, Mapping
 from itertools import chain
 from typing import Any
 from urllib.parse import unquote
@@ -21,7 +20,7 @@ from api.http.request import HttpRequest
 from api.requests.validation import MAX_LABEL_CHARACTERS
 from common.errors import NodeUnavailable, NotFound
 from router.timelines import TimelineRecorder
-from router.workers.asking import SiblingProcesses
+from router.workers.asking import Question, SiblingProcesses, as_json
 
 PATH = "/requests"
 _ALL, _ONE = "/requests", "/request"  # paths between worker processes
@@ -31,45 +30,27 @@ _FRESH = (("cache-control", "no-store"),)
 _Content = dict[str, Any]
 
 
-class LocalRequests:
-    """Request timelines of this process."""
+class RequestsEndpoint:
+    """HTTP handlers of the request timelines. For one event loop."""
 
-    def __init__(self, timelines: TimelineRecorder) -> None:
+    def __init__(
+        self, timelines: TimelineRecorder, siblings: SiblingProcesses, explainer: Explainer
+    ) -> None:
         self._timelines = timelines
+        self._explainer = explainer
+        self._lists = Question(siblings, _ALL, self._own_list, as_json(list[_Content]))
+        self._ones = Question(siblings, _ONE, self._own, as_json(_Content | None))
 
-    def all(self) -> list[_Content]:
+    def _own_list(self) -> list[_Content]:
         return [summary(timeline) for timeline in self._timelines]
 
-    def one(self, name: str) -> _Content | None:
+    def _own(self, name: str) -> _Content | None:
         timeline = self._timelines.find(name)
         return None if timeline is None else summary(timeline) | details(timeline)
 
-    @property
-    def tells(self) -> Mapping[str, Callable[[Mapping[str, str]], Awaitable[bytes]]]:
-        """Return the handlers for queries of other worker processes."""
-
-        async def tell_all(_: Mapping[str, str]) -> bytes:
-            return msgspec.json.encode(self.all())
-
-        async def tell_one(query: Mapping[str, str]) -> bytes:
-            return msgspec.json.encode(self.one(query["name"]))
-
-        return {_ALL: tell_all, _ONE: tell_one}
-
-
-class RequestsEndpoint:
-    """HTTP handlers of the request timelines."""
-
-    def __init__(
-        self, own: LocalRequests, siblings: SiblingProcesses, explainer: Explainer
-    ) -> None:
-        self._own = own
-        self._siblings = siblings
-        self._explainer = explainer
-
     async def all(self, request: HttpRequest) -> web.Response:
-        told = await self._siblings.ask(_ALL)
-        lists = [self._own.all(), *map(msgspec.json.decode, told.bodies.values())]
+        told = await self._lists.ask()
+        lists = [self._own_list(), *told.answers]
         content = {
             "requests": sorted(chain.from_iterable(lists), key=_newest_first),
             "processes": told.num_asked + 1,
@@ -95,11 +76,10 @@ class RequestsEndpoint:
         return whole(200, msgspec.json.encode(plain(told)), headers=_FRESH)
 
     async def _one(self, name: str) -> web.Response:
-        found, num_silent = self._own.one(name), 0
+        found, num_silent = self._own(name), 0
         if found is None or found["id"] != name:
-            told = await self._siblings.ask(_ONE, name=name)
-            everywhere = [found, *map(msgspec.json.decode, told.bodies.values())]
-            found = _best(name, [one for one in everywhere if one is not None])
+            told = await self._ones.ask(name=name)
+            found = _best(name, [one for one in (found, *told.answers) if one is not None])
             num_silent = told.num_silent
         if found is None:
             return _not_found(name, num_silent).response()

@@ -1,7 +1,7 @@
 """The state of a router, merged over all of its processes."""
 
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 
 from api.requests.limiter import RequestLimiter
@@ -10,14 +10,18 @@ from protos.router_pb2 import LatencySummary, RouterState, WorkerState
 from protos.router_pb2 import RecentRequests as RecentRequestsReport
 from router.metrics import LATENCY_S
 from router.recent_requests import RecentRequests, RequestCounts
-from router.workers.asking import SiblingProcesses
+from router.workers.asking import Question, SiblingProcesses, as_message
 
 STATE = "/worker-state"  # path between worker processes
 _BY_WEIGHT = ("ready", "not ready", "draining")
 
 
-class LocalState:
-    """State of this process."""
+class MergedState:
+    """State of all processes of this router. For one event loop.
+
+    Attributes:
+        recent: requests of this process in the last minute. Must run.
+    """
 
     def __init__(
         self,
@@ -26,6 +30,8 @@ class LocalState:
         why_not_ready: Callable[[], str | None],
         in_use: Callable[[], Iterable[str]],
         counts: Callable[[], RequestCounts],
+        siblings: SiblingProcesses,
+        began: float,
     ) -> None:
         """
         Args:
@@ -33,16 +39,27 @@ class LocalState:
             why_not_ready: returns a sentence, or None if a request could be placed now.
             in_use: returns addresses of nodes that requests are sent to.
             counts: returns the counts of requests since the process started.
+            began: start time of the router, by time.monotonic().
         """
+        self.began = began
+        self.recent = RecentRequests(counts)
         self._admission = admission
-        self._began = time.monotonic()
+        self._process_began = time.monotonic()
         self._constant = constant
         self._why_not_ready = why_not_ready
         self._in_use = in_use
         self._counts = counts
-        self.recent = RecentRequests(counts)
+        self._question = Question(siblings, STATE, self._own, as_message(WorkerState))
 
-    def now(self) -> WorkerState:
+    async def now(self) -> RouterState:
+        told = await self._question.ask()
+        whole = together([self._own(), *told.answers])
+        whole.uptime_s = time.monotonic() - self.began
+        whole.processes = told.num_asked + 1
+        whole.silent_processes = told.num_silent
+        return whole
+
+    def _own(self) -> WorkerState:
         reason = self._why_not_ready()
         total = self._counts()
         state = RouterState(
@@ -50,7 +67,7 @@ class LocalState:
             reason=reason or "",
             live_requests=self._admission.num_live,
             max_requests=self._admission.max_requests,
-            oldest_process_s=time.monotonic() - self._began,
+            oldest_process_s=time.monotonic() - self._process_began,
             in_use=self._in_use(),
             rejected_requests=total.rejected,
             failed_requests=total.failed,
@@ -65,37 +82,6 @@ class LocalState:
             ttft=recent.ttft.counts,
             itl=recent.itl.counts,
         )
-
-    @property
-    def tells(self) -> Mapping[str, Callable[[Mapping[str, str]], Awaitable[bytes]]]:
-        """Return the handler for queries of other worker processes."""
-
-        async def tell(_: Mapping[str, str]) -> bytes:
-            return self.now().SerializeToString()
-
-        return {STATE: tell}
-
-
-class MergedState:
-    """State of all processes of this router."""
-
-    def __init__(self, own: LocalState, siblings: SiblingProcesses, began: float) -> None:
-        """
-        Args:
-            began: start time of the router, by time.monotonic().
-        """
-        self._own = own
-        self._siblings = siblings
-        self.began = began
-
-    async def now(self) -> RouterState:
-        told = await self._siblings.ask(STATE)
-        own = self._own.now()
-        whole = together([own, *map(WorkerState.FromString, told.bodies.values())])
-        whole.uptime_s = time.monotonic() - self.began
-        whole.processes = told.num_asked + 1
-        whole.silent_processes = told.num_silent
-        return whole
 
 
 def together(workers: Sequence[WorkerState]) -> RouterState:

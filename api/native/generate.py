@@ -5,11 +5,10 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, cast
 
 import msgspec
-from aiohttp import web
 
 from api.dialect.bodies import BodyReader
 from api.dialect.endpoint_call import EndpointCall, EndpointReply
-from api.dialect.events import DONE, EventStream
+from api.dialect.events import DONE, EventStream, StreamedReply, WholeReply
 from api.dialect.fields import (
     GenerationFields,
     Int32,
@@ -24,7 +23,7 @@ from api.dialect.ignored_fields import OF_NATIVE
 from api.dialect.origin import RequestOrigin
 from api.dialect.problems import OPENAI, ApiError
 from api.dialect.unknown_fields import Ignored, Nothing
-from api.http.answers import Headers, whole
+from api.http.answers import Headers
 from api.http.request import HttpRequest
 from api.requests.answer import FinalChunk, OutputChunk
 from api.requests.generate_params import GenerateParams, TextPrompt, TokenIdsPrompt
@@ -142,9 +141,8 @@ class NativeEndpoint:
 
         def reply(origin: RequestOrigin, request: HttpRequest, headers: Headers) -> EndpointReply:
             told = [_Answer(index, each, origin.id, is_list) for index, each in enumerate(wanted)]
-            if fields.stream:
-                return _Streamed(told, request, headers)
-            return _Whole(told, is_list, headers)
+            stream = EventStream(request, headers) if fields.stream else None
+            return _reply(told, is_list, headers, stream)
 
         return EndpointCall(
             fields.model,
@@ -230,14 +228,13 @@ class _Answer:
             self._end = piece
 
     @property
-    def ended(self) -> bool:
-        return self._end is not None
-
-    @property
     def is_due(self) -> bool:
         """Return whether the response has ended, or grown enough since the last event."""
         told = self._told_size
-        return self.ended or self._size - told >= max(told - _SIZE_OF_EACH_PIECE, 0) / _GROWTH
+        return (
+            self._end is not None
+            or self._size - told >= max(told - _SIZE_OF_EACH_PIECE, 0) / _GROWTH
+        )
 
     def told(self) -> NativeResponse:
         text = "".join(self._texts)
@@ -261,61 +258,28 @@ class _Answer:
         )
 
 
-class _Whole:
-    """A reply with one JSON object at the end, or a list of them."""
+def _reply(
+    answers: Sequence[_Answer], is_list: bool, headers: Headers, stream: EventStream | None
+) -> EndpointReply:
+    """Return a reply with one JSON object, or a list of them, or a stream.
 
-    def __init__(self, answers: Sequence[_Answer], is_list: bool, headers: Headers) -> None:
-        self._answers = answers
-        self._is_list = is_list
-        self._headers = headers
-
-    async def write(self, index: int, request_id: str, piece: OutputChunk | FinalChunk) -> None:
-        self.offer(index, piece)
-
-    def offer(self, index: int, piece: OutputChunk) -> bool:
-        self._answers[index].add(piece)
-        return True
-
-    def response(self) -> web.StreamResponse:
-        told: Any = [answer.told() for answer in self._answers]
-        return whole(200, _encode(told if self._is_list else told[0]), headers=self._headers)
-
-    def failed(self, why: ApiError) -> web.StreamResponse:
-        return why.response(self._headers)
-
-
-class _Streamed:
-    """A stream of events with the whole response so far, as in SGLang.
-
-    While a response is short, each batch of tokens has an event. The longer it is, the more tokens
-    wait for the next event. With an event for each token, n tokens would produce n² of text.
+    A stream has events with the whole response so far, as in SGLang. While a response is short,
+    each batch of tokens has an event. The longer it is, the more tokens wait for the next event.
+    With an event for each token, n tokens would produce n² of text.
     """
 
-    def __init__(self, answers: Sequence[_Answer], request: HttpRequest, headers: Headers) -> None:
-        self._answers = answers
-        self._events = EventStream(request, headers)
+    def add(index: int, piece: OutputChunk) -> None:
+        answers[index].add(piece)
 
-    async def write(self, index: int, request_id: str, piece: OutputChunk | FinalChunk) -> None:
-        event = self._event(index, piece)
-        if all(answer.ended for answer in self._answers):
-            self._events.finish(event + DONE)
-        else:
-            await self._events.send(event)
+    def body() -> bytes:
+        told: Any = [answer.told() for answer in answers]
+        return _encode(told if is_list else told[0])
 
-    def offer(self, index: int, piece: OutputChunk) -> bool:
-        if self._events.slow:
-            return False
-        self._events.push(self._event(index, piece))
-        return True
-
-    def response(self) -> web.StreamResponse:
-        return self._events.response()
-
-    def failed(self, why: ApiError) -> web.StreamResponse:
-        return self._events.failed(why)
-
-    def _event(self, index: int, piece: OutputChunk) -> bytes:
-        """Return the event that is due with the piece, empty if none is."""
-        answer = self._answers[index]
+    def event(index: int, piece: OutputChunk) -> bytes:
+        answer = answers[index]
         answer.add(piece)
         return b"data: " + _encode(answer.told()) + b"\n\n" if answer.is_due else b""
+
+    if stream is None:
+        return WholeReply(add, body, headers)
+    return StreamedReply(event, lambda: DONE, len(answers), stream)

@@ -4,13 +4,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol, TypeAlias
 
 import msgspec
-from aiohttp import web
 
 from api.dialect.endpoint_call import EndpointReply
-from api.dialect.events import DONE, EventStream
+from api.dialect.events import DONE, EventStream, StreamedReply, WholeReply
 from api.dialect.origin import RequestOrigin
-from api.dialect.problems import ApiError
-from api.http.answers import Headers, whole
+from api.http.answers import Headers
 from api.http.request import HttpRequest
 from api.requests.answer import FinalChunk, OutputChunk
 from common.requests.prediction import NOTHING
@@ -78,41 +76,35 @@ class ChoiceCollector(msgspec.Struct, frozen=True):
     num_kept: int = 0  # number of the best choices of a prompt in a whole response. 0: all
 
     def reply(self, origin: RequestOrigin, request: HttpRequest, headers: Headers) -> EndpointReply:
-        if self.stream:
-            return StreamedReply(self, origin, request, headers)
-        return UnaryReply(self, origin, headers)
+        if not self.stream:
+            response = _Response(self, origin)
+            return WholeReply(response.add, response.body, headers)
+        chunks = _Chunks(self, origin)
+        stream = EventStream(request, headers)
+        return StreamedReply(chunks.event, chunks.end, self.num, stream)
 
 
-class UnaryReply:
-    """A reply with one JSON object at the end."""
+class _Response:
+    """The response with all choices, as one JSON object."""
 
-    def __init__(self, choices: ChoiceCollector, origin: RequestOrigin, headers: Headers) -> None:
+    def __init__(self, choices: ChoiceCollector, origin: RequestOrigin) -> None:
         self._choices = choices
         self._origin = origin
-        self._headers = headers
         self._pieces: list[list[OutputChunk]] = [[] for _ in range(choices.num)]
         self._ends: dict[int, FinalChunk] = {}
 
-    async def write(self, index: int, request_id: str, piece: OutputChunk | FinalChunk) -> None:
-        self.offer(index, piece)
+    def add(self, index: int, piece: OutputChunk) -> None:
+        self._pieces[index].append(piece)
         if isinstance(piece, FinalChunk):
             self._ends[index] = piece
 
-    def offer(self, index: int, piece: OutputChunk) -> bool:
-        self._pieces[index].append(piece)
-        return True
-
-    def response(self) -> web.StreamResponse:
+    def body(self) -> bytes:
         told = [
             self._choices.voice(index).choice(self._pieces[place], self._ends[place])
             for index, place in enumerate(self._kept())
         ]
         usage = _usage(self._ends, self._choices.num_per_prompt)
-        envelope = _envelope(self._origin, self._choices.whole_object, told, usage)
-        return whole(200, _encode(envelope), headers=self._headers)
-
-    def failed(self, why: ApiError) -> web.StreamResponse:
-        return why.response(self._headers)
+        return _encode(_envelope(self._origin, self._choices.whole_object, told, usage))
 
     def _kept(self) -> Iterator[int]:
         """Yield the indices of the choices to return, the best first for each prompt."""
@@ -130,16 +122,10 @@ class UnaryReply:
         return sum(token.logprob or 0.0 for token in tokens) / max(len(tokens), 1)
 
 
-class StreamedReply:
-    """A stream of server-sent events: one for each batch of tokens, and [DONE] at the end."""
+class _Chunks:
+    """The events of a streamed response: one for each batch of tokens, and [DONE] at the end."""
 
-    def __init__(
-        self,
-        choices: ChoiceCollector,
-        origin: RequestOrigin,
-        request: HttpRequest,
-        headers: Headers,
-    ) -> None:
+    def __init__(self, choices: ChoiceCollector, origin: RequestOrigin) -> None:
         self._choices = choices
         self._voices = [choices.voice(index) for index in range(choices.num)]
         self._origin = origin
@@ -148,35 +134,15 @@ class StreamedReply:
         usage = None if choices.include_usage else msgspec.UNSET
         envelope = _event(_envelope(origin, choices.chunk_object, (), usage))
         self._before, _, self._after = envelope.rpartition(b"]")
-        self._events = EventStream(request, headers)
         self._ends: dict[int, FinalChunk] = {}
 
-    async def write(self, index: int, request_id: str, piece: OutputChunk | FinalChunk) -> None:
-        event = self._event(index, piece)
+    def event(self, index: int, piece: OutputChunk) -> bytes:
         if isinstance(piece, FinalChunk):
             self._ends[index] = piece
-            if len(self._ends) == self._choices.num:
-                self._events.finish(event + self._last_words())
-                return
-        await self._events.send(event)
-
-    def offer(self, index: int, piece: OutputChunk) -> bool:
-        if self._events.slow:
-            return False
-        self._events.push(self._event(index, piece))
-        return True
-
-    def response(self) -> web.StreamResponse:
-        return self._events.response()
-
-    def failed(self, why: ApiError) -> web.StreamResponse:
-        return self._events.failed(why)
-
-    def _event(self, index: int, piece: OutputChunk) -> bytes:
         chunk = self._voices[index].chunk(piece)
         return b"" if chunk is None else b"%b%b]%b" % (self._before, _encode(chunk), self._after)
 
-    def _last_words(self) -> bytes:
+    def end(self) -> bytes:
         if not self._choices.include_usage:
             return DONE
         usage = _usage(self._ends, self._choices.num_per_prompt)

@@ -7,12 +7,12 @@ from api.admin import metrics_endpoint, requests_endpoint
 from api.admin.adapters import AdaptersEndpoint
 from api.admin.cluster_report import ClusterEndpoint, ClusterReport
 from api.admin.engines import EnginesEndpoint
-from api.admin.explain import Explainer, LocalEvents
+from api.admin.explain import Explainer
 from api.admin.metrics_endpoint import MergedMetricsEndpoint, MetricsEndpoint
-from api.admin.moves import LocalMigrations, MigrationService
-from api.admin.plans import LocalPlans, Plans
-from api.admin.requests_endpoint import LocalRequests, RequestsEndpoint
-from api.admin.router_state import LocalState, MergedState
+from api.admin.moves import MigrationService
+from api.admin.plans import Plans
+from api.admin.requests_endpoint import RequestsEndpoint
+from api.admin.router_state import MergedState
 from api.dialect.model_names import ModelNames
 from api.grpc.admin import AdminService
 from api.http.request import Handler
@@ -26,7 +26,6 @@ from router.recent_requests import RecentRequests
 from router.workers.asking import SiblingProcesses
 from router.workers.ends import LocalEnd, SharedEnd
 from router.workers.place import ProcessSlot
-from router.workers.telling import Tell
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +36,12 @@ class AdminParts:
         service: the methods of the gRPC service.
         paths: HTTP handlers by path and method.
         paths_below: the same for every path that begins with this one.
-        tells: answers to the other processes of this router, by path.
         recent: must run.
     """
 
     service: AdminService
     paths: Mapping[str, Mapping[str, Handler]]
     paths_below: Mapping[str, Mapping[str, Handler]]
-    tells: Mapping[str, Tell]
     recent: RecentRequests
 
 
@@ -56,38 +53,39 @@ def make_admin(
     keeper: SiblingProcesses,
     on_drain: Callable[[], None],
 ) -> AdminParts:
-    """Make these parts.
+    """Make these parts. `others.tells` then has the answers for the other processes.
 
     Args:
         others, keeper: the other processes of this router.
         on_drain: called when an operator drains a router with one process.
     """
-    cluster, timelines, registry = nodes.cluster, nodes.base.timelines, nodes.base.metrics.registry
-    state = LocalState(
-        nodes.base.admission,
+    base, cluster = nodes.base, nodes.cluster
+    registry, shared = base.metrics.registry, place.is_shared
+    state = MergedState(
+        base.admission,
         _constants(nodes),
         nodes.why_not_ready,
         lambda: cluster.in_use,
-        nodes.base.metrics.request_counts,
+        base.metrics.request_counts,
+        others,
+        place.began,
     )
-    plans, moves = LocalPlans(), LocalMigrations(cluster)
-    requests, events = LocalRequests(timelines), LocalEvents(timelines)
-    all_plans = Plans(plans, others)
-    report = ClusterReport(nodes.state, MergedState(state, others, place.began), all_plans)
-    explainer = Explainer(events, others, NodeDescriber(nodes.state))
-    listed = RequestsEndpoint(requests, others, explainer)
+    plans = Plans(others)
+    report = ClusterReport(nodes.state, state, plans)
+    explainer = Explainer(base.timelines, others, NodeDescriber(nodes.state))
+    listed = RequestsEndpoint(base.timelines, others, explainer)
     adapters = AdapterCalls(nodes.state, cluster, names.served)
     engines = EngineCalls(nodes.state)
-    shared = place.is_shared
     metrics = MergedMetricsEndpoint(keeper) if shared else MetricsEndpoint(registry)
+    others.tells.update(metrics_endpoint.telling(registry))
     return AdminParts(
         AdminService(
             report,
             explainer,
             adapters,
             engines,
-            MigrationService(moves, others),
-            all_plans,
+            MigrationService(cluster, others),
+            plans,
             SharedEnd(keeper) if shared else LocalEnd(on_drain),
         ),
         {
@@ -98,14 +96,6 @@ def make_admin(
             metrics_endpoint.PATH: {"GET": metrics},
         },
         {f"{requests_endpoint.PATH}/": {"GET": listed.below}},
-        {
-            **state.tells,
-            **requests.tells,
-            **events.tells,
-            **moves.tells,
-            **plans.tells,
-            **metrics_endpoint.telling(registry),
-        },
         state.recent,
     )
 

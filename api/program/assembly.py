@@ -126,7 +126,7 @@ async def run_router(
         grpc = make_grpc(base, requests, admin.service, shares_port=place.is_shared)
         metrics_port = await _serve_health_and_metrics(base, grpc, resources)
         http = make_http(nodes, requests, admin)
-        await resources.enter_async_context(told(place, admin.tells))
+        await resources.enter_async_context(told(place, others.tells))
         begun = asyncio.create_task(nodes.membership.run())
         resources.push_async_callback(_end, begun)
         if place.again and nodes.generates:

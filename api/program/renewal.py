@@ -12,9 +12,8 @@ from typing import Protocol
 from api.admin.router_state import STATE
 from common.logs import kv
 from protos.router_pb2 import RouterState
-from router.workers.asking import SiblingProcesses
+from router.workers.asking import SiblingProcesses, Tell
 from router.workers.ends import IN_TURN, PATH
-from router.workers.telling import Tell
 
 log = logging.getLogger(__name__)
 

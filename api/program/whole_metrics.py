@@ -15,8 +15,7 @@ from api.admin.metrics_endpoint import PATH
 from common.metrics.program import MetricFamilies
 from common.metrics.several import MergedMetrics
 from router.metrics import DECLARED, PROCESSES
-from router.workers.asking import LONGEST_S, SiblingProcesses
-from router.workers.telling import Tell
+from router.workers.asking import LONGEST_S, SiblingProcesses, Tell
 
 _KEEPER = -1  # the parent's number among the sources
 

@@ -4,7 +4,7 @@ A process creates all series of a family at once. Series that start at 0 can be 
 undeclared label value is a KeyError in a test, not a new series in production.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, Literal
@@ -92,6 +92,30 @@ class MetricDeclaration:
                 family.add_metric(values, value)
         made: Metric = family
         return made
+
+
+class MetricValues:
+    """Values of metrics that are exported at each scrape. Written by one thread."""
+
+    def __init__(self) -> None:
+        self._series: list[tuple[MetricDeclaration, Mapping[Values, float | LiveHistogram]]] = []
+
+    def numbers(self, metric: MetricDeclaration) -> dict[Values, float]:
+        """Return numbers for a counter or gauge, by label values."""
+        numbers = metric.numbers()
+        self._series.append((metric, numbers))
+        return numbers
+
+    def distributions(self, metric: MetricDeclaration) -> dict[Values, LiveHistogram]:
+        """Return distributions for a histogram, by label values."""
+        distributions = metric.distributions()
+        self._series.append((metric, distributions))
+        return distributions
+
+    def families(self) -> Iterator[Metric]:
+        """Yield all families, on the thread that scrapes."""
+        for metric, series in self._series:
+            yield metric.family(series)
 
 
 def _buckets(counted: HistogramCounts) -> list[tuple[str, float]]:

@@ -1,16 +1,27 @@
-"""Queries to the other processes of this router, in parallel and with a time limit.
+"""Questions to all processes of this router, in parallel and with a time limit.
+
+A Question has this process's own answer, for the others, and collects theirs.
 
 A process that does not answer in time is silent: its part is missing from the result, which says
 how many are missing.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import aiohttp
+import msgspec
+from google.protobuf.message import Message
 from yarl import URL
+
+T = TypeVar("T")
+M = TypeVar("M", bound=Message)
+
+Tell = Callable[[Mapping[str, str]], Awaitable[bytes]]  # called with the query
 
 LONGEST_S = 2.0  # as long as nodes have for Describe
 _CONNECTIONS = 8  # to each process; further calls are queued
@@ -34,10 +45,15 @@ class SiblingReply:
 
 
 class SiblingProcesses:
-    """The other processes of this router. For one event loop. Made by `siblings`."""
+    """The other processes of this router. For one event loop. Made by `siblings`.
+
+    Attributes:
+        tells: this process's own answers for the others, by path.
+    """
 
     def __init__(self, sessions: Mapping[int, aiohttp.ClientSession]) -> None:
         self._sessions = sessions
+        self.tells: dict[str, Tell] = {}
 
     async def ask(self, path: str, longest_s: float = LONGEST_S, /, **query: str) -> SiblingReply:
         """Call all processes.
@@ -50,6 +66,63 @@ class SiblingProcesses:
         numbered = zip(self._sessions, answers, strict=True)
         bodies = {number: body for number, body in numbered if body is not None}
         return SiblingReply(bodies, len(self._sessions))
+
+
+class Codec(NamedTuple, Generic[T]):
+    """The form of an answer between processes."""
+
+    encode: Callable[[T], bytes]
+    decode: Callable[[bytes], T]
+
+
+def as_json(kind: Any) -> Codec[Any]:
+    return Codec(msgspec.json.encode, msgspec.json.Decoder(kind).decode)
+
+
+def as_message(kind: type[M]) -> Codec[M]:
+    return Codec(kind.SerializeToString, kind.FromString)
+
+
+class Answers(NamedTuple, Generic[T]):
+    """The answers of the other processes. `num_silent` have not answered in time."""
+
+    answers: Sequence[T]
+    num_asked: int
+
+    @property
+    def num_silent(self) -> int:
+        return self.num_asked - len(self.answers)
+
+
+class Question(Generic[T]):
+    """A question that each process of this router answers for itself. For one event loop."""
+
+    def __init__(
+        self,
+        siblings: SiblingProcesses,
+        path: str,
+        own: Callable[..., T | Awaitable[T]],
+        codec: Codec[T],
+    ) -> None:
+        """
+        Args:
+            path: unique among the questions.
+            own: returns this process's answer. Called with the query.
+        """
+        self._siblings = siblings
+        self._path = path
+        self._own = own
+        self._codec = codec
+        siblings.tells[path] = self._tell
+
+    async def ask(self, longest_s: float = LONGEST_S, /, **query: str) -> Answers[T]:
+        """Return the answers of all other processes, within `longest_s`. Raises nothing."""
+        told = await self._siblings.ask(self._path, longest_s, **query)
+        return Answers([*map(self._codec.decode, told.bodies.values())], told.num_asked)
+
+    async def _tell(self, query: Mapping[str, str]) -> bytes:
+        answer: Any = self._own(**query)
+        return self._codec.encode(await answer if inspect.isawaitable(answer) else answer)
 
 
 @asynccontextmanager

@@ -6,9 +6,8 @@ from contextlib import asynccontextmanager
 from aiohttp import web
 
 from common.errors import ConfigError
+from router.workers.asking import Tell
 from router.workers.place import ProcessSlot
-
-Tell = Callable[[Mapping[str, str]], Awaitable[bytes]]  # called with the query
 
 
 @asynccontextmanager

@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 from grpc import StatusCode
 
-from api.admin.plans import MOST_EVENTS, NUM_KEPT, LocalPlans, together
+from api.admin.plans import MOST_EVENTS, NUM_KEPT, Plans, together
 from common.errors import InvalidRequest
 from protos.router_pb2 import GetClusterRequest, Plan, PlanEvent, TellPlanRequest
+from router.workers.asking import SiblingProcesses
 from tests.api.rig import failure, router_for
 from tests.support.http_client import get
 
+ALONE = SiblingProcesses({})
 PRESSURES = {"prefill": 1.5, "decode": 0.25}
 
 
@@ -40,26 +42,26 @@ async def test_what_a_planner_tells_is_part_of_the_cluster(model: Path) -> None:
 
 def test_processes_answer_for_each_other_with_the_newest() -> None:
     now = [100.0]
-    first, second, silent = (LocalPlans(lambda: now[0]) for _ in range(3))
+    first, second, silent = (Plans(ALONE, lambda: now[0]) for _ in range(3))
     first.take(plan([("a", 3.0)], acts=True))
     now[0] += 1.0
     second.take(plan([("c", 0.0), ("b", 2.0)]))
     now[0] += 1.0
-    whole = together([each.now() for each in (first, silent, second)])
+    whole = together([each.own() for each in (first, silent, second)])
     assert (whole.acts, whole.ago_s) == (False, 1.0)
     assert [(event.what, event.ago_s) for event in whole.events] == [("c", 1), ("b", 3), ("a", 5)]
-    assert together([silent.now()]) == Plan()
+    assert together([silent.own()]) == Plan()
 
 
 def test_no_more_is_kept_than_the_last_events() -> None:
     now = [0.0]
-    own = LocalPlans(lambda: now[0])
+    own = Plans(ALONE, lambda: now[0])
     for number in range(NUM_KEPT + 3):
         now[0] += 1.0
         own.take(plan([(str(number), 0.0)]))
     newest = [str(NUM_KEPT + 2 - number) for number in range(NUM_KEPT)]
-    assert [event.what for event in own.now().events] == newest
-    of_two = [event.what for event in together([own.now(), own.now()]).events]
+    assert [event.what for event in own.own().events] == newest
+    of_two = [event.what for event in together([own.own(), own.own()]).events]
     assert of_two == [what for what in newest[: NUM_KEPT // 2] for _ in range(2)]
 
 
@@ -77,7 +79,7 @@ def test_no_more_is_kept_than_the_last_events() -> None:
     ],
 )
 def test_what_no_planner_says_is_refused_and_changes_nothing(wrong: Plan) -> None:
-    own = LocalPlans()
+    own = Plans(ALONE)
     with pytest.raises(InvalidRequest):
         own.take(wrong)
-    assert own.now() == Plan()
+    assert own.own() == Plan()

@@ -7,11 +7,11 @@ from typing import Any, cast
 import msgspec
 from grpc import StatusCode
 
-from api.admin.moves import LocalMigrations, MigrationResult, MigrationService
+from api.admin.moves import MigrationResult, MigrationService
 from protos.decode_pb2 import FINISH_REASON_ERROR, FINISH_REASON_LENGTH, FINISH_REASON_MOVED
 from protos.router_pb2 import MoveRequest, MoveResponse
 from router.cluster.cluster import Cluster
-from router.workers.asking import SiblingProcesses, SiblingReply
+from router.workers.asking import SiblingProcesses, SiblingReply, Tell
 from tests.api.rig import Client, collect, failure
 from tests.router.test_replay import ask, two_nodes
 from tests.support.stub_decode_node import StubDecodeNode
@@ -138,6 +138,9 @@ async def test_a_request_that_ends_on_its_way_is_told_of(model: Path) -> None:
 class _Others:
     """The other processes of a router, one of which has the request "theirs"."""
 
+    def __init__(self) -> None:
+        self.tells: dict[str, Tell] = {}
+
     async def ask(self, path: str, longest_s: float = 2.0, /, **query: str) -> SiblingReply:
         if path == "/movable":
             return SiblingReply({1: b'["theirs"]', 2: b"[]"}, 2)
@@ -152,11 +155,11 @@ class _NoRequests:
 
 
 async def test_a_request_of_another_process_is_found_there() -> None:
-    own = LocalMigrations(cast(Cluster, _NoRequests()))
-    mover = MigrationService(own, cast(SiblingProcesses, _Others()))
+    others = _Others()
+    mover = MigrationService(cast(Cluster, _NoRequests()), cast(SiblingProcesses, others))
     moved = MoveResponse(request_id="theirs", source="a:1", target="b:2")
     assert await mover.move("theirs", "", "b:2") == moved
     assert await mover.move("", "a:1", "b:2") == moved
-    tells = own.tells
+    tells = others.tells
     assert await tells["/move"]({"request_id": "theirs", "target": ""}) == b"null"
     assert await tells["/movable"]({"source": "a:1"}) == b"[]"
