@@ -151,13 +151,9 @@ def _generation(parts: EndpointParts, answers: IdempotencyCache) -> MethodsByPat
 
 
 def _prompts(parts: EndpointParts) -> MethodsByPath:
-    prompts = PromptEndpoint(parts.begin, parts.budget_s)
-    tokens = TokenizeEndpoint(
-        parts.model, prompts, names=parts.names, ignore_unknown=parts.ignore_unknown
-    )
-    count_tokens = CountTokens(
-        parts.model, prompts, names=parts.names, ignore_unknown=parts.ignore_unknown
-    )
+    prompts = PromptEndpoint(parts.begin, parts.names, parts.budget_s)
+    tokens = TokenizeEndpoint(parts.model, prompts, ignore_unknown=parts.ignore_unknown)
+    count_tokens = CountTokens(parts.model, prompts, ignore_unknown=parts.ignore_unknown)
     return {
         "/v1/messages/count_tokens": {"POST": count_tokens},
         "/tokenize": {"POST": tokens.tokenize},

@@ -5,19 +5,14 @@
 /update_weights_from_node.
 """
 
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Annotated, Any, Generic, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import msgspec
-from aiohttp import web
 
-from api.dialect import problems
-from api.dialect.bodies import BodyReader, take_json
+from api.admin.command import OperatorCommand
 from api.dialect.ignored_fields import IgnoredFields, only
-from api.dialect.problems import ApiError
-from api.http.answers import whole
-from api.http.request import Handler, HttpRequest
-from common.errors import FailedPrecondition, ServingError
+from api.http.request import Handler
 from protos import router_pb2
 from router.cluster.engine_calls import EngineCalls
 
@@ -26,8 +21,6 @@ FLUSH_PATH = "/flush_cache"
 UPDATE_PATH, TAKE_PATH = "/update_weights_from_disk", "/update_weights_from_node"
 RELEASE_PATH, RESUME_PATH = "/release_memory_occupation", "/resume_memory_occupation"
 PROFILE_PATH, END_PROFILE_PATH = "/start_profile", "/stop_profile"
-
-F = TypeVar("F", bound=msgspec.Struct)
 
 
 class PauseFields(msgspec.Struct, kw_only=True):
@@ -102,15 +95,15 @@ class EnginesEndpoint:
     def routes(self) -> dict[str, dict[str, Handler]]:
         """Return the handlers by path and HTTP method."""
         return {
-            PAUSE_PATH: {"POST": _Command(PauseFields, self._pause)},
-            CONTINUE_PATH: {"POST": _Command(NoFields, self._continue)},
-            UPDATE_PATH: {"POST": _Command(UpdateFields, self._update, _OF_UPDATES)},
-            TAKE_PATH: {"POST": _Command(PullWeightsFields, self._take)},
-            RELEASE_PATH: {"POST": _Command(MemoryFields, self._release)},
-            RESUME_PATH: {"POST": _Command(MemoryFields, self._resume)},
-            PROFILE_PATH: {"POST": _Command(ProfileFields, self._profile, _OF_PROFILES)},
-            END_PROFILE_PATH: {"POST": _Command(NoFields, self._end_profile)},
-            FLUSH_PATH: {"POST": _Command(NoFields, self._flush)},
+            PAUSE_PATH: {"POST": OperatorCommand(PauseFields, self._pause, _OF_ALL)},
+            CONTINUE_PATH: {"POST": OperatorCommand(NoFields, self._continue, _OF_ALL)},
+            UPDATE_PATH: {"POST": OperatorCommand(UpdateFields, self._update, _OF_UPDATES)},
+            TAKE_PATH: {"POST": OperatorCommand(PullWeightsFields, self._take, _OF_ALL)},
+            RELEASE_PATH: {"POST": OperatorCommand(MemoryFields, self._release, _OF_ALL)},
+            RESUME_PATH: {"POST": OperatorCommand(MemoryFields, self._resume, _OF_ALL)},
+            PROFILE_PATH: {"POST": OperatorCommand(ProfileFields, self._profile, _OF_PROFILES)},
+            END_PROFILE_PATH: {"POST": OperatorCommand(NoFields, self._end_profile, _OF_ALL)},
+            FLUSH_PATH: {"POST": OperatorCommand(NoFields, self._flush, _OF_ALL)},
         }
 
     async def _pause(self, fields: PauseFields) -> Mapping[str, Any]:
@@ -148,30 +141,6 @@ class EnginesEndpoint:
         return {"status": "flushed", "pages_freed": flushed.pages_freed}
 
 
-class _Command(Generic[F]):
-    """HTTP handler of one engine command."""
-
-    def __init__(
-        self,
-        fields: type[F],
-        run: Callable[[F], Awaitable[Mapping[str, Any]]],
-        unsupported: Mapping[str, IgnoredFields] = _OF_ALL,
-    ) -> None:
-        self._reader = BodyReader(fields, unsupported, ignore_unknown=False)
-        self._run = run
-
-    async def __call__(self, request: HttpRequest) -> web.Response:
-        try:
-            done = await self._run(self._reader.read(_json(request)))
-        except ApiError as refusal:
-            return refusal.response()
-        except FailedPrecondition as error:
-            return ApiError(409, str(error)).response()
-        except ServingError as error:
-            return problems.of_error(error, self._reader.names).response()
-        return whole(200, msgspec.json.encode(done))
-
-
 def _updated(done: router_pb2.UpdateWeightsResponse) -> Mapping[str, Any]:
     weights = done.id.hex()
     return {"success": True, "message": f"weights {weights}", "weights": weights}
@@ -182,14 +151,3 @@ def _traces(status: str, told: router_pb2.ProfilesResponse) -> Mapping[str, Any]
         {"role": each.role, "address": each.address, "path": each.path} for each in told.profiles
     ]
     return {"status": status, "profiles": profiles}
-
-
-def _json(request: HttpRequest) -> bytes:
-    """Return the request's JSON body.
-
-    An empty body counts as {} unless a web page may have sent it.
-    """
-    if not request.body and not request.header("origin"):
-        request.take_body()
-        return b"{}"
-    return take_json(request)

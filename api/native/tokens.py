@@ -7,11 +7,10 @@ import msgspec
 from aiohttp import web
 
 from api.auth.client import Client
-from api.dialect.bodies import BodyReader, name_ignored, take_json
+from api.dialect.bodies import BodyReader
 from api.dialect.fields import ModelName, TokenId
 from api.dialect.ignored_fields import OF_DETOKENIZE, OF_TOKENIZE
 from api.dialect.messages import MessageList, ToolList, conversation, shown
-from api.dialect.model_names import ModelNames
 from api.dialect.problems import ApiError
 from api.dialect.prompt_endpoint import PromptEndpoint
 from api.http.request import HttpRequest
@@ -58,56 +57,41 @@ class TokenizeEndpoint:
     """HTTP handlers of /tokenize and /detokenize."""
 
     def __init__(
-        self,
-        model: ServedModel,
-        endpoint: PromptEndpoint,
-        *,
-        names: ModelNames,
-        ignore_unknown: bool,
+        self, model: ServedModel, endpoint: PromptEndpoint, *, ignore_unknown: bool
     ) -> None:
         """
         Args:
-            names: see GenerationEndpoint.
             ignore_unknown: see BodyReader.
         """
         self._model = model
         self._endpoint = endpoint
-        self._names = names
         self._tokenize = BodyReader(TokenizeFields, OF_TOKENIZE, ignore_unknown=ignore_unknown)
         self._detokenize = BodyReader(
             DetokenizeFields, OF_DETOKENIZE, ignore_unknown=ignore_unknown
         )
 
     async def tokenize(self, request: HttpRequest) -> web.Response:
-        async def answer(client: Client) -> Tokenized:
-            ignored: list[str] = []
-            fields = self._tokenize.read(take_json(request), ignored)
-            name_ignored(request, ignored)
-            self._names.adapter(fields.model)
-            prompts = _prompts(fields)
-            ids = [await self._model.prompts.encode(prompt, client) for prompt in prompts]
-            names = None
-            if fields.return_token_strs:
-                names = [self._model.tokenizer.names(each) for each in ids]
-            length = self._model.limits.context_length
-            if isinstance(fields.prompt, list):
-                return Tokenized(ids, [len(each) for each in ids], length, names)
-            return Tokenized(ids[0], len(ids[0]), length, names and names[0])
-
-        return await self._endpoint.answered(request, answer, self._tokenize.names)
+        return await self._endpoint.answered(request, self._tokenize, self._tokenized)
 
     async def detokenize(self, request: HttpRequest) -> web.Response:
-        async def answer(client: Client) -> Detokenized:
-            ignored: list[str] = []
-            fields = self._detokenize.read(take_json(request), ignored)
-            name_ignored(request, ignored)
-            self._names.adapter(fields.model)
-            check_context(fields.tokens, self._model.limits, "tokens")
-            check_vocabulary(fields.tokens, self._model.limits, "tokens")
-            text = await self._model.tokenizer.decode_any(fields.tokens)
-            return Detokenized(text, text)
+        return await self._endpoint.answered(request, self._detokenize, self._detokenized)
 
-        return await self._endpoint.answered(request, answer, self._detokenize.names)
+    async def _tokenized(self, fields: TokenizeFields, client: Client) -> Tokenized:
+        prompts = _prompts(fields)
+        ids = [await self._model.prompts.encode(prompt, client) for prompt in prompts]
+        names = None
+        if fields.return_token_strs:
+            names = [self._model.tokenizer.names(each) for each in ids]
+        length = self._model.limits.context_length
+        if isinstance(fields.prompt, list):
+            return Tokenized(ids, [len(each) for each in ids], length, names)
+        return Tokenized(ids[0], len(ids[0]), length, names and names[0])
+
+    async def _detokenized(self, fields: DetokenizeFields, client: Client) -> Detokenized:
+        check_context(fields.tokens, self._model.limits, "tokens")
+        check_vocabulary(fields.tokens, self._model.limits, "tokens")
+        text = await self._model.tokenizer.decode_any(fields.tokens)
+        return Detokenized(text, text)
 
 
 def _prompts(fields: TokenizeFields) -> Sequence[Prompt]:
