@@ -287,8 +287,10 @@ def document(version: str) -> Schema:
         },
         "paths": {
             **{
-                path: {"post": _generation(summary, *map(of, some), of(OpenAiUsage))}
-                for path, (summary, *some) in _GENERATIONS.items()
+                path: {
+                    "post": _generation(summary, of(fields), of(choice), of(chunk), of(OpenAiUsage))
+                }
+                for path, (summary, fields, choice, chunk) in _GENERATIONS.items()
             },
             **{
                 path: {"post": _posted(summary, of(fields), of(answer), *problems)}

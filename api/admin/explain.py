@@ -27,7 +27,9 @@ class Explainer:
     ) -> None:
         self._timelines = timelines
         self._nodes = nodes
-        self._question = Question(siblings, _TOLD, self._own, as_json(EventHistory | None))
+        self._question: Question[EventHistory | None] = Question(
+            siblings, _TOLD, self._own, as_json(EventHistory | None)
+        )
 
     async def explain(self, name: str) -> ExplainResponse:
         """Collect the history of one request, within 4 s.

@@ -27,8 +27,12 @@ class MigrationService:
 
     def __init__(self, cluster: Cluster, siblings: SiblingProcesses) -> None:
         self._cluster = cluster
-        self._movables = Question(siblings, _MOVABLE, self._movable, as_json(list[str]))
-        self._moves = Question(siblings, _MOVE, self._move, as_json(MigrationResult | None))
+        self._movables: Question[list[str]] = Question(
+            siblings, _MOVABLE, self._movable, as_json(list[str])
+        )
+        self._moves: Question[MigrationResult | None] = Question(
+            siblings, _MOVE, self._move, as_json(MigrationResult | None)
+        )
 
     async def move(self, request_id: str, source: str, target: str) -> MoveResponse:
         """Migrate one request to another decode node.

@@ -38,8 +38,12 @@ class RequestsEndpoint:
     ) -> None:
         self._timelines = timelines
         self._explainer = explainer
-        self._lists = Question(siblings, _ALL, self._own_list, as_json(list[_Content]))
-        self._ones = Question(siblings, _ONE, self._own, as_json(_Content | None))
+        self._lists: Question[list[_Content]] = Question(
+            siblings, _ALL, self._own_list, as_json(list[_Content])
+        )
+        self._ones: Question[_Content | None] = Question(
+            siblings, _ONE, self._own, as_json(_Content | None)
+        )
 
     def _own_list(self) -> list[_Content]:
         return [summary(timeline) for timeline in self._timelines]
