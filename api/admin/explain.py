@@ -14,7 +14,7 @@ from common.requests.request_trace import event_to_proto
 from protos.router_pb2 import ExplainedEvent, ExplainingNode, ExplainResponse
 from router.cluster.cluster_state import DescribeResult, NodeDescriber
 from router.timelines import TimelineRecorder
-from router.workers.asking import Question, SiblingProcesses, as_json
+from router.workers.asking import SiblingProcesses, SiblingQuery, as_json
 
 _TOLD = "/told"  # path between worker processes
 
@@ -27,7 +27,7 @@ class Explainer:
     ) -> None:
         self._timelines = timelines
         self._nodes = nodes
-        self._question: Question[EventHistory | None] = Question(
+        self._query: SiblingQuery[EventHistory | None] = SiblingQuery(
             siblings, _TOLD, self._own, as_json(EventHistory | None)
         )
 
@@ -58,7 +58,7 @@ class Explainer:
         own = self._own(name)
         if own is not None and own.request_id == name:
             return own, 0
-        others = await self._question.ask(name=name)
+        others = await self._query.ask(name=name)
         found = [one for one in (own, *others.answers) if one is not None]
         best = max(found, key=lambda one: (one.request_id == name, one.arrived), default=None)
         return best, others.num_silent

@@ -7,7 +7,7 @@ import msgspec
 from common.errors import FailedPrecondition, InvalidRequest, NodeUnavailable, NotFound
 from protos.router_pb2 import MoveResponse
 from router.cluster.cluster import Cluster
-from router.workers.asking import LONGEST_S, Question, SiblingProcesses, as_json
+from router.workers.asking import LONGEST_S, SiblingProcesses, SiblingQuery, as_json
 
 _MOVE, _MOVABLE = "/move", "/movable"  # paths between worker processes
 MOVE_S = 20.0  # longest wait: the nodes may have to pair, and the target may have to free capacity
@@ -27,10 +27,10 @@ class MigrationService:
 
     def __init__(self, cluster: Cluster, siblings: SiblingProcesses) -> None:
         self._cluster = cluster
-        self._movables: Question[list[str]] = Question(
+        self._movables: SiblingQuery[list[str]] = SiblingQuery(
             siblings, _MOVABLE, self._movable, as_json(list[str])
         )
-        self._moves: Question[MigrationResult | None] = Question(
+        self._moves: SiblingQuery[MigrationResult | None] = SiblingQuery(
             siblings, _MOVE, self._move, as_json(MigrationResult | None)
         )
 

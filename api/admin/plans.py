@@ -13,7 +13,7 @@ from itertools import islice
 
 from common.errors import InvalidRequest
 from protos.router_pb2 import Plan, PlanEvent
-from router.workers.asking import Question, SiblingProcesses, as_message
+from router.workers.asking import SiblingProcesses, SiblingQuery, as_message
 
 NUM_KEPT = 32  # events
 MOST_EVENTS = 16  # in one report
@@ -41,7 +41,7 @@ class Plans:
         self._last = Plan()  # without events
         self._at = 0.0
         self._events: deque[_Event] = deque(maxlen=NUM_KEPT)
-        self._question = Question(siblings, _PLAN, self.own, as_message(Plan))
+        self._query = SiblingQuery(siblings, _PLAN, self.own, as_message(Plan))
 
     def take(self, plan: Plan) -> None:
         """Store a planner's report. Raise InvalidRequest if it is malformed."""
@@ -52,7 +52,7 @@ class Plans:
         self._last = Plan(acts=plan.acts, pressures=plan.pressures)
 
     async def now(self) -> Plan:
-        return together([self.own(), *(await self._question.ask()).answers])
+        return together([self.own(), *(await self._query.ask()).answers])
 
     def own(self) -> Plan:
         """Return the last report to this process. Without one, it has no pressures."""

@@ -20,7 +20,7 @@ from api.http.request import HttpRequest
 from api.requests.validation import MAX_LABEL_CHARACTERS
 from common.errors import NodeUnavailable, NotFound
 from router.timelines import TimelineRecorder
-from router.workers.asking import Question, SiblingProcesses, as_json
+from router.workers.asking import SiblingProcesses, SiblingQuery, as_json
 
 PATH = "/requests"
 _ALL, _ONE = "/requests", "/request"  # paths between worker processes
@@ -38,10 +38,10 @@ class RequestsEndpoint:
     ) -> None:
         self._timelines = timelines
         self._explainer = explainer
-        self._lists: Question[list[_Content]] = Question(
+        self._lists: SiblingQuery[list[_Content]] = SiblingQuery(
             siblings, _ALL, self._own_list, as_json(list[_Content])
         )
-        self._ones: Question[_Content | None] = Question(
+        self._ones: SiblingQuery[_Content | None] = SiblingQuery(
             siblings, _ONE, self._own, as_json(_Content | None)
         )
 

@@ -10,7 +10,7 @@ from protos.router_pb2 import LatencySummary, RouterState, WorkerState
 from protos.router_pb2 import RecentRequests as RecentRequestsReport
 from router.metrics import LATENCY_S
 from router.recent_requests import RecentRequests, RequestCounts
-from router.workers.asking import Question, SiblingProcesses, as_message
+from router.workers.asking import SiblingProcesses, SiblingQuery, as_message
 
 STATE = "/worker-state"  # path between worker processes
 _BY_WEIGHT = ("ready", "not ready", "draining")
@@ -49,10 +49,10 @@ class MergedState:
         self._why_not_ready = why_not_ready
         self._in_use = in_use
         self._counts = counts
-        self._question = Question(siblings, STATE, self._own, as_message(WorkerState))
+        self._query = SiblingQuery(siblings, STATE, self._own, as_message(WorkerState))
 
     async def now(self) -> RouterState:
-        told = await self._question.ask()
+        told = await self._query.ask()
         whole = together([self._own(), *told.answers])
         whole.uptime_s = time.monotonic() - self.began
         whole.processes = told.num_asked + 1

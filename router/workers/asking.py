@@ -1,6 +1,6 @@
-"""Questions to all processes of this router, in parallel and with a time limit.
+"""Queries to all processes of this router, in parallel and with a time limit.
 
-A Question has this process's own answer, for the others, and collects theirs.
+A SiblingQuery answers for this process, and collects the answers of the others.
 
 A process that does not answer in time is silent: its part is missing from the result, which says
 how many are missing.
@@ -68,22 +68,22 @@ class SiblingProcesses:
         return SiblingReply(bodies, len(self._sessions))
 
 
-class Codec(NamedTuple, Generic[T]):
+class AnswerCodec(NamedTuple, Generic[T]):
     """The form of an answer between processes."""
 
     encode: Callable[[T], bytes]
     decode: Callable[[bytes], T]
 
 
-def as_json(kind: Any) -> Codec[Any]:
-    return Codec(msgspec.json.encode, msgspec.json.Decoder(kind).decode)
+def as_json(kind: Any) -> AnswerCodec[Any]:
+    return AnswerCodec(msgspec.json.encode, msgspec.json.Decoder(kind).decode)
 
 
-def as_message(kind: type[M]) -> Codec[M]:
-    return Codec(kind.SerializeToString, kind.FromString)
+def as_message(kind: type[M]) -> AnswerCodec[M]:
+    return AnswerCodec(kind.SerializeToString, kind.FromString)
 
 
-class Answers(NamedTuple, Generic[T]):
+class SiblingAnswers(NamedTuple, Generic[T]):
     """The answers of the other processes. `num_silent` have not answered in time."""
 
     answers: Sequence[T]
@@ -94,19 +94,19 @@ class Answers(NamedTuple, Generic[T]):
         return self.num_asked - len(self.answers)
 
 
-class Question(Generic[T]):
-    """A question that each process of this router answers for itself. For one event loop."""
+class SiblingQuery(Generic[T]):
+    """A query that each process of this router answers for itself. For one event loop."""
 
     def __init__(
         self,
         siblings: SiblingProcesses,
         path: str,
         own: Callable[..., T | Awaitable[T]],
-        codec: Codec[T],
+        codec: AnswerCodec[T],
     ) -> None:
         """
         Args:
-            path: unique among the questions.
+            path: unique among the queries.
             own: returns this process's answer. Called with the query.
         """
         self._siblings = siblings
@@ -115,10 +115,10 @@ class Question(Generic[T]):
         self._codec = codec
         siblings.tells[path] = self._tell
 
-    async def ask(self, longest_s: float = LONGEST_S, /, **query: str) -> Answers[T]:
+    async def ask(self, longest_s: float = LONGEST_S, /, **query: str) -> SiblingAnswers[T]:
         """Return the answers of all other processes, within `longest_s`. Raises nothing."""
         told = await self._siblings.ask(self._path, longest_s, **query)
-        return Answers([*map(self._codec.decode, told.bodies.values())], told.num_asked)
+        return SiblingAnswers([*map(self._codec.decode, told.bodies.values())], told.num_asked)
 
     async def _tell(self, query: Mapping[str, str]) -> bytes:
         answer: Any = self._own(**query)

@@ -6,10 +6,9 @@ import math
 import pytest
 
 from common.errors import QueueFull
-from router.policy.backlogs import WHENEVER, NodeBacklogs, RequestDue
+from router.policy.backlogs import LASTING_S, WHENEVER, NodeBacklogs, RequestDue
 from router.policy.choices import DecodeChoice, PlacementDecision, PrefillChoice
 from router.policy.load import NodeLoad
-from router.policy.pressure import LASTING_S
 
 TOKEN_S = 0.01
 CHOICES = [DecodeChoice("d0", (PrefillChoice("p0"), PrefillChoice("p1")))]
