@@ -1,12 +1,10 @@
 """One request on the decode nodes: placement, replay after a lost node, and live migration.
 
-    attempt --migrate()--> attempt and successor --first token of the successor, or the attempt's
-                              |                    end--> successor
-                              `--the successor ends first--> attempt
-
-The successor runs nothing until the node of the attempt has stopped the request and handed it off.
-It then sends all tokens from its submission on. Tokens that the client already has are dropped. So
-the attempt may be left once the successor has sent something, and not before.
+A migration submits the request to another node as well. This successor runs nothing until the node
+of the attempt has stopped the request and handed it off. It then sends all tokens from its
+submission on. Tokens that the client already has are dropped. So the successor replaces the attempt
+once it has sent a token, or once the attempt has ended without a crash. If the successor ends
+first, the attempt continues.
 """
 
 import asyncio
@@ -65,8 +63,9 @@ class Generation:
     async def run(self) -> None:
         """Run the request until its response has ended.
 
-        The last piece is not flushed, so that the node need not wait for a slow client. Cancelling
-        this call cancels the request on its nodes.
+        The last piece is not flushed: the caller does that, after the request has left its node, so
+        that the node need not wait for a slow client. Cancelling this call cancels the request on
+        its nodes.
 
         Raises:
             ServingError: the request failed.
