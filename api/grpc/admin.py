@@ -33,7 +33,6 @@ class AdminService:
         plans: Plans,
         ends: OperatorEnds,
     ) -> None:
-        self._adapters = adapters
         self._engines = engines
         self._plans = plans
         self._ends = ends
@@ -41,12 +40,12 @@ class AdminService:
             "GetCluster": lambda _: report.make(),
             "Explain": lambda request: explainer.explain(request.name),
             "LoadAdapter": lambda request: adapters.load(request.name, request.path),
-            "UnloadAdapter": self._unload_adapter,
+            "UnloadAdapter": lambda request: adapters.unload(request.name),
             "Pause": lambda request: engines.pause(request.mode),
             "Continue": lambda _: engines.resume(),
             "UpdateWeights": self._update_weights,
-            "ReleaseMemory": self._release_memory,
-            "ResumeMemory": self._resume_memory,
+            "ReleaseMemory": lambda request: engines.release_memory(request.tags),
+            "ResumeMemory": lambda request: engines.resume_memory(request.tags),
             "StartProfile": lambda request: engines.start_profile(request.num_steps),
             "StopProfile": lambda _: engines.stop_profile(),
             "FlushCache": lambda _: engines.flush_caches(),
@@ -57,24 +56,12 @@ class AdminService:
             "TellPlan": self._take_plan,
         }
 
-    async def _unload_adapter(self, request: pb.UnloadAdapterRequest) -> pb.UnloadAdapterResponse:
-        await self._adapters.unload(request.name)
-        return pb.UnloadAdapterResponse(known=True)
-
     async def _update_weights(self, request: pb.UpdateWeightsRequest) -> pb.UpdateWeightsResponse:
         if not request.from_node:
             return await self._engines.update_weights(request.path, abort=request.abort)
         if request.path:
             raise InvalidRequest("from_node: not together with a path")
         return await self._engines.take_weights(request.from_node, abort=request.abort)
-
-    async def _release_memory(self, request: pb.ReleaseMemoryRequest) -> pb.ReleaseMemoryResponse:
-        await self._engines.release_memory(request.tags)
-        return pb.ReleaseMemoryResponse()
-
-    async def _resume_memory(self, request: pb.ResumeMemoryRequest) -> pb.ResumeMemoryResponse:
-        await self._engines.resume_memory(request.tags)
-        return pb.ResumeMemoryResponse()
 
     async def _drain(self, request: pb.DrainRouterRequest) -> pb.DrainRouterResponse:
         await self._ends.drain(in_turn=request.in_turn)

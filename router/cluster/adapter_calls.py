@@ -50,7 +50,7 @@ class AdapterCalls:
         await self._cluster.adapters.until(name, answer.id, _TOLD_S)
         return answer
 
-    async def unload(self, name: str) -> None:
+    async def unload(self, name: str) -> router_pb2.UnloadAdapterResponse:
         """Unload an adapter. Running requests that use it continue, and new ones cannot use it.
 
         Raises:
@@ -65,6 +65,7 @@ class AdapterCalls:
         if not any(each.answer.known for each in said):
             raise NotFound(f"lora_name: no adapter {name!r} is loaded")
         await self._cluster.adapters.until(name, None, _TOLD_S)
+        return router_pb2.UnloadAdapterResponse(known=True)
 
     async def _unload(self, members: Sequence[NodeMember], name: str) -> list[BroadcastResult]:
         request = router_pb2.UnloadAdapterRequest(name=name)

@@ -166,7 +166,7 @@ class EngineCalls:
             raise InvalidRequest("model_path: nodes have read different weights there")
         return found.pop()
 
-    async def release_memory(self, tags: Sequence[str]) -> None:
+    async def release_memory(self, tags: Sequence[str]) -> router_pb2.ReleaseMemoryResponse:
         """Release memory on all nodes.
 
         If this raises, nodes that had the memory before have it again.
@@ -185,8 +185,9 @@ class EngineCalls:
             with suppress(FailedPrecondition):
                 await self.resume_memory(tags)
             raise FailedPrecondition(problems)
+        return router_pb2.ReleaseMemoryResponse()
 
-    async def resume_memory(self, tags: Sequence[str]) -> None:
+    async def resume_memory(self, tags: Sequence[str]) -> router_pb2.ResumeMemoryResponse:
         """Allocate the memory again on all nodes.
 
         Args:
@@ -197,6 +198,7 @@ class EngineCalls:
         """
         request = router_pb2.ResumeMemoryRequest(tags=memory_tags(tags))
         _check(await ask_all(self._state.members, "ResumeMemory", request, _WEIGHTS_S))
+        return router_pb2.ResumeMemoryResponse()
 
     async def start_profile(self, num_steps: int) -> router_pb2.ProfilesResponse:
         """Start profiling on all nodes.
