@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from common.errors import NodeUnavailable, RequestFailed, ServingError
 from common.request import Remaining, RequestSpec
 from common.requests.quarantine import GUILTY, TRIAL_TOKENS
@@ -93,18 +95,12 @@ class Attempt:
         await self._tokens.taken(partial(self._add, sink))
 
     def _add(self, sink: TokenSink, output: NodeOutput) -> bool | None:
-        num_tokens = len(output.token_ids)
-        num_again = min(len(sink.token_ids) - self._position, num_tokens)
-        if num_again > 0:
-            expected = sink.token_ids[self._position : self._position + num_again]
-            if list(output.token_ids[:num_again]) != list(expected):
-                raise NodeUnavailable(
-                    "a decode node continues with other tokens than were generated"
-                )
-            output = output.without(num_again)
-        self._position += num_tokens
-        if 0 < num_again == num_tokens and output.end is None:
-            return None
+        position = self._position
+        self._position += len(output.token_ids)
+        if len(sink.token_ids) > position:
+            output = _without_repeats(output, sink.token_ids[position:])
+            if not output.token_ids and output.end is None:
+                return None
         self.placed.charge.first_token()
         return sink.add(output) or None
 
@@ -170,6 +166,20 @@ def submit(
         placed.charge.close()
         raise
     return Attempt(spec, placed, call, timings)
+
+
+def _without_repeats(output: NodeOutput, expected: Sequence[int]) -> NodeOutput:
+    """Return the output without the tokens that repeat `expected`, from its first token on.
+
+    Raises:
+        NodeUnavailable: the tokens differ, so the node must not be used for this response.
+    """
+    num_again = min(len(expected), len(output.token_ids))
+    if list(output.token_ids[:num_again]) != list(expected[:num_again]):
+        raise NodeUnavailable("a decode node continues with other tokens than generated")
+    return replace(
+        output, token_ids=output.token_ids[num_again:], logprobs=output.logprobs[num_again:]
+    )
 
 
 class AttemptLosses:

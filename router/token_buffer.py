@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
-from msgspec.structs import replace
 
 from common.errors import NodeUnavailable, ServingError
 from common.requests.logprobs import TokenLogprobs
@@ -41,12 +40,6 @@ class NodeOutput(msgspec.Struct, frozen=True):
     logprobs: Sequence[TokenLogprobs] = ()
     prompt_logprobs: Sequence[TokenLogprobs] = ()
     predicted: PredictionUsage = NOTHING
-
-    def without(self, num_tokens: int) -> "NodeOutput":
-        """Return the output without its first tokens."""
-        return replace(
-            self, token_ids=self.token_ids[num_tokens:], logprobs=self.logprobs[num_tokens:]
-        )
 
 
 class TokenBuffer:
@@ -158,21 +151,27 @@ class TokenBuffer:
             self._writer = None
 
     def _next(self, take: Callable[[NodeOutput], T | None]) -> T | None:
-        error = self._end if isinstance(self._end, ServingError) else None
-        if self._tokens or (self._end is not None and error is None):
-            result = take(self._output())
+        end, tokens = self._end, self._tokens
+        if tokens or isinstance(end, StreamEnd):
+            self._tokens = []
+            logprobs: Sequence[TokenLogprobs] = ()
+            if self._wants_logprobs:
+                logprobs = self._logprobs[: len(tokens)]
+                self._logprobs = self._logprobs[len(tokens) :]
+            predicted, self.predicted = self.predicted, NOTHING
+            stream_end = end if isinstance(end, StreamEnd) else None
+            result = take(
+                NodeOutput(
+                    tokens,
+                    stream_end,
+                    self.cached_tokens,
+                    logprobs,
+                    self.prompt_logprobs,
+                    predicted,
+                )
+            )
             if result is not None:
                 return result
-        if error is not None:
-            raise error
+        if isinstance(end, ServingError):
+            raise end
         return None
-
-    def _output(self) -> NodeOutput:
-        """Take all waiting output."""
-        tokens, self._tokens = self._tokens, []
-        logprobs, self._logprobs = self._logprobs[: len(tokens)], self._logprobs[len(tokens) :]
-        predicted, self.predicted = self.predicted, NOTHING
-        end = self._end if isinstance(self._end, StreamEnd) else None
-        return NodeOutput(
-            tokens, end, self.cached_tokens, logprobs, self.prompt_logprobs, predicted
-        )
