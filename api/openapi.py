@@ -310,16 +310,14 @@ def document(version: str) -> Schema:
 def _gets() -> Schema:
     operations = {
         "/version": _plain("Which version of Baton this is.", "401"),
-        "/get_model_info": _plain("The model, as SGLang tells it; `/model_info`, too.", "401"),
-        "/get_server_info": _plain("The server, as SGLang tells it; `/server_info`, too.", "401"),
+        "/get_model_info": _plain("The model, in SGLang's format. Also `/model_info`.", "401"),
+        "/get_server_info": _plain("The server, in SGLang's format. Also `/server_info`.", "401"),
         "/v1/models": _plain("The model that is served, and its adapters.", "401"),
         "/v1/models/{model}": _plain("The same, by its name.", "401", "404"),
         "/cluster": _for_operators("The nodes, their pages, queues, counters and links."),
         "/requests": _for_operators("Requests under way and the last that ended."),
         "/requests/{id}": _for_operators("Where the time of one request went, by phase.", "404"),
-        "/requests/{id}/events": _for_operators(
-            "What happened to one request, on all programs.", "404"
-        ),
+        "/requests/{id}/events": _for_operators("Events of one request on all processes.", "404"),
         "/health": _for_anybody("The process lives."),
         "/ready": _for_anybody("A request could be placed now.", "503"),
         "/metrics": _for_operators("Prometheus metrics, as text."),

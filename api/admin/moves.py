@@ -59,7 +59,7 @@ class MigrationService:
                 raise _unknown(sentence, others.num_silent)
             (moved,) = found
         if moved.because:
-            raise FailedPrecondition(f"not moved: {moved.because}")
+            raise FailedPrecondition(f"not migrated: {moved.because}")
         return MoveResponse(request_id=request_id, source=moved.source, target=moved.target)
 
     async def _any_at(self, source: str) -> str:
