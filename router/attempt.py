@@ -101,7 +101,8 @@ class Attempt:
             output = _without_repeats(output, sink.token_ids[position:])
             if not output.token_ids and output.end is None:
                 return None
-        self.placed.charge.first_token()
+        if position == self.spec.num_generated:
+            self.placed.charge.first_token()
         return sink.add(output) or None
 
     async def begun(self) -> ServingError | None:

@@ -105,7 +105,8 @@ class ResponseBuilder:
 
     def add(self, output: NodeOutput) -> OutputChunk | FinalChunk:
         """Add output and return the next piece. Must not be called again after a FinalChunk."""
-        self.note_cached_tokens(output.cached_tokens)
+        if self._cached_tokens is None:
+            self._cached_tokens = output.cached_tokens
         if self._predicted is not None:
             self._predicted += output.predicted
         prompt, tells = None, self._tells_prompt
