@@ -11,7 +11,7 @@ from typing import Protocol
 
 from api.admin.router_state import STATE
 from common.logs import kv
-from protos.router_pb2 import RouterState
+from protos.router_pb2 import WorkerState
 from router.workers.asking import SiblingProcesses, Tell
 from router.workers.ends import IN_TURN, PATH
 
@@ -87,5 +87,5 @@ class CertificateRenewal:
 
     async def _serves(self, number: int) -> bool:
         told = await self._routers.ask(STATE)
-        state = RouterState.FromString(told.bodies.get(number, b"")).state
-        return state == "ready"
+        worker = WorkerState.FromString(told.bodies.get(number, b""))
+        return worker.state.state == "ready"
