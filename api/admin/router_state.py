@@ -49,17 +49,18 @@ class MergedState:
         self._why_not_ready = why_not_ready
         self._in_use = in_use
         self._counts = counts
-        self._query = SiblingQuery(siblings, STATE, self._own, as_message(WorkerState))
+        self._query = SiblingQuery(siblings, STATE, self.own, as_message(WorkerState))
 
     async def now(self) -> RouterState:
         told = await self._query.ask()
-        whole = together([self._own(), *told.answers])
+        whole = together([self.own(), *told.answers])
         whole.uptime_s = time.monotonic() - self.began
         whole.processes = told.num_asked + 1
         whole.silent_processes = told.num_silent
         return whole
 
-    def _own(self) -> WorkerState:
+    def own(self) -> WorkerState:
+        """Return the state of this process."""
         reason = self._why_not_ready()
         total = self._counts()
         state = RouterState(

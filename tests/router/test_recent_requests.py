@@ -2,10 +2,11 @@
 
 import pytest
 
-from api.admin.router_state import LocalState, together
+from api.admin.router_state import MergedState, together
 from protos.router_pb2 import RouterState
 from router.metrics import LATENCY_S, RouterMetrics
 from router.recent_requests import SAMPLE_S, WINDOW_S, RecentRequests
+from router.workers.asking import SiblingProcesses
 
 
 class Worker:
@@ -19,12 +20,11 @@ class Worker:
     def __init__(self):
         self.metrics = RouterMetrics()
         admission = self.Admission()
-        self._state = LocalState(
-            admission, RouterState(), lambda: None, list, self.metrics.request_counts
-        )
+        counts, alone = self.metrics.request_counts, SiblingProcesses({})
+        self._state = MergedState(admission, RouterState(), lambda: None, list, counts, alone, 0.0)
 
     def now(self):
-        return self._state.now()
+        return self._state.own()
 
 
 @pytest.mark.parametrize("latency_s", [0.0005, 0.012, 0.3, 7.0, 100.0])
