@@ -42,7 +42,7 @@ def serve(engine: Engine, start: EngineStart[DecodeConfig], prepare: Callable[[s
         page_bytes=engine.pool.page_bytes,
         limits=engine.limits,
         port=parts.port,
-        desk=parts.desk,
+        desk=parts.control,
         outbox=TokenOutbox(start.channel),
         adapters=engine.adapters,
         guides=engine.guides,

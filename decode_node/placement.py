@@ -197,7 +197,7 @@ class PrefillPlacement:
 
         Migrations continue with their hand-off, alone or as a group.
         """
-        for request, _ in self.fetching.take(now):
+        for request, _ in self.fetching.ready(now):
             if request in self._convoys:
                 self._sharing.forget(request.key)
                 self._convoys.copied(request)

@@ -15,6 +15,7 @@ TransferPort. For outgoing migrations this node is the producer (outgoing_migrat
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from common.config import DecodeConfig
 from common.distribution import HistogramCounts
@@ -74,7 +75,13 @@ from node.queues.adapter_queue import AdapterQueue
 from node.queues.grammar_queue import GrammarQueue
 from node.queues.preparations import PreparationStages
 from node.queues.tier_load_queue import TierLoadQueue
+from node.request_state import RequestState, as_request_end
 from node.sharing.prefixes import PrefixSharing
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Submission(RequestState):
+    message: SubmitRequest
 
 
 class DecodeRole:
@@ -168,7 +175,9 @@ class DecodeRole:
             counts=self._counts,
         )
         outbox.listen(canary.STREAM, self._canary.take)
-        self._preparations: PreparationStages[SubmitRequest] = PreparationStages(
+        self._unprepared: dict[int, _Submission] = {}
+        self._preparations: PreparationStages[_Submission] = PreparationStages(
+            self._prompts,
             GrammarQueue(guides),
             AdapterQueue(adapters),
             TierLoadQueue(tiers, lambda: scheduler.room().num_pages),
@@ -228,13 +237,13 @@ class DecodeRole:
         self._outbox.flush()
 
     def idle(self) -> None:
-        self._desk.rest(self, self.check, self._launch_waits_s or math.inf)
+        self._desk.wait_for_work(self, self.check_leaks, self._launch_waits_s or math.inf)
 
     @property
     def _launch_waits_s(self) -> float:
         return self._handoffs.launch_waits_s(time.monotonic(), ahead=self.scheduler.computes)
 
-    def check(self) -> None:
+    def check_leaks(self) -> None:
         """Raise EngineFault if a page or slot has no live owner."""
         joining = [transfer.destination.holding.flat() for transfer in self._handoffs.transfer]
         reads = [*self._destinations.reads.values(), *self._sharing.reads()]
@@ -288,7 +297,7 @@ class DecodeRole:
     def queues(self) -> dict[str, int]:
         return {
             **self.scheduler.queues(),
-            **self._preparations.queues(),
+            **self._preparations.lengths(),
             "paused": len(self._dispatcher.held_back),
             "unpaired": len(self._dispatcher.unpaired),
             "fetching": self._dispatcher.num_fetching,
@@ -327,7 +336,7 @@ class DecodeRole:
             self._abort(request, RequestEnd(FinishReason.ABORT, PAUSED))
         return len(doomed)
 
-    def let_go(self) -> bool:
+    def release_kv(self) -> bool:
         self._departures.give_up_all("this node is paused")
         for lost in self._handoffs.cancel_all("this node is paused"):
             self._dispatcher.retry(lost)
@@ -336,7 +345,7 @@ class DecodeRole:
         self.scheduler.start_over()
         return not self._sharing.fetches.busy
 
-    def renew(self) -> None:
+    def update_waiting_requests(self) -> None:
         for request in self._live:
             request.compute_with(self._desk.weights)
 
@@ -370,12 +379,16 @@ class DecodeRole:
         request = self._door.meet(message)
         try:
             self._door.take(request, message, self._num_waiting)
-            self._preparations.put(request, message)
+            state = _Submission(request=request, on_end=lambda *_: None, message=message)
+            self._preparations.put(state)
+            self._unprepared[request.key] = state
         except ServingError as error:
             self._live.refuse(request, error)
 
     def _place_prepared(self, now: float) -> None:
-        for request, message, refusal in self._preparations.take(now):
+        for state, refusal in self._preparations.ready(now):
+            request, message = state.request, state.message
+            del self._unprepared[request.key]
             try:
                 if refusal is not None:
                     raise refusal
@@ -394,20 +407,28 @@ class DecodeRole:
         """Number of requests that wait for pages or a producer. Admitted ones may change queues."""
         num_elsewhere = len(self._dispatcher.unpaired) + len(self._handoffs.prealloc)
         num_elsewhere += len(self._dispatcher.held_back)
-        num_elsewhere += len(self._preparations) + self._dispatcher.num_fetching
+        num_elsewhere += self._preparations.num_waiting + self._dispatcher.num_fetching
         return num_elsewhere + self.scheduler.num_waiting
 
     # Ends ---------------------------------------------------------------------------------------
 
     def _expire(self, now: float) -> None:
         queued_s = self._prompts.queued_s
-        late = self._preparations.expire(now, queued_s) + self.scheduler.expire(now, queued_s)
+        late = self.scheduler.expire(now, queued_s)
+        for state, ending in self._preparations.expired(now):
+            del self._unprepared[state.key]
+            late.append(FinishedRequest(state.request, as_request_end(ending)))
         for finished in late:
             self._counts.dropped(finished.finish)
             self._ended(finished)
 
     def _abort(self, request: Request, finish: RequestEnd) -> None:
-        waited = self._preparations.remove(request) or self._dispatcher.give_up(request)
+        state = self._unprepared.pop(request.key, None)
+        waited = (
+            self._preparations.remove(state, finish)
+            if state is not None
+            else self._dispatcher.give_up(request)
+        )
         if waited or self._handoffs.give_up(request, finish.error):
             self._live.end(request, finish)
             return

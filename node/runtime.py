@@ -1,11 +1,11 @@
 """The parts of an engine that do not depend on its role, and how they run until the role ends.
 
-They are a transfer thread to other nodes, a desk for the front, and prefix sharing.
+They are a transfer thread to other nodes, a control interface for the front, and prefix sharing.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import triton
 
@@ -28,7 +28,7 @@ from kvtransfer.ports import NodeCommand, NodeEvent, TransferPort
 from kvtransfer.transfer.read_meter import ReadMetrics
 from kvtransfer.transfer.sides import both_sides
 from kvtransfer.transfer.thread import LONGEST_SLEEP_S, TransferThread
-from node.control.engine_control import EngineControl, RoleEnded
+from node.control.engine_control import EngineControl, FrontendChannel, RoleEnded
 from node.control.operations import EngineOperations
 from node.drive import DrivenRole, drive, introduce
 from node.engine_process import EngineStart
@@ -40,13 +40,38 @@ TRANSFER_END_S = 3.0
 C = TypeVar("C", bound=NodeConfig)
 
 
+class RoleRuntime(Protocol):
+    """The parts of the engine that a role is assembled from."""
+
+    @property
+    def instance(self) -> int:
+        """Return the number by which peers identify this node's hand-offs."""
+        ...
+
+    @property
+    def channel(self) -> FrontendChannel: ...
+
+    @property
+    def control(self) -> EngineControl: ...
+
+    @property
+    def sharing(self) -> PrefixSharing: ...
+
+    @property
+    def port(self) -> TransferPort:
+        """Return the port to the transfer thread, for hand-offs of requests."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class NodeRuntime:
     """The parts of the engine for one role. Nothing runs before `run`."""
 
+    instance: int
+    channel: FrontendChannel
     clock: StepClock
     transfer: TransferThread[NodeCommand, NodeEvent]
-    desk: EngineControl
+    control: EngineControl
     weights: WeightSharing
     sharing: PrefixSharing
     profiler: Profiler
@@ -114,7 +139,7 @@ class NodeRuntime:
             port=transfer,
             tell=channel.wake,
         )
-        desk = EngineControl(
+        control = EngineControl(
             channel,
             pages_by_holder=engine.pages.by_holder,
             steps_finished=lambda: clock.reading.finished,
@@ -138,7 +163,17 @@ class NodeRuntime:
             port=weights,
             weights=weights,
         )
-        return cls(clock, transfer, desk, weights, sharing, profiler, memory)
+        return cls(
+            start.instance,
+            channel,
+            clock,
+            transfer,
+            control,
+            weights,
+            sharing,
+            profiler,
+            memory,
+        )
 
     @property
     def port(self) -> TransferPort:

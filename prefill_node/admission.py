@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -21,10 +22,12 @@ from engine.adapters.adapters import AdapterManager
 from engine.batch.limits import RequestLimits
 from engine.batch.request import Request
 from engine.batch.token_budget import TokenBudget
-from engine.scheduler.scheduler import Scheduler
 from kvtransfer.messages import Prompt
 from kvtransfer.ports import OpenedEvent
+from node.claims import Claim
 from node.control.engine_control import EngineControl
+from node.control.inside import PausableScheduler
+from prefill_node.queues import PrefillState
 
 
 class NodeDraining(NodeUnavailable):
@@ -74,7 +77,7 @@ class HandoffAdmission:
 
     Args:
         max_waiting: limit of queued prompts.
-        prompts: queue of prompts that are granted and not computed yet.
+        backlog: prompts that are granted and not computed yet.
         tokens: bounded count of tokens of all prompts without pages.
     """
 
@@ -83,53 +86,57 @@ class HandoffAdmission:
         *,
         max_waiting: int,
         limits: RequestLimits,
-        scheduler: Scheduler,
-        desk: EngineControl,
+        scheduler: PausableScheduler,
+        control: EngineControl,
         adapters: AdapterManager,
-        prompts: QueueEstimator,
+        backlog: QueueEstimator,
         tokens: TokenBudget,
     ) -> None:
         self._max_waiting = max_waiting
         self._limits = limits
         self._scheduler = scheduler
-        self._desk = desk
+        self._control = control
         self._adapters = adapters
-        self._prompts = prompts
+        self._backlog = backlog
         self._tokens = tokens
 
-    def take(self, event: OpenedEvent, num_waiting: int, now: float) -> Request:
-        """Admit a hand-off and hold its tokens and its adapter.
+    def create_request(self, event: OpenedEvent, spec: RequestSpec, now: float) -> Request:
+        """Create the request of a hand-off. This node samples its first token only."""
+        request = Request.of(
+            spec,
+            key=event.serial,
+            deadline=now + event.remaining.budget_s,
+            arrived=now,
+            weights=event.weights,
+        )
+        request.sampling = replace(spec.sampling, max_tokens=spec.num_generated + 1)
+        return request
+
+    def admit(self, state: PrefillState, event: OpenedEvent, num_waiting: int) -> None:
+        """Admit a hand-off. Its tokens and its adapter become claims.
 
         Args:
             num_waiting: prompts that are queued here already.
         Raises:
             ServingError: it is rejected. See refusal_of.
         """
-        if self._desk.draining:
+        if self._control.draining:
             raise NodeDraining("this prefill node is draining")
         if self._scheduler.paused:
             raise NodePaused("this prefill node is paused")
-        if event.weights != self._desk.weights:
+        if event.weights != self._control.weights:
             raise WeightVersionMismatch("this prefill node has other weights")
         if not isinstance(event.source, Prompt):
             raise InvalidRequest("a prefill node runs no requests")
         if num_waiting >= self._max_waiting:
             raise Overloaded(f"{num_waiting} prompts wait here already")
-        spec = event.source.spec
-        self._limits.check_request(spec)
-        request = Request.of(
-            spec,
-            key=event.serial,
-            deadline=now + event.remaining.budget_s,
-            arrived=now,
-            start_by=self._start_by(spec, event.remaining, now),
-            weights=event.weights,
-        )
-        # This node samples the first token only.
-        request.sampling = replace(spec.sampling, max_tokens=spec.num_generated + 1)
-        self._tokens.take(event.serial, spec.num_tokens)
+        request, key = state.request, state.key
+        self._limits.check_request(request.spec)
+        request.start_by = self._start_by(request.spec, event.remaining, request.arrived)
+        self._tokens.take(key, request.spec.num_tokens)
+        state.claims.add(Claim.TOKENS, partial(self._tokens.drop, key))
         self._adapters.hold(request)
-        return request
+        state.claims.add(Claim.ADAPTER, partial(self._adapters.release, key))
 
     def _start_by(self, spec: RequestSpec, remaining: Remaining, now: float) -> float:
         """Return the time by which its first forward pass must begin.
@@ -141,7 +148,7 @@ class HandoffAdmission:
         """
         if spec.num_generated:
             return math.inf
-        work_s = spec.num_tokens * self._prompts.unit_s
+        work_s = spec.num_tokens * self._backlog.unit_s
         left_s = may_wait_s(remaining.queue_s, remaining.budget_s, work_s)
-        self._prompts.check(QueueEntry(now + left_s, spec.num_tokens, spec.priority), now)
+        self._backlog.check(QueueEntry(now + left_s, spec.num_tokens, spec.priority), now)
         return now + left_s

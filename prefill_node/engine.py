@@ -3,9 +3,24 @@
 from collections.abc import Callable
 
 from common.config import EngineConfig, PrefillConfig
+from engine.batch.holding import PageHolding
+from engine.batch.request import Request
+from engine.batch.token_budget import TokenBudget
 from engine.build import Engine
 from node.engine_process import EngineStart
-from node.runtime import NodeRuntime
+from node.queues.adapter_queue import AdapterQueue
+from node.queues.grammar_queue import GrammarQueue
+from node.queues.preparations import PreparationStages
+from node.queues.scheduler_queue import SchedulerQueue
+from node.queues.tier_load_queue import TierLoadQueue
+from node.request_state import RequestState
+from node.runtime import NodeRuntime, RoleRuntime
+from node.sharing.fetch_queue import FetchQueue
+from prefill_node.admission import HandoffAdmission
+from prefill_node.handoff_history import HandoffHistory
+from prefill_node.handoffs import OutgoingHandoffs
+from prefill_node.pooling import PoolingCalls
+from prefill_node.queues import PrefillQueues, PrefillState
 from prefill_node.role import PrefillRole
 
 CHUNK_TOKENS = 8192  # no decode rows wait for a chunk here, and large chunks are efficient
@@ -35,22 +50,65 @@ def serve(
     Args:
         engine: built with the configuration that `wants` returned, or prepared with it for a change
             of role.
-        prepare: see Desk.
+        prepare: see EngineControl.
     """
-    config = start.config.engine
-    parts = NodeRuntime.of(engine, start, prepare)
-    role = PrefillRole(
-        make_scheduler=lambda on_admit: engine.scheduler(config, on_admit),
+    runtime = NodeRuntime.of(engine, start, prepare)
+    runtime.run(make_role(engine, runtime, start.config), engine, start)
+
+
+def make_role(engine: Engine, runtime: RoleRuntime, config: PrefillConfig) -> PrefillRole:
+    """Assemble the role from an engine and the parts that do not depend on the role."""
+    control, sharing, steps = runtime.control, runtime.sharing, config.engine.scheduler
+
+    def find(request: Request) -> RequestState | None:
+        owner = handoffs if request.pooling is None else pooling
+        return owner.find(request)
+
+    def admitted(request: Request, holding: PageHolding) -> None:
+        if request.pooling is None:
+            handoffs.admitted(request, holding)
+
+    scheduler = engine.scheduler(config.engine, admitted)
+    scheduled = SchedulerQueue(scheduler, find)
+    preparing: PreparationStages[PrefillState] = PreparationStages(
+        scheduled.backlog,
+        GrammarQueue(engine.guides),
+        AdapterQueue(engine.adapters),
+        TierLoadQueue(engine.tiers, lambda: scheduler.room().num_pages),
+        FetchQueue(sharing.fetches),
+    )
+    queues = PrefillQueues(preparing, scheduled)
+    tokens = TokenBudget(steps.max_queued_tokens)  # of prompts without pages
+    admission = HandoffAdmission(
+        max_waiting=steps.max_queued_requests,
+        limits=engine.limits,
+        scheduler=scheduler,
+        control=control,
+        adapters=engine.adapters,
+        backlog=scheduled.backlog,
+        tokens=tokens,
+    )
+    handoffs = OutgoingHandoffs(
+        admission,
+        queues=queues,
+        history=HandoffHistory(control.notify),
         pages=engine.pages,
         tables=engine.shape.layout.tables,
-        limits=engine.limits,
-        max_waiting=config.scheduler.max_queued_requests,
-        max_waiting_tokens=config.scheduler.max_queued_tokens,
-        port=parts.port,
-        desk=parts.desk,
-        adapters=engine.adapters,
-        guides=engine.guides,
-        sharing=parts.sharing,
-        tiers=engine.tiers,
+        port=runtime.port,
+        sharing=sharing,
     )
-    parts.run(role, engine, start)
+    pooling = PoolingCalls(
+        scheduled,
+        limits=engine.limits,
+        max_waiting=steps.max_queued_requests,
+        tokens=tokens,
+        control=control,
+    )
+    return PrefillRole(
+        queues,
+        handoffs=handoffs,
+        pooling=pooling,
+        sharing=sharing,
+        control=control,
+        port=runtime.port,
+    )

@@ -1,9 +1,10 @@
 """Timings of the hand-offs of a prefill node, including recently ended ones."""
 
+import logging
 import time
 from collections.abc import Callable
 
-from common.logs.throttle import ThrottledLog
+from common.logs.throttle import Throttle, ThrottledLog
 from common.request import RequestSpec
 from common.requests.request_trace import RequestTrace, RequestTraces
 from common.tracing.context import is_sampled, log_fields
@@ -12,6 +13,8 @@ from node.messages import HandoffSpan
 from node.request_history import RequestHistory
 from node.request_traces import of_handoff
 from node.timings import ProducerTimings
+
+log = logging.getLogger(__name__)
 
 
 class HandoffHistory:
@@ -23,23 +26,23 @@ class HandoffHistory:
         tell: sends hand-offs of traced requests to the front.
     """
 
-    def __init__(self, log: ThrottledLog, tell: Callable[[HandoffSpan], None]) -> None:
-        self._log = log
+    def __init__(self, tell: Callable[[HandoffSpan], None]) -> None:
+        self._log = ThrottledLog(log, Throttle(most=100))
         self._tell = tell
         self._open: dict[int, ProducerTimings] = {}
         self._ended = RequestHistory(ProducerTimings)
 
-    def __getitem__(self, serial: int) -> ProducerTimings:
-        return self._open[serial]
-
-    def open(self, event: OpenedEvent, spec: RequestSpec, now: float) -> None:
-        self._open[event.serial] = ProducerTimings(
+    def open(self, event: OpenedEvent, spec: RequestSpec, now: float) -> ProducerTimings:
+        """Start the timings of a hand-off."""
+        timings = ProducerTimings(
             spec.request_id,
             spec.num_prompt,
             spec.traceparent,
             now,
             attempt=event.id.attempt,
         )
+        self._open[event.serial] = timings
+        return timings
 
     def close(self, event: ClosedEvent) -> None:
         stamps = self._open.pop(event.serial)

@@ -7,23 +7,27 @@ response comes when all are computed, or with the first error of any of them.
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from grpc import StatusCode
 
 from common.errors import NodeUnavailable, Overloaded, ServingError
-from common.queueing.drain import QueueEstimator, may_wait_s
+from common.queueing.drain import may_wait_s
 from common.queueing.waiting_line import QueueEntry
 from common.request import RequestSpec
 from common.requests.sampling import SamplingParams
-from common.requests.weights import WeightsId
 from engine.batch.limits import RequestLimits
 from engine.batch.request import FinishReason, Ints, Request, RequestEnd
 from engine.batch.token_budget import TokenBudget
-from engine.scheduler.scheduler import ChunkDone, Scheduler
+from engine.scheduler.scheduler import ChunkDone
+from node.claims import Claim
+from node.control.engine_control import EngineControl
 from node.messages import PoolingDone, SubmitPooling
+from node.queues.scheduler_queue import SchedulerQueue
+from node.request_state import Ending, RequestState, as_request_end
 
 _NO_TOKEN = SamplingParams(max_tokens=1, seed=0, temperature=0.0)  # no token is sampled
 _LEFT = RequestEnd(FinishReason.ABORT, "the caller has disconnected")
@@ -36,52 +40,57 @@ class _Call:
     number: int
     request_id: str
     held: int  # key of its tokens
-    requests: list[Request] = field(default_factory=list)
+    prompts: "list[PooledPrompt]" = field(default_factory=list)
     vectors: dict[int, bytes] = field(default_factory=dict)  # by request key
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class PooledPrompt(RequestState):
+    """A prompt whose vector is wanted."""
+
+    call: _Call
 
 
 class PoolingCalls:
     """Pooling calls in progress. Engine thread only.
 
     Args:
-        tokens, prompts: shared with hand-offs. Hand-offs have positive keys, pooling calls
+        tokens, scheduled: shared with hand-offs. Hand-offs have positive keys, pooling calls
             negative.
-        tell: sends results to the front.
-        weights: returns the weight version in use.
     """
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduled: SchedulerQueue[RequestState],
         *,
         limits: RequestLimits,
         max_waiting: int,
         tokens: TokenBudget,
-        prompts: QueueEstimator,
-        tell: Callable[[PoolingDone], None],
-        weights: Callable[[], WeightsId],
+        control: EngineControl,
     ) -> None:
-        self._scheduler = scheduler
+        self._scheduled = scheduled
         self._limits = limits
         self._max_waiting = max_waiting
         self._tokens = tokens
-        self._prompts = prompts
-        self._tell = tell
-        self._weights = weights
+        self._control = control
         self._keys = itertools.count(-1, -1)
         self._calls: dict[int, _Call] = {}  # by number
-        self._of_request: dict[int, _Call] = {}  # by key, of requests without a vector
+        self._prompts: dict[int, PooledPrompt] = {}  # by key, those without a vector
         self.num_pooled = 0  # prompts, since the start
 
     def __len__(self) -> int:
         """Return the number of prompts without a vector."""
-        return len(self._of_request)
+        return len(self._prompts)
 
-    def take(self, message: SubmitPooling, *, draining: bool) -> None:
+    def find(self, request: Request) -> PooledPrompt | None:
+        """Return the state of a prompt without a vector."""
+        return self._prompts.get(request.key)
+
+    def submit(self, message: SubmitPooling) -> None:
         """Start a call, or reject it with an error."""
         call = _Call(message.number, message.request_id, next(self._keys))
         try:
-            self._begin(call, message, draining)
+            self._begin(call, message)
         except ServingError as error:
             self._end(call)
             self._refuse(call, str(error), error.status, error.late_s)
@@ -100,7 +109,7 @@ class PoolingCalls:
         """Abort all calls. Returns the number of prompts that ended."""
         return self._abort(tuple(self._calls.values()), sentence)
 
-    def renew(self) -> None:
+    def update_waiting_requests(self) -> None:
         """Compute queued prompts with the new weights.
 
         Calls that already have some of their vectors fail instead.
@@ -109,49 +118,42 @@ class PoolingCalls:
             if call.vectors:
                 self._end(call)
                 self._refuse(call, "there are other weights now", StatusCode.UNAVAILABLE)
-            for request in call.requests:
-                request.compute_with(self._weights())
+            for prompt in call.prompts:
+                prompt.request.compute_with(self._control.weights)
 
     def _abort(self, calls: Iterable[_Call], sentence: str) -> int:
         num_prompts = 0
         for call in calls:
             self._end(call)
             self._refuse(call, sentence, StatusCode.CANCELLED)
-            num_prompts += len(call.requests)
+            num_prompts += len(call.prompts)
         return num_prompts
 
     def computed(self, chunk: ChunkDone) -> None:
         """Record a computed chunk. Sends the result when all prompts of the call are computed."""
         request = chunk.request
-        call = self._of_request.get(request.key)
-        if call is None:
+        prompt = self._prompts.get(request.key)
+        if prompt is None:
             return
-        self._prompts.serve(request.key, len(request.token_ids) - chunk.end)
+        self._scheduled.backlog.serve(request.key, len(request.token_ids) - chunk.end)
         if chunk.pooled is None:
             return
-        del self._of_request[request.key]
+        del self._prompts[request.key]
+        call = prompt.call
         call.vectors[request.key] = chunk.pooled.astype("<f4").tobytes()
         self.num_pooled += 1
-        if len(call.vectors) == len(call.requests):
+        if len(call.vectors) == len(call.prompts):
             self._end(call)
-            vectors = tuple(call.vectors[request.key] for request in call.requests)
-            cached = sum(request.cached_tokens for request in call.requests)
-            self._tell(PoolingDone(call.number, vectors, cached))
+            vectors = tuple(call.vectors[each.key] for each in call.prompts)
+            cached = sum(each.request.cached_tokens for each in call.prompts)
+            self._control.notify(PoolingDone(call.number, vectors, cached))
 
-    def ended(self, request: Request, finish: RequestEnd) -> None:
-        """End a prompt. Without a vector, its call fails."""
-        call = self._of_request.get(request.key)
-        if call is not None:
-            self._end(call)
-            sentence = finish.error or finish.reason.name.lower()
-            self._refuse(call, sentence, finish.status, finish.retry_after_s)
-
-    def _begin(self, call: _Call, message: SubmitPooling, draining: bool) -> None:
+    def _begin(self, call: _Call, message: SubmitPooling) -> None:
         """Check and schedule the prompts of a call.
 
         After a ServingError, the caller only has to release what `call` holds.
         """
-        if draining:
+        if self._control.draining:
             raise NodeUnavailable("this prefill node is draining")
         self._limits.check_pooling(message.pooling)
         prompts = [
@@ -159,13 +161,13 @@ class PoolingCalls:
         ]
         for token_ids in prompts:
             self._limits.check(token_ids)
-        num_waiting = self._scheduler.num_waiting
+        num_waiting = self._scheduled.num_waiting
         if num_waiting and num_waiting + len(prompts) > self._max_waiting:
             raise Overloaded(f"{num_waiting} prompts wait here already")
         now, num_tokens = time.monotonic(), sum(map(len, prompts))
-        work_s = num_tokens * self._prompts.unit_s
+        work_s = num_tokens * self._scheduled.backlog.unit_s
         start_by = now + may_wait_s(message.queue_s, message.budget_s, work_s)
-        self._prompts.check(QueueEntry(start_by, num_tokens), now)
+        self._scheduled.backlog.check(QueueEntry(start_by, num_tokens), now)
         self._tokens.take(call.held, num_tokens)
         self._calls[call.number] = call
         for token_ids in prompts:
@@ -187,29 +189,38 @@ class PoolingCalls:
             deadline=now + message.budget_s,
             arrived=now,
             start_by=start_by if message.queue_s < math.inf else math.inf,
-            weights=self._weights(),
+            weights=self._control.weights,
             pooling=message.pooling,
         )
 
     def _add(self, call: _Call, request: Request) -> None:
-        self._scheduler.add(request)
-        call.requests.append(request)
-        self._of_request[request.key] = call
-        self._prompts.join(
-            request.key, QueueEntry(request.due, len(request.token_ids)), request.arrived
-        )
+        prompt = PooledPrompt(request=request, on_end=self._ended, call=call)
+        backlog = self._scheduled.backlog
+        self._scheduled.put(prompt)
+        call.prompts.append(prompt)
+        self._prompts[request.key] = prompt
+        backlog.join(request.key, QueueEntry(request.due, len(request.token_ids)), request.arrived)
+        prompt.claims.add(Claim.BACKLOG, partial(backlog.leave, request.key))
+
+    def _ended(self, prompt: PooledPrompt, ending: Ending) -> None:
+        """End the call of a prompt that has ended without a vector."""
+        if self._prompts.pop(prompt.key, None) is not None:
+            end = as_request_end(ending)
+            self._end(prompt.call)
+            sentence = end.error or end.reason.name.lower()
+            self._refuse(prompt.call, sentence, end.status, end.retry_after_s)
 
     def _end(self, call: _Call) -> None:
         """Remove a call. Prompts in progress stop at the end of the chunk."""
         self._calls.pop(call.number, None)
         self._tokens.drop(call.held)
-        for request in call.requests:
-            self._prompts.leave(request.key)
-            if self._of_request.pop(request.key, None) is not None:
-                self._scheduler.abort(request, _LEFT)
+        for prompt in call.prompts:
+            if self._prompts.pop(prompt.key, None) is not None:
+                self._scheduled.remove(prompt, _LEFT)
+            prompt.close(_LEFT)
 
     def _refuse(
         self, call: _Call, sentence: str, status: StatusCode, retry_after_s: float = 0.0
     ) -> None:
         code = status.value[0] or StatusCode.CANCELLED.value[0]
-        self._tell(PoolingDone(call.number, (), 0, sentence, code, retry_after_s))
+        self._control.notify(PoolingDone(call.number, (), 0, sentence, code, retry_after_s))

@@ -172,7 +172,7 @@ class EngineControl:
         """Send the front an unsolicited message."""
         self._channel.post(message)
 
-    def rest(
+    def wait_for_work(
         self, inside: ControlledRole, self_check: Callable[[], None], longest_s: float = math.inf
     ) -> None:
         """Sleep until the front or another thread needs the engine, or the next report is due, for

@@ -24,7 +24,7 @@ class PausableScheduler(Protocol):
     def num_host_pages_used(self) -> int: ...
 
     def clear_cache(self) -> None:
-        """Empty the prefix cache, after `ControlledRole.let_go`."""
+        """Empty the prefix cache, after `ControlledRole.release_kv`."""
         ...
 
     def flush_cache(self) -> int:
@@ -69,13 +69,13 @@ class ControlledRole(Protocol):
         """End all requests that are here. Returns their number."""
         ...
 
-    def let_go(self) -> bool:
+    def release_kv(self) -> bool:
         """Release the KV of all requests. Called at rest until it returns True: then only the
         prefix cache has any.
         """
         ...
 
-    def renew(self) -> None:
+    def update_waiting_requests(self) -> None:
         """Compute all waiting requests with the new weights from now on."""
         ...
 

@@ -93,7 +93,7 @@ class MemoryCalls:
 
     def done(self, role: ControlledRole) -> Iterator[NodeCallResult]:
         """Yield the answers that are ready. Called in each turn of the loop."""
-        if self._wanted is not None and role.scheduler.at_rest and role.let_go():
+        if self._wanted is not None and role.scheduler.at_rest and role.release_kv():
             role.scheduler.clear_cache()
             if self._memory.unused:  # another node may still read exported pages
                 ask, self._wanted = self._wanted, None

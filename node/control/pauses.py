@@ -58,7 +58,7 @@ class Pauses:
         """Yield the answers of pauses that are reached. Called in each turn of the loop."""
         if not self._awaited or not role.scheduler.at_rest:
             return
-        empty = all(each.keeps for each in self._awaited) or role.let_go()
+        empty = all(each.keeps for each in self._awaited) or role.release_kv()
         for each in [each for each in self._awaited if each.keeps or empty]:
             self._awaited.remove(each)
             yield NodeCallResult(each.number, integer=each.num_aborted, fresh=each.fresh)

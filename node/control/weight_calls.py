@@ -118,7 +118,7 @@ class WeightCalls:
         for asked in [each for each in self._preparing if each.future.done()]:
             self._preparing.remove(asked)
             yield _answer(asked)
-        if self._wanted is not None and role.scheduler.at_rest and role.let_go():
+        if self._wanted is not None and role.scheduler.at_rest and role.release_kv():
             ask, self._wanted = self._wanted, None
             role.scheduler.clear_cache()
             if ask.what == "take_weights":
@@ -137,7 +137,7 @@ class WeightCalls:
             yield _answer(asked)
         if self._weights.id != self._computed_with:
             self._computed_with = self._weights.id
-            role.renew()
+            role.update_waiting_requests()
         if not self.why_busy:
             self._pair_as(self._weights.id, role)
 

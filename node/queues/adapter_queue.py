@@ -35,7 +35,7 @@ class AdapterQueue:
     def remove(self, request: Request) -> bool:
         return self._waiting.take(request.key) is not None
 
-    def take(self, now: float) -> Iterator[tuple[Request, None]]:
+    def ready(self, now: float) -> Iterator[tuple[Request, None]]:
         """Yield and remove the requests that have a slot now."""
         while self._tried != self._changes:  # a request that gets a slot may end at once
             self._tried = self._changes

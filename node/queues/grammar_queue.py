@@ -39,7 +39,7 @@ class GrammarQueue:
     def remove(self, request: Request) -> bool:
         return self._waiting.pop(request.key, None) is not None
 
-    def take(self, now: float) -> Iterator[tuple[Request, ServingError | None]]:
+    def ready(self, now: float) -> Iterator[tuple[Request, ServingError | None]]:
         """Yield and remove the requests that have their `match` now, or cannot have one, with the
         reason.
         """

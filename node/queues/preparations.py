@@ -8,18 +8,16 @@ deadlines.
 """
 
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Generic, Protocol
 
 from common.errors import ServingError
+from common.queueing.drain import QueueEstimator
 from engine.batch.request import Request, RequestEnd, out_of_time, waited_too_long
-from engine.scheduler.outcome import FinishedRequest
-
-T = TypeVar("T")
+from node.request_state import Ending, S, Stage
 
 
-class RequestQueue(Protocol):
+class PreparationQueue(Protocol):
     """A queue of requests for the same kind of resource. Engine thread only."""
 
     @property
@@ -37,9 +35,9 @@ class RequestQueue(Protocol):
         """
         ...
 
-    def take(self, now: float) -> Iterator[tuple[Request, ServingError | None]]:
-        """Yield and remove the requests that have the resource, or cannot have it, with
-        the reason.
+    def ready(self, now: float) -> Iterator[tuple[Request, ServingError | None]]:
+        """Remove and yield the requests that have the resource, or cannot have it, with the
+        reason.
         """
         ...
 
@@ -50,93 +48,77 @@ class RequestQueue(Protocol):
     def __len__(self) -> int: ...
 
 
-@dataclass(slots=True, eq=False)
-class _Unprepared(Generic[T]):
-    request: Request
-    beside: T
+class PreparationStages(Generic[S]):
+    """The queues that a request passes through. Engine thread only.
 
-
-class PreparationStages(Generic[T]):
-    """The queues that a request passes through. Engine thread only. `T`: a value that its owner
-    gets back with the request.
+    Args:
+        backlog: prompts to be computed, whose delay requests over their queue limit are told.
     """
 
-    def __init__(self, *lines: RequestQueue) -> None:
-        self._lines = lines
-        self._requests: dict[int, _Unprepared[T]] = {}  # by key
+    def __init__(self, backlog: QueueEstimator, *queues: PreparationQueue) -> None:
+        self._backlog = backlog
+        self._queues = queues
+        self._states: dict[int, S] = {}  # by key
         self._prepared: deque[Request] = deque()  # and not yielded yet
 
-    def __len__(self) -> int:
-        return len(self._requests)
+    @property
+    def num_waiting(self) -> int:
+        return len(self._states)
 
-    def queues(self) -> dict[str, int]:
-        return {line.name: len(line) for line in self._lines}
+    def lengths(self) -> Mapping[str, int]:
+        return {queue.name: len(queue) for queue in self._queues}
 
-    def put(self, request: Request, beside: T) -> None:
-        """Add a request.
+    def put(self, state: S) -> None:
+        state.move(Stage.PREPARING, self)
+        if self._is_prepared(state.request, self._queues):
+            self._prepared.append(state.request)
+        self._states[state.key] = state
 
-        Raises:
-            ServingError: it cannot have a resource that it needs.
-        """
-        if self._is_prepared(request, self._lines):
-            self._prepared.append(request)
-        self._requests[request.key] = _Unprepared(request, beside)
-
-    def remove(self, request: Request) -> bool:
-        """Remove a request. Returns False if it is not here."""
-        if self._requests.pop(request.key, None) is None:
-            return False
-        if not any(line.remove(request) for line in self._lines):
-            self._prepared.remove(request)
+    def remove(self, state: S, ending: Ending) -> bool:
+        del self._states[state.key]
+        if not any(queue.remove(state.request) for queue in self._queues):
+            self._prepared.remove(state.request)
         return True
 
-    def expire(self, now: float, queued_s: float) -> list[FinishedRequest]:
-        """Remove the requests whose deadline has passed, or whose queue limit has expired.
+    def expired(self, now: float) -> Iterator[tuple[S, Ending]]:
+        for state in tuple(self._states.values()):
+            end = _late(state.request, now, self._backlog)
+            if end is not None:
+                self.remove(state, end)
+                yield state, end
 
-        Args:
-            queued_s: retry-after value that those over their queue limit get.
-        """
-        ended: list[FinishedRequest] = []
-        for each in list(self._requests.values()):
-            finish = _late(each.request, now, queued_s)
-            if finish is not None:
-                self.remove(each.request)
-                ended.append(FinishedRequest(each.request, finish))
-        return ended
-
-    def take(self, now: float) -> Iterator[tuple[Request, T, ServingError | None]]:
-        """Yield and remove the requests that have all resources, or cannot have one, with the
+    def ready(self, now: float) -> Iterator[tuple[S, ServingError | None]]:
+        """Remove and yield the requests that have all resources, or cannot have one, with the
         reason.
         """
         num_left = -1
         # A yielded request may end at once and free resources.
-        while num_left != len(self._requests):
-            num_left = len(self._requests)
+        while num_left != len(self._states):
+            num_left = len(self._states)
             while self._prepared:
-                request = self._prepared.popleft()
-                yield request, self._requests.pop(request.key).beside, None
-            for place, line in enumerate(self._lines, 1):
-                for request, refusal in line.take(now):
+                yield self._states.pop(self._prepared.popleft().key), None
+            for place, queue in enumerate(self._queues, 1):
+                for request, refusal in queue.ready(now):
                     try:
                         if refusal is not None:
                             raise refusal
-                        if not self._is_prepared(request, self._lines[place:]):
+                        if not self._is_prepared(request, self._queues[place:]):
                             continue
                     except ServingError as error:
                         refusal = error
-                    yield request, self._requests.pop(request.key).beside, refusal
+                    yield self._states.pop(request.key), refusal
 
-    def _is_prepared(self, request: Request, lines: tuple[RequestQueue, ...]) -> bool:
+    def _is_prepared(self, request: Request, queues: tuple[PreparationQueue, ...]) -> bool:
         """Return whether the request needs none of these queues. Otherwise add it to the first one
         that it needs.
         """
-        line = next((line for line in lines if line.needed_by(request)), None)
-        if line is not None:
-            line.put(request)
-        return line is None
+        queue = next((queue for queue in queues if queue.needed_by(request)), None)
+        if queue is not None:
+            queue.put(request)
+        return queue is None
 
 
-def _late(request: Request, now: float, queued_s: float) -> RequestEnd | None:
+def _late(request: Request, now: float, backlog: QueueEstimator) -> RequestEnd | None:
     if request.deadline < now:
         return out_of_time()
-    return waited_too_long(queued_s) if request.start_by < now else None
+    return waited_too_long(backlog.queued_s) if request.start_by < now else None

@@ -54,7 +54,7 @@ class TierLoadQueue:
     def remove(self, request: Request) -> bool:
         return self._waiting.pop(request.key, None) is not None
 
-    def take(self, now: float) -> Iterator[tuple[Request, None]]:
+    def ready(self, now: float) -> Iterator[tuple[Request, None]]:
         """Yield and remove the requests whose load has ended."""
         self._tiers.poll()
         over, self._over = self._over, []

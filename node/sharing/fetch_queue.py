@@ -28,7 +28,7 @@ class FetchQueue:
     def remove(self, request: Request) -> bool:
         return self._waiting.pop(request.key, None) is not None
 
-    def take(self, now: float) -> Iterator[tuple[Request, None]]:
+    def ready(self, now: float) -> Iterator[tuple[Request, None]]:
         """Yield and remove the requests whose fetch has ended, successful or not."""
         for key in self._fetches.take_over():
             request = self._waiting.pop(key, None)

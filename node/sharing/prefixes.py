@@ -67,8 +67,9 @@ class PrefixSharing:
 
     @property
     def busy(self) -> bool:
-        """Return whether another node reads here, or bytes may land here."""
-        return bool(len(self.loans) or self.fetches.busy or self._weights.busy)
+        """Return whether another node reads here, or bytes may land or be copied here."""
+        reads = self.fetches.busy or self._weights.busy or self._tiers.busy
+        return bool(reads or len(self.loans))
 
     def lent(self) -> Iterator[Ints]:
         """Return the pages held for publication."""

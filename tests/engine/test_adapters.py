@@ -317,7 +317,7 @@ def rig(model):
 
 
 def with_slot(line, now=0.0):
-    return "".join(chr(request.spec.adapter[0]) for request, _ in line.take(now))
+    return "".join(chr(request.spec.adapter[0]) for request, _ in line.ready(now))
 
 
 def test_as_many_adapters_as_slots_are_computed_at_once(rig):

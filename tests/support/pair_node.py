@@ -17,6 +17,7 @@ from common.config import (
     DecodeConfig,
     EngineConfig,
     LoraConfig,
+    PrefillConfig,
     PrefixSharingConfig,
     SchedulerConfig,
     TransferConfig,
@@ -84,7 +85,7 @@ from node.messages import (
 )
 from node.sharing.prefixes import PrefixSharing
 from node.sharing.weights import WeightSharing
-from prefill_node.role import PrefillRole
+from prefill_node import engine as prefill_engine
 from tests.support.pair_wires import FrontEnd
 
 STREAM = 1  # of the only router
@@ -306,7 +307,7 @@ class Node:
         self.in_flight = self._loop.step(self.in_flight)
         rested = self.router.rested
         self.role.idle()
-        self.role.check()
+        self.role.check_leaks()
         return not rested
 
     def catch_up(self, timeout_s: float) -> None:
@@ -344,6 +345,17 @@ class Node:
         return f"{self.front.address}: {self.role.queues()} {self.engine.pages.by_holder()}"
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Runtime:
+    """The parts of an engine that a role is assembled from. See RoleRuntime."""
+
+    instance: int
+    channel: RouterEnd
+    control: EngineControl
+    sharing: PrefixSharing
+    port: WeightSharing
+
+
 def prefill_node(
     common: Common, instance: int, size: Size, front: FrontEnd, frames: FrameSocket[PairInput]
 ) -> tuple[Node, LoopbackFaults]:
@@ -355,20 +367,9 @@ def prefill_node(
     transfer = _transfer(common, engine, hello, owner, frames, news, ears)
     router, weights = RouterEnd(), _weights(instance, engine, transfer, news)
     desk = _desk(router, engine, config, weights)
-    role = PrefillRole(
-        make_scheduler=lambda on_admit: engine.scheduler(config, on_admit),
-        pages=engine.pages,
-        tables=engine.shape.layout.tables,
-        limits=engine.limits,
-        max_waiting=size.max_waiting,
-        max_waiting_tokens=config.scheduler.max_queued_tokens,
-        port=weights,
-        desk=desk,
-        adapters=engine.adapters,
-        guides=engine.guides,
-        sharing=_sharing(common, instance, engine, weights),
-        tiers=engine.tiers,
-    )
+    sharing = _sharing(common, instance, engine, weights)
+    runtime = Runtime(instance, router, desk, sharing, weights)
+    role = prefill_engine.make_role(engine, runtime, PrefillConfig(engine=config))
     engine.guides.tell = engine.loader.tell = engine.copier.tell = news.tell
     overlap = config.scheduler.overlap_schedule
     node = Node(engine, front, transfer, role, router, desk, news, ears, overlap=overlap)

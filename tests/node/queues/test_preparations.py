@@ -3,8 +3,13 @@
 import pytest
 
 from common.errors import InvalidRequest
+from common.queueing.drain import QueueEstimator
+from engine.batch.request import FinishReason, RequestEnd
 from node.queues.preparations import PreparationStages
+from node.request_state import RequestState, Stage
 from tests.support.specs import make_request
+
+END = RequestEnd(FinishReason.ABORT)
 
 
 class Needs:
@@ -28,12 +33,16 @@ class Needs:
             raise self.refusals[request.key]
         self.waiting[request.key] = request
 
-    def take(self, now):
+    def ready(self, now):
         for key in [key for key in self.waiting if self.always or key in self.opened]:
             yield self.waiting.pop(key), self.refusals.get(key)
 
     def remove(self, request):
         return self.waiting.pop(request.key, None) is not None
+
+
+class Backlog(QueueEstimator):
+    queued_s = 7.0
 
 
 @pytest.fixture
@@ -43,38 +52,38 @@ def lines():
 
 @pytest.fixture
 def preparations(lines):
-    return PreparationStages(*lines)
+    return PreparationStages(Backlog(), *lines)
 
 
-def a_request(key, needs="", **fields):
-    return make_request([0] * 4, key=key, request_id=needs, **fields)
+def a_state(key, needs="", **fields):
+    request = make_request([0] * 4, key=key, request_id=needs, **fields)
+    return RequestState(request, lambda state, ending: None)
 
 
 def taken(preparations):
-    return [(request.key, refusal) for request, _, refusal in preparations.take(0.0)]
+    return [(state.key, refusal) for state, refusal in preparations.ready(0.0)]
 
 
 def test_who_needs_nothing_is_prepared_at_once_and_in_order(preparations):
     for key in (3, 1, 2):
-        preparations.put(a_request(key), f"beside {key}")
-    assert len(preparations) == 3
-    told = [(request.key, beside) for request, beside, _ in preparations.take(0.0)]
-    assert told == [(3, "beside 3"), (1, "beside 1"), (2, "beside 2")]
-    assert len(preparations) == 0
+        preparations.put(a_state(key))
+    assert preparations.num_waiting == 3
+    assert taken(preparations) == [(3, None), (1, None), (2, None)]
+    assert preparations.num_waiting == 0
     assert taken(preparations) == []
 
 
 def test_each_goes_through_the_lines_it_needs_in_their_order(preparations, lines):
     a, b, c = lines
-    preparations.put(a_request(1, "ca"), None)
-    preparations.put(a_request(2, "b"), None)
+    preparations.put(a_state(1, "ca"))
+    preparations.put(a_state(2, "b"))
     b.always = c.always = True
-    assert preparations.queues() == {"a": 1, "b": 1, "c": 0}
+    assert preparations.lengths() == {"a": 1, "b": 1, "c": 0}
     assert taken(preparations) == [(2, None)]
-    assert preparations.queues() == {"a": 1, "b": 0, "c": 0}
+    assert preparations.lengths() == {"a": 1, "b": 0, "c": 0}
     c.always, a.always = False, True
     assert taken(preparations) == []
-    assert preparations.queues() == {"a": 0, "b": 0, "c": 1}
+    assert preparations.lengths() == {"a": 0, "b": 0, "c": 1}
     c.always = True
     assert taken(preparations) == [(1, None)]
 
@@ -82,7 +91,7 @@ def test_each_goes_through_the_lines_it_needs_in_their_order(preparations, lines
 def test_lines_that_are_over_at_once_are_walked_in_one_go(preparations, lines):
     for line in lines:
         line.always = True
-    preparations.put(a_request(1, "abc"), None)
+    preparations.put(a_state(1, "abc"))
     assert taken(preparations) == [(1, None)]
 
 
@@ -91,14 +100,14 @@ def test_who_cannot_have_what_it_needs_is_told_why_wherever_it_is(preparations, 
     no = InvalidRequest("no")
     a.refusals[1] = no
     with pytest.raises(InvalidRequest):
-        preparations.put(a_request(1, "a"), None)
-    assert len(preparations) == 0
-    preparations.put(a_request(2, "ab"), None)  # let into the first line, not into the second
-    preparations.put(a_request(3, "bc"), None)  # in vain in the second
+        preparations.put(a_state(1, "a"))
+    assert preparations.num_waiting == 0
+    preparations.put(a_state(2, "ab"))  # let into the first line, not into the second
+    preparations.put(a_state(3, "bc"))  # in vain in the second
     b.refusals = {2: no, 3: no}
     a.opened, b.opened = {2}, {3}
     assert taken(preparations) == [(2, no), (3, no)]
-    assert len(preparations) == 0 and not any(lines)
+    assert preparations.num_waiting == 0 and not any(lines)
 
 
 def test_who_is_taken_may_make_room_in_a_line_before(preparations, lines):
@@ -107,36 +116,35 @@ def test_who_is_taken_may_make_room_in_a_line_before(preparations, lines):
     Otherwise the queue would not be checked again before another event.
     """
     a, b, _ = lines
-    preparations.put(a_request(1, "a"), None)
-    preparations.put(a_request(2, "b"), None)
+    preparations.put(a_state(1, "a"))
+    preparations.put(a_state(2, "b"))
     b.always = True
     seen = []
-    for request, _, _ in preparations.take(0.0):
-        seen.append(request.key)
+    for state, _ in preparations.ready(0.0):
+        seen.append(state.key)
         a.opened.add(1)
     assert seen == [2, 1]
 
 
 @pytest.mark.parametrize("needs", ["", "a", "b"])
 def test_who_ends_is_nowhere_any_more(preparations, lines, needs):
-    request = a_request(1, needs)
-    assert not preparations.remove(request)
-    preparations.put(request, None)
-    assert preparations.remove(request)
-    assert not preparations.remove(request)
+    state = a_state(1, needs)
+    preparations.put(state)
+    assert state.stage is Stage.PREPARING and state.queue is preparations
+    assert preparations.remove(state, END)
     for line in lines:
         line.always = True
-    assert taken(preparations) == [] and not any(lines) and len(preparations) == 0
+    assert taken(preparations) == [] and not any(lines) and preparations.num_waiting == 0
 
 
 def test_who_is_out_of_time_ends_and_the_others_stay(preparations, lines):
-    preparations.put(a_request(1, "a", deadline=5.0), None)
-    preparations.put(a_request(2, "b", start_by=5.0), None)
-    preparations.put(a_request(3, "a"), None)
-    preparations.put(a_request(4, deadline=5.0), None)
-    assert preparations.expire(5.0, 0.0) == []
-    first, second, third = preparations.expire(5.1, 7.0)
-    assert [each.request.key for each in (first, second, third)] == [1, 2, 4]
-    assert first.finish.error.startswith("deadline")
-    assert second.finish.retry_after_s == 7.0
-    assert preparations.queues() == {"a": 1, "b": 0, "c": 0} and len(preparations) == 1
+    preparations.put(a_state(1, "a", deadline=5.0))
+    preparations.put(a_state(2, "b", start_by=5.0))
+    preparations.put(a_state(3, "a"))
+    preparations.put(a_state(4, deadline=5.0))
+    assert list(preparations.expired(5.0)) == []
+    ended = list(preparations.expired(5.1))
+    assert [state.key for state, _ in ended] == [1, 2, 4]
+    assert ended[0][1].error.startswith("deadline")
+    assert ended[1][1].retry_after_s == 7.0
+    assert preparations.lengths() == {"a": 1, "b": 0, "c": 0} and preparations.num_waiting == 1

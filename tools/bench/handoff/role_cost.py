@@ -11,12 +11,13 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from types import SimpleNamespace
+from typing import Any, NoReturn, cast
 
 import numpy as np
 import torch
 
-from common.config import DecodeConfig, PrefixSharingConfig, SchedulerConfig
+from common.config import DecodeConfig, PrefillConfig, PrefixSharingConfig, SchedulerConfig
 from common.errors import FailedPrecondition
 from common.page_tables import PageTables
 from common.request import Remaining, RequestSpec
@@ -31,6 +32,7 @@ from engine.batch.batch import BatchResult, ScheduleBatch
 from engine.batch.limits import RequestLimits
 from engine.batch.request import Ints, Request
 from engine.batch.table import SlotTable
+from engine.build import Engine
 from engine.grammar.grammar_verifier import SubprocessVerifier
 from engine.grammar.guides import GrammarCache
 from engine.kv_cache.cache_events import CacheEvents
@@ -61,6 +63,7 @@ from node.control.outbox import TokenOutbox
 from node.messages import EngineMessage, FrontMessage, Placement, StepTokens, SubmitRequest
 from node.sharing.prefixes import PrefixSharing
 from node.sharing.weights import WeightSharing
+from prefill_node import engine as prefill_engine
 from prefill_node.role import PrefillRole
 from tools.bench.support.record import percentiles
 
@@ -175,20 +178,12 @@ def owner(load: Load) -> dict[str, Any]:
     pages, cache, table, limits = _engine(load)
     port, front, clock = _Port(), _Front(), _Clock()
     weights = _weights(pages, cache, port)
-    role = PrefillRole(
-        make_scheduler=lambda on_admit: _scheduler(load, pages, cache, table, on_admit),
-        pages=pages,
-        tables=PageTables(PAGE_SIZE),
-        limits=limits,
-        max_waiting=64,
-        max_waiting_tokens=1 << 24,
-        port=weights,
-        desk=_desk(front, pages, cache, weights),
-        adapters=no_adapters(table),
-        guides=_GUIDES,
-        sharing=_sharing(pages, cache, weights),
-        tiers=no_tiers(cache, pages, PageTables(PAGE_SIZE)),
+    engine = _Engine(load, pages, cache, table, limits)
+    runtime = _Runtime(
+        front, _desk(front, pages, cache, weights), _sharing(pages, cache, weights), weights
     )
+    config = PrefillConfig.model_validate({"engine": {"model": "none"}})
+    role = prefill_engine.make_role(cast(Engine, engine), runtime, config)
     sampling = SamplingParams(max_tokens=64, seed=1, temperature=0.0, ignore_eos=True)
     descriptors = 0
     for number, prompt in enumerate(load.prompts()):
@@ -208,6 +203,36 @@ def owner(load: Load) -> dict[str, Any]:
         clock.run("drop", role.poll)
     pages.check()
     return clock.row("owner", load, descriptors)
+
+
+class _Engine:
+    """The parts of an engine that a role needs."""
+
+    def __init__(
+        self,
+        load: Load,
+        pages: PageAllocator,
+        cache: PrefixCache,
+        table: SlotTable,
+        limits: RequestLimits,
+    ) -> None:
+        self.pages, self.cache, self.limits, self.guides = pages, cache, limits, _GUIDES
+        self.adapters = no_adapters(table)
+        self.tiers = no_tiers(cache, pages, PageTables(PAGE_SIZE))
+        self.shape = SimpleNamespace(layout=SimpleNamespace(tables=PageTables(PAGE_SIZE)))
+        self.pool = SimpleNamespace(page_bytes=PAGE_SIZE)
+        self.scheduler = lambda config, on_admit: _scheduler(load, pages, cache, table, on_admit)
+
+
+@dataclass(frozen=True, slots=True)
+class _Runtime:
+    """See RoleRuntime."""
+
+    channel: _Front
+    control: EngineControl
+    sharing: PrefixSharing
+    port: WeightSharing
+    instance: int = READER
 
 
 class _Weights:
@@ -360,8 +385,8 @@ def plain(load: Load) -> dict[str, Any]:
     scheduler = _scheduler(load, pages, cache, table, lambda request, pages: None)
     sampling = SamplingParams(max_tokens=1, seed=1, temperature=0.0, ignore_eos=True)
     for number, prompt in enumerate(load.prompts()):
-        late = time.monotonic() + 60.0
-        request = Request(number, (0, 0), "request", prompt, load.num_tokens, sampling, late, 0.0)
+        spec = RequestSpec(request_id="request", token_ids=prompt.tobytes(), sampling=sampling)
+        request = Request.of(spec, key=number, deadline=time.monotonic() + 60.0, arrived=0.0)
         clock.run("add", partial(scheduler.add, request))
         clock.run("admit, compute, end", lambda: _step(scheduler))
     pages.check()

@@ -1,0 +1,137 @@
+"""The record of one request on a node: its stage, its queue and its claims.
+
+    prefill node  NEW -> BOOTSTRAP -> PREPARING -> SCHEDULED -> INFLIGHT
+    decode node   NEW -> PREPARING -> placed
+                  FETCHING -> SCHEDULED, PREALLOC    PREALLOC -> TRANSFER, placed
+                  PAUSED, UNPAIRED -> placed         TRANSFER -> SCHEDULED, placed
+                  SCHEDULED <-> MIGRATING
+
+"placed" is PAUSED, UNPAIRED, FETCHING, PREALLOC or SCHEDULED. Every stage may go to CLOSED. Pooling
+prompts begin in SCHEDULED. Waiting, running and retracted are states inside the scheduler.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+from common.errors import EngineFault, ServingError
+from engine.batch.request import FinishReason, Request, RequestEnd
+from node.claims import Claims
+
+
+class Stage(Enum):
+    NEW = "new"
+    BOOTSTRAP = "bootstrap"
+    PREPARING = "preparing"
+    PAUSED = "paused"
+    UNPAIRED = "unpaired"
+    FETCHING = "fetching"
+    PREALLOC = "prealloc"
+    TRANSFER = "transfer"
+    SCHEDULED = "scheduled"
+    MIGRATING = "migrating"
+    INFLIGHT = "inflight"
+    CLOSED = "closed"
+
+
+_PLACED = frozenset({Stage.PAUSED, Stage.UNPAIRED, Stage.FETCHING, Stage.PREALLOC, Stage.SCHEDULED})
+_NEXT: Mapping[Stage, frozenset[Stage]] = {
+    Stage.NEW: frozenset({Stage.BOOTSTRAP, Stage.PREPARING, Stage.SCHEDULED}),
+    Stage.BOOTSTRAP: frozenset({Stage.PREPARING}),
+    Stage.PREPARING: _PLACED,
+    Stage.PAUSED: _PLACED,
+    Stage.UNPAIRED: _PLACED,
+    Stage.FETCHING: frozenset({Stage.SCHEDULED, Stage.PREALLOC}),
+    Stage.PREALLOC: _PLACED | {Stage.TRANSFER},
+    Stage.TRANSFER: _PLACED,
+    Stage.SCHEDULED: frozenset({Stage.MIGRATING, Stage.INFLIGHT}),
+    Stage.MIGRATING: frozenset({Stage.SCHEDULED}),
+    Stage.INFLIGHT: frozenset(),
+    Stage.CLOSED: frozenset(),
+}
+
+# How a request ends: by itself or by a limit (RequestEnd), or rejected with an error.
+Ending: TypeAlias = RequestEnd | ServingError
+
+
+def as_request_end(ending: Ending) -> RequestEnd:
+    """Return the end that the client sees."""
+    if isinstance(ending, RequestEnd):
+        return ending
+    return RequestEnd(FinishReason.ERROR, str(ending), ending.status, ending.late_s)
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """One request on a node, from its arrival to its end. Engine thread only.
+
+    Attributes:
+        request: as the scheduler sees it. Replaced when tokens arrive from another node.
+        on_end: called once, with the state and its end, before the claims are released.
+        queue: the queue that the request is in, if any.
+    """
+
+    request: Request
+    on_end: Callable[[Any, Ending], None]
+    claims: Claims = field(default_factory=Claims)
+    stage: Stage = Stage.NEW
+    queue: "RequestQueue[Any] | None" = None
+
+    @property
+    def key(self) -> int:
+        return self.request.key
+
+    def move(self, stage: Stage, queue: "RequestQueue[Any] | None") -> None:
+        """Enter a stage.
+
+        Raises:
+            EngineFault: the stage does not follow the current one.
+        """
+        if stage not in _NEXT[self.stage]:
+            raise EngineFault(
+                f"request {self.key} cannot go from {self.stage.value} to {stage.value}"
+            )
+        self.stage, self.queue = stage, queue
+
+    def close(self, ending: Ending) -> None:
+        """Report the end and release the claims. Has no effect on a closed request."""
+        if self.stage is Stage.CLOSED:
+            return
+        self.stage, self.queue = Stage.CLOSED, None
+        self.on_end(self, ending)
+        self.claims.close()
+
+
+S = TypeVar("S", bound=RequestState)
+
+
+class RequestQueue(Protocol[S]):
+    """A place where requests wait. Engine thread only."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Return how many of its requests count towards the limit of queued requests."""
+        ...
+
+    def put(self, state: S, /) -> None:
+        """Add a request and move it to the stage of this queue.
+
+        Raises:
+            ServingError: it cannot have what it would wait for.
+        """
+        ...
+
+    def remove(self, state: S, ending: Ending, /) -> bool:
+        """Remove a request of this queue, because it ends. Returns False while a launched step
+        has it: the result of that step ends it.
+        """
+        ...
+
+    def expired(self, now: float, /) -> Iterable[tuple[S, Ending]]:
+        """Remove and return requests that have waited too long, each with its end."""
+        ...
+
+    def lengths(self) -> Mapping[str, int]:
+        """Return the number of requests, by the name of the queue or of its parts."""
+        ...

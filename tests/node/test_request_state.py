@@ -1,0 +1,70 @@
+"""The record of a request on a node: checked stages, one end, and claims released once."""
+
+import pytest
+
+from common.errors import EngineFault, NodeUnavailable
+from engine.batch.request import FinishReason, RequestEnd
+from node.claims import Claim, Claims
+from node.request_state import RequestState, Stage, as_request_end
+from tests.support.specs import make_request
+
+END = RequestEnd(FinishReason.ABORT, "cancelled")
+
+
+@pytest.fixture
+def log():
+    return []
+
+
+@pytest.fixture
+def state(log):
+    return RequestState(make_request(), lambda state, ending: log.append(ending))
+
+
+# Seen failing with claims released in the order of their addition.
+def test_claims_are_released_once_and_the_last_one_first(log):
+    claims = Claims()
+    for claim in (Claim.TOKENS, Claim.ADAPTER, Claim.TICKET):
+        claims.add(claim, lambda claim=claim: log.append(claim))
+    claims.release(Claim.ADAPTER)
+    claims.release(Claim.ADAPTER)
+    assert log == [Claim.ADAPTER]
+    claims.close()
+    claims.close()
+    assert log == [Claim.ADAPTER, Claim.TICKET, Claim.TOKENS]
+
+
+def test_a_claim_that_was_handed_over_is_not_released(log):
+    claims = Claims()
+    claims.add(Claim.RESERVATION, lambda: log.append("released"))
+    claims.hand_over(Claim.RESERVATION)
+    claims.close()
+    assert log == []
+
+
+# Seen failing without the check of the stage: the end was reported twice.
+def test_a_request_ends_once_and_then_releases_its_claims(state, log):
+    state.claims.add(Claim.TOKENS, lambda: log.append("released"))
+    state.close(END)
+    state.close(RequestEnd(FinishReason.STOP))
+    assert log == [END, "released"]
+    assert state.stage is Stage.CLOSED and state.queue is None
+
+
+def test_stages_follow_each_other_as_declared(state):
+    state.move(Stage.PREPARING, None)
+    state.move(Stage.PREALLOC, None)
+    state.move(Stage.TRANSFER, None)
+    state.move(Stage.SCHEDULED, None)
+    with pytest.raises(EngineFault, match="from scheduled to transfer"):
+        state.move(Stage.TRANSFER, None)
+    state.close(END)
+    with pytest.raises(EngineFault, match="from closed"):
+        state.move(Stage.PREPARING, None)
+
+
+def test_an_error_is_an_end_with_its_status():
+    end = as_request_end(NodeUnavailable("draining"))
+    assert (end.reason, end.error) == (FinishReason.ERROR, "draining")
+    assert end.status is NodeUnavailable.status
+    assert as_request_end(END) is END
