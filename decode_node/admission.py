@@ -6,22 +6,90 @@ Before all checks pass, a request acquires only resources that its end releases.
 import itertools
 import math
 import time
+from collections import deque
+from functools import partial
 
-from common.errors import InvalidRequest, NodeUnavailable, Overloaded
-from common.queueing.drain import QueueEstimator, may_wait_s
+from common.errors import InvalidRequest, NodeUnavailable, Overloaded, ServingError
+from common.queueing.drain import may_wait_s
+from common.requests.prefix_hint import MAX_HINTS, PrefixHint
 from decode_node.active_requests import ActiveRequests
-from decode_node.output_length import OutputLengthEstimate
-from decode_node.prefix_holders import PrefixLocations
+from decode_node.queues import DecodeQueues
+from decode_node.state import DecodeState
 from engine.adapters.adapters import AdapterManager
 from engine.batch.limits import RequestLimits
 from engine.batch.request import Request
+from engine.kv_cache.radix import PrefixCache
+from engine.offload.tiers import CacheTiers
+from node.claims import Claim
 from node.control.engine_control import EngineControl
-from node.messages import SubmitRequest
+from node.messages import Placement, SubmitRequest
 from node.timings import RequestTimings
 
 # Multiple of the queue limits for replayed requests, whose clients have tokens already: another
 # node that fails may send all of its requests here.
 REPLAYS_TIMES = 2
+WORTH_NAMING_TOKENS = 64  # shorter cached prefixes are not offered to other nodes
+ENOUGH = 16  # responses; with fewer, no duration is estimated
+REMEMBERED = 64
+
+
+class OutputLengthEstimate:
+    """Expected duration of a response after its first token. A request's budget must leave it.
+
+    The output length is unknown and may be far below `max_tokens`. The node assumes the 25th
+    percentile of its last responses, and at most `max_tokens`. A request rejected for lack of time
+    would therefore most likely have exceeded its budget. Engine thread only.
+    """
+
+    def __init__(self) -> None:
+        self._lengths: deque[int] = deque(maxlen=REMEMBERED)  # tokens
+        self._token_s: deque[float] = deque(maxlen=REMEMBERED)
+
+    def ended(self, num_tokens: int, seconds: float) -> None:
+        """Record a response that was not cut short.
+
+        Args:
+            num_tokens: tokens of the response.
+            seconds: from its first token to its last.
+        """
+        self._lengths.append(num_tokens)
+        if num_tokens > 1:
+            self._token_s.append(seconds / (num_tokens - 1))
+
+    def seconds(self, max_tokens: int) -> float:
+        """Return the expected seconds from first to last token. 0.0: not known yet."""
+        if len(self._token_s) < ENOUGH:
+            return 0.0
+        num_tokens = min(max_tokens, sorted(self._lengths)[len(self._lengths) // 4])
+        # The median is not affected by a short stall of the node.
+        return (num_tokens - 1) * sorted(self._token_s)[len(self._token_s) // 2]
+
+
+class PrefixLocations:
+    """Nodes that hold part of a prompt, by this node's own cache and by the router's hints. Engine
+    thread only.
+
+    Args:
+        shares: whether nodes fetch prefixes from each other. If not, there are no hints.
+    """
+
+    def __init__(self, cache: PrefixCache, tiers: CacheTiers, *, shares: bool) -> None:
+        self._cache = cache
+        self._tiers = tiers
+        self._shares = shares
+
+    def hints(self, request: Request, placement: Placement) -> tuple[PrefixHint, ...]:
+        """Return this node, if it holds enough of the prompt, then the router's hints."""
+        if not self._shares:
+            return ()
+        if not placement.own_address or len(request.token_ids) < WORTH_NAMING_TOKENS:
+            return placement.prefix_hints
+        wanted = request.token_ids, request.namespace
+        way = self._tiers.way(*wanted)
+        num_tokens = self._cache.match(*wanted).num_tokens if way is None else len(way.token_ids)
+        if num_tokens < WORTH_NAMING_TOKENS:
+            return placement.prefix_hints
+        return (PrefixHint(placement.own_address, num_tokens), *placement.prefix_hints)[:MAX_HINTS]
 
 
 class RequestAdmission:
@@ -29,8 +97,6 @@ class RequestAdmission:
 
     Args:
         max_waiting: limit of queued requests.
-        prompts: queue of prompts to be computed here.
-        answers: measured duration of responses.
     """
 
     def __init__(
@@ -38,24 +104,37 @@ class RequestAdmission:
         *,
         max_waiting: int,
         limits: RequestLimits,
-        desk: EngineControl,
-        live: ActiveRequests,
+        control: EngineControl,
+        active: ActiveRequests,
         adapters: AdapterManager,
-        holders: PrefixLocations,
-        prompts: QueueEstimator,
-        answers: OutputLengthEstimate,
+        locations: PrefixLocations,
+        queues: DecodeQueues,
     ) -> None:
         self._max_waiting = max_waiting
         self._limits = limits
-        self._desk = desk
-        self._live = live
+        self._control = control
+        self._active = active
         self._adapters = adapters
-        self._holders = holders
-        self._prompts = prompts
-        self._answers = answers
+        self._locations = locations
+        self._queues = queues
         self._keys = itertools.count(1)
+        self._lengths = OutputLengthEstimate()
 
-    def meet(self, message: SubmitRequest) -> Request:
+    def submit(self, message: SubmitRequest) -> None:
+        """Admit a request and prepare it, or reject it."""
+        state = self._create_state(message)
+        try:
+            self._admit(state)
+            self._queues.preparing.put(state)
+        except ServingError as error:
+            state.close(error)
+
+    def note_length(self, state: DecodeState, num_generated: int, now: float) -> None:
+        """Record a response that has ended. num_generated: its tokens, 0 if it was cut short."""
+        if num_generated and state.timings.first_token:
+            self._lengths.ended(num_generated, now - state.timings.first_token)
+
+    def _create_state(self, message: SubmitRequest) -> DecodeState:
         """Create the request's record and start its timings. Its end is always reported."""
         now, spec = time.monotonic(), message.spec
         request = Request.of(
@@ -65,9 +144,9 @@ class RequestAdmission:
             deadline=now + message.remaining.budget_s,
             arrived=now,
             start_by=now + self._may_wait_s(message),
-            weights=self._desk.weights,
+            weights=self._control.weights,
         )
-        stamps = RequestTimings(
+        timings = RequestTimings(
             spec.request_id,
             spec.num_prompt,
             message.trace,
@@ -75,30 +154,35 @@ class RequestAdmission:
             now,
             num_generated=spec.num_generated,
         )
-        self._live.begin(request, stamps)
-        return request
+        return DecodeState(
+            request=request,
+            on_end=self._active.report_end,
+            timings=timings,
+            placement=message.placement,
+            candidates=message.placement.prefill_addresses,
+        )
 
-    def take(self, request: Request, message: SubmitRequest, num_waiting: int) -> None:
-        """Admit a request that `meet` returned.
-
-        Args:
-            num_waiting: requests that are queued here already.
+    def _admit(self, state: DecodeState) -> None:
+        """Admit a request. What it holds becomes claims.
 
         Raises:
             ServingError: the request is rejected.
         """
-        if self._live.get(request.origin) is not None:
-            raise InvalidRequest(f"request {message.number} is already active on this stream")
-        if self._desk.draining:
+        request, placement = state.request, state.placement
+        if self._active.get(state.origin) is not None:
+            raise InvalidRequest(f"request {state.origin[1]} is already active on this stream")
+        if self._control.draining:
             raise NodeUnavailable("this decode node is draining")
-        spec, placement = message.spec, message.placement
-        times = REPLAYS_TIMES if spec.num_generated else 1
+        times = REPLAYS_TIMES if request.spec.num_generated else 1
+        num_waiting = self._queues.num_waiting
         if num_waiting >= times * self._max_waiting:
             raise Overloaded(f"the queue is full ({num_waiting} requests)")
-        self._limits.check_request(spec)
+        self._limits.check_request(request.spec)
         self._adapters.hold(request)
-        hints = () if placement.move_from is not None else self._holders.of(request, placement)
-        self._live.let_in(request, times=times, ticket=placement.ticket, prefix_at=hints)
+        state.claims.add(Claim.ADAPTER, partial(self._adapters.release, state.key))
+        if placement.move_from is None:
+            state.prefix_hints = self._locations.hints(request, placement)
+        self._active.add(state, times=times)
 
     def _may_wait_s(self, message: SubmitRequest) -> float:
         """Return the queue limit in seconds.
@@ -108,6 +192,6 @@ class RequestAdmission:
         spec, remaining = message.spec, message.remaining
         if spec.num_generated:
             return math.inf
-        work_s = spec.num_tokens * self._prompts.unit_s
-        work_s += self._answers.seconds(spec.sampling.max_tokens)
+        work_s = spec.num_tokens * self._queues.scheduled.backlog.unit_s
+        work_s += self._lengths.seconds(spec.sampling.max_tokens)
         return may_wait_s(remaining.queue_s, remaining.budget_s, work_s)

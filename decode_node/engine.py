@@ -4,11 +4,33 @@ from collections.abc import Callable
 
 from common.config import DecodeConfig, EngineConfig
 from common.errors import ConfigError
+from decode_node.active_requests import ActiveRequests
+from decode_node.admission import PrefixLocations, RequestAdmission
+from decode_node.canary import STREAM, Canary
+from decode_node.counts import DecodeCounters
+from decode_node.handoffs import HandoffLimits, IncomingHandoffs
+from decode_node.outgoing_migrations import OutgoingMigrations
+from decode_node.page_reservations import PageReservations
+from decode_node.placement import PrefillPlacement
+from decode_node.queues import DecodeQueues, FetchQueue, PausedQueue, UnpairedQueue
 from decode_node.role import DecodeRole
+from decode_node.state import DecodeState
+from engine.batch.holding import PageHolding
+from engine.batch.request import Request
+from engine.batch.token_budget import TokenBudget
 from engine.build import Engine
+from node.claims import Claim
 from node.control.outbox import TokenOutbox
 from node.engine_process import EngineStart
-from node.runtime import NodeRuntime
+from node.queues.adapter_queue import AdapterQueue
+from node.queues.grammar_queue import GrammarQueue
+from node.queues.preparations import PreparationStages
+from node.queues.scheduler_queue import SchedulerQueue
+from node.queues.tier_load_queue import TierLoadQueue
+from node.request_history import RequestHistory
+from node.runtime import NodeRuntime, RoleRuntime
+from node.sharing.prefixes import PrefixSharing
+from node.timings import RequestTimings
 
 
 def wants(config: EngineConfig) -> EngineConfig:
@@ -26,27 +48,119 @@ def serve(engine: Engine, start: EngineStart[DecodeConfig], prepare: Callable[[s
     """Serve until the node process disconnects (PeerGone) or changes the role (RoleEnded).
 
     Args:
-        prepare: see Desk.
+        prepare: see EngineControl.
     """
-    config = start.config
-    parts = NodeRuntime.of(engine, start, prepare)
-    role = DecodeRole(
-        config=config,
-        instance=start.instance,
-        scheduler=engine.scheduler(
-            config.engine, lambda request, holding: parts.sharing.admitted(request)
-        ),
+    runtime = NodeRuntime.of(engine, start, prepare)
+    runtime.run(make_role(engine, runtime, start.config), engine, start)
+
+
+def make_role(engine: Engine, runtime: RoleRuntime, config: DecodeConfig) -> DecodeRole:
+    """Assemble the role from an engine and the parts that do not depend on the role."""
+    control, sharing, steps = runtime.control, runtime.sharing, config.engine.scheduler
+    tables, counters = engine.shape.layout.tables, DecodeCounters()
+    # Limit for all requests: the tokens that fit into the pool and those that may wait.
+    most_tokens = steps.max_queued_tokens + tables.max_tokens(engine.pages.num_pages)
+    active = ActiveRequests(
+        TokenOutbox(runtime.channel),
+        TokenBudget(most_tokens),
+        RequestHistory(RequestTimings),
+        counters,
+    )
+
+    def admitted(request: Request, holding: PageHolding) -> None:
+        sharing.admitted(request)
+        state = active.find(request)
+        if state is not None:
+            state.claims.add(Claim.FETCH, lambda: sharing.forget(request.key))
+
+    scheduler = engine.scheduler(config.engine, admitted)
+    scheduled = SchedulerQueue(scheduler, active.find)
+    reservations = PageReservations(
+        scheduler=scheduler,
         pages=engine.pages,
         cache=engine.cache,
-        tables=engine.shape.layout.tables,
-        page_bytes=engine.pool.page_bytes,
-        limits=engine.limits,
-        port=parts.port,
-        desk=parts.control,
-        outbox=TokenOutbox(start.channel),
-        adapters=engine.adapters,
-        guides=engine.guides,
-        sharing=parts.sharing,
+        tables=tables,
         tiers=engine.tiers,
+        page_bytes=engine.pool.page_bytes,
     )
-    parts.run(role, engine, start)
+    handoffs = IncomingHandoffs(
+        runtime.port,
+        scheduled=scheduled,
+        reservations=reservations,
+        active=active,
+        limits=HandoffLimits(
+            runtime.instance,
+            engine.limits.vocabulary_size,
+            config.max_inflight_pages or engine.pages.num_pages // 2,
+        ),
+    )
+    migrations = OutgoingMigrations(
+        scheduler=scheduler,
+        pages=engine.pages,
+        tables=tables,
+        page_bytes=engine.pool.page_bytes,
+        port=runtime.port,
+        active=active,
+    )
+    sharing.loans.learn_by(migrations.copied)
+    queues = _make_queues(engine, sharing, config, scheduled, handoffs)
+    admission = RequestAdmission(
+        max_waiting=steps.max_queued_requests,
+        limits=engine.limits,
+        control=control,
+        active=active,
+        adapters=engine.adapters,
+        locations=PrefixLocations(engine.cache, engine.tiers, shares=config.prefix_sharing.enabled),
+        queues=queues,
+    )
+    canary = Canary(
+        num_tokens=config.transfer.canary_tokens,
+        vocabulary_size=engine.limits.vocabulary_size,
+        submit=admission.submit,
+        is_busy=lambda: control.draining or scheduler.paused or queues.num_waiting > 0,
+        counts=counters,
+    )
+    active.outbox.listen(STREAM, canary.take)
+    placement = PrefillPlacement(
+        config,
+        queues=queues,
+        cache=engine.cache,
+        handoffs=handoffs,
+        sharing=sharing,
+        canary=canary,
+        counters=counters,
+    )
+    return DecodeRole(
+        runtime,
+        queues=queues,
+        active=active,
+        admission=admission,
+        placement=placement,
+        handoffs=handoffs,
+        migrations=migrations,
+        canary=canary,
+    )
+
+
+def _make_queues(
+    engine: Engine,
+    sharing: PrefixSharing,
+    config: DecodeConfig,
+    scheduled: SchedulerQueue[DecodeState],
+    handoffs: IncomingHandoffs,
+) -> DecodeQueues:
+    scheduler = scheduled.scheduler
+    return DecodeQueues(
+        preparing=PreparationStages(
+            scheduled.backlog,
+            GrammarQueue(engine.guides),
+            AdapterQueue(engine.adapters),
+            TierLoadQueue(engine.tiers, lambda: scheduler.room().num_pages),
+        ),
+        paused=PausedQueue(scheduler),
+        unpaired=UnpairedQueue(config.reconnect_wait_s),
+        fetching=FetchQueue(sharing.fetches),
+        prealloc=handoffs.prealloc,
+        transfer=handoffs.transfer,
+        scheduled=scheduled,
+    )

@@ -10,8 +10,8 @@ transferred.
 A migration from another decode node uses the same path. The client is sent nothing before the
 hand-off is completed: until then the request runs at its source. A failed attempt ends it here.
 
-Each request has at most one attempt in progress. The dispatcher chooses the producer and decides
-how to continue after a failed attempt.
+Each request has at most one attempt in progress. placement.py chooses the producer and
+decides how to continue after a failed attempt.
 """
 
 import dataclasses
@@ -19,22 +19,20 @@ import hashlib
 import logging
 import math
 import time
-from dataclasses import dataclass
+from collections.abc import Collection
+from typing import NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
 
-from common.errors import NodeUnavailable
 from common.logs.throttle import Throttle, ThrottledLog
-from common.queueing.drain import QueueBacklog, QueueEstimator
 from common.queueing.waiting_line import QueueEntry
 from common.request import Remaining
 from decode_node.active_requests import ActiveRequests
-from decode_node.counts import DecodeCounters
 from decode_node.page_reservations import PageReservations
-from decode_node.queues import GrantedHandoff, HandoffAttempt, PreallocQueue, TransferQueue
-from engine.batch.request import Request, RequestEnd, out_of_time, waited_too_long
-from engine.scheduler.scheduler import Scheduler
+from decode_node.queues import PreallocQueue, TransferQueue
+from decode_node.state import DecodeState, HandoffAttempt
+from engine.batch.request import Ints, Request
 from kvtransfer.messages import HandoffId, Live, Prompt, Source
 from kvtransfer.ports import (
     CancelCommand,
@@ -46,12 +44,15 @@ from kvtransfer.ports import (
     OpenCommand,
     ProducerUp,
     QueuedEvent,
+    ReadsEndedEvent,
 )
+from node.claims import Claim
+from node.queues.scheduler_queue import SchedulerQueue
+from node.request_state import Stage
 from node.timings import HandoffTimings
 
 log = logging.getLogger(__name__)
 
-DEADLINE_CHECK_S = 0.1
 # A computed prompt is read within this time. Later, other requests do not wait for its pages.
 READ_SOON_S = 2.0
 # Migration to this node: longest wait for pages, and for the source to stop the request. The client
@@ -64,78 +65,67 @@ LAUNCH_WAITS_S = 0.008
 _LEAST_BUDGET_S = 1e-3
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class FailedHandoff:
+class FailedHandoff(NamedTuple):
     """A failed attempt. Its request holds no resources and includes the tokens sent so far."""
 
-    request: Request
+    state: DecodeState
     attempt: HandoffAttempt
     event: FailedEvent
+
+
+class HandoffLimits(NamedTuple):
+    """Parameters of incoming hand-offs.
+
+    Attributes:
+        instance: of this node, by which producers identify its attempts.
+        max_granted_pages: limit for attempts without a first token.
+    """
+
+    instance: int
+    vocabulary_size: int
+    max_granted_pages: int
 
 
 class IncomingHandoffs:
     """Incoming hand-offs. Engine thread only.
 
     Attributes:
-        prealloc: attempts that wait for pages.
-        transfer: granted attempts.
-    Args:
-        instance: of this node, by which producers identify its attempts.
-        max_granted_pages: limit for attempts without a first token.
+        prealloc: requests whose attempts wait for pages.
+        transfer: requests with granted attempts.
     """
 
     def __init__(
         self,
-        *,
-        instance: int,
-        vocabulary_size: int,
-        max_granted_pages: int,
         port: ConsumerCommands,
-        scheduler: Scheduler,
-        destinations: PageReservations,
-        live: ActiveRequests,
-        counts: DecodeCounters,
+        *,
+        scheduled: SchedulerQueue[DecodeState],
+        reservations: PageReservations,
+        active: ActiveRequests,
+        limits: HandoffLimits,
     ) -> None:
-        self._instance = instance
-        self._vocabulary_size = vocabulary_size
-        self._max_granted_pages = max_granted_pages
         self._port = port
-        self._scheduler = scheduler
-        self._destinations = destinations
-        self._live = live
-        self._counts = counts
-        self.prealloc = PreallocQueue()
-        self.transfer = TransferQueue()
-        self._current: dict[int, HandoffId] = {}  # by request key, in either queue
-        self._on_its_way: dict[bytes, GrantedHandoff] = {}  # prompts whose pages others may share
-        self._waits = QueueEstimator()  # queue for pages (prealloc), in pages
-        self._deadlines_due = 0.0
+        self._scheduled = scheduled
+        self._scheduler = scheduled.scheduler
+        self._reservations = reservations
+        self._active = active
+        self._limits = limits
+        self.prealloc = PreallocQueue(self._cancel)
+        self.transfer = TransferQueue(self._cancel)
+        self._by_id: dict[HandoffId, DecodeState] = {}  # in either queue
+        self._on_its_way: dict[bytes, DecodeState] = {}  # prompts whose pages others may share
         self._launch_by = 0.0  # one limit for all migrations arriving now
         self._log = ThrottledLog(log, Throttle(most=100))
 
-    @property
-    def backlog(self) -> QueueBacklog:
-        """Backlog of attempts that wait for pages."""
-        return self._waits.backlog
-
-    def open(
-        self,
-        request: Request,
-        owner: ProducerUp,
-        candidates: tuple[str, ...],
-        number: int,
-        ticket: int = 0,
-    ) -> None:
+    def open(self, state: DecodeState, owner: ProducerUp, ticket: int = 0) -> None:
         """Open a hand-off at a producer.
 
         Args:
-            number: of the attempt, unique for this request.
             ticket: under which the producer runs the request. 0: the producer does not run it.
         Raises:
             QueueFull: the request would get its pages too late.
         """
-        now = time.monotonic()
-        tables, num_tokens = self._destinations.tables, len(request.token_ids)
+        now, request = time.monotonic(), state.request
+        tables, num_tokens = self._reservations.tables, len(request.token_ids)
         room_tokens = num_tokens + _room_to_grow(request) if ticket else 0
         if room_tokens:
             num_pages = tables.room_pages(room_tokens, prefix=0)
@@ -143,55 +133,36 @@ class IncomingHandoffs:
             # At a page boundary, more pages may leave the window than the next token takes.
             num_pages = max(tables.pages_for(num_tokens), tables.pages_for(num_tokens + 1))
         priority, came = request.spec.priority, request.arrived
-        self._waits.check(QueueEntry(request.start_by, num_pages, priority, came), now)
-        handoff_id = HandoffId(self._instance, request.key, number)
-        self._current[request.key] = handoff_id
-        stamps = HandoffTimings(owner.address, owner.path, opened=now)
-        self._live.stamps(request).open(stamps)
-        prompt = b"" if room_tokens else _name_of(request)
+        waits = self.prealloc.backlog
+        waits.check(QueueEntry(request.start_by, num_pages, priority, came), now)
+        timings = HandoffTimings(owner.address, owner.path, opened=now)
+        state.timings.open(timings)
         attempt = HandoffAttempt(
-            handoff_id,
-            request,
+            HandoffId(self._limits.instance, state.key, state.next_attempt),
             owner.owner,
-            candidates,
+            request.token_ids[:-1] if room_tokens else request.token_ids,
             num_pages,
             now,
-            stamps,
-            prompt,
-            room_tokens,
+            timings,
+            prompt=b"" if room_tokens else _name_of(request),
+            room_tokens=room_tokens,
+            until=now + MOVE_WAIT_S if room_tokens else math.inf,
         )
-        if attempt.moves:
-            attempt.until = now + MOVE_WAIT_S
-        self.prealloc.put(attempt)
-        self._waits.join(request.key, QueueEntry(-math.inf, num_pages, priority, came), now)
-        self._counts.opened(number)
+        self._by_id[attempt.id] = state
+        state.handoff = attempt
+        self.prealloc.put(state)
+        waits.join(state.key, QueueEntry(-math.inf, num_pages, priority, came), now)
+        self._active.counters.opened(attempt.id.attempt)
+        budget_s = max(request.deadline - now, _LEAST_BUDGET_S)
         self._port.post(
             OpenCommand(
-                handoff_id,
+                attempt.id,
                 owner.owner,
                 request.weights,
-                Remaining(
-                    max(request.deadline - now, _LEAST_BUDGET_S), max(request.start_by - now, 0.0)
-                ),
-                self._source(attempt, owner, ticket),
+                Remaining(budget_s, max(request.start_by - now, 0.0)),
+                _source(state, attempt, owner, ticket),
             )
         )
-
-    def _source(self, attempt: HandoffAttempt, owner: ProducerUp, ticket: int) -> Source:
-        request = attempt.request
-        spec = replace(
-            request.spec,
-            token_ids=attempt.token_ids.tobytes(),
-            num_generated=len(attempt.token_ids) - request.num_prompt,
-            engine_crashes=request.engine_deaths,
-            images=() if ticket else request.spec.images,
-            prediction=b"",
-            traceparent=self._live.stamps(request).trace.passed_on,
-        )
-        if ticket:
-            return Live(spec, ticket)
-        hints = (hint for hint in self._live.prefix_at(request) if hint.address != owner.address)
-        return Prompt(spec, tuple(hints))
 
     # Pages --------------------------------------------------------------------------------------
 
@@ -199,63 +170,66 @@ class IncomingHandoffs:
         """Reserve pages for each waiting attempt that fits, and grant them."""
         floor, kept = self._scheduler.floor, self._scheduler.kept
         if floor < math.inf:
-            while (attempt := self._next_fitting(now, floor)) is not None:
-                if not self._grant(attempt):
-                    self.prealloc.put(attempt)
+            while (state := self._next_fitting(now, floor)) is not None:
+                if not self._grant(state):
+                    self.prealloc.put(state)
                     break
-            num_unready = self.transfer.num_unready(self._max_granted_pages)
-            kept.barrier = self.prealloc.barrier(now, num_unready, floor)
-        self._waits.tick(now)
+            kept.barrier = self.prealloc.barrier(now, self._num_unready, floor)
+        self.prealloc.backlog.tick(now)
         self._keep_room()
-        kept.most_urgent = self._make_room()
+        kept.most_urgent = self._preempt()
 
-    def _next_fitting(self, now: float, floor: float) -> HandoffAttempt | None:
+    @property
+    def _num_unready(self) -> float:
+        return self.transfer.num_unready(self._limits.max_granted_pages)
+
+    def _next_fitting(self, now: float, floor: float) -> DecodeState | None:
         if not len(self.prealloc):
             return None
         self._keep_room()
         room, claim = self._scheduler.room(), self._scheduler.claim
-        num_unready = self.transfer.num_unready(self._max_granted_pages)
         return self.prealloc.take_fitting(
-            now, room, num_unready, claim, floor, lambda attempt: self._has_twin(attempt, now)
+            now, room, self._num_unready, claim, floor, lambda state: self._has_twin(state, now)
         )
 
-    def _has_twin(self, attempt: HandoffAttempt, now: float) -> bool:
+    def _has_twin(self, state: DecodeState, now: float) -> bool:
         """Return whether another request will soon bring the pages of the same prompt."""
-        twin = self._on_its_way.get(attempt.prompt)
+        twin = self._on_its_way.get(state.attempt.prompt)
         if twin is None:
             return False
         computed = twin.attempt.stamps.first_token
         return not computed or now - computed < READ_SOON_S
 
-    def _make_room(self) -> float:
+    def _preempt(self) -> float:
         """Preempt requests for the most urgent attempt without pages.
 
         Returns its priority, or -inf if there is no such attempt.
         """
         if not (self._scheduler.preempts and len(self.prealloc)):
             return -math.inf
-        num_unready = self.transfer.num_unready(self._max_granted_pages)
-        attempt = self.prealloc.most_urgent(num_unready)
-        if attempt is None:
+        state = self.prealloc.most_urgent(self._num_unready)
+        if state is None:
             return -math.inf
-        self._scheduler.make_room(attempt.request.spec.priority, attempt.num_pages)
-        return attempt.request.spec.priority
+        self._scheduler.make_room(state.priority, state.attempt.num_pages)
+        return state.priority
 
-    def _grant(self, attempt: HandoffAttempt) -> bool:
-        destination = self._destinations.reserve(
-            attempt.id, attempt.token_ids, attempt.request.namespace, attempt.room_tokens
+    def _grant(self, state: DecodeState) -> bool:
+        attempt = state.attempt
+        destination = self._reservations.reserve(
+            attempt.id, attempt.token_ids, state.request.namespace, attempt.room_tokens
         )
         if destination is None:
             return False
+        attempt.destination = destination
+        state.claims.add(Claim.RESERVATION, lambda: self._reservations.drop(attempt.reserved))
         attempt.stamps.granted = time.monotonic()
         if attempt.moves:
             attempt.until = attempt.stamps.granted + MOVE_WAIT_S
-        self._waits.serve(attempt.request.key)
-        growth_pages = self._scheduler.growth_pages(attempt.request)
-        transfer = GrantedHandoff(attempt, destination, growth_pages)
-        self.transfer.append(transfer)
-        if attempt.prompt and self._destinations.lacks_pages(attempt.token_ids, destination):
-            self._on_its_way[attempt.prompt] = transfer
+        self.prealloc.backlog.serve(state.key)
+        attempt.growth_pages = self._scheduler.growth_pages(state.request)
+        self.transfer.put(state)
+        if attempt.prompt and self._reservations.lacks_pages(attempt.token_ids, destination):
+            self._on_its_way[attempt.prompt] = state
         self._port.post(
             GrantCommand(
                 attempt.id, destination.prefix_tokens, destination.fresh, attempt.room_tokens
@@ -270,113 +244,121 @@ class IncomingHandoffs:
 
     # Events of producers and reads ----------------------------------------------------------------
 
+    def _granted(self, handoff_id: HandoffId) -> DecodeState | None:
+        """Return the request with this attempt, if it is granted and has not failed."""
+        state = self._by_id.get(handoff_id)
+        return state if state is not None and state.stage is Stage.TRANSFER else None
+
     def admitted(self, event: QueuedEvent) -> None:
         """Report the cached tokens before any is computed.
 
         If this node or the producer fails later, the next attempt finds the KV of this one in a
         cache.
         """
-        transfer = self.transfer.get(event.id)
-        if transfer is None:
+        state = self._granted(event.id)
+        if state is None:
             return
-        request = transfer.attempt.request
-        transfer.owner_cached_tokens = len(request.token_ids) - event.compute_tokens
-        if not transfer.attempt.moves:
-            request.cached_tokens = transfer.cached_tokens
-            self._live.report_cached_tokens(request)
+        attempt = state.attempt
+        attempt.owner_cached_tokens = len(state.request.token_ids) - event.compute_tokens
+        if not attempt.moves:
+            state.request.cached_tokens = attempt.cached_tokens
+            self._active.report_cached_tokens(state)
 
     def first_token(self, event: FirstTokenEvent) -> FailedHandoff | None:
         """Send the first token to the client at once, before its KV has landed.
 
         Returns the failed attempt if the token is invalid.
         """
-        transfer = self.transfer.get(event.id)
-        if transfer is None:
+        state = self._granted(event.id)
+        if state is None:
             return None
-        if transfer.attempt.moves:
-            return self._tokens_of_mover(transfer, event)
-        request, stamps = transfer.attempt.request, transfer.attempt.stamps
+        if state.attempt.moves:
+            return self._tokens_of_migration(state, event)
+        request, attempt = state.request, state.attempt
         reason = ""
-        if event.token >= self._vocabulary_size:
+        if event.token >= self._limits.vocabulary_size:
             reason = f"its first token is {event.token}, outside the vocabulary"
         elif not _as_asked(request, event):
             reason = "its first token came without the log-probabilities that were asked for"
         if reason:
-            return self._refuse_ready(event, reason)
+            return self._fail(event.id, reason)
+        stamps = attempt.stamps
         stamps.first_ready, stamps.times = event.first_ready, event.times
         stamps.first_token = time.monotonic()
-        self._live.stamps(request).note_first_token(stamps.first_token)
-        transfer.first_token = event.token
-        request.cached_tokens = transfer.cached_tokens
-        self._live.send_first_token(request, event.token, event.logprobs, event.prompt_logprobs)
-        finish = self._scheduler.finish_of(request, event.token)
-        if finish is not None:
-            self.give_up(request, "its first token ended the request")
-            self._live.end(request, finish)
+        state.timings.note_first_token(stamps.first_token)
+        attempt.first_token = event.token
+        request.cached_tokens = attempt.cached_tokens
+        self._active.send_first_token(state, event.token, event.logprobs, event.prompt_logprobs)
+        end = self._scheduler.finish_of(request, event.token)
+        if end is not None:
+            self.transfer.take(state)
+            self._cancel(state, "its first token ended the request")
+            state.close(end)
         return None
 
-    def _refuse_ready(self, event: FirstTokenEvent, reason: str) -> FailedHandoff | None:
-        return self._take_back(event.id, reason)
-
-    def _take_back(self, handoff_id: HandoffId, reason: str) -> FailedHandoff | None:
-        self._port.post(CancelCommand(handoff_id, reason))
-        return self.lost(FailedEvent(handoff_id, reason, retryable=True))
-
-    def _tokens_of_mover(
-        self, transfer: GrantedHandoff, event: FirstTokenEvent
+    def _tokens_of_migration(
+        self, state: DecodeState, event: FirstTokenEvent
     ) -> FailedHandoff | None:
         """Check and record the tokens that the source generated and the client may not know.
 
         They are sent only once the hand-off is completed: until then the request runs at its
         source.
         """
-        attempt = transfer.attempt
+        request, attempt = state.request, state.attempt
         fresh = (*event.token_ids, event.token)
         reason = ""
-        if max(fresh) >= self._vocabulary_size:
+        if max(fresh) >= self._limits.vocabulary_size:
             reason = f"one of its tokens is {max(fresh)}, outside the vocabulary"
-        elif fresh[0] != attempt.request.token_ids[-1]:
+        elif fresh[0] != request.token_ids[-1]:
             reason = "its tokens are not those that its client has"
-        elif not _as_told(attempt.request, event):
+        elif not _as_told(request, event):
             reason = "its tokens came without the log-probabilities that were asked for"
         else:
             tokens = np.append(attempt.token_ids, np.array(fresh[:-1], np.int32))
-            before = dataclasses.replace(attempt.request, token_ids=tokens)
+            before = dataclasses.replace(request, token_ids=tokens)
             if self._scheduler.finish_of(before, event.token) is not None:
                 reason = "its last token ends it"
         if reason:
-            return self._refuse_ready(event, reason)
+            return self._fail(event.id, reason)
         now = time.monotonic()
         attempt.stamps.first_ready, attempt.stamps.first_token = event.first_ready, now
         attempt.until = math.inf  # reads have their own deadlines
         self._note_arrival(now)
         num_tokens = len(attempt.token_ids) + len(event.token_ids)
-        transfer.destination = self._destinations.settle(transfer.destination, num_tokens)
-        transfer.told, transfer.first_token = event, event.token
+        attempt.destination = self._reservations.settle(attempt.reserved, num_tokens)
+        attempt.told, attempt.first_token = event, event.token
         return None
 
-    def held(self, event: CompletedEvent) -> None:
-        transfer = self.transfer.get(event.id)
-        if transfer is None:
+    def completed(self, event: CompletedEvent) -> None:
+        state = self._granted(event.id)
+        if state is None:
             return
-        transfer.held = True
-        attempt, destination = transfer.attempt, transfer.destination
+        attempt = state.attempt
+        attempt.held = True
+        destination = attempt.reserved
         stamps, now, num_read = attempt.stamps, time.monotonic(), len(destination.fresh)
-        attempt.request.given_by.append(attempt.owner)
+        state.request.given_by.append(attempt.owner)
         if attempt.moves:
             self._note_arrival(now)
-            self._counts.moved_here()
+            self._active.counters.moved_here()
         else:
-            self._counts.held(
+            self._active.counters.held(
                 now - attempt.opened,
                 pages_read=num_read,
-                tokens=len(attempt.request.token_ids),
+                tokens=len(state.request.token_ids),
                 own=destination.prefix_tokens,
-                owner_cached=transfer.owner_cached_tokens,
+                owner_cached=attempt.owner_cached_tokens,
             )
         stamps.landed, stamps.held = event.landed, now
         stamps.num_pages = num_read
-        stamps.num_bytes = num_read * self._destinations.page_bytes
+        stamps.num_bytes = num_read * self._reservations.page_bytes
+
+    def reads_ended(self, event: ReadsEndedEvent) -> None:
+        self._reservations.reads_ended(event.id)
+
+    def reads(self) -> Collection[Ints]:
+        """Return the pages held until no more bytes can land in them, one array per hand-off."""
+        return self._reservations.reads.values()
 
     def launch_waits_s(self, now: float, *, ahead: bool) -> float:
         """Return the longest delay, in seconds, of the next launch for paused migrations.
@@ -401,101 +383,90 @@ class IncomingHandoffs:
 
         No forward is needed.
         """
-        for transfer in self.transfer.held():
-            request = transfer.continued()
-            if not self._scheduler.join(request, transfer.destination.holding):
+        for state in self.transfer.ready():
+            attempt = state.attempt
+            request = attempt.continued(state.request)
+            if not self._scheduled.join(state, request, attempt.reserved.holding):
                 return
-            self._live.goes_on(request)
-            self._remove(transfer.attempt.id)
-            del self._current[request.key]
-            transfer.attempt.stamps.joined = now = time.monotonic()
-            if transfer.told is not None:
-                self._live.stamps(request).note_first_token(now)
-                fresh = (*transfer.told.token_ids, transfer.told.token)[1:]
-                self._live.send_tokens(request, fresh, transfer.told.logprobs)
+            self.transfer.take(state)
+            state.claims.hand_over(Claim.RESERVATION)
+            self._end_attempt(state)
+            attempt.stamps.joined = now = time.monotonic()
+            if attempt.told is not None:
+                state.timings.note_first_token(now)
+                fresh = (*attempt.told.token_ids, attempt.told.token)[1:]
+                self._active.send_tokens(state, fresh, attempt.told.logprobs)
 
     # Failed and cancelled attempts ----------------------------------------------------------------
 
-    def lost(self, event: FailedEvent) -> FailedHandoff | None:
+    def failed(self, event: FailedEvent) -> FailedHandoff | None:
         """Remove a failed attempt. Returns None if it was cancelled before."""
-        transfer = self._remove(event.id)
-        attempt = transfer.attempt if transfer else self.prealloc.remove(event.id)
-        if attempt is None:
+        state = self._by_id.get(event.id)
+        if state is None:
             return None
-        self._counts.lost()
-        request = transfer.continued() if transfer else attempt.request
+        attempt = state.attempt
+        queue = self.transfer if state.stage is Stage.TRANSFER else self.prealloc
+        queue.take(state)
+        state.request = attempt.continued(state.request)
+        self._end_attempt(state)
+        self._active.counters.lost()
         attempt.stamps.lost, attempt.stamps.reason = time.monotonic(), event.reason
         self._log.info(
             "hand-off failed",
-            request_id=request.spec.request_id,
-            **self._live.stamps(request).trace.log_fields,
+            request_id=state.request.spec.request_id,
+            **state.timings.trace.log_fields,
             producer=attempt.stamps.prefill,
             reason=event.reason,
         )
-        if transfer is not None:
-            self._destinations.drop(transfer.destination)
-        self._waits.leave(request.key)
-        del self._current[request.key]
-        self._live.goes_on(request)
-        return FailedHandoff(request, attempt, event)
+        return FailedHandoff(state, attempt, event)
 
     def cancel_all(self, reason: str) -> list[FailedHandoff]:
         """Fail all attempts in progress, as if their producers had failed them."""
-        under_way = [*self.prealloc, *(each.attempt for each in self.transfer)]
-        lost = [self._take_back(attempt.id, reason) for attempt in under_way]
-        return [each for each in lost if each is not None]
+        failed = [self._fail(handoff_id, reason) for handoff_id in tuple(self._by_id)]
+        return [each for each in failed if each is not None]
 
-    def give_up(self, request: Request, reason: str) -> bool:
-        """Cancel the attempt in progress and notify the producer. Returns False if there is none.
+    def _fail(self, handoff_id: HandoffId, reason: str) -> FailedHandoff | None:
+        self._port.post(CancelCommand(handoff_id, reason))
+        return self.failed(FailedEvent(handoff_id, reason, retryable=True))
+
+    def _cancel(self, state: DecodeState, reason: str) -> None:
+        """End the attempt of a request that has left its queue, and notify the producer.
 
         Its pages are dropped, except for running reads.
         """
-        handoff_id = self._current.pop(request.key, None)
-        if handoff_id is None:
-            return False
-        self._live.stamps(request).attempts[-1].reason = reason
-        self.prealloc.remove(handoff_id)
-        self._waits.leave(request.key)
-        transfer = self._remove(handoff_id)
-        if transfer is not None:
-            self._destinations.drop(transfer.destination)
-        self._port.post(CancelCommand(handoff_id, reason))
-        return True
+        attempt = state.attempt
+        attempt.stamps.reason = reason
+        self._end_attempt(state)
+        self._port.post(CancelCommand(attempt.id, reason))
 
-    def _remove(self, handoff_id: HandoffId) -> GrantedHandoff | None:
-        """Remove from the transfer queue.
+    def _end_attempt(self, state: DecodeState) -> None:
+        """Remove the attempt from the record.
 
         Requests with the same prompt no longer wait for its pages.
         """
-        transfer = self.transfer.remove(handoff_id)
-        if transfer is not None and self._on_its_way.get(transfer.attempt.prompt) is transfer:
-            del self._on_its_way[transfer.attempt.prompt]
-        return transfer
+        attempt = state.attempt
+        if self._on_its_way.get(attempt.prompt) is state:
+            del self._on_its_way[attempt.prompt]
+        self.prealloc.backlog.leave(state.key)
+        state.claims.release(Claim.RESERVATION)
+        del self._by_id[attempt.id]
+        state.handoff = None
 
-    def expire(self, now: float) -> None:
-        """End attempts that are past their budget or can no longer start in time.
 
-        Checks only every DEADLINE_CHECK_S.
-        """
-        if now < self._deadlines_due:
-            return
-        self._deadlines_due = now + DEADLINE_CHECK_S
-        under_way = (*self.prealloc, *(each.attempt for each in self.transfer))
-        for attempt in under_way:
-            if attempt.request.deadline < now:
-                self._end(attempt.request, out_of_time())
-            elif attempt.until < now:
-                self.give_up(attempt.request, "it took too long")
-                self._live.refuse(attempt.request, NodeUnavailable("not migrated: timed out"))
-        for attempt in self.prealloc:
-            if attempt.request.start_by < now:
-                finish = waited_too_long(self._waits.queued_s)
-                self._counts.dropped(finish)
-                self._end(attempt.request, finish)
-
-    def _end(self, request: Request, finish: RequestEnd) -> None:
-        self.give_up(request, finish.error)
-        self._live.end(request, finish)
+def _source(state: DecodeState, attempt: HandoffAttempt, owner: ProducerUp, ticket: int) -> Source:
+    request = state.request
+    spec = replace(
+        request.spec,
+        token_ids=attempt.token_ids.tobytes(),
+        num_generated=len(attempt.token_ids) - request.num_prompt,
+        engine_crashes=request.engine_deaths,
+        images=() if ticket else request.spec.images,
+        prediction=b"",
+        traceparent=state.timings.trace.passed_on,
+    )
+    if ticket:
+        return Live(spec, ticket)
+    return Prompt(spec, tuple(hint for hint in state.prefix_hints if hint.address != owner.address))
 
 
 def _name_of(request: Request) -> bytes:

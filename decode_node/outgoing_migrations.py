@@ -13,18 +13,16 @@ and only the drop of that one resumes it.
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from enum import Enum
+from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 
-from common.errors import EngineFault
 from common.logs.throttle import Throttle, ThrottledLog
 from common.page_tables import PageTables
 from decode_node.active_requests import ActiveRequests
-from decode_node.counts import DecodeCounters
-from engine.batch.request import Ints, Request
+from decode_node.state import DecodeState, MigrationStage, OutgoingMigration
+from engine.batch.request import Ints, moved
 from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.scheduler.scheduler import Scheduler
 from kvtransfer.messages import Live, Prompt
@@ -36,61 +34,23 @@ from kvtransfer.ports import (
     ProducerCommands,
     PublishCommand,
 )
+from node.claims import Claim
+from node.request_state import Stage
 
 log = logging.getLogger(__name__)
 
 PAUSE_S = 1.0  # longest pause, without the time for the bytes to be read
 # The time for a read assumes a tenth of the link's rate, which the consumer reports. Rates below
-# _SLOWEST_GIB_S count as that. _UNKNOWN_GIB_S is assumed if none is reported.
+# _SLOWEST_GIB_S count as that.
 _GIB = 1 << 30
 _SLOWEST_GIB_S = 0.1
-_UNKNOWN_GIB_S = 1.0
 _SHARE = 0.1
 # After the last migration, the consumer has this long to read the final reply before streams end.
 LINGER_S = 1.0
 
 
-class MigrationStage(Enum):
-    RUNNING = "running"
-    STOPPING = "stopping"
-    PAUSED = "paused"
-
-
-_NEXT = {
-    MigrationStage.RUNNING: {MigrationStage.STOPPING},
-    MigrationStage.STOPPING: {MigrationStage.PAUSED},
-    MigrationStage.PAUSED: set[MigrationStage](),
-}
-
-
-@dataclass(slots=True, eq=False)
-class _Departure:
-    """A hand-off of one running request."""
-
-    serial: int
-    request: Request
-    num_known: int  # tokens that the consumer knows
-    state: MigrationStage = MigrationStage.RUNNING
-    prefix_tokens: int = 0  # tokens that the consumer has KV of
-    room_tokens: int = 0
-    gib_per_s: float = _UNKNOWN_GIB_S
-    paused_until: float = math.inf
-    lent: Ints = field(default_factory=lambda: np.empty(0, np.int32))
-    over: bool = False  # the request has ended, or the hand-off is cancelled
-
-    def to(self, new: MigrationStage) -> None:
-        if new not in _NEXT[self.state]:
-            raise EngineFault(f"a departure cannot go from {self.state.name} to {new.name}")
-        self.state = new
-
-
 class OutgoingMigrations:
-    """Outgoing migrations. Engine thread only.
-
-    Args:
-        on_moved: called with a request that runs elsewhere from now on. It is still in the
-            scheduler, stopped.
-    """
+    """Outgoing migrations. Engine thread only."""
 
     def __init__(
         self,
@@ -100,20 +60,15 @@ class OutgoingMigrations:
         tables: PageTables,
         page_bytes: int,
         port: ProducerCommands,
-        live: ActiveRequests,
-        counts: DecodeCounters,
-        on_moved: Callable[[Request], None],
+        active: ActiveRequests,
     ) -> None:
         self._scheduler = scheduler
         self._pages = pages
         self._tables = tables
         self._page_bytes = page_bytes
         self._port = port
-        self._live = live
-        self._counts = counts
-        self._on_moved = on_moved
-        self._by_serial: dict[int, _Departure] = {}
-        self._by_request: dict[int, _Departure] = {}  # by key; without those that are over
+        self._active = active
+        self._by_serial: dict[int, OutgoingMigration] = {}
         self._refused: set[int] = set()  # serials, until they are dropped
         self._moved_at = -math.inf
         self._log = ThrottledLog(log, Throttle())
@@ -128,7 +83,7 @@ class OutgoingMigrations:
 
     def lent(self) -> Iterator[Ints]:
         """Yield the pages held for publication."""
-        return (departure.lent for departure in self._by_serial.values())
+        return (migration.lent for migration in self._by_serial.values())
 
     # Events of the transfer thread ----------------------------------------------------------------
 
@@ -138,25 +93,27 @@ class OutgoingMigrations:
         The request runs on, and no pages are held, until the grant.
         """
         source = event.source
-        request = self._live.by_ticket(source.ticket) if isinstance(source, Live) else None
-        refusal = self._refusal(request, event)
-        if request is None or refusal:
+        state = self._active.by_ticket(source.ticket) if isinstance(source, Live) else None
+        refusal = self._refusal(state, event)
+        if state is None or refusal:
             self._refused.add(event.serial)
             # A prompt is retried elsewhere: the sender found a prefill node at this address before.
             retryable = isinstance(source, Prompt)
             self._port.post(FailCommand(event.serial, refusal, retryable))
             return
-        departure = _Departure(event.serial, request, source.num_tokens)
-        self._by_serial[event.serial] = self._by_request[request.key] = departure
+        migration = OutgoingMigration(event.serial, state, source.num_tokens)
+        self._by_serial[event.serial] = state.migration = migration
+        state.claims.add(Claim.MIGRATION, partial(self._cancel, migration, "the request has ended"))
 
-    def _refusal(self, request: Request | None, event: OpenedEvent) -> str:
+    def _refusal(self, state: DecodeState | None, event: OpenedEvent) -> str:
         """Return why the request may not migrate, or "" if it may."""
         if not isinstance(event.source, Live):
             return "a decode node computes no prompts for others"
-        if request is None:
+        if state is None:
             return "no request here has that ticket"
-        if request.key in self._by_request:
+        if state.migration is not None:
             return "the request is about to leave already"
+        request = state.request
         tokens = self._scheduler.tokens_of(request)
         if tokens is None:
             return "the request is not running"
@@ -172,38 +129,43 @@ class OutgoingMigrations:
         return ""
 
     def granted(self, event: GrantedEvent) -> None:
-        departure = self._by_serial.get(event.serial)
-        if departure is None or departure.over:
+        migration = self._by_serial.get(event.serial)
+        if migration is None or migration.over:
             return  # refused or cancelled; ClosedEvent will follow
-        departure.prefix_tokens, departure.room_tokens = event.prefix_tokens, event.room_tokens
+        migration.prefix_tokens, migration.room_tokens = event.prefix_tokens, event.room_tokens
         if event.gib_per_s:
-            departure.gib_per_s = max(event.gib_per_s, _SLOWEST_GIB_S)
-        if not self._scheduler.stop(departure.request):
-            self._give_up(departure, "the request is not running")
+            migration.gib_per_s = max(event.gib_per_s, _SLOWEST_GIB_S)
+        state = migration.state
+        if not self._scheduler.stop(state.request):
+            self._cancel(migration, "the request is not running")
             return
-        departure.to(MigrationStage.STOPPING)
+        migration.move(MigrationStage.STOPPING)
+        state.move(Stage.MIGRATING, state.queue)
 
     def dropped(self, event: ClosedEvent) -> None:
         if event.serial in self._refused:
             self._refused.remove(event.serial)
             return
-        departure = self._by_serial.pop(event.serial)
-        self._by_request.pop(departure.request.key, None)
-        self._pages.drop(departure.lent, PageHolder.PUBLICATION)
-        request = departure.request
-        self._counts.moved_away(held=event.held)
+        migration = self._by_serial.pop(event.serial)
+        state, request = migration.state, migration.state.request
+        migration.over, state.migration = True, None
+        state.claims.release(Claim.MIGRATION)
+        self._pages.drop(migration.lent, PageHolder.PUBLICATION)
+        self._active.counters.moved_away(held=event.held)
         if event.held:
             self._moved_at = time.monotonic()
         else:
             self._log.info(
                 "migration failed", request_id=request.spec.request_id, reason=event.reason
             )
-        if departure.state is MigrationStage.RUNNING or request.slot is None:
+        if migration.stage is MigrationStage.RUNNING or request.slot is None:
             return  # it never stopped, or has ended meanwhile
         if event.held:
-            self._on_moved(request)
+            self._scheduler.remove_migrated(request)
+            state.close(moved())
         else:
             self._scheduler.go_on(request)
+            state.move(Stage.SCHEDULED, state.queue)
 
     def copied(self, ticket: int) -> bool:
         """Publish the whole pages of a running request in the prefix tree, for a copy.
@@ -211,75 +173,70 @@ class OutgoingMigrations:
         Called before the migration is requested. The request keeps running. Returns whether it
         runs.
         """
-        request = self._live.by_ticket(ticket)
-        return request is not None and self._scheduler.learn(request)
+        state = self._active.by_ticket(ticket)
+        return state is not None and self._scheduler.learn(state.request)
 
     # Poll and end ---------------------------------------------------------------------------------
 
     def poll(self, now: float) -> None:
         """Publish requests that have stopped, and fail hand-offs whose pause is too long."""
-        for departure in tuple(self._by_request.values()):
-            if departure.over:
+        for migration in tuple(self._by_serial.values()):
+            if migration.over:
                 continue
-            if departure.state is MigrationStage.STOPPING:
-                self._publish(departure, now)
-            elif departure.state is MigrationStage.PAUSED and departure.paused_until <= now:
-                self._give_up(departure, "the reader took too long")
+            if migration.stage is MigrationStage.STOPPING:
+                self._publish(migration, now)
+            elif migration.stage is MigrationStage.PAUSED and migration.paused_until <= now:
+                self._cancel(migration, "the reader took too long")
 
-    def ended(self, request: Request) -> None:
-        """Cancel the hand-off of a request that has ended here and for its client."""
-        departure = self._by_request.get(request.key)
-        if departure is not None and not departure.over:
-            self._give_up(departure, "the request has ended")
-
-    def give_up_all(self, reason: str) -> None:
+    def cancel_all(self, reason: str) -> None:
         """Cancel all hand-offs. Requests that have stopped resume here."""
-        for departure in tuple(self._by_request.values()):
-            if not departure.over:
-                self._give_up(departure, reason)
+        for migration in tuple(self._by_serial.values()):
+            self._cancel(migration, reason)
 
-    def _publish(self, departure: _Departure, now: float) -> None:
-        stopped = self._scheduler.stopped(departure.request)
+    def _publish(self, migration: OutgoingMigration, now: float) -> None:
+        stopped = self._scheduler.stopped(migration.state.request)
         if stopped is None:
             return
         tokens, num_kv = stopped.token_ids, len(stopped.token_ids) - 1
-        num_fresh = num_kv - departure.num_known
+        num_fresh = num_kv - migration.num_known
         logprobs = None
-        if departure.request.sampling.logprobs >= 0 and num_fresh:
-            logprobs = self._live.sent_logprobs(departure.request, num_fresh)
+        if migration.state.request.sampling.logprobs >= 0 and num_fresh:
+            logprobs = self._active.sent_logprobs(migration.state, num_fresh)
             if logprobs is None:
-                self._give_up(departure, "its log-probabilities are not known any more")
+                self._cancel(migration, "its log-probabilities are not known any more")
                 return
-        if num_kv > departure.room_tokens:
-            self._give_up(departure, f"{num_kv} tokens do not fit")
+        if num_kv > migration.room_tokens:
+            self._cancel(migration, f"{num_kv} tokens do not fit")
             return
-        prefix = departure.prefix_tokens
+        prefix = migration.prefix_tokens
         lent = stopped.holding.take(self._tables.handed_over(num_kv, prefix))
         self._pages.hold(lent, PageHolder.PUBLICATION)
-        departure.lent = lent
-        read_s = len(lent) * self._page_bytes / (_SHARE * departure.gib_per_s * _GIB)
-        departure.paused_until = now + PAUSE_S + read_s
-        departure.to(MigrationStage.PAUSED)
+        migration.lent = lent
+        read_s = len(lent) * self._page_bytes / (_SHARE * migration.gib_per_s * _GIB)
+        migration.paused_until = now + PAUSE_S + read_s
+        migration.move(MigrationStage.PAUSED)
         self._port.post(
             PublishCommand(
-                departure.serial,
+                migration.serial,
                 prefix,
                 num_kv,
                 lent,
                 last=True,
                 first_token=int(tokens[-1]),
                 logprobs=logprobs,
-                token_ids=tuple(tokens[departure.num_known : -1].tolist()),
+                token_ids=tuple(tokens[migration.num_known : -1].tolist()),
             )
         )
 
-    def _give_up(self, departure: _Departure, reason: str) -> None:
-        """Fail the hand-off.
+    def _cancel(self, migration: OutgoingMigration, reason: str) -> None:
+        """Fail the hand-off, unless it has failed.
 
         ClosedEvent follows and decides whether the request resumes here.
         """
-        departure.over = True
-        self._port.post(FailCommand(departure.serial, reason, retryable=False))
+        if migration.over:
+            return
+        migration.over = True
+        self._port.post(FailCommand(migration.serial, reason, retryable=False))
 
 
 def _begins_with(tokens: Ints, token_ids: bytes) -> bool:

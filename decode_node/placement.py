@@ -1,7 +1,7 @@
 """Placement of prefills: at a paired prefill node, at one that will soon be paired again, or here.
 
     new, or lost its hand-off --> hand-off at the first usable candidate
-                             |--> held back (a pause) or unpaired (owners just lost) --> again
+                             |--> paused or unpaired (owners just lost) --> again
                              `--> here (colocated, short, no owner, all tried)
                                     |--> fetching: another node has much of it --> waiting queue
                                     `--> waiting queue
@@ -19,104 +19,127 @@ from grpc import StatusCode
 
 from common.config import DecodeConfig
 from common.errors import DeadlineExceeded, NodeUnavailable, QueueFull, ServingError
-from common.queueing.drain import QueueEstimator
 from common.queueing.waiting_line import QueueEntry
 from common.requests.quarantine import GUILTY, MAX_DEATHS
 from decode_node import canary
-from decode_node.active_requests import ActiveRequests
+from decode_node.canary import Canary
 from decode_node.counts import DecodeCounters
 from decode_node.handoffs import MOVE_WAIT_S, FailedHandoff, IncomingHandoffs
-from decode_node.held_back import PausedQueue
-from decode_node.migration_groups import MigrationGroups
-from decode_node.unpaired import UnpairedEntry, UnpairedQueue
-from engine.batch.request import FinishReason, Request, RequestEnd, out_of_time
+from decode_node.queues import DecodeQueues
+from decode_node.state import DecodeState
+from engine.batch.request import FinishReason, RequestEnd, out_of_time
 from engine.kv_cache.radix import PrefixCache
-from engine.scheduler.scheduler import Scheduler
-from kvtransfer.ports import ProducerDown, ProducerUp
+from kvtransfer.ports import ProducerUp
+from node.claims import Claim
 from node.messages import MigrateFrom
-from node.sharing.fetch_queue import FetchQueue
 from node.sharing.prefixes import PrefixSharing
 
 
 class PrefillPlacement:
-    """Placement of requests. Engine thread only.
-
-    Attributes:
-        unpaired: requests that wait for a producer.
-        held_back: requests that wait for the end of a pause.
-        fetching: requests whose prefix is being fetched.
-    Args:
-        prompts: queue of prompts to be computed here.
-    """
+    """Placement of requests. Engine thread only."""
 
     def __init__(
         self,
         config: DecodeConfig,
         *,
-        scheduler: Scheduler,
+        queues: DecodeQueues,
         cache: PrefixCache,
         handoffs: IncomingHandoffs,
-        prompts: QueueEstimator,
-        live: ActiveRequests,
-        counts: DecodeCounters,
         sharing: PrefixSharing,
+        canary: Canary,
+        counters: DecodeCounters,
     ) -> None:
         self._config = config
-        self._scheduler = scheduler
+        self._queues = queues
+        self._scheduler = queues.scheduled.scheduler
         self._cache = cache
         self._handoffs = handoffs
-        self._prompts = prompts
-        self._live = live
-        self._counts = counts
         self._sharing = sharing
-        self._owners: dict[str, ProducerUp] = {}  # by address, of usable links
-        self.unpaired = UnpairedQueue(config.reconnect_wait_s)
-        self.held_back = PausedQueue()
-        self.fetching = FetchQueue(sharing.fetches)
-        self._convoys = MigrationGroups()
+        self._canary = canary
+        self._producers = queues.unpaired.producers
+        self._counters = counters
 
-    def owner_up(self, event: ProducerUp) -> None:
-        self._owners[event.address] = event
-        self._counts.link(up=True)
+    def place_ready(self, now: float) -> None:
+        """Place requests that are prepared, that waited for a producer or for the end of a pause,
+        and those whose fetch has ended, successfully or not.
+        """
+        queues = self._queues
+        for state, refusal in queues.preparing.ready(now):
+            if refusal is None:
+                self.place(state)
+            else:
+                state.close(refusal)
+        for state in queues.unpaired.ready(now):
+            self.place(state)
+        for state in queues.paused.ready():
+            self.place(state)
+        for state in queues.fetching.ready():
+            self._place_fetched(state)
 
-    def owner_down(self, event: ProducerDown, now: float) -> bool:
-        """Remove a producer. Returns whether this node was paired with it."""
-        owner = self._owners.get(event.address)
-        if owner is None or owner.owner != event.owner:
-            return False
-        del self._owners[event.address]
-        self.unpaired.owner_lost(event.address, now)
-        self._counts.link(up=False)
-        return True
-
-    def place(self, request: Request, candidates: tuple[str, ...], attempt: int = 1) -> None:
+    def place(self, state: DecodeState) -> None:
         """Open a hand-off at the first usable candidate, wait for one, or prefill here.
 
-        During a pause, the request is placed after the pause.
+        During a pause, the request is placed after the pause. A request that cannot be placed is
+        rejected.
+        """
+        try:
+            if state.placement.move_from is not None:
+                self._place_migration(state, state.placement.move_from)
+            elif _is_canary(state) and state.candidates:
+                self._handoffs.open(state, self._canary.owner)
+            else:
+                self._place_prompt(state)
+        except ServingError as error:
+            state.close(error)
 
-        Args:
-            attempt: number of the next attempt.
+    def retry(self, failed: FailedHandoff) -> None:
+        """Place a request after a failed attempt: at another node, or here. Otherwise end it."""
+        state, event = failed.state, failed.event
+        request = state.request
+        if _is_canary(state):  # a canary tests one producer and has no other
+            return state.close(NodeUnavailable(event.reason))
+        if failed.attempt.moves:  # the source may still run it
+            return state.close(NodeUnavailable(f"not migrated: {event.reason}"))
+        if event.engine_died:
+            if request.engine_deaths >= MAX_DEATHS:
+                guilty = RequestEnd(FinishReason.ERROR, GUILTY, StatusCode.INTERNAL)
+                return state.close(guilty)
+            request.quarantine_after(request.engine_deaths + 1)
+        candidates = state.candidates if event.retryable else ()
+        if not event.may_return:
+            address = failed.attempt.stamps.prefill
+            candidates = tuple(each for each in candidates if each != address)
+        state.candidates = candidates
+        state.next_attempt = failed.attempt.id.attempt + 1
+        if not event.retry_after_s:
+            request.start_by = math.inf  # the delay was not its fault
+        elif not self._may_try_another(state):
+            return state.close(QueueFull(event.reason, event.retry_after_s))
+        self.place(state)
+
+    def _place_prompt(self, state: DecodeState) -> None:
+        """Place a request that does not run elsewhere.
+
         Raises:
             DeadlineExceeded: no time is left.
             QueueFull: it would be scheduled too late.
         """
         now = time.monotonic()
-        if request.deadline <= now:
+        if state.request.deadline <= now:
             raise DeadlineExceeded(out_of_time().error)
         if self._scheduler.paused:
-            until = min(request.deadline, request.start_by)
-            self.held_back.append(UnpairedEntry(request, candidates, attempt, until))
-            return
-        usable = self._usable(candidates)
-        if not usable and self._waits_for_an_owner(request, candidates, attempt, now):
-            return
-        here = self._why_here(request, usable, attempt)
+            return self._queues.paused.put(state)
+        usable = self._usable(state)
+        if not usable and self._waits_for_a_producer(state, now):
+            state.timings.unpaired = now
+            return self._queues.unpaired.put(state)
+        here = self._why_here(state, usable)
         if here:
-            self._prefill_here(request, here, now)
+            self._prefill_here(state, here, now)
         else:
-            self._handoffs.open(request, usable[0], candidates, attempt)
+            self._handoffs.open(state, usable[0])
 
-    def place_mover(self, request: Request, source: MigrateFrom) -> None:
+    def _place_migration(self, state: DecodeState, source: MigrateFrom) -> None:
         """Start the migration of a request to this node.
 
         Copies its KV so far while it runs on, then opens a hand-off at its source. Waits first if
@@ -124,205 +147,125 @@ class PrefillPlacement:
 
         Raises:
             QueueFull: it would get its pages too late.
-            NodeUnavailable: this node is paused.
+            NodeUnavailable: this node is paused, or not paired with the source in time.
         """
-        if source.address not in self._owners:
-            until = time.monotonic() + MOVE_WAIT_S
-            self.unpaired.append(UnpairedEntry(request, (source.address,), 1, until, source.ticket))
-        elif self._copy_first(request, source):
-            self._convoys.put(request, source)
-            self.fetching.put(request)
+        if source.address not in self._producers:
+            if state.until < math.inf:
+                raise NodeUnavailable("not migrated: this node is not paired with the other")
+            state.candidates = (source.address,)
+            state.until = time.monotonic() + MOVE_WAIT_S
+            self._queues.unpaired.put(state)
+        elif self._copy_first(state, source):
+            self._queues.fetching.put(state)
         else:
-            self._move(request, source)
+            self._migrate(state, source)
 
-    def retry(self, lost: FailedHandoff) -> None:
-        """Place a request after a failed attempt: at another node, or here. Otherwise end it."""
-        request, event = lost.request, lost.event
-        if _is_canary(request):  # a canary tests one producer and has no other
-            self._live.refuse(request, NodeUnavailable(event.reason))
-            return
-        if lost.attempt.moves:  # the source may still run it
-            self._live.refuse(request, NodeUnavailable(f"not migrated: {event.reason}"))
-            return
-        if event.engine_died:
-            if request.engine_deaths >= MAX_DEATHS:
-                guilty = RequestEnd(FinishReason.ERROR, GUILTY, StatusCode.INTERNAL)
-                self._live.end(request, guilty)
-                return
-            request.quarantine_after(request.engine_deaths + 1)
-        candidates = lost.attempt.candidates if event.retryable else ()
-        if not event.may_return:
-            failed = lost.attempt.stamps.prefill
-            candidates = tuple(each for each in candidates if each != failed)
-        attempt = lost.attempt.id.attempt + 1
+    def _place_fetched(self, state: DecodeState) -> None:
+        """Schedule a prompt whose fetch has ended, or continue a migration with its hand-off."""
+        source = state.placement.move_from
         try:
-            if event.retry_after_s:
-                self._check_another(lost, candidates, attempt)
+            if source is None:
+                self._queues.scheduled.put(state)
             else:
-                request.start_by = math.inf  # the delay was not its fault
-            self.place(request, candidates, attempt)
+                self._migrate(state, source)
         except ServingError as error:
-            self._live.refuse(request, error)
+            state.close(error)
 
-    def place_unpaired(self, now: float) -> None:
-        """Place requests that waited for a producer, successfully or until a timeout."""
-        for waiter in self.unpaired.take(now, self._owners):
-            try:
-                if not waiter.ticket:
-                    self.place(waiter.request, waiter.candidates, waiter.attempt)
-                elif self._usable(waiter.candidates):
-                    source = MigrateFrom(waiter.candidates[0], waiter.ticket)
-                    self.place_mover(waiter.request, source)
-                else:
-                    raise NodeUnavailable("not migrated: this node is not paired with the other")
-            except ServingError as error:
-                self._live.refuse(waiter.request, error)
-
-    def place_paused(self, now: float) -> None:
-        """Place paused requests after the pause. During it, end those that have waited too long."""
-        for waiter in self.held_back:
-            request = waiter.request
-            try:
-                if not self._scheduler.paused:
-                    self.held_back.remove(request)
-                    self.place(request, waiter.candidates, waiter.attempt)
-                elif waiter.until <= now:
-                    self.held_back.remove(request)
-                    raise _paused_too_long(request, now)
-            except ServingError as error:
-                self._live.refuse(request, error)
-
-    def place_fetched(self, now: float) -> None:
-        """Send requests to the scheduler whose fetch has ended, successfully or not.
-
-        Migrations continue with their hand-off, alone or as a group.
-        """
-        for request, _ in self.fetching.ready(now):
-            if request in self._convoys:
-                self._sharing.forget(request.key)
-                self._convoys.copied(request)
-                continue
-            try:
-                self._scheduler.add(request)
-            except ServingError as error:
-                self._prompts.leave(request.key)
-                self._sharing.forget(request.key)
-                self._live.refuse(request, error)
-        for request, source in self._convoys.take():
-            try:
-                self._move(request, source)
-            except ServingError as error:
-                self._live.refuse(request, error)
-
-    def give_up(self, request: Request) -> bool:
-        """Remove a request that has ended. Returns False if it is not queued here."""
-        if self.unpaired.remove(request) or self.held_back.remove(request):
-            return True
-        if not (self._convoys.remove(request) or self.fetching.remove(request)):
-            return False
-        self._prompts.leave(request.key)
-        self._sharing.forget(request.key)
-        return True
-
-    @property
-    def num_fetching(self) -> int:
-        """Requests whose prefix is being fetched or is waiting for another fetch."""
-        return len(self.fetching) + len(self._convoys)
-
-    def _check_another(self, lost: FailedHandoff, candidates: Sequence[str], attempt: int) -> None:
-        """Check that another producer may be tried after one whose queue is too long.
+    def _may_try_another(self, state: DecodeState) -> bool:
+        """Return whether another producer may be tried after one whose queue is too long.
 
         Such a request is not prefilled here, because that would delay running responses.
-
-        Raises:
-            QueueFull: no other producer is left, or no time.
         """
-        here = self._why_here(lost.request, self._usable(candidates), attempt)
-        if here or lost.request.start_by <= time.monotonic():
-            raise QueueFull(lost.event.reason, lost.event.retry_after_s)
+        here = self._why_here(state, self._usable(state))
+        return not here and state.request.start_by > time.monotonic()
 
-    def _usable(self, candidates: Sequence[str]) -> list[ProducerUp]:
-        return [self._owners[address] for address in candidates if address in self._owners]
+    def _usable(self, state: DecodeState) -> list[ProducerUp]:
+        producers = self._producers
+        return [producers[address] for address in state.candidates if address in producers]
 
-    def _waits_for_an_owner(
-        self, request: Request, candidates: tuple[str, ...], attempt: int, now: float
-    ) -> bool:
-        """Queue the request for a producer if one of the candidates may soon be paired again."""
-        until = min(self.unpaired.worth_until(candidates), request.deadline)
-        if self._is_exhausted(attempt) or now >= until or self._is_short(request):
-            return False
-        self.unpaired.append(UnpairedEntry(request, candidates, attempt, until))
-        self._live.stamps(request).unpaired = now
-        return True
+    def _waits_for_a_producer(self, state: DecodeState, now: float) -> bool:
+        """Return whether one of the candidates may soon be paired again. Sets `state.until`."""
+        until = self._queues.unpaired.worth_until(state.candidates)
+        state.until = min(until, state.request.deadline)
+        return not (self._is_exhausted(state) or now >= state.until or self._is_short(state))
 
-    def _why_here(self, request: Request, usable: Sequence[ProducerUp], attempt: int) -> str:
+    def _why_here(self, state: DecodeState, usable: Sequence[ProducerUp]) -> str:
         """Return why it is prefilled here, as named in DecodeCounters, or "" if it is not."""
-        if _is_canary(request):
+        if _is_canary(state):
             return "canary"
         if self._config.mode == "colocated":
             return "colocated"
-        if self._is_exhausted(attempt) or (attempt > 1 and not usable):
+        if self._is_exhausted(state) or (state.next_attempt > 1 and not usable):
             return "exhausted"
         if not usable:
             return "no_prefill_node"
-        return "short" if self._is_short(request) else ""
+        return "short" if self._is_short(state) else ""
 
-    def _is_exhausted(self, attempt: int) -> bool:
-        return attempt > self._config.handoff_retries + 1
+    def _is_exhausted(self, state: DecodeState) -> bool:
+        return state.next_attempt > self._config.handoff_retries + 1
 
-    def _is_short(self, request: Request) -> bool:
+    def _is_short(self, state: DecodeState) -> bool:
         longest = self._config.local_prefill_max_tokens
         if not longest:
             return False
+        request = state.request
         cached = self._cache.match(request.token_ids[:-1], request.namespace).num_tokens
         return len(request.token_ids) - cached <= longest
 
-    def _prefill_here(self, request: Request, why: str, now: float) -> None:
-        num_tokens = len(request.token_ids)
-        self._prompts.check(QueueEntry(request.start_by, num_tokens, request.spec.priority), now)
-        if self._fetch_first(request):
-            self.fetching.put(request)
+    def _prefill_here(self, state: DecodeState, why: str, now: float) -> None:
+        request, backlog = state.request, self._queues.scheduled.backlog
+        num_tokens, priority = len(request.token_ids), request.spec.priority
+        backlog.check(QueueEntry(request.start_by, num_tokens, priority), now)
+        if self._fetch_first(state):
+            self._queues.fetching.put(state)
         else:
-            self._scheduler.add(request)
-        place = QueueEntry(request.due, num_tokens, request.spec.priority)
-        self._prompts.join(request.key, place, now)
-        if not _is_canary(request):  # canaries are not client prompts
-            self._counts.local_prefill(why)
-        stamps = self._live.stamps(request)
-        stamps.queued, stamps.why_here = now, why
+            self._queues.scheduled.put(state)
+        backlog.join(state.key, QueueEntry(request.due, num_tokens, priority), now)
+        state.claims.add(Claim.BACKLOG, lambda: backlog.leave(state.key))
+        if not _is_canary(state):  # canaries are not client prompts
+            self._counters.local_prefill(why)
+        state.timings.queued, state.timings.why_here = now, why
 
-    def _move(self, request: Request, source: MigrateFrom) -> None:
+    def _migrate(self, state: DecodeState, source: MigrateFrom) -> None:
+        """Open the hand-off of a migration at its source."""
         if self._scheduler.paused:
             raise NodeUnavailable("not migrated: this node is paused")
-        owner = self._owners.get(source.address)
-        if owner is None:
+        producer = self._producers.get(source.address)
+        if producer is None:
             raise NodeUnavailable("not migrated: this node is not paired with the other")
-        self._handoffs.open(request, owner, (), 1, source.ticket)
+        self._handoffs.open(state, producer, source.ticket)
 
-    def _copy_first(self, request: Request, source: MigrateFrom) -> bool:
+    def _copy_first(self, state: DecodeState, source: MigrateFrom) -> bool:
         if self._scheduler.paused:
             return False
         # The newest token may have no KV yet.
-        tokens, room = request.token_ids[:-1], self._scheduler.room().num_pages
-        return self._sharing.fetches.copy(
-            request.key, tokens, request.namespace, source.address, source.ticket, room=room
+        request, room = state.request, self._scheduler.room().num_pages
+        copies = self._sharing.fetches.copy(
+            state.key,
+            request.token_ids[:-1],
+            request.namespace,
+            source.address,
+            source.ticket,
+            room=room,
         )
+        if copies:
+            self._claim_fetch(state)
+        return copies
 
-    def _fetch_first(self, request: Request) -> bool:
-        hints = self._live.prefix_at(request)
-        if not hints:
+    def _fetch_first(self, state: DecodeState) -> bool:
+        if not state.prefix_hints:
             return False
-        room, queued_s = self._scheduler.room().num_pages, self._prompts.queued_s
-        return self._sharing.fetch(request, hints, room=room, queued_s=queued_s)
+        room, queued_s = self._scheduler.room().num_pages, self._queues.scheduled.backlog.queued_s
+        fetches = self._sharing.fetch(
+            state.request, state.prefix_hints, room=room, queued_s=queued_s
+        )
+        if fetches:
+            self._claim_fetch(state)
+        return fetches
+
+    def _claim_fetch(self, state: DecodeState) -> None:
+        state.claims.add(Claim.FETCH, lambda: self._sharing.forget(state.key))
 
 
-def _is_canary(request: Request) -> bool:
-    return request.origin[0] == canary.STREAM
-
-
-def _paused_too_long(request: Request, now: float) -> ServingError:
-    if request.deadline <= now:
-        return DeadlineExceeded(f"{out_of_time().error}, while generation was paused")
-    return QueueFull(
-        "generation is paused, for longer than this request may wait", retry_after_s=1.0
-    )
+def _is_canary(state: DecodeState) -> bool:
+    return state.origin[0] == canary.STREAM

@@ -1,4 +1,4 @@
-"""The decode node's two queues before a request joins the running batch.
+"""The queues of the decode node, from preparation to the scheduler.
 
 PreallocQueue holds attempts that are opened at a producer and wait here for pages. TransferQueue
 holds granted attempts whose KV is being computed, read or confirmed. A request holds no resources
@@ -6,121 +6,227 @@ while it waits for pages, and all that it needs from the grant on. Prompts that 
 wait for the same pages in the scheduler. Both wait as if in one queue (arrivals.py).
 """
 
-import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
-import numpy as np
-
+from common.errors import DeadlineExceeded, NodeUnavailable, QueueFull
 from common.priority import PriorityClass, class_of
-from decode_node.page_reservations import PageReservation
-from engine.batch.request import Request
+from common.queueing.drain import QueueEstimator
+from decode_node.state import DecodeState
+from engine.batch.request import out_of_time, waited_too_long
 from engine.scheduler.arrivals import FairQueue, FreeCapacity, PageClaim, is_overdue
-from kvtransfer.messages import HandoffId
-from kvtransfer.ports import FirstTokenEvent, Ints
-from node.timings import HandoffTimings
+from kvtransfer.ports import ProducerDown, ProducerUp
+from node.claims import Claim
+from node.control.inside import PausableScheduler
+from node.queues.keyed_queue import KeyedQueue, RequestQueues
+from node.queues.preparations import PreparationStages
+from node.queues.scheduler_queue import SchedulerQueue
+from node.request_state import Ending, Stage, as_request_end
+from node.sharing.fetches import PrefixFetches
+
+DEADLINE_CHECK_S = 0.1
+_TIMED_OUT = "timed out"
 
 
-@dataclass(slots=True, eq=False)
-class HandoffAttempt:
-    """An attempt at a hand-off, with the request as it was when the attempt began."""
+class PausedQueue(KeyedQueue[DecodeState]):
+    """Requests to be placed after the pause of this node. They hold no resources."""
 
-    id: HandoffId
-    request: Request
-    owner: int  # its instance
-    candidates: tuple[str, ...]  # producers that have not failed it, in order of preference
-    num_pages: int  # for its tokens and the next one
-    opened: float  # time.monotonic()
-    stamps: HandoffTimings
-    prompt: bytes = b""  # hash of namespace and tokens; empty for migrations
-    # Only for migrations to this node, which have one attempt.
-    room_tokens: int = 0  # maximum tokens with KV when it arrives; 0: a prompt
-    until: float = math.inf  # time.monotonic(), deadline of the current wait
+    stage = Stage.PAUSED
 
-    @property
-    def moves(self) -> bool:
-        return self.room_tokens > 0
+    def __init__(self, scheduler: PausableScheduler) -> None:
+        super().__init__()
+        self._scheduler = scheduler
 
-    @property
-    def token_ids(self) -> Ints:
-        """Tokens requested from the producer. A running request's newest token may have no KV."""
-        return self.request.token_ids[:-1] if self.moves else self.request.token_ids
+    def ready(self) -> Iterator[DecodeState]:
+        """Remove and yield the requests, in order of arrival, once the pause is over."""
+        if not self._scheduler.paused:
+            for state in self:
+                self.take(state)
+                yield state
 
-    @property
-    def arrived(self) -> float:
-        """Arrival of the request. A request that lost a hand-off keeps its position."""
-        return self.request.arrived
-
-    @property
-    def place(self) -> float:
-        """Place of the request. A request that lost a hand-off keeps its position."""
-        return self.request.place
-
-    @property
-    def priority(self) -> int:
-        return self.request.spec.priority
-
-    @property
-    def client(self) -> int:
-        return self.request.spec.client
-
-    @property
-    def client_weight(self) -> float:
-        return self.request.spec.client_weight
+    def expired(self, now: float) -> Iterable[tuple[DecodeState, Ending]]:
+        if not self._scheduler.paused:
+            return
+        for state in self:
+            deadline, start_by = state.request.deadline, state.request.start_by
+            if min(deadline, start_by) > now:
+                continue
+            self.take(state)
+            if deadline <= now:
+                sentence = f"{out_of_time().error}, while generation was paused"
+                yield state, DeadlineExceeded(sentence)
+            else:
+                sentence = "generation is paused, for longer than this request may wait"
+                yield state, QueueFull(sentence, retry_after_s=1.0)
 
 
-@dataclass(slots=True, eq=False)
-class GrantedHandoff:
-    """A granted attempt."""
+class UnpairedQueue(KeyedQueue[DecodeState]):
+    """Requests whose prefill nodes have just been lost. They hold no resources.
 
-    attempt: HandoffAttempt
-    destination: PageReservation
-    growth_pages: int  # to be kept free for it after it joins
-    owner_cached_tokens: int = 0
-    first_token: int | None = field(default=None)
-    told: FirstTokenEvent | None = None  # migrations only: tokens sent to the client after the join
-    held: bool = False  # the KV is here and correct; it waits at most for a slot
+    A decode node that stalls for some seconds loses all pairs and hand-offs, while the prefill
+    nodes are healthy and cache most of the KV. It is paired with them again within a second or two.
+    Until then these requests wait for a limited time.
 
-    @property
-    def cached_tokens(self) -> int:
-        """Tokens of the request whose KV this node or the producer had."""
-        return max(self.destination.prefix_tokens, self.owner_cached_tokens)
+    Attributes:
+        producers: paired producers, by address.
+    Args:
+        wait_s: longest wait in seconds, from the last loss of a candidate.
+    """
 
-    def continued(self) -> Request:
-        """Return the request including its first token, if that has arrived.
+    stage = Stage.UNPAIRED
 
-        For a migration, the tokens that its source generated before are included too.
+    def __init__(self, wait_s: float) -> None:
+        super().__init__()
+        self._wait_s = wait_s
+        self._lost_at: dict[str, float] = {}  # by address
+        self.producers: dict[str, ProducerUp] = {}
+
+    def producer_up(self, event: ProducerUp) -> None:
+        self.producers[event.address] = event
+
+    def producer_down(self, event: ProducerDown, now: float) -> bool:
+        """Remove a producer. Returns whether this node was paired with it."""
+        producer = self.producers.get(event.address)
+        if producer is None or producer.owner != event.owner:
+            return False
+        del self.producers[event.address]
+        recent = ((each, at) for each, at in self._lost_at.items() if now - at < self._wait_s)
+        self._lost_at = {**dict(recent), event.address: now}
+        return True
+
+    def worth_until(self, candidates: Collection[str]) -> float:
+        """Return the time until which one of the candidates may come back."""
+        lost_at = (self._lost_at.get(address, -math.inf) for address in candidates)
+        return max(lost_at, default=-math.inf) + self._wait_s
+
+    def ready(self, now: float) -> Iterator[DecodeState]:
+        """Remove and yield requests with a paired candidate or an expired wait."""
+        for state in self:
+            if state.until <= now or any(each in self.producers for each in state.candidates):
+                self.take(state)
+                yield state
+
+
+class FetchQueue(KeyedQueue[DecodeState]):
+    """Requests whose prefix is being fetched. They hold nothing, the fetch does.
+
+    Migrations to this node that are copied from one node at the same time continue as a group: all
+    stop after the same step there and start with the same step here. If they came one by one, each
+    would arrive during a step started for the one before it, and would pause until that step ends.
+    """
+
+    stage = Stage.FETCHING
+
+    def __init__(self, fetches: PrefixFetches) -> None:
+        super().__init__()
+        self._fetches = fetches
+        # By key of a copied migration: keys of migrations that were being copied when its own copy
+        # ended.
+        self._awaited: dict[int, set[int]] = {}
+
+    def take(self, state: DecodeState) -> None:
+        super().take(state)
+        self._awaited.pop(state.key, None)
+        self._await_no_more(state.key)
+
+    def ready(self) -> Iterator[DecodeState]:
+        """Remove and yield requests whose fetch has ended, successfully or not, and migrations
+        whose whole group is copied.
         """
-        request = self.attempt.request
-        if self.first_token is None:
-            return request
-        fresh = (*self.told.token_ids, self.first_token) if self.told else (self.first_token,)
-        token_ids = np.append(self.attempt.token_ids, np.array(fresh, np.int32))
-        return dataclasses.replace(request, token_ids=token_ids)
+        for key in self._fetches.take_over():
+            state = self._states.get(key)
+            if state is None:
+                continue
+            if state.placement.move_from is None:
+                self.take(state)
+                yield state
+            else:
+                state.claims.release(Claim.FETCH)
+                self._copied(state)
+        for key, awaited in tuple(self._awaited.items()):
+            if not awaited:
+                state = self._states[key]
+                self.take(state)
+                yield state
+
+    def _copied(self, state: DecodeState) -> None:
+        source = _source(state)
+        group = {each.key for each in self._states.values() if _source(each) == source}
+        self._awaited[state.key] = group - self._awaited.keys() - {state.key}
+        self._await_no_more(state.key)
+
+    def _await_no_more(self, key: int) -> None:
+        for awaited in self._awaited.values():
+            awaited.discard(key)
+
+
+def _source(state: DecodeState) -> str | None:
+    """Return the address of the node that the request migrates from, if any."""
+    source = state.placement.move_from
+    return source.address if source is not None else None
+
+
+Cancel = Callable[[DecodeState, str], None]
 
 
 class PreallocQueue:
-    """Attempts in the order of their requests' places, with clients taking turns.
+    """Requests with an attempt that waits for pages, in order of their places, with clients taking
+    turns.
 
     Small attempts may overtake a large one for a limited time.
+
+    Attributes:
+        backlog: the queue for pages, in pages.
+    Args:
+        cancel: ends the attempt of a removed request, for a reason.
     """
 
-    def __init__(self) -> None:
-        self._attempts: FairQueue[HandoffId, HandoffAttempt] = FairQueue()
+    def __init__(self, cancel: Cancel) -> None:
+        self.backlog = QueueEstimator()
+        self._cancel = cancel
+        self._states: FairQueue[int, DecodeState] = FairQueue()
+        self._check_at = 0.0
 
     def __len__(self) -> int:
-        return len(self._attempts)
+        return len(self._states)
 
-    def __iter__(self) -> Iterator[HandoffAttempt]:
-        return iter(tuple(self._attempts))
+    def __iter__(self) -> Iterator[DecodeState]:
+        return iter(tuple(self._states))
 
-    def put(self, attempt: HandoffAttempt) -> None:
-        self._attempts.put(attempt.id, attempt)
+    @property
+    def num_waiting(self) -> int:
+        return len(self._states)
 
-    def remove(self, handoff_id: HandoffId) -> HandoffAttempt | None:
-        return self._attempts.take(handoff_id)
+    def lengths(self) -> Mapping[str, int]:
+        return {"prealloc": len(self._states)}
+
+    def put(self, state: DecodeState) -> None:
+        state.move(Stage.PREALLOC, self)
+        self._states.put(state.key, state)
+
+    def take(self, state: DecodeState) -> None:
+        """Remove a request whose attempt has failed."""
+        self._states.take(state.key)
+
+    def remove(self, state: DecodeState, ending: Ending) -> bool:
+        self.take(state)
+        self._cancel(state, as_request_end(ending).error)
+        return True
+
+    def expired(self, now: float) -> Iterator[tuple[DecodeState, Ending]]:
+        if now < self._check_at:
+            return
+        self._check_at = now + DEADLINE_CHECK_S
+        for state in self:
+            late = _late(state, now)
+            if late is None and state.request.start_by < now:
+                end = waited_too_long(self.backlog.queued_s)
+                late = end.error, end
+            if late is not None:
+                self.take(state)
+                self._cancel(state, late[0])
+                yield state, late[1]
 
     def take_fitting(
         self,
@@ -129,9 +235,9 @@ class PreallocQueue:
         num_unready: float,
         claim: PageClaim | None,
         floor: float = -math.inf,
-        held_back: Callable[[HandoffAttempt], bool] = lambda attempt: False,
-    ) -> HandoffAttempt | None:
-        """Remove and return the first attempt that may be granted.
+        held_back: Callable[[DecodeState], bool] = lambda state: False,
+    ) -> DecodeState | None:
+        """Remove and return the first request whose attempt may be granted.
 
         Large attempts neither block the queue nor starve.
 
@@ -145,20 +251,21 @@ class PreallocQueue:
         """
         if claim is not None and claim.priority < floor:
             claim = None
-        for attempt in self._attempts.in_turn():
-            if attempt.priority < floor:
+        for state in self._states.in_turn():
+            if state.priority < floor:
                 continue
-            if claim is not None and claim.place < attempt.place:
+            num_pages = state.attempt.num_pages
+            if claim is not None and claim.place < state.place:
                 if room.fits(claim.num_pages):
                     room = room.without(claim.num_pages)
                 elif is_overdue(claim.arrived, now):
                     return None
                 claim = None
-            if room.fits(attempt.num_pages) and attempt.num_pages <= num_unready:
-                if held_back(attempt):
+            if room.fits(num_pages) and num_pages <= num_unready:
+                if held_back(state):
                     continue
-                return self._attempts.serve(attempt.id)
-            if is_overdue(attempt.arrived, now):
+                return self._states.serve(state.key)
+            if is_overdue(state.arrived, now):
                 return None
         return None
 
@@ -168,66 +275,87 @@ class PreallocQueue:
         Infinite if there is none. Attempts that wait for other grants or for more urgent requests
         do not count: they do not wait for the pages of prompts.
         """
-        for attempt in self._attempts.in_turn():
-            if attempt.priority < floor:
+        for state in self._states.in_turn():
+            if state.priority < floor:
                 continue
-            if not is_overdue(attempt.arrived, now):
+            if not is_overdue(state.arrived, now):
                 break
-            if attempt.num_pages <= num_unready:
-                return attempt.place
+            if state.attempt.num_pages <= num_unready:
+                return state.place
         return math.inf
 
-    def most_urgent(self, num_unready: float) -> HandoffAttempt | None:
-        """Return the attempt with the highest priority that lacks pages, the first of equals."""
-        lacking = (each for each in self._attempts.in_turn() if each.num_pages <= num_unready)
-        return max(lacking, key=lambda attempt: attempt.priority, default=None)
+    def most_urgent(self, num_unready: float) -> DecodeState | None:
+        """Return the request with the highest priority that lacks pages, the first of equals."""
+        waiting = self._states.in_turn()
+        lacking = (each for each in waiting if each.attempt.num_pages <= num_unready)
+        return max(lacking, key=lambda state: state.priority, default=None)
 
     def by_class(self) -> Counter[PriorityClass]:
-        return Counter(class_of(attempt.priority) for attempt in self._attempts)
+        return Counter(class_of(state.priority) for state in self._states)
 
 
-class TransferQueue:
-    """Granted attempts by id."""
+class TransferQueue(KeyedQueue[DecodeState]):
+    """Requests with a granted attempt.
 
-    def __init__(self) -> None:
-        self._transfers: dict[HandoffId, GrantedHandoff] = {}
-        self._movers: dict[HandoffId, GrantedHandoff] = {}  # those that are migrations
+    Args:
+        cancel: ends the attempt of a removed request, for a reason.
+    """
 
-    def __len__(self) -> int:
-        return len(self._transfers)
+    stage = Stage.TRANSFER
 
-    def __iter__(self) -> Iterator[GrantedHandoff]:
-        return iter(tuple(self._transfers.values()))
+    def __init__(self, cancel: Cancel) -> None:
+        super().__init__()
+        self._cancel = cancel
+        self._check_at = 0.0
+        self._migrating: dict[int, DecodeState] = {}  # by key, of migrations to this node
 
-    def append(self, transfer: GrantedHandoff) -> None:
-        self._transfers[transfer.attempt.id] = transfer
-        if transfer.attempt.moves:
-            self._movers[transfer.attempt.id] = transfer
+    @property
+    def num_waiting(self) -> int:
+        return 0
 
-    def get(self, handoff_id: HandoffId) -> GrantedHandoff | None:
-        return self._transfers.get(handoff_id)
+    def put(self, state: DecodeState) -> None:
+        super().put(state)
+        if state.attempt.moves:
+            self._migrating[state.key] = state
 
-    def remove(self, handoff_id: HandoffId) -> GrantedHandoff | None:
-        self._movers.pop(handoff_id, None)
-        return self._transfers.pop(handoff_id, None)
+    def take(self, state: DecodeState) -> None:
+        super().take(state)
+        self._migrating.pop(state.key, None)
+
+    def remove(self, state: DecodeState, ending: Ending) -> bool:
+        self.take(state)
+        self._cancel(state, as_request_end(ending).error)
+        return True
+
+    def expired(self, now: float) -> Iterator[tuple[DecodeState, Ending]]:
+        if now < self._check_at:
+            return
+        self._check_at = now + DEADLINE_CHECK_S
+        for state in self:
+            late = _late(state, now)
+            if late is not None:
+                self.take(state)
+                self._cancel(state, late[0])
+                yield state, late[1]
 
     @property
     def num_coming(self) -> int:
         """Number of migrations that are not completed."""
-        return sum(not transfer.held for transfer in self._movers.values())
+        return sum(not state.attempt.held for state in self._migrating.values())
 
     @property
     def is_arriving(self) -> bool:
         """True if a migrating request has stopped at its source and is not completed."""
-        movers = self._movers.values()
-        return any(transfer.told is not None and not transfer.held for transfer in movers)
+        attempts = (state.attempt for state in self._migrating.values())
+        return any(attempt.told is not None and not attempt.held for attempt in attempts)
 
-    def held(self) -> list[GrantedHandoff]:
-        return [transfer for transfer in self._transfers.values() if transfer.held]
+    def ready(self) -> list[DecodeState]:
+        """Return the requests whose KV is here."""
+        return [state for state in self._states.values() if state.attempt.held]
 
     def growth_pages(self) -> int:
         """Pages to keep free for all of them."""
-        return sum(transfer.growth_pages for transfer in self._transfers.values())
+        return sum(state.attempt.growth_pages for state in self._states.values())
 
     def num_unready(self, most: int) -> float:
         """Return how many more pages may be granted.
@@ -235,7 +363,42 @@ class TransferQueue:
         Attempts without a first token wait for the producer's prefill queue and may hold `most`
         pages together. The first granted attempt may have any number.
         """
-        if not self._transfers:
+        if not self._states:
             return math.inf
-        unready = (each for each in self._transfers.values() if each.first_token is None)
-        return most - sum(len(each.destination.holding.flat()) for each in unready)
+        attempts = (state.attempt for state in self._states.values())
+        unready = (each.reserved for each in attempts if each.first_token is None)
+        return most - sum(len(each.holding.flat()) for each in unready)
+
+
+def _late(state: DecodeState, now: float) -> tuple[str, Ending] | None:
+    """Return the reason and the end of an attempt past a deadline, or None."""
+    if state.request.deadline < now:
+        end = out_of_time()
+        return end.error, end
+    if state.attempt.until < now:
+        return _TIMED_OUT, NodeUnavailable(f"not migrated: {_TIMED_OUT}")
+    return None
+
+
+class DecodeQueues(RequestQueues):
+    """The queues of a decode node."""
+
+    def __init__(
+        self,
+        *,
+        preparing: PreparationStages[DecodeState],
+        paused: PausedQueue,
+        unpaired: UnpairedQueue,
+        fetching: FetchQueue,
+        prealloc: PreallocQueue,
+        transfer: TransferQueue,
+        scheduled: SchedulerQueue[DecodeState],
+    ) -> None:
+        super().__init__(scheduled, preparing, paused, unpaired, fetching, prealloc, transfer)
+        self.preparing = preparing
+        self.paused = paused
+        self.unpaired = unpaired
+        self.fetching = fetching
+        self.prealloc = prealloc
+        self.transfer = transfer
+        self.scheduled = scheduled

@@ -194,7 +194,7 @@ class OutgoingHandoffs:
         state.timings.done = time.monotonic()
         self._publish(state, chunk.end, chunk)
 
-    def closed(self, event: ClosedEvent) -> None:
+    def dropped(self, event: ClosedEvent) -> None:
         """End a hand-off that its consumer has closed, or that has failed here before."""
         self._counts["handoffs_completed" if event.held else "handoffs_failed"] += 1
         self._history.close(event)

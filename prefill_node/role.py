@@ -79,7 +79,7 @@ class PrefillRole:
                 case GrantedEvent():
                     self._handoffs.grant(event)
                 case ClosedEvent():
-                    self._handoffs.closed(event)
+                    self._handoffs.dropped(event)
         now = time.monotonic()
         self._handoffs.schedule_prepared(now)
         for state, ending in self._queues.expired(now):

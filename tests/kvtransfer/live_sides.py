@@ -26,6 +26,7 @@ from common.requests.namespace import Namespace
 from common.requests.sampling import SamplingParams
 from common.requests.weights import UNNAMED, WeightsId
 from decode_node.outgoing_migrations import OutgoingMigrations
+from decode_node.state import OutgoingMigration
 from engine.batch.holding import NO_PAGE, PageHolding
 from engine.kv_cache.pages import PageHolder
 from engine.kv_cache.radix import PrefixMatch
@@ -41,6 +42,8 @@ from kvtransfer.ports import (
     OpenCommand,
     OpenedEvent,
 )
+from node.claims import Claims
+from node.request_state import Ending, Stage
 from node.sharing.exports import PrefixExports
 from tests.kvtransfer.node import Node
 from tests.kvtransfer.prefix_sides import NO_TIERS
@@ -140,6 +143,20 @@ class Running:
     spec: RequestSpec = NAMED
     sampling: SamplingParams = SAMPLING
     weights: WeightsId = UNNAMED
+    # Its record on the node.
+    claims: Claims = field(default_factory=Claims)
+    migration: OutgoingMigration | None = None
+    queue: None = None
+
+    @property
+    def request(self) -> "Running":
+        return self
+
+    def move(self, stage: Stage, queue: None) -> None:
+        pass
+
+    def close(self, ending: Ending) -> None:
+        self.claims.close()
 
     @property
     def runs(self) -> bool:
@@ -234,7 +251,11 @@ class Beneath:
         for page in pages.tolist():
             self.lent.remove(page)
 
-    # live requests, counts, port
+    # active requests, counters, port
+    @property
+    def counters(self) -> "Beneath":
+        return self
+
     def by_ticket(self, ticket: int) -> Running | None:
         return self.requests.get(ticket)
 
@@ -244,7 +265,7 @@ class Beneath:
     def post(self, command: Any) -> None:
         self.posts.append(command)
 
-    def on_moved(self, request: Running) -> None:
+    def remove_migrated(self, request: Running) -> None:
         self.leave(request, "moved")
 
     def leave(self, request: Running, told: str) -> None:
@@ -268,9 +289,7 @@ class SourceSide(OwnerSide):
             tables=tables,
             page_bytes=1,
             port=self.beneath,
-            live=self.beneath,  # type: ignore[arg-type]
-            counts=self.beneath,  # type: ignore[arg-type]
-            on_moved=self.beneath.on_moved,  # type: ignore[arg-type]
+            active=self.beneath,  # type: ignore[arg-type]
         )
         self.loans = PrefixExports(
             enabled=True,
@@ -295,7 +314,7 @@ class SourceSide(OwnerSide):
 
     def key(self) -> Hashable:
         books = [
-            (serial, d.request.key, d.num_known, d.state, d.over, d.room_tokens, d.lent.tobytes())
+            (serial, d.state.key, d.num_known, d.stage, d.over, d.room_tokens, d.lent.tobytes())
             for serial, d in self.departures._by_serial.items()
         ]
         requests = [
@@ -467,7 +486,7 @@ class SourceSide(OwnerSide):
 
     def _end_request(self, request: Running) -> None:
         self.beneath.leave(request, "ended")
-        self.departures.ended(request)  # type: ignore[arg-type]
+        request.claims.close()
 
     def _fill(self, request: Running, places: list[tuple[int, int, int]]) -> None:
         state, num_kv = request.tables.num_tables, request.num_tokens - 1

@@ -1,54 +1,75 @@
-"""Which of those that are copied go together."""
+"""Migrations that are copied at the same time and continue together."""
 
-from decode_node.migration_groups import MigrationGroups
-from node.messages import MigrateFrom
+from decode_node.queues import FetchQueue
+from engine.batch.request import FinishReason, RequestEnd
+from node.messages import MigrateFrom, Placement
+from tests.support.decode_states import make_decode_state
 from tests.support.specs import make_request
 
-REQUESTS = [make_request([0, 0], key=key, num_generated=1) for key in range(4)]
+CANCELLED = RequestEnd(FinishReason.ABORT, "cancelled")
 
 
-def _convoys(*sources: str) -> MigrationGroups:
-    convoys = MigrationGroups()
-    for request, address in zip(REQUESTS, sources, strict=False):
-        convoys.put(request, MigrateFrom(address, 100 + request.key))
-    return convoys
+class Fetches:
+    """Fetches that end when the test says so."""
+
+    def __init__(self):
+        self.ended = []
+
+    def take_over(self):
+        ended, self.ended = self.ended, []
+        return ended
 
 
-def _gone(convoys: MigrationGroups) -> list[tuple[int, int]]:
-    return [(request.key, source.ticket) for request, source in convoys.take()]
+class Groups:
+    """A queue of migrations from these nodes."""
+
+    def __init__(self, *sources):
+        self.fetches = Fetches()
+        self.queue = FetchQueue(self.fetches)
+        self.states = []
+        for source in sources:
+            self.put(source)
+
+    def put(self, source):
+        request = make_request([0, 0], key=len(self.states), num_generated=1)
+        placement = Placement(move_from=MigrateFrom(source, 100) if source else None)
+        self.states.append(make_decode_state(request, placement=placement))
+        self.queue.put(self.states[-1])
+
+    def copied(self, key):
+        """End the copy of a request. Returns the keys of the requests that continue."""
+        self.fetches.ended.append(key)
+        return [state.key for state in self.queue.ready()]
 
 
-def test_those_that_are_copied_at_the_same_time_go_together() -> None:
-    convoys = _convoys("a:1", "a:1", "a:1")
-    for request in REQUESTS[:2]:
-        convoys.copied(request)
-        assert _gone(convoys) == []
-    assert len(convoys) == 2
-    convoys.copied(REQUESTS[2])
-    assert _gone(convoys) == [(0, 100), (1, 101), (2, 102)]
-    assert not len(convoys) and REQUESTS[0] not in convoys
+def test_migrations_that_are_copied_at_the_same_time_continue_together():
+    groups = Groups("a:1", "a:1", "a:1")
+    assert groups.copied(0) == groups.copied(1) == []
+    assert groups.queue.num_waiting == 3
+    assert groups.copied(2) == [0, 1, 2]
+    assert groups.queue.num_waiting == 0
 
 
-def test_nobody_waits_for_who_is_at_another_node() -> None:
-    convoys = _convoys("a:1", "b:2")
-    convoys.copied(REQUESTS[0])
-    assert _gone(convoys) == [(0, 100)]
+def test_a_prompt_waits_for_no_other_fetch():
+    groups = Groups("", "", "a:1")
+    assert groups.copied(1) == [1]
 
 
-def test_nobody_waits_for_who_comes_later() -> None:
-    convoys = _convoys("a:1", "a:1")
-    convoys.copied(REQUESTS[0])
-    convoys.put(REQUESTS[2], MigrateFrom("a:1", 102))
-    convoys.copied(REQUESTS[1])  # which waits for that one, and the first one does not
-    assert _gone(convoys) == [(0, 100)]
-    convoys.copied(REQUESTS[2])
-    assert _gone(convoys) == [(1, 101), (2, 102)]
+def test_a_migration_does_not_wait_for_one_from_another_node():
+    assert Groups("a:1", "b:2").copied(0) == [0]
 
 
-def test_nobody_waits_for_who_is_given_up() -> None:
-    convoys = _convoys("a:1", "a:1", "a:1")
-    convoys.copied(REQUESTS[0])
-    convoys.copied(REQUESTS[1])
-    assert convoys.remove(REQUESTS[1])
-    assert not convoys.remove(REQUESTS[2])  # its copy is under way
-    assert _gone(convoys) == [(0, 100)] and REQUESTS[1] not in convoys
+def test_a_migration_does_not_wait_for_a_later_one():
+    groups = Groups("a:1", "a:1")
+    assert groups.copied(0) == []
+    groups.put("a:1")
+    assert groups.copied(1) == [0]  # the second one waits for the third, and the first does not
+    assert groups.copied(2) == [1, 2]
+
+
+def test_a_migration_does_not_wait_for_one_that_has_ended():
+    groups = Groups("a:1", "a:1", "a:1")
+    assert groups.copied(0) == groups.copied(1) == []
+    for key in (1, 2):
+        assert groups.queue.remove(groups.states[key], CANCELLED)
+    assert [state.key for state in groups.queue.ready()] == [0]

@@ -80,4 +80,4 @@ def test_who_has_lost_its_hand_off_keeps_its_place(known, goes_on):
         rig.until_paired()
         rig.run()
         # A lost attempt no longer counts among those that wait for pages.
-        assert not node.role._handoffs._waits._line
+        assert not node.role._queues.prealloc.backlog._line

@@ -4,10 +4,13 @@ import math
 from collections.abc import Collection, Mapping
 
 from common.priority import STEP_S
-from decode_node.queues import HandoffAttempt, PreallocQueue
+from decode_node.queues import PreallocQueue
+from decode_node.state import DecodeState, HandoffAttempt
+from engine.batch.request import FinishReason, RequestEnd
 from engine.scheduler.arrivals import SKIP_AHEAD_S, FreeCapacity, PageClaim
 from kvtransfer.messages import GrantHandoff, HandoffId, PagesReady
 from node.timings import HandoffTimings
+from tests.support.decode_states import make_decode_state
 from tests.support.pair_node import Size
 from tests.support.pair_rig import PairRig
 from tests.support.specs import make_request
@@ -27,7 +30,7 @@ def _queue(
     Args:
         clients: a letter for the client of each.
     """
-    queue = PreallocQueue()
+    queue = PreallocQueue(lambda state, reason: None)
     for arrived, wanted in reversed(list(enumerate(num_pages))):
         client = clients[arrived : arrived + 1]
         queue.put(
@@ -44,7 +47,7 @@ def _queue(
 
 def _attempt(
     arrived: int, num_pages: int, *, priority: int = 0, client: int = 0, weight: float = 1.0
-) -> HandoffAttempt:
+) -> DecodeState:
     request = make_request(
         [0],
         key=arrived,
@@ -54,7 +57,10 @@ def _attempt(
         client_weight=weight,
     )
     stamps = HandoffTimings("owner", "tcp", opened=0.0)
-    return HandoffAttempt(HandoffId(1, arrived, 1), request, 9, (), num_pages, 100.0, stamps)
+    handoff_id = HandoffId(1, arrived, 1)
+    state = make_decode_state(request)
+    state.handoff = HandoffAttempt(handoff_id, 9, request.token_ids, num_pages, 100.0, stamps)
+    return state
 
 
 def _granted(
@@ -66,8 +72,8 @@ def _granted(
 ) -> list[int]:
     """The keys of those that are taken out, each with all of that room."""
     keys = []
-    while (attempt := queue.take_fitting(now, room, num_unready, claim)) is not None:
-        keys.append(attempt.request.key)
+    while (state := queue.take_fitting(now, room, num_unready, claim)) is not None:
+        keys.append(state.key)
     return keys
 
 
@@ -121,9 +127,9 @@ def test_a_stream_of_new_clients_does_not_keep_one_waiting():
     granted = []
     for number in range(3, 8):
         queue.put(_attempt(number, 1, client=number))
-        attempt = queue.take_fitting(SOON, FreeCapacity(1, 1), math.inf, None)
-        assert attempt is not None
-        granted.append(attempt.request.key)
+        state = queue.take_fitting(SOON, FreeCapacity(1, 1), math.inf, None)
+        assert state is not None
+        granted.append(state.key)
     assert granted == [0, 2, 3, 1, 4]  # seen failing with new clients in the round under way
 
 
@@ -135,7 +141,7 @@ def test_one_that_has_waited_too_long_for_its_turn_is_passed_by_none_behind():
 
 def test_who_leaves_the_queue_makes_those_behind_it_come_sooner():
     queue = _queue(*[1] * 5, clients="aaabb")
-    assert queue.remove(HandoffId(1, 0, 1)) is not None
+    assert queue.remove(next(iter(queue)), RequestEnd(FinishReason.ABORT))
     assert queue.remove(HandoffId(1, 0, 1)) is None
     assert _granted(queue, SOON, FreeCapacity(9, 9)) == [1, 3, 2, 4]
 

@@ -29,7 +29,7 @@ from common.requests.logprobs import TokenLogprobs
 from common.requests.prediction import NOTHING, PredictionUsage
 from common.requests.sampling import SamplingParams
 from common.requests.weights import UNNAMED
-from decode_node.role import DecodeRole
+from decode_node import engine as decode_engine
 from engine.adapters.adapters import AdapterManager
 from engine.adapters.library import AdapterCache
 from engine.adapters.loader import AdapterLoader
@@ -72,7 +72,6 @@ from kvtransfer.transfer.thread import TransferThread
 from kvtransfer.transfer.unconsumed import MAX_TOKENS
 from node.control.engine_control import EngineControl
 from node.control.operations import EngineOperations
-from node.control.outbox import TokenOutbox
 from node.messages import (
     Drained,
     EngineMessage,
@@ -389,30 +388,15 @@ def decode_node(
     config = DecodeConfig(
         engine=engine_config, transfer=common.transfer, prefix_sharing=common.sharing, **fields
     )
-    owner, tables = common.backend.serve(_pool(engine), instance), engine.shape.layout.tables
+    owner = common.backend.serve(_pool(engine), instance)
     hello = _hello(engine, instance, front.address)
     news, ears = News(common.wake), Ears()
     transfer = _transfer(common, engine, hello, owner, frames, news, ears)
     router, weights = RouterEnd(), _weights(instance, engine, transfer, news)
     desk = _desk(router, engine, engine_config, weights)
     sharing = _sharing(common, instance, engine, weights)
-    role = DecodeRole(
-        config=config,
-        instance=instance,
-        scheduler=engine.scheduler(engine_config, lambda request, pages: sharing.admitted(request)),
-        pages=engine.pages,
-        cache=engine.cache,
-        tables=tables,
-        page_bytes=engine.pool.page_bytes,
-        limits=engine.limits,
-        port=weights,
-        desk=desk,
-        outbox=TokenOutbox(router),
-        adapters=engine.adapters,
-        guides=engine.guides,
-        sharing=sharing,
-        tiers=engine.tiers,
-    )
+    runtime = Runtime(instance, router, desk, sharing, weights)
+    role = decode_engine.make_role(engine, runtime, config)
     engine.guides.tell = engine.loader.tell = engine.copier.tell = news.tell
     overlap = engine_config.scheduler.overlap_schedule
     return Node(engine, front, transfer, role, router, desk, news, ears, overlap=overlap)

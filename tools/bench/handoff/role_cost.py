@@ -23,6 +23,7 @@ from common.page_tables import PageTables
 from common.request import Remaining, RequestSpec
 from common.requests.sampling import SamplingParams
 from common.requests.weights import UNNAMED, WeightsId
+from decode_node import engine as decode_engine
 from decode_node.role import DecodeRole
 from engine.adapters.adapters import no_adapters
 from engine.adapters.library import AdapterCache
@@ -59,7 +60,6 @@ from kvtransfer.ports import (
 )
 from node.control.engine_control import EngineControl
 from node.control.operations import EngineOperations
-from node.control.outbox import TokenOutbox
 from node.messages import EngineMessage, FrontMessage, Placement, StepTokens, SubmitRequest
 from node.sharing.prefixes import PrefixSharing
 from node.sharing.weights import WeightSharing
@@ -329,25 +329,14 @@ def reader(load: Load) -> dict[str, Any]:
     pages, cache, table, limits = _engine(load)
     port, front, clock = _Port(), _Front(), _Clock()
     weights = _weights(pages, cache, port)
-    role = DecodeRole(
-        config=DecodeConfig.model_validate(
-            {"engine": {"model": "none"}, "transfer": {"canary_tokens": 0}}
-        ),
-        instance=READER,
-        scheduler=_scheduler(load, pages, cache, table, lambda request, pages: None),
-        pages=pages,
-        cache=cache,
-        tables=PageTables(PAGE_SIZE),
-        page_bytes=PAGE_SIZE,
-        limits=limits,
-        port=weights,
-        desk=_desk(front, pages, cache, weights),
-        outbox=TokenOutbox(front),
-        adapters=no_adapters(table),
-        guides=_GUIDES,
-        sharing=_sharing(pages, cache, weights),
-        tiers=no_tiers(cache, pages, PageTables(PAGE_SIZE)),
+    engine = _Engine(load, pages, cache, table, limits)
+    runtime = _Runtime(
+        front, _desk(front, pages, cache, weights), _sharing(pages, cache, weights), weights
     )
+    config = DecodeConfig.model_validate(
+        {"engine": {"model": "none"}, "transfer": {"canary_tokens": 0}}
+    )
+    role = decode_engine.make_role(cast(Engine, engine), runtime, config)
     port.waiting = [ProducerUp(OWNER, ADDRESS, "cma", 5.0)]
     role.poll()
     # Two tokens: the hand-off's, and one of a decode step, which ends the request.

@@ -1,0 +1,205 @@
+"""The record of a request on the decode node, with its hand-offs in both directions."""
+
+import dataclasses
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from common.errors import EngineFault
+from common.requests.logprobs import Logprobs
+from common.requests.prefix_hint import PrefixHint
+from decode_node.page_reservations import PageReservation
+from engine.batch.request import Request
+from kvtransfer.messages import HandoffId
+from kvtransfer.ports import FirstTokenEvent, Ints
+from node.messages import Placement
+from node.request_state import RequestState, Stage
+from node.timings import HandoffTimings, RequestTimings
+
+# Log-probabilities of this many last steps of a request are kept for a node that continues it.
+KEPT_LOGPROBS = 1024
+# The time for a read of a migration assumes this rate if none is reported.
+UNKNOWN_GIB_S = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class HandoffAttempt:
+    """An attempt at a hand-off to this node.
+
+    Attributes:
+        owner: instance of the producer.
+        token_ids: tokens requested from the producer. The newest token of a running request may
+            have no KV.
+        num_pages: for its tokens and the next one.
+        opened: time.monotonic().
+        prompt: hash of namespace and tokens. Empty for migrations.
+        room_tokens: for migrations, the maximum number of tokens with KV on arrival. 0: a prompt.
+        until: deadline of the current wait of a migration, time.monotonic().
+        destination: from the grant on.
+        growth_pages: pages to keep free for the request after it joins.
+        told: for migrations, tokens that are sent to the client after the join.
+        held: the KV is here and correct. The request waits at most for a slot.
+    """
+
+    id: HandoffId
+    owner: int
+    token_ids: Ints
+    num_pages: int
+    opened: float
+    stamps: HandoffTimings
+    prompt: bytes = b""
+    room_tokens: int = 0
+    until: float = math.inf
+    destination: PageReservation | None = None
+    growth_pages: int = 0
+    owner_cached_tokens: int = 0
+    first_token: int | None = None
+    told: FirstTokenEvent | None = None
+    held: bool = False
+
+    @property
+    def moves(self) -> bool:
+        return self.room_tokens > 0
+
+    @property
+    def reserved(self) -> PageReservation:
+        """Return the pages of a granted attempt."""
+        if self.destination is None:
+            raise EngineFault(f"hand-off {tuple(self.id)} is not granted")
+        return self.destination
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the request whose KV this node or the producer had."""
+        return max(self.reserved.prefix_tokens, self.owner_cached_tokens)
+
+    def continued(self, request: Request) -> Request:
+        """Return the request including its first token, if that has arrived.
+
+        For a migration, the tokens that its source generated before are included too.
+        """
+        if self.first_token is None:
+            return request
+        fresh = (*self.told.token_ids, self.first_token) if self.told else (self.first_token,)
+        token_ids = np.append(self.token_ids, np.array(fresh, np.int32))
+        return dataclasses.replace(request, token_ids=token_ids)
+
+
+class MigrationStage(Enum):
+    RUNNING = "running"
+    STOPPING = "stopping"
+    PAUSED = "paused"
+
+
+_NEXT = {
+    MigrationStage.RUNNING: {MigrationStage.STOPPING},
+    MigrationStage.STOPPING: {MigrationStage.PAUSED},
+    MigrationStage.PAUSED: set[MigrationStage](),
+}
+
+
+@dataclass(slots=True, eq=False)
+class OutgoingMigration:
+    """A hand-off of one running request to another node.
+
+    Attributes:
+        num_known: tokens that the consumer knows.
+        prefix_tokens: tokens that the consumer has KV of.
+        over: the request has ended, or the hand-off is cancelled or closed.
+    """
+
+    serial: int
+    state: "DecodeState"
+    num_known: int
+    stage: MigrationStage = MigrationStage.RUNNING
+    prefix_tokens: int = 0
+    room_tokens: int = 0
+    gib_per_s: float = UNKNOWN_GIB_S
+    paused_until: float = math.inf
+    lent: Ints = field(default_factory=lambda: np.empty(0, np.int32))
+    over: bool = False
+
+    def move(self, stage: MigrationStage) -> None:
+        if stage not in _NEXT[self.stage]:
+            raise EngineFault(f"a migration cannot go from {self.stage.name} to {stage.name}")
+        self.stage = stage
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class DecodeState(RequestState):
+    """A request for which this node is responsible.
+
+    Attributes:
+        placement: where the router says that it may run.
+        prefix_hints: nodes that hold part of the prompt, as far as is known.
+        candidates: producers that have not failed it, in order of preference.
+        next_attempt: number of its next attempt at a hand-off.
+        until: end of its wait for a producer, time.monotonic().
+        handoff: its attempt in progress.
+        migration: its migration to another node.
+        logprobs: of its last steps.
+    """
+
+    timings: RequestTimings
+    placement: Placement
+    prefix_hints: tuple[PrefixHint, ...] = ()
+    candidates: tuple[str, ...] = ()
+    next_attempt: int = 1
+    until: float = math.inf
+    handoff: HandoffAttempt | None = None
+    migration: OutgoingMigration | None = None
+    logprobs: deque[Logprobs] = field(default_factory=lambda: deque(maxlen=KEPT_LOGPROBS))
+
+    @property
+    def origin(self) -> tuple[int, int]:
+        return self.request.origin
+
+    @property
+    def attempt(self) -> HandoffAttempt:
+        """Return the attempt in progress."""
+        if self.handoff is None:
+            raise EngineFault(f"request {self.key} has no hand-off")
+        return self.handoff
+
+    # A request that lost a hand-off keeps its position in queues.
+
+    @property
+    def arrived(self) -> float:
+        return self.request.arrived
+
+    @property
+    def place(self) -> float:
+        return self.request.place
+
+    @property
+    def priority(self) -> int:
+        return self.request.spec.priority
+
+    @property
+    def client(self) -> int:
+        return self.request.spec.client
+
+    @property
+    def client_weight(self) -> float:
+        return self.request.spec.client_weight
+
+    def describe(self, now: float) -> dict[str, object]:
+        """Return the log fields of its hand-off: its queue, its request and its progress."""
+        fields: dict[str, object] = {
+            "queue": self.stage.value,
+            "request_id": self.request.spec.request_id,
+        }
+        attempt = self.handoff
+        if attempt is not None:
+            fields |= {
+                "id": tuple(attempt.id),
+                "owner": attempt.stamps.prefill,
+                "pages": attempt.num_pages,
+                "open_s": now - attempt.opened,
+            }
+        if attempt is not None and self.stage is Stage.TRANSFER:
+            fields |= {"first_token": attempt.first_token is not None, "held": attempt.held}
+        return fields
