@@ -56,56 +56,22 @@ def serve(engine: Engine, start: EngineStart[DecodeConfig], prepare: Callable[[s
 
 def make_role(engine: Engine, runtime: RoleRuntime, config: DecodeConfig) -> DecodeRole:
     """Assemble the role from an engine and the parts that do not depend on the role."""
-    control, sharing, steps = runtime.control, runtime.sharing, config.engine.scheduler
-    tables, counters = engine.shape.layout.tables, DecodeCounters()
-    # Limit for all requests: the tokens that fit into the pool and those that may wait.
-    most_tokens = steps.max_queued_tokens + tables.max_tokens(engine.pages.num_pages)
-    active = ActiveRequests(
-        TokenOutbox(runtime.channel),
-        TokenBudget(most_tokens),
-        RequestHistory(RequestTimings),
-        counters,
-    )
-
-    def admitted(request: Request, holding: PageHolding) -> None:
-        sharing.admitted(request)
-        state = active.find(request)
-        if state is not None:
-            state.claims.add(Claim.FETCH, lambda: sharing.forget(request.key))
-
-    scheduler = engine.scheduler(config.engine, admitted)
-    scheduled = SchedulerQueue(scheduler, active.find)
-    reservations = PageReservations(
-        scheduler=scheduler,
-        pages=engine.pages,
-        cache=engine.cache,
-        tables=tables,
-        tiers=engine.tiers,
-        page_bytes=engine.pool.page_bytes,
-    )
-    handoffs = IncomingHandoffs(
-        runtime.port,
-        scheduled=scheduled,
-        reservations=reservations,
-        active=active,
-        limits=HandoffLimits(
-            runtime.instance,
-            engine.limits.vocabulary_size,
-            config.max_inflight_pages or engine.pages.num_pages // 2,
-        ),
-    )
+    control, sharing = runtime.control, runtime.sharing
+    active = _make_active(engine, runtime, config)
+    scheduled = _make_scheduled(engine, runtime, config, active)
+    handoffs = _make_handoffs(engine, runtime, config, active, scheduled)
+    queues = _make_queues(engine, sharing, config, scheduled, handoffs)
     migrations = OutgoingMigrations(
-        scheduler=scheduler,
+        scheduler=scheduled.scheduler,
         pages=engine.pages,
-        tables=tables,
+        tables=engine.shape.layout.tables,
         page_bytes=engine.pool.page_bytes,
         port=runtime.port,
         active=active,
     )
     sharing.loans.learn_by(migrations.copied)
-    queues = _make_queues(engine, sharing, config, scheduled, handoffs)
     admission = RequestAdmission(
-        max_waiting=steps.max_queued_requests,
+        max_waiting=config.engine.scheduler.max_queued_requests,
         limits=engine.limits,
         control=control,
         active=active,
@@ -117,8 +83,8 @@ def make_role(engine: Engine, runtime: RoleRuntime, config: DecodeConfig) -> Dec
         num_tokens=config.transfer.canary_tokens,
         vocabulary_size=engine.limits.vocabulary_size,
         submit=admission.submit,
-        is_busy=lambda: control.draining or scheduler.paused or queues.num_waiting > 0,
-        counts=counters,
+        is_busy=lambda: control.draining or scheduled.scheduler.paused or queues.num_waiting > 0,
+        counts=active.counters,
     )
     active.outbox.listen(STREAM, canary.take)
     placement = PrefillPlacement(
@@ -128,7 +94,7 @@ def make_role(engine: Engine, runtime: RoleRuntime, config: DecodeConfig) -> Dec
         handoffs=handoffs,
         sharing=sharing,
         canary=canary,
-        counters=counters,
+        counters=active.counters,
     )
     return DecodeRole(
         runtime,
@@ -139,6 +105,58 @@ def make_role(engine: Engine, runtime: RoleRuntime, config: DecodeConfig) -> Dec
         handoffs=handoffs,
         migrations=migrations,
         canary=canary,
+    )
+
+
+def _make_active(engine: Engine, runtime: RoleRuntime, config: DecodeConfig) -> ActiveRequests:
+    # Limit for all requests: the tokens that fit into the pool and those that may wait.
+    max_tokens = engine.shape.layout.tables.max_tokens(engine.pages.num_pages)
+    return ActiveRequests(
+        TokenOutbox(runtime.channel),
+        TokenBudget(config.engine.scheduler.max_queued_tokens + max_tokens),
+        RequestHistory(RequestTimings),
+        DecodeCounters(),
+    )
+
+
+def _make_scheduled(
+    engine: Engine, runtime: RoleRuntime, config: DecodeConfig, active: ActiveRequests
+) -> SchedulerQueue[DecodeState]:
+    sharing = runtime.sharing
+
+    def admitted(request: Request, holding: PageHolding) -> None:
+        sharing.admitted(request)
+        state = active.find(request)
+        if state is not None:
+            state.claims.add(Claim.FETCH, lambda: sharing.forget(request.key))
+
+    return SchedulerQueue(engine.scheduler(config.engine, admitted), active.find)
+
+
+def _make_handoffs(
+    engine: Engine,
+    runtime: RoleRuntime,
+    config: DecodeConfig,
+    active: ActiveRequests,
+    scheduled: SchedulerQueue[DecodeState],
+) -> IncomingHandoffs:
+    return IncomingHandoffs(
+        runtime.port,
+        scheduled=scheduled,
+        reservations=PageReservations(
+            scheduler=scheduled.scheduler,
+            pages=engine.pages,
+            cache=engine.cache,
+            tables=engine.shape.layout.tables,
+            tiers=engine.tiers,
+            page_bytes=engine.pool.page_bytes,
+        ),
+        active=active,
+        limits=HandoffLimits(
+            runtime.instance,
+            engine.limits.vocabulary_size,
+            config.max_inflight_pages or engine.pages.num_pages // 2,
+        ),
     )
 
 

@@ -5,7 +5,7 @@ from functools import partial
 
 from common.config import DecodeConfig
 from common.errors import ServingError
-from decode_node.servicer import DecodeService
+from decode_node.servicer import DecodeAbilities, DecodeService
 from kvtransfer.pairs.dialer import PairDialer
 from kvtransfer.pairs.named_owners import NamedProducers
 from kvtransfer.pairs.service import PairService
@@ -52,9 +52,7 @@ def _parts(
         front.metrics,
         front.supervision,
         front.tracer,
-        serves_alone=colocated,
-        falls_back=falls_back,
-        fetches=fetches,
+        abilities=DecodeAbilities(colocated, falls_back, fetches),
         on_peers=pair,
     )
 

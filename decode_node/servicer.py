@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence, Sized
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import grpc
 import numpy as np
@@ -94,13 +94,24 @@ class _RouterStream:
         return tuple(hint for hint in hints if hint.address in nodes)
 
 
+class DecodeAbilities(NamedTuple):
+    """Abilities of a node without prefill nodes.
+
+    Attributes:
+        serves_alone: sent to routers. True in colocated mode.
+        falls_back: sent to routers: whether it also serves alone while no prefill node is usable.
+        fetches: whether it fetches prefixes of prompts that it computes itself.
+    """
+
+    serves_alone: bool
+    falls_back: bool
+    fetches: bool
+
+
 class DecodeService(decode_pb2_grpc.DecodeNodeServicer):
     """The DecodeNode service. Event loop only.
 
     Args:
-        serves_alone: sent to routers. True in colocated mode.
-        falls_back: sent to routers: whether it also serves alone while no prefill node is usable.
-        fetches: whether it fetches prefixes of prompts that it computes itself.
         on_peers: called on each change with all prefill nodes of all routers, and with all decode
             nodes from which a request or a prefix was requested.
         first_message_s: longest wait for a router's first message, in seconds.
@@ -113,9 +124,7 @@ class DecodeService(decode_pb2_grpc.DecodeNodeServicer):
         supervision: EngineSupervisor,
         tracer: Tracer | None,
         *,
-        serves_alone: bool,
-        falls_back: bool,
-        fetches: bool,
+        abilities: DecodeAbilities,
         on_peers: Callable[[frozenset[str], frozenset[str]], None],
         first_message_s: float = limits.FIRST_MESSAGE_S,
     ) -> None:
@@ -123,9 +132,7 @@ class DecodeService(decode_pb2_grpc.DecodeNodeServicer):
         self._metrics = metrics
         self._supervision = supervision
         self._tracer = tracer
-        self._serves_alone = serves_alone
-        self._falls_back = falls_back
-        self._fetches = fetches
+        self._abilities = abilities
         self._on_peers = on_peers
         self._first_message_s = first_message_s
         self._log = ThrottledLog(log, Throttle())
@@ -298,7 +305,7 @@ class DecodeService(decode_pb2_grpc.DecodeNodeServicer):
                 if placement.move_from is not None:
                     stream.check_source(placement.move_from.address)
                     self._dial({placement.move_from.address})
-                elif self._fetches:
+                elif self._abilities.fetches:
                     hinted = {hint.address for hint in placement.prefix_hints}
                     self._dial(hinted.intersection(stream.others))
                 self._engine.submit(parsed, stream.lane)
@@ -369,8 +376,8 @@ class DecodeService(decode_pb2_grpc.DecodeNodeServicer):
         prompts, pages = (backlogs.get(queue, QueueBacklog()) for queue in ("prompts", "pages"))
         return decode_pb2.Status(
             state="draining" if self._draining else "ready",
-            serves_alone=self._serves_alone,
-            falls_back=self._falls_back,
+            serves_alone=self._abilities.serves_alone,
+            falls_back=self._abilities.falls_back,
             links=[
                 router_pb2.LinkState(peer=peer, path=path, gib_per_s=gib_per_s)
                 for peer, path, gib_per_s in (moving.links if moving else ())

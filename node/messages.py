@@ -22,6 +22,7 @@ from common.requests.request_trace import RequestTraces
 from common.requests.timeline import NOTHING, Timeline
 from common.requests.weights import UNNAMED, WeightsId
 from common.tracing.context import UNTRACED, TraceContext
+from node.commands import Command
 from node.timings import ProducerTimings, RequestTimings
 
 # Front to engine --------------------------------------------------------------------------------
@@ -92,21 +93,10 @@ class RouterStreamClosed(msgspec.Struct, frozen=True, tag=True):
 
 
 class NodeCall(msgspec.Struct, frozen=True, tag=True):
-    """A question of `Node`. The response is one NodeCallResult with the same number.
-
-    what: "describe" | "drain" | "serve" (accept requests again after a drain) | "prepare"
-        (argument = the role whose parts are made) | "flush_cache" | "abort" | "explain"
-        (argument = request_id of both) | "load_adapter" (NAME=PATH) | "unload_adapter" (NAME)
-        | "pause" (a PauseMode) | "continue" | "prepare_weights" (PATH)
-        | "put_weights" (their id in hexadecimal)
-        | "take_weights" (ID=ADDRESS of a node that has them)
-        | "release_memory" | "resume_memory" (tags, separated by commas)
-        | "start_profile" (steps) | "stop_profile"
-    """
+    """A command of `Node`. The response is one NodeCallResult with the same number."""
 
     number: int
-    what: str
-    argument: str = ""
+    command: Command
 
 
 class WatchCache(msgspec.Struct, frozen=True, tag=True):

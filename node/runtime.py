@@ -3,7 +3,7 @@
 They are a transfer thread to other nodes, a control interface for the front, and prefix sharing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -21,7 +21,7 @@ from engine.models.vision.meter import VisionMetrics
 from engine.offload.meter import TierMeter
 from engine.runner.profiler import Profiler
 from kvtransfer import data_paths
-from kvtransfer.backends.base import PagePool
+from kvtransfer.backends.base import PagePool, TransferBackend
 from kvtransfer.front_messages import PairInput
 from kvtransfer.pairing import PairHello
 from kvtransfer.ports import NodeCommand, NodeEvent, TransferPort
@@ -88,38 +88,17 @@ class NodeRuntime:
         Raises:
             ConfigError: no data path works here, or there is no memory for one.
         """
-
-        def prepare_in_time(role: str) -> None:
-            with clock.operation():
-                prepare(role)
-
-        config, channel, kv = start.config, start.channel, engine.pool
-        steps = config.engine.scheduler
-        clock = StepClock(first_step_s=steps.first_step_timeout_s)
+        channel, kv = start.channel, engine.pool
+        clock = StepClock(first_step_s=start.config.engine.scheduler.first_step_timeout_s)
         if engine.shape.device.type == "cuda":
             clock.compiles.watch(triton.knobs.runtime)
         pool = PagePool(kv.base_address, kv.page_bytes, kv.num_pages, str(engine.shape.device))
-        paths = data_paths.backends(config.transfer, tls=config.server.tls.cert is not None)
+        paths = data_paths.backends(
+            start.config.transfer, tls=start.config.server.tls.cert is not None
+        )
         data_paths.rehearse(paths, pool)
         reads = ReadMetrics(kv.page_bytes)
-        tables = engine.shape.layout.tables
-        frames: FrameSocket[PairInput] = FrameSocket(start.transfer_socket, PairInput)
-        transfer: TransferThread[NodeCommand, NodeEvent] = TransferThread(
-            frames,
-            both_sides(
-                config.transfer,
-                tables,
-                PairHello.of(start.instance, start.address, engine.fingerprint, pool),
-                pool,
-                paths,
-                data_paths.serve(paths, pool, start.instance),
-                reads,
-                max_untaken_tokens=steps.max_queued_tokens,
-            ),
-            engine_late_s=Lateness(clock, LONGEST_SLEEP_S).look,
-            stall_s=steps.step_timeout_s,
-            wake_engine=channel.wake,
-        )
+        transfer = _make_transfer(engine, start, clock, pool, paths, reads)
         memory = MemoryOccupation(
             engine.weights,
             engine.pages,
@@ -127,42 +106,23 @@ class NodeRuntime:
             data_paths.why_pinned(paths, pool),
             channel.wake,
         )
-        profiler = engine.profiler(config.engine, start.role, lambda: clock.reading.finished)
+        profiler = engine.profiler(start.config.engine, start.role, lambda: clock.reading.finished)
         profiler.tell = channel.wake
-        tiers = TierMeter(engine.tiers, kv.page_bytes)
-        weights = WeightSharing(
-            engine.weights,
-            instance=start.instance,
-            cache=engine.cache,
-            pages=engine.pages,
-            pool=kv.tensor,
-            port=transfer,
-            tell=channel.wake,
-        )
+        weights = _make_weights(engine, start, transfer)
         control = EngineControl(
             channel,
             pages_by_holder=engine.pages.by_holder,
             steps_finished=lambda: clock.reading.finished,
             meters=(
-                *(clock.meter, clock.compiles, reads, tiers, weights),
-                *(AdapterMeter(engine.adapters), VisionMetrics(engine.model.seeing)),
+                *(clock.meter, clock.compiles, reads, TierMeter(engine.tiers, kv.page_bytes)),
+                *(weights, AdapterMeter(engine.adapters), VisionMetrics(engine.model.seeing)),
             ),
             cache=CacheEvents(engine.cache),
             adapters=engine.loader,
             operations=EngineOperations(engine.weights, weights, memory, profiler),
-            prepare=prepare_in_time,
+            prepare=clock.operation()(prepare),
         )
-        sharing = PrefixSharing(
-            config.prefix_sharing,
-            instance=start.instance,
-            page_bytes=kv.page_bytes,
-            cache=engine.cache,
-            pages=engine.pages,
-            tiers=engine.tiers,
-            tables=tables,
-            port=weights,
-            weights=weights,
-        )
+        sharing = _make_sharing(engine, start, weights)
         return cls(
             start.instance,
             channel,
@@ -198,3 +158,58 @@ class NodeRuntime:
             self.memory.close()
             self.weights.close()
             raise
+
+
+def _make_transfer(
+    engine: Engine,
+    start: EngineStart[C],
+    clock: StepClock,
+    pool: PagePool,
+    paths: Mapping[str, TransferBackend],
+    reads: ReadMetrics,
+) -> TransferThread[NodeCommand, NodeEvent]:
+    steps = start.config.engine.scheduler
+    frames: FrameSocket[PairInput] = FrameSocket(start.transfer_socket, PairInput)
+    return TransferThread(
+        frames,
+        both_sides(
+            start.config.transfer,
+            engine.shape.layout.tables,
+            PairHello.of(start.instance, start.address, engine.fingerprint, pool),
+            pool,
+            paths,
+            data_paths.serve(paths, pool, start.instance),
+            reads,
+            max_untaken_tokens=steps.max_queued_tokens,
+        ),
+        engine_late_s=Lateness(clock, LONGEST_SLEEP_S).look,
+        stall_s=steps.step_timeout_s,
+        wake_engine=start.channel.wake,
+    )
+
+
+def _make_weights(
+    engine: Engine, start: EngineStart[C], transfer: TransferThread[NodeCommand, NodeEvent]
+) -> WeightSharing:
+    return WeightSharing(
+        engine.weights,
+        instance=start.instance,
+        cache=engine.cache,
+        pages=engine.pages,
+        pool=engine.pool.tensor,
+        port=transfer,
+        tell=start.channel.wake,
+    )
+
+
+def _make_sharing(engine: Engine, start: EngineStart[C], weights: WeightSharing) -> PrefixSharing:
+    return PrefixSharing(
+        start.config.prefix_sharing,
+        instance=start.instance,
+        page_bytes=engine.pool.page_bytes,
+        cache=engine.cache,
+        pages=engine.pages,
+        tiers=engine.tiers,
+        tables=engine.shape.layout.tables,
+        weights=weights,
+    )

@@ -11,11 +11,23 @@ from concurrent.futures import Future
 from typing import Protocol
 
 from common.distribution import HistogramCounts
-from common.errors import ConfigError, FailedPrecondition, ServingError
+from common.errors import FailedPrecondition, ServingError
 from common.logs import kv
 from common.priority import CLASSES
 from common.requests.adapter import AdapterId
 from common.requests.weights import WeightsId
+from node.commands import (
+    AbortRequests,
+    Command,
+    DescribeNode,
+    DrainNode,
+    ExplainRequests,
+    FlushCache,
+    LoadAdapter,
+    PrepareRole,
+    ResumeNode,
+    UnloadAdapter,
+)
 from node.control.cache_reports import CacheReports, CacheSource
 from node.control.inside import ControlledRole
 from node.control.operations import EngineOperations
@@ -145,10 +157,8 @@ class EngineControl:
         """Answer the front's questions. Any other message goes to `requests`."""
         for message in self._channel.take():
             match message:
-                case NodeCall(what="load_adapter"):
-                    self._load_adapter(message)
-                case NodeCall():
-                    self._tell(self._answers(message, inside))
+                case NodeCall(number, command):
+                    self._tell(self._answers(number, command, inside))
                 case WatchCache():
                     self._cache.watch(message)
                 case StartRole():
@@ -246,14 +256,6 @@ class EngineControl:
             "total_process_cpu": time.process_time(),
         }
 
-    def _load_adapter(self, ask: NodeCall) -> None:
-        """Load an adapter. The answer is sent when it is loaded."""
-        name, _, path = ask.argument.partition("=")
-        try:
-            self._loading.append((ask.number, self._adapters.load(name, path)))
-        except ServingError as error:
-            self._channel.post(NodeCallResult(ask.number, error=str(error)))
-
     def _tell_loaded(self) -> None:
         if not self._loading:
             return
@@ -273,38 +275,40 @@ class EngineControl:
         for answer in answers:
             self._channel.post(answer)
 
-    def _answers(self, ask: NodeCall, inside: ControlledRole) -> Iterator[NodeCallResult]:
-        match ask.what:
-            case "describe":
-                description = {
-                    "pages": self._pages_by_holder(),
-                    "queues": inside.queues(),
-                    "counters": inside.counters(),
-                }
-                yield NodeCallResult(ask.number, description=description)
-            case "drain" | "serve":
-                self.draining = ask.what == "drain"
-                self._told_drained = False
-                self._report_at = 0.0
-                yield NodeCallResult(ask.number)
-            case "prepare":
-                try:
-                    self._prepare(ask.argument)
-                    yield NodeCallResult(ask.number)
-                except (ConfigError, FailedPrecondition) as error:
-                    yield NodeCallResult(ask.number, error=str(error))
-            case "flush_cache":
-                try:
-                    yield NodeCallResult(ask.number, integer=inside.scheduler.flush_cache())
-                except FailedPrecondition as error:
-                    yield NodeCallResult(ask.number, error=str(error))
-            case "abort":
-                yield NodeCallResult(ask.number, integer=inside.abort(ask.argument))
-            case "explain":
-                yield NodeCallResult(ask.number, flights=inside.explain(ask.argument))
-            case "unload_adapter":
-                self._report_at = 0.0
-                yield NodeCallResult(ask.number, integer=int(self._adapters.unload(ask.argument)))
-            case _:
-                self._report_at = 0.0
-                yield from self._operations.take(ask, inside)
+    def _answers(
+        self, number: int, command: Command, inside: ControlledRole
+    ) -> Iterator[NodeCallResult]:
+        """Carry out a command. Yields immediate answers. `poll` sends the others."""
+        try:
+            match command:
+                case DescribeNode():
+                    description = {
+                        "pages": self._pages_by_holder(),
+                        "queues": inside.queues(),
+                        "counters": inside.counters(),
+                    }
+                    yield NodeCallResult(number, description=description)
+                case DrainNode() | ResumeNode():
+                    self.draining = isinstance(command, DrainNode)
+                    self._told_drained = False
+                    self._report_at = 0.0
+                    yield NodeCallResult(number)
+                case PrepareRole(role):
+                    self._prepare(role)
+                    yield NodeCallResult(number)
+                case FlushCache():
+                    yield NodeCallResult(number, integer=inside.scheduler.flush_cache())
+                case AbortRequests(request_id):
+                    yield NodeCallResult(number, integer=inside.abort(request_id))
+                case ExplainRequests(request_id):
+                    yield NodeCallResult(number, flights=inside.explain(request_id))
+                case LoadAdapter(name, path):
+                    self._loading.append((number, self._adapters.load(name, path)))
+                case UnloadAdapter(name):
+                    self._report_at = 0.0
+                    yield NodeCallResult(number, integer=int(self._adapters.unload(name)))
+                case _:
+                    self._report_at = 0.0
+                    yield from self._operations.begin(number, command, inside)
+        except ServingError as error:
+            yield NodeCallResult(number, error=str(error))

@@ -6,15 +6,16 @@ While any memory is away the node stays paused. An idle node that was not paused
 itself when all of it is here again. Memory implements the release itself.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from common.errors import ServingError
+from common.errors import FailedPrecondition, ServingError
 from common.memory_tags import MEMORY_TAGS, WEIGHTS
+from node.commands import ReleaseMemory, ResumeMemory
 from node.control.inside import ControlledRole
-from node.messages import NodeCall, NodeCallResult
+from node.messages import NodeCallResult
 
 
 class ReleasableMemory(Protocol):
@@ -30,9 +31,13 @@ class ReleasableMemory(Protocol):
     def take_again(self, tag: str) -> Future[Any]: ...
 
 
+_Step = Callable[[str], Future[Any]]  # releases or resumes the memory of a tag
+
+
 @dataclass(frozen=True, slots=True)
 class _UnderWay:
-    ask: NodeCall
+    number: int
+    step: _Step
     tag: str
     left: tuple[str, ...]  # tags to process after it
     future: Future[Any]
@@ -43,7 +48,8 @@ class MemoryCalls:
 
     def __init__(self, memory: ReleasableMemory) -> None:
         self._memory = memory
-        self._wanted: NodeCall | None = None  # to be released as soon as no request has KV
+        # To be released as soon as no request has KV.
+        self._wanted: tuple[int, ReleaseMemory] | None = None
         self._under_way: _UnderWay | None = None
         self._away: set[str] = set()
         self._paused_here = False
@@ -68,74 +74,59 @@ class MemoryCalls:
     def gauges(self) -> dict[str, float]:
         return {f"away_{tag}": float(tag in self._away) for tag in MEMORY_TAGS}
 
-    def release(self, ask: NodeCall, role: ControlledRole) -> Iterator[NodeCallResult]:
-        """Release memory. The answer comes from here on an error, otherwise from `done`. argument:
-        tags, separated by commas.
+    def release(self, number: int, command: ReleaseMemory, role: ControlledRole) -> None:
+        """Release memory, with an answer from `done`.
+
+        Raises:
+            ServingError: that cannot begin, with the reason.
         """
-        if (reason := self._why_not(role)) is not None:
-            yield NodeCallResult(ask.number, error=reason)
-            return
-        try:
-            self._memory.check(_tags(ask))
-        except ServingError as error:
-            yield NodeCallResult(ask.number, error=str(error))
-            return
+        if self._wanted is not None or self._under_way is not None:
+            raise FailedPrecondition(self.why_paused)
+        if role.busy and not role.scheduler.paused:
+            raise FailedPrecondition("requests are here: pause the node first")
+        self._memory.check(command.tags)
         self._paused_here |= not role.scheduler.paused
         role.scheduler.paused = True
-        self._wanted = ask
+        self._wanted = number, command
 
-    def resume(self, ask: NodeCall, role: ControlledRole) -> Iterator[NodeCallResult]:
+    def resume(
+        self, number: int, command: ResumeMemory, role: ControlledRole
+    ) -> Iterator[NodeCallResult]:
         """Resume memory, with answers like `release`. Tags that are not away are no error."""
         if self._wanted is not None or self._under_way is not None:
-            yield NodeCallResult(ask.number, error=self.why_paused)
-        else:
-            yield from self._go_on(ask, tuple(tag for tag in _tags(ask) if tag in self._away), role)
+            raise FailedPrecondition(self.why_paused)
+        away = tuple(tag for tag in command.tags if tag in self._away)
+        yield from self._go_on(number, self._memory.take_again, away, role)
 
     def done(self, role: ControlledRole) -> Iterator[NodeCallResult]:
         """Yield the answers that are ready. Called in each turn of the loop."""
         if self._wanted is not None and role.scheduler.at_rest and role.release_kv():
             role.scheduler.clear_cache()
             if self._memory.unused:  # another node may still read exported pages
-                ask, self._wanted = self._wanted, None
-                here = tuple(tag for tag in _tags(ask) if tag not in self._away)
-                yield from self._go_on(ask, here, role)
+                (number, command), self._wanted = self._wanted, None
+                here = tuple(tag for tag in command.tags if tag not in self._away)
+                yield from self._go_on(number, self._memory.give_back, here, role)
         if self._under_way is not None and self._under_way.future.done():
             done, self._under_way = self._under_way, None
             error = done.future.exception()
             if isinstance(error, ServingError):
-                yield NodeCallResult(done.ask.number, error=str(error))
+                yield NodeCallResult(done.number, error=str(error))
                 return
             if error is not None:
                 raise error
             self._away ^= {done.tag}
-            yield from self._go_on(done.ask, done.left, role)
-
-    def _why_not(self, role: ControlledRole) -> str | None:
-        if self._wanted is not None or self._under_way is not None:
-            return self.why_paused
-        if role.busy and not role.scheduler.paused:
-            return "requests are here: pause the node first"
-        return None
+            yield from self._go_on(done.number, done.step, done.left, role)
 
     def _go_on(
-        self, ask: NodeCall, tags: tuple[str, ...], role: ControlledRole
+        self, number: int, step: _Step, tags: tuple[str, ...], role: ControlledRole
     ) -> Iterator[NodeCallResult]:
         """Process the first of these tags, or answer if there is none."""
         if tags:
-            begin = self._memory.give_back if _gives(ask) else self._memory.take_again
             try:
-                self._under_way = _UnderWay(ask, tags[0], tags[1:], begin(tags[0]))
+                self._under_way = _UnderWay(number, step, tags[0], tags[1:], step(tags[0]))
             except ServingError as error:
-                yield NodeCallResult(ask.number, error=str(error))
+                yield NodeCallResult(number, error=str(error))
             return
         if self._paused_here and not self._away:
             self._paused_here = role.scheduler.paused = False
-        yield NodeCallResult(ask.number)
-
-
-def _tags(ask: NodeCall) -> tuple[str, ...]:
-    return tuple(ask.argument.split(","))
-
-
-def _gives(ask: NodeCall) -> bool:
-    return ask.what == "release_memory"
+        yield NodeCallResult(number)

@@ -2,13 +2,26 @@
 
 from collections.abc import Iterator
 
+from common.errors import FailedPrecondition
 from common.requests.weights import WeightsId
+from node.commands import (
+    Command,
+    ContinueGeneration,
+    PauseGeneration,
+    PrepareWeights,
+    PutWeights,
+    ReleaseMemory,
+    ResumeMemory,
+    StartProfile,
+    StopProfile,
+    TakeWeights,
+)
 from node.control.inside import ControlledRole
 from node.control.memory_calls import MemoryCalls, ReleasableMemory
 from node.control.pauses import Pauses
 from node.control.profile_calls import ProfileCalls, ProfilerSession
 from node.control.weight_calls import UpdatableWeights, WeightCalls, WeightSources
-from node.messages import NodeCall, NodeCallResult
+from node.messages import NodeCallResult
 
 
 class EngineOperations:
@@ -37,36 +50,35 @@ class EngineOperations:
     def gauges(self) -> dict[str, float]:
         return self._memory.gauges()
 
-    def take(self, ask: NodeCall, role: ControlledRole) -> Iterator[NodeCallResult]:
-        """Carry out a command. Yields immediate answers. `done` yields the others."""
-        match ask.what:
-            case "pause":
+    def begin(
+        self, number: int, command: Command, role: ControlledRole
+    ) -> Iterator[NodeCallResult]:
+        """Carry out a command. Yields immediate answers. `done` yields the others.
+
+        Raises:
+            ServingError: it is not possible now, with the reason.
+        """
+        match command:
+            case PauseGeneration(mode):
                 self._memory.pause()
-                self._pauses.begin(ask, role)
-            case "continue" if reason := self._memory.why_paused or self._weights.why_paused:
-                yield NodeCallResult(ask.number, error=reason)
-            case "continue":
-                yield from self._pauses.resume(ask, role)
-            case "prepare_weights":
-                yield from self._weights.prepare(ask)
-            case "put_weights" | "take_weights" if reason := self._memory.why_no_weights:
-                yield NodeCallResult(ask.number, error=reason)
-            case "put_weights":
-                yield from self._weights.put(ask, role)
-            case "take_weights":
-                yield from self._weights.take(ask, role)
-            case "release_memory" if reason := self._weights.why_busy:
-                yield NodeCallResult(ask.number, error=reason)
-            case "release_memory":
-                yield from self._memory.release(ask, role)
-            case "resume_memory":
-                yield from self._memory.resume(ask, role)
-            case "start_profile":
-                yield from self._profiles.start(ask)
-            case "stop_profile":
-                yield from self._profiles.stop(ask)
-            case unknown:
-                yield NodeCallResult(ask.number, error=f"unknown question {unknown!r}")
+                self._pauses.begin(number, mode, role)
+            case ContinueGeneration():
+                _require_none(self._memory.why_paused or self._weights.why_paused)
+                yield from self._pauses.resume(number, role)
+            case PrepareWeights(path):
+                self._weights.prepare(number, path)
+            case PutWeights() | TakeWeights():
+                _require_none(self._memory.why_no_weights)
+                yield from self._weights.begin(number, command, role)
+            case ReleaseMemory():
+                _require_none(self._weights.why_busy)
+                self._memory.release(number, command, role)
+            case ResumeMemory():
+                yield from self._memory.resume(number, command, role)
+            case StartProfile(num_steps):
+                yield NodeCallResult(number, path=self._profiles.start(num_steps))
+            case StopProfile():
+                self._profiles.stop(number)
 
     def done(self, role: ControlledRole) -> Iterator[NodeCallResult]:
         """Yield the answers that are ready. Called in each turn of the loop."""
@@ -74,3 +86,9 @@ class EngineOperations:
         yield from self._weights.done(role)
         yield from self._memory.done(role)
         yield from self._profiles.done()
+
+
+def _require_none(obstacle: str) -> None:
+    """Raise FailedPrecondition if there is an obstacle."""
+    if obstacle:
+        raise FailedPrecondition(obstacle)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from common.pause_mode import PAUSE_MODES, PauseMode
 from node.control.inside import ControlledRole
-from node.messages import NodeCall, NodeCallResult
+from node.messages import NodeCallResult
 
 PAUSED = "aborted: generation was paused"  # error of requests that a pause ends
 
@@ -35,21 +35,21 @@ class Pauses:
     def counters(self) -> dict[str, int]:
         return {f"pauses/{mode}": number for mode, number in self._counts.items()}
 
-    def begin(self, ask: NodeCall, role: ControlledRole) -> None:
+    def begin(self, number: int, mode: PauseMode, role: ControlledRole) -> None:
         """Start a pause. `reached` yields the answer. A paused node may be paused again in another
         mode.
         """
-        mode, fresh = PauseMode(ask.argument), not role.scheduler.paused
+        fresh = not role.scheduler.paused
         self._counts[mode.value] += 1
         role.scheduler.paused = True
         num_aborted = role.abort_all() if mode is PauseMode.ABORT else 0
         keeps = mode is PauseMode.IN_PLACE
-        self._awaited.append(_Awaited(ask.number, fresh, num_aborted, keeps))
+        self._awaited.append(_Awaited(number, fresh, num_aborted, keeps))
 
-    def resume(self, ask: NodeCall, role: ControlledRole) -> Iterator[NodeCallResult]:
+    def resume(self, number: int, role: ControlledRole) -> Iterator[NodeCallResult]:
         """End the pause. Yields its answer, and errors for pauses that were not reached."""
         was_paused, role.scheduler.paused = role.scheduler.paused, False
-        yield NodeCallResult(ask.number, integer=int(was_paused))
+        yield NodeCallResult(number, integer=int(was_paused))
         for each in self._awaited:
             yield NodeCallResult(each.number, error="it was continued before it was paused")
         self._awaited.clear()

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Protocol
 
-from common.errors import ServingError
-from node.messages import NodeCall, NodeCallResult
+from node.messages import NodeCallResult
 
 
 class ProfilerSession(Protocol):
@@ -25,19 +24,13 @@ class ProfileCalls:
         self._profiler = profiler
         self._awaited: list[tuple[int, Future[str]]] = []  # numbers of questions
 
-    def start(self, ask: NodeCall) -> Iterator[NodeCallResult]:
-        """Start a profile. argument: number of steps."""
-        try:
-            yield NodeCallResult(ask.number, path=self._profiler.start(int(ask.argument)))
-        except ServingError as error:
-            yield NodeCallResult(ask.number, error=str(error))
+    def start(self, num_steps: int) -> str:
+        """Start a profile. Returns the path of its trace. Raises ServingError if it cannot."""
+        return self._profiler.start(num_steps)
 
-    def stop(self, ask: NodeCall) -> Iterator[NodeCallResult]:
-        """Stop the profile. The answer comes from here on an error, otherwise from `done`."""
-        try:
-            self._awaited.append((ask.number, self._profiler.stop()))
-        except ServingError as error:
-            yield NodeCallResult(ask.number, error=str(error))
+    def stop(self, number: int) -> None:
+        """Stop the profile, with an answer from `done`. Raises ServingError if there is none."""
+        self._awaited.append((number, self._profiler.stop()))
 
     def done(self) -> Iterator[NodeCallResult]:
         """Yield the answers that are ready. Called in each turn of the loop."""

@@ -14,10 +14,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from common.errors import ServingError
+from common.errors import FailedPrecondition, ServingError
 from common.requests.weights import UNNAMED, WeightsId
+from node.commands import PutWeights, TakeWeights
 from node.control.inside import ControlledRole
-from node.messages import NodeCall, NodeCallResult
+from node.messages import NodeCallResult
 
 
 class UpdatableWeights(Protocol):
@@ -59,7 +60,8 @@ class WeightCalls:
         self._weights = weights
         self._lenders = lenders
         self._preparing: list[_Asked] = []
-        self._wanted: NodeCall | None = None  # to be put in place as soon as no request has KV
+        # To be put in place as soon as no request has KV.
+        self._wanted: tuple[int, PutWeights | TakeWeights] | None = None
         self._reading: _Asked | None = None
         self._putting: _Asked | None = None
         self._computed_with = self._paired_as = weights.id  # the versions that the role knows
@@ -84,33 +86,28 @@ class WeightCalls:
         """Return why the node must stay paused. Empty if it need not."""
         return self.why_busy or ("" if self._weights.whole else "its weights are incomplete")
 
-    def prepare(self, ask: NodeCall) -> Iterator[NodeCallResult]:
-        """Check weights. The answer comes from here on an error, otherwise from `done`."""
-        try:
-            future = self._weights.prepare(ask.argument)
-        except ServingError as error:
-            yield NodeCallResult(ask.number, error=str(error))
-        else:
-            self._preparing.append(_Asked(ask.number, UNNAMED, future))
+    def prepare(self, number: int, path: str) -> None:
+        """Check weights, with an answer from `done`. Raises ServingError if that cannot begin."""
+        self._preparing.append(_Asked(number, UNNAMED, self._weights.prepare(path)))
 
-    def put(self, ask: NodeCall, role: ControlledRole) -> Iterator[NodeCallResult]:
-        """Put weights in place, with answers like `prepare`. argument: their id, in hexadecimal."""
-        if not role.scheduler.paused:
-            yield NodeCallResult(ask.number, error="this node is not paused")
-        elif self.why_busy:
-            yield NodeCallResult(ask.number, error="its weights are being changed already")
-        else:
-            self._wanted = ask
+    def begin(
+        self, number: int, command: PutWeights | TakeWeights, role: ControlledRole
+    ) -> Iterator[NodeCallResult]:
+        """Put weights in place, those of another node for TakeWeights. `done` yields the answer,
+        unless that node's weights are in use already.
 
-    def take(self, ask: NodeCall, role: ControlledRole) -> Iterator[NodeCallResult]:
-        """Take another node's weights, with answers like `prepare`. argument: their id and its
-        address.
+        Raises:
+            FailedPrecondition: that cannot begin now.
         """
-        weights, _ = _lent(ask)
-        if weights == self._weights.id and self._weights.whole and not self.why_busy:
-            yield NodeCallResult(ask.number, weights=weights)
+        has_them = command.weights == self._weights.id and self._weights.whole
+        if isinstance(command, TakeWeights) and has_them and not self.why_busy:
+            yield NodeCallResult(number, weights=command.weights)
+        elif not role.scheduler.paused:
+            raise FailedPrecondition("this node is not paused")
+        elif self.why_busy:
+            raise FailedPrecondition("its weights are being changed already")
         else:
-            yield from self.put(ask, role)
+            self._wanted = number, command
 
     def done(self, role: ControlledRole) -> Iterator[NodeCallResult]:
         """Yield the answers that are ready. Called in each turn of the loop."""
@@ -119,12 +116,12 @@ class WeightCalls:
             self._preparing.remove(asked)
             yield _answer(asked)
         if self._wanted is not None and role.scheduler.at_rest and role.release_kv():
-            ask, self._wanted = self._wanted, None
+            (number, command), self._wanted = self._wanted, None
             role.scheduler.clear_cache()
-            if ask.what == "take_weights":
-                self._read(ask, role)
+            if isinstance(command, TakeWeights):
+                self._read(number, command, role)
             else:
-                yield from self._put(ask.number, bytes.fromhex(ask.argument))
+                yield from self._put(number, command.weights)
         if self._reading is not None and self._reading.future.done():
             asked, self._reading = self._reading, None
             if asked.future.exception() is None:
@@ -141,14 +138,14 @@ class WeightCalls:
         if not self.why_busy:
             self._pair_as(self._weights.id, role)
 
-    def _read(self, ask: NodeCall, role: ControlledRole) -> None:
+    def _read(self, number: int, command: TakeWeights, role: ControlledRole) -> None:
         """Start to read weights from another node. That node pairs only with nodes of the same
         version, so this node claims to have it until the read ends. It computes nothing meanwhile,
         and has no KV.
         """
-        weights, address = _lent(ask)
+        weights = command.weights
         self._pair_as(weights, role)
-        self._reading = _Asked(ask.number, weights, self._lenders.read(weights, address))
+        self._reading = _Asked(number, weights, self._lenders.read(weights, command.address))
 
     def _put(self, number: int, weights: WeightsId) -> Iterator[NodeCallResult]:
         try:
@@ -160,11 +157,6 @@ class WeightCalls:
         if weights != self._paired_as:
             self._paired_as = weights
             role.set_weight_version(weights)
-
-
-def _lent(ask: NodeCall) -> tuple[WeightsId, str]:
-    weights, _, address = ask.argument.partition("=")
-    return bytes.fromhex(weights), address
 
 
 def _answer(asked: _Asked) -> NodeCallResult:

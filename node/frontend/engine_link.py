@@ -13,6 +13,7 @@ from typing import TypeAlias
 from common.errors import DeadlineExceeded, FailedPrecondition, NodeUnavailable, Overloaded
 from common.process.ipc import Backlogged, FrameConnection, PeerGone
 from common.process.lanes import CallLane
+from node.commands import Command
 from node.messages import (
     CacheEventBatch,
     Drained,
@@ -123,7 +124,7 @@ class EngineLink:
             raise Overloaded("the engine of this node does not keep up with new requests")
         self.send(request, lane)
 
-    async def ask(self, what: str, argument: str = "", *, timeout_s: float = 5.0) -> NodeCallResult:
+    async def ask(self, command: Command, *, timeout_s: float = 5.0) -> NodeCallResult:
         """Ask the engine thread, which answers between two steps.
 
         Raises:
@@ -138,7 +139,7 @@ class EngineLink:
         number = next(self._numbers)
         self._questions[number] = asyncio.get_running_loop().create_future()
         try:
-            self.send(NodeCall(number, what, argument))
+            self.send(NodeCall(number, command))
             answer = await asyncio.wait_for(self._questions[number], timeout_s)
         except TimeoutError:
             raise DeadlineExceeded(f"the engine has not answered within {timeout_s:g} s") from None

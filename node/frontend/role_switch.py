@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from common.errors import DeadlineExceeded, FailedPrecondition, NodeUnavailable, ServingError
 from common.logs import kv
+from node.commands import PrepareRole
 from node.frontend.engine_link import EngineLink
 from node.frontend.parts import RoleProgram
 
@@ -89,7 +90,7 @@ class RoleSwitch:
         self._pause()
         try:
             await self._until_drained()
-            await self._engine.ask("prepare", program.role, timeout_s=PREPARE_S)
+            await self._engine.ask(PrepareRole(program.role), timeout_s=PREPARE_S)
         except ServingError as error:
             log.warning("role change failed %s", kv(to=program.role, reason=error))
             self._under_way = None

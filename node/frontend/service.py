@@ -4,11 +4,11 @@ import hashlib
 import os
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from common.config import NodeConfig, check_adapter_name
+from common.config import check_adapter_name
 from common.errors import InvalidRequest, NodeUnavailable, cut
 from common.memory_tags import memory_tags
 from common.pause_mode import pause_mode
@@ -16,6 +16,23 @@ from common.queueing.drain import QueueBacklog
 from common.requests.request_trace import RequestTraces, to_proto
 from common.requests.weights import check_weights
 from common.rpc import check_address
+from node.commands import (
+    AbortRequests,
+    ContinueGeneration,
+    DescribeNode,
+    ExplainRequests,
+    FlushCache,
+    LoadAdapter,
+    PauseGeneration,
+    PrepareWeights,
+    PutWeights,
+    ReleaseMemory,
+    ResumeMemory,
+    StartProfile,
+    StopProfile,
+    TakeWeights,
+    UnloadAdapter,
+)
 from node.frontend.cache_feed import CacheFeed
 from node.frontend.engine_link import EngineLink
 from node.frontend.supervision import EngineSupervisor
@@ -30,11 +47,25 @@ PAUSE_S = 60.0  # longest time for launched work to end, and for other nodes to 
 ROLES = ("prefill", "decode")
 
 
+class NodeIdentity(NamedTuple):
+    """The constant part of a node's description.
+
+    Attributes:
+        mode: of a decode node, else empty.
+        model: its name until the engine reports it.
+    """
+
+    role: str
+    mode: str
+    model: str
+    instance: int
+    engine_pid: int
+
+
 class NodeService(node_pb2_grpc.NodeServicer):
     """Forwards questions to the engine thread. Answers itself only while the engine starts.
 
     Args:
-        mode: of a decode node, else empty.
         drain: begins the drain. Called with the name of its cause.
         switch: changes to the role of that name. Returns when it is about to begin.
         pair_with: pairs with the node at that address from now on. Raises FailedPrecondition if it
@@ -44,11 +75,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
     def __init__(
         self,
         *,
-        role: str,
-        mode: str,
-        config: NodeConfig,
-        instance: int,
-        engine_pid: int,
+        identity: NodeIdentity,
         engine: EngineLink,
         supervision: EngineSupervisor,
         cache_feed: CacheFeed,
@@ -56,11 +83,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
         switch: Callable[[str], Awaitable[None]],
         pair_with: Callable[[str], None],
     ) -> None:
-        self._role = role
-        self._mode = mode
-        self._model = config.engine.model
-        self._instance = instance
-        self._pids = (os.getpid(), engine_pid)
+        self._identity = identity
         self._engine = engine
         self._supervision = supervision
         self._cache_feed = cache_feed
@@ -74,19 +97,19 @@ class NodeService(node_pb2_grpc.NodeServicer):
         """Describe the node. While the model loads, only role, instance, pids, state and model are
         set. A stalled engine is not asked: pages, queues, steps and counters are unset.
         """
-        ready = self._supervision.ready
+        ready, identity = self._supervision.ready, self._identity
         reply = node_pb2.DescribeResponse(
-            role=self._role,
-            mode=self._mode,
-            instance_id=self._instance,
-            pids=self._pids,
+            role=identity.role,
+            mode=identity.mode,
+            instance_id=identity.instance,
+            pids=(os.getpid(), identity.engine_pid),
             state=self._supervision.state(time.monotonic()),
-            model=ready.model if ready else self._model,
+            model=ready.model if ready else identity.model,
         )
         if ready is None:
             return reply
         if self._supervision.moves(time.monotonic()):
-            description = (await self._engine.ask("describe")).description or {}
+            description = (await self._engine.ask(DescribeNode())).description or {}
         else:
             description = {}
         moving = self._supervision.moving
@@ -132,7 +155,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
         self, request: router_pb2.FlushCacheRequest, context: Any
     ) -> router_pb2.FlushCacheResponse:
         """Flush the prefix cache. Fails with FAILED_PRECONDITION while requests run."""
-        answer = await self._engine.ask("flush_cache")
+        answer = await self._engine.ask(FlushCache())
         return router_pb2.FlushCacheResponse(pages_freed=answer.integer)
 
     async def WatchCache(self, request: node_pb2.WatchCacheRequest, context: Any) -> None:
@@ -149,7 +172,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
         """
         if not request.request_id:
             raise InvalidRequest("request_id is empty")
-        answer = await self._engine.ask("abort", request.request_id)
+        answer = await self._engine.ask(AbortRequests(request.request_id))
         return node_pb2.AbortResponse(aborted=answer.integer)
 
     async def LoadAdapter(
@@ -158,8 +181,8 @@ class NodeService(node_pb2_grpc.NodeServicer):
         """Load an adapter. Fails with FAILED_PRECONDITION and the reason if it cannot be loaded."""
         _check_name(request.name)
         _check_path(request.path)
-        argument = f"{request.name}={request.path}"
-        answer = await self._engine.ask("load_adapter", argument, timeout_s=LOAD_S)
+        command = LoadAdapter(request.name, request.path)
+        answer = await self._engine.ask(command, timeout_s=LOAD_S)
         return router_pb2.LoadAdapterResponse(id=answer.adapter, fresh=bool(answer.integer))
 
     async def UnloadAdapter(
@@ -167,7 +190,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
     ) -> router_pb2.UnloadAdapterResponse:
         """Unload an adapter. An unknown name is no error."""
         _check_name(request.name)
-        answer = await self._engine.ask("unload_adapter", request.name)
+        answer = await self._engine.ask(UnloadAdapter(request.name))
         return router_pb2.UnloadAdapterResponse(known=bool(answer.integer))
 
     async def Pause(
@@ -176,15 +199,15 @@ class NodeService(node_pb2_grpc.NodeServicer):
         """Pause generation. Fails with DEADLINE_EXCEEDED if the pause is not reached in time. The
         node is still paused once it is reached.
         """
-        mode = pause_mode(request.mode)
-        answer = await self._engine.ask("pause", mode.value, timeout_s=PAUSE_S)
+        command = PauseGeneration(pause_mode(request.mode))
+        answer = await self._engine.ask(command, timeout_s=PAUSE_S)
         return router_pb2.PauseResponse(fresh=answer.fresh, aborted=answer.integer)
 
     async def Continue(
         self, request: router_pb2.ContinueRequest, context: Any
     ) -> router_pb2.ContinueResponse:
         """Continue generation. A node that is not paused is no error."""
-        answer = await self._engine.ask("continue")
+        answer = await self._engine.ask(ContinueGeneration())
         return router_pb2.ContinueResponse(was_paused=bool(answer.integer))
 
     async def PrepareWeights(
@@ -194,7 +217,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
         invalid.
         """
         _check_path(request.path)
-        answer = await self._engine.ask("prepare_weights", request.path, timeout_s=WEIGHTS_S)
+        answer = await self._engine.ask(PrepareWeights(request.path), timeout_s=WEIGHTS_S)
         return node_pb2.PrepareWeightsResponse(id=answer.weights)
 
     async def PutWeights(
@@ -204,7 +227,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
         weights stay in use.
         """
         weights = check_weights(request.id)
-        await self._engine.ask("put_weights", weights.hex(), timeout_s=WEIGHTS_S)
+        await self._engine.ask(PutWeights(weights), timeout_s=WEIGHTS_S)
         return node_pb2.PutWeightsResponse()
 
     async def TakeWeights(
@@ -215,7 +238,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
         """
         weights, address = check_weights(request.id), check_address(request.address)
         self._pair_with(address)
-        await self._engine.ask("take_weights", f"{weights.hex()}={address}", timeout_s=WEIGHTS_S)
+        await self._engine.ask(TakeWeights(weights, address), timeout_s=WEIGHTS_S)
         return node_pb2.TakeWeightsResponse()
 
     async def ReleaseMemory(
@@ -224,8 +247,8 @@ class NodeService(node_pb2_grpc.NodeServicer):
         """Release memory. Fails with FAILED_PRECONDITION and the reason if all or some of
         it stays.
         """
-        tags = ",".join(memory_tags(request.tags))
-        await self._engine.ask("release_memory", tags, timeout_s=WEIGHTS_S)
+        command = ReleaseMemory(memory_tags(request.tags))
+        await self._engine.ask(command, timeout_s=WEIGHTS_S)
         return router_pb2.ReleaseMemoryResponse()
 
     async def ResumeMemory(
@@ -234,8 +257,8 @@ class NodeService(node_pb2_grpc.NodeServicer):
         """Resume memory. Fails with FAILED_PRECONDITION and the reason if some of it is
         still away.
         """
-        tags = ",".join(memory_tags(request.tags))
-        await self._engine.ask("resume_memory", tags, timeout_s=WEIGHTS_S)
+        command = ResumeMemory(memory_tags(request.tags))
+        await self._engine.ask(command, timeout_s=WEIGHTS_S)
         return router_pb2.ResumeMemoryResponse()
 
     async def StartProfile(
@@ -244,15 +267,15 @@ class NodeService(node_pb2_grpc.NodeServicer):
         """Start a profile. Fails with FAILED_PRECONDITION and the reason if it cannot."""
         if request.num_steps > MAX_PROFILE_STEPS:
             raise InvalidRequest(f"num_steps: {MAX_PROFILE_STEPS} at most")
-        num_steps = request.num_steps or PROFILE_STEPS
-        answer = await self._engine.ask("start_profile", str(num_steps), timeout_s=PROFILE_S)
+        command = StartProfile(request.num_steps or PROFILE_STEPS)
+        answer = await self._engine.ask(command, timeout_s=PROFILE_S)
         return node_pb2.ProfileResponse(path=answer.path)
 
     async def StopProfile(
         self, request: router_pb2.StopProfileRequest, context: Any
     ) -> node_pb2.ProfileResponse:
         """Stop the profile. Fails with FAILED_PRECONDITION if nothing was profiled."""
-        answer = await self._engine.ask("stop_profile", timeout_s=PROFILE_S)
+        answer = await self._engine.ask(StopProfile(), timeout_s=PROFILE_S)
         return node_pb2.ProfileResponse(path=answer.path)
 
     async def Explain(
@@ -265,7 +288,7 @@ class NodeService(node_pb2_grpc.NodeServicer):
             raise InvalidRequest("request_id is empty")
         if self._supervision.ready and not self._supervision.moves(time.monotonic()):
             raise NodeUnavailable("the engine of this node is stalled")
-        answer = await self._engine.ask("explain", request.request_id)
+        answer = await self._engine.ask(ExplainRequests(request.request_id))
         return to_proto(answer.flights or RequestTraces((), 0))
 
 

@@ -26,12 +26,13 @@ from common.identity.program import guard_of, identity_of
 from common.logs import kv
 from common.metrics.trust import TrustMetrics
 from common.tracing import export
+from node.commands import DrainNode, ResumeNode
 from node.frontend.cache_feed import CacheFeed
 from node.frontend.ending import ProcessExit
 from node.frontend.engine_link import EngineLink, Notice
 from node.frontend.parts import NodeFrontend, RoleProgram, RoleServices
 from node.frontend.role_switch import RoleSwitch
-from node.frontend.service import NodeService
+from node.frontend.service import NodeIdentity, NodeService
 from node.frontend.supervision import SERVES, EngineSupervisor
 from node.messages import (
     CacheEventBatch,
@@ -244,21 +245,23 @@ class RoleTenure:
         self._supervision.draining = True
         self._parts.drain()
         # Number 0: the answer is ignored. Drained is what counts.
-        self._engine.send(NodeCall(0, "drain"))
+        self._engine.send(NodeCall(0, DrainNode()))
 
     def _resume(self) -> None:
         self._supervision.draining = False
-        self._engine.send(NodeCall(0, "serve"))
+        self._engine.send(NodeCall(0, ResumeNode()))
         self._parts.resume()
 
     def _register(self) -> rpc.Health:
-        guard = self._post.guard
+        guard, program = self._post.guard, self._post.program
         node = NodeService(
-            role=self._post.program.role,
-            mode=self._post.program.mode,
-            config=self._config,
-            instance=self._post.start.instance,
-            engine_pid=self._engine_pid,
+            identity=NodeIdentity(
+                program.role,
+                program.mode,
+                self._config.engine.model,
+                self._post.start.instance,
+                self._engine_pid,
+            ),
             engine=self._engine,
             supervision=self._supervision,
             cache_feed=self._cache_feed,

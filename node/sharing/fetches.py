@@ -151,7 +151,7 @@ class PrefixFetches:
 
     # Waiting requests ---------------------------------------------------------------------------
 
-    def begin(
+    def start(
         self,
         key: int,
         token_ids: Ints,

@@ -13,7 +13,7 @@ from engine.kv_cache.pages import PageAllocator
 from engine.kv_cache.radix import PrefixCache
 from engine.offload.tiers import CacheTiers
 from kvtransfer.messages import Prefix
-from kvtransfer.ports import InvalidateEvent, NodeEvent, OwnerRate, TransferPort
+from kvtransfer.ports import InvalidateEvent, NodeEvent, OwnerRate
 from node.sharing.corrupt_prefixes import CorruptPrefixes
 from node.sharing.ends import take
 from node.sharing.exports import PrefixExports
@@ -26,8 +26,7 @@ class PrefixSharing:
     """The prefix sharing of a node. Engine thread only. Prompts by the keys of their requests.
 
     Args:
-        port: to the transfer thread.
-        weights: weight sharing, which uses the same pages.
+        weights: weight sharing, which uses the same pages and is the port to the transfer thread.
     """
 
     def __init__(
@@ -40,7 +39,6 @@ class PrefixSharing:
         pages: PageAllocator,
         tiers: CacheTiers,
         tables: PageTables,
-        port: TransferPort,
         weights: WeightSharing,
     ) -> None:
         self._tiers = tiers
@@ -51,7 +49,7 @@ class PrefixSharing:
             pages=pages,
             tiers=tiers,
             tables=tables,
-            port=port,
+            port=weights,
         )
         self.fetches = PrefixFetches(
             config,
@@ -60,10 +58,10 @@ class PrefixSharing:
             cache=cache,
             pages=pages,
             tables=tables,
-            port=port,
+            port=weights,
         )
         self.ways = PrefixSources()
-        self.spoilt = CorruptPrefixes(cache, port)
+        self.spoilt = CorruptPrefixes(cache, weights)
 
     @property
     def busy(self) -> bool:
@@ -98,7 +96,7 @@ class PrefixSharing:
             return False
         way = self._tiers.way(request.token_ids[:-1], request.namespace)
         below = 0 if way is None else len(way.token_ids)
-        return self.fetches.begin(
+        return self.fetches.start(
             request.key,
             request.token_ids,
             request.namespace,

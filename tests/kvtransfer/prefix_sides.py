@@ -394,7 +394,7 @@ class FetcherSide(ReaderSide):
     def _begin(self, r: int) -> list[Output]:
         plan = self.sharing_plan
         hint = plan.hint(r)
-        begun = self.fetches.begin(
+        begun = self.fetches.start(
             r,
             _tokens(hint.num_tokens + 1),
             plan.namespaces[r],

@@ -11,7 +11,7 @@ import pytest
 
 from common import limits, rpc
 from common.process.ipc import FrameConnection, socket_pair
-from decode_node.servicer import DecodeService
+from decode_node.servicer import DecodeAbilities, DecodeService
 from node.frontend.engine_link import EngineLink
 from node.frontend.supervision import EngineSupervisor
 from node.messages import CancelSubmitted, EngineReady, FrontMessage, StartRole
@@ -56,9 +56,7 @@ async def serving(first_message_s: float = 30.0) -> AsyncIterator[Rig]:
         NodeMetrics("decode"),
         EngineSupervisor(),
         None,
-        serves_alone=True,
-        falls_back=False,
-        fetches=True,
+        abilities=DecodeAbilities(serves_alone=True, falls_back=False, fetches=True),
         on_peers=lambda prefill, decode: None,
         first_message_s=first_message_s,
     )

@@ -8,6 +8,7 @@ import pytest
 from common.config import LoraConfig
 from engine.batch.request import FinishReason
 from kvtransfer.messages import HandoffFailed, OpenHandoff
+from node.commands import LoadAdapter, UnloadAdapter
 from tests.support.adapters import make_adapter, merge
 from tests.support.checkpoints import (
     ARCHITECTURES,
@@ -203,8 +204,8 @@ def test_an_adapter_that_is_unloaded_while_it_is_used_stays_with_its_requests(kn
         waits = rig.ask(PROMPTS[1], NUM_TOKENS, adapter=by_name["b"])
         rig.until(lambda: runs.tokens, "it runs")
         for node in rig.nodes:
-            rig.tell(node, "unload_adapter", "a")
-            rig.tell(node, "unload_adapter", "b")
+            rig.tell(node, UnloadAdapter("a"))
+            rig.tell(node, UnloadAdapter("b"))
         rig.until(lambda: all(node.router.answers for node in rig.nodes), "both are unloaded")
         refused = rig.ask(PROMPTS[1], adapter=by_name["a"])
         rig.run()
@@ -272,7 +273,7 @@ def test_adapters_are_loaded_while_others_are_computed(known, shelf):
     with PairRig(known.loaded, prefill=[size], decode=[size]) as rig:
         before = rig.ask(PROMPTS[3], 64, adapter=ids(rig)["a"])
         for node in rig.nodes:
-            rig.tell(node, "load_adapter", "later=b")
+            rig.tell(node, LoadAdapter("later", "b"))
         rig.until(lambda: all(node.router.answers for node in rig.nodes), "it is loaded")
         assert [node.router.answers[0].error for node in rig.nodes] == ["", ""]
         adapter = ids(rig)["later"]

@@ -15,6 +15,7 @@ from kvtransfer.messages import (
 )
 from kvtransfer.pairs import codec
 from kvtransfer.transfer import link_rate
+from node.commands import DrainNode
 from protos import kvtransfer_pb2
 from tests.support.checkpoints import make_checkpoint
 from tests.support.pair_node import Loaded, Size
@@ -217,7 +218,7 @@ def test_a_draining_prefill_node_finishes_what_it_has_and_takes_nothing_new(know
         rig.faults[0].freeze()
         before = rig.ask(PROMPT)
         rig.until(lambda: first.queue("inflight"), "the first node has published")
-        rig.tell(first, "drain")
+        rig.tell(first, DrainNode())
         rig.until(lambda: first.desk.draining, "the first node drains")
         after = rig.ask(PROMPT[::-1])
         rig.run(after)
@@ -234,7 +235,7 @@ def test_a_draining_decode_node_finishes_what_it_has_and_takes_nothing_new(known
     with PairRig(known.loaded) as rig:
         (decode,) = rig.decode
         before = rig.ask(PROMPT)
-        rig.tell(decode, "drain")
+        rig.tell(decode, DrainNode())
         after = rig.ask(PROMPT)
         rig.run()
         assert before.tokens == known.greedy(PROMPT, 8)

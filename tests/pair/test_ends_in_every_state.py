@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 
 from engine.batch.request import FinishReason
+from node.commands import AbortRequests
 from tests.support.pair_node import Asked
 from tests.support.pair_rig import PairRig
 from tests.support.pair_states import AT_THE_OWNER, EVERYWHERE, being_read
@@ -23,7 +24,7 @@ def _router_leaves(rig: PairRig, asked: Asked) -> None:
 
 
 def _operator_aborts(rig: PairRig, asked: Asked) -> None:
-    rig.tell(rig.decode[0], "abort", "doomed")
+    rig.tell(rig.decode[0], AbortRequests("doomed"))
 
 
 @pytest.mark.parametrize(
@@ -87,7 +88,7 @@ def test_a_hand_off_that_its_owner_aborts_in_this_state_is_prefilled_here(known,
         asked = state.reach(
             rig, lambda *prompt, **how: rig.ask(*prompt, request_id="doomed", **how)
         )
-        rig.tell(prefill, "abort", "doomed")
+        rig.tell(prefill, AbortRequests("doomed"))
         rig.until(lambda: prefill.router.answers, "it is aborted", prefill)
         rig.wires.let_go()
         rig.run(asked)

@@ -2,6 +2,7 @@
 
 from common.requests.request_trace import RequestTrace
 from kvtransfer.messages import GrantHandoff
+from node.commands import ExplainRequests
 from tests.support.pair_node import Node, Size
 from tests.support.pair_rig import PairRig
 from tests.support.pair_states import LONG, OTHER
@@ -11,7 +12,7 @@ NAME = "the one"
 
 def explained(rig: PairRig, node: Node, name: str = NAME) -> list[RequestTrace]:
     before = len(node.router.answers)
-    rig.tell(node, "explain", name)
+    rig.tell(node, ExplainRequests(name))
     rig.until(lambda: len(node.router.answers) > before, "the node answers")
     flights = node.router.answers[-1].flights
     assert flights is not None

@@ -8,6 +8,7 @@ import pytest
 
 from common.config import TransferConfig
 from kvtransfer.messages import Heartbeat, PagesReleased, ReadsDone
+from node.commands import AbortRequests
 from tests.support.pair_node import Asked, Size
 from tests.support.pair_rig import PATIENT, PairRig
 from tests.support.pair_states import AT_THE_OWNER, EVERYWHERE, LONG, OTHER, between_chunks
@@ -134,7 +135,7 @@ def test_the_pages_of_a_lost_attempt_are_not_those_of_the_next(known):
         asked = _frozen_read(rig, request_id="doomed")
         behind = rig.ask(LONG[20:])
         rig.until(lambda: prefill.queue("inflight") == 2, "both are published")
-        rig.tell(prefill, "abort", "doomed")
+        rig.tell(prefill, AbortRequests("doomed"))
         rig.until(lambda: len(asked.tokens) == 3, "it runs, prefilled here")
         rig.faults[0].release()
         rig.until(lambda: _seen(rig, ReadsDone), "all reads have ended", prefill)

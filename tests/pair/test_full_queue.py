@@ -1,5 +1,6 @@
 """Refusals at a full queue, and the requests that are never refused."""
 
+from node.commands import AbortRequests
 from tests.support.pair_node import Size
 from tests.support.pair_rig import PairRig
 
@@ -35,7 +36,7 @@ def test_a_request_that_has_told_a_token_goes_on_here_however_many_wait(known):
         rig.until(lambda: told.tokens, "its first token is told, its KV has not landed")
         _busy(rig, 2)
         assert told.ended is None
-        rig.tell(rig.prefill[0], "abort", "told")
+        rig.tell(rig.prefill[0], AbortRequests("told"))
         rig.until(lambda: decode.count("handoffs_failed"), "it is lost")
         rig.faults[0].release()
         rig.run()

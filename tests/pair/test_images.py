@@ -10,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from node.commands import PrepareWeights, ReleaseMemory, ResumeMemory, TakeWeights
+
 pytest.importorskip("PIL")
 
 from common.errors import InvalidRequest
@@ -297,8 +299,8 @@ def test_other_weights_are_the_encoders_too(shelf, from_node):
         pause(rig)
         put(rig, owner)
         if from_node:
-            named = f"{owner.desk.weights.hex()}={owner.front.address}"
-            assert not told(rig, reader, "take_weights", named).error
+            take = TakeWeights(owner.desk.weights, owner.front.address)
+            assert not told(rig, reader, take).error
         else:
             put(rig, reader)
         assert not any(node.engine.model.seeing.num_bytes for node in rig.nodes)
@@ -320,7 +322,7 @@ def test_weights_whose_encoder_is_another_are_refused(shelf):
     loaded = Loaded.from_directory(shelf / "old")
     sizes = {"prefill": (), "decode": [Size(weights_directory=shelf)]}
     with PairRig(loaded, **sizes, own_models=True) as rig:
-        assert name in told(rig, rig.decode[0], "prepare_weights", "broken").error
+        assert name in told(rig, rig.decode[0], PrepareWeights("broken")).error
 
 
 def test_memory_of_the_encoder_is_given_back_and_taken_again(shelf):
@@ -331,9 +333,9 @@ def test_memory_of_the_encoder_is_given_back_and_taken_again(shelf):
         rig.run()
         pause(rig)
         (owner,) = rig.prefill
-        assert not told(rig, owner, "release_memory", "weights").error
+        assert not told(rig, owner, ReleaseMemory(("weights",))).error
         assert owner.engine.model.seeing.num_bytes == 0
-        assert not told(rig, owner, "resume_memory", "weights").error
+        assert not told(rig, owner, ResumeMemory(("weights",))).error
         resumed(rig)
         rig.flush(*rig.nodes)
         after = ask(rig, *ONE)

@@ -9,6 +9,14 @@ import pytest
 from common.config import PrefixSharingConfig
 from engine.models.one_file import ReceivedFile
 from kvtransfer.messages import OpenHandoff, PagesReleased, ReadsDone, Weights
+from node.commands import (
+    ContinueGeneration,
+    PrepareWeights,
+    PutWeights,
+    ReleaseMemory,
+    ResumeMemory,
+    TakeWeights,
+)
 from node.sharing import weight_reads
 from tests.pair.test_pauses import one_runs, resumed, told
 from tests.pair.test_weights import MANY, PROMPT, ask, greedy, pause, put, shelf
@@ -30,8 +38,8 @@ class Pair:
     def tell(self, *, of=None, weights=None):
         """The taker is to take them."""
         lender = of or self.lender
-        named = (weights or lender.desk.weights).hex()
-        self.rig.tell(self.taker, "take_weights", f"{named}={lender.front.address}")
+        command = TakeWeights(weights or lender.desk.weights, lender.front.address)
+        self.rig.tell(self.taker, command)
         self.num_answers = len(self.taker.router.answers)
 
     def answer(self):
@@ -132,7 +140,7 @@ def test_a_lender_goes_on_meanwhile_and_a_lost_stream_costs_a_part_alone(pair, g
     rig.wires.hold_back(PagesReleased)
     pair.tell()
     rig.until(lambda: pair.num_opened, "some are asked for")
-    refused = told(rig, pair.taker, "continue")
+    refused = told(rig, pair.taker, ContinueGeneration())
     assert refused.error == CHANGING
     pair.num_answers += 1
     rig.wires.cut(pair.lender.front, pair.taker.front)
@@ -223,11 +231,11 @@ def test_weights_that_came_from_a_node_are_kept_until_others_are_to_come(pair, g
     rig = pair.rig
     pause(rig)
     assert not pair.take().error
-    assert not told(rig, pair.taker, "release_memory", "weights").error
-    assert not told(rig, pair.taker, "resume_memory", "weights").error
+    assert not told(rig, pair.taker, ReleaseMemory(("weights",))).error
+    assert not told(rig, pair.taker, ResumeMemory(("weights",))).error
     with impatient():
         assert "it does not pair with this node" in pair.take(weights=b"o" * 16).error
-    refused = told(rig, pair.taker, "release_memory", "weights").error
+    refused = told(rig, pair.taker, ReleaseMemory(("weights",))).error
     assert "nowhere here to be read again" in refused
     put(rig, pair.lender, "old")
     answer = Pair(rig, pair.taker, pair.lender).take()
@@ -258,11 +266,11 @@ def test_what_could_not_be_put_in_place_whole_is_taken_again(pair, shelf, greedy
     """A node with a part of the weights says so, computes nothing, and is helped by another."""
     rig = pair.rig
     shutil.copytree(shelf / "new", shelf / "vanishing", dirs_exist_ok=True)
-    weights = told(rig, pair.taker, "prepare_weights", "vanishing").weights
+    weights = told(rig, pair.taker, PrepareWeights("vanishing")).weights
     (shelf / "vanishing" / "model.safetensors").unlink()
     pause(rig, pair.taker)
-    assert "incomplete" in told(rig, pair.taker, "put_weights", weights.hex()).error
-    assert told(rig, pair.taker, "continue").error == "its weights are incomplete"
+    assert "incomplete" in told(rig, pair.taker, PutWeights(weights)).error
+    assert told(rig, pair.taker, ContinueGeneration()).error == "its weights are incomplete"
     assert not pair.take().error
     resumed(rig, pair.taker)
     assert ask(rig).tokens == greedy("new", PROMPT, 8)

@@ -5,43 +5,49 @@ import shutil
 
 import pytest
 
+from common.pause_mode import PauseMode
 from common.requests.prefix_hint import PrefixHint
 from kvtransfer.messages import ReadsDone
+from node.commands import (
+    ContinueGeneration,
+    PauseGeneration,
+    PutWeights,
+    ReleaseMemory,
+    ResumeMemory,
+)
 from tests.pair.test_pauses import computes_nothing, one_runs, resumed, told
 from tests.pair.test_prefixes import TWO, answered, prompt, rig_of
 from tests.pair.test_weights import MANY, PROMPT, ask, greedy, pause, prepared, rig, shelf
 
 __all__ = ["greedy", "rig", "shelf"]  # fixtures
 
-ALL = "kv_cache,weights"
+ALL = ("kv_cache", "weights")
 
 
 def released(rig, *nodes, tags=ALL):
     for node in nodes or (*rig.decode, *rig.prefill):
-        assert not told(rig, node, "release_memory", tags).error
+        assert not told(rig, node, ReleaseMemory(tags)).error
 
 
 def taken_again(rig, *nodes, tags=ALL):
     for node in nodes or rig.nodes:
-        assert not told(rig, node, "resume_memory", tags).error
+        assert not told(rig, node, ResumeMemory(tags)).error
 
 
-@pytest.mark.parametrize("tags", ["kv_cache", "weights", ALL])
+@pytest.mark.parametrize("tags", [("kv_cache",), ("weights",), ALL])
 def test_paused_nodes_give_memory_back_and_answer_as_if_they_had_not(rig, greedy, tags):
     assert ask(rig).tokens == greedy("old", PROMPT, 8)
     running = rig.ask(PROMPT, MANY)
     one_runs(rig)
     (node, *_), pairs = rig.decode, rig.wires.num_begun
-    assert told(rig, node, "release_memory", tags).error == (
-        "requests are here: pause the node first"
-    )
+    assert told(rig, node, ReleaseMemory(tags)).error == ("requests are here: pause the node first")
     pause(rig)
     released(rig, tags=tags)
     for node in rig.nodes:
         assert node.pages("free") == node.engine.pages.num_pages
         gone = not node.engine.pool.tensor.any()
         assert gone == ("kv_cache" in tags)
-        assert "memory is given back" in told(rig, node, "continue").error
+        assert "memory is given back" in told(rig, node, ContinueGeneration()).error
     late = rig.ask(PROMPT, 8)
     assert computes_nothing(rig) and not late.ended
     taken_again(rig, tags=tags)
@@ -62,9 +68,9 @@ def test_idle_nodes_need_no_pause_and_go_on_by_themselves(rig, greedy):
     released(rig)
     late = rig.ask(PROMPT, 8)
     assert computes_nothing(rig) and not late.ended
-    taken_again(rig, tags="kv_cache")
+    taken_again(rig, tags=("kv_cache",))
     assert computes_nothing(rig) and not late.ended
-    taken_again(rig, tags="weights")
+    taken_again(rig, tags=("weights",))
     rig.run()
     assert (late.tokens, late.cached_tokens) == (greedy("old", PROMPT, 8), 0)
 
@@ -81,7 +87,7 @@ def test_what_is_lent_is_not_given_back_before_its_reader_is_done(known):
         rig.until(lambda: lender.pages("publication"), "it is lent")
         pause(rig, lender)
         answers, before = lender.router.answers, len(lender.router.answers)
-        rig.tell(lender, "release_memory", "kv_cache")
+        rig.tell(lender, ReleaseMemory(("kv_cache",)))
         assert computes_nothing(rig) and len(answers) == before
         assert lender.pages("publication") and lender.engine.pool.tensor.any()
 
@@ -90,14 +96,14 @@ def test_what_is_lent_is_not_given_back_before_its_reader_is_done(known):
         assert not answers[-1].error and not lender.engine.pool.tensor.any()
         answered(rig, known, asked)
         assert rig.prefill[1].count("prefix_fetches/completed") == 1
-        taken_again(rig, lender, tags="kv_cache")
+        taken_again(rig, lender, tags=("kv_cache",))
         resumed(rig, lender)
 
 
 def test_who_is_paused_meanwhile_stays_so(rig):
     (node,) = rig.decode
     released(rig, node)
-    assert not told(rig, node, "pause", "retract").fresh
+    assert not told(rig, node, PauseGeneration(PauseMode("retract"))).fresh
     taken_again(rig, node)
     assert node.role.scheduler.paused
     resumed(rig, node)
@@ -108,10 +114,10 @@ def test_other_weights_are_put_where_weights_are(rig, greedy):
     released(rig)
     for node in rig.nodes:
         weights = prepared(rig, node)
-        assert "memory is given back" in told(rig, node, "put_weights", weights.hex()).error
-        taken_again(rig, node, tags="weights")
-        assert not told(rig, node, "put_weights", weights.hex()).error
-        released(rig, node, tags="weights")
+        assert "memory is given back" in told(rig, node, PutWeights(weights)).error
+        taken_again(rig, node, tags=("weights",))
+        assert not told(rig, node, PutWeights(weights)).error
+        released(rig, node, tags=("weights",))
         taken_again(rig, node)
         assert node.desk.weights == weights
     resumed(rig)
@@ -124,9 +130,9 @@ def test_a_node_whose_weights_are_not_to_be_had_sleeps_on(rig, shelf, greedy):
     released(rig, node)
     shutil.move(stored, aside)
     try:
-        assert "cannot be read again" in told(rig, node, "resume_memory", ALL).error
+        assert "cannot be read again" in told(rig, node, ResumeMemory(ALL)).error
         shutil.copy(shelf / "new" / "model.safetensors", stored)
-        assert "other ones are now" in told(rig, node, "resume_memory", ALL).error
+        assert "other ones are now" in told(rig, node, ResumeMemory(ALL)).error
         assert node.role.scheduler.paused
     finally:
         shutil.move(aside, stored)

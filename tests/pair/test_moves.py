@@ -13,6 +13,7 @@ from engine.batch.batch import ScheduleBatch
 from engine.batch.request import FinishReason
 from engine.kv_cache.pages import PageHolder
 from kvtransfer.messages import GrantHandoff, PagesReady
+from node.commands import DrainNode
 from node.messages import MigrateFrom
 from tests.pair.conftest import Known
 from tests.support.pair_node import Asked, Size
@@ -271,7 +272,7 @@ def test_a_node_that_drains_gives_its_requests_away_and_then_has_drained(known: 
     with PairRig(known.loaded, decode=TWO, moves=True) as rig:
         source = rig.decode[0]
         asked = _begin(rig, 4, 400)
-        rig.tell(source, "drain")
+        rig.tell(source, DrainNode())
         rig.until(lambda: source.desk.draining, "it drains")
         successor = _move(rig, asked)
         rig.until(lambda: source.router.drained, "nothing is left to do")

@@ -3,6 +3,7 @@
 import pytest
 
 from engine.scheduler import arrivals
+from node.commands import AbortRequests
 from tests.support.pair_node import Asked, Size
 from tests.support.pair_rig import PairRig
 
@@ -67,7 +68,7 @@ def test_who_has_lost_its_hand_off_keeps_its_place(known, goes_on):
         rig.until(lambda: node.queue("prealloc") == 3, "three wait", node)
         rig.until(lambda: rig.prefill[0].queue("bootstrap"), "its owner knows", *rig.prefill)
         if goes_on == "here":
-            rig.tell(rig.prefill[0], "abort", "first")
+            rig.tell(rig.prefill[0], AbortRequests("first"))
         else:
             rig.wires.cut(rig.prefill[0].front, node.front)
         rig.until_news(

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 from grpc import StatusCode
 
+from common.pause_mode import PauseMode
 from common.requests.pooling import PoolingMode, PoolingParams
 from engine.batch.request import FinishReason
 from engine.scheduler.scheduler import DEADLINE_CHECK_S
+from node.commands import Command, ContinueGeneration, PauseGeneration
 from node.messages import SubmitPooling
 from tests.support.pair_node import Node, Size
 from tests.support.pair_rig import PairRig
@@ -17,23 +19,23 @@ PROMPTS = [list(range(5, 5 + length)) for length in (1, 40, 90)]
 MANY = 30  # tokens
 
 
-def told(rig: PairRig, node: Node, what: str, mode: str = ""):
+def told(rig: PairRig, node: Node, command: Command):
     """The node's answer."""
     before = len(node.router.answers)
-    rig.tell(node, what, mode)
-    rig.until(lambda: len(node.router.answers) > before, f"{what} is answered")
+    rig.tell(node, command)
+    rig.until(lambda: len(node.router.answers) > before, f"{command} is answered")
     return node.router.answers[-1]
 
 
 def paused(rig: PairRig, mode: str, *nodes: Node) -> None:
     for node in nodes or (*rig.decode, *rig.prefill):
-        answer = told(rig, node, "pause", mode)
+        answer = told(rig, node, PauseGeneration(PauseMode(mode)))
         assert not answer.error and answer.fresh
 
 
 def resumed(rig: PairRig, *nodes: Node) -> None:
     for node in nodes or rig.nodes:
-        assert told(rig, node, "continue").integer == 1
+        assert told(rig, node, ContinueGeneration()).integer == 1
 
 
 def computes_nothing(rig: PairRig) -> bool:
@@ -73,7 +75,7 @@ def test_an_aborting_pause_ends_what_is_there_and_no_more(known):
     with PairRig(known.loaded) as rig:
         asked = [rig.ask(prompt, MANY) for prompt in PROMPTS]
         one_runs(rig)
-        answer = told(rig, rig.decode[0], "pause", "abort")
+        answer = told(rig, rig.decode[0], PauseGeneration(PauseMode("abort")))
         assert answer.integer == len(asked)
         assert [one.reason for one in asked] == [FinishReason.ABORT] * len(asked)
         assert {one.ended.error for one in asked} == {"aborted: generation was paused"}
@@ -175,17 +177,17 @@ def test_a_second_pause_may_ask_for_more_and_a_pause_may_be_called_off(known):
         asked = rig.ask(PROMPTS[1], MANY)
         one_runs(rig)
         paused(rig, "in_place", node)
-        answer = told(rig, node, "pause", "retract")
+        answer = told(rig, node, PauseGeneration(PauseMode("retract")))
         assert not answer.fresh and node.pages("request") == 0
-        rig.tell(node, "continue")
-        rig.tell(node, "pause", "retract")
-        rig.tell(node, "continue")
+        rig.tell(node, ContinueGeneration())
+        rig.tell(node, PauseGeneration(PauseMode("retract")))
+        rig.tell(node, ContinueGeneration())
         before = len(node.router.answers)
         rig.until(lambda: len(node.router.answers) == before + 3, "three answers")
         *_, continued, called_off = node.router.answers
         assert continued.integer == 1
         assert called_off.error == "it was continued before it was paused"
-        assert told(rig, node, "continue").integer == 0
+        assert told(rig, node, ContinueGeneration()).integer == 0
         rig.run()
         assert asked.tokens == known.greedy(PROMPTS[1], MANY)
 

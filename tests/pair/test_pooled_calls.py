@@ -10,6 +10,7 @@ from transformers import AutoModel
 
 from common.requests.pooling import PoolingMode, PoolingParams
 from engine.scheduler.scheduler import DEADLINE_CHECK_S
+from node.commands import AbortRequests, DrainNode
 from node.messages import CancelPooling, PoolingDone, SubmitPooling
 from tests.support.checkpoints import VOCABULARY_SIZE
 from tests.support.pair_node import Node, Size
@@ -83,7 +84,7 @@ def test_an_operator_ends_a_call_by_its_name(known):
         (node,) = rig.prefill
         call(node, 1, PROMPTS)
         rig.until(lambda: node.queue("chunked"), "a prompt between its chunks")
-        rig.tell(node, "abort", "call 1")
+        rig.tell(node, AbortRequests("call 1"))
         assert refusal(rig, node) == (code(StatusCode.CANCELLED), "aborted by an operator")
 
 
@@ -133,7 +134,7 @@ def test_a_node_that_drains_answers_what_it_has_and_takes_no_more(known):
         (node,) = rig.prefill
         call(node, 1, PROMPTS)
         rig.until(lambda: node.queue("chunked"), "a prompt between its chunks")
-        rig.tell(node, "drain")
+        rig.tell(node, DrainNode())
         rig.until(lambda: node.desk.draining, "it drains")
         call(node, 2, PROMPTS)
         told = {pooled.number: pooled for pooled in answered(rig, node, 2)}

@@ -3,6 +3,7 @@
 import pytest
 
 from common.errors import DeadlineExceeded
+from node.commands import AbortRequests
 from tests.support.pair_node import Asked, Size
 from tests.support.pair_rig import PairRig
 from tests.support.pair_states import LONG, OTHER
@@ -79,7 +80,7 @@ def test_who_waits_for_an_owner_can_be_cancelled_aborted_and_runs_out_of_time(kn
         late = rig.ask(OTHER, budget_s=2.0)
         rig.until(lambda: decode.queue("unpaired") == 3 or late.ended, "they wait")
         rig.cancel(gone)
-        rig.tell(decode, "abort", "doomed")
+        rig.tell(decode, AbortRequests("doomed"))
         rig.run()
         assert gone.ended and aborted.ended
         assert late.ended and late.ended.error_code == DeadlineExceeded.status.value[0]

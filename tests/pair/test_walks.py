@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from common.config import TransferConfig
+from common.pause_mode import PauseMode
 from engine.batch.request import FinishReason
 from kvtransfer.messages import (
     CancelHandoff,
@@ -19,6 +20,7 @@ from kvtransfer.messages import (
     PagesReleased,
     ReadsDone,
 )
+from node.commands import AbortRequests, ContinueGeneration, FlushCache, PauseGeneration
 from tests.support.pair_node import Asked, Size
 from tests.support.pair_rig import PairRig
 from tests.support.timeline_laws import check
@@ -75,7 +77,7 @@ class Walk:
             (2, self.rig.wires.heal),
             (2, lambda: self.rig.wires.hold_back(self.source.choice(KINDS))),
             (4, self.rig.wires.let_go),
-            (1, lambda: self.rig.tell(self.source.choice(self.rig.nodes), "flush_cache")),
+            (1, lambda: self.rig.tell(self.source.choice(self.rig.nodes), FlushCache())),
         ]
         if self.pauses:
             actions += [(4, self.pause), (6, self.go_on)]
@@ -116,14 +118,14 @@ class Walk:
             asked, node = self.source.choice(live), self.source.choice(self.rig.nodes)
             if node in self.rig.decode:
                 self.doomed.add(asked)
-            self.rig.tell(node, "abort", f"request {asked.number}")
+            self.rig.tell(node, AbortRequests(f"request {asked.number}"))
 
     def pause(self) -> None:
         mode = self.source.choice(("retract", "in_place"))
-        self.rig.tell(self.source.choice(self.rig.nodes), "pause", mode)
+        self.rig.tell(self.source.choice(self.rig.nodes), PauseGeneration(PauseMode(mode)))
 
     def go_on(self) -> None:
-        self.rig.tell(self.source.choice(self.rig.nodes), "continue")
+        self.rig.tell(self.source.choice(self.rig.nodes), ContinueGeneration())
 
     def faults(self):
         return self.source.choice(self.rig.faults)
@@ -146,7 +148,7 @@ class Walk:
             faults.delay(0.0)
             faults.release()
         for node in self.rig.nodes if self.pauses else ():
-            self.rig.tell(node, "continue")
+            self.rig.tell(node, ContinueGeneration())
         self.rig.run()
 
 

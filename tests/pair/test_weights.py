@@ -2,8 +2,10 @@
 
 import pytest
 
+from common.pause_mode import PauseMode
 from engine.batch.request import FinishReason
 from kvtransfer.messages import OpenHandoff
+from node.commands import ContinueGeneration, PauseGeneration, PrepareWeights, PutWeights
 from tests.pair.test_pauses import one_runs, resumed, told
 from tests.support.checkpoints import greedy_tokens, make_checkpoint, reference_model
 from tests.support.pair_node import Loaded, Size
@@ -42,7 +44,7 @@ def rig(shelf):
 
 
 def prepared(rig, node, path="new") -> bytes:
-    answer = told(rig, node, "prepare_weights", path)
+    answer = told(rig, node, PrepareWeights(path))
     assert not answer.error
     return answer.weights
 
@@ -50,14 +52,14 @@ def prepared(rig, node, path="new") -> bytes:
 def put(rig, node, path="new") -> bytes:
     """With the node paused."""
     weights = prepared(rig, node, path)
-    answer = told(rig, node, "put_weights", weights.hex())
+    answer = told(rig, node, PutWeights(weights))
     assert not answer.error and node.desk.weights == weights
     return weights
 
 
 def pause(rig, *nodes, mode="retract"):
     for node in nodes or (*rig.decode, *rig.prefill):
-        assert not told(rig, node, "pause", mode).error
+        assert not told(rig, node, PauseGeneration(PauseMode(mode))).error
 
 
 def ask(rig, *, count=8):
@@ -150,13 +152,13 @@ def test_new_weights_are_those_that_another_node_was_started_with(shelf, greedy,
 def test_weights_are_changed_in_a_pause_alone_and_a_pause_lasts_until_they_are(rig, greedy):
     (node,) = rig.decode
     weights = prepared(rig, node)
-    assert told(rig, node, "put_weights", weights.hex()).error == "this node is not paused"
+    assert told(rig, node, PutWeights(weights)).error == "this node is not paused"
     asked = rig.ask(PROMPT, MANY)
     one_runs(rig)
     pause(rig, node, mode="in_place")
     before = len(node.router.answers)
-    rig.tell(node, "put_weights", weights.hex())
-    rig.tell(node, "continue")
+    rig.tell(node, PutWeights(weights))
+    rig.tell(node, ContinueGeneration())
     rig.until(lambda: len(node.router.answers) == before + 2, "two answers")
     refused, changed = node.router.answers[before:]
     assert refused.error == "its weights are being changed" and node.role.scheduler.paused
@@ -174,8 +176,8 @@ def test_a_node_with_incomplete_weights_does_not_go_on(rig, shelf):
     weights = prepared(rig, node, "vanishing")
     (shelf / "vanishing" / "model.safetensors").unlink()
     pause(rig, node)
-    assert "incomplete" in told(rig, node, "put_weights", weights.hex()).error
-    assert told(rig, node, "continue").error == "its weights are incomplete"
+    assert "incomplete" in told(rig, node, PutWeights(weights)).error
+    assert told(rig, node, ContinueGeneration()).error == "its weights are incomplete"
     put(rig, node, "old")
     resumed(rig, node)
 

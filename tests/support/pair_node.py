@@ -449,7 +449,6 @@ def _sharing(
         pages=engine.pages,
         tiers=engine.tiers,
         tables=engine.shape.layout.tables,
-        port=weights,
         weights=weights,
     )
 

@@ -32,6 +32,7 @@ from kvtransfer.backends.loopback import LoopbackBackend
 from kvtransfer.front_messages import PairInput
 from kvtransfer.messages import GrantHandoff
 from kvtransfer.transfer.thread import WakeUp
+from node.commands import Command
 from node.messages import (
     CancelSubmitted,
     MigrateFrom,
@@ -267,9 +268,9 @@ class PairRig:
     def router_leaves(self, node: int = 0) -> None:
         self.decode[node].router.inbox.append(RouterStreamClosed(STREAM))
 
-    def tell(self, node: Node, what: str, argument: str = "") -> None:
-        """A question of `Node`."""
-        node.router.inbox.append(NodeCall(next(self._numbers), what, argument))
+    def tell(self, node: Node, command: Command) -> None:
+        """Give a node a command."""
+        node.router.inbox.append(NodeCall(next(self._numbers), command))
 
     # Turns ----------------------------------------------------------------------------------------
 

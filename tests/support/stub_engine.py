@@ -22,6 +22,14 @@ from engine.kv_cache.cache_events import CacheEvents
 from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.kv_cache.radix import PrefixCache
 from kvtransfer.front_messages import EngineHeartbeat, PairInput
+from node.commands import (
+    AbortRequests,
+    DescribeNode,
+    DrainNode,
+    FlushCache,
+    PrepareRole,
+    ResumeNode,
+)
 from node.control.cache_reports import CacheReports
 from node.engine_process import Begin, EngineChannel, EngineStart, run_engine
 from node.messages import (
@@ -113,24 +121,24 @@ class EchoEngine:
                     self._say(stream, ended=(RequestEnded(request, ABORT),))
             case RouterStreamClosed(stream=stream):
                 self._live = {key: live for key, live in self._live.items() if key[0] != stream}
-            case NodeCall(number=number, what="describe"):
+            case NodeCall(number, DescribeNode()):
                 queues = {"running": len(self._live)}
                 described = {"queues": queues, "pages": {"free": 8}, "counters": {"steps": 7}}
                 self._channel.post(NodeCallResult(number, description=described))
             case StartRole():
                 self._successor = message
-            case NodeCall(number=number, what="drain" | "serve" as what):
-                self._draining, self._drained = what == "drain", False
+            case NodeCall(number, DrainNode() | ResumeNode() as command):
+                self._draining, self._drained = isinstance(command, DrainNode), False
                 self._channel.post(NodeCallResult(number))
-            case NodeCall(number=number, what="prepare"):
+            case NodeCall(number, PrepareRole()):
                 no_room = "there is no room" if self._model == "one-role" else ""
                 self._channel.post(NodeCallResult(number, error=no_room))
-            case NodeCall(number=number, what="flush_cache"):
+            case NodeCall(number, FlushCache()):
                 busy = "1 request is running" if self._live else ""
                 if not busy:
                     self._cache.flush()
                 self._channel.post(NodeCallResult(number, error=busy, integer=5))
-            case NodeCall(number=number, what="abort", argument=name):
+            case NodeCall(number, AbortRequests(name)):
                 doomed = [
                     key for key, live in self._live.items() if live.submit.spec.request_id == name
                 ]

@@ -6,7 +6,7 @@ import sys
 import time
 
 from common.config import DecodeConfig
-from decode_node.servicer import DecodeService
+from decode_node.servicer import DecodeAbilities, DecodeService
 from kvtransfer.pairs.streams import PairStreams
 from node.frontend.frontend import run_node
 from node.frontend.parts import NodeFrontend, RoleProgram, RoleServices
@@ -18,9 +18,7 @@ def parts(front: NodeFrontend) -> RoleServices:
         front.metrics,
         front.supervision,
         front.tracer,
-        serves_alone=True,
-        falls_back=False,
-        fetches=True,
+        abilities=DecodeAbilities(serves_alone=True, falls_back=False, fetches=True),
         on_peers=lambda peers, _: print("peers", *sorted(peers), flush=True),
     )
 

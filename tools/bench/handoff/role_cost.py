@@ -318,7 +318,6 @@ def _sharing(pages: PageAllocator, cache: PrefixCache, weights: WeightSharing) -
         pages=pages,
         tiers=no_tiers(cache, pages, PageTables(PAGE_SIZE)),
         tables=PageTables(PAGE_SIZE),
-        port=weights,
         weights=weights,
     )
 
