@@ -8,7 +8,7 @@ wait for the same pages in the scheduler. Both wait as if in one queue (arrivals
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from common.errors import DeadlineExceeded, NodeUnavailable, QueueFull
 from common.priority import PriorityClass, class_of
@@ -167,47 +167,17 @@ def _source(state: DecodeState) -> str | None:
     return source.address if source is not None else None
 
 
-Cancel = Callable[[DecodeState, str], None]
+class AttemptQueue(KeyedQueue[DecodeState]):
+    """Requests with a hand-off in progress. It is cancelled if the request ends.
 
-
-class PreallocQueue:
-    """Requests with an attempt that waits for pages, in order of their places, with clients taking
-    turns.
-
-    Small attempts may overtake a large one for a limited time.
-
-    Attributes:
-        backlog: the queue for pages, in pages.
     Args:
-        cancel: ends the attempt of a removed request, for a reason.
+        cancel: cancels the attempt of a request that has left the queue, for a reason.
     """
 
-    def __init__(self, cancel: Cancel) -> None:
-        self.backlog = QueueEstimator()
+    def __init__(self, cancel: Callable[[DecodeState, str], None]) -> None:
+        super().__init__()
         self._cancel = cancel
-        self._states: FairQueue[int, DecodeState] = FairQueue()
         self._check_at = 0.0
-
-    def __len__(self) -> int:
-        return len(self._states)
-
-    def __iter__(self) -> Iterator[DecodeState]:
-        return iter(tuple(self._states))
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._states)
-
-    def lengths(self) -> Mapping[str, int]:
-        return {"prealloc": len(self._states)}
-
-    def put(self, state: DecodeState) -> None:
-        state.move(Stage.PREALLOC, self)
-        self._states.put(state.key, state)
-
-    def take(self, state: DecodeState) -> None:
-        """Remove a request whose attempt has failed."""
-        self._states.take(state.key)
 
     def remove(self, state: DecodeState, ending: Ending) -> bool:
         self.take(state)
@@ -219,14 +189,53 @@ class PreallocQueue:
             return
         self._check_at = now + DEADLINE_CHECK_S
         for state in self:
-            late = _late(state, now)
-            if late is None and state.request.start_by < now:
-                end = waited_too_long(self.backlog.queued_s)
-                late = end.error, end
+            late = self._late(state, now)
             if late is not None:
+                reason, ending = late
                 self.take(state)
-                self._cancel(state, late[0])
-                yield state, late[1]
+                self._cancel(state, reason)
+                yield state, ending
+
+    def _late(self, state: DecodeState, now: float) -> tuple[str, Ending] | None:
+        """Return the reason and the end of an attempt past a deadline, or None."""
+        if state.request.deadline < now:
+            return out_of_time().error, out_of_time()
+        if state.attempt.until < now:
+            return _TIMED_OUT, NodeUnavailable(f"not migrated: {_TIMED_OUT}")
+        return None
+
+
+class PreallocQueue(AttemptQueue):
+    """Requests with an attempt that waits for pages. They are granted in order of their places,
+    with clients taking turns.
+
+    Small attempts may overtake a large one for a limited time.
+
+    Attributes:
+        backlog: the queue for pages, in pages.
+    """
+
+    stage = Stage.PREALLOC
+
+    def __init__(self, cancel: Callable[[DecodeState, str], None]) -> None:
+        super().__init__(cancel)
+        self.backlog = QueueEstimator()
+        self._turns: FairQueue[int, DecodeState] = FairQueue()
+
+    def put(self, state: DecodeState) -> None:
+        super().put(state)
+        self._turns.put(state.key, state)
+
+    def take(self, state: DecodeState) -> None:
+        super().take(state)
+        self._turns.take(state.key)
+
+    def _late(self, state: DecodeState, now: float) -> tuple[str, Ending] | None:
+        late = super()._late(state, now)
+        if late is None and state.request.start_by < now:
+            end = waited_too_long(self.backlog.queued_s)
+            return end.error, end
+        return late
 
     def take_fitting(
         self,
@@ -251,7 +260,7 @@ class PreallocQueue:
         """
         if claim is not None and claim.priority < floor:
             claim = None
-        for state in self._states.in_turn():
+        for state in self._turns.in_turn():
             if state.priority < floor:
                 continue
             num_pages = state.attempt.num_pages
@@ -264,7 +273,9 @@ class PreallocQueue:
             if room.fits(num_pages) and num_pages <= num_unready:
                 if held_back(state):
                     continue
-                return self._states.serve(state.key)
+                self._turns.serve(state.key)
+                super().take(state)
+                return state
             if is_overdue(state.arrived, now):
                 return None
         return None
@@ -275,7 +286,7 @@ class PreallocQueue:
         Infinite if there is none. Attempts that wait for other grants or for more urgent requests
         do not count: they do not wait for the pages of prompts.
         """
-        for state in self._states.in_turn():
+        for state in self._turns.in_turn():
             if state.priority < floor:
                 continue
             if not is_overdue(state.arrived, now):
@@ -286,27 +297,21 @@ class PreallocQueue:
 
     def most_urgent(self, num_unready: float) -> DecodeState | None:
         """Return the request with the highest priority that lacks pages, the first of equals."""
-        waiting = self._states.in_turn()
+        waiting = self._turns.in_turn()
         lacking = (each for each in waiting if each.attempt.num_pages <= num_unready)
         return max(lacking, key=lambda state: state.priority, default=None)
 
     def by_class(self) -> Counter[PriorityClass]:
-        return Counter(class_of(state.priority) for state in self._states)
+        return Counter(class_of(state.priority) for state in self)
 
 
-class TransferQueue(KeyedQueue[DecodeState]):
-    """Requests with a granted attempt.
-
-    Args:
-        cancel: ends the attempt of a removed request, for a reason.
-    """
+class TransferQueue(AttemptQueue):
+    """Requests with a granted attempt."""
 
     stage = Stage.TRANSFER
 
-    def __init__(self, cancel: Cancel) -> None:
-        super().__init__()
-        self._cancel = cancel
-        self._check_at = 0.0
+    def __init__(self, cancel: Callable[[DecodeState, str], None]) -> None:
+        super().__init__(cancel)
         self._migrating: dict[int, DecodeState] = {}  # by key, of migrations to this node
 
     @property
@@ -321,22 +326,6 @@ class TransferQueue(KeyedQueue[DecodeState]):
     def take(self, state: DecodeState) -> None:
         super().take(state)
         self._migrating.pop(state.key, None)
-
-    def remove(self, state: DecodeState, ending: Ending) -> bool:
-        self.take(state)
-        self._cancel(state, as_request_end(ending).error)
-        return True
-
-    def expired(self, now: float) -> Iterator[tuple[DecodeState, Ending]]:
-        if now < self._check_at:
-            return
-        self._check_at = now + DEADLINE_CHECK_S
-        for state in self:
-            late = _late(state, now)
-            if late is not None:
-                self.take(state)
-                self._cancel(state, late[0])
-                yield state, late[1]
 
     @property
     def num_coming(self) -> int:
@@ -368,16 +357,6 @@ class TransferQueue(KeyedQueue[DecodeState]):
         attempts = (state.attempt for state in self._states.values())
         unready = (each.reserved for each in attempts if each.first_token is None)
         return most - sum(len(each.holding.flat()) for each in unready)
-
-
-def _late(state: DecodeState, now: float) -> tuple[str, Ending] | None:
-    """Return the reason and the end of an attempt past a deadline, or None."""
-    if state.request.deadline < now:
-        end = out_of_time()
-        return end.error, end
-    if state.attempt.until < now:
-        return _TIMED_OUT, NodeUnavailable(f"not migrated: {_TIMED_OUT}")
-    return None
 
 
 class DecodeQueues(RequestQueues):

@@ -15,7 +15,7 @@ from node.queues.scheduler_queue import SchedulerQueue
 from node.queues.tier_load_queue import TierLoadQueue
 from node.request_state import RequestState
 from node.runtime import NodeRuntime, RoleRuntime
-from node.sharing.fetch_queue import FetchQueue
+from node.sharing.fetch_queue import PrefixFetchQueue
 from prefill_node.admission import HandoffAdmission
 from prefill_node.handoff_history import HandoffHistory
 from prefill_node.handoffs import OutgoingHandoffs
@@ -75,7 +75,7 @@ def make_role(engine: Engine, runtime: RoleRuntime, config: PrefillConfig) -> Pr
         GrammarQueue(engine.guides),
         AdapterQueue(engine.adapters),
         TierLoadQueue(engine.tiers, lambda: scheduler.room().num_pages),
-        FetchQueue(sharing.fetches),
+        PrefixFetchQueue(sharing.fetches),
     )
     queues = PrefillQueues(preparing, scheduled)
     tokens = TokenBudget(steps.max_queued_tokens)  # of prompts without pages

@@ -6,7 +6,7 @@ from engine.batch.request import Request
 from node.sharing.fetches import PrefixFetches
 
 
-class FetchQueue:
+class PrefixFetchQueue:
     """The queue for fetches. Engine thread only."""
 
     name = "fetching"
