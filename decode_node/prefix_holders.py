@@ -3,7 +3,7 @@
 from common.requests.prefix_hint import MAX_HINTS, PrefixHint
 from engine.batch.request import Request
 from engine.kv_cache.radix import PrefixCache
-from engine.offload.tiers import CacheTiers
+from engine.offload.cache_tiers import CacheTiers
 from node.messages import Placement
 
 WORTH_NAMING_TOKENS = 64  # shorter cached prefixes are not offered to other nodes

@@ -43,7 +43,7 @@ from engine.batch.request import FinishReason, Request, RequestEnd, moved
 from engine.grammar.guides import GrammarCache
 from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.kv_cache.radix import PrefixCache
-from engine.offload.tiers import CacheTiers
+from engine.offload.cache_tiers import CacheTiers
 from engine.scheduler.scheduler import ChunkDone, FinishedRequest, Scheduler
 from kvtransfer.ports import (
     ClosedEvent,

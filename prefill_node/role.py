@@ -25,7 +25,7 @@ from engine.batch.request import Request
 from engine.batch.token_budget import TokenBudget
 from engine.grammar.guides import GrammarCache
 from engine.kv_cache.pages import PageAllocator, PageHolder
-from engine.offload.tiers import CacheTiers
+from engine.offload.cache_tiers import CacheTiers
 from engine.scheduler.scheduler import FinishedRequest, Scheduler
 from kvtransfer.ports import (
     ClosedEvent,

@@ -1,10 +1,11 @@
 """Threads that read and write pages in files in parallel to the engine."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from engine.offload.page_files import FileFault, PageFiles, SlotRead, SlotWrite
+from engine.offload.page_records import PageRecord
 
 READERS = 4
 
@@ -23,6 +24,13 @@ class FileThreads:
         self._tell = tell
         self._writer = ThreadPoolExecutor(1, "write-pages")
         self._readers = ThreadPoolExecutor(READERS, "read-pages")
+
+    @property
+    def num_slots(self) -> int:
+        return self._files.num_slots
+
+    def found(self) -> Iterator[tuple[int, PageRecord]]:
+        return self._files.found()
 
     def write(self, writes: Sequence[SlotWrite]) -> Future[list[FileFault | None]]:
         return self._submit(self._writer, lambda: self._files.write(writes))

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 
 from common.distribution import HistogramCounts
+from engine.offload.cache_tiers import CacheTiers
 from engine.offload.page_files import FileFault
-from engine.offload.tiers import CacheTiers
 
 
 class TierMeter:

@@ -85,7 +85,7 @@ class PageFiles:
         self._page_bytes = page_bytes
         self._memory = memory
         self._header = header(version, page_bytes)
-        self.num_slots = max(0, num_bytes - HEADER_BYTES) // (page_bytes + RECORD_BYTES)
+        self.num_slots: int = max(0, num_bytes - HEADER_BYTES) // (page_bytes + RECORD_BYTES)
         if not self.num_slots:
             raise ConfigError(
                 f"engine.offload.disk_bytes: {num_bytes} have no room for a page of {page_bytes}"

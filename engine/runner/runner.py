@@ -91,6 +91,12 @@ class ModelRunner:
                 ),
             )
 
+    def with_host_pool(self, host_pool: HostPool, recorder: Recorder | None) -> "ModelRunner":
+        """Return a runner of the same model and requests over another host pool. The two must not
+        be used at the same time."""
+        beside = self._table, self._features, self._adapters, self._stream
+        return ModelRunner(self._model, self._pool, host_pool, *beside, recorder)
+
     @property
     def graph_sizes(self) -> tuple[int, ...]:
         """Rows of the graphs for which `capture` is to be called, descending."""

@@ -9,7 +9,7 @@ more of a request's prefix, the request waits once for that load, when there is 
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,11 +18,10 @@ from common.config import SchedulerConfig
 from engine.batch.batch import Ints
 from engine.batch.holding import PageHolding
 from engine.batch.request import Request
-from engine.batch.table import SlotTable
-from engine.kv_cache.pages import PageAllocator, PageHolder
-from engine.kv_cache.radix import PrefixCache, PrefixMatch
+from engine.core import EngineCore
+from engine.kv_cache.pages import PageHolder
+from engine.kv_cache.radix import PrefixMatch
 from engine.kv_cache.radix_states import NO_STATE
-from engine.offload.tiers import CacheTiers
 from engine.scheduler.adder import PrefillAdder
 from engine.scheduler.arrivals import PageClaim, is_overdue
 from engine.scheduler.boundaries import stretch
@@ -30,8 +29,6 @@ from engine.scheduler.growth import NewTokenRatio, missing_pages_of_one
 from engine.scheduler.policy import SchedulePolicy
 from engine.scheduler.retracted import RetractedRequests
 from engine.scheduler.waiting import ActivePrefills, WaitingQueue
-
-DEFAULT_CHUNK_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,29 +76,24 @@ class PrefillAdmission:
     def __init__(
         self,
         config: SchedulerConfig,
-        *,
-        eos_token_ids: Sequence[int],
-        table: SlotTable,
-        pages: PageAllocator,
-        cache: PrefixCache,
-        tiers: CacheTiers,
+        core: EngineCore,
         retracted: RetractedRequests,
         ratio: NewTokenRatio,
         on_admit: Callable[[Request, PageHolding], None],
     ) -> None:
-        self._eos_token_ids = tuple(eos_token_ids)
+        table, cache = core.table, core.cache
+        self._eos_token_ids = core.limits.eos_token_ids
         self._table = table
         self._tables = table.tables
-        self._pages = pages
+        self._pages = core.pages
         self._cache = cache
-        self._tiers = tiers
+        self._tiers = core.tiers
         self._retracted = retracted
         self._ratio = ratio
         self._on_admit = on_admit
         self._most_on_device = table.num_slots - config.spare_slots
         self._max_prefill_tokens = config.max_prefill_tokens
-        chunk = config.chunked_prefill_tokens or DEFAULT_CHUNK_TOKENS
-        self._chunk_tokens = None if chunk < 0 else max(chunk, table.page_size)
+        self._chunk_tokens = core.shape.chunk_tokens
         self._full: dict[bool, _Full] = {}  # key: whether the pass tried suspect requests
         self.waiting = WaitingQueue(SchedulePolicy(config.policy, cache, table.routing_keys))
         self.under_way = ActivePrefills(table.page_size, states=self._tables.state_pages > 0)

@@ -18,7 +18,6 @@ class HeldRows:
 
     def __init__(
         self,
-        *,
         table: SlotTable,
         residents: SlotOwners,
         running: RunningBatch,

@@ -9,9 +9,8 @@ from collections.abc import Mapping
 
 from engine.batch.holding import PageHolding
 from engine.batch.request import Request
-from engine.batch.table import SlotTable
-from engine.kv_cache.pages import PageAllocator, PageHolder
-from engine.kv_cache.radix import PrefixCache
+from engine.core import EngineCore
+from engine.kv_cache.pages import PageHolder
 from engine.scheduler.admission import PrefillAdmission
 from engine.scheduler.outcome import CorruptPrefix
 from engine.scheduler.quarantine import QuarantineQueue
@@ -28,18 +27,15 @@ class SlotOwners:
 
     def __init__(
         self,
-        *,
-        table: SlotTable,
-        pages: PageAllocator,
-        cache: PrefixCache,
+        core: EngineCore,
         admission: PrefillAdmission,
         running: RunningBatch,
         retracted: RetractedRequests,
         quarantine: QuarantineQueue,
     ) -> None:
-        self._table = table
-        self._pages = pages
-        self._cache = cache
+        self._table = core.table
+        self._pages = core.pages
+        self._cache = core.cache
         self._admission = admission
         self._running = running
         self._retracted = retracted

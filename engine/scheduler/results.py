@@ -20,9 +20,8 @@ from engine.batch.batch import (
     ScheduleBatch,
 )
 from engine.batch.request import FinishReason, RequestEnd
-from engine.batch.table import SlotTable
-from engine.kv_cache.pages import PageAllocator, PageHolder
-from engine.kv_cache.radix import PrefixCache
+from engine.core import EngineCore
+from engine.kv_cache.pages import PageHolder
 from engine.scheduler.admission import ExtendRow, PrefillAdmission
 from engine.scheduler.assembly import ScheduledStep
 from engine.scheduler.finishing import FinishRule
@@ -37,29 +36,26 @@ class StepResults:
     """The application of step results. Engine thread only.
 
     Attributes:
+        rule: the finish conditions.
         num_tokens: tokens reported since the start.
     """
 
     def __init__(
         self,
-        rule: FinishRule,
-        *,
-        table: SlotTable,
-        pages: PageAllocator,
-        cache: PrefixCache,
+        core: EngineCore,
         admission: PrefillAdmission,
         retracted: RetractedRequests,
         residents: SlotOwners,
     ) -> None:
-        self._rule = rule
-        self._table = table
-        self._sliding = bool(table.tables.sliding)
-        self._pages = pages
-        self._cache = cache
+        self.rule = FinishRule(core.limits.eos_token_ids, core.limits.vocabulary_size)
+        self._table = core.table
+        self._sliding = bool(core.table.tables.sliding)
+        self._pages = core.pages
+        self._cache = core.cache
         self._admission = admission
         self._retracted = retracted
         self._residents = residents
-        self._vocabulary_size = np.array(rule.vocabulary_size, np.uint32)
+        self._vocabulary_size = np.array(core.limits.vocabulary_size, np.uint32)
         self.num_tokens = 0
 
     def take(
@@ -125,7 +121,7 @@ class StepResults:
             self._admission.computed(row)
             if token == NOT_FINITE:  # its pages must not be used by any request
                 if not row.samples:
-                    finish = self._rule.decide(request, token, at_limit=False)
+                    finish = self.rule.decide(request, token, at_limit=False)
                     assert finish is not None
                     spoilt = self._residents.end_at_fault(request)
                     finished.append(FinishedRequest(request, finish, spoilt=spoilt))
@@ -238,7 +234,7 @@ class StepResults:
         table.known[slots[told]] = known[told]
         for row in np.flatnonzero(stops.any(axis=1) | odd | last).tolist():
             request, token = self._residents.by_slot[int(slots[row])], int(tokens[row])
-            finish = self._rule.decide(request, token, at_limit=bool(last[row]))
+            finish = self.rule.decide(request, token, at_limit=bool(last[row]))
             assert finish is not None
             num_generated = int(known[row]) - request.num_prompt
             spoilt = None

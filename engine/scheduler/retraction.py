@@ -14,9 +14,9 @@ from engine.batch.batch import Ints
 from engine.batch.holding import PageHolding
 from engine.batch.request import Request
 from engine.batch.table import SlotTable
-from engine.kv_cache.pages import PageAllocator, PageHolder
-from engine.kv_cache.radix import PrefixCache
-from engine.scheduler.growth import NewTokenRatio, missing_pages_of_one
+from engine.core import EngineCore
+from engine.kv_cache.pages import PageHolder
+from engine.scheduler.growth import missing_pages_of_one
 from engine.scheduler.retracted import RetractedRequests
 from engine.scheduler.running import RunningBatch
 
@@ -28,22 +28,14 @@ class Retraction:
     only."""
 
     def __init__(
-        self,
-        *,
-        table: SlotTable,
-        pages: PageAllocator,
-        cache: PrefixCache,
-        running: RunningBatch,
-        retracted: RetractedRequests,
-        ratio: NewTokenRatio,
+        self, core: EngineCore, running: RunningBatch, retracted: RetractedRequests
     ) -> None:
-        self._table = table
-        self._pages = pages
-        self._cache = cache
+        self._table = core.table
+        self._pages = core.pages
+        self._cache = core.cache
         self._running = running
         self._retracted = retracted
-        self._ratio = ratio
-        self._num_tables = table.tables.num_tables
+        self._num_tables = core.table.tables.num_tables
         self.num_retractions = 0
         self.num_recomputed = 0
 
@@ -99,7 +91,7 @@ class Retraction:
             if device_empty:
                 needed = num_pages + min(growth, self._num_tables)
             else:
-                needed = num_pages + growth + self._running.growth(self._ratio.value)
+                needed = num_pages + growth + self._running.growth()
             if needed > self._cache.num_available:
                 return
             pages = self._cache.allocate(num_pages, PageHolder.REQUEST)
@@ -124,7 +116,7 @@ class Retraction:
     def _raise_ratio(self) -> None:
         table, left = self._table, self._running.slots
         prompts = table.num_prompt[left]
-        self._ratio.raise_after_retraction(
+        self._running.ratio.raise_after_retraction(
             generated=int((table.length[left] - prompts).sum()),
             max_new=int(np.maximum(table.max_length[left] - prompts, 0).sum()),
             num_requests=len(left),
@@ -139,7 +131,7 @@ class Retraction:
             length,
             int(table.max_length[slot]),
             had.num_pages * size,
-            self._ratio.value,
+            self._running.ratio.value,
             size,
         )
         return table.tables.growth(length - 1, missing)

@@ -9,13 +9,18 @@ from numpy.typing import NDArray
 from engine.batch.table import SlotTable
 from engine.kv_cache.pages import PageHolder
 from engine.kv_cache.radix import PrefixCache
-from engine.scheduler.growth import missing_pages
+from engine.scheduler.growth import NewTokenRatio, missing_pages
 
 
 class RunningBatch:
-    """Slots of requests whose prompt is computed, or will be by a launched step."""
+    """Slots of requests whose prompt is computed, or will be by a launched step.
 
-    def __init__(self, table: SlotTable, cache: PrefixCache) -> None:
+    Attributes:
+        ratio: of the remaining tokens for which pages are kept free.
+    """
+
+    def __init__(self, table: SlotTable, cache: PrefixCache, ratio: NewTokenRatio) -> None:
+        self.ratio = ratio
         self._table = table
         self._cache = cache
         self._member = np.zeros(table.num_slots, np.bool_)
@@ -46,14 +51,14 @@ class RunningBatch:
             self._member[slot] = False
             self._stale = True
 
-    def growth(self, ratio: float, slots: NDArray[np.intp] | None = None) -> int:
+    def growth(self, slots: NDArray[np.intp] | None = None) -> int:
         """Return the pages to keep free for all running requests, or for those in `slots`."""
         table, slots = self._table, self.slots if slots is None else slots
         missing = missing_pages(
             table.length[slots],
             table.max_length[slots],
             table.capacity[slots],
-            ratio,
+            self.ratio.value,
             table.page_size,
         )
         return table.growth(slots, missing)

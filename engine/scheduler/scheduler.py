@@ -12,7 +12,7 @@ released, while a forward on the device still writes them.
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
@@ -23,15 +23,12 @@ from common.priority import PriorityClass
 from engine.batch.batch import BatchResult, Ints, ScheduleBatch
 from engine.batch.holding import PageHolding
 from engine.batch.request import Request, RequestEnd, out_of_time, waited_too_long
-from engine.batch.table import SlotTable
-from engine.kv_cache.pages import PageAllocator, PageHolder, Pages
-from engine.kv_cache.radix import PrefixCache
-from engine.offload.tiers import CacheTiers
+from engine.core import EngineCore
+from engine.kv_cache.pages import PageHolder, Pages
 from engine.scheduler.admission import PrefillAdmission
 from engine.scheduler.arrivals import FreeCapacity, PageClaim
 from engine.scheduler.assembly import ScheduledStep, StepAssembler
 from engine.scheduler.books import check_books
-from engine.scheduler.finishing import FinishRule
 from engine.scheduler.growth import NewTokenRatio
 from engine.scheduler.held import HeldRows
 from engine.scheduler.next_rows import NO_ROWS, ReservedCapacity, RowSelector, SelectedRows
@@ -45,7 +42,6 @@ from engine.scheduler.retraction import Retraction
 from engine.scheduler.running import RunningBatch
 from engine.scheduler.speculation import DecodeRows, Speculation
 from engine.scheduler.stopped import PausedRequest
-from engine.speculative.speculator import Speculator
 
 __all__ = ["ChunkDone", "FinishedRequest", "Scheduler", "StepOutcome"]
 
@@ -65,10 +61,9 @@ class Scheduler:
         on_trial: the suspect request (common/requests/quarantine.py) whose step is launched, if
             any. Nothing else is on the device then.
     Args:
-        tiers: the tiers below the prefix cache; their host pages also serve retracted requests.
+        core: its host pages also serve retracted requests.
         on_admit: called with a request and the pages of its whole prompt when they are reserved
             and its cached prefix is held; again if it was retracted and has to be recomputed.
-        speculator: proposes draft tokens; None: no speculation.
         next_rows: the class that chooses each forward's rows, created from the parts of this
             scheduler.
     """
@@ -76,84 +71,36 @@ class Scheduler:
     def __init__(
         self,
         config: SchedulerConfig,
-        *,
-        eos_token_ids: Sequence[int],
-        vocabulary_size: int,
-        table: SlotTable,
-        pages: PageAllocator,
-        cache: PrefixCache,
-        tiers: CacheTiers,
+        core: EngineCore,
         on_admit: Callable[[Request, PageHolding], None],
-        speculator: Speculator | None = None,
+        *,
         next_rows: type[RowSelector] = RowSelector,
     ) -> None:
-        self._table = table
-        self._pages = pages
-        self._cache = cache
-        self._rule = FinishRule(eos_token_ids, vocabulary_size)
-        self._ratio = NewTokenRatio(
+        self._core = core
+        self._table = core.table
+        self._pages = core.pages
+        self._cache = core.cache
+        ratio = NewTokenRatio(
             config.new_token_ratio, config.min_new_token_ratio, config.new_token_ratio_steps
         )
-        self._tiers = tiers
-        self._retracted = RetractedRequests(table, pages, tiers.host)
-        self._admission = PrefillAdmission(
-            config,
-            eos_token_ids=eos_token_ids,
-            table=table,
-            pages=pages,
-            cache=cache,
-            tiers=tiers,
-            retracted=self._retracted,
-            ratio=self._ratio,
-            on_admit=on_admit,
-        )
-        self._running = RunningBatch(table, cache)
+        self._running = RunningBatch(core.table, core.cache, ratio)
+        self._retracted = RetractedRequests(core.table, core.pages, core.tiers.host)
+        self._admission = PrefillAdmission(config, core, self._retracted, ratio, on_admit)
         self._speculation: Speculation | None = None
-        if speculator is not None:
-            self._speculation = Speculation(speculator, table=table, running=self._running)
-        self._retraction = Retraction(
-            table=table,
-            pages=pages,
-            cache=cache,
-            running=self._running,
-            retracted=self._retracted,
-            ratio=self._ratio,
-        )
-        self._quarantine = QuarantineQueue(table)
+        if core.speculator is not None:
+            self._speculation = Speculation(
+                core.speculator, table=core.table, running=self._running
+            )
+        self._retraction = Retraction(core, self._running, self._retracted)
+        self._quarantine = QuarantineQueue(core.table)
         self._preemption = Preemption(
-            config.preemption_threshold,
-            config.max_preempted_requests,
-            table=table,
-            pages=pages,
-            running=self._running,
-            retracted=self._retracted,
-            quarantine=self._quarantine,
-            ratio=self._ratio,
+            config, core, self._running, self._retracted, self._quarantine
         )
         self._residents = SlotOwners(
-            table=table,
-            pages=pages,
-            cache=cache,
-            admission=self._admission,
-            running=self._running,
-            retracted=self._retracted,
-            quarantine=self._quarantine,
+            core, self._admission, self._running, self._retracted, self._quarantine
         )
-        self._held = HeldRows(
-            table=table,
-            residents=self._residents,
-            running=self._running,
-            retracted=self._retracted,
-        )
-        self._results = StepResults(
-            self._rule,
-            table=table,
-            pages=pages,
-            cache=cache,
-            admission=self._admission,
-            retracted=self._retracted,
-            residents=self._residents,
-        )
+        self._held = HeldRows(core.table, self._residents, self._running, self._retracted)
+        self._results = StepResults(core, self._admission, self._retracted, self._residents)
         self.kept = ReservedCapacity()
         self._next_rows = next_rows(
             self.kept,
@@ -164,12 +111,11 @@ class Scheduler:
             residents=self._residents,
             retraction=self._retraction,
             preemption=self._preemption,
-            ratio=self._ratio,
         )
         self.preempts = config.preemption_threshold > 0
         self.on_trial: Request | None = None
         self.paused = False
-        self._assembler = StepAssembler(table)
+        self._assembler = StepAssembler(core.table)
         self._launched: deque[ScheduledStep] = deque()
         self._expiry_due = 0.0
         self._num_withdrawn = 0  # ended before they had a slot
@@ -267,7 +213,7 @@ class Scheduler:
         """Return how `token`, the next after request.token_ids, ends the request; None: it
         continues."""
         at_limit = len(request.token_ids) + 1 >= self._admission.max_length(request)
-        return self._rule.decide(request, token, at_limit)
+        return self._results.rule.decide(request, token, at_limit)
 
     # Running requests that are migrated -----------------------------------------------------------
 
@@ -563,15 +509,7 @@ class Scheduler:
         Raises:
             EngineFault: a page or slot leaked, or was allocated twice.
         """
-        check_books(
-            table=self._table,
-            pages=self._pages,
-            cache=self._cache,
-            tiers=self._tiers,
-            residents=self._residents,
-            retracted=self._retracted,
-            launched=self._launched,
-            elsewhere=elsewhere,
-        )
+        books = self._core, self._residents, self._retracted, self._launched
+        check_books(*books, elsewhere)
         if not self.has_work:
-            self._ratio.reset()
+            self._running.ratio.reset()

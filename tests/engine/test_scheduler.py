@@ -8,8 +8,7 @@ from engine.batch.batch import BatchResult, ForwardMode
 from engine.batch.holding import PageHolding
 from engine.batch.request import FinishReason, Request, RequestEnd
 from engine.kv_cache.pages import PageHolder
-from engine.scheduler.admission import DEFAULT_CHUNK_TOKENS
-from tests.support.engine_rig import Rig, ints
+from tests.support.engine_rig import CHUNK_TOKENS, Rig, ints
 
 BOTH = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
 
@@ -317,7 +316,7 @@ def test_only_rows_that_ride_along_take_from_a_chunk():
 # Seen failing without max_prefill_tokens in Admission: both in one forward.
 # Seen failing with the usual chunk in place of none: [2048, 2049].
 def test_a_prompt_longer_than_the_usual_chunk_is_not_cut_where_none_is_to_be():
-    num_tokens = DEFAULT_CHUNK_TOKENS + 1
+    num_tokens = CHUNK_TOKENS + 1
     rig = Rig(num_pages=256, context=4096, config=SchedulerConfig(chunked_prefill_tokens=-1))
     rig.add([1] * num_tokens, max_tokens=2)
     rig.step()

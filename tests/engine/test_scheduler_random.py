@@ -13,8 +13,8 @@ from common.requests.namespace import namespace_of
 from engine.batch.request import FinishReason, Request
 from engine.speculative.speculator import Speculator
 from tests.support.drafters import KINDS, speculator
-from tests.support.engine_rig import VOCABULARY, Rig
-from tests.support.fake_runner import foretold
+from tests.support.engine_rig import Rig
+from tests.support.fake_backend import VOCABULARY, foretold
 
 pytestmark = pytest.mark.slow
 

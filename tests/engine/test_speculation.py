@@ -13,8 +13,8 @@ from engine.batch.batch import ForwardMode
 from engine.batch.request import FinishReason, Request
 from engine.speculative.speculator import Speculator
 from tests.support.drafters import KINDS, speculator
-from tests.support.engine_rig import VOCABULARY, Rig
-from tests.support.fake_runner import foretold
+from tests.support.engine_rig import Rig
+from tests.support.fake_backend import VOCABULARY, foretold
 
 MAX_DRAFTS = 4
 FORETELL = partial(foretold, vocabulary_size=VOCABULARY)

@@ -14,7 +14,8 @@ from engine.scheduler.boundaries import stretch
 from tests.engine.test_scheduler_random import Traffic
 from tests.engine.test_speculation import guesses
 from tests.support.drafters import KINDS
-from tests.support.engine_rig import VOCABULARY, Rig, ints
+from tests.support.engine_rig import Rig, ints
+from tests.support.fake_backend import VOCABULARY
 
 STATE = 3
 

@@ -34,8 +34,9 @@ from engine.offload.copies import TierCopier, TierCopies, TierCopy
 from engine.offload.file_tier import FileTier, PageStore
 from engine.offload.host_cache import HostCache
 from engine.offload.page_files import FileFault, SlotRead, SlotWrite
+from engine.offload.page_records import PageRecord
 from engine.offload.saves import TierSaves
-from engine.offload.ways import TierMatch, TierMatches
+from engine.offload.tier_matches import TierMatch, TierMatches
 
 
 class CacheTiers:
@@ -56,14 +57,16 @@ class CacheTiers:
         cache: PrefixCache,
         pages: PageAllocator,
         tables: PageTables,
-        copier: TierCopier,
+        copier: TierCopier | None = None,
         store: PageStore | None = None,
     ) -> None:
         """Create the tiers, and connect them to the tree if `enabled`.
 
         Args:
+            copier: may be None if not `enabled`.
             store: the store that the index in `host` describes, if there are files.
         """
+        copier = copier or _NoCopier()
         self.host = host
         self.files = FileTier(host, store or _NoStore(), width=tables.width)
         self.saves = TierSaves(host, pages, copier, width=tables.width, saved=self.files.saved)
@@ -243,12 +246,6 @@ class CacheTiers:
             then()
 
 
-def no_tiers(cache: PrefixCache, pages: PageAllocator, tables: PageTables) -> CacheTiers:
-    """Return disabled tiers, which keep nothing."""
-    host, copier = HostCache(0), _NoCopier()
-    return CacheTiers(host, enabled=False, cache=cache, pages=pages, tables=tables, copier=copier)
-
-
 class _NoCopier:
     def save(self, copies: PageCopies) -> TierCopy:
         raise EngineFault("there is no tier to copy to")
@@ -258,6 +255,11 @@ class _NoCopier:
 
 
 class _NoStore:
+    num_slots = 0
+
+    def found(self) -> Sequence[tuple[int, PageRecord]]:
+        return ()
+
     def write(self, writes: Sequence[SlotWrite]) -> Future[list[FileFault | None]]:
         raise EngineFault("there are no files to write to")
 
