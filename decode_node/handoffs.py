@@ -197,7 +197,7 @@ class IncomingHandoffs:
 
     def grant(self, now: float) -> None:
         """Reserve pages for each waiting attempt that fits, and grant them."""
-        floor, kept = self._scheduler.floor, self._scheduler.kept
+        floor, kept = self._scheduler.min_priority, self._scheduler.kept
         if floor < math.inf:
             while (attempt := self._next_fitting(now, floor)) is not None:
                 if not self._grant(attempt):
@@ -213,7 +213,7 @@ class IncomingHandoffs:
         if not len(self.prealloc):
             return None
         self._keep_room()
-        room, claim = self._scheduler.room(), self._scheduler.claim
+        room, claim = self._scheduler.free_capacity(), self._scheduler.claim
         num_unready = self.transfer.num_unready(self._max_granted_pages)
         return self.prealloc.take_fitting(
             now, room, num_unready, claim, floor, lambda attempt: self._has_twin(attempt, now)
@@ -238,7 +238,7 @@ class IncomingHandoffs:
         attempt = self.prealloc.most_urgent(num_unready)
         if attempt is None:
             return -math.inf
-        self._scheduler.make_room(attempt.request.spec.priority, attempt.num_pages)
+        self._scheduler.preempt_for(attempt.request.spec.priority, attempt.num_pages)
         return attempt.request.spec.priority
 
     def _grant(self, attempt: HandoffAttempt) -> bool:

@@ -178,7 +178,7 @@ class OutgoingMigrations:
         departure.prefix_tokens, departure.room_tokens = event.prefix_tokens, event.room_tokens
         if event.gib_per_s:
             departure.gib_per_s = max(event.gib_per_s, _SLOWEST_GIB_S)
-        if not self._scheduler.stop(departure.request):
+        if not self._scheduler.pause(departure.request):
             self._give_up(departure, "the request is not running")
             return
         departure.to(MigrationStage.STOPPING)
@@ -203,7 +203,7 @@ class OutgoingMigrations:
         if event.held:
             self._on_moved(request)
         else:
-            self._scheduler.go_on(request)
+            self._scheduler.resume(request)
 
     def copied(self, ticket: int) -> bool:
         """Publish the whole pages of a running request in the prefix tree, for a copy.
@@ -212,7 +212,7 @@ class OutgoingMigrations:
         runs.
         """
         request = self._live.by_ticket(ticket)
-        return request is not None and self._scheduler.learn(request)
+        return request is not None and self._scheduler.publish_prefix(request)
 
     # Poll and end ---------------------------------------------------------------------------------
 
@@ -239,7 +239,7 @@ class OutgoingMigrations:
                 self._give_up(departure, reason)
 
     def _publish(self, departure: _Departure, now: float) -> None:
-        stopped = self._scheduler.stopped(departure.request)
+        stopped = self._scheduler.take_paused(departure.request)
         if stopped is None:
             return
         tokens, num_kv = stopped.token_ids, len(stopped.token_ids) - 1

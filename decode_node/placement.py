@@ -303,7 +303,7 @@ class PrefillPlacement:
         if self._scheduler.paused:
             return False
         # The newest token may have no KV yet.
-        tokens, room = request.token_ids[:-1], self._scheduler.room().num_pages
+        tokens, room = request.token_ids[:-1], self._scheduler.free_capacity().num_pages
         return self._sharing.fetches.copy(
             request.key, tokens, request.namespace, source.address, source.ticket, room=room
         )
@@ -312,7 +312,7 @@ class PrefillPlacement:
         hints = self._live.prefix_at(request)
         if not hints:
             return False
-        room, queued_s = self._scheduler.room().num_pages, self._prompts.queued_s
+        room, queued_s = self._scheduler.free_capacity().num_pages, self._prompts.queued_s
         return self._sharing.fetch(request, hints, room=room, queued_s=queued_s)
 
 

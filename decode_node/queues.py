@@ -54,9 +54,9 @@ class HandoffAttempt:
         return self.request.arrived
 
     @property
-    def place(self) -> float:
+    def queue_position(self) -> float:
         """Place of the request. A request that lost a hand-off keeps its position."""
-        return self.request.place
+        return self.request.queue_position
 
     @property
     def priority(self) -> int:
@@ -148,7 +148,7 @@ class PreallocQueue:
         for attempt in self._attempts.in_turn():
             if attempt.priority < floor:
                 continue
-            if claim is not None and claim.place < attempt.place:
+            if claim is not None and claim.queue_position < attempt.queue_position:
                 if room.fits(claim.num_pages):
                     room = room.without(claim.num_pages)
                 elif is_overdue(claim.arrived, now):
@@ -174,7 +174,7 @@ class PreallocQueue:
             if not is_overdue(attempt.arrived, now):
                 break
             if attempt.num_pages <= num_unready:
-                return attempt.place
+                return attempt.queue_position
         return math.inf
 
     def most_urgent(self, num_unready: float) -> HandoffAttempt | None:

@@ -171,7 +171,7 @@ class DecodeRole:
         self._preparations: PreparationStages[SubmitRequest] = PreparationStages(
             GrammarQueue(guides),
             AdapterQueue(adapters),
-            TierLoadQueue(tiers, lambda: scheduler.room().num_pages),
+            TierLoadQueue(tiers, lambda: scheduler.free_capacity().num_pages),
         )
         self._told_trial: Request | None = None
 
@@ -333,7 +333,7 @@ class DecodeRole:
             self._dispatcher.retry(lost)
         if len(self._departures):
             return False
-        self.scheduler.start_over()
+        self.scheduler.requeue_all()
         return not self._sharing.fetches.busy
 
     def renew(self) -> None:

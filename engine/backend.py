@@ -8,8 +8,7 @@ from engine.adapters.adapters import AdapterManager
 from engine.batch.table import SlotTable
 from engine.kv_cache.kv import HostPool, KVPool
 from engine.models import Model
-from engine.offload.file_threads import FileThreads
-from engine.offload.page_files import PageFiles
+from engine.offload.page_files import FileThreads, PageFiles
 from engine.runner.copier import PageCopier
 from engine.runner.graphs import Recorder
 from engine.runner.runner import ModelRunner

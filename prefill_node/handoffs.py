@@ -156,7 +156,7 @@ class OutgoingHandoffs:
             return self._refuse(event.serial, refusal)
         self._bootstrap[event.serial] = request
         if isinstance(source, Prompt) and source.prefix_hints:
-            room, queued_s = self._scheduler.room().num_pages, self._prompts.queued_s
+            room, queued_s = self._scheduler.free_capacity().num_pages, self._prompts.queued_s
             self._sharing.fetch(request, source.prefix_hints, room=room, queued_s=queued_s)
 
     def grant(self, event: GrantedEvent) -> None:

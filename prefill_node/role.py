@@ -84,7 +84,7 @@ class PrefillRole:
         self._preparations: PreparationStages[None] = PreparationStages(
             GrammarQueue(guides),
             AdapterQueue(adapters),
-            TierLoadQueue(tiers, lambda: self.scheduler.room().num_pages),
+            TierLoadQueue(tiers, lambda: self.scheduler.free_capacity().num_pages),
             FetchQueue(sharing.fetches),
         )
         self._pooled = PoolingCalls(
@@ -233,7 +233,7 @@ class PrefillRole:
         Computed pages are read to the end. Returns whether all is released.
         """
         self._handoffs.give_up_all(_GIVEN_UP)
-        self.scheduler.start_over()
+        self.scheduler.requeue_all()
         return not (self._handoffs.lent or self._sharing.fetches.busy)
 
     def renew(self) -> None:

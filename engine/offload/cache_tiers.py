@@ -14,7 +14,7 @@ page of tokens that they belong to. A request can continue after a page for whic
 present.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 
 import numpy as np
@@ -29,7 +29,6 @@ from engine.kv_cache.page_keys import PageKey
 from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.kv_cache.radix import PrefixCache
 from engine.kv_cache.radix_nodes import RadixNode
-from engine.offload.brought import TierLoads
 from engine.offload.copies import TierCopier, TierCopies, TierCopy
 from engine.offload.file_tier import FileTier, PageStore
 from engine.offload.host_cache import HostCache
@@ -37,6 +36,41 @@ from engine.offload.page_files import FileFault, SlotRead, SlotWrite
 from engine.offload.page_records import PageRecord
 from engine.offload.saves import TierSaves
 from engine.offload.tier_matches import TierMatch, TierMatches
+
+
+class TierLoads:
+    """Loaded pages that no request has used yet. Engine thread only.
+
+    Attributes:
+        used_pages: pages of tokens, since the start. Key: whether only a file had them.
+    """
+
+    def __init__(self) -> None:
+        self.used_pages = {False: 0, True: 0}
+        self._unused: dict[PageKey, bool] = {}
+
+    def __bool__(self) -> bool:
+        """Return whether there are unused pages."""
+        return bool(self._unused)
+
+    def add(self, pages: Mapping[PageKey, bool]) -> None:
+        """Add pages that are now in the tree. Values: whether only a file had the page."""
+        self._unused.update(pages)
+
+    def used(self, keys: Iterable[PageKey]) -> None:
+        """Note that a request continues from these pages. Each page counts once."""
+        for key in keys:
+            filed = self._unused.pop(key, None)
+            if filed is not None:
+                self.used_pages[filed] += 1
+
+    def left(self, keys: Iterable[PageKey]) -> None:
+        """Note that the tree has evicted these."""
+        for key in keys:
+            self._unused.pop(key, None)
+
+    def clear(self) -> None:
+        self._unused.clear()
 
 
 class CacheTiers:

@@ -11,7 +11,7 @@ from engine.batch.batch import ForwardMode, Ints, ScheduleBatch, StateCheckpoint
 from engine.batch.table import SlotTable
 from engine.kv_cache.pages import Pages
 from engine.scheduler.admission import ExtendRow
-from engine.scheduler.retracted import HostSwaps
+from engine.scheduler.retraction import HostSwaps
 from engine.scheduler.speculation import DecodeRows
 
 

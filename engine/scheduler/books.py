@@ -9,7 +9,7 @@ from engine.core import EngineCore
 from engine.kv_cache.pages import PageAllocator, PageHolder, Pages
 from engine.scheduler.assembly import ScheduledStep
 from engine.scheduler.residents import SlotOwners
-from engine.scheduler.retracted import RetractedRequests
+from engine.scheduler.retraction import RetractedRequests
 
 
 def check_books(

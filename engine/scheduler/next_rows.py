@@ -123,7 +123,7 @@ class RowSelector:
         return admission.next_rows(
             reserved_pages=self.reserved_pages,
             num_decode_rows=len(self._running.ready()) if self._mixed_chunk else 0,
-            floor=self._preemption.floor,
+            min_priority=self._preemption.min_priority,
             kept_slots=kept.slots,
             barrier=kept.barrier,
             alone=self._residents.all_away,
@@ -147,7 +147,7 @@ class RowSelector:
         if len(full) and not self._running.grow(full):
             # All running rows are considered: the missing pages may belong to quarantined rows or
             # to others.
-            kept = self._retraction.make_room(self._running.ready(), self._residents.by_slot)
+            kept = self._retraction.retract_for(self._running.ready(), self._residents.by_slot)
             return slots[np.isin(slots, kept)]
         self._running.ratio.decay()
         return slots

@@ -1,6 +1,6 @@
 """Preemption: a waiting request replaces running ones that are much less urgent.
 
-Preempted requests are swapped out to host memory like retracted ones (retracted.py), keep their
+Preempted requests are swapped out to host memory like retracted ones (retraction.py), keep their
 slots, and come back. While they are away, only requests that could have preempted them are
 admitted. A swapped-out request gains one priority step per STEP_S, until no request goes before it.
 A request is preempted only a limited number of times. Every request therefore comes back and ends.
@@ -18,8 +18,7 @@ from engine.core import EngineCore
 from engine.kv_cache.pages import PageHolder
 from engine.scheduler.arrivals import FreeCapacity
 from engine.scheduler.quarantine import QuarantineQueue
-from engine.scheduler.retracted import RetractedRequests
-from engine.scheduler.retraction import victims_first
+from engine.scheduler.retraction import RetractedRequests, victims_first
 from engine.scheduler.running import RunningBatch
 
 MAX_PREEMPTIONS = 8  # per request
@@ -55,7 +54,7 @@ class Preemption:
         self.counts = dict.fromkeys(CLASSES, 0)
 
     @property
-    def floor(self) -> float:
+    def min_priority(self) -> float:
         """Minimum priority that admission accepts now. Swapped-out requests come first."""
         if not self._retracted:
             return -math.inf
@@ -73,7 +72,7 @@ class Preemption:
             self._by and len(slots) and self._table.priority[slots].min() + self._by <= priority
         )
 
-    def make_room(
+    def preempt_for(
         self, priority: int, num_pages: int, room: FreeCapacity, requests: Mapping[int, Request]
     ) -> None:
         """Preempt as few requests as make room for one of that priority, or none if all victims

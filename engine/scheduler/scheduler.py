@@ -29,19 +29,14 @@ from engine.scheduler.admission import PrefillAdmission
 from engine.scheduler.arrivals import FreeCapacity, PageClaim
 from engine.scheduler.assembly import ScheduledStep, StepAssembler
 from engine.scheduler.books import check_books
-from engine.scheduler.growth import NewTokenRatio
-from engine.scheduler.held import HeldRows
 from engine.scheduler.next_rows import NO_ROWS, ReservedCapacity, RowSelector, SelectedRows
-from engine.scheduler.outcome import ChunkDone, FinishedRequest, StepOutcome
 from engine.scheduler.preemption import Preemption
 from engine.scheduler.quarantine import QuarantineQueue
-from engine.scheduler.residents import SlotOwners
-from engine.scheduler.results import StepResults
-from engine.scheduler.retracted import HostSwaps, RetractedRequests
-from engine.scheduler.retraction import Retraction
-from engine.scheduler.running import RunningBatch
+from engine.scheduler.residents import HeldRows, PausedRequest, SlotOwners
+from engine.scheduler.results import ChunkDone, FinishedRequest, StepOutcome, StepResults
+from engine.scheduler.retraction import HostSwaps, RetractedRequests, Retraction
+from engine.scheduler.running import NewTokenRatio, RunningBatch
 from engine.scheduler.speculation import DecodeRows, Speculation
-from engine.scheduler.stopped import PausedRequest
 
 __all__ = ["ChunkDone", "FinishedRequest", "Scheduler", "StepOutcome"]
 
@@ -225,7 +220,7 @@ class Scheduler:
         runs = slot in self._running and request not in self._retracted
         return self._table.tokens_of(slot) if runs else None
 
-    def learn(self, request: Request) -> bool:
+    def publish_prefix(self, request: Request) -> bool:
         """Insert the whole pages of a running request into the tree: tokens that are known to have
         KV. Return False if it does not run, or just came back from a retraction and a launched step
         has yet to fill its pages."""
@@ -240,9 +235,9 @@ class Scheduler:
         self._cache.insert(tokens[:-1], holding, request.namespace)
         return True
 
-    def stop(self, request: Request) -> bool:
-        """Take a running request out of the batch. Its slot and its pages stay. Until `go_on` it is
-        never retracted, and does not grow.
+    def pause(self, request: Request) -> bool:
+        """Take a running request out of the batch. Its slot and its pages stay. Until `resume` it
+        is never retracted, and does not grow.
 
         Returns:
             False, without any change, if it does not run or is ending.
@@ -253,7 +248,7 @@ class Scheduler:
         self._running.leave(request.slot)
         return True
 
-    def stopped(self, request: Request) -> PausedRequest | None:
+    def take_paused(self, request: Request) -> PausedRequest | None:
         """Return the tokens and pages of a stopped request, or None while a launched step has it or
         may write one of its pages."""
         slot = request.slot
@@ -263,7 +258,7 @@ class Scheduler:
             return None
         return PausedRequest(self._table.tokens_of(slot), holding)
 
-    def go_on(self, request: Request) -> None:
+    def resume(self, request: Request) -> None:
         """Put a stopped request back into the batch."""
         assert request.slot is not None
         self._running.join(request.slot)
@@ -284,21 +279,22 @@ class Scheduler:
         """Return whether a launched step is unfinished."""
         return bool(self._launched)
 
-    def start_over(self) -> None:
+    def requeue_all(self) -> None:
         """Release all KV of the requests. They wait to be recomputed from their tokens. To be
         called at rest, and while none is stopped."""
-        for request in sorted(self._residents.by_slot.values(), key=lambda each: each.place):
-            self._residents.start_over(request)
+        requests = self._residents.by_slot.values()
+        for request in sorted(requests, key=lambda each: each.queue_position):
+            self._residents.requeue(request)
 
     def clear_cache(self) -> None:
-        """Empty the prefix cache. To be called at rest, after `start_over`."""
+        """Empty the prefix cache. To be called at rest, after `requeue_all`."""
         self._cache.flush()
 
     # Capacity, for admission elsewhere ------------------------------------------------------------
 
-    def room(self) -> FreeCapacity:
+    def free_capacity(self) -> FreeCapacity:
         """Return the capacity for requests that are going to join and have at least the priority
-        `floor`.
+        `min_priority`.
 
         Pages: free or evictable ones, minus the expected growth of running requests and the kept
         pages. Slots: free ones, minus the kept slots.
@@ -308,23 +304,23 @@ class Scheduler:
         return FreeCapacity(num_pages, self._admission.num_free_slots - self.kept.slots)
 
     @property
-    def floor(self) -> float:
+    def min_priority(self) -> float:
         """Minimum priority that admission accepts now."""
-        return self._preemption.floor
+        return self._preemption.min_priority
 
-    def make_room(self, priority: int, num_pages: int) -> None:
+    def preempt_for(self, priority: int, num_pages: int) -> None:
         """Preempt less urgent requests, if that gives a request of this priority a slot and its
         pages. They are free a few steps later. Until then further calls do nothing."""
         if self.on_trial is not None or not self._preemption.may_help(priority):
             return
-        if self._makes_room:
+        if self._preempts_now:
             return
-        room = self.room()
+        room = self.free_capacity()
         if not room.fits(num_pages):
-            self._preemption.make_room(priority, num_pages, room, self._residents.by_slot)
+            self._preemption.preempt_for(priority, num_pages, room, self._residents.by_slot)
 
     @property
-    def _makes_room(self) -> bool:
+    def _preempts_now(self) -> bool:
         """Return whether pages that were saved, or will be, are not free yet."""
         swapping = any(step.batch.swap_out is not None for step in self._launched)
         return swapping or self._retracted.saving
@@ -364,7 +360,7 @@ class Scheduler:
         if self.paused:
             return None
         if self.preempts and self._admission.waiting:
-            self._make_room_for_prompts()
+            self._preempt_for_prompts()
         if self._retracted:
             self._bring_back()
         if self.on_trial is not None:
@@ -379,14 +375,14 @@ class Scheduler:
             return self._launch(NO_ROWS, alone=False)
         return None
 
-    def _make_room_for_prompts(self) -> None:
+    def _preempt_for_prompts(self) -> None:
         """Preempt for the most urgent waiting request. Not while a prompt is chunked: the next
         prompt has to wait for it anyway."""
         waiting = self._admission.waiting
         may_help = self._preemption.may_help(waiting.highest_priority)
         if may_help and self._admission.chunked is None:
             first = waiting.most_urgent()
-            self.make_room(first.spec.priority, self._admission.needed_pages(first))
+            self.preempt_for(first.spec.priority, self._admission.needed_pages(first))
 
     def _launch(self, rows: SelectedRows, alone: bool) -> ScheduleBatch:
         swaps = self._retracted.swaps() if self._retracted else _NO_SWAPS

@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 
 from common.errors import ServingError
 from engine.batch.request import Request, RequestEnd, out_of_time, waited_too_long
-from engine.scheduler.outcome import FinishedRequest
+from engine.scheduler.results import FinishedRequest
 
 T = TypeVar("T")
 

@@ -7,8 +7,7 @@ import triton
 
 from common.errors import EngineFault
 from engine.batch.batch import BatchResult, ForwardMode, ScheduleBatch
-from engine.loop.clock import StepClock
-from engine.loop.lateness import Lateness
+from engine.loop.clock import Lateness, StepClock
 from engine.loop.loop import EventLoop
 from engine.loop.watchdog import Watchdog
 from tests.support.engine_rig import Rig, ints

@@ -89,9 +89,9 @@ def test_one_that_joins_with_its_kv_takes_a_place_too(overlap):
     first = rig.expected(rig.request(prompt))[0][0]
     urgent = rig.request(prompt, max_tokens=10, generated=[first], priority=BY)
     for _ in range(20):
-        if urgent.spec.priority >= rig.scheduler.floor and rig.land(urgent):
+        if urgent.spec.priority >= rig.scheduler.min_priority and rig.land(urgent):
             break
-        rig.scheduler.make_room(urgent.spec.priority, 4)
+        rig.scheduler.preempt_for(urgent.spec.priority, 4)
         rig.scheduler.kept.most_urgent = urgent.spec.priority
         rig.step()
     rig.scheduler.kept.most_urgent = -1e9

@@ -371,7 +371,7 @@ def test_slots_kept_for_requests_that_will_join_are_not_taken():
         rig.add([i], max_tokens=3)
     rig.step()
     assert len(rig.admitted) == 1
-    assert not rig.scheduler.room().fits(1)
+    assert not rig.scheduler.free_capacity().fits(1)
 
 
 # Seen failing with the kept pages left out of what is reserved.
@@ -379,9 +379,9 @@ def test_pages_kept_for_the_growth_of_requests_that_will_join_are_not_given_away
     rig = Rig(num_pages=10, vandal=False)
     rig.add([1], max_tokens=40)
     rig.step()
-    before = rig.scheduler.room().num_pages
+    before = rig.scheduler.free_capacity().num_pages
     rig.scheduler.kept.pages = 6
-    assert rig.scheduler.room().num_pages == before - 6
+    assert rig.scheduler.free_capacity().num_pages == before - 6
     waiting = rig.add([2] * 60, max_tokens=1)
     rig.step(3)
     assert len(rig.admitted) == 1
@@ -393,11 +393,11 @@ def test_pages_kept_for_the_growth_of_requests_that_will_join_are_not_given_away
 
 def test_room_is_what_the_running_requests_will_not_need():
     rig = Rig(num_pages=20, vandal=False, config=SchedulerConfig(new_token_ratio=0.5))
-    assert rig.scheduler.room().num_pages == 20
+    assert rig.scheduler.free_capacity().num_pages == 20
     rig.add([1] * 16, max_tokens=128)
     rig.step()
     # 64 of its 127 further tokens with KV are reserved: 4 pages beside its own.
-    assert rig.scheduler.room().num_pages == 20 - 1 - 4
+    assert rig.scheduler.free_capacity().num_pages == 20 - 1 - 4
     assert rig.scheduler.growth_pages(rig.request([1] * 16, max_tokens=128)) == 4
 
 
@@ -609,7 +609,7 @@ def test_who_starts_over_waits_without_any_kv_as_they_came():
     rig.scheduler.paused = True
     while rig.in_flight is not None:
         rig.step()
-    rig.scheduler.start_over()
+    rig.scheduler.requeue_all()
     rig.check()
     assert rig.pages.by_holder()["request"] == 0
     assert rig.scheduler.queues()["waiting"] == 3 and all(each.is_away for each in requests)

@@ -15,9 +15,8 @@ import torch
 
 from common.config import SpeculativeConfig
 from engine.models import load
-from engine.speculative.head import HeadDrafter
 from engine.speculative.policy import AllDrafts
-from engine.speculative.speculator import Speculator
+from engine.speculative.speculator import HeadDrafter, Speculator
 from tests.support.checkpoints import make_checkpoint
 from tests.support.draft_heads import (
     make_eagle,

@@ -185,7 +185,7 @@ class Rig:
                 self.scheduler.add(request)
 
         self.coming[request.key] = request
-        room = self.scheduler.room().num_pages
+        room = self.scheduler.free_capacity().num_pages
         way = self.tiers.way(request.token_ids[:-1], request.namespace)
         if way is None or not self.tiers.bring(way, room, add):
             add()
@@ -193,7 +193,7 @@ class Rig:
     def land(self, request: Request) -> bool:
         """Reserves a request's pages as a decode node does before its KV arrives, lets the KV of
         all its tokens but the last land in them at once, and keeps it until it can `join`."""
-        if self.scheduler.room().num_slots <= 0:
+        if self.scheduler.free_capacity().num_slots <= 0:
             return False
         size, token_ids, tables = self.page_size, request.token_ids[:-1], self.table.tables
         cached = self.cache.match(token_ids, request.namespace).shared
