@@ -3,6 +3,8 @@
 A scheduler works on a core. Tests and benchmarks make their cores here as well.
 """
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -49,6 +51,7 @@ class EngineCore:
 
     Attributes:
         speculator: proposes draft tokens; None: no speculation.
+        clock: seconds, as in the times of requests.
     """
 
     shape: CoreShape
@@ -58,6 +61,7 @@ class EngineCore:
     cache: PrefixCache
     tiers: CacheTiers
     speculator: Speculator | None = None
+    clock: Callable[[], float] = time.monotonic
 
     @classmethod
     def make(
@@ -70,6 +74,7 @@ class EngineCore:
         store: PageStore | None = None,
         speculator: Speculator | None = None,
         lifo: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> Self:
         """Create an empty core.
 
@@ -85,7 +90,7 @@ class EngineCore:
         enabled = config.cache.prefix_cache
         cache = PrefixCache(tables.page_size, pages, *kept, enabled=enabled)
         tiers = make_tiers(shape, pages, cache, copier, store)
-        return cls(shape, limits, table, pages, cache, tiers, speculator)
+        return cls(shape, limits, table, pages, cache, tiers, speculator, clock)
 
     def with_host_pages(self, shape: CoreShape, copier: TierCopier) -> Self:
         """Return this core with other host pages for retracted requests. There must be no tiers,

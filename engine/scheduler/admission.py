@@ -11,7 +11,6 @@ running requests), input tokens of the forward, and tokens of the chunk.
 """
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -137,6 +136,7 @@ class PrefillAdmission:
         self._pages = core.pages
         self._cache = cache
         self._tiers = core.tiers
+        self._clock = core.clock
         self._retracted = retracted
         self._ratio = ratio
         self._on_admit = on_admit
@@ -144,7 +144,8 @@ class PrefillAdmission:
         self._max_prefill_tokens = config.max_prefill_tokens
         self._chunk_tokens = core.shape.chunk_tokens
         self._full: dict[bool, _Full] = {}  # key: whether the pass tried suspect requests
-        self.waiting = WaitingQueue(SchedulePolicy(config.policy, cache, table.routing_keys))
+        policy = SchedulePolicy(config.policy, cache, table.routing_keys, core.clock)
+        self.waiting = WaitingQueue(policy)
         self.under_way = ActivePrefills(table.page_size, states=self._tables.state_pages > 0)
         self.chunked: ExtendRow | None = None  # the last launched chunk of an unfinished prompt
         self.cached_tokens = 0
@@ -339,7 +340,7 @@ class PrefillAdmission:
     ) -> None:
         """Add rows while the budgets last, but only one suspect request."""
         self._full.pop(suspect, None)
-        now, least = time.monotonic(), math.inf
+        now, least = self._clock(), math.inf
         held_back = False
         for request in self.waiting.in_order():
             if not self.has_slot(kept_slots):
@@ -387,13 +388,13 @@ class PrefillAdmission:
 
         def over() -> None:
             request.brought = True
-            request.note_brought(time.monotonic())
+            request.note_brought(self._clock())
 
         if request.brought is None:
             way = self._tiers.way(self._wanted(request), request.namespace)
             if way is not None and self._tiers.bring(way, self._cache.num_available, over):
                 request.brought = False
-                request.bringing.append(time.monotonic())
+                request.bringing.append(self._clock())
         return request.brought is False
 
     def _wanted(self, request: Request) -> Ints:
@@ -425,9 +426,9 @@ class PrefillAdmission:
         slot = self.take_slot(request, holding)
         assert slot is not None
         if self.waiting.was_returned(request):
-            request.swapped_in(time.monotonic())
+            request.swapped_in(self._clock())
         else:
-            request.admitted = time.monotonic()
+            request.admitted = self._clock()
             request.cached_tokens = min(start, request.num_prompt)
             self.cached_tokens += request.cached_tokens
             self.admitted_tokens += request.num_prompt

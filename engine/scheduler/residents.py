@@ -4,7 +4,6 @@ All starts and ends of requests go through this module, which updates every part
 that keeps state of a request.
 """
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -62,6 +61,7 @@ class SlotOwners:
         self._table = core.table
         self._pages = core.pages
         self._cache = core.cache
+        self._clock = core.clock
         self._admission = admission
         self._running = running
         self._retracted = retracted
@@ -121,7 +121,7 @@ class SlotOwners:
         KV. No launched step may have it. `learn`: see `end`."""
         self._let_go(request, learn)
         if not request.is_away:
-            request.swapped_out(time.monotonic())
+            request.swapped_out(self._clock())
         self.put_back(request)
 
     def put_back(self, request: Request) -> None:

@@ -11,7 +11,6 @@ allocated until it is finished.
 """
 
 import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -24,8 +23,7 @@ from engine.batch.holding import PageHolding
 from engine.batch.request import Request
 from engine.batch.table import SlotTable
 from engine.core import EngineCore
-from engine.kv_cache.pages import PageAllocator, PageHolder
-from engine.offload.host_cache import HostCache
+from engine.kv_cache.pages import PageHolder
 from engine.scheduler.running import RunningBatch, missing_pages_of_one
 
 _NOTHING = np.empty(0, np.int32)
@@ -46,7 +44,7 @@ class _Retracted:
     had: PageHolding  # at retraction, for tokens that have KV
     device_pages: Ints
     host_pages: Ints
-    left: float  # time.monotonic()
+    left: float  # when, by the clock
 
     def rank(self, now: float) -> float:
         return self.request.rank(now - self.left)
@@ -73,10 +71,11 @@ class RetractedRequests:
     """Swapped-out requests and the host pages with their KV. The most urgent one returns first,
     equal ones in the order in which they left."""
 
-    def __init__(self, table: SlotTable, pages: PageAllocator, host: HostCache) -> None:
-        self._table = table
-        self._pages = pages
-        self._host = host
+    def __init__(self, core: EngineCore) -> None:
+        self._table = core.table
+        self._pages = core.pages
+        self._host = core.tiers.host
+        self._clock = core.clock
         self._by_key: dict[int, _Retracted] = {}
 
     def __len__(self) -> int:
@@ -110,7 +109,7 @@ class RetractedRequests:
 
     def highest_rank(self) -> float:
         """Return the highest rank of swapped-out requests. Requires at least one."""
-        now = time.monotonic()
+        now = self._clock()
         return max(entry.rank(now) for entry in self._by_key.values())
 
     def num_saved(self, slot: int) -> int:
@@ -124,7 +123,7 @@ class RetractedRequests:
         """
         slot = request.slot
         assert slot is not None
-        now, had = time.monotonic(), self._saved_of(slot)
+        now, had = self._clock(), self._saved_of(slot)
         holding = self._table.holding_of(slot)
         pages = holding.flat()
         self._table.set_pages(slot, PageHolding.none(len(holding.tables)))
@@ -155,7 +154,7 @@ class RetractedRequests:
     def next_saved(self, bar: float = -math.inf) -> tuple[int, PageHolding] | None:
         """Return slot and former pages of the request to bring back next, among those whose rank is
         above the bar. It needs as many pages as it had."""
-        now = time.monotonic()
+        now = self._clock()
         able = (entry for entry in self._away() if entry.rank(now) > bar)
         entry = max(able, key=lambda entry: entry.rank(now), default=None)
         if entry is None or entry.state is not _State.SAVED:
@@ -166,7 +165,7 @@ class RetractedRequests:
         """Assign pages that are already held for the request. The next batch fills them from the
         host."""
         entry = next(entry for entry in self._by_key.values() if entry.slot == slot)
-        now = time.monotonic()
+        now = self._clock()
         entry.state = _State.RETURNING
         entry.request.swapped_in(now)
         entry.request.away_s += now - entry.left

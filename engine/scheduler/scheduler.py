@@ -10,7 +10,6 @@ that it may write, and its slots, until `finish`. A request may therefore end, a
 released, while a forward on the device still writes them.
 """
 
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 
@@ -79,13 +78,11 @@ class Scheduler:
             config.new_token_ratio, config.min_new_token_ratio, config.new_token_ratio_steps
         )
         self._running = RunningBatch(core.table, core.cache, ratio)
-        self._retracted = RetractedRequests(core.table, core.pages, core.tiers.host)
+        self._retracted = RetractedRequests(core)
         self._admission = PrefillAdmission(config, core, self._retracted, ratio, on_admit)
         self._speculation: Speculation | None = None
         if core.speculator is not None:
-            self._speculation = Speculation(
-                core.speculator, table=core.table, running=self._running
-            )
+            self._speculation = Speculation(core.speculator, core, self._running)
         self._retraction = Retraction(core, self._running, self._retracted)
         self._quarantine = QuarantineQueue(core.table)
         self._preemption = Preemption(
@@ -186,7 +183,7 @@ class Scheduler:
         Returns:
             The requests that end at once.
         """
-        now = time.monotonic() if now is None else now
+        now = self._core.clock() if now is None else now
         ended = [self.abort(request, finish) for request, finish in self._held.settle()]
         if now < self._expiry_due:
             return [finished for finished in ended if finished is not None]

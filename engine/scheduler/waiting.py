@@ -51,7 +51,11 @@ class SchedulePolicy:
     """
 
     def __init__(
-        self, name: PolicyName, cache: PrefixCache, routing_keys: Callable[[], Counter[int]]
+        self,
+        name: PolicyName,
+        cache: PrefixCache,
+        routing_keys: Callable[[], Counter[int]],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cache = cache
         self._routing_keys = routing_keys
@@ -59,11 +63,11 @@ class SchedulePolicy:
         orders: dict[str, _Order] = {
             "slack": self._soonest,
             "fcfs": list,
-            "lpm": _urgent_first(self._longest_prefix),
-            "dfs-weight": _urgent_first(self._depth_first),
-            "lof": _urgent_first(self._longest_output),
-            "random": _urgent_first(self._shuffled),
-            "routing-key": _urgent_first(self._most_frequent_key),
+            "lpm": _urgent_first(self._longest_prefix, clock),
+            "dfs-weight": _urgent_first(self._depth_first, clock),
+            "lof": _urgent_first(self._longest_output, clock),
+            "random": _urgent_first(self._shuffled, clock),
+            "routing-key": _urgent_first(self._most_frequent_key, clock),
         }
         self.order = orders[name]
 
@@ -109,7 +113,7 @@ class SchedulePolicy:
         return self._random.sample(list(waiting), len(waiting))
 
 
-def _urgent_first(order: _Order) -> _Order:
+def _urgent_first(order: _Order, clock: Callable[[], float]) -> _Order:
     """Sort by priority level, and by `order` within a level. A waiting request rises to the level
     of the most urgent one in the queue and no further."""
 
@@ -118,7 +122,7 @@ def _urgent_first(order: _Order) -> _Order:
         priorities = {request.spec.priority for request in waiting}
         if len(priorities) < 2:
             return ordered
-        now, top = time.monotonic(), max(priorities)
+        now, top = clock(), max(priorities)
 
         def level(request: Request) -> int:
             return -min(top, math.floor((now - request.queue_position) / STEP_S))

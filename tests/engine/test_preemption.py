@@ -1,7 +1,5 @@
 """Preemption: the choice of requests that give up their pages or slots, and their continuation."""
 
-import time
-
 import pytest
 
 from common.config import SchedulerConfig
@@ -10,17 +8,10 @@ from engine.batch.request import FinishReason, Request
 from engine.kv_cache.pages import PageHolder
 from engine.scheduler.preemption import MAX_PREEMPTIONS
 from tests.support.engine_rig import Rig
+from tests.support.fake_clock import FakeClock
 
 BY = 10
 OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
-
-
-@pytest.fixture(autouse=True)
-def clock(monkeypatch):
-    """It stands still, unless the test moves it: what is away gets more urgent with the time."""
-    now = [time.monotonic()]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    return now
 
 
 def _rig(**options: object) -> Rig:
@@ -34,13 +25,14 @@ def _rig(**options: object) -> Rig:
     mine = {key: options.pop(key) for key in (*config, "max_preempted_requests") if key in options}
     config |= mine
     return Rig(
+        clock=FakeClock(),  # swapped-out requests become more urgent with time
         **{  # type: ignore[arg-type]
             "num_pages": 6,
             "host_pages": 16,
             "vandal": False,
             "config": SchedulerConfig(**config),  # type: ignore[arg-type]
             **options,
-        }
+        },
     )
 
 
@@ -204,7 +196,7 @@ def test_a_request_is_preempted_a_few_times_at_most_however_many_urgent_ones_com
 
 
 # Seen failing without ageing, and with one that ends with the absence.
-def test_what_was_preempted_comes_back_before_ever_new_urgent_ones(clock):
+def test_what_was_preempted_comes_back_before_ever_new_urgent_ones():
     rig = _rig()
     low = rig.add([1] * 70, 60, priority=0)
     _until_begun(rig, low)
@@ -220,7 +212,7 @@ def test_what_was_preempted_comes_back_before_ever_new_urgent_ones(clock):
     for _ in range(30):
         rig.step()
         assert rig.scheduler.num_retracted
-    clock[0] += 2 * STEP_S
+    rig.clock.now += 2 * STEP_S
     rig.run_until(lambda: low.key in rig.finished)
     assert low.preemptions == 1
     rig.run()

@@ -6,6 +6,7 @@ tokens, and whoever still writes one is found out. So is whoever is given a cach
 another namespace has written.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,6 +74,7 @@ class Rig:
     poison: int | None = None
     config: SchedulerConfig = field(default_factory=SchedulerConfig)
     speculator: Speculator | None = None
+    clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
         tables = PageTables(self.page_size, self.windows, self.state_pages)
@@ -99,6 +101,7 @@ class Rig:
             store=self.store,
             speculator=self.speculator,
             lifo=self.lifo,
+            clock=self.clock,
         )
         self.table, self.pages = self.core.table, self.core.pages
         self.cache, self.tiers = self.core.cache, self.core.tiers

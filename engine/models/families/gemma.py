@@ -24,10 +24,10 @@ def gemma2(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
         config,
         config.integer("head_dim", 256),
         scale=config.integer("query_pre_attn_scalar", 256) ** -0.5,
-        soft_cap=common.soft_cap(config, "attn_logit_softcapping", 50.0),
         qkv_bias=bias,
         output_bias=bias,
     )
+    mixer = replace(mixer, soft_cap=common.soft_cap(config, "attn_logit_softcapping", 50.0))
     activation = common.activation(config, "hidden_activation", "gelu_pytorch_tanh")
     ffn = DenseMlp(config.integer("intermediate_size"), activation)
     layers = [
@@ -65,11 +65,11 @@ def gemma3(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
         config,
         head_dim,
         scale=config.integer("query_pre_attn_scalar", 256) ** -0.5,
-        soft_cap=_soft_cap(config, "attn_logit_softcapping"),
         qkv_bias=bias,
         output_bias=bias,
         qk_norm=norm,
     )
+    mixer = replace(mixer, soft_cap=_soft_cap(config, "attn_logit_softcapping"))
     full, sliding = _ropes(config, head_dim)
     activation = common.activation(config, "hidden_activation", "gelu_pytorch_tanh")
     ffn = DenseMlp(config.integer("intermediate_size"), activation)
