@@ -209,3 +209,20 @@ def _adapters(config: LoraConfig, model: Model, table: SlotTable) -> AdapterMana
 
 def _mode(starts: Ints, ends: Ints) -> ForwardMode:
     return ForwardMode.DECODE if (ends - starts == 1).all() else ForwardMode.MIXED
+
+
+class Recorder:
+    """A model that keeps the logits it gave."""
+
+    def __init__(self, model):
+        self.spec, self.device, self.dtype = model.spec, model.device, model.dtype
+        self.seen = []
+        self._model = model
+
+    def forward(self, batch, pool, future_tokens, adapted=None, late=None):
+        return self._model.forward(batch, pool, future_tokens, adapted, late)
+
+    def logits(self, hidden):
+        logits = self._model.logits(hidden)
+        self.seen.append(logits.clone())
+        return logits
