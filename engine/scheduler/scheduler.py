@@ -58,8 +58,6 @@ class Scheduler:
         core: its host pages also serve retracted requests.
         on_admit: called with a request and the pages of its whole prompt when they are reserved
             and its cached prefix is held; again if it was retracted and has to be recomputed.
-        next_rows: the class that chooses each forward's rows, created from the parts of this
-            scheduler.
     """
 
     def __init__(
@@ -67,8 +65,6 @@ class Scheduler:
         config: SchedulerConfig,
         core: EngineCore,
         on_admit: Callable[[Request, PageHolding], None],
-        *,
-        next_rows: type[RowSelector] = RowSelector,
     ) -> None:
         self._core = core
         self._table = core.table
@@ -94,7 +90,7 @@ class Scheduler:
         self._held = HeldRows(core.table, self._residents, self._running, self._retracted)
         self._results = StepResults(core, self._admission, self._retracted, self._residents)
         self.kept = ReservedCapacity()
-        self._next_rows = next_rows(
+        self._next_rows = RowSelector(
             self.kept,
             mixed_chunk=config.mixed_chunk,
             admission=self._admission,
