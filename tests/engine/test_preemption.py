@@ -8,7 +8,6 @@ from engine.batch.request import FinishReason, Request
 from engine.kv_cache.pages import PageHolder
 from engine.scheduler.preemption import MAX_PREEMPTIONS
 from tests.support.engine_rig import Rig
-from tests.support.fake_clock import FakeClock
 
 BY = 10
 OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
@@ -25,7 +24,6 @@ def _rig(**options: object) -> Rig:
     mine = {key: options.pop(key) for key in (*config, "max_preempted_requests") if key in options}
     config |= mine
     return Rig(
-        clock=FakeClock(),  # swapped-out requests become more urgent with time
         **{  # type: ignore[arg-type]
             "num_pages": 6,
             "host_pages": 16,

@@ -479,10 +479,10 @@ def test_requests_past_their_deadline_end_wherever_they_are():
     running = rig.add([1], max_tokens=500, deadline=100.0)
     waiting = rig.add([2], max_tokens=5, deadline=100.0)
     patient = rig.add([3], max_tokens=5)
-    rig.role.now = 99.0
+    rig.clock.now = 99.0
     rig.step(3)
     assert rig.finished == {}
-    rig.role.now = 101.0
+    rig.clock.now = 101.0
     rig.step()
     assert "deadline" in rig.finished[waiting.key].error
     rig.run()

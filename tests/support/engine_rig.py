@@ -1,12 +1,10 @@
-"""A whole engine without a model: scheduler, loop, pages and the fake runner, and an oracle.
+"""An engine without a model: the product's core, scheduler and loop over a fake backend.
 
-Between steps a vandal takes every free page as a transfer would, scribbles over it, and mostly
-keeps one until the next step: whoever reads a page that is not its own any more gets wrong
-tokens, and whoever still writes one is found out. So is whoever is given a cached page that
-another namespace has written.
+Between steps the role allocates every free page as a transfer would, overwrites it, and mostly
+keeps one until the next step. A request that reads a page after its release therefore gets wrong
+tokens, and a late write is detected. So is a cached page that comes from another namespace.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +37,7 @@ from tests.support.fake_backend import (
     next_token,
     state_of,
 )
+from tests.support.fake_clock import FakeClock
 from tests.support.specs import make_request
 
 CHUNK_TOKENS = 2048  # if the configuration does not limit chunks
@@ -51,7 +50,7 @@ def ints(values: Sequence[int]) -> Ints:
 
 @dataclass(eq=False)
 class Rig:
-    """One engine. `step` turns the loop once and checks all books."""
+    """One engine. `step` runs one iteration of the loop and checks all page holders."""
 
     num_pages: int = 64
     page_size: int = 16
@@ -61,10 +60,10 @@ class Rig:
     context: int = 1024
     host_pages: int = 64
     tier_pages: int = 0
-    file_dir: Path | None = None  # of the tier below
+    file_dir: Path | None = None  # of the tier below host memory
     file_pages: int = 0
     made_with: bytes = b""  # weights
-    whose: dict[int, Namespace | None] = field(default_factory=dict)  # each slot of a file is
+    whose: dict[int, Namespace | None] = field(default_factory=dict)  # namespace of each file slot
     eos: tuple[int, ...] = ()
     overlap: bool = True
     overlap_prefills: bool = True
@@ -74,7 +73,7 @@ class Rig:
     poison: int | None = None
     config: SchedulerConfig = field(default_factory=SchedulerConfig)
     speculator: Speculator | None = None
-    clock: Callable[[], float] = time.monotonic
+    clock: FakeClock = field(default_factory=FakeClock)
 
     def __post_init__(self) -> None:
         tables = PageTables(self.page_size, self.windows, self.state_pages)
@@ -181,7 +180,7 @@ class Rig:
         return request
 
     def come(self, request: Request) -> None:
-        """Adds it once what the tier below has of it is brought back."""
+        """Add a request after its prefix is loaded from the tier below."""
 
         def add() -> None:
             if self.coming.pop(request.key, None) is not None:
@@ -194,8 +193,8 @@ class Rig:
             add()
 
     def land(self, request: Request) -> bool:
-        """Reserves a request's pages as a decode node does before its KV arrives, lets the KV of
-        all its tokens but the last land in them at once, and keeps it until it can `join`."""
+        """Reserve a request's pages as a decode node does, and write the KV of all its tokens but
+        the last. Keep the request until `join_landed`. Return False if there is no capacity."""
         if self.scheduler.free_capacity().num_slots <= 0:
             return False
         size, token_ids, tables = self.page_size, request.token_ids[:-1], self.table.tables
@@ -242,7 +241,7 @@ class Rig:
         self.admitted.append((request.key, pages))
 
     def check_alone(self, batch: ScheduleBatch) -> None:
-        """A suspect shares neither forward nor device until it has got far enough."""
+        """Check that a suspect shares neither forward nor device until it has enough tokens."""
         keys = self.table.origin_request[batch.slots].tolist()
         has = {key: len(self.came_with[key]) + len(self.tokens[key]) for key in keys}
         kept_apart = [key for key in keys if has[key] < self.requests[key].alone_until]
@@ -279,7 +278,7 @@ class Rig:
                 return new, FinishReason.LENGTH
 
     def check(self) -> None:
-        """The scheduler's self-check. Pages that are read or published are the test's own."""
+        """Run the scheduler's self-check. The test itself holds read and published pages."""
         elsewhere = {
             holder: [np.flatnonzero(self.pages.holds(holder))]
             for holder in (PageHolder.READ, PageHolder.PUBLICATION)
@@ -298,7 +297,7 @@ class Rig:
         return bool(self.scheduler.has_work or busy)
 
     def run(self) -> None:
-        """Until every request has ended."""
+        """Run until every request has ended."""
         self.run_until(lambda: not self.has_work)
         self.step()
 
@@ -307,7 +306,7 @@ class Rig:
             if condition():
                 return
             self.step()
-        raise AssertionError(f"no end in sight: {self.scheduler.queues()}")
+        raise AssertionError(f"the condition never became true: {self.scheduler.queues()}")
 
     def end(self, finished: FinishedRequest | None) -> None:
         if finished is not None:
@@ -333,12 +332,11 @@ class Rig:
 
 @dataclass(eq=False)
 class RigRole:
-    """Collects what comes out, and checks the KV of finished chunks where it lies."""
+    """A role that collects results, and checks the KV of finished chunks in its pages."""
 
     rig: Rig
     taken: Ints = field(default_factory=lambda: ints([]))
     polls: int = 0
-    now: float = 0.0  # time.monotonic(), as the scheduler is told
 
     def poll(self) -> None:
         rig = self.rig
@@ -348,7 +346,7 @@ class RigRole:
         for call in rig.before_poll:
             call()
         rig.tiers.poll()
-        for finished in rig.scheduler.expire(self.now):
+        for finished in rig.scheduler.expire():
             rig.end(finished)
 
     def next_batch(self) -> ScheduleBatch | None:
@@ -400,6 +398,6 @@ class RigRole:
         taken = rig.pages.allocate(rig.pages.num_free, PageHolder.READ)
         assert taken is not None
         rig.runner.kv[taken] = _SCRIBBLE
-        keep = self.polls % 3 > 0  # whoever needs the very last page gets it at last
+        keep = self.polls % 3 > 0  # a request that needs the very last page gets it eventually
         rig.pages.drop(taken[keep:], PageHolder.READ)
         self.taken = taken[:keep]

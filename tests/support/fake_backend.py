@@ -44,7 +44,7 @@ def next_token(tokens: Sequence[int] | Ints, vocabulary_size: int) -> int:
 
 
 def foretold(tokens: Sequence[int], count: int, vocabulary_size: int) -> list[int]:
-    """The next so many after these."""
+    """Return the next `count` tokens after these."""
     new: list[int] = []
     for _ in range(count):
         new.append(next_token([*tokens, *new], vocabulary_size))
@@ -75,13 +75,13 @@ class FakeBackend:
 
 @dataclass(eq=False)
 class FakeLaunched:
-    """One launch: the batch, copies of all that its forward needs, and what came of it."""
+    """A launched step: the batch, copies of all inputs of its forward, and the result."""
 
     batch: ScheduleBatch
     runner: "FakeRunner"
     page_tables: Ints
     states: Ints  # own pages, by row
-    token_ids: Ints  # of the rows' requests, all that the table has; `known` are known
+    token_ids: Ints  # of the rows' requests; `known` are valid
     known: Ints
     tokens: Ints | None = None
     runs: AcceptedRuns | None = None
@@ -197,15 +197,15 @@ class FakeRunner:
         return sampled, runs if batch.mode is ForwardMode.VERIFY else None
 
     def _run(self, seen: Ints, start: int) -> list[int]:
-        """Tokens after the one at `start` and after the drafts behind it, as far as those stand."""
+        """Return the tokens after the one at `start` and after the accepted drafts behind it."""
         run = [self._sample(seen[: start + 1])]
         while start + len(run) < len(seen) and seen[start + len(run)] == run[-1]:
             run.append(self._sample(seen[: start + len(run) + 1]))
         return run
 
     def _seen(self, page_tables: Ints, start: int, end: int) -> Ints:
-        """KV of all tokens before `end`, as a full table has it; of no token at all where what the
-        row's tokens see through a window is not the same."""
+        """Return the KV of all tokens before `end` from the full table, or an invalid one if the
+        pages of a window differ from it."""
         size, tables = self._table.page_size, self._table.tables
         at = np.arange(end)
         kv = self.kv[page_tables[0, at // size], at % size]
@@ -401,6 +401,6 @@ class LateFiles:
         return LateFuture(work, self.delays.popleft() if self.delays else 0)
 
     def _catch_up(self, future: LateFuture) -> None:
-        """With all that was to be written before."""
+        """Do all earlier writes, and this one."""
         while not Future.done(future):
             self._in_order.popleft()()
