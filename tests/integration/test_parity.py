@@ -124,7 +124,7 @@ async def system(
         node_flags=(
             f"--engine.cache.page-size={page}",
             f"--engine.scheduler.chunked-prefill-tokens={CHUNK_TOKENS}",
-            f"--{'' if axes.overlap else 'no-'}engine.scheduler.overlap",
+            f"--{'' if axes.overlap else 'no-'}engine.scheduler.overlap-schedule",
             # Little is reserved for growth: a small pool then runs out while it decodes.
             "--engine.scheduler.new-token-ratio=0.1",
         ),
