@@ -19,7 +19,7 @@ from engine.adapters.adapters import AdapterManager
 from engine.batch.limits import RequestLimits
 from engine.batch.request import Request
 from engine.kv_cache.radix import PrefixCache
-from engine.offload.tiers import CacheTiers
+from engine.offload.cache_tiers import CacheTiers
 from node.claims import Claim
 from node.control.engine_control import EngineControl
 from node.messages import Placement, SubmitRequest

@@ -173,7 +173,7 @@ def _make_queues(
             scheduled.backlog,
             GrammarQueue(engine.guides),
             AdapterQueue(engine.adapters),
-            TierLoadQueue(engine.tiers, lambda: scheduler.room().num_pages),
+            TierLoadQueue(engine.tiers, lambda: scheduler.free_capacity().num_pages),
         ),
         paused=PausedQueue(scheduler),
         unpaired=UnpairedQueue(config.reconnect_wait_s),

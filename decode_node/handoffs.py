@@ -168,7 +168,7 @@ class IncomingHandoffs:
 
     def grant(self, now: float) -> None:
         """Reserve pages for each waiting attempt that fits, and grant them."""
-        floor, kept = self._scheduler.floor, self._scheduler.kept
+        floor, kept = self._scheduler.min_priority, self._scheduler.kept
         if floor < math.inf:
             while (state := self._next_fitting(now, floor)) is not None:
                 if not self._grant(state):
@@ -187,7 +187,7 @@ class IncomingHandoffs:
         if not len(self.prealloc):
             return None
         self._keep_room()
-        room, claim = self._scheduler.room(), self._scheduler.claim
+        room, claim = self._scheduler.free_capacity(), self._scheduler.claim
         return self.prealloc.take_fitting(
             now, room, self._num_unready, claim, floor, lambda state: self._has_twin(state, now)
         )
@@ -210,7 +210,7 @@ class IncomingHandoffs:
         state = self.prealloc.most_urgent(self._num_unready)
         if state is None:
             return -math.inf
-        self._scheduler.make_room(state.priority, state.attempt.num_pages)
+        self._scheduler.preempt_for(state.priority, state.attempt.num_pages)
         return state.priority
 
     def _grant(self, state: DecodeState) -> bool:

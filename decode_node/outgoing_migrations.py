@@ -136,7 +136,7 @@ class OutgoingMigrations:
         if event.gib_per_s:
             migration.gib_per_s = max(event.gib_per_s, _SLOWEST_GIB_S)
         state = migration.state
-        if not self._scheduler.stop(state.request):
+        if not self._scheduler.pause(state.request):
             self._cancel(migration, "the request is not running")
             return
         migration.move(MigrationStage.STOPPING)
@@ -164,7 +164,7 @@ class OutgoingMigrations:
             self._scheduler.remove_migrated(request)
             state.close(moved())
         else:
-            self._scheduler.go_on(request)
+            self._scheduler.resume(request)
             state.move(Stage.SCHEDULED, state.queue)
 
     def copied(self, ticket: int) -> bool:
@@ -174,7 +174,7 @@ class OutgoingMigrations:
         runs.
         """
         state = self._active.by_ticket(ticket)
-        return state is not None and self._scheduler.learn(state.request)
+        return state is not None and self._scheduler.publish_prefix(state.request)
 
     # Poll and end ---------------------------------------------------------------------------------
 
@@ -194,7 +194,7 @@ class OutgoingMigrations:
             self._cancel(migration, reason)
 
     def _publish(self, migration: OutgoingMigration, now: float) -> None:
-        stopped = self._scheduler.stopped(migration.state.request)
+        stopped = self._scheduler.take_paused(migration.state.request)
         if stopped is None:
             return
         tokens, num_kv = stopped.token_ids, len(stopped.token_ids) - 1

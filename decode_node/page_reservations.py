@@ -14,7 +14,7 @@ from engine.batch.holding import PageHolding
 from engine.batch.request import Ints
 from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.kv_cache.radix import PrefixCache
-from engine.offload.tiers import CacheTiers
+from engine.offload.cache_tiers import CacheTiers
 from engine.scheduler.scheduler import Scheduler
 from kvtransfer.messages import HandoffId
 

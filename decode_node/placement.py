@@ -239,7 +239,7 @@ class PrefillPlacement:
         if self._scheduler.paused:
             return False
         # The newest token may have no KV yet.
-        request, room = state.request, self._scheduler.room().num_pages
+        request, room = state.request, self._scheduler.free_capacity().num_pages
         copies = self._sharing.fetches.copy(
             state.key,
             request.token_ids[:-1],
@@ -255,7 +255,10 @@ class PrefillPlacement:
     def _fetch_first(self, state: DecodeState) -> bool:
         if not state.prefix_hints:
             return False
-        room, queued_s = self._scheduler.room().num_pages, self._queues.scheduled.backlog.queued_s
+        room, queued_s = (
+            self._scheduler.free_capacity().num_pages,
+            self._queues.scheduled.backlog.queued_s,
+        )
         fetches = self._sharing.fetch(
             state.request, state.prefix_hints, room=room, queued_s=queued_s
         )

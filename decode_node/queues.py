@@ -264,7 +264,7 @@ class PreallocQueue(AttemptQueue):
             if state.priority < floor:
                 continue
             num_pages = state.attempt.num_pages
-            if claim is not None and claim.place < state.place:
+            if claim is not None and claim.queue_position < state.queue_position:
                 if room.fits(claim.num_pages):
                     room = room.without(claim.num_pages)
                 elif is_overdue(claim.arrived, now):
@@ -292,7 +292,7 @@ class PreallocQueue(AttemptQueue):
             if not is_overdue(state.arrived, now):
                 break
             if state.attempt.num_pages <= num_unready:
-                return state.place
+                return state.queue_position
         return math.inf
 
     def most_urgent(self, num_unready: float) -> DecodeState | None:

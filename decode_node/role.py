@@ -248,7 +248,7 @@ class DecodeRole:
             self._placement.retry(failed)
         if len(self._migrations):
             return False
-        self.scheduler.start_over()
+        self.scheduler.requeue_all()
         return not self._sharing.fetches.busy
 
     def update_waiting_requests(self) -> None:

@@ -171,8 +171,8 @@ class DecodeState(RequestState):
         return self.request.arrived
 
     @property
-    def place(self) -> float:
-        return self.request.place
+    def queue_position(self) -> float:
+        return self.request.queue_position
 
     @property
     def priority(self) -> int:

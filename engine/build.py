@@ -1,4 +1,4 @@
-"""The construction of an engine, part by part in the order of their dependencies."""
+"""The construction of an engine: load the model, plan the sizes, assemble the parts."""
 
 import logging
 import os
@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
-from common.config import EngineConfig, OffloadConfig
+from common.config import EngineConfig
 from common.errors import ConfigError
 from common.logs import kv
 from common.model_directory import model_directory
@@ -21,13 +20,15 @@ from engine.adapters.bank import AdapterBank
 from engine.adapters.library import AdapterCache
 from engine.adapters.loader import AdapterLoader
 from engine.adapters.making import bank_of, load_all, shelf_of
+from engine.backend import TorchBackend
 from engine.batch.holding import PageHolding
 from engine.batch.limits import RequestLimits
 from engine.batch.request import Request
 from engine.batch.table import SlotTable
+from engine.core import EngineCore
 from engine.cores import threads_at_hand
 from engine.footprint import largest_forward, measure_footprint
-from engine.grammar.grammar_verifier import SubprocessVerifier
+from engine.grammar.grammar_verifier import GrammarVerifier, SubprocessVerifier
 from engine.grammar.guides import GrammarCache
 from engine.kv_cache.kv import HostPool, KVPool
 from engine.kv_cache.pages import PageAllocator
@@ -44,12 +45,8 @@ from engine.models import (
 from engine.models.checkpoint import Checkpoint, StoredTensor
 from engine.models.linear import rounding_of
 from engine.models.precision import choose_precision
-from engine.offload.file_cache import FileCache
-from engine.offload.file_threads import FileThreads
-from engine.offload.host_cache import HostCache
-from engine.offload.page_files import PageFiles
+from engine.offload.cache_tiers import CacheTiers
 from engine.offload.page_records import version_of
-from engine.offload.tiers import CacheTiers
 from engine.processor import matrix_features
 from engine.runner.copier import PageCopier
 from engine.runner.cpu import use_cpu
@@ -57,8 +54,8 @@ from engine.runner.gpu import use_gpu
 from engine.runner.graphs import CudaRecorder
 from engine.runner.profiler import Profiler
 from engine.runner.runner import ModelRunner
-from engine.runner.stream import DeviceStream, open_stream
-from engine.sampling.composition import SamplingFeatures, every_feature
+from engine.runner.stream import DeviceStream
+from engine.sampling.composition import every_feature
 from engine.scheduler.scheduler import Scheduler
 from engine.sizing import (
     CUDA_CONTEXT_BYTES,
@@ -76,63 +73,121 @@ PROGRESS_S = 1.0  # between two log lines about captured graphs
 log = logging.getLogger(__name__)
 
 
-class _Host(NamedTuple):
-    """The pages in host memory: for retracted requests, and as a tier below the prefix cache."""
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    """A model in memory.
 
-    pool: HostPool
-    tiers: CacheTiers
-    copier: PageCopier
+    Attributes:
+        constants: the model's part of the fingerprint.
+        weights_id: of the files in `directory`; computed in parallel to loading.
+        bank: the device memory of its adapters.
+    """
+
+    directory: Path
+    servable: LoadableModel
+    model: Model
+    constants: Mapping[str, str]
+    tokenizer_hash: str
+    weights_id: "Future[WeightsId]"
+    bank: AdapterBank
+
+    def limits(self, shape: EngineShape) -> RequestLimits:
+        """Return the limits of an engine of these sizes."""
+        spec = self.model.spec
+        return RequestLimits(
+            context_length=shape.context_length,
+            vocabulary_size=spec.vocabulary_size,
+            tables=shape.tables,
+            num_pages=shape.num_pages,
+            generates=spec.generates,
+            num_labels=spec.num_labels,
+            image_token_side=spec.image_token_side,
+            eos_token_ids=spec.eos_token_ids,
+        )
+
+    def fingerprint(self, shape: EngineShape) -> dict[str, str]:
+        """Return the constant part of the fingerprint, see Engine.fingerprint."""
+        return {
+            **self.constants,
+            "page_size": str(shape.layout.page_size),
+            "kv_dtype": str(shape.layout.dtype).removeprefix("torch."),
+            "kv_layout": shape.layout.describe(),
+            "kv_token_bytes": str(shape.layout.token_bytes),
+        }
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Engine:
-    """The parts that a role and a loop are built on. constants: the constant part of the
-    fingerprint."""
+    """The parts that a role and a loop are built on."""
 
-    shape: EngineShape
-    model: Model
-    pool: KVPool
-    table: SlotTable
-    pages: PageAllocator
-    cache: PrefixCache
-    stream: DeviceStream
-    features: SamplingFeatures
+    core: EngineCore
+    loaded: LoadedModel
+    backend: TorchBackend
     runner: ModelRunner
-    limits: RequestLimits
-    host_pool: HostPool
-    tiers: CacheTiers
-    copier: PageCopier
     adapters: AdapterManager
     loader: AdapterLoader
     guides: GrammarCache
     weights: WeightUpdater
-    constants: dict[str, str]
-    tokenizer_hash: str
-    speculator: Speculator | None = None
+
+    @property
+    def shape(self) -> EngineShape:
+        return self.backend.shape
+
+    @property
+    def model(self) -> Model:
+        return self.loaded.model
+
+    @property
+    def tokenizer_hash(self) -> str:
+        return self.loaded.tokenizer_hash
+
+    @property
+    def pool(self) -> KVPool:
+        return self.backend.pool
+
+    @property
+    def host_pool(self) -> HostPool:
+        return self.backend.host_pool
+
+    @property
+    def copier(self) -> PageCopier:
+        return self.backend.copier
+
+    @property
+    def stream(self) -> DeviceStream:
+        return self.backend.stream
+
+    @property
+    def table(self) -> SlotTable:
+        return self.core.table
+
+    @property
+    def pages(self) -> PageAllocator:
+        return self.core.pages
+
+    @property
+    def cache(self) -> PrefixCache:
+        return self.core.cache
+
+    @property
+    def tiers(self) -> CacheTiers:
+        return self.core.tiers
+
+    @property
+    def limits(self) -> RequestLimits:
+        return self.core.limits
 
     @property
     def fingerprint(self) -> dict[str, str]:
         """The values that must be equal on a peer, field by field, before one computes on the
         other's KV."""
-        return {**self.constants, "weights": self.weights.id.hex()}
+        return {**self.loaded.fingerprint(self.shape), "weights": self.weights.id.hex()}
 
     def scheduler(
         self, config: EngineConfig, on_admit: Callable[[Request, PageHolding], None]
     ) -> Scheduler:
         """Create the scheduler of this engine; see Scheduler for `on_admit`."""
-        spec = self.model.spec
-        chunked = {"chunked_prefill_tokens": self.shape.chunk_tokens or -1}
-        return Scheduler(
-            config.scheduler.model_copy(update=chunked),
-            eos_token_ids=spec.eos_token_ids,
-            vocabulary_size=spec.vocabulary_size,
-            table=self.table,
-            pages=self.pages,
-            cache=self.cache,
-            tiers=self.tiers,
-            on_admit=on_admit,
-            speculator=self.speculator,
-        )
+        return Scheduler(config.scheduler, self.core, on_admit)
 
     def profiler(self, config: EngineConfig, role: str, num_steps: Callable[[], int]) -> Profiler:
         """Create the profiler of this engine; see Profiler."""
@@ -152,23 +207,14 @@ class Engine:
         Raises:
             ConfigError: there is not enough memory for them.
         """
-        device = self.shape.device
-        shape, host = self.shape, _Host(self.host_pool, self.tiers, self.copier)
-        if not shape.tier_pages:
-            shape = replace(shape, host_pages=_affordable_host_pages(config, shape))
-            host = _host(shape, self.pool, self.cache, self.pages, config.offload, None)
+        core, backend, device = self.core, self.backend, self.shape.device
+        if not self.shape.tier_pages:
+            backend = backend.with_host_pages(_affordable_host_pages(config, self.shape))
+            core = core.with_host_pages(backend.shape, backend.copier)
+        recorder = _recorder(config, device)
         try:
-            runner = _runner(
-                config,
-                shape,
-                self.model,
-                self.pool,
-                host.pool,
-                self.table,
-                self.features,
-                self.adapters,
-                self.stream,
-            )
+            runner = self.runner.with_host_pool(backend.host_pool, recorder)
+            _prepare_runner(runner, config, self.shape)
         except torch.OutOfMemoryError as error:
             raise ConfigError(f"there is no room for decode graphs on {device}") from error
         if device.type == "cuda":
@@ -178,14 +224,7 @@ class Engine:
                     f"decode graphs leave {free >> 20} MiB of {device}, where "
                     f"{CUDA_CONTEXT_BYTES >> 20} MiB are needed beside them"
                 )
-        return replace(
-            self,
-            shape=shape,
-            host_pool=host.pool,
-            tiers=host.tiers,
-            copier=host.copier,
-            runner=runner,
-        )
+        return replace(self, core=core, backend=backend, runner=runner)
 
     def close(self) -> None:
         """End its threads, and those of its parts."""
@@ -203,6 +242,17 @@ def build(config: EngineConfig) -> Engine:
     Raises:
         ConfigError: the model is not supported, or does not fit.
     """
+    loaded = load(config)
+    backend = TorchBackend.open(plan(config, loaded))
+    return assemble(config, loaded, make_core(config, loaded, backend), backend)
+
+
+def load(config: EngineConfig) -> LoadedModel:
+    """Load the model, and set up this process for its device.
+
+    Raises:
+        ConfigError: the model is not supported, or its weights do not fit.
+    """
     device = resolve_device(config.device)
     if device.type == "cpu":
         use_cpu(config.threads or threads_at_hand(os.environ), config.cpu_kernels)
@@ -211,199 +261,39 @@ def build(config: EngineConfig) -> Engine:
     directory = model_directory(config.model, weights=True)
     servable = open_checkpoint(directory, config.model_backend, config.speculative)
     precision = choose_precision(config.dtype, device, Checkpoint(directory), matrix_features())
-    named = _named(stored_of(servable, directory))
+    weights_id = _named(stored_of(servable, directory))
     model = _load(servable, device, precision.dtype, config)
     rounding = rounding_of(device, config.quantize, int8_stored=model.spec.int8_stored)
-    bank = bank_of(config.lora, model, free_bytes(device, config.cache.memory_fraction))
-    shape = _shape(config, model, bank)
-    pool = KVPool(shape.layout, shape.num_pages, device)
-    page_size, windows = shape.layout.page_size, shape.layout.windows
-    state_pages = shape.layout.state_pages
-    table = SlotTable(
-        config.scheduler.num_slots, shape.context_length, page_size, windows, state_pages
-    )
-    pages = PageAllocator(shape.num_pages)
-    cache = PrefixCache(page_size, pages, windows, state_pages, enabled=config.cache.prefix_cache)
-    told = _constants(servable, shape, str(precision), rounding)
-    version = None
-    if config.offload.disk_dir is not None and shape.tier_pages:
-        version = version_of(told, named.result())
-    host = _host(shape, pool, cache, pages, config.offload, version)
-    stream = open_stream(device)
-    features = every_feature(table, model.spec.vocabulary_size, model.spec.eos_token_ids, device)
-    adapters = AdapterManager(
-        AdapterCache(config.lora.max_cpu_loras, config.lora.max_cpu_lora_bytes), bank, table
-    )
-    shelf = shelf_of(config.lora, model)
-    load_all(config.lora, shelf, adapters.library)
-    runner = _runner(config, shape, model, pool, host.pool, table, features, adapters, stream)
     log.info(
-        "engine built %s",
+        "model loaded %s",
         kv(
             device=str(device),
             computed=servable.computed,
             dtype=str(precision),
             reason=precision.because,
-            kv=str(shape.layout.dtype).removeprefix("torch."),
             quantize=rounding,
             stored=model.spec.stored,
-            pages=shape.num_pages,
-            host_pages=shape.host_pages + shape.tier_pages,
-            page_size=page_size,
-            pool_mib=pool.num_bytes >> 20,
-            chunk_tokens=shape.chunk_tokens,
-            context=shape.context_length,
             threads=torch.get_num_threads(),
-            adapters=len(adapters.library),
         ),
     )
-    return Engine(
-        shape=shape,
-        model=model,
-        pool=pool,
-        table=table,
-        pages=pages,
-        cache=cache,
-        stream=stream,
-        features=features,
-        runner=runner,
-        host_pool=host.pool,
-        tiers=host.tiers,
-        copier=host.copier,
-        adapters=adapters,
-        loader=AdapterLoader(shelf, adapters.library),
-        guides=_guides(directory, model),
-        weights=WeightUpdater(config, directory, servable, model, named.result()),
-        limits=RequestLimits(
-            context_length=shape.context_length,
-            vocabulary_size=model.spec.vocabulary_size,
-            tables=shape.layout.tables,
-            num_pages=shape.num_pages,
-            generates=model.spec.generates,
-            num_labels=model.spec.num_labels,
-            image_token_side=model.spec.image_token_side,
-        ),
-        constants=told,
-        tokenizer_hash=tokenizer_hash(directory),
-        speculator=Speculator.of(config.speculative, config.scheduler.num_slots),
+    return LoadedModel(
+        directory,
+        servable,
+        model,
+        {**constants(servable), "dtype": str(precision), "quantize": rounding},
+        tokenizer_hash(directory),
+        weights_id,
+        bank_of(config.lora, model, free_bytes(device, config.cache.memory_fraction)),
     )
 
 
-def _named(stored: Mapping[str, StoredTensor]) -> Future[WeightsId]:
-    """Compute the weights' id in parallel to loading, so that each file is read from the disk
-    once."""
-    worker = ThreadPoolExecutor(1, "weights")
-    try:
-        return worker.submit(content, stored)
-    finally:
-        worker.shutdown(wait=False)
+def plan(config: EngineConfig, loaded: LoadedModel) -> EngineShape:
+    """Determine the sizes of an engine on this machine.
 
-
-def _constants(
-    servable: LoadableModel, shape: EngineShape, dtype: str, rounding: str
-) -> dict[str, str]:
-    return {
-        **constants(servable),
-        "dtype": dtype,
-        "quantize": rounding,
-        "page_size": str(shape.layout.page_size),
-        "kv_dtype": str(shape.layout.dtype).removeprefix("torch."),
-        "kv_layout": shape.layout.describe(),
-        "kv_token_bytes": str(shape.layout.token_bytes),
-    }
-
-
-def _guides(directory: Path, model: Model) -> GrammarCache:
-    told = directory, model.spec.vocabulary_size, model.spec.eos_token_ids
-    return GrammarCache(*told, SubprocessVerifier(*told))
-
-
-def _affordable_host_pages(config: EngineConfig, shape: EngineShape) -> int:
-    """Return the number of host pages. Raise ConfigError if the host does not have enough
-    memory."""
-    layout = shape.layout
-    num_pages = host_pages_of(config.cache, layout, shape.device, shape.num_pages)
-    wanted, left = num_pages * layout.page_bytes, free_bytes(torch.device("cpu"), 1.0)
-    if wanted > left:
-        raise ConfigError(
-            f"engine.cache.swap_pages: {num_pages} pages take {wanted / 2**30:.1f} GiB, "
-            f"{left / 2**30:.1f} GiB are left"
-        )
-    return num_pages
-
-
-def _host(
-    shape: EngineShape,
-    pool: KVPool,
-    cache: PrefixCache,
-    pages: PageAllocator,
-    config: OffloadConfig,
-    version: bytes | None,
-) -> _Host:
-    """Create the host pages and the tiers.
-
-    Args:
-        version: of pages in files; None: there are no files.
     Raises:
-        ConfigError: there is not enough memory, or the files cannot be created where
-            configured.
+        ConfigError: the model does not fit.
     """
-    num_pages, tables = shape.host_pages + shape.tier_pages, shape.layout.tables
-    host_pool = HostPool(shape.layout, num_pages, shape.device)
-    copier = PageCopier(pool, host_pool)
-    index, store = None, None
-    if version is not None and config.disk_dir is not None:
-        memory = host_pool.tensor.numpy()
-        files = PageFiles(config.disk_dir, memory, version=version, num_bytes=config.disk_bytes)
-        index = FileCache(files.num_slots, tables.width, files.found())
-        store = FileThreads(files, lambda: copier.tell())
-    tiers = CacheTiers(
-        HostCache(num_pages, index),
-        enabled=shape.tier_pages > 0,
-        cache=cache,
-        pages=pages,
-        tables=tables,
-        copier=copier,
-        store=store,
-    )
-    return _Host(host_pool, tiers, copier)
-
-
-def _runner(
-    config: EngineConfig,
-    shape: EngineShape,
-    model: Model,
-    pool: KVPool,
-    host_pool: HostPool,
-    table: SlotTable,
-    features: SamplingFeatures,
-    adapters: AdapterManager,
-    stream: DeviceStream,
-) -> ModelRunner:
-    """Create the runner, with everything prepared that would otherwise delay its first steps."""
-    on_cuda = model.device.type == "cuda"
-    recorder = CudaRecorder() if on_cuda and config.cuda_graphs else None
-    runner = ModelRunner(model, pool, host_pool, table, features, adapters, stream, recorder)
-    if on_cuda:
-        prepare(runner, largest_forward(shape, config.scheduler.num_slots))
-    return runner
-
-
-def _load(
-    servable: LoadableModel, device: torch.device, dtype: torch.dtype, config: EngineConfig
-) -> Model:
-    needed = servable.weight_bytes(device, dtype, config.quantize)
-    free = free_bytes(device, config.cache.memory_fraction)
-    if needed > free:
-        raise ConfigError(
-            f"{config.model}: the weights take {needed / 2**30:.2f} GiB, and {free / 2**30:.2f} "
-            f"GiB of {device} may be used (engine.cache.memory_fraction "
-            f"{config.cache.memory_fraction})"
-        )
-    return servable.load(device, dtype, config.quantize)
-
-
-def _shape(config: EngineConfig, model: Model, bank: AdapterBank) -> EngineShape:
+    model = loaded.model
     fraction = config.cache.memory_fraction
     free = free_bytes(model.device, fraction)
     shape = resolve_shape(config, model.spec, dtype=model.dtype, free=free)
@@ -411,7 +301,7 @@ def _shape(config: EngineConfig, model: Model, bank: AdapterBank) -> EngineShape
         return shape
     seeing = 0 if model.seeing is None else model.seeing.needed_bytes()
     footprint = measure_footprint(
-        model, shape, bank, max_running=config.scheduler.num_slots, graphs=config.cuda_graphs
+        model, shape, loaded.bank, max_running=config.scheduler.num_slots, graphs=config.cuda_graphs
     )
     log.info(
         "memory beside weights and pages %s",
@@ -428,6 +318,127 @@ def _shape(config: EngineConfig, model: Model, bank: AdapterBank) -> EngineShape
     )
     config = config.model_copy(update={"scheduler": measured})
     return resolve_shape(config, model.spec, dtype=model.dtype, free=free)
+
+
+def make_core(config: EngineConfig, loaded: LoadedModel, backend: TorchBackend) -> EngineCore:
+    """Create the core over the pages of `backend`.
+
+    Raises:
+        ConfigError: the files of a tier cannot be created where configured.
+    """
+    shape, store = backend.shape, None
+    if config.offload.disk_dir is not None and shape.tier_pages:
+        version = version_of(loaded.fingerprint(shape), loaded.weights_id.result())
+        store = backend.open_files(config.offload, version)
+    return EngineCore.make(
+        config,
+        shape,
+        loaded.limits(shape),
+        backend.copier,
+        store=store,
+        speculator=Speculator.of(config.speculative, config.scheduler.num_slots),
+    )
+
+
+def assemble(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    core: EngineCore,
+    backend: TorchBackend,
+    verifier: GrammarVerifier | None = None,
+) -> Engine:
+    """Assemble an engine, ready to run.
+
+    Args:
+        verifier: of grammars; None: a process of its own.
+    """
+    model, spec = loaded.model, loaded.model.spec
+    of_tokens = loaded.directory, spec.vocabulary_size, spec.eos_token_ids
+    library = AdapterCache(config.lora.max_cpu_loras, config.lora.max_cpu_lora_bytes)
+    shelf = shelf_of(config.lora, model)
+    load_all(config.lora, shelf, library)
+    adapters = AdapterManager(library, loaded.bank, core.table)
+    features = every_feature(
+        core.table, spec.vocabulary_size, spec.eos_token_ids, backend.shape.device
+    )
+    recorder = _recorder(config, model.device)
+    runner = backend.runner(model, core.table, features, adapters, recorder)
+    _prepare_runner(runner, config, backend.shape)
+    _report(backend, adapters)
+    return Engine(
+        core,
+        loaded,
+        backend,
+        runner,
+        adapters,
+        AdapterLoader(shelf, library),
+        GrammarCache(*of_tokens, verifier or SubprocessVerifier(*of_tokens)),
+        WeightUpdater(config, loaded.directory, loaded.servable, model, loaded.weights_id.result()),
+    )
+
+
+def _report(backend: TorchBackend, adapters: AdapterManager) -> None:
+    shape = backend.shape
+    log.info(
+        "engine built %s",
+        kv(
+            kv=str(shape.layout.dtype).removeprefix("torch."),
+            pages=shape.num_pages,
+            host_pages=shape.num_host_pages,
+            page_size=shape.layout.page_size,
+            pool_mib=backend.pool.num_bytes >> 20,
+            chunk_tokens=shape.chunk_tokens,
+            context=shape.context_length,
+            adapters=len(adapters.library),
+        ),
+    )
+
+
+def _named(stored: Mapping[str, StoredTensor]) -> Future[WeightsId]:
+    """Compute the weights' id in parallel to loading, so that each file is read from the disk
+    once."""
+    worker = ThreadPoolExecutor(1, "weights")
+    try:
+        return worker.submit(content, stored)
+    finally:
+        worker.shutdown(wait=False)
+
+
+def _affordable_host_pages(config: EngineConfig, shape: EngineShape) -> int:
+    """Return the number of host pages. Raise ConfigError if the host does not have enough
+    memory."""
+    layout = shape.layout
+    num_pages = host_pages_of(config.cache, layout, shape.device, shape.num_pages)
+    wanted, left = num_pages * layout.page_bytes, free_bytes(torch.device("cpu"), 1.0)
+    if wanted > left:
+        raise ConfigError(
+            f"engine.cache.swap_pages: {num_pages} pages take {wanted / 2**30:.1f} GiB, "
+            f"{left / 2**30:.1f} GiB are left"
+        )
+    return num_pages
+
+
+def _recorder(config: EngineConfig, device: torch.device) -> CudaRecorder | None:
+    return CudaRecorder() if device.type == "cuda" and config.cuda_graphs else None
+
+
+def _prepare_runner(runner: ModelRunner, config: EngineConfig, shape: EngineShape) -> None:
+    if shape.device.type == "cuda":
+        prepare(runner, largest_forward(shape, config.scheduler.num_slots))
+
+
+def _load(
+    servable: LoadableModel, device: torch.device, dtype: torch.dtype, config: EngineConfig
+) -> Model:
+    needed = servable.weight_bytes(device, dtype, config.quantize)
+    free = free_bytes(device, config.cache.memory_fraction)
+    if needed > free:
+        raise ConfigError(
+            f"{config.model}: the weights take {needed / 2**30:.2f} GiB, and {free / 2**30:.2f} "
+            f"GiB of {device} may be used (engine.cache.memory_fraction "
+            f"{config.cache.memory_fraction})"
+        )
+    return servable.load(device, dtype, config.quantize)
 
 
 def prepare(runner: ModelRunner, num_tokens: int) -> None:

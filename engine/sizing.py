@@ -14,6 +14,7 @@ import torch
 
 from common.config import CacheConfig, EngineConfig, Quantize
 from common.errors import ConfigError
+from engine.core import CoreShape
 from engine.kv_cache.layout import KVLayout
 from engine.models import ModelSpec
 from engine.models.linear import form_of, rounding_of
@@ -34,26 +35,17 @@ _NARROW = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 CPU_CHUNK_S = 0.4  # maximum duration of a chunk on a CPU: cancels take effect between chunks
 
 
-@dataclass(frozen=True, slots=True)
-class EngineShape:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineShape(CoreShape):
     """The actual sizes of an engine.
 
     Attributes:
-        context_length: maximum tokens of a request.
-        chunk_tokens: page aligned; None: prompts are never cut.
         prefill_tokens: prompt tokens of the largest forward.
-        host_pages: for retracted requests.
-        tier_pages: for pages that the prefix cache evicts.
     """
 
     device: torch.device
     dtype: torch.dtype
     layout: KVLayout
-    context_length: int
-    num_pages: int
-    host_pages: int
-    tier_pages: int
-    chunk_tokens: int | None
     prefill_tokens: int
 
 
@@ -170,6 +162,7 @@ def resolve_shape(
         device=device,
         dtype=dtype,
         layout=layout,
+        tables=layout.tables,
         context_length=context_length,
         num_pages=num_pages,
         host_pages=host_pages_of(config.cache, layout, device, num_pages),

@@ -5,10 +5,10 @@ from typing import Protocol
 
 from common.config import EngineConfig
 from engine.build import Engine
-from engine.loop import last_words
+from engine.loop import stall_report
 from engine.loop.clock import StepClock
-from engine.loop.last_words import StalledEngine
 from engine.loop.loop import EngineRole, EventLoop
+from engine.loop.stall_report import StalledEngine
 from engine.loop.watchdog import Watchdog
 from engine.scheduler.scheduler import Scheduler
 from node.control.engine_control import FrontendChannel
@@ -50,9 +50,9 @@ def drive(role: DrivenRole, engine: Engine, config: EngineConfig, clock: StepClo
 
     def end(still_s: float) -> None:
         try:
-            last_words.tell(still_s, role)
+            stall_report.report(still_s, role)
         finally:
-            last_words.end_process()
+            stall_report.end_process()
 
     watchdog = Watchdog(
         clock,

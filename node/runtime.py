@@ -11,14 +11,11 @@ import triton
 
 from common.config import NodeConfig
 from common.process.ipc import FrameSocket, PeerGone
-from engine.adapters.meter import AdapterMeter
 from engine.build import Engine
 from engine.kv_cache.cache_events import CacheEvents
-from engine.loop.clock import StepClock
-from engine.loop.lateness import Lateness
+from engine.loop.clock import Lateness, StepClock
 from engine.memory_release import MemoryOccupation
-from engine.models.vision.meter import VisionMetrics
-from engine.offload.meter import TierMeter
+from engine.meters import AdapterMeter, TierMeter, VisionMetrics
 from engine.runner.profiler import Profiler
 from kvtransfer import data_paths
 from kvtransfer.backends.base import PagePool, TransferBackend

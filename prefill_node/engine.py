@@ -74,7 +74,7 @@ def make_role(engine: Engine, runtime: RoleRuntime, config: PrefillConfig) -> Pr
         scheduled.backlog,
         GrammarQueue(engine.guides),
         AdapterQueue(engine.adapters),
-        TierLoadQueue(engine.tiers, lambda: scheduler.room().num_pages),
+        TierLoadQueue(engine.tiers, lambda: scheduler.free_capacity().num_pages),
         PrefixFetchQueue(sharing.fetches),
     )
     queues = PrefillQueues(preparing, scheduled)

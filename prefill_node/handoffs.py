@@ -125,7 +125,10 @@ class OutgoingHandoffs:
         state.claims.add(Claim.FETCH, partial(self._sharing.forget, state.key))
         if isinstance(source, Prompt) and source.prefix_hints:
             scheduled = self._queues.scheduled
-            room, queued_s = scheduled.scheduler.room().num_pages, scheduled.backlog.queued_s
+            room, queued_s = (
+                scheduled.scheduler.free_capacity().num_pages,
+                scheduled.backlog.queued_s,
+            )
             self._sharing.fetch(request, source.prefix_hints, room=room, queued_s=queued_s)
 
     def grant(self, event: GrantedEvent) -> None:

@@ -166,7 +166,7 @@ class PrefillRole:
         Computed pages are read to the end. Returns whether all is released.
         """
         self._handoffs.fail_all(_GIVEN_UP)
-        self.scheduler.start_over()
+        self.scheduler.requeue_all()
         return not (self._handoffs.lent or self._sharing.fetches.busy)
 
     def update_waiting_requests(self) -> None:

@@ -5,6 +5,11 @@
 A request holds its adapter from admission until its end, and later also a slot. Unloading the
 adapter meanwhile does not affect the request. A slot is filled on the forward stream before the
 step that needs it. So the fill comes after all steps that used another adapter in that slot.
+
+`tokens_by_slot` groups a step's tokens by adapter, as the low-rank products need it.
+
+An adapter keeps its device slot while a request uses it. After that the slot may be reassigned, the
+least recently used first.
 """
 
 from collections.abc import Sequence
@@ -12,18 +17,89 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from common.requests.adapter import NO_ADAPTER
+from common.requests.adapter import NO_ADAPTER, AdapterId
 from engine.adapters.bank import AdapterBank, AdapterStep
-from engine.adapters.grouping import tokens_by_slot
 from engine.adapters.library import AdapterCache
-from engine.adapters.slots import AdapterSlots
 from engine.adapters.stored import LoraAdapter
 from engine.batch.batch import ScheduleBatch
 from engine.batch.request import Request
 from engine.batch.table import SlotTable
-from kernels.adapters.low_rank import TokensBySlot
+from kernels.adapters.low_rank import TILE_ROWS, TokensBySlot
+
+
+class AdapterSlots:
+    """The device slots. Engine thread only."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._slots: dict[AdapterId, int] = {}
+        self._users: dict[AdapterId, int] = {}  # requests per adapter in use
+        self._idle: dict[AdapterId, None] = {}  # adapters not in use, the least recently used first
+
+    @property
+    def num_used(self) -> int:
+        """Number of slots that requests use."""
+        return len(self._users)
+
+    def slot_of(self, adapter: AdapterId) -> int:
+        """Return the slot of an adapter in use."""
+        return self._slots[adapter]
+
+    def take(self, adapter: AdapterId) -> tuple[int, bool] | None:
+        """Assign a slot for one more request. Return the slot, and whether the adapter must still
+        be copied into it. None if all slots are in use."""
+        if adapter in self._users:
+            self._users[adapter] += 1
+            return self._slots[adapter], False
+        fresh = adapter not in self._idle
+        if fresh:
+            if not self._free and not self._idle:
+                return None
+            if not self._free:
+                oldest = next(iter(self._idle))
+                del self._idle[oldest]
+                self._free.append(self._slots.pop(oldest))
+            self._slots[adapter] = self._free.pop()
+        else:
+            del self._idle[adapter]
+        self._users[adapter] = 1
+        return self._slots[adapter], fresh
+
+    def drop(self, adapter: AdapterId) -> None:
+        """Release one request's use of the adapter's slot."""
+        self._users[adapter] -= 1
+        if not self._users[adapter]:
+            del self._users[adapter]
+            self._idle[adapter] = None
+
+
+def tokens_by_slot(slots: NDArray[np.integer], num_slots: int) -> TokensBySlot:
+    """Return the tokens grouped by slot, in host memory. O(tokens).
+
+    Args:
+        slots: of each token. -1: it has no adapter.
+    """
+    present = np.flatnonzero(slots >= 0)
+    order = present[np.argsort(slots[present], kind="stable")].astype(np.int32)
+    counts = np.bincount(slots[present], minlength=num_slots)
+    ends = np.cumsum(counts)
+    spans = tuple(
+        (slot, end - count, end)
+        for slot, (count, end) in enumerate(zip(counts.tolist(), ends.tolist(), strict=True))
+        if count
+    )
+    tiles = [
+        (slot, first, min(first + TILE_ROWS, end))
+        for slot, start, end in spans
+        for first in range(start, end, TILE_ROWS)
+    ]
+    return TokensBySlot(
+        torch.from_numpy(order), torch.tensor(tiles, dtype=torch.int32).view(-1, 3), spans
+    )
+
 
 _NONE = -1
 

@@ -21,7 +21,7 @@ class RequestLimits:
 
     context_length counts prompt and output. num_pages is the whole pool. generates, num_labels: the
     heads that the model has. image_token_side: pixels per side of an image token; 0: no image
-    input.
+    input. eos_token_ids: tokens that end a response.
     """
 
     context_length: int
@@ -31,6 +31,7 @@ class RequestLimits:
     generates: bool = True
     num_labels: int = 0
     image_token_side: int = 0
+    eos_token_ids: tuple[int, ...] = ()
 
     def check_request(self, spec: RequestSpec) -> None:
         """Raise InvalidRequest, with an error that names the field, for a request that can never be

@@ -139,7 +139,7 @@ class Request:
         """Switch to other weights. Must not be called while the request has KV."""
         self.weights, self.namespace = weights, made_with(self.spec.cache_namespace, weights)
 
-    def leave_device(self, now: float) -> None:
+    def swapped_out(self, now: float) -> None:
         """Record a swap-out. Beyond MAX_ABSENCES, merge the last two."""
         if len(self.away) < 2 * MAX_ABSENCES:
             self.away.append(now)
@@ -157,7 +157,7 @@ class Request:
         """Return whether the request is swapped out."""
         return len(self.away) % 2 == 1
 
-    def return_to_device(self, now: float) -> None:
+    def swapped_in(self, now: float) -> None:
         self.away.append(now)
 
     def rank(self, away_s: float = 0.0) -> float:
@@ -189,7 +189,7 @@ class Request:
         return self.sampling.prompt_logprobs >= 0
 
     @property
-    def place(self) -> float:
+    def queue_position(self) -> float:
         """Position in the queue, lowest first: arrival time, moved earlier by the priority's head
         start."""
         return self.arrived - head_start_s(self.spec.priority)
@@ -200,7 +200,7 @@ class Request:
         return self.start_by if self.start_by < math.inf else self.arrived
 
     @property
-    def turn(self) -> float:
+    def scheduling_deadline(self) -> float:
         """Start time `due`, moved earlier by the priority's head start."""
         return self.due - head_start_s(self.spec.priority)
 

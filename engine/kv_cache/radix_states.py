@@ -4,9 +4,15 @@ KV.
 A state is always at a node's end, since a prefix inserted with a state ends there. It is as large
 as the KV of many tokens. States that a deeper one made obsolete, and from which no request
 continued, are therefore evicted first.
+
+A state is kept at the last page boundary from which the same prompt could continue if it comes
+again: it matches all but its last token. Another one is kept where the prompt branches off a cached
+one, since prompts with that common prefix are likely to come again. A chunk that would pass such a
+branch ends there.
 """
 
 from collections import deque
+from typing import NamedTuple
 
 import numpy as np
 
@@ -99,3 +105,30 @@ class TreeStates:
 
     def _alone(self, node: RadixNode) -> bool:
         return bool(self._pool.held_only_by(node.state, PageHolder.CACHE).all())
+
+
+class ChunkRange(NamedTuple):
+    """One forward of a prompt, which ends at `end`. Its state after token `keep` is kept; 0: none
+    is."""
+
+    end: int
+    keep: int
+
+
+def stretch(start: int, end: int, *, num_tokens: int, branch: int, page_size: int) -> ChunkRange:
+    """Return where the next forward of a prompt ends and which state it keeps.
+
+    Args:
+        start, end: token indices that would be computed next.
+        num_tokens: of the whole prompt.
+        branch: page boundary at which the prompt branches off the cached one; 0: none.
+    """
+    last = last_boundary(num_tokens, page_size)
+    if start < branch < last and branch <= end:
+        return ChunkRange(branch, branch)
+    return ChunkRange(end, last if start < last <= end else 0)
+
+
+def last_boundary(num_tokens: int, page_size: int) -> int:
+    """Return the last page boundary from which a repetition of the prompt can continue."""
+    return (num_tokens - 1) // page_size * page_size

@@ -47,6 +47,16 @@ class PageStore(Protocol):
     """An asynchronous store of pages. Writes keep their order, with `erase` and `clear` in between.
     Results contain the fault of each page, or None."""
 
+    @property
+    def num_slots(self) -> int:
+        """Slots of one page each."""
+        ...
+
+    def found(self) -> Iterable[tuple[int, PageRecord]]:
+        """Return slots and records of an earlier process. Must be exhausted before the first
+        write."""
+        ...
+
     def write(self, writes: Sequence[SlotWrite]) -> Future[list[FileFault | None]]: ...
 
     def read(self, reads: Sequence[SlotRead]) -> Future[list[FileFault | None]]: ...

@@ -9,10 +9,11 @@ import errno
 import fcntl
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from enum import Enum
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +36,8 @@ _FLAG = "engine.offload.disk_dir"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 log = logging.getLogger(__name__)
+READERS = 4
+T = TypeVar("T")
 
 
 class FileFault(Enum):
@@ -85,7 +88,7 @@ class PageFiles:
         self._page_bytes = page_bytes
         self._memory = memory
         self._header = header(version, page_bytes)
-        self.num_slots = max(0, num_bytes - HEADER_BYTES) // (page_bytes + RECORD_BYTES)
+        self.num_slots: int = max(0, num_bytes - HEADER_BYTES) // (page_bytes + RECORD_BYTES)
         if not self.num_slots:
             raise ConfigError(
                 f"engine.offload.disk_bytes: {num_bytes} have no room for a page of {page_bytes}"
@@ -249,3 +252,49 @@ def _read_all(file: int, into: memoryview, at: int) -> int:
             break
         num_read += more
     return num_read
+
+
+class FileThreads:
+    """One writer thread, which keeps the order of calls, and some reader threads. Owns the files.
+
+    Args:
+        tell: called from any of the threads when a job is done.
+    """
+
+    def __init__(self, files: PageFiles, tell: Callable[[], None]) -> None:
+        self._files = files
+        self._tell = tell
+        self._writer = ThreadPoolExecutor(1, "write-pages")
+        self._readers = ThreadPoolExecutor(READERS, "read-pages")
+
+    @property
+    def num_slots(self) -> int:
+        return self._files.num_slots
+
+    def found(self) -> Iterator[tuple[int, PageRecord]]:
+        return self._files.found()
+
+    def write(self, writes: Sequence[SlotWrite]) -> Future[list[FileFault | None]]:
+        return self._submit(self._writer, lambda: self._files.write(writes))
+
+    def read(self, reads: Sequence[SlotRead]) -> Future[list[FileFault | None]]:
+        return self._submit(self._readers, lambda: self._files.read(reads))
+
+    def erase(self, slots: Sequence[int]) -> None:
+        """Erase slots after all earlier writes."""
+        self._submit(self._writer, lambda: self._files.erase(slots))
+
+    def clear(self) -> None:
+        """Erase all slots after all earlier writes."""
+        self._submit(self._writer, self._files.clear)
+
+    def close(self) -> None:
+        """Wait for running jobs and for queued writer jobs. Cancel queued reads."""
+        self._readers.shutdown(cancel_futures=True)
+        self._writer.shutdown()
+        self._files.close()
+
+    def _submit(self, threads: ThreadPoolExecutor, work: Callable[[], T]) -> Future[T]:
+        future = threads.submit(work)
+        future.add_done_callback(lambda _: self._tell())
+        return future

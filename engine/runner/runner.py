@@ -20,7 +20,6 @@ from engine.batch.upload import divided, packed_bytes, upload
 from engine.kv_cache.kv import HostPool, KVPool, swap_in, swap_out
 from engine.models import Model
 from engine.models.blocks.late_states import LateStates
-from engine.runner.future_map import FutureMap
 from engine.runner.graphs import DecodeGraphs, Recorder
 from engine.runner.launched import LaunchedStep, StepOutput
 from engine.runner.rehearsal import decode_rehearsal, mixed_rehearsal, verify_rehearsal
@@ -29,6 +28,37 @@ from engine.runner.stream import DeviceStream, StreamEvent, made_on
 from engine.sampling.composition import SamplingFeatures, SamplingInputs
 from engine.sampling.pooling import nothing_sampled
 from kernels.sampling.sample import SamplingColumns, sample
+
+
+class FutureMap:
+    """The last tokens by slot. Written after sampling and read at the start of the next forward,
+    both on the forward stream.
+
+    A step's input refers to a token that the CPU does not know as -(slot + 1).
+
+    Attributes:
+        tokens: int32 [num_slots].
+        rejected: int32 [num_slots], number of rejected drafts. Valid for slots whose row had drafts
+            in the previous step.
+    """
+
+    def __init__(self, num_slots: int, device: torch.device) -> None:
+        self.tokens = torch.zeros(num_slots, dtype=torch.int32, device=device)
+        self.rejected = torch.zeros(num_slots, dtype=torch.int32, device=device)
+
+    @property
+    def num_slots(self) -> int:
+        return self.tokens.shape[0]
+
+    def store(self, slots: Tensor, tokens: Tensor, rejected: Tensor | None = None) -> None:
+        """Store tokens[i] as the last one of slots[i] (int64, distinct).
+
+        A row without a valid token (a negative one) still takes part in a step that is launched
+        before the CPU knows. It gets token 0, and its result is discarded.
+        """
+        self.tokens.index_copy_(0, slots, tokens.clamp(min=0))
+        if rejected is not None:
+            self.rejected.index_copy_(0, slots, rejected)
 
 
 @dataclass(slots=True, eq=False)
@@ -90,6 +120,12 @@ class ModelRunner:
                     beside_bytes=packed_bytes(beside),
                 ),
             )
+
+    def with_host_pool(self, host_pool: HostPool, recorder: Recorder | None) -> "ModelRunner":
+        """Return a runner of the same model and requests over another host pool. The two must not
+        be used at the same time."""
+        beside = self._table, self._features, self._adapters, self._stream
+        return ModelRunner(self._model, self._pool, host_pool, *beside, recorder)
 
     @property
     def graph_sizes(self) -> tuple[int, ...]:

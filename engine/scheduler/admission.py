@@ -5,11 +5,13 @@ pages of its whole prompt, and a slot. Its prompt may then take several forwards
 most one request is between chunks, and it goes first. A request that does not fit may be overtaken
 by smaller ones until it has waited too long (arrivals.py). If a tier below the prefix cache has
 more of a request's prefix, the request waits once for that load, when there is capacity for it.
+
+PrefillAdder has the budgets of a forward: pages (free and evictable, minus the expected growth of
+running requests), input tokens of the forward, and tokens of the chunk.
 """
 
 import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,20 +20,63 @@ from common.config import SchedulerConfig
 from engine.batch.batch import Ints
 from engine.batch.holding import PageHolding
 from engine.batch.request import Request
-from engine.batch.table import SlotTable
-from engine.kv_cache.pages import PageAllocator, PageHolder
-from engine.kv_cache.radix import PrefixCache, PrefixMatch
-from engine.kv_cache.radix_states import NO_STATE
-from engine.offload.tiers import CacheTiers
-from engine.scheduler.adder import PrefillAdder
+from engine.core import EngineCore
+from engine.kv_cache.pages import PageHolder
+from engine.kv_cache.radix import PrefixMatch
+from engine.kv_cache.radix_states import NO_STATE, stretch
 from engine.scheduler.arrivals import PageClaim, is_overdue
-from engine.scheduler.boundaries import stretch
-from engine.scheduler.growth import NewTokenRatio, missing_pages_of_one
-from engine.scheduler.policy import SchedulePolicy
-from engine.scheduler.retracted import RetractedRequests
-from engine.scheduler.waiting import ActivePrefills, WaitingQueue
+from engine.scheduler.retraction import RetractedRequests
+from engine.scheduler.running import NewTokenRatio, missing_pages_of_one
+from engine.scheduler.waiting import ActivePrefills, SchedulePolicy, WaitingQueue
 
-DEFAULT_CHUNK_TOKENS = 2048
+
+class PrefillAdder:
+    """The budgets of one prefill batch. Each reservation reduces them.
+
+    Args:
+        reserved_pages: pages kept free for the growth of others.
+        input_tokens: prompt tokens over all rows; the first row may exceed it.
+        chunk_tokens: all tokens of the forward; None: prompts are never cut.
+    """
+
+    def __init__(
+        self, *, page_size: int, reserved_pages: int, input_tokens: int, chunk_tokens: int | None
+    ) -> None:
+        self._page_size = page_size
+        self._reserved_pages = reserved_pages
+        self._input_left = input_tokens
+        self._chunk_left = chunk_tokens
+        self._empty = True
+
+    def has_room(self, num_pages: float, available: int) -> bool:
+        """Return whether a request that may need up to `num_pages` can get them from `available`
+        pages."""
+        return num_pages <= available - self._reserved_pages
+
+    def reserve(self, num_pages: int) -> None:
+        """Keep this many more pages free, for the growth of a request of this batch."""
+        self._reserved_pages += num_pages
+
+    def cut(self, start: int, end: int) -> int:
+        """Use the budgets for as many of the tokens [start, end) as fit. `start` is page aligned.
+
+        Returns:
+            The token index at which this forward must stop: `end`, or a page boundary before
+                it, or `start` if the budgets are used up. The first row of a batch gets one page at
+                least.
+        """
+        num_tokens = end - start
+        if self._chunk_left is not None and num_tokens > self._chunk_left:
+            num_tokens = self._chunk_left // self._page_size * self._page_size
+            if self._empty:
+                num_tokens = min(end - start, max(num_tokens, self._page_size))
+        if num_tokens <= 0 or (num_tokens > self._input_left and not self._empty):
+            return start
+        self._empty = False
+        self._input_left -= num_tokens
+        if self._chunk_left is not None:
+            self._chunk_left -= num_tokens
+        return start + num_tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,7 +85,7 @@ class ExtendRow:
 
     The step to come holds the state pages, if any. `resumed`: pages of the state that the row
     continues from. `kept`: pages for a copy of the state after token `keep`, for the cache.
-    `branch`: see boundaries.py.
+    `branch`: see ChunkRange.
     """
 
     request: Request
@@ -69,7 +114,7 @@ class _Full:
     """A failed admission pass: no request fits with fewer than `num_pages` pages
     (batch_is_full)."""
 
-    of: tuple[int, int, float, float]  # changes of the queue, pages in the cache, barrier, floor
+    of: tuple[int, int, float, float]  # queue changes, cached pages, barrier, min_priority
     num_pages: float
 
 
@@ -79,31 +124,28 @@ class PrefillAdmission:
     def __init__(
         self,
         config: SchedulerConfig,
-        *,
-        eos_token_ids: Sequence[int],
-        table: SlotTable,
-        pages: PageAllocator,
-        cache: PrefixCache,
-        tiers: CacheTiers,
+        core: EngineCore,
         retracted: RetractedRequests,
         ratio: NewTokenRatio,
         on_admit: Callable[[Request, PageHolding], None],
     ) -> None:
-        self._eos_token_ids = tuple(eos_token_ids)
+        table, cache = core.table, core.cache
+        self._eos_token_ids = core.limits.eos_token_ids
         self._table = table
         self._tables = table.tables
-        self._pages = pages
+        self._pages = core.pages
         self._cache = cache
-        self._tiers = tiers
+        self._tiers = core.tiers
+        self._clock = core.clock
         self._retracted = retracted
         self._ratio = ratio
         self._on_admit = on_admit
         self._most_on_device = table.num_slots - config.spare_slots
         self._max_prefill_tokens = config.max_prefill_tokens
-        chunk = config.chunked_prefill_tokens or DEFAULT_CHUNK_TOKENS
-        self._chunk_tokens = None if chunk < 0 else max(chunk, table.page_size)
+        self._chunk_tokens = core.shape.chunk_tokens
         self._full: dict[bool, _Full] = {}  # key: whether the pass tried suspect requests
-        self.waiting = WaitingQueue(SchedulePolicy(config.policy, cache, table.routing_keys))
+        policy = SchedulePolicy(config.policy, cache, table.routing_keys, core.clock)
+        self.waiting = WaitingQueue(policy)
         self.under_way = ActivePrefills(table.page_size, states=self._tables.state_pages > 0)
         self.chunked: ExtendRow | None = None  # the last launched chunk of an unfinished prompt
         self.cached_tokens = 0
@@ -144,7 +186,7 @@ class PrefillAdmission:
         *,
         reserved_pages: int,
         num_decode_rows: int,
-        floor: float,
+        min_priority: float,
         kept_slots: int,
         barrier: float,
         alone: bool,
@@ -157,9 +199,9 @@ class PrefillAdmission:
             reserved_pages: kept free for the growth of running requests.
             num_decode_rows: decode rows of the same forward, which use part of the chunk's
                 budget.
-            floor: minimum priority that is admitted.
+            min_priority: minimum priority that is admitted.
             kept_slots: slots that must stay free.
-            barrier: requests whose place is behind it are not admitted.
+            barrier: requests whose queue position is behind it are not admitted.
             alone: the device is empty, so that any request that fits at all must be admitted.
             suspect: False: only requests that may share a forward; True: only those that may
                 not.
@@ -179,15 +221,15 @@ class PrefillAdmission:
                 rows.append(self._next_chunk(chunked, adder))
             if suspect:
                 return rows
-        if self.chunked is not None or not self.has_slot(kept_slots, floor):
+        if self.chunked is not None or not self.has_slot(kept_slots, min_priority):
             return rows
-        if alone or not self._is_full(adder, barrier, floor, suspect):
-            self._admit(adder, rows, kept_slots, barrier, floor, alone, suspect)
+        if alone or not self._is_full(adder, barrier, min_priority, suspect):
+            self._admit(adder, rows, kept_slots, barrier, min_priority, alone, suspect)
         return rows
 
-    def has_slot(self, kept_slots: int, floor: float = -math.inf) -> bool:
+    def has_slot(self, kept_slots: int, min_priority: float = -math.inf) -> bool:
         """Return whether a waiting request of at least this priority could get a slot."""
-        if not self.waiting or self.waiting.highest_priority < floor:
+        if not self.waiting or self.waiting.highest_priority < min_priority:
             return False
         return self.num_free_slots > kept_slots
 
@@ -273,16 +315,18 @@ class PrefillAdmission:
         pages = self._cache.allocate(num_pages, PageHolder.STEP)
         return NO_STATE if pages is None else pages
 
-    def _is_full(self, adder: PrefillAdder, barrier: float, floor: float, suspect: bool) -> bool:
+    def _is_full(
+        self, adder: PrefillAdder, barrier: float, min_priority: float, suspect: bool
+    ) -> bool:
         """Return whether no waiting request can fit, because nothing changed since the last failed
         pass."""
         full = self._full.get(suspect)
-        if full is None or full.of != self._tried(barrier, floor):
+        if full is None or full.of != self._tried(barrier, min_priority):
             return False
         return not adder.has_room(full.num_pages, self._cache.num_available)
 
-    def _tried(self, barrier: float, floor: float) -> tuple[int, int, float, float]:
-        return self.waiting.num_changes, self._cache.num_pages, barrier, floor
+    def _tried(self, barrier: float, min_priority: float) -> tuple[int, int, float, float]:
+        return self.waiting.num_changes, self._cache.num_pages, barrier, min_priority
 
     def _admit(
         self,
@@ -290,19 +334,20 @@ class PrefillAdmission:
         rows: list[ExtendRow],
         kept_slots: int,
         barrier: float,
-        floor: float,
+        min_priority: float,
         alone: bool,
         suspect: bool,
     ) -> None:
         """Add rows while the budgets last, but only one suspect request."""
         self._full.pop(suspect, None)
-        now, least = time.monotonic(), math.inf
+        now, least = self._clock(), math.inf
         held_back = False
         for request in self.waiting.in_order():
             if not self.has_slot(kept_slots):
                 return
             returned = self.waiting.was_returned(request)
-            if request.spec.priority < floor or (request.place > barrier and not returned):
+            behind = request.queue_position > barrier and not returned
+            if behind or request.spec.priority < min_priority:
                 continue
             if request.suspect is not suspect:  # computed in another step
                 if is_overdue(request.arrived, now):
@@ -335,7 +380,7 @@ class PrefillAdmission:
             if self.chunked is not None or suspect:
                 return
         if not held_back:
-            self._full[suspect] = _Full(self._tried(barrier, floor), least)
+            self._full[suspect] = _Full(self._tried(barrier, min_priority), least)
 
     def _is_coming(self, request: Request) -> bool:
         """Return whether a lower tier's load for this request is under way. Start one if there is
@@ -343,13 +388,13 @@ class PrefillAdmission:
 
         def over() -> None:
             request.brought = True
-            request.note_brought(time.monotonic())
+            request.note_brought(self._clock())
 
         if request.brought is None:
             way = self._tiers.way(self._wanted(request), request.namespace)
             if way is not None and self._tiers.bring(way, self._cache.num_available, over):
                 request.brought = False
-                request.bringing.append(time.monotonic())
+                request.bringing.append(self._clock())
         return request.brought is False
 
     def _wanted(self, request: Request) -> Ints:
@@ -381,9 +426,9 @@ class PrefillAdmission:
         slot = self.take_slot(request, holding)
         assert slot is not None
         if self.waiting.was_returned(request):
-            request.return_to_device(time.monotonic())
+            request.swapped_in(self._clock())
         else:
-            request.admitted = time.monotonic()
+            request.admitted = self._clock()
             request.cached_tokens = min(start, request.num_prompt)
             self.cached_tokens += request.cached_tokens
             self.admitted_tokens += request.num_prompt

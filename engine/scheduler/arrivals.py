@@ -21,8 +21,8 @@ SKIP_AHEAD_S = 2.0  # requests that waited longer are not overtaken any more
 
 class QueuedItem(Protocol):
     @property
-    def place(self) -> float:
-        """Position in the queue, lowest first; see `Request.place`."""
+    def queue_position(self) -> float:
+        """Position in the queue, lowest first; see `Request.queue_position`."""
         ...
 
 
@@ -70,8 +70,8 @@ class PriorityQueue(Generic[_Key, _Value]):
         last = next(reversed(self._values.values()), value)
         self._values[key] = value
         self.num_changes += 1
-        if value.place < last.place:
-            places = sorted(self._values.items(), key=lambda item: item[1].place)
+        if value.queue_position < last.queue_position:
+            places = sorted(self._values.items(), key=lambda item: item[1].queue_position)
             self._values = dict(places)
 
     def take(self, key: _Key) -> _Value | None:
@@ -97,7 +97,7 @@ class _Line(Generic[_Owned]):
     @property
     def turn(self) -> "_Turn[_Owned]":
         """The turn of the first request. The lowest turn goes first."""
-        return self.round, self.waiting[0].place, self.number, 0, self.waiting
+        return self.round, self.waiting[0].queue_position, self.number, 0, self.waiting
 
 
 # Round, place, number of the line, index in the line, all requests of the line.
@@ -123,7 +123,13 @@ class _Rounds(Generic[_Owned]):
             yield (value := waiting[index])
             if index + 1 < len(waiting):
                 behind = waiting[index + 1]
-                turn = (at + 1 / value.client_weight, behind.place, number, index + 1, waiting)
+                turn = (
+                    at + 1 / value.client_weight,
+                    behind.queue_position,
+                    number,
+                    index + 1,
+                    waiting,
+                )
                 heapq.heapreplace(turns, turn)
             else:
                 heapq.heappop(turns)
@@ -134,7 +140,7 @@ class _Rounds(Generic[_Owned]):
             line = self._lines[value.client] = _Line(next(self._numbers), self._served + 1.0)
         else:
             self._forget_turn(line)
-        insort(line.waiting, value, key=lambda each: each.place)
+        insort(line.waiting, value, key=lambda each: each.queue_position)
         insort(self._turns, line.turn)
 
     def take(self, value: _Owned, *, served: bool) -> None:
@@ -217,7 +223,7 @@ class PageClaim:
     priority: int = 0
 
     @property
-    def place(self) -> float:
+    def queue_position(self) -> float:
         return self.arrived - head_start_s(self.priority)
 
 

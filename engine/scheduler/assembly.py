@@ -11,7 +11,7 @@ from engine.batch.batch import ForwardMode, Ints, ScheduleBatch, StateCheckpoint
 from engine.batch.table import SlotTable
 from engine.kv_cache.pages import Pages
 from engine.scheduler.admission import ExtendRow
-from engine.scheduler.retracted import HostSwaps
+from engine.scheduler.retraction import HostSwaps
 from engine.scheduler.speculation import DecodeRows
 
 
@@ -72,33 +72,39 @@ class StepAssembler:
             by_table.append(table.state[decodes].ravel().astype(np.intp))
         written: Pages = by_table[0] if len(by_table) == 1 else np.concatenate(by_table)
         self.num_steps += 1
-        if not extends:
-            if decodes is not self._decodes:
-                self._decodes, self._decodes_in_batch = decodes, decodes.astype(np.int32)
-            batch = ScheduleBatch(
-                self.num_steps,
-                ForwardMode.DECODE if rows.drafts is None else ForwardMode.VERIFY,
-                self._decodes_in_batch,
-                starts,
-                ends,
-                self._all[: len(decodes)],
-                swaps.swap_out,
-                swaps.swap_in,
-                early=early,
-            )
-            return ScheduledStep(batch, (), decodes, written, swaps)
-        if early is not None:
-            early = np.concatenate([np.zeros(len(extends), np.int32), early])
-        slots = np.concatenate([np.array([row.slot for row in extends], np.intp), decodes])
+        if decodes is not self._decodes:
+            self._decodes, self._decodes_in_batch = decodes, decodes.astype(np.int32)
         batch = ScheduleBatch(
             self.num_steps,
-            ForwardMode.MIXED if len(decodes) else ForwardMode.EXTEND,
-            slots.astype(np.int32),
-            np.concatenate([np.array([row.start for row in extends], np.int32), starts]),
-            np.concatenate([np.array([row.end for row in extends], np.int32), ends]),
-            np.concatenate([np.array([row.samples for row in extends]), self._all[: len(decodes)]]),
+            ForwardMode.DECODE if rows.drafts is None else ForwardMode.VERIFY,
+            self._decodes_in_batch,
+            starts,
+            ends,
+            self._all[: len(decodes)],
             swaps.swap_out,
             swaps.swap_in,
+            early=early,
+        )
+        step = ScheduledStep(batch, (), decodes, written, swaps)
+        return self._with_prompts(extends, step) if extends else step
+
+    def _with_prompts(
+        self, extends: Sequence[ExtendRow], of_decodes: ScheduledStep
+    ) -> ScheduledStep:
+        """Return the step with prompt rows before its decode rows."""
+        decodes, early = of_decodes.batch, of_decodes.batch.early
+        if early is not None:
+            early = np.concatenate([np.zeros(len(extends), np.int32), early])
+        slots = np.concatenate([np.array([row.slot for row in extends], np.intp), of_decodes.slots])
+        batch = ScheduleBatch(
+            decodes.step,
+            ForwardMode.MIXED if len(of_decodes.slots) else ForwardMode.EXTEND,
+            slots.astype(np.int32),
+            np.concatenate([np.array([row.start for row in extends], np.int32), decodes.starts]),
+            np.concatenate([np.array([row.end for row in extends], np.int32), decodes.ends]),
+            np.concatenate([np.array([row.samples for row in extends]), decodes.samples]),
+            decodes.swap_out,
+            decodes.swap_in,
             resumed=tuple(
                 StateCheckpoint(place, 0, row.resumed)
                 for place, row in enumerate(extends)
@@ -112,8 +118,8 @@ class StepAssembler:
             early=early,
         )
         prompts = [self._pages_of(row) for row in extends]
-        written = np.concatenate([written, *prompts])
-        return ScheduledStep(batch, extends, slots, written, swaps)
+        written = np.concatenate([of_decodes.written, *prompts])
+        return ScheduledStep(batch, extends, slots, written, of_decodes.swaps)
 
     def _written(self, slots: NDArray[np.intp], places: NDArray[Any]) -> list[NDArray[np.intp]]:
         """Return the page at each place of each slot, table by table."""

@@ -5,21 +5,15 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from common.errors import EngineFault
-from engine.batch.table import SlotTable
+from engine.core import EngineCore
 from engine.kv_cache.pages import PageAllocator, PageHolder, Pages
-from engine.kv_cache.radix import PrefixCache
-from engine.offload.tiers import CacheTiers
 from engine.scheduler.assembly import ScheduledStep
 from engine.scheduler.residents import SlotOwners
-from engine.scheduler.retracted import RetractedRequests
+from engine.scheduler.retraction import RetractedRequests
 
 
 def check_books(
-    *,
-    table: SlotTable,
-    pages: PageAllocator,
-    cache: PrefixCache,
-    tiers: CacheTiers,
+    core: EngineCore,
     residents: SlotOwners,
     retracted: RetractedRequests,
     launched: Sequence[ScheduledStep],
@@ -32,8 +26,9 @@ def check_books(
     Raises:
         EngineFault: a page or slot leaked, or was allocated twice.
     """
+    table, pages, tiers = core.table, core.pages, core.tiers
     pages.check()
-    cache.check()
+    core.cache.check()
     table.check()
     tiers.check()
     slots = np.flatnonzero(table.live)

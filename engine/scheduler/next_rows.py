@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.scheduler.admission import ExtendRow, PrefillAdmission
-from engine.scheduler.growth import NewTokenRatio
 from engine.scheduler.preemption import Preemption
 from engine.scheduler.quarantine import QuarantineQueue
 from engine.scheduler.residents import SlotOwners
@@ -70,7 +69,6 @@ class RowSelector:
         residents: SlotOwners,
         retraction: Retraction,
         preemption: Preemption,
-        ratio: NewTokenRatio,
     ) -> None:
         """Create the selector from the parts of a scheduler.
 
@@ -85,7 +83,6 @@ class RowSelector:
         self._residents = residents
         self._retraction = retraction
         self._preemption = preemption
-        self._ratio = ratio
         self._after_trial = False
 
     def turns(self) -> Sequence[bool]:
@@ -107,7 +104,7 @@ class RowSelector:
     @property
     def reserved_pages(self) -> int:
         """Pages not for new requests: for the growth of those that run or are going to join."""
-        return self._running.growth(self._ratio.value) + self._kept.pages
+        return self._running.growth() + self._kept.pages
 
     def _of_all(self) -> SelectedRows:
         if extends := self._extends(suspect=False):
@@ -126,7 +123,7 @@ class RowSelector:
         return admission.next_rows(
             reserved_pages=self.reserved_pages,
             num_decode_rows=len(self._running.ready()) if self._mixed_chunk else 0,
-            floor=self._preemption.floor,
+            min_priority=self._preemption.min_priority,
             kept_slots=kept.slots,
             barrier=kept.barrier,
             alone=self._residents.all_away,
@@ -141,7 +138,7 @@ class RowSelector:
         if len(full) and not self._running.grow(full):
             return slots[~np.isin(slots, full)]
         if len(slots):
-            self._ratio.decay()
+            self._running.ratio.decay()
         return slots
 
     def _decodes(self, slots: NDArray[np.intp]) -> NDArray[np.intp]:
@@ -150,7 +147,7 @@ class RowSelector:
         if len(full) and not self._running.grow(full):
             # All running rows are considered: the missing pages may belong to quarantined rows or
             # to others.
-            kept = self._retraction.make_room(self._running.ready(), self._residents.by_slot)
+            kept = self._retraction.retract_for(self._running.ready(), self._residents.by_slot)
             return slots[np.isin(slots, kept)]
-        self._ratio.decay()
+        self._running.ratio.decay()
         return slots

@@ -1,6 +1,6 @@
 """Preemption: a waiting request replaces running ones that are much less urgent.
 
-Preempted requests are swapped out to host memory like retracted ones (retracted.py), keep their
+Preempted requests are swapped out to host memory like retracted ones (retraction.py), keep their
 slots, and come back. While they are away, only requests that could have preempted them are
 admitted. A swapped-out request gains one priority step per STEP_S, until no request goes before it.
 A request is preempted only a limited number of times. Every request therefore comes back and ends.
@@ -11,15 +11,14 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from common.config import SchedulerConfig
 from common.priority import CLASSES, class_of
 from engine.batch.request import Request
-from engine.batch.table import SlotTable
-from engine.kv_cache.pages import PageAllocator, PageHolder
+from engine.core import EngineCore
+from engine.kv_cache.pages import PageHolder
 from engine.scheduler.arrivals import FreeCapacity
-from engine.scheduler.growth import NewTokenRatio
 from engine.scheduler.quarantine import QuarantineQueue
-from engine.scheduler.retracted import RetractedRequests
-from engine.scheduler.retraction import victims_first
+from engine.scheduler.retraction import RetractedRequests, victims_first
 from engine.scheduler.running import RunningBatch
 
 MAX_PREEMPTIONS = 8  # per request
@@ -39,52 +38,41 @@ class Preemption:
 
     def __init__(
         self,
-        by: int,
-        most: int,
-        *,
-        table: SlotTable,
-        pages: PageAllocator,
+        config: SchedulerConfig,
+        core: EngineCore,
         running: RunningBatch,
         retracted: RetractedRequests,
         quarantine: QuarantineQueue,
-        ratio: NewTokenRatio,
     ) -> None:
-        """Create the preemption of a scheduler.
-
-        Args:
-            by: how much less urgent a victim must be; 0: preemption is disabled.
-            most: no further request is preempted while this many are swapped out.
-        """
-        self.by = by
-        self._most = most
-        self._table = table
-        self._pages = pages
+        self._by = config.preemption_threshold  # how much less urgent a victim must be; 0: disabled
+        self._most = config.max_preempted_requests  # swapped-out requests at which preemption stops
+        self._table = core.table
+        self._pages = core.pages
         self._running = running
         self._retracted = retracted
         self._quarantine = quarantine
-        self._ratio = ratio
         self.counts = dict.fromkeys(CLASSES, 0)
 
     @property
-    def floor(self) -> float:
+    def min_priority(self) -> float:
         """Minimum priority that admission accepts now. Swapped-out requests come first."""
         if not self._retracted:
             return -math.inf
-        return self._retracted.highest_rank() + self.by if self.by else math.inf
+        return self._retracted.highest_rank() + self._by if self._by else math.inf
 
     def bar(self, most_urgent: float) -> float:
         """Return the rank that a swapped-out request must exceed to come back while a request of
         priority `most_urgent` waits for capacity."""
-        return most_urgent - self.by if self.by else -math.inf
+        return most_urgent - self._by if self._by else -math.inf
 
     def may_help(self, priority: float) -> bool:
         """Return whether a request of that priority might preempt any running one."""
         slots = self._running.slots
         return bool(
-            self.by and len(slots) and self._table.priority[slots].min() + self.by <= priority
+            self._by and len(slots) and self._table.priority[slots].min() + self._by <= priority
         )
 
-    def make_room(
+    def preempt_for(
         self, priority: int, num_pages: int, room: FreeCapacity, requests: Mapping[int, Request]
     ) -> None:
         """Preempt as few requests as make room for one of that priority, or none if all victims
@@ -107,13 +95,13 @@ class Preemption:
     def _victims(self, priority: int, requests: Mapping[int, Request]) -> list[int]:
         """Return the possible victims. Requests whose last token is in flight end anyway."""
         slots = self._quarantine.outside(self._running.ready())
-        slots = slots[self._table.priority[slots] + self.by <= priority]
+        slots = slots[self._table.priority[slots] + self._by <= priority]
         slots = slots[~np.isin(slots, self._retracted.returning())]
         return [
             slot
             for slot in victims_first(self._table, slots)
             if requests[slot].preemptions < MAX_PREEMPTIONS
-            and requests[slot].rank() + self.by <= priority
+            and requests[slot].rank() + self._by <= priority
         ]
 
     def _enough(self, victims: list[int], num_pages: int, room: FreeCapacity) -> list[int]:
@@ -131,6 +119,6 @@ class Preemption:
             mine = self._table.pages_of(slot)
             holds[mine] -= 1
             missing -= int(np.count_nonzero(holds[mine] == 0))
-            missing -= self._running.growth(self._ratio.value, np.array([slot], np.intp))
+            missing -= self._running.growth(np.array([slot], np.intp))
             chosen.append(slot)
         return chosen if missing <= 0 and room.num_slots + len(chosen) > 0 else []

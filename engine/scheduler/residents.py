@@ -4,19 +4,43 @@ All starts and ends of requests go through this module, which updates every part
 that keeps state of a request.
 """
 
-import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
+from grpc import StatusCode
+from numpy.typing import NDArray
+
+from common.requests.namespace import Namespace
+from engine.batch.batch import Ints
 from engine.batch.holding import PageHolding
-from engine.batch.request import Request
+from engine.batch.request import FinishReason, Request, RequestEnd
 from engine.batch.table import SlotTable
-from engine.kv_cache.pages import PageAllocator, PageHolder
-from engine.kv_cache.radix import PrefixCache
+from engine.core import EngineCore
+from engine.grammar.matching import Match
+from engine.kv_cache.pages import PageHolder
 from engine.scheduler.admission import PrefillAdmission
-from engine.scheduler.outcome import CorruptPrefix
 from engine.scheduler.quarantine import QuarantineQueue
-from engine.scheduler.retracted import RetractedRequests
+from engine.scheduler.retraction import RetractedRequests
 from engine.scheduler.running import RunningBatch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PausedRequest:
+    """A stopped request. token_ids: all tokens; the newest has no KV yet."""
+
+    token_ids: Ints
+    holding: PageHolding
+
+
+class CorruptPrefix(NamedTuple):
+    """Token ids of corrupt KV, which produced logits with NaN or Inf. It is removed from the
+    cache."""
+
+    token_ids: NDArray[np.int32]
+    namespace: Namespace
+    given_by: Sequence[int]  # nodes that some of it was read from
 
 
 class SlotOwners:
@@ -28,18 +52,16 @@ class SlotOwners:
 
     def __init__(
         self,
-        *,
-        table: SlotTable,
-        pages: PageAllocator,
-        cache: PrefixCache,
+        core: EngineCore,
         admission: PrefillAdmission,
         running: RunningBatch,
         retracted: RetractedRequests,
         quarantine: QuarantineQueue,
     ) -> None:
-        self._table = table
-        self._pages = pages
-        self._cache = cache
+        self._table = core.table
+        self._pages = core.pages
+        self._cache = core.cache
+        self._clock = core.clock
         self._admission = admission
         self._running = running
         self._retracted = retracted
@@ -94,12 +116,12 @@ class SlotOwners:
         self.end(request)
         return spoilt
 
-    def start_over(self, request: Request, *, learn: bool = False) -> None:
+    def requeue(self, request: Request, *, learn: bool = False) -> None:
         """Put a request back at the head of the waiting queue, with all its tokens and without its
         KV. No launched step may have it. `learn`: see `end`."""
         self._let_go(request, learn)
         if not request.is_away:
-            request.leave_device(time.monotonic())
+            request.swapped_out(self._clock())
         self.put_back(request)
 
     def put_back(self, request: Request) -> None:
@@ -133,3 +155,53 @@ class SlotOwners:
         self._quarantine.forget(slot)
         self._table.release(request)
         del self._requests[slot]
+
+
+class HeldRows:
+    """Rows held back for their grammar. Engine thread only."""
+
+    def __init__(
+        self,
+        table: SlotTable,
+        residents: SlotOwners,
+        running: RunningBatch,
+        retracted: RetractedRequests,
+    ) -> None:
+        self._table = table
+        self._residents = residents
+        self._running = running
+        self._retracted = retracted
+
+    @property
+    def any(self) -> bool:
+        """Return whether a row is held. Safe to call from another thread."""
+        return bool(np.count_nonzero(self._table.held & self._table.live))
+
+    def settle(self) -> Iterator[tuple[Request, RequestEnd]]:
+        """Release rows whose mask is ready. Yield requests that have to end, and the reason."""
+        if not np.count_nonzero(self._table.held):
+            return
+        for slot in np.flatnonzero(self._table.held & self._table.live).tolist():
+            request = self._residents.by_slot[slot]
+            if request.to_finish is not None or self._table.in_flight(slot):
+                continue
+            match: Match = request.match
+            if match.busy:
+                match.look()
+            if match.fault:
+                finish = RequestEnd(FinishReason.ERROR, match.fault, StatusCode.INVALID_ARGUMENT)
+                yield request, finish
+            elif not match.busy:
+                match.ask(self._table.unfollowed(slot, match.num_followed))
+                if match.ready:
+                    self._let_go(slot, request)
+                else:
+                    match.threads.start(match)
+
+    def _let_go(self, slot: int, request: Request) -> None:
+        """Release a row. If its forward was done without choosing a token, restart it from the
+        prefix cache: a state must not process a token twice."""
+        if not self._table.unchosen[slot]:
+            self._table.held[slot] = False
+        elif slot in self._running or request in self._retracted:  # else it is stopped
+            self._residents.requeue(request, learn=request not in self._retracted)

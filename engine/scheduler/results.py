@@ -1,12 +1,15 @@
 """Application of a step's result to its requests: finished chunks, new tokens, ended requests.
 
 Rows of requests that have ended in the meantime are discarded. With overlap, this wastes one row in
-the forward that follows a request's last token.
+the forward that follows a request's last token. Only FinishRule decides whether a token ends a
+request. A StepOutcome is reported outside the scheduler.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
+from grpc import StatusCode
 from numpy.typing import NDArray
 
 from common.requests.logprobs import Logprobs, join
@@ -19,47 +22,125 @@ from engine.batch.batch import (
     RowLogprobRequest,
     ScheduleBatch,
 )
-from engine.batch.request import FinishReason, RequestEnd
-from engine.batch.table import SlotTable
-from engine.kv_cache.pages import PageAllocator, PageHolder
-from engine.kv_cache.radix import PrefixCache
+from engine.batch.request import FinishReason, Request, RequestEnd
+from engine.core import EngineCore
+from engine.kv_cache.pages import PageHolder
 from engine.scheduler.admission import ExtendRow, PrefillAdmission
 from engine.scheduler.assembly import ScheduledStep
-from engine.scheduler.finishing import FinishRule
-from engine.scheduler.outcome import ChunkDone, FinishedRequest, StepOutcome
-from engine.scheduler.residents import SlotOwners
-from engine.scheduler.retracted import RetractedRequests
+from engine.scheduler.residents import CorruptPrefix, SlotOwners
+from engine.scheduler.retraction import RetractedRequests
 
 _ONE = np.array(1, np.int32)  # numpy converts a Python int again in every call
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkDone:
+    """A computed chunk. KV of token indices [start, end) is final, in the request's own pages
+    unless it has been retracted since. The last chunk comes with the token sampled after it, or
+    with the vector that is wanted instead.
+
+    logprobs: of that token, if requested. prompt_logprobs: of the prompt tokens except the first,
+    if requested.
+    """
+
+    request: Request
+    start: int
+    end: int
+    first_token: int | None
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
+    pooled: NDArray[np.float32] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRequest:
+    """A request that has ended.
+
+    num_generated: tokens of the response, if its own last token ended it; else 0. spoilt: its
+    corrupt KV, if its logits contained NaN or Inf.
+    """
+
+    request: Request
+    finish: RequestEnd
+    num_generated: int = 0
+    spoilt: CorruptPrefix | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepOutcome:
+    """The results of one step.
+
+    New tokens come in columns, one entry each, including a token that ends its request. `streams`
+    and `requests` are the origins. `logprobs`: by origin, of the tokens of requests that ask for
+    them. `predicted`: by origin, accepted and rejected tokens of the requests' predictions.
+    """
+
+    streams: NDArray[np.uint64]
+    requests: NDArray[np.uint64]
+    tokens: NDArray[np.int32]
+    chunks: list[ChunkDone]
+    finished: list[FinishedRequest]
+    logprobs: Sequence[tuple[tuple[int, int], Logprobs]] = ()
+    predicted: Sequence[tuple[tuple[int, int], PredictionUsage]] = ()
+
+
+def _fault(sentence: str) -> RequestEnd:
+    return RequestEnd(FinishReason.ERROR, sentence, StatusCode.INTERNAL)
+
+
+class FinishRule:
+    """The finish conditions of one model."""
+
+    def __init__(self, eos_token_ids: Sequence[int], vocabulary_size: int) -> None:
+        self._eos = frozenset(eos_token_ids)
+        self.vocabulary_size = vocabulary_size
+
+    def decide(self, request: Request, token: int, at_limit: bool) -> RequestEnd | None:
+        """Return how `token`, the newest, ends the request, or None if the request continues.
+
+        A stop token that is also the last one allowed counts as STOP, because nothing was cut off.
+
+        Args:
+            at_limit: with this token it has as many tokens as allowed.
+        """
+        if request.to_finish is not None:
+            return request.to_finish
+        if token == NOT_FINITE:
+            return _fault("the model's logits were not finite")
+        if not 0 <= token < self.vocabulary_size:
+            return _fault(f"token {token} is outside the vocabulary")
+        sampling = request.sampling
+        if token in sampling.stop_token_ids:
+            return RequestEnd(FinishReason.STOP)
+        if token in self._eos and sampling.ends_at_eos:
+            return RequestEnd(FinishReason.STOP)
+        return RequestEnd(FinishReason.LENGTH) if at_limit else None
 
 
 class StepResults:
     """The application of step results. Engine thread only.
 
     Attributes:
+        rule: the finish conditions.
         num_tokens: tokens reported since the start.
     """
 
     def __init__(
         self,
-        rule: FinishRule,
-        *,
-        table: SlotTable,
-        pages: PageAllocator,
-        cache: PrefixCache,
+        core: EngineCore,
         admission: PrefillAdmission,
         retracted: RetractedRequests,
         residents: SlotOwners,
     ) -> None:
-        self._rule = rule
-        self._table = table
-        self._sliding = bool(table.tables.sliding)
-        self._pages = pages
-        self._cache = cache
+        self.rule = FinishRule(core.limits.eos_token_ids, core.limits.vocabulary_size)
+        self._table = core.table
+        self._sliding = bool(core.table.tables.sliding)
+        self._pages = core.pages
+        self._cache = core.cache
         self._admission = admission
         self._retracted = retracted
         self._residents = residents
-        self._vocabulary_size = np.array(rule.vocabulary_size, np.uint32)
+        self._vocabulary_size = np.array(core.limits.vocabulary_size, np.uint32)
         self.num_tokens = 0
 
     def take(
@@ -125,7 +206,7 @@ class StepResults:
             self._admission.computed(row)
             if token == NOT_FINITE:  # its pages must not be used by any request
                 if not row.samples:
-                    finish = self._rule.decide(request, token, at_limit=False)
+                    finish = self.rule.decide(request, token, at_limit=False)
                     assert finish is not None
                     spoilt = self._residents.end_at_fault(request)
                     finished.append(FinishedRequest(request, finish, spoilt=spoilt))
@@ -238,7 +319,7 @@ class StepResults:
         table.known[slots[told]] = known[told]
         for row in np.flatnonzero(stops.any(axis=1) | odd | last).tolist():
             request, token = self._residents.by_slot[int(slots[row])], int(tokens[row])
-            finish = self._rule.decide(request, token, at_limit=bool(last[row]))
+            finish = self.rule.decide(request, token, at_limit=bool(last[row]))
             assert finish is not None
             num_generated = int(known[row]) - request.num_prompt
             spoilt = None

@@ -1,26 +1,242 @@
 """Retraction: which requests to swap out when pages run out, and when to bring them back.
 
-Rows of a batch may get the pages that the same batch's swap_out saves, because the copies run
-before the forward on one stream. For all others the step's STEP hold keeps them allocated until it
-is finished.
+    running --retract--> SAVING --(batch with its swap_out)--> SAVED --resume--> RETURNING
+                    `--> LOST --(no step in flight)--> waiting queue                |
+                                                  running <--(batch with its swap_in)
+
+A retracted request keeps its slot, its tokens, and a token that may still be in flight. Copies and
+forwards run in order on one stream, so neither waits for anything. Rows of a batch may therefore
+get the pages that the same batch's swap_out saves. For all others the step's STEP hold keeps them
+allocated until it is finished.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.batch.batch import Ints
+from engine.batch.batch import Ints, PageCopies
 from engine.batch.holding import PageHolding
 from engine.batch.request import Request
 from engine.batch.table import SlotTable
-from engine.kv_cache.pages import PageAllocator, PageHolder
-from engine.kv_cache.radix import PrefixCache
-from engine.scheduler.growth import NewTokenRatio, missing_pages_of_one
-from engine.scheduler.retracted import RetractedRequests
-from engine.scheduler.running import RunningBatch
+from engine.core import EngineCore
+from engine.kv_cache.pages import PageHolder
+from engine.scheduler.running import RunningBatch, missing_pages_of_one
 
 _NOTHING = np.empty(0, np.int32)
+
+
+class _State(Enum):
+    SAVING = auto()  # device_pages are held by the next step
+    SAVED = auto()
+    LOST = auto()  # host memory was full: recompute
+    RETURNING = auto()  # device_pages are the request's new ones, host_pages are still needed
+
+
+@dataclass(slots=True, eq=False)
+class _Retracted:
+    request: Request
+    slot: int
+    state: _State
+    had: PageHolding  # at retraction, for tokens that have KV
+    device_pages: Ints
+    host_pages: Ints
+    left: float  # when, by the clock
+
+    def rank(self, now: float) -> float:
+        return self.request.rank(now - self.left)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostSwaps:
+    """The copies of one step.
+
+    saved: the pages of swap_out, one array per request: two requests that share a prefix share
+    pages.
+    """
+
+    swap_out: PageCopies | None = None
+    swap_in: PageCopies | None = None
+    saved: Sequence[Ints] = ()
+
+    def on_host(self) -> list[Ints]:
+        """Return the host pages of each copy."""
+        return [copies.host_pages for copies in (self.swap_out, self.swap_in) if copies is not None]
+
+
+class RetractedRequests:
+    """Swapped-out requests and the host pages with their KV. The most urgent one returns first,
+    equal ones in the order in which they left."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._table = core.table
+        self._pages = core.pages
+        self._host = core.tiers.host
+        self._clock = core.clock
+        self._by_key: dict[int, _Retracted] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def __contains__(self, request: Request) -> bool:
+        return request.key in self._by_key
+
+    @property
+    def num_host_pages_used(self) -> int:
+        return sum(len(entry.host_pages) for entry in self._by_key.values())
+
+    @property
+    def num_host_pages_free(self) -> int:
+        """Host pages that may be allocated, including those of the evictable cache."""
+        return self._host.num_available
+
+    def host_pages(self) -> list[Ints]:
+        """Return the host pages by request."""
+        return [entry.host_pages for entry in self._by_key.values()]
+
+    @property
+    def num_away(self) -> int:
+        """Number of requests that are not on their way back."""
+        return sum(1 for _ in self._away())
+
+    @property
+    def saving(self) -> bool:
+        """Return whether the next batch has pages to copy to the host."""
+        return any(entry.state is _State.SAVING for entry in self._by_key.values())
+
+    def highest_rank(self) -> float:
+        """Return the highest rank of swapped-out requests. Requires at least one."""
+        now = self._clock()
+        return max(entry.rank(now) for entry in self._by_key.values())
+
+    def num_saved(self, slot: int) -> int:
+        """Return the host pages that the request in that slot would take."""
+        return len(self._saved_of(slot).flat())
+
+    def retract(self, request: Request) -> Ints:
+        """Drop the request's pages, and return them so that the caller can look for free ones.
+
+        Before `save` is called, only the rows of the next batch may allocate pages.
+        """
+        slot = request.slot
+        assert slot is not None
+        now, had = self._clock(), self._saved_of(slot)
+        holding = self._table.holding_of(slot)
+        pages = holding.flat()
+        self._table.set_pages(slot, PageHolding.none(len(holding.tables)))
+        self._pages.drop(pages, PageHolder.REQUEST)
+        request.swapped_out(now)
+        saved = had.flat()
+        host_pages = self._host.allocate(len(saved), PageHolder.REQUEST)
+        if host_pages is None:
+            entry = _Retracted(request, slot, _State.LOST, had, _NOTHING, _NOTHING, now)
+        else:
+            entry = _Retracted(request, slot, _State.SAVING, had, saved, host_pages, now)
+        self._by_key[request.key] = entry
+        return pages
+
+    def save(self, request: Request) -> bool:
+        """Hold its pages, including free ones, for the step that will copy them to the host. Return
+        False if host memory was full: the request has to be recomputed."""
+        entry = self._by_key[request.key]
+        if entry.state is _State.SAVING:
+            self._pages.hold_even_free(entry.device_pages, PageHolder.STEP)
+        return entry.state is _State.SAVING
+
+    def unsaved_pages(self) -> list[Ints]:
+        """Return the pages that the next batch copies to the host before its forward, by
+        request."""
+        return [e.device_pages for e in self._by_key.values() if e.state is _State.SAVING]
+
+    def next_saved(self, bar: float = -math.inf) -> tuple[int, PageHolding] | None:
+        """Return slot and former pages of the request to bring back next, among those whose rank is
+        above the bar. It needs as many pages as it had."""
+        now = self._clock()
+        able = (entry for entry in self._away() if entry.rank(now) > bar)
+        entry = max(able, key=lambda entry: entry.rank(now), default=None)
+        if entry is None or entry.state is not _State.SAVED:
+            return None
+        return entry.slot, entry.had
+
+    def resume(self, slot: int, pages: Ints) -> None:
+        """Assign pages that are already held for the request. The next batch fills them from the
+        host."""
+        entry = next(entry for entry in self._by_key.values() if entry.slot == slot)
+        now = self._clock()
+        entry.state = _State.RETURNING
+        entry.request.swapped_in(now)
+        entry.request.away_s += now - entry.left
+        entry.left = now
+        entry.device_pages = pages
+        self._table.set_pages(slot, entry.had.moved_to(pages))
+
+    def returning(self) -> NDArray[np.intp]:
+        """Return the slots that the next batch swaps in."""
+        slots = [e.slot for e in self._by_key.values() if e.state is _State.RETURNING]
+        return np.array(slots, np.intp)
+
+    def take_lost(self) -> list[Request]:
+        """Remove and return the requests to recompute whose tokens are all known."""
+        known = [
+            entry.request
+            for entry in self._by_key.values()
+            if entry.state is _State.LOST and not self._table.in_flight(entry.slot)
+        ]
+        for request in known:
+            del self._by_key[request.key]
+        return known
+
+    def swaps(self) -> HostSwaps:
+        """Return the copies of the batch being built.
+
+        The caller holds the pages of swap_in for the step. Those of swap_out are held for it since
+        `save`, once per request that has them. Host pages are held for it until `swapped`.
+        """
+        saving = [e for e in self._by_key.values() if e.state is _State.SAVING]
+        returning = [e for e in self._by_key.values() if e.state is _State.RETURNING]
+        swaps = HostSwaps(_copies(saving), _copies(returning), self.unsaved_pages())
+        for host_pages in swaps.on_host():
+            self._host.pages.hold(host_pages, PageHolder.STEP)
+        for entry in saving:
+            entry.state, entry.device_pages = _State.SAVED, _NOTHING
+        for entry in returning:
+            del self._by_key[entry.request.key]
+            self._host.pages.drop(entry.host_pages, PageHolder.REQUEST)
+        return swaps
+
+    def swapped(self, swaps: HostSwaps) -> None:
+        """Release the host pages of a finished step's copies."""
+        for host_pages in swaps.on_host():
+            self._host.pages.drop(host_pages, PageHolder.STEP)
+
+    def forget(self, request: Request) -> None:
+        """Remove a request that ended. The caller drops any pages that it has on the device
+        again."""
+        entry = self._by_key.pop(request.key)
+        self._host.pages.drop(entry.host_pages, PageHolder.REQUEST)
+        if entry.state is _State.SAVING:
+            self._pages.drop(entry.device_pages, PageHolder.STEP)
+
+    def _away(self) -> Iterator[_Retracted]:
+        return (e for e in self._by_key.values() if e.state is not _State.RETURNING)
+
+    def _saved_of(self, slot: int) -> PageHolding:
+        """Return the pages with KV: that of every token but the newest, which may be in flight."""
+        holding = self._table.holding_of(slot)
+        num_pages = self._table.tables.num_pages(int(self._table.length[slot]) - 1)
+        return PageHolding(holding.tables[:, :num_pages], holding.state)
+
+
+def _copies(entries: list[_Retracted]) -> PageCopies | None:
+    if not entries:
+        return None
+    return PageCopies(
+        device_pages=np.concatenate([entry.device_pages for entry in entries]),
+        host_pages=np.concatenate([entry.host_pages for entry in entries]),
+    )
 
 
 class Retraction:
@@ -28,26 +244,18 @@ class Retraction:
     only."""
 
     def __init__(
-        self,
-        *,
-        table: SlotTable,
-        pages: PageAllocator,
-        cache: PrefixCache,
-        running: RunningBatch,
-        retracted: RetractedRequests,
-        ratio: NewTokenRatio,
+        self, core: EngineCore, running: RunningBatch, retracted: RetractedRequests
     ) -> None:
-        self._table = table
-        self._pages = pages
-        self._cache = cache
+        self._table = core.table
+        self._pages = core.pages
+        self._cache = core.cache
         self._running = running
         self._retracted = retracted
-        self._ratio = ratio
-        self._num_tables = table.tables.num_tables
+        self._num_tables = core.table.tables.num_tables
         self.num_retractions = 0
         self.num_recomputed = 0
 
-    def make_room(
+    def retract_for(
         self, slots: NDArray[np.intp], requests: Mapping[int, Request]
     ) -> NDArray[np.intp]:
         """Retract requests until the other rows can continue, and give those their pages.
@@ -99,7 +307,7 @@ class Retraction:
             if device_empty:
                 needed = num_pages + min(growth, self._num_tables)
             else:
-                needed = num_pages + growth + self._running.growth(self._ratio.value)
+                needed = num_pages + growth + self._running.growth()
             if needed > self._cache.num_available:
                 return
             pages = self._cache.allocate(num_pages, PageHolder.REQUEST)
@@ -124,7 +332,7 @@ class Retraction:
     def _raise_ratio(self) -> None:
         table, left = self._table, self._running.slots
         prompts = table.num_prompt[left]
-        self._ratio.raise_after_retraction(
+        self._running.ratio.raise_after_retraction(
             generated=int((table.length[left] - prompts).sum()),
             max_new=int(np.maximum(table.max_length[left] - prompts, 0).sum()),
             num_requests=len(left),
@@ -139,7 +347,7 @@ class Retraction:
             length,
             int(table.max_length[slot]),
             had.num_pages * size,
-            self._ratio.value,
+            self._running.ratio.value,
             size,
         )
         return table.tables.growth(length - 1, missing)

@@ -1,21 +1,89 @@
-"""The running batch: rows that decode, one token each per step.
+"""The running batch: rows that decode, one token each per step, and their expected growth.
 
 It stores slots and columns only. A row costs Python work only when it joins, leaves or grows.
+
+Reserving pages for all remaining tokens of a request wastes the pool, since most requests end
+early. Reserving none leads to retraction. The new-token ratio therefore starts cautious, decays
+with each successful step, and jumps back after a retraction.
 """
+
+import math
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.batch.batch import Ints
 from engine.batch.table import SlotTable
 from engine.kv_cache.pages import PageHolder
 from engine.kv_cache.radix import PrefixCache
-from engine.scheduler.growth import missing_pages
+
+CLIP_NEW_TOKENS = 4096  # maximum remaining tokens counted per request
+# after a retraction, every remaining request must have pages for this many steps
+LOOK_AHEAD_STEPS = 20
+
+
+class NewTokenRatio:
+    """Share of a running request's remaining tokens for which pages are kept free."""
+
+    def __init__(self, first: float, last: float, steps: int) -> None:
+        self._first = first
+        self._last = min(first, last)
+        self._per_step = (self._first - self._last) / steps
+        self.value = first
+
+    def decay(self) -> None:
+        """Lower the ratio after a successful decode step."""
+        self.value = max(self._last, self.value - self._per_step)
+
+    def raise_after_retraction(self, generated: int, max_new: int, num_requests: int) -> None:
+        """Raise the ratio to the share that the remaining requests have generated, plus a
+        look-ahead.
+
+        Args:
+            generated: tokens that they have generated, in total.
+            max_new: tokens that they may generate at most, in total.
+        """
+        ahead = generated + LOOK_AHEAD_STEPS * num_requests
+        self.value = max(self.value, min(1.0, ahead / (max_new + 1)))
+
+    def reset(self) -> None:
+        """Reset the ratio once no request is running."""
+        self.value = self._first
+
+
+def missing_pages(
+    length: Ints, max_length: Ints, capacity: Ints, ratio: float, page_size: int
+) -> Ints:
+    """Return the pages of one table to keep free for each running request; all [num_requests].
+
+    A request of `length` tokens computes index length - 1 next, and its last token has no KV. A
+    request that continues and whose pages are full therefore counts one page at least.
+    """
+    remaining = np.clip(max_length - length, 0, CLIP_NEW_TOKENS)
+    tokens = length - 1 + np.ceil(remaining * ratio).astype(np.int32)
+    missing = np.maximum(tokens - capacity, 0)
+    pages: Ints = (missing + page_size - 1) // page_size
+    return pages
+
+
+def missing_pages_of_one(
+    length: int, max_length: int, capacity: int, ratio: float, page_size: int
+) -> int:
+    """Return the same for one request that is going to run."""
+    remaining = min(max(max_length - length, 0), CLIP_NEW_TOKENS)
+    missing = length - 1 + math.ceil(remaining * ratio) - capacity
+    return max(0, -(-missing // page_size))
 
 
 class RunningBatch:
-    """Slots of requests whose prompt is computed, or will be by a launched step."""
+    """Slots of requests whose prompt is computed, or will be by a launched step.
 
-    def __init__(self, table: SlotTable, cache: PrefixCache) -> None:
+    Attributes:
+        ratio: of the remaining tokens for which pages are kept free.
+    """
+
+    def __init__(self, table: SlotTable, cache: PrefixCache, ratio: NewTokenRatio) -> None:
+        self.ratio = ratio
         self._table = table
         self._cache = cache
         self._member = np.zeros(table.num_slots, np.bool_)
@@ -46,14 +114,14 @@ class RunningBatch:
             self._member[slot] = False
             self._stale = True
 
-    def growth(self, ratio: float, slots: NDArray[np.intp] | None = None) -> int:
+    def growth(self, slots: NDArray[np.intp] | None = None) -> int:
         """Return the pages to keep free for all running requests, or for those in `slots`."""
         table, slots = self._table, self.slots if slots is None else slots
         missing = missing_pages(
             table.length[slots],
             table.max_length[slots],
             table.capacity[slots],
-            ratio,
+            self.ratio.value,
             table.page_size,
         )
         return table.growth(slots, missing)

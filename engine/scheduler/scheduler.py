@@ -10,9 +10,8 @@ that it may write, and its slots, until `finish`. A request may therefore end, a
 released, while a forward on the device still writes them.
 """
 
-import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
@@ -23,29 +22,20 @@ from common.priority import PriorityClass
 from engine.batch.batch import BatchResult, Ints, ScheduleBatch
 from engine.batch.holding import PageHolding
 from engine.batch.request import Request, RequestEnd, out_of_time, waited_too_long
-from engine.batch.table import SlotTable
-from engine.kv_cache.pages import PageAllocator, PageHolder, Pages
-from engine.kv_cache.radix import PrefixCache
-from engine.offload.tiers import CacheTiers
+from engine.core import EngineCore
+from engine.kv_cache.pages import PageHolder, Pages
 from engine.scheduler.admission import PrefillAdmission
 from engine.scheduler.arrivals import FreeCapacity, PageClaim
 from engine.scheduler.assembly import ScheduledStep, StepAssembler
 from engine.scheduler.books import check_books
-from engine.scheduler.finishing import FinishRule
-from engine.scheduler.growth import NewTokenRatio
-from engine.scheduler.held import HeldRows
 from engine.scheduler.next_rows import NO_ROWS, ReservedCapacity, RowSelector, SelectedRows
-from engine.scheduler.outcome import ChunkDone, FinishedRequest, StepOutcome
 from engine.scheduler.preemption import Preemption
 from engine.scheduler.quarantine import QuarantineQueue
-from engine.scheduler.residents import SlotOwners
-from engine.scheduler.results import StepResults
-from engine.scheduler.retracted import HostSwaps, RetractedRequests
-from engine.scheduler.retraction import Retraction
-from engine.scheduler.running import RunningBatch
+from engine.scheduler.residents import HeldRows, PausedRequest, SlotOwners
+from engine.scheduler.results import ChunkDone, FinishedRequest, StepOutcome, StepResults
+from engine.scheduler.retraction import HostSwaps, RetractedRequests, Retraction
+from engine.scheduler.running import NewTokenRatio, RunningBatch
 from engine.scheduler.speculation import DecodeRows, Speculation
-from engine.scheduler.stopped import PausedRequest
-from engine.speculative.speculator import Speculator
 
 __all__ = ["ChunkDone", "FinishedRequest", "Scheduler", "StepOutcome"]
 
@@ -65,97 +55,42 @@ class Scheduler:
         on_trial: the suspect request (common/requests/quarantine.py) whose step is launched, if
             any. Nothing else is on the device then.
     Args:
-        tiers: the tiers below the prefix cache; their host pages also serve retracted requests.
+        core: its host pages also serve retracted requests.
         on_admit: called with a request and the pages of its whole prompt when they are reserved
             and its cached prefix is held; again if it was retracted and has to be recomputed.
-        speculator: proposes draft tokens; None: no speculation.
-        next_rows: the class that chooses each forward's rows, created from the parts of this
-            scheduler.
     """
 
     def __init__(
         self,
         config: SchedulerConfig,
-        *,
-        eos_token_ids: Sequence[int],
-        vocabulary_size: int,
-        table: SlotTable,
-        pages: PageAllocator,
-        cache: PrefixCache,
-        tiers: CacheTiers,
+        core: EngineCore,
         on_admit: Callable[[Request, PageHolding], None],
-        speculator: Speculator | None = None,
-        next_rows: type[RowSelector] = RowSelector,
     ) -> None:
-        self._table = table
-        self._pages = pages
-        self._cache = cache
-        self._rule = FinishRule(eos_token_ids, vocabulary_size)
-        self._ratio = NewTokenRatio(
+        self._core = core
+        self._table = core.table
+        self._pages = core.pages
+        self._cache = core.cache
+        ratio = NewTokenRatio(
             config.new_token_ratio, config.min_new_token_ratio, config.new_token_ratio_steps
         )
-        self._tiers = tiers
-        self._retracted = RetractedRequests(table, pages, tiers.host)
-        self._admission = PrefillAdmission(
-            config,
-            eos_token_ids=eos_token_ids,
-            table=table,
-            pages=pages,
-            cache=cache,
-            tiers=tiers,
-            retracted=self._retracted,
-            ratio=self._ratio,
-            on_admit=on_admit,
-        )
-        self._running = RunningBatch(table, cache)
+        self._running = RunningBatch(core.table, core.cache, ratio)
+        self._retracted = RetractedRequests(core)
+        self._admission = PrefillAdmission(config, core, self._retracted, ratio, on_admit)
         self._speculation: Speculation | None = None
-        if speculator is not None:
-            self._speculation = Speculation(speculator, table=table, running=self._running)
-        self._retraction = Retraction(
-            table=table,
-            pages=pages,
-            cache=cache,
-            running=self._running,
-            retracted=self._retracted,
-            ratio=self._ratio,
-        )
-        self._quarantine = QuarantineQueue(table)
+        if core.speculator is not None:
+            self._speculation = Speculation(core.speculator, core, self._running)
+        self._retraction = Retraction(core, self._running, self._retracted)
+        self._quarantine = QuarantineQueue(core.table)
         self._preemption = Preemption(
-            config.preemption_threshold,
-            config.max_preempted_requests,
-            table=table,
-            pages=pages,
-            running=self._running,
-            retracted=self._retracted,
-            quarantine=self._quarantine,
-            ratio=self._ratio,
+            config, core, self._running, self._retracted, self._quarantine
         )
         self._residents = SlotOwners(
-            table=table,
-            pages=pages,
-            cache=cache,
-            admission=self._admission,
-            running=self._running,
-            retracted=self._retracted,
-            quarantine=self._quarantine,
+            core, self._admission, self._running, self._retracted, self._quarantine
         )
-        self._held = HeldRows(
-            table=table,
-            residents=self._residents,
-            running=self._running,
-            retracted=self._retracted,
-        )
-        self._results = StepResults(
-            self._rule,
-            table=table,
-            pages=pages,
-            cache=cache,
-            admission=self._admission,
-            retracted=self._retracted,
-            residents=self._residents,
-        )
+        self._held = HeldRows(core.table, self._residents, self._running, self._retracted)
+        self._results = StepResults(core, self._admission, self._retracted, self._residents)
         self.kept = ReservedCapacity()
-        self._next_rows = next_rows(
+        self._next_rows = RowSelector(
             self.kept,
             mixed_chunk=config.mixed_chunk,
             admission=self._admission,
@@ -164,12 +99,11 @@ class Scheduler:
             residents=self._residents,
             retraction=self._retraction,
             preemption=self._preemption,
-            ratio=self._ratio,
         )
         self.preempts = config.preemption_threshold > 0
         self.on_trial: Request | None = None
         self.paused = False
-        self._assembler = StepAssembler(table)
+        self._assembler = StepAssembler(core.table)
         self._launched: deque[ScheduledStep] = deque()
         self._expiry_due = 0.0
         self._num_withdrawn = 0  # ended before they had a slot
@@ -245,7 +179,7 @@ class Scheduler:
         Returns:
             The requests that end at once.
         """
-        now = time.monotonic() if now is None else now
+        now = self._core.clock() if now is None else now
         ended = [self.abort(request, finish) for request, finish in self._held.settle()]
         if now < self._expiry_due:
             return [finished for finished in ended if finished is not None]
@@ -267,7 +201,7 @@ class Scheduler:
         """Return how `token`, the next after request.token_ids, ends the request; None: it
         continues."""
         at_limit = len(request.token_ids) + 1 >= self._admission.max_length(request)
-        return self._rule.decide(request, token, at_limit)
+        return self._results.rule.decide(request, token, at_limit)
 
     # Running requests that are migrated -----------------------------------------------------------
 
@@ -279,7 +213,7 @@ class Scheduler:
         runs = slot in self._running and request not in self._retracted
         return self._table.tokens_of(slot) if runs else None
 
-    def learn(self, request: Request) -> bool:
+    def publish_prefix(self, request: Request) -> bool:
         """Insert the whole pages of a running request into the tree: tokens that are known to have
         KV. Return False if it does not run, or just came back from a retraction and a launched step
         has yet to fill its pages."""
@@ -294,9 +228,9 @@ class Scheduler:
         self._cache.insert(tokens[:-1], holding, request.namespace)
         return True
 
-    def stop(self, request: Request) -> bool:
-        """Take a running request out of the batch. Its slot and its pages stay. Until `go_on` it is
-        never retracted, and does not grow.
+    def pause(self, request: Request) -> bool:
+        """Take a running request out of the batch. Its slot and its pages stay. Until `resume` it
+        is never retracted, and does not grow.
 
         Returns:
             False, without any change, if it does not run or is ending.
@@ -307,7 +241,7 @@ class Scheduler:
         self._running.leave(request.slot)
         return True
 
-    def stopped(self, request: Request) -> PausedRequest | None:
+    def take_paused(self, request: Request) -> PausedRequest | None:
         """Return the tokens and pages of a stopped request, or None while a launched step has it or
         may write one of its pages."""
         slot = request.slot
@@ -317,7 +251,7 @@ class Scheduler:
             return None
         return PausedRequest(self._table.tokens_of(slot), holding)
 
-    def go_on(self, request: Request) -> None:
+    def resume(self, request: Request) -> None:
         """Put a stopped request back into the batch."""
         assert request.slot is not None
         self._running.join(request.slot)
@@ -338,21 +272,22 @@ class Scheduler:
         """Return whether a launched step is unfinished."""
         return bool(self._launched)
 
-    def start_over(self) -> None:
+    def requeue_all(self) -> None:
         """Release all KV of the requests. They wait to be recomputed from their tokens. To be
         called at rest, and while none is stopped."""
-        for request in sorted(self._residents.by_slot.values(), key=lambda each: each.place):
-            self._residents.start_over(request)
+        requests = self._residents.by_slot.values()
+        for request in sorted(requests, key=lambda each: each.queue_position):
+            self._residents.requeue(request)
 
     def clear_cache(self) -> None:
-        """Empty the prefix cache. To be called at rest, after `start_over`."""
+        """Empty the prefix cache. To be called at rest, after `requeue_all`."""
         self._cache.flush()
 
     # Capacity, for admission elsewhere ------------------------------------------------------------
 
-    def room(self) -> FreeCapacity:
+    def free_capacity(self) -> FreeCapacity:
         """Return the capacity for requests that are going to join and have at least the priority
-        `floor`.
+        `min_priority`.
 
         Pages: free or evictable ones, minus the expected growth of running requests and the kept
         pages. Slots: free ones, minus the kept slots.
@@ -362,23 +297,23 @@ class Scheduler:
         return FreeCapacity(num_pages, self._admission.num_free_slots - self.kept.slots)
 
     @property
-    def floor(self) -> float:
+    def min_priority(self) -> float:
         """Minimum priority that admission accepts now."""
-        return self._preemption.floor
+        return self._preemption.min_priority
 
-    def make_room(self, priority: int, num_pages: int) -> None:
+    def preempt_for(self, priority: int, num_pages: int) -> None:
         """Preempt less urgent requests, if that gives a request of this priority a slot and its
         pages. They are free a few steps later. Until then further calls do nothing."""
         if self.on_trial is not None or not self._preemption.may_help(priority):
             return
-        if self._makes_room:
+        if self._preempts_now:
             return
-        room = self.room()
+        room = self.free_capacity()
         if not room.fits(num_pages):
-            self._preemption.make_room(priority, num_pages, room, self._residents.by_slot)
+            self._preemption.preempt_for(priority, num_pages, room, self._residents.by_slot)
 
     @property
-    def _makes_room(self) -> bool:
+    def _preempts_now(self) -> bool:
         """Return whether pages that were saved, or will be, are not free yet."""
         swapping = any(step.batch.swap_out is not None for step in self._launched)
         return swapping or self._retracted.saving
@@ -418,7 +353,7 @@ class Scheduler:
         if self.paused:
             return None
         if self.preempts and self._admission.waiting:
-            self._make_room_for_prompts()
+            self._preempt_for_prompts()
         if self._retracted:
             self._bring_back()
         if self.on_trial is not None:
@@ -433,14 +368,14 @@ class Scheduler:
             return self._launch(NO_ROWS, alone=False)
         return None
 
-    def _make_room_for_prompts(self) -> None:
+    def _preempt_for_prompts(self) -> None:
         """Preempt for the most urgent waiting request. Not while a prompt is chunked: the next
         prompt has to wait for it anyway."""
         waiting = self._admission.waiting
         may_help = self._preemption.may_help(waiting.highest_priority)
         if may_help and self._admission.chunked is None:
             first = waiting.most_urgent()
-            self.make_room(first.spec.priority, self._admission.needed_pages(first))
+            self.preempt_for(first.spec.priority, self._admission.needed_pages(first))
 
     def _launch(self, rows: SelectedRows, alone: bool) -> ScheduleBatch:
         swaps = self._retracted.swaps() if self._retracted else _NO_SWAPS
@@ -563,15 +498,7 @@ class Scheduler:
         Raises:
             EngineFault: a page or slot leaked, or was allocated twice.
         """
-        check_books(
-            table=self._table,
-            pages=self._pages,
-            cache=self._cache,
-            tiers=self._tiers,
-            residents=self._residents,
-            retracted=self._retracted,
-            launched=self._launched,
-            elsewhere=elsewhere,
-        )
+        books = self._core, self._residents, self._retracted, self._launched
+        check_books(*books, elsewhere)
         if not self.has_work:
-            self._ratio.reset()
+            self._running.ratio.reset()

@@ -6,7 +6,6 @@ to `early` tokens ahead, and the device moves them back. Rejected drafts need no
 after the request's tokens, and is overwritten before it is read.
 """
 
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from common.requests.prediction import NOTHING, PredictionUsage
 from engine.batch.batch import AcceptedRuns, ForwardMode, Ints, ScheduleBatch
 from engine.batch.image_tokens import in_vocabulary
 from engine.batch.request import Request
-from engine.batch.table import SlotTable
+from engine.core import EngineCore
 from engine.scheduler.running import RunningBatch
 from engine.speculative.speculator import Speculator
 
@@ -40,22 +39,23 @@ class DecodeRows:
 class Speculation:
     """Speculative decoding of a scheduler. Engine thread only."""
 
-    def __init__(self, speculator: Speculator, *, table: SlotTable, running: RunningBatch) -> None:
+    def __init__(self, speculator: Speculator, core: EngineCore, running: RunningBatch) -> None:
         self._drafter = speculator.drafter
         self._predictions = speculator.predictions
         self._policy = speculator.policy
         self._max_drafts = speculator.max_drafts
-        self._table = table
+        self._table = core.table
+        self._clock = core.clock
         self._running = running
         self._lengths = LiveHistogram(bounds.RUN_TOKENS)
         # Per launched step with drafts: slots whose drafts come from their prediction.
         self._unsettled: deque[set[int]] = deque()
-        self._launches: deque[float] = deque()  # time.monotonic(), of unfinished steps
+        self._launches: deque[float] = deque()  # times of unfinished steps
         self._finished = 0.0
         self._num_drafted = 0
         self._num_accepted = 0
         self._predicted = NOTHING
-        table.tell_of_requests(self._acquired)
+        core.table.tell_of_requests(self._acquired)
 
     def counters(self) -> dict[str, int]:
         """Return the totals since the start."""
@@ -78,7 +78,7 @@ class Speculation:
             slots: decode rows, with pages for their next token.
             verify: whether they may have drafts.
         """
-        self._launches.append(time.monotonic())
+        self._launches.append(self._clock())
         foreseen: set[int] = set()
         drafts = self._drafts(slots, foreseen) if verify else None
         if drafts is not None:
@@ -152,7 +152,7 @@ class Speculation:
     ) -> Sequence[tuple[tuple[int, int], PredictionUsage]]:
         """Record the outcome of a step. To be called before its tokens are given to its rows.
         Return the accepted and rejected tokens of predictions, by origin."""
-        now, launched = time.monotonic(), self._launches.popleft()
+        now, launched = self._clock(), self._launches.popleft()
         if batch.mode in _WITHOUT_PROMPTS and batch.swap_out is None and batch.swap_in is None:
             self._policy.took(batch.num_tokens, now - max(launched, self._finished))
         self._finished = now

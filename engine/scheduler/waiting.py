@@ -1,25 +1,135 @@
-"""Requests that wait for prefill, and the prompts whose KV is being computed.
+"""Requests that wait for prefill, their order, and the prompts whose KV is being computed.
 
 A request is held back while a prompt being computed will soon put a good part of its prefix into
-the cache. Of several requests with a common prefix in one namespace, one goes first. The policy
-decides the order.
+the cache. Of several requests with a common prefix in one namespace, one goes first.
+
+The policy decides the order in which the queue is tried. Higher priorities (common/priority.py) go
+first. The policy orders requests of equal priority. A waiting request rises by one level per
+STEP_S. slack and fcfs apply the same levels as seconds.
+
+slack       earliest start deadline first; equal ones in order of arrival
+fcfs        order of arrival
+lpm         longest cached prefix first; fcfs while the queue is long, because of the cost
+dfs-weight  depth first through the prefix tree, branches with most requests first
+lof         longest output first
+random      any
+routing-key requests whose key is most frequent on the device first; those without such a key last
 """
 
 import math
+import random
+import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
+from typing import Literal, TypeAlias
 
 import numpy as np
 
-from common.priority import PriorityClass, class_of
+from common.priority import STEP_S, PriorityClass, class_of
 from common.requests.namespace import Namespace
 from engine.batch.request import Ints, Request
+from engine.kv_cache.radix import PrefixCache
+from engine.kv_cache.radix_states import last_boundary
 from engine.scheduler.arrivals import PriorityQueue
-from engine.scheduler.boundaries import last_boundary
-from engine.scheduler.policy import SchedulePolicy
+
+PolicyName = Literal["slack", "fcfs", "lpm", "dfs-weight", "lof", "random", "routing-key"]
+LPM_MAX_WAITING = 128
+_LAST = (1, 0)  # after every branch, whose weights are negative
+
+
+_Order: TypeAlias = Callable[[Collection[Request]], list[Request]]
 
 WORTH_WAITING_TOKENS = 32
 MAX_LOOKED_AT = 128  # requests tried per batch: bounds the cost of a long queue
+
+
+class SchedulePolicy:
+    """The order of requests that wait for prefill. Equal ones stay in order of arrival.
+
+    Args:
+        routing_keys: counts the requests on the device per routing key.
+    """
+
+    def __init__(
+        self,
+        name: PolicyName,
+        cache: PrefixCache,
+        routing_keys: Callable[[], Counter[int]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._cache = cache
+        self._routing_keys = routing_keys
+        self._random = random.Random(0)
+        orders: dict[str, _Order] = {
+            "slack": self._soonest,
+            "fcfs": list,
+            "lpm": _urgent_first(self._longest_prefix, clock),
+            "dfs-weight": _urgent_first(self._depth_first, clock),
+            "lof": _urgent_first(self._longest_output, clock),
+            "random": _urgent_first(self._shuffled, clock),
+            "routing-key": _urgent_first(self._most_frequent_key, clock),
+        }
+        self.order = orders[name]
+
+    @staticmethod
+    def _soonest(waiting: Collection[Request]) -> list[Request]:
+        return sorted(waiting, key=lambda r: r.scheduling_deadline)
+
+    def _longest_prefix(self, waiting: Collection[Request]) -> list[Request]:
+        if len(waiting) > LPM_MAX_WAITING:
+            return list(waiting)
+
+        def place(request: Request) -> int:
+            return -self._cache.match(request.token_ids[:-1], request.namespace).num_tokens
+
+        return sorted(waiting, key=place)
+
+    def _depth_first(self, waiting: Collection[Request]) -> list[Request]:
+        lineages = {r.key: self._cache.lineage(r.token_ids[:-1], r.namespace) for r in waiting}
+        weights: dict[int, int] = {}
+        for lineage in lineages.values():
+            for node in lineage:
+                weights[node] = weights.get(node, 0) + 1
+
+        def place(request: Request) -> tuple[tuple[int, int], ...]:
+            return (*((-weights[node], node) for node in lineages[request.key]), _LAST)
+
+        return sorted(waiting, key=place)
+
+    @staticmethod
+    def _longest_output(waiting: Collection[Request]) -> list[Request]:
+        return sorted(waiting, key=lambda r: r.num_generated - r.sampling.max_tokens)
+
+    def _most_frequent_key(self, waiting: Collection[Request]) -> list[Request]:
+        counts = self._routing_keys()
+
+        def place(request: Request) -> tuple[int, int]:
+            count = counts[request.spec.routing_key]
+            return (-count, request.spec.routing_key if count else 0)
+
+        return sorted(waiting, key=place)
+
+    def _shuffled(self, waiting: Collection[Request]) -> list[Request]:
+        return self._random.sample(list(waiting), len(waiting))
+
+
+def _urgent_first(order: _Order, clock: Callable[[], float]) -> _Order:
+    """Sort by priority level, and by `order` within a level. A waiting request rises to the level
+    of the most urgent one in the queue and no further."""
+
+    def by_level(waiting: Collection[Request]) -> list[Request]:
+        ordered = order(waiting)
+        priorities = {request.spec.priority for request in waiting}
+        if len(priorities) < 2:
+            return ordered
+        now, top = clock(), max(priorities)
+
+        def level(request: Request) -> int:
+            return -min(top, math.floor((now - request.queue_position) / STEP_S))
+
+        return sorted(ordered, key=level)
+
+    return by_level
 
 
 class WaitingQueue:
@@ -58,7 +168,7 @@ class WaitingQueue:
 
     def most_urgent(self) -> Request:
         """Return the request of the highest priority. The queue must not be empty."""
-        return max(self, key=lambda request: (request.spec.priority, -request.place))
+        return max(self, key=lambda request: (request.spec.priority, -request.queue_position))
 
     @property
     def num_changes(self) -> int:

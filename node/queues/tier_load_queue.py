@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 
 from engine.batch.request import Ints, Request
-from engine.offload.tiers import CacheTiers
-from engine.offload.ways import TierMatch
+from engine.offload.cache_tiers import CacheTiers
+from engine.offload.tier_matches import TierMatch
 
 
 class TierLoadQueue:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from engine.kv_cache.radix import PrefixCache
-from engine.scheduler.outcome import CorruptPrefix
+from engine.scheduler.residents import CorruptPrefix
 from kvtransfer.ports import ConsumerCommands, InvalidateCommand, InvalidateEvent
 
 MOST = 32

@@ -22,7 +22,7 @@ from engine.batch.batch import Ints
 from engine.batch.holding import PageHolding
 from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.kv_cache.radix import PrefixCache
-from engine.offload.tiers import CacheTiers
+from engine.offload.cache_tiers import CacheTiers
 from kvtransfer.messages import Prefix
 from kvtransfer.ports import (
     ClosedEvent,

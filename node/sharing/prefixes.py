@@ -11,7 +11,7 @@ from engine.batch.batch import Ints
 from engine.batch.request import Request
 from engine.kv_cache.pages import PageAllocator
 from engine.kv_cache.radix import PrefixCache
-from engine.offload.tiers import CacheTiers
+from engine.offload.cache_tiers import CacheTiers
 from kvtransfer.messages import Prefix
 from kvtransfer.ports import InvalidateEvent, NodeEvent, OwnerRate
 from node.sharing.corrupt_prefixes import CorruptPrefixes

@@ -15,7 +15,7 @@ from api.requests.generate_params import GenerateParams
 from api.requests.idempotency import IdempotencyCache
 from common.errors import DeadlineExceeded
 from router.metrics import RouterMetrics
-from tests.support.pipe import Client as HttpClient
+from tests.support.http_client import Client as HttpClient
 
 
 class OneTooSlow:

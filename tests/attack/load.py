@@ -19,7 +19,7 @@ import grpc.aio
 from protos.router_pb2 import GenerateRequest
 from protos.router_pb2_grpc import RouterStub
 from protos.sampling_pb2 import Sampling
-from tests.support import grpc_retries
+from tests.support import grpc_calls
 from tests.support.http_client import connected, sse_events
 from tools.demo.tasks import Exchange, recall, word_facts
 
@@ -74,7 +74,7 @@ class Load:
         self._asks_again = asks_again
         self._http_port = http_port
         self._authorization = f"Bearer {api_key}"
-        self._channel = grpc.aio.insecure_channel(router, options=grpc_retries.OPTIONS)
+        self._channel = grpc.aio.insecure_channel(router, options=grpc_calls.OPTIONS)
         self._stub: Any = RouterStub(self._channel)  # type: ignore[no-untyped-call]
         self._questions = [_question(draw) for _ in range(_NUM_QUESTIONS)]
         self._answers: dict[tuple[str, int], str] = {}

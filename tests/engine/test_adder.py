@@ -1,7 +1,7 @@
 import pytest
 
-from engine.scheduler.adder import PrefillAdder
-from engine.scheduler.growth import NewTokenRatio, missing_pages, missing_pages_of_one
+from engine.scheduler.admission import PrefillAdder
+from engine.scheduler.running import NewTokenRatio, missing_pages, missing_pages_of_one
 from tests.support.engine_rig import ints
 
 

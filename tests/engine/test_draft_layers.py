@@ -22,7 +22,7 @@ from engine.batch.batch import TO_GUESS
 from engine.models import fingerprint, load, open_checkpoint
 from kernels.sampling.generator import gumbel_noise
 from tests.support.checkpoints import make_checkpoint, reference_model
-from tests.support.draft_heads import TENSORS, make_eagle, make_eagle3, make_hybrid_mtp, make_mtp
+from tests.support.drafters import TENSORS, make_eagle, make_eagle3, make_hybrid_mtp, make_mtp
 from tests.support.steps import Steps
 
 CPU = torch.device("cpu")

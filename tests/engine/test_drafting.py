@@ -8,11 +8,9 @@ import pytest
 from common.config import SpeculativeConfig
 from common.requests.prefix_hash import as_bytes
 from engine.batch.request import Request
-from engine.speculative.costs import StepCosts
 from engine.speculative.ngram import LONGEST_MATCH, NgramDrafter
-from engine.speculative.policy import AdaptiveDrafts
-from engine.speculative.predictions import Predictions
-from engine.speculative.speculator import Speculator
+from engine.speculative.policy import AdaptiveDrafts, StepCosts
+from engine.speculative.speculator import Predictions, Speculator
 from tests.support.specs import make_request
 
 SLOT = np.zeros(1, np.intp)

@@ -17,14 +17,14 @@ from engine.models.linear.panels import Int8PanelForm, PanelForm
 from engine.models.weights import load_weights, weight_bytes
 from kernels import device as devices
 from kernels.experts.routing import Routing, route
-from tests.support import compiled
+from tests.support import devices as test_devices
 from tests.support.checkpoints import (
     ARCHITECTURES,
     EXPERT_ARCHITECTURES,
     LATENT_ARCHITECTURES,
     make_checkpoint,
 )
-from tests.support.compiled import operators_here
+from tests.support.devices import operators_here
 
 CPU = torch.device("cpu")
 ROWS = (0, 1, 2, 8, 33, 256)
@@ -283,7 +283,7 @@ def nbytes(part):
 def test_weights_take_what_is_said_before_they_are_loaded(
     tmp_path, monkeypatch, architecture, tied, products, dtype, quantize
 ):
-    compiled.use(products, monkeypatch)
+    test_devices.use(products, monkeypatch)
     directory = make_checkpoint(tmp_path, architecture, tie_word_embeddings=tied)
     checkpoint, spec = Checkpoint(directory), read_decoder(directory)
     decoder = load_weights(checkpoint, spec, CPU, dtype, quantize)

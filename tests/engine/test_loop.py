@@ -7,11 +7,11 @@ import triton
 
 from common.errors import EngineFault
 from engine.batch.batch import BatchResult, ForwardMode, ScheduleBatch
-from engine.loop.clock import StepClock
-from engine.loop.lateness import Lateness
+from engine.loop.clock import Lateness, StepClock
 from engine.loop.loop import EventLoop
 from engine.loop.watchdog import Watchdog
 from tests.support.engine_rig import Rig, ints
+from tests.support.fake_clock import FakeClock
 
 
 def _batch(step: int, mode: ForwardMode = ForwardMode.DECODE, num_tokens: int = 1) -> ScheduleBatch:
@@ -155,32 +155,24 @@ def test_an_idle_engine_finds_a_leak():
 # The step clock
 
 
-class Time:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_the_clock_tells_the_step_under_way_and_since_when():
-    time = Time()
+    time = FakeClock()
     clock = StepClock(time)
     assert clock.reading.started_at is None
     clock.launched(_batch(1))
-    assert (clock.reading.step, clock.reading.started_at) == (1, 100.0)
-    time.now = 101.0
+    assert (clock.reading.step, clock.reading.started_at) == (1, 1000.0)
+    time.now = 1001.0
     clock.launched(_batch(2))
     assert clock.reading.step == 1
-    time.now = 103.0
+    time.now = 1003.0
     clock.finished()
-    assert (clock.reading.step, clock.reading.started_at) == (2, 103.0)
+    assert (clock.reading.step, clock.reading.started_at) == (2, 1003.0)
     clock.finished()
     assert (clock.reading.started_at, clock.reading.finished) == (None, 2)
 
 
 def test_a_prompts_duration_is_expected_by_its_tokens_and_a_decodes_by_the_step():
-    time = Time()
+    time = FakeClock()
     clock = StepClock(time)
     for mode, tokens, seconds in ((ForwardMode.EXTEND, 100, 2.0), (ForwardMode.DECODE, 1, 0.1)):
         clock.launched(_batch(1, mode, tokens))
@@ -194,7 +186,7 @@ def test_a_prompts_duration_is_expected_by_its_tokens_and_a_decodes_by_the_step(
 
 
 def test_the_expected_duration_follows_what_is_seen():
-    time = Time()
+    time = FakeClock()
     clock = StepClock(time)
     for _ in range(40):
         clock.launched(_batch(1))
@@ -209,7 +201,7 @@ def test_the_expected_duration_follows_what_is_seen():
 
 
 def test_an_engine_between_steps_is_late_from_its_last_progress_on():
-    time = Time()
+    time = FakeClock()
     clock = StepClock(time)
     for _ in range(3):
         time.now += 9.0
@@ -219,7 +211,7 @@ def test_an_engine_between_steps_is_late_from_its_last_progress_on():
 
 
 def test_a_long_step_may_take_five_times_what_its_tokens_took_before():
-    time = Time()
+    time = FakeClock()
     clock = StepClock(time)
     clock.launched(_batch(1, ForwardMode.EXTEND, 100))
     time.now += 1.0
@@ -235,7 +227,7 @@ def test_a_long_step_may_take_five_times_what_its_tokens_took_before():
 
 
 def test_what_a_step_was_allowed_ends_with_it():
-    time = Time()
+    time = FakeClock()
     clock = StepClock(time)
     step = _batch(1, ForwardMode.EXTEND, 100)
     clock.launching(step)
@@ -248,7 +240,7 @@ def test_what_a_step_was_allowed_ends_with_it():
 # Seen failing: late after five times what such steps took, and at once after the compilation.
 def test_a_kernel_that_is_compiled_while_serving_may_take_as_long_as_a_first_step(caplog):
     """A stand-in has the hooks of triton.knobs.runtime, which Triton calls around a compilation."""
-    time, runtime = Time(), SimpleNamespace(jit_cache_hook=None, jit_post_compile_hook=None)
+    time, runtime = FakeClock(), SimpleNamespace(jit_cache_hook=None, jit_post_compile_hook=None)
     clock = StepClock(time, first_step_s=60.0)
     clock.compiles.watch(runtime)
     clock.launched(_batch(1))
@@ -281,7 +273,7 @@ def test_the_hooks_are_those_of_triton():
 
 def test_an_operation_on_the_engine_thread_may_take_as_long_as_a_first_step():
     """A change of role compiles and captures."""
-    time = Time()
+    time = FakeClock()
     clock = StepClock(time, first_step_s=60.0)
     with clock.operation():
         time.now += 59.0
@@ -295,7 +287,7 @@ def test_an_operation_on_the_engine_thread_may_take_as_long_as_a_first_step():
 
 def test_time_in_which_the_onlooker_stood_still_does_not_make_an_engine_late():
     """A process that was stopped: after it goes on either thread may be the first to run."""
-    time = Time()
+    time = FakeClock()
     clock = StepClock(time)
     lateness = Lateness(clock, look_s=1.0, now=time)
     assert lateness.look() == 0.0
@@ -309,7 +301,7 @@ def test_time_in_which_the_onlooker_stood_still_does_not_make_an_engine_late():
 
 
 def test_copies_alone_say_nothing_of_what_a_step_takes():
-    time = Time()
+    time = FakeClock()
     clock = StepClock(time)
     nobody = ints([])
     copies = ScheduleBatch(2, ForwardMode.DECODE, nobody, nobody, nobody, nobody > 0)
@@ -325,7 +317,7 @@ def test_copies_alone_say_nothing_of_what_a_step_takes():
 @pytest.mark.parametrize("begin", ["launching", "launched"])
 def test_a_first_step_of_its_kind_may_compile(mode: ForwardMode, begin: str):
     """On a GPU within its launch, on a CPU within the step."""
-    time = Time()
+    time = FakeClock()
     clock = StepClock(time, first_step_s=60.0)
     other = ForwardMode.DECODE if mode is ForwardMode.EXTEND else ForwardMode.EXTEND
     clock.launched(_batch(1, other))
@@ -349,7 +341,7 @@ def test_the_loop_tells_its_clock_of_every_turn_and_of_a_launch_before_it_begins
 
 
 def test_steps_are_counted_by_their_mode_with_their_size_and_time():
-    time = Time()
+    time = FakeClock()
     clock = StepClock(time)
     for mode, tokens, seconds in (
         (ForwardMode.EXTEND, 100, 0.3),
@@ -374,7 +366,7 @@ def test_steps_are_counted_by_their_mode_with_their_size_and_time():
 
 class Watched:
     def __init__(self) -> None:
-        self.time = Time()
+        self.time = FakeClock()
         self.clock = StepClock(self.time)
         self.work = False
         self.reports: list[float] = []

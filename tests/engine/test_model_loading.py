@@ -15,7 +15,7 @@ from engine.models.checkpoint import Checkpoint
 from engine.models.families import read_decoder
 from engine.models.weights import load_weights
 from tests.support.checkpoints import END_TOKEN_ID, make_checkpoint
-from tests.support.draft_heads import make_hybrid_mtp
+from tests.support.drafters import make_hybrid_mtp
 
 CPU = torch.device("cpu")
 

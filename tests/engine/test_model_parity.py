@@ -17,7 +17,7 @@ from transformers import (
 from common.config import LoraConfig
 from engine.models import Model, load
 from engine.models.families import read_decoder
-from tests.support import compiled
+from tests.support import devices
 from tests.support.adapters import make_adapter, merge
 from tests.support.checkpoints import (
     ARCHITECTURES,
@@ -30,8 +30,7 @@ from tests.support.checkpoints import (
     to_transformers_4,
 )
 from tests.support.devices import CPU, CUDA
-from tests.support.seen_logits import Recorder
-from tests.support.steps import Steps
+from tests.support.steps import Recorder, Steps
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -188,7 +187,7 @@ def device(request, monkeypatch):
     """A CPU with operations of torch or compiled ones, or a GPU with its kernels."""
     if request.param == "cuda":
         return CUDA
-    compiled.use(request.param, monkeypatch)
+    devices.use(request.param, monkeypatch)
     return CPU
 
 

@@ -5,7 +5,7 @@ import torch
 
 from engine.models import Model, load
 from engine.models.linear import onednn
-from tests.support import compiled
+from tests.support import devices
 from tests.support.checkpoints import ARCHITECTURES, VOCABULARY_SIZE, make_checkpoint
 from tests.support.steps import Steps
 
@@ -54,7 +54,7 @@ def logits_of(model: Model, tokens: list[int]) -> torch.Tensor:
 def test_logits_of_the_same_tokens_stay_near_those_of_float32(
     tmp_path, monkeypatch, dtype, quantize, largest, usual, architecture, products
 ):
-    compiled.use(products, monkeypatch)
+    devices.use(products, monkeypatch)
     directory = make_checkpoint(tmp_path, architecture)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, VOCABULARY_SIZE, (150,), generator=generator).tolist()

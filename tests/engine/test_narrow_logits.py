@@ -8,8 +8,7 @@ import torch
 from engine.models import load
 from tests.support.checkpoints import make_checkpoint
 from tests.support.devices import CPU_AND_CUDA
-from tests.support.seen_logits import Recorder
-from tests.support.steps import Steps
+from tests.support.steps import Recorder, Steps
 
 LENGTH = 60
 MODELS = [

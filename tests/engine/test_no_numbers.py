@@ -9,7 +9,8 @@ from common.requests.prefix_hash import page_names
 from engine.batch.request import FinishReason, Request
 from tests.engine.test_file_tier import restarted, small
 from tests.engine.test_tiers import KINDS, SIZE, Told, ask, drawn, fill_the_pool, in_tree
-from tests.support.engine_rig import VOCABULARY, Rig
+from tests.support.engine_rig import Rig
+from tests.support.fake_backend import VOCABULARY
 
 POISON = VOCABULARY  # no token of a prompt
 OTHERS = namespace_of("others")

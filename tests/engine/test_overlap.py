@@ -7,14 +7,14 @@ from common.config import SchedulerConfig
 from engine.batch.batch import ForwardMode
 from engine.batch.request import FinishReason
 from tests.support.engine_rig import Rig
-from tests.support.fake_runner import ManualRunner
+from tests.support.fake_backend import ManualRunner
 
 EOS = (5, 6, 7, 8, 9, 10)
 
 
 def _manual_rig(**options) -> tuple[Rig, ManualRunner]:
     rig = Rig(vandal=False, **options)
-    runner = ManualRunner(rig.table, num_pages=rig.num_pages, vocabulary_size=97)
+    runner = ManualRunner(rig.table, rig.backend)
     rig.use(runner)
     return rig, runner
 

@@ -1,4 +1,3 @@
-import time
 from collections import Counter
 from typing import get_args
 
@@ -13,8 +12,9 @@ from engine.batch.holding import PageHolding
 from engine.batch.request import Request
 from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.kv_cache.radix import PrefixCache
-from engine.scheduler.policy import PolicyName, SchedulePolicy
+from engine.scheduler.waiting import PolicyName, SchedulePolicy
 from tests.support.engine_rig import Rig, ints
+from tests.support.fake_clock import FakeClock
 from tests.support.specs import make_request
 
 ONE, OTHER = namespace_of("one"), namespace_of("other")
@@ -204,27 +204,25 @@ POLICIES = get_args(PolicyName)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_higher_priority_goes_first_whatever_the_policy_says_of_the_rest(
-    policy, rig, monkeypatch
-):
-    monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
+def test_the_higher_priority_goes_first_whatever_the_policy_says_of_the_rest(policy, rig):
     for number in range(12):
         priority = (0, 3, -2)[number % 3]
         rig.scheduler.add(_request(number, [number] * 9, 99, priority=priority, arrived=1000.0))
     cache = _cache([0] * 8, [2] * 8)
-    order = SchedulePolicy(policy, cache, Counter).order(list(rig.scheduler._admission.waiting))
+    order = SchedulePolicy(policy, cache, Counter, FakeClock()).order(
+        list(rig.scheduler._admission.waiting)
+    )
     assert [request.spec.priority for request in order] == [3] * 4 + [0] * 4 + [-2] * 4
 
 
 # Seen failing without ageing, of each policy.
 @pytest.mark.parametrize("policy", POLICIES)
-def test_what_has_waited_for_a_step_is_as_good_as_what_is_one_more_urgent(policy, monkeypatch):
-    monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
+def test_what_has_waited_for_a_step_is_as_good_as_what_is_one_more_urgent(policy):
     old = _request(1, [1] * 9, 99, arrived=1000.0 - 2 * STEP_S)
     urgent = [_request(n, [n] * 9, 1, priority=2, arrived=1000.0) for n in range(2, 60)]
     below = [_request(n, [n] * 9, 1, priority=1, arrived=1000.0) for n in range(60, 90)]
-    waiting = sorted([old, *urgent, *below], key=lambda request: request.place)
-    order = SchedulePolicy(policy, _cache(), Counter).order(waiting)
+    waiting = sorted([old, *urgent, *below], key=lambda request: request.queue_position)
+    order = SchedulePolicy(policy, _cache(), Counter, FakeClock()).order(waiting)
     assert not set(order[:59]) & set(below)
 
 
@@ -236,7 +234,7 @@ def test_nobody_waits_longer_than_a_step_for_one_more_urgent_by_a_step(policy, r
     waiting = [_request(0, [0] * 9)]
     for second in range(int(3 * STEP_S)):
         waiting.append(_request(second + 1, [1] * 9, priority=1, arrived=float(second)))
-        begun = order(sorted(waiting, key=lambda request: request.place))[0]
+        begun = order(sorted(waiting, key=lambda request: request.queue_position))[0]
         waiting.remove(begun)
         if not begun.spec.priority:
             break

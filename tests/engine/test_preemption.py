@@ -1,7 +1,5 @@
 """Preemption: the choice of requests that give up their pages or slots, and their continuation."""
 
-import time
-
 import pytest
 
 from common.config import SchedulerConfig
@@ -13,14 +11,6 @@ from tests.support.engine_rig import Rig
 
 BY = 10
 OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
-
-
-@pytest.fixture(autouse=True)
-def clock(monkeypatch):
-    """It stands still, unless the test moves it: what is away gets more urgent with the time."""
-    now = [time.monotonic()]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    return now
 
 
 def _rig(**options: object) -> Rig:
@@ -40,7 +30,7 @@ def _rig(**options: object) -> Rig:
             "vandal": False,
             "config": SchedulerConfig(**config),  # type: ignore[arg-type]
             **options,
-        }
+        },
     )
 
 
@@ -89,9 +79,9 @@ def test_one_that_joins_with_its_kv_takes_a_place_too(overlap):
     first = rig.expected(rig.request(prompt))[0][0]
     urgent = rig.request(prompt, max_tokens=10, generated=[first], priority=BY)
     for _ in range(20):
-        if urgent.spec.priority >= rig.scheduler.floor and rig.land(urgent):
+        if urgent.spec.priority >= rig.scheduler.min_priority and rig.land(urgent):
             break
-        rig.scheduler.make_room(urgent.spec.priority, 4)
+        rig.scheduler.preempt_for(urgent.spec.priority, 4)
         rig.scheduler.kept.most_urgent = urgent.spec.priority
         rig.step()
     rig.scheduler.kept.most_urgent = -1e9
@@ -204,7 +194,7 @@ def test_a_request_is_preempted_a_few_times_at_most_however_many_urgent_ones_com
 
 
 # Seen failing without ageing, and with one that ends with the absence.
-def test_what_was_preempted_comes_back_before_ever_new_urgent_ones(clock):
+def test_what_was_preempted_comes_back_before_ever_new_urgent_ones():
     rig = _rig()
     low = rig.add([1] * 70, 60, priority=0)
     _until_begun(rig, low)
@@ -220,7 +210,7 @@ def test_what_was_preempted_comes_back_before_ever_new_urgent_ones(clock):
     for _ in range(30):
         rig.step()
         assert rig.scheduler.num_retracted
-    clock[0] += 2 * STEP_S
+    rig.clock.now += 2 * STEP_S
     rig.run_until(lambda: low.key in rig.finished)
     assert low.preemptions == 1
     rig.run()

@@ -7,7 +7,7 @@ import torch
 from engine.models import load
 from engine.models.checkpoint import Checkpoint
 from engine.models.open_files import OpenFiles
-from engine.models.weights import ahead
+from engine.models.weights import reader
 from tests.support.checkpoints import make_checkpoint
 
 
@@ -16,8 +16,8 @@ def test_every_tensor_is_asked_for_before_it_is_read_and_not_all_at_once(tmp_pat
     tensors = Checkpoint(directory).tensors
     assert len({tensor.path for tensor in tensors.values()}) > 2
     largest = max(tensor.num_bytes for tensor in tensors.values())
-    monkeypatch.setattr(ahead, "AHEAD_BYTES", largest)
-    asked, read, watched = [], [], ahead.ReadAhead.reads
+    monkeypatch.setattr(reader, "AHEAD_BYTES", largest)
+    asked, read, watched = [], [], reader.ReadAhead.reads
 
     def advise(file, offset, num_bytes, advice):
         asked.append((os.readlink(f"/proc/self/fd/{file}"), offset, num_bytes, advice))
@@ -30,17 +30,17 @@ def test_every_tensor_is_asked_for_before_it_is_read_and_not_all_at_once(tmp_pat
         assert sum(num_bytes for *_, num_bytes, _ in asked) < sum(read) + 2 * largest
 
     monkeypatch.setattr(os, "posix_fadvise", advise)
-    monkeypatch.setattr(ahead.ReadAhead, "reads", reads)
+    monkeypatch.setattr(reader.ReadAhead, "reads", reads)
     load(directory, torch.device("cpu"), torch.float32)
     assert len(asked) == len(read) == len(tensors)
 
 
 def test_the_log_is_told_how_far_loading_is(tmp_path, monkeypatch, caplog):
     directory = make_checkpoint(tmp_path)
-    monkeypatch.setattr(ahead, "TOLD_EVERY_S", 0.0)
-    with caplog.at_level("INFO", ahead.__name__):
+    monkeypatch.setattr(reader, "TOLD_EVERY_S", 0.0)
+    with caplog.at_level("INFO", reader.__name__):
         load(directory, torch.device("cpu"), torch.float32)
-    lines = [record.message for record in caplog.records if record.name == ahead.__name__]
+    lines = [record.message for record in caplog.records if record.name == reader.__name__]
     shares = [int(line.partition("read=")[2].strip("\"'").split()[0]) for line in lines]
     assert shares == sorted(shares) and 0 < shares[0] < 50 and shares[-1] == 100
 
@@ -48,11 +48,11 @@ def test_the_log_is_told_how_far_loading_is(tmp_path, monkeypatch, caplog):
 def test_nothing_is_said_of_what_is_loaded_at_once(tmp_path, caplog):
     directory = make_checkpoint(tmp_path)
     now = 5.0
-    told = ahead.ReadAhead(Checkpoint(directory).tensors, OpenFiles(), clock=lambda: now)
-    with caplog.at_level("INFO", ahead.__name__):
+    told = reader.ReadAhead(Checkpoint(directory).tensors, OpenFiles(), clock=lambda: now)
+    with caplog.at_level("INFO", reader.__name__):
         for name in Checkpoint(directory).tensors:
             told.reads(name)
         assert not caplog.records
-        now += ahead.TOLD_EVERY_S
+        now += reader.TOLD_EVERY_S
         told.reads(name)
     assert "100 %" in caplog.records[0].message

@@ -13,7 +13,7 @@ from engine.models import load, open_checkpoint
 from engine.models.linear import onednn
 from engine.update import WeightUpdater
 from tests.engine.test_model_precision import logits_of
-from tests.support import compiled
+from tests.support import devices
 from tests.support.checkpoints import (
     ARCHITECTURES,
     EXPERT_ARCHITECTURES,
@@ -35,7 +35,7 @@ TOKENS = torch.randint(
 
 @pytest.fixture(params=["torch", "compiled"])
 def products(request, monkeypatch):
-    compiled.use(request.param, monkeypatch)
+    devices.use(request.param, monkeypatch)
 
 
 def changed(tmp_path, architecture, dtype=torch.float32, quantize="none", **fields):

@@ -261,7 +261,7 @@ def test_of_who_is_just_back_the_cache_learns_nothing_before_its_pages_are_fille
             tokens = rig.scheduler.tokens_of(request)
             if tokens is None:
                 continue
-            refused += not rig.scheduler.learn(request)
+            refused += not rig.scheduler.publish_prefix(request)
             match = rig.cache.match(tokens[:-1], request.namespace)
             there = rig.runner.kv[match.holding.tables[0]].ravel()
             assert there.tolist() == tokens[: match.num_tokens].tolist()

@@ -8,8 +8,7 @@ from engine.batch.batch import BatchResult, ForwardMode
 from engine.batch.holding import PageHolding
 from engine.batch.request import FinishReason, Request, RequestEnd
 from engine.kv_cache.pages import PageHolder
-from engine.scheduler.admission import DEFAULT_CHUNK_TOKENS
-from tests.support.engine_rig import Rig, ints
+from tests.support.engine_rig import CHUNK_TOKENS, Rig, ints
 
 BOTH = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
 
@@ -317,7 +316,7 @@ def test_only_rows_that_ride_along_take_from_a_chunk():
 # Seen failing without max_prefill_tokens in Admission: both in one forward.
 # Seen failing with the usual chunk in place of none: [2048, 2049].
 def test_a_prompt_longer_than_the_usual_chunk_is_not_cut_where_none_is_to_be():
-    num_tokens = DEFAULT_CHUNK_TOKENS + 1
+    num_tokens = CHUNK_TOKENS + 1
     rig = Rig(num_pages=256, context=4096, config=SchedulerConfig(chunked_prefill_tokens=-1))
     rig.add([1] * num_tokens, max_tokens=2)
     rig.step()
@@ -372,7 +371,7 @@ def test_slots_kept_for_requests_that_will_join_are_not_taken():
         rig.add([i], max_tokens=3)
     rig.step()
     assert len(rig.admitted) == 1
-    assert not rig.scheduler.room().fits(1)
+    assert not rig.scheduler.free_capacity().fits(1)
 
 
 # Seen failing with the kept pages left out of what is reserved.
@@ -380,9 +379,9 @@ def test_pages_kept_for_the_growth_of_requests_that_will_join_are_not_given_away
     rig = Rig(num_pages=10, vandal=False)
     rig.add([1], max_tokens=40)
     rig.step()
-    before = rig.scheduler.room().num_pages
+    before = rig.scheduler.free_capacity().num_pages
     rig.scheduler.kept.pages = 6
-    assert rig.scheduler.room().num_pages == before - 6
+    assert rig.scheduler.free_capacity().num_pages == before - 6
     waiting = rig.add([2] * 60, max_tokens=1)
     rig.step(3)
     assert len(rig.admitted) == 1
@@ -394,11 +393,11 @@ def test_pages_kept_for_the_growth_of_requests_that_will_join_are_not_given_away
 
 def test_room_is_what_the_running_requests_will_not_need():
     rig = Rig(num_pages=20, vandal=False, config=SchedulerConfig(new_token_ratio=0.5))
-    assert rig.scheduler.room().num_pages == 20
+    assert rig.scheduler.free_capacity().num_pages == 20
     rig.add([1] * 16, max_tokens=128)
     rig.step()
     # 64 of its 127 further tokens with KV are reserved: 4 pages beside its own.
-    assert rig.scheduler.room().num_pages == 20 - 1 - 4
+    assert rig.scheduler.free_capacity().num_pages == 20 - 1 - 4
     assert rig.scheduler.growth_pages(rig.request([1] * 16, max_tokens=128)) == 4
 
 
@@ -480,10 +479,10 @@ def test_requests_past_their_deadline_end_wherever_they_are():
     running = rig.add([1], max_tokens=500, deadline=100.0)
     waiting = rig.add([2], max_tokens=5, deadline=100.0)
     patient = rig.add([3], max_tokens=5)
-    rig.role.now = 99.0
+    rig.clock.now = 99.0
     rig.step(3)
     assert rig.finished == {}
-    rig.role.now = 101.0
+    rig.clock.now = 101.0
     rig.step()
     assert "deadline" in rig.finished[waiting.key].error
     rig.run()
@@ -610,7 +609,7 @@ def test_who_starts_over_waits_without_any_kv_as_they_came():
     rig.scheduler.paused = True
     while rig.in_flight is not None:
         rig.step()
-    rig.scheduler.start_over()
+    rig.scheduler.requeue_all()
     rig.check()
     assert rig.pages.by_holder()["request"] == 0
     assert rig.scheduler.queues()["waiting"] == 3 and all(each.is_away for each in requests)

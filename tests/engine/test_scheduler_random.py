@@ -13,8 +13,8 @@ from common.requests.namespace import namespace_of
 from engine.batch.request import FinishReason, Request
 from engine.speculative.speculator import Speculator
 from tests.support.drafters import KINDS, speculator
-from tests.support.engine_rig import VOCABULARY, Rig
-from tests.support.fake_runner import foretold
+from tests.support.engine_rig import Rig
+from tests.support.fake_backend import VOCABULARY, foretold
 
 pytestmark = pytest.mark.slow
 
@@ -104,11 +104,12 @@ class Traffic:
         if scheduler.preempts and self.landing:
             first = self.landing[0]
             num_pages = self.rig.table.tables.pages_for(len(first.token_ids))
-            scheduler.make_room(first.spec.priority, num_pages)
+            scheduler.preempt_for(first.spec.priority, num_pages)
             scheduler.kept.most_urgent = first.spec.priority
 
     def _may_land(self, request: Request) -> bool:
-        return not self.rig.scheduler.preempts or request.spec.priority >= self.rig.scheduler.floor
+        scheduler = self.rig.scheduler
+        return not scheduler.preempts or request.spec.priority >= scheduler.min_priority
 
     def _arrive(self) -> None:
         rng = self.rng

@@ -13,8 +13,8 @@ from engine.batch.batch import ForwardMode
 from engine.batch.request import FinishReason, Request
 from engine.speculative.speculator import Speculator
 from tests.support.drafters import KINDS, speculator
-from tests.support.engine_rig import VOCABULARY, Rig
-from tests.support.fake_runner import foretold
+from tests.support.engine_rig import Rig
+from tests.support.fake_backend import VOCABULARY, foretold
 
 MAX_DRAFTS = 4
 FORETELL = partial(foretold, vocabulary_size=VOCABULARY)
@@ -232,18 +232,18 @@ def test_who_has_stopped_goes_on_with_all_that_was_accepted():
     request = rig.add([4] * 30, max_tokens=100)
     while len(rig.tokens[request.key]) < 100:
         rig.step(3)
-        if request.slot is None or not rig.scheduler.stop(request):
+        if request.slot is None or not rig.scheduler.pause(request):
             continue
         rig.run_until(lambda: rig.in_flight is None)
         if request.slot is None:
             break  # it has ended meanwhile
-        stopped = rig.scheduler.stopped(request)
+        stopped = rig.scheduler.take_paused(request)
         assert stopped is not None
         told = [*request.token_ids.tolist(), *rig.tokens[request.key]]
         assert stopped.token_ids.tolist() == told
         kv = rig.runner.kv[stopped.holding.tables[0]].ravel()[: len(told) - 1]
         assert kv.tolist() == told[:-1]
-        rig.scheduler.go_on(request)
+        rig.scheduler.resume(request)
     rig.run()
     check_answers(rig)
 

@@ -5,9 +5,9 @@ import torch
 
 from engine.models import load
 from engine.models.stack import InOneCall, LayerByLayer, stack_of
-from tests.support import compiled
+from tests.support import devices
 from tests.support.checkpoints import VOCABULARY_SIZE, make_checkpoint
-from tests.support.compiled import operators_here
+from tests.support.devices import operators_here
 from tests.support.steps import Steps
 
 CPU, F32, BF16 = torch.device("cpu"), torch.float32, torch.bfloat16
@@ -24,7 +24,7 @@ MODELS = {"qwen3": WINDOWED, "gemma2": {}, "llama": BIASED}
 
 @pytest.fixture(autouse=True)
 def _compiled(monkeypatch):
-    compiled.use("compiled", monkeypatch)
+    devices.use("compiled", monkeypatch)
 
 
 def logits(model, stack):
@@ -76,6 +76,6 @@ def test_layers_that_have_more_to_them_are_computed_one_by_one(tmp_path, archite
 
 
 def test_layers_with_other_products_are_computed_one_by_one(tmp_path, monkeypatch):
-    compiled.use("torch", monkeypatch)
+    devices.use("torch", monkeypatch)
     model = load(make_checkpoint(tmp_path), CPU, F32)
     assert isinstance(stack_of(model.layers), LayerByLayer)

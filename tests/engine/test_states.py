@@ -10,11 +10,12 @@ from engine.batch.holding import PageHolding
 from engine.batch.request import FinishReason
 from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.kv_cache.radix import PrefixCache
-from engine.scheduler.boundaries import stretch
+from engine.kv_cache.radix_states import stretch
 from tests.engine.test_scheduler_random import Traffic
 from tests.engine.test_speculation import guesses
 from tests.support.drafters import KINDS
-from tests.support.engine_rig import VOCABULARY, Rig, ints
+from tests.support.engine_rig import Rig, ints
+from tests.support.fake_backend import VOCABULARY
 
 STATE = 3
 

@@ -14,7 +14,8 @@ from common.requests.prefix_hash import page_names
 from engine.batch.request import Request
 from engine.kv_cache.cache_events import CacheJournal
 from engine.kv_cache.pages import PageHolder
-from tests.support.engine_rig import VOCABULARY, Rig
+from tests.support.engine_rig import Rig
+from tests.support.fake_backend import VOCABULARY
 
 SIZE = 16
 ENDS = pytest.mark.parametrize(

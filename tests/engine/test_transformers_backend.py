@@ -20,8 +20,7 @@ from engine.models.transformers_backend.skeleton import products
 from tests.engine.test_model_precision import logits_of
 from tests.engine.test_refill import TOKENS, int8
 from tests.support.checkpoints import greedy_tokens, make_checkpoint, reference_model
-from tests.support.seen_logits import Recorder
-from tests.support.steps import Steps
+from tests.support.steps import Recorder, Steps
 from tests.support.tiny_models import VOCABULARY_SIZE, WINDOW, make_tiny, tiny_config
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ import pytest
 from protos.router_pb2 import ExplainResponse
 from tests.integration.oracle import Oracle
 from tests.support.cluster import Cluster, Node, held, slowed
-from tests.support.shared_memory import left_behind
+from tests.support.isolation import left_behind
 
 pytestmark = pytest.mark.slow
 

@@ -22,8 +22,8 @@ from protos.node_pb2_grpc import NodeStub
 from protos.router_pb2 import FlushCacheRequest
 from tests.support import fork_server
 from tests.support.cluster import Cluster, Node, free_ports
+from tests.support.grpc_calls import end_of_stream
 from tests.support.programs import ROOT, Program
-from tests.support.refused_stream import end_of_stream
 from tests.support.scrapes import scraped, value
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]

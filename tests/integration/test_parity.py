@@ -16,7 +16,11 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+import torch
 
+from common.page_tables import PageTables
+from engine.kv_cache.layout import KVLayout
+from engine.models.families import read_decoder
 from tests.integration.oracle import Oracle, oracle
 from tests.support.checkpoints import ARCHITECTURES, make_checkpoint
 from tests.support.cluster import RIGS, Cluster, Rig
@@ -105,8 +109,9 @@ async def system(
     model = _checkpoint(axes.architecture, tmp_path_factory)
     page = axes.page_size
     lengths = _lengths(page)
-    # Small: the longest prompt and its answer fit, and little more.
+    # Small: the longest prompt and its response fit, and little more.
     num_decode_tokens = max(lengths) + 2 * page if axes.small_pool else POOL_TOKENS
+    num_decode_pages = _tables(model, page).pages_to_compute(num_decode_tokens)
     num_nodes = 2 if axes.path == "nixl" and axes.overlap else 1
     async with Cluster(
         model,
@@ -119,13 +124,13 @@ async def system(
         node_flags=(
             f"--engine.cache.page-size={page}",
             f"--engine.scheduler.chunked-prefill-tokens={CHUNK_TOKENS}",
-            f"--{'' if axes.overlap else 'no-'}engine.scheduler.overlap",
+            f"--{'' if axes.overlap else 'no-'}engine.scheduler.overlap-schedule",
             # Little is reserved for growth: a small pool then runs out while it decodes.
             "--engine.scheduler.new-token-ratio=0.1",
         ),
         prefill_flags=(f"--engine.cache.num-pages={POOL_TOKENS // page}",),
         decode_flags=(
-            f"--engine.cache.num-pages={-(-num_decode_tokens // page)}",
+            f"--engine.cache.num-pages={num_decode_pages}",
             f"--engine.speculative.method={'ngram' if axes.guesses else 'none'}",
             "--engine.speculative.prompt-lookup-min=1",
             "--no-engine.speculative.adaptive",
@@ -133,6 +138,11 @@ async def system(
     ) as cluster:
         known = oracle(model)
         yield System(axes, cluster, known, _prompts(lengths, known.vocabulary_size))
+
+
+def _tables(model: Path, page_size: int) -> PageTables:
+    """Return the page tables of each request: more than one if only some layers have a window."""
+    return KVLayout.of(read_decoder(model).model.layers, page_size, torch.float32).tables
 
 
 def _checkpoint(architecture: str, tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -15,7 +15,7 @@ from cli.demo_model import write
 from protos.router_pb2 import GenerateRequest
 from protos.router_pb2_grpc import RouterStub
 from protos.sampling_pb2 import Sampling
-from tests.support import grpc_retries
+from tests.support import grpc_calls
 from tests.support.cluster import Cluster, free_ports, slowed
 from tests.support.http_client import get
 from tests.support.programs import Program
@@ -119,7 +119,7 @@ async def test_every_program_is_restarted_under_load_and_nobody_can_tell(
     async with _up(tmp_path, *how) as (_, router, http_port):
 
         async def client(number: int) -> None:
-            async with grpc.aio.insecure_channel(router, options=grpc_retries.OPTIONS) as channel:
+            async with grpc.aio.insecure_channel(router, options=grpc_calls.OPTIONS) as channel:
                 stub = RouterStub(channel)
                 while not over.is_set():
                     answers.append((number, await ask(stub, number)))

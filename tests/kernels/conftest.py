@@ -8,7 +8,7 @@ import torch
 
 from kernels import device
 from kernels.cpu.operators import Operators
-from tests.support.compiled import operators_here
+from tests.support.devices import operators_here
 
 # In Triton's interpreter where there is no GPU.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.adapters.grouping import tokens_by_slot
+from engine.adapters.adapters import tokens_by_slot
 from kernels.adapters.low_rank import TILE_ROWS, add_low_rank
 from tests.kernels.conftest import DEVICE
 

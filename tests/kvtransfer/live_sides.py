@@ -30,7 +30,7 @@ from decode_node.state import OutgoingMigration
 from engine.batch.holding import NO_PAGE, PageHolding
 from engine.kv_cache.pages import PageHolder
 from engine.kv_cache.radix import PrefixMatch
-from engine.scheduler.stopped import PausedRequest
+from engine.scheduler.residents import PausedRequest
 from kvtransfer.messages import HandoffId, Live, Prefix, Source
 from kvtransfer.ports import (
     CancelCommand,
@@ -216,22 +216,22 @@ class Beneath:
     def tokens_of(self, request: Running) -> Any:
         return np.arange(request.num_tokens, dtype=np.int32) if request.runs else None
 
-    def stop(self, request: Running) -> bool:
+    def pause(self, request: Running) -> bool:
         runs = request.runs
         if runs:
             request.in_batch = False
         return runs
 
-    def stopped(self, request: Running) -> PausedRequest | None:
+    def take_paused(self, request: Running) -> PausedRequest | None:
         if request.launched or request.kv is Kv.FILLING:
             return None
         return PausedRequest(np.arange(request.num_tokens, dtype=np.int32), request.holding)
 
-    def learn(self, request: Running) -> bool:
+    def publish_prefix(self, request: Running) -> bool:
         self.learnt = request.runs and request.kv is Kv.HERE
         return self.learnt
 
-    def go_on(self, request: Running) -> None:
+    def resume(self, request: Running) -> None:
         request.in_batch = True
 
     # tree: what nobody needs any more is evicted at once

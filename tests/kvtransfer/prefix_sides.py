@@ -18,7 +18,8 @@ from common.requests.prefix_hint import PrefixHint
 from engine.batch.holding import NO_PAGE, PageHolding
 from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.kv_cache.radix import PrefixCache
-from engine.offload.tiers import no_tiers
+from engine.offload.cache_tiers import CacheTiers
+from engine.offload.host_cache import HostCache
 from kvtransfer.messages import HandoffId, Prefix
 from kvtransfer.ports import (
     ClosedEvent,
@@ -198,9 +199,13 @@ def _tokens(count: int) -> Any:
 
 
 _MEMORY = Memory(1, PageTables(PAGE_SIZE))
-NO_TIERS = no_tiers(
-    _MEMORY.cache, _MEMORY.pages, _MEMORY.tables
-)  # nothing changes there: never copied
+NO_TIERS = CacheTiers(  # nothing changes there: never copied
+    HostCache(0),
+    enabled=False,
+    cache=_MEMORY.cache,
+    pages=_MEMORY.pages,
+    tables=_MEMORY.tables,
+)
 
 
 # The owner ---------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from common.errors import TransferError
 from kvtransfer.backends.base import TransferBackend
 from tests.support.data_children import Child, Memory, make_backend, scattered
 from tests.support.data_ends import Ends, FarOwner, FarReader, closing, wait_for
-from tests.support.shared_memory import left_behind
+from tests.support.isolation import left_behind
 
 NUM_PAGES, PAGE_BYTES = 256, 65536
 NUM_SPARES = 5  # started ahead

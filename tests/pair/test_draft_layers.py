@@ -15,11 +15,10 @@ import torch
 
 from common.config import SpeculativeConfig
 from engine.models import load
-from engine.speculative.head import HeadDrafter
 from engine.speculative.policy import AllDrafts
-from engine.speculative.speculator import Speculator
+from engine.speculative.speculator import HeadDrafter, Speculator
 from tests.support.checkpoints import make_checkpoint
-from tests.support.draft_heads import (
+from tests.support.drafters import (
     make_eagle,
     make_eagle3,
     make_followed,

@@ -11,13 +11,11 @@ import torch
 from common.config import SpeculativeConfig
 from engine.kv_cache.layout import KVLayout
 from engine.models import load
-from engine.speculative.head import HeadDrafter
 from engine.speculative.ngram import NgramDrafter
 from engine.speculative.policy import AllDrafts
-from engine.speculative.speculator import Speculator
+from engine.speculative.speculator import HeadDrafter, Speculator
 from tests.pair.conftest import Known
-from tests.support.draft_heads import make_followed_hybrid
-from tests.support.drafters import recall, speculator
+from tests.support.drafters import make_followed_hybrid, recall, speculator
 from tests.support.pair_node import Asked, Loaded, Size
 from tests.support.pair_rig import PairRig
 

@@ -9,25 +9,18 @@ from common.errors import QueueFull
 from router.policy.backlogs import LASTING_S, WHENEVER, NodeBacklogs, RequestDue
 from router.policy.choices import DecodeChoice, PlacementDecision, PrefillChoice
 from router.policy.load import NodeLoad
+from tests.support.fake_clock import FakeClock
 
 TOKEN_S = 0.01
 CHOICES = [DecodeChoice("d0", (PrefillChoice("p0"), PrefillChoice("p1")))]
 ALONE = [DecodeChoice("d0", ())]
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Known:
     """Nodes that have told how fast they are, and nothing waits there."""
 
     def __init__(self, *addresses: str) -> None:
-        self.load, self.clock = NodeLoad(), Clock()
+        self.load, self.clock = NodeLoad(), FakeClock()
         self.backlogs = NodeBacklogs(self.load, self.clock)
         for address in addresses:
             self.backlogs.told(address, queued_s=0.0, token_s=TOKEN_S)

@@ -6,6 +6,7 @@ cannot use the GPU of its parent. Each writes its stdout and stderr into a file,
 say that nothing was printed.
 """
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from common.errors import TransferError
@@ -28,17 +30,86 @@ from kvtransfer.backends.nixl.paths import PATHS, PathKind
 from kvtransfer.backends.path_proof import HostEvidence, Nonce, SameHost
 from kvtransfer.backends.tcp.backend import TcpBackend
 from kvtransfer.backends.tcp.staging import StagedMemory
-from tests.support.cuda_pages import CudaPages
 from tests.support.device_twin import DeviceTwin
-from tests.support.namespaces import leave
 
+_FLAGS = {"ipc": 0x08000000, "pid": 0x20000000}  # CLONE_NEWIPC, CLONE_NEWPID
+_NEW_MOUNTS = 0x00020000  # CLONE_NEWNS
+_PRIVATE = 0x00044000  # MS_REC | MS_PRIVATE
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+
+_libc = ctypes.CDLL(None, use_errno=True)
 READER = 0xD0D0
 REPLY_S = 60.0
 CANARY = 0xA5
 CUDA = "cuda:0"
-
 _NUM_SPARES = 4
 _context = multiprocessing.get_context("forkserver")
+# Whatever the proof says, UCX has sockets only, and the owner's help to read over them.
+SOCKETS = PathKind(
+    "sockets",
+    "cpu",
+    NixlTransports("tcp,self,cuda_copy", errors="peer", polled=True),
+    HostEvidence,
+    SameHost,
+    4 << 20,
+    2.0,
+)
+# A stand-in for RDMA: what a reader reads by ends with the owner's agent, which is polled.
+KEYED = replace(SOCKETS, name="keyed", min_gib_per_s=0.0, keyed=True)
+
+
+def leave(namespace: str) -> None:
+    """Returns in a process that shares that namespace ("ipc" or "pid") with no other; "": in this
+    one, as it is. Raises OSError where that is not permitted."""
+    if not namespace:
+        return
+    _done(_libc.unshare(_FLAGS[namespace] | (_NEW_MOUNTS if namespace == "pid" else 0)))
+    if namespace == "pid":
+        if child := os.fork():  # only children are in the new one
+            os.waitpid(child, 0)
+            os._exit(0)
+        _libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+        _done(_libc.mount(None, b"/", None, _PRIVATE, None))
+        _done(_libc.mount(b"proc", b"/proc", b"proc", 0, None))
+
+
+def _done(result: int) -> None:
+    if result:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+class CudaPages:
+    """uint8 [num_pages, page_bytes]. What is indexed or compared is copied to the host first."""
+
+    def __init__(self, num_pages: int, page_bytes: int, device: str) -> None:
+        self._tensor = torch.empty(num_pages, page_bytes, dtype=torch.uint8, device=device)
+
+    @property
+    def address(self) -> int:
+        return self._tensor.data_ptr()
+
+    def copy(self) -> NDArray[np.uint8]:
+        copied: NDArray[np.uint8] = self._tensor.cpu().numpy()
+        return copied
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.copy()[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pages = self.copy()
+        pages[key] = value
+        self._tensor.copy_(torch.from_numpy(pages))
+        torch.cuda.synchronize()
+
+    def __eq__(self, other: object) -> Any:
+        return self.copy() == other
+
+    def __ne__(self, other: object) -> Any:
+        return self.copy() != other
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 _context.set_forkserver_preload(["tests.support.data_children", "tests.support.preload_nixl"])
 
 
@@ -59,18 +130,6 @@ class EncryptedTcp(TcpBackend):
         super().__init__("127.0.0.1", encrypted=True)
 
 
-# Whatever the proof says, UCX has sockets only, and the owner's help to read over them.
-SOCKETS = PathKind(
-    "sockets",
-    "cpu",
-    NixlTransports("tcp,self,cuda_copy", errors="peer", polled=True),
-    HostEvidence,
-    SameHost,
-    4 << 20,
-    2.0,
-)
-
-
 class TwoPathNixl(NixlBackend):
     """A nixl backend on a machine whose better path turns out not to work."""
 
@@ -78,10 +137,6 @@ class TwoPathNixl(NixlBackend):
 
     def __init__(self) -> None:
         super().__init__((SOCKETS, PATHS[0]))
-
-
-# A stand-in for RDMA: what a reader reads by ends with the owner's agent, which is polled.
-KEYED = replace(SOCKETS, name="keyed", min_gib_per_s=0.0, keyed=True)
 
 
 class KeyedNixl(NixlBackend):

@@ -1,8 +1,31 @@
-"""Devices that the same test runs on: the CPU here, and a GPU where there is one."""
+"""Devices that the same test runs on, and the operations compiled for this CPU."""
+
+import functools
 
 import pytest
 import torch
 
+from kernels import device
+from kernels.cpu.compiler import NotCompiled, cache_directory, library
+from kernels.cpu.operators import Operators
+
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 ON_CUDA = pytest.param(CUDA, id="cuda", marks=pytest.mark.gpu)
 CPU_AND_CUDA = (pytest.param(CPU, id="cpu"), ON_CUDA)
+
+
+@functools.cache
+def operators_here() -> Operators | None:
+    """Compiled once for this machine, or found in the cache; None where it has no compiler."""
+    try:
+        return Operators(library(cache_directory(), lambda: None), threads=2)
+    except NotCompiled:
+        return None
+
+
+def use(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ "compiled": engines of this test take them, or it is skipped; "torch": they do not."""
+    compiled = operators_here() if kind == "compiled" else None
+    if kind == "compiled" and compiled is None:
+        pytest.skip("no C++ compiler")
+    monkeypatch.setattr(device, "compiled_for", lambda where: compiled)

@@ -1,45 +1,46 @@
-"""A whole engine without a model: scheduler, loop, pages and the fake runner, and an oracle.
+"""An engine without a model: the product's core, scheduler and loop over a fake backend.
 
-Between steps a vandal takes every free page as a transfer would, scribbles over it, and mostly
-keeps one until the next step: whoever reads a page that is not its own any more gets wrong
-tokens, and whoever still writes one is found out. So is whoever is given a cached page that
-another namespace has written.
+Between steps the role allocates every free page as a transfer would, overwrites it, and mostly
+keeps one until the next step. A request that reads a page after its release therefore gets wrong
+tokens, and a late write is detected. So is a cached page that comes from another namespace.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from common.config import SchedulerConfig
-from common.page_tables import num_pages_of
-from common.requests.adapter import NO_ADAPTER, AdapterId
-from common.requests.namespace import SHARED, Namespace
+from common.config import CacheConfig, EngineConfig, SchedulerConfig
+from common.page_tables import PageTables, num_pages_of
+from common.requests.namespace import Namespace
 from common.requests.prediction import NOTHING, PredictionUsage
 from common.requests.prefix_hash import as_bytes
 from common.requests.sampling import SamplingParams
 from engine.batch.batch import BatchResult, Ints, LaunchedBatch, ScheduleBatch
 from engine.batch.holding import NO_PAGE, PageHolding
+from engine.batch.limits import RequestLimits
 from engine.batch.request import FinishReason, Request, RequestEnd
-from engine.batch.table import SlotTable
-from engine.kv_cache.pages import PageAllocator, PageHolder
-from engine.kv_cache.radix import PrefixCache
+from engine.core import CoreShape, EngineCore
+from engine.kv_cache.pages import PageHolder
 from engine.loop.loop import EventLoop
-from engine.offload.file_cache import FileCache
-from engine.offload.host_cache import HostCache
 from engine.offload.page_files import PageFiles
 from engine.offload.page_records import HEADER_BYTES, RECORD_BYTES, version_of
-from engine.offload.tiers import CacheTiers
 from engine.scheduler.scheduler import ChunkDone, FinishedRequest, Scheduler
 from engine.speculative.speculator import Speculator
-from tests.support.fake_copier import FakeCopier
-from tests.support.fake_runner import FakeRunner, next_token, state_of
-from tests.support.late_files import LateFiles
+from tests.support.fake_backend import (
+    VOCABULARY,
+    FakeBackend,
+    FakeRunner,
+    LateFiles,
+    next_token,
+    state_of,
+)
+from tests.support.fake_clock import FakeClock
 from tests.support.specs import make_request
 
-VOCABULARY = 97
-FAR = 1e18
+CHUNK_TOKENS = 2048  # if the configuration does not limit chunks
 _SCRIBBLE = -7
 
 
@@ -49,7 +50,7 @@ def ints(values: Sequence[int]) -> Ints:
 
 @dataclass(eq=False)
 class Rig:
-    """One engine. `step` turns the loop once and checks all books."""
+    """One engine. `step` runs one iteration of the loop and checks all page holders."""
 
     num_pages: int = 64
     page_size: int = 16
@@ -59,10 +60,10 @@ class Rig:
     context: int = 1024
     host_pages: int = 64
     tier_pages: int = 0
-    file_dir: Path | None = None  # of the tier below
+    file_dir: Path | None = None  # of the tier below host memory
     file_pages: int = 0
     made_with: bytes = b""  # weights
-    whose: dict[int, Namespace | None] = field(default_factory=dict)  # each slot of a file is
+    whose: dict[int, Namespace | None] = field(default_factory=dict)  # namespace of each file slot
     eos: tuple[int, ...] = ()
     overlap: bool = True
     overlap_prefills: bool = True
@@ -72,47 +73,42 @@ class Rig:
     poison: int | None = None
     config: SchedulerConfig = field(default_factory=SchedulerConfig)
     speculator: Speculator | None = None
+    clock: FakeClock = field(default_factory=FakeClock)
 
     def __post_init__(self) -> None:
-        self.pages = PageAllocator(self.num_pages, lifo=self.lifo)
-        kept = self.windows, self.state_pages
-        self.cache = PrefixCache(self.page_size, self.pages, *kept, enabled=self.prefix_cache)
-        num_slots = self.num_slots + self.config.spare_slots
-        self.table = SlotTable(num_slots, self.context, self.page_size, *kept)
-        self.runner = FakeRunner(
-            self.table,
-            num_pages=self.num_pages,
-            host_pages=self.host_pages + self.tier_pages,
-            vocabulary_size=VOCABULARY,
-            poison=self.poison,
+        tables = PageTables(self.page_size, self.windows, self.state_pages)
+        chunk = self.config.chunked_prefill_tokens or CHUNK_TOKENS
+        shape = CoreShape(
+            tables,
+            self.context,
+            self.num_pages,
+            self.host_pages,
+            self.tier_pages,
+            None if chunk < 0 else max(chunk, self.page_size),
         )
-        self.written_in: dict[int, Namespace] = {}  # by page
-        self.copier = FakeCopier(self.runner, self.written_in)
-        self.store, index = self._files()
-        self.tiers = CacheTiers(
-            HostCache(self.host_pages + self.tier_pages, index),
-            enabled=self.tier_pages > 0,
-            cache=self.cache,
-            pages=self.pages,
-            tables=self.table.tables,
-            copier=self.copier,
+        self.backend = FakeBackend(shape)
+        self.copier, self.store = self.backend.copier, self._files()
+        self.core = EngineCore.make(
+            EngineConfig(
+                model="fake",
+                cache=CacheConfig(prefix_cache=self.prefix_cache),
+                scheduler=self.config.model_copy(update={"max_running_requests": self.num_slots}),
+            ),
+            shape,
+            RequestLimits(self.context, VOCABULARY, tables, self.num_pages, eos_token_ids=self.eos),
+            self.copier,
             store=self.store,
-        )
-        self.admitted: list[tuple[int, Ints]] = []
-        self.scheduler = Scheduler(
-            self.config,
-            eos_token_ids=self.eos,
-            vocabulary_size=VOCABULARY,
-            table=self.table,
-            pages=self.pages,
-            cache=self.cache,
-            tiers=self.tiers,
-            on_admit=self._on_admit,
             speculator=self.speculator,
+            lifo=self.lifo,
+            clock=self.clock,
         )
+        self.table, self.pages = self.core.table, self.core.pages
+        self.cache, self.tiers = self.core.cache, self.core.tiers
+        self.admitted: list[tuple[int, Ints]] = []
+        self.scheduler = Scheduler(self.config, self.core, self._on_admit)
         self.coming: dict[int, Request] = {}  # by key
         self.role = RigRole(self)
-        self.use(self.runner)
+        self.use(FakeRunner(self.table, self.backend, poison=self.poison))
         self.in_flight: LaunchedBatch | None = None
         self.tokens: dict[int, list[int]] = {}
         self.predicted: dict[int, PredictionUsage] = {}  # of those with a prediction
@@ -124,28 +120,23 @@ class Rig:
         self.landed: list[tuple[Request, PageHolding]] = []
         self.trials: list[int] = []  # keys, one for each step of a suspect alone
 
-    def _files(self) -> tuple[LateFiles | None, FileCache | None]:
+    def _files(self) -> LateFiles | None:
         if self.file_dir is None:
-            return None, None
-        memory = self.runner.host_kv.view(np.uint8)
+            return None
+        memory = self.backend.host_kv.view(np.uint8)
         files = PageFiles(
             self.file_dir,
             memory,
             version=version_of({}, self.made_with),
             num_bytes=HEADER_BYTES + self.file_pages * (memory.shape[1] + RECORD_BYTES),
         )
-        late = LateFiles(files, self.copier.on_host, self.whose)
-        return late, FileCache(files.num_slots, self.table.tables.width, files.found())
+        return LateFiles(files, self.backend, self.whose)
 
     def use(self, runner: FakeRunner) -> None:
-        """Puts the engine on this runner."""
+        """Run the engine on this runner."""
         self.runner = runner
-        self.loop = EventLoop(
-            self.role,
-            runner,
-            overlap=self.overlap,
-            overlap_prefills=self.overlap_prefills,
-        )
+        beside = {"overlap": self.overlap, "overlap_prefills": self.overlap_prefills}
+        self.loop = EventLoop(self.role, runner, **beside)
 
     def request(
         self,
@@ -155,15 +146,11 @@ class Rig:
         generated: Sequence[int] = (),
         stop: tuple[int, ...] = (),
         ignore_eos: bool = False,
-        deadline: float = FAR,
-        arrived: float = 0.0,
-        namespace: Namespace = SHARED,
-        adapter: AdapterId = NO_ADAPTER,
         suspect: bool = False,
-        priority: int = 0,
-        routing_key: int = 0,
         prediction: Sequence[int] = (),
+        **fields: Any,
     ) -> Request:
+        """Make a request with the next key. For `fields` see make_request."""
         key = len(self.requests) + 1
         request = make_request(
             [*prompt, *generated],
@@ -177,13 +164,8 @@ class Rig:
                 stop_token_ids=stop,
                 ignore_eos=ignore_eos,
             ),
-            deadline=deadline,
-            arrived=arrived,
-            namespace=namespace,
-            adapter=adapter,
-            priority=priority,
-            routing_key=routing_key,
             prediction=as_bytes(prediction),
+            **fields,
         )
         if suspect:
             request.quarantine_after(engine_deaths=1)
@@ -192,28 +174,28 @@ class Rig:
         self.tokens[key] = []
         return request
 
-    def add(self, prompt: Sequence[int], max_tokens: int = 8, **options: object) -> Request:
-        request = self.request(prompt, max_tokens, **options)  # type: ignore[arg-type]
+    def add(self, prompt: Sequence[int], max_tokens: int = 8, **options: Any) -> Request:
+        request = self.request(prompt, max_tokens, **options)
         self.scheduler.add(request)
         return request
 
     def come(self, request: Request) -> None:
-        """Adds it once what the tier below has of it is brought back."""
+        """Add a request after its prefix is loaded from the tier below."""
 
         def add() -> None:
             if self.coming.pop(request.key, None) is not None:
                 self.scheduler.add(request)
 
         self.coming[request.key] = request
-        room = self.scheduler.room().num_pages
+        room = self.scheduler.free_capacity().num_pages
         way = self.tiers.way(request.token_ids[:-1], request.namespace)
         if way is None or not self.tiers.bring(way, room, add):
             add()
 
     def land(self, request: Request) -> bool:
-        """Reserves a request's pages as a decode node does before its KV arrives, lets the KV of
-        all its tokens but the last land in them at once, and keeps it until it can `join`."""
-        if self.scheduler.room().num_slots <= 0:
+        """Reserve a request's pages as a decode node does, and write the KV of all its tokens but
+        the last. Keep the request until `join_landed`. Return False if there is no capacity."""
+        if self.scheduler.free_capacity().num_slots <= 0:
             return False
         size, token_ids, tables = self.page_size, request.token_ids[:-1], self.table.tables
         cached = self.cache.match(token_ids, request.namespace).shared
@@ -251,7 +233,7 @@ class Rig:
         for request in self.requests.values():
             if request.slot is not None:
                 pages = self.table.pages_of(request.slot).tolist()
-                self.written_in |= dict.fromkeys(pages, request.namespace)
+                self.backend.written_in |= dict.fromkeys(pages, request.namespace)
 
     def _on_admit(self, request: Request, holding: PageHolding) -> None:
         pages = holding.flat()
@@ -259,7 +241,7 @@ class Rig:
         self.admitted.append((request.key, pages))
 
     def check_alone(self, batch: ScheduleBatch) -> None:
-        """A suspect shares neither forward nor device until it has got far enough."""
+        """Check that a suspect shares neither forward nor device until it has enough tokens."""
         keys = self.table.origin_request[batch.slots].tolist()
         has = {key: len(self.came_with[key]) + len(self.tokens[key]) for key in keys}
         kept_apart = [key for key in keys if has[key] < self.requests[key].alone_until]
@@ -273,8 +255,8 @@ class Rig:
     def _check_whose(self, request: Request, pages: Ints) -> None:
         """Check that the cached pages at its start belong to its namespace."""
         cached = pages[self.pages.holds(PageHolder.CACHE)[pages] > 0].tolist()
-        assert {self.written_in[page] for page in cached} <= {request.namespace}
-        self.written_in |= dict.fromkeys(pages.tolist(), request.namespace)
+        assert {self.backend.written_in[page] for page in cached} <= {request.namespace}
+        self.backend.written_in |= dict.fromkeys(pages.tolist(), request.namespace)
 
     def expected(self, request: Request) -> tuple[list[int], FinishReason]:
         """Return the expected tokens of a request, computed with a plain loop."""
@@ -296,7 +278,7 @@ class Rig:
                 return new, FinishReason.LENGTH
 
     def check(self) -> None:
-        """The scheduler's self-check. Pages that are read or published are the test's own."""
+        """Run the scheduler's self-check. The test itself holds read and published pages."""
         elsewhere = {
             holder: [np.flatnonzero(self.pages.holds(holder))]
             for holder in (PageHolder.READ, PageHolder.PUBLICATION)
@@ -315,7 +297,7 @@ class Rig:
         return bool(self.scheduler.has_work or busy)
 
     def run(self) -> None:
-        """Until every request has ended."""
+        """Run until every request has ended."""
         self.run_until(lambda: not self.has_work)
         self.step()
 
@@ -324,7 +306,7 @@ class Rig:
             if condition():
                 return
             self.step()
-        raise AssertionError(f"no end in sight: {self.scheduler.queues()}")
+        raise AssertionError(f"the condition never became true: {self.scheduler.queues()}")
 
     def end(self, finished: FinishedRequest | None) -> None:
         if finished is not None:
@@ -350,12 +332,11 @@ class Rig:
 
 @dataclass(eq=False)
 class RigRole:
-    """Collects what comes out, and checks the KV of finished chunks where it lies."""
+    """A role that collects results, and checks the KV of finished chunks in its pages."""
 
     rig: Rig
     taken: Ints = field(default_factory=lambda: ints([]))
     polls: int = 0
-    now: float = 0.0  # time.monotonic(), as the scheduler is told
 
     def poll(self) -> None:
         rig = self.rig
@@ -365,7 +346,7 @@ class RigRole:
         for call in rig.before_poll:
             call()
         rig.tiers.poll()
-        for finished in rig.scheduler.expire(self.now):
+        for finished in rig.scheduler.expire():
             rig.end(finished)
 
     def next_batch(self) -> ScheduleBatch | None:
@@ -417,6 +398,6 @@ class RigRole:
         taken = rig.pages.allocate(rig.pages.num_free, PageHolder.READ)
         assert taken is not None
         rig.runner.kv[taken] = _SCRIBBLE
-        keep = self.polls % 3 > 0  # whoever needs the very last page gets it at last
+        keep = self.polls % 3 > 0  # a request that needs the very last page gets it eventually
         rig.pages.drop(taken[keep:], PageHolder.READ)
         self.taken = taken[:keep]

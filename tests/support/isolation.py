@@ -6,6 +6,7 @@ directory of a system that `baton up` has started in the same clone have no effe
 their content lie in CACHES, so that runs share them.
 """
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,7 @@ CACHES = ROOT / "build" / "test-caches"
 NO_HOME = Path(__file__).with_name("no_home")  # a file: no path below it can be opened or made
 WRONG_SECRET = "the-secret-of-another-system-which-no-test-may-show"
 _PRIVATE = ("BATON_", "XDG_", "HF_")  # settings of the user, by the start of their names
+_NAMES = "/dev/shm"
 
 
 def isolated(environment: Mapping[str, str]) -> dict[str, str]:
@@ -81,3 +83,14 @@ def _content(directory: Path) -> dict[str, bytes]:
         for path in directory.rglob("*")
         if path.is_file()
     }
+
+
+def left_behind() -> set[str]:
+    """Names that no process has mapped: who made one is gone, or has just made it. Other tests run
+    beside this one, and their programs have names of their own."""
+    names = set(os.listdir(_NAMES))
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # it has ended
+            mapped = maps.read_text()
+            names = {name for name in names if f"{_NAMES}/{name}" not in mapped}
+    return names

@@ -4,6 +4,7 @@ a router's end in place of the engine's channel."""
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from common.config import (
     DecodeConfig,
     EngineConfig,
     LoraConfig,
+    OffloadConfig,
     PrefillConfig,
     PrefixSharingConfig,
     SchedulerConfig,
@@ -30,38 +32,22 @@ from common.requests.prediction import NOTHING, PredictionUsage
 from common.requests.sampling import SamplingParams
 from common.requests.weights import UNNAMED
 from decode_node import engine as decode_engine
-from engine.adapters.adapters import AdapterManager
-from engine.adapters.library import AdapterCache
-from engine.adapters.loader import AdapterLoader
-from engine.adapters.making import bank_of, load_all, shelf_of
+from engine.adapters.making import bank_of
+from engine.backend import TorchBackend
 from engine.batch.batch import LaunchedBatch
-from engine.batch.limits import RequestLimits
 from engine.batch.request import FinishReason
-from engine.batch.table import SlotTable
-from engine.build import Engine
+from engine.build import Engine, LoadedModel, assemble
+from engine.core import EngineCore
 from engine.grammar.compilers import prepared
 from engine.grammar.grammar_verifier import GrammarWorker
-from engine.grammar.guides import GrammarCache
 from engine.kv_cache.cache_events import CacheEvents
-from engine.kv_cache.kv import HostPool, KVPool
-from engine.kv_cache.pages import PageAllocator
-from engine.kv_cache.radix import PrefixCache
 from engine.loop.loop import EventLoop
 from engine.memory_release import MemoryOccupation
 from engine.models import Model, content, load, open_checkpoint, stored_of
-from engine.offload.file_cache import FileCache
-from engine.offload.file_threads import FileThreads
-from engine.offload.host_cache import HostCache
-from engine.offload.page_files import PageFiles
 from engine.offload.page_records import version_of
-from engine.offload.tiers import CacheTiers
-from engine.runner.copier import PageCopier
-from engine.runner.runner import ModelRunner
 from engine.runner.stream import DeviceStream
-from engine.sampling.composition import every_feature
 from engine.sizing import resolve_shape
 from engine.speculative.speculator import Speculator
-from engine.update import WeightUpdater
 from kvtransfer.backends.base import PagePool, PageProducer
 from kvtransfer.backends.loopback import LoopbackBackend, LoopbackFaults
 from kvtransfer.front_messages import PairInput
@@ -91,7 +77,7 @@ STREAM = 1  # of the only router
 
 
 class AllPass:
-    """A Prover that tries nothing: what these tests ask to be compiled is small."""
+    """A verifier that accepts every grammar. These tests have small ones."""
 
     def prove(self, guide: GuidedDecoding, lane: GrammarWorker) -> Prepared:
         return prepared(guide)
@@ -454,21 +440,22 @@ def _sharing(
 
 
 def _engine(common: Common, size: Size) -> tuple[Engine, EngineConfig]:
-    """Build an engine as `build` does, with the loaded model and the given order of free pages."""
-    loaded, page_size = common.loaded, common.page_size
-    directory = size.started_with or loaded.directory
-    model = Loaded.from_directory(directory).model if common.own_models else loaded.model
+    """Assemble an engine over a loaded model, with pages of NaN that are reused at once."""
+    directory = size.started_with or common.loaded.directory
     config = EngineConfig(
         model=str(common.loaded.directory),
         device="cpu",
         context_length=common.context_length,
         cache=CacheConfig(
-            page_size=page_size,
+            page_size=common.page_size,
             num_pages=size.num_pages,
             swap_pages=size.host_pages,
             prefix_cache=size.prefix_cache,
             dtype=size.kept_in,
         ),
+        offload=OffloadConfig()
+        if size.file_dir is None
+        else OffloadConfig(cpu_bytes=1, disk_dir=size.file_dir, disk_bytes=size.file_bytes),
         scheduler=SchedulerConfig(
             max_running_requests=size.num_slots,
             max_queued_requests=size.max_waiting,
@@ -477,87 +464,46 @@ def _engine(common: Common, size: Size) -> tuple[Engine, EngineConfig]:
         lora=size.lora,
         weights_dir=size.weights_directory,
     )
-    served, named = open_checkpoint(directory), UNNAMED
-    if size.weights_directory is not None:
-        named = content(stored_of(served, directory))
-    shape = resolve_shape(config, model.spec, dtype=model.dtype, free=1 << 40)
+    loaded = _loaded(common, config, directory)
+    shape = resolve_shape(config, loaded.model.spec, dtype=loaded.model.dtype, free=1 << 40)
     shape = replace(shape, tier_pages=size.tier_pages)
-    pool = KVPool(shape.layout, shape.num_pages, shape.device)
-    pool.tensor.fill_(0xFF)  # NaN: whoever reads what nobody wrote shall notice
-    num_host_pages = shape.host_pages + shape.tier_pages
-    host_pool = HostPool(shape.layout, num_host_pages, shape.device)
-    windows = shape.layout.windows
-    state_pages = shape.layout.state_pages
-    table = SlotTable(
-        config.scheduler.num_slots, shape.context_length, page_size, windows, state_pages
-    )
-    pages = PageAllocator(shape.num_pages, lifo=True)
-    cache = PrefixCache(page_size, pages, windows, state_pages, enabled=size.prefix_cache)
-    copier = PageCopier(pool, host_pool)
-    index, store = None, None
+    backend = TorchBackend.open(shape, common.make_stream())
+    backend.pool.tensor.fill_(0xFF)  # NaN: reads of pages that were never written fail
+    store = None
     if size.file_dir is not None:
-        servable = open_checkpoint(loaded.directory)
-        files = PageFiles(
-            size.file_dir,
-            host_pool.tensor.numpy(),
-            version=version_of({}, content(stored_of(servable, loaded.directory))),
-            num_bytes=size.file_bytes,
-        )
-        index = FileCache(files.num_slots, shape.layout.tables.width, files.found())
-        store = FileThreads(files, lambda: copier.tell())
-    tiers = CacheTiers(
-        HostCache(num_host_pages, index),
-        enabled=shape.tier_pages > 0,
-        cache=cache,
-        pages=pages,
-        tables=shape.layout.tables,
-        copier=copier,
+        version = version_of({}, _content(common.loaded.directory))
+        store = backend.open_files(config.offload, version)
+    core = EngineCore.make(
+        config,
+        shape,
+        loaded.limits(shape),
+        backend.copier,
         store=store,
-    )
-    stream = common.make_stream()
-    features = every_feature(
-        table, model.spec.vocabulary_size, model.spec.eos_token_ids, shape.device
-    )
-    library, shelf = (
-        AdapterCache(size.lora.max_cpu_loras, size.lora.max_cpu_lora_bytes),
-        shelf_of(size.lora, model),
-    )
-    load_all(size.lora, shelf, library)
-    adapters = AdapterManager(library, bank_of(size.lora, model, 1 << 40), table)
-    engine = Engine(
-        shape=shape,
-        model=model,
-        pool=pool,
-        table=table,
-        pages=pages,
-        cache=cache,
-        stream=stream,
-        features=features,
-        runner=ModelRunner(model, pool, host_pool, table, features, adapters, stream),
-        host_pool=host_pool,
-        tiers=tiers,
-        copier=copier,
-        adapters=adapters,
-        loader=AdapterLoader(shelf, library),
-        guides=GrammarCache(
-            common.loaded.directory,
-            model.spec.vocabulary_size,
-            model.spec.eos_token_ids,
-            AllPass(),
-        ),
-        weights=WeightUpdater(config, directory, served, model, named),
-        limits=RequestLimits(
-            context_length=shape.context_length,
-            vocabulary_size=model.spec.vocabulary_size,
-            tables=shape.layout.tables,
-            num_pages=shape.num_pages,
-            image_token_side=model.spec.image_token_side,
-        ),
-        constants={"model": str(common.loaded.directory)},
-        tokenizer_hash="",
         speculator=size.speculator,
+        lifo=True,
     )
-    return engine, config
+    return assemble(config, loaded, core, backend, AllPass()), config
+
+
+def _loaded(common: Common, config: EngineConfig, directory: Path) -> LoadedModel:
+    model = common.loaded.model
+    if common.own_models:
+        model = Loaded.from_directory(directory).model
+    weights_id: Future[bytes] = Future()
+    weights_id.set_result(UNNAMED if config.weights_dir is None else _content(directory))
+    return LoadedModel(
+        directory,
+        open_checkpoint(directory),
+        model,
+        {"model": str(common.loaded.directory)},
+        "",
+        weights_id,
+        bank_of(config.lora, model, 1 << 40),
+    )
+
+
+def _content(directory: Path) -> bytes:
+    return content(stored_of(open_checkpoint(directory), directory))
 
 
 def _pool(engine: Engine) -> PagePool:

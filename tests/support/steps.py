@@ -14,18 +14,17 @@ from common.requests.sampling import SamplingParams
 from engine.adapters.adapters import AdapterManager, no_adapters
 from engine.adapters.library import AdapterCache
 from engine.adapters.making import bank_of, load_all, shelf_of
+from engine.backend import TorchBackend
 from engine.batch.batch import ForwardMode, Ints, PageCopies, ScheduleBatch
 from engine.batch.holding import PageHolding
 from engine.batch.request import Request
 from engine.batch.table import SlotTable
-from engine.kv_cache.kv import HostPool, KVPool
 from engine.kv_cache.layout import KVLayout
 from engine.models import Model
 from engine.runner.graphs import Recorder
 from engine.runner.launched import LaunchedStep
-from engine.runner.runner import ModelRunner
-from engine.runner.stream import open_stream
 from engine.sampling.composition import every_feature
+from engine.sizing import EngineShape
 from tests.support.specs import make_request
 
 GREEDY = SamplingParams(max_tokens=10_000, seed=0, temperature=0.0)
@@ -50,32 +49,32 @@ class Steps:
         kept_in: torch.dtype | None = None,
         lora: LoraConfig | None = None,
     ) -> None:
-        kept = kept_in, model.spec.draft
-        layout = KVLayout.of(model.spec.layers, page_size, model.dtype, *kept)
+        layout = KVLayout.of(model.spec.layers, page_size, model.dtype, kept_in, model.spec.draft)
         num_pages = num_slots * layout.tables.pages_to_compute(context_length)
-        self.pool = KVPool(layout, num_pages, model.device)
+        shape = EngineShape(
+            tables=layout.tables,
+            context_length=context_length,
+            num_pages=num_pages,
+            host_pages=num_pages,
+            device=model.device,
+            dtype=model.dtype,
+            layout=layout,
+            prefill_tokens=context_length,
+        )
+        backend = TorchBackend.open(shape)
+        self.pool, self.host_pool, self.stream = backend.pool, backend.host_pool, backend.stream
         self.pool.tensor.fill_(0xFF)  # NaN
-        self.host_pool = HostPool(layout, num_pages, model.device)
         self.table = SlotTable(
             num_slots, context_length, page_size, layout.windows, layout.state_pages
         )
-        self.stream = open_stream(model.device)
         self.features = every_feature(
             self.table, model.spec.vocabulary_size, model.spec.eos_token_ids, model.device
         )
         self.adapters = (
             no_adapters(self.table) if lora is None else _adapters(lora, model, self.table)
         )
-        self.runner = ModelRunner(
-            model,
-            self.pool,
-            self.host_pool,
-            self.table,
-            self.features,
-            self.adapters,
-            self.stream,
-            recorder,
-        )
+        self.runner = backend.runner(model, self.table, self.features, self.adapters, recorder)
+        self._backend = backend
         self.overlap = overlap
         self.in_flight: LaunchedStep | None = None
         self._free = random.Random(0).sample(range(num_pages), num_pages)
@@ -182,6 +181,7 @@ class Steps:
 
     def close(self) -> None:
         self.stream.close()
+        self._backend.copier.close()
 
     def _finish(self, launched: LaunchedStep) -> None:
         result, batch = launched.result(), launched.batch
@@ -209,3 +209,20 @@ def _adapters(config: LoraConfig, model: Model, table: SlotTable) -> AdapterMana
 
 def _mode(starts: Ints, ends: Ints) -> ForwardMode:
     return ForwardMode.DECODE if (ends - starts == 1).all() else ForwardMode.MIXED
+
+
+class Recorder:
+    """A model that keeps the logits it gave."""
+
+    def __init__(self, model):
+        self.spec, self.device, self.dtype = model.spec, model.device, model.dtype
+        self.seen = []
+        self._model = model
+
+    def forward(self, batch, pool, future_tokens, adapted=None, late=None):
+        return self._model.forward(batch, pool, future_tokens, adapted, late)
+
+    def logits(self, hidden):
+        logits = self._model.logits(hidden)
+        self.seen.append(logits.clone())
+        return logits

@@ -22,17 +22,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from common.config import SchedulerConfig
+from common.config import EngineConfig, SchedulerConfig
+from common.page_tables import PageTables
 from common.request import RequestSpec
 from common.requests.sampling import SamplingParams
 from engine.batch.batch import BatchResult, ForwardMode, ScheduleBatch
 from engine.batch.forward import BatchBuilder
+from engine.batch.limits import RequestLimits
 from engine.batch.request import Request
 from engine.batch.table import SlotTable
-from engine.kv_cache.pages import PageAllocator
-from engine.kv_cache.radix import PrefixCache
+from engine.core import CoreShape, EngineCore
 from engine.loop.loop import EventLoop
-from engine.offload.tiers import no_tiers
 from engine.sampling.composition import SamplingFeatures, every_feature
 from engine.scheduler.scheduler import Scheduler
 from tools.bench.support import record
@@ -108,26 +108,18 @@ def measure(batch_size: int, steps: int, *, greedy: bool) -> dict[str, Any]:
     """Return microseconds of thread CPU time per decode step of `batch_size` requests."""
     length = PROMPT_TOKENS + steps + WARM_UP + 10
     num_pages = batch_size * (-(-length // PAGE_SIZE) + 1)
-    pages = PageAllocator(num_pages)
-    table = SlotTable(batch_size, length, PAGE_SIZE)
-    cache = PrefixCache(PAGE_SIZE, pages)
-    scheduler = Scheduler(
-        SchedulerConfig(  # decoding starts after all prompts are computed
-            max_running_requests=batch_size,
-            max_queued_requests=batch_size,
-            chunked_prefill_tokens=-1,
-            mixed_chunk=False,
-        ),
-        eos_token_ids=(EOS,),
-        vocabulary_size=VOCABULARY,
-        table=table,
-        pages=pages,
-        cache=cache,
-        tiers=no_tiers(cache, pages, table.tables),
-        on_admit=lambda request, pages: None,
+    config = SchedulerConfig(  # decoding starts after all prompts are computed
+        max_running_requests=batch_size, max_queued_requests=batch_size, mixed_chunk=False
     )
-    features = every_feature(table, VOCABULARY, (EOS,), torch.device("meta"))
-    role, runner = _BenchRole(scheduler), _NullRunner(BatchBuilder(table), features)
+    tables = PageTables(PAGE_SIZE)
+    core = EngineCore.make(
+        EngineConfig(model="none", scheduler=config),
+        CoreShape(tables, length, num_pages),
+        RequestLimits(length, VOCABULARY, tables, num_pages, eos_token_ids=(EOS,)),
+    )
+    scheduler = Scheduler(config, core, lambda request, pages: None)
+    features = every_feature(core.table, VOCABULARY, (EOS,), torch.device("meta"))
+    role, runner = _BenchRole(scheduler), _NullRunner(BatchBuilder(core.table), features)
     rng = np.random.default_rng(0)
     for key in range(batch_size):
         # Different lengths, so that the usual number of requests needs a page in each step.

@@ -8,6 +8,8 @@ from tools.codemod import names, tree
 
 PAGE = Path("docs/renames.md")
 SETTINGS = Path("common/config/renamed.py")
+# A "member" is a method that no codemod can rename, because other things have its old name. A
+# "module" has been merged into another one.
 _TITLES = {
     "setting": "Settings",
     "flag": "Flags",
@@ -18,6 +20,7 @@ _TITLES = {
     "class": "Classes",
     "function": "Functions",
     "method": "Methods",
+    "member": "Methods of scheduler and request",
 }
 _SETTINGS = '''"""Old names of settings. They fail at the start with an error that has the new name.
 
@@ -63,7 +66,10 @@ def page() -> str:
         "`python -m tools.codemod docs` generates it. A process that gets an old setting does not\n"
         "start, and names the new one.\n"
     ]
-    moves = ((f"`{old}`", f"`{new}`" if new else "deleted") for old, new in _moves())
+    merged = [(row["old"], row["new"]) for row in rows if row["kind"] == "module"]
+    moves = (
+        (f"`{old}`", f"`{new}`" if new else "deleted") for old, new in sorted([*_moves(), *merged])
+    )
     modules = _table("Modules", ("Old path", "New path"), moves)
     for kind, title in _TITLES.items():
         found = sorted(

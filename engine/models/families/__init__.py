@@ -11,24 +11,19 @@ from common.errors import ConfigError
 from engine.models.decoder import DecoderSpec
 from engine.models.families.deepseek import deepseek_v2, deepseek_v3
 from engine.models.families.dots1 import dots1
-from engine.models.families.gemma2 import gemma2
-from engine.models.families.gemma3 import gemma3
+from engine.models.families.gemma import gemma2, gemma3
 from engine.models.families.gpt_oss import gpt_oss
 from engine.models.families.llama import llama
-from engine.models.families.mistral import mistral
-from engine.models.families.mixtral import mixtral
-from engine.models.families.qwen2 import qwen2
-from engine.models.families.qwen2_5_vl import qwen2_5_vl
-from engine.models.families.qwen2_moe import qwen2_moe
-from engine.models.families.qwen3 import qwen3
-from engine.models.families.qwen3_5 import (
+from engine.models.families.mistral import mistral, mixtral
+from engine.models.families.qwen2 import qwen2, qwen2_5_vl, qwen2_moe
+from engine.models.families.qwen3 import qwen3, qwen3_moe
+from engine.models.families.qwen3_hybrid import (
     qwen3_5,
     qwen3_5_moe,
     qwen3_5_moe_with_images,
     qwen3_5_with_images,
+    qwen3_next,
 )
-from engine.models.families.qwen3_moe import qwen3_moe
-from engine.models.families.qwen3_next import qwen3_next
 from engine.models.fields import Fields, eos_token_ids
 from engine.models.heads import with_heads
 

@@ -1,11 +1,14 @@
-"""Mistral: all layers may have a sliding window."""
+"""Mistral, whose layers may have a sliding window, and Mixtral, the same with experts."""
 
 from dataclasses import replace
 
+from engine.models.blocks.experts import Experts
 from engine.models.blocks.layer import LayerSpec
 from engine.models.decoder import DecoderSpec
-from engine.models.families import common
+from engine.models.families import common, moe
 from engine.models.fields import Fields
+from engine.models.quantized.experts import SeparateExperts
+from kernels.experts.routing import Routing
 
 
 def mistral(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
@@ -14,5 +17,23 @@ def mistral(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
     mixer = replace(common.attention(config, common.even_head_dim(config)), window=window)
     norm = common.norm(config)
     layer = LayerSpec(mixer, common.dense(config), norm)
+    layers = [layer] * config.integer("num_hidden_layers")
+    return common.decoder(config, eos_token_ids, layers, norm)
+
+
+def mixtral(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
+    norm = common.norm(config, eps=1e-5)
+    window = config.integer("sliding_window") if "sliding_window" in config else None
+    mixer = common.attention(config, common.even_head_dim(config), rope_theta=1e6)
+    count = config.integer("num_local_experts", 8)
+    experts = Experts(
+        count=count,
+        intermediate_size=config.integer("intermediate_size"),
+        gate=common.activation(config),
+        routing=Routing(moe.per_token(config, count, 2), normalise=True),
+        module="block_sparse_moe",
+        storage=SeparateExperts("w1", "w3", "w2"),
+    )
+    layer = LayerSpec(replace(mixer, window=window), experts, norm)
     layers = [layer] * config.integer("num_hidden_layers")
     return common.decoder(config, eos_token_ids, layers, norm)

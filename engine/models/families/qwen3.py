@@ -1,10 +1,10 @@
-"""Qwen3: norms of queries and keys in place of Qwen2's biases."""
+"""Qwen3 and Qwen3-MoE: norms of queries and keys in place of Qwen2's biases."""
 
 from dataclasses import replace
 
 from engine.models.blocks.layer import LayerSpec
 from engine.models.decoder import DecoderSpec
-from engine.models.families import common
+from engine.models.families import common, moe
 from engine.models.families.qwen2 import windows
 from engine.models.fields import Fields
 
@@ -16,4 +16,17 @@ def qwen3(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
     )
     ffn = common.dense(config)
     layers = [LayerSpec(replace(mixer, window=window), ffn, norm) for window in windows(config)]
+    return common.decoder(config, eos_token_ids, layers, norm)
+
+
+def qwen3_moe(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
+    bias, norm = config.flag("attention_bias", False), common.norm(config)
+    windowed = config.flag("use_sliding_window", False) and not config.is_null("sliding_window")
+    mixer = replace(
+        common.attention(
+            config, common.even_head_dim(config), qkv_bias=bias, output_bias=bias, qk_norm=norm
+        ),
+        window=config.integer("sliding_window", 4096) if windowed else None,
+    )
+    layers = [LayerSpec(mixer, ffn, norm) for ffn in moe.nets(config, moe.experts(config))]
     return common.decoder(config, eos_token_ids, layers, norm)

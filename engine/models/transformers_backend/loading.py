@@ -1,24 +1,71 @@
-"""Loads a class of transformers with its weights, on the device, in the compute dtype."""
+"""Loads a class of transformers with its weights, on the device, in the compute dtype.
+
+A checkpoint's tensors are read as floats, under the names of the transformers class. A quantised
+matrix is converted when it is read, not before.
+"""
 
 import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import EllipsisType
 
 import torch
 import transformers
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from common.config import Quantize
 from common.errors import ConfigError
-from engine.models.checkpoint import Checkpoint
+from engine.models.checkpoint import Checkpoint, TensorRequest
 from engine.models.linear import form_of
 from engine.models.linear.dense import DenseForm
-from engine.models.quantized.as_floats import as_floats
 from engine.models.quantized.protocol import Scheme
 from engine.models.spec import ModelSpec
 from engine.models.transformers_backend.attention import NAME, CurrentStep, PagedLayer, attach
 from engine.models.transformers_backend.held import hold
 from engine.models.transformers_backend.model import TransformersModel
 from engine.models.transformers_backend.skeleton import MetaModel, config_of
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """A tensor that `[...]` reads, as slices of safetensors are read. On any thread."""
+
+    read: Callable[[], Tensor]
+
+    def __getitem__(self, everything: EllipsisType) -> Tensor:
+        return self.read()
+
+
+def as_floats(checkpoint: Checkpoint, scheme: Scheme) -> dict[str, Unread]:
+    """Return the tensors by name.
+
+    Raises:
+        ConfigError: parts of a matrix are missing, or have other shapes or dtypes.
+    """
+    wanted: dict[str, TensorRequest] = {}
+    matrices: dict[str, Unread] = {}
+    for name in checkpoint.tensors:
+        module = name.removesuffix(scheme.numbers)
+        if module != name and not checkpoint.has_floats(f"{module}.weight"):
+            rows, columns = scheme.shape(module, checkpoint)
+            wanted |= scheme.wanted(module, rows, columns, checkpoint)
+            read = partial(_matrix, scheme, module, rows, columns, checkpoint)
+            matrices[f"{module}.weight"] = Unread(read)
+    ignored = tuple(scheme.ignored)
+    whole = [n for n in checkpoint.tensors if n not in wanted and not n.endswith(ignored)]
+    for name in whole:
+        stored = checkpoint.tensors[name]
+        wanted[name] = TensorRequest(stored.shape, (stored.dtype,))
+    checkpoint.check(wanted, scheme.ignored)
+    return matrices | {name: Unread(partial(checkpoint.read, name)) for name in whole}
+
+
+def _matrix(scheme: Scheme, module: str, rows: int, columns: int, checkpoint: Checkpoint) -> Tensor:
+    return scheme.matrix(module, rows, columns, checkpoint).floats()
+
 
 log = logging.getLogger(__name__)
 

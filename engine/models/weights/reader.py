@@ -1,14 +1,22 @@
-"""A Source that reads a checkpoint's tensors for a decoder's blocks, each once."""
+"""A Source that reads a checkpoint's tensors for a decoder's blocks, each once.
 
-from collections.abc import Iterator, Mapping
+The system reads requested ranges ahead on its own, so the disk works while earlier matrices are
+converted. That takes no memory of this process.
+"""
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from common.config import Quantize
+from common.logs import kv
 from common.process.allocator import trim
-from engine.models.checkpoint import Checkpoint, own_copy
+from engine.models.checkpoint import Checkpoint, StoredTensor, own_copy
 from engine.models.decoder import Decoder, DecoderSpec
 from engine.models.linear import (
     ExpertNet,
@@ -25,8 +33,51 @@ from engine.models.quantized.experts import ExpertLocation, ExpertShape
 from engine.models.quantized.plain import PLAIN
 from engine.models.quantized.protocol import Scheme, storing
 from engine.models.refill import refill
-from engine.models.weights.ahead import ReadAhead
 from engine.models.weights.survey import TensorNeeds, form_for, survey
+
+AHEAD_BYTES = 512 << 20
+TOLD_EVERY_S = 10.0
+
+log = logging.getLogger(__name__)
+
+
+class ReadAhead:
+    """The read-ahead of a checkpoint while a model is loaded.
+
+    Args:
+        tensors: by name, in the approximate order in which they will be read.
+        files: keeps the shards open.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, StoredTensor],
+        files: OpenFiles,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._left = {name: tensor.num_bytes for name, tensor in tensors.items()}
+        self._total = sum(self._left.values())
+        self._read = 0
+        self._files = files
+        self._coming = iter(tensors.values())
+        self._asked = 0  # bytes
+        self._clock = clock
+        self._told = clock()
+
+    def reads(self, name: str) -> None:
+        """Note that a tensor is read now. Repeated calls for a tensor change nothing."""
+        self._read += self._left.pop(name, 0)
+        while self._asked < self._read + AHEAD_BYTES:
+            tensor = next(self._coming, None)
+            if tensor is None:
+                break
+            with contextlib.suppress(OSError):  # a file system without support for hints
+                self._files.ask_for(tensor.path, tensor.offset, tensor.num_bytes)
+            self._asked += tensor.num_bytes
+        if self._clock() >= self._told + TOLD_EVERY_S:
+            self._told = self._clock()
+            share = f"{100 * self._read // self._total} %"
+            log.info("weights %s", kv(read=share, mib=self._read >> 20, of_mib=self._total >> 20))
 
 
 @dataclass(frozen=True, slots=True)

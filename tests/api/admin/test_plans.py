@@ -11,6 +11,7 @@ from common.errors import InvalidRequest
 from protos.router_pb2 import GetClusterRequest, Plan, PlanEvent, TellPlanRequest
 from router.workers.asking import SiblingProcesses
 from tests.api.rig import failure, router_for
+from tests.support.fake_clock import FakeClock
 from tests.support.http_client import get
 
 ALONE = SiblingProcesses({})
@@ -41,12 +42,12 @@ async def test_what_a_planner_tells_is_part_of_the_cluster(model: Path) -> None:
 
 
 def test_processes_answer_for_each_other_with_the_newest() -> None:
-    now = [100.0]
-    first, second, silent = (Plans(ALONE, lambda: now[0]) for _ in range(3))
+    clock = FakeClock()
+    first, second, silent = (Plans(ALONE, clock) for _ in range(3))
     first.take(plan([("a", 3.0)], acts=True))
-    now[0] += 1.0
+    clock.now += 1.0
     second.take(plan([("c", 0.0), ("b", 2.0)]))
-    now[0] += 1.0
+    clock.now += 1.0
     whole = together([each.own() for each in (first, silent, second)])
     assert (whole.acts, whole.ago_s) == (False, 1.0)
     assert [(event.what, event.ago_s) for event in whole.events] == [("c", 1), ("b", 3), ("a", 5)]
@@ -54,10 +55,10 @@ def test_processes_answer_for_each_other_with_the_newest() -> None:
 
 
 def test_no_more_is_kept_than_the_last_events() -> None:
-    now = [0.0]
-    own = Plans(ALONE, lambda: now[0])
+    clock = FakeClock()
+    own = Plans(ALONE, clock)
     for number in range(NUM_KEPT + 3):
-        now[0] += 1.0
+        clock.now += 1.0
         own.take(plan([(str(number), 0.0)]))
     newest = [str(NUM_KEPT + 2 - number) for number in range(NUM_KEPT)]
     assert [event.what for event in own.own().events] == newest

@@ -7,20 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from api.auth.usage import TokenBucket
+from tests.support.fake_clock import FakeClock
 
 SECOND = 10**9
 
 
-class Clock:
-    def __init__(self):
-        self.now = 123_456_789
-
-    def __call__(self):
-        return self.now
-
-
 def test_a_minutes_worth_is_there_at_once_and_then_as_many_as_time_brings():
-    clock = Clock()
+    clock = FakeClock(123_456_789)
     bucket = TokenBucket(3, clock)
     for _ in range(3):
         assert bucket.wait_s(1) == 0
@@ -33,7 +26,7 @@ def test_a_minutes_worth_is_there_at_once_and_then_as_many_as_time_brings():
 
 
 def test_what_was_taken_too_much_comes_in_first():
-    clock = Clock()
+    clock = FakeClock(123_456_789)
     bucket = TokenBucket(60, clock)
     bucket.take(60 + 30)
     assert (bucket.remaining, bucket.wait_s(1)) == (0, pytest.approx(31))
@@ -47,7 +40,7 @@ def test_what_was_taken_too_much_comes_in_first():
     events=st.lists(st.tuples(st.integers(0, 10**11), st.integers(1, 10**7)), max_size=30),
 )
 def test_it_counts_exactly(per_minute, events):
-    clock = Clock()
+    clock = FakeClock(123_456_789)
     bucket = TokenBucket(per_minute, clock)
     level = Fraction(per_minute)
     for passed, number in events:

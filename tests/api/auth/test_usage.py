@@ -5,21 +5,14 @@ import pytest
 from api.auth.api_keys import KeyLimits
 from api.auth.usage import KeyUsage
 from common.errors import InvalidRequest, RateLimited
+from tests.support.fake_clock import FakeClock
 
 SECOND = 10**9
 
 
-class Clock:
-    def __init__(self):
-        self.now = 0
-
-    def __call__(self):
-        return self.now
-
-
 @pytest.fixture
 def clock():
-    return Clock()
+    return FakeClock(0)
 
 
 def test_requests_that_come_together_are_counted_together_or_not_at_all(clock):

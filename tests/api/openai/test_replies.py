@@ -8,7 +8,7 @@ from api.dialect.endpoint_call import EndpointReply
 from api.dialect.origin import RequestOrigin
 from api.openai.completions import CompletionsEndpoint
 from api.requests.answer import OutputChunk
-from tests.support.pipe import Client
+from tests.support.http_client import Client
 
 
 @pytest.fixture

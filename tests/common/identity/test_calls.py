@@ -31,7 +31,7 @@ from common.identity.refusals import uncounted
 from common.identity.roles import ROLES
 from common.identity.secret import SecretKeys, new_secret, operator_keys
 from protos import decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc, router_pb2
-from tests.support.refused_stream import end_of_stream
+from tests.support.grpc_calls import end_of_stream
 
 Code = grpc.StatusCode
 SECRET, OTHER = new_secret(), new_secret()

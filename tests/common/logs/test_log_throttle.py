@@ -6,21 +6,14 @@ import threading
 import pytest
 
 from common.logs.throttle import Throttle, ThrottledLog
+from tests.support.fake_clock import FakeClock
 
 SENTENCE = "client connection rejected"
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock():
-    return Clock()
+    return FakeClock()
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from common.page_tables import PageTables
-from engine.scheduler.outcome import CorruptPrefix
+from engine.scheduler.residents import CorruptPrefix
 from kvtransfer.ports import InvalidateCommand, InvalidateEvent
 from node.sharing.corrupt_prefixes import EVERY_S, MOST, CorruptPrefixes
 from tests.kvtransfer.prefix_sides import Memory, Posts

@@ -11,7 +11,7 @@ from cli.demo import DIRECTORY
 from engine.models import Model, load
 from engine.models.linear import onednn
 from kernels import device
-from tests.support.compiled import operators_here
+from tests.support.devices import operators_here
 from tests.support.steps import Steps
 from tools.demo.evaluate import CASES, Case
 from tools.demo.rows import RowEncoder

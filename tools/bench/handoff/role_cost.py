@@ -17,7 +17,13 @@ from typing import Any, NoReturn, cast
 import numpy as np
 import torch
 
-from common.config import DecodeConfig, PrefillConfig, PrefixSharingConfig, SchedulerConfig
+from common.config import (
+    DecodeConfig,
+    EngineConfig,
+    PrefillConfig,
+    PrefixSharingConfig,
+    SchedulerConfig,
+)
 from common.errors import FailedPrecondition
 from common.page_tables import PageTables
 from common.request import Remaining, RequestSpec
@@ -32,14 +38,11 @@ from engine.adapters.shelf import no_shelf
 from engine.batch.batch import BatchResult, ScheduleBatch
 from engine.batch.limits import RequestLimits
 from engine.batch.request import Ints, Request
-from engine.batch.table import SlotTable
 from engine.build import Engine
+from engine.core import CoreShape, EngineCore
 from engine.grammar.grammar_verifier import SubprocessVerifier
 from engine.grammar.guides import GrammarCache
 from engine.kv_cache.cache_events import CacheEvents
-from engine.kv_cache.pages import PageAllocator
-from engine.kv_cache.radix import PrefixCache
-from engine.offload.tiers import no_tiers
 from engine.scheduler.scheduler import Scheduler
 from kvtransfer.messages import HandoffId, Prompt
 from kvtransfer.ports import (
@@ -175,15 +178,12 @@ _BESIDE = ("its first decode step, its end",)  # shown, but not part of the hand
 
 def owner(load: Load) -> dict[str, Any]:
     """Measure a prefill node's side: opened, granted, admitted, computed, published, dropped."""
-    pages, cache, table, limits = _engine(load)
+    core = _core(load)
     port, front, clock = _Port(), _Front(), _Clock()
-    weights = _weights(pages, cache, port)
-    engine = _Engine(load, pages, cache, table, limits)
-    runtime = _Runtime(
-        front, _desk(front, pages, cache, weights), _sharing(pages, cache, weights), weights
-    )
+    weights = _weights(core, port)
+    runtime = _Runtime(front, _desk(front, core, weights), _sharing(core, weights), weights)
     config = PrefillConfig.model_validate({"engine": {"model": "none"}})
-    role = prefill_engine.make_role(cast(Engine, engine), runtime, config)
+    role = prefill_engine.make_role(cast(Engine, _Engine(core)), runtime, config)
     sampling = SamplingParams(max_tokens=64, seed=1, temperature=0.0, ignore_eos=True)
     descriptors = 0
     for number, prompt in enumerate(load.prompts()):
@@ -201,27 +201,19 @@ def owner(load: Load) -> dict[str, Any]:
         port.posted.clear()
         port.waiting = [ClosedEvent(number, id, True, "")]
         clock.run("drop", role.poll)
-    pages.check()
+    core.pages.check()
     return clock.row("owner", load, descriptors)
 
 
 class _Engine:
     """The parts of an engine that a role needs."""
 
-    def __init__(
-        self,
-        load: Load,
-        pages: PageAllocator,
-        cache: PrefixCache,
-        table: SlotTable,
-        limits: RequestLimits,
-    ) -> None:
-        self.pages, self.cache, self.limits, self.guides = pages, cache, limits, _GUIDES
-        self.adapters = no_adapters(table)
-        self.tiers = no_tiers(cache, pages, PageTables(PAGE_SIZE))
-        self.shape = SimpleNamespace(layout=SimpleNamespace(tables=PageTables(PAGE_SIZE)))
+    def __init__(self, core: EngineCore) -> None:
+        self.pages, self.cache, self.tiers = core.pages, core.cache, core.tiers
+        self.limits, self.guides, self.adapters = core.limits, _GUIDES, no_adapters(core.table)
+        self.shape = SimpleNamespace(layout=SimpleNamespace(tables=core.shape.tables))
         self.pool = SimpleNamespace(page_bytes=PAGE_SIZE)
-        self.scheduler = lambda config, on_admit: _scheduler(load, pages, cache, table, on_admit)
+        self.scheduler = lambda config, on_admit: _scheduler(core, on_admit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,39 +276,37 @@ class _NoProfiler:
         raise FailedPrecondition("this bench asks for none")
 
 
-def _weights(pages: PageAllocator, cache: PrefixCache, port: TransferPort) -> WeightSharing:
+def _weights(core: EngineCore, port: TransferPort) -> WeightSharing:
     return WeightSharing(
         _Weights(),
         instance=READER,
-        cache=cache,
-        pages=pages,
+        cache=core.cache,
+        pages=core.pages,
         pool=torch.empty(1, PAGE_SIZE, dtype=torch.uint8),
         port=port,
         tell=lambda: None,
     )
 
 
-def _desk(
-    front: "_Front", pages: PageAllocator, cache: PrefixCache, weights: WeightSharing
-) -> EngineControl:
+def _desk(front: "_Front", core: EngineCore, weights: WeightSharing) -> EngineControl:
     return EngineControl(
         front,
-        pages_by_holder=pages.by_holder,
+        pages_by_holder=core.pages.by_holder,
         steps_finished=lambda: 0,
-        cache=CacheEvents(cache),
+        cache=CacheEvents(core.cache),
         adapters=AdapterLoader(no_shelf(), AdapterCache(0, 0)),
         operations=EngineOperations(_Weights(), weights, _Memory(), _NoProfiler()),
     )
 
 
-def _sharing(pages: PageAllocator, cache: PrefixCache, weights: WeightSharing) -> PrefixSharing:
+def _sharing(core: EngineCore, weights: WeightSharing) -> PrefixSharing:
     return PrefixSharing(
         PrefixSharingConfig(),
         instance=READER,
         page_bytes=PAGE_SIZE,
-        cache=cache,
-        pages=pages,
-        tiers=no_tiers(cache, pages, PageTables(PAGE_SIZE)),
+        cache=core.cache,
+        pages=core.pages,
+        tiers=core.tiers,
         tables=PageTables(PAGE_SIZE),
         weights=weights,
     )
@@ -325,17 +315,14 @@ def _sharing(pages: PageAllocator, cache: PrefixCache, weights: WeightSharing) -
 def reader(load: Load) -> dict[str, Any]:
     """Measure a decode node's side: submitted, opened, granted, first token, reads ended,
     joined."""
-    pages, cache, table, limits = _engine(load)
+    core = _core(load)
     port, front, clock = _Port(), _Front(), _Clock()
-    weights = _weights(pages, cache, port)
-    engine = _Engine(load, pages, cache, table, limits)
-    runtime = _Runtime(
-        front, _desk(front, pages, cache, weights), _sharing(pages, cache, weights), weights
-    )
+    weights = _weights(core, port)
+    runtime = _Runtime(front, _desk(front, core, weights), _sharing(core, weights), weights)
     config = DecodeConfig.model_validate(
         {"engine": {"model": "none"}, "transfer": {"canary_tokens": 0}}
     )
-    role = decode_engine.make_role(cast(Engine, engine), runtime, config)
+    role = decode_engine.make_role(cast(Engine, _Engine(core)), runtime, config)
     port.waiting = [ProducerUp(OWNER, ADDRESS, "cma", 5.0)]
     role.poll()
     # Two tokens: the hand-off's, and one of a decode step, which ends the request.
@@ -362,55 +349,36 @@ def reader(load: Load) -> dict[str, Any]:
         clock.run(_BESIDE[0], lambda: _step(role))
         if front.ended != number + 1:
             raise RuntimeError("a request did not end with its second token")
-    pages.check()
+    core.pages.check()
     return clock.row("reader", load, descriptors)
 
 
 def plain(load: Load) -> dict[str, Any]:
     """Measure scheduling of the same prompt's prefill without a hand-off, as any engine does it."""
-    pages, cache, table, _ = _engine(load)
+    core = _core(load)
     clock = _Clock()
-    scheduler = _scheduler(load, pages, cache, table, lambda request, pages: None)
+    scheduler = _scheduler(core, lambda request, pages: None)
     sampling = SamplingParams(max_tokens=1, seed=1, temperature=0.0, ignore_eos=True)
     for number, prompt in enumerate(load.prompts()):
         spec = RequestSpec(request_id="request", token_ids=prompt.tobytes(), sampling=sampling)
         request = Request.of(spec, key=number, deadline=time.monotonic() + 60.0, arrived=0.0)
         clock.run("add", partial(scheduler.add, request))
         clock.run("admit, compute, end", lambda: _step(scheduler))
-    pages.check()
+    core.pages.check()
     return clock.row("plain prefill", load, 0)
 
 
-def _engine(load: Load) -> tuple[PageAllocator, PrefixCache, SlotTable, RequestLimits]:
-    context = load.num_tokens + PAGE_SIZE
-    pages = PageAllocator(load.num_pages)
-    return (
-        pages,
-        PrefixCache(PAGE_SIZE, pages),
-        SlotTable(SLOTS, context, PAGE_SIZE),
-        RequestLimits(context, VOCABULARY, PageTables(PAGE_SIZE), load.num_pages),
+def _core(load: Load) -> EngineCore:
+    context, tables = load.num_tokens + PAGE_SIZE, PageTables(PAGE_SIZE)
+    return EngineCore.make(
+        EngineConfig(model="none", scheduler=SchedulerConfig(max_running_requests=SLOTS)),
+        CoreShape(tables, context, load.num_pages, chunk_tokens=load.num_tokens),
+        RequestLimits(context, VOCABULARY, tables, load.num_pages),
     )
 
 
-def _scheduler(
-    load: Load,
-    pages: PageAllocator,
-    cache: PrefixCache,
-    table: SlotTable,
-    on_admit: Callable[[Any, Ints], None],
-) -> Scheduler:
-    return Scheduler(
-        SchedulerConfig.model_validate(
-            {"max_running_requests": SLOTS, "chunked_prefill_tokens": load.num_tokens}
-        ),
-        eos_token_ids=(),
-        vocabulary_size=VOCABULARY,
-        table=table,
-        pages=pages,
-        cache=cache,
-        tiers=no_tiers(cache, pages, PageTables(PAGE_SIZE)),
-        on_admit=on_admit,
-    )
+def _scheduler(core: EngineCore, on_admit: Callable[[Any, Any], None]) -> Scheduler:
+    return Scheduler(SchedulerConfig(max_running_requests=SLOTS), core, on_admit)
 
 
 def _step(role: PrefillRole | DecodeRole | Scheduler) -> None:

@@ -13,21 +13,20 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.config import SchedulerConfig
+from common.config import CacheConfig, EngineConfig, SchedulerConfig
 from common.request import RequestSpec
 from common.requests.sampling import SamplingParams
 from engine.adapters.adapters import no_adapters
 from engine.batch.batch import BatchResult, BatchRunner, LaunchedBatch, ScheduleBatch
 from engine.batch.holding import PageHolding
+from engine.batch.limits import RequestLimits
 from engine.batch.request import Request
-from engine.batch.table import SlotTable
+from engine.core import CoreShape, EngineCore
 from engine.kv_cache.kv import HostPool, KVPool
 from engine.kv_cache.layout import KVLayout
-from engine.kv_cache.pages import PageAllocator, PageHolder
-from engine.kv_cache.radix import PrefixCache
+from engine.kv_cache.pages import PageHolder
 from engine.loop.loop import EventLoop
 from engine.models import Model
-from engine.offload.tiers import no_tiers
 from engine.runner.graphs import CudaRecorder, Graph, Recorder
 from engine.runner.runner import ModelRunner
 from engine.runner.stream import DeviceStream, StreamEvent, open_stream
@@ -91,32 +90,24 @@ class DecodeEngine:
     ) -> None:
         """Create the batch. context: tokens of each request when its first step begins."""
         longest = context + 1024
-        table = SlotTable(batch, longest, PAGE_SIZE)
-        pages = PageAllocator(pool.num_pages)
+        spec, tables = model.spec, pool.layout.tables
+        config = SchedulerConfig(max_running_requests=batch, max_queued_requests=batch)
+        core = EngineCore.make(
+            EngineConfig(model="none", scheduler=config, cache=CacheConfig(prefix_cache=False)),
+            CoreShape(tables, longest, pool.num_pages),
+            RequestLimits(longest, spec.vocabulary_size, tables, pool.num_pages),
+        )
+        table = core.table
         self._stream = TimedStream(open_stream(model.device), setting.clock)
         recorder = _recorder(setting) if way.graphs else None
         host_pool = HostPool(pool.layout, 0, model.device)
-        features = every_feature(
-            table, model.spec.vocabulary_size, model.spec.eos_token_ids, model.device
-        )
+        features = every_feature(table, spec.vocabulary_size, spec.eos_token_ids, model.device)
         runner = ModelRunner(
             model, pool, host_pool, table, features, no_adapters(table), self._stream, recorder
         )
         if way.graphs:
             runner.capture(batch)
-        cache = PrefixCache(PAGE_SIZE, pages, enabled=False)
-        self._scheduler = Scheduler(
-            SchedulerConfig(
-                max_running_requests=batch, max_queued_requests=batch, chunked_prefill_tokens=-1
-            ),
-            eos_token_ids=(),
-            vocabulary_size=model.spec.vocabulary_size,
-            table=table,
-            pages=pages,
-            cache=cache,
-            tiers=no_tiers(cache, pages, table.tables),
-            on_admit=lambda request, pages: None,
-        )
+        self._scheduler = Scheduler(config, core, lambda request, pages: None)
         self._role = _Role(self._scheduler)
         self._runner = _TimedRunner(runner)
         self._loop = EventLoop(self._role, self._runner, overlap=way.overlap)

@@ -1,6 +1,25 @@
-"""The error of a caller whose stream is refused while the caller writes."""
+"""gRPC calls that fail: repeated, or refused while the caller writes."""
+
+import json
 
 import grpc
+
+SERVICE_CONFIG = {
+    "methodConfig": [
+        {
+            "name": [{"service": "baton.v1.Router"}],
+            "waitForReady": True,
+            "retryPolicy": {
+                "maxAttempts": 5,
+                "initialBackoff": "0.1s",
+                "maxBackoff": "1s",
+                "backoffMultiplier": 2,
+                "retryableStatusCodes": ["UNAVAILABLE", "CANCELLED"],
+            },
+        }
+    ]
+}
+OPTIONS = (("grpc.service_config", json.dumps(SERVICE_CONFIG)),)
 
 
 def end_of_stream(address: str, method: str, said: bytes) -> tuple[grpc.StatusCode, str]:

@@ -41,7 +41,7 @@ class StalledEngine(Protocol):
         ...
 
 
-def tell(seconds: float, role: StalledEngine) -> None:
+def report(seconds: float, role: StalledEngine) -> None:
     """Log all queues, every open hand-off, the last events of requests, and every thread's
     stack."""
     log.error("engine stalled, terminating %s", kv(seconds=seconds, **role.queues()))

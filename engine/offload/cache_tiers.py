@@ -14,7 +14,7 @@ page of tokens that they belong to. A request can continue after a page for whic
 present.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 
 import numpy as np
@@ -29,13 +29,48 @@ from engine.kv_cache.page_keys import PageKey
 from engine.kv_cache.pages import PageAllocator, PageHolder
 from engine.kv_cache.radix import PrefixCache
 from engine.kv_cache.radix_nodes import RadixNode
-from engine.offload.brought import TierLoads
 from engine.offload.copies import TierCopier, TierCopies, TierCopy
 from engine.offload.file_tier import FileTier, PageStore
 from engine.offload.host_cache import HostCache
 from engine.offload.page_files import FileFault, SlotRead, SlotWrite
+from engine.offload.page_records import PageRecord
 from engine.offload.saves import TierSaves
-from engine.offload.ways import TierMatch, TierMatches
+from engine.offload.tier_matches import TierMatch, TierMatches
+
+
+class TierLoads:
+    """Loaded pages that no request has used yet. Engine thread only.
+
+    Attributes:
+        used_pages: pages of tokens, since the start. Key: whether only a file had them.
+    """
+
+    def __init__(self) -> None:
+        self.used_pages = {False: 0, True: 0}
+        self._unused: dict[PageKey, bool] = {}
+
+    def __bool__(self) -> bool:
+        """Return whether there are unused pages."""
+        return bool(self._unused)
+
+    def add(self, pages: Mapping[PageKey, bool]) -> None:
+        """Add pages that are now in the tree. Values: whether only a file had the page."""
+        self._unused.update(pages)
+
+    def used(self, keys: Iterable[PageKey]) -> None:
+        """Note that a request continues from these pages. Each page counts once."""
+        for key in keys:
+            filed = self._unused.pop(key, None)
+            if filed is not None:
+                self.used_pages[filed] += 1
+
+    def left(self, keys: Iterable[PageKey]) -> None:
+        """Note that the tree has evicted these."""
+        for key in keys:
+            self._unused.pop(key, None)
+
+    def clear(self) -> None:
+        self._unused.clear()
 
 
 class CacheTiers:
@@ -56,14 +91,16 @@ class CacheTiers:
         cache: PrefixCache,
         pages: PageAllocator,
         tables: PageTables,
-        copier: TierCopier,
+        copier: TierCopier | None = None,
         store: PageStore | None = None,
     ) -> None:
         """Create the tiers, and connect them to the tree if `enabled`.
 
         Args:
+            copier: may be None if not `enabled`.
             store: the store that the index in `host` describes, if there are files.
         """
+        copier = copier or _NoCopier()
         self.host = host
         self.files = FileTier(host, store or _NoStore(), width=tables.width)
         self.saves = TierSaves(host, pages, copier, width=tables.width, saved=self.files.saved)
@@ -243,12 +280,6 @@ class CacheTiers:
             then()
 
 
-def no_tiers(cache: PrefixCache, pages: PageAllocator, tables: PageTables) -> CacheTiers:
-    """Return disabled tiers, which keep nothing."""
-    host, copier = HostCache(0), _NoCopier()
-    return CacheTiers(host, enabled=False, cache=cache, pages=pages, tables=tables, copier=copier)
-
-
 class _NoCopier:
     def save(self, copies: PageCopies) -> TierCopy:
         raise EngineFault("there is no tier to copy to")
@@ -258,6 +289,11 @@ class _NoCopier:
 
 
 class _NoStore:
+    num_slots = 0
+
+    def found(self) -> Sequence[tuple[int, PageRecord]]:
+        return ()
+
     def write(self, writes: Sequence[SlotWrite]) -> Future[list[FileFault | None]]:
         raise EngineFault("there are no files to write to")
 

@@ -1,27 +1,30 @@
-"""Fields that Qwen3-Next and Qwen3.5 have in common.
+"""Qwen3-Next and Qwen3.5, with or without experts.
 
 Three layers with a gated delta net alternate with one attention layer, whose output is gated and
-whose heads are partially rotated.
+whose heads are partially rotated. Qwen3.5 is standalone or a part of the multimodal model. Images
+are not served.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 
 from engine.models.blocks.attention import Attention
-from engine.models.blocks.delta_net import DeltaNet, Projection
+from engine.models.blocks.delta_net import ByKeyHead, ByKind, DeltaNet, Projection
+from engine.models.blocks.layer import LayerSpec
 from engine.models.blocks.norm import Norm
 from engine.models.blocks.protocol import FfnSpec
 from engine.models.decoder import DecoderSpec
 from engine.models.drafting import BodySpec, DraftSpec, InnerNorms
-from engine.models.families import common
+from engine.models.families import common, moe
 from engine.models.fields import Fields
+from engine.models.quantized.experts import StackedTensor
 
 _KINDS = ("linear_attention", "full_attention")
 _DRAFTS = "mtp."
 _INNER_NORMS = InnerNorms("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", recurring=True)
 
 
-def with_drafts(spec: DecoderSpec, config: Fields, ffn: FfnSpec) -> DecoderSpec:
+def _with_drafts(spec: DecoderSpec, config: Fields, ffn: FfnSpec) -> DecoderSpec:
     """Return the spec with the checkpoint's MTP layer as the offered draft layer. It is one more
     attention layer, and shares the model's embedding and head.
 
@@ -41,12 +44,12 @@ def with_drafts(spec: DecoderSpec, config: Fields, ffn: FfnSpec) -> DecoderSpec:
     return replace(spec, unused=unused, offered=None if own_embedding else offered)
 
 
-def norm(config: Fields) -> Norm:
+def _norm(config: Fields) -> Norm:
     """Return the norm used everywhere except within the delta net."""
     return common.norm(config, from_one=True)
 
 
-def mixers(config: Fields, projection: Projection) -> Sequence[Attention | DeltaNet]:
+def _mixers(config: Fields, projection: Projection) -> Sequence[Attention | DeltaNet]:
     """Return the mixer of each layer."""
     attention, delta_net = _attention(config), _delta_net(config, projection)
     return [attention if kind == "full_attention" else delta_net for kind in _kinds(config)]
@@ -59,7 +62,7 @@ def _attention(config: Fields) -> Attention:
         config.integer("head_dim", 256),
         qkv_bias=bias,
         output_bias=bias,
-        qk_norm=norm(config),
+        qk_norm=_norm(config),
         rotated=0.25,
     )
     return replace(mixer, output_gate=True)
@@ -95,3 +98,44 @@ def _kinds(config: Fields) -> Sequence[str]:
     if len(kinds) != num_layers or not set(kinds) <= set(_KINDS):
         raise config.wrong("layer_types", f"{num_layers} of {', '.join(_KINDS)}")
     return kinds
+
+
+def qwen3_next(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
+    norm = _norm(config)
+    experts = moe.experts(config, shared=moe.shared_expert(config), normalise=True)
+    nets = moe.nets(config, experts)
+    layers = [
+        LayerSpec(mixer, ffn, norm)
+        for mixer, ffn in zip(_mixers(config, ByKeyHead()), nets, strict=True)
+    ]
+    decoder = common.decoder(config, eos_token_ids, layers, norm)
+    return _with_drafts(decoder, config, experts)
+
+
+def qwen3_5(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
+    norm, ffn = _norm(config), common.dense(config)
+    layers = [LayerSpec(mixer, ffn, norm) for mixer in _mixers(config, ByKind())]
+    return _with_drafts(common.decoder(config, eos_token_ids, layers, norm), config, ffn)
+
+
+def qwen3_5_moe(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
+    norm = _norm(config)
+    ffn = moe.experts(config, shared=moe.shared_expert(config), normalise=True)
+    # The authors store stacked experts. Quantised checkpoints of third parties store them one by
+    # one.
+    ffn = replace(ffn, storage=StackedTensor())
+    layers = [LayerSpec(mixer, ffn, norm) for mixer in _mixers(config, ByKind())]
+    return _with_drafts(common.decoder(config, eos_token_ids, layers, norm), config, ffn)
+
+
+def qwen3_5_with_images(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
+    return _of_texts(qwen3_5(config.nested("text_config"), eos_token_ids))
+
+
+def qwen3_5_moe_with_images(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
+    return _of_texts(qwen3_5_moe(config.nested("text_config"), eos_token_ids))
+
+
+def _of_texts(spec: DecoderSpec) -> DecoderSpec:
+    unused = (*spec.unused, "model.visual.")
+    return replace(spec, prefix="model.language_model.", unused=unused)

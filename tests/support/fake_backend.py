@@ -1,18 +1,21 @@
-"""A runner without a model. Its tokens are a pure function of the tokens before them, but it gets
-at those only through the pages it was given: wrong page handling gives wrong tokens.
+"""An engine's backend without a model.
 
-The "KV" of a token is the token itself, in every table; the next token is a hash of all KV of its
-request. The first table is a full one. A state is how many tokens it is of, and a hash of them, in
-each of its pages.
+The next token of a request is a hash of its tokens. The runner reads those tokens from the pages
+that it was given, so that wrong page handling gives wrong tokens. The "KV" of a token is the token
+itself, in every table. The first table is a full one. Each page of a state has the number of its
+tokens and their hash. Copies and files are as late as a test requests. Some are done early and
+reported late.
 """
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from common.requests.namespace import Namespace
 from engine.batch.batch import (
     NOT_FINITE,
     NOT_SAMPLED,
@@ -20,11 +23,16 @@ from engine.batch.batch import (
     BatchResult,
     ForwardMode,
     Ints,
+    PageCopies,
     ScheduleBatch,
 )
 from engine.batch.table import SlotTable
+from engine.core import CoreShape
+from engine.offload.page_files import FileFault, PageFiles, SlotRead, SlotWrite
+from engine.offload.page_records import PageRecord
 
 DEADLINE_S = 60.0
+VOCABULARY = 97
 
 
 def next_token(tokens: Sequence[int] | Ints, vocabulary_size: int) -> int:
@@ -36,7 +44,7 @@ def next_token(tokens: Sequence[int] | Ints, vocabulary_size: int) -> int:
 
 
 def foretold(tokens: Sequence[int], count: int, vocabulary_size: int) -> list[int]:
-    """The next so many after these."""
+    """Return the next `count` tokens after these."""
     new: list[int] = []
     for _ in range(count):
         new.append(next_token([*tokens, *new], vocabulary_size))
@@ -48,15 +56,32 @@ def state_of(tokens: Sequence[int] | Ints) -> Ints:
     return np.array([len(tokens), next_token(tokens, 1 << 30)], np.int32)
 
 
+class FakeBackend:
+    """The pages of a device and of its host.
+
+    Attributes:
+        written_in: the namespace in which each device page was written.
+        on_host: the same of host pages; None: of states, which are not recorded.
+    """
+
+    def __init__(self, shape: CoreShape) -> None:
+        page_size = shape.tables.page_size
+        self.kv = np.full((shape.num_pages, page_size), -1, np.int32)
+        self.host_kv = np.full((shape.num_host_pages, page_size), -1, np.int32)
+        self.written_in: dict[int, Namespace] = {}
+        self.on_host: dict[int, Namespace | None] = {}
+        self.copier = FakeCopier(self)
+
+
 @dataclass(eq=False)
 class FakeLaunched:
-    """One launch: the batch, copies of all that its forward needs, and what came of it."""
+    """A launched step: the batch, copies of all inputs of its forward, and the result."""
 
     batch: ScheduleBatch
     runner: "FakeRunner"
     page_tables: Ints
     states: Ints  # own pages, by row
-    token_ids: Ints  # of the rows' requests, all that the table has; `known` are known
+    token_ids: Ints  # of the rows' requests; `known` are valid
     known: Ints
     tokens: Ints | None = None
     runs: AcceptedRuns | None = None
@@ -72,8 +97,8 @@ class FakeLaunched:
 
 
 class FakeRunner:
-    """Runs each forward as late as it can: when its result is asked for. That is what a slow
-    device does, and what page safety must stand.
+    """Runs each forward as late as possible, when its result is requested. A slow device does the
+    same, and pages must be safe from it.
 
     Args:
         poison: a token that makes the logits of its request not finite.
@@ -82,20 +107,18 @@ class FakeRunner:
     def __init__(
         self,
         table: SlotTable,
+        backend: "FakeBackend",
         *,
-        num_pages: int,
-        host_pages: int,
-        vocabulary_size: int,
+        vocabulary_size: int = VOCABULARY,
         poison: int | None = None,
     ) -> None:
         self._table = table
         self._vocabulary_size = vocabulary_size
         self._poison = poison
+        self.kv, self.host_kv = backend.kv, backend.host_kv
         self._future = np.zeros(table.num_slots, np.int32)
         self._rejected = np.zeros(table.num_slots, np.int32)
         self._queue: deque[FakeLaunched] = deque()
-        self.kv = np.full((num_pages, table.page_size), -1, np.int32)
-        self.host_kv = np.full((host_pages, table.page_size), -1, np.int32)
         self.batches: list[ScheduleBatch] = []
         self.num_tokens = 0  # computed, over all forwards
         self.num_done = 0  # forwards
@@ -174,15 +197,15 @@ class FakeRunner:
         return sampled, runs if batch.mode is ForwardMode.VERIFY else None
 
     def _run(self, seen: Ints, start: int) -> list[int]:
-        """Tokens after the one at `start` and after the drafts behind it, as far as those stand."""
+        """Return the tokens after the one at `start` and after the accepted drafts behind it."""
         run = [self._sample(seen[: start + 1])]
         while start + len(run) < len(seen) and seen[start + len(run)] == run[-1]:
             run.append(self._sample(seen[: start + len(run) + 1]))
         return run
 
     def _seen(self, page_tables: Ints, start: int, end: int) -> Ints:
-        """KV of all tokens before `end`, as a full table has it; of no token at all where what the
-        row's tokens see through a window is not the same."""
+        """Return the KV of all tokens before `end` from the full table, or an invalid one if the
+        pages of a window differ from it."""
         size, tables = self._table.page_size, self._table.tables
         at = np.arange(end)
         kv = self.kv[page_tables[0, at // size], at % size]
@@ -200,10 +223,10 @@ class FakeRunner:
 
 
 class ManualRunner(FakeRunner):
-    """Its forwards run on a thread of their own, each when the test allows it."""
+    """A runner whose forwards run on a thread, each when the test allows it."""
 
-    def __init__(self, table: SlotTable, *, num_pages: int, vocabulary_size: int) -> None:
-        super().__init__(table, num_pages=num_pages, host_pages=0, vocabulary_size=vocabulary_size)
+    def __init__(self, table: SlotTable, backend: "FakeBackend") -> None:
+        super().__init__(table, backend)
         self._allowed = threading.Semaphore(0)
         self._waiting = threading.Semaphore(0)
         self._thread = threading.Thread(target=self._work, daemon=True)
@@ -234,3 +257,150 @@ class ManualRunner(FakeRunner):
             if self._closed:
                 return
             self.run_oldest()
+
+
+@dataclass(eq=False)
+class FakeCopy:
+    copier: "FakeCopier"
+    copies: PageCopies
+    brings: bool
+    left: int  # polls until it is done
+    moved: bool = False
+
+    @property
+    def done(self) -> bool:
+        if self.left:
+            self.left -= 1
+            return False
+        self.move()
+        return True
+
+    def move(self) -> None:
+        if not self.moved:
+            self.moved = True
+            self.copier.move(self.copies, brings=self.brings)
+
+
+@dataclass(eq=False)
+class FakeCopier:
+    """A copier between device and host pages, as late as a test requests.
+
+    Attributes:
+        delays: of the next copies, in polls; after that none.
+    """
+
+    backend: "FakeBackend"
+    delays: deque[int] = field(default_factory=deque)
+    num_copies: int = 0
+
+    def save(self, copies: PageCopies) -> FakeCopy:
+        return self._begin(copies, brings=False)
+
+    def bring(self, copies: PageCopies) -> FakeCopy:
+        return self._begin(copies, brings=True)
+
+    def move(self, copies: PageCopies, *, brings: bool) -> None:
+        backend = self.backend
+        kv, host = backend.kv, backend.host_kv
+        pairs = zip(copies.device_pages.tolist(), copies.host_pages.tolist(), strict=True)
+        if brings:
+            kv[copies.device_pages] = host[copies.host_pages]
+            known = {page: backend.on_host.get(there) for page, there in pairs}
+            backend.written_in |= {
+                page: whose for page, whose in known.items() if whose is not None
+            }
+        else:
+            host[copies.host_pages] = kv[copies.device_pages]
+            backend.on_host |= {there: backend.written_in.get(page) for page, there in pairs}
+
+    def _begin(self, copies: PageCopies, *, brings: bool) -> FakeCopy:
+        self.num_copies += 1
+        delay = self.delays.popleft() if self.delays else 0
+        copy = FakeCopy(self, copies, brings, delay)
+        if self.num_copies % 3 == 0:
+            copy.move()
+        return copy
+
+
+class LateFuture(Future[list[FileFault | None]]):
+    def __init__(self, work: Callable[[], None], left: int) -> None:
+        super().__init__()
+        self._work = work
+        self._left = left  # polls until it is done
+
+    def done(self) -> bool:
+        if self._left:
+            self._left -= 1
+            return False
+        self._work()
+        return super().done()
+
+
+@dataclass(eq=False)
+class LateFiles:
+    """A store that reads and writes real files without threads, as late as a test requests.
+
+    Attributes:
+        whose: the namespace of each slot.
+        delays: of the next reads and writes, in polls; after that none.
+    """
+
+    files: PageFiles
+    backend: "FakeBackend"
+    whose: dict[int, Namespace | None] = field(default_factory=dict)
+    delays: deque[int] = field(default_factory=deque)
+    num_calls: int = 0
+
+    def __post_init__(self) -> None:
+        self._in_order: deque[Callable[[], None]] = deque()  # writes that are not done yet
+
+    @property
+    def num_slots(self) -> int:
+        return self.files.num_slots
+
+    def found(self) -> Iterator[tuple[int, PageRecord]]:
+        return self.files.found()
+
+    def write(self, writes: Sequence[SlotWrite]) -> LateFuture:
+        def work() -> None:
+            self.whose |= {each.slot: self.backend.on_host.get(each.host_page) for each in writes}
+            future.set_result(self.files.write(writes))
+
+        future = self._future(lambda: self._catch_up(future))
+        self._in_order.append(work)
+        if self.num_calls % 3 == 0:
+            self._catch_up(future)
+        return future
+
+    def read(self, reads: Sequence[SlotRead]) -> LateFuture:
+        def work() -> None:
+            if not Future.done(future):
+                self.backend.on_host |= {
+                    each.host_page: self.whose.get(each.slot) for each in reads
+                }
+                future.set_result(self.files.read(reads))
+
+        future = self._future(work)
+        if self.num_calls % 3 == 0:
+            work()
+        return future
+
+    def erase(self, slots: Sequence[int]) -> None:
+        self._in_order.append(lambda: self.files.erase(slots))
+
+    def clear(self) -> None:
+        self._in_order.append(self.files.clear)
+
+    def close(self) -> None:
+        while self._in_order:
+            self._in_order.popleft()()
+        self.files.close()
+
+    def _future(self, work: Callable[[], None]) -> LateFuture:
+        self.num_calls += 1
+        return LateFuture(work, self.delays.popleft() if self.delays else 0)
+
+    def _catch_up(self, future: LateFuture) -> None:
+        """Do all earlier writes, and this one."""
+        while not Future.done(future):
+            self._in_order.popleft()()

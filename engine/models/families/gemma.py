@@ -1,6 +1,8 @@
-"""Gemma 3, text only: Gemma 2 without soft caps, with norms of queries and keys.
+"""Gemma 2 and 3, text only: four norms per layer, and windows in most layers.
 
-Five layers with a window alternate with one without. Each of the two kinds has its own RoPE.
+Gemma 2 has soft caps, and a window in every other layer. Gemma 3 has norms of queries and keys
+instead. Five of its layers with a window alternate with one without, and each of the two kinds has
+its own RoPE.
 """
 
 from dataclasses import replace
@@ -12,6 +14,44 @@ from engine.models.decoder import DecoderSpec
 from engine.models.families import common
 from engine.models.fields import Fields
 from engine.models.rope import rope_of
+
+
+def gemma2(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
+    if config.flag("use_bidirectional_attention", False):
+        raise config.wrong("use_bidirectional_attention", "false")
+    bias, norm = config.flag("attention_bias", False), common.norm(config, from_one=True)
+    mixer = common.attention(
+        config,
+        config.integer("head_dim", 256),
+        scale=config.integer("query_pre_attn_scalar", 256) ** -0.5,
+        qkv_bias=bias,
+        output_bias=bias,
+    )
+    mixer = replace(mixer, soft_cap=common.soft_cap(config, "attn_logit_softcapping", 50.0))
+    activation = common.activation(config, "hidden_activation", "gelu_pytorch_tanh")
+    ffn = DenseMlp(config.integer("intermediate_size"), activation)
+    layers = [
+        LayerSpec(replace(mixer, window=window), ffn, norm, post_norms=True)
+        for window in _gemma2_windows(config)
+    ]
+    return common.decoder(
+        config,
+        eos_token_ids,
+        layers,
+        norm,
+        tied_embeddings=True,
+        embedding_scale=config.integer("hidden_size") ** 0.5,
+        logit_soft_cap=common.soft_cap(config, "final_logit_softcapping", 30.0),
+    )
+
+
+def _gemma2_windows(config: Fields) -> tuple[int | None, ...]:
+    window = config.integer("sliding_window", 4096)
+    if "layer_types" in config:
+        return common.typed_windows(config, window)
+    layers = range(config.integer("num_hidden_layers"))
+    return tuple(None if layer % 2 else window for layer in layers)
+
 
 _FULL_THETA, _SLIDING_THETA = 1e6, 1e4
 
@@ -25,11 +65,11 @@ def gemma3(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
         config,
         head_dim,
         scale=config.integer("query_pre_attn_scalar", 256) ** -0.5,
-        soft_cap=_soft_cap(config, "attn_logit_softcapping"),
         qkv_bias=bias,
         output_bias=bias,
         qk_norm=norm,
     )
+    mixer = replace(mixer, soft_cap=_soft_cap(config, "attn_logit_softcapping"))
     full, sliding = _ropes(config, head_dim)
     activation = common.activation(config, "hidden_activation", "gelu_pytorch_tanh")
     ffn = DenseMlp(config.integer("intermediate_size"), activation)
@@ -40,7 +80,7 @@ def gemma3(config: Fields, eos_token_ids: tuple[int, ...]) -> DecoderSpec:
             norm,
             post_norms=True,
         )
-        for window in _windows(config)
+        for window in _gemma3_windows(config)
     ]
     return common.decoder(
         config,
@@ -74,7 +114,7 @@ def _ropes(config: Fields, head_dim: int) -> tuple[Rope, Rope]:
     )
 
 
-def _windows(config: Fields) -> tuple[int | None, ...]:
+def _gemma3_windows(config: Fields) -> tuple[int | None, ...]:
     window = config.integer("sliding_window", 4096)
     if "layer_types" in config:
         return common.typed_windows(config, window)

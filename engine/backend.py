@@ -1,0 +1,79 @@
+"""The memory of an engine on its device and in host memory, and the stream of its forwards."""
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+from common.config import OffloadConfig
+from engine.adapters.adapters import AdapterManager
+from engine.batch.table import SlotTable
+from engine.kv_cache.kv import HostPool, KVPool
+from engine.models import Model
+from engine.offload.page_files import FileThreads, PageFiles
+from engine.runner.copier import PageCopier
+from engine.runner.graphs import Recorder
+from engine.runner.runner import ModelRunner
+from engine.runner.stream import DeviceStream, open_stream
+from engine.sampling.composition import SamplingFeatures
+from engine.sizing import EngineShape
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TorchBackend:
+    """Pages, their copies, and a forward stream."""
+
+    shape: EngineShape
+    pool: KVPool
+    host_pool: HostPool
+    copier: PageCopier
+    stream: DeviceStream
+
+    @classmethod
+    def open(cls, shape: EngineShape, stream: DeviceStream | None = None) -> Self:
+        """Allocate all pages.
+
+        Args:
+            stream: of the forwards; None: one of the device.
+        Raises:
+            ConfigError: there is not enough memory.
+        """
+        pool = KVPool(shape.layout, shape.num_pages, shape.device)
+        host_pool = HostPool(shape.layout, shape.num_host_pages, shape.device)
+        copier = PageCopier(pool, host_pool)
+        return cls(shape, pool, host_pool, copier, stream or open_stream(shape.device))
+
+    def with_host_pages(self, num_pages: int) -> Self:
+        """Return this backend with this many other host pages for retracted requests.
+
+        Raises:
+            ConfigError: there is not enough memory.
+        """
+        shape = replace(self.shape, host_pages=num_pages)
+        host_pool = HostPool(shape.layout, shape.num_host_pages, shape.device)
+        copier = PageCopier(self.pool, host_pool)
+        return replace(self, shape=shape, host_pool=host_pool, copier=copier)
+
+    def open_files(self, config: OffloadConfig, version: bytes) -> FileThreads | None:
+        """Open the files below host memory, if there are any.
+
+        Args:
+            version: of the pages; see version_of.
+        Raises:
+            ConfigError: they cannot be created where configured.
+        """
+        if config.disk_dir is None or not self.shape.tier_pages:
+            return None
+        memory = self.host_pool.tensor.numpy()
+        files = PageFiles(config.disk_dir, memory, version=version, num_bytes=config.disk_bytes)
+        return FileThreads(files, lambda: self.copier.tell())
+
+    def runner(
+        self,
+        model: Model,
+        table: SlotTable,
+        features: SamplingFeatures,
+        adapters: AdapterManager,
+        recorder: Recorder | None = None,
+    ) -> ModelRunner:
+        """Create a runner over these pages, see ModelRunner."""
+        pages = self.pool, self.host_pool
+        return ModelRunner(model, *pages, table, features, adapters, self.stream, recorder)

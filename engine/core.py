@@ -1,0 +1,121 @@
+"""The core of an engine: slots, pages, prefix cache and tiers. It needs no torch and no model.
+
+A scheduler works on a core. Tests and benchmarks make their cores here as well.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Self
+
+from common.config import EngineConfig
+from common.page_tables import PageTables
+from engine.batch.limits import RequestLimits
+from engine.batch.table import SlotTable
+from engine.kv_cache.pages import PageAllocator
+from engine.kv_cache.radix import PrefixCache
+from engine.offload.cache_tiers import CacheTiers
+from engine.offload.copies import TierCopier
+from engine.offload.file_cache import FileCache
+from engine.offload.file_tier import PageStore
+from engine.offload.host_cache import HostCache
+from engine.speculative.speculator import Speculator
+
+
+@dataclass(frozen=True, slots=True)
+class CoreShape:
+    """The sizes of an engine's core.
+
+    Attributes:
+        context_length: maximum tokens of a request.
+        host_pages: for retracted requests.
+        tier_pages: for pages that the prefix cache evicts.
+        chunk_tokens: page aligned; None: prompts are never cut.
+    """
+
+    tables: PageTables
+    context_length: int
+    num_pages: int
+    host_pages: int = 0
+    tier_pages: int = 0
+    chunk_tokens: int | None = None
+
+    @property
+    def num_host_pages(self) -> int:
+        return self.host_pages + self.tier_pages
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EngineCore:
+    """The state that a scheduler works on.
+
+    Attributes:
+        speculator: proposes draft tokens; None: no speculation.
+        clock: seconds, as in the times of requests.
+    """
+
+    shape: CoreShape
+    limits: RequestLimits
+    table: SlotTable
+    pages: PageAllocator
+    cache: PrefixCache
+    tiers: CacheTiers
+    speculator: Speculator | None = None
+    clock: Callable[[], float] = time.monotonic
+
+    @classmethod
+    def make(
+        cls,
+        config: EngineConfig,
+        shape: CoreShape,
+        limits: RequestLimits,
+        copier: TierCopier | None = None,
+        *,
+        store: PageStore | None = None,
+        speculator: Speculator | None = None,
+        lifo: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> Self:
+        """Create an empty core.
+
+        Args:
+            copier: copies pages to host memory and back; None: there are no tiers.
+            store: the files below host memory.
+            lifo: whether freed pages are reused first, which exposes premature releases.
+        """
+        tables = shape.tables
+        kept = tables.windows, tables.state_pages
+        table = SlotTable(config.scheduler.num_slots, shape.context_length, tables.page_size, *kept)
+        pages = PageAllocator(shape.num_pages, lifo=lifo)
+        enabled = config.cache.prefix_cache
+        cache = PrefixCache(tables.page_size, pages, *kept, enabled=enabled)
+        tiers = make_tiers(shape, pages, cache, copier, store)
+        return cls(shape, limits, table, pages, cache, tiers, speculator, clock)
+
+    def with_host_pages(self, shape: CoreShape, copier: TierCopier) -> Self:
+        """Return this core with other host pages for retracted requests. There must be no tiers,
+        and no request on the device."""
+        tiers = make_tiers(shape, self.pages, self.cache, copier)
+        return replace(self, shape=shape, tiers=tiers)
+
+
+def make_tiers(
+    shape: CoreShape,
+    pages: PageAllocator,
+    cache: PrefixCache,
+    copier: TierCopier | None,
+    store: PageStore | None = None,
+) -> CacheTiers:
+    """Create the tiers below a prefix cache. For the arguments see EngineCore.make."""
+    tables, index = shape.tables, None
+    if store is not None:
+        index = FileCache(store.num_slots, tables.width, store.found())
+    return CacheTiers(
+        HostCache(shape.num_host_pages, index),
+        enabled=shape.tier_pages > 0,
+        cache=cache,
+        pages=pages,
+        tables=tables,
+        copier=copier,
+        store=store,
+    )

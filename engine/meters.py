@@ -1,0 +1,80 @@
+"""Metrics of an engine's tiers, adapters and images."""
+
+from collections.abc import Mapping
+
+from common.distribution import HistogramCounts
+from engine.adapters.adapters import AdapterManager
+from engine.models.vision.seeing import VisionTower
+from engine.offload.cache_tiers import CacheTiers
+from engine.offload.page_files import FileFault
+
+
+class TierMeter:
+    """A meter of the tiers. Engine thread only. See Meter."""
+
+    def __init__(self, tiers: CacheTiers, page_bytes: int) -> None:
+        self._tiers = tiers
+        self._page_bytes = page_bytes
+
+    def gauges(self) -> Mapping[str, float]:
+        tiers, host, files = self._tiers, self._tiers.host, self._tiers.files
+        pages = {
+            "saved": tiers.saves.num_pages,
+            "brought": tiers.brought_pages,
+            "written": files.num_written,
+            "read": files.num_read,
+        }
+        return {
+            "tier_pages/host": float(host.num_cached),
+            "tier_pages/file": float(files.cache.num_filled),
+            "total_tier_tokens/host": float(tiers.host_tokens),
+            "total_tier_tokens/file": float(tiers.file_tokens),
+            **{f"total_tier_bytes/{how}": float(n * self._page_bytes) for how, n in pages.items()},
+            "total_tier_evicted/host": float(host.num_evicted),
+            "total_tier_evicted/file": float(files.cache.num_evicted),
+            **{f"total_tier_faults/{each.value}": float(files.faults[each]) for each in FileFault},
+        }
+
+    def distributions(self) -> Mapping[str, HistogramCounts]:
+        return {}
+
+
+class AdapterMeter:
+    """Adapter metrics, see Meter. Engine thread only."""
+
+    def __init__(self, adapters: AdapterManager) -> None:
+        self._adapters = adapters
+
+    def gauges(self) -> Mapping[str, float]:
+        adapters, library = self._adapters, self._adapters.library
+        return {
+            "adapters": float(len(library)),
+            "adapter_bytes": float(library.num_bytes),
+            "adapter_slots": float(adapters.num_slots_used),
+            "total_adapter_fills": float(adapters.num_fills),
+            "total_adapters_evicted": float(library.num_evicted),
+        }
+
+    def distributions(self) -> Mapping[str, HistogramCounts]:
+        return {}
+
+
+class VisionMetrics:
+    """Image metrics, see Meter."""
+
+    def __init__(self, seeing: VisionTower | None) -> None:
+        self._seeing = seeing
+
+    def gauges(self) -> Mapping[str, float]:
+        if self._seeing is None:
+            return {}
+        counts = self._seeing.counts
+        return {
+            "image_bytes": float(self._seeing.num_bytes),
+            "total_images/encoded": float(counts.encoded),
+            "total_images/kept": float(counts.found),
+            "total_image_seconds": counts.seconds,
+        }
+
+    def distributions(self) -> Mapping[str, HistogramCounts]:
+        return {}
