@@ -22,7 +22,7 @@ def test_no_more_requests_wait_than_may_in_both_queues_together(known):
         _busy(rig, 2)
         last, refused = rig.ask([7], 2), rig.ask([8], 2)
         rig.run(refused)
-        assert refused.ended.error_code == FULL and "3 requests wait" in refused.ended.error
+        assert refused.ended.error_code == FULL and "(3 requests)" in refused.ended.error
         rig.run()
         assert last.tokens == known.greedy([7], 2)
 
