@@ -15,16 +15,16 @@ from common.errors import EngineFault, Overloaded, TransferError
 from kvtransfer.backends.base import BackendConnection
 from kvtransfer.backends.loopback import LoopbackBackend, LoopbackFaults
 from kvtransfer.messages import HandoffId
-from kvtransfer.transfer import link_rate
+from kvtransfer.transfer import link as link_module
 from kvtransfer.transfer.link import (
     Link,
     LinkClosed,
     LinkEvent,
+    LinkRate,
     LinkUp,
     RateMeasured,
     ReadEnded,
 )
-from kvtransfer.transfer.link_rate import LinkRate
 from tests.support.data_children import CANARY, READER, Memory
 from tests.support.data_ends import NearOwner
 
@@ -213,14 +213,14 @@ def _probes(rig: Rig, *gib_per_s: float) -> Callable[[], BackendConnection]:
 def test_an_idle_link_whose_first_probe_was_slow_is_probed_again(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link_rate, "FIRST_PROBE_S", 0.01)
+    monkeypatch.setattr(link_module, "FIRST_PROBE_S", 0.01)
     rig.link(_probes(rig, 0.19, 0.2, 3.0))
     assert rig.next(LinkUp).gib_per_s == 0.19
     assert [rig.next(RateMeasured).gib_per_s for _ in range(3)] == [0.2, 3.0, 3.0]
 
 
 def test_reads_measure_a_link_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_rate, "LEAST_BYTES", NUM_PAGES * PAGE_BYTES)
+    monkeypatch.setattr(link_module, "LEAST_BYTES", NUM_PAGES * PAGE_BYTES)
     link = rig.link(_probes(rig, 1e-9))
     rig.next(LinkUp)
     link.post(handoff(1), ALL[:-1], ALL[:-1])  # too short to say anything
@@ -235,7 +235,7 @@ def test_reads_measure_a_link_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -
 def test_a_rate_is_the_best_of_the_last_measurements() -> None:
     rate = LinkRate(4.0, now=0.0)
     num_bytes, slow_s = 2 << 20, (2 << 20) / 2**30  # 1 GiB/s
-    for number in range(1, link_rate.WINDOW):
+    for number in range(1, link_module.WINDOW):
         assert not rate.read(num_bytes, slow_s, float(number))
     assert rate.gib_per_s == 4.0
     assert rate.read(num_bytes, slow_s, 8.0)

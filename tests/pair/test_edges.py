@@ -14,7 +14,7 @@ from kvtransfer.messages import (
     ReadsDone,
 )
 from kvtransfer.pairs import codec
-from kvtransfer.transfer import link_rate
+from kvtransfer.transfer import link as link_module
 from protos import kvtransfer_pb2
 from tests.support.checkpoints import make_checkpoint
 from tests.support.pair_node import Loaded, Size
@@ -80,7 +80,7 @@ def test_a_prompt_that_is_cached_whole_moves_no_page(known):
 def test_a_link_whose_first_probe_was_slow_is_reported_as_fast_as_a_later_one(known, monkeypatch):
     """The router gives a decode node with slow links the last of the requests."""
     probes = iter([0.19, 0.19])  # of the two nodes
-    monkeypatch.setattr(link_rate, "FIRST_PROBE_S", 0.01)
+    monkeypatch.setattr(link_module, "FIRST_PROBE_S", 0.01)
     monkeypatch.setattr(LoopbackConnection, "probe", lambda self: next(probes, 3.0))
     with PairRig(known.loaded, decode=[Size(), Size()]) as rig:
         links = [node.desk.links for node in rig.decode]
