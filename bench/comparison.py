@@ -189,7 +189,10 @@ class Comparison:
             self.x_label,
             "ratio",
             [Series(name, self.xs, means, low, high, colour=3)],
-            *(True, True, 1.0, mark),
+            log_x=True,
+            log_y=True,
+            level=1.0,
+            mark=mark,
             note=f"{pair[0].name} is better {better} the line at 1. Bars are 95 % confidence. "
             "The vertical line is the break-even.",
         )

@@ -44,7 +44,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         ("--duration", positive(float), 20.0, "S", "seconds of a run (20)"),
     )
     add_options(
-        parser.add_argument_group("lengths", f"Lengths in tokens: {HELP}."),
+        parser.add_argument_group("lengths", f"Lengths in tokens: {HELP}"),
         (
             "--prompt-tokens",
             Lengths.parse,

@@ -68,7 +68,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         ("--warm-up", not_negative, 8, "N", "requests before the first run (8)"),
     )
     add_options(
-        parser.add_argument_group("lengths", f"Lengths in tokens: {HELP}."),
+        parser.add_argument_group("lengths", f"Lengths in tokens: {HELP}"),
         ("--prompt-tokens", Lengths.parse, None, "LENGTH", "prompt lengths (512)"),
         ("--output-tokens", Lengths.parse, None, "LENGTH", "output lengths (64)"),
         ("--prefix-groups", not_negative, 0, "N", "groups of prompts with a common prefix (0)"),
