@@ -7,15 +7,18 @@ from collections.abc import Sequence
 
 import uvloop
 
-from bench.commands import break_even as break_even_command
-from bench.commands import compare as compare_command
-from bench.commands import load as load_command
+from bench.commands import break_even, compare, load
 from bench.commands.command import BenchCommand, run
 from bench.errors import InvalidInput
 from common import settings
 from common.config import DecodeConfig, PrefillConfig
 
 PROGRAM = "baton bench"
+COMMANDS = {
+    "load": (load, "measure latency and throughput of a running server"),
+    "compare": (compare, "compare colocated and disaggregated nodes, started here"),
+    "break-even": (break_even, "find the prompt length from which disaggregation pays"),
+}
 
 
 def parser() -> settings.ConfigArgumentParser:
@@ -31,15 +34,7 @@ def _parsers() -> tuple[settings.ConfigArgumentParser, dict[str, settings.Config
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     parsers = {}
-    for name, module, summary in (
-        ("load", load_command, "measure latency and throughput of a running server"),
-        (
-            "compare",
-            compare_command,
-            "compare colocated and disaggregated nodes, started here",
-        ),
-        ("break-even", break_even_command, "find the prompt length from which disaggregation pays"),
-    ):
+    for name, (module, summary) in COMMANDS.items():
         parsers[name] = commands.add_parser(name, help=summary, description=module.__doc__)
         module.add_flags(parsers[name])
     return parser, parsers
@@ -50,22 +45,18 @@ def parse(arguments: Sequence[str]) -> tuple[BenchCommand, argparse.Namespace]:
     parser, parsers = _parsers()
     options, rest = parser.parse_known_args(arguments)
     options.node_flags = rest
-    starts_nodes = options.command != "load"
-    records = (PrefillConfig, DecodeConfig) if starts_nodes else ()
+    records = () if options.command == "load" else (PrefillConfig, DecodeConfig)
     parsers[options.command].refuse_strangers(rest, *records)
-    prog = f"{PROGRAM} {options.command}"
     try:
-        command: BenchCommand
         match options.command:
             case "compare":
-                command = compare_command.CompareCommand(options, rest)
+                return compare.CompareCommand(options, rest), options
             case "break-even":
-                command = break_even_command.BreakEvenCommand(options, rest)
+                return break_even.BreakEvenCommand(options, rest), options
             case _:
-                command = load_command.LoadCommand(options)
+                return load.LoadCommand(options), options
     except InvalidInput as error:
-        settings.wrong(prog, str(error))
-    return command, options
+        settings.wrong(f"{PROGRAM} {options.command}", str(error))
 
 
 def main() -> int:

@@ -1,14 +1,18 @@
-"""Latency objectives (SLO) that a request must meet to count as good: --goodput
-ttft=0.5,itl=0.05."""
+"""Latency objectives (SLO) that a request must meet: --goodput ttft=0.5,itl=0.05."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from bench.errors import InvalidInput
 from bench.statistics import nearest_rank
 from bench.traffic.outcome import RequestOutcome
 
-KINDS = ("ttft", "itl", "tpot", "e2e")
+_VALUES: Mapping[str, Callable[[RequestOutcome], float]] = {
+    "ttft": lambda outcome: outcome.ttft or 0.0,
+    "itl": lambda outcome: nearest_rank(outcome.gaps, 0.99),
+    "tpot": lambda outcome: outcome.per_token or 0.0,
+    "e2e": lambda outcome: outcome.e2e,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,25 +33,14 @@ class Objectives:
             limits = {name.strip(): float(value) for name, value in pairs}
         except ValueError:
             limits = {}
-        if not limits or not limits.keys() <= set(KINDS) or not all(v > 0 for v in limits.values()):
+        if not limits or not limits.keys() <= _VALUES.keys() or not min(limits.values()) > 0:
             raise InvalidInput(
-                f"--goodput {text!r}: wants limits in seconds of {', '.join(KINDS)}, "
-                "as ttft=0.5,itl=0.05"
+                f"--goodput {text!r} is invalid: expected limits in seconds of "
+                f"{', '.join(_VALUES)}, such as ttft=0.5,itl=0.05"
             )
         return cls(limits)
 
     def met(self, outcome: RequestOutcome) -> bool:
         if outcome.error:
             return False
-        return all(self._value(kind, outcome) <= limit for kind, limit in self.limits.items())
-
-    def _value(self, kind: str, outcome: RequestOutcome) -> float:
-        match kind:
-            case "ttft":
-                return outcome.ttft or 0.0
-            case "itl":
-                return nearest_rank(outcome.gaps, 0.99)
-            case "tpot":
-                return outcome.per_token or 0.0
-            case _:
-                return outcome.e2e
+        return all(_VALUES[kind](outcome) <= limit for kind, limit in self.limits.items())

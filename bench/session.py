@@ -1,6 +1,6 @@
 """All measurements of one benchmark so far, in order.
 
-What was under way when a bench is interrupted is in it too, marked as not complete.
+The run that an interrupt ends is included, marked as not complete.
 """
 
 from collections.abc import Awaitable, Callable, Iterator
@@ -11,12 +11,11 @@ from bench.objectives import Objectives
 from bench.progress import ProgressView
 from bench.summary import RunWarning, summary, warnings
 from bench.traffic.load import Ask, LoadGenerator, LoadRun
-from bench.traffic.outcome import RequestOutcome
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRun:
-    system: str  # "server", or an arm's name
+    system: str  # "server", or the name of a compared system
     point: str  # "2 requests/s", "512 tokens"
     x: float  # the point as a number, for plots
     repeat: int
@@ -45,8 +44,7 @@ class Session:
         x: float,
         repeat: int = 0,
         total: int | None = None,
-        on_outcome: Callable[[RequestOutcome], None] = lambda _: None,
-    ) -> MeasuredRun:
+    ) -> None:
         """Run one load on one system and record it.
 
         Args:
@@ -54,32 +52,23 @@ class Session:
             total: requests, if it is known.
         """
         with self.show.doing(f"{system}, {point}", total) as tick:
-
-            def note(outcome: RequestOutcome) -> None:
-                tick()
-                on_outcome(outcome)
-
-            load = LoadGenerator(ask, note)
-            measured = MeasuredRun(system, point, x, repeat, load.run)
-            self.measured.append(measured)
+            load = LoadGenerator(ask, lambda _: tick())
+            self.measured.append(MeasuredRun(system, point, x, repeat, load.run))
             async with load.measuring():
                 await drive(load)
-        return measured
 
     def warnings(self) -> list[str]:
         """Return the worst warning of each kind, with the number of others."""
         kinds: dict[str, list[RunWarning]] = {}
         for one in self.measured:
-            stats = summary(one.run, self.objectives)
-            for warned in warnings(one.name, one.run, stats):
-                kinds.setdefault(warned.kind, []).append(warned)
-        said = list(self.notes)
-        for found in kinds.values():
-            worst = max(found, key=lambda warned: warned.weight)
-            more = len(found) - 1
-            of = f" (and less so in {more} more of the {len(self.measured)} runs)" if more else ""
-            said.append(worst.text + of)
-        return said
+            for found in warnings(one.name, one.run, summary(one.run, self.objectives)):
+                kinds.setdefault(found.kind, []).append(found)
+        texts = list(self.notes)
+        for alike in kinds.values():
+            worst = max(alike, key=lambda found: found.weight)
+            more = f" (also in {len(alike) - 1} more of the {len(self.measured)} runs)"
+            texts.append(worst.text + (more if len(alike) > 1 else ""))
+        return texts
 
     def records(self) -> Iterator[dict[str, Any]]:
         """Yield the JSON record of every run, with all data of every request."""

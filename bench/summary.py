@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from bench.objectives import Objectives
@@ -19,22 +20,21 @@ BUSY_SHARE = 0.8  # of a core: above it, the client is likely the bottleneck
 LAG_S = 0.02  # p99 of the delay of the client's own timers: above it, its timestamps are late
 
 DEFINITIONS = {
-    "due": "When a request was to be sent. In an open loop the arrival process says it, in a "
-    "closed loop it is when a caller was free. All latencies count from here, so that a client or "
-    "a bound on requests in flight that sends late cannot flatter the server.",
+    "due": "The scheduled time of a request: by the arrival process in an open loop, when a caller "
+    "is free in a closed loop. All latencies count from here, so a client that sends late cannot "
+    "flatter the server.",
     "TTFT": "From due to the first event of the stream that stands for a token.",
-    "ITL": "Gap between two events of one stream, as its reader sees it. An event may hold several "
-    "tokens (tokens per chunk says how many).",
-    "TPOT": "Time from the first to the last event of one answer, divided by the tokens after the "
-    "first event (by the server's usage); where the server does not tell what an event holds, the "
-    "first is taken for one token.",
-    "E2E": "From due to the end of the answer.",
-    "late": "Requests sent more than 10 ms after they were due.",
-    "tokens/s": "Tokens of answered requests (in: prompt tokens, cached ones too), divided by the "
-    "time from the start of the run to the end of the last answer.",
-    "goodput": "Answered requests that met every objective, per second of the same time; the share "
-    "is of all requests, failed ones too.",
-    "percentiles": "Linear between ranks, over everything in one run; n is the count. A p99 of "
+    "ITL": "Gap between two events of one stream, as its reader sees it. An event may have several "
+    "tokens (tokens per chunk).",
+    "TPOT": "Time from the first to the last event of one response, divided by the tokens after "
+    "the first event, by the server's usage. Without usage an event counts as one token.",
+    "E2E": "From due to the end of the response.",
+    "late": "Requests sent more than 10 ms after their due time.",
+    "tokens/s": "Tokens of completed requests (in: prompt tokens, cached ones too), divided by the "
+    "time from the start of the run to the end of the last response.",
+    "goodput": "Completed requests a second that met every objective. The share is of all "
+    "requests, failed ones too.",
+    "percentiles": "Linear between ranks, over everything in one run. n is the count. A p99 of "
     "fewer than 100 values is little more than the largest.",
 }
 
@@ -43,25 +43,25 @@ def summary(run: LoadRun, objectives: Objectives) -> dict[str, Any]:
     """Return all figures of one run except its outcomes."""
     wall_s = max(run.wall_s, 1e-9)
     outcomes = run.outcomes
-    answered = [outcome for outcome in outcomes if not outcome.error]
-    chunks = sum(len(outcome.chunks) for outcome in answered)
-    tokens = sum(outcome.output_tokens for outcome in answered)
+    completed = [outcome for outcome in outcomes if not outcome.error]
+    chunks = sum(len(outcome.chunks) for outcome in completed)
+    tokens = sum(outcome.output_tokens for outcome in completed)
     return {
         "requests": len(outcomes),
-        "answered": len(answered),
+        "completed": len(completed),
         "errors": dict(Counter(outcome.error for outcome in outcomes if outcome.error)),
-        "given_up": run.begun - len(outcomes),
+        "cancelled": run.begun - len(outcomes),
         "complete": run.ended is not None,
         "wall_s": round(run.wall_s, 3),
-        "requests_per_s": round(len(answered) / wall_s, 3),
-        "input_tokens_per_s": round(sum(o.prompt_tokens for o in answered) / wall_s, 1),
+        "requests_per_s": round(len(completed) / wall_s, 3),
+        "input_tokens_per_s": round(sum(o.prompt_tokens for o in completed) / wall_s, 1),
         "output_tokens_per_s": round(tokens / wall_s, 1),
-        "prompt_tokens": distribution(float(o.prompt_tokens) for o in answered),
-        "cached_tokens": sum(outcome.cached_tokens for outcome in answered),
-        "output_tokens": distribution(float(o.output_tokens) for o in answered),
+        "prompt_tokens": distribution(float(o.prompt_tokens) for o in completed),
+        "cached_tokens": sum(outcome.cached_tokens for outcome in completed),
+        "output_tokens": distribution(float(o.output_tokens) for o in completed),
         "tokens_per_chunk": round(tokens / chunks, 2) if chunks else None,
-        "usage_told": all(outcome.usage_told for outcome in answered),
-        **latencies(answered),
+        "usage_reported": all(outcome.usage_reported for outcome in completed),
+        **latencies(completed),
         "late": sum(outcome.late > LATE_S for outcome in outcomes),
         "lateness": distribution(outcome.late for outcome in outcomes),
         "goodput": goodput(outcomes, objectives, wall_s),
@@ -70,12 +70,12 @@ def summary(run: LoadRun, objectives: Objectives) -> dict[str, Any]:
     }
 
 
-def latencies(answered: Sequence[RequestOutcome]) -> dict[str, Any]:
+def latencies(completed: Sequence[RequestOutcome]) -> dict[str, Any]:
     return {
-        "ttft": distribution(o.ttft for o in answered if o.ttft is not None),
-        "itl": distribution(gap for outcome in answered for gap in outcome.gaps),
-        "tpot": distribution(o.per_token for o in answered if o.per_token is not None),
-        "e2e": distribution(outcome.e2e for outcome in answered),
+        "ttft": distribution(o.ttft for o in completed if o.ttft is not None),
+        "itl": distribution(gap for outcome in completed for gap in outcome.gaps),
+        "tpot": distribution(o.per_token for o in completed if o.per_token is not None),
+        "e2e": distribution(outcome.e2e for outcome in completed),
     }
 
 
@@ -111,7 +111,7 @@ def gaps_during(
             ends.append(end)
     found = []
     for reader in readers:
-        for before, after in zip(reader.chunks, reader.chunks[1:], strict=False):
+        for before, after in pairwise(reader.chunks):
             index = bisect_left(starts, after) - 1  # the last span that begins before the gap ends
             if index >= 0 and ends[index] > before:
                 found.append(after - before)
@@ -128,30 +128,29 @@ class RunWarning:
 
 
 def warnings(name: str, run: LoadRun, stats: dict[str, Any]) -> list[RunWarning]:
-    """Return the caveats of a run.
+    """Return the caveats of the run with this name."""
+    found = []
 
-    Args:
-        name: name of the run.
-    """
-    said = []
+    def warn(kind: str, weight: float, text: str) -> None:
+        found.append(RunWarning(kind, weight, f"{name}: {text}"))
+
     lag = run.client_lag.get("p99") or 0.0
     if run.client_cpu > BUSY_SHARE:
-        text = f"the client used {run.client_cpu:.0%} of a core: these may be the client's numbers"
-        said.append(RunWarning("client", run.client_cpu, f"{name}: {text}, not the server's"))
+        used = f"the client used {run.client_cpu:.0%} of a core"
+        warn("client", run.client_cpu, f"{used}: the client may be the limit, not the server")
     elif lag > LAG_S:
-        text = f"the client's timers came {lag * 1e3:.0f} ms late (p99) though it used only"
-        why = "of a core: this machine is short of cores, and every latency is that much too long"
-        said.append(RunWarning("lag", lag, f"{name}: {text} {run.client_cpu:.0%} {why}"))
+        used = f"though the client used only {run.client_cpu:.0%} of a core"
+        too_long = "this machine is short of cores, and every latency is that much too long"
+        warn("lag", lag, f"timers came {lag * 1e3:.0f} ms late (p99) {used}: {too_long}")
     if stats["errors"]:
         kinds = ", ".join(f"{count} x {kind}" for kind, count in stats["errors"].items())
         detail = next((o.detail for o in run.outcomes if o.error), "")
-        text = f"{name}: {kinds} of {stats['requests']} requests; the first said: {detail}"
-        said.append(RunWarning("errors", sum(stats["errors"].values()), text))
+        text = f"{kinds} of {stats['requests']} requests. First message: {detail}"
+        warn("errors", sum(stats["errors"].values()), text)
     if stats["late"] > LATE_SHARE * stats["requests"]:
-        text = f"{name}: {stats['late']} of {stats['requests']} requests were sent late, by"
         most = stats["lateness"]["max"]
-        said.append(RunWarning("late", most, f"{text} {most:.2f} s at most; their latency has it"))
-    if stats["answered"] and not stats["usage_told"]:
-        text = f"{name}: the server tells no usage; each event is taken for one token"
-        said.append(RunWarning("usage", 0.0, text))
-    return said
+        late = f"{stats['late']} of {stats['requests']} requests were sent late"
+        warn("late", most, f"{late}, by at most {most:.2f} s, which their latency includes")
+    if stats["completed"] and not stats["usage_reported"]:
+        warn("usage", 0.0, "the server reports no usage. Each event counts as one token")
+    return found

@@ -14,8 +14,7 @@ from common.errors import ConfigError
 
 _STOP_S = 20.0
 _TRIES = 50
-# Below the ephemeral port range of the operating system.
-_PORTS = range(20000, 32000)
+_PORTS = range(20000, 32000)  # below the ephemeral port range of the operating system
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,7 @@ class Serving:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Starter of the arms of one model."""
+    """Starter of the systems of one model."""
 
     model: Path
     device: str
@@ -53,78 +52,66 @@ class Machine:
     start_s: float
 
     @contextlib.asynccontextmanager
-    async def serving(self, arm: ComparedSystem) -> AsyncIterator[Serving]:
-        """Start the arm and yield it when it is ready. Ends it when the block is left, in any way.
+    async def serving(self, system: ComparedSystem) -> AsyncIterator[Serving]:
+        """Start the system and yield it when it is ready. Stops it when the block ends.
 
         Raises:
             UnusableRun: it does not start. Contains the end of a log.
         """
-        programs, url = self._programs(arm)
-        system = LocalSystem(programs, self.logs / arm.name, None)
-        serving = Serving(url)
-        watching = asyncio.create_task(_watch(system, serving))
-        try:
-            await self._until_ready(arm, system, watching, serving)
-            yield serving
-        finally:
-            watching.cancel()
-            try:
-                await system.stop(_STOP_S)
-            except BaseException:
-                system.kill()
-                raise
+        programs, url = self._programs(system)
+        running, serving = LocalSystem(programs, self.logs / system.name, None), Serving(url)
 
-    async def _until_ready(
-        self,
-        arm: ComparedSystem,
-        system: LocalSystem,
-        watching: "asyncio.Task[None]",
-        serving: Serving,
-    ) -> None:
-        ready = asyncio.create_task(system.until_ready(lambda name, remark: None))
+        async def watch() -> None:
+            serving.death = await running.first_death()
+
+        watching = asyncio.create_task(watch())
+        ready = asyncio.create_task(running.until_ready(lambda name, remark: None))
         try:
             await asyncio.wait(
                 (ready, watching), timeout=self.start_s, return_when=asyncio.FIRST_COMPLETED
             )
             if serving.death is not None:
-                raise UnusableRun(f"{arm.name} does not come up: {serving.death}")
+                raise UnusableRun(f"{system.name} does not start: {serving.death}")
             if not ready.done():
-                raise UnusableRun(f"{arm.name} is not ready within {self.start_s:.0f} s")
+                raise UnusableRun(f"{system.name} is not ready within {self.start_s:.0f} s")
             ready.result()
+            yield serving
         finally:
             ready.cancel()
+            watching.cancel()
+            try:
+                await running.stop(_STOP_S)
+            except BaseException:
+                running.kill()
+                raise
 
-    def _programs(self, arm: ComparedSystem) -> tuple[list[plan.Program], str]:
-        first = _free_block(2 + arm.prefill + arm.decode)
+    def _programs(self, system: ComparedSystem) -> tuple[list[plan.Program], str]:
+        first = _free_block(2 + system.prefill + system.decode)
         try:
             programs = plan.programs(
                 plan.RequestedSystem(
                     model=str(self.model),
-                    prefill=arm.prefill,
-                    decode=arm.decode,
+                    prefill=system.prefill,
+                    decode=system.decode,
                     host=plan.HOST,
                     port=first,
                     http_port=first + 1,
                     prefill_port=first + 2,
-                    decode_port=first + 2 + arm.prefill,
+                    decode_port=first + 2 + system.prefill,
                     metrics_port=None,
                     device=self.device,
-                    node_flags=arm.node_flags,
+                    node_flags=system.node_flags,
                 )
             )
         except ConfigError as error:
             raise UnusableRun(str(error)) from None
         extended = [
-            replace(program, flags=(*program.flags, *arm.decode_flags))
+            replace(program, flags=(*program.flags, *system.decode_flags))
             if program.module == "decode_node"
             else program
             for program in programs
         ]
         return extended, f"http://{plan.HOST}:{first + 1}"
-
-
-async def _watch(system: LocalSystem, serving: Serving) -> None:
-    serving.death = await system.first_death()
 
 
 def _free_block(count: int) -> int:
@@ -136,17 +123,19 @@ def _free_block(count: int) -> int:
     raise UnusableRun(f"no {count} free ports in a row between {_PORTS.start} and {_PORTS.stop}")
 
 
-def abba(arms: tuple[ComparedSystem, ...], repeats: int) -> list[tuple[ComparedSystem, list[int]]]:
-    """Return the order of arms and their repeats: forwards, backwards, and so on.
+def abba(
+    systems: tuple[ComparedSystem, ...], repeats: int
+) -> list[tuple[ComparedSystem, list[int]]]:
+    """Return the order of systems and their repeats: forwards, backwards, and so on.
 
-    With this order a gradual slowdown of the machine affects all arms alike. An arm that comes
+    With this order a gradual slowdown of the machine affects all systems alike. A system that comes
     twice in a row is one block, and is started only once.
     """
     blocks: list[tuple[ComparedSystem, list[int]]] = []
     for repeat in range(repeats):
-        for arm in arms if repeat % 2 == 0 else reversed(arms):
-            if blocks and blocks[-1][0] is arm:
+        for system in systems if repeat % 2 == 0 else reversed(systems):
+            if blocks and blocks[-1][0] is system:
                 blocks[-1][1].append(repeat)
             else:
-                blocks.append((arm, [repeat]))
+                blocks.append((system, [repeat]))
     return blocks

@@ -13,12 +13,12 @@ import msgspec
 
 from common.errors import InvalidRequest
 from common.limits import MAX_WEIGHT, MIN_WEIGHT
+from common.priority import HIGHEST, LOWEST
 from common.requests import images, sampling
 from common.requests.adapter import NO_ADAPTER, AdapterId, check_adapter, within
 from common.requests.images import Image
 from common.requests.namespace import SHARED, Namespace, check_namespace
 from common.requests.prefix_hash import BYTES_PER_TOKEN, as_bytes
-from common.requests.priority import check_priority
 from common.requests.quarantine import MAX_DEATHS
 from common.requests.sampling import SamplingParams
 from common.tracing.context import checked
@@ -140,7 +140,7 @@ def from_proto(proto: pb.Request) -> RequestSpec:
     for field in ("max_tokens", "seed"):
         if not proto.sampling.HasField(field):
             raise InvalidRequest(f"sampling.{field} is not set; the router sets it")
-    check_priority(proto.priority)
+    _check_priority(proto.priority)
     seen = images.from_proto(proto.images)
     images.check_images(seen, tokens_of(proto.token_ids))
     _check_tokens("prediction", proto.prediction)
@@ -223,3 +223,9 @@ def _weight(weight: float) -> float:
 def _check_tokens(field: str, token_ids: bytes) -> None:
     if len(token_ids) % BYTES_PER_TOKEN:
         raise InvalidRequest(f"{field} has {len(token_ids)} bytes, which is not a multiple of 4")
+
+
+def _check_priority(priority: int) -> None:
+    """Raise InvalidRequest if the priority is out of range."""
+    if not LOWEST <= priority <= HIGHEST:
+        raise InvalidRequest(f"priority must be in [{LOWEST}, {HIGHEST}], got {priority}")

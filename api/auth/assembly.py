@@ -7,9 +7,9 @@ from api.auth.cors import Cors
 from api.auth.guard import ApiKeyGuard, IsOperator
 from api.auth.hosts import AllowedHosts
 from api.auth.keyring import ApiKeys
+from api.auth.operator import OperatorCheck
 from common.config import RouterConfig
 from common.identity.exposure import is_loopback
-from common.identity.operator import OperatorCheck
 from common.identity.refusals import AuthRejection
 from common.identity.secret import SecretStore, keyrings
 from common.logs import kv

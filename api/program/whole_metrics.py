@@ -12,8 +12,8 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.process_collector import ProcessCollector
 
 from api.admin.metrics_endpoint import PATH
+from api.program.merged_metrics import MergedMetrics
 from common.metrics.program import MetricFamilies
-from common.metrics.several import MergedMetrics
 from router.metrics import DECLARED, PROCESSES
 from router.workers.asking import LONGEST_S, SiblingProcesses, Tell
 

@@ -5,9 +5,15 @@ import asyncio
 from dataclasses import replace
 from statistics import median
 
-from bench.commands.break_even_answer import KNOB
-from bench.commands.break_even_report import BreakEvenSetting, findings
-from bench.commands.command import CommandInfo, Findings, add_common_flags, check_common_flags
+from bench.commands.break_even_report import FLAG, LOCAL, BreakEvenSetting, findings
+from bench.commands.command import (
+    CommandInfo,
+    Findings,
+    add_common_options,
+    add_options,
+    numbers,
+    positive,
+)
 from bench.commands.pair import (
     MAX_IN_FLIGHT,
     WARM_UP_SEED,
@@ -26,7 +32,6 @@ from bench.traffic.load import LoadGenerator, poisson, until
 from bench.traffic.workload import Workload
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
-LOCAL = "local"
 MOST = 1 << 30  # more tokens than any prompt has
 MIN_PROBES, MAX_RATE = 8, 20.0
 _UNLOADED_PROBES = 3
@@ -34,55 +39,19 @@ _UNLOADED_PROBES = 3
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_pair_flags(parser, repeats=4)
-    parser.add_argument(
-        "--prompt-tokens",
-        type=_lengths,
-        metavar="N,N,...",
-        help=f"prompt lengths of probes ({','.join(map(str, LENGTHS))}, up to the context length)",
+    lengths = f"prompt lengths of probes ({','.join(map(str, LENGTHS))}, up to the context length)"
+    count = positive(int)
+    add_options(
+        parser,
+        ("--prompt-tokens", numbers(int, MOST), None, "N,N,...", lengths),
+        ("--duration", positive(float), 8.0, "S", f"seconds of {MIN_PROBES} or more probes (8)"),
+        ("--load", _share, 0.25, "SHARE", "share of the nodes' time for prefill of probes (0.25)"),
+        ("--streams", count, 8, "N", "other streams that generate meanwhile (8)"),
+        ("--stream-prompt-tokens", count, 32, "N", "prompt length of other streams (32)"),
+        ("--stream-output-tokens", count, 64, "N", "response length of other streams (64)"),
+        ("--probe-output-tokens", count, 4, "N", "response length of a probe (4)"),
     )
-    parser.add_argument(
-        "--duration",
-        type=float,
-        default=8.0,
-        metavar="S",
-        help=f"seconds of a run, extended until {MIN_PROBES} probes are done (8)",
-    )
-    parser.add_argument(
-        "--load",
-        type=float,
-        default=0.25,
-        metavar="SHARE",
-        help="share of the time of all nodes for the prefill of probes (0.25)",
-    )
-    parser.add_argument(
-        "--streams",
-        type=int,
-        default=8,
-        metavar="N",
-        help="number of requests that generate meanwhile (8)",
-    )
-    parser.add_argument(
-        "--stream-prompt-tokens",
-        type=int,
-        default=32,
-        metavar="N",
-        help="prompt tokens of each (32)",
-    )
-    parser.add_argument(
-        "--stream-output-tokens",
-        type=int,
-        default=64,
-        metavar="N",
-        help="output tokens of each (64)",
-    )
-    parser.add_argument(
-        "--probe-output-tokens",
-        type=int,
-        default=4,
-        metavar="N",
-        help="output tokens of a probe (4)",
-    )
-    add_common_flags(parser, "break-even")
+    add_common_options(parser, "break-even")
 
 
 class BreakEvenCommand:
@@ -90,20 +59,14 @@ class BreakEvenCommand:
 
     def __init__(self, options: argparse.Namespace, node_flags: list[str]) -> None:
         """Check the options. Raises InvalidInput."""
-        check_common_flags(options)
-        for name in ("streams", "stream_prompt_tokens", "stream_output_tokens", "duration"):
-            if not getattr(options, name) > 0:
-                raise InvalidInput(f"--{name.replace('_', '-')} must be above 0")
-        if not (0 < options.load < 1 and options.probe_output_tokens > 0):
-            raise InvalidInput("--load is between 0 and 1, --probe-output-tokens above 0")
-        if KNOB in options.disaggregated_flags or KNOB in options.colocated_flags:
-            raise InvalidInput(f"{KNOB} is what this command is to find; it sets it itself")
+        if FLAG in options.disaggregated_flags or FLAG in options.colocated_flags:
+            raise InvalidInput(f"{FLAG} cannot be set: this command finds its value")
         self._options = options
         pair = self._pair = ComparedPair("baton bench break-even", options, node_flags)
         remote, own = pair.disaggregated, pair.disaggregated.decode_flags
-        self._remote = replace(remote, decode_flags=(*own, f"{KNOB}=0"))
-        self._local = replace(remote, name=LOCAL, decode_flags=(*own, f"{KNOB}={MOST}"))
-        self._lengths: list[int] = []
+        self._remote = replace(remote, decode_flags=(*own, f"{FLAG}=0"))
+        self._local = replace(remote, name=LOCAL, decode_flags=(*own, f"{FLAG}={MOST}"))
+        self._lengths: list[int] = options.prompt_tokens or []
         self._rates: dict[int, float] = {}  # of probes, by their length
         self._others = Workload(
             Lengths.fixed(options.stream_prompt_tokens),
@@ -114,7 +77,7 @@ class BreakEvenCommand:
 
     async def measure(self, session: Session) -> None:
         async def block(ready: SystemsReady, repeats: list[int]) -> None:
-            self._choose_lengths(ready)
+            self._lengths = self._lengths or self._default_lengths(ready)
             check_context(ready, max(self._others.largest, self._probes(self._lengths[-1]).largest))
             await warm_up(session, ready, self._others, self._options.streams)
             if not self._rates:
@@ -136,16 +99,11 @@ class BreakEvenCommand:
         )
         return findings(session, about, setting)
 
-    def _choose_lengths(self, ready: SystemsReady) -> None:
-        if self._lengths:
-            return
-        if self._options.prompt_tokens:
-            self._lengths = self._options.prompt_tokens
-            return
+    def _default_lengths(self, ready: SystemsReady) -> list[int]:
         most = (ready.context_tokens or MOST) - self._options.probe_output_tokens
-        self._lengths = [length for length in LENGTHS if length <= most]
-        if not self._lengths:
-            raise InvalidInput(f"the model takes {ready.context_tokens} tokens: too few to sweep")
+        if most < LENGTHS[0]:
+            raise InvalidInput(f"a context of {ready.context_tokens} tokens is too small to sweep")
+        return [length for length in LENGTHS if length <= most]
 
     def _probes(self, length: int) -> Workload:
         output = Lengths.fixed(self._options.probe_output_tokens)
@@ -157,16 +115,16 @@ class BreakEvenCommand:
         At that rate, their prefills take the share --load of all nodes' time, measured on the
         otherwise idle first system. Every system then receives the same probes at the same times.
         """
-        with session.show.doing(f"{ready.arm.name}, to calibrate", len(self._lengths)) as tick:
+        with session.show.doing(f"{ready.system.name}, to calibrate", len(self._lengths)) as tick:
             for length in self._lengths:
                 load = LoadGenerator(ready.client.ask)
                 jobs = self._probes(length).jobs(WARM_UP_SEED + length)
                 async with load.measuring():
                     await load.closed_loop(jobs, concurrency=1, requests=_UNLOADED_PROBES)
-                took = [o.ttft for o in load.run.outcomes if o.ttft is not None and not o.error]
-                if not took:
-                    raise UnusableRun(f"no prompt of {length} tokens was answered")
-                rate = self._options.load * self._pair.num_nodes / max(median(took), 1e-6)
+                ttfts = [o.ttft for o in load.run.outcomes if o.ttft is not None and not o.error]
+                if not ttfts:
+                    raise UnusableRun(f"no prompt of {length} tokens was completed")
+                rate = self._options.load * self._pair.num_nodes / max(median(ttfts), 1e-6)
                 self._rates[length] = min(MAX_RATE, round(rate, 4))
                 tick()
 
@@ -198,15 +156,15 @@ class BreakEvenCommand:
         await session.measure(
             ready.client.ask,
             drive,
-            system=ready.arm.name,
+            system=ready.system.name,
             point=f"probes of {length} tokens" if length else "no probes",
             x=float(length),
             repeat=repeat,
         )
 
 
-def _lengths(text: str) -> list[int]:
-    lengths = [int(part) for part in text.split(",")]
-    if lengths != sorted(set(lengths)) or not 0 < lengths[0] <= lengths[-1] < MOST:
-        raise InvalidInput("lengths are above 0 and go upwards")
-    return lengths
+def _share(text: str) -> float:
+    share = float(text)
+    if not 0 < share < 1:
+        raise InvalidInput(f"{text} is invalid: expected a number between 0 and 1")
+    return share

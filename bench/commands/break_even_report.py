@@ -1,40 +1,42 @@
 """The page and the summary of `baton bench break-even`."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.commands.break_even_answer import BreakEvenResult, advice, advised, answer
+import numpy as np
+
+from bench import comparison, summary
 from bench.commands.command import CommandInfo, Findings
-from bench.metrics import GOODPUT, GOODPUT_FLOOR, Grid, Metric, shown_ratio, shown_spread
+from bench.comparison import GOODPUT, Comparison, Grid, Metric, Pair, Value, shown, shown_ratio
 from bench.report.page import ReportPage, ReportTable
-from bench.report.svg import Plot, Series
 from bench.session import MeasuredRun, Session
-from bench.statistics import distribution
-from bench.summary import DEFINITIONS, gaps_during
+from bench.statistics import Confidence, Crossing, confidence, crossing, distribution
 from bench.systems import ComparedSystem
 from bench.traffic.outcome import RequestOutcome
 
-DEFINED = {
-    "probe": "A prompt of the length in question, with a short answer. Probes come as a Poisson "
+FLAG = "--local-prefill-max-tokens"
+LOCAL = "local"
+DEFINITIONS = {
+    "probe": "A prompt of the length in question, with a short response. Probes are a Poisson "
     "stream, the same one for every system, while other streams generate.",
-    "disaggregation pays": "from the shortest measured length on from which, at that length and at "
-    "every longer one that was measured, the criterion is better on the disaggregated system than "
-    "on the colocated one, by the geometric mean over repeats. Between that length and the one "
-    "before it the place is read off a straight line (logarithms of both).",
-    "criterion": "Goodput of all requests where objectives were given; else the median TTFT of "
-    "probes. What the same question gives by the other streams' ITL stands beside it.",
-    "confidence": "The repeats are drawn anew 2000 times, with replacement: how often the answer "
-    "is the same two neighbouring lengths, or again never, and between which lengths 90 % of the "
-    "places lie. Fewer than three repeats give none.",
-    "local": "The disaggregated system with local_prefill_max_tokens above any length: decode "
-    "nodes prefill all prompts. The recommended local_prefill_max_tokens is the longest measured "
-    "length at which a hand-off is not better. By TTFT and by the others' ITL it can be two "
-    "answers: which of them matters is for you to say.",
+    "disaggregation pays": "At this length and at every longer measured one, the criterion is "
+    "better on the disaggregated system than on the colocated one, by the geometric mean over "
+    "repeats. Between two measured lengths the result is interpolated on logarithmic scales.",
+    "criterion": "Goodput of all requests if objectives were given, otherwise the median TTFT of "
+    "probes. The result by the ITL of the other streams is beside it.",
+    "confidence": "The repeats are redrawn 2000 times with replacement: how often the result stays "
+    "the same, and between which lengths 90 % of the results lie. Fewer than three repeats give no "
+    "confidence.",
+    LOCAL: "The disaggregated system with local_prefill_max_tokens above any length: its decode "
+    "nodes prefill every prompt. The recommended local_prefill_max_tokens is the longest measured "
+    "length at which a hand-off is not better yet. By TTFT and by the ITL of the others it can "
+    "differ.",
     "ITL of the others under probes": "Gaps of the other streams that overlap a probe's prefill "
     "as its client sees it: from its sending to its first token.",
-    "ratio": "The geometric mean over paired repeats, and in brackets where it lies with 95 % "
-    "confidence (Student's t on logarithms). " + GOODPUT_FLOOR,
+    **comparison.DEFINITIONS,
+    **summary.DEFINITIONS,
 }
 
 
@@ -52,14 +54,16 @@ def _of(one: MeasuredRun, group: str) -> list[RequestOutcome]:
     return [o for o in one.run.outcomes if o.group == group and not o.error]
 
 
-def _ttft(one: MeasuredRun, _: Mapping[str, Any]) -> float | None:
-    p50: float | None = distribution(o.ttft for o in _of(one, "probe") if o.ttft)["p50"]
-    return p50
+def _ttft(which: str) -> Value:
+    return lambda one, _: distribution(o.ttft for o in _of(one, "probe") if o.ttft)[which]
 
 
-def _ttft_p90(one: MeasuredRun, _: Mapping[str, Any]) -> float | None:
-    p90: float | None = distribution(o.ttft for o in _of(one, "probe") if o.ttft)["p90"]
-    return p90
+def _itl(one: MeasuredRun, _: Mapping[str, Any]) -> float | None:
+    """Return the p99 gap during the probes' prefills, or of all gaps in a run without probes."""
+    others, probes = _of(one, "background"), _of(one, "probe")
+    gaps = summary.gaps_during(others, probes) if one.x else [g for o in others for g in o.gaps]
+    p99: float | None = distribution(gaps)["p99"]
+    return p99
 
 
 def _undisturbed(one: MeasuredRun, _: Mapping[str, Any]) -> float | None:
@@ -69,43 +73,110 @@ def _undisturbed(one: MeasuredRun, _: Mapping[str, Any]) -> float | None:
     return p50
 
 
-def _itl(one: MeasuredRun, _: Mapping[str, Any]) -> float | None:
-    """Return the p99 gap during the probes' prefills, or of all gaps in a run without probes."""
-    others, probes = _of(one, "background"), _of(one, "probe")
-    gaps = gaps_during(others, probes) if one.x else [g for o in others for g in o.gaps]
-    p99: float | None = distribution(gaps)["p99"]
-    return p99
-
-
-TTFT = Metric("probe_ttft_p50", "TTFT p50 of probes", _ttft)
-TTFT_P90 = Metric("probe_ttft_p90", "TTFT p90 of probes", _ttft_p90)
+TTFT = Metric("probe_ttft_p50", "TTFT p50 of probes", _ttft("p50"))
+TTFT_P90 = Metric("probe_ttft_p90", "TTFT p90 of probes", _ttft("p90"))
 ITL = Metric("others_itl_p99", "ITL p99 of the others under probes", _itl)
 UNDISTURBED = Metric("others_itl_p50", "ITL p50 without probes", _undisturbed)
 METRICS = (TTFT, TTFT_P90, ITL, GOODPUT)
 
 
+@dataclass(frozen=True, slots=True)
+class BreakEvenResult:
+    """The break-even point of a pair of systems by one metric."""
+
+    metric: Metric
+    pair: Pair
+    lengths: Sequence[float]
+    found: Crossing
+    sure: Confidence | None
+
+    @classmethod
+    def of(
+        cls, grid: Grid, metric: Metric, lengths: Sequence[int], pair: Pair
+    ) -> "BreakEvenResult":
+        """Find the length from which the first system of the pair is better.
+
+        Only lengths and repeats that both systems have count.
+        """
+        sign = 1.0 if metric.lower_is_better else -1.0
+        logs: dict[float, dict[int, float]] = {}
+        for length in lengths:
+            ours, theirs = (grid.spread(metric, system.name, length) for system in pair)
+            if pairs := ours.paired(theirs):
+                logs[float(length)] = {r: sign * math.log(a / b) for r, (a, b) in pairs.items()}
+        measured = sorted(logs)
+        repeats = set.intersection(*(set(found) for found in logs.values())) if logs else set()
+        table = np.array([[logs[length][r] for length in measured] for r in sorted(repeats)])
+        if not len(table):
+            return cls(metric, pair, (), Crossing(None, None, None), None)
+        found = crossing(measured, table.mean(axis=0).tolist())
+        return cls(metric, pair, measured, found, confidence(measured, table))
+
+    def sentence(self) -> str:
+        if not self.lengths:
+            return "not measured"
+        shortest, longest = self.lengths[0], self.lengths[-1]
+        if self.found.at is None:
+            text = f"never in the range of {shortest:g} to {longest:g} tokens"
+        elif self.found.everywhere:
+            text = f"from the shortest measured length of {shortest:g} tokens"
+        else:
+            text = (
+                f"from about {shown(self.found.at)} tokens (not yet at {self.found.below:g}, "
+                f"from {self.found.first:g} everywhere)"
+            )
+        if self.sure is None:
+            return f"{text}; too few repeats for a confidence"
+        text += f"; the same in {self.sure.same:.0%} of redrawn repeats"
+        if self.found.at is not None and self.sure.low is not None and self.sure.high is not None:
+            text += f", 90 % between {shown(self.sure.low)} and {shown(self.sure.high)} tokens"
+        return text
+
+    def record(self) -> dict[str, Any]:
+        return {
+            "by": self.metric.key,
+            "against": self.pair[1].name,
+            "tokens": None if self.found.at is None else round(self.found.at),
+            "not_yet_at": self.found.below,
+            "everywhere_from": self.found.first,
+            "same_share": self.sure and self.sure.same,
+            "low": self.sure and self.sure.low,
+            "high": self.sure and self.sure.high,
+        }
+
+    def advice(self) -> int | None:
+        """Return the recommended local_prefill_max_tokens, or None if too little was measured.
+
+        It is the longest measured length at which remote prefill is not better yet.
+        """
+        return int(self.found.below or 0) if self.lengths else None
+
+
 def findings(session: Session, about: CommandInfo, setting: BreakEvenSetting) -> Findings:
     grid = Grid(session, (*METRICS, UNDISTURBED))
+    systems = (setting.colocated, setting.remote, setting.local)
+    pairs = [(setting.remote, setting.colocated), (setting.remote, setting.local)]
+    view = Comparison(
+        grid, systems, pairs, [float(x) for x in setting.lengths], "prompt tokens", log_x=True
+    )
     criterion = GOODPUT if session.objectives.limits else TTFT
     by = [criterion, *(metric for metric in (TTFT, ITL) if metric is not criterion)]
-    answers, knobs = (
-        [answer(grid, metric, setting.lengths, setting.remote.name, arm.name) for metric in by]
-        for arm in (setting.colocated, setting.local)
+    pays, local = (
+        [BreakEvenResult.of(grid, metric, setting.lengths, pair) for metric in by] for pair in pairs
     )
-    first = answers[0]
-    lead = [
-        f"Disaggregation pays, by {first.metric.name}: {first.sentence()}.",
-        *_shared(grid, setting),
-        advised(knobs),
-    ]
+    lead = f"Disaggregation pays, by {criterion.name}: {pays[0].sentence()}."
+    measured = [metric for metric in METRICS if view.has(metric)]
     page = ReportPage(
         title="Baton bench: from which prompt length disaggregation pays",
-        lead=lead,
-        headline=_headline(answers, knobs),
+        lead=[lead, *_shared_cores(view, setting), _advice(local)],
+        headline=_headline(pays, local),
         warnings=session.warnings(),
-        plots=_plots(grid, setting, answers, knobs) if setting.lengths else (),
-        tables=[_table(grid, setting, metric) for metric in METRICS if _has(grid, setting, metric)],
-        definitions={**DEFINED, **DEFINITIONS},
+        plots=[
+            *(view.plot(metric) for metric in measured),
+            *(view.ratio_plot(r.metric, r.pair, r.found.at) for r in [*pays, *local] if view.xs),
+        ],
+        tables=[view.table(metric, (0, *setting.lengths)) for metric in measured],
+        definitions=DEFINITIONS,
         configuration={
             **about.configuration,
             "colocated system": setting.colocated.shape,
@@ -115,174 +186,56 @@ def findings(session: Session, about: CommandInfo, setting: BreakEvenSetting) ->
         machine=about.machine,
         made=about.made,
     )
-    summary = {
+    record = {
         "criterion": criterion.key,
-        "break_even": answers[0].record(),
-        "others": [one.record() for one in answers[1:]],
+        "break_even": pays[0].record(),
+        "others": [one.record() for one in pays[1:]],
         "shared_cores": setting.shared_cores,
         "local_prefill_max_tokens": {
-            "advice": advice(knobs[0]),
-            "advice_by": {knob.metric.key: advice(knob) for knob in knobs},
-            "answers": [knob.record() for knob in knobs],
+            "advice": local[0].advice(),
+            "advice_by": {one.metric.key: one.advice() for one in local},
+            "answers": [one.record() for one in local],
         },
-        "rows": [_row(grid, setting, length) for length in setting.lengths],
+        "rows": [
+            {"prompt_tokens": length, **{m.key: view.row(m, length) for m in METRICS}}
+            for length in setting.lengths
+        ],
     }
-    return Findings(page, summary)
+    return Findings(page, record)
 
 
-def _shared(grid: Grid, setting: BreakEvenSetting) -> list[str]:
+def _advice(local: Sequence[BreakEvenResult]) -> str:
+    """Return the recommendation by each metric, as a sentence."""
+    texts = []
+    for one in local:
+        value = one.advice()
+        if value is not None:
+            text = f"{FLAG}={value}" if one.found.at is not None else f"{FLAG} of at least {value}"
+            texts.append(f"{text} if {one.metric.name} matters")
+    return f"Advice for decode nodes: {'; '.join(texts) or 'none, too little was measured'}."
+
+
+def _shared_cores(view: Comparison, setting: BreakEvenSetting) -> list[str]:
     """Return the warning for prefill and decode nodes that share the same cores."""
     if setting.shared_cores is None:
         return []
-    remote, colocated = (
-        grid.spread(UNDISTURBED, arm.name, 0) for arm in (setting.remote, setting.colocated)
-    )
-    cost = remote.against(colocated)
-    told = (
-        f" Without any probe, the gap between tokens is {shown_ratio(cost)} times that of the "
-        "colocated system."
-        if cost
-        else ""
-    )
+    cost = view.ratio(UNDISTURBED, view.pairs[0], 0)
+    gap = f"Without probes, the ITL is {shown_ratio(cost)} times that of the colocated system. "
     return [
-        f"Prefill and decode share the {setting.shared_cores} cores of this machine: a prompt is "
-        "computed with what the answers that run would have had, and every engine is one more "
-        f"process on them.{told} So this is no answer for nodes with cores or devices of their "
-        "own; for this machine alone, `baton up --prefill 0` is one engine with all cores."
+        f"Prefill and decode share the {setting.shared_cores} cores of this machine: a prompt "
+        "takes cores from running responses, and every engine is one more process. "
+        f"{gap if cost else ''}This result does not apply to nodes with their own cores or devices."
+        " On this machine alone, `baton up --prefill 0` is one engine with all cores."
     ]
 
 
-def _headline(answers: Sequence[BreakEvenResult], knobs: Sequence[BreakEvenResult]) -> ReportTable:
+def _headline(pays: Sequence[BreakEvenResult], local: Sequence[BreakEvenResult]) -> ReportTable:
     rows = [
         (question, one.metric.name, one.sentence())
         for question, found in (
-            ("disaggregation pays", answers),
-            ("handing over beats prefilling on the decode node", knobs),
+            ("disaggregation pays", pays),
+            ("a hand-off is better than prefill on the decode node", local),
         )
         for one in found
     ]
-    return ReportTable("In short", ("", "by", "from which prompt length on"), rows)
-
-
-def _arms(setting: BreakEvenSetting) -> tuple[ComparedSystem, ...]:
-    return (setting.colocated, setting.remote, setting.local)
-
-
-def _has(grid: Grid, setting: BreakEvenSetting, metric: Metric) -> bool:
-    return any(
-        grid.spread(metric, arm.name, length).values
-        for arm in _arms(setting)
-        for length in (0, *setting.lengths)
-    )
-
-
-def _table(grid: Grid, setting: BreakEvenSetting, metric: Metric) -> ReportTable:
-    rows = []
-    for length in (0, *setting.lengths):
-        spreads = [grid.spread(metric, arm.name, length) for arm in _arms(setting)]
-        colocated, remote, local = spreads
-        if not any(spread.values for spread in spreads):
-            continue
-        rows.append(
-            (
-                f"{length}" if length else "no probes",
-                *(shown_spread(spread) for spread in spreads),
-                shown_ratio(remote.against(colocated)),
-                shown_ratio(remote.against(local)),
-            )
-        )
-    columns = (
-        "prompt tokens",
-        "colocated",
-        "disaggregated",
-        "local",
-        "disaggregated / colocated",
-        "disaggregated / local",
-    )
-    return ReportTable(f"{metric.name}, {metric.unit}", columns, rows)
-
-
-def _plots(
-    grid: Grid,
-    setting: BreakEvenSetting,
-    answers: Sequence[BreakEvenResult],
-    knobs: Sequence[BreakEvenResult],
-) -> list[Plot]:
-    lengths = [float(length) for length in setting.lengths]
-    plots = []
-    for metric in METRICS:
-        if not _has(grid, setting, metric):
-            continue
-        series = []
-        for colour, arm in enumerate(_arms(setting)):
-            spreads = [grid.spread(metric, arm.name, length) for length in lengths]
-            middles = [s.middle if s.middle is not None else float("nan") for s in spreads]
-            lows, highs = [s.low for s in spreads], [s.high for s in spreads]
-            series.append(
-                Series(arm.name, lengths, middles, lows, highs, colour, dashed=arm is setting.local)
-            )
-        label = f"{metric.name}, {metric.unit}"
-        plots.append(
-            Plot(
-                metric.name,
-                "prompt tokens",
-                label,
-                series,
-                log_x=True,
-                log_y=metric.lower_is_better,
-                note="Median of the repeats, with their range.",
-            )
-        )
-    for found, arm in ((answers, setting.colocated), (knobs, setting.local)):
-        plots += [_ratio_plot(grid, setting, one, arm) for one in found]
-    return plots
-
-
-def _ratio_plot(
-    grid: Grid, setting: BreakEvenSetting, answer: BreakEvenResult, arm: ComparedSystem
-) -> Plot:
-    lengths = [float(length) for length in setting.lengths]
-    ratios = [
-        grid.spread(answer.metric, setting.remote.name, x).against(
-            grid.spread(answer.metric, arm.name, x)
-        )
-        for x in lengths
-    ]
-    better = "below" if answer.metric.lower_is_better else "above"
-    return Plot(
-        f"{answer.metric.name}: disaggregated / {arm.name}",
-        "prompt tokens",
-        "ratio",
-        [
-            Series(
-                f"disaggregated / {arm.name}",
-                lengths,
-                [one.mean if one else float("nan") for one in ratios],
-                [one.low if one else None for one in ratios],
-                [one.high if one else None for one in ratios],
-                colour=3,
-            )
-        ],
-        log_x=True,
-        log_y=True,
-        level=1.0,
-        mark=answer.found.at,
-        note=f"Handing over is better {better} the line at 1; bars are 95 % confidence, "
-        "the upright line is the break-even.",
-    )
-
-
-def _row(grid: Grid, setting: BreakEvenSetting, length: int) -> dict[str, Any]:
-    row: dict[str, Any] = {"prompt_tokens": length}
-    for metric in METRICS:
-        colocated, remote, local = (grid.spread(metric, arm.name, length) for arm in _arms(setting))
-        against, knob = remote.against(colocated), remote.against(local)
-        row[metric.key] = {
-            "unit": metric.unit,
-            "colocated": colocated.middle,
-            "disaggregated": remote.middle,
-            "local": local.middle,
-            "to_colocated": against.record() if against else None,
-            "to_local": knob.record() if knob else None,
-        }
-    return row
+    return ReportTable("In short", ("", "by", "from which prompt length"), rows)

@@ -1,5 +1,7 @@
-"""The interface of a subcommand, the common flags, and the output of measurements: a report, a file
-of raw numbers, one line of JSON. An interrupted or failed session reports the measurements so far.
+"""The interface of a subcommand, the common options, and the output of measurements: a report, a
+file of raw numbers, one line of JSON.
+
+An interrupted or failed session reports the measurements so far.
 """
 
 import argparse
@@ -8,7 +10,7 @@ import contextlib
 import json
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,7 +24,7 @@ from bench.session import Session
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 _BUSY_SHARE = 0.5  # of the cores, in use by other processes
-_WHERE = ("html", "json")  # not part of the configuration: output paths do not affect measurements
+_OUTPUTS = ("html", "json")  # not part of the configuration: they do not affect measurements
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,19 +33,6 @@ class Findings:
 
     page: ReportPage
     summary: Mapping[str, Any]
-
-
-class BenchCommand(Protocol):
-    name: str
-    objectives: Objectives
-
-    async def measure(self, session: Session) -> None:
-        """Fill the session. May be cancelled at any moment, and leaves nothing behind."""
-        ...
-
-    def findings(self, session: Session, about: "CommandInfo") -> Findings:
-        """Return the findings of a session that may have ended early."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,84 +44,121 @@ class CommandInfo:
     made: str
 
 
-def add_common_flags(parser: argparse.ArgumentParser, program: str) -> None:
-    group = parser.add_argument_group("results")
-    group.add_argument(
-        "--html",
-        type=Path,
-        default=Path(f"baton-bench-{program}.html"),
-        metavar="FILE",
-        help="HTML file of the report (%(default)s)",
-    )
-    group.add_argument(
-        "--json", type=Path, metavar="FILE", help="JSON file of all raw numbers (none)"
-    )
-    group.add_argument(
-        "--goodput",
-        type=Objectives.parse,
-        metavar="LIMITS",
-        help="objectives in seconds for ttft, itl, tpot or e2e, such as ttft=0.5,itl=0.05",
-    )
-    parser.add_argument(
-        "--seed", type=int, default=1, help="random seed of prompts and arrivals (1)"
-    )
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=300.0,
-        metavar="S",
-        help="seconds for a whole response (300)",
-    )
+class BenchCommand(Protocol):
+    name: str
+    objectives: Objectives
+
+    async def measure(self, session: Session) -> None:
+        """Fill the session. May be cancelled at any moment, and leaves nothing behind."""
+        ...
+
+    def findings(self, session: Session, about: CommandInfo) -> Findings:
+        """Return the findings of a session that may have ended early."""
+        ...
 
 
-def check_common_flags(options: argparse.Namespace) -> None:
-    """Check the common flags. Raises InvalidInput."""
-    for file in (options.html, options.json):
-        if file is not None and (not file.parent.is_dir() or file.is_dir()):
-            raise InvalidInput(f"{file} cannot be written: no such directory, or it is one")
-    if not options.timeout > 0:
-        raise InvalidInput("--timeout must be above 0")
-    if options.seed < 0:
-        raise InvalidInput("--seed must not be negative")
+Option = tuple[str, Callable[[str], Any], Any, str, str]  # name, type, default, metavar, help
+
+
+def add_options(to: argparse._ActionsContainer, *options: Option) -> None:
+    for name, kind, default, metavar, text in options:
+        to.add_argument(name, type=kind, default=default, metavar=metavar, help=text)
+
+
+def positive(kind: type[int] | type[float]) -> Callable[[str], Any]:
+    """Return a parser of numbers above 0."""
+
+    def read(text: str) -> int | float:
+        number = kind(text)
+        if not number > 0:
+            raise InvalidInput(f"{text} is invalid: expected a number above 0")
+        return number
+
+    read.__name__ = kind.__name__  # argparse puts it into its message
+    return read
+
+
+def not_negative(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise InvalidInput(f"{text} is invalid: expected 0 or more")
+    return number
+
+
+def numbers(kind: type[int] | type[float], below: float = 1e6) -> Callable[[str], Any]:
+    """Return a parser of a list of numbers above 0 and below `below`. It returns them in order."""
+
+    def read(text: str) -> list[int] | list[float]:
+        found = sorted({kind(part) for part in text.split(",")})
+        if not 0 < found[0] <= found[-1] < below:
+            raise InvalidInput(f"{text} is invalid: expected numbers above 0 and below {below:g}")
+        return found
+
+    read.__name__ = f"list of {kind.__name__}s"  # argparse puts it into its message
+    return read
+
+
+def _output_file(text: str) -> Path:
+    file = Path(text)
+    if not file.parent.is_dir() or file.is_dir():
+        raise InvalidInput(f"{file} cannot be written: no such directory, or it is one")
+    return file
+
+
+def add_common_options(parser: argparse.ArgumentParser, command: str) -> None:
+    html, limits = f"baton-bench-{command}.html", "in seconds, such as ttft=0.5,itl=0.05"
+    add_options(
+        parser.add_argument_group("results"),
+        ("--html", _output_file, Path(html), "FILE", f"HTML file of the report ({html})"),
+        ("--json", _output_file, None, "FILE", "JSON file of all raw numbers (none)"),
+        ("--goodput", Objectives.parse, None, "LIMITS", f"limits of ttft, itl, tpot, e2e {limits}"),
+    )
+    add_options(
+        parser,
+        ("--seed", not_negative, 1, "SEED", "random seed of prompts and arrivals (1)"),
+        ("--timeout", positive(float), 300.0, "S", "seconds for a whole response (300)"),
+    )
 
 
 async def run(command: BenchCommand, options: argparse.Namespace) -> int:
     """Measure until done or interrupted (SIGINT, SIGTERM). Returns the exit code."""
     begun = time.strftime("%Y-%m-%d %H:%M")
     facts = await asyncio.to_thread(machine)
-    code = 0
     with ProgressView() as show:
-        session = Session(show, command.objectives)
-        session.notes += _busy(facts)
-        work = asyncio.ensure_future(command.measure(session))
-
-        def interrupt() -> None:
-            session.interrupted = True
-            work.cancel()
-
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, interrupt)
-        try:
-            await work
-        except asyncio.CancelledError:
-            if not session.interrupted:
-                raise
-            code = EXIT_INTERRUPTED
-            session.notes.insert(0, "Interrupted: this is what had been measured by then.")
-        except InvalidInput as error:
-            session.notes.insert(0, str(error))
-            code = EXIT_USAGE
-        except UnusableRun as error:
-            session.notes.insert(0, str(error))
-            code = EXIT_FAILED
+        session = Session(show, command.objectives, notes=_busy(facts))
+        code = await _measure(command, session)
     if code in (EXIT_FAILED, EXIT_USAGE):
         show.say(f"baton bench {command.name}: {session.notes[0]}", style="red")
         if not session.measured:
             return code
-    return _report(
-        command, session, options, CommandInfo(_configuration(options), facts, begun), code
-    )
+    about = CommandInfo(_configuration(options), facts, begun)
+    _report(command, session, options, about, complete=code == 0)
+    if code == 0 and not any(o.error == "" for one in session.measured for o in one.run.outcomes):
+        return EXIT_FAILED
+    return code
+
+
+async def _measure(command: BenchCommand, session: Session) -> int:
+    """Fill the session. Returns the exit code, and notes why it ended early."""
+    work = asyncio.ensure_future(command.measure(session))
+
+    def interrupt() -> None:
+        session.interrupted = True
+        work.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, interrupt)
+    try:
+        await work
+    except asyncio.CancelledError:
+        if not session.interrupted:
+            raise
+        session.notes.insert(0, "Interrupted: this report has the measurements until then.")
+        return EXIT_INTERRUPTED
+    except (InvalidInput, UnusableRun) as error:
+        session.notes.insert(0, str(error))
+        return EXIT_USAGE if isinstance(error, InvalidInput) else EXIT_FAILED
+    return 0
 
 
 def _report(
@@ -140,56 +166,45 @@ def _report(
     session: Session,
     options: argparse.Namespace,
     about: CommandInfo,
-    code: int,
-) -> int:
+    *,
+    complete: bool,
+) -> None:
     findings = command.findings(session, about)
-    for sentence in findings.page.lead:
-        session.show.say(sentence)
-    if findings.page.headline is not None:
-        for row in findings.page.headline.lines():
-            session.show.say(row)
-    for warning in session.warnings():
+    page, warnings = findings.page, session.warnings()
+    for text in [*page.lead, *(page.headline.lines() if page.headline else ())]:
+        session.show.say(text)
+    for warning in warnings:
         session.show.say(warning, style="yellow")
-    write(findings.page, options.html)
+    write(page, options.html)
     session.show.say(f"report: {options.html}")
     line = {
         "bench": command.name,
-        "complete": code == 0,
+        "complete": complete,
         "report": str(options.html),
         "summary": findings.summary,
-        "warnings": session.warnings(),
+        "warnings": warnings,
     }
     if options.json is not None:
-        raw = {
-            **line,
-            "configuration": about.configuration,
-            "machine": about.machine,
-            "made": about.made,
-            "runs": list(session.records()),
-        }
-        options.json.write_text(json.dumps(raw))
+        facts = {"configuration": about.configuration, "machine": about.machine, "made": about.made}
+        options.json.write_text(json.dumps({**line, **facts, "runs": list(session.records())}))
         session.show.say(f"raw numbers: {options.json}")
     with contextlib.suppress(BrokenPipeError):
         print(json.dumps(line), flush=True)
-    if code == 0 and not any(o.error == "" for one in session.measured for o in one.run.outcomes):
-        return EXIT_FAILED
-    return code
 
 
 def _busy(facts: Mapping[str, Any]) -> list[str]:
     load, cores = facts["load_average"], facts["cores"]
     if load <= _BUSY_SHARE * cores:
         return []
-    return [f"This machine was busy when the bench began: load average {load} on {cores} cores."]
+    return [f"This machine was busy at the start: load average {load} on {cores} cores."]
 
 
 def _configuration(options: argparse.Namespace) -> dict[str, Any]:
-    """Return every flag as parsed."""
+    """Return every option as parsed."""
     found = {}
     for name, value in sorted(vars(options).items()):
-        if name in _WHERE or callable(value):
-            continue
-        text = getattr(value, "text", value)  # of lengths
-        text = getattr(value, "limits", text)  # of objectives
-        found[name] = str(text) if isinstance(text, Path) else text
+        if name not in _OUTPUTS:
+            value = getattr(value, "text", value)  # of lengths
+            value = getattr(value, "limits", value)  # of objectives
+            found[name] = str(value) if isinstance(value, Path) else value
     return found

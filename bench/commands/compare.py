@@ -1,9 +1,15 @@
 """Compare the same nodes, colocated and disaggregated, under the same load."""
 
 import argparse
-from collections.abc import Sequence
 
-from bench.commands.command import CommandInfo, Findings, add_common_flags, check_common_flags
+from bench.commands.command import (
+    CommandInfo,
+    Findings,
+    add_common_options,
+    add_options,
+    numbers,
+    positive,
+)
 from bench.commands.compare_report import CompareSetting, findings
 from bench.commands.pair import (
     MAX_IN_FLIGHT,
@@ -15,7 +21,6 @@ from bench.commands.pair import (
     seed_of,
     warm_up,
 )
-from bench.errors import InvalidInput
 from bench.objectives import Objectives
 from bench.session import Session
 from bench.summary import latencies
@@ -26,43 +31,37 @@ from bench.traffic.workload import Workload
 SHARES = (0.3, 0.6, 0.9)  # of the colocated system's throughput in a closed loop
 STREAMS_PER_NODE = 8  # in that closed loop
 OBJECTIVE_FACTOR = 3.0
+PROMPTS, OUTPUT = "mix:128=0.85,2048=0.15", "64"
 _ALONE_SEED, _FULL_SEED = WARM_UP_SEED + 1, WARM_UP_SEED + 2
+_RATES = "Poisson arrivals a second (0.3, 0.6 and 0.9 of the colocated capacity)"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_pair_flags(parser, repeats=4)
-    parser.add_argument(
-        "--rate",
-        type=_rates,
-        metavar="R,R,...",
-        help="Poisson arrivals a second (0.3, 0.6 and 0.9 of the colocated capacity)",
+    add_options(
+        parser,
+        ("--rate", numbers(float), None, "R,R,...", _RATES),
+        ("--duration", positive(float), 20.0, "S", "seconds of a run (20)"),
     )
-    parser.add_argument(
-        "--duration", type=float, default=20.0, metavar="S", help="seconds of a run (20)"
+    add_options(
+        parser.add_argument_group("lengths", f"Lengths in tokens: {HELP}"),
+        (
+            "--prompt-tokens",
+            Lengths.parse,
+            Lengths.parse(PROMPTS),
+            "LENGTH",
+            f"prompt lengths ({PROMPTS})",
+        ),
+        (
+            "--output-tokens",
+            Lengths.parse,
+            Lengths.parse(OUTPUT),
+            "LENGTH",
+            f"output lengths ({OUTPUT})",
+        ),
+        ("--long-tokens", positive(int), 1024, "N", "shortest prompt that counts as long (1024)"),
     )
-    what = parser.add_argument_group("lengths", f"Lengths in tokens: {HELP}.")
-    what.add_argument(
-        "--prompt-tokens",
-        type=Lengths.parse,
-        default=Lengths.parse("mix:128=0.85,2048=0.15"),
-        metavar="LENGTH",
-        help="prompt lengths (mix:128=0.85,2048=0.15)",
-    )
-    what.add_argument(
-        "--output-tokens",
-        type=Lengths.parse,
-        default=Lengths.fixed(64),
-        metavar="LENGTH",
-        help="output lengths (64)",
-    )
-    what.add_argument(
-        "--long-tokens",
-        type=int,
-        default=1024,
-        metavar="N",
-        help="length of a long prompt, whose effect on the ITL of others is reported (1024)",
-    )
-    add_common_flags(parser, "compare")
+    add_common_options(parser, "compare")
 
 
 class CompareCommand:
@@ -70,9 +69,6 @@ class CompareCommand:
 
     def __init__(self, options: argparse.Namespace, node_flags: list[str]) -> None:
         """Check the options. Raises InvalidInput."""
-        check_common_flags(options)
-        if not (options.duration > 0 and options.long_tokens > 0):
-            raise InvalidInput("--duration and --long-tokens must be above 0")
         self._options = options
         self._work = Workload(
             options.prompt_tokens, options.output_tokens, long_tokens=options.long_tokens
@@ -92,8 +88,7 @@ class CompareCommand:
                 for number, rate in enumerate(self._rates):
                     await self._one(session, ready, repeat, number, rate)
 
-        arms = (self._pair.colocated, self._pair.disaggregated)
-        await self._pair.each(session, arms, block)
+        await self._pair.each(session, (self._pair.colocated, self._pair.disaggregated), block)
 
     def findings(self, session: Session, about: CommandInfo) -> Findings:
         setting = CompareSetting(
@@ -101,7 +96,6 @@ class CompareCommand:
             disaggregated=self._pair.disaggregated,
             rates=tuple(self._rates),
             capacity=self._capacity,
-            long_tokens=self._options.long_tokens,
             objectives_given=self._options.goodput is not None,
         )
         return findings(session, about, setting)
@@ -112,29 +106,28 @@ class CompareCommand:
 
         The derived rates and objectives apply to both systems.
         """
-        alone = await self._calibrating(session, ready, 1, _ALONE_SEED)
+        alone = await self._closed_loop(session, ready, 1, _ALONE_SEED)
         if not session.objectives.limits:
             stats = latencies([o for o in alone.outcomes if not o.error])
-            limits = {kind: OBJECTIVE_FACTOR * (stats[kind]["p99"] or 1.0) for kind in _LIMITED}
+            limits = {
+                kind: OBJECTIVE_FACTOR * (stats[kind]["p99"] or 1.0) for kind in ("ttft", "itl")
+            }
             session.objectives = Objectives(limits)
         if not self._rates:
             streams = STREAMS_PER_NODE * self._pair.num_nodes
-            full = await self._calibrating(session, ready, streams, _FULL_SEED)
-            answered = sum(not outcome.error for outcome in full.outcomes)
-            self._capacity = answered / max(full.wall_s, 1e-9)
+            full = await self._closed_loop(session, ready, streams, _FULL_SEED)
+            completed = sum(not outcome.error for outcome in full.outcomes)
+            self._capacity = completed / max(full.wall_s, 1e-9)
             self._rates = [round(share * self._capacity, 3) for share in SHARES]
 
-    async def _calibrating(
+    async def _closed_loop(
         self, session: Session, ready: SystemsReady, streams: int, seed: int
     ) -> LoadRun:
-        with session.show.doing(f"{ready.arm.name}, {streams} streams to calibrate") as tick:
+        with session.show.doing(f"{ready.system.name}, {streams} streams to calibrate") as tick:
             load = LoadGenerator(ready.client.ask, lambda _: tick())
             async with load.measuring():
-                await load.closed_loop(
-                    self._work.jobs(seed),
-                    concurrency=streams,
-                    duration_s=self._options.duration / 2,
-                )
+                jobs, last = self._work.jobs(seed), self._options.duration / 2
+                await load.closed_loop(jobs, concurrency=streams, duration_s=last)
         return load.run
 
     async def _one(
@@ -149,19 +142,9 @@ class CompareCommand:
         await session.measure(
             ready.client.ask,
             drive,
-            system=ready.arm.name,
+            system=ready.system.name,
             point=f"{rate:g} requests/s",
             x=rate,
             repeat=repeat,
             total=len(due),
         )
-
-
-_LIMITED: Sequence[str] = ("ttft", "itl")
-
-
-def _rates(text: str) -> list[float]:
-    rates = [float(part) for part in text.split(",")]
-    if not all(0 < rate < 1e6 for rate in rates) or rates != sorted(set(rates)):
-        raise InvalidInput("rates are above 0 and go upwards")
-    return rates

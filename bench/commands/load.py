@@ -8,20 +8,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.commands.command import CommandInfo, Findings, add_common_flags, check_common_flags
+from bench.commands.command import (
+    CommandInfo,
+    Findings,
+    add_common_options,
+    add_options,
+    not_negative,
+    numbers,
+    positive,
+)
 from bench.commands.load_report import findings
 from bench.errors import InvalidInput
 from bench.objectives import Objectives
 from bench.session import Session
-from bench.traffic.http_pool import Server
 from bench.traffic.lengths import HELP, Lengths
 from bench.traffic.load import LoadGenerator, poisson, until
-from bench.traffic.openai_client import SENDS, OpenAiClient, ServedModelInfo
+from bench.traffic.openai_client import SENDS, OpenAiClient, base_url
 from bench.traffic.workload import Workload, WorkloadRequest, WorkloadTrace
 
 DEFAULT_REQUESTS = 100
 WARM_UP_STREAMS = 4
 API_KEY = "OPENAI_API_KEY"
+_TRACE = "JSON lines: timestamp (ms), input_length, output_length, hash_ids (of 512 tokens)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,76 +43,39 @@ class Point:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--url", default="http://127.0.0.1:8000", help="URL of the server (%(default)s)"
+    url = "http://127.0.0.1:8000"
+    add_options(
+        parser,
+        ("--url", base_url, url, "URL", f"server, with or without /v1 ({url})"),
+        ("--model", str, None, "NAME", "model name of the server (its first model)"),
+        ("--extra", _fields, {}, "JSON", "additional fields of every request (none)"),
     )
-    parser.add_argument("--model", help="model name of the server (its first model)")
-    parser.add_argument(
-        "--send",
-        choices=SENDS,
-        default="ids",
-        help="form of prompts: token ids of exact lengths, words or a chat message (%(default)s)",
+    send = "form of prompts: token ids of exact lengths, words or a chat message (%(default)s)"
+    parser.add_argument("--send", choices=SENDS, default="ids", help=send)
+    add_options(
+        parser.add_argument_group("arrivals", "One of --concurrency and --rate, or --trace."),
+        ("--concurrency", numbers(int), None, "N,N,...", "callers of a closed loop. One run each"),
+        ("--rate", numbers(float), None, "R,R,...", "Poisson arrivals a second. One run each"),
+        (
+            "--max-in-flight",
+            positive(int),
+            1024,
+            "N",
+            "maximum concurrent requests of --rate (1024)",
+        ),
+        ("--requests", positive(int), None, "N", f"requests of each run ({DEFAULT_REQUESTS})"),
+        ("--duration", positive(float), None, "S", "seconds of each run, instead of --requests"),
+        ("--warm-up", not_negative, 8, "N", "requests before the first run (8)"),
     )
-    parser.add_argument(
-        "--extra",
-        type=_fields,
-        default={},
-        metavar="JSON",
-        help="additional fields of every request (none)",
+    add_options(
+        parser.add_argument_group("lengths", f"Lengths in tokens: {HELP}"),
+        ("--prompt-tokens", Lengths.parse, None, "LENGTH", "prompt lengths (512)"),
+        ("--output-tokens", Lengths.parse, None, "LENGTH", "output lengths (64)"),
+        ("--prefix-groups", not_negative, 0, "N", "groups of prompts with a common prefix (0)"),
+        ("--prefix-tokens", not_negative, 0, "N", "tokens of the common prefix (0)"),
+        ("--trace", Path, None, "FILE", _TRACE),
     )
-    when = parser.add_argument_group("arrivals", "One of --concurrency and --rate, or --trace.")
-    when.add_argument(
-        "--concurrency",
-        type=_numbers(int),
-        metavar="N,N,...",
-        help="closed loop: concurrent requests. One run for each number",
-    )
-    when.add_argument(
-        "--rate",
-        type=_numbers(float),
-        metavar="R,R,...",
-        help="open loop: Poisson arrivals a second. One run for each rate",
-    )
-    when.add_argument(
-        "--max-in-flight",
-        type=int,
-        default=1024,
-        metavar="N",
-        help="open loop: maximum concurrent requests. Later ones wait and count as late (1024)",
-    )
-    when.add_argument(
-        "--requests", type=int, metavar="N", help=f"requests of each run ({DEFAULT_REQUESTS})"
-    )
-    when.add_argument(
-        "--duration", type=float, metavar="S", help="seconds of each run, instead of --requests"
-    )
-    when.add_argument(
-        "--warm-up", type=int, default=8, metavar="N", help="requests before each run (8)"
-    )
-    what = parser.add_argument_group("lengths", f"Lengths in tokens: {HELP}.")
-    what.add_argument(
-        "--prompt-tokens", type=Lengths.parse, metavar="LENGTH", help="prompt lengths (512)"
-    )
-    what.add_argument(
-        "--output-tokens", type=Lengths.parse, metavar="LENGTH", help="output lengths (64)"
-    )
-    what.add_argument(
-        "--prefix-groups",
-        type=int,
-        default=0,
-        metavar="N",
-        help="number of groups of prompts with a common prefix (0)",
-    )
-    what.add_argument(
-        "--prefix-tokens", type=int, default=0, metavar="N", help="tokens of the common prefix (0)"
-    )
-    what.add_argument(
-        "--trace",
-        type=Path,
-        metavar="FILE",
-        help="JSON lines: timestamp (ms), input_length, output_length, hash_ids (of 512 tokens)",
-    )
-    add_common_flags(parser, "load")
+    add_common_options(parser, "load")
     parser.epilog = f"The environment variable {API_KEY} is sent as a bearer token."
 
 
@@ -113,8 +84,6 @@ class LoadCommand:
 
     def __init__(self, options: argparse.Namespace) -> None:
         """Check the options. Raises InvalidInput."""
-        check_common_flags(options)
-        self._server = Server.at(options.url)
         self._options = options
         self._work = _work(options)
         self._points = _points(options, self._work)
@@ -123,7 +92,7 @@ class LoadCommand:
     async def measure(self, session: Session) -> None:
         options = self._options
         client = OpenAiClient(
-            self._server,
+            options.url,
             send=options.send,
             timeout_s=options.timeout,
             extra=options.extra,
@@ -131,7 +100,11 @@ class LoadCommand:
         )
         try:
             model = await client.choose_model(options.model)
-            _check_context(model, self._work)
+            if model.max_model_len is not None and self._work.largest > model.max_model_len:
+                raise InvalidInput(
+                    f"{model.id} accepts {model.max_model_len} tokens of prompt and response "
+                    f"together, and this load would send up to {self._work.largest}"
+                )
             if options.warm_up:
                 await self._warm_up(session, client)
             done = session.show.plan("load", len(self._points))
@@ -139,20 +112,19 @@ class LoadCommand:
                 await self._one(session, client, point, options.seed + index)
                 done()
         finally:
-            client.close()
+            await client.close()
 
     def findings(self, session: Session, about: CommandInfo) -> Findings:
         return findings(session, about, open_loop=self._points[0].streams is None)
 
     async def _warm_up(self, session: Session, client: OpenAiClient) -> None:
         """Send warm-up requests. Their prompts occur in no run."""
-        with session.show.doing("warm-up", self._options.warm_up) as tick:
+        requests = self._options.warm_up
+        with session.show.doing("warm-up", requests) as tick:
             load = LoadGenerator(client.ask, lambda _: tick())
             jobs = self._work.jobs(self._options.seed + len(self._points))
             async with load.measuring():
-                await load.closed_loop(
-                    jobs, concurrency=WARM_UP_STREAMS, requests=self._options.warm_up
-                )
+                await load.closed_loop(jobs, concurrency=WARM_UP_STREAMS, requests=requests)
 
     async def _one(self, session: Session, client: OpenAiClient, point: Point, seed: int) -> None:
         options, count = self._options, self._num_requests()
@@ -165,12 +137,9 @@ class LoadCommand:
                     jobs, concurrency=point.streams, requests=count, duration_s=last
                 )
                 return
-            due = poisson(point.rate, seed) if point.rate is not None else _own_times(self._work)
-            await load.open_loop(
-                jobs,
-                until(due, count=count, duration_s=last),
-                max_in_flight=options.max_in_flight,
-            )
+            due = poisson(point.rate, seed) if point.rate is not None else _trace_times(self._work)
+            times = until(due, count=count, duration_s=last)
+            await load.open_loop(jobs, times, max_in_flight=options.max_in_flight)
 
         await session.measure(
             client.ask, drive, system="server", point=point.name, x=point.x, total=count
@@ -188,58 +157,33 @@ def _work(options: argparse.Namespace) -> Workload | WorkloadTrace:
     if options.trace is None:
         prompt = options.prompt_tokens or Lengths.fixed(512)
         output = options.output_tokens or Lengths.fixed(64)
-        if min(options.prefix_groups, options.prefix_tokens) < 0:
-            raise InvalidInput("--prefix-groups and --prefix-tokens must not be negative")
         return Workload(prompt, output, options.prefix_groups, options.prefix_tokens)
     if options.prompt_tokens or options.output_tokens or options.prefix_groups:
-        raise InvalidInput("--trace says how long prompts and answers are; no other flag can")
+        raise InvalidInput(
+            "--trace sets all lengths: remove --prompt-tokens, --output-tokens and --prefix-groups"
+        )
     return WorkloadTrace.read(options.trace)
 
 
 def _points(options: argparse.Namespace, work: Workload | WorkloadTrace) -> list[Point]:
-    for name in ("requests", "duration", "max_in_flight"):
-        value = getattr(options, name)
-        if value is not None and not value > 0:
-            raise InvalidInput(f"--{name.replace('_', '-')} must be above 0")
-    if options.warm_up < 0:
-        raise InvalidInput("--warm-up must not be negative")
     if options.rate and options.concurrency:
-        raise InvalidInput("--rate is an open loop and --concurrency a closed one: choose")
+        raise InvalidInput("--rate is an open loop and --concurrency a closed one: choose one")
     if options.rate:
         return [Point(f"{rate:g} requests/s", rate, rate=rate) for rate in options.rate]
     if options.concurrency:
         return [Point(f"{n} streams", float(n), streams=n) for n in options.concurrency]
     if isinstance(work, WorkloadTrace):
         return [Point(f"times of {work.name}", 1.0)]
-    raise InvalidInput("say when requests are sent: --rate R or --concurrency N")
+    raise InvalidInput("the arrivals are missing: set --rate R or --concurrency N")
 
 
-def _own_times(work: Workload | WorkloadTrace) -> Sequence[float]:
+def _trace_times(work: Workload | WorkloadTrace) -> Sequence[float]:
     assert isinstance(work, WorkloadTrace)  # checked by _points
     return work.times()
-
-
-def _check_context(model: ServedModelInfo, work: Workload | WorkloadTrace) -> None:
-    if model.max_model_len is not None and work.largest > model.max_model_len:
-        raise InvalidInput(
-            f"{model.id} takes {model.max_model_len} tokens of prompt and answer together; "
-            f"this load would send up to {work.largest}"
-        )
-
-
-def _numbers(kind: type[int] | type[float]) -> Any:
-    def read(text: str) -> list[int] | list[float]:
-        numbers = [kind(part) for part in text.split(",")]
-        if not all(0 < number < 1e6 for number in numbers):
-            raise ValueError(text)
-        return numbers
-
-    read.__name__ = f"list of {kind.__name__}s above 0"  # argparse puts it into its message
-    return read
 
 
 def _fields(text: str) -> dict[str, Any]:
     fields = json.loads(text)
     if not isinstance(fields, dict):
-        raise argparse.ArgumentTypeError("wants a JSON object")
+        raise InvalidInput(f"{text} is invalid: expected a JSON object")
     return fields

@@ -11,16 +11,16 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.commands.command import add_options, positive
 from bench.errors import InvalidInput, UnusableRun
 from bench.session import Session
 from bench.systems import ComparedSystem, Machine, abba
-from bench.traffic.http_pool import Server
 from bench.traffic.load import LoadGenerator
 from bench.traffic.openai_client import OpenAiClient
 from bench.traffic.workload import Workload
 from cli.local import plan
 from common import settings
-from common.config import ConfigRecord, DecodeConfig, PrefillConfig
+from common.config import DecodeConfig, PrefillConfig
 from common.errors import ConfigError
 from common.model_directory import model_directory
 
@@ -33,7 +33,7 @@ MAX_IN_FLIGHT = 1024
 class SystemsReady:
     """A running system with a client of it."""
 
-    arm: ComparedSystem
+    system: ComparedSystem
     client: OpenAiClient
     context_tokens: int | None  # of the model, if the server reports it
 
@@ -47,46 +47,16 @@ def add_pair_flags(parser: argparse.ArgumentParser, *, repeats: int) -> None:
     parser.add_argument(
         "--model", required=True, metavar="DIR", help="directory or hub id of the model"
     )
-    parser.add_argument(
-        "--prefill",
-        type=int,
-        default=1,
-        metavar="P",
-        help="prefill nodes of the disaggregated system (1)",
-    )
-    parser.add_argument(
-        "--decode",
-        type=int,
-        default=1,
-        metavar="D",
-        help="decode nodes of the disaggregated system (1). The colocated one has P + D nodes",
-    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument(
-        "--repeats",
-        type=int,
-        default=repeats,
-        metavar="N",
-        help="repetitions, with alternating systems: A B, B A, A B ... (%(default)s)",
-    )
-    parser.add_argument(
-        "--colocated-flags",
-        default="",
-        metavar="'FLAGS'",
-        help="flags of the nodes of the colocated system",
-    )
-    parser.add_argument(
-        "--disaggregated-flags",
-        default="",
-        metavar="'FLAGS'",
-        help="flags of the decode nodes of the disaggregated system",
-    )
-    parser.add_argument(
-        "--start-timeout",
-        type=float,
-        default=900.0,
-        metavar="S",
-        help="seconds until a system is ready (900)",
+    count = positive(int)
+    add_options(
+        parser,
+        ("--prefill", count, 1, "P", "prefill nodes of the disaggregated system (1)"),
+        ("--decode", count, 1, "D", "its decode nodes (1); the colocated system has P + D nodes"),
+        ("--repeats", count, repeats, "N", f"repeats, systems in turns: A B B A ... ({repeats})"),
+        ("--colocated-flags", str, "", "'FLAGS'", "flags for nodes of the colocated system"),
+        ("--disaggregated-flags", str, "", "'FLAGS'", "flags for decode nodes of the other system"),
+        ("--start-timeout", positive(float), 900.0, "S", "seconds to start a system (900)"),
     )
     parser.epilog = (
         "Other flags are passed to every node, such as --engine.cache.page-size 32. "
@@ -105,95 +75,87 @@ class ComparedPair:
         Raises:
             InvalidInput: an option is wrong. Exits if a node would reject its flags.
         """
-        for name in ("prefill", "decode", "repeats", "start_timeout"):
-            if not getattr(options, name) > 0:
-                raise InvalidInput(f"--{name.replace('_', '-')} must be above 0")
         self._options = options
         self._model = _directory(options.model)
         own = {
-            name: _split(name, getattr(options, f"{name}_flags"))
+            name: tuple(_split(name, getattr(options, f"{name}_flags")))
             for name in (COLOCATED, DISAGGREGATED)
         }
-        checked: tuple[tuple[type[ConfigRecord], list[str]], ...] = (
-            (PrefillConfig, node_flags),
-            (DecodeConfig, [*node_flags, *own[COLOCATED]]),
-            (DecodeConfig, [*node_flags, *own[DISAGGREGATED]]),
-        )
-        for record, flags in checked:
-            settings.read(record, program, [f"--model={self._model}", *flags])
-        everywhere = tuple(node_flags)
+        settings.read(PrefillConfig, program, [f"--model={self._model}", *node_flags])
+        for flags in own.values():
+            settings.read(DecodeConfig, program, [f"--model={self._model}", *node_flags, *flags])
         self.num_nodes = options.prefill + options.decode
-        self.colocated = ComparedSystem(
-            COLOCATED, 0, self.num_nodes, everywhere, tuple(own[COLOCATED])
-        )
+        for_all = tuple(node_flags)
+        self.colocated = ComparedSystem(COLOCATED, 0, self.num_nodes, for_all, own[COLOCATED])
         self.disaggregated = ComparedSystem(
-            DISAGGREGATED, options.prefill, options.decode, everywhere, tuple(own[DISAGGREGATED])
+            DISAGGREGATED, options.prefill, options.decode, for_all, own[DISAGGREGATED]
         )
 
     @property
     def shared_cores(self) -> int | None:
-        """Return the number of cores that all nodes of a system share, or None with CUDA
-        devices."""
+        """The number of cores that all nodes of a system share, or None with CUDA devices."""
         if self._options.device != "cpu" and plan.cuda_devices():
             return None
         return len(os.sched_getaffinity(0))
 
-    async def each(self, session: Session, arms: tuple[ComparedSystem, ...], block: Block) -> None:
-        """Run `block` on every arm for every repeat, in turns.
+    async def each(
+        self, session: Session, systems: tuple[ComparedSystem, ...], block: Block
+    ) -> None:
+        """Run `block` on every system for every repeat, in turns.
 
         If a process of a system dies in a block, the death is noted and the next block starts a new
         system.
         """
-        blocks = abba(arms, self._options.repeats)
+        blocks = abba(systems, self._options.repeats)
         done = session.show.plan("systems", len(blocks))
         with tempfile.TemporaryDirectory(prefix="baton-bench-") as logs:
             machine = Machine(
                 self._model, self._options.device, Path(logs), self._options.start_timeout
             )
-            for arm, repeats in blocks:
-                async with self._ready(session, machine, arm) as ready:
+            for system, repeats in blocks:
+                async with self._ready(session, machine, system) as ready:
                     await block(ready, repeats)
                 done()
 
     @asynccontextmanager
     async def _ready(
-        self, session: Session, machine: Machine, arm: ComparedSystem
+        self, session: Session, machine: Machine, system: ComparedSystem
     ) -> AsyncIterator[SystemsReady]:
-        session.show.say(f"starting {arm.name}: {arm.shape}")
+        session.show.say(f"starting {system.name}: {system.shape}")
         begun = len(session.measured)
-        async with machine.serving(arm) as serving:
-            client = OpenAiClient(
-                Server.at(serving.url), send="ids", timeout_s=self._options.timeout
-            )
+        async with machine.serving(system) as serving:
+            client = OpenAiClient(serving.url, send="ids", timeout_s=self._options.timeout)
             try:
                 model = await client.choose_model()
-                yield SystemsReady(arm, client, model.max_model_len)
+                yield SystemsReady(system, client, model.max_model_len)
             finally:
-                client.close()
+                await client.close()
                 if serving.death is not None:
-                    note = "Runs on that start of the system are left out of every comparison."
-                    session.notes.append(f"{arm.name}: {serving.death}\n{note}")
+                    note = "Comparisons leave out the runs on that start of the system."
+                    session.notes.append(f"{system.name}: {serving.death}\n{note}")
                     for one in session.measured[begun:]:
                         one.run.ended = None
 
 
 async def warm_up(session: Session, ready: SystemsReady, work: Workload, requests: int) -> None:
     """Send warm-up requests. Raises UnusableRun if all of them failed."""
-    with session.show.doing(f"{ready.arm.name}, warm-up", requests) as tick:
+    with session.show.doing(f"{ready.system.name}, warm-up", requests) as tick:
         load = LoadGenerator(ready.client.ask, lambda _: tick())
         async with load.measuring():
             await load.closed_loop(work.jobs(WARM_UP_SEED), concurrency=4, requests=requests)
     if all(outcome.error for outcome in load.run.outcomes):
         first = load.run.outcomes[0]
-        raise UnusableRun(f"{ready.arm.name} answers nothing: {first.error}: {first.detail}")
+        raise UnusableRun(
+            f"{ready.system.name}: every request failed: {first.error}: {first.detail}"
+        )
 
 
 def check_context(ready: SystemsReady, tokens: int) -> None:
     """Check that `tokens` fit the model's context. Raises InvalidInput."""
     if ready.context_tokens is not None and tokens > ready.context_tokens:
         raise InvalidInput(
-            f"the model takes {ready.context_tokens} tokens of prompt and answer together; "
-            f"this load would send up to {tokens}"
+            f"the model accepts {ready.context_tokens} tokens of prompt and response together, "
+            f"and this load would send up to {tokens}"
         )
 
 

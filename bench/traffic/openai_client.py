@@ -1,26 +1,28 @@
-"""Client of the OpenAI API: converts a WorkloadRequest to a request, and a stream of events to an
-RequestOutcome.
+"""Client of the OpenAI API: sends a WorkloadRequest and notes the time of every event.
 
 Works with any server that streams completions or chat with usage. Failures are outcomes, never
 exceptions.
 """
 
 import asyncio
+import os
 import time
 from collections.abc import Mapping
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
+import aiohttp
 import msgspec
 
-from bench.errors import UnusableRun
-from bench.traffic.http_pool import CutOff, HttpPool, NoConnection, Server
+from bench.errors import InvalidInput, UnusableRun
 from bench.traffic.outcome import RequestOutcome
 from bench.traffic.workload import WorkloadRequest
 
 Send = Literal["ids", "text", "chat"]
 SENDS: tuple[Send, ...] = ("ids", "text", "chat")
 
-_ASK_S = 10.0  # timeout for the list of models
+_CONNECT_S = 10.0
+_MODELS_S = 10.0  # timeout for the list of models
 _WORDS = ("the", "of", "and", "to", "in", "is", "that", "was", "for", "on", "are", "with", "as")
 _MAX_DETAIL = 300
 _MAX_EVENT_BYTES = 1 << 20
@@ -65,60 +67,75 @@ class _Models(msgspec.Struct):
     data: list[ServedModelInfo]
 
 
+def base_url(url: str) -> str:
+    """Return the URL without /v1 and slashes at its end. Raises InvalidInput."""
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        valid = False
+    if not valid:
+        raise InvalidInput(f"{url!r} is no URL of the form http://HOST:PORT")
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
 class OpenAiClient:
     """A client of one model of one server. Not thread-safe: one event loop only. The owner closes
     it."""
 
     def __init__(
         self,
-        server: Server,
+        url: str,
         *,
         send: Send,
         timeout_s: float,
         extra: Mapping[str, Any] | None = None,
         api_key: str | None = None,
     ) -> None:
-        """Configure the requests.
+        """Configure the requests. Call it on the event loop.
 
         Args:
+            url: as `base_url` returns it.
             send: prompts as token ids or as words to /v1/completions, or to /v1/chat/completions. A
                 word is about a token. Reports use the server's count.
             timeout_s: timeout of a whole response.
             extra: more fields of every request's body.
         """
-        headers = (("authorization", f"Bearer {api_key}"),) if api_key else ()
-        self._pool = HttpPool(server, headers)
-        self._url = server.url
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+            headers={"authorization": f"Bearer {api_key}"} if api_key else None,
+        )
+        self._url = url
         self._send = send
         self._path = "/v1/chat/completions" if send == "chat" else "/v1/completions"
         self._timeout_s = timeout_s
         self._extra = dict(extra or {})
         self._model = ""
 
-    def close(self) -> None:
-        self._pool.close()
+    async def close(self) -> None:
+        await self._http.close()
 
     async def choose_model(self, name: str | None = None) -> ServedModelInfo:
         """Choose the model of every request.
 
         Args:
-            name: one that the server has; None: its first.
+            name: a model of the server. None: its first.
         Raises:
-            UnusableRun: there is no such model, or no such server.
+            UnusableRun: the server or the model does not exist.
         """
-        models_of = f"{self._url}/v1/models"
+        url = f"{self._url}/v1/models"
         try:
-            async with asyncio.timeout(_ASK_S):
-                status, body = await self._pool.get("/v1/models")
-            models = msgspec.json.decode(body, type=_Models).data if status == 200 else []
+            async with asyncio.timeout(_MODELS_S), self._http.get(url) as response:
+                if response.status != 200:
+                    raise UnusableRun(f"{url}: status {response.status}")
+                models = msgspec.json.decode(await response.read(), type=_Models).data
         except TimeoutError:
-            raise UnusableRun(f"{models_of}: no answer within {_ASK_S:g} s") from None
-        except (NoConnection, CutOff) as error:
-            raise UnusableRun(f"{models_of}: {error}") from None
+            raise UnusableRun(f"{url}: no response within {_MODELS_S:g} s") from None
+        except aiohttp.ClientError as error:
+            raise UnusableRun(f"{url}: {_reason(error)}") from None
         except (msgspec.MsgspecError, UnicodeDecodeError):
-            raise UnusableRun(f"{models_of}: the answer is no list of models") from None
-        if status != 200:
-            raise UnusableRun(f"{models_of}: answered with status {status}")
+            raise UnusableRun(f"{url}: the response is no list of models") from None
         for model in models:
             if name in (None, model.id):
                 self._model = model.id
@@ -135,17 +152,24 @@ class OpenAiClient:
         """
         body = self._body(job)
         outcome = RequestOutcome(job.group, len(job.prompt), due, time.perf_counter() - start)
-        stream = _Stream(outcome, start, counts_empty=self._send != "chat")
+        stream = _EventStream(outcome, start, counts_empty=self._send != "chat")
+        headers = {"content-type": "application/json"}
         try:
-            async with asyncio.timeout(self._timeout_s):
-                status = await self._pool.post(self._path, body, stream.feed)
-            stream.end(status)
+            async with (
+                asyncio.timeout(self._timeout_s),
+                self._http.post(self._url + self._path, data=body, headers=headers) as response,
+            ):
+                async for data in response.content.iter_any():
+                    stream.feed(time.perf_counter(), data)
+            stream.end(response.status)
+        except aiohttp.ClientConnectorError as error:
+            stream.fail("connect", _reason(error))
+        except aiohttp.ConnectionTimeoutError:
+            stream.fail("connect", f"no connection within {_CONNECT_S:g} s")
         except TimeoutError:
-            stream.fail("timeout", f"no whole answer within {self._timeout_s:g} s")
-        except NoConnection as error:
-            stream.fail("connect", str(error))
-        except CutOff as error:
-            stream.fail("cut off", str(error))
+            stream.fail("timeout", f"no complete response within {self._timeout_s:g} s")
+        except aiohttp.ClientError as error:
+            stream.fail("cut off", f"the connection ended before the response did: {error}")
         outcome.ended = time.perf_counter() - start
         return outcome
 
@@ -172,7 +196,11 @@ def _words(job: WorkloadRequest) -> str:
     return " ".join(_WORDS[token % len(_WORDS)] for token in job.prompt)
 
 
-class _Stream:
+def _reason(error: aiohttp.ClientError) -> str:
+    return os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
+
+
+class _EventStream:
     """A parser of one response's server-sent events, which fills its outcome."""
 
     def __init__(self, outcome: RequestOutcome, start: float, *, counts_empty: bool) -> None:
@@ -187,27 +215,27 @@ class _Stream:
         self._counts_empty = counts_empty
         self._rest = b""
         self._done = False
-        self._told = 0  # tokens, by the usage of the chunks so far
+        self._num_tokens = 0  # by the usage of the chunks so far
 
     def feed(self, now: float, data: bytes) -> None:
         data = self._rest + data if self._rest else data
         *events, self._rest = data.replace(b"\r\n", b"\n").split(b"\n\n")
         if len(self._rest) > _MAX_EVENT_BYTES:
-            self.fail("no events", "what came is no stream of events")
+            self.fail("no events", "the response is no stream of events")
             self._rest = b""
         for event in events:
             if event.startswith(b"data:"):
-                self._take(event[5:].strip(), now - self._start)
+                self._read(event[5:].strip(), now - self._start)
 
     def end(self, status: int) -> None:
         """Complete the outcome at the end of the response."""
         if status != 200:
-            self.fail(f"status {status}", _sentence(self._rest))
+            self.fail(f"status {status}", _error_message(self._rest))
         elif not self._done:
             self.fail("cut off", "the stream ended without [DONE]")
         elif not self._outcome.chunks:
-            self.fail("no tokens", "an answer without a token")
-        elif not self._outcome.usage_told:
+            self.fail("no tokens", "a response without a token")
+        elif not self._outcome.usage_reported:
             self._outcome.output_tokens = len(self._outcome.chunks)
 
     def fail(self, kind: str, detail: str) -> None:
@@ -215,7 +243,7 @@ class _Stream:
         if not self._outcome.error:
             self._outcome.error, self._outcome.detail = kind, detail[:_MAX_DETAIL]
 
-    def _take(self, data: bytes, now: float) -> None:
+    def _read(self, data: bytes, now: float) -> None:
         if data == b"[DONE]":
             self._done = True
             return
@@ -225,11 +253,11 @@ class _Stream:
             self.fail("no events", f"an event that is not OpenAI's: {error}")
             return
         if event.error is not None:
-            self.fail("error event", _sentence(data))
+            self.fail("error event", _error_message(data))
             return
         outcome, usage = self._outcome, event.usage
         if usage is not None:
-            outcome.usage_told = True
+            outcome.usage_reported = True
             outcome.prompt_tokens = usage.prompt_tokens
             outcome.output_tokens = usage.completion_tokens
             if usage.prompt_tokens_details is not None:
@@ -237,8 +265,8 @@ class _Stream:
         if any(self._has_token(choice) for choice in event.choices):
             outcome.chunks.append(now)
             if usage is not None:
-                outcome.chunk_tokens.append(usage.completion_tokens - self._told)
-                self._told = usage.completion_tokens
+                outcome.chunk_tokens.append(usage.completion_tokens - self._num_tokens)
+                self._num_tokens = usage.completion_tokens
 
     def _has_token(self, choice: _Choice) -> bool:
         delta = choice.delta
@@ -247,11 +275,9 @@ class _Stream:
         return self._counts_empty and choice.finish_reason is None
 
 
-def _sentence(body: bytes) -> str:
+def _error_message(body: bytes) -> str:
     """Return the message of an error body, in OpenAI's form or any other."""
-    text = body.decode(errors="replace").strip()
     try:
-        error = msgspec.json.decode(body)["error"]
-        return str(error["message"])
-    except (msgspec.MsgspecError, KeyError, TypeError):
-        return text
+        return str(msgspec.json.decode(body)["error"]["message"])
+    except (msgspec.MsgspecError, UnicodeDecodeError, KeyError, TypeError):
+        return body.decode(errors="replace").strip()

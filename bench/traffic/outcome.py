@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Any
 
 
@@ -20,7 +21,7 @@ class RequestOutcome:
     chunk_tokens: list[int] = field(default_factory=list)  # of each chunk, if reported
     output_tokens: int = 0  # by the server's usage; without it, the number of chunks
     cached_tokens: int = 0  # of the prompt, if the server reports them
-    usage_told: bool = False
+    usage_reported: bool = False
     ended: float = 0.0
     error: str = ""  # kind of error, from a small set; "": success
     detail: str = ""  # error message of the server or the system
@@ -35,32 +36,24 @@ class RequestOutcome:
 
     @property
     def late(self) -> float:
-        """Return the delay of sending in seconds.
-
-        The client, or its limit of requests in flight, caused the delay. It never counts in the
-        server's favour.
-        """
+        """Seconds between due and sent: a delay of the client, or of its limit of requests in
+        flight."""
         return self.sent - self.due
 
     @property
     def gaps(self) -> Sequence[float]:
-        """Return the gaps between chunks, as a reader of the stream sees them."""
-        return [b - a for a, b in zip(self.chunks, self.chunks[1:], strict=False)]
+        """Seconds between neighbouring chunks, as a reader of the stream sees them."""
+        return [b - a for a, b in pairwise(self.chunks)]
 
     @property
     def per_token(self) -> float | None:
-        """Return the mean time per token after the first chunk, or None if nothing came after
-        it."""
-        first = self.chunk_tokens[0] if self.chunk_tokens else 1
-        after = self.output_tokens - first
+        """Mean seconds of a token after the first chunk, or None if nothing came after it."""
+        after = self.output_tokens - (self.chunk_tokens[0] if self.chunk_tokens else 1)
         if len(self.chunks) < 2 or after < 1:
             return None
         return (self.chunks[-1] - self.chunks[0]) / after
 
     def record(self) -> dict[str, Any]:
-        """Return the JSON record: all fields, times in whole microseconds."""
-        values = asdict(self)
-        for name in ("due", "sent", "ended"):
-            values[name] = round(values[name], 6)
-        values["chunks"] = [round(time, 6) for time in self.chunks]
-        return values
+        """Return the JSON record: all fields, times rounded to microseconds."""
+        times = {name: round(getattr(self, name), 6) for name in ("due", "sent", "ended")}
+        return asdict(self) | times | {"chunks": [round(time, 6) for time in self.chunks]}

@@ -12,12 +12,12 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from common.calling_channel import CallingChannel
 from common.identity.by_token import BEARER, PROOF, SHOWN
 from common.identity.identity import Identity
 from common.identity.refusals import AuthRejection
 from common.identity.roles import MAY_CALL
 from common.identity.tokens import Token
+from common.tls.calling_channel import CallingChannel
 
 
 class SigningChannel(CallingChannel):

@@ -13,9 +13,8 @@ import logging
 import re
 import sys
 import threading
+import time
 from collections.abc import Mapping
-from datetime import UTC, datetime
-from functools import lru_cache
 from typing import Any, Literal
 
 import msgspec
@@ -91,33 +90,26 @@ def _bounded(text: str) -> str:
     return text if len(text) <= _MAX_VALUE else text[:_MAX_VALUE] + "..."
 
 
-def _time(record: logging.LogRecord) -> str:
-    second = int(record.created)
-    return f"{_second(second)}.{int((record.created - second) * 1000):03d}Z"
+class _Utc(logging.Formatter):
+    converter = staticmethod(time.gmtime)
+    default_time_format = "%Y-%m-%dT%H:%M:%S"
+    default_msec_format = "%s.%03dZ"
 
 
-@lru_cache(maxsize=1)  # many lines are written in one second
-def _second(unix: int) -> str:
-    return f"{datetime.fromtimestamp(unix, UTC):%FT%T}"
-
-
-class _Text(logging.Formatter):
+class _Text(_Utc):
     def __init__(self, program: str) -> None:
-        super().__init__()
-        self._program = program
-
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        return f"{_time(record)} {record.levelname} {self._program} {record.name}: {record.message}"
+        shown = program.replace("%", "%%")
+        super().__init__(f"%(asctime)s %(levelname)s {shown} %(name)s: %(message)s")
 
 
-class _Json(logging.Formatter):
+class _Json(_Utc):
     def __init__(self, program: str) -> None:
         super().__init__()
         self._program = program
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
-            "time": _time(record),
+            "time": self.formatTime(record),
             "level": record.levelname.lower(),
             "program": self._program,
             "logger": record.name,

@@ -5,15 +5,18 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc.aio
+from google.protobuf import descriptor_pool, text_format
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
 from common.errors import Overloaded
-from common.rpc import reflection
 from common.rpc.options import NODE_SERVER_OPTIONS
 from common.rpc.servers import HEALTH_PORT, bind, make_server, stop
 from common.rpc.services import RpcGuard, add_service
 
 MAX_HEALTH_WATCHERS = 64  # they are not authenticated and keep their connections open
+_REFLECTION_NAMES = ("grpc.reflection.v1.ServerReflection", reflection.SERVICE_NAME)
 
 
 def add_health_and_reflection(
@@ -28,8 +31,8 @@ def add_health_and_reflection(
     """
     servicer = _HealthServicer()
     add_service(server, health_pb2_grpc.add_HealthServicer_to_server, servicer)
-    told = reflection.servicer((*services, health.SERVICE_NAME))
-    add_service(server, reflection.add_to_server, told, guard)
+    reflected = _reflection_servicer((*services, health.SERVICE_NAME))
+    add_service(server, _add_reflection, reflected, guard)
     return Health(servicer, services)
 
 
@@ -95,3 +98,38 @@ async def serving_health(
         yield
     finally:
         await stop(server, 0.0)
+
+
+def _reflection_servicer(services: Sequence[str]) -> Any:
+    """Return a servicer that lists `services` and reflection itself.
+
+    Args:
+        services: full names.
+    """
+    _describe_v1()
+    return reflection.aio.ReflectionServicer((*services, *_REFLECTION_NAMES))
+
+
+def _add_reflection(servicer: Any, server: Any) -> None:
+    """Register the servicer under both names, like generated code.
+
+    grpcio has v1alpha. Clients try v1 first, and newer ones try only that. Both have the same
+    messages.
+    """
+    add: Any = reflection_pb2_grpc.add_ServerReflectionServicer_to_server
+    add(servicer, server)
+    handler = grpc.stream_stream_rpc_method_handler(
+        servicer.ServerReflectionInfo,
+        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    server.add_registered_method_handlers(_REFLECTION_NAMES[0], {"ServerReflectionInfo": handler})
+
+
+def _describe_v1() -> None:
+    """Add v1 to protobuf's descriptors, which reflection returns. Idempotent."""
+    alpha = FileDescriptorProto()
+    reflection_pb2.DESCRIPTOR.CopyToProto(alpha)
+    text = text_format.MessageToString(alpha).replace("v1alpha", "v1")
+    file = text_format.Parse(text, FileDescriptorProto())
+    descriptor_pool.Default().AddSerializedFile(file.SerializeToString())

@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 
 from common import tls
-from common.calling_channel import CallingChannel
+from common.tls.calling_channel import CallingChannel
 
 
 class TlsGrpcChannel(CallingChannel):

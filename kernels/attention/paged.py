@@ -13,12 +13,12 @@ from kernels import device
 from kernels.attention.decode import decode_attention
 from kernels.attention.decode_plan import LONGEST_HEAD, DecodePlan, plan_decode
 from kernels.attention.extend import extend_attention
-from kernels.attention.latents import as_heads
 from kernels.attention.reference import plan_reference
 from kernels.cpu.operators import DTYPES, Operators
-from kernels.narrow import may_keep
+from kernels.narrow import NARROW, may_keep
 
 MAX_VALUE_DIM = 512  # of latents
+LATENT_HEADS = 32  # maximum per program, or half as many if numbers have 32 bits or are widened
 
 
 class AttentionPlan(Protocol):
@@ -101,7 +101,7 @@ def plan_attention(
     if num_decodes:
         decode = plan_decode(
             lengths,
-            kv if value_dim is None else as_heads(kv, num_heads),
+            kv if value_dim is None else latents_as_heads(kv, num_heads),
             num_heads=num_heads,
             num_rows=num_decodes,
             window=window,
@@ -186,7 +186,7 @@ class _TritonPlan:
     ) -> Tensor:
         num_tokens, heads, head_dim = q.shape
         if self.value_dim is not None:
-            head_dim, kv = self.value_dim, as_heads(kv, heads)
+            head_dim, kv = self.value_dim, latents_as_heads(kv, heads)
         out = torch.empty(num_tokens, heads * head_dim, dtype=q.dtype, device=q.device)
         num_extends = self.lengths.shape[0] - self.num_decodes
         if num_extends:
@@ -294,3 +294,17 @@ def check_kv(kv: Tensor, value_dim: int | None = None) -> None:
             f"latents: values of up to {MAX_VALUE_DIM} numbers and keys of {LONGEST_HEAD} more,"
             f" got {value_dim} of {kv.shape[4]}"
         )
+
+
+def latents_as_heads(latents: Tensor, num_heads: int) -> Tensor:
+    """Return [pages, 1, 1, page_size, size] as [pages, groups, 2, page_size, size], without a
+    copy.
+
+    A latent is the key of all query heads, and its first numbers are the value. One program
+    computes as many heads as its registers have space for. So each such group acts like a KV head
+    of its own. All groups share one address, and each value lies within its key.
+    """
+    widened = latents.dtype in NARROW
+    most = LATENT_HEADS // 2 if widened else LATENT_HEADS * 2 // latents.element_size()
+    sharing = max(size for size in range(1, most + 1) if num_heads % size == 0)
+    return latents.expand(-1, num_heads // sharing, 2, -1, -1)

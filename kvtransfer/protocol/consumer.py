@@ -48,9 +48,8 @@ from kvtransfer.protocol.actions import (
     SendMessage,
 )
 from kvtransfer.protocol.attempt import ConsumerHandoff
-from kvtransfer.protocol.deadlines import DeadlineTimer
+from kvtransfer.protocol.deadlines import DeadlineTimer, ForgetRate
 from kvtransfer.protocol.heartbeats import HeartbeatTimer, earliest
-from kvtransfer.protocol.pace import ForgetRate
 from kvtransfer.protocol.reader_links import ConsumerLinks
 from kvtransfer.protocol.status import HandoffStatus
 

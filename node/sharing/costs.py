@@ -3,7 +3,7 @@
     read       bytes / (rate of the link / reads on it) + round trips, less the time in the queue
     compute    tokens x time of a computed token on this node
 
-A link's rate is measured (kvtransfer/transfer/link_rate.py). A token's time is learnt from the
+A link's rate is measured (kvtransfer/transfer/link.py). A token's time is learnt from the
 prompts computed here. The round trips, which include the owner's steps, are learnt from ended
 fetches.
 """

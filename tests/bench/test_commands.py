@@ -71,7 +71,7 @@ async def test_load_reports_what_the_server_did(bench, tmp_path):
     assert len(stub.seen) == 2 + 12 + 12
     assert {len(seen.body["prompt"]) for seen in stub.seen} == {20}
     for row, rate in zip(said["summary"]["runs"], (20.0, 40.0), strict=True):
-        assert (row["x"], row["requests"], row["answered"], row["errors"]) == (rate, 12, 12, {})
+        assert (row["x"], row["requests"], row["completed"], row["errors"]) == (rate, 12, 12, {})
         assert (row["ttft"]["n"], row["itl"]["n"]) == (12, 24)
         assert row["ttft"]["p50"] >= 0.02
         assert row["goodput"]["share"] == 1.0
@@ -99,7 +99,7 @@ async def test_a_trace_sets_lengths_and_times(bench, tmp_path):
         flags = ("--trace=trace", "--warm-up=0", "--json=raw.json", f"--url={stub.url}")
         run = await bench("load", *flags)
         code, said = await run.ended()
-    assert (code, said["summary"]["runs"][0]["answered"]) == (0, 3)
+    assert (code, said["summary"]["runs"][0]["completed"]) == (0, 3)
     assert [len(seen.body["prompt"]) for seen in stub.seen] == [30, 20, 25]
     assert [seen.body["max_tokens"] for seen in stub.seen] == [1, 2, 3]
     (raw,) = json.loads((tmp_path / "raw.json").read_text())["runs"]
@@ -113,7 +113,7 @@ async def test_a_server_that_dies_in_mid_run_is_errors_in_a_report(bench, tmp_pa
         code, said = await run.ended()
     assert code == 0
     (row,) = said["summary"]["runs"]
-    assert (row["answered"], row["errors"]) == (4, {"cut off": 6})
+    assert (row["completed"], row["errors"]) == (4, {"cut off": 6})
     assert "6 x cut off" in Page(tmp_path / "baton-bench-load.html").text
     assert "6 x cut off" in run.errors
 
@@ -132,7 +132,7 @@ async def test_interrupted_it_reports_what_it_has(bench, tmp_path):
         run.process.send_signal(signal.SIGINT)
         code, said = await run.ended()
     assert (code, said["complete"]) == (130, False)
-    assert said["summary"]["runs"][0]["answered"] == 6
+    assert said["summary"]["runs"][0]["completed"] == 6
     assert "Interrupted" in Page(tmp_path / "baton-bench-load.html").text
 
 
@@ -152,7 +152,7 @@ async def test_interrupted_it_reports_what_it_has(bench, tmp_path):
         (("load", "--rate=1", "--url=here"), "'here'"),
         (("compare",), "--model"),
         (("compare", "--model=/no/such"), "/no/such"),
-        (("compare", "--model=/", "--rate=2,1"), "upwards"),
+        (("compare", "--model=/", "--rate=2,-1"), "above 0"),
         (("break-even", "--model=/", "--load=2"), "--load"),
     ],
 )
@@ -196,10 +196,10 @@ async def test_compare_measures_systems_that_it_starts_and_ends(bench, tiny, tmp
     assert code == 0, run.errors
     (row,) = said["summary"]["rows"]
     assert row["goodput"]["colocated"] > 0.0 < row["goodput"]["disaggregated"]
-    assert row["ttft_p50"]["ratio"]["mean"] == pytest.approx(
+    assert row["ttft_p50"]["to_colocated"]["mean"] == pytest.approx(
         row["ttft_p50"]["disaggregated"] / row["ttft_p50"]["colocated"], rel=1e-3
     )
-    assert row["ttft_p50"]["disaggregated_is"] == "undecided"  # of one repeat
+    assert row["ttft_p50"]["to_colocated"]["verdict"] == "undecided"  # of one repeat
     page = Page(tmp_path / "baton-bench-compare.html")
     assert "1 prefill + 1 decode" in page.text and "2 colocated" in page.text
 

@@ -37,7 +37,7 @@ def _outcome(group, due, first, gaps=(), **fields):
         due,
         chunks,
         output_tokens=tokens,
-        usage_told=True,
+        usage_reported=True,
         ended=chunks[-1],
         **fields,
     )
@@ -88,11 +88,10 @@ def test_the_break_even_is_between_the_lengths_that_surround_it(tmp_path):
     assert (said["by"], said["same_share"]) == ("probe_ttft_p50", 1.0)
     assert found.summary["local_prefill_max_tokens"]["advice"] == 64
     assert "from about 20" in found.page.lead[0]
-    assert "--local-prefill-max-tokens=64 where TTFT p50 of probes matters" in found.page.lead[-1]
+    assert "--local-prefill-max-tokens=64 if TTFT p50 of probes matters" in found.page.lead[-1]
     # The other streams are as fast on all, so handing over never helps them.
     assert (
-        "--local-prefill-max-tokens of at least 512 where ITL p99 of the others"
-        in found.page.lead[-1]
+        "--local-prefill-max-tokens of at least 512 if ITL p99 of the others" in found.page.lead[-1]
     )
     write(found.page, tmp_path / "page.html")
     page = Page(tmp_path / "page.html")
@@ -115,7 +114,7 @@ def test_on_a_cpu_it_says_that_prefill_and_decode_share_the_cores_and_what_that_
 def test_a_break_even_without_any_quiet_run_still_says_that_the_cores_are_shared():
     found = _break_even(_hop, shared_cores=2)
     assert "share the 2 cores" in found.page.lead[1]
-    assert "Without any probe" not in found.page.lead[1]
+    assert "Without probes" not in found.page.lead[1]
 
 
 def test_never_is_an_answer():
@@ -127,7 +126,7 @@ def test_never_is_an_answer():
 
 def test_always_is_an_answer():
     found = _break_even(lambda system, length, repeat: 0.1 if system == "disaggregated" else 0.2)
-    assert "from the shortest length measured, 64 tokens, on" in found.page.lead[0]
+    assert "from the shortest measured length of 64 tokens" in found.page.lead[0]
     assert found.summary["local_prefill_max_tokens"]["advice"] == 0
 
 
@@ -170,7 +169,7 @@ def _compared(slow_itl, repeats=3):
             short = _outcome("", 0.0, 0.1, [0.01, 0.01, slow, 0.01])
             long = _outcome("long", 0.13, 0.03, [0.01])
             _add(session, arm.name, 2.0, repeat, [short, long])
-    setting = compare_report.CompareSetting(COLOCATED, REMOTE, (2.0,), None, 100, True)
+    setting = compare_report.CompareSetting(COLOCATED, REMOTE, (2.0,), None, True)
     return compare_report.findings(session, ABOUT, setting)
 
 
@@ -178,9 +177,9 @@ def test_a_comparison_says_better_where_repeats_agree(tmp_path):
     found = _compared(lambda repeat: 0.1 + 0.001 * repeat)
     (row,) = found.summary["rows"]
     under = row["itl_p99_under_long"]
-    assert under["disaggregated_is"] == "better"
-    assert under["ratio"]["mean"] == pytest.approx(0.2, rel=0.1)
-    assert row["ttft_p50"]["ratio"]["mean"] == 1.0
+    assert under["to_colocated"]["verdict"] == "better"
+    assert under["to_colocated"]["mean"] == pytest.approx(0.2, rel=0.1)
+    assert row["ttft_p50"]["to_colocated"]["mean"] == 1.0
     write(found.page, tmp_path / "page.html")
     page = Page(tmp_path / "page.html")
     assert "better" in page.cells
@@ -190,4 +189,4 @@ def test_a_comparison_says_better_where_repeats_agree(tmp_path):
 def test_a_comparison_says_undecided_where_they_do_not():
     found = _compared(lambda repeat: (0.1, 0.005, 0.02)[repeat])
     (row,) = found.summary["rows"]
-    assert row["itl_p99_under_long"]["disaggregated_is"] == "undecided"
+    assert row["itl_p99_under_long"]["to_colocated"]["verdict"] == "undecided"

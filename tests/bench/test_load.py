@@ -48,7 +48,7 @@ async def _run(drive, server):
 def _outcome(due=0.0, sent=None, chunks=(), ended=None, **fields):
     sent = due if sent is None else sent
     ended = (chunks[-1] if chunks else sent) if ended is None else ended
-    values = {"group": "", "prompt_tokens": 10, "usage_told": True, **fields}
+    values = {"group": "", "prompt_tokens": 10, "usage_reported": True, **fields}
     return RequestOutcome(due=due, sent=sent, chunks=list(chunks), ended=ended, **values)
 
 
@@ -132,7 +132,7 @@ async def test_an_interrupted_load_keeps_what_it_has():
     with pytest.raises(asyncio.CancelledError):
         await task
     stats = summary(load.run, Objectives())
-    assert (stats["answered"], stats["given_up"], stats["complete"]) == (1, 1, False)
+    assert (stats["completed"], stats["cancelled"], stats["complete"]) == (1, 1, False)
 
 
 def test_poisson_arrivals_have_their_rate_and_are_the_same_for_a_seed():
@@ -154,7 +154,7 @@ def test_a_summary_is_the_law_of_its_outcomes():
         _outcome(3.0, chunks=(5.0,), output_tokens=1, ended=5.0),
     ]
     stats = summary(run, Objectives({"ttft": 1.0, "itl": 0.6}))
-    assert (stats["requests"], stats["answered"]) == (4, 3)
+    assert (stats["requests"], stats["completed"]) == (4, 3)
     assert stats["errors"] == {"status 429": 1}
     assert stats["wall_s"] == 5.0
     assert stats["requests_per_s"] == 0.6
@@ -194,7 +194,7 @@ def test_a_client_that_is_the_limit_says_so():
     (warned,) = warnings("x", run, summary(run, Objectives()))
     assert (
         warned.text
-        == "x: the client used 95% of a core: these may be the client's numbers, not the server's"
+        == "x: the client used 95% of a core: the client may be the limit, not the server"
     )
     run.client_cpu, run.client_lag = 0.1, distribution([0.5])
     (warned,) = warnings("x", run, summary(run, Objectives()))

@@ -63,5 +63,5 @@ def test_flags_of_nodes_are_left_for_them():
 
 
 def test_a_word_that_is_no_flag_is_refused_by_a_command_that_starts_no_node(capsys):
-    complaint = _complaint(capsys, bench.parse, "load", "--url=x", "8000")
+    complaint = _complaint(capsys, bench.parse, "load", "--url=http://x", "8000")
     assert "unrecognized arguments: 8000" in complaint

@@ -7,9 +7,8 @@ import torch
 
 from kernels import device
 from kernels.attention import decode as decode_attention
-from kernels.attention import decode_plan, unfolded
+from kernels.attention import decode_plan, paged, unfolded
 from kernels.attention import extend as extend_attention
-from kernels.attention import latents as latent_heads
 from kernels.attention.extend import AttentionTile
 from kernels.attention.unfolded import MaskExpansion, plan_unfolded
 from kernels.layers.rope import rope_angles
@@ -45,7 +44,7 @@ def test_pages_of_any_size_in_bfloat16(implementation, enveloped):
 def test_heads_are_divided_among_programs(monkeypatch, by_kernels):
     """Divide chunks and decode rows among many programs, whose results are combined by parts of
     their heads."""
-    monkeypatch.setattr(latent_heads, "HEADS", 4)
+    monkeypatch.setattr(paged, "LATENT_HEADS", 4)
     monkeypatch.setattr(
         extend_attention, "_tile", lambda *size, **kinds: AttentionTile(16, 16, 4, 2, 0)
     )
@@ -54,7 +53,7 @@ def test_heads_are_divided_among_programs(monkeypatch, by_kernels):
     monkeypatch.setattr(decode_attention, "COMBINE_NUMBERS", 2 * 32)
     monkeypatch.setattr(device, "num_multiprocessors", lambda device: 20)
     case = Case(ROWS, **SHAPE | {"heads": 12})
-    assert latent_heads.as_heads(case.kv, 12).shape[1:3] == (6, 2)
+    assert paged.latents_as_heads(case.kv, 12).shape[1:3] == (6, 2)
     case.check()
 
 

@@ -10,10 +10,9 @@ import msgspec
 import numpy as np
 
 from kvtransfer.protocol.consumer import ConsumerEnd
-from kvtransfer.protocol.deadlines import DeadlineTimer
+from kvtransfer.protocol.deadlines import DeadlineTimer, ForgetRate
 from kvtransfer.protocol.heartbeats import HeartbeatTimer
 from kvtransfer.protocol.link_reads import LinkRead
-from kvtransfer.protocol.pace import ForgetRate
 from kvtransfer.protocol.producer import ProducerEnd
 from kvtransfer.protocol.reader_links import ConsumerLinks
 

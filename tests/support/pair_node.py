@@ -52,10 +52,10 @@ from kvtransfer.backends.base import PagePool, PageProducer
 from kvtransfer.backends.loopback import LoopbackBackend, LoopbackFaults
 from kvtransfer.front_messages import PairInput
 from kvtransfer.pairing import PROTOCOL_VERSION, PairHello, PoolRegion
+from kvtransfer.transfer.publisher import MAX_TOKENS
 from kvtransfer.transfer.read_meter import ReadMetrics
 from kvtransfer.transfer.sides import both_sides
 from kvtransfer.transfer.thread import TransferThread
-from kvtransfer.transfer.unconsumed import MAX_TOKENS
 from node.control.engine_control import EngineControl
 from node.control.operations import EngineOperations
 from node.messages import (

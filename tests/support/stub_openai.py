@@ -72,7 +72,7 @@ class StubOpenAi:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         first, *lines = head.removesuffix("\r\n\r\n").split("\r\n")
         method, path, _ = first.split(" ")
-        headers = dict(line.split(": ", 1) for line in lines)
+        headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
         if method == "GET":
             writer.write(_whole(200, {"object": "list", "data": [MODEL]}))
             return True

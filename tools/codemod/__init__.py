@@ -1,6 +1,7 @@
 """Codemods that move modules and rename identifiers, from tables.
 
-`moves.csv` lists moves of files and folders. A row for a longer path overrides a row for a folder
+`moves.csv` and later `moves2.csv` list moves of files and folders. `moves` applies the last table,
+and the page of old names has both. A row for a longer path overrides a row for a folder
 that contains it, and an empty new path deletes the file.
 
 `names.csv` lists new names of classes, functions and methods. A definition is found by its module,

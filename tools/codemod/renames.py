@@ -100,7 +100,8 @@ def settings() -> str:
 
 
 def _moves() -> Iterator[tuple[str, str]]:
-    return ((old, new) for old, new in sorted(tree.read_table().items()) if old != new)
+    rows = [row for table in tree.TABLES for row in sorted(tree.read_table(table).items())]
+    return ((old, new) for old, new in rows if old != new)
 
 
 def _table(title: str, header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:

@@ -4,10 +4,11 @@ import csv
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 
-TABLE = Path(__file__).with_name("moves.csv")
+# Later tables name the places of earlier ones. A place can be new in one table and old in the next.
+TABLES = (Path(__file__).with_name("moves.csv"), Path(__file__).with_name("moves2.csv"))
 
 
-def read_table(path: Path = TABLE) -> dict[str, str]:
+def read_table(path: Path = TABLES[-1]) -> dict[str, str]:
     with path.open(newline="") as file:
         return {row["old"]: row["new"] for row in csv.DictReader(file)}
 

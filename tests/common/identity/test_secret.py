@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from api.auth.operator import AUDIENCE, OperatorCheck
 from common.errors import ConfigError
 from common.identity import exposure, secret, tokens
-from common.identity.operator import AUDIENCE, OperatorCheck
 from common.identity.refusals import AuthRejection
 from common.identity.roles import ROLES
 from common.identity.secret import new_secret, operator_keys

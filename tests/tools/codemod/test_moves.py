@@ -8,7 +8,7 @@ import pytest
 from tools.codemod import moves
 from tools.codemod.imports import PythonFile
 from tools.codemod.mentions import Mentions
-from tools.codemod.tree import Tree, read_table
+from tools.codemod.tree import TABLES, Tree, read_table
 
 FILES = (
     *("common/__init__.py", "common/engine/__init__.py", "common/engine/rows/__init__.py"),
@@ -145,6 +145,7 @@ def test_a_whole_tree_moves_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         moves.rewrite(tmp_path)
 
 
-def test_the_table_names_each_old_place_once_and_no_folder_without_its_slash():
-    table = read_table()
+@pytest.mark.parametrize("file", TABLES, ids=lambda file: file.name)
+def test_a_table_names_each_old_place_once_and_no_folder_without_its_slash(file: Path):
+    table = read_table(file)
     assert all(old.endswith("/") == new.endswith("/") for old, new in table.items() if new)

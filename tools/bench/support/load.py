@@ -63,7 +63,7 @@ class Client:
             sampling=Sampling(max_tokens=job.max_tokens, temperature=0.0, ignore_eos=True),
         )
         sent = time.perf_counter() - start
-        answer = Answer(job.group, len(job.prompt), due, sent, usage_told=True)
+        answer = Answer(job.group, len(job.prompt), due, sent, usage_reported=True)
         try:
             message: GenerateResponse
             async for message in self._stub.Generate(request, timeout=REQUEST_S):
