@@ -28,7 +28,7 @@ def parser() -> settings.ConfigArgumentParser:
         const="operator",
         default="client",
         dest="role",
-        help="create the key of an operator (of a client)",
+        help="create an operator's key (a client's key)",
     )
     for name in ("expires", "weight"):
         parser.add_argument(f"--{name}", help=KeyEntry.model_fields[name].description)

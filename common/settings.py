@@ -213,7 +213,7 @@ def _flags_source(
         usage="%(prog)s [--config FILE] [--FLAG VALUE]...",
         description=f"{about} Every flag can also be set by an environment variable "
         f"({ENV_PREFIX}SERVER__HOST=0.0.0.0) or in the YAML file of --config "
-        "(server: {host: 0.0.0.0}). A flag goes before a variable, a variable before the file.",
+        "(server: {host: 0.0.0.0}). Flags override variables, and variables override the file.",
         formatter_class=_Help,
         common=COMMON_FLAGS,
     )

@@ -193,7 +193,7 @@ CALLS = {
         _paused,
         *(_mode, command.add_one_or_all),
         details="New requests are queued until `baton nodes resume`. Their deadlines apply.",
-        undone="not all nodes are paused. Then none is",
+        undone="not all nodes are paused. Then no node is paused",
     ),
     "nodes resume": _call(
         "Continue",
@@ -211,7 +211,7 @@ CALLS = {
         *(_tags, command.add_one_or_all),
         details="The memory of KV pages and weights is released until `baton nodes wake`. The "
         "nodes must be idle or paused, and stay paused meanwhile.",
-        undone="not all nodes released their memory. Then none has",
+        undone="not all nodes released their memory. Then no node has",
     ),
     "nodes wake": _call(
         "ResumeMemory",
@@ -257,7 +257,7 @@ CALLS = {
         lambda options: pb.LoadAdapterRequest(name=options.name, path=options.path),
         _loaded,
         *(_adapter, _adapter_path, client.add_router_flag),
-        undone="a node rejects the adapter. Then none has loaded it",
+        undone="a node rejects the adapter. Then no node has loaded it",
     ),
     "adapters unload": _call(
         "UnloadAdapter",
