@@ -22,7 +22,8 @@ CONFIGS: Mapping[str, type[NodeConfig]] = {"prefill": PrefillConfig, "decode": D
 
 def main(role: Role) -> int:
     """Run a node that begins in this role. Returns its exit code."""
-    config = settings.read(CONFIGS[role], f"baton serve {role}", sys.argv[1:])
+    about = f"Run a {role} node."
+    config = settings.read(CONFIGS[role], f"baton serve {role}", sys.argv[1:], about=about)
     program = program_of(role, config)
     return run_node(program, engine_module="node.engine_main", other=partial(other, program))
 

@@ -18,7 +18,7 @@ _PROGRAM = "baton serve router"
 
 
 def main(arguments: Sequence[str]) -> None:
-    config = read(RouterConfig, _PROGRAM, arguments)
+    config = read(RouterConfig, _PROGRAM, arguments, about="Run a router.")
     logs.setup("router", config.server.log_level, config.server.log_format)
     descriptors.allow_many()
     # The thread pool of the library has no use: texts are tokenised one at a time.
