@@ -15,8 +15,9 @@ from router import metrics as router
 FILE = Path(__file__).parents[1] / "metrics.md"
 _HEAD = """# Metrics
 
-Every process serves Prometheus metrics on `--metrics-port`. A router also serves them under
-`/metrics` of its HTTP port. Use them for dashboards, alerts and capacity planning.
+Every process with `--metrics-port` serves Prometheus metrics on that port, without a key. A router
+also serves them under `/metrics` of its HTTP port, to [operators](clients.md#permissions). Use them
+for dashboards, alerts and capacity planning.
 
 ```sh
 curl -s http://127.0.0.1:8000/metrics | grep ^baton_
@@ -25,8 +26,8 @@ curl -s http://127.0.0.1:8000/metrics | grep ^baton_
 ## Scrape configuration
 
 On Kubernetes, use the component `monitoring`. Elsewhere, start from `deploy/prometheus`. It has a
-scrape configuration and the alert rules as a plain file. Nodes do not label each series with their
-role. The scrape configuration adds the label:
+scrape configuration and the alert rules as a plain file. List every process in the `targets` of its
+role. The scrape configuration adds the label `role`, which the series of nodes lack:
 
 ```yaml
 scrape_configs:
