@@ -86,11 +86,12 @@ def add_credential_flags(parser: ConfigArgumentParser, *, secret: bool = True) -
     )
     if secret:
         add_secret_flag(group)
+    default = ", or the operator's key of the secret" if secret else ""
     group.add_argument(
         "--api-key-file",
         type=Path,
         metavar="FILE",
-        help=f"file with an API key (the variable {KEY_VARIABLE})",
+        help=f"file with an API key (the variable {KEY_VARIABLE}{default})",
     )
     for name, purpose in (
         ("ca", "authority that must have signed the certificate of the server"),
