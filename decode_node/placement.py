@@ -1,8 +1,8 @@
 """Placement of prefills: at a paired prefill node, at one that will soon be paired again, or here.
 
     new, or lost its hand-off --> hand-off at the first usable candidate
-                             |--> paused or unpaired (owners just lost) --> again
-                             `--> here (colocated, short, no owner, all tried)
+                             |--> paused or unpaired (producers just lost) --> again
+                             `--> here (colocated, short, no producer, all tried)
                                     |--> fetching: another node has much of it --> waiting queue
                                     `--> waiting queue
     migrates to this node --> fetching: its KV so far --> migration group --> hand-off of the rest

@@ -1,9 +1,9 @@
 """The decode node's role: prealloc queue -> transfer queue -> running batch.
 
-    submitted --(an owner is paired)--> prealloc queue --grant--> transfer queue --held--> running
-        |           ^                       |  lost: next owner, then local     |
-        |---> unpaired (owners just lost) <-+-----------------------------------|
-        `--(colocated, short, no owner)-----+-----------------------------------+--> waiting queue
+    prepared --(a producer is paired)--> prealloc queue --grant--> transfer queue --held--> running
+        |           ^                          |  failed: next, then local  |
+        |---> unpaired (producers just lost) <-+----------------------------|
+        `--(colocated, short, no producer)-----+----------------------------+--> waiting queue
 
 This node is responsible for a request from submission to the last token (active_requests.py). It
 can always prefill a request itself after a failed hand-off. PrefillPlacement places requests,

@@ -1,7 +1,7 @@
-"""Messages between a node's front and its engine thread: immutable, one record per kind.
+"""Messages between a node's server process and its engine thread: immutable, one record per kind.
 
-The front keeps no state. A router stream is named by the front's own counter, so that the end of
-one stream can never affect a request of another.
+The server process keeps no state. It numbers the router streams with its own counter, so that the
+end of one stream can never affect a request of another.
 """
 
 import math

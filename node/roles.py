@@ -1,4 +1,4 @@
-"""A node's front: the programs of both roles, and the configuration of each.
+"""The start of a node's server process: the program and the configuration of each role.
 
 A node has the flags of its first role. Settings that only the other role has keep their defaults.
 """

@@ -1,4 +1,4 @@
-"""The reader's half of the protocol: its attempts, deadlines and reads over all its pair streams.
+"""The consumer's half of the protocol: its attempts, deadlines and reads over all its pair streams.
 
 Pure: inputs are method calls, each of which returns the actions to carry out in order. The engine
 counts pages. ReadsEndedEvent reports that no byte of an attempt can land any more, which may be

@@ -1,4 +1,4 @@
-"""The owner's half of the protocol: its open hand-offs over all its pair streams.
+"""The producer's half of the protocol: its open hand-offs over all its pair streams.
 
 Pure: inputs are method calls, each of which returns the actions to carry out in order. It holds no
 pages. ClosedEvent notifies the engine when it may release them. A late or unknown message never

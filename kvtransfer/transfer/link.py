@@ -1,8 +1,8 @@
-"""A link: one worker thread in front of a BackendConnection to one owner instance.
+"""A link: one worker thread in front of a BackendConnection to one producer instance.
 
 It connects, proves and probes the path, then does one read after the other, so that a slow or dead
-owner delays only its own reads. Large reads, and further probes while the link is idle, measure the
-path again (LinkRate). The link knows deadlines and the fence. It does not know the protocol,
+producer delays only its own reads. Large reads, and further probes while the link is idle, measure
+the path again (LinkRate). The link knows deadlines and the fence. It does not know the protocol,
 page counts, or how to open a successor.
 
     CONNECTING -> UP -> CLOSED

@@ -1,8 +1,8 @@
 """The transfer thread of an engine process: pair streams, hand-offs and links.
 
-It sleeps until the front, the engine thread, a link or a deadline needs it, and responds
-immediately, even during a forward. A Side implements the work of an owner or a reader. This module
-knows neither.
+It sleeps until the server process, the engine thread, a link or a deadline needs it, and responds
+immediately, even during a forward. A TransferSide implements the work of a producer or a consumer.
+This module knows neither.
 """
 
 import contextlib

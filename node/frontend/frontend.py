@@ -1,7 +1,7 @@
-"""The front of a node: its engine process, its roles, and the end of both processes.
+"""The server process of a node: its engine process, its roles, and the end of both processes.
 
-The role's own program provides a RoleProgram for prefill or decode. The front keeps no state: if
-either process dies, the other ends too.
+The module `program` of a role's package provides its RoleProgram. The server process keeps no
+state: if either process dies, the other ends too.
 """
 
 import asyncio
