@@ -1,8 +1,8 @@
 """The two ends of the product with a model engine each, as deterministic automata for a search.
 
 A side is the end, the engine's books and the contents of its pages; it reacts to one input with a
-list of outputs. The engines check what handoff.md promises them (I1, I2, I4, and that every loan
-of pages is given back exactly once); contents of pages are tracked cell by cell.
+list of outputs. The engines check what docs/design/hand-off.md promises them (I1, I2, I4, and that
+every loan of pages is given back exactly once); contents of pages are tracked cell by cell.
 """
 
 import copy
@@ -64,7 +64,7 @@ Output = tuple[Any, ...]
 
 
 class Broken(AssertionError):
-    """An invariant of handoff.md does not hold."""
+    """An invariant of docs/design/hand-off.md does not hold."""
 
 
 def require(holds: bool, invariant: str) -> None:

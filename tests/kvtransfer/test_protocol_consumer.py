@@ -1,4 +1,4 @@
-"""The reader's end, rule by rule of handoff.md."""
+"""The reader's end, rule by rule of docs/design/hand-off.md."""
 
 from typing import Any
 

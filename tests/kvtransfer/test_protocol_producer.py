@@ -1,4 +1,4 @@
-"""The owner's end, rule by rule of handoff.md."""
+"""The owner's end, rule by rule of docs/design/hand-off.md."""
 
 from typing import Any
 

@@ -1,6 +1,6 @@
 """Long random histories of hand-offs over one pair, four at a time, with beats, tiny pools, an
-engine that takes its events late, and many faults: I1-I5 of handoff.md hold, and in the end
-everything comes to rest.
+engine that takes its events late, and many faults: I1-I5 of docs/design/hand-off.md hold, and in
+the end everything comes to rest.
 """
 
 import random

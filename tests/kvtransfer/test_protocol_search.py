@@ -1,5 +1,6 @@
 """Every interleaving of two hand-offs, of one with more faults, or of one with two owners, over the
-product's own ends: I1-I5 of handoff.md hold in every state, and what can move no more is at rest.
+product's own ends: I1-I5 of docs/design/hand-off.md hold in every state, and what can move no more
+is at rest.
 
 A fault is a cut stream, a death and restart of either node, a broken link, a late read, a
 deadline, a cancel, a local prefill or the owner letting go. Between them everything may come in
