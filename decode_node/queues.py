@@ -3,7 +3,8 @@
 PreallocQueue holds attempts that are opened at a producer and wait here for pages. TransferQueue
 holds granted attempts whose KV is being computed, read or confirmed. A request holds no resources
 while it waits for pages, and all that it needs from the grant on. Prompts that are prefilled here
-wait for the same pages in the scheduler. Both wait as if in one queue (arrivals.py).
+wait for the same pages in the scheduler. Both wait as if in one queue
+(engine/scheduler/arrivals.py).
 """
 
 import math

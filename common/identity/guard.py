@@ -1,6 +1,6 @@
 """Authorization of calls, checked once per call before its first message is parsed.
 
-Methods are known by their full names only. Authentication is in by_token.py and certificates.py.
+Methods are known by their full names only. Authentication is in by_token.py and program.py.
 """
 
 import logging

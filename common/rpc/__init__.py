@@ -9,9 +9,8 @@ prefix_hints.py  wire form of hints about cached prefixes
 wire_fields.py   number of fields of a message, counted before it is parsed
 stream_status.py reason of a stream's end, sent so that it is not lost
 streams.py       both directions of one stream
-health.py        health service for probes
+health.py        health service for probes, and reflection for clients without proto files
 probe.py         healthcheck command for containers
-reflection.py    reflection for clients without proto files
 """
 
 from common.rpc.addresses import check_address, join_address

@@ -1,4 +1,6 @@
-"""The prefix cache: a radix tree over token ids, in whole pages of every table (page_tables.py).
+"""The prefix cache: a radix tree over token ids, in whole pages of every table.
+
+common/page_tables.py explains tables.
 
 In a table with a window the tree keeps the pages from which a request may continue: those before
 the end of an inserted prefix. If layers have states, it keeps the states that it is given. A prefix

@@ -1,7 +1,7 @@
 """Prefixes that other nodes read from this one's cache.
 
-    Opened --Granted: what the tree has is held--> lent --HandoffDropped--> gone
-                  | ^   `--nothing, or too much is lent--> refused ---^
+    Opened --Granted: what the tree has is held--> lent --ClosedEvent--> gone
+                  | ^   `--nothing, or too much is lent--> refused -^
                   `-' an offload tier has more: it is loaded first
 
 An owner uses its own memory alone: it neither computes nor fetches for a reader, and so never waits
