@@ -57,7 +57,8 @@ class MigrationService:
             if not found:
                 sentence = f"no request {request_id[:256]!r} runs at a decode node"
                 raise _unknown(sentence, others.num_silent)
-            (moved,) = found
+            # Two processes may run requests of the same name: prefer the one that migrated.
+            moved = next((one for one in found if not one.because), found[0])
         if moved.because:
             raise FailedPrecondition(f"not migrated: {moved.because}")
         return MoveResponse(request_id=request_id, source=moved.source, target=moved.target)

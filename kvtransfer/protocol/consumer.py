@@ -48,7 +48,7 @@ from kvtransfer.protocol.actions import (
     SendMessage,
 )
 from kvtransfer.protocol.attempt import ConsumerHandoff
-from kvtransfer.protocol.deadlines import DeadlineTimer, ForgetRate
+from kvtransfer.protocol.deadlines import DeadlineTimer, ProducerPace
 from kvtransfer.protocol.heartbeats import HeartbeatTimer, earliest
 from kvtransfer.protocol.reader_links import ConsumerLinks
 from kvtransfer.protocol.status import HandoffStatus
@@ -75,7 +75,7 @@ class _Stream:
     owner: int
     address: str
     num_pages: int  # of the owner's pool
-    pace: ForgetRate
+    pace: ProducerPace
     announced: bool = False  # ProducerUp has been sent
     gib_per_s: float = 0.0  # of its link, once it is proved
 
@@ -132,7 +132,7 @@ class ConsumerEnd:
                 return [EndStream(stream, reason, refused=True)]
             if peer.owner == owner:
                 self._end_stream(old, "the owner has another stream")
-        self._streams[stream] = _Stream(owner, address, num_pages, ForgetRate(self._progress_s))
+        self._streams[stream] = _Stream(owner, address, num_pages, ProducerPace(self._progress_s))
         self._beats.start(stream, now)
         self._open_link(stream, now)
         return self._taken()

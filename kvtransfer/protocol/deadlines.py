@@ -56,7 +56,7 @@ class DeadlineTimer(Generic[K]):
         return due
 
 
-class ForgetRate:
+class ProducerPace:
     """The learnt pace of one owner. `progress_s` is the minimum of all limits."""
 
     def __init__(self, progress_s: float) -> None:

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from kvtransfer.protocol.consumer import ConsumerEnd
-from kvtransfer.protocol.deadlines import DeadlineTimer, ForgetRate
+from kvtransfer.protocol.deadlines import DeadlineTimer, ProducerPace
 from kvtransfer.protocol.heartbeats import HeartbeatTimer
 from kvtransfer.protocol.link_reads import LinkRead
 from kvtransfer.protocol.producer import ProducerEnd
@@ -24,7 +24,7 @@ _WITH_ATTRIBUTES = (
     ConsumerLinks,
     ProducerEnd,
     HeartbeatTimer,
-    ForgetRate,
+    ProducerPace,
     DeadlineTimer,
 )
 # Moments that change nothing in how an end behaves: the pace learns from them, or they are told.

@@ -136,7 +136,7 @@ async def test_a_request_that_ends_on_its_way_is_told_of(model: Path) -> None:
 
 
 class _Others:
-    """The other processes of a router, one of which has the request "theirs"."""
+    """The other processes of a router, one of which has the request "theirs", and both "twice"."""
 
     def __init__(self) -> None:
         self.tells: dict[str, Tell] = {}
@@ -144,9 +144,16 @@ class _Others:
     async def ask(self, path: str, longest_s: float = 2.0, /, **query: str) -> SiblingReply:
         if path == "/movable":
             return SiblingReply({1: b'["theirs"]', 2: b"[]"}, 2)
-        found = query["request_id"] == "theirs"
-        moved = MigrationResult("a:1", query["target"], "") if found else None
-        return SiblingReply({1: msgspec.json.encode(moved), 2: b"null"}, 2)
+        moved, stayed = (
+            msgspec.json.encode(MigrationResult("a:1", query["target"], reason))
+            for reason in ("", "no node has room")
+        )
+        match query["request_id"]:
+            case "theirs":
+                return SiblingReply({1: moved, 2: b"null"}, 2)
+            case "twice":
+                return SiblingReply({1: stayed, 2: moved}, 2)
+        return SiblingReply({1: b"null", 2: b"null"}, 2)
 
 
 class _NoRequests:
@@ -163,3 +170,9 @@ async def test_a_request_of_another_process_is_found_there() -> None:
     tells = others.tells
     assert await tells["/move"]({"request_id": "theirs", "target": ""}) == b"null"
     assert await tells["/movable"]({"source": "a:1"}) == b"[]"
+
+
+async def test_of_two_requests_with_one_name_the_one_that_migrated_is_reported() -> None:
+    mover = MigrationService(cast(Cluster, _NoRequests()), cast(SiblingProcesses, _Others()))
+    moved = MoveResponse(request_id="twice", source="a:1", target="b:2")
+    assert await mover.move("twice", "", "b:2") == moved
