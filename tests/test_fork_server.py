@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 from common.process.children import ChildProcess
 from tests.support import fork_server
@@ -40,6 +41,20 @@ def test_it_has_the_arguments_files_environment_and_parent_of_an_execed_one(monk
     assert (ran.returncode, ran.stderr) == (0, "")
     leashed = {"leads its session": True, "at its parent's death": signal.SIGTERM}
     assert json.loads(ran.stdout) == json.loads(execed.stdout) | leashed
+
+
+def test_a_server_outlives_the_thread_that_first_asked_it():
+    environment = {**os.environ, "TORCH_OF_THIS_TEST": "1"}  # a server of its own
+    codes = []
+
+    def ask():
+        codes.append(fork_server.run(__spec__.name, environment=environment).returncode)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    ask()
+    assert codes == [0, 0]
 
 
 def test_a_program_of_a_cluster_ends_with_the_same_code_and_log(tmp_path):

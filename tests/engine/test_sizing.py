@@ -48,7 +48,7 @@ def test_what_does_not_fit_is_told_in_numbers(tmp_path):
 
 def test_retracted_requests_get_as_many_pages_in_host_memory_unless_told_otherwise(tmp_path):
     assert shape(tmp_path, free=1 << 30, num_pages=7).host_pages == 7
-    assert shape(tmp_path, free=1 << 30, num_pages=7, host_pages=3).host_pages == 3
+    assert shape(tmp_path, free=1 << 30, num_pages=7, swap_pages=3).host_pages == 3
 
 
 def test_a_container_leaves_what_its_limit_says(tmp_path):

@@ -36,7 +36,7 @@ from types import SimpleNamespace
 from typing import IO, Any, NoReturn
 
 from common.process import children, leash
-from common.process.leash import follow_parent, leashed
+from common.process.leash import follow_parent
 
 _NODES = {"prefill_node", "decode_node"}
 PROGRAMS = {"router", "tests.support.stub_node", *_NODES}
@@ -196,8 +196,10 @@ class _Server:
         environment = {**kept, **early}
         command = [sys.executable, "-m", __name__, str(theirs.fileno())]
         with theirs:
+            # Without a leash, which would also end with the calling thread. The server ends when
+            # this process, and with it the other end of the socket, is gone.
             self._process = subprocess.Popen(
-                leashed(command, signal.SIGKILL),
+                command,
                 stdin=subprocess.DEVNULL,
                 env=environment,
                 pass_fds=[theirs.fileno()],

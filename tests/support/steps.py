@@ -23,6 +23,7 @@ from engine.kv_cache.layout import KVLayout
 from engine.models import Model
 from engine.runner.graphs import Recorder
 from engine.runner.launched import LaunchedStep
+from engine.runner.stream import made_on
 from engine.sampling.composition import every_feature
 from engine.sizing import EngineShape
 from tests.support.specs import make_request
@@ -63,7 +64,7 @@ class Steps:
         )
         backend = TorchBackend.open(shape)
         self.pool, self.host_pool, self.stream = backend.pool, backend.host_pool, backend.stream
-        self.pool.tensor.fill_(0xFF)  # NaN
+        made_on(self.stream, lambda: self.pool.tensor.fill_(0xFF))  # NaN
         self.table = SlotTable(
             num_slots, context_length, page_size, layout.windows, layout.state_pages
         )

@@ -284,7 +284,11 @@ async def test_a_client_that_leaves_takes_its_calls_with_it(model):
             "label_token_ids",
         ),
         ("/rerank", {"query": "a", "documents": []}, "documents"),
-        ("/rerank", {"query": "a", "documents": ["b"], "instruct": "c"}, "instruct: this model"),
+        (
+            "/rerank",
+            {"query": "a", "documents": ["b"], "instruct": "c"},
+            "instruct is not supported",
+        ),
     ],
 )
 async def test_what_is_wrong_is_refused_by_name_before_a_node_hears_of_it(
