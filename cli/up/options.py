@@ -59,6 +59,12 @@ def parser() -> settings.ConfigArgumentParser:
         default="auto",
         help="device of nodes. auto: CUDA devices if there are any (%(default)s)",
     )
+    _add_process_options(parser)
+    client.add_credential_flags(parser, secret=False)
+    return parser
+
+
+def _add_process_options(parser: settings.ConfigArgumentParser) -> None:
     more = parser.add_advanced_group("processes", "Ports, files and lifetimes.")
     for role, port in (("prefill", plan.PREFILL_PORT), ("decode", plan.DECODE_PORT)):
         first = f"port of the first {role} node ({port})"
@@ -109,8 +115,6 @@ def parser() -> settings.ConfigArgumentParser:
         metavar="S",
         help="seconds for each process to end (60)",
     )
-    client.add_credential_flags(parser, secret=False)
-    return parser
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
