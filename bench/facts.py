@@ -18,7 +18,6 @@ PACKAGES = (
     "grpcio",
     "nixl",
     "uvloop",
-    "httptools",
     "aiohttp",
 )
 _SMI_S = 20.0

@@ -109,7 +109,7 @@ COMMANDS: Mapping[str, CliCommand | CliGroup] = {
     "bench": CliCommand(
         "Measure load, disaggregation and its break-even point",
         "bench",
-        needs=("httptools", "numpy"),
+        needs=("numpy",),
     ),
     "check": CliCommand(
         "Check that a configuration and a model run on this machine", "cli.check", needs=_NODE
