@@ -1,4 +1,4 @@
-"""What `baton check` finds out about a process. This module imports the libraries of a node."""
+"""Findings of `baton check` about a process. This module imports the libraries of a node."""
 
 import importlib.util
 import os

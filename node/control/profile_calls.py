@@ -29,7 +29,7 @@ class ProfileCalls:
         return self._profiler.start(num_steps)
 
     def stop(self, number: int) -> None:
-        """Stop the profile, with an answer from `done`. Raises ServingError if there is none."""
+        """Stop the profile. `done` sends the response. Raises ServingError if no profile runs."""
         self._awaited.append((number, self._profiler.stop()))
 
     def done(self) -> Iterator[NodeCallResult]:

@@ -99,7 +99,7 @@ class Words:
     def old_names(self, text: str) -> list[str]:
         """Return the flags, variables and metrics of a text that were renamed.
 
-        A path with dots is none of them: code has the same form.
+        A path with dots does not count: code has the same form.
         """
         found = []
         for pattern, new in ((_FLAG, self._flag), (_VARIABLE, self._variable)):
