@@ -15,6 +15,7 @@ _TITLES = {
     "flag": "Flags",
     "metric": "Metrics",
     "label": "Label values of metrics",
+    "alert": "Alerts",
     "event": "Events and outcomes of a request",
     "log": "Log lines and fields",
     "class": "Classes",
